@@ -1,0 +1,1 @@
+"""Parameters on disk: runs of our own, and Hugging Face folders."""

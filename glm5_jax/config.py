@@ -1,0 +1,399 @@
+"""Every knob of a run: frozen dataclasses that check themselves.
+
+Fields of ModelConfig bear the names of the Hugging Face config.json, and its defaults
+are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
+"""
+
+import dataclasses
+from typing import Literal
+
+AttentionMode = Literal["dense", "sparse", "dense_with_indexer_loss"]
+RematPolicy = Literal["none", "full", "dots"]
+Dtype = Literal["float32", "bfloat16"]
+Stage = Literal["pretrain", "dsa_warmup", "dsa_sparse"]
+
+
+class InputError(ValueError):
+    """What the user gave is wrong; the message says what, and what to do."""
+
+
+def _require(*rules: tuple[bool, str]) -> None:
+    """Raises one InputError with the message of every rule that does not hold."""
+    errors = [message for holds, message in rules if not holds]
+    if errors:
+        raise InputError("\n".join(errors))
+
+
+def _positive(section: object, *names: str) -> list[tuple[bool, str]]:
+    """Rules: each named field is at least 1."""
+    values = {name: getattr(section, name) for name in names}
+    return [(v >= 1, f"{n} must be at least 1, got {v}.") for n, v in values.items()]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture; defaults are zai-org/GLM-5 config.json (arXiv 2602.15763)."""
+
+    vocab_size: int = 154880
+    hidden_size: int = 6144
+    intermediate_size: int = 12288  # width of a dense layer's SwiGLU
+    moe_intermediate_size: int = 2048  # width of one expert, routed or shared
+    num_hidden_layers: int = 78
+    first_k_dense_replace: int = 3  # leading layers without experts
+    num_attention_heads: int = 64
+    q_lora_rank: int = 2048
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 192
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 256
+    n_routed_experts: int = 256
+    num_experts_per_tok: int = 8
+    n_shared_experts: int = 1
+    routed_scaling_factor: float = 2.5
+    norm_topk_prob: bool = True  # gates of a token sum to routed_scaling_factor
+    index_n_heads: int = 32
+    index_head_dim: int = 128
+    index_topk: int = 2048  # keys that a query may attend to
+    # Which layers own an indexer ("F") and which reuse the one before them ("S"):
+    # a pattern, one letter a layer, or else every index_topk_freq-th layer.
+    index_topk_pattern: str | None = None
+    index_topk_freq: int = 1
+    index_skip_topk_offset: int = 2
+    index_share_for_mtp_iteration: bool = False  # later MTP steps reuse KV and index
+    num_nextn_predict_layers: int = 1  # MTP modules stored: 0 or 1
+    mtp_num_steps: int = 3  # times that it is applied in training (paper 2.1)
+    rms_norm_eps: float = 1e-5
+    latent_norm_eps: float = 1e-5  # transformers: 1e-6; Megatron, vLLM, SGLang: 1e-5
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 202752
+    initializer_range: float = 0.02
+    eos_token_id: tuple[int, ...] = (154820, 154827, 154829)
+    pad_token_id: int = 154820
+    attention: AttentionMode = "sparse"  # from here: computation, not architecture
+    dtype: Dtype = "bfloat16"  # of activations and matrix products
+    param_dtype: Dtype = "float32"
+    remat_policy: RematPolicy = "none"
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        n, dense = self.num_hidden_layers, self.first_k_dense_replace
+        _require(
+            *self._index_rules(),
+            *_positive(
+                self,
+                *("vocab_size", "hidden_size", "intermediate_size"),
+                *("moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
+                *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
+                *("qk_rope_head_dim", "v_head_dim", "n_routed_experts"),
+                *("num_experts_per_tok", "index_n_heads", "index_head_dim"),
+                *("index_topk", "index_topk_freq", "max_position_embeddings"),
+            ),
+            (
+                0 <= dense <= n,
+                f"first_k_dense_replace must lie in 0..{n} (num_hidden_layers), "
+                f"got {dense}.",
+            ),
+            (
+                self.num_experts_per_tok <= self.n_routed_experts,
+                f"num_experts_per_tok must not exceed n_routed_experts, got "
+                f"{self.num_experts_per_tok} of {self.n_routed_experts}.",
+            ),
+            (
+                self.n_shared_experts >= 0,
+                f"n_shared_experts must not be negative, got {self.n_shared_experts}.",
+            ),
+            (
+                self.qk_rope_head_dim % 2 == 0,
+                f"qk_rope_head_dim must be even (RoPE turns pairs), got "
+                f"{self.qk_rope_head_dim}.",
+            ),
+            (
+                self.index_head_dim >= self.qk_rope_head_dim,
+                f"index_head_dim must be at least qk_rope_head_dim (the indexer "
+                f"turns its first {self.qk_rope_head_dim} dims), got "
+                f"{self.index_head_dim}.",
+            ),
+            (
+                self.num_nextn_predict_layers in (0, 1),
+                f"num_nextn_predict_layers must be 0 or 1 (MTP steps share one "
+                f"module), got {self.num_nextn_predict_layers}.",
+            ),
+            (
+                self.mtp_num_steps >= 0,
+                f"mtp_num_steps must not be negative, got {self.mtp_num_steps}.",
+            ),
+            (self.rms_norm_eps > 0, f"rms_norm_eps must be > 0: {self.rms_norm_eps}."),
+            (self.rope_theta > 1, f"rope_theta must exceed 1, got {self.rope_theta}."),
+        )
+
+    def _index_rules(self) -> list[tuple[bool, str]]:
+        """Rules of the fields that say which layers own an indexer."""
+        n, pattern = self.num_hidden_layers, self.index_topk_pattern
+        offset = self.index_skip_topk_offset
+        return [
+            (
+                pattern is None or (len(pattern) == n and set(pattern) <= set("FS")),
+                f"index_topk_pattern must be {n} letters F or S, got {pattern!r}.",
+            ),
+            (
+                not pattern or pattern[0] == "F",
+                "index_topk_pattern must begin with F: the first layer has no "
+                "earlier index to share.",
+            ),
+            (
+                offset >= 1,
+                f"index_skip_topk_offset must be at least 1 (the first layer is "
+                f"full), got {offset}.",
+            ),
+        ]
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Dims of a query or key head: no-rope part, then rope part."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on the attention scores."""
+        return self.qk_head_dim**-0.5
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the multi-token-prediction module exists."""
+        return self.num_nextn_predict_layers > 0
+
+    @property
+    def is_full_index_layer(self) -> tuple[bool, ...]:
+        """Per layer: does it own an indexer (else it reuses an earlier one's keys).
+
+        IndexShare, arXiv 2603.12201: layer i is full iff
+        max(i - index_skip_topk_offset + 1, 0) % index_topk_freq == 0.
+        """
+        if self.index_topk_pattern:
+            return tuple(letter == "F" for letter in self.index_topk_pattern)
+        skip = self.index_skip_topk_offset - 1
+        return tuple(
+            max(i - skip, 0) % self.index_topk_freq == 0
+            for i in range(self.num_hidden_layers)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from. Order is a pure function of (seed, step)."""
+
+    source: str = "python"  # "python": the corpus every CPython carries; or a folder
+    tokenizer: str = "bpe"  # "bpe" (trained on the source), "byte", or tokenizer.json
+    bpe_vocab_size: int = 2048
+    sequence_length: int = 256  # tokens that enter the model, per row
+    batch_size: int = 16  # rows of a step, over all devices
+    held_out_percent: int = 10  # documents by sha256(name) % 100 below this
+    cache_dir: str = "~/.cache/glm5_jax"  # trained tokenizers, token arrays
+    num_prefetch: int = 2  # batches made ahead by a thread
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        _require(
+            *_positive(self, "sequence_length", "batch_size", "num_prefetch"),
+            (
+                self.bpe_vocab_size >= 300,
+                f"bpe_vocab_size must be at least 300 (256 bytes and the special "
+                f"tokens), got {self.bpe_vocab_size}.",
+            ),
+            (
+                1 <= self.held_out_percent <= 50,
+                f"held_out_percent must lie in 1..50, got {self.held_out_percent}.",
+            ),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Weights of the terms of the training loss."""
+
+    mtp_weight: float = 0.3  # times the mean over MTP steps (GLM-4.5 report)
+    balance_weight: float = 1e-4  # sequence-level balance (GLM-4.5 report)
+    indexer_weight: float = 1e-3  # KL of the indexer; Megatron-Bridge's default
+    z_weight: float = 0.0
+    router_bias_rate: float = 1e-3  # step of the loss-free balance (GLM-4.5 report)
+    chunk_tokens: int = 1024  # tokens whose float32 logits exist at once
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        weights = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name != "chunk_tokens"
+        }
+        _require(
+            *_positive(self, "chunk_tokens"),
+            *(
+                (v >= 0, f"{k} must not be negative, got {v}.")
+                for k, v in weights.items()
+            ),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Muon Split on matrices, AdamW on the rest (paper appendix A; GLM-4.5 report)."""
+
+    name: Literal["muon", "adamw"] = "muon"
+    learning_rate: float = 2e-4  # peak
+    end_learning_rate: float = 4e-5
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 0
+    weight_decay: float = 0.1
+    # Undisclosed in the paper: Muon's coefficients, Nesterov; xtuner's values.
+    muon_split: bool = True  # orthogonalise W_UQ, W_UK, W_UV head by head
+    muon_split_rope: bool = False  # ... and the no-rope and rope parts of W_UQ alone
+    muon_split_kv_a: bool = False  # ... and the latent and rope parts of W_KVa alone
+    muon_lm_head: bool = False
+    muon_momentum: float = 0.95
+    muon_nesterov: bool = True
+    muon_update_rms: float = 0.2
+    ns_steps: int = 5
+    ns_coefficients: Literal["quintic", "polar_express"] = "polar_express"
+    ns_dtype: Dtype = "bfloat16"
+    adam_learning_rate_scale: float = 1.0  # AdamW's rate over learning_rate
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_norm: float = 0.0  # global gradient norm; 0 turns it off
+    max_skipped_in_a_row: int = 10  # non-finite updates before the run aborts
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        _require(
+            (
+                self.learning_rate > 0,
+                f"learning_rate must be > 0: {self.learning_rate}",
+            ),
+            (
+                0 <= self.end_learning_rate <= self.learning_rate,
+                f"end_learning_rate must lie in 0..learning_rate "
+                f"({self.learning_rate}), got {self.end_learning_rate}.",
+            ),
+            (self.warmup_steps >= 0, f"warmup_steps is negative: {self.warmup_steps}."),
+            (self.weight_decay >= 0, f"weight_decay is negative: {self.weight_decay}."),
+            (
+                0 <= self.muon_momentum < 1,
+                f"muon_momentum must lie in [0, 1), got {self.muon_momentum}.",
+            ),
+            (0 <= self.adam_b1 < 1, f"adam_b1 must lie in [0, 1): {self.adam_b1}."),
+            (0 <= self.adam_b2 < 1, f"adam_b2 must lie in [0, 1): {self.adam_b2}."),
+            (
+                self.clip_norm >= 0,
+                f"clip_norm is negative: {self.clip_norm}; 0 is off.",
+            ),
+            *_positive(self, "ns_steps", "max_skipped_in_a_row"),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices along each mesh axis; data = -1 takes what the others leave."""
+
+    data: int = -1
+    fsdp: int = 1
+    expert: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        _require(
+            (
+                self.data == -1 or self.data >= 1,
+                f"data must be -1 or >= 1: {self.data}",
+            ),
+            *_positive(self, "fsdp", "expert", "tensor", "context"),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run."""
+
+    stage: Stage = "pretrain"
+    init_from: str | None = None  # run, step or Hugging Face folder to start from
+    seed: int = 0
+    num_steps: int = 100
+    log_every: int = 1  # steps between lines of metrics.jsonl
+    eval_every: int = 50  # steps between held-out evaluations; 0: only at the end
+    eval_batches: int = 8
+    sample_every: int = 0  # steps between sample texts; 0: only at the end
+    sample_prompt: str = "def "
+    sample_tokens: int = 96  # 0: no sample
+    checkpoint_every: int = 100  # 0: only at the end
+    checkpoints_to_keep: int = 3
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    mesh: MeshConfig = MeshConfig()
+
+    def __post_init__(self) -> None:
+        """Checks what involves several sections."""
+        length, topk = self.data.sequence_length, self.model.index_topk
+        has_kl = self.model.attention != "dense" and self.loss.indexer_weight > 0
+        is_dsa = self.stage in ("dsa_warmup", "dsa_sparse")
+        mode = {"dsa_warmup": "dense_with_indexer_loss", "dsa_sparse": "sparse"}
+        _require(
+            *_positive(self, "num_steps", "log_every", "checkpoints_to_keep"),
+            *_positive(self, "eval_batches"),
+            (self.seed >= 0, f"seed must not be negative, got {self.seed}."),
+            (
+                not is_dsa or self.model.attention == mode[self.stage],
+                f"model.attention must be {mode.get(self.stage)!r} in stage "
+                f"{self.stage!r}, got {self.model.attention!r}.",
+            ),
+            (
+                not is_dsa or self.loss.indexer_weight > 0,
+                f"loss.indexer_weight must be > 0 in stage {self.stage!r}: it is "
+                f"what trains the indexer.",
+            ),
+            (
+                not (has_kl or is_dsa) or topk < length,
+                f"model.index_topk must be smaller than data.sequence_length where "
+                f"the indexer is trained by its KL, got {topk} >= {length}: there "
+                f"would be nothing to select. Lower model.index_topk, or set "
+                f"model.attention='dense' or loss.indexer_weight=0.",
+            ),
+            (
+                length <= self.model.max_position_embeddings,
+                f"data.sequence_length must not exceed "
+                f"model.max_position_embeddings "
+                f"({self.model.max_position_embeddings}), got {length}.",
+            ),
+            *(
+                (getattr(self, k) >= 0, f"{k} must not be negative; 0 turns it off.")
+                for k in ("eval_every", "sample_every", "sample_tokens")
+            ),
+            (self.checkpoint_every >= 0, "checkpoint_every must not be negative."),
+            *self._mesh_rules(),
+        )
+
+    def _mesh_rules(self) -> list[tuple[bool, str]]:
+        """Rules: what a mesh axis shards, it must divide."""
+        mesh, model, data = self.mesh, self.model, self.data
+        rows = mesh.fsdp * mesh.expert * max(mesh.data, 1)
+        divided = [
+            (model, "hidden_size", "fsdp", mesh.fsdp),
+            (model, "n_routed_experts", "expert", mesh.expert),
+            (model, "vocab_size", "tensor", mesh.tensor),
+            (model, "num_attention_heads", "tensor", mesh.tensor),
+            (model, "intermediate_size", "tensor", mesh.tensor),
+            (model, "moe_intermediate_size", "tensor", mesh.tensor),
+            (data, "sequence_length", "context", mesh.context),
+            (data, "batch_size", "data * fsdp * expert", rows),
+        ]
+        return [
+            (
+                getattr(section, name) % parts == 0,
+                f"{'model' if section is model else 'data'}.{name} must be divisible "
+                f"by the {axis} axis, got {getattr(section, name)} on {parts} devices; "
+                f"set mesh.{axis} to a divisor.",
+            )
+            for section, name, axis, parts in divided
+        ]

@@ -1,0 +1,1 @@
+"""Documents to token ids to packed batches."""

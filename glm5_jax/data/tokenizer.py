@@ -1,0 +1,241 @@
+"""Text to token ids and back: byte-level tokenizers in the tokenizer.json format."""
+
+import hashlib
+import operator
+import pathlib
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
+
+import tokenizers
+from absl import logging
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from glm5_jax import config
+from glm5_jax.data import cache
+
+END_OF_TEXT = "<|endoftext|>"
+
+# How GLM-5 cuts text into the words whose bytes are then merged.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_MAX_TRAINING_BYTES = 4_000_000  # merges learnt from more compress 1% better
+_REPLACEMENT = "\ufffd".encode()
+
+
+class Tokenizer:
+    """A byte-level tokenizer of the `tokenizers` library with <|endoftext|>.
+
+    Attributes:
+        pieces: the bytes that each id stands for; none for special tokens.
+        eos_id: the id of <|endoftext|>, which ends a document.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        """Wraps `backend`.
+
+        Raises:
+            config.InputError: it is not byte-level, or lacks <|endoftext|>.
+        """
+        eos_id = backend.token_to_id(END_OF_TEXT)
+        if eos_id is None:
+            raise config.InputError(
+                f"The tokenizer has no {END_OF_TEXT} token, which ends a document; "
+                f"add it to the added_tokens of its tokenizer.json."
+            )
+        backend.no_truncation()
+        backend.no_padding()
+        # Text that spells a special token stays text, as no document may end itself.
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.eos_id: int = eos_id
+        self.pieces: tuple[bytes, ...] = _pieces(backend)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id, special tokens included."""
+        return len(self.pieces)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tokenizer.json."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without any special token."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, on all cores."""
+        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        """Text of `ids`, without special tokens.
+
+        Bytes that are not UTF-8 (a character cut in two) and ids beyond the vocabulary
+        (a model's may be padded) become U+FFFD.
+        """
+        known = range(self.vocab_size)
+        pieces = (
+            self.pieces[i] if i in known else _REPLACEMENT
+            for i in map(operator.index, ids)
+        )
+        return b"".join(pieces).decode(errors="replace")
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Writes a tokenizer.json, which transformers reads too."""
+        text = self._backend.to_str()
+        cache.write_atomically(pathlib.Path(path), lambda new: _write_text(new, text))
+
+
+def load(path: str | pathlib.Path) -> Tokenizer:
+    """The tokenizer in the tokenizer.json at `path`, or in the folder `path`.
+
+    Raises:
+        config.InputError: there is none, or not one that can be used here.
+    """
+    path = pathlib.Path(path).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise config.InputError(
+            f"No tokenizer can be read from {file}: {error}. Give 'bpe', 'byte' or the "
+            f"path of a tokenizer.json."
+        ) from error
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing narrower
+        raise config.InputError(f"{file} is not a tokenizer.json: {error}.") from error
+    return Tokenizer(backend)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The tokenizer whose ids 0..255 are bytes and 256 is <|endoftext|>."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab=_ALPHABET, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True)])
+    return Tokenizer(backend)
+
+
+def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` tokens; <|endoftext|> is token 0."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(_ALPHABET),
+        show_progress=sys.stderr.isatty(),
+    )
+    backend.train_from_iterator(texts, trainer, length=len(texts))
+    return Tokenizer(backend)
+
+
+def for_corpus(data: config.DataConfig, texts: Sequence[str]) -> Tokenizer:
+    """The tokenizer that `data` names; a BPE is trained on `texts` once and kept.
+
+    Args:
+        data: the section of the config.
+        texts: training documents in random order; the first 4 MB are used.
+    """
+    if data.tokenizer == "byte":
+        return byte_tokenizer()
+    if data.tokenizer != "bpe":
+        return load(data.tokenizer)
+    sample = _leading(texts, _MAX_TRAINING_BYTES)
+    key = hashlib.sha256(f"{data.bpe_vocab_size} {_WORDS}".encode())
+    for text in sample:
+        key.update(hashlib.sha256(text.encode()).digest())
+    folder = pathlib.Path(data.cache_dir).expanduser()
+
+    def make() -> Tokenizer:
+        logging.info("Training a BPE on %d documents ...", len(sample))
+        start = time.perf_counter()
+        trained = train_bpe(sample, data.bpe_vocab_size)
+        seconds = time.perf_counter() - start
+        logging.info("... %d tokens in %.1f s.", trained.vocab_size, seconds)
+        return trained
+
+    return cache.cached(
+        folder / f"tokenizer-{key.hexdigest()[:16]}.json",
+        make=make,
+        load=load,
+        save=Tokenizer.save,
+    )
+
+
+def check_vocab(tokenizer: Tokenizer, model_vocab_size: int) -> None:
+    """Checks that the model has an embedding for every id.
+
+    Raises:
+        config.InputError: the tokenizer has more ids than the model.
+    """
+    if tokenizer.vocab_size > model_vocab_size:
+        raise config.InputError(
+            f"model.vocab_size must be at least the tokenizer's "
+            f"{tokenizer.vocab_size} ids, got {model_vocab_size}; set "
+            f"model.vocab_size={tokenizer.vocab_size} (or more), or choose a smaller "
+            f"tokenizer (data.tokenizer, data.bpe_vocab_size)."
+        )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level tokenizer.json (GPT-2).
+
+    Visible Latin-1 characters stand for themselves, the others for U+0100 onwards.
+    """
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    characters = {byte: chr(byte) for byte in visible}
+    characters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {characters[byte]: byte for byte in range(256)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _pieces(backend: tokenizers.Tokenizer) -> tuple[bytes, ...]:
+    """The bytes of each id."""
+    vocab = backend.get_vocab(with_added_tokens=True)
+    added = backend.get_added_tokens_decoder()
+    pieces = [b""] * (max(vocab.values()) + 1)
+    for token, i in vocab.items():
+        if i in added:
+            pieces[i] = b"" if added[i].special else token.encode()
+        elif all(character in _ALPHABET for character in token):
+            pieces[i] = bytes(_ALPHABET[character] for character in token)
+        else:
+            raise config.InputError(
+                f"The tokenizer must be byte-level (as GLM-5's is), but token {i} is "
+                f"{token!r}; give another tokenizer.json, 'bpe' or 'byte'."
+            )
+    return tuple(pieces)
+
+
+def _leading(texts: Sequence[str], limit: int) -> list[str]:
+    """The first of the texts that together have `limit` characters, at least one."""
+    sample, size = [], 0
+    for text in texts:
+        sample.append(text)
+        size += len(text)
+        if size >= limit:
+            break
+    return sample
+
+
+def _write_text(path: pathlib.Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

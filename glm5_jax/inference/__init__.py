@@ -1,0 +1,1 @@
+"""What a model with given weights does: sampled continuations and scores."""

@@ -1,0 +1,105 @@
+"""Draws the next token: temperature, then top-k, then top-p, then min-p.
+
+The random numbers of a token come from a key that is a function of the run's seed, the
+request and the position alone, so what a request gets does not depend on its batch.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How each sequence of a batch is sampled; arrays, so no value recompiles."""
+
+    temperature: Float[Array, " B"]  # 0 takes the most likely token
+    top_p: Float[Array, " B"]  # least mass that is kept, in (0, 1]; 1 is off
+    top_k: Int[Array, " B"]  # tokens that are kept; 0 is off
+    min_p: Float[Array, " B"]  # least probability, relative to the largest; 0 is off
+
+
+def make_sampling(
+    batch: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+) -> Sampling:
+    """The same for every sequence."""
+    return Sampling(
+        temperature=jnp.full(batch, temperature, jnp.float32),
+        top_p=jnp.full(batch, top_p, jnp.float32),
+        top_k=jnp.full(batch, top_k, jnp.int32),
+        min_p=jnp.full(batch, min_p, jnp.float32),
+    )
+
+
+def request_keys(seed: int, batch: int) -> Key[Array, " B"]:
+    """A key for each request."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(
+        jax.random.key(seed), jnp.arange(batch)
+    )
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    keys: Key[Array, " B"],
+    positions: Int[Array, " B"],
+    sampling: Sampling,
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """Draws a token for each sequence.
+
+    Args:
+      logits: float32.
+      keys: of the requests.
+      positions: that the tokens will have in their sequences.
+      sampling: how.
+
+    Returns:
+      The ids, and the log-probability of each in the distribution that it was drawn
+      from. Of a greedy choice that is the model's own, at temperature 1.
+    """
+    logits = scaled_logits(logits, sampling)
+    is_greedy = sampling.temperature <= 0
+
+    def draw(logits: Array) -> Array:
+        token_keys = jax.vmap(jax.random.fold_in)(keys, positions)
+        return jax.vmap(jax.random.categorical)(token_keys, logits)
+
+    best = jnp.argmax(logits, axis=-1)
+    drawn = jax.lax.cond(jnp.all(is_greedy), lambda _: best, draw, logits)
+    ids = jnp.where(is_greedy, best, drawn)
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+    return ids, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def scaled_logits(
+    logits: Float[Array, "B V"], sampling: Sampling
+) -> Float[Array, "B V"]:
+    """Logits of the distribution that is sampled; -inf for what is left out."""
+    is_greedy = sampling.temperature <= 0
+    logits = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
+    is_filtered = (sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0)
+    return jax.lax.cond(  # sorting the vocabulary is worth avoiding
+        jnp.any(is_filtered & ~is_greedy),
+        lambda x: jnp.where(is_greedy[:, None], x, _filtered(x, sampling)),
+        lambda x: x,
+        logits,
+    )
+
+
+def _filtered(logits: Array, sampling: Sampling) -> Array:
+    """Keeps what is as likely as the least likely token that passes all filters."""
+    top_p, top_k = sampling.top_p[:, None], sampling.top_k[:, None]
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    is_kept = (jnp.arange(logits.shape[-1])[None] < top_k) | (top_k <= 0)
+    probs = jax.nn.softmax(jnp.where(is_kept, ordered, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    is_kept &= (before < top_p) | (top_p >= 1)  # a sum of all may exceed 1
+    is_kept &= probs >= sampling.min_p[:, None] * probs[:, :1]
+    least = jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, -jnp.inf)

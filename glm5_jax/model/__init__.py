@@ -1,0 +1,1 @@
+"""The model: functions of arrays, and one Linen module that declares parameters."""

@@ -1,0 +1,137 @@
+"""Multi-head Latent Attention in both of its forms.
+
+Expanded (training, prefill): keys and values are restored from the latent for every
+head. Absorbed (decode): W_UK moves into the query and W_UV behind the sum, so that
+only C + R numbers a token are cached and read, whatever the number of heads
+(DeepSeek-V2, arXiv 2405.04434; MLA-256 and its dims: GLM-5, arXiv 2602.15763).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+import pallas_kernels
+from glm5_jax import config as config_lib
+from glm5_jax.model import context as context_lib
+from glm5_jax.model import layers, rope
+
+
+class Latent(NamedTuple):
+    """What is cached of a token."""
+
+    c: Float[Array, "B S C"]  # normalised
+    k_rope: Float[Array, "B S R"]  # rotated, shared by the heads
+
+
+def table(config: config_lib.ModelConfig, init: Callable) -> dict:
+    """Parameters of one attention."""
+    d, n = config.hidden_size, config.num_attention_heads
+    q, c = config.q_lora_rank, config.kv_lora_rank
+    p, r, o = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    return {
+        "q_a_proj": layers.Param((d, q), ("D", "Q"), init),
+        "q_a_layernorm": layers.scale(q, "Q"),
+        "q_b_proj": layers.Param((q, n, p + r), ("Q", "N", "H"), init),
+        "kv_a_proj": layers.Param((d, c + r), ("D", "C+R"), init),
+        "kv_a_layernorm": layers.scale(c, "C"),
+        "k_b_proj": layers.Param((c, n, p), ("C", "N", "P"), init),
+        "v_b_proj": layers.Param((c, n, o), ("C", "N", "O"), init),
+        "o_proj": layers.Param((n, o, d), ("N", "O", "D"), init),
+    }
+
+
+def query_latent(
+    params: dict[str, Array], config: config_lib.ModelConfig, x: Float[Array, "B T D"]
+) -> Float[Array, "B T Q"]:
+    """c_q, from which the attention's and the indexer's queries come."""
+    c_q = layers.linear(x, params["q_a_proj"])
+    return layers.rms_norm(c_q, params["q_a_layernorm"], config.latent_norm_eps)
+
+
+def queries(
+    params: dict[str, Array],
+    config: config_lib.ModelConfig,
+    c_q: Float[Array, "B T Q"],
+    context: context_lib.Context,
+) -> tuple[Float[Array, "B T N P"], Float[Array, "B T N R"]]:
+    """Queries of every head: the part without positions, and the rotated part."""
+    nope = config.qk_nope_head_dim
+    weight = params["q_b_proj"]
+    q_nope = layers.linear(c_q, weight[..., :nope])
+    q_rope = layers.linear(c_q, rope.halves(weight[..., nope:]))
+    cos, sin = context.cos[:, :, None], context.sin[:, :, None]
+    return q_nope, rope.rotate(q_rope, cos, sin)
+
+
+def latent(
+    params: dict[str, Array],
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
+    context: context_lib.Context,
+) -> Latent:
+    """The latent and the shared rotated key of every token."""
+    rank, weight = config.kv_lora_rank, params["kv_a_proj"]
+    c = layers.linear(x, weight[:, :rank])
+    k_rope = layers.linear(x, rope.halves(weight[:, rank:]))
+    return Latent(
+        c=layers.rms_norm(c, params["kv_a_layernorm"], config.latent_norm_eps),
+        k_rope=rope.rotate(k_rope, context.cos, context.sin),
+    )
+
+
+def expanded(
+    params: dict[str, Array],
+    config: config_lib.ModelConfig,
+    c_q: Float[Array, "B T Q"],
+    kv: Latent,
+    context: context_lib.Context,
+    mask: Bool[Array, "B S T"] | None,
+) -> tuple[Float[Array, "B T D"], tuple[Array, Array, Array]]:
+    """Attention with a key and a value a head.
+
+    Returns:
+      The output, and (q, k, log-sum-exp): what the indexer's loss compares with.
+    """
+    q = jnp.concatenate(queries(params, config, c_q, context), axis=-1)
+    k_nope = layers.linear(kv.c, params["k_b_proj"])
+    k_rope = jnp.broadcast_to(
+        kv.k_rope[:, :, None], (*k_nope.shape[:3], kv.k_rope.shape[-1])
+    )
+    k = jnp.concatenate([k_nope, k_rope], axis=-1)
+    v = layers.linear(kv.c, params["v_b_proj"])
+    out, lse = pallas_kernels.masked_mla(
+        q, k, v, context.lo, context.hi, mask, scale=config.softmax_scale
+    )
+    return layers.linear(out, params["o_proj"], num_in=2), (q, k, lse)
+
+
+def absorbed(
+    params: dict[str, Array],
+    config: config_lib.ModelConfig,
+    c_q: Float[Array, "B T Q"],
+    kv: Float[Array, "B T S c"],
+    keep: Bool[Array, "B T S"],
+    context: context_lib.Context,
+) -> Float[Array, "B T D"]:
+    """Attention in the latent space over the rows that were fetched for each query.
+
+    Args:
+      params: of the attention.
+      config: of the model.
+      c_q: query latents.
+      kv: rows [latent | rotated key] of each query, c = C + R.
+      keep: which of them are real and selected.
+      context: positions of the queries.
+    """
+    q_nope, q_rope = queries(params, config, c_q, context)
+    q_latent = jnp.einsum("btnp,cnp->btnc", q_nope, params["k_b_proj"])
+    q = jnp.concatenate([q_latent, q_rope], axis=-1)
+    scores = jnp.einsum("btnc,btsc->btns", q, kv, preferred_element_type=jnp.float32)
+    scores = jnp.where(keep[:, :, None], scores * config.softmax_scale, -1e30)
+    probs = jax.nn.softmax(scores, axis=-1).astype(kv.dtype)
+    c = jnp.einsum("btns,btsc->btnc", probs, kv[..., : config.kv_lora_rank])
+    out = jnp.einsum("btnc,cno->btno", c, params["v_b_proj"])
+    return layers.linear(out, params["o_proj"], num_in=2)

@@ -1,0 +1,164 @@
+"""One decoder layer: x + attention(norm(x)), then x + ffn(norm(x))."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+import pallas_kernels
+from glm5_jax import config as config_lib
+from glm5_jax.model import attention, indexer, layers, moe
+from glm5_jax.model import cache as cache_lib
+from glm5_jax.model import context as context_lib
+
+
+class BlockAux(NamedTuple):
+    """What a layer tells besides its output; None where it does not apply."""
+
+    indexer_kl: Float[Array, ""] | None  # mean over tokens
+    routing: moe.Routing | None
+
+
+class BlockOutput(NamedTuple):
+    """A layer's output, and what the next layers, a cache or the losses want."""
+
+    x: Float[Array, "B T D"]
+    index: indexer.Index | None
+    kv: attention.Latent
+    aux: BlockAux
+
+
+def table(config: config_lib.ModelConfig, kind: str) -> dict:
+    """Parameters of a layer of a kind (glm5_jax/depth.py)."""
+    hidden, init = config.hidden_size, nn.initializers.normal(config.initializer_range)
+    params = {
+        "input_layernorm": layers.scale(hidden, "D"),
+        "self_attn": attention.table(config, init),
+        "post_attention_layernorm": layers.scale(hidden, "D"),
+    }
+    if kind[0] == "D":
+        width = config.intermediate_size
+        params["mlp"] = layers.swiglu_table(hidden, width, init)
+    else:
+        params["mlp"] = moe.table(config, init)
+    if kind[1] == "F":
+        params["indexer"] = indexer.table(config, init)
+    return params
+
+
+def block(
+    params: dict,
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
+    context: context_lib.Context,
+    index: indexer.Index | None = None,
+    kl_weight: Float[Array, ""] | None = None,
+    kv: attention.Latent | None = None,
+) -> BlockOutput:
+    """Runs a layer over whole documents.
+
+    Args:
+      params: of `table`.
+      config: of the model.
+      x: hidden states.
+      context: positions and documents.
+      index: selection to reuse; None lets the layer's own indexer select.
+      kl_weight: share of this layer in its indexer's loss; None computes no loss.
+      kv: latents to attend to instead of the layer's own (later MTP steps).
+    """
+    params = _cast(params, config)
+    h = layers.rms_norm(x, params["input_layernorm"], config.rms_norm_eps)
+    c_q = attention.query_latent(params["self_attn"], config, h)
+    is_indexed = config.attention != "dense"
+    if is_indexed and index is None:
+        with jax.named_scope("indexer"):
+            index = indexer.select(params["indexer"], config, h, c_q, context)
+    mask = index.mask if is_indexed else None
+    with jax.named_scope("attention"):
+        if kv is None:
+            kv = attention.latent(params["self_attn"], config, h, context)
+        out, main = attention.expanded(
+            params["self_attn"], config, c_q, kv, context, mask
+        )
+    kl = None
+    if is_indexed and kl_weight is not None:
+        with jax.named_scope("indexer_loss"):
+            kl = kl_weight * _indexer_kl(config, main, index, context)
+    out, routing = feed_forward(params, config, x + out, context)
+    return BlockOutput(out, index if is_indexed else None, kv, BlockAux(kl, routing))
+
+
+def feed_forward(
+    params: dict,
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
+    context: context_lib.Context,
+) -> tuple[Float[Array, "B T D"], moe.Routing | None]:
+    """The second half of a layer: a dense SwiGLU or the experts."""
+    h = layers.rms_norm(x, params["post_attention_layernorm"], config.rms_norm_eps)
+    if "gate" not in params["mlp"]:
+        with jax.named_scope("mlp"):
+            return x + layers.swiglu(params["mlp"], h), None
+    with jax.named_scope("moe"):
+        out, routing = moe.moe(params["mlp"], config, h, context.is_token)
+    return x + out, routing
+
+
+def decode(
+    params: dict,
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
+    context: context_lib.Context,
+    read: cache_lib.Reader,
+) -> tuple[Float[Array, "B T D"], cache_lib.Reader]:
+    """Runs a layer over new tokens against a cache, in absorbed form.
+
+    Args:
+      params: of `table`.
+      config: of the model.
+      x: hidden states of the new tokens.
+      context: their positions; lo .. hi - 1 are the cached keys that each may see.
+      read: the cache, see glm5_jax/model/cache.py.
+    """
+    params = _cast(params, config)
+    attn = params["self_attn"]
+    h = layers.rms_norm(x, params["input_layernorm"], config.rms_norm_eps)
+    c_q = attention.query_latent(attn, config, h)
+    kv = attention.latent(attn, config, h, context)
+    read = read.append(jnp.concatenate(kv, axis=-1))
+    if config.attention == "sparse" and "indexer" in params:
+        q, k, w = indexer.project(params["indexer"], config, h, c_q, context)
+        read = read.select(q, k, w, context, config.index_topk)
+    rows, keep = read.rows(context)
+    out = attention.absorbed(attn, config, c_q, rows, keep, context)
+    out, _ = feed_forward(params, config, x + out, context)
+    return out, read.next()
+
+
+def _cast(params: dict, config: config_lib.ModelConfig) -> dict:
+    """Matrices to the activations' dtype; norms, router and head weights stay."""
+    is_dense, has_indexer = "gate" not in params["mlp"], "indexer" in params
+    kind = ("D" if is_dense else "M") + ("F" if has_indexer else "S")
+    return layers.cast(params, table(config, kind), config.dtype)
+
+
+def _indexer_kl(
+    config: config_lib.ModelConfig,
+    main: tuple[Array, Array, Array],
+    index: indexer.Index,
+    context: context_lib.Context,
+) -> Float[Array, ""]:
+    """KL of the indexer from the attention, mean over the tokens of the batch."""
+    weight = context.is_token.astype(jnp.float32)
+    loss = pallas_kernels.indexer_kl_loss(
+        main,
+        index[:3],
+        context.lo,
+        context.hi,
+        index.mask,
+        weight,
+        scale=config.softmax_scale,
+    )
+    return loss / jnp.maximum(jnp.sum(weight), 1)

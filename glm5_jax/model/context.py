@@ -1,0 +1,40 @@
+"""What every layer must know of the tokens: positions and documents."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from glm5_jax import config as config_lib
+from glm5_jax.model import rope
+
+
+class Context(NamedTuple):
+    """Positions as rotations, documents as bounds on the visible keys."""
+
+    cos: Float[Array, "B T r"]
+    sin: Float[Array, "B T r"]
+    lo: Int[Array, "B T"]  # first token of the query's document
+    hi: Int[Array, "B T"]  # one past the query itself; 0 for padding
+    is_token: Bool[Array, "B T"]
+
+
+def make_context(
+    config: config_lib.ModelConfig,
+    segment_ids: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+) -> Context:
+    """Context of rows of packed documents; segment 0 is padding."""
+    cos, sin = rope.tables(positions, config.qk_rope_head_dim, config.rope_theta)
+    index = jnp.arange(segment_ids.shape[1])[None]
+    before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    starts = jnp.where(segment_ids != before, index, 0)
+    is_token = segment_ids > 0
+    return Context(
+        cos=cos,
+        sin=sin,
+        lo=lax.cummax(starts, axis=1),
+        hi=jnp.where(is_token, index + 1, 0),
+        is_token=is_token,
+    )

@@ -1,0 +1,109 @@
+"""Norms, the gated feed-forward layer, and how parameters are declared."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One array of the parameter tree."""
+
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]  # letters of glm5_jax/shapes.py, one an axis
+    init: Callable
+    is_float32: bool = False  # computed in float32 whatever the activations' dtype
+
+    def stacked(self, repeats: int) -> "Param":
+        """The same array for each layer of a scan."""
+        return dataclasses.replace(
+            self, shape=(repeats, *self.shape), dims=("L", *self.dims)
+        )
+
+
+def scale(size: int, dim: str) -> Param:
+    """A norm's weight."""
+    return Param((size,), (dim,), nn.initializers.ones, is_float32=True)
+
+
+def bias(size: int, dim: str) -> Param:
+    """An additive vector."""
+    return Param((size,), (dim,), nn.initializers.zeros, is_float32=True)
+
+
+def cast(params: Any, table: Any, dtype: str) -> Any:
+    """Parameters in the dtype that they are computed in."""
+
+    def to(param: Param, x: Array) -> Array:
+        return x.astype(jnp.float32 if param.is_float32 else dtype)
+
+    return jax.tree.map(to, table, params, is_leaf=lambda x: isinstance(x, Param))
+
+
+def linear(
+    x: Float[Array, "*b"],
+    w: Float[Array, "*io"],
+    num_in: int = 1,
+    precision: lax.Precision | None = None,
+) -> Float[Array, "*bo"]:
+    """Contracts the last `num_in` dims of x with the first of w.
+
+    On CPU as one product of two matrices: XLA lays out the gradient of a product with
+    several free dims so that it takes twice as long (117 ms against 57, docs/log.md).
+    """
+    free = x.ndim - num_in
+    if jax.default_backend() != "cpu":
+        contracted = tuple(range(free, x.ndim)), tuple(range(num_in))
+        return lax.dot_general(x, w, (contracted, ((), ())), precision=precision)
+    size = math.prod(w.shape[:num_in])
+    y = jnp.matmul(x.reshape(-1, size), w.reshape(size, -1), precision=precision)
+    return y.reshape(*x.shape[:free], *w.shape[num_in:])
+
+
+def rms_norm(
+    x: Float[Array, "*b D"], weight: Float[Array, " D"], eps: float
+) -> Float[Array, "*b D"]:
+    """Divides x by its root mean square, in float32: bfloat16 squares are coarse."""
+    y = x.astype(jnp.float32)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * _last(weight, y)).astype(x.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "*b D"],
+    weight: Float[Array, " D"],
+    shift: Float[Array, " D"],
+    eps: float,
+) -> Float[Array, "*b D"]:
+    """(x - mean) / std * weight + shift, in float32."""
+    y = x.astype(jnp.float32)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * _last(weight, y) + _last(shift, y)).astype(x.dtype)
+
+
+def _last(vector: Float[Array, " D"], x: Float[Array, "*b D"]) -> Array:
+    """The vector with the rank of x."""
+    return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
+
+
+def swiglu_table(hidden: int, width: int, init: Callable) -> dict[str, Param]:
+    """Parameters of `swiglu`."""
+    return {
+        "gate_proj": Param((hidden, width), ("D", "F"), init),
+        "up_proj": Param((hidden, width), ("D", "F"), init),
+        "down_proj": Param((width, hidden), ("F", "D"), init),
+    }
+
+
+def swiglu(params: dict[str, Array], x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+    """W_down (silu(W_gate x) * W_up x)."""
+    gate = jax.nn.silu(linear(x, params["gate_proj"]))
+    return linear(gate * linear(x, params["up_proj"]), params["down_proj"])

@@ -1,0 +1,93 @@
+"""Multi-token prediction: one module, applied several times (GLM-5 2.1, Table 2).
+
+Step k joins the embedding of token i + k with the hidden state of step k - 1 and runs
+one more expert layer: h_k = layer(W [norm(emb(t_{i+k})); norm(h_{k-1})]), which
+predicts token i + k + 1 through the main head. h_0 is the main model's hidden state
+after its last norm, h_k is passed on after shared_head.norm (Megatron, SGLang).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from glm5_jax import config as config_lib
+from glm5_jax.model import block as block_lib
+from glm5_jax.model import context as context_lib
+from glm5_jax.model import layers
+
+
+def table(config: config_lib.ModelConfig) -> dict:
+    """Parameters of the module; embedding and head are the main model's."""
+    hidden, init = config.hidden_size, nn.initializers.normal(config.initializer_range)
+    return {
+        "enorm": layers.scale(hidden, "D"),
+        "hnorm": layers.scale(hidden, "D"),
+        "eh_proj": layers.Param((2 * hidden, hidden), ("D+D", "D"), init),
+        "block": block_lib.table(config, "MF"),
+        "norm": layers.scale(hidden, "D"),
+    }
+
+
+def steps(
+    params: dict,
+    config: config_lib.ModelConfig,
+    embedding: Float[Array, "V D"],
+    hidden: Float[Array, "B T D"],
+    tokens: Int[Array, "B T"],
+    context: context_lib.Context,
+    kl_weight: Float[Array, ""] | None = None,
+) -> tuple[Float[Array, "k B T D"], block_lib.BlockAux]:
+    """Hidden states of config.mtp_num_steps steps, ready for the head.
+
+    Near the end of a document the shifted token belongs to the next one; those
+    positions see only the past and the losses leave them out.
+
+    Returns:
+      States [steps, B, T, D], and the layer's auxiliary values, stacked over steps.
+    """
+    step = functools.partial(
+        _step, params, config, embedding, tokens, context, kl_weight
+    )
+    if config.remat_policy != "none":
+        step = jax.checkpoint(step)
+
+    def later(h: Array, k: Array, shared: tuple | None = None) -> tuple[Array, tuple]:
+        h, aux, _ = step(h, k, shared)
+        return h, (h, aux)
+
+    numbers = jnp.arange(1, config.mtp_num_steps + 1)
+    if not config.index_share_for_mtp_iteration:
+        return lax.scan(later, hidden, numbers)[1]
+    h, aux, shared = step(hidden, 1)  # its index and latents serve the later steps
+    rest = lax.scan(functools.partial(later, shared=shared), h, numbers[1:])[1]
+    return jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), (h, aux), rest)
+
+
+def _step(
+    params: dict,
+    config: config_lib.ModelConfig,
+    embedding: Float[Array, "V D"],
+    tokens: Int[Array, "B T"],
+    context: context_lib.Context,
+    kl_weight: Float[Array, ""] | None,
+    h: Float[Array, "B T D"],
+    k: Int[Array, ""] | int,
+    shared: tuple | None = None,
+) -> tuple[Array, block_lib.BlockAux, tuple]:
+    """Step k: its normed state, the layer's auxiliary values, its index and latents."""
+    cast, eps = layers.cast(params, table(config), config.dtype), config.rms_norm_eps
+    ahead = embedding[jnp.roll(tokens, -k, axis=1)].astype(config.dtype)
+    pair = [
+        layers.rms_norm(ahead, cast["enorm"], eps),
+        layers.rms_norm(h, cast["hnorm"], eps),
+    ]
+    joined = jnp.concatenate(pair, axis=-1)
+    x = layers.linear(joined, cast["eh_proj"])
+    index, kv = shared or (None, None)
+    out = block_lib.block(params["block"], config, x, context, index, kl_weight, kv)
+    state = layers.rms_norm(out.x, cast["norm"], eps)
+    return state, out.aux, (out.index, out.kv)

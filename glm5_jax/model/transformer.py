@@ -1,0 +1,323 @@
+"""GLM-5 whole: embedding, groups of scanned layers, last norm, MTP, head.
+
+`Transformer` is a thin Linen module: it declares the parameters of `table` and calls
+`forward`. Everything else here is a function of a plain dict of arrays.
+"""
+
+import dataclasses
+import functools
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from glm5_jax import config as config_lib
+from glm5_jax import depth
+from glm5_jax.model import attention, indexer, layers, mtp
+from glm5_jax.model import block as block_lib
+from glm5_jax.model import cache as cache_lib
+from glm5_jax.model import context as context_lib
+
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class LayerTrace(NamedTuple):
+    """What a layer did, for caches, tests and curious people."""
+
+    x: Float[Array, "B T D"]  # its output
+    kv: attention.Latent
+    index: indexer.Index | None  # its own, or the one that it reused
+
+
+class Output(NamedTuple):
+    """Of a forward pass over whole rows."""
+
+    hidden: Float[Array, "B T D"]  # after the last norm
+    aux: dict[str, dict[str, block_lib.BlockAux]]  # stacked over the scanned layers
+    traces: dict[str, dict[str, LayerTrace]] | None  # likewise, if asked for
+    context: context_lib.Context
+
+
+def table(config: config_lib.ModelConfig) -> dict:
+    """The parameter tree: shape, logical dims and initialiser of every array."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    init = nn.initializers.normal(config.initializer_range)
+    params: dict[str, Any] = {
+        "embed_tokens": layers.Param((vocab, hidden), ("V", "D"), init)
+    }
+    for g, group in enumerate(depth.layer_groups(config)):
+        blocks = enumerate(group.unit)
+        unit = {f"block_{p}": block_lib.table(config, kind) for p, kind in blocks}
+        stack = functools.partial(layers.Param.stacked, repeats=group.repeats)
+        params[f"layers_{g}"] = map_table(stack, unit)
+    params["norm"] = layers.scale(hidden, "D")
+    if config.has_mtp:
+        params["mtp"] = mtp.table(config)
+    params["lm_head"] = layers.Param((hidden, vocab), ("D", "V"), init)
+    return params
+
+
+def map_table(function: Any, tree: Any) -> Any:
+    """Maps over the Params of a table."""
+    return jax.tree.map(function, tree, is_leaf=lambda x: isinstance(x, layers.Param))
+
+
+def param_dims(config: config_lib.ModelConfig) -> dict:
+    """Logical dims of every parameter, as the tree of parameters."""
+    return map_table(lambda p: p.dims, table(config))
+
+
+def abstract_params(config: config_lib.ModelConfig) -> dict:
+    """Shape and dtype of every parameter, without any array."""
+    return map_table(
+        lambda p: jax.ShapeDtypeStruct(p.shape, config.param_dtype), table(config)
+    )
+
+
+class Transformer(nn.Module):
+    """GLM-5 as a Flax module; `apply` returns logits."""
+
+    config: config_lib.ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits of the next token at every position, float32."""
+        params = {
+            name: self.param(name, functools.partial(_init, self.config, entry))
+            for name, entry in table(self.config).items()
+        }
+        out = forward(params, self.config, tokens, segment_ids, positions)
+        return logits(params, self.config, out.hidden)
+
+
+def init_params(config: config_lib.ModelConfig, key: Array) -> dict:
+    """Initial parameters as a plain dict."""
+    return nn.meta.unbox(_init(config, table(config), key))
+
+
+def _init(config: config_lib.ModelConfig, entry: Any, key: Array) -> Any:
+    """Boxed arrays of a table; the key of each depends on its path alone."""
+
+    def make(path: tuple, param: layers.Param) -> nn.LogicallyPartitioned:
+        seed = zlib.crc32(jax.tree_util.keystr(path).encode())
+        own_key = jax.random.fold_in(key, seed)
+        value = param.init(own_key, param.shape, jnp.dtype(config.param_dtype))
+        return nn.LogicallyPartitioned(value, names=param.dims)
+
+    return jax.tree_util.tree_map_with_path(
+        make, entry, is_leaf=lambda x: isinstance(x, layers.Param)
+    )
+
+
+def forward(
+    params: dict,
+    config: config_lib.ModelConfig,
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    *,
+    with_indexer_loss: bool = False,
+    with_traces: bool = False,
+) -> Output:
+    """Runs the stack over rows of packed documents.
+
+    Args:
+      params: of `table`.
+      config: of the model.
+      tokens: ids below vocab_size.
+      segment_ids: document of each token, contiguous; 0 is padding. Default: one
+        document a row.
+      positions: of each token in its document. Default: 0, 1, 2, ...
+      with_indexer_loss: computes each indexer's KL divergence.
+      with_traces: returns every layer's output, latents and selection.
+    """
+    if segment_ids is None:
+        segment_ids = jnp.ones_like(tokens)
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    context = context_lib.make_context(config, segment_ids, positions)
+    x = params["embed_tokens"][tokens].astype(config.dtype)
+    index = None
+    if config.attention != "dense" and not all(config.is_full_index_layer):
+        index = indexer.empty(config, *tokens.shape, with_projections=with_indexer_loss)
+    weights = kl_weights(config) if with_indexer_loss else None
+    aux, traces = {}, {}
+    for g, group in enumerate(depth.layer_groups(config)):
+        name = f"layers_{g}"
+        unit = functools.partial(_unit, config, group.unit, context, with_traces)
+        if config.remat_policy != "none":
+            policy = REMAT_POLICIES[config.remat_policy]
+            unit = jax.checkpoint(unit, policy=policy, prevent_cse=False)
+        own = None
+        if weights is not None:
+            own = weights[group.start :][: group.repeats * len(group.unit)]
+            own = jnp.asarray(own.reshape(group.repeats, -1), jnp.float32)
+        with jax.named_scope(name):
+            (x, index), (aux[name], traces[name]) = lax.scan(
+                unit, (x, index), (params[name], own)
+            )
+    hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
+    return Output(hidden, aux, traces if with_traces else None, context)
+
+
+def logits(
+    params: dict, config: config_lib.ModelConfig, hidden: Float[Array, "*b D"]
+) -> Float[Array, "*b V"]:
+    """Scores of the next token, float32."""
+    head = params["lm_head"].astype(config.dtype)
+    return jnp.einsum("...d,dv->...v", hidden, head, preferred_element_type=jnp.float32)
+
+
+def kl_weights(config: config_lib.ModelConfig) -> np.ndarray:
+    """Share of each layer in the loss of the indexer that it uses.
+
+    An index used by m + 1 layers is trained against the mean of their attentions;
+    1 / (m + 1) of each one's divergence has that gradient (arXiv 2603.12201).
+    """
+    owner = np.cumsum(config.is_full_index_layer) - 1
+    return 1 / np.bincount(owner)[owner]
+
+
+def _unit(
+    config: config_lib.ModelConfig,
+    kinds: tuple[str, ...],
+    context: context_lib.Context,
+    with_traces: bool,
+    carry: tuple,
+    xs: tuple,
+) -> tuple[tuple, tuple]:
+    """The layers of one step of a scan."""
+    x, shared = carry
+    params, weights = xs
+    aux, traces, index = {}, {}, shared
+    for p, kind in enumerate(kinds):
+        name = f"block_{p}"
+        out = block_lib.block(
+            params[name],
+            config,
+            x,
+            context,
+            index if kind[1] == "S" else None,
+            None if weights is None else weights[p],
+        )
+        x, index, aux[name] = out.x, out.index, out.aux
+        traces[name] = LayerTrace(x, out.kv, index) if with_traces else None
+    if shared is None:
+        index = None
+    elif weights is None:
+        index = index._replace(q=None, k=None, w=None)
+    return (x, index), (aux, traces)
+
+
+def prefill(
+    params: dict,
+    config: config_lib.ModelConfig,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    capacity: int,
+) -> tuple[Float[Array, "B T D"], cache_lib.Cache]:
+    """Runs prompts, padded on the right, in expanded form and fills a cache.
+
+    Args:
+      params: of `table`.
+      config: of the model.
+      tokens: prompts; what lies beyond `lengths` is ignored.
+      lengths: tokens of each prompt, at least 1.
+      capacity: rows of the cache, at least T.
+    """
+    is_token = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    out = forward(params, config, tokens, is_token.astype(jnp.int32), with_traces=True)
+    kv, k_index = [], []
+    for g, group in enumerate(depth.layer_groups(config)):
+        unit = [out.traces[f"layers_{g}"][f"block_{p}"] for p in range(len(group.unit))]
+        kv.append(_interleave([jnp.concatenate(t.kv, axis=-1) for t in unit]))
+        full = [
+            t.index.k
+            for t, k in zip(unit, group.unit, strict=True)
+            if t.index and k[1] == "F"
+        ]
+        if full:
+            k_index.append(_interleave(full))
+    room = [(0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0)]
+    empty = cache_lib.empty(config, tokens.shape[0], capacity)
+    cache = cache_lib.Cache(
+        kv=jnp.pad(jnp.concatenate(kv), room),
+        k_index=jnp.pad(jnp.concatenate(k_index), room) if k_index else empty.k_index,
+        lengths=lengths,
+    )
+    return out.hidden, cache
+
+
+def decode(
+    params: dict,
+    config: config_lib.ModelConfig,
+    cache: cache_lib.Cache,
+    tokens: Int[Array, "B T"],
+) -> tuple[Float[Array, "B T D"], cache_lib.Cache]:
+    """Runs new tokens behind the cached ones, in absorbed form.
+
+    Args:
+      params: of `table`, or `unstacked`.
+      config: of the model.
+      cache: with room for the new tokens.
+      tokens: the same number for every sequence.
+
+    Returns:
+      Hidden states after the last norm, and the cache with the tokens in it.
+    """
+    num_tokens = tokens.shape[1]
+    positions = cache.lengths[:, None] + jnp.arange(num_tokens)
+    segments = jnp.ones_like(tokens)
+    context = context_lib.make_context(config, segments, positions)
+    context = context._replace(lo=jnp.zeros_like(tokens), hi=positions + 1)
+    x = params["embed_tokens"][tokens].astype(config.dtype)
+    carry = (x, cache_lib.reader(config, cache, num_tokens))
+    for g, group in enumerate(depth.layer_groups(config)):
+
+        def unit(carry: tuple, params: dict, size: int = len(group.unit)) -> tuple:
+            for p in range(size):
+                x, read = carry
+                carry = block_lib.decode(params[f"block_{p}"], config, x, context, read)
+            return carry, None
+
+        stack = params[f"layers_{g}"]
+        if isinstance(stack, tuple):
+            for step in stack:
+                carry, _ = unit(carry, step)
+        else:
+            carry, _ = lax.scan(unit, carry, stack)
+    x, read = carry
+    hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
+    lengths = cache.lengths + num_tokens
+    return hidden, dataclasses.replace(read.cache, lengths=lengths)
+
+
+def unstacked(params: dict, config: config_lib.ModelConfig) -> dict:
+    """Parameters with a tuple, a step of the scan each, in place of every stack."""
+    out = dict(params)
+    for g, group in enumerate(depth.layer_groups(config)):
+        name = f"layers_{g}"
+        steps = range(group.repeats)
+        out[name] = tuple(
+            jax.tree.map(lambda x, i=i: x[i], params[name]) for i in steps
+        )
+    return out
+
+
+def _interleave(arrays: list[Array]) -> Array:
+    """Layers of a unit's positions, each [repeats, ...], in the stack's order."""
+    stacked = jnp.stack(arrays, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])

@@ -1,0 +1,1 @@
+"""Learning rate, Muon Split, and the optimizer that is made of them."""

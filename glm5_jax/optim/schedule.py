@@ -1,0 +1,40 @@
+"""The learning rate as a function of the number of updates done."""
+
+import optax
+
+from glm5_jax import config as config_lib
+
+
+def learning_rate(config: config_lib.OptimConfig, num_steps: int) -> optax.Schedule:
+    """Linear warm-up from 0 to the peak, then cosine, linear or constant.
+
+    With w = warmup_steps and x = (step - w) / (num_steps - w) the decay is
+    end + (peak - end) * (1 + cos(pi x)) / 2, or peak + (end - peak) * x, or the peak.
+
+    Args:
+        config: peak, end, shape and length of the warm-up.
+        num_steps: updates of the whole run; the end value belongs to step num_steps.
+
+    Raises:
+        InputError: the warm-up leaves no step for the decay.
+    """
+    warmup, peak, end = (
+        config.warmup_steps,
+        config.learning_rate,
+        config.end_learning_rate,
+    )
+    if warmup >= num_steps:
+        raise config_lib.InputError(
+            f"optim.warmup_steps must be smaller than num_steps, got {warmup} of "
+            f"{num_steps}; shorten the warm-up or train longer."
+        )
+    decay = {
+        "cosine": optax.cosine_decay_schedule(peak, num_steps - warmup, end / peak),
+        "linear": optax.linear_schedule(peak, end, num_steps - warmup),
+        "constant": optax.constant_schedule(peak),
+    }[config.schedule]
+    if not warmup:
+        return decay
+    return optax.join_schedules(
+        [optax.linear_schedule(0.0, peak, warmup), decay], [warmup]
+    )

@@ -1,0 +1,31 @@
+"""The one alphabet of dims: for einsum strings, array types, suffixes and parameters.
+
+A parameter's logical dims are a tuple of these letters, and that tuple drives its
+sharding (glm5_jax/sharding.py) and how Muon cuts it into matrices
+(glm5_jax/optim/muon_split.py). Letters are logical dims, never shards.
+"""
+
+ALPHABET = {
+    "B": "batch (rows of packed documents)",
+    "T": "query tokens",
+    "S": "key tokens",
+    "D": "model: hidden_size",
+    "F": "width of a feed-forward layer or of one expert",
+    "V": "vocabulary",
+    "L": "layers, stacked for a scan",
+    "N": "attention heads",
+    "H": "query and key head dim = P + R",
+    "P": "its part without RoPE",
+    "R": "its part with RoPE",
+    "O": "value head dim",
+    "Q": "query latent: q_lora_rank",
+    "C": "key/value latent: kv_lora_rank",
+    "I": "indexer heads",
+    "J": "indexer head dim",
+    "K": "selected keys, or experts of a token",
+    "E": "experts",
+    "M": "rows sent to experts",
+    "G": "rollouts of one prompt",
+    "C+R": "what MLA caches of a token: latent, then rotated key",
+    "D+D": "input of the MTP projection: embedding, then hidden state",
+}

@@ -1,0 +1,98 @@
+"""Placement: one table from logical dims to mesh axes, for parameters and activations.
+
+A mesh axis shards at most one dim of an array: dims are read from left to right, and a
+dim whose axes are taken stays whole. So D of a weight is sharded over fsdp, while an
+activation (B, T, D) spends fsdp on its batch.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from glm5_jax import config as config_lib
+
+AXES = ("data", "fsdp", "expert", "tensor", "context")
+RULES: dict[str, tuple[str, ...]] = {
+    "B": ("data", "fsdp", "expert"),
+    "T": ("context",),
+    "E": ("expert",),
+    "D": ("fsdp",),
+    "D+D": ("fsdp",),
+    "V": ("tensor",),
+    "N": ("tensor",),
+    "F": ("tensor",),
+}
+
+
+def make_mesh(config: config_lib.MeshConfig) -> Mesh:
+    """The mesh of this machine's devices, axis types Auto.
+
+    Raises:
+      InputError: the axes' product is not the number of devices.
+    """
+    sizes = [getattr(config, axis) for axis in AXES]
+    num_devices = jax.device_count()
+    others = int(np.prod(sizes[1:]))
+    if sizes[0] == -1:
+        sizes[0] = max(num_devices // others, 1)
+    if int(np.prod(sizes)) != num_devices:
+        axes = " x ".join(f"{a}={s}" for a, s in zip(AXES, sizes, strict=True))
+        raise config_lib.InputError(
+            f"mesh needs as many devices as there are: {axes} on {num_devices} "
+            f"devices; set the axes so that their product is {num_devices}, or "
+            f"mesh.data=-1 and the others to divisors of it."
+        )
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec(dims: tuple[str, ...]) -> PartitionSpec:
+    """Mesh axes of an array with these logical dims."""
+    taken: set[str] = set()
+    parts = []
+    for dim in dims:
+        axes = tuple(a for a in RULES.get(dim, ()) if a not in taken)
+        taken.update(axes)
+        parts.append(axes or None)
+    return PartitionSpec(*parts)
+
+
+def shardings(dims: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for each tuple of dims in a tree."""
+    return jax.tree.map(lambda d: NamedSharding(mesh, spec(d)), dims, is_leaf=_is_dims)
+
+
+def like_params(tree: Any, param_shardings: Any, mesh: Mesh) -> Any:
+    """Shardings of a tree in which some leaves mirror parameters (optimizer states).
+
+    A leaf that sits under the same chain of dict keys as a parameter is placed like
+    it; any other is replicated.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(param_shardings)[0]
+    by_path = {_dict_keys(path): value for path, value in flat}
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: by_path.get(_dict_keys(path), everywhere), tree
+    )
+
+
+def constrain(x: Array, dims: tuple[str, ...]) -> Array:
+    """Asks for the placement of `spec` where a mesh is set; else does nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(dims))
+
+
+def _is_dims(node: Any) -> bool:
+    return isinstance(node, tuple) and all(isinstance(d, str) for d in node)
+
+
+def _dict_keys(path: tuple) -> tuple[str, ...]:
+    keys = jax.tree_util.DictKey
+    return tuple(k.key for k in path if isinstance(k, keys) and k.key not in _LABELS)
+
+
+_LABELS = ("muon", "adamw", "adamw_no_decay", "frozen")  # of the optimizer's branches

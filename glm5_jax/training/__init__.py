@@ -1,0 +1,1 @@
+"""Training: the loss, the jitted step, the loop that every stage uses."""

@@ -1,0 +1,139 @@
+"""What a model costs before it runs: parameters, FLOPs of a token, bytes of the state.
+
+All of it follows from the table of parameters; no array is made.
+"""
+
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from glm5_jax import config as config_lib
+from glm5_jax.model import layers, transformer
+from glm5_jax.optim import optimizer as optimizer_lib
+
+# Dense bfloat16 FLOP/s of a device as jax names it (vendors' data sheets).
+PEAK_FLOPS = {
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU7x": 1153e12,  # a device is half a chip
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def count_parameters(config: config_lib.ModelConfig) -> dict[str, int]:
+    """Parameters by part, in all, and those that a token meets.
+
+    Active ones: the main model's with the chosen experts alone, with the head, without
+    the embedding (of which a token reads one row) and without MTP.
+    """
+    parts: dict[str, int] = {}
+    inactive = 0
+    for path, param in _leaves(config):
+        size = math.prod(param.shape)
+        part = _part(path)
+        parts[part] = parts.get(part, 0) + size
+        if part == "routed experts":
+            idle = config.n_routed_experts - config.num_experts_per_tok
+            inactive += size * idle // config.n_routed_experts
+    total = sum(parts.values())
+    active = total - inactive - parts["embedding"] - parts.get("mtp", 0)
+    return {**parts, "total": total, "active": active}
+
+
+def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
+    """FLOPs of a training step for one token: 6 per active weight, and attention.
+
+    Attention: scores and values of the selected keys for every head, and the
+    indexer's scores of all visible keys; forward once, backward twice. MTP counts
+    once a step. Recomputation is not counted: this is the numerator of MFU.
+    """
+    counts = count_parameters(config)
+    weights = counts["active"]
+    if config.has_mtp:
+        expert = 3 * config.hidden_size * config.moe_intermediate_size
+        idle = config.n_routed_experts - config.num_experts_per_tok
+        module = counts["mtp"] - idle * expert
+        head = config.vocab_size * config.hidden_size
+        weights += config.mtp_num_steps * (module + head)
+    visible = (length + 1) / 2
+    keys = visible
+    if config.attention == "sparse":
+        keys = min(visible, config.index_topk)
+    num_layers = config.num_hidden_layers + config.has_mtp * config.mtp_num_steps
+    width = config.qk_head_dim + config.v_head_dim
+    attention = 2 * keys * config.num_attention_heads * width * num_layers
+    indexers = sum(config.is_full_index_layer) + config.has_mtp
+    scores = 2 * visible * config.index_n_heads * config.index_head_dim * indexers
+    scores *= config.attention != "dense"
+    return 6 * weights + 3 * (attention + scores)
+
+
+def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state, in all devices together."""
+    params = transformer.abstract_params(config.model)
+    optimizer = optimizer_lib.make_optimizer(
+        config.optim,
+        config.model,
+        transformer.param_dims(config.model),
+        config.num_steps,
+    )
+    state = jax.eval_shape(optimizer.init, params)
+
+    def size(tree: object) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    parts = {
+        "parameters": size(params),
+        "gradients": size(params),
+        "optimizer state": size(state),
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def cache_bytes_per_token(config: config_lib.ModelConfig) -> int:
+    """Bytes that decoding keeps of one token: latents, and indexer keys."""
+    latent = config.kv_lora_rank + config.qk_rope_head_dim
+    keys = sum(config.is_full_index_layer) * config.index_head_dim
+    width = latent * config.num_hidden_layers + keys
+    return width * jnp.dtype(config.dtype).itemsize
+
+
+def peak_flops() -> float | None:
+    """Dense bfloat16 FLOP/s of all devices, or None where the kind is unknown."""
+    peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+    return None if peak is None else peak * jax.device_count()
+
+
+def _leaves(
+    config: config_lib.ModelConfig,
+) -> Iterator[tuple[tuple[str, ...], layers.Param]]:
+    flat = jax.tree_util.tree_flatten_with_path(
+        transformer.table(config), is_leaf=lambda x: isinstance(x, layers.Param)
+    )[0]
+    return ((tuple(k.key for k in path), param) for path, param in flat)
+
+
+def _part(path: tuple[str, ...]) -> str:
+    """The part of the model that a parameter is counted under."""
+    names = {
+        "embed_tokens": "embedding",
+        "lm_head": "head",
+        "mtp": "mtp",
+        "indexer": "indexer",
+        "self_attn": "attention",
+        "experts": "routed experts",
+        "shared_experts": "shared experts",
+        "gate": "router",
+        "e_score_correction_bias": "router",
+        "mlp": "dense feed-forward",
+    }
+    for part in names:
+        if part in path and (part != "mlp" or len(path) == 4):
+            return names[part]
+    return "norms"

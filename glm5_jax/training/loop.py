@@ -1,0 +1,219 @@
+"""The loop that every stage of training uses.
+
+The metrics of step n - 1 are read after step n is dispatched, so that the device never
+waits for the host; then come evaluation, sample and checkpoint, each where it is due.
+"""
+
+import contextlib
+import math
+import pathlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from glm5_jax import config as config_lib
+from glm5_jax.inference import engine
+from glm5_jax.training import accounting, host_memory, plot, run_folder
+from glm5_jax.training import metrics as metrics_lib
+from glm5_jax.training import run as run_lib
+
+EXIT_TERMINATED = 143  # after a checkpoint on SIGTERM
+
+
+def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, Any]:
+    """Runs or resumes a training run to its end.
+
+    Returns:
+      What summary.json holds.
+
+    Raises:
+      InputError: the config, the data or the folder cannot be used.
+      FloatingPointError: too many updates in a row were not finite.
+      SystemExit: 143, after a checkpoint, on SIGTERM.
+    """
+    began = time.perf_counter()
+    run_folder.claim(workdir, config)
+    host_memory.keep_freed()
+    run = run_lib.start(config, workdir)
+    with jax.set_mesh(run.mesh):
+        writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step)
+        results = _steps(run, writer)
+        run.save()
+        run.checkpoints.close()
+        writer.close()
+    plot.plot_losses(workdir / "metrics.jsonl", workdir / "loss.png")
+    summary = {
+        "steps": run.step,
+        **results,
+        "parameters": accounting.count_parameters(config.model)["total"],
+        "compile_seconds": round(run.compile_seconds, 2),
+        "seconds": round(time.perf_counter() - began, 2),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "jax": jax.__version__,
+    }
+    run_folder.write_json(workdir / "summary.json", summary)
+    return summary
+
+
+def _steps(run: run_lib.Run, writer: metrics_lib.MetricsWriter) -> dict[str, Any]:
+    """All steps that are left; returns the last evaluation and the median speed."""
+    config, clock = run.config, _Clock(run.config)
+    pending: dict[str, Any] = {}
+    batches = run.pipeline.train_iterator(run.step)
+    is_terminated = _on_sigterm()
+    last = {}
+    while run.step < config.num_steps:
+        batch = run.place(next(batches))
+        run.params, run.opt_state, metrics = run.train_step(
+            run.params, run.opt_state, batch
+        )
+        if pending:
+            _log(writer, run.step, clock.read(pending), config)
+        run.step += 1
+        pending = dict(metrics)
+        due = _due(run.step, config)
+        if due:
+            with clock.paused(pending):
+                if "evaluate" in due:
+                    last = evaluate(run)
+                    pending |= last
+                if "sample" in due:
+                    write_sample(run)
+                if "save" in due:
+                    run.save()
+        if is_terminated.is_set():
+            _log(writer, run.step, clock.read(pending), config)
+            run.save()
+            run.checkpoints.close()
+            logging.warning("SIGTERM: step %d is saved, exiting.", run.step)
+            sys.exit(EXIT_TERMINATED)
+    if pending:
+        _log(writer, run.step, clock.read(pending), config)
+    return last | clock.medians()
+
+
+def evaluate(run: run_lib.Run) -> dict[str, float]:
+    """Held-out bits per byte: -log2 of the text's probability over its UTF-8 bytes."""
+    totals = np.zeros(2)
+    for batch in run.pipeline.eval_batches(run.config.eval_batches):
+        totals += jax.device_get(run.eval_step(run.params, run.place(batch)))
+    nats, num_bytes = totals
+    return {"eval/bits_per_byte": float(nats / math.log(2) / num_bytes)}
+
+
+def write_sample(run: run_lib.Run) -> str:
+    """Continues sample_prompt and writes it to samples/STEP.txt."""
+    config, tokenizer = run.config, run.pipeline.tokenizer
+    prompt = tokenizer.encode(config.sample_prompt)
+    completion = engine.generate(
+        run.params,
+        config.model,
+        [prompt],
+        max_new_tokens=config.sample_tokens,
+        temperature=0.7,
+        seed=config.seed,
+    )[0]
+    text = tokenizer.decode([*prompt, *completion.tokens])
+    folder = run.workdir / "samples"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{run.step}.txt").write_text(text, encoding="utf-8")
+    logging.info("Sample after step %d:\n%s", run.step, text)
+    return text
+
+
+def _log(
+    writer: metrics_lib.MetricsWriter,
+    step: int,
+    metrics: dict[str, Any],
+    config: config_lib.TrainConfig,
+) -> None:
+    """Writes one step's line; ends the run where updates keep failing."""
+    skipped = int(metrics["optim/skipped_in_a_row"])
+    is_due = _is_due(step, config.log_every) or step == config.num_steps
+    if is_due or "eval/bits_per_byte" in metrics:
+        writer.write(step, metrics)
+    if skipped >= config.optim.max_skipped_in_a_row:
+        raise FloatingPointError(
+            f"the gradients of {skipped} steps in a row, the last being {step}, were "
+            f"not finite; nothing of them was applied. Lower optim.learning_rate, set "
+            f"optim.clip_norm, or go on from an earlier checkpoint."
+        )
+
+
+def _due(step: int, config: config_lib.TrainConfig) -> set[str]:
+    """What comes after a step; the last one is evaluated and sampled in any case."""
+    is_last = step == config.num_steps
+    due = set()
+    if is_last or _is_due(step, config.eval_every):
+        due.add("evaluate")
+    if config.sample_tokens and (is_last or _is_due(step, config.sample_every)):
+        due.add("sample")
+    if is_last or _is_due(step, config.checkpoint_every):
+        due.add("save")
+    return due
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _on_sigterm() -> threading.Event:
+    """An event that SIGTERM sets; only the main thread may ask for signals."""
+    event = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: event.set())
+    return event
+
+
+class _Clock:
+    """Speed of the steps alone: evaluation, samples and checkpoints do not count."""
+
+    def __init__(self, config: config_lib.TrainConfig) -> None:
+        data = config.data
+        self._tokens = data.batch_size * data.sequence_length
+        flops = accounting.flops_per_token(config.model, data.sequence_length)
+        self._flops, self._peak = flops * self._tokens, accounting.peak_flops()
+        self._since = time.perf_counter(), time.process_time()
+        self._steps: list[tuple[float, float]] = []
+
+    def read(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Waits for a step's metrics and adds the time since the one before."""
+        jax.block_until_ready(metrics["train/loss"])
+        now = time.perf_counter(), time.process_time()
+        step = now[0] - self._since[0], now[1] - self._since[1]
+        self._since = now
+        self._steps.append(step)
+        return metrics | self._rates(*step)
+
+    @contextlib.contextmanager
+    def paused(self, metrics: dict[str, Any]) -> Iterator[None]:
+        """While this lasts time stands still; a step under way is waited for first."""
+        jax.block_until_ready(metrics["train/loss"])
+        before = time.perf_counter(), time.process_time()
+        yield
+        lost = time.perf_counter() - before[0], time.process_time() - before[1]
+        self._since = self._since[0] + lost[0], self._since[1] + lost[1]
+
+    def medians(self) -> dict[str, Any]:
+        """Median rates, without the first two steps, which warm caches up."""
+        steps = self._steps[2:] or self._steps
+        if not steps:
+            return {}
+        return {"perf/mfu": "unknown"} | self._rates(*np.median(steps, axis=0))
+
+    def _rates(self, seconds: float, cpu_seconds: float) -> dict[str, float]:
+        rates = {
+            "perf/step_seconds": round(float(seconds), 5),
+            "perf/tokens_per_second": round(self._tokens / seconds, 1),
+            "perf/tokens_per_cpu_second": round(self._tokens / cpu_seconds, 1),
+        }
+        if self._peak:  # of a chip whose peak is known
+            rates["perf/mfu"] = self._flops / seconds / self._peak
+        return rates

@@ -1,0 +1,139 @@
+"""What a run is made of: data, mesh, parameters, optimizer, compiled steps."""
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh, NamedSharding
+
+from glm5_jax import config as config_lib
+from glm5_jax import sharding
+from glm5_jax.checkpoint import manager as manager_lib
+from glm5_jax.data import pipeline as pipeline_lib
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.inference import loading
+from glm5_jax.model import transformer
+from glm5_jax.optim import optimizer as optimizer_lib
+from glm5_jax.training import step as step_lib
+
+BATCH_DIMS = ("B", "T")
+
+
+@dataclasses.dataclass
+class Run:
+    """State of a run between two steps."""
+
+    config: config_lib.TrainConfig
+    workdir: pathlib.Path
+    pipeline: pipeline_lib.Pipeline
+    checkpoints: manager_lib.CheckpointManager
+    mesh: Mesh
+    params: dict
+    opt_state: Any
+    step: int  # updates done
+    train_step: Callable
+    eval_step: Callable
+    compile_seconds: float
+
+    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Puts a batch on the devices, rows over the batch axes."""
+        where = NamedSharding(self.mesh, sharding.spec(BATCH_DIMS))
+        return jax.device_put(batch, where)
+
+    def save(self) -> None:
+        """Starts to write a checkpoint of this step."""
+        state = {"params": self.params, "opt_state": self.opt_state}
+        self.checkpoints.save(self.step, state, {"data": self.pipeline.fingerprint})
+
+
+def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
+    """Builds a run, or restores it from its newest checkpoint.
+
+    Raises:
+      InputError: data, tokenizer, mesh or checkpoint do not fit the config.
+    """
+    pipeline = pipeline_lib.make_pipeline(config.data, config.seed)
+    tokenizer_lib.check_vocab(pipeline.tokenizer, config.model.vocab_size)
+    pipeline.tokenizer.save(workdir / "tokenizer.json")
+    checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
+    mesh = sharding.make_mesh(config.mesh)
+    dims = transformer.param_dims(config.model)
+    optimizer = optimizer_lib.make_optimizer(
+        config.optim, config.model, dims, config.num_steps, step_lib.is_trained(config)
+    )
+    places = sharding.shardings(dims, mesh)
+    abstract = _place(transformer.abstract_params(config.model), places)
+    abstract_opt = jax.eval_shape(optimizer.init, abstract)
+    opt_places = sharding.like_params(abstract_opt, places, mesh)
+    abstract_opt = _place(abstract_opt, opt_places)
+    step = 0
+    if checkpoints.latest_step() is not None:
+        state = {"params": abstract, "opt_state": abstract_opt}
+        step, state, metadata = checkpoints.restore(state)
+        _require_same_data(metadata["data"], pipeline.fingerprint, workdir)
+        params, opt_state = state["params"], state["opt_state"]
+        logging.info("Goes on from step %d in %s.", step, workdir)
+    else:
+        params = _initial_params(config, abstract, places)
+        opt_state = jax.jit(optimizer.init, out_shardings=opt_places)(params)
+    run = Run(
+        config=config,
+        workdir=workdir,
+        pipeline=pipeline,
+        checkpoints=checkpoints,
+        mesh=mesh,
+        params=params,
+        opt_state=opt_state,
+        step=step,
+        train_step=lambda *args: None,
+        eval_step=jax.jit(step_lib.make_eval_step(config)),
+        compile_seconds=0.0,
+    )
+    _compile(run, optimizer, (places, opt_places))
+    return run
+
+
+def _compile(run: Run, optimizer: optimizer_lib.Optimizer, places: tuple) -> None:
+    """Compiles the training step; it keeps its outputs where its inputs are."""
+    began = time.perf_counter()
+    function = jax.jit(
+        step_lib.make_train_step(run.config, optimizer),
+        donate_argnums=(0, 1),
+        out_shardings=(*places, None),
+    )
+    batch = run.place(run.pipeline.train_batch(run.step))
+    run.train_step = function.lower(run.params, run.opt_state, batch).compile()
+    run.compile_seconds = time.perf_counter() - began
+    logging.info("Compiled the training step in %.1f s.", run.compile_seconds)
+
+
+def _initial_params(config: config_lib.TrainConfig, abstract: Any, places: Any) -> dict:
+    if config.init_from is not None:
+        return loading.load_params(config.init_from, config.model, abstract)
+    init = jax.jit(transformer.init_params, static_argnums=0, out_shardings=places)
+    return init(config.model, jax.random.key(config.seed))
+
+
+def _place(abstract: Any, places: Any) -> Any:
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        abstract,
+        places,
+    )
+
+
+def _require_same_data(theirs: str, ours: str, workdir: pathlib.Path) -> None:
+    """The stream of batches must go on where it stopped, or not at all."""
+    if theirs == ours:
+        return
+    pairs = zip(theirs.split(), ours.split(), strict=False)
+    changed = ", ".join(f"{a} there, {b} here" for a, b in pairs if a != b)
+    raise config_lib.InputError(
+        f"the data of the run in {workdir} has changed: {changed}. Go on where that "
+        f"corpus is (the same Python, the same files), or give another --workdir."
+    )

@@ -1,0 +1,165 @@
+"""The training step: loss, gradient, update, router bias; and the evaluation step."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from glm5_jax import config as config_lib
+from glm5_jax import losses
+from glm5_jax.model import block as block_lib
+from glm5_jax.model import moe, mtp, transformer
+from glm5_jax.optim import optimizer as optimizer_lib
+
+Batch = Mapping[str, Array]
+Metrics = dict[str, Array]
+
+
+def has_indexer_loss(config: config_lib.TrainConfig) -> bool:
+    """Whether the indexers are trained by their divergence from the attention."""
+    return config.model.attention != "dense" and config.loss.indexer_weight > 0
+
+
+def is_trained(config: config_lib.TrainConfig) -> Callable[[tuple[str, ...]], bool]:
+    """Which parameters a stage trains, by path: the DSA warm-up only the indexers."""
+    if config.stage == "dsa_warmup":
+        return lambda path: "indexer" in path
+    return lambda path: True
+
+
+def total_loss(
+    params: dict, config: config_lib.TrainConfig, batch: Batch
+) -> tuple[Float[Array, ""], tuple[Metrics, dict]]:
+    """Weighted sum of the terms; the terms; and the layers' auxiliary values."""
+    model, weights = config.model, config.loss
+    chunk = {"chunk_tokens": weights.chunk_tokens}
+    targets, mask = batch["targets"], batch["loss_mask"]
+    segments = batch["segment_ids"]
+    out = transformer.forward(
+        params,
+        model,
+        batch["tokens"],
+        segments,
+        batch["positions"],
+        with_indexer_loss=has_indexer_loss(config),
+    )
+    aux: dict[str, Any] = dict(out.aux)
+    head = params["lm_head"]
+    with jax.named_scope("head"):
+        lm_loss = losses.next_token_loss(
+            out.hidden, head, targets, mask, z_weight=weights.z_weight, **chunk
+        )
+    terms = {"train/lm_loss": (lm_loss, 1.0)}
+    if model.has_mtp and model.mtp_num_steps and weights.mtp_weight:
+        with jax.named_scope("mtp"):
+            states, aux["mtp"] = mtp.steps(
+                params["mtp"],
+                model,
+                params["embed_tokens"],
+                out.hidden,
+                batch["tokens"],
+                out.context,
+                jnp.ones(()) if has_indexer_loss(config) else None,
+            )
+            loss = losses.mtp_loss(states, head, targets, mask, segments, **chunk)
+        terms["train/mtp_loss"] = (loss, weights.mtp_weight)
+    blocks = list(_blocks(aux))
+    routings = [b.routing for b in blocks if b.routing is not None]
+    if routings:
+        balance = jnp.mean(jnp.concatenate([r.balance.reshape(-1) for r in routings]))
+        terms["train/balance_loss"] = (balance, weights.balance_weight)
+    if has_indexer_loss(config):
+        kl = sum(jnp.sum(b.indexer_kl) for b in blocks)
+        terms["train/indexer_kl"] = (kl, weights.indexer_weight)
+    if config.stage == "dsa_warmup":  # the base is frozen: only the indexer's term
+        only = terms["train/indexer_kl"]
+        terms = {k: (lax.stop_gradient(v), 0.0) for k, (v, _) in terms.items()}
+        terms["train/indexer_kl"] = only
+    loss = sum(value * weight for value, weight in terms.values())
+    return loss, ({k: value for k, (value, _) in terms.items()}, aux)
+
+
+def make_train_step(
+    config: config_lib.TrainConfig, optimizer: optimizer_lib.Optimizer
+) -> Callable[[dict, Any, Batch], tuple[dict, Any, Metrics]]:
+    """Builds (params, optimizer state, batch) -> (params, optimizer state, metrics).
+
+    Donate the first two: the update then works in place.
+    """
+    rate = 0.0 if config.stage == "dsa_warmup" else config.loss.router_bias_rate
+
+    def train_step(params: dict, state: Any, batch: Batch) -> tuple[dict, Any, Metrics]:
+        gradient = jax.value_and_grad(total_loss, has_aux=True)
+        (loss, (terms, aux)), grads = gradient(params, config, batch)
+        with jax.named_scope("optimizer"):
+            params, state, metrics = optimizer_lib.update_if_finite(
+                optimizer, grads, state, params
+            )
+        is_finite = metrics["optim/skipped_in_a_row"] == 0
+        params = _with_moved_biases(params, aux, rate * is_finite)
+        metrics |= {"train/loss": loss, **terms, **_load_metrics(aux)}
+        return params, state, metrics
+
+    return train_step
+
+
+def make_eval_step(
+    config: config_lib.TrainConfig,
+) -> Callable[[dict, Batch], tuple[Float[Array, ""], Float[Array, ""]]]:
+    """Builds (params, batch) -> summed nats and summed bytes of the scored tokens."""
+
+    def eval_step(params: dict, batch: Batch) -> tuple[Array, Array]:
+        out = transformer.forward(
+            params,
+            config.model,
+            batch["tokens"],
+            batch["segment_ids"],
+            batch["positions"],
+        )
+        nll = losses.token_nll(
+            out.hidden, params["lm_head"], batch["targets"], config.loss.chunk_tokens
+        )
+        mask = batch["loss_mask"]
+        return jnp.sum(nll * mask), jnp.sum(batch["num_bytes"] * mask)
+
+    return eval_step
+
+
+def _blocks(aux: dict) -> list[block_lib.BlockAux]:
+    """Auxiliary values of every block, the MTP's last."""
+    is_block = lambda x: isinstance(x, block_lib.BlockAux)
+    return jax.tree.leaves(aux, is_leaf=is_block)
+
+
+def _with_moved_biases(params: dict, aux: dict, rate: Float[Array, ""]) -> dict:
+    """Moves e_score_correction_bias of every router against its load."""
+
+    def moved(layer: dict, block: block_lib.BlockAux) -> dict:
+        if block.routing is None:
+            return layer
+        bias, load = layer["mlp"]["e_score_correction_bias"], block.routing.load
+        load = load.reshape(-1, *bias.shape).sum(0)  # MTP: over its steps
+        bias = moe.updated_bias(bias, load, rate).astype(bias.dtype)
+        return layer | {"mlp": layer["mlp"] | {"e_score_correction_bias": bias}}
+
+    new = dict(params)
+    for group, blocks in aux.items():
+        if group == "mtp":
+            block = moved(params["mtp"]["block"], blocks)
+            new["mtp"] = params["mtp"] | {"block": block}
+            continue
+        changed = {name: moved(params[group][name], b) for name, b in blocks.items()}
+        new[group] = params[group] | changed
+    return new
+
+
+def _load_metrics(aux: dict) -> Metrics:
+    """How uneven the experts' load is: largest over mean, worst layer."""
+    loads = [b.routing.load for b in _blocks(aux) if b.routing is not None]
+    if not loads:
+        return {}
+    worst = [jnp.max(x / jnp.maximum(x.mean(-1, keepdims=True), 1)) for x in loads]
+    return {"moe/max_load": jnp.max(jnp.stack(worst))}

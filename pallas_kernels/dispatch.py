@@ -1,0 +1,24 @@
+"""Which implementation of an op runs."""
+
+import jax
+
+
+def platform() -> str:
+    """Platform that a program traced now is meant for: "cpu", "gpu" or "tpu"."""
+    return jax.default_backend()
+
+
+def choose(implementation: str | None, default: str, known: tuple[str, ...]) -> str:
+    """Resolves `implementation`; a named one never falls back to another.
+
+    Raises:
+      NotImplementedError: if the name is not one of `known`.
+    """
+    if implementation is None:
+        return default
+    if implementation not in known:
+        raise NotImplementedError(
+            f"implementation must be one of {', '.join(known)} or None, "
+            f"got {implementation!r}."
+        )
+    return implementation

@@ -1,0 +1,30 @@
+"""The definition: all scores at once, softmax in float32."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.indexer_topk import reference as indexer
+
+
+def masked_mla(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N O"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    mask: Bool[Array, "B S T"] | None,
+    scale: float,
+) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
+    """See `pallas_kernels.masked_mla`."""
+    seen = indexer.selected(lo, hi, mask, k.shape[1])[:, None]
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen, scores * scale, -1e30)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.where(seen, jnp.exp(scores - top), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    probs = weights / jnp.where(total > 0, total, 1)
+    lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), 0)
+    out = jnp.einsum(
+        "bnts,bsno->btno", probs.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return out.astype(v.dtype), lse[..., 0]

@@ -1,0 +1,117 @@
+"""Flash-like attention in plain XLA: tiles of queries, probabilities recomputed.
+
+Scores are kept keys x queries, [N, S, T]: both products of the backward pass then run
+along rows (`V^T P` at three to four times the speed of `P^T V` on CPU).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import tiles
+from pallas_kernels.indexer_topk import tiled as indexer
+
+HIDDEN = -1e30  # score of a key that is not selected; exp(HIDDEN - finite) is 0
+
+
+def masked_mla(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N O"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    mask: Bool[Array, "B S T"] | None,
+    scale: float,
+) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
+    """See `pallas_kernels.masked_mla`."""
+    bounds = (lo[..., None], hi[..., None])
+    heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]
+    out, lse = _attend(*heads_first, bounds, mask, scale)
+    return out.swapaxes(1, 2), lse[..., 0]
+
+
+def selected(bounds: tuple[Array, Array], mask: Array | None, num_keys: int) -> Array:
+    """Keys that count for each query of a tile: [S, T]."""
+    return indexer.visible(*bounds, num_keys) if mask is None else mask
+
+
+def tile_scores(k: Array, q: Array, keep: Array) -> Array:
+    """Scores of a tile in float32, HIDDEN where not kept: [N, S, T]."""
+    scores = jnp.einsum("nsh,nth->nst", k, q, preferred_element_type=jnp.float32)
+    return jnp.where(keep[None], scores, HIDDEN)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+    q: Array, k: Array, v: Array, bounds: tuple, mask: Array | None, scale: float
+) -> tuple[Array, Array]:
+    """Heads first: output [B, N, T, O] and log-sum-exp [B, N, T, 1]."""
+
+    def tile(
+        _: None, queries: tuple, keys: tuple, mask: Array | None
+    ) -> tuple[None, tuple]:
+        (q, bounds), (k, v) = queries, keys
+        scores = tile_scores(k, q * scale, selected(bounds, mask, k.shape[1]))
+        top = jnp.max(scores, axis=1)
+        weights = jnp.exp(scores - top[:, None])
+        total = jnp.sum(weights, axis=1)
+        is_empty = top <= HIDDEN / 2
+        inverse = jnp.where(is_empty, 0, 1 / total)
+        weights = weights.astype(v.dtype)
+        out = jnp.einsum("nso,nst->not", v, weights, preferred_element_type=jnp.float32)
+        out = (out * inverse[:, None]).swapaxes(1, 2).astype(v.dtype)
+        lse = jnp.where(is_empty, 0, top + jnp.log(total))
+        return None, (out, lse[..., None])
+
+    def sequence(
+        q: Array, k: Array, v: Array, bounds: tuple, mask: Array | None
+    ) -> tuple:
+        return tiles.over_tiles(tile, None, (q, bounds), (k, v), mask)[1]
+
+    return tiles.over_sequences(sequence, q, k, v, bounds, mask)
+
+
+def _forward(q, k, v, bounds, mask, scale):  # noqa: ANN001, ANN202
+    out, lse = _attend(q, k, v, bounds, mask, scale)
+    return (out, lse), (q, k, v, bounds, mask, out, lse)
+
+
+def _backward(scale, residuals, cotangents):  # noqa: ANN001, ANN202
+    """The usual five products; a cotangent of the log-sum-exp adds to dS."""
+
+    def tile(
+        carry: tuple, queries: tuple, keys: tuple, mask: Array | None
+    ) -> tuple[tuple, Array]:
+        (q, bounds, lse, d_out, shift), (k, v) = queries, keys
+        q = q * scale
+        scores = tile_scores(k, q, selected(bounds, mask, k.shape[1]))
+        probs = jnp.exp(scores - lse[:, None, :, 0])
+        d_probs = jnp.einsum(
+            "nso,nto->nst", v, d_out, preferred_element_type=jnp.float32
+        )
+        d_scores = (probs * (d_probs - shift[:, None, :, 0])).astype(q.dtype)
+        dq = scale * jnp.einsum("nsh,nst->nht", k, d_scores).swapaxes(1, 2)
+        dk = jnp.einsum("nst,nth->nsh", d_scores, q)
+        dv = jnp.einsum("nst,nto->nso", probs.astype(v.dtype), d_out)
+        seen = k.shape[1]
+        return tuple(
+            c.at[:, :seen].add(d) for c, d in zip(carry, (dk, dv), strict=True)
+        ), dq
+
+    def sequence(k: Array, v: Array, mask: Array | None, *queries: Any) -> tuple:
+        zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+        (dk, dv), dq = tiles.over_tiles(tile, zeros, queries, (k, v), mask)
+        return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+    q, k, v, bounds, mask, out, lse = residuals
+    d_out, d_lse = cotangents
+    shift = jnp.sum(out * d_out, axis=-1, keepdims=True, dtype=jnp.float32) - d_lse
+    args = (k, v, mask, q, bounds, lse, d_out, shift)
+    dq, dk, dv = tiles.over_sequences(sequence, *args)
+    return dq, dk, dv, None, None
+
+
+_attend.defvjp(_forward, _backward)

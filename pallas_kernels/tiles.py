@@ -1,0 +1,90 @@
+"""Loops over tiles of queries, each with the keys that causality lets it see.
+
+Arrays of queries have T on axis -2, arrays of keys S on axis -2. The queries are the
+last T of S tokens: no query t sees a key beyond t + S - T.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ROWS = 64  # queries of a tile: its scores [N, S, ROWS] stay in the L2 cache
+TIERS = 4  # key ranges that are compiled: causal waste falls, compile time rises
+
+
+def over_sequences(function: Callable, *args: Any) -> Any:
+    """Maps over the leading (batch) axis: a loop on CPU, vmap on accelerators."""
+    if jax.default_backend() == "cpu":
+        return lax.map(lambda xs: function(*xs), args)
+    return jax.vmap(function)(*args)
+
+
+def over_tiles(
+    body: Callable,
+    carry: Any,
+    queries: Any,
+    keys: Any,
+    mask: jax.Array | None = None,
+    out_axis: int = -2,
+) -> tuple[Any, Any]:
+    """Runs `carry, out = body(carry, query_tile, seen_keys, mask)` for one sequence.
+
+    Args:
+      body: gets queries [..., ROWS, x], keys [..., S', x], S' <= S, and the mask
+        [S', ROWS]; its outputs have the tile's rows on `out_axis`.
+      carry: state handed from tile to tile.
+      queries: pytree of arrays [..., T, x].
+      keys: pytree of arrays [..., S, x].
+      mask: [S, T], or None.
+      out_axis: -2 or -1.
+
+    Returns:
+      The last carry, and the outputs joined on `out_axis`.
+    """
+    num_queries = jax.tree.leaves(queries)[0].shape[-2]
+    num_keys = jax.tree.leaves(keys)[0].shape[-2]
+    rows = min(ROWS, num_queries)
+    num_tiles = -(-num_queries // rows)
+    padding = num_tiles * rows - num_queries
+    queries = jax.tree.map(lambda x: _pad(x, padding, -2), queries)
+    mask = None if mask is None else _pad(mask, padding, -1)
+    per_tier = -(-num_tiles // TIERS)
+    outs = []
+    for first in range(0, num_tiles, per_tier):
+        last = min(first + per_tier, num_tiles)
+        end = min(last * rows + num_keys - num_queries, num_keys)
+        seen = jax.tree.map(lambda x, end=end: x[..., :end, :], keys)
+        rows_seen = None if mask is None else mask[:end]
+
+        def step(
+            carry: Any, i: jax.Array, seen: Any = seen, mask: Any = rows_seen
+        ) -> tuple[Any, Any]:
+            def cut(x: jax.Array, axis: int) -> jax.Array:
+                return lax.dynamic_slice_in_dim(x, i * rows, rows, x.ndim + axis)
+
+            tile = jax.tree.map(lambda x: cut(x, -2), queries)
+            return body(carry, tile, seen, None if mask is None else cut(mask, -1))
+
+        carry, out = lax.scan(step, carry, jnp.arange(first, last))
+        outs.append(jax.tree.map(lambda x: _join(x, out_axis), out))
+    joined = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=out_axis), *outs)
+    return carry, jax.tree.map(
+        lambda x: lax.slice_in_dim(x, 0, num_queries, axis=x.ndim + out_axis), joined
+    )
+
+
+def _pad(x: jax.Array, size: int, axis: int) -> jax.Array:
+    """Appends zeros on an axis: bounds lo = hi = 0 see no key."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size)
+    return jnp.pad(x, widths) if size else x
+
+
+def _join(tiles: jax.Array, axis: int) -> jax.Array:
+    """Puts the tiles' leading axis before `axis` and merges the two."""
+    x = jnp.moveaxis(tiles, 0, axis - 1)
+    axis %= x.ndim
+    return x.reshape(*x.shape[: axis - 1], -1, *x.shape[axis + 1 :])

@@ -1,0 +1,63 @@
+"""Packaging. All metadata is here; pyproject.toml only configures tools."""
+
+import pathlib
+import re
+
+import setuptools
+
+ROOT = pathlib.Path(__file__).parent
+VERSION = re.search(
+    r'^__version__ = "(.+)"$',
+    (ROOT / "glm5_jax" / "__init__.py").read_text(encoding="utf-8"),
+    re.MULTILINE,
+).group(1)
+
+# The lower bounds are the oldest releases that the tests ran with; there are no upper
+# ones. requirements/ holds exact pins.
+TEST = ["beartype", "ipykernel", "jupytext", "nbclient", "pytest>=8", "pytest-xdist"]
+DEV = [*TEST, "pre-commit", "pyrefly", "ruff"]
+
+setuptools.setup(
+    name="glm5_jax",
+    version=VERSION,
+    description="GLM-5 in JAX: model, kernels, Muon Split and every training stage",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    packages=setuptools.find_packages(
+        include=["glm5_jax", "glm5_jax.*", "pallas_kernels", "pallas_kernels.*"]
+    ),
+    # An explicit root makes an editable install put the whole checkout on the path, so
+    # that `python tests/x_test.py` finds the package `tests` as well.
+    package_dir={"": "."},
+    python_requires=">=3.11",
+    install_requires=[
+        "absl-py>=2.1",
+        "flax>=0.12",
+        "grain>=0.2.18",
+        "jax>=0.10",
+        "jaxtyping>=0.3",
+        "matplotlib>=3.8",
+        "ml_collections>=1.1",
+        "numpy>=2.0",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12.8",
+        "safetensors>=0.5",
+        "tokenizers>=0.21",
+        "tqdm>=4.66",
+    ],
+    extras_require={
+        "gpu": ["jax[cuda13]"],
+        "tpu": ["jax[tpu]"],
+        "test": TEST,
+        "dev": DEV,
+    },
+)

@@ -1,0 +1,168 @@
+"""The shape of the code base, checked like any other behaviour."""
+
+import ast
+import pathlib
+import sys
+from collections.abc import Iterator
+
+from absl.testing import parameterized
+
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parent.parent
+ENTRY_POINTS = {"train", "generate", "evaluate", "convert", "aot", "serve"}
+# Imports point downwards; names of one row never import each other.
+LAYERS = (
+    ENTRY_POINTS,
+    {"training"},
+    {"rl"},
+    {"inference"},
+    {"model", "optim", "data", "losses", "checkpoint"},
+    {"sharding"},
+    {"command_line", "depth", "presets", "shapes"},
+    {"config"},
+)
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+KERNEL_IMPORTS = {"jax", "jaxtyping", "numpy", "pallas_kernels"}
+CONFIG_IMPORTS = {"glm5_jax.config", "glm5_jax.presets", "glm5_jax.command_line"}
+
+MAX_FILE_LINES = {"glm5_jax": 400, "pallas_kernels": 600, "configs": 60}
+MAX_ENTRY_POINT_LINES = 90
+MAX_FUNCTION_LINES = 60
+MAX_ARGUMENTS = 10
+MAX_COLUMNS = 88
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}
+
+
+def _files(*folders: str) -> list[tuple[str, pathlib.Path]]:
+    paths = [
+        path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    return [(str(path.relative_to(ROOT)), path) for path in paths]
+
+
+def _parse(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def _public(tree: ast.Module) -> Iterator[ast.AST]:
+    """The module, its public classes and functions, and their public methods."""
+    scopes = [tree]
+    while scopes:
+        scope = scopes.pop()
+        yield scope
+        scopes += [
+            node
+            for node in getattr(scope, "body", [])
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef)
+            and not node.name.startswith("_")
+        ]
+
+
+class ImportsTest(parameterized.TestCase):
+    @parameterized.named_parameters(*_files("glm5_jax"))
+    def test_package_imports_point_downwards(self, path):
+        here = path.relative_to(ROOT / "glm5_jax").with_suffix("").parts[0]
+        if here == "__init__":
+            self.assertEmpty(list(_imports(_parse(path))))
+            return
+        self.assertIn(here, RANK, "DESIGN gives every module a layer; add it to LAYERS")
+        for name in _imports(_parse(path)):
+            head, *tail = name.split(".")
+            self.assertNotEqual(head, "tests")
+            if head == "glm5_jax" and tail and tail[0] != here:
+                self.assertGreater(RANK[tail[0]], RANK[here], f"{here} imports {name}")
+
+    @parameterized.named_parameters(*_files("pallas_kernels"))
+    def test_kernels_import_jax_only(self, path):
+        heads = {name.partition(".")[0] for name in _imports(_parse(path))}
+        self.assertEmpty(heads - KERNEL_IMPORTS - sys.stdlib_module_names)
+
+    def test_configs_import_the_schema_only(self):
+        for name, path in _files("configs"):
+            imported = {i for i in _imports(_parse(path)) if i.startswith("glm5_jax")}
+            self.assertEmpty(imported - CONFIG_IMPORTS, name)
+
+    def test_modules_are_linen_and_imports_absolute(self):
+        for name, path in _files("glm5_jax", "pallas_kernels", "configs", "tests"):
+            tree = _parse(path)
+            imports = set(_imports(tree))
+            nnx = {i for i in imports if i.startswith("flax.nnx")}
+            self.assertEmpty(nnx, name)
+            self.assertNotIn("__future__.annotations", imports, name)
+            levels = [n.level for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+            self.assertEqual(sum(levels), 0, f"{name} has relative imports")
+
+
+class BudgetTest(parameterized.TestCase):
+    @parameterized.named_parameters(*_files(*MAX_FILE_LINES))
+    def test_files_and_functions_stay_short(self, path):
+        package, *rest = path.relative_to(ROOT).with_suffix("").parts
+        is_entry_point = package == "glm5_jax" and rest[0] in ENTRY_POINTS
+        text = path.read_text(encoding="utf-8")
+        self.assertLessEqual(
+            text.count("\n"),
+            MAX_ENTRY_POINT_LINES if is_entry_point else MAX_FILE_LINES[package],
+        )
+        for function in _functions(ast.parse(text)):
+            length = function.end_lineno - function.lineno + 1
+            self.assertLessEqual(length, MAX_FUNCTION_LINES, function.name)
+            given = function.args
+            count = len(given.posonlyargs + given.args + given.kwonlyargs)
+            self.assertLessEqual(count, MAX_ARGUMENTS, function.name)
+
+    def test_lines_fit(self):
+        for name, path in _files(*MAX_FILE_LINES, "tests"):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            long = [i for i, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS]
+            self.assertEmpty(long, f"too long lines in {name}")
+
+
+class NamesTest(parameterized.TestCase):
+    def test_no_file_is_a_rag_bag(self):
+        for name, path in _files(*MAX_FILE_LINES, "tests"):
+            words = set(
+                "_".join(path.relative_to(ROOT).with_suffix("").parts).split("_")
+            )
+            self.assertEmpty(words & VAGUE_NAMES, name)
+
+    def test_tests_mirror_the_tree(self):
+        for name, path in _files("tests"):
+            part = path.relative_to(ROOT / "tests")
+            if part.name.endswith("_test.py") and len(part.parts) > 1:
+                folder = part.parent
+                self.assertTrue(
+                    any((root / folder).is_dir() for root in (ROOT, ROOT / "glm5_jax")),
+                    f"{name}: there is no {folder}/ to test",
+                )
+
+    @parameterized.named_parameters(*_files(*MAX_FILE_LINES))
+    def test_what_is_public_has_a_docstring(self, path):
+        tree = _parse(path)
+        bare = [
+            getattr(node, "name", "the module")
+            for node in _public(tree)
+            if ast.get_docstring(node) is None
+        ]
+        if path.name == "__init__.py" and not tree.body:
+            bare = []
+        self.assertEmpty(bare)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,106 @@
+"""Rows against a token-by-token loop over the documents."""
+
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax.data import packing
+from tests import environment
+
+EOS = 99
+
+
+def packed_by_loop(documents, length):
+    """Rows of (token, target, segment, position, mask), the slow way."""
+    rows = [[]]
+    for document in documents:
+        position = 0
+        for i, token in enumerate(document):
+            if len(rows[-1]) == length:
+                rows.append([])
+                position = 0
+            row = rows[-1]
+            new = i == 0 or not row
+            segment = (row[-1][2] if row else 0) + new
+            target = document[i + 1] if i + 1 < len(document) else EOS
+            row.append((token, target, segment, position, 1))
+            position += 1
+    rows[-1] += [(EOS, EOS, 0, 0, 0)] * (length - len(rows[-1]))
+    return np.array(rows)
+
+
+def make_documents(*lengths):
+    """Documents in which token 10 d + i % 10 is token i of document d."""
+    return [10 * d + np.arange(n, dtype=np.int32) % 10 for d, n in enumerate(lengths)]
+
+
+class PackingTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("exact", (4, 4), 4),
+        ("one_token_each", (1, 1, 1, 1, 1), 3),
+        ("long", (11,), 4),
+        ("border_at_row_end", (3, 5, 8, 2), 8),
+        ("mixed", (5, 1, 9, 2, 2, 1, 7), 6),
+        ("shorter_than_a_row", (2, 1), 8),
+    )
+    def test_rows(self, lengths, sequence_length):
+        documents = make_documents(*lengths)
+        rows = packing.pack(documents, eos_id=EOS, sequence_length=sequence_length)
+        expected = packed_by_loop(documents, sequence_length)
+        self.assertLen(rows, len(expected))
+        for row, expected_row in zip(rows_of(rows), expected, strict=True):
+            for key, column in zip(
+                ("tokens", "targets", "segment_ids", "positions", "loss_mask"),
+                expected_row.T,
+                strict=True,
+            ):
+                np.testing.assert_array_equal(row[key], column, err_msg=key)
+                is_mask = key == "loss_mask"
+                self.assertEqual(row[key].dtype, np.float32 if is_mask else np.int32)
+
+    def test_documents_come_back(self):
+        rng = np.random.default_rng(0)
+        documents = make_documents(*rng.integers(1, 30, size=9))
+        rows = packing.pack(documents, eos_id=EOS, sequence_length=7)
+        pairs = [
+            (token, target)
+            for row in rows_of(rows)
+            for token, target, mask in zip(
+                row["tokens"], row["targets"], row["loss_mask"], strict=True
+            )
+            if mask
+        ]
+        found, document = [], []
+        for token, target in pairs:
+            document.append(token)
+            if target == EOS:
+                found.append(document)
+                document = []
+        self.assertEqual(found, [list(d) for d in documents])
+
+    def test_targets_never_cross_documents(self):
+        rows = packing.pack(make_documents(3, 8, 1, 6), eos_id=EOS, sequence_length=5)
+        for row in rows_of(rows):
+            tokens, targets = row["tokens"], row["targets"]
+            inside = targets != EOS
+            np.testing.assert_array_equal(tokens[inside] // 10, targets[inside] // 10)
+            same = row["segment_ids"][1:] == row["segment_ids"][:-1]
+            np.testing.assert_array_equal(tokens[1:][same], targets[:-1][same])
+
+    def test_beyond_the_last_row_is_padding(self):
+        rows = packing.pack(make_documents(4), eos_id=EOS, sequence_length=4)
+        row = rows[1]
+        self.assertFalse(row["segment_ids"].any() or row["loss_mask"].any())
+        np.testing.assert_array_equal(row["tokens"], EOS)
+
+    def test_empty_documents_are_left_out(self):
+        documents = make_documents(0, 3, 0, 2, 0)
+        rows = packing.pack(documents, eos_id=EOS, sequence_length=5)
+        np.testing.assert_array_equal(rows[0]["segment_ids"], [1, 1, 1, 2, 2])
+
+
+def rows_of(rows):
+    return [rows[i] for i in range(len(rows))]
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,126 @@
+"""Documents of a folder and of Python, their split, and what is refused."""
+
+import hashlib
+import pathlib
+
+from absl.testing import absltest, parameterized
+
+from glm5_jax import config
+from glm5_jax.data import sources
+from tests import environment
+
+
+class FolderTest(parameterized.TestCase):
+    def make_folder(self, files):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        for name, content in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(folder)
+
+    def test_every_kind_of_file(self):
+        folder = self.make_folder(
+            {
+                "b.txt": "two\r\nlines",
+                "a/c.md": "# é",
+                "d.py": "pass",
+                "e.jsonl": '{"text": "x\\u2028y", "id": 1}\n\n{"text": "z"}\r\n',
+                "bom.txt": b"\xef\xbb\xbfbom",
+                "empty.txt": "",
+                "f.bin": b"\xff",
+                ".git/g.txt": "hidden",
+                ".h.txt": "hidden",
+            }
+        )
+        found = {d.name: d.text for d in sources.read_documents(folder)}
+        self.assertEqual(
+            found,
+            {
+                "a/c.md": "# é",
+                "b.txt": "two\r\nlines",
+                "bom.txt": "bom",
+                "d.py": "pass",
+                "e.jsonl:1": "x\u2028y",
+                "e.jsonl:3": "z",
+            },
+        )
+        self.assertEqual(list(found), sorted(found))
+
+    @parameterized.named_parameters(
+        ("not_json", '{"text": "a"}\n{"text": ', r"e\.jsonl:2 is not JSON"),
+        ("no_text", '\n{"body": "a"}', r'e\.jsonl:2 must .* "text", got \[.body'),
+        ("no_object", "[1]", r"e\.jsonl:1 must be an object .* got list"),
+        ("no_string", '{"text": 3}', r'e\.jsonl:1 must .* string in the field "text"'),
+        ("surrogate", '{"text": "\\ud800"}', r"e\.jsonl:1 is not valid Unicode"),
+        ("not_utf8", b"\xff\xfe", r"e\.jsonl cannot be read as UTF-8"),
+    )
+    def test_bad_line(self, content, message):
+        folder = self.make_folder({"e.jsonl": content})
+        with self.assertRaisesRegex(config.InputError, message):
+            sources.read_documents(folder)
+
+    @parameterized.named_parameters(
+        ("empty", {}), ("other_kinds", {"a.csv": "1,2"}), ("no_text", {"a.txt": ""})
+    )
+    def test_nothing_to_read(self, files):
+        with self.assertRaisesRegex(config.InputError, r"holds no text.*\.jsonl"):
+            sources.read_documents(self.make_folder(files))
+
+    def test_no_folder(self):
+        with self.assertRaisesRegex(config.InputError, "'pyhton' does not exist"):
+            sources.read_documents("pyhton")
+        file = self.create_tempfile().full_path
+        with self.assertRaisesRegex(config.InputError, "is a file"):
+            sources.read_documents(file)
+
+
+class PythonTest(absltest.TestCase):
+    def test_the_corpus_that_every_python_carries(self):
+        documents = sources.read_documents("python")
+        names = [d.name for d in documents]
+        self.assertLen(set(names), len(names))
+        for name in ("topics/lambda", "ast.py", "json/decoder.py"):
+            self.assertIn(name, names)
+        for name in names:
+            self.assertNotRegex(name, r"(^|/)(tests?|site-packages|encodings)/")
+        num_bytes = sum(len(d.text.encode()) for d in documents)
+        self.assertBetween(num_bytes, 5e6, 20e6)
+        held_out = [d for d in documents if sources.is_held_out(d.name, 10)]
+        self.assertBetween(len(held_out) / len(documents), 0.05, 0.15)
+        # Modules in site-packages come and go; the corpus must not.
+        self.assertNotIn("pip/__init__.py", names)
+
+
+class SplitTest(absltest.TestCase):
+    def test_held_out_by_the_hash_of_the_name(self):
+        for name in ("a", "ast.py", "漢"):
+            bucket = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100
+            self.assertFalse(sources.is_held_out(name, bucket))
+            self.assertTrue(sources.is_held_out(name, bucket + 1))
+
+    def test_shuffle_depends_on_names_and_seed_alone(self):
+        documents = [sources.Document(str(i), "text") for i in range(50)]
+        first = sources.shuffled(documents, 0)
+        self.assertEqual(sources.shuffled(documents[::-1], 0), first)
+        self.assertCountEqual(first, documents)
+        self.assertNotEqual(first, documents)
+        self.assertNotEqual(sources.shuffled(documents, 1), first)
+
+    def test_digest_sees_every_change(self):
+        def digest(*pairs):
+            return sources.corpus_digest(sources.Document(*pair) for pair in pairs)
+
+        corpora = (
+            [("a", "b")],
+            [("ab", "")],
+            [("a", "c")],
+            [("a", "b"), ("c", "d")],
+            [("a", "bcd")],
+        )
+        self.assertLen({digest(*corpus) for corpus in corpora}, len(corpora))
+        self.assertEqual(digest(("a", "b")), digest(("a", "b")))
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,130 @@
+"""Tokenizers: exact round trips, files, and what is refused."""
+
+import pathlib
+
+import tokenizers
+from absl.testing import parameterized
+
+from glm5_jax import config
+from glm5_jax.data import tokenizer as tokenizer_lib
+from tests import environment
+
+TEXTS = (
+    "def f(x):\r\n\treturn x  # 1234567\n\n",
+    "naïve Ω≈ç 漢字 🙂 e\u0301",
+    "a <|endoftext|> b",
+    "\x00\x7f\u2028 \ufffd",
+    "",
+)
+CORPUS = ["def function(argument):\n    return argument + 1\n"] * 20 + list(TEXTS)
+
+
+def make_tokenizers():
+    yield "byte", tokenizer_lib.byte_tokenizer()
+    yield "bpe", tokenizer_lib.train_bpe(CORPUS, 320)
+
+
+class TokenizerTest(parameterized.TestCase):
+    @parameterized.named_parameters(*make_tokenizers())
+    def test_decoding_undoes_encoding(self, tokenizer):
+        for text in TEXTS:
+            ids = tokenizer.encode(text)
+            self.assertEqual(tokenizer.decode(ids), text)
+            self.assertEqual(b"".join(tokenizer.pieces[i] for i in ids), text.encode())
+            self.assertNotIn(tokenizer.eos_id, ids)
+        self.assertEqual(
+            tokenizer.encode_batch(TEXTS), [tokenizer.encode(text) for text in TEXTS]
+        )
+
+    @parameterized.named_parameters(*make_tokenizers())
+    def test_a_run_folder_carries_its_tokenizer(self, tokenizer):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        tokenizer.save(folder / "tokenizer.json")
+        for path in (folder, folder / "tokenizer.json"):
+            again = tokenizer_lib.load(path)
+            self.assertEqual(again.digest, tokenizer.digest)
+            self.assertEqual(again.pieces, tokenizer.pieces)
+            self.assertEqual(again.eos_id, tokenizer.eos_id)
+            self.assertEqual(again.encode_batch(TEXTS), tokenizer.encode_batch(TEXTS))
+
+    def test_byte_ids_are_bytes(self):
+        tokenizer = tokenizer_lib.byte_tokenizer()
+        self.assertEqual(tokenizer.encode("é\n"), list("é\n".encode()))
+        self.assertEqual((tokenizer.eos_id, tokenizer.vocab_size), (256, 257))
+
+    def test_bpe_merges_within_words_only(self):
+        tokenizer = tokenizer_lib.train_bpe(CORPUS, 320)
+        self.assertLessEqual(tokenizer.vocab_size, 320)
+        self.assertLen(tokenizer.encode(" argument"), 1)
+        self.assertGreater(len(tokenizer.encode("argument argument")), 1)
+
+    def test_decode_survives_any_ids(self):
+        tokenizer = tokenizer_lib.byte_tokenizer()
+        ids = [*"é".encode()[:1], tokenizer.eos_id, *b"a", tokenizer.vocab_size, -1]
+        self.assertEqual(tokenizer.decode(ids), "\ufffda\ufffd\ufffd")
+
+    def test_a_bpe_is_trained_once_for_a_corpus_and_its_settings(self):
+        cache_dir = self.create_tempdir().full_path
+        data = config.DataConfig(cache_dir=cache_dir, bpe_vocab_size=320)
+        first = tokenizer_lib.for_corpus(data, CORPUS)
+        (file,) = pathlib.Path(cache_dir).iterdir()
+        written = file.stat().st_mtime_ns
+        again = tokenizer_lib.for_corpus(data, CORPUS)
+        self.assertEqual(again.digest, first.digest)
+        self.assertEqual(file.stat().st_mtime_ns, written)
+        tokenizer_lib.for_corpus(data, CORPUS[1:])
+        self.assertLen(list(pathlib.Path(cache_dir).iterdir()), 2)
+        file.write_text(file.read_text()[:100])
+        with self.assertLogs(level="WARNING") as logs:
+            again = tokenizer_lib.for_corpus(data, CORPUS)
+        self.assertIn("damaged", logs.output[0])
+        self.assertEqual(again.digest, first.digest)
+        self.assertEqual(tokenizer_lib.load(file).digest, first.digest)
+
+    def test_a_cache_that_cannot_be_written_is_no_error(self):
+        file = self.create_tempfile().full_path  # a file where a folder should be
+        data = config.DataConfig(cache_dir=file, bpe_vocab_size=320)
+        with self.assertLogs(level="WARNING") as logs:
+            tokenizer = tokenizer_lib.for_corpus(data, CORPUS)
+        self.assertIn("cannot be kept", logs.output[0])
+        self.assertGreater(tokenizer.vocab_size, 257)
+
+    def test_added_tokens_that_are_not_special_have_bytes(self):
+        path = self.create_tempfile().full_path
+        tokenizer_lib.byte_tokenizer().save(path)
+        backend = tokenizers.Tokenizer.from_file(path)
+        backend.add_tokens(["<think é>"])
+        tokenizer = tokenizer_lib.Tokenizer(backend)
+        self.assertEqual(tokenizer.encode("a<think é>"), [97, 257])
+        self.assertEqual(tokenizer.decode([97, 257]), "a<think é>")
+
+
+class TokenizerErrorTest(parameterized.TestCase):
+    def test_missing_file(self):
+        with self.assertRaisesRegex(config.InputError, "nowhere.json.*'bpe', 'byte'"):
+            tokenizer_lib.load("nowhere.json")
+
+    def test_not_a_tokenizer(self):
+        path = self.create_tempfile(content='{"a": 1}').full_path
+        with self.assertRaisesRegex(config.InputError, "is not a tokenizer.json"):
+            tokenizer_lib.load(path)
+
+    @parameterized.named_parameters(
+        ("no_eos", {"a": 0}, "no <|endoftext|> token"),
+        ("not_byte_level", {"<|endoftext|>": 0, "漢": 1}, "byte-level.*token 1"),
+    )
+    def test_unusable(self, vocab, message):
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+        path = self.create_tempfile(content=backend.to_str()).full_path
+        with self.assertRaisesRegex(config.InputError, message.replace("|", r"\|")):
+            tokenizer_lib.load(path)
+
+    def test_model_smaller_than_the_vocabulary(self):
+        tokenizer = tokenizer_lib.byte_tokenizer()
+        tokenizer_lib.check_vocab(tokenizer, 257)
+        with self.assertRaisesRegex(config.InputError, r"model\.vocab_size=257"):
+            tokenizer_lib.check_vocab(tokenizer, 256)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,44 @@
+"""What every test runs under: the CPU as 8 devices, and no rank promotion.
+
+conftest.py calls `configure` for pytest; a test file run alone calls `main`.
+"""
+
+import os
+import pathlib
+
+import jax
+from absl.testing import absltest
+
+CACHE_DIR = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
+VARIABLES = {
+    "JAX_PLATFORMS": "cpu",
+    # So that the second run of the suite compiles little.
+    "JAX_COMPILATION_CACHE_DIR": str(CACHE_DIR),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    # libtpu compiles ahead of time: it must not look for chips nor lock out the other
+    # test process.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def configure() -> None:
+    """Sets up jax; call it before the first array. What the user has set stays."""
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)  # child processes inherit these
+    environ = os.environ
+    jax.config.update("jax_platforms", environ["JAX_PLATFORMS"])
+    jax.config.update("jax_compilation_cache_dir", environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update(
+        "jax_persistent_cache_min_compile_time_secs",
+        float(environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
+    )
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    if "xla_force_host_platform_device_count" not in environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", 8)
+
+
+def main() -> None:
+    """Runs the tests of the file that is being executed."""
+    configure()
+    absltest.main()

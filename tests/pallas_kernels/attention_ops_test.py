@@ -1,0 +1,173 @@
+"""The tiled ops against their definitions, and the definitions against numpy loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from pallas_kernels import indexer_kl_loss, indexer_mask, indexer_topk, masked_mla
+from pallas_kernels.indexer_topk import reference as indexer_reference
+from pallas_kernels.indexer_topk import tiled as indexer_tiled
+
+B, N, H, O, I, J = 2, 3, 12, 8, 2, 16
+FLOAT32_RTOL = 2e-5  # two orders of summation in float32
+
+# Odd lengths, one tile and many, packed rows, fewer queries than keys.
+SHAPES = (
+    ("short", 5, 5),
+    ("tiers", 300, 300),
+    ("continued", 70, 201),
+)
+
+
+def make_inputs(num_queries, num_keys, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    t = np.arange(num_keys)
+    border = num_keys // 3  # row 1 is two documents
+    lo = np.stack([np.zeros(num_keys), np.where(t < border, 0, border)])
+    hi = np.stack([t + 1, t + 1])
+    hi[0, -1] = 0  # a row that sees nothing
+    return {
+        "q": normal(B, num_queries, N, H),
+        "k": normal(B, num_keys, N, H),
+        "v": normal(B, num_keys, N, O),
+        "index": (
+            normal(B, num_queries, I, J),
+            normal(B, num_keys, J),
+            normal(B, num_queries, I),
+        ),
+        "lo": jnp.asarray(lo[:, -num_queries:], jnp.int32),
+        "hi": jnp.asarray(hi[:, -num_queries:], jnp.int32),
+    }
+
+
+class SelectionTest(parameterized.TestCase):
+    @parameterized.named_parameters(*SHAPES)
+    def test_tiled_selects_what_the_definition_selects(self, num_queries, num_keys):
+        x = make_inputs(num_queries, num_keys)
+        args = (*x["index"], x["lo"], x["hi"])
+        for topk in (1, 17, num_keys + 3):
+            got = indexer_mask(*args, topk=topk, implementation="tiled")
+            want = indexer_mask(*args, topk=topk, implementation="reference")
+            np.testing.assert_array_equal(got, want)
+
+    def test_definition_is_lexsort(self):
+        x = make_inputs(40, 40)
+        scores = np.asarray(indexer_reference.indexer_scores(*x["index"]))
+        mask = indexer_mask(*x["index"], x["lo"], x["hi"], topk=7)
+        lists = indexer_topk(*x["index"], x["lo"], x["hi"], topk=7)
+        for b in range(B):
+            for t in range(40):
+                s = np.arange(x["lo"][b, t], x["hi"][b, t])
+                order = s[np.lexsort((s, -scores[b, t, s]))][:7]
+                np.testing.assert_array_equal(
+                    np.flatnonzero(mask[b, :, t]), sorted(order)
+                )
+                padded = sorted(order) + [-1] * (7 - len(order))
+                np.testing.assert_array_equal(lists[b, t], padded)
+
+    def test_ties_go_to_the_lower_index(self):
+        scores = jnp.asarray(
+            [[0.0, 1.0, -1.0], [-0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
+        )
+        got = indexer_tiled.topk_mask(scores, jnp.ones((4, 3), bool), 2)
+        want = [[1, 1, 0], [1, 1, 1], [0, 0, 1], [0, 0, 0]]
+        np.testing.assert_array_equal(got, np.asarray(want, bool))
+
+    def test_scores_of_any_sign_and_size_are_ordered(self):
+        rng = np.random.default_rng(1)
+        x = rng.normal(size=(200, 5)) * 10.0 ** rng.integers(-38, 38, (200, 5))
+        x = x.astype(np.float32)
+        got = indexer_tiled.topk_mask(jnp.asarray(x), jnp.ones(x.shape, bool), 9)
+        for column in range(5):
+            best = np.sort(np.argsort(-x[:, column], kind="stable")[:9])
+            np.testing.assert_array_equal(np.flatnonzero(got[:, column]), best)
+
+
+class AttentionTest(parameterized.TestCase):
+    @parameterized.named_parameters(*SHAPES)
+    def test_tiled_equals_definition_with_gradients(self, num_queries, num_keys):
+        x = make_inputs(num_queries, num_keys)
+        mask = indexer_mask(*x["index"], x["lo"], x["hi"], topk=9)
+
+        def loss(q, k, v, implementation, mask):
+            out, lse = masked_mla(
+                *(q, k, v, x["lo"], x["hi"], mask),
+                scale=0.3,
+                implementation=implementation,
+            )
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse)), (out, lse)
+
+        for keep in (mask, None):
+            results = [
+                jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(
+                    x["q"], x["k"], x["v"], name, keep
+                )
+                for name in ("tiled", "reference")
+            ]
+            for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+                np.testing.assert_allclose(got, want, rtol=FLOAT32_RTOL, atol=2e-5)
+
+    def test_definition_is_a_loop(self):
+        x = make_inputs(20, 20)
+        mask = indexer_mask(*x["index"], x["lo"], x["hi"], topk=4)
+        out, lse = masked_mla(x["q"], x["k"], x["v"], x["lo"], x["hi"], mask, scale=0.3)
+        mask = np.asarray(mask)
+        q, k, v = (np.asarray(x[name], np.float64) for name in "qkv")
+        for b, t, n in np.ndindex(B, 20, N):
+            keys = np.flatnonzero(mask[b, :, t])
+            if not keys.size:
+                np.testing.assert_array_equal(out[b, t, n], 0)
+                continue
+            scores = 0.3 * k[b, keys, n] @ q[b, t, n]
+            weights = np.exp(scores)
+            want = weights @ v[b, keys, n] / weights.sum()
+            np.testing.assert_allclose(out[b, t, n], want, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(lse[b, n, t], np.log(weights.sum()), rtol=1e-5)
+
+    def test_bfloat16_is_close_to_float32(self):
+        x = make_inputs(70, 70)
+        args = (x["q"], x["k"], x["v"])
+        run = functools.partial(masked_mla, lo=x["lo"], hi=x["hi"], scale=0.3)
+        want, _ = run(*args)
+        got, _ = run(*(a.astype(jnp.bfloat16) for a in args))
+        error = np.linalg.norm(got.astype(jnp.float32) - want) / np.linalg.norm(want)
+        self.assertEqual(got.dtype, jnp.bfloat16)
+        self.assertLess(error, 1e-2)
+
+
+class IndexerLossTest(parameterized.TestCase):
+    @parameterized.named_parameters(*SHAPES)
+    def test_tiled_equals_definition_with_gradients(self, num_queries, num_keys):
+        x = make_inputs(num_queries, num_keys)
+        mask = indexer_mask(*x["index"], x["lo"], x["hi"], topk=9)
+        weight = jnp.asarray(np.random.default_rng(3).random((B, num_queries)))
+
+        def loss(index, q, keep, implementation):
+            _, lse = masked_mla(q, x["k"], x["v"], x["lo"], x["hi"], keep, scale=0.3)
+            return 2 * indexer_kl_loss(
+                *((q, x["k"], lse), index, x["lo"], x["hi"], keep, weight),
+                scale=0.3,
+                implementation=implementation,
+            )
+
+        for keep in (mask, None):
+            (got, (grads, dq)), (want, (wanted, _)) = (
+                jax.value_and_grad(loss, argnums=(0, 1))(x["index"], x["q"], keep, name)
+                for name in ("tiled", "reference")
+            )
+            np.testing.assert_allclose(got, want, rtol=1e-4)
+            np.testing.assert_allclose(loss(x["index"], x["q"], keep, "tiled"), got)
+            for g, w in zip(grads, wanted, strict=True):
+                np.testing.assert_allclose(g, w, rtol=1e-3, atol=2e-5)
+            np.testing.assert_array_equal(dq, 0)  # the main attention is a constant
+
+
+if __name__ == "__main__":
+    environment.main()
