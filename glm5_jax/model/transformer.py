@@ -16,6 +16,7 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+import pallas_kernels
 from glm5_jax import config as config_lib
 from glm5_jax import depth
 from glm5_jax.model import attention, indexer, layers, mtp
@@ -25,7 +26,10 @@ from glm5_jax.model import context as context_lib
 
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(pallas_kernels.SAVED),
+    ),
 }
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.scipy import special
 from jaxtyping import Array, Float
 
-from pallas_kernels import tiles
+from pallas_kernels import dispatch, tiles
 from pallas_kernels.indexer_topk import tiled as indexer
 from pallas_kernels.masked_mla import tiled as attention
 
@@ -42,7 +42,8 @@ def _loss(index: tuple, main: tuple, rows: tuple, scale: float) -> Array:
 def _forward(index, main, rows, scale):  # noqa: ANN001, ANN202
     loss, *gradient = _over_tiles(index, main, rows, scale, with_gradient=True)
     dtypes = [x.dtype for x in index]
-    return jnp.sum(loss), [g.astype(d) for g, d in zip(gradient, dtypes, strict=True)]
+    gradient = [g.astype(d) for g, d in zip(gradient, dtypes, strict=True)]
+    return dispatch.saved((jnp.sum(loss), gradient))
 
 
 def _backward(scale, gradient, factor):  # noqa: ANN001, ANN202

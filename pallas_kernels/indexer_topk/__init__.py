@@ -41,4 +41,4 @@ def indexer_mask(
     q, k, w = lax.stop_gradient((q, k, w))
     name = dispatch.choose(implementation, "tiled", IMPLEMENTATIONS)
     module = tiled if name == "tiled" else reference
-    return module.indexer_mask(q, k, w, lo, hi, topk)
+    return dispatch.saved(module.indexer_mask(q, k, w, lo, hi, topk))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import tiles
+from pallas_kernels import dispatch, tiles
 from pallas_kernels.indexer_topk import tiled as indexer
 
 HIDDEN = -1e30  # score of a key that is not selected; exp(HIDDEN - finite) is 0
@@ -75,7 +75,7 @@ def _attend(
 
 
 def _forward(q, k, v, bounds, mask, scale):  # noqa: ANN001, ANN202
-    out, lse = _attend(q, k, v, bounds, mask, scale)
+    out, lse = dispatch.saved(_attend(q, k, v, bounds, mask, scale))
     return (out, lse), (q, k, v, bounds, mask, out, lse)
 
 
