@@ -17,16 +17,16 @@ from glm5_jax import config as config_lib
 def get_config() -> ml_collections.ConfigDict:
     """Returns the config."""
     config = config_lib.TrainConfig(
-        num_steps=120,
+        num_steps=90,
         eval_every=30,
         eval_batches=4,
-        checkpoint_every=40,
+        checkpoint_every=30,
         sample_prompt="def ",
         model=presets.GLM5_1M,
         data=config_lib.DataConfig(
             bpe_vocab_size=2048, sequence_length=256, batch_size=16
         ),
-        loss=config_lib.LossConfig(indexer_weight=0.1),
+        loss=config_lib.LossConfig(indexer_weight=0.1, router_bias_rate=0.01),
         optim=config_lib.OptimConfig(
             learning_rate=1e-2,
             end_learning_rate=1e-3,

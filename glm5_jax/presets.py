@@ -55,13 +55,14 @@ def small(hidden: int, layers: int, experts: int, vocab: int) -> config_lib.Mode
         eos_token_id=(0,),
         pad_token_id=0,
         dtype="float32",
+        remat_policy="dots",
     )
 
 
 GLM5_1M = small(hidden=96, layers=4, experts=8, vocab=2048)
-GLM5_10M = small(hidden=240, layers=6, experts=16, vocab=8192)
-GLM5_100M = small(hidden=576, layers=10, experts=32, vocab=32768)
-GLM5_1B = small(hidden=1344, layers=18, experts=64, vocab=65536)
+GLM5_10M = small(hidden=240, layers=5, experts=16, vocab=4096)
+GLM5_100M = small(hidden=480, layers=8, experts=32, vocab=16384)
+GLM5_1B = small(hidden=1008, layers=14, experts=64, vocab=32768)
 
 # 7.0 M parameters; the shape on which peers were timed.
 BENCH = config_lib.ModelConfig(
@@ -87,6 +88,7 @@ BENCH = config_lib.ModelConfig(
     eos_token_id=(0,),
     pad_token_id=0,
     dtype="float32",
+    remat_policy="dots",
 )
 MODELS = {
     "glm5": GLM5,

@@ -6,7 +6,6 @@ only C + R numbers a token are cached and read, whatever the number of heads
 (DeepSeek-V2, arXiv 2405.04434; MLA-256 and its dims: GLM-5, arXiv 2602.15763).
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,20 +25,20 @@ class Latent(NamedTuple):
     k_rope: Float[Array, "B S R"]  # rotated, shared by the heads
 
 
-def table(config: config_lib.ModelConfig, init: Callable) -> dict:
+def table(config: config_lib.ModelConfig) -> dict:
     """Parameters of one attention."""
     d, n = config.hidden_size, config.num_attention_heads
     q, c = config.q_lora_rank, config.kv_lora_rank
     p, r, o = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     return {
-        "q_a_proj": layers.Param((d, q), ("D", "Q"), init),
+        "q_a_proj": layers.Param((d, q), ("D", "Q")),
         "q_a_layernorm": layers.scale(q, "Q"),
-        "q_b_proj": layers.Param((q, n, p + r), ("Q", "N", "H"), init),
-        "kv_a_proj": layers.Param((d, c + r), ("D", "C+R"), init),
+        "q_b_proj": layers.Param((q, n, p + r), ("Q", "N", "H")),
+        "kv_a_proj": layers.Param((d, c + r), ("D", "C+R")),
         "kv_a_layernorm": layers.scale(c, "C"),
-        "k_b_proj": layers.Param((c, n, p), ("C", "N", "P"), init),
-        "v_b_proj": layers.Param((c, n, o), ("C", "N", "O"), init),
-        "o_proj": layers.Param((n, o, d), ("N", "O", "D"), init),
+        "k_b_proj": layers.Param((c, n, p), ("C", "N", "P")),
+        "v_b_proj": layers.Param((c, n, o), ("C", "N", "O")),
+        "o_proj": layers.Param((n, o, d), ("N", "O", "D")),
     }
 
 
@@ -112,7 +111,7 @@ def absorbed(
     params: dict[str, Array],
     config: config_lib.ModelConfig,
     c_q: Float[Array, "B T Q"],
-    kv: Float[Array, "B T S c"],
+    kv: Float[Array, "B _ S c"],
     keep: Bool[Array, "B T S"],
     context: context_lib.Context,
 ) -> Float[Array, "B T D"]:
@@ -122,7 +121,7 @@ def absorbed(
       params: of the attention.
       config: of the model.
       c_q: query latents.
-      kv: rows [latent | rotated key] of each query, c = C + R.
+      kv: rows [latent | rotated key] of each query, or of all, c = C + R.
       keep: which of them are real and selected.
       context: positions of the queries.
     """

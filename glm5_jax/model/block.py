@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Float
 
 import pallas_kernels
@@ -32,19 +31,19 @@ class BlockOutput(NamedTuple):
 
 def table(config: config_lib.ModelConfig, kind: str) -> dict:
     """Parameters of a layer of a kind (glm5_jax/depth.py)."""
-    hidden, init = config.hidden_size, nn.initializers.normal(config.initializer_range)
+    hidden = config.hidden_size
     params = {
         "input_layernorm": layers.scale(hidden, "D"),
-        "self_attn": attention.table(config, init),
+        "self_attn": attention.table(config),
         "post_attention_layernorm": layers.scale(hidden, "D"),
     }
     if kind[0] == "D":
         width = config.intermediate_size
-        params["mlp"] = layers.swiglu_table(hidden, width, init)
+        params["mlp"] = layers.swiglu_table(hidden, width)
     else:
-        params["mlp"] = moe.table(config, init)
+        params["mlp"] = moe.table(config)
     if kind[1] == "F":
-        params["indexer"] = indexer.table(config, init)
+        params["indexer"] = indexer.table(config)
     return params
 
 

@@ -79,11 +79,14 @@ class Reader:
 
     def rows(
         self, context: context_lib.Context
-    ) -> tuple[Float[Array, "B T S c"], Bool[Array, "B T S"]]:
-        """Cached rows that each query attends to, and which of them are real."""
+    ) -> tuple[Float[Array, "B _ S c"], Bool[Array, "B T S"]]:
+        """Cached rows that each query attends to, and which of them are real.
+
+        Where there is no selection one set of rows serves all queries: [B, 1, S, c].
+        """
         cache = self.cache
         if self.selection is None:
-            s = jnp.arange(cache.kv.shape[2])
+            s = jnp.arange(cache.kv.shape[2])[None, None]
             keep = (s >= context.lo[..., None]) & (s < context.hi[..., None])
             return cache.kv[self.layer][:, None], keep
         batch = jnp.arange(cache.kv.shape[1])[:, None, None]
@@ -109,4 +112,4 @@ def reader(config: config_lib.ModelConfig, cache: Cache, num_tokens: int) -> Rea
 def _grid(lengths: Int[Array, " B"], new: Float[Array, "B T x"]) -> tuple[Array, Array]:
     """Indices (sequence, position) of the new tokens."""
     batch, num_tokens, _ = new.shape
-    return jnp.arange(batch)[:, None], lengths[:, None] + jnp.arange(num_tokens)
+    return jnp.arange(batch)[:, None], lengths[:, None] + jnp.arange(num_tokens)[None]

@@ -6,7 +6,6 @@ I[t, s] = sum_i w[t, i] ReLU(q[t, i] . k[s]) in float32; the top-k of I are kept
 language model reaches it: its inputs are constants.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -30,18 +29,16 @@ class Index(NamedTuple):
     mask: Bool[Array, "B S T"] | None  # keys first; None selects every visible key
 
 
-def table(config: config_lib.ModelConfig, init: Callable) -> dict:
+def table(config: config_lib.ModelConfig) -> dict:
     """Parameters of one indexer."""
     heads, dim = config.index_n_heads, config.index_head_dim
     hidden = config.hidden_size
     return {
-        "wq_b": layers.Param((config.q_lora_rank, heads, dim), ("Q", "I", "J"), init),
-        "wk": layers.Param((hidden, dim), ("D", "J"), init),
+        "wq_b": layers.Param((config.q_lora_rank, heads, dim), ("Q", "I", "J")),
+        "wk": layers.Param((hidden, dim), ("D", "J")),
         "k_norm_scale": layers.scale(dim, "J"),
         "k_norm_bias": layers.bias(dim, "J"),
-        "weights_proj": layers.Param(
-            (hidden, heads), ("D", "I"), init, is_float32=True
-        ),
+        "weights_proj": layers.Param((hidden, heads), ("D", "I"), is_float32=True),
     }
 
 

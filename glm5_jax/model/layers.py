@@ -7,9 +7,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float
+
+import pallas_kernels
+from glm5_jax import config as config_lib
+
+_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(pallas_kernels.SAVED),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +28,7 @@ class Param:
 
     shape: tuple[int, ...]
     dims: tuple[str, ...]  # letters of glm5_jax/shapes.py, one an axis
-    init: Callable
+    fill: float | None = None  # None: drawn from N(0, initializer_range^2)
     is_float32: bool = False  # computed in float32 whatever the activations' dtype
 
     def stacked(self, repeats: int) -> "Param":
@@ -30,12 +40,12 @@ class Param:
 
 def scale(size: int, dim: str) -> Param:
     """A norm's weight."""
-    return Param((size,), (dim,), nn.initializers.ones, is_float32=True)
+    return Param((size,), (dim,), fill=1.0, is_float32=True)
 
 
 def bias(size: int, dim: str) -> Param:
     """An additive vector."""
-    return Param((size,), (dim,), nn.initializers.zeros, is_float32=True)
+    return Param((size,), (dim,), fill=0.0, is_float32=True)
 
 
 def cast(params: Any, table: Any, dtype: str) -> Any:
@@ -45,6 +55,17 @@ def cast(params: Any, table: Any, dtype: str) -> Any:
         return x.astype(jnp.float32 if param.is_float32 else dtype)
 
     return jax.tree.map(to, table, params, is_leaf=lambda x: isinstance(x, Param))
+
+
+def rematerialized(function: Callable, policy: config_lib.RematPolicy) -> Callable:
+    """The body of a scan, whose backward pass computes again what it did not keep.
+
+    "none" keeps everything, "full" the inputs alone, "dots" the results of matrix
+    products and kernels: what is cheap to compute and large to keep goes.
+    """
+    if policy == "none":
+        return function
+    return jax.checkpoint(function, policy=_POLICIES[policy], prevent_cse=False)
 
 
 def linear(
@@ -94,12 +115,12 @@ def _last(vector: Float[Array, " D"], x: Float[Array, "*b D"]) -> Array:
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
-def swiglu_table(hidden: int, width: int, init: Callable) -> dict[str, Param]:
+def swiglu_table(hidden: int, width: int) -> dict[str, Param]:
     """Parameters of `swiglu`."""
     return {
-        "gate_proj": Param((hidden, width), ("D", "F"), init),
-        "up_proj": Param((hidden, width), ("D", "F"), init),
-        "down_proj": Param((width, hidden), ("F", "D"), init),
+        "gate_proj": Param((hidden, width), ("D", "F")),
+        "up_proj": Param((hidden, width), ("D", "F")),
+        "down_proj": Param((width, hidden), ("F", "D")),
     }
 
 

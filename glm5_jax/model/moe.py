@@ -5,7 +5,6 @@ normalised to sum to routed_scaling_factor. b is no gradient's parameter: it mov
 a fixed step against the load. Dropless: every chosen expert sees its token.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,21 +27,21 @@ class Routing(NamedTuple):
     balance: Float[Array, ""]  # sequence-level balance loss; 1 when even
 
 
-def table(config: config_lib.ModelConfig, init: Callable) -> dict:
+def table(config: config_lib.ModelConfig) -> dict:
     """Parameters of one mixture."""
     e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     params = {
-        "gate": layers.Param((d, e), ("D", "E"), init, is_float32=True),
+        "gate": layers.Param((d, e), ("D", "E"), is_float32=True),
         "e_score_correction_bias": layers.bias(e, "E"),
         "experts": {
-            "gate_proj": layers.Param((e, d, f), ("E", "D", "F"), init),
-            "up_proj": layers.Param((e, d, f), ("E", "D", "F"), init),
-            "down_proj": layers.Param((e, f, d), ("E", "F", "D"), init),
+            "gate_proj": layers.Param((e, d, f), ("E", "D", "F")),
+            "up_proj": layers.Param((e, d, f), ("E", "D", "F")),
+            "down_proj": layers.Param((e, f, d), ("E", "F", "D")),
         },
     }
     if config.n_shared_experts:
         width = f * config.n_shared_experts
-        params["shared_experts"] = layers.swiglu_table(d, width, init)
+        params["shared_experts"] = layers.swiglu_table(d, width)
     return params
 
 

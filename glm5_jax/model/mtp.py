@@ -10,7 +10,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -22,11 +21,11 @@ from glm5_jax.model import layers
 
 def table(config: config_lib.ModelConfig) -> dict:
     """Parameters of the module; embedding and head are the main model's."""
-    hidden, init = config.hidden_size, nn.initializers.normal(config.initializer_range)
+    hidden = config.hidden_size
     return {
         "enorm": layers.scale(hidden, "D"),
         "hnorm": layers.scale(hidden, "D"),
-        "eh_proj": layers.Param((2 * hidden, hidden), ("D+D", "D"), init),
+        "eh_proj": layers.Param((2 * hidden, hidden), ("D+D", "D")),
         "block": block_lib.table(config, "MF"),
         "norm": layers.scale(hidden, "D"),
     }
@@ -52,8 +51,7 @@ def steps(
     step = functools.partial(
         _step, params, config, embedding, tokens, context, kl_weight
     )
-    if config.remat_policy != "none":
-        step = jax.checkpoint(step)
+    step = layers.rematerialized(step, config.remat_policy)
 
     def later(h: Array, k: Array, shared: tuple | None = None) -> tuple[Array, tuple]:
         h, aux, _ = step(h, k, shared)

@@ -9,14 +9,21 @@ permuted alike, so their products do not change.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tiles
+
 
 def tables(
     positions: Int[Array, "B T"], dim: int, theta: float
 ) -> tuple[Float[Array, "B T r"], Float[Array, "B T r"]]:
     """Cosines and sines of position * theta^(-2i/dim), float32, r = dim / 2."""
     frequencies = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
-    return jnp.cos(angles), jnp.sin(angles)
+
+    def row(positions: Int[Array, " T"]) -> tuple[Array, Array]:
+        angles = positions[:, None].astype(jnp.float32) * frequencies[None]
+        return jnp.cos(angles), jnp.sin(angles)
+
+    # What leaves a loop is an array: else XLA on CPU takes cosines at every use.
+    return tiles.over_sequences(row, positions)
 
 
 def halves(weight: Float[Array, "*b H"], start: int = 0) -> Float[Array, "*b H"]:

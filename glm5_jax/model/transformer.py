@@ -6,7 +6,7 @@
 
 import dataclasses
 import functools
-import zlib
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,21 +16,12 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-import pallas_kernels
 from glm5_jax import config as config_lib
 from glm5_jax import depth
 from glm5_jax.model import attention, indexer, layers, mtp
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
-
-REMAT_POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(pallas_kernels.SAVED),
-    ),
-}
 
 
 class LayerTrace(NamedTuple):
@@ -53,10 +44,7 @@ class Output(NamedTuple):
 def table(config: config_lib.ModelConfig) -> dict:
     """The parameter tree: shape, logical dims and initialiser of every array."""
     vocab, hidden = config.vocab_size, config.hidden_size
-    init = nn.initializers.normal(config.initializer_range)
-    params: dict[str, Any] = {
-        "embed_tokens": layers.Param((vocab, hidden), ("V", "D"), init)
-    }
+    params: dict[str, Any] = {"embed_tokens": layers.Param((vocab, hidden), ("V", "D"))}
     for g, group in enumerate(depth.layer_groups(config)):
         blocks = enumerate(group.unit)
         unit = {f"block_{p}": block_lib.table(config, kind) for p, kind in blocks}
@@ -65,13 +53,13 @@ def table(config: config_lib.ModelConfig) -> dict:
     params["norm"] = layers.scale(hidden, "D")
     if config.has_mtp:
         params["mtp"] = mtp.table(config)
-    params["lm_head"] = layers.Param((hidden, vocab), ("D", "V"), init)
+    params["lm_head"] = layers.Param((hidden, vocab), ("D", "V"))
     return params
 
 
 def map_table(function: Any, tree: Any) -> Any:
     """Maps over the Params of a table."""
-    return jax.tree.map(function, tree, is_leaf=lambda x: isinstance(x, layers.Param))
+    return jax.tree.map(function, tree, is_leaf=_is_param)
 
 
 def param_dims(config: config_lib.ModelConfig) -> dict:
@@ -113,17 +101,25 @@ def init_params(config: config_lib.ModelConfig, key: Array) -> dict:
 
 
 def _init(config: config_lib.ModelConfig, entry: Any, key: Array) -> Any:
-    """Boxed arrays of a table; the key of each depends on its path alone."""
+    """Boxed arrays of a table; one draw for all normals, as each compiles anew."""
+    drawn = [p for p in jax.tree.leaves(entry, is_leaf=_is_param) if p.fill is None]
+    sizes = [math.prod(param.shape) for param in drawn]
+    dtype = jnp.dtype(config.param_dtype)
+    normals = config.initializer_range * jax.random.normal(key, (sum(sizes),))
+    pieces = iter(jnp.split(normals, np.cumsum(sizes, dtype=int)[:-1]))
 
-    def make(path: tuple, param: layers.Param) -> nn.LogicallyPartitioned:
-        seed = zlib.crc32(jax.tree_util.keystr(path).encode())
-        own_key = jax.random.fold_in(key, seed)
-        value = param.init(own_key, param.shape, jnp.dtype(config.param_dtype))
+    def make(param: layers.Param) -> nn.LogicallyPartitioned:
+        if param.fill is None:
+            value = next(pieces).reshape(param.shape).astype(dtype)
+        else:
+            value = jnp.full(param.shape, param.fill, dtype)
         return nn.LogicallyPartitioned(value, names=param.dims)
 
-    return jax.tree_util.tree_map_with_path(
-        make, entry, is_leaf=lambda x: isinstance(x, layers.Param)
-    )
+    return map_table(make, entry)
+
+
+def _is_param(node: Any) -> bool:
+    return isinstance(node, layers.Param)
 
 
 def forward(
@@ -162,9 +158,7 @@ def forward(
     for g, group in enumerate(depth.layer_groups(config)):
         name = f"layers_{g}"
         unit = functools.partial(_unit, config, group.unit, context, with_traces)
-        if config.remat_policy != "none":
-            policy = REMAT_POLICIES[config.remat_policy]
-            unit = jax.checkpoint(unit, policy=policy, prevent_cse=False)
+        unit = layers.rematerialized(unit, config.remat_policy)
         own = None
         if weights is not None:
             own = weights[group.start :][: group.repeats * len(group.unit)]
@@ -242,7 +236,7 @@ def prefill(
       lengths: tokens of each prompt, at least 1.
       capacity: rows of the cache, at least T.
     """
-    is_token = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    is_token = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     out = forward(params, config, tokens, is_token.astype(jnp.int32), with_traces=True)
     kv, k_index = [], []
     for g, group in enumerate(depth.layer_groups(config)):
@@ -283,7 +277,7 @@ def decode(
       Hidden states after the last norm, and the cache with the tokens in it.
     """
     num_tokens = tokens.shape[1]
-    positions = cache.lengths[:, None] + jnp.arange(num_tokens)
+    positions = cache.lengths[:, None] + jnp.arange(num_tokens)[None]
     segments = jnp.ones_like(tokens)
     context = context_lib.make_context(config, segments, positions)
     context = context._replace(lo=jnp.zeros_like(tokens), hi=positions + 1)
