@@ -70,11 +70,10 @@ def block(
     params = _cast(params, config)
     h = layers.rms_norm(x, params["input_layernorm"], config.rms_norm_eps)
     c_q = attention.query_latent(params["self_attn"], config, h)
-    is_indexed = config.attention != "dense"
-    if is_indexed and index is None:
+    if config.attention != "dense" and index is None:
         with jax.named_scope("indexer"):
             index = indexer.select(params["indexer"], config, h, c_q, context)
-    mask = index.mask if is_indexed else None
+    mask = None if index is None else index.mask
     with jax.named_scope("attention"):
         if kv is None:
             kv = attention.latent(params["self_attn"], config, h, context)
@@ -82,11 +81,11 @@ def block(
             params["self_attn"], config, c_q, kv, context, mask
         )
     kl = None
-    if is_indexed and kl_weight is not None:
+    if index is not None and kl_weight is not None:
         with jax.named_scope("indexer_loss"):
             kl = kl_weight * _indexer_kl(config, main, index, context)
     out, routing = feed_forward(params, config, x + out, context)
-    return BlockOutput(out, index if is_indexed else None, kv, BlockAux(kl, routing))
+    return BlockOutput(out, index, kv, BlockAux(kl, routing))
 
 
 def feed_forward(
@@ -150,10 +149,11 @@ def _indexer_kl(
     context: context_lib.Context,
 ) -> Float[Array, ""]:
     """KL of the indexer from the attention, mean over the tokens of the batch."""
+    projections = (index.q, index.k, index.w)
     weight = context.is_token.astype(jnp.float32)
     loss = pallas_kernels.indexer_kl_loss(
         main,
-        index[:3],
+        projections,
         context.lo,
         context.hi,
         index.mask,

@@ -18,6 +18,9 @@ from glm5_jax.model import layers
 from pallas_kernels import dispatch
 
 
+FEW_TOKENS = 32  # for which reading an expert's weights costs more than using them
+
+
 class Routing(NamedTuple):
     """What the router decided, and what its losses and its bias need."""
 
@@ -87,8 +90,9 @@ def moe(
         routing = route(params, config, x, is_token)
     with jax.named_scope("experts"):
         rows = x.reshape(-1, x.shape[-1])
-        is_decoding = x.shape[1] == 1 and dispatch.platform() == "cpu"
-        run = experts_in_turn if is_decoding else experts
+        is_decoding = x.shape[1] == 1 and len(x) <= FEW_TOKENS
+        is_in_turn = is_decoding and dispatch.platform() == "cpu"
+        run = experts_in_turn if is_in_turn else experts
         y = run(params["experts"], rows, routing).reshape(x.shape)
     if "shared_experts" in params:
         y = y + layers.swiglu(params["shared_experts"], x)
@@ -137,7 +141,7 @@ def experts_in_turn(
 
 
 def updated_bias(
-    bias: Float[Array, "*l E"], load: Float[Array, "*l E"], rate: float
+    bias: Float[Array, "*l E"], load: Float[Array, "*l E"], rate: float | Array
 ) -> Float[Array, "*l E"]:
     """Raises the bias of experts below the mean load, lowers it above."""
     error = jnp.mean(load, axis=-1, keepdims=True) - load

@@ -26,10 +26,9 @@ def tables(
     return tiles.over_sequences(row, positions)
 
 
-def halves(weight: Float[Array, "*b H"], start: int = 0) -> Float[Array, "*b H"]:
-    """Columns (0, 2, ..., 1, 3, ...) from `start` on: pairs become two halves."""
-    parts = weight[..., :start], weight[..., start::2], weight[..., start + 1 :: 2]
-    return jnp.concatenate(parts, axis=-1)
+def halves(weight: Float[Array, "*b R"]) -> Float[Array, "*b R"]:
+    """Columns (0, 2, ..., 1, 3, ...): pairs become two halves."""
+    return jnp.concatenate([weight[..., ::2], weight[..., 1::2]], axis=-1)
 
 
 def rotate(x: Float[Array, "*b R"], cos: Array, sin: Array) -> Float[Array, "*b R"]:

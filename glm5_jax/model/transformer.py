@@ -213,9 +213,9 @@ def _unit(
         )
         x, index, aux[name] = out.x, out.index, out.aux
         traces[name] = LayerTrace(x, out.kv, index) if with_traces else None
-    if shared is None:
+    if shared is None:  # no layer shares an index: nothing to hand on
         index = None
-    elif weights is None:
+    elif index is not None and weights is None:
         index = index._replace(q=None, k=None, w=None)
     return (x, index), (aux, traces)
 
@@ -238,15 +238,14 @@ def prefill(
     """
     is_token = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     out = forward(params, config, tokens, is_token.astype(jnp.int32), with_traces=True)
+    assert out.traces is not None
     kv, k_index = [], []
     for g, group in enumerate(depth.layer_groups(config)):
-        unit = [out.traces[f"layers_{g}"][f"block_{p}"] for p in range(len(group.unit))]
+        unit = list(out.traces[f"layers_{g}"].values())
         kv.append(_interleave([jnp.concatenate(t.kv, axis=-1) for t in unit]))
-        full = [
-            t.index.k
-            for t, k in zip(unit, group.unit, strict=True)
-            if t.index and k[1] == "F"
-        ]
+        pairs = zip(unit, group.unit, strict=True)
+        owned = [t.index for t, kind in pairs if kind[1] == "F"]
+        full = [index.k for index in owned if index is not None and index.k is not None]
         if full:
             k_index.append(_interleave(full))
     room = [(0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0)]

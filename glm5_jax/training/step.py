@@ -1,5 +1,6 @@
 """The training step: loss, gradient, update, router bias; and the evaluation step."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,13 +73,14 @@ def total_loss(
         balance = jnp.mean(jnp.concatenate([r.balance.reshape(-1) for r in routings]))
         terms["train/balance_loss"] = (balance, weights.balance_weight)
     if has_indexer_loss(config):
-        kl = sum(jnp.sum(b.indexer_kl) for b in blocks)
+        divergences = [b.indexer_kl for b in blocks if b.indexer_kl is not None]
+        kl = jnp.sum(jnp.concatenate([x.reshape(-1) for x in divergences]))
         terms["train/indexer_kl"] = (kl, weights.indexer_weight)
     if config.stage == "dsa_warmup":  # the base is frozen: only the indexer's term
         only = terms["train/indexer_kl"]
         terms = {k: (lax.stop_gradient(v), 0.0) for k, (v, _) in terms.items()}
         terms["train/indexer_kl"] = only
-    loss = sum(value * weight for value, weight in terms.values())
+    loss = functools.reduce(jnp.add, [value * w for value, w in terms.values()])
     return loss, ({k: value for k, (value, _) in terms.items()}, aux)
 
 
@@ -91,7 +93,7 @@ def make_train_step(
     """
     rate = 0.0 if config.stage == "dsa_warmup" else config.loss.router_bias_rate
 
-    def train_step(params: dict, state: Any, batch: Batch) -> tuple[dict, Any, Metrics]:
+    def train_step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, Metrics]:
         gradient = jax.value_and_grad(total_loss, has_aux=True)
         (loss, (terms, aux)), grads = gradient(params, config, batch)
         with jax.named_scope("optimizer"):
@@ -134,7 +136,7 @@ def _blocks(aux: dict) -> list[block_lib.BlockAux]:
     return jax.tree.leaves(aux, is_leaf=is_block)
 
 
-def _with_moved_biases(params: dict, aux: dict, rate: Float[Array, ""]) -> dict:
+def _with_moved_biases(params: Any, aux: dict, rate: Float[Array, ""]) -> dict:
     """Moves e_score_correction_bias of every router against its load."""
 
     def moved(layer: dict, block: block_lib.BlockAux) -> dict:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch
 
 ROWS = 128  # a tile of x, a matrix and the result stay in the L2 cache
+MIN_ROWS = 8
 
 
 @jax.custom_vjp
@@ -41,9 +42,9 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _tile_rows(num_rows: int, num_groups: int) -> int:
-    """Twice the mean size of a group, as a power of two in 4 .. ROWS."""
-    mean = max(1, num_rows // num_groups)
-    return max(4, min(ROWS, 2 << (mean.bit_length() - 1)))
+    """Half the mean size of a group, as a power of two in MIN_ROWS .. ROWS."""
+    half = num_rows // (2 * num_groups)
+    return min(ROWS, max(MIN_ROWS, 1 << half.bit_length() >> 1))
 
 
 def _tiles(group_sizes: Int[Array, " E"], e: Int[Array, ""], size: int) -> tuple:

@@ -6,6 +6,8 @@ p_t is the mean of the attention's heads, restored from its log-sum-exp
 Gradients reach the indexer alone: q_index, k_index and w.
 """
 
+from typing import Any
+
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -17,7 +19,7 @@ IMPLEMENTATIONS = ("tiled", "reference")
 
 def indexer_kl_loss(
     main: tuple[Array, Array, Array],
-    index: tuple[Array, Array, Array],
+    index: tuple[Any, Any, Any],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
     mask: Bool[Array, "B S T"] | None,

@@ -57,7 +57,7 @@ def _over_tiles(
     index: tuple, main: tuple, rows: tuple, scale: float, with_gradient: bool
 ) -> tuple:
     """Loss per query [B, T, 1] and, if wanted, its gradient for q, k and w."""
-    tile = functools.partial(_tile, scale=scale, with_gradient=with_gradient)
+    tile = functools.partial(_tile, scale=scale)
 
     def sequence(index: tuple, main: tuple, rows: tuple) -> tuple:
         (q, k, lse), (q_index, k_index, w) = main, index
@@ -76,9 +76,11 @@ def _tile(
     keys: tuple,
     mask: Array | None,
     scale: float,
-    with_gradient: bool,
 ) -> tuple[Array | None, tuple]:
-    """One tile of queries against the keys that it sees; arrays keys x queries."""
+    """One tile of queries against the keys that it sees; arrays keys x queries.
+
+    Adds to dk, and returns dq and dw beside the loss, unless dk is None.
+    """
     q, lse, q_index, w, bounds, weight = queries
     k, k_index = keys
     keep = attention.selected(bounds, mask, k_index.shape[0])
@@ -89,7 +91,7 @@ def _tile(
     norm = special.logsumexp(index_scores, axis=0, keepdims=True)
     log_ratio = jnp.log(jnp.maximum(target, 1e-30)) - (index_scores - norm)
     loss = weight * jnp.sum(jnp.where(keep, target * log_ratio, 0), axis=0)[:, None]
-    if not with_gradient:
+    if dk is None:
         return None, (loss,)
     probs = jnp.where(keep, jnp.exp(index_scores - norm), 0)
     total = jnp.sum(target, axis=0)  # 1, or 0 in a row without keys

@@ -41,12 +41,12 @@ def indexer_mask(
     num_keys = k.shape[1]
 
     def sequence(*queries_and_keys: Array) -> Array:
-        *queries, keys = queries_and_keys
+        queries, keys = queries_and_keys[:-1], queries_and_keys[-1]
         return tiles.over_tiles(tile, None, queries, keys, out_axis=-1)[1]
 
-    def tile(_: None, queries: list, k: Array, mask: None) -> tuple[None, Array]:
+    def tile(_: None, queries: tuple, k: Array, mask: None) -> tuple[None, Array]:
         q, w, lo, hi = queries
-        scores, _ = tile_scores(q, k, w)
+        scores, _dots = tile_scores(q, k, w)
         mask_ST = topk_mask(scores, visible(lo, hi, k.shape[0]), topk)
         return None, jnp.pad(mask_ST, ((0, num_keys - k.shape[0]), (0, 0)))
 
