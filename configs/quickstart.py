@@ -21,7 +21,6 @@ def get_config() -> ml_collections.ConfigDict:
         eval_every=30,
         eval_batches=4,
         checkpoint_every=30,
-        sample_prompt="def ",
         model=presets.GLM5_1M,
         data=config_lib.DataConfig(
             bpe_vocab_size=2048, sequence_length=256, batch_size=16

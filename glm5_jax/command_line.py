@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import ml_collections
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_dict
 
 from glm5_jax import config as config_lib
@@ -188,12 +188,19 @@ def run(main: Callable[[Arguments], int | None]) -> None:
     Exit code: what `main` returns, or 2 with one message where the user's input is
     wrong (InputError), be it found here or in `main`.
     """
+    logging.get_absl_logger().addFilter(_is_ours_or_serious)
     try:
         app.run(main, flags_parser=_parse_flags)
     except config_lib.InputError as error:
         lines = "".join(f"error: {line}\n" for line in str(error).splitlines())
         sys.stderr.write(lines)
         sys.exit(2)
+
+
+def _is_ours_or_serious(record: Any) -> bool:
+    """Leaves out what libraries (Orbax: a page a checkpoint) say through absl."""
+    is_ours = "glm5_jax" in record.pathname
+    return record.levelno >= (20 if is_ours else 40)  # INFO, ERROR
 
 
 def _parse_flags(argv: Sequence[str]) -> Arguments:

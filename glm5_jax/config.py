@@ -323,7 +323,7 @@ class TrainConfig:
     eval_every: int = 50  # steps between held-out evaluations; 0: only at the end
     eval_batches: int = 8
     sample_every: int = 0  # steps between sample texts; 0: only at the end
-    sample_prompt: str = "def "
+    sample_prompt: str = "def __init__(self"
     sample_tokens: int = 96  # 0: no sample
     checkpoint_every: int = 100  # 0: only at the end
     checkpoints_to_keep: int = 3

@@ -7,7 +7,6 @@ Goes on by itself where the folder of --workdir holds a run of the same config.
 
 import datetime
 import json
-import logging as python_logging
 import pathlib
 
 from absl import flags, logging
@@ -37,16 +36,9 @@ def main(arguments: command_line.Arguments) -> None:
     from glm5_jax.training import loop  # imports jax: after the input is checked
 
     logging.set_verbosity(logging.INFO)
-    logging.get_absl_logger().addFilter(_is_ours_or_serious)
     workdir = pathlib.Path(_WORKDIR.value or _new_workdir(arguments)).expanduser()
     summary = loop.train(config, workdir)
     print(json.dumps({"workdir": str(workdir), **summary}, indent=2))
-
-
-def _is_ours_or_serious(record: python_logging.LogRecord) -> bool:
-    """Leaves out what libraries (Orbax: pages a checkpoint) say through absl."""
-    is_serious = record.levelno >= python_logging.WARNING
-    return is_serious or "glm5_jax" in record.pathname
 
 
 def _new_workdir(arguments: command_line.Arguments) -> str:

@@ -1,0 +1,30 @@
+"""Rewrites a model as Hugging Face safetensors or as a run folder (Orbax).
+
+python -m glm5_jax.convert --source=zai-org/GLM-5 --target=runs/glm5
+
+Where --format is not given, it is the one that the source does not have.
+"""
+
+from absl import flags
+
+from glm5_jax import command_line
+
+_SOURCE = flags.DEFINE_string(
+    "source", None, "Run, step or Hugging Face folder.", required=True
+)
+_TARGET = flags.DEFINE_string("target", None, "Folder to make.", required=True)
+_FORMAT = flags.DEFINE_enum("format", None, ["hf", "orbax"], "What to write.")
+
+
+def main(arguments: command_line.Arguments) -> None:
+    """Converts, and says what was written."""
+    from glm5_jax.inference import conversion, loading  # import jax: after the flags
+
+    written = conversion.convert(
+        _SOURCE.value, _TARGET.value, _FORMAT.value, loading.overrides_of(arguments)
+    )
+    print(f"Wrote {_TARGET.value} ({written}).")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

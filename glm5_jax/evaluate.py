@@ -1,0 +1,40 @@
+"""Scores token ids or a text, and prints one JSON line.
+
+python -m glm5_jax.evaluate --checkpoint=runs/NAME --text=README.md
+
+nll: mean negative log-likelihood of a token in nats; num_tokens: tokens scored;
+bits_per_byte: of a text, as in training; num_bytes: UTF-8 bytes scored.
+"""
+
+import json
+
+from absl import flags
+
+from glm5_jax import command_line
+
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "Run, step or Hugging Face folder.", required=True
+)
+_TOKENS = flags.DEFINE_string("tokens", None, "Ids to score: .npy, [T] or [N, T].")
+_TEXT = flags.DEFINE_string("text", None, "Text file to score.")
+_LOGITS_OUT = flags.DEFINE_string(
+    "logits_out", None, "Where to write the logits: .npy, float32 [N, T, V]."
+)
+
+
+def main(arguments: command_line.Arguments) -> None:
+    """Prints the scores."""
+    from glm5_jax.inference import commands, loading  # import jax: after the flags
+
+    scores = commands.evaluate(
+        _CHECKPOINT.value,
+        loading.overrides_of(arguments),
+        tokens=_TOKENS.value,
+        text=_TEXT.value,
+        logits_out=_LOGITS_OUT.value,
+    )
+    print(json.dumps(scores))
+
+
+if __name__ == "__main__":
+    command_line.run(main)
