@@ -199,8 +199,7 @@ def run(main: Callable[[Arguments], int | None]) -> None:
 
 def _is_ours_or_serious(record: Any) -> bool:
     """Leaves out what libraries (Orbax: a page a checkpoint) say through absl."""
-    is_ours = "glm5_jax" in record.pathname
-    return record.levelno >= (20 if is_ours else 40)  # INFO, ERROR
+    return record.levelno >= 40 or "glm5_jax" in record.pathname  # 40: ERROR
 
 
 def _parse_flags(argv: Sequence[str]) -> Arguments:

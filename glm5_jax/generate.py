@@ -1,6 +1,6 @@
 """Continues text or token ids.
 
-python -m glm5_jax.generate --checkpoint=runs/NAME --prompt="def " --max_new_tokens=64
+python -m glm5_jax.generate --checkpoint=runs/NAME --prompt="class" --max_new_tokens=64
 """
 
 from absl import flags

@@ -33,7 +33,7 @@ def dry_run(config: config_lib.TrainConfig) -> str:
     return "\n".join(lines)
 
 
-def _size(num_bytes: float) -> str:
+def _size(num_bytes: float | int) -> str:
     unit = "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if num_bytes < 1024 or unit == "TiB":

@@ -1,0 +1,54 @@
+"""The rule table, on a mesh of 8 CPU devices."""
+
+import jax
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import presets, sharding
+from glm5_jax.model import transformer
+from tests import environment
+
+
+class SpecTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        (
+            "activation",
+            ("B", "T", "D"),
+            (("data", "fsdp", "expert"), "context", None),
+        ),
+        ("matrix", ("D", "F"), ("fsdp", "tensor")),
+        ("experts", ("L", "E", "D", "F"), (None, "expert", "fsdp", "tensor")),
+        ("heads", ("Q", "N", "H"), (None, "tensor", None)),
+        ("norm", ("Q",), (None,)),
+    )
+    def test_an_axis_is_spent_once(self, dims, want):
+        self.assertEqual(tuple(sharding.spec(dims)), want)
+
+    def test_every_dim_of_the_model_is_in_the_alphabet(self):
+        from glm5_jax import shapes
+
+        dims = jax.tree.leaves(transformer.param_dims(presets.GLM5_2))
+        self.assertContainsSubset(set(dims), set(shapes.ALPHABET))
+
+
+class MeshTest(parameterized.TestCase):
+    def test_data_takes_what_is_left(self):
+        mesh = sharding.make_mesh(config_lib.MeshConfig(fsdp=2, tensor=2))
+        self.assertEqual(dict(mesh.shape)["data"], jax.device_count() // 4)
+
+    def test_a_mesh_that_does_not_fit_is_the_users_error(self):
+        with self.assertRaisesRegex(config_lib.InputError, "product"):
+            sharding.make_mesh(config_lib.MeshConfig(fsdp=3))
+
+    def test_optimizer_state_lies_where_its_parameter_does(self):
+        mesh = sharding.make_mesh(config_lib.MeshConfig(fsdp=2))
+        places = sharding.shardings({"a": {"w": ("D", "F")}}, mesh)
+        state = {"muon": ({"a": {"w": np.zeros(2)}},), "count": np.zeros(())}
+        got = sharding.like_params(state, places, mesh)
+        self.assertEqual(got["muon"][0]["a"]["w"], places["a"]["w"])
+        self.assertTrue(got["count"].is_fully_replicated)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,64 @@
+"""Whose folder it is, before anything in it is touched."""
+
+import dataclasses
+import json
+import pathlib
+
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import presets
+from glm5_jax.training import run_folder
+from tests import environment
+
+CONFIG = config_lib.TrainConfig(model=presets.GLM5_1M)
+
+
+class ClaimTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path) / "run"
+
+    def files(self):
+        return {p: p.read_bytes() for p in self.folder.rglob("*") if p.is_file()}
+
+    def test_a_new_folder_gets_the_resolved_config(self):
+        run_folder.claim(self.folder, CONFIG)
+        written = json.loads((self.folder / "config.json").read_text())
+        self.assertEqual(written["model"]["hidden_size"], 96)
+
+    def test_the_same_run_may_change_what_changes_no_number(self):
+        run_folder.claim(self.folder, CONFIG)
+        run_folder.claim(self.folder, dataclasses.replace(CONFIG, eval_every=7))
+        written = json.loads((self.folder / "config.json").read_text())
+        self.assertEqual(written["eval_every"], 7)
+
+    def test_another_model_is_refused_and_nothing_changes(self):
+        run_folder.claim(self.folder, CONFIG)
+        before = self.files()
+        other = dataclasses.replace(CONFIG, model=presets.GLM5_10M)
+        with self.assertRaisesRegex(config_lib.InputError, r"model\.hidden_size: 96"):
+            run_folder.claim(self.folder, other)
+        self.assertEqual(self.files(), before)
+
+    def test_a_foreign_folder_is_refused(self):
+        self.folder.mkdir()
+        (self.folder / "thesis.tex").write_text("precious")
+        with self.assertRaisesRegex(config_lib.InputError, "not empty"):
+            run_folder.claim(self.folder, CONFIG)
+        self.assertLen(self.files(), 1)
+
+    def test_a_file_in_the_way_is_the_users_error(self):
+        self.folder.write_text("a file")
+        with self.assertRaisesRegex(config_lib.InputError, "--workdir"):
+            run_folder.claim(self.folder, CONFIG)
+
+    def test_half_a_config_is_the_users_error(self):
+        run_folder.claim(self.folder, CONFIG)
+        (self.folder / "config.json").write_text('{"model": ')
+        with self.assertRaisesRegex(config_lib.InputError, "cannot be read"):
+            run_folder.claim(self.folder, CONFIG)
+
+
+if __name__ == "__main__":
+    environment.main()
