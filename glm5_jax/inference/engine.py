@@ -47,7 +47,7 @@ class State:
     sampling: sampling_lib.Sampling
 
 
-Drawn = tuple[Int[Array, "B T"], Float[Array, "B T"]]  # ids and their log-probs
+Drawn = tuple[Int[Array, "B n"], Float[Array, "B n"]]  # ids and their log-probs
 
 
 def generate(
@@ -85,7 +85,7 @@ def generate(
     params, stop_ids = cast_params(params, config), frozenset(stop_ids)
     tokens, lengths = _pad(prompts)
     num_decoded = -(-(max_new_tokens - 1) // NUM_STEPS) * NUM_STEPS
-    capacity = max(tokens.shape[1], _bucket(max(lengths) + num_decoded))
+    capacity = bucket(tokens.shape[1] + num_decoded)
     keys = sampling_lib.request_keys(seed, len(tokens))
     how = sampling_lib.make_sampling(len(tokens), temperature, top_p)
     state, drawn = prefill(params, config, tokens, lengths, keys, how, capacity)
@@ -148,6 +148,14 @@ def decode(
     return state, (ids.T, logprobs.T)
 
 
+def bucket(num_tokens: int) -> int:
+    """The least 2^n or 1.5 * 2^n that is enough."""
+    size = MIN_TOKENS
+    while size < num_tokens:
+        size += size // 2 if size & (size - 1) == 0 else size // 3
+    return size
+
+
 def _decode_params(params: dict, config: config_lib.ModelConfig) -> dict:
     """On a CPU, where a layer of a stack is copied before use, no stacks."""
     is_small = config.num_hidden_layers <= MAX_UNSTACKED_LAYERS
@@ -199,18 +207,10 @@ def _pad(
     num_rows = 1 << (len(prompts) - 1).bit_length()
     lengths = np.ones(num_rows, np.int32)
     lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
-    tokens = np.zeros((num_rows, _bucket(max(lengths))), np.int32)
+    tokens = np.zeros((num_rows, bucket(int(lengths.max()))), np.int32)
     for row, prompt in zip(tokens, prompts, strict=False):
         row[: len(prompt)] = prompt
     return tokens, lengths
-
-
-def _bucket(num_tokens: int) -> int:
-    """The least 2^n or 1.5 * 2^n that is enough."""
-    size = MIN_TOKENS
-    while size < num_tokens:
-        size += size // 2 if size & (size - 1) == 0 else size // 3
-    return size
 
 
 def _check(

@@ -17,7 +17,6 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import layers
 from pallas_kernels import dispatch
 
-
 FEW_TOKENS = 32  # for which reading an expert's weights costs more than using them
 
 

@@ -42,12 +42,11 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
     run_folder.claim(workdir, config)
     host_memory.keep_freed()
     run = run_lib.start(config, workdir)
-    with jax.set_mesh(run.mesh):
-        writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step)
+    writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step)
+    with jax.set_mesh(run.mesh), contextlib.closing(writer):
         results = _steps(run, writer)
         run.save()
         run.checkpoints.close()
-        writer.close()
     plot.plot_losses(workdir / "metrics.jsonl", workdir / "loss.png")
     summary = {
         "steps": run.step,

@@ -1,0 +1,187 @@
+"""Finds a model: in a run folder, in a step of one, or in a Hugging Face folder.
+
+Which of them a path is, its content tells: config.json with a "model" section beside
+checkpoints/STEP/, or config.json with a "model_type" beside *.safetensors.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import huggingface, manager
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.model import transformer
+
+Path = str | pathlib.Path
+
+MAX_CONTEXT = 4096  # tokens read at once where no training run says how many
+DTYPES = ("float32", "bfloat16")
+
+
+class Source(NamedTuple):
+    """Where the parts of a model lie."""
+
+    folder: pathlib.Path  # with config.json and, perhaps, tokenizer.json
+    weights: pathlib.Path
+    settings: dict[str, Any]  # content of config.json
+
+    @property
+    def is_huggingface(self) -> bool:
+        """Whether the weights are safetensors, not Orbax."""
+        return "model_type" in self.settings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Overridable:
+    """What the command line can override where a model is read."""
+
+    model: config_lib.ModelConfig = dataclasses.field(
+        default_factory=config_lib.ModelConfig
+    )
+
+
+def load_model(
+    path: Path, overrides: Sequence[command_line.Override] = ()
+) -> tuple[config_lib.ModelConfig, dict, tokenizer_lib.Tokenizer | None]:
+    """Config, parameters as they are stored, and tokenizer if there is one.
+
+    Args:
+      path: a run folder (its newest step), a step folder or a Hugging Face folder.
+      overrides: pairs such as ("model.index_topk", "32").
+
+    Raises:
+      InputError: nothing usable is there, or its parts do not fit together.
+    """
+    source = find(path)
+    config = read_config(source, overrides)
+    tokenizer = None
+    if (source.folder / "tokenizer.json").exists():
+        tokenizer = tokenizer_lib.load(source.folder)
+        tokenizer_lib.check_vocab(tokenizer, config.vocab_size)
+    abstract = transformer.abstract_params(config)
+    if source.is_huggingface:
+        params = huggingface.load_params(source.weights, config, abstract)
+    else:
+        params = manager.restore_params(source.weights, _with_exact_bias(abstract))
+    return config, params, tokenizer
+
+
+def load_params(
+    path: Path, config: config_lib.ModelConfig, abstract_params: Any
+) -> dict:
+    """Parameters for a config that is known already, e.g. that of a training stage.
+
+    Args:
+      path: as in `load_model`.
+      config: of the model.
+      abstract_params: shapes, types and shardings of the result.
+
+    Raises:
+      InputError: nothing usable is there, or it has other shapes.
+    """
+    source = find(path)
+    if not source.is_huggingface:
+        return manager.restore_params(source.weights, abstract_params)
+    places = [leaf.sharding for leaf in jax.tree.leaves(abstract_params)]
+    shardings = jax.tree.unflatten(jax.tree.structure(abstract_params), places)
+    return huggingface.load_params(
+        source.weights,
+        config,
+        abstract_params,
+        config.param_dtype,
+        None if None in places else shardings,
+    )
+
+
+def find(path: Path) -> Source:
+    """Tells what is at `path`.
+
+    Raises:
+      InputError: nothing, or nothing that holds a model.
+    """
+    path = pathlib.Path(path).expanduser().absolute()
+    if not path.is_dir():
+        raise config_lib.InputError(f"There is no folder {path}.")
+    is_step = path.parent.name == "checkpoints"
+    folder = path.parent.parent if is_step else path
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise config_lib.InputError(
+            f"{path} holds no model: {folder / 'config.json'} cannot be read ({error})."
+            f" Give a run folder, a step folder in its checkpoints/, or a Hugging Face "
+            f"folder."
+        ) from error
+    if isinstance(settings, dict) and "model_type" in settings and not is_step:
+        return Source(folder, folder, settings)
+    if not (isinstance(settings, dict) and isinstance(settings.get("model"), dict)):
+        raise config_lib.InputError(
+            f"{folder / 'config.json'} describes no model: it has neither a section "
+            f"'model' (as that of a run) nor a model_type (as Hugging Face's)."
+        )
+    return Source(folder, pathlib.Path(manager.find_step(path)), settings)
+
+
+def read_config(
+    source: Source, overrides: Sequence[command_line.Override] = ()
+) -> config_lib.ModelConfig:
+    """The model's config, with overrides of --config.model.X.
+
+    Raises:
+      InputError: an override is not of the model, or breaks a rule.
+    """
+    errors = [
+        f"--config.{path} has no effect here; only --config.model.X=VALUE has."
+        for path, _ in overrides
+        if not path.startswith("model.")
+    ]
+    if errors:
+        raise config_lib.InputError("\n".join(errors))
+    model = source.settings.get("model")
+    if source.is_huggingface:
+        config = huggingface.read_config(source.folder)
+        stored = source.settings.get("dtype", source.settings.get("torch_dtype"))
+        if stored in DTYPES:
+            config = dataclasses.replace(config, dtype=stored, param_dtype=stored)
+        model = command_line.to_json_dict(config)
+    return command_line.resolve({"model": model}, overrides, _Overridable).model
+
+
+def context_length(path: Path, config: config_lib.ModelConfig) -> int:
+    """Tokens of a text that the model should see at once: as many as in training."""
+    trained = find(path).settings.get("data", {}).get("sequence_length", MAX_CONTEXT)
+    return min(trained, config.max_position_embeddings)
+
+
+def overrides_of(
+    arguments: command_line.Arguments,
+) -> tuple[command_line.Override, ...]:
+    """The overrides of a command that takes its config from a checkpoint.
+
+    Raises:
+      InputError: there is a --config file.
+    """
+    if arguments.config is not None:
+        raise config_lib.InputError(
+            f"--config={arguments.config} is not used here: the config comes from the "
+            f"model's folder. Single fields can be set: --config.model.X=VALUE."
+        )
+    return arguments.overrides
+
+
+def _with_exact_bias(abstract_params: dict) -> dict:
+    """The router's bias decides between close experts: never less than float32."""
+
+    def exact(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if path[-1].key != "e_score_correction_bias":
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(exact, abstract_params)

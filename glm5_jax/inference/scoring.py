@@ -1,0 +1,143 @@
+"""How likely a model finds what is there: log-likelihoods of given tokens."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from glm5_jax import config as config_lib
+from glm5_jax import losses
+from glm5_jax.data import packing
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.inference import engine
+from glm5_jax.model import transformer
+
+BATCH_TOKENS = 4096  # of a forward pass
+CHUNK_TOKENS = 1024  # whose logits exist at once
+
+Rows = dict[str, np.ndarray]  # as of data.packing, stacked
+
+
+def rows_of_tokens(tokens: Int[np.ndarray, "N T"]) -> Rows:
+    """Rows that are a document each; their first tokens are not scored.
+
+    Raises:
+      InputError: there is nothing to score.
+    """
+    if tokens.shape[1] < 2:
+        raise config_lib.InputError(
+            "A row must have at least two tokens: the second is scored after the first."
+        )
+    mask = np.ones(tokens.shape, np.float32)
+    mask[:, -1] = 0
+    return {
+        "tokens": tokens.astype(np.int32),
+        "targets": np.roll(tokens, -1, axis=1).astype(np.int32),
+        "loss_mask": mask,
+        "segment_ids": np.ones(tokens.shape, np.int32),
+        "positions": np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape),
+    }
+
+
+def rows_of_text(
+    text: str, tokenizer: tokenizer_lib.Tokenizer, sequence_length: int
+) -> Rows:
+    """Rows of one document, as in training: <|endoftext|> is its last target.
+
+    Raises:
+      InputError: the text is empty.
+    """
+    ids = np.asarray(tokenizer.encode(text), np.int32)
+    if not ids.size:
+        raise config_lib.InputError("The text is empty; there is nothing to score.")
+    length = min(sequence_length, ids.size)
+    packed = packing.pack([ids], eos_id=tokenizer.eos_id, sequence_length=length)
+    rows = [packed[i] for i in range(len(packed))]
+    stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    sizes = np.array([len(piece) for piece in tokenizer.pieces])
+    return stacked | {"num_bytes": sizes[stacked["targets"]] * stacked["loss_mask"]}
+
+
+def score(
+    params: dict,
+    config: config_lib.ModelConfig,
+    rows: Rows,
+    logits_out: Float[np.ndarray, "N T V"] | None = None,
+) -> Float[np.ndarray, "N T"]:
+    """-log p(target) of every position, in nats.
+
+    Args:
+      params: of `transformer.table`.
+      config: of the model.
+      rows: what to read.
+      logits_out: is filled with the logits of every position, if given.
+
+    Raises:
+      InputError: an unknown id, or more positions than the model has.
+    """
+    tokens, limit = rows["tokens"], config.max_position_embeddings
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        raise config_lib.InputError(
+            f"Ids must lie in 0..{config.vocab_size - 1} (model.vocab_size), got "
+            f"{tokens.min()}..{tokens.max()}."
+        )
+    if tokens.shape[1] > limit:
+        raise config_lib.InputError(
+            f"Rows have {tokens.shape[1]} tokens, more than "
+            f"model.max_position_embeddings={limit}; cut them."
+        )
+    params = engine.cast_params(params, config)
+    names = ("tokens", "targets", "segment_ids", "positions")
+    size = min(len(tokens), max(1, BATCH_TOKENS // tokens.shape[1]))
+    nll = np.empty(tokens.shape, np.float32)
+    for first in range(0, len(tokens), size):
+        batch = [_take(rows[name], first, size) for name in names]
+        part = slice(first, first + size)
+        count = len(tokens[part])
+        result, hidden = _score(params, config, *batch)
+        nll[part] = result[:count]
+        if logits_out is not None:
+            logits_out[part] = _logits(params, config, hidden)[:count]
+    return nll
+
+
+def summarize(rows: Rows, nll: Float[np.ndarray, "N T"]) -> dict[str, Any]:
+    """Mean negative log-likelihood of a token in nats; bits per byte of a text."""
+    mask = rows["loss_mask"]
+    total, count = float(np.sum(nll * mask, dtype=np.float64)), int(mask.sum())
+    summary = {"nll": total / count, "num_tokens": count}
+    if "num_bytes" in rows:
+        num_bytes = int(rows["num_bytes"].sum())
+        bits = total / math.log(2)
+        summary |= {
+            "bits_per_byte": bits / num_bytes if num_bytes else None,
+            "num_bytes": num_bytes,
+        }
+    return summary
+
+
+def _take(array: np.ndarray, first: int, size: int) -> np.ndarray:
+    """Rows first .. first + size; below the last one zeros, which are padding."""
+    part = array[first : first + size]
+    return np.pad(part, [(0, size - len(part)), (0, 0)])
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _score(
+    params: dict,
+    config: config_lib.ModelConfig,
+    tokens: Int[Array, "B T"],
+    targets: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+) -> tuple[Float[Array, "B T"], Float[Array, "B T D"]]:
+    """Negative log-likelihoods, and the states that the logits come from."""
+    out = transformer.forward(params, config, tokens, segment_ids, positions)
+    head = params["lm_head"]
+    return losses.token_nll(out.hidden, head, targets, CHUNK_TOKENS), out.hidden
+
+
+_logits = jax.jit(transformer.logits, static_argnames="config")

@@ -1,0 +1,279 @@
+"""Cached generation against repeated full forward passes, and against transformers."""
+
+import dataclasses
+import functools
+import pathlib
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import huggingface
+from glm5_jax.inference import engine
+from glm5_jax.model import transformer
+from tests import environment
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+LOGPROB_ATOL = 2e-5  # float32 sums in another order
+
+TINY = config_lib.ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    moe_intermediate_size=16,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    q_lora_rank=16,
+    kv_lora_rank=12,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    index_n_heads=4,
+    index_head_dim=16,
+    index_topk=8,
+    num_nextn_predict_layers=0,
+    max_position_embeddings=128,
+    eos_token_id=(0,),
+    pad_token_id=0,
+    dtype="float32",
+)
+VARIANTS = {
+    "sparse": TINY,
+    "dense": dataclasses.replace(TINY, attention="dense"),
+}
+
+
+def make_params(config=TINY):
+    """Random ones, faster than the model's own."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(scale=0.2, size=x.shape), x.dtype),
+        transformer.abstract_params(config),
+    )
+
+
+def make_prompts(*lengths):
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, TINY.vocab_size, n).tolist() for n in lengths]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def full_logits(params, config, tokens):
+    """Float32 logits of whole rows, without any cache."""
+    out = transformer.forward(params, config, tokens)
+    return transformer.logits(params, config, out.hidden)
+
+
+def next_logits(params, config, prompts, completions):
+    """Of each row, what the model says before each new token, given those before."""
+    rows = [p + c.tokens for p, c in zip(prompts, completions, strict=True)]
+    tokens = np.zeros((len(rows), 40), np.int32)  # nobody looks at the padding
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    logits = full_logits(params, config, tokens)
+    starts = [len(prompt) - 1 for prompt in prompts]
+    ends = [len(row) - 1 for row in rows]
+    return [x[i:j] for x, i, j in zip(logits, starts, ends, strict=True)]
+
+
+class GreedyTest(parameterized.TestCase):
+    @parameterized.named_parameters(VARIANTS.items())
+    def test_equals_argmax_of_full_forward_passes(self, config):
+        params = make_params(config)
+        prompts = make_prompts(5, 11, 16)
+        done = engine.generate(
+            params, config, prompts, max_new_tokens=17, temperature=0.0
+        )
+        for completion, logits in zip(
+            done, next_logits(params, config, prompts, done), strict=True
+        ):
+            self.assertLen(completion.tokens, 17)
+            self.assertEqual(completion.finish_reason, "length")
+            # Were one token another, the first such would differ.
+            np.testing.assert_array_equal(logits.argmax(-1), completion.tokens)
+            logprobs = jax.nn.log_softmax(logits).max(-1)
+            np.testing.assert_allclose(completion.logprobs, logprobs, atol=LOGPROB_ATOL)
+
+    @parameterized.parameters("glm5", "glm5_2")
+    def test_equals_transformers(self, name):
+        folder = GOLDEN / name
+        config = dataclasses.replace(
+            huggingface.read_config(folder), dtype="float32", param_dtype="float32"
+        )
+        abstract = transformer.abstract_params(config)
+        params = huggingface.load_params(folder, config, abstract, "float32")
+        with np.load(folder / "reference.npz") as reference:
+            prompts, expected = reference["input_ids"], reference["greedy_ids"]
+        done = engine.generate(
+            params,
+            config,
+            prompts.tolist(),
+            max_new_tokens=expected.shape[1],
+            temperature=0.0,
+        )
+        np.testing.assert_array_equal([c.tokens for c in done], expected)
+
+    def test_stacked_layers_decode_like_single_ones(self):
+        params, prompts = make_params(), make_prompts(5, 11, 16)
+        options = {"max_new_tokens": 17, "temperature": 0.0}
+        single = engine.generate(params, TINY, prompts, **options)
+        with mock.patch.object(engine, "MAX_UNSTACKED_LAYERS", 0):
+            stacked = engine.generate(params, TINY, prompts, **options)
+        for a, b in zip(single, stacked, strict=True):
+            self.assertEqual(a.tokens, b.tokens)
+
+
+class BatchTest(absltest.TestCase):
+    def test_batch_equals_one_by_one(self):
+        params = make_params()
+        prompts = make_prompts(1, 9, 16)
+        options = {"max_new_tokens": 17, "temperature": 0.0}
+        together = engine.generate(params, TINY, prompts, **options)
+        for prompt, completion in zip(prompts, together, strict=True):
+            (alone,) = engine.generate(params, TINY, [prompt], **options)
+            self.assertEqual(alone.tokens, completion.tokens)
+            np.testing.assert_allclose(
+                alone.logprobs, completion.logprobs, atol=LOGPROB_ATOL
+            )
+
+    def test_random_numbers_depend_on_request_and_seed_only(self):
+        params = make_params()
+        prompts = make_prompts(3, 16, 9)
+        options = {"max_new_tokens": 17, "temperature": 1.0}
+        first = engine.generate(params, TINY, prompts, **options)
+        self.assertEqual(engine.generate(params, TINY, prompts, **options), first)
+        fewer = engine.generate(params, TINY, prompts[:1], **options)
+        self.assertEqual(fewer[0].tokens, first[0].tokens)
+        other = engine.generate(params, TINY, prompts, seed=1, **options)
+        self.assertNotEqual(other[0].tokens, first[0].tokens)
+        thrice = engine.generate(params, TINY, prompts[:1] * 3, **options)
+        self.assertNotEqual(thrice[0].tokens, thrice[1].tokens)
+
+    def test_sampled_logprobs_are_those_of_the_full_forward_pass(self):
+        params = make_params()
+        prompts = make_prompts(7, 12, 2)
+        done = engine.generate(
+            params, TINY, prompts, max_new_tokens=17, temperature=0.7
+        )
+        for completion, logits in zip(
+            done, next_logits(params, TINY, prompts, done), strict=True
+        ):
+            logprobs = jax.nn.log_softmax(logits / 0.7)
+            chosen = logprobs[jnp.arange(17), jnp.array(completion.tokens)]
+            np.testing.assert_allclose(completion.logprobs, chosen, atol=LOGPROB_ATOL)
+
+    def test_bfloat16_keeps_router_and_norms_in_float32(self):
+        config = dataclasses.replace(TINY, dtype="bfloat16")
+        params = engine.cast_params(make_params(config), config)
+        block = params["layers_1"]["block_0"]
+        self.assertEqual(block["mlp"]["gate"].dtype, jnp.float32)
+        self.assertEqual(block["mlp"]["e_score_correction_bias"].dtype, jnp.float32)
+        self.assertEqual(block["indexer"]["weights_proj"].dtype, jnp.float32)
+        self.assertEqual(params["norm"].dtype, jnp.float32)
+        self.assertEqual(params["lm_head"].dtype, jnp.bfloat16)
+        self.assertEqual(block["mlp"]["experts"]["up_proj"].dtype, jnp.bfloat16)
+        (done,) = engine.generate(params, config, make_prompts(9), max_new_tokens=9)
+        self.assertLen(done.tokens, 9)
+
+
+class StopTest(parameterized.TestCase):
+    def test_each_row_stops_at_its_own_token_and_keeps_it(self):
+        params = make_params()
+        prompts = make_prompts(5, 11, 16)
+        options = {"max_new_tokens": 17, "temperature": 0.0}
+        free = engine.generate(params, TINY, prompts, **options)
+        stop = free[1].tokens[14]
+        stopped = engine.generate(params, TINY, prompts, stop_ids=[stop], **options)
+        for a, b in zip(free, stopped, strict=True):
+            if stop in a.tokens:
+                size = a.tokens.index(stop) + 1
+                self.assertEqual(b.tokens, a.tokens[:size])
+                self.assertLen(b.logprobs, size)
+                self.assertEqual(b.finish_reason, "stop")
+            else:
+                self.assertEqual(b, a)
+        self.assertEqual(stopped[1].finish_reason, "stop")
+
+    @parameterized.parameters(1, 9, 17)
+    def test_length(self, n):
+        (done,) = engine.generate(
+            make_params(), TINY, make_prompts(9), max_new_tokens=n
+        )
+        self.assertLen(done.tokens, n)
+        self.assertLen(done.logprobs, n)
+
+    def test_tokens_are_reported_as_they_come(self):
+        seen = {0: [], 1: [], 2: []}
+        chunks = []
+
+        def on_tokens(index, tokens):
+            seen[index] += tokens
+            chunks.append(len(tokens))
+
+        done = engine.generate(
+            make_params(),
+            TINY,
+            make_prompts(4, 6, 2),
+            max_new_tokens=17,
+            on_tokens=on_tokens,
+        )
+        self.assertEqual(list(seen.values()), [c.tokens for c in done])
+        self.assertEqual(chunks, [1, 1, 1, 16, 16, 16])
+
+
+class CompilationTest(absltest.TestCase):
+    def test_programs_are_few_and_reused(self):
+        params = make_params()
+        engine.prefill.clear_cache()
+        engine.decode.clear_cache()
+        for length in (1, 5, 11, 16):  # one bucket
+            for n, temperature in ((1, 0.0), (7, 1.0), (17, 0.5)):
+                prompts = make_prompts(length)
+                engine.generate(
+                    params,
+                    TINY,
+                    prompts,
+                    max_new_tokens=n,
+                    temperature=temperature,
+                    top_p=0.9,
+                )
+        self.assertEqual(engine.prefill._cache_size(), 2)  # capacities 16 and 32
+        self.assertEqual(engine.decode._cache_size(), 1)
+
+    def test_sizes_waste_at_most_half(self):
+        sizes = sorted({engine.bucket(n) for n in range(1, 1025)})
+        self.assertEqual(
+            sizes, [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+        )
+        for n in range(1, 1025):
+            self.assertGreaterEqual(engine.bucket(n), n)
+            self.assertLess(engine.bucket(n), max(17, 1.5 * n + 1))
+
+
+class InputTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("empty", [[3], []], {}, "Prompt 1 is empty"),
+        ("id", [[3, 96]], {}, r"Prompt 0 has the id 96, but ids lie in 0\.\.95"),
+        ("negative", [[-1]], {}, "Prompt 0 has the id -1"),
+        ("long", [[3] * 120], {}, "max_position_embeddings=128"),
+        ("none", [[3]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ("cold", [[3]], {"temperature": -1.0}, "temperature must not be negative"),
+        ("top_p", [[3]], {"top_p": 0.0}, "top_p must lie in"),
+    )
+    def test_says_what_is_wrong(self, prompts, options, message):
+        options = {"max_new_tokens": 9} | options
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            engine.generate({}, TINY, prompts, **options)
+
+    def test_no_prompts_no_completions(self):
+        self.assertEqual(engine.generate({}, TINY, [], max_new_tokens=9), [])
+
+
+if __name__ == "__main__":
+    environment.main()

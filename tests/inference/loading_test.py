@@ -1,0 +1,356 @@
+"""Models found by path, and the commands that read and rewrite them."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from absl.testing import absltest, parameterized
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manager
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.inference import commands, conversion, loading
+from glm5_jax.model import transformer
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "glm5"
+IN_FLOAT32 = (("model.dtype", "float32"),)
+LOGITS_ATOL = 2e-5  # float32 against transformers' float32, as in tests/checkpoint
+BYTES = tokenizer_lib.byte_tokenizer()
+
+TINY = config_lib.ModelConfig(
+    vocab_size=260,
+    hidden_size=16,
+    intermediate_size=16,
+    moe_intermediate_size=8,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    num_attention_heads=2,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    index_n_heads=2,
+    index_head_dim=8,
+    index_topk=8,
+    num_nextn_predict_layers=0,
+    max_position_embeddings=64,
+    eos_token_id=(256,),
+    pad_token_id=256,
+    dtype="float32",
+)
+RUN = config_lib.TrainConfig(
+    model=TINY, data=config_lib.DataConfig(sequence_length=24, tokenizer="byte")
+)
+
+
+def make_params():
+    """Random ones, faster than the model's own."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(scale=0.2, size=x.shape), x.dtype),
+        transformer.abstract_params(TINY),
+    )
+
+
+class FolderTest(parameterized.TestCase):
+    """Makes run folders."""
+
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path)
+        self.params = make_params()
+
+    def make_run(self, name="run", steps=(3,), tokenizer=BYTES):
+        run = self.folder / name
+        run.mkdir()
+        settings = command_line.to_json_dict(RUN)
+        (run / "config.json").write_text(json.dumps(settings))
+        if tokenizer:
+            tokenizer.save(run / "tokenizer.json")
+        if steps:
+            checkpoints = manager.CheckpointManager(run, keep=9)
+            for step in steps:
+                params = jax.tree.map(lambda x, step=step: x + step, self.params)
+                checkpoints.save(step, {"params": params, "opt_state": {}}, {})
+            checkpoints.close()
+        return run
+
+    def save_ids(self, ids, name="ids.npy"):
+        path = self.folder / name
+        np.save(path, ids)
+        return str(path)
+
+    def assert_trees_equal(self, a, b):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+class LoadTest(FolderTest):
+    def test_run_folder_is_its_newest_step_and_a_step_folder_itself(self):
+        run = self.make_run(steps=(3, 5))
+        config, params, tokenizer = loading.load_model(run)
+        self.assertEqual(config, TINY)
+        self.assertEqual(tokenizer.digest, BYTES.digest)
+        self.assert_trees_equal(params, jax.tree.map(lambda x: x + 5, self.params))
+        config, params, tokenizer = loading.load_model(f"{run}/checkpoints/3/")
+        self.assertEqual(config, TINY)
+        self.assertIsNotNone(tokenizer)
+        self.assert_trees_equal(params, jax.tree.map(lambda x: x + 3, self.params))
+
+    def test_huggingface_folder(self):
+        config, params, tokenizer = loading.load_model(GOLDEN)
+        self.assertEqual((config.dtype, config.param_dtype), ("bfloat16", "bfloat16"))
+        self.assertEqual(params["embed_tokens"].dtype, "bfloat16")
+        self.assertIsNone(tokenizer)
+
+    def test_overrides_reach_the_config(self):
+        run = self.make_run()
+        overrides = [("model.index_topk", "4"), ("model.attention", "dense")]
+        config, _, _ = loading.load_model(run, overrides)
+        self.assertEqual((config.index_topk, config.attention), (4, "dense"))
+
+    @parameterized.named_parameters(
+        ("other_section", "seed", "1", "--config.seed has no effect here"),
+        ("typo", "model.index_topl", "4", "Did you mean model.index_topk"),
+        ("rule", "model.index_topk", "0", "index_topk must be at least 1"),
+        ("shape", "model.hidden_size", "32", r"embed_tokens: \(260, 16\) there"),
+        ("depth", "model.num_hidden_layers", "3", "absent|there"),
+    )
+    def test_bad_override(self, path, value, message):
+        run = self.make_run()
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loading.load_model(run, [(path, value)])
+
+    def test_shape_of_huggingface_tensors(self):
+        with self.assertRaisesRegex(config_lib.InputError, "embed_tokens.weight .* in"):
+            loading.load_model(GOLDEN, [("model.vocab_size", "96")])
+
+    def test_says_what_is_missing(self):
+        empty = self.folder / "empty"
+        empty.mkdir()
+        for path, message in {
+            self.folder / "nowhere": "There is no folder",
+            empty: "holds no model: .*config.json cannot be read",
+            self.make_run("young", steps=()): "no checkpoint",
+            self.make_run("whole") / "checkpoints": "holds no model",
+            self.folder / "whole" / "checkpoints" / "9": "There is no folder",
+        }.items():
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                loading.load_model(path)
+        (empty / "config.json").write_text("[1]")
+        with self.assertRaisesRegex(config_lib.InputError, "describes no model"):
+            loading.load_model(empty)
+
+    def test_tokenizer_with_more_ids_than_the_model(self):
+        run = self.make_run()
+        with self.assertRaisesRegex(config_lib.InputError, "the tokenizer's 257 ids"):
+            loading.load_model(run, [("model.vocab_size", "200")])
+
+    def test_a_config_file_is_refused(self):
+        arguments = command_line.Arguments(config="configs/quickstart.py")
+        with self.assertRaisesRegex(config_lib.InputError, "not used here"):
+            loading.overrides_of(arguments)
+
+    def test_parameters_for_a_config_that_is_known(self):
+        run = self.make_run()
+        abstract = transformer.abstract_params(TINY)
+        params = loading.load_params(run, TINY, abstract)
+        self.assert_trees_equal(params, jax.tree.map(lambda x: x + 3, self.params))
+        config = dataclasses.replace(
+            loading.load_model(GOLDEN)[0], param_dtype="float32"
+        )
+        abstract = transformer.abstract_params(config)
+        params = loading.load_params(GOLDEN, config, abstract)
+        jax.tree.map(
+            lambda x, a: self.assertEqual((x.shape, x.dtype), (a.shape, a.dtype)),
+            params,
+            abstract,
+        )
+
+
+class EvaluateTest(FolderTest):
+    def test_logits_equal_transformers(self):
+        with np.load(GOLDEN / "reference.npz") as reference:
+            ids, expected = reference["input_ids"], reference["logits"]
+        out = str(self.folder / "logits")  # the very name, without .npy
+        scores = commands.evaluate(
+            str(GOLDEN),
+            IN_FLOAT32,
+            tokens=self.save_ids(ids),
+            text=None,
+            logits_out=out,
+        )
+        logits = np.load(out)
+        self.assertEqual(logits.dtype, np.float32)
+        np.testing.assert_allclose(logits, expected, atol=LOGITS_ATOL)
+        logprobs = np.asarray(jax.nn.log_softmax(expected[:, :-1]))
+        targets = ids[:, 1:, None].astype(np.int64)
+        nll = -np.take_along_axis(logprobs, targets, axis=-1)
+        self.assertEqual(scores["num_tokens"], nll.size)
+        self.assertAlmostEqual(scores["nll"], nll.mean(), places=5)
+        self.assertNotIn("bits_per_byte", scores)
+
+    def test_text_is_scored_in_rows_as_in_training(self):
+        run = self.make_run()
+        text = "def f(x):\n    return 'ä' * x\n" * 2
+        path = self.folder / "text.py"
+        path.write_text(text, encoding="utf-8")
+        scores = commands.evaluate(
+            str(run), (), tokens=None, text=str(path), logits_out=None
+        )
+        data = text.encode()
+        self.assertEqual(scores["num_tokens"], len(data))  # <|endoftext|>, not byte 0
+        self.assertEqual(scores["num_bytes"], len(data) - 1)
+        config, params, _ = loading.load_model(run)
+        rows = np.zeros((-(-len(data) // 24), 24), np.int32)
+        rows.flat[: len(data)] = list(data)  # nobody looks at the padding
+        hidden = jax.jit(transformer.forward, static_argnums=1)(params, config, rows)
+        logits = transformer.logits(params, config, hidden.hidden)
+        logprobs = jax.nn.log_softmax(logits).reshape(rows.size, -1)
+        targets = np.array([*data[1:], BYTES.eos_id])
+        total = -logprobs[np.arange(len(data)), targets].sum()
+        expected = total / np.log(2) / (len(data) - 1)
+        self.assertAlmostEqual(scores["bits_per_byte"], expected, places=4)
+
+    @parameterized.named_parameters(
+        ("floats", np.ones((2, 3)), "must hold integers"),
+        ("cube", np.ones((2, 3, 4), int), r"int64\[2, 3, 4\]"),
+        ("unknown", np.array([[1, 300]]), r"Ids must lie in 0\.\.259"),
+        ("long", np.ones((1, 65), int), "Rows have 65 tokens"),
+        ("single", np.ones((3, 1), int), "at least two tokens"),
+    )
+    def test_bad_ids(self, ids, message):
+        run, path = str(self.make_run()), self.save_ids(ids)
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            commands.evaluate(run, (), tokens=path, text=None, logits_out=None)
+
+
+class GenerateTest(FolderTest):
+    def generate(self, checkpoint, overrides=(), **options):
+        defaults = {
+            **dict.fromkeys(("prompt", "tokens", "tokens_out")),
+            "ignore_eos": False,
+            "max_new_tokens": 16,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "seed": 0,
+        }
+        return commands.generate(str(checkpoint), overrides, **(defaults | options))
+
+    def test_ids_continue_as_in_transformers(self):
+        with np.load(GOLDEN / "reference.npz") as reference:
+            ids, expected = reference["input_ids"], reference["greedy_ids"]
+        out = str(self.folder / "out.npy")
+        tokens = self.save_ids(ids)
+        texts = self.generate(
+            GOLDEN, IN_FLOAT32, tokens=tokens, tokens_out=out, ignore_eos=True
+        )
+        whole = np.concatenate([ids, expected], axis=1)
+        np.testing.assert_array_equal(np.load(out), whole)
+        self.assertEqual(texts, [" ".join(map(str, row)) for row in whole])
+
+    def test_text_continues(self):
+        run = self.make_run()
+        out = str(self.folder / "out.npy")
+        (text,) = self.generate(run, prompt="def ", tokens_out=out, ignore_eos=True)
+        self.assertStartsWith(text, "def ")
+        ids = np.load(out)
+        self.assertEqual(ids.shape, (4 + 16,))
+        self.assertEqual(BYTES.decode(ids), text)
+        # With every id an end of text, the first new token ends it.
+        stops = ("model.eos_token_id", str(tuple(range(260))))
+        self.generate(run, [stops], prompt="def ", tokens_out=out)
+        self.assertEqual(np.load(out).shape, (5,))
+
+    def test_says_what_is_missing(self):
+        run = self.make_run(tokenizer=None)
+        cases = {
+            "has no tokenizer.json": {"prompt": "a"},
+            "either --prompt or --tokens, got neither": {},
+            "got --prompt and --tokens": {"prompt": "a", "tokens": "b"},
+            "cannot be read from nowhere.npy": {"tokens": "nowhere.npy"},
+            "a folder that does not exist": {"prompt": "a", "tokens_out": "no/x.npy"},
+        }
+        for message, options in cases.items():
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                self.generate(run, **options)
+
+
+class ConvertTest(FolderTest):
+    def test_huggingface_to_run_and_back_is_the_same_bytes(self):
+        source = self.folder / "source"
+        shutil.copytree(GOLDEN, source)
+        (source / "chat_template.jinja").write_text("{{ x }}")
+        run, back = self.folder / "run", self.folder / "back"
+        self.assertEqual(conversion.convert(source, run), "orbax")
+        self.assertEqual(conversion.convert(run, back), "hf")
+        tensors = [
+            safetensors.numpy.load_file(folder / "model.safetensors")
+            for folder in (GOLDEN, back)
+        ]
+        self.assertEqual(*[set(x) for x in tensors])
+        for name, value in tensors[0].items():
+            self.assertEqual(value.dtype, tensors[1][name].dtype, name)
+            np.testing.assert_array_equal(value, tensors[1][name], name)
+        self.assertEqual((back / "chat_template.jinja").read_text(), "{{ x }}")
+        configs = [loading.load_model(path)[0] for path in (GOLDEN, run, back)]
+        self.assertEqual(configs[0], configs[1])
+        self.assertEqual(configs[0], configs[2])
+
+    def test_a_step_of_a_run(self):
+        run, target = self.make_run(steps=(3, 5)), self.folder / "new"
+        conversion.convert(run / "checkpoints" / "3", target, "orbax")
+        self.assertTrue((target / "checkpoints" / "3").is_dir())
+        config, params, tokenizer = loading.load_model(target)
+        self.assertEqual(config, TINY)
+        self.assertIsNotNone(tokenizer)
+        self.assert_trees_equal(params, jax.tree.map(lambda x: x + 3, self.params))
+
+    def test_nothing_is_overwritten(self):
+        target = self.folder / "there"
+        target.mkdir()
+        with self.assertRaisesRegex(config_lib.InputError, "exists; choose another"):
+            conversion.convert(GOLDEN, target)
+
+
+class EntryPointTest(absltest.TestCase):
+    def run_module(self, name, *flags):
+        return subprocess.run(
+            [sys.executable, "-m", f"glm5_jax.{name}", *flags],
+            cwd=ROOT,
+            env=os.environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    def test_evaluate_prints_one_json_line(self):
+        folder = self.create_tempdir().full_path
+        ids = os.path.join(folder, "ids.npy")
+        np.save(ids, np.arange(1, 41))
+        done = self.run_module("evaluate", f"--checkpoint={GOLDEN}", f"--tokens={ids}")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(json.loads(done.stdout)["num_tokens"], 39)
+
+    def test_wrong_input_exits_with_2(self):
+        done = self.run_module("generate", "--checkpoint=nowhere", "--prompt=a")
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertStartsWith(done.stderr, "error: There is no folder")
+        self.assertEqual(done.stdout, "")
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,96 @@
+"""Sampled frequencies against the distribution in closed form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax.inference import sampling
+from tests import environment
+
+LOGITS = np.array([2.0, -1.0, 0.5, 1.5, 0.0, -3.0], np.float32)
+NUM_DRAWS = 20_000
+FREQUENCY_ATOL = 0.015  # four standard deviations of a frequency of 0.5
+LOGPROB_ATOL = 1e-5
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def draw(**options):
+    """NUM_DRAWS requests for the same logits."""
+    return jax.jit(sampling.sample)(
+        jnp.broadcast_to(LOGITS, (NUM_DRAWS, LOGITS.size)),
+        sampling.request_keys(0, NUM_DRAWS),
+        jnp.zeros(NUM_DRAWS, jnp.int32),
+        sampling.make_sampling(NUM_DRAWS, **options),
+    )
+
+
+class SampleTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("plain", {}, range(6)),
+        ("cold", {"temperature": 0.5}, range(6)),
+        ("hot", {"temperature": 3.0}, range(6)),
+        # Masses at temperature 1: 0.50, 0.30, 0.11, 0.07 ... in the order 0 3 2 4 1 5.
+        ("top_p", {"top_p": 0.7}, [0, 3]),
+        ("wide_top_p", {"top_p": 0.92}, [0, 3, 2, 4]),
+        ("least_top_p", {"top_p": 1e-6}, [0]),
+        ("top_k", {"top_k": 3}, [0, 3, 2]),
+        ("top_k_then_top_p", {"top_k": 3, "top_p": 0.8}, [0, 3]),
+        ("min_p", {"min_p": 0.2}, [0, 3, 2]),
+        ("cold_top_p", {"temperature": 0.5, "top_p": 0.9}, [0, 3]),
+    )
+    def test_frequencies_and_logprobs(self, options, kept):
+        kept = list(kept)
+        scaled = LOGITS / options.get("temperature", 1.0)
+        probs = np.zeros(LOGITS.size)
+        probs[kept] = softmax(scaled[kept])
+        ids, logprobs = draw(**options)
+        frequencies = np.bincount(ids, minlength=LOGITS.size) / NUM_DRAWS
+        np.testing.assert_allclose(frequencies, probs, atol=FREQUENCY_ATOL)
+        self.assertContainsSubset(set(np.asarray(ids).tolist()), kept)
+        np.testing.assert_allclose(
+            logprobs, np.log(probs[np.asarray(ids)]), atol=LOGPROB_ATOL
+        )
+
+    def test_greedy_takes_the_best_and_gives_the_models_logprob(self):
+        ids, logprobs = draw(temperature=0.0, top_p=0.1)
+        np.testing.assert_array_equal(ids, 0)
+        expected = np.log(softmax(LOGITS)[0])
+        np.testing.assert_allclose(logprobs, expected, atol=LOGPROB_ATOL)
+
+    def test_rows_of_a_batch_are_sampled_each_in_its_way(self):
+        logits = jnp.broadcast_to(LOGITS, (3, LOGITS.size))
+        how = sampling.Sampling(
+            temperature=jnp.array([0.0, 1.0, 2.0]),
+            top_p=jnp.array([0.5, 1.0, 0.7]),
+            top_k=jnp.array([0, 2, 0]),
+            min_p=jnp.zeros(3),
+        )
+        scaled = np.asarray(sampling.scaled_logits(logits, how))
+        np.testing.assert_array_equal(scaled[0], LOGITS)
+        np.testing.assert_array_equal(np.isfinite(scaled[1]).nonzero()[0], [0, 3])
+        np.testing.assert_array_equal(scaled[2, [0, 3]], LOGITS[[0, 3]] / 2)
+        self.assertEqual(np.isfinite(scaled[2]).sum(), 3)
+
+    def test_a_draw_depends_on_key_request_and_position(self):
+        keys = sampling.request_keys(3, 4)
+        np.testing.assert_array_equal(
+            jax.random.key_data(keys[:2]),
+            jax.random.key_data(sampling.request_keys(3, 2)),
+        )
+        logits = jnp.zeros((4, 1000))
+        how = sampling.make_sampling(4)
+        at = lambda position: sampling.sample(
+            logits, keys, jnp.full(4, position, jnp.int32), how
+        )[0]
+        self.assertLen(set(np.asarray(at(5)).tolist()), 4)
+        np.testing.assert_array_equal(at(5), at(5))
+        self.assertFalse(np.array_equal(at(5), at(6)))
+
+
+if __name__ == "__main__":
+    environment.main()

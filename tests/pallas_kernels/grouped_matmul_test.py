@@ -1,0 +1,115 @@
+"""Grouped products against their definition, and the definition against a loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from pallas_kernels import grouped_matmul
+from tests import environment
+
+E, K, N = 5, 12, 10
+RTOL = 2e-5  # two orders of summation in float32
+# Rows, and the rows of each group: none, tails, more than a tile, less than all rows.
+CASES = (
+    ("even", 40, (8, 8, 8, 8, 8)),
+    ("empty_groups", 23, (0, 11, 0, 12, 0)),
+    ("one_group", 17, (0, 0, 17, 0, 0)),
+    ("many_tiles", 700, (1, 333, 0, 129, 237)),
+    ("rows_without_group", 50, (3, 0, 20, 1, 6)),
+    ("no_rows_at_all", 9, (0, 0, 0, 0, 0)),
+)
+
+
+def make_inputs(num_rows, dtype=jnp.float32):
+    rng = np.random.default_rng(num_rows)
+    x, w = rng.normal(size=(num_rows, K)), rng.normal(size=(E, K, N))
+    return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+
+
+def loop(x, w, sizes):
+    """Row by row, in float64."""
+    y = np.zeros((x.shape[0], w.shape[2]))
+    groups = np.repeat(np.arange(E), sizes)
+    for row, e in enumerate(groups):
+        y[row] = np.asarray(x, np.float64)[row] @ np.asarray(w, np.float64)[e]
+    return y
+
+
+@jax.jit
+def _reference(x, w, sizes, dy):
+    run = lambda x, w: grouped_matmul(x, w, sizes, implementation="reference")
+    y, pull = jax.vjp(run, x, w)
+    return y, *pull(dy)
+
+
+class GroupedMatmulTest(parameterized.TestCase):
+    @parameterized.named_parameters(*CASES)
+    def test_definition_is_a_loop(self, num_rows, sizes):
+        x, w = make_inputs(num_rows)
+        got = grouped_matmul(x, w, jnp.asarray(sizes), implementation="reference")
+        np.testing.assert_allclose(got, loop(x, w, sizes), rtol=1e-4, atol=1e-5)
+
+    @parameterized.product(case=CASES, implementation=("blocked", "ragged_dot"))
+    def test_equals_definition_with_gradients(self, case, implementation):
+        _, num_rows, sizes = case
+        x, w = make_inputs(num_rows)
+        sizes = jnp.asarray(sizes)
+        dy = jnp.asarray(np.random.default_rng(1).normal(size=(num_rows, N)))
+        dy = dy.astype(jnp.float32)
+        # Rows without a group give zeros, whatever their gradient.
+        want = _reference(x, w, sizes, dy)
+
+        @jax.jit
+        def got(x, w, sizes, dy):
+            run = lambda x, w: grouped_matmul(
+                x, w, sizes, implementation=implementation
+            )
+            y, pull = jax.vjp(run, x, w)
+            return y, *pull(dy)
+
+        for g, wanted in zip(got(x, w, sizes, dy), want, strict=True):
+            np.testing.assert_allclose(g, wanted, rtol=RTOL, atol=RTOL * 10)
+
+    @parameterized.product(implementation=("blocked", "ragged_dot"))
+    def test_bfloat16_rounds_once(self, implementation):
+        """Products are summed in float32: an error of one rounding of the result."""
+        _, num_rows, sizes = CASES[3]
+        x, w = make_inputs(num_rows, jnp.bfloat16)
+        dy = jnp.ones((num_rows, N), jnp.bfloat16)
+        run = lambda x, w: grouped_matmul(
+            x, w, jnp.asarray(sizes), implementation=implementation
+        )
+        y, pull = jax.vjp(run, x, w)
+        dx, dw = pull(dy)
+        self.assertEqual({y.dtype, dx.dtype, dw.dtype}, {jnp.dtype(jnp.bfloat16)})
+        exact = x.astype(jnp.float32), w.astype(jnp.float32)
+        wanted = _reference(*exact, jnp.asarray(sizes), dy.astype(jnp.float32))
+        for g, want in zip((y, dx, dw), wanted, strict=True):
+            error = np.abs(np.asarray(g, np.float32) - want)
+            # half a unit in the last of 8 bits, and cancellation
+            self.assertLess((error - 2.0**-8 * np.abs(want)).max(), 1e-2)
+
+    def test_new_group_sizes_do_not_recompile(self):
+        traces = []
+
+        @jax.jit
+        def gradients(x, w, sizes):
+            traces.append(sizes)
+            loss = lambda x, w: jnp.sum(jnp.sin(grouped_matmul(x, w, sizes)))
+            return jax.grad(loss, argnums=(0, 1))(x, w)
+
+        x, w = make_inputs(23)
+        for sizes in ((0, 11, 0, 12, 0), (23, 0, 0, 0, 0), (1, 2, 3, 4, 5)):
+            gradients(x, w, jnp.asarray(sizes))
+        self.assertLen(traces, 1)
+        self.assertEqual(gradients._cache_size(), 1)
+
+    def test_unknown_implementation(self):
+        x, w = make_inputs(8)
+        with self.assertRaisesRegex(NotImplementedError, "implementation.*'fast'"):
+            grouped_matmul(x, w, jnp.full(E, 1), implementation="fast")
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,200 @@
+"""A whole run at a tiny size: its files, its resumption, its end by a signal."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import presets, sharding
+from glm5_jax.checkpoint import manager
+from glm5_jax.model import transformer
+from glm5_jax.training import loop, metrics
+from tests import environment
+from tests.model import tiny
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+SENTENCE = "def f{}(x):\n    '''Adds {} to x, and nothing else.'''\n    return x + {}\n"
+
+
+def write_corpus(folder):
+    folder.mkdir()
+    for i in range(40):
+        text = "".join(SENTENCE.format(i, j, j) for j in range(i, i + 12))
+        (folder / f"{i}.txt").write_text(text)
+
+
+def make_config(corpus, cache_dir, **changes):
+    config = config_lib.TrainConfig(
+        num_steps=6,
+        eval_every=2,
+        eval_batches=1,
+        checkpoint_every=3,
+        sample_prompt="def",
+        sample_tokens=4,
+        model=tiny.model(num_hidden_layers=1, first_k_dense_replace=0, vocab_size=260),
+        data=config_lib.DataConfig(
+            source=str(corpus),
+            tokenizer="byte",
+            sequence_length=24,
+            batch_size=8,
+            cache_dir=str(cache_dir),
+        ),
+        optim=config_lib.OptimConfig(learning_rate=1e-2, end_learning_rate=1e-3),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def read_params(workdir, config):
+    abstract = transformer.abstract_params(config.model)
+    return jax.device_get(manager.restore_params(workdir, abstract))
+
+
+class RunTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = pathlib.Path(folder.name)
+        # On one device, which compiles faster; step_test.py has the sharded step.
+        mesh = jax.make_mesh(
+            (1,) * len(sharding.AXES),
+            sharding.AXES,
+            devices=jax.devices()[:1],
+            axis_types=(jax.sharding.AxisType.Auto,) * len(sharding.AXES),
+        )
+        patch = mock.patch.object(sharding, "make_mesh", return_value=mesh)
+        cls.enterClassContext(patch)
+        write_corpus(cls.root / "corpus")
+        cls.config = make_config(cls.root / "corpus", cls.root / "cache")
+        cls.workdir = cls.root / "run"
+        cls.summary = loop.train(cls.config, cls.workdir)
+
+    def copy(self, name):
+        folder = self.root / name
+        shutil.copytree(self.workdir, folder)
+        return folder
+
+    def test_leaves_what_a_run_folder_holds(self):
+        names = {path.name for path in self.workdir.iterdir()}
+        wanted = {"config.json", "metrics.jsonl", "summary.json", "tokenizer.json"}
+        wanted |= {"checkpoints", "samples", "loss.png"}
+        self.assertContainsSubset(wanted, names)
+        records = metrics.read(self.workdir / "metrics.jsonl")
+        self.assertEqual([r["step"] for r in records], [1, 2, 3, 4, 5, 6])
+        bits = [r["eval/bits_per_byte"] for r in records if "eval/bits_per_byte" in r]
+        self.assertLen(bits, 3)
+        self.assertLess(bits[-1], bits[0])
+        summary = json.loads((self.workdir / "summary.json").read_text())
+        self.assertEqual(summary["eval/bits_per_byte"], bits[-1])
+        self.assertEqual(summary["perf/mfu"], "unknown")
+        self.assertStartsWith((self.workdir / "samples" / "6.txt").read_text(), "def")
+
+    def test_resumed_run_ends_bit_for_bit_alike(self):
+        folder = self.copy("resumed")
+        shutil.rmtree(folder / "checkpoints" / "6")
+        (folder / "summary.json").unlink()
+        loop.train(self.config, folder)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            read_params(folder, self.config),
+            read_params(self.workdir, self.config),
+        )
+        values = []
+        for run in (folder, self.workdir):
+            records = metrics.read(run / "metrics.jsonl")
+            values.append([(r["step"], r["train/loss"]) for r in records])
+        self.assertEqual(*values)
+
+    def test_a_finished_run_stays_as_it_is(self):
+        folder = self.copy("finished")
+        before = read_params(folder, self.config)
+        lines = (folder / "metrics.jsonl").read_text()
+        loop.train(self.config, folder)
+        self.assertEqual((folder / "metrics.jsonl").read_text(), lines)
+        after = read_params(folder, self.config)
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+
+    def test_changed_data_is_refused(self):
+        folder = self.copy("changed")
+        (self.root / "corpus" / "40.txt").write_text("One more document. " * 40)
+        try:
+            with self.assertRaisesRegex(config_lib.InputError, "corpus="):
+                loop.train(dataclasses.replace(self.config, num_steps=7), folder)
+        finally:
+            (self.root / "corpus" / "40.txt").unlink()
+
+    def test_starts_from_the_parameters_of_another_run(self):
+        config = dataclasses.replace(self.config, init_from=str(self.workdir))
+        loop.train(config, self.root / "tuned")
+        first = metrics.read(self.root / "tuned" / "metrics.jsonl")[0]
+        last = metrics.read(self.workdir / "metrics.jsonl")[-1]
+        self.assertAlmostEqual(first["train/lm_loss"], last["train/lm_loss"], delta=0.5)
+
+    def test_vocabulary_that_is_too_small_is_the_users_error(self):
+        model = dataclasses.replace(self.config.model, vocab_size=100)
+        config = dataclasses.replace(self.config, model=model)
+        with self.assertRaisesRegex(config_lib.InputError, r"model\.vocab_size"):
+            loop.train(config, self.root / "small_vocabulary")
+
+    def test_sigterm_saves_and_exits_with_143(self):
+        folder = self.root / "terminated"
+        # The signal comes while step 2 is being evaluated, or soon after.
+        config = dataclasses.replace(self.config, checkpoint_every=0)
+
+        def terminate():
+            path = folder / "metrics.jsonl"
+            while not path.exists() or not path.read_text():
+                time.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=terminate, daemon=True).start()
+        with self.assertRaises(SystemExit) as caught:
+            loop.train(config, folder)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.assertEqual(caught.exception.code, loop.EXIT_TERMINATED)
+        steps = [r["step"] for r in metrics.read(folder / "metrics.jsonl")]
+        self.assertEqual(manager.find_step(folder).name, str(steps[-1]))
+
+
+@pytest.mark.slow
+class KillTest(parameterized.TestCase):
+    def test_killed_quickstart_ends_as_if_it_had_not_been(self):
+        """SIGKILL at a random step; the same command again; the same bits."""
+        root = pathlib.Path(self.create_tempdir().full_path)
+        step = int(np.random.default_rng().integers(4, 16))
+        config = "--config=configs/quickstart.py"
+        shorter = ["num_steps=18", "checkpoint_every=3", "eval_every=0"]
+        command = [sys.executable, "-m", "glm5_jax.train", config]
+        command += [f"--config.{change}" for change in (*shorter, "sample_tokens=0")]
+        runs = {name: [*command, f"--workdir={root / name}"] for name in "ab"}
+        subprocess.run(runs["a"], check=True, cwd=ROOT)
+        process = subprocess.Popen(runs["b"], cwd=ROOT)
+        path = root / "b" / "metrics.jsonl"
+        while not path.exists() or path.read_text().count("\n") < step:
+            self.assertIsNone(process.poll())
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+        subprocess.run(runs["b"], check=True, cwd=ROOT)
+        abstract = transformer.abstract_params(presets.GLM5_1M)
+        a, b = (manager.restore_params(root / name, abstract) for name in "ab")
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+if __name__ == "__main__":
+    environment.main()
