@@ -1,0 +1,112 @@
+"""Runs the notebooks at a tiny size, as Jupyter does: cell by cell, in a kernel."""
+
+import os
+import pathlib
+import re
+from unittest import mock
+
+import jupytext
+import nbclient
+import nbformat
+from absl.testing import absltest, parameterized
+
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "colab").glob("*.py"))
+PARAMETERS = "parameters"  # tag of the cell that a test replaces
+# As few and small programs as have every part that the notebook shows.
+TINY = """
+import dataclasses
+MODEL = dataclasses.replace(
+    presets.GLM5_1M,
+    num_hidden_layers=2,
+    n_shared_experts=0,
+    num_nextn_predict_layers=0,
+    vocab_size=512,
+    index_topk=16,
+    remat_policy="none",
+)
+DATA = config_lib.DataConfig(
+    source={source!r},
+    cache_dir={cache_dir!r},
+    held_out_percent=30,
+    bpe_vocab_size=512,
+    sequence_length=64,
+    batch_size=2,
+)
+STEPS = 2
+"""
+TIMEOUT = 300  # seconds of a cell; a hang must not hold the suite
+ROUNDED = 1e-3  # a printed share has three digits
+NEAR_ONE = 3  # five Newton-Schulz steps lift all but the least singular values to 1
+
+
+def _cells(notebook: nbformat.NotebookNode) -> list[tuple]:
+    return [(c.cell_type, c.source, c.metadata) for c in notebook.cells]
+
+
+class ScriptsTest(parameterized.TestCase):
+    @parameterized.named_parameters((path.stem, path) for path in SCRIPTS)
+    def test_notebook_holds_the_cells_of_the_script_and_no_output(self, path):
+        notebook = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+        self.assertEqual(
+            _cells(notebook),
+            _cells(jupytext.read(path)),
+            f"jupytext --to ipynb --update {path.relative_to(ROOT)}",
+        )
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        self.assertEmpty([cell for cell in code if cell.outputs])
+        self.assertEqual({cell.execution_count for cell in code}, {None})
+
+
+class TourTest(absltest.TestCase):
+    def run_tiny(self, path):
+        """The notebook after a run with TINY in place of its parameters."""
+        folder = self.create_tempdir().full_path
+        notebook = jupytext.read(path)
+        (cell,) = (
+            c for c in notebook.cells if PARAMETERS in c.metadata.get("tags", [])
+        )
+        source = str(ROOT / "glm5_jax")
+        cell.source = TINY.format(source=source, cache_dir=folder)
+        variables = {
+            "IPYTHONDIR": folder,
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles in half the time
+            "JAX_NUMPY_RANK_PROMOTION": "raise",
+            "JUPYTER_RUNTIME_DIR": folder,
+            "PYTHONPATH": str(ROOT),  # so that nothing is installed
+            "TMPDIR": folder,
+        }
+        with mock.patch.dict(os.environ, variables):
+            client = nbclient.NotebookClient(notebook, timeout=TIMEOUT)
+            return client.execute(cwd=folder)
+
+    def test_runs(self):
+        notebook = self.run_tiny(ROOT / "colab" / "01_tour.py")
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        outputs = [output for cell in code for output in cell.outputs]
+        text = "".join(o.text for o in outputs if o.output_type == "stream")
+        figures = [o for o in outputs if "image/png" in o.get("data", {})]
+        self.assertLen(figures, 5)
+        self.assertRegex(text, r"eval/bits_per_byte +\d")
+
+        with self.subTest("no selection holds more attention than the best one"):
+            held = re.findall(r"on the selected keys: (\S+)", text)
+            best = re.findall(r"the best ones: ([\d.]+)", text)
+            self.assertLen(held, 2)
+            for ours, limit in zip(held, best, strict=True):
+                self.assertBetween(float(ours), 0, float(limit) + ROUNDED)
+                self.assertLess(float(limit), 1)
+        with self.subTest("Muon evens a head out, Muon Split more so"):
+            spreads = []
+            for name in ("gradient", "Muon, heads together", "Muon Split"):
+                (line,) = re.findall(f"^{name} (.*)", text, re.MULTILINE)
+                values = [float(value) for value in line.split()]
+                spreads.append(values[0] / values[-1])
+            self.assertEqual(spreads, sorted(spreads, reverse=True))
+            self.assertLess(spreads[-1], NEAR_ONE)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,267 @@
+"""What must hold for any parameters: causality, packing, decoding, isolation."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import losses
+from glm5_jax.model import mtp, transformer
+from tests import environment
+from tests.model import tiny
+
+B, T = 3, 24
+CONFIGS = {
+    "full": tiny.model(),
+    "index_share": tiny.index_share(),
+    "one_layer": tiny.model(num_hidden_layers=1, first_k_dense_replace=0),
+}
+NAMES = (("full", "full"), ("index_share", "index_share"))
+# One computation in another order, in float32; states and logits are of size one.
+ATOL = 2e-5
+
+
+@functools.cache
+def parameters(name):
+    return tiny.params(CONFIGS[name])
+
+
+def forward(params, config, batch, **kwargs):
+    """Output of the stack, and states [steps, B, T, D] and aux values of MTP."""
+    args = batch["tokens"], batch["segment_ids"], batch["positions"]
+    out = transformer.forward(params, config, *args, **kwargs)
+    states, aux = mtp.steps(
+        *(params["mtp"], config, params["embed_tokens"]),
+        *(out.hidden, batch["tokens"], out.context),
+        jnp.ones(()) if kwargs else None,
+    )
+    return out, states, aux
+
+
+@functools.partial(tiny.jit, static_argnums=1)
+def _run(params, config, batch):
+    out, states, aux = forward(params, config, batch)
+    return jnp.concatenate([out.hidden[None], states]), out.aux | {"mtp": aux}
+
+
+def run(params, config, batch):
+    """States [1 + steps, B, T, D] (main model, MTP) and aux values, as numpy."""
+    return jax.device_get(_run(params, config, batch))
+
+
+@functools.partial(tiny.jit, static_argnums=1)
+def gradient(params, config, batch, weights):
+    """Gradient of a weighted sum of states, language losses and indexers' losses."""
+
+    def total(params):
+        out, states, aux = forward(params, config, batch, with_indexer_loss=True)
+        args = batch["targets"], batch["loss_mask"]
+        head, chunk = params["lm_head"], {"chunk_tokens": T}
+        language = losses.next_token_loss(out.hidden, head, *args, **chunk)
+        segments = batch["segment_ids"]
+        language += losses.mtp_loss(states, head, *args, segments, **chunk)
+        blocks = jax.tree.leaves(
+            (out.aux, aux), is_leaf=lambda x: hasattr(x, "indexer_kl")
+        )
+        indexers = sum(jnp.sum(block.indexer_kl) for block in blocks)
+        states = jnp.concatenate([out.hidden[None], states])
+        projected = jnp.einsum("kbtd,d->kbt", states, jnp.sin(jnp.arange(32.0)))
+        return (
+            jnp.sum(weights["states"] * projected)
+            + weights["language"] * language
+            + weights["indexers"] * indexers
+        )
+
+    return jax.grad(total)(params)
+
+
+def gradient_of(params, config, batch, **weights):
+    """The gradient of what is named."""
+    none = np.zeros((1 + config.mtp_num_steps, B, T), np.float32)
+    zero = {"states": none, "language": 0.0, "indexers": 0.0}
+    return jax.device_get(gradient(params, config, batch, zero | weights))
+
+
+def assert_close(got, want, atol=ATOL):
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
+class CausalityTest(parameterized.TestCase):
+    def test_no_gradient_from_the_future(self):
+        """MTP step k at t reads the tokens up to t + k, and no more."""
+        config, params = CONFIGS["index_share"], parameters("index_share")
+        batch = tiny.batch(config, [(T,)] * B, T)
+        # Every input is a row of the embedding of its own.
+        batch["tokens"] = jnp.arange(B * T).reshape(B, T)
+        for k in range(1 + config.mtp_num_steps):
+            for t in (0, 7, T - 1 - k):
+                weights = np.zeros((1 + config.mtp_num_steps, B, T), np.float32)
+                weights[k, :, t] = 1
+                grads = gradient_of(params, config, batch, states=weights)
+                rows = np.abs(grads["embed_tokens"][: B * T]).max(-1).reshape(B, T)
+                np.testing.assert_array_equal(rows[:, t + k + 1 :], 0)
+                self.assertGreater(rows[:, : t + k + 1].max(), 0)
+                self.assertGreater(rows[:, t + k].min(), 0)
+
+    @parameterized.named_parameters(*NAMES)
+    def test_selection_and_routing_do_not_read_the_future(self, name):
+        """They have no gradient: other tokens at the end, same states before."""
+        config, params = CONFIGS[name], parameters(name)
+        batch = tiny.batch(config, [(T,)] * B, T)
+        other = tiny.batch(config, [(T,)] * B, T, seed=1)["tokens"]
+        cut = 15
+        tokens = jnp.where(jnp.arange(T)[None] < cut, batch["tokens"], other)
+        before, _ = run(params, config, batch)
+        after, _ = run(params, config, batch | {"tokens": tokens})
+        for k in range(1 + config.mtp_num_steps):
+            assert_close(after[k, :, : cut - k], before[k, :, : cut - k])
+            self.assertGreater(np.abs(after - before)[k, :, cut - k].max(), 1e-2)
+
+
+class PackingTest(parameterized.TestCase):
+    @parameterized.named_parameters(*NAMES)
+    def test_documents_of_a_pack_do_not_see_each_other(self, name):
+        config, params = CONFIGS[name], parameters(name)
+        documents = [(9, 11), (3, 14, 7), (1, 2, 3)]
+        batch = tiny.batch(config, documents, T)
+        packed, aux = run(params, config, batch)
+        loads = 0
+        rows = [(row, n) for row, lengths in enumerate(documents) for n in lengths]
+        starts = np.concatenate([np.cumsum([0, *ns[:-1]]) for ns in documents])
+        for first in range(0, len(rows), B):
+            some = rows[first : first + B]
+            alone = tiny.batch(config, [(n,) for _, n in some], T)
+            tokens = np.array(alone["tokens"])  # its padding stays: noise
+            for new, (row, n) in enumerate(some):
+                at = starts[first + new]
+                tokens[new, :n] = batch["tokens"][row, at : at + n]
+            states, own = run(params, config, alone | {"tokens": jnp.asarray(tokens)})
+            for new, (row, n) in enumerate(some):
+                at = starts[first + new]
+                for k in range(1 + config.mtp_num_steps):
+                    inside = max(n - k, 0)  # there token i + k is of the document
+                    got = packed[k, row, at : at + inside]
+                    assert_close(got, states[k, new, :inside])
+            loads += self._loads(config, own)
+        # Padding is not counted, though each of its tokens is routed.
+        np.testing.assert_array_equal(self._loads(config, aux), loads)
+        total = sum(n for _, n in rows) * config.num_experts_per_tok
+        np.testing.assert_array_equal(loads.sum(-1), total)
+
+    def _loads(self, config, aux):
+        blocks = tiny.by_layer(config, aux)
+        return np.stack([block.routing.load for block in blocks if block.routing])
+
+
+class DecodeTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("index_share", "index_share", {}, (1, 1, 4, 1, 4)),
+        ("selects_all_that_is_cached", "full", {"index_topk": T + 3}, (5, 5)),
+        ("dense", "full", {"attention": "dense"}, (1,) * 9),
+    )
+    def test_prefill_and_decode_equal_the_full_pass(self, name, changes, chunks):
+        """Expanded attention over documents, absorbed attention over the cache."""
+        config = dataclasses.replace(CONFIGS[name], **changes)
+        params = parameters(name)
+        lengths = np.array([10, 2, 13])  # of the prompts
+        batch = tiny.batch(config, [(n + sum(chunks),) for n in lengths], T)
+        (want, *_), _ = run(params, config, batch)
+        tokens = np.asarray(batch["tokens"])
+        prefill = tiny.jit(transformer.prefill, static_argnums=(1, 4))
+        decode = tiny.jit(transformer.decode, static_argnums=1)
+        hidden, cache = prefill(
+            params, config, jnp.asarray(tokens[:, :13]), jnp.asarray(lengths), T + 3
+        )
+        for row, n in enumerate(lengths):
+            assert_close(np.asarray(hidden)[row, :n], want[row, :n])
+        for size in chunks:
+            cuts = [slice(n, n + size) for n in lengths]
+            new = np.stack([row[cut] for row, cut in zip(tokens, cuts, strict=True)])
+            hidden, cache = decode(params, config, cache, jnp.asarray(new))
+            for row, cut in enumerate(cuts):
+                assert_close(np.asarray(hidden)[row], want[row, cut])
+            lengths = lengths + size
+        np.testing.assert_array_equal(cache.lengths, lengths)
+
+
+class SelectionTest(parameterized.TestCase):
+    def test_selecting_whole_documents_is_dense_attention(self):
+        """The mask is there, as top-k < T, but no document is longer than top-k."""
+        config, params = CONFIGS["index_share"], parameters("index_share")
+        batch = tiny.batch(config, [(9, 12), (12, 12), (5, 1)], T)
+        sparse = dataclasses.replace(config, index_topk=12)
+        dense = dataclasses.replace(config, attention="dense")
+        want, _ = run(params, dense, batch)
+        assert_close(run(params, sparse, batch)[0], want)
+        few, _ = run(params, config, batch)
+        self.assertGreater(np.abs(few - want).max(), 1e-2)  # top-k 6 does select
+
+    def test_top_k_beyond_the_row_is_dense_attention(self):
+        batch = tiny.batch(CONFIGS["full"], [(9, 12), (T,), (T,)], T)
+        sparse = dataclasses.replace(CONFIGS["full"], index_topk=T + 3)
+        dense = dataclasses.replace(CONFIGS["full"], attention="dense")
+        got, want = (run(parameters("full"), c, batch)[0] for c in (sparse, dense))
+        assert_close(got, want)
+
+
+class IsolationTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("sparse", "index_share", "sparse"),
+        ("dense_warm_up", "one_layer", "dense_with_indexer_loss"),
+    )
+    def test_language_model_and_indexers_do_not_train_each_other(self, name, attention):
+        config = dataclasses.replace(CONFIGS[name], attention=attention)
+        params = parameters(name)
+        batch = tiny.batch(config, [(T,), (9, 11), (14, 10)], T)
+        args = params, config, batch
+        self._assert_only_trains("indexer", False, gradient_of(*args, language=1.0))
+        self._assert_only_trains("indexer", True, gradient_of(*args, indexers=1.0))
+
+    def _assert_only_trains(self, part, is_part, grads):
+        for path, grad in jax.tree_util.tree_flatten_with_path(grads)[0]:
+            keys = [key.key for key in path]
+            is_trained = (part in keys) == is_part
+            if not is_trained or keys[-1] == "e_score_correction_bias":
+                np.testing.assert_array_equal(grad, 0, err_msg=str(keys))
+                continue
+            for layer in grad if keys[0].startswith("layers_") else [grad]:
+                self.assertGreater(np.abs(layer).max(), 0, keys)
+
+
+class PrecisionTest(parameterized.TestCase):
+    @parameterized.named_parameters(("full", "full"), ("dots", "dots"))
+    def test_recomputation_gives_the_same_gradients(self, policy):
+        mode = "dense_with_indexer_loss"
+        config = dataclasses.replace(CONFIGS["one_layer"], attention=mode)
+        batch = tiny.batch(config, [(T,), (9, 11), (14, 10)], T)
+        got, want = (
+            gradient_of(
+                parameters("one_layer"),
+                dataclasses.replace(config, remat_policy=name),
+                batch,
+                language=1.0,
+                indexers=1.0,
+            )
+            for name in (policy, "none")
+        )
+        jax.tree.map(assert_close, got, want)
+
+    def test_bfloat16_is_close_to_float32(self):
+        """Without a selection or routes that roundings could change."""
+        config = dataclasses.replace(
+            CONFIGS["one_layer"], attention="dense", num_experts_per_tok=8
+        )
+        params = parameters("one_layer")
+        batch = tiny.batch(config, [(T,), (9, 11), (14, 10)], T)
+        want, _ = run(params, config, batch)
+        got, _ = run(params, dataclasses.replace(config, dtype="bfloat16"), batch)
+        self.assertEqual(got.dtype, jnp.bfloat16)
+        error = np.linalg.norm(got.astype(np.float32) - want) / np.linalg.norm(want)
+        self.assertLess(error, 2e-2)  # 8 bits of mantissa, three layers
+
+
+if __name__ == "__main__":
+    environment.main()

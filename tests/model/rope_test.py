@@ -1,0 +1,57 @@
+"""Rotations against complex numbers."""
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest
+
+from glm5_jax.model import rope
+from tests import environment
+
+DIM, THETA = 8, 1e4
+RTOL = 1e-5  # float32 angles up to 100
+
+
+class RopeTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        rng = np.random.default_rng(0)
+        self.positions = np.array([[0, 1, 2, 0, 1], [7, 30, 100, 5, 3]])
+        self.x, self.y = rng.normal(size=(2, 2, 5, DIM))
+
+    def tables(self):
+        return rope.tables(jnp.asarray(self.positions), DIM, THETA)
+
+    def test_tables_are_powers_of_theta(self):
+        cos, sin = self.tables()
+        frequencies = THETA ** (-np.arange(0, DIM, 2) / DIM)
+        angles = self.positions[..., None] * frequencies
+        np.testing.assert_allclose(cos, np.cos(angles), rtol=0, atol=RTOL)
+        np.testing.assert_allclose(sin, np.sin(angles), rtol=0, atol=RTOL)
+
+    def test_turns_neighbouring_pairs(self):
+        """(x0 + i x1) e^{i angle}, (x2 + i x3) ...; all real parts come first."""
+        cos, sin = self.tables()
+        x = rope.halves(jnp.asarray(self.x, jnp.float32))
+        turned = rope.rotate(x, cos, sin)
+        pairs = self.x[..., ::2] + 1j * self.x[..., 1::2]
+        frequencies = THETA ** (-np.arange(0, DIM, 2) / DIM)
+        want = pairs * np.exp(1j * self.positions[..., None] * frequencies)
+        want = np.concatenate([want.real, want.imag], axis=-1)
+        np.testing.assert_allclose(turned, want, rtol=0, atol=10 * RTOL)
+
+    def test_products_depend_on_the_distance_alone(self):
+        def product(shift):
+            parts = []
+            for values, distance in ((self.x, 0), (self.y, 3)):
+                moved = jnp.asarray(self.positions + distance + shift)
+                cos, sin = rope.tables(moved, DIM, THETA)
+                halves = rope.halves(jnp.asarray(values, jnp.float32))
+                parts.append(rope.rotate(halves, cos, sin))
+            return np.sum(parts[0] * parts[1], axis=-1)
+
+        np.testing.assert_allclose(product(50), product(0), rtol=0, atol=1e-4)
+        self.assertGreater(np.abs(product(0) - np.sum(self.x * self.y, -1)).max(), 0.1)
+
+
+if __name__ == "__main__":
+    environment.main()

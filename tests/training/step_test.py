@@ -1,0 +1,207 @@
+"""The training step: what it changes, what it leaves, and on how many devices."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import sharding
+from glm5_jax.model import transformer
+from glm5_jax.optim import optimizer as optimizer_lib
+from glm5_jax.training import step as step_lib
+from tests import environment
+from tests.model import tiny
+
+T, BATCH = 24, 8
+# Pre-training runs the same step: tests/training/loop_test.py.
+CONFIG = config_lib.TrainConfig(
+    stage="dsa_sparse",
+    num_steps=100,
+    model=tiny.model(num_hidden_layers=1, first_k_dense_replace=0),
+    data=config_lib.DataConfig(sequence_length=T, batch_size=BATCH),
+    loss=config_lib.LossConfig(indexer_weight=0.1, chunk_tokens=50),
+    optim=config_lib.OptimConfig(
+        learning_rate=1e-2, end_learning_rate=1e-3, ns_dtype="float32"
+    ),
+)
+WARMUP = dataclasses.replace(
+    CONFIG,
+    stage="dsa_warmup",
+    model=dataclasses.replace(CONFIG.model, attention="dense_with_indexer_loss"),
+)
+# Three steps in float32, sums over devices in another order. Muon and Adam divide a
+# gradient by its size, so a gradient that is all rounding would move by a whole step.
+SHARDED_ATOL = 1e-5
+
+
+def make_optimizer(config):
+    return optimizer_lib.make_optimizer(
+        config.optim,
+        config.model,
+        transformer.param_dims(config.model),
+        config.num_steps,
+        step_lib.is_trained(config),
+    )
+
+
+@functools.cache
+def make_step(config):
+    """The jitted step, parameters and optimizer state of a config."""
+    optimizer = make_optimizer(config)
+    params = tiny.params(config.model)
+    step = tiny.jit(step_lib.make_train_step(config, optimizer))
+    return step, params, tiny.jit(optimizer.init)(params)
+
+
+def make_batch(seed=0):
+    rows = [(T,), (9, 11), (3, 14, 7), (12, 12), (T,), (1, 22), (10,), (T,)]
+    return tiny.batch(CONFIG.model, rows, T, seed)
+
+
+def by_path(params):
+    flat = jax.tree_util.tree_flatten_with_path(jax.device_get(params))[0]
+    return {tuple(key.key for key in path): value for path, value in flat}
+
+
+def biases(params):
+    flat = by_path(params)
+    return {k: v for k, v in flat.items() if k[-1] == "e_score_correction_bias"}
+
+
+class StepTest(parameterized.TestCase):
+    def test_loss_falls_on_a_repeated_batch(self):
+        step, params, state = make_step(CONFIG)
+        losses = []
+        for _ in range(8):
+            params, state, metrics = step(params, state, make_batch())
+            losses.append({k: float(v) for k, v in metrics.items()})
+        for name in ("train/loss", "train/lm_loss", "train/mtp_loss"):
+            values = [metrics[name] for metrics in losses]
+            self.assertLess(values[-1], 0.8 * values[0], name)
+        last, weights = losses[-1], CONFIG.loss
+        want = last["train/lm_loss"] + weights.mtp_weight * last["train/mtp_loss"]
+        want += weights.balance_weight * last["train/balance_loss"]
+        want += weights.indexer_weight * last["train/indexer_kl"]
+        self.assertAlmostEqual(last["train/loss"], want, places=5)
+        self.assertEqual(int(state.num_updates), 8)
+
+    def test_every_parameter_moves(self):
+        step, before, state = make_step(CONFIG)
+        after, _, _ = step(before, state, make_batch())
+        for (path, old), new in zip(
+            by_path(before).items(), by_path(after).values(), strict=True
+        ):
+            self.assertGreater(np.abs(new - old).max(), 0, path)
+
+    def test_router_bias_moves_by_its_rate_alone(self):
+        step, before, state = make_step(CONFIG)
+        after, _, _ = step(before, state, make_batch())
+        rate = CONFIG.loss.router_bias_rate
+        for path, old in biases(before).items():
+            moved = biases(after)[path] - old
+            steps = np.abs(moved) / rate
+            np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)
+            self.assertGreater(moved.max(), 0)
+            self.assertLess(moved.min(), 0)
+
+    def test_not_finite_gradient_changes_nothing(self):
+        """Neither weights, moments, schedule nor router biases; then it goes on."""
+        step, params, state = make_step(CONFIG)
+        params, state, _ = step(params, state, make_batch())
+        broken = make_batch()
+        broken["loss_mask"] = broken["loss_mask"].at[0, 0].set(jnp.nan)
+        for count in (1, 2):
+            after, new_state, metrics = step(params, state, broken)
+            jax.tree.map(np.testing.assert_array_equal, after, params)
+            jax.tree.map(np.testing.assert_array_equal, new_state.inner, state.inner)
+            self.assertEqual(int(metrics["optim/skipped_in_a_row"]), count)
+            self.assertEqual(int(new_state.num_updates), 1)
+            state = new_state
+        after, state, metrics = step(params, state, make_batch())
+        self.assertEqual(int(metrics["optim/skipped_in_a_row"]), 0)
+        self.assertEqual(int(metrics["optim/skipped_total"]), 2)
+        self.assertGreater(np.abs(after["norm"] - params["norm"]).max(), 0)
+
+    def test_dsa_warmup_moves_the_indexers_and_nothing_else(self):
+        step, before, state = make_step(WARMUP)
+        params, kl = before, []
+        for _ in range(3):
+            params, state, metrics = step(params, state, make_batch())
+            kl.append(float(metrics["train/indexer_kl"]))
+            weight = WARMUP.loss.indexer_weight
+            self.assertAlmostEqual(float(metrics["train/loss"]), weight * kl[-1], 6)
+        self.assertLess(kl[-1], kl[0])
+        after = by_path(params)
+        for path, old in by_path(before).items():
+            if "indexer" in path:
+                self.assertGreater(np.abs(after[path] - old).max(), 0, path)
+            else:
+                np.testing.assert_array_equal(after[path], old, err_msg=str(path))
+
+
+class DepthTest(parameterized.TestCase):
+    def test_the_program_does_not_grow_with_the_stack(self):
+        """GLM-5's: 3 dense layers, then 3 or 75 with experts."""
+        few, many = (self._num_instructions(num_layers) for num_layers in (6, 78))
+        # Two stacks of one length share some functions, two of different ones do not.
+        self.assertBetween(many / few, 0.95, 1.05)
+
+    def _num_instructions(self, num_layers):
+        model = tiny.model(num_hidden_layers=num_layers, first_k_dense_replace=3)
+        config = dataclasses.replace(CONFIG, model=model)
+        params = transformer.abstract_params(model)
+        optimizer = make_optimizer(config)
+        state = jax.eval_shape(optimizer.init, params)
+        step = jax.jit(step_lib.make_train_step(config, optimizer))
+        return step.lower(params, state, make_batch()).as_text().count("\n")
+
+
+@functools.cache
+def three_steps():
+    """Parameters after three steps on one device, and the loss of each."""
+    step, params, state = make_step(CONFIG)
+    losses = []
+    for seed in range(3):
+        params, state, metrics = step(params, state, make_batch(seed))
+        losses.append(metrics["train/loss"])
+    return by_path(params), losses
+
+
+class ShardingTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("data_fsdp_expert", {"data": 2, "fsdp": 2, "expert": 2}, 4),
+        ("data_tensor", {"data": 4, "tensor": 2}, 2),
+    )
+    def test_sharded_equals_unsharded(self, axes, num_parts):
+        _, params, state = make_step(CONFIG)
+        wanted, losses = three_steps()  # outside of the mesh
+        mesh = sharding.make_mesh(config_lib.MeshConfig(**axes))
+        places = sharding.shardings(transformer.param_dims(CONFIG.model), mesh)
+        places = places, sharding.like_params(state, places, mesh)
+        step = tiny.jit(
+            step_lib.make_train_step(CONFIG, make_optimizer(CONFIG)),
+            out_shardings=(*places, None),
+        )
+        with jax.set_mesh(mesh):
+            params, state = jax.device_put((params, state), places)
+            for seed, loss in enumerate(losses):
+                where = jax.NamedSharding(mesh, sharding.spec(("B", "T")))
+                batch = jax.device_put(make_batch(seed), where)
+                params, state, metrics = step(params, state, batch)
+                np.testing.assert_allclose(metrics["train/loss"], loss, rtol=1e-5)
+        got = by_path(params)
+        for path, want in wanted.items():
+            np.testing.assert_allclose(
+                got[path], want, rtol=0, atol=SHARDED_ATOL, err_msg=str(path)
+            )
+        experts = params["layers_0"]["block_0"]["mlp"]["experts"]["gate_proj"]
+        part = experts.addressable_shards[0].data
+        self.assertEqual(experts.size / part.size, num_parts)
+
+
+if __name__ == "__main__":
+    environment.main()
