@@ -72,7 +72,7 @@ class TourTest(absltest.TestCase):
         cell.source = TINY.format(source=source, cache_dir=folder)
         variables = {
             "IPYTHONDIR": folder,
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles in half the time
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles a third faster
             "JAX_NUMPY_RANK_PROMOTION": "raise",
             "JUPYTER_RUNTIME_DIR": folder,
             "PYTHONPATH": str(ROOT),  # so that nothing is installed

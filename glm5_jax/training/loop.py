@@ -43,8 +43,12 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
     host_memory.keep_freed()
     run = run_lib.start(config, workdir)
     writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step)
-    with jax.set_mesh(run.mesh), contextlib.closing(writer):
-        results = _steps(run, writer)
+    with (
+        jax.set_mesh(run.mesh),
+        contextlib.closing(writer),
+        _sigterm() as is_terminated,
+    ):
+        results = _steps(run, writer, is_terminated)
         run.save()
         run.checkpoints.close()
     plot.plot_losses(workdir / "metrics.jsonl", workdir / "loss.png")
@@ -61,12 +65,15 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
     return summary
 
 
-def _steps(run: run_lib.Run, writer: metrics_lib.MetricsWriter) -> dict[str, Any]:
+def _steps(
+    run: run_lib.Run,
+    writer: metrics_lib.MetricsWriter,
+    is_terminated: threading.Event,
+) -> dict[str, Any]:
     """All steps that are left; returns the last evaluation and the median speed."""
     config, clock = run.config, _Clock(run.config)
     pending: dict[str, Any] = {}
     batches = run.pipeline.train_iterator(run.step)
-    is_terminated = _on_sigterm()
     last = {}
     while run.step < config.num_steps:
         batch = run.place(next(batches))
@@ -163,12 +170,18 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _on_sigterm() -> threading.Event:
+@contextlib.contextmanager
+def _sigterm() -> Iterator[threading.Event]:
     """An event that SIGTERM sets; only the main thread may ask for signals."""
     event = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: event.set())
-    return event
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Clock:

@@ -165,7 +165,6 @@ class RunTest(parameterized.TestCase):
         threading.Thread(target=terminate, daemon=True).start()
         with self.assertRaises(SystemExit) as caught:
             loop.train(config, folder)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.assertEqual(caught.exception.code, loop.EXIT_TERMINATED)
         steps = [r["step"] for r in metrics.read(folder / "metrics.jsonl")]
         self.assertEqual(manager.find_step(folder).name, str(steps[-1]))
