@@ -65,7 +65,8 @@ class SharedIndexerLossTest(absltest.TestCase):
         traces = tiny.by_layer(config, out.traces)
         probs, inputs = [], []
         for layer, (block_params, trace) in enumerate(zip(stack, traces, strict=True)):
-            own = jax.tree.map(lambda w, i=max(layer - 1, 0): w[i], block_params)
+            step = max(layer - 1, 0)  # of the scan
+            own = jax.tree.map(lambda w, step=step: w[step], block_params)
             h = layers.rms_norm(x, own["input_layernorm"], config.rms_norm_eps)
             c_q = attention.query_latent(own["self_attn"], config, h)
             q = attention.queries(own["self_attn"], config, c_q, out.context)
