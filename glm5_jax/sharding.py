@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 from glm5_jax import config as config_lib
 
@@ -76,14 +75,6 @@ def like_params(tree: Any, param_shardings: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, _: by_path.get(_dict_keys(path), everywhere), tree
     )
-
-
-def constrain(x: Array, dims: tuple[str, ...]) -> Array:
-    """Asks for the placement of `spec` where a mesh is set; else does nothing."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
-    return jax.lax.with_sharding_constraint(x, spec(dims))
 
 
 def _is_dims(node: Any) -> bool:

@@ -102,7 +102,8 @@ def _steps(
             sys.exit(EXIT_TERMINATED)
     if pending:
         _log(writer, run.step, clock.read(pending), config)
-    return last | clock.medians()
+    # A finished run that is started again reports the same evaluation.
+    return (last or evaluate(run)) | clock.medians()
 
 
 def evaluate(run: run_lib.Run) -> dict[str, float]:

@@ -124,8 +124,10 @@ class RunTest(parameterized.TestCase):
         folder = self.copy("finished")
         before = read_params(folder, self.config)
         lines = (folder / "metrics.jsonl").read_text()
-        loop.train(self.config, folder)
+        summary = loop.train(self.config, folder)
         self.assertEqual((folder / "metrics.jsonl").read_text(), lines)
+        bits = "eval/bits_per_byte"
+        self.assertEqual(summary[bits], self.summary[bits])
         after = read_params(folder, self.config)
         jax.tree.map(np.testing.assert_array_equal, after, before)
 

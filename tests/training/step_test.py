@@ -148,10 +148,14 @@ class DepthTest(parameterized.TestCase):
         """GLM-5's: 3 dense layers, then 3 or 75 with experts."""
         few, many = (self._num_instructions(num_layers) for num_layers in (6, 78))
         # Two stacks of one length share some functions, two of different ones do not.
-        self.assertBetween(many / few, 0.95, 1.05)
+        self.assertBetween(many / few, 0.9, 1.1)
 
     def _num_instructions(self, num_layers):
-        model = tiny.model(num_hidden_layers=num_layers, first_k_dense_replace=3)
+        model = tiny.model(
+            num_hidden_layers=num_layers,
+            first_k_dense_replace=3,
+            num_nextn_predict_layers=0,
+        )
         config = dataclasses.replace(CONFIG, model=model)
         params = transformer.abstract_params(model)
         optimizer = make_optimizer(config)
