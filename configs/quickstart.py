@@ -17,7 +17,7 @@ from glm5_jax import config as config_lib
 def get_config() -> ml_collections.ConfigDict:
     """Returns the config."""
     config = config_lib.TrainConfig(
-        num_steps=60,
+        num_steps=40,
         eval_every=20,
         eval_batches=4,
         checkpoint_every=20,
