@@ -39,7 +39,7 @@ STEPS = 2
 """
 TIMEOUT = 300  # seconds of a cell; a hang must not hold the suite
 ROUNDED = 1e-3  # a printed share has three digits
-NEAR_ONE = 3  # five Newton-Schulz steps lift all but the least singular values to 1
+NEAR_ONE = 3  # five Newton-Schulz steps lift a 200th of the largest so far
 
 
 def _cells(notebook: nbformat.NotebookNode) -> list[tuple]:
@@ -102,8 +102,8 @@ class TourTest(absltest.TestCase):
             spreads = []
             for name in ("gradient", "Muon, heads together", "Muon Split"):
                 (line,) = re.findall(f"^{name} (.*)", text, re.MULTILINE)
-                values = [float(value) for value in line.split()]
-                spreads.append(values[0] / values[-1])
+                largest, *_, small, _ = (float(value) for value in line.split())
+                spreads.append(largest / small)  # the least may be next to 0
             self.assertEqual(spreads, sorted(spreads, reverse=True))
             self.assertLess(spreads[-1], NEAR_ONE)
 

@@ -15,47 +15,21 @@ from glm5_jax.checkpoint import huggingface
 from glm5_jax.inference import engine
 from glm5_jax.model import transformer
 from tests import environment
+from tests.model import tiny
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 LOGPROB_ATOL = 2e-5  # float32 sums in another order
 
-TINY = config_lib.ModelConfig(
+TINY = tiny.model(
     vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    moe_intermediate_size=16,
     num_hidden_layers=2,
-    first_k_dense_replace=1,
-    num_attention_heads=4,
-    q_lora_rank=16,
-    kv_lora_rank=12,
-    qk_nope_head_dim=12,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    index_n_heads=4,
-    index_head_dim=16,
-    index_topk=8,
     num_nextn_predict_layers=0,
     max_position_embeddings=128,
-    eos_token_id=(0,),
-    pad_token_id=0,
-    dtype="float32",
 )
 VARIANTS = {
     "sparse": TINY,
     "dense": dataclasses.replace(TINY, attention="dense"),
 }
-
-
-def make_params(config=TINY):
-    """Random ones, faster than the model's own."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(scale=0.2, size=x.shape), x.dtype),
-        transformer.abstract_params(config),
-    )
 
 
 def make_prompts(*lengths):
@@ -85,7 +59,7 @@ def next_logits(params, config, prompts, completions):
 class GreedyTest(parameterized.TestCase):
     @parameterized.named_parameters(VARIANTS.items())
     def test_equals_argmax_of_full_forward_passes(self, config):
-        params = make_params(config)
+        params = tiny.params(config)
         prompts = make_prompts(5, 11, 16)
         done = engine.generate(
             params, config, prompts, max_new_tokens=17, temperature=0.0
@@ -120,7 +94,7 @@ class GreedyTest(parameterized.TestCase):
         np.testing.assert_array_equal([c.tokens for c in done], expected)
 
     def test_stacked_layers_decode_like_single_ones(self):
-        params, prompts = make_params(), make_prompts(5, 11, 16)
+        params, prompts = tiny.params(TINY), make_prompts(5, 11, 16)
         options = {"max_new_tokens": 17, "temperature": 0.0}
         single = engine.generate(params, TINY, prompts, **options)
         with mock.patch.object(engine, "MAX_UNSTACKED_LAYERS", 0):
@@ -131,7 +105,7 @@ class GreedyTest(parameterized.TestCase):
 
 class BatchTest(absltest.TestCase):
     def test_batch_equals_one_by_one(self):
-        params = make_params()
+        params = tiny.params(TINY)
         prompts = make_prompts(1, 9, 16)
         options = {"max_new_tokens": 17, "temperature": 0.0}
         together = engine.generate(params, TINY, prompts, **options)
@@ -143,7 +117,7 @@ class BatchTest(absltest.TestCase):
             )
 
     def test_random_numbers_depend_on_request_and_seed_only(self):
-        params = make_params()
+        params = tiny.params(TINY)
         prompts = make_prompts(3, 16, 9)
         options = {"max_new_tokens": 17, "temperature": 1.0}
         first = engine.generate(params, TINY, prompts, **options)
@@ -156,7 +130,7 @@ class BatchTest(absltest.TestCase):
         self.assertNotEqual(thrice[0].tokens, thrice[1].tokens)
 
     def test_sampled_logprobs_are_those_of_the_full_forward_pass(self):
-        params = make_params()
+        params = tiny.params(TINY)
         prompts = make_prompts(7, 12, 2)
         done = engine.generate(
             params, TINY, prompts, max_new_tokens=17, temperature=0.7
@@ -170,7 +144,7 @@ class BatchTest(absltest.TestCase):
 
     def test_bfloat16_keeps_router_and_norms_in_float32(self):
         config = dataclasses.replace(TINY, dtype="bfloat16")
-        params = engine.cast_params(make_params(config), config)
+        params = engine.cast_params(tiny.params(config), config)
         block = params["layers_1"]["block_0"]
         self.assertEqual(block["mlp"]["gate"].dtype, jnp.float32)
         self.assertEqual(block["mlp"]["e_score_correction_bias"].dtype, jnp.float32)
@@ -184,7 +158,7 @@ class BatchTest(absltest.TestCase):
 
 class StopTest(parameterized.TestCase):
     def test_each_row_stops_at_its_own_token_and_keeps_it(self):
-        params = make_params()
+        params = tiny.params(TINY)
         prompts = make_prompts(5, 11, 16)
         options = {"max_new_tokens": 17, "temperature": 0.0}
         free = engine.generate(params, TINY, prompts, **options)
@@ -203,7 +177,7 @@ class StopTest(parameterized.TestCase):
     @parameterized.parameters(1, 9, 17)
     def test_length(self, n):
         (done,) = engine.generate(
-            make_params(), TINY, make_prompts(9), max_new_tokens=n
+            tiny.params(TINY), TINY, make_prompts(9), max_new_tokens=n
         )
         self.assertLen(done.tokens, n)
         self.assertLen(done.logprobs, n)
@@ -217,7 +191,7 @@ class StopTest(parameterized.TestCase):
             chunks.append(len(tokens))
 
         done = engine.generate(
-            make_params(),
+            tiny.params(TINY),
             TINY,
             make_prompts(4, 6, 2),
             max_new_tokens=17,
@@ -229,7 +203,7 @@ class StopTest(parameterized.TestCase):
 
 class CompilationTest(absltest.TestCase):
     def test_programs_are_few_and_reused(self):
-        params = make_params()
+        params = tiny.params(TINY)
         engine.prefill.clear_cache()
         engine.decode.clear_cache()
         for length in (1, 5, 11, 16):  # one bucket

@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from absl.testing import absltest, parameterized
@@ -21,6 +20,7 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import commands, conversion, loading
 from glm5_jax.model import transformer
 from tests import environment
+from tests.model import tiny
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "glm5"
@@ -28,42 +28,17 @@ IN_FLOAT32 = (("model.dtype", "float32"),)
 LOGITS_ATOL = 2e-5  # float32 against transformers' float32, as in tests/checkpoint
 BYTES = tokenizer_lib.byte_tokenizer()
 
-TINY = config_lib.ModelConfig(
+TINY = tiny.model(
     vocab_size=260,
-    hidden_size=16,
-    intermediate_size=16,
-    moe_intermediate_size=8,
     num_hidden_layers=2,
-    first_k_dense_replace=1,
-    num_attention_heads=2,
-    q_lora_rank=8,
-    kv_lora_rank=8,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    index_n_heads=2,
-    index_head_dim=8,
-    index_topk=8,
     num_nextn_predict_layers=0,
     max_position_embeddings=64,
     eos_token_id=(256,),
     pad_token_id=256,
-    dtype="float32",
 )
 RUN = config_lib.TrainConfig(
     model=TINY, data=config_lib.DataConfig(sequence_length=24, tokenizer="byte")
 )
-
-
-def make_params():
-    """Random ones, faster than the model's own."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(scale=0.2, size=x.shape), x.dtype),
-        transformer.abstract_params(TINY),
-    )
 
 
 class FolderTest(parameterized.TestCase):
@@ -72,7 +47,7 @@ class FolderTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.folder = pathlib.Path(self.create_tempdir().full_path)
-        self.params = make_params()
+        self.params = tiny.params(TINY)
 
     def make_run(self, name="run", steps=(3,), tokenizer=BYTES):
         run = self.folder / name
@@ -126,7 +101,7 @@ class LoadTest(FolderTest):
         ("other_section", "seed", "1", "--config.seed has no effect here"),
         ("typo", "model.index_topl", "4", "Did you mean model.index_topk"),
         ("rule", "model.index_topk", "0", "index_topk must be at least 1"),
-        ("shape", "model.hidden_size", "32", r"embed_tokens: \(260, 16\) there"),
+        ("shape", "model.hidden_size", "64", r"embed_tokens: \(260, 32\) there"),
         ("depth", "model.num_hidden_layers", "3", "absent|there"),
     )
     def test_bad_override(self, path, value, message):
