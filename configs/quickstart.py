@@ -17,10 +17,10 @@ from glm5_jax import config as config_lib
 def get_config() -> ml_collections.ConfigDict:
     """Returns the config."""
     config = config_lib.TrainConfig(
-        num_steps=40,
-        eval_every=20,
+        num_steps=70,
+        eval_every=35,
         eval_batches=4,
-        checkpoint_every=20,
+        checkpoint_every=35,
         model=presets.GLM5_1M,
         data=config_lib.DataConfig(
             bpe_vocab_size=2048, sequence_length=256, batch_size=16

@@ -4,6 +4,7 @@ Arrays of queries have T on axis -2, arrays of keys S on axis -2. The queries ar
 last T of S tokens: no query t sees a key beyond t + S - T.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ def over_tiles(
     keys: Any,
     mask: jax.Array | None = None,
     out_axis: int = -2,
+    key_axes: Any = -2,
 ) -> tuple[Any, Any]:
     """Runs `carry, out = body(carry, query_tile, seen_keys, mask)` for one sequence.
 
@@ -40,12 +42,14 @@ def over_tiles(
       keys: pytree of arrays [..., S, x].
       mask: [S, T], or None.
       out_axis: -2 or -1.
+      key_axes: -2, or a pytree of -2 and -1: the axis of S in each array of keys.
 
     Returns:
       The last carry, and the outputs joined on `out_axis`.
     """
     num_queries = jax.tree.leaves(queries)[0].shape[-2]
-    num_keys = jax.tree.leaves(keys)[0].shape[-2]
+    key_axes = jax.tree.broadcast(key_axes, keys)
+    num_keys = jax.tree.leaves(keys)[0].shape[jax.tree.leaves(key_axes)[0]]
     rows = min(ROWS, num_queries)
     num_tiles = -(-num_queries // rows)
     padding = num_tiles * rows - num_queries
@@ -56,7 +60,7 @@ def over_tiles(
     for first in range(0, num_tiles, per_tier):
         last = min(first + per_tier, num_tiles)
         end = min(last * rows + num_keys - num_queries, num_keys)
-        seen = jax.tree.map(lambda x, end=end: x[..., :end, :], keys)
+        seen = jax.tree.map(functools.partial(_first, end), keys, key_axes)
         rows_seen = None if mask is None else mask[:end]
 
         def step(
@@ -74,6 +78,11 @@ def over_tiles(
     return carry, jax.tree.map(
         lambda x: lax.slice_in_dim(x, 0, num_queries, axis=x.ndim + out_axis), joined
     )
+
+
+def _first(size: int, x: jax.Array, axis: int) -> jax.Array:
+    """The first entries of an axis."""
+    return lax.slice_in_dim(x, 0, size, axis=x.ndim + axis)
 
 
 def _pad(x: jax.Array, size: int, axis: int) -> jax.Array:

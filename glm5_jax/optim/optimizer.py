@@ -31,7 +31,7 @@ class State(NamedTuple):
 class Optimizer:
     """What `update_if_finite` needs: the update rule and what surrounds it."""
 
-    transform: optax.GradientTransformation
+    transform: optax.GradientTransformation  # updates for a learning rate of 1
     learning_rate: optax.Schedule
     labels: optax.Params  # tree of `Label`s
     clip_norm: float  # 0: off
@@ -62,7 +62,6 @@ def make_optimizer(
         is_trained: says by path whether a parameter is trained; default all. A frozen
             one has no optimizer state, and its gradient does not enter the norm.
     """
-    rate = schedule.learning_rate(config, num_steps)
     labels = label_parameters(config, dims, is_trained)
 
     def layout(label: Label, names: Path) -> muon_split.Layout | optax.MaskedNode:
@@ -72,7 +71,7 @@ def make_optimizer(
 
     def adamw(weight_decay: float) -> optax.GradientTransformation:
         return optax.adamw(
-            lambda step: config.adam_learning_rate_scale * rate(step),
+            config.adam_learning_rate_scale,
             b1=config.adam_b1,
             b2=config.adam_b2,
             eps=config.adam_eps,
@@ -82,15 +81,19 @@ def make_optimizer(
     muon = optax.chain(
         muon_split.scale_by_muon_split(jax.tree.map(layout, labels, dims), config),
         optax.add_decayed_weights(config.weight_decay),
-        optax.scale_by_learning_rate(rate),
+        optax.scale_by_learning_rate(1.0),
     )
     branches: dict[Hashable, optax.GradientTransformation] = {
         "muon": muon,
         "adamw": adamw(config.weight_decay),
-        "adamw_no_decay": adamw(0.0),
+        # Many and tiny: as one vector they take a kernel, not several for each.
+        "adamw_no_decay": optax.flatten(adamw(0.0)),
         "frozen": optax.set_to_zero(),
     }
+    used = set(jax.tree.leaves(labels))  # optax.flatten needs a leaf
+    branches = {label: branches[label] for label in branches if label in used}
     transform = optax.partition(branches, labels)
+    rate = schedule.learning_rate(config, num_steps)
     return Optimizer(transform, rate, labels, config.clip_norm)
 
 
@@ -148,6 +151,8 @@ def update_if_finite(
     )
     norm = jnp.asarray(optax.tree.norm(trained))
     is_finite = jnp.isfinite(norm)
+    # Outside of the cond, or every parameter's kernel computes the schedule anew.
+    rate = jnp.asarray(optimizer.learning_rate(state.num_updates))
 
     def apply() -> tuple[optax.Params, optax.OptState]:
         clipped = grads
@@ -157,12 +162,13 @@ def update_if_finite(
             )
         update = optimizer.transform.update
         updates, inner = update(clipped, state.inner, _in_float32(params))
+        updates = jax.tree.map(lambda u: rate * u, updates)
         return optax.apply_updates(params, updates), inner
 
     new_params, inner = lax.cond(is_finite, apply, lambda: (params, state.inner))
     metrics: dict[str, Array] = {
         "train/grad_norm": norm,
-        "optim/learning_rate": jnp.asarray(optimizer.learning_rate(state.num_updates)),
+        "optim/learning_rate": rate,
         "optim/skipped_in_a_row": jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
         "optim/skipped_total": state.skipped_total + ~is_finite,
     }

@@ -40,7 +40,6 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
     """
     began = time.perf_counter()
     run_folder.claim(workdir, config)
-    host_memory.keep_freed()
     run = run_lib.start(config, workdir)
     writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step)
     with (
@@ -58,6 +57,7 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
         "parameters": accounting.count_parameters(config.model)["total"],
         "compile_seconds": round(run.compile_seconds, 2),
         "seconds": round(time.perf_counter() - began, 2),
+        "peak_rss_gib": host_memory.peak_gib(),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "jax": jax.__version__,
     }

@@ -19,6 +19,7 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
 from glm5_jax.model import transformer
 from glm5_jax.optim import optimizer as optimizer_lib
+from glm5_jax.training import host_memory
 from glm5_jax.training import step as step_lib
 
 BATCH_DIMS = ("B", "T")
@@ -95,6 +96,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
         compile_seconds=0.0,
     )
     _compile(run, optimizer, (places, opt_places))
+    host_memory.settle()
     return run
 
 

@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.scipy import special
 from jaxtyping import Array, Float
 
@@ -86,7 +87,7 @@ def _tile(
     keep = attention.selected(bounds, mask, k_index.shape[0])
     scores = attention.tile_scores(k, q * scale, keep)
     target = jnp.mean(jnp.exp(scores - lse[:, None, :, 0]), axis=0)
-    index_scores, dots = indexer.tile_scores(q_index, k_index, w)
+    index_scores = indexer.tile_scores(q_index, k_index, w)
     index_scores = jnp.where(keep, index_scores, attention.HIDDEN)
     norm = special.logsumexp(index_scores, axis=0, keepdims=True)
     log_ratio = jnp.log(jnp.maximum(target, 1e-30)) - (index_scores - norm)
@@ -96,8 +97,15 @@ def _tile(
     probs = jnp.where(keep, jnp.exp(index_scores - norm), 0)
     total = jnp.sum(target, axis=0)  # 1, or 0 in a row without keys
     d_scores = (probs * total[None] - target) * weight.T
-    dw = jnp.einsum("sit,st->ti", dots, d_scores)
-    d_dots = jnp.where(dots > 0, d_scores[:, None] * w.T[None], 0)
-    dq = jnp.einsum("sit,sj->itj", d_dots, k_index.astype(jnp.float32))
-    dk_tile = jnp.einsum("sit,itj->sj", d_dots, q_index.astype(jnp.float32))
-    return dk.at[: dk_tile.shape[0]].add(dk_tile), (loss, dq, dw)
+    k_index = k_index.astype(jnp.float32)
+
+    def head(dk: Array, head: tuple) -> tuple[Array, tuple]:
+        q, w = head
+        dots = indexer.head_scores(q, k_index)
+        d_dots = jnp.where(dots > 0, d_scores * w[None], 0)
+        dk = dk + jnp.einsum("st,tj->sj", d_dots, q.astype(jnp.float32))
+        dq = jnp.einsum("st,sj->tj", d_dots, k_index)
+        return dk, (dq, jnp.sum(dots * d_scores, axis=0))
+
+    dk_tile, (dq, dw) = lax.scan(head, jnp.zeros_like(k_index), (q_index, w.T))
+    return dk.at[: dk_tile.shape[0]].add(dk_tile), (loss, dq, dw.T)
