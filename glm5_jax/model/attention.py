@@ -59,8 +59,8 @@ def queries(
     """Queries of every head: the part without positions, and the rotated part."""
     nope = config.qk_nope_head_dim
     weight = params["q_b_proj"]
-    q_nope = layers.linear(c_q, weight[..., :nope])
-    q_rope = layers.linear(c_q, rope.halves(weight[..., nope:]))
+    q_nope = layers.linear_to(lambda y: y[..., :nope], c_q, weight)
+    q_rope = layers.linear_to(lambda y: rope.halves(y[..., nope:]), c_q, weight)
     cos, sin = context.cos[:, :, None], context.sin[:, :, None]
     return q_nope, rope.rotate(q_rope, cos, sin)
 
@@ -73,8 +73,8 @@ def latent(
 ) -> Latent:
     """The latent and the shared rotated key of every token."""
     rank, weight = config.kv_lora_rank, params["kv_a_proj"]
-    c = layers.linear(x, weight[:, :rank])
-    k_rope = layers.linear(x, rope.halves(weight[:, rank:]))
+    c = layers.linear_to(lambda y: y[..., :rank], x, weight)
+    k_rope = layers.linear_to(lambda y: rope.halves(y[..., rank:]), x, weight)
     return Latent(
         c=layers.rms_norm(c, params["kv_a_layernorm"], config.latent_norm_eps),
         k_rope=rope.rotate(k_rope, context.cos, context.sin),

@@ -62,9 +62,9 @@ def project(
         return jnp.concatenate([first, y[..., rotated:]], axis=-1)
 
     cos, sin = context.cos, context.sin
-    q = layers.linear(c_q, halves(params["wq_b"]))
+    q = layers.linear_to(halves, c_q, params["wq_b"])
     k = layers.layer_norm(
-        layers.linear(x, halves(params["wk"])),
+        layers.linear_to(halves, x, params["wk"]),
         halves(params["k_norm_scale"]),
         halves(params["k_norm_bias"]),
         K_NORM_EPS,

@@ -88,6 +88,18 @@ def linear(
     return y.reshape(*x.shape[:free], *w.shape[num_in:])
 
 
+def linear_to(
+    arrange: Callable[[Array], Array], x: Float[Array, "*b"], w: Float[Array, "*io"]
+) -> Float[Array, "*bo"]:
+    """Product with some columns of w: `arrange` takes and orders them.
+
+    It is applied to w or, in decoding, to the product: to what has fewer rows.
+    """
+    if math.prod(x.shape[:-1]) < w.shape[0]:
+        return arrange(linear(x, w))
+    return linear(x, arrange(w))
+
+
 def rms_norm(
     x: Float[Array, "*b D"], weight: Float[Array, " D"], eps: float
 ) -> Float[Array, "*b D"]:
