@@ -12,6 +12,7 @@ import pathlib
 from absl import flags, logging
 
 from glm5_jax import command_line
+from glm5_jax.training import host_memory
 
 _WORKDIR = flags.DEFINE_string(
     "workdir",
@@ -33,6 +34,7 @@ def main(arguments: command_line.Arguments) -> None:
 
         print(report.dry_run(config))
         return
+    host_memory.restart_with_large_pages()
     from glm5_jax.training import loop  # imports jax: after the input is checked
 
     logging.set_verbosity(logging.INFO)

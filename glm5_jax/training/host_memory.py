@@ -1,32 +1,33 @@
-"""Host memory on Linux CPUs: what the compiler freed goes, what a step frees stays.
+"""Host memory on Linux: large pages for a step, and nothing kept of the compiler's.
 
-XLA allocates a step's temporaries anew each time. By default glibc maps large blocks
-and returns them to the kernel, which then clears the same pages for every step: 0.4
-of 2.0 CPU-seconds at the bench shape (docs/design/0003).
+XLA on CPU maps a step's temporaries anew each time, and the kernel clears them page by
+page: 138,000 faults and 0.3 of 1.3 seconds at the bench shape (docs/design/0003).
+Imports no jax.
 """
 
 import ctypes
+import os
 import sys
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_LARGEST = 2**31 - 1
+_TUNABLES, _LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 
 
-def settle() -> bool:
-    """Once the step is compiled: gives freed blocks back, then has glibc keep them.
+def restart_with_large_pages() -> None:
+    """Starts this program anew with large pages in malloc, unless malloc is tuned.
 
-    Returns:
-      Whether there is a glibc to tell.
+    glibc reads the setting when a process starts. Other C libraries ignore it.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):  # another C library
-        return False
-    libc.malloc_trim(0)  # 0.7 GB of the compiler's at the bench shape
-    maps = libc.mallopt(_MMAP_THRESHOLD, _LARGEST)
-    trims = libc.mallopt(_TRIM_THRESHOLD, _LARGEST)
-    return bool(maps and trims)
+    if sys.platform.startswith("linux") and _TUNABLES not in os.environ:
+        os.environ[_TUNABLES] = _LARGE_PAGES
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def trim() -> None:
+    """Gives freed blocks back to the system: after compiling, more than half."""
+    if sys.platform.startswith("linux"):
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if malloc_trim is not None:  # another C library has none
+            malloc_trim(0)
 
 
 def peak_gib() -> float | None:

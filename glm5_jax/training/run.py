@@ -96,7 +96,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
         compile_seconds=0.0,
     )
     _compile(run, optimizer, (places, opt_places))
-    host_memory.settle()
+    host_memory.trim()
     return run
 
 
