@@ -15,12 +15,13 @@ import time
 import jax
 import jax.numpy as jnp
 
-from configs import quickstart
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
 from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.training import step as step_lib
+
+CONFIG = "configs/quickstart.py"
 
 
 def seconds(config: config_lib.TrainConfig) -> dict[str, float]:
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
-    base = command_line.resolve(quickstart.get_config(), [])
+    base = command_line.resolve(command_line.load_config_file(CONFIG), [])
     depths = [int(number) for number in args.layers.split(",")]
     found: dict[int, list[float]] = {depth: [] for depth in depths}
     for _ in range(args.rounds):
