@@ -15,7 +15,7 @@ MODEL = config_lib.ModelConfig(
     qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8, kv_lora_rank=10
 )
 FLOAT32 = config_lib.OptimConfig(ns_dtype="float32")
-ROUNDING = 1e-6  # float32 against float32, singular values of about 1
+ROUNDING = 4e-6  # of five steps of products in float32
 DOUBLE = 2e-5  # float32 against a float64 loop: five steps amplify the rounding
 # The composed polynomials map [0.01, 1] into [0.978, 1.032].
 POLYNOMIAL = 0.033
