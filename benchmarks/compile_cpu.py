@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
-from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.training import step as step_lib
 
 CONFIG = "configs/quickstart.py"
@@ -28,12 +27,7 @@ def seconds(config: config_lib.TrainConfig) -> dict[str, float]:
     """Traces and compiles a step for abstract arguments."""
     jax.clear_caches()
     params = transformer.abstract_params(config.model)
-    optimizer = optimizer_lib.make_optimizer(
-        config.optim,
-        config.model,
-        transformer.param_dims(config.model),
-        config.num_steps,
-    )
+    optimizer = step_lib.make_optimizer(config)
     state = jax.eval_shape(optimizer.init, params)
     shape = (config.data.batch_size, config.data.sequence_length)
     ints = jax.ShapeDtypeStruct(shape, jnp.int32)

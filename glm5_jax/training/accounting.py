@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from glm5_jax import config as config_lib
 from glm5_jax.model import layers, transformer
-from glm5_jax.optim import optimizer as optimizer_lib
+from glm5_jax.training import step as step_lib
 
 # Dense bfloat16 FLOP/s of a device as jax names it (vendors' data sheets).
 PEAK_FLOPS = {
@@ -77,13 +77,7 @@ def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
 def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state, in all devices together."""
     params = transformer.abstract_params(config.model)
-    optimizer = optimizer_lib.make_optimizer(
-        config.optim,
-        config.model,
-        transformer.param_dims(config.model),
-        config.num_steps,
-    )
-    state = jax.eval_shape(optimizer.init, params)
+    state = jax.eval_shape(step_lib.make_optimizer(config).init, params)
 
     def size(tree: object) -> int:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -64,9 +64,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
     mesh = sharding.make_mesh(config.mesh)
     dims = transformer.param_dims(config.model)
-    optimizer = optimizer_lib.make_optimizer(
-        config.optim, config.model, dims, config.num_steps, step_lib.is_trained(config)
-    )
+    optimizer = step_lib.make_optimizer(config)
     places = sharding.shardings(dims, mesh)
     abstract = _place(transformer.abstract_params(config.model), places)
     abstract_opt = jax.eval_shape(optimizer.init, abstract)

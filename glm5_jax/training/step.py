@@ -31,6 +31,15 @@ def is_trained(config: config_lib.TrainConfig) -> Callable[[tuple[str, ...]], bo
     return lambda path: True
 
 
+def make_optimizer(config: config_lib.TrainConfig) -> optimizer_lib.Optimizer:
+    """The optimizer of a stage."""
+    dims = transformer.param_dims(config.model)
+    trained = is_trained(config)
+    return optimizer_lib.make_optimizer(
+        config.optim, config.model, dims, config.num_steps, trained
+    )
+
+
 def total_loss(
     params: dict, config: config_lib.TrainConfig, batch: Batch
 ) -> tuple[Float[Array, ""], tuple[Metrics, dict]]:

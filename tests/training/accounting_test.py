@@ -1,5 +1,7 @@
 """Counts against the published audit and against a real tree."""
 
+import dataclasses
+
 import jax
 from absl.testing import parameterized
 
@@ -60,6 +62,20 @@ class FlopsTest(parameterized.TestCase):
         # What grows is the indexer alone: 3 x 2 x 64K keys more x 32 heads x 128 x 79.
         more = 3 * 2 * (131072 - 4096) / 2 * 32 * 128 * 79
         self.assertAlmostEqual((longer - shorter) / more, 1.0, delta=0.01)
+
+
+class StateTest(parameterized.TestCase):
+    def test_frozen_parameters_have_no_optimizer_state(self):
+        config = config_lib.TrainConfig(
+            stage="dsa_warmup",
+            model=dataclasses.replace(
+                presets.GLM5_1M, attention="dense_with_indexer_loss"
+            ),
+        )
+        whole = accounting.state_bytes(dataclasses.replace(config, stage="pretrain"))
+        warmup = accounting.state_bytes(config)
+        self.assertEqual(warmup["parameters"], whole["parameters"])
+        self.assertLess(warmup["optimizer state"], whole["optimizer state"] / 10)
 
 
 class ReportTest(parameterized.TestCase):

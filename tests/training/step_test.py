@@ -11,7 +11,6 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import sharding
 from glm5_jax.model import transformer
-from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.training import step as step_lib
 from tests import environment
 from tests.model import tiny
@@ -38,20 +37,10 @@ WARMUP = dataclasses.replace(
 SHARDED_ATOL = 1e-5
 
 
-def make_optimizer(config):
-    return optimizer_lib.make_optimizer(
-        config.optim,
-        config.model,
-        transformer.param_dims(config.model),
-        config.num_steps,
-        step_lib.is_trained(config),
-    )
-
-
 @functools.cache
 def make_step(config):
     """The jitted step, parameters and optimizer state of a config."""
-    optimizer = make_optimizer(config)
+    optimizer = step_lib.make_optimizer(config)
     params = tiny.params(config.model)
     step = tiny.jit(step_lib.make_train_step(config, optimizer))
     return step, params, tiny.jit(optimizer.init)(params)
@@ -158,7 +147,7 @@ class DepthTest(parameterized.TestCase):
         )
         config = dataclasses.replace(CONFIG, model=model)
         params = transformer.abstract_params(model)
-        optimizer = make_optimizer(config)
+        optimizer = step_lib.make_optimizer(config)
         state = jax.eval_shape(optimizer.init, params)
         step = jax.jit(step_lib.make_train_step(config, optimizer))
         return step.lower(params, state, make_batch()).as_text().count("\n")
@@ -187,7 +176,7 @@ class ShardingTest(parameterized.TestCase):
         places = sharding.shardings(transformer.param_dims(CONFIG.model), mesh)
         places = places, sharding.like_params(state, places, mesh)
         step = tiny.jit(
-            step_lib.make_train_step(CONFIG, make_optimizer(CONFIG)),
+            step_lib.make_train_step(CONFIG, step_lib.make_optimizer(CONFIG)),
             out_shardings=(*places, None),
         )
         with jax.set_mesh(mesh):
