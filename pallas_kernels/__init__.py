@@ -4,18 +4,34 @@ One folder an op. `reference` is its definition: plain jnp, no tiles. The other 
 are implementations that agree with it, in values and gradients.
 """
 
+from pallas_kernels.decode import decode_indexer_topk, decode_sparse_mla
 from pallas_kernels.dispatch import SAVED
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.indexer_kl import indexer_kl_loss
-from pallas_kernels.indexer_topk import indexer_mask, indexer_scores, indexer_topk
+from pallas_kernels.indexer_kl import indexer_kl_loss, sparse_indexer_kl_loss
+from pallas_kernels.indexer_topk import (
+    indexer_bits,
+    indexer_mask,
+    indexer_scores,
+    indexer_scores_at,
+    indexer_topk,
+)
 from pallas_kernels.masked_mla import masked_mla
+from pallas_kernels.selection import segment_bounds
+from pallas_kernels.sparse_mla import sparse_mla
 
 __all__ = [
     "SAVED",
+    "decode_indexer_topk",
+    "decode_sparse_mla",
     "grouped_matmul",
+    "indexer_bits",
     "indexer_kl_loss",
     "indexer_mask",
     "indexer_scores",
+    "indexer_scores_at",
     "indexer_topk",
     "masked_mla",
+    "segment_bounds",
+    "sparse_indexer_kl_loss",
+    "sparse_mla",
 ]

@@ -1,16 +1,36 @@
-"""Which implementation of an op runs."""
+"""Which implementation of an op runs, and for which chip a program is meant.
 
+A program is traced for the device of the mesh in use, present or not; without a mesh
+for jax's default device. Ahead-of-time compiles for other chips rest on this.
+"""
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import ad_checkpoint
 
+from pallas_kernels import chips
+
 SAVED = "pallas_kernels"  # name of what a rematerialisation policy should keep
+INTERPRETED = "_interpret"  # suffix: the kernel runs on a CPU, slowly, for its values
 
 
 def platform() -> str:
     """Platform that a program traced now is meant for: "cpu", "gpu" or "tpu"."""
-    return jax.default_backend()
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    name = jax.default_backend() if device is None else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def chip() -> chips.Chip | None:
+    """Chip that a program traced now is meant for; None if it is not a known one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return chips.find(kind)
 
 
 def saved(tree: Any) -> Any:
@@ -18,17 +38,76 @@ def saved(tree: Any) -> Any:
     return jax.tree.map(lambda x: ad_checkpoint.checkpoint_name(x, SAVED), tree)
 
 
-def choose(implementation: str | None, default: str, known: tuple[str, ...]) -> str:
-    """Resolves `implementation`; a named one never falls back to another.
+def choose(
+    op: str,
+    implementation: str | None,
+    known: tuple[str, ...],
+    *args: Any,
+    function: str | None = None,
+) -> Callable:
+    """Finds the function `op` of one of the modules of the folder `op`.
+
+    None picks the module named after the platform if it is known and supports the
+    arguments, else the first of `known`. A named one never falls back to another.
+
+    Args:
+      op: folder, and function in each of its modules.
+      implementation: one of `known`, "tpu_interpret", "gpu_interpret" or None.
+      known: modules of the folder; the first is plain XLA and takes everything.
+      *args: of the op. A module may define `unsupported_OP(*args)`: why it cannot
+        take them, or None.
+      function: the op's name where the folder holds several.
 
     Raises:
-      NotImplementedError: if the name is not one of `known`.
+      NotImplementedError: if a named implementation is unknown, is meant for another
+        platform or does not support the arguments.
     """
+    wanted = function or op
     if implementation is None:
-        return default
-    if implementation not in known:
+        name, why = platform(), None
+        if name in known:
+            why = _unsupported(op, name, wanted, args)
+            if why is None:
+                return getattr(_module(op, name), wanted)
+            _warn_once(f"{wanted} runs as {known[0]} instead of {name}: {why}")
+        return getattr(_module(op, known[0]), wanted)
+    name = implementation.removesuffix(INTERPRETED)
+    is_interpreted = name != implementation
+    is_kernel = name in ("tpu", "gpu")
+    if name not in known or (is_interpreted and not is_kernel):
         raise NotImplementedError(
-            f"implementation must be one of {', '.join(known)} or None, "
+            f"implementation of {wanted} must be one of {', '.join(known)} or None, "
             f"got {implementation!r}."
         )
-    return implementation
+    if is_kernel and not is_interpreted and platform() != name:
+        raise NotImplementedError(
+            f"implementation {name!r} of {wanted} needs a {name}, this program is for "
+            f"{platform()}; use '{name}{INTERPRETED}' to interpret it, slowly."
+        )
+    why = _unsupported(op, name, wanted, args)
+    if why is not None:
+        raise NotImplementedError(f"implementation {name!r} of {wanted}: {why}")
+    chosen = getattr(_module(op, name), wanted)
+    return functools.partial(chosen, interpret=True) if is_interpreted else chosen
+
+
+def _module(op: str, name: str) -> Any:
+    """Imported when it is wanted: the GPU's needs Triton."""
+    return importlib.import_module(f"pallas_kernels.{op}.{name}")
+
+
+def _unsupported(op: str, name: str, function: str, args: tuple) -> str | None:
+    """Why a module cannot take the arguments, or None."""
+    try:
+        module = _module(op, name)
+    except ImportError as error:
+        return f"{error}; pip install 'glm5_jax[{name}]'"
+    if not hasattr(module, function):
+        return "there is no such kernel yet"
+    reason = getattr(module, f"unsupported_{function}", None)
+    return None if reason is None else reason(*args)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)

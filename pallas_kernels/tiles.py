@@ -12,13 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import dispatch
+
 ROWS = 64  # queries of a tile: its scores [N, S, ROWS] stay in the L2 cache
+GATHERING_ROWS = 16  # queries of a tile that gathers K rows for each
 TIERS = 4  # key ranges that are compiled, of two tiles or more: each compiles anew
 
 
 def over_sequences(function: Callable, *args: Any) -> Any:
     """Maps over the leading (batch) axis: a loop on CPU, vmap on accelerators."""
-    if jax.default_backend() == "cpu":
+    if dispatch.platform() == "cpu":
         return lax.map(lambda xs: function(*xs), args)
     return jax.vmap(function)(*args)
 
@@ -78,6 +81,30 @@ def over_tiles(
     return carry, jax.tree.map(
         lambda x: lax.slice_in_dim(x, 0, num_queries, axis=x.ndim + out_axis), joined
     )
+
+
+def over_queries(body: Callable, carry: Any, *queries: jax.Array) -> tuple[Any, Any]:
+    """Scans `carry, outs = body(carry, *tiles)` over tiles of GATHERING_ROWS queries.
+
+    For tiles that gather rows of their own. Arrays of queries and outputs are
+    [B, T, ...]; padding is -1 in integers and 0 in floats.
+    """
+    num_queries = queries[0].shape[1]
+    rows = min(GATHERING_ROWS, num_queries)
+
+    def cut(x: jax.Array) -> jax.Array:
+        fill = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
+        widths = [(0, 0), (0, -num_queries % rows), *[(0, 0)] * (x.ndim - 2)]
+        x = jnp.pad(x, widths, constant_values=fill)
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, rows, *x.shape[2:]), 1, 0)
+
+    def join(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_queries]
+
+    xs = tuple(map(cut, queries))
+    carry, outs = lax.scan(lambda carry, xs: body(carry, *xs), carry, xs)
+    return carry, jax.tree.map(join, outs)
 
 
 def _first(size: int, x: jax.Array, axis: int) -> jax.Array:

@@ -69,7 +69,15 @@ class Reader:
         selection = self.selection
         if selection is not None:
             keys = k_index[self.full_layer]
-            selection = indexer_topk(q, keys, w, context.lo, context.hi, topk)
+            selection = indexer_topk(
+                q,
+                keys,
+                w,
+                context.lo,
+                context.hi,
+                topk=topk,
+                implementation="reference",
+            )
         return dataclasses.replace(
             self,
             cache=dataclasses.replace(cache, k_index=k_index),

@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+import pallas_kernels
 from glm5_jax import config as config_lib
 from glm5_jax.model import rope
 
@@ -27,14 +26,5 @@ def make_context(
 ) -> Context:
     """Context of rows of packed documents; segment 0 is padding."""
     cos, sin = rope.tables(positions, config.qk_rope_head_dim, config.rope_theta)
-    index = jnp.arange(segment_ids.shape[1])[None]
-    before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    starts = jnp.where(segment_ids != before, index, 0)
-    is_token = segment_ids > 0
-    return Context(
-        cos=cos,
-        sin=sin,
-        lo=lax.cummax(starts, axis=1),
-        hi=jnp.where(is_token, index + 1, 0),
-        is_token=is_token,
-    )
+    lo, hi = pallas_kernels.segment_bounds(segment_ids)
+    return Context(cos=cos, sin=sin, lo=lo, hi=hi, is_token=segment_ids > 0)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 import pallas_kernels
 from glm5_jax import config as config_lib
+from pallas_kernels import dispatch
 
 _POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -80,7 +81,7 @@ def linear(
     several free dims so that it takes twice as long (117 ms against 57, docs/log.md).
     """
     free = x.ndim - num_in
-    if jax.default_backend() != "cpu":
+    if dispatch.platform() != "cpu":
         contracted = tuple(range(free, x.ndim)), tuple(range(num_in))
         return lax.dot_general(x, w, (contracted, ((), ())), precision=precision)
     size = math.prod(w.shape[:num_in])

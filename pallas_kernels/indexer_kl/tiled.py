@@ -12,9 +12,10 @@ from jax import lax
 from jax.scipy import special
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, tiles
+from pallas_kernels import dispatch, selection, tiles
 from pallas_kernels.indexer_topk import tiled as indexer
 from pallas_kernels.masked_mla import tiled as attention
+from pallas_kernels.sparse_mla import tiled as lists
 
 
 def indexer_kl_loss(
@@ -22,12 +23,13 @@ def indexer_kl_loss(
     index: tuple,
     lo: Array,
     hi: Array,
-    mask: Array | None,
+    selected: Array | None,
     weight: Array,
     scale: float,
 ) -> Float[Array, ""]:
     """See `pallas_kernels.indexer_kl_loss`."""
     q, k, lse = main
+    mask = selection.as_mask(selected, k.shape[1])
     q_index, k_index, w = index
     main = (q.swapaxes(1, 2), k.swapaxes(1, 2), lse[..., None])
     index = (q_index.swapaxes(1, 2), k_index, w)
@@ -84,7 +86,7 @@ def _tile(
     """
     q, lse, q_index, w, bounds, weight = queries
     k, k_index = keys
-    keep = attention.selected(bounds, mask, k_index.shape[0])
+    keep = attention.kept(bounds, mask, k_index.shape[0])
     scores = attention.tile_scores(k, q * scale, keep)
     target = jnp.mean(jnp.exp(scores - lse[:, None, :, 0]), axis=0)
     index_scores = indexer.tile_scores(q_index, k_index, w)
@@ -109,3 +111,62 @@ def _tile(
 
     dk_tile, (dq, dw) = lax.scan(head, jnp.zeros_like(k_index), (q_index, w.T))
     return dk.at[: dk_tile.shape[0]].add(dk_tile), (loss, dq, dw.T)
+
+
+def sparse_indexer_kl_loss(
+    main: tuple,
+    index: tuple,
+    indices: Array,
+    weight: Array,
+    scale: float,
+) -> Float[Array, ""]:
+    """See `pallas_kernels.sparse_indexer_kl_loss`."""
+    return _sparse_loss(index, main, (indices, weight), scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sparse_loss(index: tuple, main: tuple, rows: tuple, scale: float) -> Array:
+    return _over_lists(index, main, rows, scale)[0]
+
+
+def _sparse_forward(index, main, rows, scale):  # noqa: ANN001, ANN202
+    return dispatch.saved(_over_lists(index, main, rows, scale))
+
+
+_sparse_loss.defvjp(_sparse_forward, _backward)
+
+
+def _over_lists(
+    index: tuple, main: tuple, rows: tuple, scale: float
+) -> tuple[Array, tuple]:
+    """The loss, and its gradient for q, k and w."""
+    (q, kv, lse), (q_index, k_index, w), (indices, weight) = main, index, rows
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def tile(dk: Array, *queries: Array) -> tuple[Array, tuple]:
+        q, lse, q_index, w, indices, weight = queries
+        keep = indices >= 0
+        scores = dot("btnc,btkc->btnk", q, lists.gather(kv, indices)) * scale
+        probs = jnp.mean(jnp.exp(scores - lse[..., None]), axis=2)
+        target = jnp.where(keep, probs, 0)
+        k_rows = lists.gather(k_index, indices).astype(jnp.float32)
+        dots = jax.nn.relu(dot("btij,btkj->btik", q_index.astype(jnp.float32), k_rows))
+        index_scores = jnp.sum(dots * w[..., None], axis=2)
+        index_scores = jnp.where(keep, index_scores, attention.HIDDEN)
+        norm = special.logsumexp(index_scores, axis=-1, keepdims=True)
+        log_ratio = jnp.log(jnp.maximum(target, 1e-30)) - (index_scores - norm)
+        loss = weight * jnp.sum(jnp.where(keep, target * log_ratio, 0), axis=-1)
+        total = jnp.sum(target, axis=-1, keepdims=True)  # 1, or 0 without keys
+        probs = jnp.where(keep, jnp.exp(index_scores - norm), 0)
+        d_scores = (probs * total - target) * weight[..., None]
+        d_dots = jnp.where(dots > 0, d_scores[:, :, None] * w[..., None], 0)
+        dq = dot("btik,btkj->btij", d_dots, k_rows)
+        d_rows = dot("btik,btij->btkj", d_dots, q_index.astype(jnp.float32))
+        dw = jnp.sum(dots * d_scores[:, :, None], axis=-1)
+        return lists.scatter_add(dk, d_rows, indices), (loss, dq, dw)
+
+    zeros = jnp.zeros(k_index.shape, jnp.float32)
+    queries = (q, lse.swapaxes(1, 2), q_index, w, indices, weight)
+    dk, (loss, dq, dw) = tiles.over_queries(tile, zeros, *queries)
+    gradient = [g.astype(x.dtype) for g, x in zip((dq, dk, dw), index, strict=True)]
+    return jnp.sum(loss), tuple(gradient)

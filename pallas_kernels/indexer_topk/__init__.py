@@ -3,18 +3,58 @@
 I[t, s] = sum_i w[t, i] * ReLU(q[t, i] . k[s]), in float32 (GLM-5, arXiv 2602.15763;
 DeepSeek-V3.2, arXiv 2512.02556). Scales are folded into w: ReLU is homogeneous.
 Selection: the larger score first, then the lower index. Not differentiable: gradients
-reach the indexer through `pallas_kernels.indexer_kl_loss` alone.
+reach the indexer through `indexer_scores_at` and the losses of `indexer_kl` alone.
 """
 
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels import dispatch
-from pallas_kernels.indexer_topk import reference, tiled
+from pallas_kernels.indexer_topk import reference
 
-IMPLEMENTATIONS = ("tiled", "reference")
+IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 indexer_scores = reference.indexer_scores
-indexer_topk = reference.indexer_topk
+
+
+def indexer_topk(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "B S J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    *,
+    topk: int,
+    implementation: str | None = None,
+) -> Int[Array, "B T K"]:
+    """Lists the top-k keys of every query among those that it may see.
+
+    Args:
+      q: indexer queries, rotated.
+      k: indexer keys, normalised and rotated.
+      w: head weights, scales included.
+      lo: first visible key.
+      hi: end of the visible keys; at most t + 1 + S - T.
+      topk: K, keys to select; with fewer visible ones all are.
+      implementation: see IMPLEMENTATIONS; None for the best one.
+
+    Returns:
+      Indices, ascending, padded with -1 at the end.
+    """
+    return _choose("indexer_topk", implementation, q, k, w, lo, hi, topk)
+
+
+def indexer_bits(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "B S J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    *,
+    topk: int,
+    implementation: str | None = None,
+) -> UInt32[Array, "B T W"]:
+    """The same selection as bits (see `pallas_kernels.selection`)."""
+    return _choose("indexer_bits", implementation, q, k, w, lo, hi, topk)
 
 
 def indexer_mask(
@@ -27,18 +67,41 @@ def indexer_mask(
     topk: int,
     implementation: str | None = None,
 ) -> Bool[Array, "B S T"]:
-    """Marks the top-k keys of every query among those that it may see; keys first.
+    """The same selection as a mask, keys first."""
+    return _choose("indexer_mask", implementation, q, k, w, lo, hi, topk)
+
+
+def indexer_scores_at(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "B S J"],
+    w: Float[Array, "B T I"],
+    indices: Int[Array, "B T K"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B T K"]:
+    """Scores of the listed keys, 0 where the list says -1; differentiable in q, k, w.
 
     Args:
       q: indexer queries, rotated.
       k: indexer keys, normalised and rotated.
       w: head weights, scales included.
-      lo: first visible key.
-      hi: end of the visible keys; at most t + 1 + S - T.
-      topk: keys to select; with fewer visible ones all are.
-      implementation: "tiled", "reference" or None for the best one.
+      indices: keys of each query, padded with -1.
+      implementation: see IMPLEMENTATIONS; None for the best one.
     """
-    q, k, w = lax.stop_gradient((q, k, w))
-    name = dispatch.choose(implementation, "tiled", IMPLEMENTATIONS)
-    module = tiled if name == "tiled" else reference
-    return dispatch.saved(module.indexer_mask(q, k, w, lo, hi, topk))
+    args = (q, k, w, indices)
+    run = dispatch.choose(
+        "indexer_topk",
+        implementation,
+        IMPLEMENTATIONS,
+        *args,
+        function="indexer_scores_at",
+    )
+    return run(*args)
+
+
+def _choose(function, implementation, q, k, w, lo, hi, topk):  # noqa: ANN001, ANN202
+    args = (*lax.stop_gradient((q, k, w)), lo, hi, topk)
+    run = dispatch.choose(
+        "indexer_topk", implementation, IMPLEMENTATIONS, *args, function=function
+    )
+    return dispatch.saved(run(*args))

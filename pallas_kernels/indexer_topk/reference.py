@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from pallas_kernels import selection
 
 
 def indexer_scores(
@@ -16,17 +18,6 @@ def indexer_scores(
     return jnp.einsum("bti,btis->bts", w.astype(jnp.float32), jax.nn.relu(dots_BTIS))
 
 
-def visible(lo: Int[Array, "*n"], hi: Int[Array, "*n"], keys: int) -> Array:
-    """Which of the S = `keys` keys lie in lo .. hi - 1: [*n, S]."""
-    s = jnp.arange(keys).reshape((1,) * lo.ndim + (-1,))
-    return (s >= lo[..., None]) & (s < hi[..., None])
-
-
-def selected(lo: Array, hi: Array, mask: Array | None, keys: int) -> Array:
-    """Which keys count for each query: the mask's, or all visible ones: [B, T, S]."""
-    return visible(lo, hi, keys) if mask is None else mask.swapaxes(1, 2)
-
-
 def indexer_mask(
     q: Float[Array, "B T I J"],
     k: Float[Array, "B S J"],
@@ -36,7 +27,7 @@ def indexer_mask(
     topk: int,
 ) -> Bool[Array, "B S T"]:
     """The first `topk` of the visible keys in a stable sort by falling score."""
-    seen = visible(lo, hi, k.shape[1])
+    seen = selection.visible(lo, hi, k.shape[1])
     scores = jnp.where(seen, indexer_scores(q, k, w), -jnp.inf)
     order = jnp.argsort(-scores, axis=-1, stable=True)
     rank = jnp.argsort(order, axis=-1, stable=True)
@@ -53,13 +44,43 @@ def indexer_topk(
 ) -> Int[Array, "B T K"]:
     """Indices of the same keys, ascending, padded with -1 at the end.
 
-    The form for decoding, where T is small; K = min(topk, S).
+    The form for decoding, where T is small.
     """
     num_keys = k.shape[1]
-    scores = jnp.where(visible(lo, hi, num_keys), indexer_scores(q, k, w), -jnp.inf)
+    scores = jnp.where(
+        selection.visible(lo, hi, num_keys), indexer_scores(q, k, w), -jnp.inf
+    )
     values, indices = lax.top_k(scores, min(topk, num_keys))
     ascending = jnp.sort(jnp.where(values > -jnp.inf, indices, num_keys), axis=-1)
-    return jnp.where(ascending < num_keys, ascending, -1)
+    room = [(0, 0), (0, 0), (0, topk - ascending.shape[-1])]
+    return jnp.pad(
+        jnp.where(ascending < num_keys, ascending, -1), room, constant_values=-1
+    )
+
+
+def indexer_bits(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "B S J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    topk: int,
+) -> UInt32[Array, "B T W"]:
+    """The same selection as bits."""
+    return selection.pack(indexer_mask(q, k, w, lo, hi, topk))
+
+
+def indexer_scores_at(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "B S J"],
+    w: Float[Array, "B T I"],
+    indices: Int[Array, "B T K"],
+) -> Float[Array, "B T K"]:
+    """See `pallas_kernels.indexer_scores_at`."""
+    rows = jax.vmap(lambda k, i: k[i])(k, jnp.maximum(indices, 0))
+    dots = jnp.einsum("btij,btkj->btik", *_exact(q, rows))
+    scores = jnp.einsum("bti,btik->btk", w.astype(jnp.float32), jax.nn.relu(dots))
+    return jnp.where(indices < 0, 0, scores)
 
 
 def _exact(*arrays: Array) -> tuple[Array, ...]:

@@ -7,9 +7,10 @@ a tile that lies in the cache, several times cheaper on CPU than `lax.top_k`.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import tiles
+from pallas_kernels import selection, tiles
+from pallas_kernels.indexer_topk import reference
 
 LOWEST, HIGHEST = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
 
@@ -64,6 +65,50 @@ def indexer_mask(
     return tiles.over_sequences(
         sequence, q.swapaxes(1, 2), w, lo[..., None], hi[..., None], k
     )
+
+
+def indexer_bits(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "B S J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    topk: int,
+) -> UInt32[Array, "B T W"]:
+    """See `pallas_kernels.indexer_bits`."""
+    return selection.pack(indexer_mask(q, k, w, lo, hi, topk))
+
+
+def indexer_topk(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "B S J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    topk: int,
+) -> Int[Array, "B T K"]:
+    """See `pallas_kernels.indexer_topk`: the a tile of scores at a time, and a sort."""
+
+    def tile(_: None, q: Array, w: Array, lo: Array, hi: Array) -> tuple[None, Array]:
+        return None, reference.indexer_topk(q, k, w, lo, hi, topk)
+
+    return tiles.over_queries(tile, None, q, w, lo, hi)[1]
+
+
+def indexer_scores_at(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "B S J"],
+    w: Float[Array, "B T I"],
+    indices: Int[Array, "B T K"],
+) -> Float[Array, "B T K"]:
+    """See `pallas_kernels.indexer_scores_at`: a tile of queries gathers its keys."""
+    k = k.astype(jnp.float32)  # gradients of a tile are summed over tiles in it
+
+    @jax.checkpoint
+    def tile(_: None, q: Array, w: Array, indices: Array) -> tuple[None, Array]:
+        return None, reference.indexer_scores_at(q, k, w, indices)
+
+    return tiles.over_queries(tile, None, q, w, indices)[1]
 
 
 def topk_mask(

@@ -1,16 +1,15 @@
-"""Attention in multi-head form over the keys that a mask selects.
+"""Attention in multi-head form over the keys that are selected.
 
-o[t] = sum_s softmax_s(scale q[t] . k[s]) v[s] over s with mask[s, t]; and the
+o[t] = sum_s softmax_s(scale q[t] . k[s]) v[s] over the selected s; and the
 log-sum-exp of every row, from which the backward pass and the indexer's loss restore
 the probabilities. A row without any key gives zeros, and a log-sum-exp of zero.
 """
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels import dispatch
-from pallas_kernels.masked_mla import reference, tiled
 
-IMPLEMENTATIONS = ("tiled", "reference")
+IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
 
 def masked_mla(
@@ -19,12 +18,12 @@ def masked_mla(
     v: Float[Array, "B S N O"],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
-    mask: Bool[Array, "B S T"] | None = None,
+    selection: Bool[Array, "B S T"] | UInt32[Array, "B T W"] | None = None,
     *,
     scale: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
-    """Attends to the keys lo .. hi - 1 of each query that `mask` selects.
+    """Attends to the keys lo .. hi - 1 of each query that are selected.
 
     Args:
       q: queries; the last T of the S tokens.
@@ -32,14 +31,14 @@ def masked_mla(
       v: values.
       lo: first visible key.
       hi: end of the visible keys; at most t + 1 + S - T.
-      mask: selection among them, keys first; it marks visible keys alone. None
-        selects all.
+      selection: a mask or bits (see `pallas_kernels.selection`) that mark visible
+        keys alone; None selects all of these. Kernels read bits, plain XLA masks.
       scale: factor on q . k.
-      implementation: "tiled", "reference" or None for the best one.
+      implementation: see IMPLEMENTATIONS; None for the best one.
 
     Returns:
       The outputs, and the log-sum-exp of the scaled scores in float32.
     """
-    name = dispatch.choose(implementation, "tiled", IMPLEMENTATIONS)
-    module = tiled if name == "tiled" else reference
-    return module.masked_mla(q, k, v, lo, hi, mask, scale)
+    args = (q, k, v, lo, hi, selection, scale)
+    run = dispatch.choose("masked_mla", implementation, IMPLEMENTATIONS, *args)
+    return run(*args)

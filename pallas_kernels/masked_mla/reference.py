@@ -1,9 +1,9 @@
 """The definition: all scores at once, softmax in float32."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.indexer_topk import reference as indexer
+from pallas_kernels import selection
 
 
 def masked_mla(
@@ -12,11 +12,11 @@ def masked_mla(
     v: Float[Array, "B S N O"],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
-    mask: Bool[Array, "B S T"] | None,
+    selected: Array | None,
     scale: float,
 ) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
     """See `pallas_kernels.masked_mla`."""
-    seen = indexer.selected(lo, hi, mask, k.shape[1])[:, None]
+    seen = selection.as_rows(lo, hi, selected, k.shape[1])[:, None]
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(seen, scores * scale, -1e30)
     top = jnp.max(scores, axis=-1, keepdims=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, tiles
+from pallas_kernels import dispatch, selection, tiles
 from pallas_kernels.indexer_topk import tiled as indexer
 
 HIDDEN = -1e30  # score of a key that is not selected; exp(HIDDEN - finite) is 0
@@ -23,17 +23,18 @@ def masked_mla(
     v: Float[Array, "B S N O"],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
-    mask: Bool[Array, "B S T"] | None,
+    selected: Array | None,
     scale: float,
 ) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
     """See `pallas_kernels.masked_mla`."""
+    mask = selection.as_mask(selected, k.shape[1])
     bounds = (lo[..., None], hi[..., None])
     heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]
     out, lse = _attend(*heads_first, bounds, mask, scale)
     return out.swapaxes(1, 2), lse[..., 0]
 
 
-def selected(bounds: tuple[Array, Array], mask: Array | None, num_keys: int) -> Array:
+def kept(bounds: tuple[Array, Array], mask: Array | None, num_keys: int) -> Array:
     """Keys that count for each query of a tile: [S, T]."""
     return indexer.visible(*bounds, num_keys) if mask is None else mask
 
@@ -54,7 +55,7 @@ def _attend(
         _: None, queries: tuple, keys: tuple, mask: Array | None
     ) -> tuple[None, tuple]:
         (q, bounds), (k, v_NOS) = queries, keys
-        scores = tile_scores(k, q * scale, selected(bounds, mask, k.shape[1]))
+        scores = tile_scores(k, q * scale, kept(bounds, mask, k.shape[1]))
         top = jnp.max(scores, axis=1)
         weights = jnp.exp(scores - top[:, None])
         total = jnp.sum(weights, axis=1)
@@ -91,7 +92,7 @@ def _backward(scale, residuals, cotangents):  # noqa: ANN001, ANN202
     ) -> tuple[tuple, Array]:
         (q, bounds, lse, d_out, shift), (k, v, k_NHS) = queries, keys
         q = q * scale
-        scores = tile_scores(k, q, selected(bounds, mask, k.shape[1]))
+        scores = tile_scores(k, q, kept(bounds, mask, k.shape[1]))
         probs = jnp.exp(scores - lse[:, None, :, 0])
         d_probs = jnp.einsum(
             "nso,nto->nst", v, d_out, preferred_element_type=jnp.float32

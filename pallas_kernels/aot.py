@@ -1,0 +1,177 @@
+"""Compiles for chips that are not there, and says what the compiler made of it.
+
+TPUs need libtpu from PyPI beside a CPU build of jax; an H200 needs jax-cuda13-plugin,
+triton and jax-triton: `pip install 'glm5_jax[aot]'`. No driver and no device.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import chips
+
+# What XLA asks the driver about a GPU, of an H200 SXM.
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4890000000000 l2_cache_size: 52428800
+  device_memory_size: 150754820096
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuKernel:
+    """What ptxas says of a Triton kernel."""
+
+    name: str
+    registers: int  # of a thread
+    spill_bytes: int  # stored and loaded again, of a thread
+    shared_bytes: int  # of a program
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A compiled program, of one device."""
+
+    compile_seconds: float
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    flops: float  # by the compiler; it does not look into kernels
+    gpu_kernels: tuple[GpuKernel, ...]
+
+
+def device_mesh(chip: chips.Chip) -> Mesh:
+    """A mesh of one device of the chip.
+
+    Raises:
+      RuntimeError: if the chip's compiler is not installed.
+    """
+    # libtpu must neither look for chips nor lock other processes out.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    is_gpu = chip.platform == "gpu"
+    options = {"target_config": _H200, "topology": chip.topology} if is_gpu else {}
+    name = "H200" if is_gpu else chip.topology
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda" if is_gpu else "tpu", topology_name=name, **options
+        )
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        raise RuntimeError(
+            f"no compiler for {chip.name} here ({error}); pip install 'glm5_jax[aot]'."
+        ) from error
+    device = np.array(topology.devices)[:1]
+    return Mesh(device, ("x",), axis_types=(AxisType.Auto,))
+
+
+@contextlib.contextmanager
+def target(chip: chips.Chip) -> Iterator[NamedSharding]:
+    """What is traced inside is meant for the chip; arguments need the sharding."""
+    mesh = device_mesh(chip)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield NamedSharding(mesh, PartitionSpec())
+
+
+def compile(function: Callable, args: Any, chip: chips.Chip) -> Report:
+    """Compiles `function(*args)` for one device of a chip.
+
+    Args:
+      function: to trace.
+      args: arrays or ShapeDtypeStructs.
+      chip: one of `chips.CHIPS`.
+    """
+    with target(chip) as sharding, _recorded(chip) as launches:
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        # A fresh function: a cached trace would launch, and record, nothing.
+        fresh = jax.jit(lambda *xs: function(*xs))
+        lowered = fresh.lower(*jax.tree.map(place, args))
+        start = time.perf_counter()
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - start
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    assert memory is not None
+    return Report(
+        compile_seconds=seconds,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        flops=cost.get("flops", 0.0),
+        gpu_kernels=tuple(gpu_kernel(launch) for launch in launches),
+    )
+
+
+def _recorded(chip: chips.Chip) -> contextlib.AbstractContextManager:
+    """Collects Triton launches, where there can be any."""
+    if chip.platform != "gpu":
+        return contextlib.nullcontext([])
+    from pallas_kernels import triton_call
+
+    return triton_call.recorded()
+
+
+_TRITON_TYPES = {
+    "bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "bool": "i1",
+    "int8": "i8", "int32": "i32", "uint32": "u32", "int64": "i64",
+    "float8_e4m3fn": "fp8e4nv",
+}  # fmt: skip
+
+
+def gpu_kernel(launch: Any) -> GpuKernel:
+    """Compiles a `triton_call.Launch` for Hopper and asks ptxas what it uses."""
+    import triton
+    from triton.backends import compiler as backends
+
+    kernel = launch.kernel
+    names = kernel.arg_names[: len(launch.dtypes)]
+    types = [f"*{_TRITON_TYPES[dtype]}" for dtype in launch.dtypes]
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature=dict(zip(names, types, strict=True))
+        | dict.fromkeys(launch.constants, "constexpr"),
+        constexprs=launch.constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names))},
+    )
+    assembler = triton.knobs.nvidia.ptxas.path
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder  # jax-triton leaves none
+        compiled = triton.compile(
+            source,
+            target=backends.GPUTarget("cuda", 90, 32),
+            options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+        )
+        ptx = pathlib.Path(folder) / "kernel.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        said = subprocess.run(
+            [assembler, "-v", "--gpu-name=sm_90a", ptx, "-o", ptx.with_suffix(".o")],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    number = lambda pattern: int(re.search(pattern, said).group(1))  # type: ignore
+    spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+    registers = number(r"Used (\d+) registers")
+    shared = compiled.metadata.shared
+    return GpuKernel(kernel.__name__, registers, spills, shared)

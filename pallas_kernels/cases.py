@@ -1,0 +1,134 @@
+"""Named shapes and inputs that tests, benchmarks and ahead-of-time compiles share."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import selection
+
+INDEX_PATTERNS = ("random", "local")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes of a layer; the defaults are GLM-5's (arXiv 2602.15763, table 10)."""
+
+    name: str
+    queries: int
+    keys: int
+    batch: int = 1
+    topk: int = 2048
+    documents: int = 1  # equal parts of each row; the last query sees nothing if > 1
+    heads: int = 64
+    latent: int = 512  # C
+    rope: int = 64  # R
+    head_dim: int = 256  # H of the multi-head form
+    value_dim: int = 256  # O
+    index_heads: int = 32
+    index_dim: int = 128
+    dtype: str = "bfloat16"
+
+    @property
+    def scale(self) -> float:
+        """Factor on q . k."""
+        return self.head_dim**-0.5
+
+
+def full(length: int) -> Case:
+    """A GLM-5 layer over one document of `length` tokens."""
+    return Case(str(length), length, length)
+
+
+_SMALL: Any = {
+    "heads": 16,
+    "latent": 128,
+    "head_dim": 128,
+    "value_dim": 128,
+    "index_heads": 8,
+}
+# For tests: odd lengths, fewer keys than top-k, continued rows, packed documents.
+SMALL = (
+    Case("short", 5, 5, topk=64, **_SMALL),
+    Case("documents", 150, 150, batch=2, documents=3, topk=32, **_SMALL),
+    Case("continued", 40, 333, topk=64, **_SMALL),
+    Case("float32", 70, 200, topk=64, dtype="float32", **_SMALL),
+)
+
+
+def shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every input that an op may want, by name."""
+    b, t, s, n = case.batch, case.queries, case.keys, case.heads
+    width = case.latent + case.rope
+    half, exact, integer = case.dtype, "float32", "int32"
+    table = {
+        "q": ((b, t, n, case.head_dim), half),
+        "k": ((b, s, n, case.head_dim), half),
+        "v": ((b, s, n, case.value_dim), half),
+        "q_latent": ((b, t, n, width), half),
+        "kv": ((b, s, width), half),
+        "q_index": ((b, t, case.index_heads, case.index_dim), half),
+        "k_index": ((b, s, case.index_dim), half),
+        "w": ((b, t, case.index_heads), exact),
+        "lo": ((b, t), integer),
+        "hi": ((b, t), integer),
+        "bits": ((b, t, selection.num_words(s)), "uint32"),
+        "indices": ((b, t, case.topk), integer),
+        "lse": ((b, n, t), exact),
+        "weight": ((b, t), exact),
+    }
+    return {k: jax.ShapeDtypeStruct(shape, d) for k, (shape, d) in table.items()}
+
+
+def bounds(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """First visible key and end [B, T], of the last T of S tokens."""
+    t = np.arange(case.keys)
+    size = -(-case.keys // case.documents)
+    lo = np.broadcast_to(t // size * size, (case.batch, case.keys))
+    hi = np.broadcast_to(t + 1, (case.batch, case.keys)).copy()
+    if case.documents > 1:
+        hi[0, -1] = 0
+    part = slice(case.keys - case.queries, None)
+    return lo[:, part].astype(np.int32), hi[:, part].astype(np.int32)
+
+
+def make(case: Case, *names: str, seed: int = 0, pattern: str = "random") -> tuple:
+    """Random inputs by name, in the order asked for.
+
+    Args:
+      case: sizes.
+      *names: of `shapes`, but "bits" and "lse", which other ops make.
+      seed: of normals and of index lists.
+      pattern: of index lists: "random" over the visible keys, or "local": half of them
+        the nearest.
+    """
+    table, out = shapes(case), []
+    for i, name in enumerate(names):
+        rng = np.random.default_rng((seed, i))
+        if name in ("lo", "hi"):
+            value = bounds(case)[name == "hi"]
+        elif name == "indices":
+            value = _lists(case, rng, pattern)
+        elif name == "weight":
+            value = rng.random(table[name].shape)
+        else:
+            value = rng.standard_normal(table[name].shape, dtype=np.float32)
+            value = value / np.sqrt(case.latent / 64) if name == "q_latent" else value
+        out.append(jnp.asarray(value, table[name].dtype))
+    return tuple(out)
+
+
+def _lists(case: Case, rng: np.random.Generator, pattern: str) -> np.ndarray:
+    """Ascending index lists; a query that sees fewer than top-k keys takes them all."""
+    lo, hi = bounds(case)
+    lists = np.full((case.batch, case.queries, case.topk), -1, np.int32)
+    for b, t in np.ndindex(lo.shape):
+        first, end = int(lo[b, t]), int(hi[b, t])
+        count = min(case.topk, max(end - first, 0))
+        near = count // 2 if pattern == "local" else 0
+        far = rng.choice(max(end - first - near, 0), count - near, replace=False)
+        keys = np.concatenate([first + far, np.arange(end - near, end)])
+        lists[b, t, :count] = np.sort(keys)
+    return lists

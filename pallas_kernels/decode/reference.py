@@ -1,0 +1,59 @@
+"""The definition: put the pages in a row, then as over a whole sequence."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.indexer_topk import reference as indexer
+from pallas_kernels.sparse_mla import reference as attention
+
+
+def rows(
+    pages: Float[Array, "P s x"], page_table: Int[Array, "B n"] | None
+) -> Float[Array, "B S x"]:
+    """The cache of every sequence in one piece."""
+    if page_table is None:
+        return pages
+    return jax.vmap(lambda table: pages[table].reshape(-1, pages.shape[-1]))(page_table)
+
+
+def decode_indexer_topk(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "P s J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    page_table: Int[Array, "B n"] | None,
+    topk: int,
+) -> Int[Array, "B T K"]:
+    """See `pallas_kernels.decode_indexer_topk`."""
+    return indexer.indexer_topk(q, rows(k, page_table), w, lo, hi, topk)
+
+
+def decode_sparse_mla(
+    q: Float[Array, "B T N c"],
+    kv: Float[Array, "P s c"],
+    indices: Int[Array, "B T K"],
+    page_table: Int[Array, "B n"] | None,
+    scale: float,
+    value_dim: int,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
+    """See `pallas_kernels.decode_sparse_mla`: fetches the listed rows alone."""
+    sequence = jnp.arange(q.shape[0])[:, None, None]
+    position = jnp.maximum(indices, 0)
+    if page_table is not None:
+        size = kv.shape[1]
+        sequence, position = page_table[sequence, position // size], position % size
+    fetched = kv[sequence, position]  # [B, T, K, c]
+    batch, num_queries, topk = indices.shape
+    slots = jnp.where(indices >= 0, jnp.arange(topk)[None, None], -1)
+    out, lse = attention.sparse_mla(
+        q.reshape(batch * num_queries, 1, *q.shape[2:]),
+        fetched.reshape(batch * num_queries, topk, -1),
+        slots.reshape(batch * num_queries, 1, topk),
+        scale,
+        value_dim,
+    )
+    heads = q.shape[2]
+    lse = lse.reshape(batch, num_queries, heads).swapaxes(1, 2)
+    return out.reshape(batch, num_queries, heads, value_dim), lse

@@ -1,0 +1,97 @@
+"""Which keys a query may see, and the three forms of a selection among them.
+
+- mask: Bool[B, S, T], keys first. The form of plain XLA on CPU.
+- bits: UInt32[B, T, W], one bit a key: key s is bit (s % 4096) // 128 of word
+  (s // 4096) * 128 + s % 128, so that a vector of 128 lanes holds 32 runs of 128 keys.
+- list: Int32[B, T, K], indices ascending, padded with -1 at the end.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, UInt32
+
+LANES = 128
+RUN = 32 * LANES  # keys of 128 words
+
+
+def segment_bounds(
+    segment_ids: Int[Array, "B T"],
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """First visible key and end of the visible keys, for causal packed documents.
+
+    Args:
+      segment_ids: document of each token, contiguous; 0 is padding, which sees nothing.
+    """
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+    before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    starts = jnp.where(segment_ids != before, index, 0)
+    return lax.cummax(starts, axis=1), jnp.where(segment_ids > 0, index + 1, 0)
+
+
+def visible(lo: Int[Array, "*n"], hi: Int[Array, "*n"], num_keys: int) -> Array:
+    """Which keys lie in lo .. hi - 1: [*n, S]."""
+    s = jnp.arange(num_keys).reshape((1,) * lo.ndim + (-1,))
+    return (s >= lo[..., None]) & (s < hi[..., None])
+
+
+def as_mask(
+    selected: Bool[Array, "B S T"] | UInt32[Array, "B T W"] | None, num_keys: int
+) -> Bool[Array, "B S T"] | None:
+    """The mask of a mask or of bits."""
+    if selected is None or selected.dtype == bool:
+        return selected
+    return unpack(selected, num_keys)
+
+
+def as_rows(
+    lo: Int[Array, "B T"], hi: Int[Array, "B T"], selected: Array | None, num_keys: int
+) -> Bool[Array, "B T S"]:
+    """Which keys count for each query: the selected, or all visible ones."""
+    mask = as_mask(selected, num_keys)
+    return visible(lo, hi, num_keys) if mask is None else mask.swapaxes(1, 2)
+
+
+def num_words(num_keys: int) -> int:
+    """W: words of a row of bits."""
+    return -(-num_keys // RUN) * LANES
+
+
+def pack(mask: Bool[Array, "B S T"]) -> UInt32[Array, "B T W"]:
+    """Bits of a mask."""
+    batch, num_keys, num_queries = mask.shape
+    padding = -num_keys % RUN
+    rows = jnp.pad(mask, ((0, 0), (0, padding), (0, 0))).swapaxes(1, 2)
+    runs = rows.reshape(batch, num_queries, -1, 32, LANES).astype(jnp.uint32)
+    shifts = jnp.arange(32, dtype=jnp.uint32)[None, None, None, :, None]
+    words = jnp.sum(runs << shifts, axis=3, dtype=jnp.uint32)
+    return words.reshape(batch, num_queries, -1)
+
+
+def unpack(bits: UInt32[Array, "B T W"], num_keys: int) -> Bool[Array, "B S T"]:
+    """The mask of bits."""
+    batch, num_queries, _ = bits.shape
+    words = bits.reshape(batch, num_queries, -1, 1, LANES)
+    shifts = jnp.arange(32, dtype=jnp.uint32)[None, None, None, :, None]
+    rows = ((words >> shifts) & 1).astype(bool).reshape(batch, num_queries, -1)
+    return rows[..., :num_keys].swapaxes(1, 2)
+
+
+def to_list(mask: Bool[Array, "B S T"], topk: int) -> Int[Array, "B T K"]:
+    """Indices of a mask that marks at most `topk` keys a query."""
+    num_keys = mask.shape[1]
+    s = jnp.arange(num_keys, dtype=jnp.int32)[None, :, None]
+    rows = jnp.sort(jnp.where(mask, s, num_keys).swapaxes(1, 2), axis=-1)[..., :topk]
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, max(topk - num_keys, 0))), "constant")
+    is_key = (rows < num_keys) & (jnp.arange(topk)[None, None] < num_keys)
+    return jnp.where(is_key, rows, -1)
+
+
+def to_mask(indices: Int[Array, "B T K"], num_keys: int) -> Bool[Array, "B S T"]:
+    """The mask of a list."""
+
+    def row(indices: Int[Array, " K"]) -> Bool[Array, " S"]:
+        place = jnp.where(indices < 0, num_keys, indices)
+        return jnp.zeros(num_keys, bool).at[place].set(True, mode="drop")
+
+    return jax.vmap(jax.vmap(row))(indices).swapaxes(1, 2)

@@ -1,0 +1,33 @@
+"""The definition: gather, softmax in float32."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def sparse_mla(
+    q: Float[Array, "B T N c"],
+    kv: Float[Array, "B S c"],
+    indices: Int[Array, "B T K"],
+    scale: float,
+    value_dim: int,
+    deterministic: bool = False,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
+    """See `pallas_kernels.sparse_mla`; its order of summation is always the same."""
+    del deterministic
+    is_key = (indices >= 0)[:, :, None]
+    rows = jax.vmap(lambda kv, i: kv[i])(kv, jnp.maximum(indices, 0))
+    scores = jnp.einsum("btnc,btkc->btnk", q, rows, preferred_element_type=jnp.float32)
+    scores = jnp.where(is_key, scores * scale, -1e30)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.where(is_key, jnp.exp(scores - top), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    probs = weights / jnp.where(total > 0, total, 1)
+    lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), 0)
+    out = jnp.einsum(
+        "btnk,btkc->btnc",
+        probs.astype(kv.dtype),
+        rows[..., :value_dim],
+        preferred_element_type=jnp.float32,
+    )
+    return out.astype(q.dtype), lse[..., 0].swapaxes(1, 2)

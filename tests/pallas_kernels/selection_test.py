@@ -1,0 +1,42 @@
+"""The three forms of a selection, and the bounds of packed documents."""
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from pallas_kernels import cases, indexer_bits, indexer_mask, indexer_topk, selection
+from tests import environment
+
+
+class SelectionFormsTest(parameterized.TestCase):
+    @parameterized.parameters(5, 4096, 5000)
+    def test_bits_are_where_they_say(self, num_keys):
+        mask = np.random.default_rng(0).random((2, num_keys, 3)) < 0.3
+        bits = np.asarray(selection.pack(jnp.asarray(mask)))
+        self.assertEqual(bits.shape[-1], selection.num_words(num_keys))
+        s = np.arange(num_keys)
+        words = bits[:, :, s // 4096 * 128 + s % 128]
+        found = words >> (s % 4096 // 128).astype(np.uint32) & 1
+        np.testing.assert_array_equal(found.astype(bool), mask.swapaxes(1, 2))
+        back = selection.unpack(jnp.asarray(bits), num_keys)
+        np.testing.assert_array_equal(back, mask)
+
+    @parameterized.named_parameters((case.name, case) for case in cases.SMALL)
+    def test_the_forms_agree(self, case):
+        names = ("q_index", "k_index", "w", "lo", "hi")
+        args = cases.make(case, *names)
+        mask = indexer_mask(*args, topk=case.topk)
+        lists = indexer_topk(*args, topk=case.topk)
+        bits = indexer_bits(*args, topk=case.topk)
+        np.testing.assert_array_equal(selection.unpack(bits, case.keys), mask)
+        np.testing.assert_array_equal(selection.to_mask(lists, case.keys), mask)
+        np.testing.assert_array_equal(selection.to_list(mask, case.topk), lists)
+
+    def test_segment_bounds(self):
+        lo, hi = selection.segment_bounds(jnp.asarray([[1, 1, 2, 2, 2, 0]]))
+        np.testing.assert_array_equal(lo, [[0, 0, 2, 2, 2, 5]])
+        np.testing.assert_array_equal(hi, [[1, 2, 3, 4, 5, 0]])
+
+
+if __name__ == "__main__":
+    environment.main()

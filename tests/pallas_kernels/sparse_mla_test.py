@@ -1,0 +1,85 @@
+"""Sparse attention in latent form: definition against a loop, others against it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from pallas_kernels import cases, sparse_mla
+from tests import environment
+
+FLOAT32_RTOL = 2e-5  # two orders of summation in float32
+BFLOAT16_NORM = 1e-2  # of gradients, relative; outputs 4e-3 (spec: 8 bits of mantissa)
+
+
+def run(case, implementation, deterministic=False):
+    """Outputs, and gradients for q and kv through both outputs."""
+    q, kv, indices = cases.make(case, "q_latent", "kv", "indices")
+    attend = functools.partial(
+        sparse_mla,
+        indices=indices,
+        scale=case.scale,
+        value_dim=case.latent,
+        deterministic=deterministic,
+        implementation=implementation,
+    )
+
+    def loss(q, kv):
+        out, lse = attend(q, kv)
+        out32 = out.astype(jnp.float32)
+        return jnp.sum(jnp.sin(out32)) + jnp.sum(jnp.cos(lse)), (out, lse)
+
+    grads, (out, lse) = jax.grad(loss, argnums=(0, 1), has_aux=True)(q, kv)
+    return {"out": out, "lse": lse, "dq": grads[0], "dkv": grads[1]}
+
+
+def assert_close(got, want, dtype):
+    """Element by element in float32, by norm in bfloat16."""
+    for name, wanted in want.items():
+        g, w = (np.asarray(x, np.float64) for x in (got[name], wanted))
+        assert g.shape == w.shape, name
+        if dtype == "float32":
+            np.testing.assert_allclose(g, w, FLOAT32_RTOL, 2e-5, err_msg=name)
+            continue
+        if name == "lse":
+            np.testing.assert_allclose(g, w, 1e-5, 1e-5)
+            continue
+        limit = 4e-3 if name == "out" else BFLOAT16_NORM
+        error = np.linalg.norm(g - w) / max(np.linalg.norm(w), 1e-9)
+        assert error < limit, f"{name}: {error}"
+
+
+class SparseMlaTest(parameterized.TestCase):
+    def test_definition_is_a_loop(self):
+        case = cases.SMALL[3]
+        q, kv, indices = cases.make(case, "q_latent", "kv", "indices")
+        args = (q, kv, indices)
+        out, lse = sparse_mla(
+            *args, scale=case.scale, value_dim=case.latent, implementation="reference"
+        )
+        q, kv = (np.asarray(x, np.float64) for x in (q, kv))
+        for b, t, n in np.ndindex(q.shape[:3]):
+            rows = kv[b, [i for i in np.asarray(indices[b, t]) if i >= 0]]
+            scores = case.scale * rows @ q[b, t, n]
+            weights = np.exp(scores)
+            want = weights @ rows[:, : case.latent] / weights.sum()
+            np.testing.assert_allclose(out[b, t, n], want, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(lse[b, n, t], np.log(weights.sum()), rtol=1e-5)
+
+    @parameterized.named_parameters((case.name, case) for case in cases.SMALL)
+    def test_tiled_equals_definition_with_gradients(self, case):
+        assert_close(run(case, "tiled"), run(case, "reference"), case.dtype)
+
+    def test_a_row_without_keys_is_zero(self):
+        case = cases.SMALL[1]
+        for name in ("tiled", "reference"):
+            got = run(case, name)
+            np.testing.assert_array_equal(got["out"][0, -1], 0)
+            np.testing.assert_array_equal(got["lse"][0, :, -1], 0)
+            np.testing.assert_array_equal(got["dq"][0, -1], 0)
+
+
+if __name__ == "__main__":
+    environment.main()
