@@ -8,9 +8,8 @@ only C + R numbers a token are cached and read, whatever the number of heads
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 import pallas_kernels
 from glm5_jax import config as config_lib
@@ -167,29 +166,3 @@ def expanded(
         q, k, v, context.lo, context.hi, selected, scale=config.softmax_scale
     )
     return layers.linear(out, params["o_proj"], num_in=2), (q, k, lse)
-
-
-def absorbed(
-    params: dict[str, Array],
-    config: config_lib.ModelConfig,
-    c_q: Float[Array, "B T Q"],
-    kv: Float[Array, "B _ S c"],
-    keep: Bool[Array, "B T S"],
-    context: context_lib.Context,
-) -> Float[Array, "B T D"]:
-    """Attention in the latent space over the rows that were fetched for each query.
-
-    Args:
-      params: of the attention.
-      config: of the model.
-      c_q: query latents.
-      kv: rows [latent | rotated key] of each query, or of all, c = C + R.
-      keep: which of them are real and selected.
-      context: positions of the queries.
-    """
-    q = latent_queries(params, config, c_q, context)
-    scores = jnp.einsum("btnc,btsc->btns", q, kv, preferred_element_type=jnp.float32)
-    scores = jnp.where(keep[:, :, None], scores * config.softmax_scale, -1e30)
-    probs = jax.nn.softmax(scores, axis=-1).astype(kv.dtype)
-    c = jnp.einsum("btns,btsc->btnc", probs, kv[..., : config.kv_lora_rank])
-    return from_latent(params, c)

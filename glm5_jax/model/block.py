@@ -130,8 +130,9 @@ def decode(
     if config.attention == "sparse" and "indexer" in params:
         q, k, w = indexer.project(params["indexer"], config, h, c_q, context)
         read = read.select(q, k, w, context, config.index_topk)
-    rows, keep = read.rows(context)
-    out = attention.absorbed(attn, config, c_q, rows, keep, context)
+    q = attention.latent_queries(attn, config, c_q, context)
+    out = read.attend(q, context, config.softmax_scale, config.kv_lora_rank)
+    out = attention.from_latent(attn, out)
     out, _ = feed_forward(params, config, x + out, context)
     return out, read.next()
 
