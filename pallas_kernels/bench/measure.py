@@ -46,8 +46,8 @@ class Job:
             return call
 
         def scalar(*args: Any) -> jax.Array:
-            out = jax.tree.leaves(call(*args))[0]
-            return jnp.sum(out.astype(jnp.float32))
+            leaves = jax.tree.leaves(call(*args))
+            return sum((jnp.sum(x, dtype=jnp.float32) for x in leaves), jnp.zeros(()))
 
         return jax.grad(scalar, argnums=op.differentiable)
 

@@ -6,6 +6,7 @@ once, and listed rows once a query: a kernel that finds them in a cache moves le
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,37 @@ def _sparse_kl_work(case: Case) -> tuple[float, float, float, float]:
     return entries * (main + index), rows + moved, entries * 2 * index, rows + moved
 
 
+def _layer_call(select: str, attend: str, loss: str) -> Callable:
+    """A layer's attention: selection, attention over it, and the indexer's loss."""
+
+    def build(case: Case, implementation: str | None, deterministic: bool) -> Callable:
+        named = functools.partial(_call, implementation=implementation)
+        is_latent = attend == "sparse_mla"
+        extra: Any = {"value_dim": case.latent} if is_latent else {}
+
+        def run(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+            *index, lo, hi, weight = args[:6]
+            main = args[6:]
+            selected = named(select, topk=case.topk)(*index, lo, hi)
+            bounds = (selected,) if is_latent else (lo, hi, selected)
+            out, lse = named(attend, scale=case.scale, **extra)(*main, *bounds)
+            target = (*main[:2], lse)
+            kl = named(loss, scale=case.scale)(target, tuple(index), *bounds, weight)
+            return out, kl
+
+        return run
+
+    return build
+
+
+def _layer_work(*parts: Callable) -> Callable:
+    def work(case: Case) -> tuple[float, float, float, float]:
+        a, b, c, d = zip(*(part(case) for part in parts), strict=True)
+        return sum(a), sum(b), sum(c), sum(d)
+
+    return work
+
+
 def _grouped_work(weights: str) -> Callable:
     def work(case: Case) -> tuple[float, float, float, float]:
         rows = case.batch * case.queries * case.experts_per_token
@@ -238,6 +270,18 @@ OPERATIONS = {
         _kl_call("sparse_indexer_kl_loss", 3),
         _sparse_kl_work,
         (0, 1, 2),
+    ),
+    "listed_layer": Operation(
+        (*_INDEX, "lo", "hi", "weight", "q_latent", "kv"),
+        _layer_call("indexer_topk", "sparse_mla", "sparse_indexer_kl_loss"),
+        _layer_work(_indexer_work, _sparse_work, _sparse_kl_work),
+        (0, 1, 2, 6, 7),
+    ),
+    "masked_layer": Operation(
+        (*_INDEX, "lo", "hi", "weight", "q", "k", "v"),
+        _layer_call("indexer_bits", "masked_mla", "indexer_kl_loss"),
+        _layer_work(_indexer_work, _dense_work, _kl_work),
+        (0, 1, 2, 6, 7, 8),
     ),
     "grouped_matmul": Operation(
         ("rows", "experts", "group_sizes"),
