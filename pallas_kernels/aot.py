@@ -41,6 +41,9 @@ device_description_str: "NVIDIA H200"
 """
 
 
+PTX_VERSION = 87  # that the assemblers of Triton 3.6 to 3.9 all read
+
+
 @dataclasses.dataclass(frozen=True)
 class GpuKernel:
     """What ptxas says of a Triton kernel."""
@@ -160,7 +163,11 @@ def gpu_kernel(launch: Any) -> GpuKernel:
         compiled = triton.compile(
             source,
             target=backends.GPUTarget("cuda", 90, 32),
-            options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+            options={
+                "num_warps": launch.num_warps,
+                "num_stages": launch.num_stages,
+                "ptx_version": PTX_VERSION,
+            },
         )
         ptx = pathlib.Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
