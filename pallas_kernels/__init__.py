@@ -6,7 +6,7 @@ are implementations that agree with it, in values and gradients.
 
 from pallas_kernels.decode import decode_indexer_topk, decode_sparse_mla
 from pallas_kernels.dispatch import SAVED
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_quantized
 from pallas_kernels.indexer_kl import indexer_kl_loss, sparse_indexer_kl_loss
 from pallas_kernels.indexer_topk import (
     indexer_bits,
@@ -25,6 +25,7 @@ __all__ = [
     "decode_indexer_topk",
     "decode_sparse_mla",
     "grouped_matmul",
+    "grouped_matmul_quantized",
     "indexer_bits",
     "indexer_kl_loss",
     "indexer_mask",
