@@ -12,13 +12,14 @@ import difflib
 import json
 import pathlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from pallas_kernels import cases, chips, dispatch
+from pallas_kernels import aot, cases, chips, dispatch
 from pallas_kernels.bench import measure, operations, plot
 
 TIMED = (
@@ -137,6 +138,7 @@ def _chip(
     if args.aot:
         if args.chip is None:
             parser.error(f"--aot needs --chip, one of {', '.join(chips.CHIPS)}")
+        aot.dump_bundles(pathlib.Path(tempfile.mkdtemp(prefix="pallas_kernels_")))
         return chips.CHIPS[args.chip]
     here = dispatch.chip()
     if args.chip is not None and (here is None or here.name != args.chip):
@@ -170,8 +172,9 @@ def _line(row: dict[str, Any], columns: tuple) -> str:
     kernels = [
         f"{k['name']} {k['registers']} registers, {k['spill_bytes']} B spilled, "
         f"{k['shared_bytes'] / 1024:.0f} KiB shared"
-        for k in row.get("kernels", ())
+        for k in row.get("gpu_kernels", ())
     ]
+    kernels += [f"{k['name']} {k['bundles']}" for k in row.get("tpu_kernels", ())]
     failure = [row["failure"].splitlines()[0]] if "failure" in row else []
     return "| " + " | ".join([*cells, "; ".join(failure + kernels)]) + " |"
 

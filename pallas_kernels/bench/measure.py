@@ -104,7 +104,8 @@ def compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:
         "compile_seconds": report.compile_seconds,
         "argument_mib": report.argument_bytes / 2**20,
         "temp_mib": report.temp_bytes / 2**20,
-        "kernels": [dataclasses.asdict(k) for k in report.gpu_kernels],
+        "gpu_kernels": [dataclasses.asdict(k) for k in report.gpu_kernels],
+        "tpu_kernels": [dataclasses.asdict(k) for k in report.tpu_kernels],
     }
 
 
