@@ -20,29 +20,7 @@ import jax
 import numpy as np
 
 from pallas_kernels import aot, cases, chips, dispatch
-from pallas_kernels.bench import measure, operations, plot
-
-TIMED = (
-    ("median_ms", "ms", "{:.3f}"),
-    ("p10_ms", "p10", "{:.3f}"),
-    ("p90_ms", "p90", "{:.3f}"),
-    ("tflops", "TFLOP/s", "{:.0f}"),
-    ("gbps", "GB/s", "{:.0f}"),
-    ("bound", "bound", "{}"),
-    ("floor_ms", "floor ms", "{:.3f}"),
-    ("share", "share", "{:.0%}"),
-    ("ratio_to_xla", "x XLA", "{:.2f}"),
-    ("error", "error", "{:.1e}"),
-    ("temp_mib", "temp MiB", "{:.1f}"),
-)
-COMPILED = (
-    ("compile_seconds", "compile s", "{:.1f}"),
-    ("temp_mib", "temp MiB", "{:.1f}"),
-    ("argument_mib", "arguments MiB", "{:.1f}"),
-    ("bound", "bound", "{}"),
-    ("floor_ms", "floor ms", "{:.3f}"),
-)
-NAMES = ("op", "length", "mode")
+from pallas_kernels.bench import measure, operations, plot, table
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,17 +29,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     jobs = _jobs(parser, args)
     chip = _chip(parser, args)
-    columns = COMPILED if args.aot else TIMED
+    columns = table.COMPILED if args.aot else table.TIMED
     where = chip.name if chip else jax.devices()[0].device_kind
     print(
         f"{'compiled for' if args.aot else 'timed on'} {where}, jax {jax.__version__}"
     )
-    print("| " + " | ".join([*NAMES, *(title for _, title, _ in columns), ""]) + " |")
-    print("|" + "---|" * (len(NAMES) + len(columns) + 1), flush=True)
+    print(table.header(columns), flush=True)
     rows = []
     for row in _run(jobs, chip, args):
         rows.append(row)
-        print(_line(row, columns), flush=True)
+        print(table.line(row, columns), flush=True)
         if args.json:
             _write(args.json, {"chip": where, "jax": jax.__version__, "rows": rows})
     if args.plot:
@@ -162,21 +139,6 @@ def _run(
         except Exception as error:  # one op out of memory must not cost the others
             row = {"failure": f"{type(error).__name__}: {error}"}
         yield name | row
-
-
-def _line(row: dict[str, Any], columns: tuple) -> str:
-    cells = [str(row[name]) for name in NAMES]
-    for key, _, form in columns:
-        value = row.get(key)
-        cells.append("" if value is None else form.format(value))
-    kernels = [
-        f"{k['name']} {k['registers']} registers, {k['spill_bytes']} B spilled, "
-        f"{k['shared_bytes'] / 1024:.0f} KiB shared"
-        for k in row.get("gpu_kernels", ())
-    ]
-    kernels += [f"{k['name']} {k['bundles']}" for k in row.get("tpu_kernels", ())]
-    failure = [row["failure"].splitlines()[0]] if "failure" in row else []
-    return "| " + " | ".join([*cells, "; ".join(failure + kernels)]) + " |"
 
 
 def _write(path: pathlib.Path, content: dict[str, Any]) -> None:
