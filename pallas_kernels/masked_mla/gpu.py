@@ -6,8 +6,8 @@ Mosaic's attention needs kernels of its own for every such mask, written for the
 memory accelerator, whose gain here nobody could time. Triton's code was read: wgmma
 throughout, copies of 16 bytes, no spills.
 
-Bits are first laid out as words of 32 neighbouring keys, [B, S / 32, T], so that a
-block of 64 keys reads two words a query, one line for all queries of a tile, not 64.
+Tiles: 128 queries share a block of 64 keys, as fewer queries would read more of the L2
+cache than it gives (64 KB of keys and values for 8.4 MFLOP of each head's tile).
 """
 
 import functools
@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, selection, triton_call
-from pallas_kernels.masked_mla import gpu_backward
+from pallas_kernels import dispatch, triton_call
+from pallas_kernels.masked_mla import gpu_backward, gpu_words
 
 LOG2E = gpu_backward.LOG2E
 HIDDEN = tl.constexpr(-1e30)  # score of a key that does not count
-WORD = 32  # keys of a word
-QUERIES, KEYS = 128, 64  # of a tile: q, k, v and the next k, v fill shared memory
+TILE = 128, 64  # queries and keys: q, k, v and the next k, v fill shared memory
+FLOAT32_TILE = 32, 32
 
 
 def masked_mla(
@@ -68,9 +68,9 @@ def _attend(
 ) -> tuple[Array, Array]:
     batch, num_queries, heads, dim = q.shape
     num_keys, value_dim = v.shape[1], v.shape[-1]
-    words = row_words(selected, num_keys)
+    words = gpu_words.row_words(selected, num_keys, interpret)
     is_half = q.dtype.itemsize == 2
-    rows, cols = (QUERIES, KEYS) if is_half else (WORD, WORD)
+    rows, cols = TILE if is_half else FLOAT32_TILE
     sizes: dict[str, Any] = {
         "T": num_queries, "S": num_keys, "N": heads, "H": dim, "O": value_dim,
         "SCALE": scale, "BM": rows, "BN": cols,
@@ -102,36 +102,13 @@ def _backward(scale, interpret, residuals, cotangents):  # noqa: ANN001, ANN202
     q, k, v, lo, hi, selected, out, lse = residuals
     d_out, d_lse = cotangents
     shift = jnp.einsum("btno,btno->bnt", out, d_out, preferred_element_type=jnp.float32)
-    words = row_words(selected, k.shape[1])
+    words = gpu_words.row_words(selected, k.shape[1], interpret)
     queries = (q, d_out, lse, shift - d_lse, lo, hi)
     grads = gpu_backward.gradients(queries, k, v, words, scale, interpret)
     return *grads, None, None, None
 
 
 _attend.defvjp(_forward, _backward)
-
-
-def row_words(selected: Array | None, num_keys: int) -> UInt32[Array, "B w T"] | None:
-    """Key s of a mask or of bits as bit s % 32 of word s // 32; whole runs of keys."""
-    if selected is None:
-        return None
-    shifts = jnp.arange(WORD, dtype=jnp.uint32)
-    if selected.dtype == bool:
-        mask = jnp.pad(selected, ((0, 0), (0, -num_keys % selection.RUN), (0, 0)))
-        words = mask.reshape(mask.shape[0], -1, WORD, mask.shape[-1])
-        shifted = words.astype(jnp.uint32) << shifts[None, None, :, None]
-        return jnp.sum(shifted, axis=2, dtype=jnp.uint32)
-    batch, num_queries, _ = selected.shape
-    runs = selected.reshape(batch, num_queries, -1, 1, selection.LANES // WORD, WORD)
-    # One pass over the bits and one output: a sum over lanes would hold 32 as many.
-    words = functools.reduce(
-        jnp.bitwise_or,
-        (
-            ((runs[..., lane] >> shifts[None, None, None, :, None]) & 1) << lane
-            for lane in range(WORD)
-        ),
-    )
-    return words.reshape(batch, num_queries, -1).swapaxes(1, 2)
 
 
 @triton.jit

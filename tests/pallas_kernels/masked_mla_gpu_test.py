@@ -21,9 +21,9 @@ SCALE = 0.2
 TOLERANCES = {jnp.float32: (1e-5, 1e-4), jnp.bfloat16: (4e-3, 1e-2)}
 # Queries, keys, heads, head dims, documents.
 CASES = (
-    ("documents", 150, 150, 2, 32, 16, 3),
-    ("continued", 40, 203, 1, 16, 32, 1),
-    ("blocks_without_mask", 130, 384, 1, 16, 16, 1),
+    ("documents", 150, 150, 1, 32, 16, 3),
+    ("continued", 40, 203, 2, 16, 32, 1),
+    ("blocks_without_mask", 70, 200, 1, 16, 16, 1),
 )
 
 
@@ -71,10 +71,15 @@ class MaskedMlaGpuTest(parameterized.TestCase):
         error = np.linalg.norm(np.asarray(got, np.float32) - want)
         self.assertLess(error, rtol * np.linalg.norm(want))
 
-    @parameterized.product(
-        case=CASES, dtype=(jnp.float32, jnp.bfloat16), form=("none", "mask", "bits")
-    )
-    def test_equals_definition_with_gradients(self, case, dtype, form):
+    @parameterized.product(case=CASES, form=("none", "mask", "bits"))
+    def test_equals_definition_with_gradients(self, case, form):
+        self.check(case, form, jnp.float32)
+
+    @parameterized.product(case=CASES[:1], form=("none", "bits"))
+    def test_bfloat16_is_close(self, case, form):
+        self.check(case, form, jnp.bfloat16)
+
+    def check(self, case, form, dtype):
         inputs = make_inputs(*case[1:], dtype)
         selected = make_selection(*inputs[3:], case[2], form)
         out, lse, grads = value_and_gradients(inputs, selected, "gpu_interpret")
@@ -95,10 +100,10 @@ class MaskedMlaGpuTest(parameterized.TestCase):
 
     def test_bounds_in_any_order(self):
         """Tiles of queries of one block of keys need not be neighbours."""
-        q, k, v, *_ = make_inputs(*CASES[2][1:], jnp.float32)
-        starts = np.asarray([300, 0, 250, 90, 17], np.int32).repeat(26)[None]
+        q, k, v, *_ = make_inputs(90, 160, 1, 16, 16, 1, jnp.float32)
+        starts = np.asarray([120, 0, 110, 70, 17], np.int32).repeat(18)[None]
         lo = jnp.asarray(np.concatenate([starts, starts[:, ::-1]]))
-        inputs = (q, k, v, lo, lo + 45)
+        inputs = (q, k, v, lo, jnp.minimum(lo + 45, 160))
         got = value_and_gradients(inputs, None, "gpu_interpret")
         want = value_and_gradients(inputs, None, "reference")
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
