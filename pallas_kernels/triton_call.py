@@ -8,8 +8,10 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
+import ml_dtypes
 import numpy as np
 import triton
 
@@ -116,7 +118,50 @@ def _interpreted(
             for s, fill in zip(out_shape, fills, strict=True)
         ]
         ins = [tensor(np.asarray(x)) for x in arrays]
-        launch.kernel[launch.grid](*ins, *outs, **launch.constants)
+        with _mended_interpreter():
+            launch.kernel[launch.grid](*ins, *outs, **launch.constants)
         return [array(x, s) for x, s in zip(outs, out_shape, strict=True)]
 
     return jax.pure_callback(run, out_shape, *inputs)
+
+
+@contextlib.contextmanager
+def _mended_interpreter() -> Iterator[None]:
+    """Triton 3.6's interpreter, with bfloat16 products and with numpy 2.4.
+
+    As it comes, it multiplies bfloat16 as integers and rounds to it by cutting off; and
+    a loop's bounds are arrays of one element, which numpy 2.4 makes no int of.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    patch, convert, dot = (
+        interpreter._patch_lang_tensor,
+        interpreter._convert_float,
+        builder.create_dot,
+    )
+
+    def mended_patch(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def mended_convert(x: np.ndarray, old: Any, new: Any, rounding: Any) -> np.ndarray:
+        if old.name == "fp32" and new.name == "bf16":
+            return x.astype(ml_dtypes.bfloat16).view(np.uint16)
+        return convert(x, old, new, rounding)
+
+    def mended_dot(self: Any, a: Any, b: Any, *args: Any) -> Any:
+        return dot(self, widened(a), widened(b), *args)
+
+    def widened(x: Any) -> Any:
+        if x.dtype.name != "bf16":
+            return x
+        floats = x.data.view(ml_dtypes.bfloat16).astype(np.float32)
+        return interpreter.TensorHandle(floats, triton.language.float32)
+
+    with (
+        mock.patch.object(interpreter, "_patch_lang_tensor", mended_patch),
+        mock.patch.object(interpreter, "_convert_float", mended_convert),
+        mock.patch.object(builder, "create_dot", mended_dot),
+    ):
+        yield
