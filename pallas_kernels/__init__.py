@@ -13,6 +13,7 @@ from pallas_kernels.indexer_topk import (
     indexer_mask,
     indexer_scores,
     indexer_scores_at,
+    indexer_select,
     indexer_topk,
 )
 from pallas_kernels.masked_mla import masked_mla
@@ -30,6 +31,7 @@ __all__ = [
     "indexer_mask",
     "indexer_scores",
     "indexer_scores_at",
+    "indexer_select",
     "indexer_topk",
     "masked_mla",
     "segment_bounds",

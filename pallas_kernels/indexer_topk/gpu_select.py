@@ -1,0 +1,339 @@
+"""Triton kernels for Hopper: scores of some queries, then the exact top-k of each.
+
+The scoring kernel writes the scores [rows, S] and the greatest of every group of G
+neighbouring keys. The selecting kernel first takes the K groups with the greatest
+scores, then the K greatest of their K G members. No key outside of these groups can be
+among the top K: each of the K groups holds a key that goes before it. So a program
+looks at S / G + K G numbers, which fit its registers, for any scores, and finds the
+K-th greatest by bisection: several times less work than four histograms of S keys, and
+no atomics. Ties go to the lower index in both steps.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Int, UInt32
+
+from pallas_kernels import selection, triton_call
+
+KEYS = 64  # of a step of scoring
+COLUMNS = 256  # queries times heads of a step; the product [KEYS, COLUMNS] fills wgmma
+COLUMNS_FLOAT32 = 64  # without tensor cores
+PROGRAMS = 4 * 132  # two of scoring run on a multiprocessor: two waves
+BLOCK = 2048  # that a selecting program writes at a time
+UNSEEN = tl.constexpr(-0x7F800001)  # what -inf becomes as an integer
+MOST = 32768  # numbers that a selecting program holds in registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a call of `select` covers."""
+
+    sequences: int
+    rows: int  # queries of each sequence
+    topk: int
+    as_bits: bool = False
+    interpret: bool = False
+
+
+def unsupported(q: Array, k: Array, w: Array, num_keys: int, topk: int) -> str | None:
+    """Why the kernels cannot take these arguments, or None."""
+    heads, dim = q.shape[-2:]
+    if heads & (heads - 1) or heads > COLUMNS or dim & (dim - 1) or dim < 16:
+        return (
+            f"heads must be a power of two up to {COLUMNS} and their dim one of 16 or "
+            f"more, got {heads} and {dim}."
+        )
+    if q.dtype != k.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"q and k must share a float dtype, got {q.dtype} and {k.dtype}."
+    if w.dtype != jnp.float32:
+        return f"w must be float32, got {w.dtype}."
+    if _work(num_keys, topk, group_size(num_keys, topk)) > MOST:
+        return f"top {topk} of {num_keys} keys do not fit a program's registers."
+    return None
+
+
+def select(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "P s J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    start: Int[Array, "2"],
+    table: Int[Array, "B n"] | None,
+    plan: Plan,
+) -> Int[Array, "A K"] | UInt32[Array, "A W"]:
+    """Lists or bits of `plan.rows` queries of each of `plan.sequences` sequences.
+
+    Args:
+      q: indexer queries.
+      k: keys, a row for each sequence; or P pages of s of them.
+      w: head weights.
+      lo: first visible key.
+      hi: end of the visible keys.
+      start: first sequence, and first query of each.
+      table: page of each run of s keys of a sequence; None without pages.
+      plan: sizes. A = sequences * rows.
+    """
+    num_keys = k.shape[1] * (1 if table is None else table.shape[1])
+    scores, maxima = scored(q, k, w, lo, hi, start, table, plan)
+    return chosen(scores, maxima, lo, hi, start, num_keys, plan)
+
+
+def group_size(num_keys: int, topk: int) -> int:
+    """G, that leaves the selecting program the least work."""
+    sizes = [2**i for i in range(KEYS.bit_length())]
+    return min(sizes, key=lambda group: _work(num_keys, topk, group, total=True))
+
+
+def _work(num_keys: int, topk: int, group: int, total: bool = False) -> int:
+    """Numbers that a selecting program looks at: the larger step, or both."""
+    first = triton.next_power_of_2(triton.cdiv(num_keys, group))
+    second = triton.next_power_of_2(topk) * group if group > 1 else 0
+    return first + second if total else max(first, second)
+
+
+def block_queries(q: Array, rows: int) -> int:
+    """Queries of a scoring program."""
+    columns = COLUMNS_FLOAT32 if q.dtype == jnp.float32 else COLUMNS
+    heads = q.shape[2]
+    block = min(triton.next_power_of_2(rows), max(columns // heads, 1))
+    return max(block, 16 // heads)  # a product has 16 columns or more
+
+
+def scored(q, k, w, lo, hi, start, table, plan):  # noqa: ANN001, ANN201
+    """Scores [sequences * padded rows, padded S], and maxima of groups of them."""
+    _, num_queries, heads, dim = q.shape
+    page, pages = k.shape[1], 1 if table is None else table.shape[1]
+    num_keys = page * pages
+    block = block_queries(q, plan.rows)
+    blocks = triton.cdiv(plan.rows, block)
+    group = group_size(num_keys, plan.topk)
+    stride = triton.cdiv(num_keys, KEYS) * KEYS
+    rows = plan.sequences * blocks * block
+    splits = triton.cdiv(PROGRAMS, plan.sequences * blocks)
+    return triton_call.call(
+        _scores_kernel,
+        *(q, k, w, lo, hi, start, start if table is None else table),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, stride), jnp.float32),
+            # Groups of one need no maxima.
+            jax.ShapeDtypeStruct(
+                (rows if group > 1 else 1, stride // group), jnp.float32
+            ),
+        ],
+        grid=(plan.sequences * blocks, min(splits, stride // KEYS)),
+        num_warps=4,
+        num_stages=2 if block * heads == COLUMNS else 3,  # two programs must fit
+        interpret=plan.interpret,
+        T=num_queries,
+        S=num_keys,
+        I=heads,
+        J=dim,
+        PAGE=page,
+        PAGES=pages,
+        IS_PAGED=table is not None,
+        STRIDE=stride,
+        QUERIES=block,
+        BLOCKS=blocks,
+        KEYS=KEYS,
+        GROUP=group,
+    )
+
+
+def chosen(scores, maxima, lo, hi, start, num_keys, plan):  # noqa: ANN001, ANN201
+    """Lists or bits of the top-k; see `select`."""
+    group = group_size(num_keys, plan.topk)
+    groups = triton.next_power_of_2(triton.cdiv(num_keys, group))
+    slots = triton.next_power_of_2(plan.topk)
+    work = _work(num_keys, plan.topk, group)
+    words = selection.num_words(num_keys)
+    out = (words, jnp.uint32) if plan.as_bits else (plan.topk, jnp.int32)
+    rows = plan.sequences * plan.rows
+    return triton_call.call(
+        _select_kernel,
+        *(scores, maxima, lo, hi, start),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, out[0]), out[1]),
+            jax.ShapeDtypeStruct((rows if group > 1 else 1, plan.topk), jnp.int32),
+        ],
+        grid=(rows,),
+        num_warps=min(max(work // 1024, 4), 16),
+        num_stages=1,
+        zeroed_outputs=(0,) if plan.as_bits else (),
+        interpret=plan.interpret,
+        T=lo.shape[1],
+        K=plan.topk,
+        STRIDE=scores.shape[1],
+        WORDS=words,
+        ROWS=plan.rows,
+        PADDED_ROWS=scores.shape[0] // plan.sequences,
+        GROUP=group,
+        GROUPS=groups,
+        SLOTS=slots,
+        WIDTH=slots * group if group > 1 else groups,
+        BLOCK=min(BLOCK, groups, slots * group),
+        AS_BITS=plan.as_bits,
+    )[0]
+
+
+@triton.jit
+@typing.no_type_check
+def _scores_kernel(  # noqa: ANN202, PLR0913
+    q_ptr, k_ptr, w_ptr, lo_ptr, hi_ptr, start_ptr, table_ptr, scores_ptr, maxima_ptr,  # noqa: ANN001
+    T: tl.constexpr, S: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
+    PAGE: tl.constexpr, PAGES: tl.constexpr, IS_PAGED: tl.constexpr,
+    STRIDE: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    KEYS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    # Keys are the rows of a product and the heads of queries its columns: a sum over
+    # heads then stays within four threads.
+    block = tl.program_id(0)
+    sequence = (tl.load(start_ptr) + block // BLOCKS).to(tl.int64)
+    first_query = tl.load(start_ptr + 1) + block % BLOCKS * QUERIES
+    t = first_query + tl.arange(0, QUERIES)
+    lo = tl.load(lo_ptr + sequence * T + t, t < T, 0)
+    hi = tl.load(hi_ptr + sequence * T + t, t < T, 0)
+    sees = lo < hi
+    low = tl.maximum(tl.min(tl.where(sees, lo, S)), 0) // KEYS
+    high = (tl.minimum(tl.max(tl.where(sees, hi, 0)), S) + KEYS - 1) // KEYS
+
+    column = tl.arange(0, QUERIES * I)
+    is_query = first_query + column // I < T
+    column += first_query * I
+    j = tl.arange(0, J)
+    q_ptr += sequence * (T * I * J) + column[:, None] * J + j[None]
+    q = tl.load(q_ptr, is_query[:, None], 0.0)
+    w = tl.load(w_ptr + sequence * (T * I) + column, is_query, 0.0)
+    row = block * QUERIES + tl.arange(0, QUERIES).to(tl.int64)[None]
+    for step in range(low + tl.program_id(1), high, tl.num_programs(1)):
+        s = step * KEYS + tl.arange(0, KEYS)
+        if IS_PAGED:
+            page = tl.load(table_ptr + sequence * PAGES + s // PAGE, s < S, 0)
+            key = page.to(tl.int64) * PAGE + s % PAGE
+        else:
+            key = sequence * S + s
+        k = tl.load(k_ptr + key[:, None] * J + j[None], (s < S)[:, None], 0.0)
+        products = tl.dot(k, q.T, input_precision="ieee")
+        products = tl.maximum(products, 0.0) * w[None]
+        scores = tl.sum(tl.reshape(products, [KEYS, QUERIES, I]), 2)
+        tl.store(scores_ptr + row * STRIDE + s[:, None], scores)
+        if GROUP > 1:
+            visible = (s[:, None] >= lo[None]) & (s[:, None] < hi[None])
+            grouped = tl.where(visible, scores, -float("inf"))
+            grouped = tl.reshape(grouped, [KEYS // GROUP, GROUP, QUERIES])
+            g = step * (KEYS // GROUP) + tl.arange(0, KEYS // GROUP)
+            place = row * (STRIDE // GROUP) + g[:, None]
+            tl.store(maxima_ptr + place, tl.max(grouped, 1))
+
+
+@triton.jit
+@typing.no_type_check
+def _select_kernel(  # noqa: ANN202, PLR0913
+    scores_ptr, maxima_ptr, lo_ptr, hi_ptr, start_ptr, out_ptr, groups_ptr,  # noqa: ANN001
+    T: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, WORDS: tl.constexpr,
+    ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    AS_BITS: tl.constexpr,
+):  # fmt: skip
+    # Only the bisections hold a whole row; what they found is written by blocks.
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.load(start_ptr + 1) + (row % ROWS).to(tl.int32)
+    place = (tl.load(start_ptr) + row // ROWS) * T + t
+    lo = tl.maximum(tl.load(lo_ptr + place, t < T, 0), 0)
+    hi = tl.load(hi_ptr + place, t < T, 0)
+    padded = row // ROWS * PADDED_ROWS + row % ROWS
+    scores_ptr += padded * STRIDE
+    maxima_ptr += padded * (STRIDE // GROUP)
+    groups_ptr += row * K
+
+    members = GROUPS
+    if GROUP > 1:
+        first = lo // GROUP
+        end = tl.where(lo < hi, (hi + GROUP - 1) // GROUP, first)
+        maxima = _visible(maxima_ptr, tl.arange(0, GROUPS), first, end)
+        low, room = _threshold(maxima, K)
+        taken, ties = 0, 0
+        for base in range(0, GROUPS, BLOCK):
+            g = base + tl.arange(0, BLOCK)
+            x = _visible(maxima_ptr, g, first, end)
+            best, slot, taken, ties = _take(x, low, room, taken, ties)
+            tl.store(groups_ptr + slot, g, best)
+        tl.debug_barrier()  # other threads read what these wrote
+        members = taken * GROUP
+
+    _, whole = _member(scores_ptr, groups_ptr, 0, members, lo, hi, GROUP, WIDTH)
+    low, room = _threshold(whole, K)
+    taken, ties = 0, 0
+    for base in range(0, WIDTH, BLOCK):
+        s, x = _member(scores_ptr, groups_ptr, base, members, lo, hi, GROUP, BLOCK)
+        best, slot, taken, ties = _take(x, low, room, taken, ties)
+        if AS_BITS:
+            word = s // 4096 * 128 + s % 128
+            bit = (1 << (s % 4096 // 128)).to(tl.uint32, bitcast=True)
+            # An OR gives the same in any order.
+            tl.atomic_or(out_ptr + row * WORDS + word, bit, best, sem="relaxed")
+        else:
+            tl.store(out_ptr + row * K + slot, s, best)
+    if not AS_BITS:
+        free = tl.arange(0, SLOTS)
+        tl.store(out_ptr + row * K + free, -1, (free >= taken) & (free < K))
+
+
+@triton.jit
+@typing.no_type_check
+def _member(  # noqa: ANN202
+    scores_ptr, groups_ptr, base, members, lo, hi,  # noqa: ANN001
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Places and scores of a block of the members of the groups that were taken.
+    member = base + tl.arange(0, BLOCK)
+    is_member = member < members
+    s = member
+    if GROUP > 1:
+        s = tl.load(groups_ptr + member // GROUP, is_member, 0) * GROUP + member % GROUP
+    return s, _visible(scores_ptr, s, lo, tl.where(is_member, hi, lo))
+
+
+@triton.jit
+@typing.no_type_check
+def _visible(ptr, s, lo, hi):  # noqa: ANN001, ANN202
+    # Integers that compare like the floats at s; UNSEEN where s is not in lo .. hi.
+    x = tl.load(ptr + s, (s >= lo) & (s < hi), -float("inf"))
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+@typing.no_type_check
+def _threshold(x, K: tl.constexpr):  # noqa: ANN001, ANN202
+    # The K largest that are seen (all, if there are fewer) are those above `low`, and
+    # the first `room` of those equal to it.
+    # At all times count(x >= low) = count >= K > count(x >= high), if that many are
+    # seen; most often it ends early, at a count of K.
+    low = UNSEEN + 1
+    high = tl.max(x) + 1
+    count = tl.sum((x >= low).to(tl.int32))
+    while (count > K) & (low + 1 < high):
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # no overflow
+        above = tl.sum((x >= middle).to(tl.int32))
+        is_enough = above >= K
+        low = tl.where(is_enough, middle, low)
+        high = tl.where(is_enough, high, middle)
+        count = tl.where(is_enough, above, count)
+    return low, K - tl.sum((x > low).to(tl.int32))
+
+
+@triton.jit
+@typing.no_type_check
+def _take(x, low, room, taken, ties):  # noqa: ANN001, ANN202
+    # Which of a block are taken, and as the how-manieth; counts to go on with.
+    at = x == low
+    rank = ties + tl.cumsum(at.to(tl.int32), 0)
+    best = (x > low) | (at & (rank <= room))
+    slot = taken + tl.cumsum(best.to(tl.int32), 0) - 1
+    return best, slot, taken + tl.sum(best.to(tl.int32)), ties + tl.sum(at.to(tl.int32))
