@@ -203,13 +203,12 @@ def _scores_kernel(  # noqa: ANN202, PLR0913
     start = tl.maximum(tl.min(tl.where(sees, lo, S)), 0)
     end = tl.minimum(tl.max(tl.where(sees, hi, 0)), S)
 
-    column = tl.arange(0, QUERIES * I)
+    column, j = tl.arange(0, QUERIES * I), tl.arange(0, J)
     is_query = first_query + column // I < T
-    column += first_query * I
-    j = tl.arange(0, J)
-    q_ptr += sequence * (T * I * J) + column[:, None] * J + j[None]
+    at = (sequence * T + first_query) * I
+    q_ptr += at * J + column[:, None] * J + j[None]
     q = tl.load(q_ptr, is_query[:, None], 0.0)
-    w = tl.load(w_ptr + sequence * (T * I) + column, is_query, 0.0)
+    w = tl.load(w_ptr + at + column, is_query, 0.0)
     row = block * QUERIES + tl.arange(0, QUERIES).to(tl.int64)[None]
     first = start // KEYS + tl.program_id(1)
     for step in range(first, (end + KEYS - 1) // KEYS, tl.num_programs(1)):
