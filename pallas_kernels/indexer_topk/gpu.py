@@ -6,8 +6,9 @@ keys, 48 of 202752.
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from pallas_kernels import selection
 from pallas_kernels.indexer_topk import gpu_listed, gpu_select
 
 CHUNK_BYTES = 40 * 10**6  # of the 50 MB of the cache
@@ -24,7 +25,7 @@ def unsupported_indexer_topk(
     return gpu_select.unsupported(q, k, w, k.shape[1], topk)
 
 
-unsupported_indexer_bits = unsupported_indexer_topk
+unsupported_indexer_bits = unsupported_indexer_mask = unsupported_indexer_topk
 
 
 def indexer_topk(
@@ -53,6 +54,21 @@ def indexer_bits(
 ) -> UInt32[Array, "B T W"]:
     """See `pallas_kernels.indexer_bits`."""
     return _by_chunks(q, k, w, lo, hi, topk, True, interpret)
+
+
+def indexer_mask(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "B S J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    topk: int,
+    *,
+    interpret: bool = False,
+) -> Bool[Array, "B S T"]:
+    """See `pallas_kernels.indexer_mask`; bits are 8 times smaller."""
+    bits = _by_chunks(q, k, w, lo, hi, topk, True, interpret)
+    return selection.unpack(bits, k.shape[1])
 
 
 def _by_chunks(q, k, w, lo, hi, topk, as_bits, interpret):  # noqa: ANN001, ANN202

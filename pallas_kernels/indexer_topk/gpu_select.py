@@ -22,7 +22,8 @@ from pallas_kernels import selection, triton_call
 
 KEYS = 64  # of a step of scoring
 COLUMNS = 256  # queries times heads of a step; the product [KEYS, COLUMNS] fills wgmma
-COLUMNS_FLOAT32 = 64  # without tensor cores
+COLUMNS_FLOAT32 = 32  # without tensor cores; more would spill
+QUERIES = 8  # of a scoring program
 PROGRAMS = 4 * 132  # two of scoring run on a multiprocessor: two waves
 BLOCK = 2048  # that a selecting program writes at a time
 UNSEEN = tl.constexpr(-0x7F800001)  # what -inf becomes as an integer
@@ -101,7 +102,7 @@ def block_queries(q: Array, rows: int) -> int:
     """Queries of a scoring program."""
     columns = COLUMNS_FLOAT32 if q.dtype == jnp.float32 else COLUMNS
     heads = q.shape[2]
-    block = min(triton.next_power_of_2(rows), max(columns // heads, 1))
+    block = min(triton.next_power_of_2(rows), max(columns // heads, 1), QUERIES)
     return max(block, 16 // heads)  # a product has 16 columns or more
 
 
@@ -127,8 +128,8 @@ def scored(q, k, w, lo, hi, start, table, plan):  # noqa: ANN001, ANN201
             ),
         ],
         grid=(plan.sequences * blocks, min(splits, stride // KEYS)),
-        num_warps=4,
-        num_stages=2 if block * heads == COLUMNS else 3,  # two programs must fit
+        num_warps=8 if q.dtype == jnp.float32 else 4,
+        num_stages=2 if table is None else 3,  # one more to look up pages
         interpret=plan.interpret,
         T=num_queries,
         S=num_keys,
@@ -199,25 +200,26 @@ def _scores_kernel(  # noqa: ANN202, PLR0913
     lo = tl.load(lo_ptr + sequence * T + t, t < T, 0)
     hi = tl.load(hi_ptr + sequence * T + t, t < T, 0)
     sees = lo < hi
-    low = tl.maximum(tl.min(tl.where(sees, lo, S)), 0) // KEYS
-    high = (tl.minimum(tl.max(tl.where(sees, hi, 0)), S) + KEYS - 1) // KEYS
+    start = tl.maximum(tl.min(tl.where(sees, lo, S)), 0)
+    end = tl.minimum(tl.max(tl.where(sees, hi, 0)), S)
 
-    column = tl.arange(0, QUERIES * I)
+    column, j = tl.arange(0, QUERIES * I), tl.arange(0, J)
     is_query = first_query + column // I < T
-    column += first_query * I
-    j = tl.arange(0, J)
-    q_ptr += sequence * (T * I * J) + column[:, None] * J + j[None]
+    at = (sequence * T + first_query) * I
+    q_ptr += at * J + column[:, None] * J + j[None]
     q = tl.load(q_ptr, is_query[:, None], 0.0)
-    w = tl.load(w_ptr + sequence * (T * I) + column, is_query, 0.0)
+    w = tl.load(w_ptr + at + column, is_query, 0.0)
     row = block * QUERIES + tl.arange(0, QUERIES).to(tl.int64)[None]
-    for step in range(low + tl.program_id(1), high, tl.num_programs(1)):
+    first = start // KEYS + tl.program_id(1)
+    for step in range(first, (end + KEYS - 1) // KEYS, tl.num_programs(1)):
         s = step * KEYS + tl.arange(0, KEYS)
+        is_key = (s >= start) & (s < end)  # nobody may know the pages of others
         if IS_PAGED:
-            page = tl.load(table_ptr + sequence * PAGES + s // PAGE, s < S, 0)
+            page = tl.load(table_ptr + sequence * PAGES + s // PAGE, is_key, 0)
             key = page.to(tl.int64) * PAGE + s % PAGE
         else:
             key = sequence * S + s
-        k = tl.load(k_ptr + key[:, None] * J + j[None], (s < S)[:, None], 0.0)
+        k = tl.load(k_ptr + key[:, None] * J + j[None], is_key[:, None], 0.0)
         products = tl.dot(k, q.T, input_precision="ieee")
         products = tl.maximum(products, 0.0) * w[None]
         scores = tl.sum(tl.reshape(products, [KEYS, QUERIES, I]), 2)

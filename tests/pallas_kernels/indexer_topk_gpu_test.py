@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import cases, indexer_bits, indexer_scores_at, indexer_topk
+from pallas_kernels import (
+    cases,
+    indexer_bits,
+    indexer_mask,
+    indexer_scores_at,
+    indexer_topk,
+)
 from tests import environment
 
 FLOAT32_NORM = 1e-5  # two orders of summation
@@ -89,7 +95,9 @@ class IndexerTopkGpuTest(parameterized.TestCase):
         # Few queries, as the interpreter is slow.
         pick = [0, case.queries // 2, case.queries - 2, case.queries - 1]
         q, w, lo, hi = (x[:, np.asarray(pick)] for x in (q, w, lo, hi))
-        for run in (indexer_topk, indexer_bits):
+        # A mask is made of bits.
+        bits_or_mask = indexer_mask if case.name == "short" else indexer_bits
+        for run in (indexer_topk, bits_or_mask):
             got, want = (
                 run(q, k, w, lo, hi, topk=case.topk, implementation=name)
                 for name in ("gpu_interpret", "reference")

@@ -1,0 +1,243 @@
+"""Triton kernels for Hopper: few queries, whose keys are split among the programs.
+
+The indexer is that of `pallas_kernels.indexer_topk` with pages: a row of any length is
+scored by all multiprocessors, and the one program that selects from it looks at S / G
+maxima and K G scores (128 KB at S = 131072), not at the row, so that to split it
+further would cost more in launches than it saves.
+
+A query's list is split likewise: each program attends to every SPLITS-th block of it,
+and a second kernel weighs the parts by their log-sum-exps.
+"""
+
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import triton_call
+from pallas_kernels.indexer_topk import gpu_select
+
+HEADS = 64  # of a program: the least rows of a wgmma
+KEYS = 64  # gathered a step: two stages fill the shared memory
+HEADS_FLOAT32, KEYS_FLOAT32 = 16, 32  # without tensor cores; more would spill
+PROGRAMS = 132  # multiprocessors, each with room for one program
+VALUES = 128  # of a head, that a combining program writes
+LOG2_E = math.log2(math.e)
+
+
+def unsupported_decode_indexer_topk(
+    q: Array,
+    k: Array,
+    w: Array,
+    lo: Array,
+    hi: Array,
+    page_table: Array | None,
+    topk: int,
+) -> str | None:
+    """Why the kernels cannot take these arguments, or None."""
+    del lo, hi
+    pages = 1 if page_table is None else page_table.shape[1]
+    return gpu_select.unsupported(q, k, w, k.shape[1] * pages, topk)
+
+
+def decode_indexer_topk(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "P s J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    page_table: Int[Array, "B n"] | None,
+    topk: int,
+    *,
+    interpret: bool = False,
+) -> Int[Array, "B T K"]:
+    """See `pallas_kernels.decode_indexer_topk`."""
+    batch, num_queries = q.shape[:2]
+    plan = gpu_select.Plan(batch, num_queries, topk, interpret=interpret)
+    start = jnp.zeros(2, jnp.int32)
+    lists = gpu_select.select(q, k, w, lo, hi, start, page_table, plan)
+    return lists.reshape(batch, num_queries, topk)
+
+
+def unsupported_decode_sparse_mla(
+    q: Array,
+    kv: Array,
+    indices: Array,
+    page_table: Array | None,
+    scale: float,
+    value_dim: int,
+) -> str | None:
+    """Why the kernels cannot take these arguments, or None."""
+    del page_table, scale
+    latent, rope = value_dim, q.shape[-1] - value_dim
+    if latent < 16 or rope < 16 or latent & (latent - 1) or rope & (rope - 1):
+        return (
+            "value_dim and the rest of q's last axis must be powers of two of 16 or "
+            f"more, got {latent} and {rope}."
+        )
+    if q.dtype != kv.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"q and kv must share a float dtype, got {q.dtype} and {kv.dtype}."
+    if indices.dtype != jnp.int32:
+        return f"indices must be int32, got {indices.dtype}."
+    return None
+
+
+def decode_sparse_mla(
+    q: Float[Array, "B T N c"],
+    kv: Float[Array, "P s c"],
+    indices: Int[Array, "B T K"],
+    page_table: Int[Array, "B n"] | None,
+    scale: float,
+    value_dim: int,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
+    """See `pallas_kernels.decode_sparse_mla`."""
+    splits = num_splits(q, indices.shape[2])
+    return attend(q, kv, indices, page_table, scale, value_dim, splits, interpret)
+
+
+def num_splits(q: Array, topk: int) -> int:
+    """Programs that share a list: a power of two, all multiprocessors if it can be."""
+    rows = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], HEADS)
+    most = min(PROGRAMS // rows, triton.cdiv(topk, KEYS))
+    return 2 ** (max(most, 1).bit_length() - 1)
+
+
+def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):  # noqa: ANN001, ANN201
+    """See `decode_sparse_mla`; `splits`, a power of two, does not change the result."""
+    batch, num_queries, num_heads, width = q.shape
+    rows = batch * num_queries
+    is_float32 = q.dtype == jnp.float32
+    most_heads = HEADS_FLOAT32 if is_float32 else HEADS
+    heads = min(max(triton.next_power_of_2(num_heads), 16), most_heads)
+    is_whole = splits == 1
+    out, lse = triton_call.call(
+        _part_kernel,
+        *(q, kv, indices, indices if page_table is None else page_table),
+        out_shape=[
+            jax.ShapeDtypeStruct(
+                (rows, splits, num_heads, value_dim), q.dtype if is_whole else "float32"
+            ),
+            jax.ShapeDtypeStruct((rows, splits, num_heads), jnp.float32),
+        ],
+        grid=(rows * triton.cdiv(num_heads, heads), splits),
+        num_warps=8,
+        num_stages=2,
+        interpret=interpret,
+        SCALE=scale * LOG2_E,
+        T=num_queries,
+        K=indices.shape[2],
+        N=num_heads,
+        C=value_dim,
+        R=width - value_dim,
+        PAGE=kv.shape[1],
+        PAGES=0 if page_table is None else page_table.shape[1],
+        SPLITS=splits,
+        SLOTS=triton.next_power_of_2(indices.shape[2]),
+        HEADS=heads,
+        KEYS=KEYS_FLOAT32 if is_float32 else KEYS,
+    )
+    if not is_whole:
+        values = min(VALUES, value_dim)
+        out, lse = triton_call.call(
+            _combine_kernel,
+            *(out, lse),
+            out_shape=[
+                jax.ShapeDtypeStruct((rows, num_heads, value_dim), q.dtype),
+                jax.ShapeDtypeStruct((rows, num_heads), jnp.float32),
+            ],
+            grid=(rows * num_heads, value_dim // values),
+            interpret=interpret,
+            N=num_heads,
+            C=value_dim,
+            SPLITS=splits,
+            VALUES=values,
+        )
+    lse = lse.reshape(batch, num_queries, num_heads).swapaxes(1, 2)
+    return out.reshape(*q.shape[:3], value_dim), lse
+
+
+@triton.jit
+@typing.no_type_check
+def _part_kernel(  # noqa: ANN202, PLR0913
+    q_ptr, kv_ptr, indices_ptr, table_ptr, out_ptr, lse_ptr,  # noqa: ANN001
+    SCALE: tl.constexpr, T: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    C: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
+    SPLITS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    # One split of a query's list. Softmax in base 2: SCALE holds log2(e).
+    blocks: tl.constexpr = (N + HEADS - 1) // HEADS
+    row = tl.program_id(0).to(tl.int64) // blocks
+    split = tl.program_id(1)
+    head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
+    is_head = (head < N)[:, None]
+    c, r = tl.arange(0, C)[None], C + tl.arange(0, R)[None]
+    q_ptr += row * (N * (C + R)) + head[:, None] * (C + R)
+    q_c = tl.load(q_ptr + c, is_head, 0.0)
+    q_r = tl.load(q_ptr + r, is_head, 0.0)
+    indices_ptr += row * K
+    slot = tl.arange(0, SLOTS)
+    row_listed = tl.load(indices_ptr + slot, slot < K, -1)
+    end = tl.max(tl.where(row_listed >= 0, slot + 1, 0))
+
+    top = tl.full([HEADS], -1e30, tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    out = tl.zeros([HEADS, C], tl.float32)
+    for first in range(split * KEYS, end, SPLITS * KEYS):
+        k = first + tl.arange(0, KEYS)
+        s = tl.load(indices_ptr + k, k < end, -1)
+        is_key = s >= 0
+        s = tl.maximum(s, 0)
+        if PAGES > 0:
+            page = tl.load(table_ptr + row // T * PAGES + s // PAGE, is_key, 0)
+            key = page.to(tl.int64) * PAGE + s % PAGE
+        else:
+            key = row // T * PAGE + s
+        at = kv_ptr + key[:, None] * (C + R)
+        kv_c = tl.load(at + c, is_key[:, None], 0.0)
+        kv_r = tl.load(at + r, is_key[:, None], 0.0)
+        scores = tl.dot(q_c, kv_c.T, input_precision="ieee")
+        scores = tl.dot(q_r, kv_r.T, scores, input_precision="ieee")
+        scores = tl.where(is_key[None], scores * SCALE, -1e30)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - new_top)
+        weights = tl.where(is_key[None], tl.exp2(scores - new_top[:, None]), 0.0)
+        total = total * shrink + tl.sum(weights, 1)
+        out = out * shrink[:, None]
+        out = tl.dot(weights.to(kv_c.dtype), kv_c, out, input_precision="ieee")
+        top = new_top
+
+    empty = 0.0 if SPLITS == 1 else -1e30
+    safe = tl.where(total > 0, total, 1.0)
+    lse = tl.where(total > 0, (top + tl.log2(safe)) * 0.6931471805599453, empty)
+    place = (row * SPLITS + split) * N + head
+    tl.store(lse_ptr + place, lse, head < N)
+    out = (out / safe[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place[:, None] * C + c, out, is_head)
+
+
+@triton.jit
+@typing.no_type_check
+def _combine_kernel(  # noqa: ANN202
+    parts_ptr, lses_ptr, out_ptr, lse_ptr,  # noqa: ANN001
+    N: tl.constexpr, C: tl.constexpr, SPLITS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    # out = sum_i exp(lse_i) out_i / sum_i exp(lse_i), of one head.
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    c = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    place = (head // N * SPLITS + split) * N + head % N
+    lses = tl.load(lses_ptr + place)
+    parts = tl.load(parts_ptr + place[:, None] * C + c[None])
+    top = tl.max(lses)
+    is_empty = top < -1e29
+    weights = tl.where(is_empty, 0.0, tl.exp(lses - top))
+    total = tl.where(is_empty, 1.0, tl.sum(weights))
+    out = tl.sum(parts * weights[:, None], 0) / total
+    tl.store(out_ptr + head * C + c, out.to(out_ptr.dtype.element_ty))
+    tl.store(lse_ptr + head, tl.where(is_empty, 0.0, top + tl.log(total)))
