@@ -1,0 +1,69 @@
+"""The TPU's loss of the indexer, interpreted, against its definition."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from pallas_kernels import cases, indexer_kl_loss, indexer_mask, masked_mla, selection
+from pallas_kernels.indexer_kl import tpu
+from tests import environment
+
+_SMALL = {"heads": 16, "head_dim": 128, "index_heads": 8, "topk": 32}
+CASES = (
+    cases.Case("documents", 150, 150, batch=2, documents=2, **_SMALL),
+    cases.Case("continued", 70, 200, dtype="float32", **_SMALL),
+)
+LOSS_RTOL = 1e-5  # float32 sums of the same products in another order
+# Relative L2 norms of errors of gradients: products with dI rounded to bfloat16, or
+# two orders of summation.
+GRADIENT_TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
+
+
+def error(got, want):
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+class IndexerKlTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enter_context(mock.patch.multiple(tpu, QUERIES=128, KEYS=128))
+
+    @parameterized.product(case=CASES, is_selected=(False, True))
+    def test_equals_definition(self, case, is_selected):
+        names = ("q", "k", "v", "q_index", "k_index", "w", "lo", "hi", "weight")
+        q, k, v, *index, lo, hi, weight = cases.make(case, *names)
+        index[2] = index[2] / 8  # scores of the size of logits
+        selected = indexer_mask(*index, lo, hi, topk=32) if is_selected else None
+        _, lse = masked_mla(q, k, v, lo, hi, selected, scale=case.scale)
+        if is_selected and case.dtype == "bfloat16":
+            selected = selection.pack(selected)
+
+        def loss(index, implementation):
+            return 2 * indexer_kl_loss(
+                *((q, k, lse), tuple(index), lo, hi, selected, weight),
+                scale=case.scale,
+                implementation=implementation,
+            )
+
+        got, gradient = jax.value_and_grad(loss)(index, "tpu_interpret")
+        want, wanted = jax.value_and_grad(loss)(index, "reference")
+        np.testing.assert_allclose(got, want, rtol=LOSS_RTOL)
+        if not is_selected:  # the value alone comes without a gradient
+            np.testing.assert_array_equal(loss(index, "tpu_interpret"), got)
+        for g, w in zip(gradient, wanted, strict=True):
+            self.assertEqual((g.dtype, g.shape), (w.dtype, w.shape))
+            self.assertLess(error(g, w), GRADIENT_TOLERANCE[case.dtype])
+        if case.documents > 1:  # the last query of a sequence sees nothing
+            jax.tree.map(
+                lambda g: np.testing.assert_array_equal(g[0, -1], 0),
+                (gradient[0], gradient[2]),
+            )
+            self.assertTrue(jnp.isfinite(got))
+
+
+if __name__ == "__main__":
+    environment.main()
