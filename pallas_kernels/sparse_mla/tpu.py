@@ -108,11 +108,7 @@ def _call(
         scratch_shapes=[
             pltpu.VMEM((2, chunk, 1, layout.words), rows.dtype),
             pltpu.SemaphoreType.DMA((2,)),
-            (
-                pltpu.VMEM((heads, tpu_rows.LANES), jnp.float32),
-                pltpu.VMEM((heads, tpu_rows.LANES), jnp.float32),
-                pltpu.VMEM((heads, value_dim), jnp.float32),
-            ),
+            softmax_state(heads, value_dim),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"),
@@ -124,38 +120,55 @@ def _call(
 
 
 def _kernel(indices, q, rows, out, lse, fetched, fetching, state, *, scale, layout):  # noqa: ANN001, ANN202
-    """QUERIES queries; `state` is a head's maximum, sum and weighted sum of rows."""
+    """QUERIES queries, a chunk of rows after the other."""
     first_row = pl.program_id(0) * layout.num_keys
-    top, norm, total = state
+    chunk = fetched.shape[1]
 
     def compute(query, first, count, words):  # noqa: ANN001, ANN202
         @pl.when(first == 0)
         def _():  # noqa: ANN202
-            top[...] = jnp.full_like(top, HIDDEN)
-            norm[...] = jnp.zeros_like(norm)
-            total[...] = jnp.zeros_like(total)
+            reset(state)
 
-        planes = layout.unpack(words())
-        _add_chunk(q[pl.ds(query, 1)][0], planes, count - first, state, scale, layout)
+        planes = layout.unpack(words()[:, 0])
+        is_key = lax.broadcasted_iota(jnp.int32, (1, chunk), 1) < count - first
+        add_chunk(layout.cut(q[pl.ds(query, 1)][0]), planes, is_key, state, scale)
 
-        @pl.when(first + fetched.shape[1] >= count)
+        @pl.when(first + chunk >= count)
         def _():  # noqa: ANN202
-            has_keys = norm[...] > 0
-            divisor = jnp.where(has_keys, norm[...], 1)
-            sums = jnp.where(has_keys, top[...] + jnp.log(divisor), 0)
-            out[pl.ds(query, 1)] = (total[...] / divisor[:, :1]).astype(out.dtype)[None]
-            lse[pl.ds(query, 1)] = sums.T[:1]
+            total, sums = result(state)
+            out[pl.ds(query, 1)] = total.astype(out.dtype)[None]
+            lse[pl.ds(query, 1)] = sums
 
     tpu_rows.over_chunks(indices, rows, first_row, fetched, fetching, compute)
 
 
-def _add_chunk(q, planes, count, state, scale, layout):  # noqa: ANN001, ANN202
-    """Adds a chunk of rows, `count` of which are no padding, to the running softmax."""
+def softmax_state(heads: int, value_dim: int) -> tuple:
+    """Scratch of a running softmax: maximum, sum and weighted sum of rows."""
+    column = pltpu.VMEM((heads, tpu_rows.LANES), jnp.float32)
+    return column, column, pltpu.VMEM((heads, value_dim), jnp.float32)
+
+
+def reset(state):  # noqa: ANN001, ANN201
+    """Before the first chunk."""
     top, norm, total = state
-    parts = zip(layout.cut(q), planes, strict=True)
-    scores = functools.reduce(jnp.add, [tpu_rows.dot(a, b, 1, 1) for a, b in parts])
-    is_key = lax.broadcasted_iota(jnp.int32, scores.shape, 1) < count
-    scores = jnp.where(is_key, scores * scale, HIDDEN)
+    top[...] = jnp.full_like(top, HIDDEN)
+    norm[...] = jnp.zeros_like(norm)
+    total[...] = jnp.zeros_like(total)
+
+
+def add_chunk(q, planes, is_key, state, scale):  # noqa: ANN001, ANN201
+    """Adds rows, those that `is_key` [1, chunk] marks, to the running softmax.
+
+    Args:
+      q: [N, W] parts of the queries.
+      planes: [chunk, W] parts of the rows.
+      is_key: which rows count.
+      state: see `softmax_state`.
+      scale: factor on scores.
+    """
+    top, norm, total = state
+    products = [tpu_rows.dot(a, b, 1, 1) for a, b in zip(q, planes, strict=True)]
+    scores = jnp.where(is_key, functools.reduce(jnp.add, products) * scale, HIDDEN)
     before = top[:, :1]
     now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
     shrink = jnp.exp(before - now)
@@ -163,10 +176,20 @@ def _add_chunk(q, planes, count, state, scale, layout):  # noqa: ANN001, ANN202
     added = jnp.sum(weights, axis=1, keepdims=True)
     top[...] = jnp.broadcast_to(now, top.shape)
     norm[...] = norm[...] * shrink + added
-    weights, at = weights.astype(layout.dtype), 0
-    for size, plane in zip(layout.sizes(total.shape[1]), planes, strict=False):
-        part = slice(at, at + size)
-        total[:, part] = total[:, part] * shrink + tpu_rows.dot(
-            weights, plane[:, :size], 1, 0
-        )
+    weights, at = weights.astype(planes[0].dtype), 0
+    for plane in planes:
+        size = min(plane.shape[1], total.shape[1] - at)
+        if size > 0:
+            part = slice(at, at + size)
+            values = tpu_rows.dot(weights, plane[:, :size], 1, 0)
+            total[:, part] = total[:, part] * shrink + values
         at += size
+
+
+def result(state):  # noqa: ANN001, ANN201
+    """Output [N, C] and log-sum-exp [1, N], zeros without keys."""
+    top, norm, total = state
+    has_keys = norm[...] > 0
+    divisor = jnp.where(has_keys, norm[...], 1)
+    sums = jnp.where(has_keys, top[...] + jnp.log(divisor), 0)
+    return total[...] / divisor[:, :1], sums.T[:1]

@@ -119,7 +119,7 @@ def _kernel(  # noqa: ANN202
             tpu_rows.wait_for(dkv, row_sums, writing)
 
         tpu_rows.for_listed(indices, query, first, chunk, read)
-        planes = layout.unpack(words())
+        planes = layout.unpack(words()[:, 0])
         q, lse, shift, d_out = (x[pl.ds(query, 1)] for x in queries)
         x, dy = layout.cut(q[0]), layout.cut(d_out[0])
         columns = (_column(lse), _column(shift))

@@ -105,7 +105,7 @@ def pad_list(indices: Array) -> Array:
 
 
 def num_listed(indices, query):  # noqa: ANN001, ANN201
-    """Entries of a list [QUERIES, K] in SMEM before the first -1."""
+    """Entries before the first -1 of one of the lists [queries, K] in SMEM."""
     topk = indices.shape[-1]
     count = jnp.int32(0)
     for power in reversed(range(topk.bit_length())):
@@ -129,19 +129,19 @@ def for_listed(indices, query, first, chunk, start):  # noqa: ANN001, ANN201
 
 
 def over_chunks(indices, rows, first_row, fetched, fetching, compute):  # noqa: ANN001, ANN201
-    """Fetches a chunk while the one before it is computed, for QUERIES lists in SMEM.
+    """Fetches a chunk while the one before it is computed, for a few lists in SMEM.
 
     Args:
-      indices: [QUERIES, K].
-      rows: [n, 1, W] in HBM.
+      indices: [queries, K].
+      rows: [n, h, W] in HBM.
       first_row: that index 0 names.
-      fetched: [2, chunk, 1, W] in VMEM.
+      fetched: [2, chunk, h, W] in VMEM.
       fetching: two semaphores.
-      compute: `compute(query, first, count, words)`; `words()` waits for the words
-        [chunk, W] of the entries from `first` on; `count` of the list's entries are no
-        padding.
+      compute: `compute(query, first, count, words)`; `words()` waits for the rows
+        [chunk, h, W] of the entries from `first` on; `count` of the list's entries are
+        no padding.
     """
-    chunk = fetched.shape[1]
+    num_queries, chunk = indices.shape[0], fetched.shape[1]
 
     def start(query, first, slot):  # noqa: ANN001, ANN202
         def copy(i, index):  # noqa: ANN001, ANN202
@@ -159,14 +159,14 @@ def over_chunks(indices, rows, first_row, fetched, fetching, compute):  # noqa: 
             is_last = j + 1 == chunks
             slot = step % 2
 
-            @pl.when(jnp.logical_not(is_last & (query == QUERIES - 1)))
+            @pl.when(jnp.logical_not(is_last & (query == num_queries - 1)))
             def _():  # noqa: ANN202
                 following = jnp.where(is_last, query + 1, query)
                 start(following, jnp.where(is_last, 0, (j + 1) * chunk), 1 - slot)
 
             def words():  # noqa: ANN202
                 wait_for(rows, fetched.at[slot], fetching.at[slot])
-                return fetched[slot, :, 0]
+                return fetched.at[slot]
 
             compute(query, j * chunk, count, words)
             return step + 1
@@ -174,7 +174,7 @@ def over_chunks(indices, rows, first_row, fetched, fetching, compute):  # noqa: 
         return lax.fori_loop(0, chunks, body, step)
 
     start(0, 0, 0)
-    lax.fori_loop(0, QUERIES, queries, jnp.int32(0))
+    lax.fori_loop(0, num_queries, queries, jnp.int32(0))
 
 
 def wait_for(rows, buffer, semaphore):  # noqa: ANN001, ANN201

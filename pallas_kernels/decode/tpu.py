@@ -1,0 +1,126 @@
+"""Decoding on TPU, from the cache as it lies: no copy of it is made.
+
+`decode_sparse_mla`: a DMA cannot cut one row out of a tile of the cache, so it fetches
+the 8 rows around each listed one, 10 KB, and hides 7 of them.
+`decode_indexer_topk`: see `tpu_topk`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode import tpu_topk
+from pallas_kernels.sparse_mla import tpu as attention
+from pallas_kernels.sparse_mla import tpu_rows
+
+GROUP = 8  # rows of a tile
+CHUNK = 128  # groups fetched at a time: 1.3 MB of VMEM
+
+decode_indexer_topk = tpu_topk.decode_indexer_topk
+unsupported_decode_indexer_topk = tpu_topk.unsupported_decode_indexer_topk
+
+
+def decode_sparse_mla(
+    q: Float[Array, "B T N c"],
+    kv: Float[Array, "P s c"],
+    indices: Int[Array, "B T K"],
+    page_table: Int[Array, "B n"] | None,
+    scale: float,
+    value_dim: int,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
+    """See `pallas_kernels.decode_sparse_mla`."""
+    batch, num_queries, heads, width = q.shape
+    missing = -indices.shape[-1] % CHUNK
+    indices = jnp.pad(indices, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
+    rows = _rows(indices, kv.shape[1], page_table).reshape(-1, 1, indices.shape[-1])
+    is_row = rows[..., None] % GROUP == jnp.arange(GROUP)[None, None, None]
+    is_row = (is_row & (rows >= 0)[..., None]).astype(jnp.float32)
+    groups = jnp.where(rows >= 0, rows // GROUP, -1)
+    one = lambda *sizes, **space: pl.BlockSpec(
+        (None, *sizes), lambda i: (i, *[0] * len(sizes)), **space
+    )
+    count = len(groups)
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, scale=scale),
+        grid=(count,),
+        in_specs=[
+            one(1, groups.shape[-1], memory_space=pltpu.SMEM),
+            one(1, groups.shape[-1] * GROUP),
+            one(heads, width),
+            pl.BlockSpec(memory_space=pl.ANY),
+        ],
+        out_specs=[one(heads, value_dim), one(1, heads)],
+        out_shape=[
+            jax.ShapeDtypeStruct((count, heads, value_dim), q.dtype),
+            jax.ShapeDtypeStruct((count, 1, heads), jnp.float32),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((2, CHUNK, GROUP, width), kv.dtype),
+            pltpu.SemaphoreType.DMA((2,)),
+            attention.softmax_state(heads, value_dim),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), disable_bounds_checks=True
+        ),
+        interpret=pltpu.InterpretParams() if interpret else False,
+        name="decode_sparse_mla",
+    )(
+        groups,
+        is_row.reshape(count, 1, -1),
+        q.reshape(count, heads, width),
+        kv.reshape(-1, GROUP, width),
+    )
+    lse = lse.reshape(batch, num_queries, heads).swapaxes(1, 2)
+    return out.reshape(batch, num_queries, heads, value_dim), lse
+
+
+def unsupported_decode_sparse_mla(
+    q: Array,
+    kv: Array,
+    indices: Array,
+    page_table: Array | None,
+    scale: float,
+    value_dim: int,
+) -> str | None:
+    """Why shapes or dtypes cannot be taken."""
+    del indices, page_table
+    if kv.shape[1] % GROUP:
+        return f"pages must be multiples of {GROUP} tokens, got {kv.shape[1]}"
+    return attention.unsupported_sparse_mla(q, kv, kv, scale, value_dim)
+
+
+def _rows(
+    indices: Int[Array, "B T K"], size: int, page_table: Int[Array, "B n"] | None
+) -> Int[Array, "B T K"]:
+    """Rows of the whole cache that lists name, pages of `size` after each other."""
+    sequence = jnp.arange(len(indices))[:, None, None]
+    position = jnp.maximum(indices, 0)
+    if page_table is not None:
+        page = page_table[sequence, position // size]
+        rows = page * size + position % size
+    else:
+        rows = sequence * size + position
+    return jnp.where(indices < 0, -1, rows)
+
+
+def _kernel(groups, is_row, q, kv, out, lse, fetched, fetching, state, *, scale):  # noqa: ANN001, ANN202
+    """One query, a chunk of groups after the other."""
+    attention.reset(state)
+
+    def compute(query, first, count, words):  # noqa: ANN001, ANN202
+        del query, count  # padding has no row of its group
+        keys = CHUNK * GROUP
+        part = pl.ds(pl.multiple_of(first * GROUP, keys), keys)
+        rows = words()[...].reshape(keys, fetched.shape[-1])
+        attention.add_chunk((q[...],), (rows,), is_row[:, part] > 0, state, scale)
+
+    tpu_rows.over_chunks(groups, kv, 0, fetched, fetching, compute)
+    total, sums = attention.result(state)
+    out[...] = total.astype(out.dtype)
+    lse[...] = sums

@@ -1,0 +1,294 @@
+"""Top-k cached keys on TPU: keys pass through VMEM once, their scores stay there.
+
+A group of 8 queries, of one sequence or several, is the sublanes of a vector. The k-th
+largest score is found by bisection on its bits: 32 counts of the scores in VMEM; among
+equal scores the cut is found by bisection on the index. The selection leaves as bits,
+which `list_from_bits` lists.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import selection
+from pallas_kernels.indexer_topk import tpu_list
+
+QUERIES = 8  # sublanes of a vector
+LANES = selection.LANES
+CHUNK = 1024  # keys fetched and scored at a time
+COUNTED = 2048  # keys counted between two branches
+ROWS = 16  # of a tile of bfloat16: pages are whole tiles
+SMEM_BYTES = 512 * 1024  # that a page table may take
+VMEM_KEYS = 1 << 20  # whose scores fit: 32 MB
+LOWEST, HIGHEST = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+
+
+def decode_indexer_topk(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "P s J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    page_table: Int[Array, "B n"] | None,
+    topk: int,
+    *,
+    interpret: bool = False,
+) -> Int[Array, "B T K"]:
+    """See `pallas_kernels.decode_indexer_topk`."""
+    batch, num_queries, _, width = q.shape
+    rows = 1 << (num_queries - 1).bit_length()  # of a group, for one sequence
+    size = math.gcd(k.shape[1], CHUNK)  # keys of a copy
+    split = k.shape[1] // size
+    if page_table is None:
+        page_table = jnp.arange(batch)[:, None]
+    pages = page_table[:, :, None] * split + jnp.arange(split)[None, None]
+    pages = pages.reshape(batch, -1).astype(jnp.int32)
+
+    def grouped(x: Array) -> Array:
+        """[groups, 8, ...] of [B, T, ...]."""
+        widths = [(0, -batch % (QUERIES // rows)), (0, rows - num_queries)]
+        x = jnp.pad(x, [*widths, *[(0, 0)] * (x.ndim - 2)])
+        return x.reshape(-1, QUERIES, *x.shape[2:])
+
+    q, w, lo, hi = (grouped(x) for x in (q, w, lo, hi))
+    missing = len(q) * (QUERIES // rows) - batch
+    bits = _select(
+        (q.reshape(len(q), -1, width), w.reshape(len(w), -1, 1)),
+        k.reshape(-1, size, width),
+        (lo, hi),
+        jnp.pad(pages, ((0, missing), (0, 0))),
+        topk,
+        interpret,
+    )
+    lists = tpu_list.list_from_bits(bits, topk, interpret=interpret)
+    return lists.reshape(-1, rows, topk)[:batch, :num_queries]
+
+
+def unsupported_decode_indexer_topk(
+    q: Array,
+    k: Array,
+    w: Array,
+    lo: Array,
+    hi: Array,
+    page_table: Array | None,
+    topk: int,
+) -> str | None:
+    """Why shapes or dtypes cannot be taken."""
+    del w, lo, hi, topk
+    num_keys = k.shape[1] * (1 if page_table is None else page_table.shape[1])
+    table = 4 * q.shape[0] * num_keys // math.gcd(k.shape[1], CHUNK)
+    if q.shape[1] > QUERIES:
+        return f"at most {QUERIES} queries a sequence, got {q.shape[1]}"
+    if k.shape[1] % ROWS:
+        return f"pages must be multiples of {ROWS} tokens, got {k.shape[1]}"
+    if table > SMEM_BYTES:
+        return f"a page table of {table} bytes does not fit beside {SMEM_BYTES}"
+    if num_keys > VMEM_KEYS:
+        return f"at most {VMEM_KEYS} keys a sequence, got {num_keys}"
+    return None
+
+
+def _select(
+    queries: tuple[Array, Array],
+    k: Float[Array, "P s J"],
+    bounds: tuple[Array, Array],
+    pages: Int[Array, "B n"],
+    topk: int,
+    interpret: bool,
+) -> Array:
+    """Bits [G, 8, W] of groups of 8 queries.
+
+    Args:
+      queries: q [G, 8 I, J] and head weights [G, 8 I, 1].
+      k: pages.
+      bounds: lo and hi [G, 8].
+      pages: of all sequences, G after each other.
+      topk: keys to select.
+      interpret: on CPU.
+    """
+    groups, heads_of_all, width = queries[0].shape
+    rows = QUERIES * groups // len(pages)  # of a sequence
+    size = k.shape[1]
+    words = selection.num_words(pages.shape[1] * size)
+    lo, hi = bounds
+    is_seen = lo < hi
+    first = jnp.where(is_seen, lo, HIGHEST).reshape(-1, rows)
+    end = jnp.where(is_seen, hi, 0).reshape(-1, rows)
+    spans = jnp.stack([jnp.min(first, axis=1), jnp.max(end, axis=1)], axis=1)
+    whole = lambda *sizes: pl.BlockSpec((None, *sizes), lambda g, *_: (g, 0, 0))
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(groups,),
+        in_specs=[
+            (whole(heads_of_all, width), whole(heads_of_all, 1)),
+            (whole(QUERIES, 1), whole(QUERIES, 1)),
+            pl.BlockSpec(memory_space=pl.ANY),
+        ],
+        out_specs=whole(QUERIES, words),
+        scratch_shapes=[
+            pltpu.VMEM((QUERIES, words * 32), jnp.int32),
+            pltpu.VMEM((2, CHUNK // size, size, width), k.dtype),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.VMEM((QUERIES, LANES), jnp.int32),
+        ],
+    )
+    return pl.pallas_call(
+        functools.partial(_kernel, rows=rows, topk=topk),
+        grid_spec=grid,
+        out_shape=jax.ShapeDtypeStruct((groups, QUERIES, words), jnp.uint32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",),
+            disable_bounds_checks=True,
+            vmem_limit_bytes=words * 32 * QUERIES * 4 + (24 << 20),
+        ),
+        interpret=pltpu.InterpretParams() if interpret else False,
+        name="decode_indexer_topk",
+    )(pages.reshape(-1), spans.reshape(-1), queries, (lo[..., None], hi[..., None]), k)
+
+
+def _kernel(pages, spans, queries, bounds, k, bits, *scratch, rows, topk):  # noqa: ANN001, ANN002, ANN202
+    """One group of queries, `rows` of each sequence: score, order, cut, pack."""
+    scores, fetched, fetching, cut = scratch
+    sequences = QUERIES // rows
+    first, end = jnp.int32(HIGHEST), jnp.int32(0)
+    for i in range(sequences):
+        sequence = pl.program_id(0) * sequences + i
+        span = (spans[2 * sequence], spans[2 * sequence + 1])
+        size = pages.shape[0] // (spans.shape[0] // 2)
+        table = lambda j, first=sequence * size, last=size - 1: pages[
+            first + jnp.minimum(j, last)
+        ]
+        heads = queries[0].shape[0] // sequences
+        q, w = (x[i * heads : (i + 1) * heads] for x in queries)
+        place = slice(i * rows, (i + 1) * rows)
+        _score(q, w, k, table, span, (scores, place), fetched, fetching)
+        first, end = jnp.minimum(first, span[0]), jnp.maximum(end, span[1])
+    _order(bounds, scores)
+    tiles = (first // COUNTED, (end + COUNTED - 1) // COUNTED)
+    _pack(scores, _threshold(scores, tiles, topk, cut), cut, bits)
+
+
+def _score(q, w, k, table, span, place, fetched, fetching):  # noqa: ANN001, ANN202
+    """Writes the bits of one sequence's scores; `place` is an array and its rows."""
+    (scores, rows), copies = place, fetched.shape[1]
+    first, end = span[0] // CHUNK, (span[1] + CHUNK - 1) // CHUNK
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def start(chunk, slot):  # noqa: ANN001, ANN202
+        def copy(j, _):  # noqa: ANN001, ANN202
+            page, buffer = k.at[table(chunk * copies + j)], fetched.at[slot, j]
+            pltpu.make_async_copy(page, buffer, fetching.at[slot]).start()
+            return 0
+
+        lax.fori_loop(0, copies, copy, 0)
+
+    def body(chunk, _):  # noqa: ANN001, ANN202
+        slot = chunk % 2
+        buffer = fetched.at[slot]
+
+        @pl.when(chunk + 1 < end)
+        def _():  # noqa: ANN202
+            start(chunk + 1, 1 - slot)
+
+        # One wait for all copies: semaphores count bytes.
+        pltpu.make_async_copy(buffer, buffer, fetching.at[slot]).wait()
+        dots = lax.dot_general(
+            q,
+            buffer[...].reshape(CHUNK, -1),
+            (((1,), (1,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        weighted = jnp.maximum(dots, 0) * w
+        sums = jnp.sum(weighted.reshape(rows.stop - rows.start, -1, CHUNK), axis=1)
+        keys = pl.ds(pl.multiple_of(chunk * CHUNK, CHUNK), CHUNK)
+        scores[rows, keys] = lax.bitcast_convert_type(sums, jnp.int32)
+        return 0
+
+    @pl.when(first < end)
+    def _():  # noqa: ANN202
+        start(first, first % 2)
+
+    lax.fori_loop(first, end, body, 0)
+
+
+def _order(bounds, scores):  # noqa: ANN001, ANN202
+    """Turns bits of floats into integers that compare like them; hides keys."""
+    lo, hi = bounds[0][...], bounds[1][...]
+
+    def tile(i, _):  # noqa: ANN001, ANN202
+        place = pl.ds(pl.multiple_of(i * COUNTED, COUNTED), COUNTED)
+        x = scores[:, place]
+        x = jnp.where(x == LOWEST, 0, x)  # -0.0
+        x = jnp.where(x < 0, x ^ HIGHEST, x)
+        key = i * COUNTED + lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        scores[:, place] = jnp.where((key >= lo) & (key < hi), x, LOWEST)
+        return 0
+
+    lax.fori_loop(0, scores.shape[1] // COUNTED, tile, 0)
+
+
+def _threshold(scores, tiles, topk, cut):  # noqa: ANN001, ANN202
+    """The k-th largest score of each query [8, 1]; `cut`: ends those equal to it."""
+    lane = lax.broadcasted_iota(jnp.int32, (QUERIES, LANES), 1)
+
+    def count(test):  # noqa: ANN001, ANN202
+        def add(i, total):  # noqa: ANN001, ANN202
+            first = pl.multiple_of(i * COUNTED, COUNTED)
+            for j in range(0, COUNTED, LANES):
+                x = scores[:, pl.ds(first + j, LANES)]
+                total += test(x, first + j + lane).astype(jnp.int32)
+            return total
+
+        total = lax.fori_loop(tiles[0], tiles[1], add, jnp.zeros_like(lane))
+        return jnp.sum(total.astype(jnp.float32), axis=1, keepdims=True)  # exact
+
+    def bisect(low, high, is_low):  # noqa: ANN001, ANN202
+        def halve(_, bounds):  # noqa: ANN001, ANN202
+            low, high = bounds
+            middle = (low >> 1) + (high >> 1) + (low & high & 1)  # no overflow
+            keep = is_low(middle)
+            return jnp.where(keep, middle, low), jnp.where(keep, high, middle)
+
+        bounds = (jnp.full((QUERIES, 1), x, jnp.int32) for x in (low, high))
+        return lax.fori_loop(0, (high - low).bit_length(), halve, tuple(bounds))[0]
+
+    threshold = bisect(
+        LOWEST + 1, HIGHEST, lambda middle: count(lambda x, _: x >= middle) >= topk
+    )
+    room = topk - count(lambda x, _: x > threshold)
+    at = count(lambda x, _: x == threshold)
+    cut[...] = jnp.full_like(cut, HIGHEST)
+
+    @pl.when(jnp.max(at - room) > 0)
+    def _():  # noqa: ANN202
+        before = lambda end: count(lambda x, key: (x == threshold) & (key < end))
+        end = bisect(0, scores.shape[1] + 1, lambda middle: before(middle) <= room)
+        cut[...] = jnp.broadcast_to(end, cut.shape)
+
+    return threshold
+
+
+def _pack(scores, threshold, cut, bits):  # noqa: ANN001, ANN202
+    """Bits of the keys above the threshold, and of those at it before the cut."""
+    cut = cut[...]
+    lane = lax.broadcasted_iota(jnp.int32, cut.shape, 1)
+
+    def run(i, _):  # noqa: ANN001, ANN202
+        words = jnp.zeros_like(cut)
+        for j in range(selection.RUN // LANES):
+            first = pl.multiple_of(i * selection.RUN + j * LANES, LANES)
+            x = scores[:, pl.ds(first, LANES)]
+            taken = (x > threshold) | ((x == threshold) & (first + lane < cut))
+            words |= taken.astype(jnp.int32) << j
+        place = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
+        bits[:, place] = lax.bitcast_convert_type(words, jnp.uint32)
+        return 0
+
+    lax.fori_loop(0, bits.shape[1] // LANES, run, 0)

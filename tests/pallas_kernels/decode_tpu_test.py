@@ -1,0 +1,80 @@
+"""Decoding's TPU kernels, interpreted, against the definition."""
+
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from pallas_kernels import decode
+from pallas_kernels.decode import tpu, tpu_topk
+from tests import environment
+from tests.pallas_kernels import sparse_mla_test
+
+# Name, sequences, queries of each, tokens of a page, pages of a sequence or 0, dtype.
+CACHES = (
+    ("pages", 2, 2, 16, 6, "bfloat16"),
+    ("one_piece", 3, 3, 208, 0, "float32"),
+)
+
+
+def make_cache(rng, sequences, size, pages, width, dtype):
+    """Rows of a cache, and its page table: pages in no order, some not in use."""
+    count = sequences * pages + 3 if pages else sequences
+    cache = jnp.asarray(np.round(rng.standard_normal((count, size, width))), dtype)
+    if not pages:
+        return cache, None
+    table = rng.permutation(count)[: sequences * pages].reshape(sequences, pages)
+    return cache, jnp.asarray(table, jnp.int32)
+
+
+class DecodeTpuTest(parameterized.TestCase):
+    @parameterized.named_parameters(*CACHES)
+    def test_attention(self, sequences, queries, size, pages, dtype):
+        rng = np.random.default_rng(0)
+        kv, table = make_cache(rng, sequences, size, pages, 192, dtype)
+        q = jnp.asarray(rng.standard_normal((sequences, queries, 4, 192)), dtype)
+        lists = np.full((sequences, queries, 20), -1, np.int32)
+        for b, t in np.ndindex(lists.shape[:2]):
+            length = (20, 17, 0, 3)[(b + t) % 4]
+            rows = rng.choice(size * max(pages, 1), length, replace=False)
+            lists[b, t, :length] = np.sort(rows)
+        args = (q, kv, jnp.asarray(lists), table)
+        options = {"scale": 0.05, "value_dim": 128}
+        with mock.patch.object(tpu, "CHUNK", 16):
+            got = decode.decode_sparse_mla(
+                *args, **options, implementation="tpu_interpret"
+            )
+        want = decode.decode_sparse_mla(*args, **options, implementation="reference")
+        names = ("out", "lse")
+        sparse_mla_test.assert_close(
+            dict(zip(names, got, strict=True)),
+            dict(zip(names, want, strict=True)),
+            dtype,
+        )
+
+    @parameterized.named_parameters(*CACHES)
+    def test_selection_with_ties(self, sequences, queries, size, pages, dtype):
+        """Inputs are small integers: scores are exact, and many are equal."""
+        rng = np.random.default_rng(0)
+        k, table = make_cache(rng, sequences, size, pages, 16, dtype)
+        length = size * max(pages, 1)
+        q = jnp.asarray(
+            np.round(rng.standard_normal((sequences, queries, 4, 16))), dtype
+        )
+        w = jnp.asarray(rng.integers(-2, 4, q.shape[:3]), jnp.float32)
+        lo = rng.integers(0, length // 2, q.shape[:2])
+        hi = rng.integers(length // 2, length + 1, q.shape[:2])
+        lo[0, 0], hi[0, 0], hi[1, 1] = 0, 10, 0  # fewer than top-k keys, and none
+        bounds = [jnp.asarray(x, jnp.int32) for x in (lo, hi)]
+        args = (q, k, w, *bounds, table)
+        with mock.patch.multiple(tpu_topk, CHUNK=128, COUNTED=512):
+            got = decode.decode_indexer_topk(
+                *args, topk=24, implementation="tpu_interpret"
+            )
+        want = decode.decode_indexer_topk(*args, topk=24, implementation="reference")
+        np.testing.assert_array_equal(got, want)
+
+
+if __name__ == "__main__":
+    environment.main()
