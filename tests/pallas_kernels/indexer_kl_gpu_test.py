@@ -131,7 +131,7 @@ class IndexerKlGpuTest(parameterized.TestCase):
     def test_equals_definition_with_gradients(self, case, is_selected):
         from pallas_kernels.indexer_kl import gpu_dense
 
-        with mock.patch.object(gpu_dense, "CHUNK_BYTES", 1):  # as few as can be
+        with mock.patch.object(gpu_dense, "CHUNK", gpu_dense.QUERIES):
             got = run_dense(case, "gpu_interpret", is_selected)
         assert_close(case, got, run_dense(case, "reference", is_selected))
         for name in ("dq", "dw"):
