@@ -16,11 +16,14 @@ import triton.language as tl
 from jaxtyping import Array
 
 from pallas_kernels import dispatch, triton_call
+from pallas_kernels.indexer_kl import gpu_dense
 
 MAX_HEADS = 64  # of the main attention: a program holds them all
 KEYS = 64  # gathered a step: the rows of a wgmma
 KEYS_FLOAT32 = 16  # for tests
 FLOAT32_WIDTH = 192  # of kv: wider rows do not fit in shared memory
+indexer_kl_loss = gpu_dense.indexer_kl_loss
+unsupported_indexer_kl_loss = gpu_dense.unsupported_indexer_kl_loss
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -159,7 +162,7 @@ def _count(indices: Array, weight: Array) -> Array:
     return jnp.where(weight == 0, 0, count)
 
 
-def _index_sizes(index: tuple, indices: Array) -> dict[str, int]:
+def _index_sizes(index: tuple, indices: Array) -> dict[str, typing.Any]:
     q_index, k_index, _ = index
     _, num_queries, heads, dim = q_index.shape
     return {
@@ -285,7 +288,8 @@ def _gradient_kernel(  # noqa: ANN202, PLR0913
         rows = tl.load(k_ptr + key + j[None])
         dots = tl.maximum(tl.dot(rows, q.T, input_precision="ieee"), 0.0)
         target = tl.load(target_ptr + row * K + k, k < count, 0.0)
-        probs = tl.exp(tl.sum(dots * w[None], 1) - norm)
+        scores = tl.where(k < count, tl.sum(dots * w[None], 1), -1e30)
+        probs = tl.exp(scores - norm)
         d_scores = tl.where(k < count, (probs * total - target) * weight, 0.0)[:, None]
         dw += tl.sum(dots * d_scores, 0)
         d_dots = tl.where(dots > 0, d_scores * w[None], 0.0).to(rows.dtype)

@@ -1,16 +1,24 @@
 """The Triton kernels of indexer_kl in the interpreter: TRITON_INTERPRET=1."""
 
 import dataclasses
-import functools
 import importlib.util
 import os
 import unittest
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import cases, sparse_indexer_kl_loss, sparse_mla
+from pallas_kernels import (
+    cases,
+    indexer_kl_loss,
+    masked_mla,
+    selection,
+    sparse_indexer_kl_loss,
+    sparse_mla,
+)
 from tests import environment
 
 CAN_INTERPRET = os.environ.get("TRITON_INTERPRET") == "1" and all(
@@ -30,42 +38,74 @@ CASES = tuple(
 
 
 def run(case, implementation):
-    """The loss, and its gradients for q, k and w."""
-    names = ("q_latent", "kv", "q_index", "k_index", "w", "indices", "weight")
-    q, kv, *index, indices, weight = cases.make(case, *names)
-    weight = weight.at[:, -2].set(0)
+    """The loss over lists, its gradients, and the loss alone."""
+    names = ("q_latent", "kv", "indices")
+    q, kv, indices = cases.make(case, *names)
     _, lse = sparse_mla(
         *(q, kv, indices),
         scale=case.scale,
         value_dim=case.latent,
         implementation="reference",
     )
-    loss = functools.partial(
-        sparse_indexer_kl_loss,
-        (q, kv, lse),
-        indices=indices,
-        weight=weight,
-        scale=case.scale,
-        implementation=implementation,
+    return differentiated(
+        case,
+        lambda index, weight: sparse_indexer_kl_loss(
+            *((q, kv, lse), index, indices, weight),
+            scale=case.scale,
+            implementation=implementation,
+        ),
     )
-    value, grads = jax.value_and_grad(lambda index: 3 * loss(index))(tuple(index))
-    return value, dict(zip(("dq", "dk", "dw"), grads, strict=True)), loss(tuple(index))
+
+
+def run_dense(case, implementation, is_selected):
+    """The same over all keys, or those of bits."""
+    q, k, lo, hi = cases.make(case, "q", "k", "lo", "hi")
+    bits = None
+    if is_selected:
+        rng = np.random.default_rng(0)
+        mask = jnp.asarray(rng.random((case.batch, case.keys, case.queries)) < 0.3)
+        mask &= selection.visible(lo, hi, case.keys).swapaxes(1, 2)
+        bits = selection.pack(mask)
+    _, lse = masked_mla(
+        *(q, k, k, lo, hi, bits), scale=case.scale, implementation="reference"
+    )
+    return differentiated(
+        case,
+        lambda index, weight: indexer_kl_loss(
+            *((q, k, lse), index, lo, hi, bits, weight),
+            scale=case.scale,
+            implementation=implementation,
+        ),
+    )
+
+
+def differentiated(case, loss):
+    *index, weight = cases.make(case, "q_index", "k_index", "w", "weight")
+    weight = weight.at[:, -2].set(0)
+    scaled = lambda index: 3 * loss(index, weight)
+    value, grads = jax.value_and_grad(scaled)(tuple(index))
+    grads = dict(zip(("dq", "dk", "dw"), grads, strict=True))
+    return value, grads, loss(tuple(index), weight)
+
+
+def assert_close(case, got, want):
+    (value, grads, alone), (want_value, want_grads, _) = got, want
+    np.testing.assert_allclose(value, want_value, LOSS_RTOL)
+    np.testing.assert_allclose(value, 3 * alone, 1e-6)
+    limit = FLOAT32_NORM if case.dtype == "float32" else BFLOAT16_NORM
+    for name, want in want_grads.items():
+        assert grads[name].dtype == want.dtype
+        got, want = (np.asarray(x, np.float64) for x in (grads[name], want))
+        error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-9)
+        assert error < limit, f"{name}: {error}"
 
 
 @unittest.skipUnless(CAN_INTERPRET, "needs triton, torch and TRITON_INTERPRET=1")
 class SparseIndexerKlGpuTest(parameterized.TestCase):
     @parameterized.named_parameters((case.name, case) for case in CASES)
     def test_equals_definition_with_gradients(self, case):
-        value, grads, alone = run(case, "gpu_interpret")
-        want_value, want_grads, _ = run(case, "reference")
-        np.testing.assert_allclose(value, want_value, LOSS_RTOL)
-        np.testing.assert_allclose(value, 3 * alone, 1e-6)
-        limit = FLOAT32_NORM if case.dtype == "float32" else BFLOAT16_NORM
-        for name, want in want_grads.items():
-            self.assertEqual(grads[name].dtype, want.dtype)
-            got, want = (np.asarray(x, np.float64) for x in (grads[name], want))
-            error = np.linalg.norm(got - want) / np.linalg.norm(want)
-            self.assertLess(error, limit, name)
+        got = run(case, "gpu_interpret")
+        assert_close(case, got, run(case, "reference"))
 
     def test_queries_without_keys_or_weight_have_no_gradient(self):
         _, grads, _ = run(CASES[1], "gpu_interpret")
@@ -78,6 +118,29 @@ class SparseIndexerKlGpuTest(parameterized.TestCase):
             run(dataclasses.replace(CASES[0], heads=80), "gpu_interpret")
         with self.assertRaisesRegex(NotImplementedError, "power of two"):
             run(dataclasses.replace(CASES[0], index_dim=48), "gpu_interpret")
+
+
+@unittest.skipUnless(CAN_INTERPRET, "needs triton, torch and TRITON_INTERPRET=1")
+class IndexerKlGpuTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("short", CASES[0], False),
+        ("chunks_of_documents", cases.SMALL[1], True),
+        ("continued", CASES[2], True),
+        ("float32", CASES[3], False),
+    )
+    def test_equals_definition_with_gradients(self, case, is_selected):
+        from pallas_kernels.indexer_kl import gpu_dense
+
+        with mock.patch.object(gpu_dense, "CHUNK", gpu_dense.QUERIES):
+            got = run_dense(case, "gpu_interpret", is_selected)
+        assert_close(case, got, run_dense(case, "reference", is_selected))
+        for name in ("dq", "dw"):
+            np.testing.assert_array_equal(got[1][name][:, -2], 0)
+
+    def test_says_what_it_cannot_take(self):
+        case = dataclasses.replace(cases.SMALL[0], index_heads=12)
+        with self.assertRaisesRegex(NotImplementedError, "power of two up to 128"):
+            run_dense(case, "gpu_interpret", is_selected=False)
 
 
 if __name__ == "__main__":
