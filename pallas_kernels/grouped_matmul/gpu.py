@@ -77,12 +77,12 @@ def _grouped(x: Array, w: Array, group_sizes: Array, interpret: bool) -> Array:
     return _rows_times_matrix(x, w, None, group_sizes, False, interpret)
 
 
-def _forward(x, w, group_sizes, interpret):  # noqa: ANN001, ANN202
+def _forward(x, w, group_sizes, interpret):
     y = dispatch.saved(_grouped(x, w, group_sizes, interpret))
     return y, (x, w, group_sizes)
 
 
-def _backward(interpret, residuals, dy):  # noqa: ANN001, ANN202
+def _backward(interpret, residuals, dy):
     x, w, group_sizes = residuals
     dx = _rows_times_matrix(dy, w, None, group_sizes, True, interpret)
     return dx, _rows_times_rows(x, dy, group_sizes, interpret), None
@@ -98,12 +98,12 @@ def _quantized(
     return _rows_times_matrix(x, w, scales, group_sizes, False, interpret)
 
 
-def _quantized_forward(x, w, scales, group_sizes, interpret):  # noqa: ANN001, ANN202
+def _quantized_forward(x, w, scales, group_sizes, interpret):
     y = dispatch.saved(_quantized(x, w, scales, group_sizes, interpret))
     return y, (w, scales, group_sizes)
 
 
-def _quantized_backward(interpret, residuals, dy):  # noqa: ANN001, ANN202
+def _quantized_backward(interpret, residuals, dy):
     """The weights are constants."""
     w, scales, group_sizes = residuals
     dx = _rows_times_matrix(dy, w, scales, group_sizes, True, interpret)
@@ -195,7 +195,9 @@ def _rows_times_rows(x: Array, dy: Array, group_sizes: Array, interpret: bool) -
 
 @triton.jit
 @typing.no_type_check
-def _place(table, TILES: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr):  # noqa: ANN001, ANN202
+def _place(
+    table, TILES: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
     """Group, first row, end and column of this program's tile; rows run fastest."""
     pid = tl.program_id(0)
     first = pid // (SIDE * COLUMNS) * SIDE
@@ -208,8 +210,8 @@ def _place(table, TILES: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr
 
 @triton.jit
 @typing.no_type_check
-def _rows_times_matrix_kernel(  # noqa: ANN202, PLR0913
-    x, w, scales, table, y,  # noqa: ANN001
+def _rows_times_matrix_kernel(
+    x, w, scales, table, y,
     M: tl.constexpr, C: tl.constexpr, O: tl.constexpr, E: tl.constexpr,
     TILES: tl.constexpr, STEP_C: tl.constexpr, STEP_O: tl.constexpr,
     BM: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr, SIDE: tl.constexpr,
@@ -250,8 +252,8 @@ def _rows_times_matrix_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _rows_times_rows_kernel(  # noqa: ANN202
-    x, dy, bounds, dw,  # noqa: ANN001
+def _rows_times_rows_kernel(
+    x, dy, bounds, dw,
     K: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip

@@ -73,8 +73,9 @@ def _attend(
     rows, cols = TILE if is_half else FLOAT32_TILE
     sizes: dict[str, Any] = {
         "T": num_queries, "S": num_keys, "N": heads, "H": dim, "O": value_dim,
-        "SCALE": scale, "BM": rows, "BN": cols,
         "WORDS": 0 if words is None else words.shape[1],
+        "P": 0 if words is None else words.shape[2],
+        "SCALE": scale, "BM": rows, "BN": cols,
     }  # fmt: skip
     out, lse = triton_call.call(
         _forward_kernel,
@@ -92,19 +93,24 @@ def _attend(
     return out, lse
 
 
-def _forward(q, k, v, lo, hi, selected, scale, interpret):  # noqa: ANN001, ANN202
+def _forward(q, k, v, lo, hi, selected, scale, interpret):
     args = (q, k, v, lo, hi, selected)
     out, lse = dispatch.saved(_attend(*args, scale, interpret))
     return (out, lse), (*args, out, lse)
 
 
-def _backward(scale, interpret, residuals, cotangents):  # noqa: ANN001, ANN202
+def _backward(scale, interpret, residuals, cotangents):
     q, k, v, lo, hi, selected, out, lse = residuals
     d_out, d_lse = cotangents
     shift = jnp.einsum("btno,btno->bnt", out, d_out, preferred_element_type=jnp.float32)
     words = gpu_words.row_words(selected, k.shape[1], interpret)
-    queries = (q, d_out, lse, shift - d_lse, lo, hi)
-    grads = gpu_backward.gradients(queries, k, v, words, scale, interpret)
+    # In float32 bounds are exact up to 2^24.
+    bounds = [
+        jnp.broadcast_to(x[:, None].astype(jnp.float32), lse.shape) for x in (lo, hi)
+    ]
+    stats = (lse * gpu_backward.LOG2E.value, shift - d_lse, *bounds)
+    stats = jnp.stack([gpu_words.padded(x) for x in stats], -1)
+    grads = gpu_backward.gradients((q, d_out, stats), k, v, words, scale, interpret)
     return *grads, None, None, None
 
 
@@ -113,10 +119,10 @@ _attend.defvjp(_forward, _backward)
 
 @triton.jit
 @typing.no_type_check
-def _forward_kernel(  # noqa: ANN202, PLR0913
-    q, k, v, lo, hi, words, out, lse,  # noqa: ANN001
-    T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
-    O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
+def _forward_kernel(
+    q, k, v, lo, hi, words, out, lse,
+    T: tl.constexpr, P: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of a head; under causality the longest tiles start first."""
@@ -135,15 +141,15 @@ def _forward_kernel(  # noqa: ANN202, PLR0913
     q_tile = tl.load(q_at, mask=is_row[:, None], other=0.0)
     k += batch * (S * N * H) + head * H
     v += batch * (S * N * O) + head * O
-    words += batch * (WORDS * T)
+    words += batch * (WORDS * P) + rows[:, None]
     total = tl.zeros((BM,), tl.float32)
     top = tl.full((BM,), HIDDEN, tl.float32)
     mean = tl.zeros((BM, O), tl.float32)
     if WORDS > 0:
         for start in range(begin, end, BN):
             total, top, mean = _block(
-                start, total, top, mean, q_tile, k, v, words, low, high, rows,
-                T, S, N, H, O, SCALE, WORDS, BN, False,
+                start, total, top, mean, q_tile, k, v, words, low, high,
+                P, S, N, H, O, SCALE, WORDS, BN, False,
             )  # fmt: skip
     else:
         # Blocks that all queries see need no mask: from `inside` to `outside`.
@@ -153,15 +159,15 @@ def _forward_kernel(  # noqa: ANN202, PLR0913
         outside = tl.maximum(outside, inside)
         for start in range(inside, outside, BN):
             total, top, mean = _block(
-                start, total, top, mean, q_tile, k, v, words, low, high, rows,
-                T, S, N, H, O, SCALE, WORDS, BN, True,
+                start, total, top, mean, q_tile, k, v, words, low, high,
+                P, S, N, H, O, SCALE, WORDS, BN, True,
             )  # fmt: skip
         for step in range(0, inside - begin + end - outside, BN):
             start = begin + step
             start = tl.where(start < inside, start, start - inside + outside)
             total, top, mean = _block(
-                start, total, top, mean, q_tile, k, v, words, low, high, rows,
-                T, S, N, H, O, SCALE, WORDS, BN, False,
+                start, total, top, mean, q_tile, k, v, words, low, high,
+                P, S, N, H, O, SCALE, WORDS, BN, False,
             )  # fmt: skip
     found = sees & (top > 0.5 * HIDDEN)
     mean = tl.where(found[:, None], mean / total[:, None], 0)
@@ -174,9 +180,9 @@ def _forward_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _block(  # noqa: ANN202, PLR0913
-    start, total, top, mean, q_tile, k, v, words, low, high, rows,  # noqa: ANN001
-    T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
+def _block(
+    start, total, top, mean, q_tile, k, v, words, low, high,
+    P: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
     O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
     IS_INSIDE: tl.constexpr,
 ):  # fmt: skip
@@ -188,9 +194,8 @@ def _block(  # noqa: ANN202, PLR0913
     if not IS_INSIDE:
         cols = tl.arange(0, BN)[None, :]
         keep = gpu_backward.kept(
-            words, low[:, None], high[:, None], rows[:, None], cols, start,
-            T, WORDS, BN,
-        )  # fmt: skip
+            words, low[:, None], high[:, None], cols, start, P, WORDS, BN
+        )
         scores = tl.where(keep, scores, HIDDEN)
     higher = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])

@@ -1,8 +1,9 @@
-"""Gradients of attention on Hopper: one kernel for dq, one for dk and dv.
+"""Gradients of attention on Hopper, without atomics: a kernel each for dq, dk and dv.
 
 Probabilities come back from the log-sum-exp. dk and dv of a block of keys are summed by
-one program over the queries that can see it, in order: without atomics, so that two
-runs agree bit by bit, at the price of seven products instead of five.
+one program over the queries that can see it, in order, so that two runs agree bit by
+bit. One kernel for dk and dv would save one product of eight, but two sums of 64 x 256
+leave too few registers at 256 dims: ptxas then waits after every single wgmma.
 """
 
 import typing
@@ -19,7 +20,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def gradients(
-    queries: tuple[jax.Array, ...],
+    queries: tuple[jax.Array, jax.Array, jax.Array],
     k: jax.Array,
     v: jax.Array,
     words: jax.Array | None,
@@ -29,62 +30,56 @@ def gradients(
     """dq, dk and dv.
 
     Args:
-      queries: q, d_out [B, T, N, x], lse, shift [B, N, T], lo, hi [B, T], with
-        shift = sum(out d_out) - d_lse.
+      queries: q, d_out [B, T, N, x], and [B, N, P, 4]: lse log2(e), shift, lo and hi,
+        with shift = sum(out d_out) - d_lse, and P as in `gpu_words`.
       k: keys.
       v: values.
-      words: [B, w, T], or None for all visible keys.
+      words: [B, w, P], or None for all visible keys.
       scale: factor on q . k.
       interpret: see `triton_call.call`.
     """
-    q, *_, lo, hi = queries
+    q, _, stats = queries
     (batch, num_queries, heads, dim), num_keys = q.shape, k.shape[1]
     is_half = q.dtype.itemsize == 2
     sizes: dict[str, Any] = {
         "T": num_queries, "S": num_keys, "N": heads, "H": dim, "O": v.shape[-1],
-        "SCALE": scale, "WORDS": 0 if words is None else words.shape[1],
+        "WORDS": 0 if words is None else words.shape[1], "P": stats.shape[2],
+        "SCALE": scale,
     }  # fmt: skip
-    words = lo if words is None else words
-    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    rows, cols = (128, 32) if is_half else (32, 32)
-    [dq] = triton_call.call(
-        _dq_kernel,
-        *(*queries, words, k, v),
-        out_shape=[like(q)],
-        grid=(triton.cdiv(num_queries, rows), heads, batch),
-        num_warps=8 if is_half else 4,
-        num_stages=3,
-        interpret=interpret,
-        **sizes,
-        **{"BM": rows, "BN": cols},
-    )
-    rows, cols = (64, 64) if is_half else (32, 32)
-    dk, dv = triton_call.call(
-        _dkv_kernel,
-        *(*queries, words, _spans(lo, hi, num_keys, rows, cols), k, v),
-        out_shape=[like(k), like(v)],
-        grid=(triton.cdiv(num_keys, cols), heads, batch),
-        num_warps=8 if is_half else 4,
-        num_stages=2,
-        interpret=interpret,
-        **sizes,
-        **{"BM": rows, "BN": cols},
-    )
-    return dq, dk, dv
+    words = stats if words is None else words
+
+    def run(kernel: Any, tile: tuple, stages: int, out: jax.Array, *ins: Any) -> Any:
+        rows, cols = tile if is_half else (32, 32)
+        by_queries = kernel is _dq_kernel
+        size, step = (num_queries, rows) if by_queries else (num_keys, cols)
+        spans = () if by_queries else (_spans(stats, num_keys, rows, cols),)
+        return triton_call.call(
+            kernel,
+            *(*queries, words, *spans, *ins),
+            out_shape=[jax.ShapeDtypeStruct(out.shape, out.dtype)],
+            grid=(triton.cdiv(size, step), heads, batch),
+            num_warps=8 if is_half else 4,
+            num_stages=stages,
+            interpret=interpret,
+            **sizes,
+            **{"BM": rows, "BN": cols},
+        )[0]
+
+    # Queries and keys of a tile, as much as shared memory holds.
+    dq = run(_dq_kernel, (128, 32), 3, q, k, v)
+    dk = run(_dk_kernel, (32, 128), 3, k, k, v)
+    return dq, dk, run(_dv_kernel, (64, 128), 2, v, k)
 
 
-def _spans(
-    lo: jax.Array, hi: jax.Array, num_keys: int, rows: int, cols: int
-) -> jax.Array:
+def _spans(stats: jax.Array, num_keys: int, rows: int, cols: int) -> jax.Array:
     """First tile of queries that can see each block of keys, and end: [2, B, S / cols].
 
     Holds for any lo and hi; tiles between that see nothing of the block are masked.
     """
+    lo, hi = jnp.moveaxis(stats[:, 0, :, 2:], -1, 0).astype(jnp.int32)
     sees = lo < hi
-    tiled = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % rows))).reshape(
-        x.shape[0], -1, rows
-    )
-    first = jnp.min(tiled(jnp.where(sees, lo, num_keys) - num_keys), -1) + num_keys
+    tiled = lambda x: x.reshape(x.shape[0], -1, rows)
+    first = jnp.min(tiled(jnp.where(sees, lo, num_keys)), -1)
     last = jnp.max(tiled(jnp.where(sees, hi, 0)), -1)
     start = jnp.arange(0, num_keys, cols, dtype=jnp.int32)[None, :, None]
     meets = (first[:, None] < start + cols) & (last[:, None] > start)
@@ -95,8 +90,8 @@ def _spans(
 
 @triton.jit
 @typing.no_type_check
-def tile_of(  # noqa: ANN201
-    x, start, SIZE: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,  # noqa: ANN001
+def tile_of(
+    x, start, SIZE: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, IS_INSIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows start .. start + ROWS of one head: [ROWS, DIM], zeros from SIZE on."""
@@ -110,16 +105,27 @@ def tile_of(  # noqa: ANN201
 
 @triton.jit
 @typing.no_type_check
-def kept(  # noqa: ANN201
-    words, low, high, rows, cols, start,  # noqa: ANN001
-    T: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
+def kept(
+    words, low, high, cols, start,
+    P: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Whether key start + cols counts for each of the rows; both have two axes."""
+    """Whether keys start .. start + BN count: [BM, BN] or [BN, BM].
+
+    Args:
+      words: pointers to the first word of each query.
+      low: first visible keys; the words count alone where there are any.
+      high: ends of the visible keys.
+      cols: 0 .. BN - 1, along the other axis than words, low and high.
+      start: first key.
+      P: distance of the words of a query.
+      WORDS: of a query, 0 without a selection.
+      BN: keys, a multiple of 32 with a selection.
+    """
     if WORDS > 0:
-        at = words + start // 32 * T + rows
-        word = tl.load(at, mask=rows < T, other=0)
-        if BN == 64:
-            word = tl.where(cols < 32, word, tl.load(at + T, mask=rows < T, other=0))
+        words += start // 32 * P
+        word = tl.load(words)
+        for i in tl.static_range(1, BN // 32):
+            word = tl.where(cols < 32 * i, word, tl.load(words + i * P))
         keep = (word >> (cols % 32).to(tl.uint32)) & 1 != 0
     else:
         keep = (start + cols >= low) & (start + cols < high)
@@ -128,33 +134,41 @@ def kept(  # noqa: ANN201
 
 @triton.jit
 @typing.no_type_check
-def _dq_kernel(  # noqa: ANN202, PLR0913
-    q, d_out, lse, shift, lo, hi, words, k, v, dq,  # noqa: ANN001
-    T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
-    O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
+def _stats(stats, start, BM: tl.constexpr):
+    """Log-sum-exp times log2(e), shift, lo and hi of BM queries, from one tile [BM, 4].
+
+    Four loads of BM numbers would be repeated by every thread that needs them.
+    """
+    at = stats + (start + tl.arange(0, BM))[:, None] * 4 + tl.arange(0, 4)[None, :]
+    lse_low, shift_high = tl.split(tl.reshape(tl.load(at), (BM, 2, 2)))
+    lse, low = tl.split(lse_low)
+    shift, high = tl.split(shift_high)
+    return lse, shift, low.to(tl.int32), high.to(tl.int32)
+
+
+@triton.jit
+@typing.no_type_check
+def _dq_kernel(
+    q, d_out, stats, words, k, v, dq,
+    T: tl.constexpr, P: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of a head: dS = P (dO V^T - shift), dq = scale dS K."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     rows = tile * BM + tl.arange(0, BM)
-    is_row = rows < T
-    low = tl.load(lo + batch * T + rows, mask=is_row, other=0)
-    high = tl.load(hi + batch * T + rows, mask=is_row, other=0)
+    stats += (batch * N + head) * (4 * P)
+    lse, shift, low, high = _stats(stats, tile * BM, BM)
     last = tl.max(tl.where(low < high, high, 0))
     begin = tl.min(tl.where(low < high, low, last)) // BN * BN
-    flat = (batch * N + head) * T + rows
-    lse_tile = tl.load(lse + flat, mask=is_row, other=0.0) * LOG2E
-    shift_tile = tl.load(shift + flat, mask=is_row, other=0.0)
-    q_tile = tile_of(
-        q + batch * (T * N * H) + head * H, tile * BM, T, N * H, H, BM, False
-    )
-    d_out_tile = tile_of(
-        d_out + batch * (T * N * O) + head * O, tile * BM, T, N * O, O, BM, False
-    )
+    q += batch * (T * N * H) + head * H
+    d_out += batch * (T * N * O) + head * O
     k += batch * (S * N * H) + head * H
     v += batch * (S * N * O) + head * O
-    words += batch * (WORDS * T)
+    words += batch * (WORDS * P) + rows[:, None]
+    q_tile = tile_of(q, tile * BM, T, N * H, H, BM, False)
+    d_out_tile = tile_of(d_out, tile * BM, T, N * O, O, BM, False)
     cols = tl.arange(0, BN)[None, :]
     total = tl.zeros((BM, H), tl.float32)
     for start in range(begin, last, BN):
@@ -162,65 +176,104 @@ def _dq_kernel(  # noqa: ANN202, PLR0913
         v_tile = tile_of(v, start, S, N * O, O, BN, False)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         d_probs = tl.dot(d_out_tile, tl.trans(v_tile), input_precision="ieee")
-        keep = kept(
-            words, low[:, None], high[:, None], rows[:, None], cols, start, T, WORDS, BN
-        )
-        probs = tl.exp2(scores * (SCALE * LOG2E) - lse_tile[:, None])
-        d_scores = tl.where(keep, probs * (d_probs - shift_tile[:, None]), 0)
-        total = tl.dot(d_scores.to(k_tile.dtype), k_tile, total, input_precision="ieee")
-    at = dq + (batch * T + tile * BM) * (N * H) + head * H
-    at += tl.arange(0, BM)[:, None] * (N * H) + tl.arange(0, H)[None, :]
-    tl.store(at, (total * SCALE).to(dq.dtype.element_ty), mask=is_row[:, None])
+        keep = kept(words, low[:, None], high[:, None], cols, start, P, WORDS, BN)
+        probs = tl.exp2(scores * (SCALE * LOG2E) - lse[:, None])
+        d_scores = tl.where(keep, probs * (d_probs - shift[:, None]), 0)
+        d_scores = d_scores.to(k_tile.dtype)
+        total = tl.dot(d_scores, k_tile, total, input_precision="ieee")
+    dq += batch * (T * N * H) + head * H
+    _store(dq, total * SCALE, tile * BM, T, N * H, H, BM)
 
 
 @triton.jit
 @typing.no_type_check
-def _dkv_kernel(  # noqa: ANN202, PLR0913
-    q, d_out, lse, shift, lo, hi, words, spans, k, v, dk, dv,  # noqa: ANN001
-    T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
-    O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
+def _dv_kernel(
+    q, d_out, stats, words, spans, k, dv,
+    T: tl.constexpr, P: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of a head: dv = P^T dO, dk = scale dS^T q; keys run down."""
+    """One block of keys of a head: dv = P^T dO; keys run down."""
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     blocks = tl.num_programs(0)
-    span = spans + batch * blocks + tl.program_id(0)
-    begin, end = tl.load(span), tl.load(span + tl.num_programs(2) * blocks)
+    spans += batch * blocks + tl.program_id(0)
+    begin, end = tl.load(spans), tl.load(spans + tl.num_programs(2) * blocks)
     start = tl.program_id(0) * BN
-    k_tile = tile_of(k + batch * (S * N * H) + head * H, start, S, N * H, H, BN, False)
-    v_tile = tile_of(v + batch * (S * N * O) + head * O, start, S, N * O, O, BN, False)
     q += batch * (T * N * H) + head * H
     d_out += batch * (T * N * O) + head * O
-    lo += batch * T
-    hi += batch * T
-    lse += (batch * N + head) * T
-    shift += (batch * N + head) * T
-    words += batch * (WORDS * T)
-    cols = tl.arange(0, BN)[None, :]
-    dk_total = tl.zeros((BN, H), tl.float32)
-    dv_total = tl.zeros((BN, O), tl.float32)
+    words += batch * (WORDS * P)
+    stats += (batch * N + head) * (4 * P)
+    k_tile = tile_of(k + batch * (S * N * H) + head * H, start, S, N * H, H, BN, False)
+    total = tl.zeros((BN, O), tl.float32)
     for tile in range(begin, end):
-        rows = (tile * BM + tl.arange(0, BM))[:, None]
-        is_row = rows < T
         q_tile = tile_of(q, tile * BM, T, N * H, H, BM, False)
         d_out_tile = tile_of(d_out, tile * BM, T, N * O, O, BM, False)
-        low = tl.load(lo + rows, mask=is_row, other=0)
-        high = tl.load(hi + rows, mask=is_row, other=0)
-        lse_tile = tl.load(lse + rows, mask=is_row, other=0.0) * LOG2E
-        shift_tile = tl.load(shift + rows, mask=is_row, other=0.0)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        keep = kept(words, low, high, rows, cols, start, T, WORDS, BN)
-        probs = tl.where(keep, tl.exp2(scores * (SCALE * LOG2E) - lse_tile), 0)
-        probs_half = tl.trans(probs.to(q_tile.dtype))
-        dv_total = tl.dot(probs_half, d_out_tile, dv_total, input_precision="ieee")
-        d_probs = tl.dot(d_out_tile, tl.trans(v_tile), input_precision="ieee")
-        d_scores = tl.trans((probs * (d_probs - shift_tile)).to(q_tile.dtype))
-        dk_total = tl.dot(d_scores, q_tile, dk_total, input_precision="ieee")
-    keys = tl.arange(0, BN)[:, None]
-    is_key = start + keys < S
-    at = dk + (batch * S + start) * (N * H) + head * H
-    at += keys * (N * H) + tl.arange(0, H)[None, :]
-    tl.store(at, (dk_total * SCALE).to(dk.dtype.element_ty), mask=is_key)
-    at = dv + (batch * S + start) * (N * O) + head * O
-    at += keys * (N * O) + tl.arange(0, O)[None, :]
-    tl.store(at, dv_total.to(dv.dtype.element_ty), mask=is_key)
+        lse, _, low, high = _stats(stats, tile * BM, BM)
+        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        probs = _probs(
+            scores, lse, low, high, words, tile, start, SCALE, P, WORDS, BM, BN
+        )
+        probs = probs.to(q_tile.dtype)
+        total = tl.dot(probs, d_out_tile, total, input_precision="ieee")
+    _store(dv + batch * (S * N * O) + head * O, total, start, S, N * O, O, BN)
+
+
+@triton.jit
+@typing.no_type_check
+def _dk_kernel(
+    q, d_out, stats, words, spans, k, v, dk,
+    T: tl.constexpr, P: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One block of keys of a head: dk = scale dS^T q; keys run down."""
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    blocks = tl.num_programs(0)
+    spans += batch * blocks + tl.program_id(0)
+    begin, end = tl.load(spans), tl.load(spans + tl.num_programs(2) * blocks)
+    start = tl.program_id(0) * BN
+    q += batch * (T * N * H) + head * H
+    d_out += batch * (T * N * O) + head * O
+    words += batch * (WORDS * P)
+    stats += (batch * N + head) * (4 * P)
+    k_tile = tile_of(k + batch * (S * N * H) + head * H, start, S, N * H, H, BN, False)
+    v_tile = tile_of(v + batch * (S * N * O) + head * O, start, S, N * O, O, BN, False)
+    total = tl.zeros((BN, H), tl.float32)
+    for tile in range(begin, end):
+        q_tile = tile_of(q, tile * BM, T, N * H, H, BM, False)
+        d_out_tile = tile_of(d_out, tile * BM, T, N * O, O, BM, False)
+        lse, shift, low, high = _stats(stats, tile * BM, BM)
+        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        d_probs = tl.dot(v_tile, tl.trans(d_out_tile), input_precision="ieee")
+        probs = _probs(
+            scores, lse, low, high, words, tile, start, SCALE, P, WORDS, BM, BN
+        )
+        d_scores = (probs * (d_probs - shift[None, :])).to(q_tile.dtype)
+        total = tl.dot(d_scores, q_tile, total, input_precision="ieee")
+    dk += batch * (S * N * H) + head * H
+    _store(dk, total * SCALE, start, S, N * H, H, BN)
+
+
+@triton.jit
+@typing.no_type_check
+def _probs(
+    scores, lse, low, high, words, tile, start, SCALE: tl.constexpr,
+    P: tl.constexpr, WORDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Probabilities [BN, BM], zero where a key does not count."""
+    words += (tile * BM + tl.arange(0, BM))[None, :]
+    cols = tl.arange(0, BN)[:, None]
+    keep = kept(words, low[None, :], high[None, :], cols, start, P, WORDS, BN)
+    return tl.where(keep, tl.exp2(scores * (SCALE * LOG2E) - lse[None, :]), 0)
+
+
+@triton.jit
+@typing.no_type_check
+def _store(
+    x, tile, start, SIZE: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Writes rows start .. start + ROWS of one head, up to SIZE."""
+    rows, wide = tl.arange(0, ROWS), tl.full((), STEP, tl.int64)
+    at = x + start * wide + rows[:, None] * STEP + tl.arange(0, DIM)[None, :]
+    tl.store(at, tile.to(x.dtype.element_ty), mask=(start + rows < SIZE)[:, None])

@@ -1,7 +1,8 @@
-"""A selection as words of 32 neighbouring keys, [B, w, T], as the kernels read it.
+"""A selection as words of 32 neighbouring keys, [B, w, P], as the kernels read it.
 
 A block of 64 keys then is two words a query, and the words of all queries of a tile lie
 side by side; in the layout of `pallas_kernels.selection` it would be 64 words a query.
+P is T up to whole tiles of queries, the rest zeros, so that no load needs a mask.
 """
 
 import typing
@@ -16,11 +17,17 @@ from pallas_kernels import selection, triton_call
 
 KEYS = 32  # of a word
 QUERIES = 64  # of a program
+TILE = 128  # queries of the largest tile of a kernel
+
+
+def padded(x: Array) -> Array:
+    """Zeros behind T, the last axis, up to P."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % TILE)])
 
 
 def row_words(
     selected: Array | None, num_keys: int, interpret: bool
-) -> UInt32[Array, "B w T"] | None:
+) -> UInt32[Array, "B w P"] | None:
     """Key s of a mask or of bits as bit s % 32 of word s // 32; whole runs of keys."""
     if selected is None:
         return None
@@ -28,15 +35,17 @@ def row_words(
         mask = jnp.pad(selected, ((0, 0), (0, -num_keys % selection.RUN), (0, 0)))
         words = mask.reshape(mask.shape[0], -1, KEYS, mask.shape[-1])
         shifts = jnp.arange(KEYS, dtype=jnp.uint32)[None, None, :, None]
-        return jnp.sum(words.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
+        words = words.astype(jnp.uint32) << shifts
+        return padded(jnp.sum(words, axis=2, dtype=jnp.uint32))
     batch, num_queries, num_words = selected.shape
+    pitch = triton.cdiv(num_queries, TILE) * TILE
     [words] = triton_call.call(
         _words_kernel,
         selected,
-        out_shape=[jax.ShapeDtypeStruct((batch, num_words, num_queries), jnp.uint32)],
-        grid=(triton.cdiv(num_queries, QUERIES), num_words // selection.LANES, batch),
+        out_shape=[jax.ShapeDtypeStruct((batch, num_words, pitch), jnp.uint32)],
+        grid=(pitch // QUERIES, num_words // selection.LANES, batch),
         interpret=interpret,
-        **{"T": num_queries, "W": num_words, "LANES": selection.LANES},
+        **{"T": num_queries, "P": pitch, "W": num_words, "LANES": selection.LANES},
         **{"BM": QUERIES, "KEYS": KEYS},
     )
     return words
@@ -44,10 +53,10 @@ def row_words(
 
 @triton.jit
 @typing.no_type_check
-def _words_kernel(  # noqa: ANN202
-    bits, words,  # noqa: ANN001
-    T: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, BM: tl.constexpr,
-    KEYS: tl.constexpr,
+def _words_kernel(
+    bits, words,
+    T: tl.constexpr, P: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
+    BM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A run of keys of one tile of queries: bit j of 128 lanes makes four words."""
     run, batch = tl.program_id(1) * LANES, tl.program_id(2).to(tl.int64)
@@ -57,9 +66,9 @@ def _words_kernel(  # noqa: ANN202
     tile = tl.load(at, mask=(rows < T)[:, None], other=0)
     shifts = (lanes % KEYS).to(tl.uint32)[None, :]
     groups = tl.arange(0, LANES // KEYS)[None, :]
-    words += batch * (T * W) + rows[:, None]
+    words += batch * (P * W) + rows[:, None]
     for j in range(KEYS):
         shifted = ((tile >> j) & 1) << shifts
         sums = tl.sum(tl.reshape(shifted, (BM, LANES // KEYS, KEYS)), axis=2)
         place = run + j * (LANES // KEYS) + groups
-        tl.store(words + place.to(tl.int64) * T, sums, mask=(rows < T)[:, None])
+        tl.store(words + place.to(tl.int64) * P, sums)
