@@ -148,7 +148,7 @@ def dense_attention(params: dict, out: transformer.Output) -> jax.Array:
 def look(params: dict, out: transformer.Output) -> None:
     """Draws attention and selection of a row, and says how much the selection holds."""
     dense = np.asarray(jax.jit(dense_attention)(params, out))
-    mask = out.traces["layers_0"]["block_0"].index.mask[0]  # keys first: [B, S, T]
+    mask = out.traces["layers_0"]["block_0"].index.selected[0]  # keys first: [B, S, T]
     chosen = np.asarray(mask).swapaxes(1, 2)
     num_visible = np.asarray(out.context.hi - out.context.lo)
     relative = np.where(dense > 0, dense * num_visible[..., None], np.nan)[0]

@@ -6,13 +6,14 @@ are implementations that agree with it, in values and gradients.
 
 from pallas_kernels.decode import decode_indexer_topk, decode_sparse_mla
 from pallas_kernels.dispatch import SAVED
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_quantized
 from pallas_kernels.indexer_kl import indexer_kl_loss, sparse_indexer_kl_loss
 from pallas_kernels.indexer_topk import (
     indexer_bits,
     indexer_mask,
     indexer_scores,
     indexer_scores_at,
+    indexer_select,
     indexer_topk,
 )
 from pallas_kernels.masked_mla import masked_mla
@@ -24,11 +25,13 @@ __all__ = [
     "decode_indexer_topk",
     "decode_sparse_mla",
     "grouped_matmul",
+    "grouped_matmul_quantized",
     "indexer_bits",
     "indexer_kl_loss",
     "indexer_mask",
     "indexer_scores",
     "indexer_scores_at",
+    "indexer_select",
     "indexer_topk",
     "masked_mla",
     "segment_bounds",

@@ -41,6 +41,9 @@ device_description_str: "NVIDIA H200"
 """
 
 
+PTX_VERSION = 87  # that the assemblers of Triton 3.6 to 3.9 all read
+
+
 @dataclasses.dataclass(frozen=True)
 class GpuKernel:
     """What ptxas says of a Triton kernel."""
@@ -49,6 +52,14 @@ class GpuKernel:
     registers: int  # of a thread
     spill_bytes: int  # stored and loaded again, of a thread
     shared_bytes: int  # of a program
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuKernel:
+    """What the TPU's compiler made of a Pallas kernel."""
+
+    name: str
+    bundles: int  # instructions as they are issued together; a loop's body counts once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +72,7 @@ class Report:
     temp_bytes: int
     flops: float  # by the compiler; it does not look into kernels
     gpu_kernels: tuple[GpuKernel, ...]
+    tpu_kernels: tuple[TpuKernel, ...]  # if `dump_bundles` was called
 
 
 def device_mesh(chip: chips.Chip) -> Mesh:
@@ -108,6 +120,7 @@ def compile(function: Callable, args: Any, chip: chips.Chip) -> Report:
         # A fresh function: a cached trace would launch, and record, nothing.
         fresh = jax.jit(lambda *xs: function(*xs))
         lowered = fresh.lower(*jax.tree.map(place, args))
+        seen = set(_bundle_files())
         start = time.perf_counter()
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
@@ -120,7 +133,37 @@ def compile(function: Callable, args: Any, chip: chips.Chip) -> Report:
         temp_bytes=memory.temp_size_in_bytes,
         flops=cost.get("flops", 0.0),
         gpu_kernels=tuple(gpu_kernel(launch) for launch in launches),
+        tpu_kernels=_tpu_kernels(set(_bundle_files()) - seen),
     )
+
+
+def dump_bundles(folder: pathlib.Path) -> None:
+    """Makes libtpu write its bundles into a folder; for before its first compile."""
+    options = f"{_DUMP_OPTION}{folder} --xla_jf_dump_llo_text=true"
+    os.environ["LIBTPU_INIT_ARGS"] = options
+
+
+_DUMP_OPTION = "--xla_jf_dump_to="
+
+
+def _bundle_files() -> Iterator[pathlib.Path]:
+    """What libtpu wrote, if it was told to."""
+    for option in os.environ.get("LIBTPU_INIT_ARGS", "").split():
+        if option.startswith(_DUMP_OPTION):
+            folder = pathlib.Path(option.removeprefix(_DUMP_OPTION))
+            yield from folder.glob("*[0-9]-final_bundles.txt")
+
+
+def _tpu_kernels(files: set[pathlib.Path]) -> tuple[TpuKernel, ...]:
+    """Bundles of the programs that Pallas made, not XLA."""
+    kernels = []
+    for path in sorted(files):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if "mosaic" in text:
+            name = path.name.split("-")[1]
+            bundles = re.findall(r"^ *0x[0-9a-f]+ ", text, re.MULTILINE)
+            kernels.append(TpuKernel(name, len(bundles)))
+    return tuple(kernels)
 
 
 def _recorded(chip: chips.Chip) -> contextlib.AbstractContextManager:
@@ -160,7 +203,11 @@ def gpu_kernel(launch: Any) -> GpuKernel:
         compiled = triton.compile(
             source,
             target=backends.GPUTarget("cuda", 90, 32),
-            options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+            options={
+                "num_warps": launch.num_warps,
+                "num_stages": launch.num_stages,
+                "ptx_version": PTX_VERSION,
+            },
         )
         ptx = pathlib.Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])

@@ -29,6 +29,10 @@ class Case:
     value_dim: int = 256  # O
     index_heads: int = 32
     index_dim: int = 128
+    hidden: int = 6144  # D
+    expert_dim: int = 2048  # F
+    experts: int = 256
+    experts_per_token: int = 8
     dtype: str = "bfloat16"
 
     @property
@@ -48,6 +52,10 @@ _SMALL: Any = {
     "head_dim": 128,
     "value_dim": 128,
     "index_heads": 8,
+    "hidden": 128,
+    "expert_dim": 64,
+    "experts": 4,
+    "experts_per_token": 2,
 }
 # For tests: odd lengths, fewer keys than top-k, continued rows, packed documents.
 SMALL = (
@@ -62,6 +70,7 @@ def shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
     """Every input that an op may want, by name."""
     b, t, s, n = case.batch, case.queries, case.keys, case.heads
     width = case.latent + case.rope
+    e, d, f = case.experts, case.hidden, case.expert_dim
     half, exact, integer = case.dtype, "float32", "int32"
     table = {
         "q": ((b, t, n, case.head_dim), half),
@@ -78,6 +87,12 @@ def shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
         "indices": ((b, t, case.topk), integer),
         "lse": ((b, n, t), exact),
         "weight": ((b, t), exact),
+        "rows": ((b * t * case.experts_per_token, d), half),
+        "experts": ((e, d, f), half),
+        "experts_fp8": ((e, d, f), "float8_e4m3fn"),
+        "experts_int8": ((e, d, f), "int8"),
+        "scales": ((e, -(-d // 128), -(-f // 128)), exact),
+        "group_sizes": ((e,), integer),
     }
     return {k: jax.ShapeDtypeStruct(shape, d) for k, (shape, d) in table.items()}
 
@@ -102,7 +117,7 @@ def make(case: Case, *names: str, seed: int = 0, pattern: str = "random") -> tup
       *names: of `shapes`, but "bits" and "lse", which other ops make.
       seed: of normals and of index lists.
       pattern: of index lists: "random" over the visible keys, or "local": half of them
-        the nearest.
+        are the nearest keys.
     """
     table, out = shapes(case), []
     for i, name in enumerate(names):
@@ -121,14 +136,20 @@ def make(case: Case, *names: str, seed: int = 0, pattern: str = "random") -> tup
 
 
 def _lists(case: Case, rng: np.random.Generator, pattern: str) -> np.ndarray:
-    """Ascending index lists; a query that sees fewer than top-k keys takes them all."""
-    lo, hi = bounds(case)
-    lists = np.full((case.batch, case.queries, case.topk), -1, np.int32)
-    for b, t in np.ndindex(lo.shape):
-        first, end = int(lo[b, t]), int(hi[b, t])
-        count = min(case.topk, max(end - first, 0))
-        near = count // 2 if pattern == "local" else 0
-        far = rng.choice(max(end - first - near, 0), count - near, replace=False)
-        keys = np.concatenate([first + far, np.arange(end - near, end)])
-        lists[b, t, :count] = np.sort(keys)
-    return lists
+    """Ascending index lists: a key of each of K equal parts of what a query sees.
+
+    A query that sees at most K keys takes them all.
+    """
+    lo, hi = (x[..., None] for x in bounds(case))
+    j = np.arange(case.topk, dtype=np.int32)[None, None]
+    num_seen = np.maximum(hi - lo, 0)
+    near = case.topk // 2 if pattern == "local" else 0
+    parts, far = case.topk - near, np.maximum(num_seen - near, 0)
+    start, end = j * far // parts, (j + 1) * far // parts
+    shape = (*num_seen.shape[:2], case.topk)
+    drawn = start + (rng.random(shape, np.float32) * (end - start)).astype(np.int32)
+    lists = lo + np.where(
+        j < parts, np.minimum(drawn, end - 1), num_seen - case.topk + j
+    )
+    all_seen = np.where(j < num_seen, lo + j, -1)
+    return np.where(num_seen <= case.topk, all_seen, lists).astype(np.int32)

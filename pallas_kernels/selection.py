@@ -6,12 +6,17 @@
 - list: Int32[B, T, K], indices ascending, padded with -1 at the end.
 """
 
+from typing import TypeGuard
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
+from pallas_kernels import dispatch
+
 LANES = 128
+UNKNOWN_LISTS_FROM = 32768  # for chips that nobody has put in chips.py
 RUN = 32 * LANES  # keys of 128 words
 
 
@@ -50,6 +55,33 @@ def as_rows(
     """Which keys count for each query: the selected, or all visible ones."""
     mask = as_mask(selected, num_keys)
     return visible(lo, hi, num_keys) if mask is None else mask.swapaxes(1, 2)
+
+
+def form(num_keys: int) -> str:
+    """The form that attention wants on the chip a program is meant for.
+
+    Plain XLA on CPU reads masks. Kernels read bits in a dense product while that costs
+    less than to gather the listed rows, which it does for short contexts.
+    """
+    if dispatch.platform() == "cpu":
+        return "mask"
+    chip = dispatch.chip()
+    lists_from = UNKNOWN_LISTS_FROM if chip is None else chip.lists_from
+    return "list" if num_keys >= lists_from else "bits"
+
+
+def empty(batch: int, num_queries: int, num_keys: int, topk: int) -> jax.Array:
+    """Zeros of the shape and type of a selection here."""
+    return {
+        "mask": lambda: jnp.zeros((batch, num_keys, num_queries), bool),
+        "bits": lambda: jnp.zeros((batch, num_queries, num_words(num_keys)), "uint32"),
+        "list": lambda: jnp.zeros((batch, num_queries, topk), "int32"),
+    }[form(num_keys)]()
+
+
+def is_list(selected: jax.Array | None) -> TypeGuard[jax.Array]:
+    """Whether a selection is a list of indices."""
+    return selected is not None and jnp.issubdtype(selected.dtype, jnp.signedinteger)
 
 
 def num_words(num_keys: int) -> int:

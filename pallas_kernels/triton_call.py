@@ -105,6 +105,8 @@ def _interpreted(
         x = np.array(x)
         if x.dtype.name == "bfloat16":
             return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        if x.dtype.name == "float8_e4m3fn":
+            return torch.from_numpy(x.view(np.int8)).view(torch.float8_e4m3fn)
         return torch.from_numpy(x)
 
     def array(x: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -129,8 +131,9 @@ def _interpreted(
 def _mended_interpreter() -> Iterator[None]:
     """Triton 3.6's interpreter, with bfloat16 products and with numpy 2.4.
 
-    As it comes, it multiplies bfloat16 as integers and rounds to it by cutting off; and
-    a loop's bounds are arrays of one element, which numpy 2.4 makes no int of.
+    As it comes, it multiplies bfloat16 as integers and rounds to it by cutting off; it
+    reads float8 wrongly; and a loop's bounds are arrays of one element, which numpy 2.4
+    makes no int of.
     """
     from triton.runtime import interpreter
 
@@ -148,6 +151,8 @@ def _mended_interpreter() -> Iterator[None]:
     def mended_convert(x: np.ndarray, old: Any, new: Any, rounding: Any) -> np.ndarray:
         if old.name == "fp32" and new.name == "bf16":
             return x.astype(ml_dtypes.bfloat16).view(np.uint16)
+        if old.name == "fp8e4nv" and new.name == "fp32":
+            return x.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return convert(x, old, new, rounding)
 
     def mended_dot(self: Any, a: Any, b: Any, *args: Any) -> Any:

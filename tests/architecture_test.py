@@ -23,9 +23,9 @@ LAYERS = (
     {"config"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-KERNEL_IMPORTS = {"jax", "jaxtyping", "numpy", "pallas_kernels"}
+KERNEL_IMPORTS = {"jax", "jaxtyping", "ml_dtypes", "numpy", "pallas_kernels"}
 TRITON_IMPORTS = {"jax_triton", "torch", "triton"}  # of files for GPUs alone
-TRITON_FILES = {"aot", "gpu", "triton_call"}
+TRITON_FILES = {"aot", "gpu", "triton"}  # by the first word of their names
 CONFIG_IMPORTS = {"glm5_jax.config", "glm5_jax.presets", "glm5_jax.command_line"}
 
 MAX_FILE_LINES = {"glm5_jax": 400, "pallas_kernels": 600, "configs": 60}
@@ -61,6 +61,12 @@ def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunction
             yield node
 
 
+def _is_compile_time(argument: ast.arg) -> bool:
+    """A Triton kernel's sizes, which are parameters of its template."""
+    kind = argument.annotation
+    return isinstance(kind, ast.Attribute) and ast.unparse(kind) == "tl.constexpr"
+
+
 def _public(tree: ast.Module) -> Iterator[ast.AST]:
     """The module, its public classes and functions, and their public methods."""
     scopes = [tree]
@@ -94,8 +100,10 @@ class ImportsTest(parameterized.TestCase):
     def test_kernels_import_jax_only(self, path):
         heads = {name.partition(".")[0] for name in _imports(_parse(path))}
         allowed = KERNEL_IMPORTS | sys.stdlib_module_names
-        if path.stem in TRITON_FILES:
+        if path.stem.split("_")[0] in TRITON_FILES:
             allowed |= TRITON_IMPORTS
+        if path.stem == "plot":
+            allowed |= {"matplotlib"}
         self.assertEmpty(heads - allowed)
 
     def test_configs_import_the_schema_only(self):
@@ -128,8 +136,9 @@ class BudgetTest(parameterized.TestCase):
             length = function.end_lineno - function.lineno + 1
             self.assertLessEqual(length, MAX_FUNCTION_LINES, function.name)
             given = function.args
-            count = len(given.posonlyargs + given.args + given.kwonlyargs)
-            self.assertLessEqual(count, MAX_ARGUMENTS, function.name)
+            arguments = given.posonlyargs + given.args + given.kwonlyargs
+            counted = [a for a in arguments if not _is_compile_time(a)]
+            self.assertLessEqual(len(counted), MAX_ARGUMENTS, function.name)
 
     def test_lines_fit(self):
         for name, path in _files(*MAX_FILE_LINES, "tests"):

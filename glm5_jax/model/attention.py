@@ -8,14 +8,14 @@ only C + R numbers a token are cached and read, whatever the number of heads
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 import pallas_kernels
 from glm5_jax import config as config_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import layers, rope
+from pallas_kernels import selection
 
 
 class Latent(NamedTuple):
@@ -81,19 +81,80 @@ def latent(
     )
 
 
+def attend(
+    params: dict[str, Array],
+    config: config_lib.ModelConfig,
+    c_q: Float[Array, "B T Q"],
+    kv: Latent,
+    context: context_lib.Context,
+    selected: Array | None,
+) -> tuple[Float[Array, "B T D"], tuple[Array, Array, Array]]:
+    """Attention over whole documents, in the form that the selection asks for.
+
+    Listed keys are gathered as latents, which all heads share; under a mask, bits or no
+    selection a dense product over keys of each head costs less.
+
+    Args:
+      params: of the attention.
+      config: of the model.
+      c_q: query latents.
+      kv: latents of all tokens.
+      context: positions and documents.
+      selected: keys of each query, a form of `pallas_kernels.selection`; None for all.
+
+    Returns:
+      The output, and (q, k, log-sum-exp): what the indexer's loss compares with.
+    """
+    if selection.is_list(selected):
+        return listed(params, config, c_q, kv, context, selected)
+    return expanded(params, config, c_q, kv, context, selected)
+
+
+def listed(
+    params: dict[str, Array],
+    config: config_lib.ModelConfig,
+    c_q: Float[Array, "B T Q"],
+    kv: Latent,
+    context: context_lib.Context,
+    indices: Int[Array, "B T K"],
+) -> tuple[Float[Array, "B T D"], tuple[Array, Array, Array]]:
+    """Absorbed attention over listed keys; see `attend`."""
+    q, rows = latent_queries(params, config, c_q, context), jnp.concatenate(kv, axis=-1)
+    c, lse = pallas_kernels.sparse_mla(
+        *(q, rows, indices), scale=config.softmax_scale, value_dim=config.kv_lora_rank
+    )
+    return from_latent(params, c), (q, rows, lse)
+
+
+def latent_queries(
+    params: dict[str, Array],
+    config: config_lib.ModelConfig,
+    c_q: Float[Array, "B T Q"],
+    context: context_lib.Context,
+) -> Float[Array, "B T N c"]:
+    """Queries that meet cached rows: W_UK moved into their part without positions."""
+    q_nope, q_rope = queries(params, config, c_q, context)
+    q_latent = jnp.einsum("btnp,cnp->btnc", q_nope, params["k_b_proj"])
+    return jnp.concatenate([q_latent, q_rope], axis=-1)
+
+
+def from_latent(
+    params: dict[str, Array], c: Float[Array, "B T N C"]
+) -> Float[Array, "B T D"]:
+    """W_UV behind the sum, then the output projection."""
+    out = jnp.einsum("btnc,cno->btno", c, params["v_b_proj"])
+    return layers.linear(out, params["o_proj"], num_in=2)
+
+
 def expanded(
     params: dict[str, Array],
     config: config_lib.ModelConfig,
     c_q: Float[Array, "B T Q"],
     kv: Latent,
     context: context_lib.Context,
-    mask: Bool[Array, "B S T"] | None,
+    selected: Array | None,
 ) -> tuple[Float[Array, "B T D"], tuple[Array, Array, Array]]:
-    """Attention with a key and a value a head.
-
-    Returns:
-      The output, and (q, k, log-sum-exp): what the indexer's loss compares with.
-    """
+    """Attention with a key and a value a head; see `attend`."""
     q = jnp.concatenate(queries(params, config, c_q, context), axis=-1)
     k_nope = layers.linear(kv.c, params["k_b_proj"])
     k_rope = jnp.broadcast_to(
@@ -102,35 +163,6 @@ def expanded(
     k = jnp.concatenate([k_nope, k_rope], axis=-1)
     v = layers.linear(kv.c, params["v_b_proj"])
     out, lse = pallas_kernels.masked_mla(
-        q, k, v, context.lo, context.hi, mask, scale=config.softmax_scale
+        q, k, v, context.lo, context.hi, selected, scale=config.softmax_scale
     )
     return layers.linear(out, params["o_proj"], num_in=2), (q, k, lse)
-
-
-def absorbed(
-    params: dict[str, Array],
-    config: config_lib.ModelConfig,
-    c_q: Float[Array, "B T Q"],
-    kv: Float[Array, "B _ S c"],
-    keep: Bool[Array, "B T S"],
-    context: context_lib.Context,
-) -> Float[Array, "B T D"]:
-    """Attention in the latent space over the rows that were fetched for each query.
-
-    Args:
-      params: of the attention.
-      config: of the model.
-      c_q: query latents.
-      kv: rows [latent | rotated key] of each query, or of all, c = C + R.
-      keep: which of them are real and selected.
-      context: positions of the queries.
-    """
-    q_nope, q_rope = queries(params, config, c_q, context)
-    q_latent = jnp.einsum("btnp,cnp->btnc", q_nope, params["k_b_proj"])
-    q = jnp.concatenate([q_latent, q_rope], axis=-1)
-    scores = jnp.einsum("btnc,btsc->btns", q, kv, preferred_element_type=jnp.float32)
-    scores = jnp.where(keep[:, :, None], scores * config.softmax_scale, -1e30)
-    probs = jax.nn.softmax(scores, axis=-1).astype(kv.dtype)
-    c = jnp.einsum("btns,btsc->btnc", probs, kv[..., : config.kv_lora_rank])
-    out = jnp.einsum("btnc,cno->btno", c, params["v_b_proj"])
-    return layers.linear(out, params["o_proj"], num_in=2)

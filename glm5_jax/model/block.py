@@ -11,6 +11,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import attention, indexer, layers, moe
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
+from pallas_kernels import selection
 
 
 class BlockAux(NamedTuple):
@@ -73,12 +74,12 @@ def block(
     if config.attention != "dense" and index is None:
         with jax.named_scope("indexer"):
             index = indexer.select(params["indexer"], config, h, c_q, context)
-    mask = None if index is None else index.mask
+    selected = None if index is None else index.selected
     with jax.named_scope("attention"):
         if kv is None:
             kv = attention.latent(params["self_attn"], config, h, context)
-        out, main = attention.expanded(
-            params["self_attn"], config, c_q, kv, context, mask
+        out, main = attention.attend(
+            params["self_attn"], config, c_q, kv, context, selected
         )
     kl = None
     if index is not None and kl_weight is not None:
@@ -129,8 +130,9 @@ def decode(
     if config.attention == "sparse" and "indexer" in params:
         q, k, w = indexer.project(params["indexer"], config, h, c_q, context)
         read = read.select(q, k, w, context, config.index_topk)
-    rows, keep = read.rows(context)
-    out = attention.absorbed(attn, config, c_q, rows, keep, context)
+    q = attention.latent_queries(attn, config, c_q, context)
+    out = read.attend(q, context, config.softmax_scale, config.kv_lora_rank)
+    out = attention.from_latent(attn, out)
     out, _ = feed_forward(params, config, x + out, context)
     return out, read.next()
 
@@ -149,15 +151,15 @@ def _indexer_kl(
     context: context_lib.Context,
 ) -> Float[Array, ""]:
     """KL of the indexer from the attention, mean over the tokens of the batch."""
-    projections = (index.q, index.k, index.w)
+    projections, scale = (index.q, index.k, index.w), config.softmax_scale
     weight = context.is_token.astype(jnp.float32)
-    loss = pallas_kernels.indexer_kl_loss(
-        main,
-        projections,
-        context.lo,
-        context.hi,
-        index.mask,
-        weight,
-        scale=config.softmax_scale,
-    )
+    if selection.is_list(index.selected):
+        loss = pallas_kernels.sparse_indexer_kl_loss(
+            main, projections, index.selected, weight, scale=scale
+        )
+    else:
+        bounds = (context.lo, context.hi, index.selected)
+        loss = pallas_kernels.indexer_kl_loss(
+            main, projections, *bounds, weight, scale=scale
+        )
     return loss / jnp.maximum(jnp.sum(weight), 1)

@@ -5,14 +5,16 @@ step writes one row a layer in place and copies nothing.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+import pallas_kernels
 from glm5_jax import config as config_lib
 from glm5_jax.model import context as context_lib
-from pallas_kernels import indexer_topk
+from pallas_kernels import selection
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +48,7 @@ class Reader:
     cache: Cache
     layer: Int[Array, ""]
     full_layer: Int[Array, ""]
-    selection: Int[Array, "B T K"] | None  # ascending, -1 padded; None: all keys
+    selected: Int[Array, "B T K"] | None  # ascending, -1 padded; None: all keys
 
     def append(self, kv: Float[Array, "B T c"]) -> "Reader":
         """Writes the rows of the new tokens behind those of each sequence."""
@@ -66,40 +68,41 @@ class Reader:
         cache = self.cache
         grid = _grid(cache.lengths, k)
         k_index = cache.k_index.at[(self.full_layer, *grid)].set(k)
-        selection = self.selection
-        if selection is not None:
-            keys = k_index[self.full_layer]
-            selection = indexer_topk(
-                q,
-                keys,
-                w,
-                context.lo,
-                context.hi,
-                topk=topk,
-                implementation="reference",
+        selected = self.selected
+        if selected is not None:
+            keys, table = _pages(k_index, self.full_layer)
+            selected = pallas_kernels.decode_indexer_topk(
+                q, keys, w, context.lo, context.hi, table, topk=topk
             )
         return dataclasses.replace(
             self,
             cache=dataclasses.replace(cache, k_index=k_index),
             full_layer=self.full_layer + 1,
-            selection=selection,
+            selected=selected,
         )
 
-    def rows(
-        self, context: context_lib.Context
-    ) -> tuple[Float[Array, "B _ S c"], Bool[Array, "B T S"]]:
-        """Cached rows that each query attends to, and which of them are real.
-
-        Where there is no selection one set of rows serves all queries: [B, 1, S, c].
-        """
-        cache = self.cache
-        if self.selection is None:
-            s = jnp.arange(cache.kv.shape[2])[None, None]
-            keep = (s >= context.lo[..., None]) & (s < context.hi[..., None])
-            return cache.kv[self.layer][:, None], keep
-        batch = jnp.arange(cache.kv.shape[1])[:, None, None]
-        chosen = jnp.maximum(self.selection, 0)
-        return cache.kv[self.layer, batch, chosen], self.selection >= 0
+    def attend(
+        self,
+        q: Float[Array, "B T N c"],
+        context: context_lib.Context,
+        scale: float,
+        value_dim: int,
+    ) -> Float[Array, "B T N C"]:
+        """Attention in the latent space to the selected rows, or to all visible."""
+        if self.selected is not None:
+            rows, table = _pages(self.cache.kv, self.layer)
+            options = {"scale": scale, "value_dim": value_dim}
+            selected = self.selected
+            return pallas_kernels.decode_sparse_mla(
+                q, rows, selected, table, **options
+            )[0]
+        kv = self.cache.kv[self.layer]
+        keep = selection.visible(context.lo, context.hi, kv.shape[1])
+        dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        scores = dot("btnc,bsc->btns", q, kv)
+        scores = jnp.where(keep[:, :, None], scores * scale, -1e30)
+        probs = jax.nn.softmax(scores, axis=-1).astype(kv.dtype)
+        return jnp.einsum("btns,bsc->btnc", probs, kv[..., :value_dim])
 
     def next(self) -> "Reader":
         """The same cache, seen by the next layer."""
@@ -110,14 +113,23 @@ def reader(config: config_lib.ModelConfig, cache: Cache, num_tokens: int) -> Rea
     """A reader at the first layer, for `num_tokens` new tokens a sequence."""
     zero = jnp.zeros((), jnp.int32)
     batch, capacity = cache.kv.shape[1:3]
-    selection = None
+    selected = None
     if config.attention == "sparse" and config.index_topk < capacity:
         shape = (batch, num_tokens, config.index_topk)
-        selection = jnp.full(shape, -1, jnp.int32)
-    return Reader(cache, zero, zero, selection)
+        selected = jnp.full(shape, -1, jnp.int32)
+    return Reader(cache, zero, zero, selected)
 
 
 def _grid(lengths: Int[Array, " B"], new: Float[Array, "B T x"]) -> tuple[Array, Array]:
     """Indices (sequence, position) of the new tokens."""
     batch, num_tokens, _ = new.shape
     return jnp.arange(batch)[:, None], lengths[:, None] + jnp.arange(num_tokens)[None]
+
+
+def _pages(
+    stack: Float[Array, "L B S x"], layer: Int[Array, ""]
+) -> tuple[Float[Array, "P S x"], Int[Array, "B 1"]]:
+    """The rows of all layers as pages, and where those of a layer are: no copy."""
+    batch = stack.shape[1]
+    table = layer * batch + jnp.arange(batch)[:, None]
+    return stack.reshape(-1, *stack.shape[2:]), table

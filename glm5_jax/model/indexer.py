@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 import pallas_kernels
 from glm5_jax import config as config_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import layers, rope
+from pallas_kernels import selection
 
 K_NORM_EPS = 1e-6
 
@@ -26,7 +27,7 @@ class Index(NamedTuple):
     q: Float[Array, "B T I J"] | None
     k: Float[Array, "B S J"] | None
     w: Float[Array, "B T I"] | None
-    mask: Bool[Array, "B S T"] | None  # keys first; None selects every visible key
+    selected: Array | None  # a form of pallas_kernels.selection; None: all visible keys
 
 
 def table(config: config_lib.ModelConfig) -> dict:
@@ -84,12 +85,12 @@ def select(
 ) -> Index:
     """Scores the keys of whole documents and selects; everything where T <= top-k."""
     q, k, w = project(params, config, x, c_q, context)
-    mask = None
+    selected = None
     if config.attention == "sparse" and config.index_topk < x.shape[1]:
-        mask = pallas_kernels.indexer_mask(
+        selected = pallas_kernels.indexer_select(
             q, k, w, context.lo, context.hi, topk=config.index_topk
         )
-    return Index(q, k, w, mask)
+    return Index(q, k, w, selected)
 
 
 def empty(
@@ -97,11 +98,11 @@ def empty(
 ) -> Index:
     """Zeros of the shape that `select` returns: the start of a scan that shares it."""
     heads, dim = config.index_n_heads, config.index_head_dim
-    q = k = w = mask = None
+    q = k = w = selected = None
     if with_projections:  # the loss of later layers needs them
         q = jnp.zeros((batch, tokens, heads, dim), config.dtype)
         k = jnp.zeros((batch, tokens, dim), config.dtype)
         w = jnp.zeros((batch, tokens, heads), jnp.float32)
     if config.attention == "sparse" and config.index_topk < tokens:
-        mask = jnp.zeros((batch, tokens, tokens), bool)
-    return Index(q, k, w, mask)
+        selected = selection.empty(batch, tokens, tokens, config.index_topk)
+    return Index(q, k, w, selected)

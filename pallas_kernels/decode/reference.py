@@ -44,16 +44,5 @@ def decode_sparse_mla(
     if page_table is not None:
         size = kv.shape[1]
         sequence, position = page_table[sequence, position // size], position % size
-    fetched = kv[sequence, position]  # [B, T, K, c]
-    batch, num_queries, topk = indices.shape
-    slots = jnp.where(indices >= 0, jnp.arange(topk)[None, None], -1)
-    out, lse = attention.sparse_mla(
-        q.reshape(batch * num_queries, 1, *q.shape[2:]),
-        fetched.reshape(batch * num_queries, topk, -1),
-        slots.reshape(batch * num_queries, 1, topk),
-        scale,
-        value_dim,
-    )
-    heads = q.shape[2]
-    lse = lse.reshape(batch, num_queries, heads).swapaxes(1, 2)
-    return out.reshape(batch, num_queries, heads, value_dim), lse
+    rows = kv[sequence, position]  # [B, T, K, c]
+    return attention.attend(q, rows, indices >= 0, scale, value_dim)

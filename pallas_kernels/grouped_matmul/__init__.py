@@ -1,10 +1,12 @@
 """Rows of x in consecutive groups, each group times its own matrix."""
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, Int8
 
 from pallas_kernels import dispatch
+from pallas_kernels.grouped_matmul import reference
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot", "gpu", "reference")
+QUANTIZED_IMPLEMENTATIONS = ("blocked", "gpu", "reference")
 
 
 def grouped_matmul(
@@ -23,8 +25,8 @@ def grouped_matmul(
       w: one matrix a group.
       group_sizes: rows of each group; sum <= M. Rows after the last group give zeros.
       implementation: "blocked" (CPU: loops over tiles of rows, no wasted product),
-        "ragged_dot" (TPU: `jax.lax.ragged_dot`), "reference", or None for the best
-        one of this platform.
+        "ragged_dot" (TPU: `jax.lax.ragged_dot`), "gpu" (Hopper: Triton), "reference",
+        or None for the best one of this platform.
 
     Raises:
       NotImplementedError: for an unknown implementation.
@@ -34,4 +36,46 @@ def grouped_matmul(
     name = "ragged_dot" if is_tpu else implementation
     args = (x, w, group_sizes)
     run = dispatch.choose("grouped_matmul", name, IMPLEMENTATIONS, *args)
+    return run(*args)
+
+
+def grouped_matmul_quantized(
+    x: Float[Array, "M K"],
+    w: Float8e4m3fn[Array, "E K N"] | Int8[Array, "E K N"],
+    scales: Float32[Array, "E k n"],
+    group_sizes: Int[Array, " E"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "M N"]:
+    """Multiplies the rows of group e by w[e] * scales[e]; differentiable in x alone.
+
+    A scale belongs to a block of 128 x 128 codes, the last ones may be smaller: the
+    layout of DeepSeek-V3's and GLM-5's FP8 checkpoints (arXiv 2412.19437, section
+    3.3.2), whose weight_scale_inv these scales are, transposed like the weight. The
+    matrices are never all there in the type of x: a kernel converts tile by tile,
+    plain XLA one matrix at a time.
+
+    Args:
+      x: rows sorted by group.
+      w: codes, float8_e4m3fn or int8.
+      scales: k = ceil(K / 128), n = ceil(N / 128).
+      group_sizes: rows of each group; sum <= M. Rows after the last group give zeros.
+      implementation: "blocked" (CPU and TPU: a loop), "gpu" (Hopper: Triton),
+        "reference", or None for the best one of this platform.
+
+    Raises:
+      NotImplementedError: for an unknown implementation.
+      ValueError: if the shape of the scales does not fit w.
+    """
+    blocks = tuple(-(-size // reference.SCALE_BLOCK) for size in w.shape[1:])
+    if scales.shape[1:] != blocks:
+        raise ValueError(
+            f"scales must be [{w.shape[0]}, {blocks[0]}, {blocks[1]}] for w "
+            f"{w.shape}, got {scales.shape}: one a block of 128 x 128."
+        )
+    args = (x, w, scales, group_sizes)
+    run = dispatch.choose(
+        *("grouped_matmul", implementation, QUANTIZED_IMPLEMENTATIONS, *args),
+        function="grouped_matmul_quantized",
+    )
     return run(*args)

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.grouped_matmul import reference
 
 ROWS = 128  # a tile of x, a matrix and the result stay in the L2 cache
 MIN_ROWS = 8
@@ -24,7 +25,18 @@ def grouped_matmul(
     x: Float[Array, "M K"], w: Float[Array, "E K N"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """See `pallas_kernels.grouped_matmul`."""
-    return _rows_times_matrix(x, w, group_sizes, "mk,kn->mn")
+    return _rows_times_matrix(x, w, None, group_sizes, "mk,kn->mn")
+
+
+@jax.custom_vjp
+def grouped_matmul_quantized(
+    x: Float[Array, "M K"],
+    w: Array,
+    scales: Float[Array, "E k n"],
+    group_sizes: Int[Array, " E"],
+) -> Float[Array, "M N"]:
+    """See `pallas_kernels.grouped_matmul_quantized`; rounds weights to x's type."""
+    return _rows_times_matrix(x, w, scales, group_sizes, "mk,kn->mn")
 
 
 def _forward(x, w, group_sizes):  # noqa: ANN001, ANN202
@@ -34,11 +46,26 @@ def _forward(x, w, group_sizes):  # noqa: ANN001, ANN202
 
 def _backward(residuals, dy):  # noqa: ANN001, ANN202
     x, w, group_sizes = residuals
-    dx = _rows_times_matrix(dy, w, group_sizes, "mn,kn->mk")
+    dx = _rows_times_matrix(dy, w, None, group_sizes, "mn,kn->mk")
     return dx, _rows_times_rows(x, dy, group_sizes).astype(w.dtype), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
+
+
+def _quantized_forward(x, w, scales, group_sizes):  # noqa: ANN001, ANN202
+    y = dispatch.saved(grouped_matmul_quantized(x, w, scales, group_sizes))
+    return y, (w, scales, group_sizes)
+
+
+def _quantized_backward(residuals, dy):  # noqa: ANN001, ANN202
+    """The weights are constants."""
+    w, scales, group_sizes = residuals
+    dx = _rows_times_matrix(dy, w, scales, group_sizes, "mn,kn->mk")
+    return dx, None, None, None
+
+
+grouped_matmul_quantized.defvjp(_quantized_forward, _quantized_backward)
 
 
 def _tile_rows(num_rows: int, num_groups: int) -> int:
@@ -63,7 +90,9 @@ def _tile(
     return jnp.where(is_mine[:, None], tile, 0)
 
 
-def _rows_times_matrix(x: Array, w: Array, group_sizes: Array, formula: str) -> Array:
+def _rows_times_matrix(
+    x: Array, w: Array, scales: Array | None, group_sizes: Array, formula: str
+) -> Array:
     """Tiles run over the end of their group; the next group then writes there."""
     size = _tile_rows(x.shape[0], w.shape[0])
     padded = jnp.pad(x, ((0, size), (0, 0)))
@@ -72,16 +101,25 @@ def _rows_times_matrix(x: Array, w: Array, group_sizes: Array, formula: str) -> 
 
     def group(e: Array, out: Array) -> Array:
         start, end, num_tiles = _tiles(group_sizes, e, size)
+        matrix = None
+        if scales is not None:
+            matrix = reference.dequantized(w[e], scales[e]).astype(x.dtype)
 
         def tile(i: Array, out: Array) -> Array:
             row = start + i * size
-            y = product(_tile(padded, row, end, size), w[e])
+            rows = _tile(padded, row, end, size)
+            y = product(rows, w[e] if matrix is None else matrix)
             return lax.dynamic_update_slice_in_dim(out, y, row, 0)
 
         return lax.fori_loop(0, num_tiles, tile, out)
 
+    def unless_empty(e: Array, out: Array) -> Array:
+        return lax.cond(group_sizes[e] > 0, group, lambda _, out: out, e, out)
+
+    # An empty group needs no matrix; without codes it costs nothing anyway.
+    step = group if scales is None else unless_empty
     out = jnp.zeros((padded.shape[0], width), x.dtype)
-    return lax.fori_loop(0, w.shape[0], group, out)[: x.shape[0]]
+    return lax.fori_loop(0, w.shape[0], step, out)[: x.shape[0]]
 
 
 def _rows_times_rows(x: Array, dy: Array, group_sizes: Array) -> Array:

@@ -1,7 +1,10 @@
 """The definition: every row against every matrix, then the right one is kept."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
+
+SCALE_BLOCK = 128  # rows and columns of a matrix that share a scale
 
 
 def grouped_matmul(
@@ -13,3 +16,21 @@ def grouped_matmul(
     is_mine_ME = (rows >= (ends - group_sizes)[None]) & (rows < ends[None])
     y_MEN = jnp.einsum("mk,ekn->men", x, w)
     return jnp.einsum("men,me->mn", y_MEN, is_mine_ME.astype(y_MEN.dtype))
+
+
+def grouped_matmul_quantized(
+    x: Float[Array, "M K"],
+    w: Array,
+    scales: Float[Array, "E k n"],
+    group_sizes: Int[Array, " E"],
+) -> Float[Array, "M N"]:
+    """The same with the matrices of codes and scales, in float32."""
+    matrices = lax.stop_gradient(dequantized(w, scales))
+    return grouped_matmul(x.astype(jnp.float32), matrices, group_sizes).astype(x.dtype)
+
+
+def dequantized(w: Array, scales: Float[Array, "*E k n"]) -> Float[Array, "*E K N"]:
+    """w[i, j] scales[i // 128, j // 128] of every matrix, in float32."""
+    rows = jnp.repeat(scales, SCALE_BLOCK, axis=-2)[..., : w.shape[-2], :]
+    each = jnp.repeat(rows, SCALE_BLOCK, axis=-1)[..., : w.shape[-1]]
+    return w.astype(jnp.float32) * each

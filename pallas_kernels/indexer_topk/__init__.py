@@ -9,7 +9,7 @@ reach the indexer through `indexer_scores_at` and the losses of `indexer_kl` alo
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, selection
 from pallas_kernels.indexer_topk import reference
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
@@ -69,6 +69,20 @@ def indexer_mask(
 ) -> Bool[Array, "B S T"]:
     """The same selection as a mask, keys first."""
     return _choose("indexer_mask", implementation, q, k, w, lo, hi, topk)
+
+
+def indexer_select(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "B S J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    *,
+    topk: int,
+) -> Bool[Array, "B S T"] | UInt32[Array, "B T W"] | Int[Array, "B T K"]:
+    """The same selection in the form that attention wants here: `selection.form`."""
+    forms = {"mask": indexer_mask, "bits": indexer_bits, "list": indexer_topk}
+    return forms[selection.form(k.shape[1])](q, k, w, lo, hi, topk=topk)
 
 
 def indexer_scores_at(

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def sparse_mla(
@@ -15,8 +15,19 @@ def sparse_mla(
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
     """See `pallas_kernels.sparse_mla`; its order of summation is always the same."""
     del deterministic
-    is_key = (indices >= 0)[:, :, None]
     rows = jax.vmap(lambda kv, i: kv[i])(kv, jnp.maximum(indices, 0))
+    return attend(q, rows, indices >= 0, scale, value_dim)
+
+
+def attend(
+    q: Float[Array, "B T N c"],
+    rows: Float[Array, "B T K c"],
+    is_key: Bool[Array, "B T K"],
+    scale: float,
+    value_dim: int,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
+    """The same over rows that were fetched for each query."""
+    is_key = is_key[:, :, None]
     scores = jnp.einsum("btnc,btkc->btnk", q, rows, preferred_element_type=jnp.float32)
     scores = jnp.where(is_key, scores * scale, -1e30)
     top = jnp.max(scores, axis=-1, keepdims=True)
@@ -26,7 +37,7 @@ def sparse_mla(
     lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), 0)
     out = jnp.einsum(
         "btnk,btkc->btnc",
-        probs.astype(kv.dtype),
+        probs.astype(rows.dtype),
         rows[..., :value_dim],
         preferred_element_type=jnp.float32,
     )

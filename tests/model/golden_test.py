@@ -93,7 +93,7 @@ class ForwardTest(parameterized.TestCase):
         config, _, reference = load(name)
         traces = tiny.by_layer(config, outputs(name)[0].traces)
         full = [
-            trace.index.mask[:2]
+            trace.index.selected[:2]
             for trace, is_full in zip(traces, config.is_full_index_layer, strict=True)
             if is_full
         ]

@@ -39,7 +39,7 @@ class SharedIndexerLossTest(absltest.TestCase):
         grads, out = tiny.jit(jax.grad(of_the_model, has_aux=True))(params)
         got = grads["layers_0"]["block_0"]["indexer"]
         target, h, c_q = self._mean_attention(params, config, batch, out)
-        mask = out.traces["layers_0"]["block_0"].index.mask[0].swapaxes(1, 2)
+        mask = out.traces["layers_0"]["block_0"].index.selected[0].swapaxes(1, 2)
         np.testing.assert_allclose(np.where(mask, 0, target), 0)
 
         def kl(own):
@@ -75,7 +75,7 @@ class SharedIndexerLossTest(absltest.TestCase):
             )
             scores = np.einsum("btnp,bsnp->bnts", q[0], k_nope)
             scores += np.einsum("btnr,bsr->bnts", q[1], trace.kv.k_rope)
-            keep = np.swapaxes(trace.index.mask, 1, 2)[:, None]
+            keep = np.swapaxes(trace.index.selected, 1, 2)[:, None]
             scores = np.where(keep, scores * config.softmax_scale, -np.inf)
             top = scores.max(-1, keepdims=True)
             weights = np.exp(scores - np.where(np.isfinite(top), top, 0))

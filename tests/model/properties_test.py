@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from absl.testing import parameterized
 
 from glm5_jax import losses
 from glm5_jax.model import mtp, transformer
+from pallas_kernels import selection
 from tests import environment
 from tests.model import tiny
 
@@ -119,6 +121,28 @@ class CausalityTest(parameterized.TestCase):
         for k in range(1 + config.mtp_num_steps):
             assert_close(after[k, :, : cut - k], before[k, :, : cut - k])
             self.assertGreater(np.abs(after - before)[k, :, cut - k].max(), 1e-2)
+
+
+class SelectionFormTest(parameterized.TestCase):
+    @parameterized.parameters("bits", "list")
+    def test_states_and_gradients_do_not_depend_on_it(self, form):
+        """A list takes the absorbed form of attention and the loss over lists."""
+        config, params = CONFIGS["index_share"], parameters("index_share")
+        batch = tiny.batch(config, [(T,), (9, 11), (14, 10)], T)
+        weights = {"states": np.zeros((3, B, T), np.float32), "language": 1.0}
+        weights["indexers"] = 1.0
+        want = (
+            run(params, config, batch),
+            gradient_of(params, config, batch, language=1.0, indexers=1.0),
+        )
+        with mock.patch.object(selection, "form", return_value=form):
+            # Functions of their own: jit's cache does not see the patch.
+            states = tiny.jit(_run.__wrapped__, static_argnums=1)
+            grads = tiny.jit(gradient.__wrapped__, static_argnums=1)
+            got = jax.device_get(
+                (states(params, config, batch), grads(params, config, batch, weights))
+            )
+        jax.tree.map(functools.partial(assert_close, atol=1e-4), got, want)
 
 
 class PackingTest(parameterized.TestCase):

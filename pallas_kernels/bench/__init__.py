@@ -1,0 +1,1 @@
+"""`python -m pallas_kernels.bench`: how far each op is from what its chip could do."""

@@ -1,0 +1,150 @@
+"""Times kernels against their rooflines, or compiles them for chips that are not there.
+
+On a machine with the device:
+  python -m pallas_kernels.bench sparse_mla indexer_topk --length 4096,32768 \
+      --mode fwd,bwd,det --json times.json --plot times.png
+Anywhere (pip install 'glm5_jax[aot]'):
+  python -m pallas_kernels.bench --aot --chip v5p --length 32768
+"""
+
+import argparse
+import difflib
+import json
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels import aot, cases, chips, dispatch
+from pallas_kernels.bench import measure, operations, plot, table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the jobs one by one; a job that fails is reported and the rest go on."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    jobs = _jobs(parser, args)
+    chip = _chip(parser, args)
+    columns = table.COMPILED if args.aot else table.TIMED
+    where = chip.name if chip else jax.devices()[0].device_kind
+    print(
+        f"{'compiled for' if args.aot else 'timed on'} {where}, jax {jax.__version__}"
+    )
+    print(table.header(columns), flush=True)
+    rows = []
+    for row in _run(jobs, chip, args):
+        rows.append(row)
+        print(table.line(row, columns), flush=True)
+        if args.json:
+            _write(args.json, {"chip": where, "jax": jax.__version__, "rows": rows})
+    if args.plot:
+        plot.save(rows, args.plot, where)
+    return int(any("failure" in row for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("ops", nargs="*", metavar="OP", help=", ".join(operations.OPERATIONS))
+    add("--chip", choices=chips.CHIPS, help="default: the device at hand")
+    add("--length", default="4096", help="tokens: 4096,32768,131072,202752")
+    add("--mode", default="fwd", help="of fwd, bwd (with forward), det (reproducible)")
+    add("--index", default="random", help="index lists: random, local, captured")
+    add("--lists", type=pathlib.Path, help="captured lists, [T, K] int32 .npy")
+    add("--implementation", help="default: the best one of the chip")
+    add("--size", default="glm5", choices=("glm5", "small"), help="dims of the layer")
+    add("--aot", action="store_true", help="compile only; no device is needed")
+    add("--no_baseline", action="store_true", help="do not time plain XLA beside it")
+    add("--json", type=pathlib.Path, help="write all rows to this file, as they come")
+    add("--plot", type=pathlib.Path, help="draw time against length into this file")
+    return parser
+
+
+def _jobs(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> list[measure.Job]:
+    """The product of what was asked for; exits with 2 on a wrong value."""
+    for op in args.ops:
+        if op not in operations.OPERATIONS:
+            close = difflib.get_close_matches(op, operations.OPERATIONS, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            known = ", ".join(operations.OPERATIONS)
+            parser.error(f"OP must be of {known}, got {op}{hint}")
+    modes = args.mode.split(",")
+    if set(modes) - set(measure.MODES):
+        parser.error(f"--mode must be of {','.join(measure.MODES)}, got {args.mode}")
+    if not all(n.isdigit() and int(n) > 0 for n in args.length.split(",")):
+        parser.error(f"--length must be positive integers, got {args.length}")
+    if args.index not in (*cases.INDEX_PATTERNS, "captured"):
+        parser.error(f"--index must be random, local or captured, got {args.index}")
+    if (args.index == "captured") != (args.lists is not None):
+        parser.error("--index captured needs --lists=FILE.npy, and only it does")
+    if args.lists is not None and not args.lists.is_file():
+        parser.error(f"--lists: there is no file {args.lists}")
+    lists = None if args.lists is None else np.load(args.lists)
+    ops = args.ops or list(operations.OPERATIONS)
+    return [
+        measure.Job(
+            op=op,
+            length=int(length),
+            mode=mode,
+            implementation=args.implementation,
+            pattern=args.index,
+            lists=lists,
+            small=args.size == "small",
+        )
+        for op in ops
+        for length in args.length.split(",")
+        for mode in modes
+        if measure.runnable(op, mode)
+    ]
+
+
+def _chip(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> chips.Chip | None:
+    """The chip that is meant; a time needs the chip itself."""
+    if args.aot:
+        if args.chip is None:
+            parser.error(f"--aot needs --chip, one of {', '.join(chips.CHIPS)}")
+        aot.dump_bundles(pathlib.Path(tempfile.mkdtemp(prefix="pallas_kernels_")))
+        return chips.CHIPS[args.chip]
+    here = dispatch.chip()
+    if args.chip is not None and (here is None or here.name != args.chip):
+        kind = jax.devices()[0].device_kind
+        parser.error(f"--chip={args.chip}, but the device is {kind}; add --aot")
+    return here
+
+
+def _run(
+    jobs: list[measure.Job], chip: chips.Chip | None, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    for i, job in enumerate(jobs, 1):
+        name = {"op": job.op, "length": job.length, "mode": job.mode}
+        print(f"[{i}/{len(jobs)}] {' '.join(map(str, name.values()))}", file=sys.stderr)
+        try:
+            if args.aot:
+                assert chip is not None
+                row = measure.compiled(job, chip)
+            else:
+                row = measure.timed(job, chip, baseline=not args.no_baseline)
+        except Exception as error:  # one op out of memory must not cost the others
+            row = {"failure": f"{type(error).__name__}: {error}"}
+        yield name | row
+
+
+def _write(path: pathlib.Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

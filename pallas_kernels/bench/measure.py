@@ -1,0 +1,157 @@
+"""One row of a benchmark: a time and what it is worth, or what a compiler said."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import aot, cases, chips
+from pallas_kernels.bench import operations
+from pallas_kernels.cases import Case
+
+SAMPLES = 15
+SAMPLE_SECONDS = 0.02  # calls are queued until they take so long; dispatch is hidden
+CHECKED_QUERIES = 128  # of the last queries of the full length, against plain XLA
+DEFINITION_BYTES = 2**30  # of all scores of a layer at once
+MODES = ("fwd", "bwd", "det")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run."""
+
+    op: str
+    length: int
+    mode: str  # "fwd", "bwd" (forward and backward) or "det" (the same, reproducible)
+    implementation: str | None = None
+    pattern: str = "random"
+    lists: Any = None
+    small: bool = False
+
+    @property
+    def case(self) -> Case:
+        """Sizes."""
+        return operations.at(self.op, self.length, self.small)
+
+    def function(self, implementation: str | None, case: Case) -> Callable:
+        """The op, or its gradient, as a function of its inputs."""
+        op = operations.OPERATIONS[self.op]
+        call = op.call(case, implementation, self.mode == "det")
+        if self.mode == "fwd":
+            return call
+
+        def scalar(*args: Any) -> jax.Array:
+            leaves = jax.tree.leaves(call(*args))
+            return sum((jnp.sum(x, dtype=jnp.float32) for x in leaves), jnp.zeros(()))
+
+        return jax.grad(scalar, argnums=op.differentiable)
+
+
+def runnable(op: str, mode: str) -> bool:
+    """Whether the op has such a mode."""
+    has_gradient = bool(operations.OPERATIONS[op].differentiable)
+    return mode == "fwd" or (has_gradient and (mode == "bwd" or op == "sparse_mla"))
+
+
+def floor(job: Job, chip: chips.Chip) -> dict[str, Any]:
+    """FLOPs and bytes that the op needs, and the time below which no chip can be."""
+    forward, read, backward, moved = operations.OPERATIONS[job.op].work(job.case)
+    if job.mode != "fwd":
+        forward, read = forward + backward, read + moved
+    matrix, memory = forward / chip.matrix_tflops / 1e9, read / chip.memory_tbps / 1e9
+    bound = "matrix" if matrix > memory else "memory"
+    floor_ms = max(matrix, memory)
+    return {"flops": forward, "bytes": read, "bound": bound, "floor_ms": floor_ms}
+
+
+def timed(job: Job, chip: chips.Chip | None, baseline: bool) -> dict[str, Any]:
+    """Runs a job on the device at hand, values first."""
+    op, case = operations.OPERATIONS[job.op], job.case
+    error = _error(job)
+    args = operations.make(case, op.inputs, job.pattern, job.lists)
+    run = jax.jit(job.function(job.implementation, case))
+    compiled = run.lower(*args).compile()
+    memory = compiled.memory_analysis()
+    row: dict[str, Any] = {"error": error}
+    row |= _milliseconds(functools.partial(compiled, *args))
+    row["temp_mib"] = memory.temp_size_in_bytes / 2**20 if memory else None
+    if baseline:
+        plain = jax.jit(job.function(_plain(job.op), case)).lower(*args).compile()
+        plain_ms = _milliseconds(functools.partial(plain, *args), samples=3)
+        row["ratio_to_xla"] = plain_ms["median_ms"] / row["median_ms"]
+    if chip is not None:
+        least = floor(job, chip)
+        seconds = row["median_ms"] / 1e3
+        row |= least | {
+            "tflops": least["flops"] / seconds / 1e12,
+            "gbps": least["bytes"] / seconds / 1e9,
+            "share": least["floor_ms"] / row["median_ms"],
+        }
+    return row
+
+
+def compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:
+    """Compiles a job for a chip that need not be there."""
+    case, table = job.case, cases.shapes(job.case)
+    args = tuple(table[name] for name in operations.OPERATIONS[job.op].inputs)
+    report = aot.compile(job.function(job.implementation, case), args, chip)
+    return floor(job, chip) | {
+        "compile_seconds": report.compile_seconds,
+        "argument_mib": report.argument_bytes / 2**20,
+        "temp_mib": report.temp_bytes / 2**20,
+        "gpu_kernels": [dataclasses.asdict(k) for k in report.gpu_kernels],
+        "tpu_kernels": [dataclasses.asdict(k) for k in report.tpu_kernels],
+    }
+
+
+def _plain(op: str) -> str:
+    """Name of the XLA form of an op."""
+    if op.startswith("grouped"):
+        return "ragged_dot"
+    return "reference" if op.startswith("decode") else "tiled"
+
+
+def _error(job: Job) -> float:
+    """Largest relative L2 error of an output, for the last queries.
+
+    Against the definition where its scores fit, else against plain XLA.
+    """
+    op = operations.OPERATIONS[job.op]
+    case = job.case
+    if op.inputs[0] != "rows":
+        case = dataclasses.replace(case, queries=min(case.queries, CHECKED_QUERIES))
+    lists = None if job.lists is None else job.lists[-case.queries :]
+    args = operations.make(case, op.inputs, job.pattern, lists)
+    got = jax.jit(job.function(job.implementation, case))(*args)
+    scores = 4 * case.batch * case.queries * case.keys * case.heads
+    name = "reference" if scores < DEFINITION_BYTES else _plain(job.op)
+    want = jax.jit(job.function(name, case))(*args)
+    return max(map(_relative, jax.tree.leaves(got), jax.tree.leaves(want)))
+
+
+def _relative(got: jax.Array, want: jax.Array) -> float:
+    if jnp.issubdtype(want.dtype, jnp.integer):
+        return float(jnp.mean(got != want))
+    g, w = got.astype(jnp.float32), want.astype(jnp.float32)
+    return float(jnp.linalg.norm(g - w) / jnp.maximum(jnp.linalg.norm(w), 1e-30))
+
+
+def _milliseconds(call: Callable, samples: int = SAMPLES) -> dict[str, float]:
+    """Median, 10th and 90th percentile of a call's time, many calls a sample."""
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    once = time.perf_counter() - start
+    calls = max(1, round(SAMPLE_SECONDS / max(once, 1e-6)))
+    times = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        jax.block_until_ready([call() for _ in range(calls)])
+        times.append((time.perf_counter() - start) / calls * 1e3)
+    p10, median, p90 = np.percentile(times, (10, 50, 90))
+    return {"median_ms": median, "p10_ms": p10, "p90_ms": p90}

@@ -1,0 +1,54 @@
+"""Rows of a benchmark as Markdown."""
+
+from typing import Any
+
+TIMED = (
+    ("median_ms", "ms", "{:.3f}"),
+    ("p10_ms", "p10", "{:.3f}"),
+    ("p90_ms", "p90", "{:.3f}"),
+    ("tflops", "TFLOP/s", "{:.0f}"),
+    ("gbps", "GB/s", "{:.0f}"),
+    ("bound", "bound", "{}"),
+    ("floor_ms", "floor ms", "{:.3f}"),
+    ("share", "share", "{:.0%}"),
+    ("ratio_to_xla", "x XLA", "{:.2f}"),
+    ("torch_ms", "torch ms", "{:.3f}"),
+    ("error", "error", "{:.1e}"),
+    ("temp_mib", "temp MiB", "{:.1f}"),
+)
+COMPILED = (
+    ("compile_seconds", "compile s", "{:.1f}"),
+    ("temp_mib", "temp MiB", "{:.1f}"),
+    ("argument_mib", "arguments MiB", "{:.1f}"),
+    ("bound", "bound", "{}"),
+    ("floor_ms", "floor ms", "{:.3f}"),
+)
+_NAMES = ("op", "length", "mode")
+
+
+def header(columns: tuple) -> str:
+    """Titles of TIMED or COMPILED and the rule below them; the last is for notes."""
+    titles = [*_NAMES, *(title for _, title, _ in columns), ""]
+    return f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}"
+
+
+def line(row: dict[str, Any], columns: tuple) -> str:
+    """One row; what it does not have stays empty."""
+    cells = [str(row[name]) for name in _NAMES]
+    for key, _, form in columns:
+        value = row.get(key)
+        cells.append("" if value is None else form.format(value))
+    return f"| {' | '.join([*cells, '; '.join(_notes(row))])} |"
+
+
+def _notes(row: dict[str, Any]) -> list[str]:
+    """Why it failed, or what a compiler said of each kernel."""
+    if "failure" in row:
+        return [row["failure"].splitlines()[0]]
+    gpu = [
+        f"{k['name']} {k['registers']} registers, {k['spill_bytes']} B spilled, "
+        f"{k['shared_bytes'] / 1024:.0f} KiB shared"
+        for k in row.get("gpu_kernels", ())
+    ]
+    tpu = [f"{k['name']} {k['bundles']} bundles" for k in row.get("tpu_kernels", ())]
+    return gpu + tpu

@@ -1,0 +1,278 @@
+"""Grouped products on Hopper, in Triton: y = x w[e], dx = dy w[e]^T, dw[e] = x^T dy.
+
+The grid does not follow the routing: ceil(M / ROWS) + E tiles of rows are enough for
+any group sizes, and a table in memory says which group a tile belongs to and where it
+ends; the tiles left over return at once. Eight tiles of rows run side by side over all
+columns, so that a matrix comes from HBM once for the tiles of its group and a row once
+for all columns. The code was read (wgmma m64n256k16, copies of 16 bytes, no spills at
+GLM-5's sizes), not timed.
+"""
+
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, triton_call
+from pallas_kernels.grouped_matmul import reference
+
+SIDE_BY_SIDE = 8  # tiles of rows that share matrices in the L2 cache
+
+
+def grouped_matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "E K N"],
+    group_sizes: Int[Array, " E"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "M N"]:
+    """See `pallas_kernels.grouped_matmul`."""
+    return _grouped(x, w, group_sizes, interpret)
+
+
+def grouped_matmul_quantized(
+    x: Float[Array, "M K"],
+    w: Array,
+    scales: Float[Array, "E k n"],
+    group_sizes: Int[Array, " E"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "M N"]:
+    """See `pallas_kernels.grouped_matmul_quantized`.
+
+    Codes of 8 bits are exact in bfloat16, so each block of 128 x 128 is multiplied as
+    it is and its sum is scaled in float32: no weight is rounded.
+    """
+    return _quantized(x, w, scales, group_sizes, interpret)
+
+
+def unsupported_grouped_matmul(x: Array, w: Array, group_sizes: Array) -> str | None:
+    """Why these arguments cannot be taken, or None."""
+    del group_sizes
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
+        return (
+            "x and w must both be bfloat16 or both float32, "
+            f"got {x.dtype} and {w.dtype}."
+        )
+    return None
+
+
+def unsupported_grouped_matmul_quantized(
+    x: Array, w: Array, scales: Array, group_sizes: Array
+) -> str | None:
+    """Why these arguments cannot be taken, or None."""
+    del w, scales, group_sizes
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"x must be bfloat16 or float32, got {x.dtype}."
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped(x: Array, w: Array, group_sizes: Array, interpret: bool) -> Array:
+    return _rows_times_matrix(x, w, None, group_sizes, False, interpret)
+
+
+def _forward(x, w, group_sizes, interpret):  # noqa: ANN001, ANN202
+    y = dispatch.saved(_grouped(x, w, group_sizes, interpret))
+    return y, (x, w, group_sizes)
+
+
+def _backward(interpret, residuals, dy):  # noqa: ANN001, ANN202
+    x, w, group_sizes = residuals
+    dx = _rows_times_matrix(dy, w, None, group_sizes, True, interpret)
+    return dx, _rows_times_rows(x, dy, group_sizes, interpret), None
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _quantized(
+    x: Array, w: Array, scales: Array, group_sizes: Array, interpret: bool
+) -> Array:
+    return _rows_times_matrix(x, w, scales, group_sizes, False, interpret)
+
+
+def _quantized_forward(x, w, scales, group_sizes, interpret):  # noqa: ANN001, ANN202
+    y = dispatch.saved(_quantized(x, w, scales, group_sizes, interpret))
+    return y, (w, scales, group_sizes)
+
+
+def _quantized_backward(interpret, residuals, dy):  # noqa: ANN001, ANN202
+    """The weights are constants."""
+    w, scales, group_sizes = residuals
+    dx = _rows_times_matrix(dy, w, scales, group_sizes, True, interpret)
+    return dx, None, None, None
+
+
+_quantized.defvjp(_quantized_forward, _quantized_backward)
+
+
+def _tile_table(group_sizes: Array, num_rows: int, size: int) -> Int[Array, "3 tiles"]:
+    """Group, first row and end of each tile of rows; E where rows have no group."""
+    sizes = group_sizes.astype(jnp.int32)
+    sizes = jnp.concatenate([sizes, num_rows - jnp.sum(sizes, keepdims=True)])
+    ends, tiles = jnp.cumsum(sizes), (sizes + size - 1) // size
+    tile_ends = jnp.cumsum(tiles)
+    i = jnp.arange(triton.cdiv(num_rows, size) + group_sizes.shape[0], dtype=jnp.int32)
+    group = jnp.sum(tile_ends[None] <= i[:, None], axis=1, dtype=jnp.int32)
+    group = jnp.minimum(group, group_sizes.shape[0])
+    start = (ends - sizes)[group] + (i - (tile_ends - tiles)[group]) * size
+    return jnp.stack([group, start, ends[group]])
+
+
+def _width(size: int, most: int) -> int:
+    """Columns of a tile."""
+    return max(16, min(most, triton.next_power_of_2(size)))
+
+
+def _rows_times_matrix(
+    x: Array,
+    w: Array,
+    scales: Array | None,
+    group_sizes: Array,
+    transposed: bool,
+    interpret: bool,
+) -> Array:
+    """Rows [M, C] times matrices [E, C, O], or [E, O, C] if transposed: [M, O]."""
+    num_rows, num_groups = x.shape[0], w.shape[0]
+    depth, width = (w.shape[2], w.shape[1]) if transposed else w.shape[1:]
+    is_half, is_quantized = x.dtype.itemsize == 2, scales is not None
+    rows = 128 if is_half and num_rows >= 64 * num_groups else 64
+    # A tile of codes lies in one block of scales.
+    cols = 64 if not is_half else reference.SCALE_BLOCK if is_quantized else 256
+    cols = _width(width, cols)
+    table = _tile_table(group_sizes, num_rows, rows)
+    num_tiles = table.shape[1]
+    down, across = (0, 0) if scales is None else scales.shape[1:]
+    sizes: dict[str, Any] = {
+        "M": num_rows, "C": depth, "O": width, "E": num_groups, "TILES": num_tiles,
+        "STEP_C": 1 if transposed else w.shape[2],
+        "STEP_O": w.shape[2] if transposed else 1,
+        "BM": rows, "BO": cols, "SIDE": SIDE_BY_SIDE,
+        "BC": 32 if not is_half else reference.SCALE_BLOCK if is_quantized else 64,
+        "SCALE_BLOCK": reference.SCALE_BLOCK, "SCALES": down * across,
+        "SCALE_C": 1 if transposed else across,
+        "SCALE_O": across if transposed else 1,
+    }  # fmt: skip
+    [y] = triton_call.call(
+        _rows_times_matrix_kernel,
+        *(x, w, table if scales is None else scales, table),
+        out_shape=[jax.ShapeDtypeStruct((num_rows, width), x.dtype)],
+        grid=(num_tiles * triton.cdiv(width, cols),),
+        num_warps=8 if rows == 128 else 4,
+        num_stages=4 if is_half and not is_quantized else 3,
+        interpret=interpret,
+        **sizes,
+    )
+    return y
+
+
+def _rows_times_rows(x: Array, dy: Array, group_sizes: Array, interpret: bool) -> Array:
+    """dw[e] = x_e^T dy_e: [E, K, N]."""
+    num_groups, depth, width = group_sizes.shape[0], x.shape[1], dy.shape[1]
+    is_half = x.dtype.itemsize == 2
+    rows, cols = (128, 256) if is_half else (64, 64)
+    rows, cols = _width(depth, rows), _width(width, cols)
+    ends = jnp.cumsum(group_sizes.astype(jnp.int32))
+    [dw] = triton_call.call(
+        _rows_times_rows_kernel,
+        *(x, dy, jnp.concatenate([jnp.zeros_like(ends[:1]), ends])),
+        out_shape=[jax.ShapeDtypeStruct((num_groups, depth, width), x.dtype)],
+        grid=(triton.cdiv(depth, rows) * triton.cdiv(width, cols), num_groups),
+        num_warps=8,
+        num_stages=3,
+        interpret=interpret,
+        **{"K": depth, "N": width, "BM": 64 if is_half else 32, "BK": rows, "BN": cols},
+    )
+    return dw
+
+
+@triton.jit
+@typing.no_type_check
+def _place(table, TILES: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr):  # noqa: ANN001, ANN202
+    """Group, first row, end and column of this program's tile; rows run fastest."""
+    pid = tl.program_id(0)
+    first = pid // (SIDE * COLUMNS) * SIDE
+    side = tl.minimum(TILES - first, SIDE)
+    tile = first + pid % (SIDE * COLUMNS) % side
+    group = tl.load(table + tile)
+    start, end = tl.load(table + TILES + tile), tl.load(table + 2 * TILES + tile)
+    return group, start, end, pid % (SIDE * COLUMNS) // side
+
+
+@triton.jit
+@typing.no_type_check
+def _rows_times_matrix_kernel(  # noqa: ANN202, PLR0913
+    x, w, scales, table, y,  # noqa: ANN001
+    M: tl.constexpr, C: tl.constexpr, O: tl.constexpr, E: tl.constexpr,
+    TILES: tl.constexpr, STEP_C: tl.constexpr, STEP_O: tl.constexpr,
+    BM: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr, SIDE: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_C: tl.constexpr,
+    SCALE_O: tl.constexpr,
+):  # fmt: skip
+    """One tile [BM, BO] of y; w has scales, one a tile, where SCALES > 0."""
+    group, start, end, column = _place(table, TILES, tl.cdiv(O, BO), SIDE)
+    if start >= end:
+        return
+    rows, cols = tl.arange(0, BM), column * BO + tl.arange(0, BO)
+    seen = cols if O % BO == 0 else tl.minimum(cols, O - 1)
+    depth = tl.arange(0, BC)
+    # Rows of the next group are read, but not written.
+    near = tl.minimum(rows, M - 1 - start)
+    x += start.to(tl.int64) * C
+    w += group.to(tl.int64) * (C * O)
+    total = tl.zeros((BM, BO), tl.float32)
+    for c in range(0, tl.where(group < E, C, 0), BC):
+        x_at = x + near[:, None] * C + (c + depth)[None, :]
+        w_at = w + (c + depth)[:, None] * STEP_C + seen[None, :] * STEP_O
+        if C % BC == 0:
+            x_tile, w_tile = tl.load(x_at), tl.load(w_at)
+        else:
+            x_tile = tl.load(x_at, mask=(c + depth < C)[None, :], other=0.0)
+            w_tile = tl.load(w_at, mask=(c + depth < C)[:, None], other=0.0)
+        if SCALES > 0:
+            exact = w_tile.to(tl.float32).to(x_tile.dtype)
+            part = tl.dot(x_tile, exact, input_precision="ieee")
+            place = c // SCALE_BLOCK * SCALE_C + column * BO // SCALE_BLOCK * SCALE_O
+            total += part * tl.load(scales + group * SCALES + place)
+        else:
+            total = tl.dot(x_tile, w_tile, total, input_precision="ieee")
+    y_at = y + start.to(tl.int64) * O + rows[:, None] * O + cols[None, :]
+    is_mine = (start + rows < end)[:, None] & (cols < O)[None, :]
+    tl.store(y_at, total.to(y.dtype.element_ty), mask=is_mine)
+
+
+@triton.jit
+@typing.no_type_check
+def _rows_times_rows_kernel(  # noqa: ANN202
+    x, dy, bounds, dw,  # noqa: ANN001
+    K: tl.constexpr, N: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One tile [BK, BN] of dw[e], summed over the rows of group e."""
+    group, tile = tl.program_id(1), tl.program_id(0)
+    start, end = tl.load(bounds + group), tl.load(bounds + group + 1)
+    down = tile // tl.cdiv(N, BN) * BK + tl.arange(0, BK)
+    cols = tile % tl.cdiv(N, BN) * BN + tl.arange(0, BN)
+    down_seen = down if K % BK == 0 else tl.minimum(down, K - 1)
+    cols_seen = cols if N % BN == 0 else tl.minimum(cols, N - 1)
+    x += start.to(tl.int64) * K
+    dy += start.to(tl.int64) * N
+    total = tl.zeros((BK, BN), tl.float32)
+    for first in range(0, end - start, BM):
+        rows = first + tl.arange(0, BM)
+        is_row = rows < end - start
+        x_at = x + rows[None, :] * K + down_seen[:, None]
+        dy_at = dy + rows[:, None] * N + cols_seen[None, :]
+        x_tile = tl.load(x_at, mask=is_row[None, :], other=0.0)
+        dy_tile = tl.load(dy_at, mask=is_row[:, None], other=0.0)
+        total = tl.dot(x_tile, dy_tile, total, input_precision="ieee")
+    at = dw + group.to(tl.int64) * (K * N) + down[:, None] * N + cols[None, :]
+    is_mine = (down < K)[:, None] & (cols < N)[None, :]
+    tl.store(at, total.to(dw.dtype.element_ty), mask=is_mine)

@@ -1,0 +1,202 @@
+"""Flash attention on Hopper, in Triton, over selected keys.
+
+Why not cuDNN or Mosaic: cuDNN's attention takes a causal or sliding mask or a bias
+[T, S], not bits nor a range of keys a query, and a bias is what must not be allocated;
+Mosaic's attention needs kernels of its own for every such mask, written for the tensor
+memory accelerator, whose gain here nobody could time. Triton's code was read: wgmma
+throughout, copies of 16 bytes, no spills.
+
+Tiles: 128 queries share a block of 64 keys, as fewer queries would read more of the L2
+cache than it gives (64 KB of keys and values for 8.4 MFLOP of each head's tile).
+"""
+
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, triton_call
+from pallas_kernels.masked_mla import gpu_backward, gpu_words
+
+LOG2E = gpu_backward.LOG2E
+HIDDEN = tl.constexpr(-1e30)  # score of a key that does not count
+TILE = 128, 64  # queries and keys: q, k, v and the next k, v fill shared memory
+FLOAT32_TILE = 32, 32
+
+
+def masked_mla(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N O"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    selected: Array | None,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
+    """See `pallas_kernels.masked_mla`."""
+    return _attend(q, k, v, lo, hi, selected, scale, interpret)
+
+
+def unsupported_masked_mla(q: Array, k: Array, v: Array, *_: Any) -> str | None:
+    """Why these arguments cannot be taken, or None."""
+    dims = (q.shape[-1], v.shape[-1])
+    if any(dim not in (16, 32, 64, 128, 256) for dim in dims):
+        return f"head dims must be powers of two in 16 .. 256, got {dims}."
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
+        dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
+        return f"q, k and v must all be bfloat16 or all float32, got {dtypes}."
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    lo: Array,
+    hi: Array,
+    selected: Array | None,
+    scale: float,
+    interpret: bool,
+) -> tuple[Array, Array]:
+    batch, num_queries, heads, dim = q.shape
+    num_keys, value_dim = v.shape[1], v.shape[-1]
+    words = gpu_words.row_words(selected, num_keys, interpret)
+    is_half = q.dtype.itemsize == 2
+    rows, cols = TILE if is_half else FLOAT32_TILE
+    sizes: dict[str, Any] = {
+        "T": num_queries, "S": num_keys, "N": heads, "H": dim, "O": value_dim,
+        "SCALE": scale, "BM": rows, "BN": cols,
+        "WORDS": 0 if words is None else words.shape[1],
+    }  # fmt: skip
+    out, lse = triton_call.call(
+        _forward_kernel,
+        *(q, k, v, lo, hi, lo if words is None else words),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, num_queries, heads, value_dim), v.dtype),
+            jax.ShapeDtypeStruct((batch, heads, num_queries), jnp.float32),
+        ],
+        grid=(triton.cdiv(num_queries, rows), heads, batch),
+        num_warps=8 if is_half else 4,
+        num_stages=2,
+        interpret=interpret,
+        **sizes,
+    )
+    return out, lse
+
+
+def _forward(q, k, v, lo, hi, selected, scale, interpret):  # noqa: ANN001, ANN202
+    args = (q, k, v, lo, hi, selected)
+    out, lse = dispatch.saved(_attend(*args, scale, interpret))
+    return (out, lse), (*args, out, lse)
+
+
+def _backward(scale, interpret, residuals, cotangents):  # noqa: ANN001, ANN202
+    q, k, v, lo, hi, selected, out, lse = residuals
+    d_out, d_lse = cotangents
+    shift = jnp.einsum("btno,btno->bnt", out, d_out, preferred_element_type=jnp.float32)
+    words = gpu_words.row_words(selected, k.shape[1], interpret)
+    queries = (q, d_out, lse, shift - d_lse, lo, hi)
+    grads = gpu_backward.gradients(queries, k, v, words, scale, interpret)
+    return *grads, None, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+@triton.jit
+@typing.no_type_check
+def _forward_kernel(  # noqa: ANN202, PLR0913
+    q, k, v, lo, hi, words, out, lse,  # noqa: ANN001
+    T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
+    O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of a head; under causality the longest tiles start first."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    rows = tile * BM + tl.arange(0, BM)
+    is_row = rows < T
+    low = tl.load(lo + batch * T + rows, mask=is_row, other=0)
+    high = tl.load(hi + batch * T + rows, mask=is_row, other=0)
+    sees = low < high
+    last = tl.max(tl.where(sees, high, 0))
+    begin = tl.min(tl.where(sees, low, last)) // BN * BN
+    end = tl.cdiv(last, BN) * BN
+    q_at = q + (batch * T + tile * BM) * (N * H) + head * H
+    q_at += tl.arange(0, BM)[:, None] * (N * H) + tl.arange(0, H)[None, :]
+    q_tile = tl.load(q_at, mask=is_row[:, None], other=0.0)
+    k += batch * (S * N * H) + head * H
+    v += batch * (S * N * O) + head * O
+    words += batch * (WORDS * T)
+    total = tl.zeros((BM,), tl.float32)
+    top = tl.full((BM,), HIDDEN, tl.float32)
+    mean = tl.zeros((BM, O), tl.float32)
+    if WORDS > 0:
+        for start in range(begin, end, BN):
+            total, top, mean = _block(
+                start, total, top, mean, q_tile, k, v, words, low, high, rows,
+                T, S, N, H, O, SCALE, WORDS, BN, False,
+            )  # fmt: skip
+    else:
+        # Blocks that all queries see need no mask: from `inside` to `outside`.
+        inside = tl.cdiv(tl.max(tl.where(sees, low, 0)), BN) * BN
+        inside = tl.minimum(inside, end)
+        outside = tl.min(tl.where(sees, high, last)) // BN * BN
+        outside = tl.maximum(outside, inside)
+        for start in range(inside, outside, BN):
+            total, top, mean = _block(
+                start, total, top, mean, q_tile, k, v, words, low, high, rows,
+                T, S, N, H, O, SCALE, WORDS, BN, True,
+            )  # fmt: skip
+        for step in range(0, inside - begin + end - outside, BN):
+            start = begin + step
+            start = tl.where(start < inside, start, start - inside + outside)
+            total, top, mean = _block(
+                start, total, top, mean, q_tile, k, v, words, low, high, rows,
+                T, S, N, H, O, SCALE, WORDS, BN, False,
+            )  # fmt: skip
+    found = sees & (top > 0.5 * HIDDEN)
+    mean = tl.where(found[:, None], mean / total[:, None], 0)
+    out_at = out + (batch * T + tile * BM) * (N * O) + head * O
+    out_at += tl.arange(0, BM)[:, None] * (N * O) + tl.arange(0, O)[None, :]
+    tl.store(out_at, mean.to(out.dtype.element_ty), mask=is_row[:, None])
+    total = tl.where(found, (top + tl.log2(total)) / LOG2E, 0)
+    tl.store(lse + (batch * N + head) * T + rows, total, mask=is_row)
+
+
+@triton.jit
+@typing.no_type_check
+def _block(  # noqa: ANN202, PLR0913
+    start, total, top, mean, q_tile, k, v, words, low, high, rows,  # noqa: ANN001
+    T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
+    O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
+    IS_INSIDE: tl.constexpr,
+):  # fmt: skip
+    """Adds a block of keys: sum of weights, largest score, weighted sum of values."""
+    k_tile = gpu_backward.tile_of(k, start, S, N * H, H, BN, IS_INSIDE)
+    v_tile = gpu_backward.tile_of(v, start, S, N * O, O, BN, IS_INSIDE)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    scores *= SCALE * LOG2E
+    if not IS_INSIDE:
+        cols = tl.arange(0, BN)[None, :]
+        keep = gpu_backward.kept(
+            words, low[:, None], high[:, None], rows[:, None], cols, start,
+            T, WORDS, BN,
+        )  # fmt: skip
+        scores = tl.where(keep, scores, HIDDEN)
+    higher = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    total = total * shrink + tl.sum(weights, 1)
+    mean = tl.dot(
+        weights.to(v_tile.dtype), v_tile, mean * shrink[:, None], input_precision="ieee"
+    )
+    return total, higher, mean

@@ -1,0 +1,65 @@
+"""A selection as words of 32 neighbouring keys, [B, w, T], as the kernels read it.
+
+A block of 64 keys then is two words a query, and the words of all queries of a tile lie
+side by side; in the layout of `pallas_kernels.selection` it would be 64 words a query.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, UInt32
+
+from pallas_kernels import selection, triton_call
+
+KEYS = 32  # of a word
+QUERIES = 64  # of a program
+
+
+def row_words(
+    selected: Array | None, num_keys: int, interpret: bool
+) -> UInt32[Array, "B w T"] | None:
+    """Key s of a mask or of bits as bit s % 32 of word s // 32; whole runs of keys."""
+    if selected is None:
+        return None
+    if selected.dtype == bool:
+        mask = jnp.pad(selected, ((0, 0), (0, -num_keys % selection.RUN), (0, 0)))
+        words = mask.reshape(mask.shape[0], -1, KEYS, mask.shape[-1])
+        shifts = jnp.arange(KEYS, dtype=jnp.uint32)[None, None, :, None]
+        return jnp.sum(words.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
+    batch, num_queries, num_words = selected.shape
+    [words] = triton_call.call(
+        _words_kernel,
+        selected,
+        out_shape=[jax.ShapeDtypeStruct((batch, num_words, num_queries), jnp.uint32)],
+        grid=(triton.cdiv(num_queries, QUERIES), num_words // selection.LANES, batch),
+        interpret=interpret,
+        **{"T": num_queries, "W": num_words, "LANES": selection.LANES},
+        **{"BM": QUERIES, "KEYS": KEYS},
+    )
+    return words
+
+
+@triton.jit
+@typing.no_type_check
+def _words_kernel(  # noqa: ANN202
+    bits, words,  # noqa: ANN001
+    T: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, BM: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """A run of keys of one tile of queries: bit j of 128 lanes makes four words."""
+    run, batch = tl.program_id(1) * LANES, tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    lanes = tl.arange(0, LANES)
+    at = bits + (batch * T + rows[:, None]) * W + (run + lanes)[None, :]
+    tile = tl.load(at, mask=(rows < T)[:, None], other=0)
+    shifts = (lanes % KEYS).to(tl.uint32)[None, :]
+    groups = tl.arange(0, LANES // KEYS)[None, :]
+    words += batch * (T * W) + rows[:, None]
+    for j in range(KEYS):
+        shifted = ((tile >> j) & 1) << shifts
+        sums = tl.sum(tl.reshape(shifted, (BM, LANES // KEYS, KEYS)), axis=2)
+        place = run + j * (LANES // KEYS) + groups
+        tl.store(words + place.to(tl.int64) * T, sums, mask=(rows < T)[:, None])

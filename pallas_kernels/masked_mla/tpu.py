@@ -1,0 +1,189 @@
+"""Flash attention on TPUs over documents or over selected keys.
+
+Blocks of queries x keys are visited by a list (`pallas_kernels.block_pairs`); a
+selection comes as bits, a run of 4096 keys as 128 words a query: block n of 128 keys
+is bit n of each of them, so that a shift and a comparison make its mask.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import block_pairs, dispatch
+from pallas_kernels.masked_mla import tpu_backward
+from pallas_kernels.masked_mla import tpu_blocks as blocks
+
+QUERIES, KEYS = 1024, 1024  # of a block; keys a power of two, at most selection.RUN
+LANES, HIDDEN = blocks.LANES, blocks.HIDDEN
+
+
+def unsupported_masked_mla(
+    q: Array,
+    k: Array,
+    v: Array,
+    lo: Array,
+    hi: Array,
+    selected: Array | None,
+    scale: float,
+) -> str | None:
+    """Why the kernel cannot take these shapes, or None."""
+    del lo, hi, selected, scale
+    lengths, dims = (q.shape[1], k.shape[1]), (q.shape[3], v.shape[3])
+    if dims[0] % LANES or dims[1] % LANES:
+        return f"head dims must be multiples of {LANES}, got {dims}."
+    rows = block_rows(*lengths)
+    num_blocks = (-(-lengths[0] // rows[0]), -(-lengths[1] // rows[1]))
+    pairs = len(q) * block_pairs.size(num_blocks, rows, lengths[1] - lengths[0])
+    if pairs > block_pairs.MAX_PAIRS:
+        return f"{pairs} pairs of blocks do not fit scalar memory; split the batch."
+    return None
+
+
+def masked_mla(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N O"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    selected: Array | None,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
+    """See `pallas_kernels.masked_mla`."""
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    rows = block_rows(num_queries, num_keys)
+    if math.frexp(scale)[0] == 0.5:  # a power of two: exact in any precision
+        q, scale = q * jnp.asarray(scale, q.dtype), 1.0
+    bounds, bits = blocks.masks(lo, hi, selected, num_keys, rows[0])
+    q, k, v = (
+        blocks.pad(x.swapaxes(1, 2), r, 2)
+        for x, r in ((q, rows[0]), (k, rows[1]), (v, rows[1]))
+    )
+    static = (scale, num_keys - num_queries, interpret)
+    out, lse = _attend(q, k, v, bounds, bits, static)
+    return out[:, :, :num_queries].swapaxes(1, 2), lse[:, :, :num_queries]
+
+
+def block_rows(num_queries: int, num_keys: int) -> tuple[int, int]:
+    """Rows of a block of queries and of keys, less where there are few."""
+    queries = -(-num_queries // LANES) * LANES
+    return min(QUERIES, queries), min(
+        KEYS, max(LANES, 1 << (num_keys - 1).bit_length())
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+    q: Float[Array, "B N t H"],
+    k: Float[Array, "B N s H"],
+    v: Float[Array, "B N s O"],
+    bounds: Int[Array, "B 2 t"],
+    bits: Array | None,
+    static: tuple[float, int, bool],
+) -> tuple[Float[Array, "B N t O"], Float[Array, "B N t"]]:
+    """The kernel over whole blocks; `static` is the scale, S - T and interpret."""
+    scale, offset, interpret = static
+    batch, heads, num_queries, dim = q.shape
+    num_keys, out_dim = v.shape[2:]
+    rows = block_rows(num_queries, num_keys)
+    pairs = block_pairs.make(bounds[:, 0], bounds[:, 1], num_keys, rows, offset)
+    specs = blocks.Specs(pairs.size, rows)
+    statistic = pltpu.VMEM((rows[0], LANES), jnp.float32)
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, scale=scale, size=pairs.size),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, heads, num_queries, out_dim), q.dtype),
+            jax.ShapeDtypeStruct((batch, heads, 1, num_queries), jnp.float32),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, heads, pairs.steps),
+            in_specs=[
+                specs.queries(dim),
+                specs.keys(dim),
+                specs.keys(out_dim),
+                specs.mask(bits is not None),
+            ],
+            out_specs=(specs.queries(out_dim), specs.statistics(1)),
+            scratch_shapes=[
+                pltpu.VMEM((rows[0], out_dim), jnp.float32),
+                statistic,
+                statistic,
+            ],
+        ),
+        compiler_params=blocks.parameters(),
+        interpret=interpret,
+    )(pairs.flat, q, k, v, bounds if bits is None else bits)
+    return out, lse[:, :, 0]
+
+
+def _kernel(pairs: Any, *refs: Any, scale: float, size: int) -> None:
+    """Adds a block of keys to the softmax of a block of queries.
+
+    Sums are kept for each of 128 lanes, and added up with the last block of keys.
+    """
+    q_ref, k_ref, v_ref, mask_ref, out_ref, lse_ref, sum_ref, top_ref, total_ref = refs
+    pair = pairs[pl.program_id(0) * size + pl.program_id(2)]
+    is_bits = mask_ref.dtype == jnp.uint32
+
+    @pl.when(block_pairs.has(pair, block_pairs.FIRST))
+    def _() -> None:
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+        top_ref[...] = jnp.full_like(top_ref, HIDDEN)
+        total_ref[...] = jnp.zeros_like(total_ref)
+
+    def add(is_whole: bool) -> None:
+        keys = k_ref.shape[2]
+        scores = blocks.contract(q_ref[0, 0], k_ref[0, 0], (1, 1)) * scale
+        if not is_whole:
+            keep = blocks.keep(mask_ref, pair, keys, key_axis=1)
+            scores = jnp.where(keep, scores, HIDDEN)
+        top = jnp.maximum(top_ref[...], jnp.max(scores, axis=1, keepdims=True))
+        shrink = jnp.exp(top_ref[...] - top)
+        weights = jnp.exp(scores - blocks.wide(top, keys))
+        total = total_ref[...] * shrink
+        for n in range(0, keys, LANES):
+            total += weights[:, n : n + LANES]
+        value = blocks.contract(weights.astype(v_ref.dtype), v_ref[0, 0], (1, 0))
+        sum_ref[...] = sum_ref[...] * blocks.wide(shrink, value.shape[1]) + value
+        top_ref[...], total_ref[...] = top, total
+
+    is_whole = block_pairs.has(pair, block_pairs.WHOLE) & (not is_bits)
+    pl.when(is_whole)(functools.partial(add, is_whole=True))
+    pl.when((pair >= 0) & ~is_whole)(functools.partial(add, is_whole=False))
+
+    @pl.when(block_pairs.has(pair, block_pairs.LAST))
+    def _() -> None:
+        top = top_ref[...]
+        is_empty = top <= HIDDEN / 2
+        total = jnp.sum(total_ref[...], axis=1, keepdims=True)
+        inverse = jnp.where(is_empty, 0.0, 1 / total)
+        out = sum_ref[...] * blocks.wide(inverse, sum_ref.shape[1])
+        out_ref[0, 0] = out.astype(out_ref.dtype)
+        lse = jnp.where(is_empty, 0.0, top + jnp.log(total))
+        lse_ref[0, 0] = lse.T[0:1]
+
+
+def _forward(q, k, v, bounds, bits, static):  # noqa: ANN001, ANN202
+    out, lse = dispatch.saved(_attend(q, k, v, bounds, bits, static))
+    return (out, lse), (q, k, v, bounds, bits, out, lse)
+
+
+def _backward(static, residuals, cotangents):  # noqa: ANN001, ANN202
+    *inputs, out, lse = residuals
+    d_out, d_lse = cotangents
+    products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+    shift = jnp.sum(products, axis=-1) - d_lse
+    statistics = jnp.stack([lse, shift], axis=2)
+    rows = block_rows(out.shape[2], inputs[1].shape[2])
+    return tpu_backward.gradients(tuple(inputs), d_out, statistics, rows, static)
+
+
+_attend.defvjp(_forward, _backward)

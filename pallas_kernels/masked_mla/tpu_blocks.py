@@ -1,0 +1,138 @@
+"""What the kernels of attention on TPUs share: blocks, masks and products of them."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import block_pairs, selection
+
+VMEM_BYTES = 48 << 20  # of 64 MB on v5p and tpu7x
+LANES = selection.LANES
+HIDDEN = -1e30  # score of a key that is not selected; exp(HIDDEN - finite) is 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Specs:
+    """Blocks of arrays in a grid of (sequence, head, pair).
+
+    Attributes:
+      size: of a list of pairs.
+      rows: of a block of queries and of keys.
+    """
+
+    size: int
+    rows: tuple[int, int]
+
+    def queries(self, dim: int) -> pl.BlockSpec:
+        """Of queries [B, N, t, dim]."""
+
+        def index(b: Array, n: Array, p: Array, pairs: Any) -> tuple:
+            return b, n, block_pairs.query_block(pairs[b * self.size + p]), 0
+
+        return pl.BlockSpec((1, 1, self.rows[0], dim), index)
+
+    def keys(self, dim: int) -> pl.BlockSpec:
+        """Of keys [B, N, s, dim]."""
+
+        def index(b: Array, n: Array, p: Array, pairs: Any) -> tuple:
+            return b, n, block_pairs.key_block(pairs[b * self.size + p]), 0
+
+        return pl.BlockSpec((1, 1, self.rows[1], dim), index)
+
+    def statistics(self, count: int) -> pl.BlockSpec:
+        """Of numbers [B, N, count, t] of each query."""
+
+        def index(b: Array, n: Array, p: Array, pairs: Any) -> tuple:
+            return b, n, 0, block_pairs.query_block(pairs[b * self.size + p])
+
+        return pl.BlockSpec((1, 1, count, self.rows[0]), index)
+
+    def mask(self, is_bits: bool) -> pl.BlockSpec:
+        """Of bits [B, t, W], a run of keys at a time, or of bounds [B, 2, t]."""
+
+        def bits(b: Array, n: Array, p: Array, pairs: Any) -> tuple:
+            del n
+            pair = pairs[b * self.size + p]
+            run = block_pairs.key_block(pair) * self.rows[1] // selection.RUN
+            return b, block_pairs.query_block(pair), run
+
+        def bounds(b: Array, n: Array, p: Array, pairs: Any) -> tuple:
+            del n
+            return b, 0, block_pairs.query_block(pairs[b * self.size + p])
+
+        if is_bits:
+            return pl.BlockSpec((1, self.rows[0], LANES), bits)
+        return pl.BlockSpec((1, 2, self.rows[0]), bounds)
+
+
+def parameters() -> pltpu.CompilerParams:
+    """Of a grid whose last axis adds up."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
+        vmem_limit_bytes=VMEM_BYTES,
+    )
+
+
+def pad(x: Array, multiple: int, axis: int) -> Array:
+    """Appends zeros to an axis up to a multiple; bounds of 0 see nothing."""
+    size = -x.shape[axis] % multiple
+    widths = [(0, size if n == axis else 0) for n in range(x.ndim)]
+    return jnp.pad(x, widths) if size else x
+
+
+def masks(
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    selected: Array | None,
+    num_keys: int,
+    rows: int,
+) -> tuple[Int[Array, "B 2 t"], Array | None]:
+    """Bounds, and bits if keys are selected, of whole blocks of queries."""
+    bounds = jnp.stack([jnp.maximum(lo, 0), jnp.minimum(hi, num_keys)], axis=1)
+    if selected is None:
+        return pad(bounds, rows, 2), None
+    bits = selection.pack(selected) if selected.dtype == bool else selected
+    return pad(bounds, rows, 2), pad(bits, rows, 1)
+
+
+def contract(a: Array, b: Array, axes: tuple[int, int]) -> Float[Array, "m n"]:
+    """Matrix product over one axis of each, into float32."""
+    return lax.dot_general(
+        a,
+        b,
+        (((axes[0],), (axes[1],)), ((), ())),
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+    )
+
+
+def column(row: Array) -> Array:
+    """A row [1, Q] as a column in all lanes, [Q, 128]."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def wide(x: Array, size: int) -> Array:
+    """A column in all of 128 lanes, in `size` lanes."""
+    return jnp.concatenate([x] * (size // LANES), axis=1)
+
+
+def keep(mask_ref: Any, pair: Array, keys: int, key_axis: int) -> Array:
+    """Which keys of the pair's block count, from bits or bounds."""
+    j = block_pairs.key_block(pair)
+    if mask_ref.dtype == jnp.uint32:
+        words = mask_ref[0].astype(jnp.int32)
+        words = words if key_axis == 1 else words.T
+        words = words >> (j * keys % selection.RUN // LANES)
+        parts = [(words & (1 << n)) != 0 for n in range(keys // LANES)]
+        return jnp.concatenate(parts, axis=key_axis)
+    lo, hi = mask_ref[0, 0:1], mask_ref[0, 1:2]
+    if key_axis == 1:
+        lo, hi = (wide(column(x), keys) for x in (lo, hi))
+    shape = (keys, lo.shape[1]) if key_axis == 0 else lo.shape
+    s = j * keys + lax.broadcasted_iota(jnp.int32, shape, key_axis)
+    return (s >= lo) & (s < hi)

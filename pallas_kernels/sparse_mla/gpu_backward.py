@@ -1,0 +1,300 @@
+"""The gradient of `sparse_mla` on Hopper: a kernel for dq and one for dkv.
+
+One kernel for both spills (accumulators of dq fill half of the registers) and spilled
+bytes go through L2, so the scores are computed twice. Rows of dkv are added to by
+every query that lists them: with atomics in float32, or, deterministic, into arrays
+that belong to one program each and are summed in order.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import triton_call
+
+HEADS = 64  # of a program: the least rows of a wgmma
+KEYS_DQ = 32  # two stages of 32 gathered rows beside q and d_out in shared memory
+KEYS_DKV = 64  # a product over them has them as its rows; one stage has room
+KEYS_FLOAT32 = 16
+CHUNK = 128  # columns of dkv at a time
+PROGRAMS = 132  # the multiprocessors of an H200, each with an array of its own
+ARRAY_BYTES = 2.5e9  # of all these arrays: they hold a range of keys at a time
+
+
+def gradients(
+    residuals: tuple[Array, Array, Array, Array, Array],
+    cotangents: tuple[Array, Array],
+    scale: float,
+    deterministic: bool,
+    interpret: bool,
+) -> tuple[Float[Array, "B T N c"], Float[Array, "B S c"]]:
+    """Gradients of q and kv.
+
+    d_scores = scale P (d_out kv - shift) with shift = out . d_out - d_lse.
+
+    Args:
+      residuals: q [B, T, N, c], kv [B, S, c], indices [B, T, K], out [B, T, N, C] and
+        lse [B, N, T].
+      cotangents: of out and lse.
+      scale: of `sparse_mla`.
+      deterministic: of `sparse_mla`.
+      interpret: of `triton_call.call`.
+    """
+    q, kv, indices, out, lse = residuals
+    d_out, d_lse = cotangents
+    products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+    shift_BTN = jnp.sum(products, axis=-1) - d_lse.swapaxes(1, 2)
+    inputs = (q, kv, indices, lse.swapaxes(1, 2), shift_BTN, d_out.astype(q.dtype))
+    sizes = {
+        "SCALE": scale,
+        "T": q.shape[1],
+        "S": kv.shape[1],
+        "K": indices.shape[2],
+        "N": q.shape[2],
+        "C": out.shape[3],
+        "R": kv.shape[2] - out.shape[3],
+        "HEADS": block_heads(q.shape[2]),
+        "D": min(CHUNK, out.shape[3]),
+    }
+    count = jnp.sum(indices >= 0, axis=-1, dtype=jnp.int32)
+    dq = _dq(inputs, count, sizes, interpret)
+    if deterministic:
+        return dq, _dkv_in_order(inputs, sizes, interpret)
+    units = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], sizes["HEADS"])
+    first = jnp.zeros(2, jnp.int32)
+    bounds = (jnp.zeros_like(count), count)
+    dkv = _dkv(inputs, first, bounds, kv.shape, units, sizes, interpret)
+    return dq, dkv.astype(kv.dtype)
+
+
+def block_heads(num_heads: int) -> int:
+    """Heads of a program."""
+    return min(max(triton.next_power_of_2(num_heads), 16), HEADS)
+
+
+def _dq(inputs: tuple, count: Array, sizes: dict, interpret: bool) -> Array:
+    q = inputs[0]
+    return triton_call.call(
+        _dq_kernel,
+        *(*inputs, count),
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        grid=(q.shape[0] * q.shape[1] * triton.cdiv(sizes["N"], sizes["HEADS"]),),
+        num_warps=8,
+        num_stages=2,
+        interpret=interpret,
+        KEYS=KEYS_FLOAT32 if q.dtype == jnp.float32 else KEYS_DQ,
+        **sizes,
+    )[0]
+
+
+def _dkv(
+    inputs: tuple,
+    first: Int[Array, "2"],
+    bounds: tuple[Array, Array],
+    shape: tuple[int, ...],
+    units: int,
+    sizes: dict,
+    interpret: bool,
+) -> Float[Array, "x y c"]:
+    """Sums the rows' gradients into zeros of `shape`.
+
+    Args:
+      inputs: of the kernel.
+      first: query of the inputs that is number 0 here, and key that is row 0 of the
+        output.
+      bounds: part of each query's list, from and to.
+      shape: [B, S, c]; or [programs, range, c], and a program adds to its own.
+      units: queries times blocks of heads.
+      sizes: of the kernel.
+      interpret: of `triton_call.call`.
+    """
+    is_own = shape != inputs[1].shape
+    return triton_call.call(
+        _dkv_kernel,
+        *(*inputs, first, *bounds),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+        grid=(shape[0] if is_own else units,),
+        num_warps=4,  # of 8, two groups would compute the same scores
+        num_stages=1,
+        zeroed_outputs=(0,),
+        interpret=interpret,
+        KEYS=KEYS_FLOAT32 if inputs[0].dtype == jnp.float32 else KEYS_DKV,
+        UNITS=units,
+        PROGRAMS=shape[0] if is_own else units,
+        RANGE=shape[1] if is_own else 0,
+        **sizes,
+    )[0]
+
+
+def _dkv_in_order(inputs: tuple, sizes: dict, interpret: bool) -> Array:
+    """A range of keys of a sequence at a time: [PROGRAMS, range, c] in float32.
+
+    Program p adds what queries p, p + PROGRAMS, ... give, one after the other; then
+    the programs' arrays are summed. When a program runs changes nothing.
+    """
+    _, kv, indices, *_ = inputs
+    batch, num_keys, width = kv.shape
+    units = sizes["T"] * triton.cdiv(sizes["N"], sizes["HEADS"])
+    programs = min(PROGRAMS, units)
+    num_ranges = triton.cdiv(num_keys * programs * width * 4, int(ARRAY_BYTES))
+    size = triton.cdiv(num_keys, num_ranges)
+
+    def add(first: tuple[Array, Array]) -> Array:
+        sequence, key = first
+        listed = indices[sequence]
+        before = lambda end: jnp.sum(
+            (listed >= 0) & (listed < end), axis=-1, dtype=jnp.int32
+        )
+        place = jnp.stack([sequence * sizes["T"], key])
+        bounds = (before(key), before(key + size))
+        shape = (programs, size, width)
+        parts = _dkv(inputs, place, bounds, shape, units, sizes, interpret)
+        return jnp.sum(parts, axis=0).astype(kv.dtype)
+
+    sequences = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), num_ranges)
+    keys = jnp.tile(jnp.arange(num_ranges, dtype=jnp.int32) * size, batch)
+    dkv = lax.map(add, (sequences, keys))
+    return dkv.reshape(batch, num_ranges * size, width)[:, :num_keys]
+
+
+@triton.jit
+@typing.no_type_check
+def _dq_kernel(  # noqa: ANN202, PLR0913
+    q_ptr, kv_ptr, indices_ptr, lse_ptr, shift_ptr, d_out_ptr, count_ptr, dq_ptr,  # noqa: ANN001
+    SCALE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (N + HEADS - 1) // HEADS
+    row = tl.program_id(0).to(tl.int64) // blocks
+    head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
+    is_head = (head < N)[:, None]
+    d, r = tl.arange(0, D)[None], C + tl.arange(0, R)[None]
+    q, q_r, d_out, lse, shift = _load_query(
+        q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, head, N, C, R, D
+    )
+    kv_ptr += row // T * (S * (C + R))
+    indices_ptr += row * K
+    dq = ()
+    for _i in tl.static_range(C // D):
+        dq = dq + (tl.zeros([HEADS, D], tl.float32),)  # noqa: RUF005
+    dq_r = tl.zeros([HEADS, R], tl.float32)
+
+    count = tl.load(count_ptr + row)
+    for first in range(0, count, KEYS):
+        k = first + tl.arange(0, KEYS)
+        key = tl.load(indices_ptr + k, k < count, 0)[:, None] * (C + R)
+        kv = _load_chunks(kv_ptr + key, None, C, D)
+        kv_r = tl.load(kv_ptr + key + r)
+        _, d_scores = _d_scores(q, q_r, d_out, lse, shift, kv, kv_r, k < count, SCALE)
+        new = ()
+        for i in tl.static_range(C // D):
+            new = new + (tl.dot(d_scores, kv[i], dq[i], input_precision="ieee"),)  # noqa: RUF005
+        dq = new
+        dq_r = tl.dot(d_scores, kv_r, dq_r, input_precision="ieee")
+
+    dq_ptr += row * (N * (C + R)) + head[:, None] * (C + R)
+    for i in tl.static_range(C // D):
+        tl.store(dq_ptr + i * D + d, dq[i].to(dq_ptr.dtype.element_ty), is_head)
+    tl.store(dq_ptr + r, dq_r.to(dq_ptr.dtype.element_ty), is_head)
+
+
+@triton.jit
+@typing.no_type_check
+def _dkv_kernel(  # noqa: ANN202, PLR0913
+    q_ptr, kv_ptr, indices_ptr, lse_ptr, shift_ptr, d_out_ptr, first_ptr, start_ptr,  # noqa: ANN001
+    end_ptr, dkv_ptr,  # noqa: ANN001
+    SCALE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr, UNITS: tl.constexpr, PROGRAMS: tl.constexpr,
+    RANGE: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (N + HEADS - 1) // HEADS
+    d, r = tl.arange(0, D)[None], C + tl.arange(0, R)[None]
+    first_row = tl.load(first_ptr)
+    first_key = tl.load(first_ptr + 1)
+    for unit in range(tl.program_id(0), UNITS, PROGRAMS):
+        start = tl.load(start_ptr + unit // blocks)
+        end = tl.load(end_ptr + unit // blocks)
+        if start < end:
+            row = (first_row + unit // blocks).to(tl.int64)
+            head = unit % blocks * HEADS + tl.arange(0, HEADS)
+            q, q_r, d_out, lse, shift = _load_query(
+                q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, head, N, C, R, D
+            )
+            kv_row_ptr = kv_ptr + row // T * (S * (C + R))
+            if RANGE > 0:  # an array of this program's own
+                array = tl.program_id(0).to(tl.int64) * (RANGE * (C + R))
+            else:
+                array = row // T * (S * (C + R))
+            sum_ptr = dkv_ptr + (array - first_key * (C + R))
+            for first in range(start, end, KEYS):
+                k = first + tl.arange(0, KEYS)
+                is_key = (k < end)[:, None]
+                key = tl.load(indices_ptr + row * K + k, k < end, 0)[:, None] * (C + R)
+                kv = _load_chunks(kv_row_ptr + key, None, C, D)
+                kv_r = tl.load(kv_row_ptr + key + r)
+                probs, d_scores = _d_scores(
+                    q, q_r, d_out, lse, shift, kv, kv_r, k < end, SCALE
+                )
+                for i in tl.static_range(C // D):
+                    part = tl.dot(d_scores.T, q[i], input_precision="ieee")
+                    part = tl.dot(probs.T, d_out[i], part, input_precision="ieee")
+                    place = sum_ptr + key + i * D + d
+                    tl.atomic_add(place, part, is_key, sem="relaxed")
+                part = tl.dot(d_scores.T, q_r, input_precision="ieee")
+                tl.atomic_add(sum_ptr + key + r, part, is_key, sem="relaxed")
+        if RANGE > 0:
+            tl.debug_barrier()  # orders the threads' additions of two queries
+
+
+@triton.jit
+@typing.no_type_check
+def _load_query(  # noqa: ANN202
+    q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, head,  # noqa: ANN001
+    N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    is_head = (head < N)[:, None]
+    q_ptr += row * (N * (C + R)) + head[:, None] * (C + R)
+    d_out_ptr += row * (N * C) + head[:, None] * C
+    q = _load_chunks(q_ptr, is_head, C, D)
+    q_r = tl.load(q_ptr + C + tl.arange(0, R)[None], is_head, 0.0)
+    d_out = _load_chunks(d_out_ptr, is_head, C, D)
+    lse = tl.load(lse_ptr + row * N + head, head < N, 0.0)
+    shift = tl.load(shift_ptr + row * N + head, head < N, 0.0)
+    return q, q_r, d_out, lse, shift
+
+
+@triton.jit
+@typing.no_type_check
+def _load_chunks(ptr, is_row, C: tl.constexpr, D: tl.constexpr):  # noqa: ANN001, ANN202
+    # A tuple, as Triton cuts no tiles out of a tile.
+    chunks = ()
+    for i in tl.static_range(C // D):
+        place = ptr + i * D + tl.arange(0, D)[None]
+        chunks = chunks + (tl.load(place, is_row, None if is_row is None else 0.0),)  # noqa: RUF005
+    return chunks
+
+
+@triton.jit
+@typing.no_type_check
+def _d_scores(  # noqa: ANN202
+    q, q_r, d_out, lse, shift, kv, kv_r, is_key,  # noqa: ANN001
+    SCALE: tl.constexpr,
+):  # fmt: skip
+    # Probabilities and gradient of the scores [HEADS, KEYS], of kv's type.
+    scores = tl.dot(q_r, kv_r.T, input_precision="ieee")
+    d_probs = tl.zeros_like(scores)
+    for i in tl.static_range(len(q)):
+        scores = tl.dot(q[i], kv[i].T, scores, input_precision="ieee")
+        d_probs = tl.dot(d_out[i], kv[i].T, d_probs, input_precision="ieee")
+    log2_e: tl.constexpr = 1.4426950408889634
+    probs = tl.exp2(scores * (SCALE * log2_e) - lse[:, None] * log2_e)
+    probs = tl.where(is_key[None], probs, 0.0)
+    d_scores = SCALE * probs * (d_probs - shift[:, None])
+    return probs.to(kv_r.dtype), d_scores.to(kv_r.dtype)

@@ -1,0 +1,172 @@
+"""Rows fetched by DMA into VMEM, one copy a row; a query's heads share them.
+
+The TensorCore issues the copies of a chunk of rows, then computes on the chunk before.
+Issuing bounds the kernel (about 5 bundles a row; not timed), the products come second.
+XLA packs the rows first (see `tpu_rows`): 3 KB a row of temporary memory.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.sparse_mla import tpu_backward, tpu_rows
+
+HIDDEN = -1e30  # score of padding
+
+
+def sparse_mla(
+    q: Float[Array, "B T N c"],
+    kv: Float[Array, "B S c"],
+    indices: Int[Array, "B T K"],
+    scale: float,
+    value_dim: int,
+    deterministic: bool = False,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
+    """See `pallas_kernels.sparse_mla`; one core adds up rows, always in one order."""
+    del deterministic
+    return _attend(q, kv, indices, scale, value_dim, interpret)
+
+
+def unsupported_sparse_mla(
+    q: Array,
+    kv: Array,
+    indices: Array,
+    scale: float,
+    value_dim: int,
+    deterministic: bool = False,
+) -> str | None:
+    """Why shapes or dtypes cannot be taken."""
+    del indices, scale, value_dim, deterministic
+    if q.dtype != kv.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"q and kv must both be bfloat16 or float32, got {q.dtype}, {kv.dtype}"
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _attend(
+    q: Array, kv: Array, indices: Array, scale: float, value_dim: int, interpret: bool
+) -> tuple:
+    num_queries = q.shape[1]
+    layout = tpu_rows.Layout.of(kv)
+    q, indices = tpu_rows.pad_queries(q), tpu_rows.pad_list(indices)
+    out, lse = _call(q, layout.pack(kv), indices, layout, scale, value_dim, interpret)
+    return out[:, :num_queries], lse[:, :num_queries].swapaxes(1, 2)
+
+
+def _forward(q, kv, indices, scale, value_dim, interpret):  # noqa: ANN001, ANN202
+    out, lse = dispatch.saved(_attend(q, kv, indices, scale, value_dim, interpret))
+    return (out, lse), (q, kv, indices, out, lse)
+
+
+def _backward(scale, value_dim, interpret, residuals, cotangents):  # noqa: ANN001, ANN202
+    q, kv, indices, out, lse = residuals
+    d_out, d_lse = cotangents
+    lse, d_lse = lse.swapaxes(1, 2), d_lse.swapaxes(1, 2)
+    shift = jnp.sum(out * d_out, axis=-1, dtype=jnp.float32) - d_lse
+    rows = (lse, shift, d_out.astype(q.dtype))
+    dq, dkv = tpu_backward.gradients(q, kv, indices, rows, scale, interpret)
+    return dq, dkv, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _call(
+    q: Float[Array, "B T N c"],
+    rows: Array,
+    indices: Int[Array, "B T K"],
+    layout: tpu_rows.Layout,
+    scale: float,
+    value_dim: int,
+    interpret: bool,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B T N"]]:
+    """Attends to packed rows [B * S, 1, W]; T and K are padded."""
+    batch, num_queries, heads, width = q.shape
+    chunk = tpu_rows.chunk_size(indices.shape[-1])
+    tile = tpu_rows.tile
+    return pl.pallas_call(
+        functools.partial(_kernel, scale=scale, layout=layout),
+        grid=(batch, num_queries // tpu_rows.QUERIES),
+        in_specs=[
+            tile(indices.shape[-1], memory_space=pltpu.SMEM),
+            tile(heads, width),
+            pl.BlockSpec(memory_space=pl.ANY),
+        ],
+        out_specs=[tile(heads, value_dim), tile(heads)],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, num_queries, heads, value_dim), q.dtype),
+            jax.ShapeDtypeStruct((batch, num_queries, heads), jnp.float32),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((2, chunk, 1, layout.words), rows.dtype),
+            pltpu.SemaphoreType.DMA((2,)),
+            (
+                pltpu.VMEM((heads, tpu_rows.LANES), jnp.float32),
+                pltpu.VMEM((heads, tpu_rows.LANES), jnp.float32),
+                pltpu.VMEM((heads, value_dim), jnp.float32),
+            ),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"),
+            disable_bounds_checks=True,
+        ),
+        interpret=pltpu.InterpretParams() if interpret else False,
+        name="sparse_mla",
+    )(indices, q, rows)
+
+
+def _kernel(indices, q, rows, out, lse, fetched, fetching, state, *, scale, layout):  # noqa: ANN001, ANN202
+    """QUERIES queries; `state` is a head's maximum, sum and weighted sum of rows."""
+    first_row = pl.program_id(0) * layout.num_keys
+    top, norm, total = state
+
+    def compute(query, first, count, words):  # noqa: ANN001, ANN202
+        @pl.when(first == 0)
+        def _():  # noqa: ANN202
+            top[...] = jnp.full_like(top, HIDDEN)
+            norm[...] = jnp.zeros_like(norm)
+            total[...] = jnp.zeros_like(total)
+
+        planes = layout.unpack(words())
+        _add_chunk(q[pl.ds(query, 1)][0], planes, count - first, state, scale, layout)
+
+        @pl.when(first + fetched.shape[1] >= count)
+        def _():  # noqa: ANN202
+            has_keys = norm[...] > 0
+            divisor = jnp.where(has_keys, norm[...], 1)
+            sums = jnp.where(has_keys, top[...] + jnp.log(divisor), 0)
+            out[pl.ds(query, 1)] = (total[...] / divisor[:, :1]).astype(out.dtype)[None]
+            lse[pl.ds(query, 1)] = sums.T[:1]
+
+    tpu_rows.over_chunks(indices, rows, first_row, fetched, fetching, compute)
+
+
+def _add_chunk(q, planes, count, state, scale, layout):  # noqa: ANN001, ANN202
+    """Adds a chunk of rows, `count` of which are no padding, to the running softmax."""
+    top, norm, total = state
+    parts = zip(layout.cut(q), planes, strict=True)
+    scores = functools.reduce(jnp.add, [tpu_rows.dot(a, b, 1, 1) for a, b in parts])
+    is_key = lax.broadcasted_iota(jnp.int32, scores.shape, 1) < count
+    scores = jnp.where(is_key, scores * scale, HIDDEN)
+    before = top[:, :1]
+    now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+    shrink = jnp.exp(before - now)
+    weights = jnp.where(is_key, jnp.exp(scores - now), 0)
+    added = jnp.sum(weights, axis=1, keepdims=True)
+    top[...] = jnp.broadcast_to(now, top.shape)
+    norm[...] = norm[...] * shrink + added
+    weights, at = weights.astype(layout.dtype), 0
+    for size, plane in zip(layout.sizes(total.shape[1]), planes, strict=False):
+        part = slice(at, at + size)
+        total[:, part] = total[:, part] * shrink + tpu_rows.dot(
+            weights, plane[:, :size], 1, 0
+        )
+        at += size

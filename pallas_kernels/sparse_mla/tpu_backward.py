@@ -1,0 +1,169 @@
+"""Gradients of `sparse_mla` on TPU: one kernel, which also adds up those of kv.
+
+A chunk's rows of kv are fetched as in the forward pass; the rows of their gradient, in
+float32 in HBM, are fetched as well, added to and written back. XLA's scatter is not
+used. A list names a row once, so copies in flight never meet; a chunk is read after
+the one before it was written, so that sums have one order.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from pallas_kernels.sparse_mla import tpu_rows
+
+
+def gradients(
+    q: Array,
+    kv: Array,
+    indices: Array,
+    rows: tuple[Array, Array, Array],
+    scale: float,
+    interpret: bool,
+) -> tuple[Array, Array]:
+    """Gradients of q [B, T, N, c] and kv [B, S, c].
+
+    Args:
+      q: [B, T, N, c].
+      kv: [B, S, c].
+      indices: [B, T, K].
+      rows: log-sum-exp [B, T, N], the shift sum(out * d_out) - d_lse [B, T, N], and
+        the cotangent d_out [B, T, N, C].
+      scale: factor on q . kv.
+      interpret: on CPU.
+    """
+    num_queries, width = q.shape[1], kv.shape[-1]
+    layout = tpu_rows.Layout.of(kv)
+    queries = tuple(tpu_rows.pad_queries(x) for x in (q, *rows))
+    indices = tpu_rows.pad_list(indices)
+    heads, value_dim = queries[-1].shape[2:]
+    words, tile = layout.pack(kv), tpu_rows.tile
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    # The last row takes what padding adds.
+    gradient_width = -(-width // tpu_rows.LANES) * tpu_rows.LANES
+    zeros = jnp.zeros((len(words) + 1, 1, gradient_width), jnp.float32)
+    chunk = tpu_rows.chunk_size(indices.shape[-1])
+    dq, dkv = pl.pallas_call(
+        functools.partial(_kernel, scale=scale, layout=layout),
+        grid=(len(indices), indices.shape[1] // tpu_rows.QUERIES),
+        in_specs=[
+            tile(indices.shape[-1], memory_space=pltpu.SMEM),
+            (tile(heads, width), tile(heads), tile(heads), tile(heads, value_dim)),
+            anywhere,
+            anywhere,
+        ],
+        out_specs=[tile(heads, width), anywhere],
+        out_shape=[
+            jax.ShapeDtypeStruct(queries[0].shape, q.dtype),
+            jax.ShapeDtypeStruct(zeros.shape, zeros.dtype),
+        ],
+        input_output_aliases={6: 1},
+        scratch_shapes=[
+            pltpu.VMEM((2, chunk, 1, layout.words), words.dtype),
+            pltpu.SemaphoreType.DMA((2,)),
+            (
+                pltpu.VMEM((heads, width), jnp.float32),
+                pltpu.VMEM((chunk, 1, gradient_width), jnp.float32),
+                pltpu.SemaphoreType.DMA((2,)),
+            ),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"),  # one core adds
+            disable_bounds_checks=True,
+        ),
+        interpret=pltpu.InterpretParams() if interpret else False,
+        name="sparse_mla_backward",
+    )(indices, queries, words, zeros)
+    dkv = dkv[:-1, 0, :width].reshape(kv.shape)
+    return dq[:, :num_queries], dkv.astype(kv.dtype)
+
+
+def _kernel(  # noqa: ANN202
+    indices,  # noqa: ANN001
+    queries,  # noqa: ANN001
+    rows,  # noqa: ANN001
+    _,  # noqa: ANN001
+    dq,  # noqa: ANN001
+    dkv,  # noqa: ANN001
+    fetched,  # noqa: ANN001
+    fetching,  # noqa: ANN001
+    sums,  # noqa: ANN001
+    *,
+    scale: float,
+    layout: tpu_rows.Layout,
+):
+    """QUERIES queries; `sums` are dq and the rows of dkv that a chunk adds to."""
+    first_row = pl.program_id(0) * layout.num_keys
+    last_row = dkv.shape[0] - 1
+    dq_sum, row_sums, adding = sums
+    chunk = row_sums.shape[0]
+    reading, writing = adding.at[0], adding.at[1]
+
+    def row_of(index):  # noqa: ANN001, ANN202
+        return dkv.at[jnp.where(index < 0, last_row, first_row + index)]
+
+    def read(i, index):  # noqa: ANN001, ANN202
+        pltpu.make_async_copy(row_of(index), row_sums.at[i], reading).start()
+
+    def write(i, index):  # noqa: ANN001, ANN202
+        pltpu.make_async_copy(row_sums.at[i], row_of(index), writing).start()
+
+    def compute(query, first, count, words):  # noqa: ANN001, ANN202
+        @pl.when((query > 0) | (first > 0))
+        def _():  # noqa: ANN202
+            tpu_rows.wait_for(dkv, row_sums, writing)
+
+        tpu_rows.for_listed(indices, query, first, chunk, read)
+        planes = layout.unpack(words())
+        q, lse, shift, d_out = (x[pl.ds(query, 1)] for x in queries)
+        x, dy = layout.cut(q[0]), layout.cut(d_out[0])
+        columns = (_column(lse), _column(shift))
+        is_key = lax.broadcasted_iota(jnp.int32, (1, chunk), 1) < count - first
+        probs, d_scores = _chunk(x, dy, columns, planes, is_key, scale)
+        tpu_rows.wait_for(dkv, row_sums, reading)
+        at = 0
+        for i, plane in enumerate(planes):
+            part = slice(at, at + plane.shape[1])
+            before = jnp.where(first == 0, 0, dq_sum[:, part])
+            dq_sum[:, part] = before + tpu_rows.dot(d_scores, plane, 1, 0)
+            row_sums[:, 0, part] += tpu_rows.dot(d_scores, x[i], 0, 0)
+            if i < len(dy):
+                part = slice(at, at + dy[i].shape[1])
+                row_sums[:, 0, part] += tpu_rows.dot(probs, dy[i], 0, 0)
+            at += plane.shape[1]
+        tpu_rows.for_listed(indices, query, first, chunk, write)
+
+        @pl.when(first + chunk >= count)
+        def _():  # noqa: ANN202
+            dq[pl.ds(query, 1)] = dq_sum[...].astype(dq.dtype)[None]
+
+    tpu_rows.over_chunks(indices, rows, first_row, fetched, fetching, compute)
+    tpu_rows.wait_for(dkv, row_sums, writing)
+
+
+def _chunk(x, dy, columns, planes, is_key, scale):  # noqa: ANN001, ANN202
+    """Probabilities and gradient of the scores, [N, chunk], to be multiplied."""
+    lse, shift = columns
+    values = [
+        plane[:, : part.shape[1]] for part, plane in zip(dy, planes, strict=False)
+    ]
+    scores = _product(x, planes) * scale
+    probs = jnp.where(is_key, jnp.exp(scores - lse), 0)
+    d_scores = scale * probs * (_product(dy, values) - shift)
+    return probs.astype(x[0].dtype), d_scores.astype(x[0].dtype)
+
+
+def _product(parts, planes):  # noqa: ANN001, ANN202
+    """[N, chunk], from the parts of the contracted axis."""
+    products = [tpu_rows.dot(a, b, 1, 1) for a, b in zip(parts, planes, strict=True)]
+    return functools.reduce(jnp.add, products)
+
+
+def _column(row):  # noqa: ANN001, ANN202
+    """[N, 1] of [1, N]."""
+    return jnp.broadcast_to(row, (tpu_rows.LANES, row.shape[1])).T[:, :1]

@@ -1,0 +1,82 @@
+"""The benchmark's command: what it prints and writes, and what it refuses."""
+
+import contextlib
+import io
+import json
+import pathlib
+
+from absl.testing import parameterized
+
+from pallas_kernels.bench import __main__ as bench
+from pallas_kernels.bench import measure, operations
+from tests import environment
+
+
+def run(*argv):
+    """Exit code and what was printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = bench.main(list(argv))
+        except SystemExit as stop:
+            code = stop.code
+    return code, out.getvalue(), err.getvalue()
+
+
+class BenchTest(parameterized.TestCase):
+    def test_times_and_errors_of_small_shapes(self):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        files = folder / "new" / "rows.json", folder / "times.png"
+        code, out, err = run(
+            *("sparse_mla", "grouped_matmul", "--size=small", "--length=32"),
+            *("--mode=fwd,bwd", f"--json={files[0]}", f"--plot={files[1]}"),
+        )
+        self.assertEqual(code, 0, out + err)
+        rows = json.loads(files[0].read_text())["rows"]
+        ran = [(row["op"], row["mode"]) for row in rows]
+        ops, modes = ("sparse_mla", "grouped_matmul"), ("fwd", "bwd")
+        self.assertEqual(ran, [(op, mode) for op in ops for mode in modes])
+        for row in rows:
+            self.assertLessEqual(row["p10_ms"], row["median_ms"])
+            self.assertGreater(row["p10_ms"], 0)
+            self.assertLess(row["error"], 1e-2)
+        self.assertEqual(out.count("\n"), 3 + len(rows))
+        self.assertGreater(files[1].stat().st_size, 1000)
+
+    def test_an_op_that_fails_does_not_stop_the_others(self):
+        code, out, _ = run(
+            *("sparse_mla", "masked_mla", "--size=small", "--length=16"),
+            "--implementation=gpu",
+        )
+        self.assertEqual(code, 1)
+        self.assertEqual(out.count("NotImplementedError"), 2)
+
+    @parameterized.parameters(
+        (("sparse_ml",), "did you mean sparse_mla"),
+        (("--length=12,x",), "--length must be positive integers"),
+        (("--mode=forward",), "--mode must be of fwd,bwd,det"),
+        (("--index=captured",), "needs --lists"),
+        (("--index=all",), "--index must be random, local or captured"),
+        (("--aot",), "--aot needs --chip"),
+        (("--chip=h200",), "the device is cpu; add --aot"),
+    )
+    def test_wrong_input_exits_with_2(self, argv, message):
+        code, _, err = run(*argv)
+        self.assertEqual(code, 2)
+        self.assertIn(message, err)
+
+    def test_floors_are_those_of_the_design(self):
+        """Per query of GLM-5: 2.85e8 FLOP forward, 7.21e8 backward, 2.36 MB of rows."""
+        case = operations.at("sparse_mla", 131072)
+        entries = operations.listed(case)
+        forward, _, backward, _ = operations.OPERATIONS["sparse_mla"].work(case)
+        self.assertAlmostEqual(forward / entries * 2048, 2.85e8, delta=1e6)
+        self.assertAlmostEqual(backward / entries * 2048, 7.21e8, delta=1e6)
+        job = measure.Job("indexer_topk", 131072, "fwd")
+        floor = measure.floor(job, bench.chips.CHIPS["h200"])
+        self.assertAlmostEqual(floor["floor_ms"], 89, delta=1)
+        self.assertEqual(floor["bound"], "matrix")
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,81 @@
+"""Which implementation runs, and for which chip a program is traced."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from absl.testing import parameterized
+
+from pallas_kernels import cases, chips, dispatch, sparse_mla
+from tests import environment
+
+CASE = cases.SMALL[0]
+
+
+def meant_for(chip):
+    """A context in which programs are traced for the chip, without its compiler."""
+    device = jax.sharding.AbstractDevice(
+        device_kind=chip.device_kind, num_cores=1, platform=chip.platform
+    )
+    axis = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("x",), axis_types=axis, abstract_device=device
+    )
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def attend(implementation=None):
+    q, kv, indices = cases.make(CASE, "q_latent", "kv", "indices")
+    return sparse_mla(
+        *(q, kv, indices),
+        scale=CASE.scale,
+        value_dim=CASE.latent,
+        implementation=implementation,
+    )
+
+
+class DispatchTest(parameterized.TestCase):
+    def test_without_a_mesh_it_is_the_default_device(self):
+        self.assertEqual(dispatch.platform(), "cpu")
+        self.assertIsNone(dispatch.chip())
+
+    @parameterized.parameters(*chips.CHIPS)
+    def test_the_mesh_says_which_chip_is_meant(self, name):
+        chip = chips.CHIPS[name]
+        seen = []
+
+        @jax.jit
+        def program(x):
+            seen.append((dispatch.platform(), dispatch.chip()))
+            return x
+
+        program.trace(jnp.ones(3))
+        with meant_for(chip):
+            program.trace(jnp.ones(3))
+        self.assertEqual(seen, [("cpu", None), (chip.platform, chip)])
+
+    @parameterized.parameters("fast", "tiled_interpret", "cuda")
+    def test_an_unknown_name_lists_the_known_ones(self, name):
+        with self.assertRaisesRegex(NotImplementedError, f"tiled, .*got '{name}'"):
+            attend(name)
+
+    @parameterized.parameters("tpu", "gpu")
+    def test_a_kernel_for_another_platform_is_refused(self, name):
+        with self.assertRaisesRegex(NotImplementedError, f"{name}_interpret"):
+            attend(name)
+
+    def test_what_no_kernel_takes_runs_as_plain_xla_with_a_warning(self):
+        case = dataclasses.replace(CASE, latent=96)  # not a power of two
+        q, kv, indices = cases.make(case, "q_latent", "kv", "indices")
+        run = functools.partial(sparse_mla, scale=0.1, value_dim=96)
+        dispatch._warn_once.cache_clear()
+        with (
+            meant_for(chips.CHIPS["h200"]),
+            self.assertWarnsRegex(UserWarning, "sparse_mla runs as tiled instead of"),
+        ):
+            jax.eval_shape(run, q, kv, indices)
+
+
+if __name__ == "__main__":
+    environment.main()

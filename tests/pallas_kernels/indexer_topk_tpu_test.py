@@ -1,0 +1,61 @@
+"""The TPU's selection, interpreted, against its definition."""
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from pallas_kernels import cases, indexer_bits, indexer_mask, selection
+from tests import environment
+
+HEADS, DIM = 8, 128
+QUERIES, KEYS, TOPK = 20, 4300, 100  # blocks of keys, a run of words and a bit more
+
+
+def select(q, k, w, lo, hi, topk):
+    bits = indexer_bits(q, k, w, lo, hi, topk=topk, implementation="tpu_interpret")
+    return selection.unpack(bits, k.shape[1])
+
+
+def whole_numbers(size):
+    """Small whole numbers: scores are exact in any order of summation, many tie."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(rng.integers(-size, size + 1, shape), jnp.bfloat16)
+
+    w = draw(1, QUERIES, HEADS).astype(jnp.float32)
+    return draw(1, QUERIES, HEADS, DIM), draw(1, KEYS, DIM), w
+
+
+class IndexerTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        (case.name, case)
+        for case in cases.SMALL
+        if case.name in ("documents", "float32")
+    )
+    def test_equals_definition(self, case):
+        args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
+        got = select(*args, case.topk)
+        want = indexer_mask(*args, topk=case.topk, implementation="reference")
+        np.testing.assert_array_equal(got, want)
+
+    @parameterized.named_parameters(("zero", 0), ("few_values", 1), ("values", 9))
+    def test_ties_go_to_the_lower_index(self, size):
+        q, k, w = whole_numbers(size)
+        if size == 1:
+            k = k.at[:, :, 4:].set(0)
+        w = w.at[:, 7].set(-1)  # -0.0 among the scores
+        # One document, two packed ones, a few keys of one, none, borders of blocks.
+        hi = np.arange(KEYS - QUERIES, KEYS) + 1
+        lo = np.where(hi % 3 == 0, 1500, 0)
+        lo[5:8], hi[7], lo[9], hi[12], hi[15] = 4200, 4260, 4096, 4096, 0
+        lo, hi = (jnp.asarray(x[None], jnp.int32) for x in (lo, hi))
+        got = select(q, k, w, lo, hi, TOPK)
+        want = indexer_mask(q, k, w, lo, hi, topk=TOPK, implementation="reference")
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(got[0, 4200:, 7], np.arange(100) < 60)
+        self.assertEqual(got[0, :, 15].sum(), 0)
+
+
+if __name__ == "__main__":
+    environment.main()

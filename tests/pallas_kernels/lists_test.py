@@ -1,0 +1,99 @@
+"""What is computed for listed keys alone: indexer scores and the indexer's loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from pallas_kernels import (
+    cases,
+    indexer_scores,
+    indexer_scores_at,
+    sparse_indexer_kl_loss,
+    sparse_mla,
+)
+from tests import environment
+
+FLOAT32_RTOL = 2e-5  # two orders of summation in float32
+NAMED = [(case.name, case) for case in cases.SMALL]
+INDEX = ("q_index", "k_index", "w", "indices")
+
+
+def index_inputs(case):
+    """Indexer inputs in float32, w of the size that makes scores of order one."""
+    q, k, w, indices = cases.make(case, *INDEX)
+    w = w / case.index_heads / case.index_dim**0.5
+    return q.astype(jnp.float32), k.astype(jnp.float32), w, indices
+
+
+def loss_and_gradients(case, implementation):
+    """The loss over lists, and its gradients for the indexer and the attention."""
+    *index, indices = index_inputs(case)
+    q, kv, weight = cases.make(case, "q_latent", "kv", "weight")
+    options = {"scale": case.scale}
+    lse = sparse_mla(q, kv, indices, value_dim=case.latent, **options)[1]
+
+    def loss(index, q):
+        return sparse_indexer_kl_loss(
+            *((q, kv, lse), index, indices, weight),
+            implementation=implementation,
+            **options,
+        )
+
+    value, grads = jax.value_and_grad(loss, argnums=(0, 1))(tuple(index), q)
+    return value, *grads
+
+
+class ScoresAtTest(parameterized.TestCase):
+    @parameterized.named_parameters(*NAMED)
+    def test_they_are_the_scores_at_those_keys(self, case):
+        q, k, w, indices = index_inputs(case)
+        whole = np.asarray(indexer_scores(q, k, w))
+        want = np.take_along_axis(whole, np.maximum(indices, 0), axis=-1)
+        want = np.where(np.asarray(indices) < 0, 0, want)
+        for name in ("reference", "tiled"):
+            got = indexer_scores_at(q, k, w, indices, implementation=name)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+    @parameterized.named_parameters(*NAMED)
+    def test_gradients(self, case):
+        q, k, w, indices = index_inputs(case)
+
+        def loss(q, k, w, name):
+            scores = indexer_scores_at(q, k, w, indices, implementation=name)
+            return jnp.sum(jnp.sin(scores))
+
+        got, want = (
+            jax.grad(loss, argnums=(0, 1, 2))(q, k, w, name)
+            for name in ("tiled", "reference")
+        )
+        for g, wanted in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, wanted, rtol=FLOAT32_RTOL, atol=1e-4)
+
+
+class LossTest(parameterized.TestCase):
+    @parameterized.named_parameters(*NAMED)
+    def test_tiled_equals_definition_with_gradients(self, case):
+        got, grads, dq = loss_and_gradients(case, "tiled")
+        want, wanted, _ = loss_and_gradients(case, "reference")
+        np.testing.assert_allclose(got, want, rtol=1e-4)
+        for g, w in zip(grads, wanted, strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-3, atol=2e-5)
+        np.testing.assert_array_equal(dq, 0)  # the main attention is a constant
+
+    def test_the_divergence_of_equals_is_zero(self):
+        """One head whose scores are the indexer's: KL(p || p) = 0."""
+        rng = np.random.default_rng(0)
+        x = jnp.abs(jnp.asarray(rng.normal(size=(1, 6, 8)), jnp.float32))
+        indices = jnp.asarray([[[0, 2, 5, -1]] * 6])
+        q = x[:, :, None]
+        lse = sparse_mla(q, x, indices, scale=1.0, value_dim=8)[1]
+        loss = sparse_indexer_kl_loss(
+            *((q, x, lse), (q, x, jnp.ones((1, 6, 1))), indices, jnp.ones((1, 6))),
+            scale=1.0,
+        )
+        np.testing.assert_allclose(loss, 0, atol=1e-5)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,120 @@
+"""The TPU's attention, interpreted, against its definition, values and gradients."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from pallas_kernels import block_pairs, cases, indexer_mask, masked_mla, selection
+from pallas_kernels.masked_mla import tpu
+from tests import environment
+
+_SMALL = {"heads": 2, "head_dim": 128, "value_dim": 256, "index_heads": 8, "topk": 32}
+CASES = (
+    cases.Case("documents", 300, 300, batch=2, documents=3, **_SMALL),
+    cases.Case("continued", 70, 333, dtype="float32", **_SMALL),
+)
+SCALE = 0.1  # no power of two, which would be folded into q
+# Relative L2 norms of errors: of gradients, of the output and of the log-sum-exp.
+# bfloat16: the kernel rounds weights before, the definition after they are normalised;
+# the log-sum-exp is of the same float32 scores. float32: two orders of summation.
+TOLERANCES = {"bfloat16": (1e-2, 4e-3, 1e-5), "float32": (1e-5, 1e-5, 1e-5)}
+
+
+def error(got, want):
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+class MaskedMlaTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enter_context(mock.patch.multiple(tpu, QUERIES=128, KEYS=128))
+
+    def run_both(self, case, selected, scale=SCALE):
+        q, k, v, lo, hi = cases.make(case, "q", "k", "v", "lo", "hi")
+
+        def loss(q, k, v, implementation):
+            out, lse = masked_mla(
+                *(q, k, v, lo, hi, selected), scale=scale, implementation=implementation
+            )
+            value = jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
+            return value, (out, lse)
+
+        run = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+        return run(q, k, v, "tpu_interpret"), run(q, k, v, "reference")
+
+    def assert_close(self, case, got, want):
+        limits = np.array(TOLERANCES[case.dtype])[[0, 0, 0, 1, 2]]
+        leaves = map(jax.tree.leaves, (got, want))
+        for g, w, limit in zip(*leaves, limits, strict=True):
+            self.assertEqual((g.dtype, g.shape), (w.dtype, w.shape))
+            self.assertLess(error(g, w), limit)
+
+    def selected(self, case):
+        args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
+        return indexer_mask(*args, topk=case.topk, implementation="reference")
+
+    @parameterized.named_parameters((case.name, case) for case in CASES)
+    def test_all_keys(self, case):
+        got, want = self.run_both(case, None)
+        self.assert_close(case, got, want)
+        if case.documents > 1:  # the last query of a sequence sees nothing
+            out, lse = got[1]
+            np.testing.assert_array_equal(out[0, -1], 0)
+            np.testing.assert_array_equal(lse[0, :, -1], 0)
+
+    @parameterized.named_parameters((case.name, case) for case in CASES)
+    def test_selected_keys(self, case):
+        mask = self.selected(case)
+        selected = mask if case.dtype == "float32" else selection.pack(mask)
+        self.assert_close(case, *self.run_both(case, selected, scale=0.125))
+
+
+class BlockPairsTest(parameterized.TestCase):
+    @parameterized.parameters(("queries", 1), ("keys", 1), ("queries", 2))
+    def test_lists_what_meets(self, major, parts):
+        """Two sequences of 4 x 6 blocks of 2 queries x 3 keys, against a loop."""
+        rng = np.random.default_rng(0)
+        hi = np.arange(8)[None] + 1 + 10 - np.array([[0], [1]])
+        lo = np.maximum(hi - rng.integers(0, 12, hi.shape), 0)
+        lo[0, 2:4] = hi[0, 2:4]  # a block that sees nothing
+        pairs = block_pairs.make(
+            *(jnp.asarray(lo), jnp.asarray(hi), 18, (2, 3), 10),
+            major=major,
+            parts=parts,
+        )
+        lists = np.asarray(pairs.flat).reshape(2, parts, pairs.size)
+        for b in range(2):
+            seen = (np.arange(18) >= lo[b, :, None]) & (np.arange(18) < hi[b, :, None])
+            tiles = seen.reshape(4, 2, 6, 3)
+            meets, whole = tiles.any((1, 3)), tiles.all((1, 3))
+            if major == "queries":
+                meets[~meets.any(1), 0] = True
+            else:
+                meets[-1, ~meets.any(0)] = True
+            found = []
+            for row in lists[b]:
+                live = jnp.asarray(row[row >= 0])
+                i, j = block_pairs.query_block(live), block_pairs.key_block(live)
+                np.testing.assert_array_equal(
+                    block_pairs.has(live, block_pairs.WHOLE), whole[i, j]
+                )
+                i, j = np.asarray(i), np.asarray(j)
+                group = i if major == "queries" else j
+                self.assertTrue((np.diff(group) >= 0).all())
+                for flag, edge in (
+                    (block_pairs.FIRST, np.diff(group, prepend=-1) != 0),
+                    (block_pairs.LAST, np.diff(group, append=-1) != 0),
+                ):
+                    np.testing.assert_array_equal(block_pairs.has(live, flag), edge)
+                self.assertLessEqual(len(live), int(pairs.steps))
+                found += list(zip(i.tolist(), j.tolist(), strict=True))
+            want = list(zip(*(x.tolist() for x in np.nonzero(meets)), strict=True))
+            self.assertEqual(sorted(found), want)
+
+
+if __name__ == "__main__":
+    environment.main()
