@@ -108,7 +108,7 @@ def num_splits(q: Array, topk: int) -> int:
     return 2 ** (max(most, 1).bit_length() - 1)
 
 
-def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):  # noqa: ANN001, ANN201
+def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):
     """See `decode_sparse_mla`; `splits`, a power of two, does not change the result."""
     batch, num_queries, num_heads, width = q.shape
     rows = batch * num_queries
@@ -164,8 +164,8 @@ def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):  # 
 
 @triton.jit
 @typing.no_type_check
-def _part_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, kv_ptr, indices_ptr, table_ptr, out_ptr, lse_ptr,  # noqa: ANN001
+def _part_kernel(
+    q_ptr, kv_ptr, indices_ptr, table_ptr, out_ptr, lse_ptr,
     SCALE: tl.constexpr, T: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     C: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
     SPLITS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
@@ -223,8 +223,8 @@ def _part_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _combine_kernel(  # noqa: ANN202
-    parts_ptr, lses_ptr, out_ptr, lse_ptr,  # noqa: ANN001
+def _combine_kernel(
+    parts_ptr, lses_ptr, out_ptr, lse_ptr,
     N: tl.constexpr, C: tl.constexpr, SPLITS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     # out = sum_i exp(lse_i) out_i / sum_i exp(lse_i), of one head.

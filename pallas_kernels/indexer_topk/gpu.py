@@ -71,7 +71,7 @@ def indexer_mask(
     return selection.unpack(bits, k.shape[1])
 
 
-def _by_chunks(q, k, w, lo, hi, topk, as_bits, interpret):  # noqa: ANN001, ANN202
+def _by_chunks(q, k, w, lo, hi, topk, as_bits, interpret):
     """Scans over chunks of queries of one sequence."""
     batch, num_queries = q.shape[:2]
     rows = _chunk_rows(

@@ -48,7 +48,7 @@ def indexer_scores_at(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _scores(q, k, w, indices, interpret):  # noqa: ANN001, ANN202
+def _scores(q, k, w, indices, interpret):
     return triton_call.call(
         _forward_kernel,
         *(q, k, w, indices),
@@ -57,11 +57,11 @@ def _scores(q, k, w, indices, interpret):  # noqa: ANN001, ANN202
     )[0]
 
 
-def _forward(q, k, w, indices, interpret):  # noqa: ANN001, ANN202
+def _forward(q, k, w, indices, interpret):
     return _scores(q, k, w, indices, interpret), (q, k, w, indices)
 
 
-def _backward(interpret, residuals, d_scores):  # noqa: ANN001, ANN202
+def _backward(interpret, residuals, d_scores):
     q, k, w, indices = residuals
     dq, dw, dk = triton_call.call(
         _backward_kernel,
@@ -100,8 +100,8 @@ def _options(q: Array, k: Array, indices: Array, keys: int, interpret: bool) -> 
 
 @triton.jit
 @typing.no_type_check
-def _forward_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, k_ptr, w_ptr, indices_ptr, scores_ptr,  # noqa: ANN001
+def _forward_kernel(
+    q_ptr, k_ptr, w_ptr, indices_ptr, scores_ptr,
     T: tl.constexpr, S: tl.constexpr, K: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -123,8 +123,8 @@ def _forward_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _backward_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, k_ptr, w_ptr, indices_ptr, d_scores_ptr, dq_ptr, dw_ptr, dk_ptr,  # noqa: ANN001
+def _backward_kernel(
+    q_ptr, k_ptr, w_ptr, indices_ptr, d_scores_ptr, dq_ptr, dw_ptr, dk_ptr,
     T: tl.constexpr, S: tl.constexpr, K: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip

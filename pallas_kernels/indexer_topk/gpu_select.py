@@ -106,7 +106,7 @@ def block_queries(q: Array, rows: int) -> int:
     return max(block, 16 // heads)  # a product has 16 columns or more
 
 
-def scored(q, k, w, lo, hi, start, table, plan):  # noqa: ANN001, ANN201
+def scored(q, k, w, lo, hi, start, table, plan):
     """Scores [sequences * padded rows, padded S], and maxima of groups of them."""
     _, num_queries, heads, dim = q.shape
     page, pages = k.shape[1], 1 if table is None else table.shape[1]
@@ -146,7 +146,7 @@ def scored(q, k, w, lo, hi, start, table, plan):  # noqa: ANN001, ANN201
     )
 
 
-def chosen(scores, maxima, lo, hi, start, num_keys, plan):  # noqa: ANN001, ANN201
+def chosen(scores, maxima, lo, hi, start, num_keys, plan):
     """Lists or bits of the top-k; see `select`."""
     group = group_size(num_keys, plan.topk)
     groups = triton.next_power_of_2(triton.cdiv(num_keys, group))
@@ -184,8 +184,8 @@ def chosen(scores, maxima, lo, hi, start, num_keys, plan):  # noqa: ANN001, ANN2
 
 @triton.jit
 @typing.no_type_check
-def _scores_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, k_ptr, w_ptr, lo_ptr, hi_ptr, start_ptr, table_ptr, scores_ptr, maxima_ptr,  # noqa: ANN001
+def _scores_kernel(
+    q_ptr, k_ptr, w_ptr, lo_ptr, hi_ptr, start_ptr, table_ptr, scores_ptr, maxima_ptr,
     T: tl.constexpr, S: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, IS_PAGED: tl.constexpr,
     STRIDE: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
@@ -235,8 +235,8 @@ def _scores_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _select_kernel(  # noqa: ANN202, PLR0913
-    scores_ptr, maxima_ptr, lo_ptr, hi_ptr, start_ptr, out_ptr, groups_ptr,  # noqa: ANN001
+def _select_kernel(
+    scores_ptr, maxima_ptr, lo_ptr, hi_ptr, start_ptr, out_ptr, groups_ptr,
     T: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, WORDS: tl.constexpr,
     ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -288,8 +288,8 @@ def _select_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _member(  # noqa: ANN202
-    scores_ptr, groups_ptr, base, members, lo, hi,  # noqa: ANN001
+def _member(
+    scores_ptr, groups_ptr, base, members, lo, hi,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Places and scores of a block of the members of the groups that were taken.
@@ -303,7 +303,7 @@ def _member(  # noqa: ANN202
 
 @triton.jit
 @typing.no_type_check
-def _visible(ptr, s, lo, hi):  # noqa: ANN001, ANN202
+def _visible(ptr, s, lo, hi):
     # Integers that compare like the floats at s; UNSEEN where s is not in lo .. hi.
     x = tl.load(ptr + s, (s >= lo) & (s < hi), -float("inf"))
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
@@ -312,7 +312,7 @@ def _visible(ptr, s, lo, hi):  # noqa: ANN001, ANN202
 
 @triton.jit
 @typing.no_type_check
-def _threshold(x, K: tl.constexpr):  # noqa: ANN001, ANN202
+def _threshold(x, K: tl.constexpr):
     # The K largest that are seen (all, if there are fewer) are those above `low`, and
     # the first `room` of those equal to it.
     # At all times count(x >= low) = count >= K > count(x >= high), if that many are
@@ -332,7 +332,7 @@ def _threshold(x, K: tl.constexpr):  # noqa: ANN001, ANN202
 
 @triton.jit
 @typing.no_type_check
-def _take(x, low, room, taken, ties):  # noqa: ANN001, ANN202
+def _take(x, low, room, taken, ties):
     # Which of a block are taken, and as the how-manieth; counts to go on with.
     at = x == low
     rank = ties + tl.cumsum(at.to(tl.int32), 0)
