@@ -47,7 +47,7 @@ def unsupported_indexer_kl_loss(
         return f"head dims must be multiples of {LANES}, got {dims}."
     if heads[0] % HEADS or heads[1] % 8:
         return f"numbers of heads must be multiples of {HEADS} and 8, got {heads}."
-    rows = block_rows(q.shape[1], k.shape[1])
+    rows = _tile_rows(q, k.shape[1], axis=1)
     num_blocks = (-(-q.shape[1] // rows[0]), -(-k.shape[1] // rows[1]))
     offset = k.shape[1] - q.shape[1]
     pairs = len(q) * PARTS * block_pairs.size(num_blocks, rows, offset)
@@ -70,7 +70,7 @@ def indexer_kl_loss(
     """See `pallas_kernels.indexer_kl_loss`."""
     (q, k, lse), (q_index, k_index, w) = main, index
     num_queries, num_keys = q.shape[1], k.shape[1]
-    rows = block_rows(num_queries, num_keys)
+    rows = _tile_rows(q, num_keys, axis=1)
     if math.frexp(scale)[0] == 0.5:  # a power of two: exact in any precision
         q, scale = q * jnp.asarray(scale, q.dtype), 1.0
     bounds, bits = blocks.masks(lo, hi, selected, num_keys, rows[0])
@@ -92,11 +92,8 @@ def indexer_kl_loss(
     return _loss(index, main, (bounds, mask, weight), static)
 
 
-def block_rows(num_queries: int, num_keys: int) -> tuple[int, int]:
-    """Rows of a block of queries and of keys, less where there are few."""
-    queries = -(-num_queries // LANES) * LANES
-    keys = max(LANES, 1 << (num_keys - 1).bit_length())
-    return min(QUERIES, queries), min(KEYS, keys)
+def _tile_rows(q: Array, num_keys: int, axis: int) -> tuple[int, int]:
+    return blocks.tile_rows(q, num_keys, axis, (QUERIES, KEYS))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -181,7 +178,7 @@ def _over_tiles(
 ) -> tuple:
     """Loss per query [B, 1, t] and, if wanted, its gradient for q, k and w."""
     (q_index, k_index, w), (q, k, _), (bounds, mask, weight) = index, main, rows
-    tile = block_rows(q.shape[2], k.shape[2])
+    tile = _tile_rows(q, k.shape[2], axis=2)
     parts = min(PARTS, q.shape[2] // tile[0])
     groups = q.shape[1] // HEADS
     lo, hi = bounds[:, 0], bounds[:, 1]

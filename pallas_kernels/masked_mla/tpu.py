@@ -37,7 +37,7 @@ def unsupported_masked_mla(
     lengths, dims = (q.shape[1], k.shape[1]), (q.shape[3], v.shape[3])
     if dims[0] % LANES or dims[1] % LANES:
         return f"head dims must be multiples of {LANES}, got {dims}."
-    rows = block_rows(*lengths)
+    rows = _tile_rows(q, k.shape[1], axis=1)
     num_blocks = (-(-lengths[0] // rows[0]), -(-lengths[1] // rows[1]))
     pairs = len(q) * block_pairs.size(num_blocks, rows, lengths[1] - lengths[0])
     if pairs > block_pairs.MAX_PAIRS:
@@ -58,7 +58,7 @@ def masked_mla(
 ) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
     """See `pallas_kernels.masked_mla`."""
     num_queries, num_keys = q.shape[1], k.shape[1]
-    rows = block_rows(num_queries, num_keys)
+    rows = _tile_rows(q, num_keys, axis=1)
     if math.frexp(scale)[0] == 0.5:  # a power of two: exact in any precision
         q, scale = q * jnp.asarray(scale, q.dtype), 1.0
     bounds, bits = blocks.masks(lo, hi, selected, num_keys, rows[0])
@@ -71,12 +71,8 @@ def masked_mla(
     return out[:, :, :num_queries].swapaxes(1, 2), lse[:, :, :num_queries]
 
 
-def block_rows(num_queries: int, num_keys: int) -> tuple[int, int]:
-    """Rows of a block of queries and of keys, less where there are few."""
-    queries = -(-num_queries // LANES) * LANES
-    return min(QUERIES, queries), min(
-        KEYS, max(LANES, 1 << (num_keys - 1).bit_length())
-    )
+def _tile_rows(q: Array, num_keys: int, axis: int) -> tuple[int, int]:
+    return blocks.tile_rows(q, num_keys, axis, (QUERIES, KEYS))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -92,7 +88,7 @@ def _attend(
     scale, offset, interpret = static
     batch, heads, num_queries, dim = q.shape
     num_keys, out_dim = v.shape[2:]
-    rows = block_rows(num_queries, num_keys)
+    rows = _tile_rows(q, num_keys, axis=2)
     pairs = block_pairs.make(bounds[:, 0], bounds[:, 1], num_keys, rows, offset)
     specs = blocks.Specs(pairs.size, rows)
     statistic = pltpu.VMEM((rows[0], LANES), jnp.float32)
@@ -182,7 +178,7 @@ def _backward(static, residuals, cotangents):  # noqa: ANN001, ANN202
     products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
     shift = jnp.sum(products, axis=-1) - d_lse
     statistics = jnp.stack([lse, shift], axis=2)
-    rows = block_rows(out.shape[2], inputs[1].shape[2])
+    rows = _tile_rows(out, inputs[1].shape[2], axis=2)
     return tpu_backward.gradients(tuple(inputs), d_out, statistics, rows, static)
 
 

@@ -78,6 +78,23 @@ def parameters() -> pltpu.CompilerParams:
     )
 
 
+def tile_rows(
+    q: Array, num_keys: int, axis: int, most: tuple[int, int]
+) -> tuple[int, int]:
+    """Rows of a block of queries, and of keys: a power of two.
+
+    Args:
+      q: queries, on `axis`. Of numbers wider than bfloat16 a block has fewer rows.
+      num_keys: S; few rows where there are few.
+      axis: of the queries.
+      most: rows in bfloat16.
+    """
+    width = max(q.dtype.itemsize // 2, 1)
+    queries, keys = (max(rows // width, LANES) for rows in most)
+    few = -(-q.shape[axis] // LANES) * LANES
+    return min(queries, few), min(keys, max(LANES, 1 << (num_keys - 1).bit_length()))
+
+
 def pad(x: Array, multiple: int, axis: int) -> Array:
     """Appends zeros to an axis up to a multiple; bounds of 0 see nothing."""
     size = -x.shape[axis] % multiple

@@ -1,5 +1,8 @@
 """The TPU's selection, interpreted, against its definition."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
@@ -11,6 +14,7 @@ HEADS, DIM = 8, 128
 QUERIES, KEYS, TOPK = 20, 4300, 100  # blocks of keys, a run of words and a bit more
 
 
+@functools.partial(jax.jit, static_argnums=5)
 def select(q, k, w, lo, hi, topk):
     bits = indexer_bits(q, k, w, lo, hi, topk=topk, implementation="tpu_interpret")
     return selection.unpack(bits, k.shape[1])

@@ -44,6 +44,7 @@ class MaskedMlaTest(parameterized.TestCase):
             return value, (out, lse)
 
         run = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+        run = jax.jit(run, static_argnums=3)
         return run(q, k, v, "tpu_interpret"), run(q, k, v, "reference")
 
     def assert_close(self, case, got, want):
