@@ -41,7 +41,11 @@ def decode_sparse_mla(
     rows = _rows(indices, kv.shape[1], page_table).reshape(-1, 1, indices.shape[-1])
     is_row = rows[..., None] % GROUP == jnp.arange(GROUP)[None, None, None]
     is_row = (is_row & (rows >= 0)[..., None]).astype(jnp.float32)
-    groups = jnp.where(rows >= 0, rows // GROUP, -1)
+    # The last chunk is fetched whole, its padding from anywhere.
+    chunks = -(-jnp.sum(rows >= 0, axis=-1, keepdims=True) // CHUNK)
+    slots = jnp.arange(rows.shape[-1])[None, None]
+    padding = jnp.where(slots < jnp.maximum(chunks, 1) * CHUNK, 0, -1)
+    groups = jnp.where(rows >= 0, rows // GROUP, padding)
     one = lambda *sizes, **space: pl.BlockSpec(
         (None, *sizes), lambda i: (i, *[0] * len(sizes)), **space
     )

@@ -44,9 +44,9 @@ def gradients(
     heads, value_dim = queries[-1].shape[2:]
     words, tile = layout.pack(kv), tpu_rows.tile
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    # The last row takes what padding adds.
-    gradient_width = -(-width // tpu_rows.LANES) * tpu_rows.LANES
-    zeros = jnp.zeros((len(words) + 1, 1, gradient_width), jnp.float32)
+    sums = tpu_rows.Layout(layout.num_keys, width, jnp.dtype(jnp.float32))
+    num_rows = len(words) // layout.lines
+    zeros = jnp.zeros((num_rows * sums.lines, tpu_rows.LANES), jnp.float32)
     chunk = tpu_rows.chunk_size(indices.shape[-1])
     dq, dkv = pl.pallas_call(
         functools.partial(_kernel, scale=scale, layout=layout),
@@ -64,11 +64,11 @@ def gradients(
         ],
         input_output_aliases={6: 1},
         scratch_shapes=[
-            pltpu.VMEM((2, chunk, 1, layout.words), words.dtype),
+            pltpu.VMEM((2, chunk * layout.lines, tpu_rows.LANES), words.dtype),
             pltpu.SemaphoreType.DMA((2,)),
             (
                 pltpu.VMEM((heads, width), jnp.float32),
-                pltpu.VMEM((chunk, 1, gradient_width), jnp.float32),
+                pltpu.VMEM((chunk * sums.lines, tpu_rows.LANES), jnp.float32),
                 pltpu.SemaphoreType.DMA((2,)),
             ),
         ],
@@ -79,7 +79,7 @@ def gradients(
         interpret=pltpu.InterpretParams() if interpret else False,
         name="sparse_mla_backward",
     )(indices, queries, words, zeros)
-    dkv = dkv[:-1, 0, :width].reshape(kv.shape)
+    dkv = dkv.reshape(num_rows, -1)[1:, :width].reshape(kv.shape)
     return dq[:, :num_queries], dkv.astype(kv.dtype)
 
 
@@ -98,43 +98,47 @@ def _kernel(  # noqa: ANN202
     layout: tpu_rows.Layout,
 ):
     """QUERIES queries; `sums` are dq and the rows of dkv that a chunk adds to."""
-    first_row = pl.program_id(0) * layout.num_keys
-    last_row = dkv.shape[0] - 1
+    first_row = 1 + pl.program_id(0) * layout.num_keys
     dq_sum, row_sums, adding = sums
-    chunk = row_sums.shape[0]
+    chunk = fetched.shape[1] // layout.lines
+    lines = row_sums.shape[0] // chunk
     reading, writing = adding.at[0], adding.at[1]
 
     def row_of(index):  # noqa: ANN001, ANN202
-        return dkv.at[jnp.where(index < 0, last_row, first_row + index)]
+        # Padding adds nothing to the row before the sequence, which no key shares.
+        return tpu_rows.line(dkv, first_row + index, lines)
 
     def read(i, index):  # noqa: ANN001, ANN202
-        pltpu.make_async_copy(row_of(index), row_sums.at[i], reading).start()
+        buffer = tpu_rows.line(row_sums, i, lines)
+        pltpu.make_async_copy(row_of(index), buffer, reading).start()
 
     def write(i, index):  # noqa: ANN001, ANN202
-        pltpu.make_async_copy(row_sums.at[i], row_of(index), writing).start()
+        buffer = tpu_rows.line(row_sums, i, lines)
+        pltpu.make_async_copy(buffer, row_of(index), writing).start()
 
     def compute(query, first, count, words):  # noqa: ANN001, ANN202
         @pl.when((query > 0) | (first > 0))
         def _():  # noqa: ANN202
-            tpu_rows.wait_for(dkv, row_sums, writing)
+            tpu_rows.wait_for(row_sums, writing)
 
         tpu_rows.for_listed(indices, query, first, chunk, read)
-        planes = layout.unpack(words()[:, 0])
+        planes = layout.unpack(words())
         q, lse, shift, d_out = (x[pl.ds(query, 1)] for x in queries)
         x, dy = layout.cut(q[0]), layout.cut(d_out[0])
         columns = (_column(lse), _column(shift))
         is_key = lax.broadcasted_iota(jnp.int32, (1, chunk), 1) < count - first
         probs, d_scores = _chunk(x, dy, columns, planes, is_key, scale)
-        tpu_rows.wait_for(dkv, row_sums, reading)
+        tpu_rows.wait_for(row_sums, reading)
         at = 0
         for i, plane in enumerate(planes):
             part = slice(at, at + plane.shape[1])
             before = jnp.where(first == 0, 0, dq_sum[:, part])
             dq_sum[:, part] = before + tpu_rows.dot(d_scores, plane, 1, 0)
-            row_sums[:, 0, part] += tpu_rows.dot(d_scores, x[i], 0, 0)
+            missing = -plane.shape[1] % tpu_rows.LANES
+            whole = jnp.pad(x[i], ((0, 0), (0, missing)))
+            tpu_rows.add_to(row_sums, at, tpu_rows.dot(d_scores, whole, 0, 0))
             if i < len(dy):
-                part = slice(at, at + dy[i].shape[1])
-                row_sums[:, 0, part] += tpu_rows.dot(probs, dy[i], 0, 0)
+                tpu_rows.add_to(row_sums, at, tpu_rows.dot(probs, dy[i], 0, 0))
             at += plane.shape[1]
         tpu_rows.for_listed(indices, query, first, chunk, write)
 
@@ -142,8 +146,10 @@ def _kernel(  # noqa: ANN202
         def _():  # noqa: ANN202
             dq[pl.ds(query, 1)] = dq_sum[...].astype(dq.dtype)[None]
 
-    tpu_rows.over_chunks(indices, rows, first_row, fetched, fetching, compute)
-    tpu_rows.wait_for(dkv, row_sums, writing)
+    tpu_rows.over_chunks(
+        indices, rows, first_row, fetched, fetching, compute, layout.lines
+    )
+    tpu_rows.wait_for(row_sums, writing)
 
 
 def _chunk(x, dy, columns, planes, is_key, scale):  # noqa: ANN001, ANN202

@@ -1,8 +1,10 @@
 """Rows of kv as a TPU can fetch them one by one.
 
-A DMA cannot cut a row out of a [S, c] array in HBM, whose tiles are 8 rows high. In
-[S, 1, W] words of 32 bits every row is one piece. A word of bfloat16 rows holds entries
-i and W + i, so that a row unpacks into two planes of W lanes.
+A DMA cannot cut a row out of a [S, c] array in HBM, whose tiles are 8 rows high and 128
+lanes wide. In an array of 32-bit words that is 128 lanes wide itself, tiles follow each
+other: a row is V lines of 128 words, in one piece. In VMEM the lines of many rows make
+a matrix by strided loads. A word of bfloat16 rows holds entries i and 128 V + i, so
+that a row unpacks into two planes. A row before the first is what padding names.
 """
 
 import dataclasses
@@ -17,7 +19,7 @@ from jaxtyping import Array, Float
 LANES = 128
 QUERIES = 8  # of a grid step: the height of a tile of indices
 CHUNK = 512  # rows fetched at a time: 0.8 MB of VMEM, 4 chunks a query
-UNROLL = 16  # copies issued between two branches: 4.9 bundles each instead of 17
+UNROLL = 128  # copies issued between two branches: a tile of SMEM, plain addresses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,29 +41,35 @@ class Layout:
         return 4 // self.dtype.itemsize
 
     @property
-    def words(self) -> int:
-        """W: words of a row, whole vectors of lanes."""
-        return -(-self.width // (self.planes * LANES)) * LANES
+    def lines(self) -> int:
+        """V: lines of a row."""
+        return -(-self.width // (self.planes * LANES))
 
-    def pack(self, rows: Float[Array, "*n c"]) -> Array:
-        """[n, 1, W] words: int32, or float32 itself."""
+    @property
+    def words(self) -> int:
+        """Words of a row: entries of a plane."""
+        return self.lines * LANES
+
+    def pack(self, rows: Float[Array, "B S c"]) -> Array:
+        """[(1 + B * S) V, 128] words: int32, or float32 itself."""
         rows = rows.reshape(-1, self.width)
-        rows = jnp.pad(rows, ((0, 0), (0, self.planes * self.words - self.width)))
+        rows = jnp.pad(rows, ((1, 0), (0, self.planes * self.words - self.width)))
         if self.planes == 2:
             low, high = jnp.split(lax.bitcast_convert_type(rows, jnp.uint16), 2, 1)
             rows = low.astype(jnp.uint32) | high.astype(jnp.uint32) << 16
             rows = lax.bitcast_convert_type(rows, jnp.int32)
-        return rows[:, None]
+        return rows.reshape(-1, LANES)
 
-    def unpack(self, words: Array, end: int | None = None) -> tuple[Array, ...]:
-        """The first `end` entries of rows [n, W], cut where `cut` cuts."""
+    def unpack(self, words: Any) -> tuple[Array, ...]:
+        """Planes [n, 128 V] of rows in VMEM, a reference to [n V, 128] words."""
+        tiles = [lane_tile(words, i, self.lines)[...] for i in range(self.lines)]
+        words = jnp.concatenate(tiles, axis=1)
         if self.planes == 1:
-            return (words[:, : end or self.width],)
+            return (words[:, : self.width],)
         halves = (words << 16, words & jnp.int32(-1 << 16))
-        sizes = self.sizes(end or self.width)
         return tuple(
             lax.bitcast_convert_type(half[:, :size], jnp.float32).astype(self.dtype)
-            for half, size in zip(halves, sizes, strict=False)
+            for half, size in zip(halves, self.sizes(self.width), strict=True)
         )
 
     def sizes(self, end: int) -> tuple[int, ...]:
@@ -73,6 +81,18 @@ class Layout:
         """Parts of the last axis that meet the planes."""
         starts = range(0, x.shape[-1], self.words)
         return tuple(x[..., start : start + self.words] for start in starts)
+
+
+def lane_tile(rows, i, lines):  # noqa: ANN001, ANN201
+    """Lanes 128 i .. of rows [n V, 128] in VMEM: [n, 128]."""
+    return rows.at[pl.ds(i, rows.shape[0] // lines, stride=lines)]
+
+
+def add_to(rows, at, x):  # noqa: ANN001, ANN201
+    """Adds x [n, w] to lanes at .. at + w - 1 of rows [n V, 128], whole tiles."""
+    for i in range(0, x.shape[1], LANES):
+        tile = lane_tile(rows, (at + i) // LANES, rows.shape[0] // x.shape[0])
+        tile[...] += x[:, i : i + LANES]
 
 
 def chunk_size(topk: int) -> int:
@@ -120,34 +140,36 @@ def for_listed(indices, query, first, chunk, start):  # noqa: ANN001, ANN201
     unroll = UNROLL if chunk % UNROLL == 0 else 1
 
     def some(i, _):  # noqa: ANN001, ANN202
+        base = pl.multiple_of(first + i * unroll, unroll)
+        part = indices.at[pl.ds(query, 1), pl.ds(base, unroll)]
         for j in range(unroll):
-            slot = i * unroll + j
-            start(slot, indices[query, first + slot])
+            start(i * unroll + j, part[0, j])
         return 0
 
     lax.fori_loop(0, chunk // unroll, some, 0)
 
 
-def over_chunks(indices, rows, first_row, fetched, fetching, compute):  # noqa: ANN001, ANN201
+def over_chunks(indices, rows, first_row, fetched, fetching, compute, lines=1):  # noqa: ANN001, ANN201
     """Fetches a chunk while the one before it is computed, for a few lists in SMEM.
 
     Args:
       indices: [queries, K].
-      rows: [n, h, W] in HBM.
-      first_row: that index 0 names.
-      fetched: [2, chunk, h, W] in VMEM.
+      rows: [n * lines, ...] in HBM.
+      first_row: that index 0 names; padding names the row before it.
+      fetched: [2, chunk * lines, ...] in VMEM.
       fetching: two semaphores.
       compute: `compute(query, first, count, words)`; `words()` waits for the rows
-        [chunk, h, W] of the entries from `first` on; `count` of the list's entries are
-        no padding.
+        [chunk * lines, ...] of the entries from `first` on; `count` of the list's
+        entries are no padding.
+      lines: of a row.
     """
-    num_queries, chunk = indices.shape[0], fetched.shape[1]
+    num_queries, chunk = indices.shape[0], fetched.shape[1] // lines
 
     def start(query, first, slot):  # noqa: ANN001, ANN202
         def copy(i, index):  # noqa: ANN001, ANN202
-            row = rows.at[first_row + jnp.maximum(index, 0)]
-            buffer, semaphore = fetched.at[slot, i], fetching.at[slot]
-            pltpu.make_async_copy(row, buffer, semaphore).start()
+            row = line(rows, first_row + index, lines)
+            buffer = line(fetched.at[slot], i, lines)
+            pltpu.make_async_copy(row, buffer, fetching.at[slot]).start()
 
         for_listed(indices, query, first, chunk, copy)
 
@@ -165,7 +187,7 @@ def over_chunks(indices, rows, first_row, fetched, fetching, compute):  # noqa: 
                 start(following, jnp.where(is_last, 0, (j + 1) * chunk), 1 - slot)
 
             def words():  # noqa: ANN202
-                wait_for(rows, fetched.at[slot], fetching.at[slot])
+                wait_for(fetched.at[slot], fetching.at[slot])
                 return fetched.at[slot]
 
             compute(query, j * chunk, count, words)
@@ -177,9 +199,14 @@ def over_chunks(indices, rows, first_row, fetched, fetching, compute):  # noqa: 
     lax.fori_loop(0, num_queries, queries, jnp.int32(0))
 
 
-def wait_for(rows, buffer, semaphore):  # noqa: ANN001, ANN201
-    """Waits for copies that fill the buffer: semaphores count bytes."""
-    pltpu.make_async_copy(rows.at[pl.ds(0, buffer.shape[0])], buffer, semaphore).wait()
+def line(rows, i, lines):  # noqa: ANN001, ANN201
+    """Row i of rows [n * lines, ...]."""
+    return rows.at[pl.ds(i * lines, lines)]
+
+
+def wait_for(buffer, semaphore):  # noqa: ANN001, ANN201
+    """Waits for copies that fill or empty the buffer: semaphores count bytes."""
+    pltpu.make_async_copy(buffer, buffer, semaphore).wait()
 
 
 def dot(a, b, axis_a, axis_b):  # noqa: ANN001, ANN201
