@@ -32,6 +32,7 @@ MAX_FILE_LINES = {"glm5_jax": 400, "pallas_kernels": 600, "configs": 60}
 MAX_ENTRY_POINT_LINES = 90
 MAX_FUNCTION_LINES = 60
 MAX_ARGUMENTS = 10
+MAX_TRITON_POINTERS = 13  # a Triton kernel gets every array by itself: no tuples
 MAX_COLUMNS = 88
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
@@ -138,7 +139,9 @@ class BudgetTest(parameterized.TestCase):
             given = function.args
             arguments = given.posonlyargs + given.args + given.kwonlyargs
             counted = [a for a in arguments if not _is_compile_time(a)]
-            self.assertLessEqual(len(counted), MAX_ARGUMENTS, function.name)
+            is_triton = "triton.jit" in map(ast.unparse, function.decorator_list)
+            limit = MAX_TRITON_POINTERS if is_triton else MAX_ARGUMENTS
+            self.assertLessEqual(len(counted), limit, function.name)
 
     def test_lines_fit(self):
         for name, path in _files(*MAX_FILE_LINES, "tests"):

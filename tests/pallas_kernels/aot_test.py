@@ -37,6 +37,10 @@ GPU_OPS = TPU_OPS | {
     ("indexer_scores_at", "bwd"): LENGTHS,
     ("sparse_mla", "det"): LENGTHS,
 }
+# One T x S array of bytes would be 41 GB at the longest. What is there: padded or
+# packed copies of q and kv, float32 gradients of kv, chunks of scores.
+FIXED_BYTES = 3 * 2**30
+BYTES_PER_TOKEN = 64 * 640 * 2 * 3
 FASTEST = (
     ("v5p", "indexer_bits", "fwd", 4096),
     ("v5p", "masked_mla_bits", "fwd", 4096),
@@ -68,31 +72,32 @@ NIGHTLY = [
 ]
 
 
-class AotTest(parameterized.TestCase):
-    def check(self, chip, op, mode, length):
-        """Compiles; holds temporaries below T x S, and spills of a forward at none."""
-        if not has_compiler(chip):
-            self.skipTest(f"no compiler for {chip}: pip install -e '.[aot]'")
-        job = measure.Job(op, length, mode)
-        report = measure.compiled(job, chips.CHIPS[chip])
-        case = operations.at(op, length)
-        scores = 4 * case.queries * case.keys  # bytes of one T x S array in float32
-        # Arrays of size T are no part of it: the outputs' gradient, lists, logs.
-        tokens = 8 * case.batch * case.queries * case.heads * 576 * 2 + 2**28
-        self.assertLess(report["temp_mib"] * 2**20, max(tokens, 0) + 0 * scores)
-        for kernel in report["gpu_kernels"]:
-            self.assertLess(kernel["shared_bytes"], 227 * 1024 + 1)
-            if mode == "fwd":
-                self.assertEqual(kernel["spill_bytes"], 0, kernel)
+def check(test, chip, op, mode, length):
+    """Compiles; temporaries grow with T alone, and no forward kernel spills."""
+    if not has_compiler(chip):
+        test.skipTest(f"no compiler for {chip}: pip install -e '.[aot]'")
+    report = measure.compiled(measure.Job(op, length, mode), chips.CHIPS[chip])
+    case = operations.at(op, length)
+    tokens = case.batch * case.queries
+    limit = FIXED_BYTES + BYTES_PER_TOKEN * tokens
+    test.assertLess(report["temp_mib"] * 2**20, limit)
+    for kernel in report["gpu_kernels"]:
+        test.assertLessEqual(kernel["shared_bytes"], 227 * 1024)
+        if mode == "fwd":
+            test.assertEqual(kernel["spill_bytes"], 0, kernel)
 
+
+class FastestTest(parameterized.TestCase):
     @parameterized.named_parameters(*(case_name(*case) for case in FASTEST))
     def test_compiles(self, chip, op, mode, length):
-        self.check(chip, op, mode, length)
+        check(self, chip, op, mode, length)
 
-    @pytest.mark.aot
+
+@pytest.mark.aot
+class NightlyTest(parameterized.TestCase):
     @parameterized.named_parameters(*NIGHTLY)
-    def test_compiles_nightly(self, chip, op, mode, length):
-        self.check(chip, op, mode, length)
+    def test_compiles(self, chip, op, mode, length):
+        check(self, chip, op, mode, length)
 
 
 if __name__ == "__main__":
