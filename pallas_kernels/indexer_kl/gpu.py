@@ -75,18 +75,18 @@ def sparse_indexer_kl_loss(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _loss(index, main, rows, scale, interpret):  # noqa: ANN001, ANN202
+def _loss(index, main, rows, scale, interpret):
     loss_BT, _ = _compared(index, main, rows, scale, interpret)
     return jnp.sum(loss_BT)
 
 
-def _forward(index, main, rows, scale, interpret):  # noqa: ANN001, ANN202
+def _forward(index, main, rows, scale, interpret):
     loss_BT, sums = _compared(index, main, rows, scale, interpret)
     gradient = _gradient(index, sums, rows, interpret)
     return dispatch.saved((jnp.sum(loss_BT), gradient))
 
 
-def _backward(scale, interpret, gradient, factor):  # noqa: ANN001, ANN202
+def _backward(scale, interpret, gradient, factor):
     del scale, interpret
     return tuple(g * factor.astype(g.dtype) for g in gradient), None, None
 
@@ -193,8 +193,8 @@ def _keys(x: Array) -> int:
 
 @triton.jit
 @typing.no_type_check
-def _target_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, kv_ptr, lse_ptr, indices_ptr, count_ptr, target_ptr,  # noqa: ANN001
+def _target_kernel(
+    q_ptr, kv_ptr, lse_ptr, indices_ptr, count_ptr, target_ptr,
     SCALE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -225,9 +225,9 @@ def _target_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _loss_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, k_ptr, w_ptr, indices_ptr, count_ptr, weight_ptr, target_ptr,  # noqa: ANN001
-    loss_ptr, norm_ptr, total_ptr,  # noqa: ANN001
+def _loss_kernel(
+    q_ptr, k_ptr, w_ptr, indices_ptr, count_ptr, weight_ptr, target_ptr,
+    loss_ptr, norm_ptr, total_ptr,
     T: tl.constexpr, S: tl.constexpr, K: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -266,9 +266,9 @@ def _loss_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _gradient_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, k_ptr, w_ptr, indices_ptr, count_ptr, weight_ptr, target_ptr,  # noqa: ANN001
-    norm_ptr, total_ptr, dq_ptr, dw_ptr, dk_ptr,  # noqa: ANN001
+def _gradient_kernel(
+    q_ptr, k_ptr, w_ptr, indices_ptr, count_ptr, weight_ptr, target_ptr,
+    norm_ptr, total_ptr, dq_ptr, dw_ptr, dk_ptr,
     T: tl.constexpr, S: tl.constexpr, K: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -304,8 +304,8 @@ def _gradient_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _load_index(  # noqa: ANN202
-    q_ptr, k_ptr, w_ptr, row,  # noqa: ANN001
+def _load_index(
+    q_ptr, k_ptr, w_ptr, row,
     T: tl.constexpr, S: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip

@@ -71,16 +71,16 @@ def indexer_kl_loss(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _loss(index, main, rows, scale, interpret):  # noqa: ANN001, ANN202
+def _loss(index, main, rows, scale, interpret):
     return _over_chunks(index, main, rows, scale, interpret, with_gradient=False)[0]
 
 
-def _forward(index, main, rows, scale, interpret):  # noqa: ANN001, ANN202
+def _forward(index, main, rows, scale, interpret):
     result = _over_chunks(index, main, rows, scale, interpret, with_gradient=True)
     return dispatch.saved(result)
 
 
-def _backward(scale, interpret, gradient, factor):  # noqa: ANN001, ANN202
+def _backward(scale, interpret, gradient, factor):
     del scale, interpret
     return tuple(g * factor.astype(g.dtype) for g in gradient), None, None
 
@@ -235,8 +235,8 @@ def _sizes(index: tuple) -> dict[str, typing.Any]:
 
 @triton.jit
 @typing.no_type_check
-def _target_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, k_ptr, lse_ptr, lo_ptr, hi_ptr, bits_ptr, start_ptr, target_ptr,  # noqa: ANN001
+def _target_kernel(
+    q_ptr, k_ptr, lse_ptr, lo_ptr, hi_ptr, bits_ptr, start_ptr, target_ptr,
     SCALE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
     H: tl.constexpr, WORDS: tl.constexpr, STRIDE: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -273,9 +273,9 @@ def _target_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _loss_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, k_ptr, w_ptr, lo_ptr, hi_ptr, weight_ptr, start_ptr, target_ptr,  # noqa: ANN001
-    loss_ptr, norm_ptr, total_ptr,  # noqa: ANN001
+def _loss_kernel(
+    q_ptr, k_ptr, w_ptr, lo_ptr, hi_ptr, weight_ptr, start_ptr, target_ptr,
+    loss_ptr, norm_ptr, total_ptr,
     T: tl.constexpr, S: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
     STRIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -323,9 +323,9 @@ def _loss_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _gradient_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, k_ptr, w_ptr, lo_ptr, hi_ptr, weight_ptr, start_ptr, target_ptr,  # noqa: ANN001
-    norm_ptr, total_ptr, dq_ptr, dw_ptr, d_scores_ptr,  # noqa: ANN001
+def _gradient_kernel(
+    q_ptr, k_ptr, w_ptr, lo_ptr, hi_ptr, weight_ptr, start_ptr, target_ptr,
+    norm_ptr, total_ptr, dq_ptr, dw_ptr, d_scores_ptr,
     T: tl.constexpr, S: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
     STRIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -364,9 +364,9 @@ def _gradient_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _dk_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, k_ptr, w_ptr, lo_ptr, hi_ptr, start_ptr, d_scores_ptr, first_ptr, end_ptr,  # noqa: ANN001
-    dk_ptr,  # noqa: ANN001
+def _dk_kernel(
+    q_ptr, k_ptr, w_ptr, lo_ptr, hi_ptr, start_ptr, d_scores_ptr, first_ptr, end_ptr,
+    dk_ptr,
     T: tl.constexpr, S: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
     STRIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -395,7 +395,7 @@ def _dk_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _span(lo, hi):  # noqa: ANN001, ANN202
+def _span(lo, hi):
     # The keys that any of the queries sees: from, to; to is 0 where there is none.
     first = tl.min(tl.where(lo < hi, lo, 2147483647), 0)
     end = tl.max(tl.where(lo < hi, hi, 0), 0)
@@ -404,8 +404,8 @@ def _span(lo, hi):  # noqa: ANN001, ANN202
 
 @triton.jit
 @typing.no_type_check
-def _load_rows(  # noqa: ANN202
-    q_ptr, w_ptr, start_ptr, group,  # noqa: ANN001
+def _load_rows(
+    q_ptr, w_ptr, start_ptr, group,
     T: tl.constexpr, I: tl.constexpr, J: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     # q [queries times heads, J] and weights of heads, of a tile of the chunk.
@@ -421,8 +421,8 @@ def _load_rows(  # noqa: ANN202
 
 @triton.jit
 @typing.no_type_check
-def _scores(  # noqa: ANN202
-    q, k, w, I: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,  # noqa: ANN001
+def _scores(
+    q, k, w, I: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     # Products after their ReLU, [queries times heads, KEYS], and their weighted sums.
     dots = tl.maximum(tl.dot(q, k.T, input_precision="ieee"), 0.0)
@@ -431,7 +431,7 @@ def _scores(  # noqa: ANN202
 
 @triton.jit
 @typing.no_type_check
-def _repeat(x, I: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # noqa: ANN001, ANN202
+def _repeat(x, I: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     # From queries to queries times heads.
     x = tl.broadcast_to(x[:, None, :], [QUERIES, I, KEYS])
     return tl.reshape(x, [QUERIES * I, KEYS])

@@ -66,7 +66,7 @@ def sparse_mla(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _attend(q, kv, indices, scale, value_dim, deterministic, interpret):  # noqa: ANN001, ANN202
+def _attend(q, kv, indices, scale, value_dim, deterministic, interpret):
     del deterministic
     batch, num_queries, num_heads, width = q.shape
     heads = gpu_backward.block_heads(num_heads)
@@ -94,12 +94,12 @@ def _attend(q, kv, indices, scale, value_dim, deterministic, interpret):  # noqa
     return out, lse_BTN.swapaxes(1, 2)
 
 
-def _forward(q, kv, indices, *options):  # noqa: ANN001, ANN002, ANN202
+def _forward(q, kv, indices, *options):
     out, lse = dispatch.saved(_attend(q, kv, indices, *options))
     return (out, lse), (q, kv, indices, out, lse)
 
 
-def _backward(scale, value_dim, deterministic, interpret, residuals, cotangents):  # noqa: ANN001, ANN202
+def _backward(scale, value_dim, deterministic, interpret, residuals, cotangents):
     del value_dim
     dq, dkv = gpu_backward.gradients(
         residuals, cotangents, scale, deterministic, interpret
@@ -112,8 +112,8 @@ _attend.defvjp(_forward, _backward)
 
 @triton.jit
 @typing.no_type_check
-def _forward_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, kv_ptr, indices_ptr, count_ptr, out_ptr, lse_ptr,  # noqa: ANN001
+def _forward_kernel(
+    q_ptr, kv_ptr, indices_ptr, count_ptr, out_ptr, lse_ptr,
     SCALE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr,

@@ -164,8 +164,8 @@ def _dkv_in_order(inputs: tuple, sizes: dict, interpret: bool) -> Array:
 
 @triton.jit
 @typing.no_type_check
-def _dq_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, kv_ptr, indices_ptr, lse_ptr, shift_ptr, d_out_ptr, count_ptr, dq_ptr,  # noqa: ANN001
+def _dq_kernel(
+    q_ptr, kv_ptr, indices_ptr, lse_ptr, shift_ptr, d_out_ptr, count_ptr, dq_ptr,
     SCALE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr, D: tl.constexpr,
@@ -206,9 +206,9 @@ def _dq_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _dkv_kernel(  # noqa: ANN202, PLR0913
-    q_ptr, kv_ptr, indices_ptr, lse_ptr, shift_ptr, d_out_ptr, first_ptr, start_ptr,  # noqa: ANN001
-    end_ptr, dkv_ptr,  # noqa: ANN001
+def _dkv_kernel(
+    q_ptr, kv_ptr, indices_ptr, lse_ptr, shift_ptr, d_out_ptr, first_ptr, start_ptr,
+    end_ptr, dkv_ptr,
     SCALE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr, D: tl.constexpr, UNITS: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -255,8 +255,8 @@ def _dkv_kernel(  # noqa: ANN202, PLR0913
 
 @triton.jit
 @typing.no_type_check
-def _load_query(  # noqa: ANN202
-    q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, head,  # noqa: ANN001
+def _load_query(
+    q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, head,
     N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     is_head = (head < N)[:, None]
@@ -272,7 +272,7 @@ def _load_query(  # noqa: ANN202
 
 @triton.jit
 @typing.no_type_check
-def _load_chunks(ptr, is_row, C: tl.constexpr, D: tl.constexpr):  # noqa: ANN001, ANN202
+def _load_chunks(ptr, is_row, C: tl.constexpr, D: tl.constexpr):
     # A tuple, as Triton cuts no tiles out of a tile.
     chunks = ()
     for i in tl.static_range(C // D):
@@ -283,8 +283,8 @@ def _load_chunks(ptr, is_row, C: tl.constexpr, D: tl.constexpr):  # noqa: ANN001
 
 @triton.jit
 @typing.no_type_check
-def _d_scores(  # noqa: ANN202
-    q, q_r, d_out, lse, shift, kv, kv_r, is_key,  # noqa: ANN001
+def _d_scores(
+    q, q_r, d_out, lse, shift, kv, kv_r, is_key,
     SCALE: tl.constexpr,
 ):  # fmt: skip
     # Probabilities and gradient of the scores [HEADS, KEYS], of kv's type.

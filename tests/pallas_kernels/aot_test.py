@@ -83,6 +83,7 @@ def check(test, chip, op, mode, length):
     test.assertLess(report["temp_mib"] * 2**20, limit)
     for kernel in report["gpu_kernels"]:
         test.assertLessEqual(kernel["shared_bytes"], 227 * 1024)
+        test.assertFalse(kernel["is_serialized"], kernel)
         if mode == "fwd":
             test.assertEqual(kernel["spill_bytes"], 0, kernel)
 
