@@ -112,7 +112,7 @@ def compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:
 def _plain(op: str) -> str:
     """Name of the XLA form of an op."""
     if op.startswith("grouped"):
-        return "ragged_dot"
+        return "ragged_dot" if op == "grouped_matmul" else "blocked"
     return "reference" if op.startswith("decode") else "tiled"
 
 

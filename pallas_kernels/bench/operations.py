@@ -200,13 +200,13 @@ def _layer_work(*parts: Callable) -> Callable:
     return work
 
 
-def _grouped_work(weights: str) -> Callable:
+def _grouped_work(weights: str, num_gradients: int) -> Callable:
     def work(case: Case) -> tuple[float, float, float, float]:
         rows = case.batch * case.queries * case.experts_per_token
         flops = 2.0 * rows * case.hidden * case.expert_dim
         moved = rows * (case.hidden + case.expert_dim) * LATENT_BYTES
         moved += size(case, weights)
-        return flops, moved, 2 * flops, 2 * moved
+        return flops, moved, num_gradients * flops, num_gradients * moved
 
     return work
 
@@ -286,8 +286,20 @@ OPERATIONS = {
     "grouped_matmul": Operation(
         ("rows", "experts", "group_sizes"),
         _plain_call("grouped_matmul"),
-        _grouped_work("experts"),
+        _grouped_work("experts", 2),
         (0, 1),
+    ),
+    "grouped_matmul_fp8": Operation(
+        ("rows", "experts_fp8", "scales", "group_sizes"),
+        _plain_call("grouped_matmul_quantized"),
+        _grouped_work("experts_fp8", 1),
+        (0,),
+    ),
+    "grouped_matmul_int8": Operation(
+        ("rows", "experts_int8", "scales", "group_sizes"),
+        _plain_call("grouped_matmul_quantized"),
+        _grouped_work("experts_int8", 1),
+        (0,),
     ),
     "decode_indexer_topk": Operation(
         (*_INDEX, "lo", "hi"), _index_call("decode_indexer_topk"), _decode_topk_work
