@@ -70,6 +70,8 @@ def project(
         halves(params["k_norm_bias"]),
         K_NORM_EPS,
     )
+    # Norm and rotation in one fusion is what XLA for GPUs fails to compile (jax 0.10.2).
+    k = lax.optimization_barrier(k)
     exact = lax.Precision.HIGHEST
     w = layers.linear(x.astype(jnp.float32), params["weights_proj"], precision=exact)
     w = w * (config.index_n_heads * config.index_head_dim) ** -0.5
