@@ -1,5 +1,9 @@
 """Decoding on TPU, from the cache as it lies: no copy of it is made.
 
+As long as it lies row by row. As an argument of a program XLA turns an array 576 wide,
+to save padding, and each step would turn it back: let q and the cache have 640 entries,
+the last 64 zero, or pin the layout.
+
 `decode_sparse_mla`: a DMA cannot cut one row out of a tile of the cache, so it fetches
 the 8 rows around each listed one, 10 KB, and hides 7 of them.
 `decode_indexer_topk`: see `tpu_topk`.
