@@ -109,12 +109,12 @@ def _loss(index: tuple, main: tuple, rows: tuple, static: tuple) -> Array:
     return jnp.sum(_over_tiles(index, main, rows, static, with_gradient=False)[0])
 
 
-def _forward(index, main, rows, static):  # noqa: ANN001, ANN202
+def _forward(index, main, rows, static):
     loss, *gradient = _over_tiles(index, main, rows, static, with_gradient=True)
     return dispatch.saved((jnp.sum(loss), gradient))
 
 
-def _backward(static, gradient, factor):  # noqa: ANN001, ANN202
+def _backward(static, gradient, factor):
     del static
     return tuple(g * factor.astype(g.dtype) for g in gradient), None, None
 

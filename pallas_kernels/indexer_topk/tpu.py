@@ -154,7 +154,7 @@ def _kernel(blocks: Any, *refs: Any, topk: int) -> None:
     _write(keys, first, end, threshold, cut, out_ref)
 
 
-def _heads_first(q_ref, w_ref, staging, q_heads, w_lanes):  # noqa: ANN001, ANN202
+def _heads_first(q_ref, w_ref, staging, q_heads, w_lanes):
     """Rows of a head together: its weighted sum is then over whole registers.
 
     Rows are picked out by stride in float32, which packs no two rows in a register.
@@ -251,7 +251,7 @@ def _thresholds(
     return low, jnp.where(has_ties, cut, HIGHEST)
 
 
-def _write(keys, first, end, threshold, cut, out_ref):  # noqa: ANN001, ANN202
+def _write(keys, first, end, threshold, cut, out_ref):
     """Packs what is taken: key s of a run is bit s // 128 of word s % 128."""
     per_run = selection.RUN // KEYS
     first_run, end_run = first // per_run, (end + per_run - 1) // per_run

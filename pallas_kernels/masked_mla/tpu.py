@@ -167,12 +167,12 @@ def _kernel(pairs: Any, *refs: Any, scale: float, size: int) -> None:
         lse_ref[0, 0] = lse.T[0:1]
 
 
-def _forward(q, k, v, bounds, bits, static):  # noqa: ANN001, ANN202
+def _forward(q, k, v, bounds, bits, static):
     out, lse = dispatch.saved(_attend(q, k, v, bounds, bits, static))
     return (out, lse), (q, k, v, bounds, bits, out, lse)
 
 
-def _backward(static, residuals, cotangents):  # noqa: ANN001, ANN202
+def _backward(static, residuals, cotangents):
     *inputs, out, lse = residuals
     d_out, d_lse = cotangents
     products = out.astype(jnp.float32) * d_out.astype(jnp.float32)

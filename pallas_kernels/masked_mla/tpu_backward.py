@@ -45,7 +45,7 @@ def gradients(
     return dq, dk, dv, None, None
 
 
-def _call(kernel, pairs, arrays, like, rows, static):  # noqa: ANN001, ANN202
+def _call(kernel, pairs, arrays, like, rows, static):
     """Runs a kernel whose outputs are blocks of queries (one) or of keys (two)."""
     q, _, v, mask, *_ = arrays
     specs = blocks.Specs(pairs.size, rows)
