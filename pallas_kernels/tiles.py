@@ -83,14 +83,16 @@ def over_tiles(
     )
 
 
-def over_queries(body: Callable, carry: Any, *queries: jax.Array) -> tuple[Any, Any]:
-    """Scans `carry, outs = body(carry, *tiles)` over tiles of GATHERING_ROWS queries.
+def over_queries(
+    body: Callable, carry: Any, *queries: jax.Array, rows: int = GATHERING_ROWS
+) -> tuple[Any, Any]:
+    """Scans `carry, outs = body(carry, *tiles)` over tiles of so many rows of queries.
 
-    For tiles that gather rows of their own. Arrays of queries and outputs are
+    For tiles that see all keys, or gather their own. Arrays of queries and outputs are
     [B, T, ...]; padding is -1 in integers and 0 in floats.
     """
     num_queries = queries[0].shape[1]
-    rows = min(GATHERING_ROWS, num_queries)
+    rows = min(rows, num_queries)
 
     def cut(x: jax.Array) -> jax.Array:
         fill = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0

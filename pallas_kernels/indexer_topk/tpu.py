@@ -15,11 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels import selection
+from pallas_kernels import selection, tiles
+from pallas_kernels.indexer_topk import tpu_list
 
 QUERIES = 16  # of a block; one bfloat16 tile of a head
 KEYS = 1024  # of a block; divides selection.RUN
 PRODUCT_KEYS = 256  # of one product: its float32 rows of all heads take 0.5 MB
+PART_BYTES = 64 << 20  # of bits that wait to become lists
 MAX_KEYS = 1 << 19  # 16 rows of scores take 32 MB, half of a v5p's VMEM
 VMEM_BYTES = 48 << 20
 
@@ -37,6 +39,32 @@ def unsupported_indexer_bits(
     if k.shape[1] > MAX_KEYS:
         return f"the scores of {k.shape[1]} keys do not fit VMEM; most are {MAX_KEYS}."
     return None
+
+
+def unsupported_indexer_topk(*args: Any) -> str | None:
+    """Why the kernel cannot take these shapes, or None."""
+    return unsupported_indexer_bits(*args)
+
+
+def indexer_topk(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "B S J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    topk: int,
+    *,
+    interpret: bool = False,
+) -> Int[Array, "B T K"]:
+    """See `pallas_kernels.indexer_topk`: bits of a part of the queries, then lists."""
+
+    def part(_: None, q: Array, w: Array, lo: Array, hi: Array) -> tuple[None, Array]:
+        bits = indexer_bits(q, k, w, lo, hi, topk, interpret=interpret)
+        return None, tpu_list.list_from_bits(bits, topk, interpret=interpret)
+
+    most = max(PART_BYTES // (4 * selection.num_words(k.shape[1])), QUERIES)
+    rows = 1 << (most.bit_length() - 1)  # divides usual lengths: padding would copy q
+    return tiles.over_queries(part, None, q, w, lo, hi, rows=rows)[1]
 
 
 def indexer_bits(

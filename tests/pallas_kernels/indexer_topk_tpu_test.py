@@ -1,13 +1,21 @@
 """The TPU's selection, interpreted, against its definition."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import cases, indexer_bits, indexer_mask, selection
+from pallas_kernels import (
+    cases,
+    indexer_bits,
+    indexer_mask,
+    indexer_topk,
+    selection,
+)
+from pallas_kernels.indexer_topk import tpu
 from tests import environment
 
 HEADS, DIM = 8, 128
@@ -41,6 +49,18 @@ class IndexerTest(parameterized.TestCase):
         args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
         got = select(*args, case.topk)
         want = indexer_mask(*args, topk=case.topk, implementation="reference")
+        np.testing.assert_array_equal(got, want)
+
+    def test_lists_name_the_same_keys_part_by_part(self):
+        case = cases.SMALL[1]
+        args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
+        with mock.patch.object(tpu, "PART_BYTES", 64 * 4 * 128):  # of 64 queries
+            got = jax.jit(
+                functools.partial(
+                    indexer_topk, topk=case.topk, implementation="tpu_interpret"
+                )
+            )(*args)
+        want = indexer_topk(*args, topk=case.topk, implementation="reference")
         np.testing.assert_array_equal(got, want)
 
     @parameterized.named_parameters(("zero", 0), ("few_values", 1), ("values", 9))
