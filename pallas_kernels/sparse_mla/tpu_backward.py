@@ -50,8 +50,7 @@ def gradients(
         in_specs=[
             tile(indices.shape[-1], memory_space=pltpu.SMEM),
             (tile(heads, width), tile(heads), tile(heads), tile(heads, value_dim)),
-            anywhere,
-            anywhere,
+            (anywhere, anywhere),
         ],
         out_specs=[tile(heads, width), anywhere],
         out_shape=[
@@ -70,7 +69,7 @@ def gradients(
         ),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="sparse_mla_backward",
-    )(indices, queries, words, zeros)
+    )(indices, queries, (words, zeros))
     dkv = dkv.reshape(num_rows, -1)[1:, :width].reshape(kv.shape)
     return dq[:, :num_queries], dkv.astype(kv.dtype)
 
@@ -79,7 +78,6 @@ def _kernel(  # noqa: ANN202
     indices,  # noqa: ANN001
     queries,  # noqa: ANN001
     rows,  # noqa: ANN001
-    _,  # noqa: ANN001
     dq,  # noqa: ANN001
     dkv,  # noqa: ANN001
     fetched,  # noqa: ANN001
@@ -91,6 +89,7 @@ def _kernel(  # noqa: ANN202
 ):
     """QUERIES queries; `sums` are dq and the rows of dkv that a chunk adds to."""
     first_row = 1 + pl.program_id(0) * layout.num_keys
+    rows, _ = rows  # the zeros are what dkv holds
     dq_sum, row_sums, adding = sums
     chunk = fetched.shape[1] // layout.lines
     lines = row_sums.shape[0] // chunk
