@@ -10,6 +10,7 @@ the 8 rows around each listed one, 10 KB, and hides 7 of them.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +118,19 @@ def _rows(
     return jnp.where(indices < 0, -1, rows)
 
 
-def _kernel(groups, is_row, q, kv, out, lse, fetched, fetching, state, *, scale):  # noqa: ANN001, ANN202
+def _kernel(  # noqa: ANN202
+    groups: Any,
+    is_row: Any,
+    q: Any,
+    kv: Any,
+    out: Any,
+    lse: Any,
+    fetched: Any,
+    fetching: Any,
+    state: tuple,
+    *,
+    scale: float,
+):
     """One query, a chunk of groups after the other."""
     attention.reset(state)
 

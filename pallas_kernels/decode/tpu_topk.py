@@ -8,6 +8,7 @@ which `list_from_bits` lists.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +153,17 @@ def _select(
     )(pages.reshape(-1), spans.reshape(-1), queries, (lo[..., None], hi[..., None]), k)
 
 
-def _kernel(pages, spans, queries, bounds, k, bits, *scratch, rows, topk):  # noqa: ANN001, ANN002, ANN202
+def _kernel(  # noqa: ANN202
+    pages: Any,
+    spans: Any,
+    queries: tuple,
+    bounds: tuple,
+    k: Any,
+    bits: Any,
+    *scratch: Any,
+    rows: int,
+    topk: int,
+):
     """One group of queries, `rows` of each sequence: score, order, cut, pack."""
     scores, fetched, fetching, cut = scratch
     sequences = QUERIES // rows

@@ -6,6 +6,7 @@ XLA packs the rows first (see `tpu_rows`): 3 KB a row of temporary memory.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,14 @@ def _forward(q, kv, indices, scale, value_dim, interpret):  # noqa: ANN001, ANN2
     return (out, lse), (q, kv, indices, out, lse)
 
 
-def _backward(scale, value_dim, interpret, residuals, cotangents):  # noqa: ANN001, ANN202
+def _backward(  # noqa: ANN202
+    scale: float,
+    value_dim: int,
+    interpret: bool,
+    residuals: tuple,
+    cotangents: tuple,
+):
+    del value_dim
     q, kv, indices, out, lse = residuals
     d_out, d_lse = cotangents
     lse, d_lse = lse.swapaxes(1, 2), d_lse.swapaxes(1, 2)
@@ -121,7 +129,19 @@ def _call(
     )(indices, q, rows)
 
 
-def _kernel(indices, q, rows, out, lse, fetched, fetching, state, *, scale, layout):  # noqa: ANN001, ANN202
+def _kernel(  # noqa: ANN202
+    indices: Any,
+    q: Any,
+    rows: Any,
+    out: Any,
+    lse: Any,
+    fetched: Any,
+    fetching: Any,
+    state: tuple,
+    *,
+    scale: float,
+    layout: tpu_rows.Layout,
+):
     """QUERIES queries, a chunk of rows after the other."""
     first_row = 1 + pl.program_id(0) * layout.num_keys
     chunk = fetched.shape[1] // layout.lines

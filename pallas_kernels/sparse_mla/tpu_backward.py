@@ -26,16 +26,10 @@ def gradients(
     scale: float,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """Gradients of q [B, T, N, c] and kv [B, S, c].
+    """Gradients of q [B, T, N, c] and kv [B, S, c], arguments of `sparse_mla`.
 
-    Args:
-      q: [B, T, N, c].
-      kv: [B, S, c].
-      indices: [B, T, K].
-      rows: log-sum-exp [B, T, N], the shift sum(out * d_out) - d_lse [B, T, N], and
-        the cotangent d_out [B, T, N, C].
-      scale: factor on q . kv.
-      interpret: on CPU.
+    `rows` are the log-sum-exp [B, T, N], the shift sum(out * d_out) - d_lse [B, T, N]
+    and the cotangent d_out [B, T, N, C].
     """
     num_queries, width = q.shape[1], kv.shape[-1]
     layout = tpu_rows.Layout.of(kv)
@@ -48,14 +42,15 @@ def gradients(
     num_rows = len(words) // layout.lines
     zeros = jnp.zeros((num_rows * sums.lines, tpu_rows.LANES), jnp.float32)
     chunk = tpu_rows.chunk_size(indices.shape[-1])
+    buffer = pltpu.VMEM((chunk * sums.lines, tpu_rows.LANES), jnp.float32)
+    semaphores = pltpu.SemaphoreType.DMA((2,))
     dq, dkv = pl.pallas_call(
         functools.partial(_kernel, scale=scale, layout=layout),
         grid=(len(indices), indices.shape[1] // tpu_rows.QUERIES),
         in_specs=[
             tile(indices.shape[-1], memory_space=pltpu.SMEM),
             (tile(heads, width), tile(heads), tile(heads), tile(heads, value_dim)),
-            anywhere,
-            anywhere,
+            (anywhere, anywhere),
         ],
         out_specs=[tile(heads, width), anywhere],
         out_shape=[
@@ -65,12 +60,8 @@ def gradients(
         input_output_aliases={6: 1},
         scratch_shapes=[
             pltpu.VMEM((2, chunk * layout.lines, tpu_rows.LANES), words.dtype),
-            pltpu.SemaphoreType.DMA((2,)),
-            (
-                pltpu.VMEM((heads, width), jnp.float32),
-                pltpu.VMEM((chunk * sums.lines, tpu_rows.LANES), jnp.float32),
-                pltpu.SemaphoreType.DMA((2,)),
-            ),
+            semaphores,
+            (pltpu.VMEM((heads, width), jnp.float32), buffer, semaphores),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),  # one core adds
@@ -78,7 +69,7 @@ def gradients(
         ),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="sparse_mla_backward",
-    )(indices, queries, words, zeros)
+    )(indices, queries, (words, zeros))
     dkv = dkv.reshape(num_rows, -1)[1:, :width].reshape(kv.shape)
     return dq[:, :num_queries], dkv.astype(kv.dtype)
 
@@ -87,7 +78,6 @@ def _kernel(  # noqa: ANN202
     indices,  # noqa: ANN001
     queries,  # noqa: ANN001
     rows,  # noqa: ANN001
-    _,  # noqa: ANN001
     dq,  # noqa: ANN001
     dkv,  # noqa: ANN001
     fetched,  # noqa: ANN001
@@ -99,6 +89,7 @@ def _kernel(  # noqa: ANN202
 ):
     """QUERIES queries; `sums` are dq and the rows of dkv that a chunk adds to."""
     first_row = 1 + pl.program_id(0) * layout.num_keys
+    rows, _ = rows  # the zeros are what dkv holds
     dq_sum, row_sums, adding = sums
     chunk = fetched.shape[1] // layout.lines
     lines = row_sums.shape[0] // chunk
@@ -129,17 +120,7 @@ def _kernel(  # noqa: ANN202
         is_key = lax.broadcasted_iota(jnp.int32, (1, chunk), 1) < count - first
         probs, d_scores = _chunk(x, dy, columns, planes, is_key, scale)
         tpu_rows.wait_for(row_sums, reading)
-        at = 0
-        for i, plane in enumerate(planes):
-            part = slice(at, at + plane.shape[1])
-            before = jnp.where(first == 0, 0, dq_sum[:, part])
-            dq_sum[:, part] = before + tpu_rows.dot(d_scores, plane, 1, 0)
-            missing = -plane.shape[1] % tpu_rows.LANES
-            whole = jnp.pad(x[i], ((0, 0), (0, missing)))
-            tpu_rows.add_to(row_sums, at, tpu_rows.dot(d_scores, whole, 0, 0))
-            if i < len(dy):
-                tpu_rows.add_to(row_sums, at, tpu_rows.dot(probs, dy[i], 0, 0))
-            at += plane.shape[1]
+        _accumulate(x, dy, planes, (probs, d_scores), first == 0, dq_sum, row_sums)
         tpu_rows.for_listed(indices, query, first, chunk, write)
 
         @pl.when(first + chunk >= count)
@@ -162,6 +143,22 @@ def _chunk(x, dy, columns, planes, is_key, scale):  # noqa: ANN001, ANN202
     probs = jnp.where(is_key, jnp.exp(scores - lse), 0)
     d_scores = scale * probs * (_product(dy, values) - shift)
     return probs.astype(x[0].dtype), d_scores.astype(x[0].dtype)
+
+
+def _accumulate(x, dy, planes, chunk, is_first, dq_sum, sums):  # noqa: ANN001, ANN202
+    """Adds a chunk's products to dq, begun by the first one, and to rows of dkv."""
+    probs, d_scores = chunk
+    at = 0
+    for i, plane in enumerate(planes):
+        part = slice(at, at + plane.shape[1])
+        before = jnp.where(is_first, 0, dq_sum[:, part])
+        dq_sum[:, part] = before + tpu_rows.dot(d_scores, plane, 1, 0)
+        missing = -plane.shape[1] % tpu_rows.LANES
+        whole = jnp.pad(x[i], ((0, 0), (0, missing)))
+        tpu_rows.add_to(sums, at, tpu_rows.dot(d_scores, whole, 0, 0))
+        if i < len(dy):
+            tpu_rows.add_to(sums, at, tpu_rows.dot(probs, dy[i], 0, 0))
+        at += plane.shape[1]
 
 
 def _product(parts, planes):  # noqa: ANN001, ANN202

@@ -8,6 +8,7 @@ that a row unpacks into two planes. A row before the first is what padding names
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -149,7 +150,15 @@ def for_listed(indices, query, first, chunk, start):  # noqa: ANN001, ANN201
     lax.fori_loop(0, chunk // unroll, some, 0)
 
 
-def over_chunks(indices, rows, first_row, fetched, fetching, compute, lines=1):  # noqa: ANN001, ANN201
+def over_chunks(
+    indices: Any,
+    rows: Any,
+    first_row: Any,
+    fetched: Any,
+    fetching: Any,
+    compute: Callable,
+    lines: int = 1,
+) -> None:
     """Fetches a chunk while the one before it is computed, for a few lists in SMEM.
 
     Args:
