@@ -118,7 +118,7 @@ def _rows(
     return jnp.where(indices < 0, -1, rows)
 
 
-def _kernel(  # noqa: ANN202
+def _kernel(
     groups: Any,
     is_row: Any,
     q: Any,
@@ -134,7 +134,7 @@ def _kernel(  # noqa: ANN202
     """One query, a chunk of groups after the other."""
     attention.reset(state)
 
-    def compute(query, first, count, words):  # noqa: ANN001, ANN202
+    def compute(query, first, count, words):
         del query, count  # padding has no row of its group
         keys = CHUNK * GROUP
         part = pl.ds(pl.multiple_of(first * GROUP, keys), keys)

@@ -153,7 +153,7 @@ def _select(
     )(pages.reshape(-1), spans.reshape(-1), queries, (lo[..., None], hi[..., None]), k)
 
 
-def _kernel(  # noqa: ANN202
+def _kernel(
     pages: Any,
     spans: Any,
     queries: tuple,
@@ -185,26 +185,26 @@ def _kernel(  # noqa: ANN202
     _pack(scores, _threshold(scores, tiles, topk, cut), cut, bits)
 
 
-def _score(q, w, k, table, span, place, fetched, fetching):  # noqa: ANN001, ANN202
+def _score(q, w, k, table, span, place, fetched, fetching):
     """Writes the bits of one sequence's scores; `place` is an array and its rows."""
     (scores, rows), copies = place, fetched.shape[1]
     first, end = span[0] // CHUNK, (span[1] + CHUNK - 1) // CHUNK
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
-    def start(chunk, slot):  # noqa: ANN001, ANN202
-        def copy(j, _):  # noqa: ANN001, ANN202
+    def start(chunk, slot):
+        def copy(j, _):
             page, buffer = k.at[table(chunk * copies + j)], fetched.at[slot, j]
             pltpu.make_async_copy(page, buffer, fetching.at[slot]).start()
             return 0
 
         lax.fori_loop(0, copies, copy, 0)
 
-    def body(chunk, _):  # noqa: ANN001, ANN202
+    def body(chunk, _):
         slot = chunk % 2
         buffer = fetched.at[slot]
 
         @pl.when(chunk + 1 < end)
-        def _():  # noqa: ANN202
+        def _():
             start(chunk + 1, 1 - slot)
 
         # One wait for all copies: semaphores count bytes.
@@ -223,17 +223,17 @@ def _score(q, w, k, table, span, place, fetched, fetching):  # noqa: ANN001, ANN
         return 0
 
     @pl.when(first < end)
-    def _():  # noqa: ANN202
+    def _():
         start(first, first % 2)
 
     lax.fori_loop(first, end, body, 0)
 
 
-def _order(bounds, scores):  # noqa: ANN001, ANN202
+def _order(bounds, scores):
     """Turns bits of floats into integers that compare like them; hides keys."""
     lo, hi = bounds[0][...], bounds[1][...]
 
-    def tile(i, _):  # noqa: ANN001, ANN202
+    def tile(i, _):
         place = pl.ds(pl.multiple_of(i * COUNTED, COUNTED), COUNTED)
         x = scores[:, place]
         x = jnp.where(x == LOWEST, 0, x)  # -0.0
@@ -245,12 +245,12 @@ def _order(bounds, scores):  # noqa: ANN001, ANN202
     lax.fori_loop(0, scores.shape[1] // COUNTED, tile, 0)
 
 
-def _threshold(scores, tiles, topk, cut):  # noqa: ANN001, ANN202
+def _threshold(scores, tiles, topk, cut):
     """The k-th largest score of each query [8, 1]; `cut`: ends those equal to it."""
     lane = lax.broadcasted_iota(jnp.int32, (QUERIES, LANES), 1)
 
-    def count(test):  # noqa: ANN001, ANN202
-        def add(i, total):  # noqa: ANN001, ANN202
+    def count(test):
+        def add(i, total):
             first = pl.multiple_of(i * COUNTED, COUNTED)
             for j in range(0, COUNTED, LANES):
                 x = scores[:, pl.ds(first + j, LANES)]
@@ -260,8 +260,8 @@ def _threshold(scores, tiles, topk, cut):  # noqa: ANN001, ANN202
         total = lax.fori_loop(tiles[0], tiles[1], add, jnp.zeros_like(lane))
         return jnp.sum(total.astype(jnp.float32), axis=1, keepdims=True)  # exact
 
-    def bisect(low, high, is_low):  # noqa: ANN001, ANN202
-        def halve(_, bounds):  # noqa: ANN001, ANN202
+    def bisect(low, high, is_low):
+        def halve(_, bounds):
             low, high = bounds
             middle = (low >> 1) + (high >> 1) + (low & high & 1)  # no overflow
             keep = is_low(middle)
@@ -278,7 +278,7 @@ def _threshold(scores, tiles, topk, cut):  # noqa: ANN001, ANN202
     cut[...] = jnp.full_like(cut, HIGHEST)
 
     @pl.when(jnp.max(at - room) > 0)
-    def _():  # noqa: ANN202
+    def _():
         before = lambda end: count(lambda x, key: (x == threshold) & (key < end))
         end = bisect(0, scores.shape[1] + 1, lambda middle: before(middle) <= room)
         cut[...] = jnp.broadcast_to(end, cut.shape)
@@ -286,12 +286,12 @@ def _threshold(scores, tiles, topk, cut):  # noqa: ANN001, ANN202
     return threshold
 
 
-def _pack(scores, threshold, cut, bits):  # noqa: ANN001, ANN202
+def _pack(scores, threshold, cut, bits):
     """Bits of the keys above the threshold, and of those at it before the cut."""
     cut = cut[...]
     lane = lax.broadcasted_iota(jnp.int32, cut.shape, 1)
 
-    def run(i, _):  # noqa: ANN001, ANN202
+    def run(i, _):
         words = jnp.zeros_like(cut)
         for j in range(selection.RUN // LANES):
             first = pl.multiple_of(i * selection.RUN + j * LANES, LANES)

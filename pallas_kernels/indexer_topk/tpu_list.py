@@ -51,7 +51,7 @@ def list_from_bits(
     return lists[:, :num_queries, :topk]
 
 
-def _kernel(bits, lists, listed, keys, slots):  # noqa: ANN001, ANN202
+def _kernel(bits, lists, listed, keys, slots):
     """QUERIES queries; `listed` of their keys are in lists, the same in every lane."""
     lists[...] = jnp.full(lists.shape, -1, jnp.int32)
     listed[...] = jnp.zeros_like(listed)
@@ -59,15 +59,15 @@ def _kernel(bits, lists, listed, keys, slots):  # noqa: ANN001, ANN202
     column = lax.broadcasted_iota(jnp.int32, (LANES, 2 * LANES), 1)
     counter = ((row < column) | (column >= LANES)).astype(jnp.bfloat16)
 
-    def run(i, _):  # noqa: ANN001, ANN202
+    def run(i, _):
         words = bits[:, pl.ds(pl.multiple_of(i * LANES, LANES), LANES)]
         words = lax.bitcast_convert_type(words, jnp.int32)
 
         @pl.when(jnp.max((words != 0).astype(jnp.int32)) > 0)
-        def _():  # noqa: ANN202
+        def _():
             start = jnp.min(listed[...])
 
-            def group(j, _):  # noqa: ANN001, ANN202
+            def group(j, _):
                 count, part = listed[...], pl.ds(j * GROUP * QUERIES, GROUP * QUERIES)
                 marks = _marks(words, j * GROUP)
                 first = i * selection.RUN + j * GROUP * LANES
@@ -79,7 +79,7 @@ def _kernel(bits, lists, listed, keys, slots):  # noqa: ANN001, ANN202
             lax.fori_loop(0, VECTORS // GROUP, group, 0)
             end = jnp.minimum(jnp.max(listed[...]), lists.shape[1])
 
-            def store(slot, _):  # noqa: ANN001, ANN202
+            def store(slot, _):
                 place = pl.ds(pl.multiple_of(slot * LANES, LANES), LANES)
                 coming = jnp.where(slots[...] == slot, keys[...], -1)
                 coming = jnp.max(coming.reshape(VECTORS, QUERIES, LANES), axis=0)
@@ -93,12 +93,12 @@ def _kernel(bits, lists, listed, keys, slots):  # noqa: ANN001, ANN202
     lax.fori_loop(0, bits.shape[1] // LANES, run, 0)
 
 
-def _marks(words, first):  # noqa: ANN001, ANN202
+def _marks(words, first):
     """0 or 1 for the keys of GROUP vectors, [GROUP * QUERIES, LANES]."""
     return jnp.concatenate([(words >> (first + j)) & 1 for j in range(GROUP)], axis=0)
 
 
-def _close_gaps(marks, first, counter, count):  # noqa: ANN001, ANN202
+def _close_gaps(marks, first, counter, count):
     """Puts the marked keys of GROUP vectors into the lanes where the list wants them.
 
     Args:

@@ -64,12 +64,12 @@ def _attend(
     return out[:, :num_queries], lse[:, :num_queries].swapaxes(1, 2)
 
 
-def _forward(q, kv, indices, scale, value_dim, interpret):  # noqa: ANN001, ANN202
+def _forward(q, kv, indices, scale, value_dim, interpret):
     out, lse = dispatch.saved(_attend(q, kv, indices, scale, value_dim, interpret))
     return (out, lse), (q, kv, indices, out, lse)
 
 
-def _backward(  # noqa: ANN202
+def _backward(
     scale: float,
     value_dim: int,
     interpret: bool,
@@ -129,7 +129,7 @@ def _call(
     )(indices, q, rows)
 
 
-def _kernel(  # noqa: ANN202
+def _kernel(
     indices: Any,
     q: Any,
     rows: Any,
@@ -146,9 +146,9 @@ def _kernel(  # noqa: ANN202
     first_row = 1 + pl.program_id(0) * layout.num_keys
     chunk = fetched.shape[1] // layout.lines
 
-    def compute(query, first, count, words):  # noqa: ANN001, ANN202
+    def compute(query, first, count, words):
         @pl.when(first == 0)
-        def _():  # noqa: ANN202
+        def _():
             reset(state)
 
         planes = layout.unpack(words())
@@ -156,7 +156,7 @@ def _kernel(  # noqa: ANN202
         add_chunk(layout.cut(q[pl.ds(query, 1)][0]), planes, is_key, state, scale)
 
         @pl.when(first + chunk >= count)
-        def _():  # noqa: ANN202
+        def _():
             total, sums = result(state)
             out[pl.ds(query, 1)] = total.astype(out.dtype)[None]
             lse[pl.ds(query, 1)] = sums
@@ -172,7 +172,7 @@ def softmax_state(heads: int, value_dim: int) -> tuple:
     return column, column, pltpu.VMEM((heads, value_dim), jnp.float32)
 
 
-def reset(state):  # noqa: ANN001, ANN201
+def reset(state):
     """Before the first chunk."""
     top, norm, total = state
     top[...] = jnp.full_like(top, HIDDEN)
@@ -180,7 +180,7 @@ def reset(state):  # noqa: ANN001, ANN201
     total[...] = jnp.zeros_like(total)
 
 
-def add_chunk(q, planes, is_key, state, scale):  # noqa: ANN001, ANN201
+def add_chunk(q, planes, is_key, state, scale):
     """Adds rows, those that `is_key` [1, chunk] marks, to the running softmax.
 
     Args:
@@ -210,7 +210,7 @@ def add_chunk(q, planes, is_key, state, scale):  # noqa: ANN001, ANN201
         at += size
 
 
-def result(state):  # noqa: ANN001, ANN201
+def result(state):
     """Output [N, C] and log-sum-exp [1, N], zeros without keys."""
     top, norm, total = state
     has_keys = norm[...] > 0

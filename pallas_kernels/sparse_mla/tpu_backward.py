@@ -74,15 +74,15 @@ def gradients(
     return dq[:, :num_queries], dkv.astype(kv.dtype)
 
 
-def _kernel(  # noqa: ANN202
-    indices,  # noqa: ANN001
-    queries,  # noqa: ANN001
-    rows,  # noqa: ANN001
-    dq,  # noqa: ANN001
-    dkv,  # noqa: ANN001
-    fetched,  # noqa: ANN001
-    fetching,  # noqa: ANN001
-    sums,  # noqa: ANN001
+def _kernel(
+    indices,
+    queries,
+    rows,
+    dq,
+    dkv,
+    fetched,
+    fetching,
+    sums,
     *,
     scale: float,
     layout: tpu_rows.Layout,
@@ -95,21 +95,21 @@ def _kernel(  # noqa: ANN202
     lines = row_sums.shape[0] // chunk
     reading, writing = adding.at[0], adding.at[1]
 
-    def row_of(index):  # noqa: ANN001, ANN202
+    def row_of(index):
         # Padding adds nothing to the row before the sequence, which no key shares.
         return tpu_rows.line(dkv, first_row + index, lines)
 
-    def read(i, index):  # noqa: ANN001, ANN202
+    def read(i, index):
         buffer = tpu_rows.line(row_sums, i, lines)
         pltpu.make_async_copy(row_of(index), buffer, reading).start()
 
-    def write(i, index):  # noqa: ANN001, ANN202
+    def write(i, index):
         buffer = tpu_rows.line(row_sums, i, lines)
         pltpu.make_async_copy(buffer, row_of(index), writing).start()
 
-    def compute(query, first, count, words):  # noqa: ANN001, ANN202
+    def compute(query, first, count, words):
         @pl.when((query > 0) | (first > 0))
-        def _():  # noqa: ANN202
+        def _():
             tpu_rows.wait_for(row_sums, writing)
 
         tpu_rows.for_listed(indices, query, first, chunk, read)
@@ -124,7 +124,7 @@ def _kernel(  # noqa: ANN202
         tpu_rows.for_listed(indices, query, first, chunk, write)
 
         @pl.when(first + chunk >= count)
-        def _():  # noqa: ANN202
+        def _():
             dq[pl.ds(query, 1)] = dq_sum[...].astype(dq.dtype)[None]
 
     tpu_rows.over_chunks(
@@ -133,7 +133,7 @@ def _kernel(  # noqa: ANN202
     tpu_rows.wait_for(row_sums, writing)
 
 
-def _chunk(x, dy, columns, planes, is_key, scale):  # noqa: ANN001, ANN202
+def _chunk(x, dy, columns, planes, is_key, scale):
     """Probabilities and gradient of the scores, [N, chunk], to be multiplied."""
     lse, shift = columns
     values = [
@@ -145,7 +145,7 @@ def _chunk(x, dy, columns, planes, is_key, scale):  # noqa: ANN001, ANN202
     return probs.astype(x[0].dtype), d_scores.astype(x[0].dtype)
 
 
-def _accumulate(x, dy, planes, chunk, is_first, dq_sum, sums):  # noqa: ANN001, ANN202
+def _accumulate(x, dy, planes, chunk, is_first, dq_sum, sums):
     """Adds a chunk's products to dq, begun by the first one, and to rows of dkv."""
     probs, d_scores = chunk
     at = 0
@@ -161,12 +161,12 @@ def _accumulate(x, dy, planes, chunk, is_first, dq_sum, sums):  # noqa: ANN001, 
         at += plane.shape[1]
 
 
-def _product(parts, planes):  # noqa: ANN001, ANN202
+def _product(parts, planes):
     """[N, chunk], from the parts of the contracted axis."""
     products = [tpu_rows.dot(a, b, 1, 1) for a, b in zip(parts, planes, strict=True)]
     return functools.reduce(jnp.add, products)
 
 
-def _column(row):  # noqa: ANN001, ANN202
+def _column(row):
     """[N, 1] of [1, N]."""
     return jnp.broadcast_to(row, (tpu_rows.LANES, row.shape[1])).T[:, :1]

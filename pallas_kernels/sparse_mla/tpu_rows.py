@@ -84,12 +84,12 @@ class Layout:
         return tuple(x[..., start : start + self.words] for start in starts)
 
 
-def lane_tile(rows, i, lines):  # noqa: ANN001, ANN201
+def lane_tile(rows, i, lines):
     """Lanes 128 i .. of rows [n V, 128] in VMEM: [n, 128]."""
     return rows.at[pl.ds(i, rows.shape[0] // lines, stride=lines)]
 
 
-def add_to(rows, at, x):  # noqa: ANN001, ANN201
+def add_to(rows, at, x):
     """Adds x [n, w] to lanes at .. at + w - 1 of rows [n V, 128], whole tiles."""
     for i in range(0, x.shape[1], LANES):
         tile = lane_tile(rows, (at + i) // LANES, rows.shape[0] // x.shape[0])
@@ -125,7 +125,7 @@ def pad_list(indices: Array) -> Array:
     return jnp.pad(indices, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
 
 
-def num_listed(indices, query):  # noqa: ANN001, ANN201
+def num_listed(indices, query):
     """Entries before the first -1 of one of the lists [queries, K] in SMEM."""
     topk = indices.shape[-1]
     count = jnp.int32(0)
@@ -136,11 +136,11 @@ def num_listed(indices, query):  # noqa: ANN001, ANN201
     return count
 
 
-def for_listed(indices, query, first, chunk, start):  # noqa: ANN001, ANN201
+def for_listed(indices, query, first, chunk, start):
     """Calls `start(slot, index)` for the `chunk` entries from `first` on."""
     unroll = UNROLL if chunk % UNROLL == 0 else 1
 
-    def some(i, _):  # noqa: ANN001, ANN202
+    def some(i, _):
         base = pl.multiple_of(first + i * unroll, unroll)
         part = indices.at[pl.ds(query, 1), pl.ds(base, unroll)]
         for j in range(unroll):
@@ -174,28 +174,28 @@ def over_chunks(
     """
     num_queries, chunk = indices.shape[0], fetched.shape[1] // lines
 
-    def start(query, first, slot):  # noqa: ANN001, ANN202
-        def copy(i, index):  # noqa: ANN001, ANN202
+    def start(query, first, slot):
+        def copy(i, index):
             row = line(rows, first_row + index, lines)
             buffer = line(fetched.at[slot], i, lines)
             pltpu.make_async_copy(row, buffer, fetching.at[slot]).start()
 
         for_listed(indices, query, first, chunk, copy)
 
-    def queries(query, step):  # noqa: ANN001, ANN202
+    def queries(query, step):
         count = num_listed(indices, query)
         chunks = jnp.maximum((count + chunk - 1) // chunk, 1)
 
-        def body(j, step):  # noqa: ANN001, ANN202
+        def body(j, step):
             is_last = j + 1 == chunks
             slot = step % 2
 
             @pl.when(jnp.logical_not(is_last & (query == num_queries - 1)))
-            def _():  # noqa: ANN202
+            def _():
                 following = jnp.where(is_last, query + 1, query)
                 start(following, jnp.where(is_last, 0, (j + 1) * chunk), 1 - slot)
 
-            def words():  # noqa: ANN202
+            def words():
                 wait_for(fetched.at[slot], fetching.at[slot])
                 return fetched.at[slot]
 
@@ -208,17 +208,17 @@ def over_chunks(
     lax.fori_loop(0, num_queries, queries, jnp.int32(0))
 
 
-def line(rows, i, lines):  # noqa: ANN001, ANN201
+def line(rows, i, lines):
     """Row i of rows [n * lines, ...]."""
     return rows.at[pl.ds(i * lines, lines)]
 
 
-def wait_for(buffer, semaphore):  # noqa: ANN001, ANN201
+def wait_for(buffer, semaphore):
     """Waits for copies that fill or empty the buffer: semaphores count bytes."""
     pltpu.make_async_copy(buffer, buffer, semaphore).wait()
 
 
-def dot(a, b, axis_a, axis_b):  # noqa: ANN001, ANN201
+def dot(a, b, axis_a, axis_b):
     """Product over an axis of each, in float32; exact where the operands are."""
     return lax.dot_general(
         a,
