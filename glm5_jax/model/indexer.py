@@ -70,7 +70,7 @@ def project(
         halves(params["k_norm_bias"]),
         K_NORM_EPS,
     )
-    # Norm and rotation in one fusion is what XLA for GPUs fails to compile (jax 0.10.2).
+    # XLA for GPUs (jax 0.10.2) fails to compile the norm fused with the rotation.
     k = lax.optimization_barrier(k)
     exact = lax.Precision.HIGHEST
     w = layers.linear(x.astype(jnp.float32), params["weights_proj"], precision=exact)

@@ -48,7 +48,7 @@ def _notes(row: dict[str, Any]) -> list[str]:
     gpu = [
         f"{k['name']} {k['registers']} registers, {k['spill_bytes']} B spilled, "
         f"{k['shared_bytes'] / 1024:.0f} KiB shared"
-        + ", products serialized" * k["is_serialized"]
+        f"{', products serialized' if k['is_serialized'] else ''}"
         for k in row.get("gpu_kernels", ())
     ]
     tpu = [f"{k['name']} {k['bundles']} bundles" for k in row.get("tpu_kernels", ())]
