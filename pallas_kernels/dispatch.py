@@ -16,6 +16,7 @@ from jax import ad_checkpoint
 from pallas_kernels import chips
 
 SAVED = "pallas_kernels"  # name of what a rematerialisation policy should keep
+KERNELS = ("tpu", "gpu")  # modules of kernels; all others are plain XLA
 INTERPRETED = "_interpret"  # suffix: the kernel runs on a CPU, slowly, for its values
 
 
@@ -73,7 +74,7 @@ def choose(
         return getattr(_module(op, known[0]), wanted)
     name = implementation.removesuffix(INTERPRETED)
     is_interpreted = name != implementation
-    is_kernel = name in ("tpu", "gpu")
+    is_kernel = name in KERNELS
     if name not in known or (is_interpreted and not is_kernel):
         raise NotImplementedError(
             f"implementation of {wanted} must be one of {', '.join(known)} or None, "
@@ -97,7 +98,13 @@ def _module(op: str, name: str) -> Any:
 
 
 def _unsupported(op: str, name: str, function: str, args: tuple) -> str | None:
-    """Why a module cannot take the arguments, or None."""
+    """Why a module cannot take the arguments here, or None."""
+    axes = _automatic_axes()
+    if name in KERNELS and axes:
+        return (
+            f"jit cannot split a kernel over the mesh's axes {axes}; call it inside "
+            "jax.shard_map over them"
+        )
     try:
         module = _module(op, name)
     except ImportError as error:
@@ -106,6 +113,14 @@ def _unsupported(op: str, name: str, function: str, args: tuple) -> str | None:
         return "there is no such kernel yet"
     reason = getattr(module, f"unsupported_{function}", None)
     return None if reason is None else reason(*args)
+
+
+def _automatic_axes() -> tuple[str, ...]:
+    """Axes of the mesh that jit, not a shard_map around us, splits arrays over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    manual = jax.sharding.AxisType.Manual
+    return tuple(name for name, size, kind in axes if size > 1 and kind != manual)
 
 
 @functools.cache

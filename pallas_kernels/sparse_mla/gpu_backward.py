@@ -194,7 +194,8 @@ def _dq_kernel(
         _, d_scores = _d_scores(q, q_r, d_out, lse, shift, kv, kv_r, k < count, SCALE)
         new = ()
         for i in tl.static_range(C // D):
-            new = new + (tl.dot(d_scores, kv[i], dq[i], input_precision="ieee"),)  # noqa: RUF005
+            added = tl.dot(d_scores, kv[i], dq[i], input_precision="ieee")
+            new = new + (added,)  # noqa: RUF005
         dq = new
         dq_r = tl.dot(d_scores, kv_r, dq_r, input_precision="ieee")
 
@@ -277,7 +278,8 @@ def _load_chunks(ptr, is_row, C: tl.constexpr, D: tl.constexpr):
     chunks = ()
     for i in tl.static_range(C // D):
         place = ptr + i * D + tl.arange(0, D)[None]
-        chunks = chunks + (tl.load(place, is_row, None if is_row is None else 0.0),)  # noqa: RUF005
+        chunk = tl.load(place, is_row, None if is_row is None else 0.0)
+        chunks = chunks + (chunk,)  # noqa: RUF005
     return chunks
 
 

@@ -13,14 +13,14 @@ from tests import environment
 CASE = cases.SMALL[0]
 
 
-def meant_for(chip):
+def meant_for(chip, num_devices=1):
     """A context in which programs are traced for the chip, without its compiler."""
     device = jax.sharding.AbstractDevice(
         device_kind=chip.device_kind, num_cores=1, platform=chip.platform
     )
     axis = (jax.sharding.AxisType.Auto,)
     mesh = jax.sharding.AbstractMesh(
-        (1,), ("x",), axis_types=axis, abstract_device=device
+        (num_devices,), ("x",), axis_types=axis, abstract_device=device
     )
     return jax.sharding.use_abstract_mesh(mesh)
 
@@ -75,6 +75,19 @@ class DispatchTest(parameterized.TestCase):
             self.assertWarnsRegex(UserWarning, "sparse_mla runs as tiled instead of"),
         ):
             jax.eval_shape(run, q, kv, indices)
+
+    def test_jit_does_not_split_a_kernel_over_a_mesh(self):
+        specs = cases.shapes(CASE)
+        args = [specs[name] for name in ("q_latent", "kv", "indices")]
+        options = {"scale": 0.1, "value_dim": CASE.latent, "implementation": "tpu"}
+        run = functools.partial(sparse_mla, **options)
+        whole = jax.sharding.PartitionSpec()
+        with meant_for(chips.CHIPS["v5p"], num_devices=2):
+            with self.assertRaisesRegex(NotImplementedError, "inside jax.shard_map"):
+                jax.eval_shape(run, *args)
+            split = jax.shard_map(run, in_specs=whole, out_specs=whole, check_vma=False)
+            out, _ = jax.eval_shape(split, *args)
+        self.assertEqual(out.shape, (1, 5, CASE.heads, CASE.latent))
 
 
 if __name__ == "__main__":
