@@ -27,6 +27,7 @@ JOBS = (
     ("indexer_topk", (131072,), ("fwd",), False),
     ("masked_mla", (4096, 32768), ("fwd", "bwd"), True),
     ("grouped_matmul", (8192,), ("fwd", "bwd"), False),
+    ("grouped_matmul_fp8", (8192,), ("fwd",), False),
     ("decode_indexer_topk", (131072,), ("fwd",), True),
     ("decode_sparse_mla", (131072,), ("fwd",), True),
     ("sparse_mla", (4096, 32768), ("det",), False),
@@ -40,6 +41,7 @@ JOBS = (
     ("masked_layer", (4096, 32768), ("bwd",), False),
     ("masked_mla", (131072,), ("fwd",), False),
 )
+REHEARSED = 64  # tokens, with --small
 
 
 def main() -> int:
@@ -47,6 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, help="a folder")
     parser.add_argument("--seconds", type=float, default=540, help="to stop after")
+    parser.add_argument("--small", action="store_true", help="a rehearsal anywhere")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     device = jax.devices()[0].device_kind
@@ -55,7 +58,7 @@ def main() -> int:
         [f"{device}, jax {jax.__version__}", "", table.header(table.TIMED)],
     )
     print("\n".join(lines))  # noqa: T201
-    for row in _rows(time.monotonic() + args.seconds):
+    for row in _rows(time.monotonic() + args.seconds, args.small):
         rows.append(row)
         lines.append(table.line(row, table.TIMED))
         print(lines[-1], flush=True)  # noqa: T201
@@ -66,19 +69,19 @@ def main() -> int:
     return int(any("failure" in row for row in rows))
 
 
-def _rows(deadline: float) -> Iterator[dict[str, Any]]:
+def _rows(deadline: float, is_small: bool) -> Iterator[dict[str, Any]]:
     chip = dispatch.chip()
     for op, lengths, modes, with_baseline in JOBS:
-        for length in lengths:
+        for length in (REHEARSED,) if is_small else lengths:
             for mode in modes:
                 name = {"op": op, "length": length, "mode": mode}
                 if time.monotonic() > deadline:
                     yield name | {"failure": "left out: no time"}
                     continue
                 try:
-                    job = measure.Job(op, length, mode)
+                    job = measure.Job(op, length, mode, small=is_small)
                     row = measure.timed(job, chip, baseline=with_baseline)
-                    row |= _torch(op, length, mode)
+                    row |= {} if is_small else _torch(op, length, mode)
                 except Exception as error:  # the others still count
                     row = {"failure": f"{type(error).__name__}: {error}"}
                 yield name | row
@@ -87,7 +90,7 @@ def _rows(deadline: float) -> Iterator[dict[str, Any]]:
 def _torch(op: str, length: int, mode: str) -> dict[str, float]:
     """Milliseconds of torch's own way, where it has one and is installed."""
     try:
-        from benchmarks import h200_torch
+        import h200_torch  # beside this file
     except ImportError:
         return {}
     return h200_torch.timed(op, length, mode)
