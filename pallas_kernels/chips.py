@@ -35,6 +35,11 @@ CHIPS = {
 }
 
 
+def is_hopper(device_kind: str) -> bool:
+    """Whether a GPU runs what is compiled for compute capability 9.0."""
+    return any(name in device_kind for name in ("H100", "H200", "H800", "H20"))
+
+
 def find(device_kind: str) -> Chip | None:
     """The chip that jax calls so, or None if it is not one of CHIPS."""
     return next((c for c in CHIPS.values() if c.device_kind == device_kind), None)

@@ -29,9 +29,12 @@ def platform() -> str:
 
 def chip() -> chips.Chip | None:
     """Chip that a program traced now is meant for; None if it is not a known one."""
+    return chips.find(_device_kind())
+
+
+def _device_kind() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    return chips.find(kind)
+    return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def saved(tree: Any) -> Any:
@@ -105,6 +108,9 @@ def _unsupported(op: str, name: str, function: str, args: tuple) -> str | None:
             f"jit cannot split a kernel over the mesh's axes {axes}; call it inside "
             "jax.shard_map over them"
         )
+    kind = _device_kind()
+    if name == "gpu" and platform() == "gpu" and not chips.is_hopper(kind):
+        return f"it is compiled for Hopper GPUs, this is {kind}"
     try:
         module = _module(op, name)
     except ImportError as error:

@@ -76,6 +76,15 @@ class DispatchTest(parameterized.TestCase):
         ):
             jax.eval_shape(run, q, kv, indices)
 
+    def test_other_gpus_than_hopper_run_plain_xla(self):
+        specs = cases.shapes(CASE)
+        args = [specs[name] for name in ("q_latent", "kv", "indices")]
+        run = functools.partial(sparse_mla, scale=0.1, value_dim=CASE.latent)
+        other = dataclasses.replace(chips.CHIPS["h200"], device_kind="NVIDIA L4")
+        dispatch._warn_once.cache_clear()
+        with meant_for(other), self.assertWarnsRegex(UserWarning, "this is NVIDIA L4"):
+            jax.eval_shape(run, *args)
+
     def test_jit_does_not_split_a_kernel_over_a_mesh(self):
         specs = cases.shapes(CASE)
         args = [specs[name] for name in ("q_latent", "kv", "indices")]
