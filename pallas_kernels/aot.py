@@ -134,7 +134,7 @@ def compile(function: Callable, args: Any, chip: chips.Chip) -> Report:
         temp_bytes=memory.temp_size_in_bytes,
         flops=cost.get("flops", 0.0),
         gpu_kernels=tuple(gpu_kernel(launch) for launch in launches),
-        tpu_kernels=_tpu_kernels(set(_bundle_files()) - seen),
+        tpu_kernels=_tpu_kernels(compiled, set(_bundle_files()) - seen),
     )
 
 
@@ -155,13 +155,17 @@ def _bundle_files() -> Iterator[pathlib.Path]:
             yield from folder.glob("*[0-9]-final_bundles.txt")
 
 
-def _tpu_kernels(files: set[pathlib.Path]) -> tuple[TpuKernel, ...]:
+def _tpu_kernels(compiled: Any, files: set[pathlib.Path]) -> tuple[TpuKernel, ...]:
     """Bundles of the programs that Pallas made, not XLA."""
     kernels = []
+    try:
+        program = compiled.as_text()
+    except jax.errors.JaxRuntimeError:  # this libtpu cannot print some copies on v6e
+        return ()
     for path in sorted(files):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if "mosaic" in text:
-            name = path.name.split("-")[1]
+        name = path.name.split("-")[1]
+        if re.search(rf"%{re.escape(name)} = .*tpu_custom_call", program):
+            text = path.read_text(encoding="utf-8", errors="replace")
             bundles = re.findall(r"^ *0x[0-9a-f]+ ", text, re.MULTILINE)
             kernels.append(TpuKernel(name, len(bundles)))
     return tuple(kernels)

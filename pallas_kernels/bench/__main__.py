@@ -60,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--index", default="random", help="index lists: random, local, captured")
     add("--lists", type=pathlib.Path, help="captured lists, [T, K] int32 .npy")
     add("--implementation", help="default: the best one of the chip")
+    add("--queries", type=int, help="of the last tokens alone: context parallelism")
+    add("--heads", type=int, help="of the attention: tensor parallelism")
     add("--size", default="glm5", choices=("glm5", "small"), help="dims of the layer")
     add("--aot", action="store_true", help="compile only; no device is needed")
     add("--no_baseline", action="store_true", help="do not time plain XLA beside it")
@@ -83,6 +85,9 @@ def _jobs(
         parser.error(f"--mode must be of {','.join(measure.MODES)}, got {args.mode}")
     if not all(n.isdigit() and int(n) > 0 for n in args.length.split(",")):
         parser.error(f"--length must be positive integers, got {args.length}")
+    for name in ("queries", "heads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} must be positive, got {getattr(args, name)}")
     if args.index not in (*cases.INDEX_PATTERNS, "captured"):
         parser.error(f"--index must be random, local or captured, got {args.index}")
     if (args.index == "captured") != (args.lists is not None):
@@ -100,6 +105,8 @@ def _jobs(
             pattern=args.index,
             lists=lists,
             small=args.size == "small",
+            queries=args.queries,
+            heads=args.heads,
         )
         for op in ops
         for length in args.length.split(",")

@@ -32,11 +32,18 @@ class Job:
     pattern: str = "random"
     lists: Any = None
     small: bool = False
+    queries: int | None = None  # a chip's share under context parallelism
+    heads: int | None = None  # or under tensor parallelism
 
     @property
     def case(self) -> Case:
         """Sizes."""
-        return operations.at(self.op, self.length, self.small)
+        case = operations.at(self.op, self.length, self.small)
+        return dataclasses.replace(
+            case,
+            queries=min(self.queries or case.queries, case.queries),
+            heads=self.heads or case.heads,
+        )
 
     def function(self, implementation: str | None, case: Case) -> Callable:
         """The op, or its gradient, as a function of its inputs."""
