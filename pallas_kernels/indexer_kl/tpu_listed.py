@@ -179,8 +179,8 @@ def _kernel(
     `kept` are a query's probabilities and its indexer's scores, [chunks, chunk].
     """
     first_row = 1 + pl.program_id(0) * layout.num_keys
-    chunk = fetch[0].shape[1] // layout.lines
-    targets, scores = kept
+    (fetched, fetching), (targets, scores) = fetch, kept
+    chunk = fetched.shape[1] // layout.lines
     sums = _Gradient(indices, first_row, *gradient, *scratch) if gradient else None
 
     def compute(query, first, count, words):
@@ -204,7 +204,9 @@ def _kernel(
                 scores[...] = d_scores * weight
                 sums.add(query, j + 1, q_index[0], w, scores)
 
-    tpu_rows.over_chunks(indices, hbm[0], first_row, *fetch, compute, layout.lines)
+    tpu_rows.over_chunks(
+        indices, hbm[0], first_row, fetched, fetching, compute, layout.lines
+    )
     if sums is not None:
         sums.wait_written(indices.shape[0] - 1)
 
