@@ -5,7 +5,8 @@ needs of its list (head-averaged probabilities, the indexer's scores, rows of k_
 stays in VMEM until the softmax over all of it is known; then dI = softmax(I) - p, and
 no row is fetched twice. Rows of dk, float32 in HBM, are read while scores are computed,
 added to and written back. A list names a row once, and a query's rows are read after
-those of the one before it were written, so that sums have one order. Not timed.
+those of the one before it were written, so that sums have one order. Issuing copies
+bounds the kernel (static count on v5p: 9 of 10 bundles with a gradient). Not timed.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.sparse_mla import tpu_rows
 
+PARTS = 2  # of the queries, each with its own dk: a v5p has two cores
 HIDDEN = -1e30  # score of padding
 
 
@@ -68,7 +70,7 @@ def _forward(index, main, rows, scale, interpret):
     loss, sums = _call(index, main, rows, scale, interpret, with_gradient=True)
     dq, dw, dk = sums
     dq, dw = (x[:, : q.shape[1]] for x in (dq, dw))
-    dk = dk.reshape(-1, k.shape[2])[1:].reshape(k.shape)
+    dk = jnp.sum(dk, axis=0).reshape(-1, k.shape[2])[1:].reshape(k.shape)
     gradient = (dq, dk.astype(k.dtype), dw.astype(w.dtype))
     return dispatch.saved((jnp.sum(loss), gradient))
 
@@ -91,31 +93,34 @@ def _call(
 ) -> tuple:
     """Loss of each query [B, t, 1]; if wanted, gradients of q, w and rows of k."""
     (q, kv, lse), (q_index, k_index, w), (indices, weight) = main, index, rows
-    queries = (q, lse.swapaxes(1, 2), q_index, w, weight[..., None])
+    exact = lambda x: x.astype(jnp.float32)
+    queries = (q, lse.swapaxes(1, 2), q_index, exact(w), exact(weight)[..., None])
     queries = tuple(tpu_rows.pad_queries(x) for x in queries)
     indices = tpu_rows.pad_list(indices)
     packed = jnp.concatenate([k_index, kv], axis=-1)
     layout = tpu_rows.Layout.of(packed)
     chunk = tpu_rows.chunk_size(indices.shape[2])
     chunks = indices.shape[2] // chunk
-    (batch, length), tile = indices.shape[:2], tpu_rows.tile
+    tiles = indices.shape[1] // tpu_rows.QUERIES
+    parts = PARTS if tiles % PARTS == 0 else 1
+    of_part = functools.partial(_tile, tiles // parts)
     hbm, out_shape, out_specs, scratch, aliases = (layout.pack(packed),), (), (), (), {}
     if with_gradient:
-        zeros, scratch = _sums(k_index, chunks, chunk, q_index.shape[2])
+        zeros, scratch = _sums(k_index, parts, chunks, chunk, q_index.shape[2])
         hbm += (zeros,)
         aliases = {7: 3}  # dk starts as zeros
-        out_shape = (queries[2], _float32(batch, length, w.shape[2]), zeros)
-        out_specs = (tile(*q_index.shape[2:]), tile(w.shape[2]), _anywhere())
+        out_shape = tuple(_like(x) for x in (*queries[2:4], zeros))
+        out_specs = (*(of_part(*x.shape[2:]) for x in out_shape[:2]), _anywhere())
     return pl.pallas_call(
         functools.partial(_kernel, scale=scale, layout=layout),
-        grid=(batch, length // tpu_rows.QUERIES),
+        grid=(parts, len(q), tiles // parts),
         in_specs=[
-            tile(indices.shape[2], memory_space=pltpu.SMEM),
-            tuple(tile(*x.shape[2:]) for x in queries),
+            of_part(indices.shape[2], memory_space=pltpu.SMEM),
+            tuple(of_part(*x.shape[2:]) for x in queries),
             tuple(_anywhere() for _ in hbm),
         ],
-        out_specs=(tile(1), out_specs),
-        out_shape=(_float32(batch, length, 1), jax.tree.map(_like, out_shape)),
+        out_specs=(of_part(1), out_specs),
+        out_shape=(_like(queries[4]), out_shape),
         input_output_aliases=aliases,
         scratch_shapes=[
             (
@@ -126,8 +131,7 @@ def _call(
             scratch,
         ],
         compiler_params=pltpu.CompilerParams(
-            # One core adds to dk.
-            dimension_semantics=("arbitrary" if with_gradient else "parallel",) * 2,
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             disable_bounds_checks=True,
         ),
         interpret=pltpu.InterpretParams() if interpret else False,
@@ -135,8 +139,13 @@ def _call(
     )(indices, queries, hbm)
 
 
-def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+def _tile(steps: int, *sizes: int, memory_space: Any = None) -> pl.BlockSpec:
+    """QUERIES queries of [B, T, *sizes], for a grid (part, B, steps of a part)."""
+    return pl.BlockSpec(
+        (None, tpu_rows.QUERIES, *sizes),
+        lambda part, b, t: (b, part * steps + t, *[0] * len(sizes)),
+        memory_space=memory_space,
+    )
 
 
 def _like(x: Any) -> jax.ShapeDtypeStruct:
@@ -147,12 +156,14 @@ def _anywhere() -> pl.BlockSpec:
     return pl.BlockSpec(memory_space=pl.ANY)
 
 
-def _sums(k_index: Array, chunks: int, chunk: int, heads: int) -> tuple[Array, tuple]:
+def _sums(
+    k_index: Array, parts: int, chunks: int, chunk: int, heads: int
+) -> tuple[Array, tuple]:
     """Zeros for rows of dk, and scratch of a query that its gradient needs."""
     num_keys, dim = k_index.shape[1:]
     rows = tpu_rows.Layout(num_keys, dim, jnp.dtype(jnp.float32))
     num_rows = 1 + len(k_index) * num_keys
-    zeros = jnp.zeros((num_rows * rows.lines, tpu_rows.LANES), jnp.float32)
+    zeros = jnp.zeros((parts, num_rows * rows.lines, tpu_rows.LANES), jnp.float32)
     return zeros, (
         pltpu.VMEM((chunks, heads, chunk), jnp.float32),
         pltpu.VMEM((chunks, chunk, dim), k_index.dtype),
@@ -178,7 +189,7 @@ def _kernel(
 
     `kept` are a query's probabilities and its indexer's scores, [chunks, chunk].
     """
-    first_row = 1 + pl.program_id(0) * layout.num_keys
+    first_row = 1 + pl.program_id(1) * layout.num_keys
     (fetched, fetching), (targets, scores) = fetch, kept
     chunk = fetched.shape[1] // layout.lines
     sums = _Gradient(indices, first_row, *gradient, *scratch) if gradient else None
@@ -222,11 +233,16 @@ class _Gradient:
     first_row: Any  # that index 0 names
     dq: Any  # [queries, I, J]
     dw: Any  # [queries, I]
-    dk: Any  # rows in HBM
+    dk_parts: Any  # rows in HBM
     dots: Any  # ReLU(q . k) [chunks, I, chunk]
     k_rows: Any  # [chunks, chunk, J]
     buffer: Any  # rows of dk [chunks, chunk * lines, 128] in VMEM
     copying: Any  # semaphores of reads and of writes
+
+    @property
+    def dk(self):
+        """Rows that a part of the queries adds to."""
+        return self.dk_parts.at[pl.program_id(0)]
 
     def start(self, query, j):
         """Starts to read a chunk's rows of dk."""
