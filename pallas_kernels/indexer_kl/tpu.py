@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import block_pairs, dispatch, selection
+from pallas_kernels.indexer_kl import tpu_listed
 from pallas_kernels.masked_mla import tpu_blocks as blocks
 
 QUERIES, KEYS = 512, 1024  # of a tile: traffic of q and k stays under v6e's bandwidth
@@ -28,6 +29,8 @@ HEADS = 8  # of the attention in a step; the least that a block of log-sum-exps 
 PARTS = 2  # of the queries, each with its own dk: a v5p has two cores
 VMEM_BYTES = 56 << 20  # of 64 MB on v5p and tpu7x
 LANES = selection.LANES
+sparse_indexer_kl_loss = tpu_listed.sparse_indexer_kl_loss
+unsupported_sparse_indexer_kl_loss = tpu_listed.unsupported_sparse_indexer_kl_loss
 
 
 def unsupported_indexer_kl_loss(

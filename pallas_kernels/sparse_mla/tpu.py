@@ -191,8 +191,7 @@ def add_chunk(q, planes, is_key, state, scale):
       scale: factor on scores.
     """
     top, norm, total = state
-    products = [tpu_rows.dot(a, b, 1, 1) for a, b in zip(q, planes, strict=True)]
-    scores = jnp.where(is_key, functools.reduce(jnp.add, products) * scale, HIDDEN)
+    scores = jnp.where(is_key, tpu_rows.product(q, planes) * scale, HIDDEN)
     before = top[:, :1]
     now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
     shrink = jnp.exp(before - now)

@@ -116,7 +116,7 @@ def _kernel(
         planes = layout.unpack(words())
         q, lse, shift, d_out = (x[pl.ds(query, 1)] for x in queries)
         x, dy = layout.cut(q[0]), layout.cut(d_out[0])
-        columns = (_column(lse), _column(shift))
+        columns = (tpu_rows.column(lse), tpu_rows.column(shift))
         is_key = lax.broadcasted_iota(jnp.int32, (1, chunk), 1) < count - first
         probs, d_scores = _chunk(x, dy, columns, planes, is_key, scale)
         tpu_rows.wait_for(row_sums, reading)
@@ -139,9 +139,9 @@ def _chunk(x, dy, columns, planes, is_key, scale):
     values = [
         plane[:, : part.shape[1]] for part, plane in zip(dy, planes, strict=False)
     ]
-    scores = _product(x, planes) * scale
+    scores = tpu_rows.product(x, planes) * scale
     probs = jnp.where(is_key, jnp.exp(scores - lse), 0)
-    d_scores = scale * probs * (_product(dy, values) - shift)
+    d_scores = scale * probs * (tpu_rows.product(dy, values) - shift)
     return probs.astype(x[0].dtype), d_scores.astype(x[0].dtype)
 
 
@@ -159,14 +159,3 @@ def _accumulate(x, dy, planes, chunk, is_first, dq_sum, sums):
         if i < len(dy):
             tpu_rows.add_to(sums, at, tpu_rows.dot(probs, dy[i], 0, 0))
         at += plane.shape[1]
-
-
-def _product(parts, planes):
-    """[N, chunk], from the parts of the contracted axis."""
-    products = [tpu_rows.dot(a, b, 1, 1) for a, b in zip(parts, planes, strict=True)]
-    return functools.reduce(jnp.add, products)
-
-
-def _column(row):
-    """[N, 1] of [1, N]."""
-    return jnp.broadcast_to(row, (tpu_rows.LANES, row.shape[1])).T[:, :1]

@@ -8,6 +8,7 @@ that a row unpacks into two planes. A row before the first is what padding names
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -227,3 +228,14 @@ def dot(a, b, axis_a, axis_b):
         precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+
+
+def product(parts, planes):
+    """[N, chunk], from the parts of the contracted axis."""
+    products = [dot(a, b, 1, 1) for a, b in zip(parts, planes, strict=True)]
+    return functools.reduce(jnp.add, products)
+
+
+def column(row):
+    """[N, 1] of [1, N]."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
