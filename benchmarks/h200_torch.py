@@ -44,6 +44,7 @@ def _dense(case: cases.Case, with_gradient: bool) -> Callable:
     q, k, v = (_normal(shape).requires_grad_(with_gradient) for _ in range(3))
 
     def run() -> None:
+        q.grad = k.grad = v.grad = None
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         if with_gradient:
             out.backward(torch.ones_like(out))

@@ -62,6 +62,7 @@ from glm5_jax.inference import engine, loading
 from glm5_jax.model import attention, layers, transformer
 from glm5_jax.optim import muon_split
 from glm5_jax.training import accounting, loop, metrics
+from pallas_kernels import selection
 
 print(f"jax {jax.__version__} on {jax.device_count()} x {jax.devices()[0].device_kind}")
 
@@ -148,7 +149,8 @@ def dense_attention(params: dict, out: transformer.Output) -> jax.Array:
 def look(params: dict, out: transformer.Output) -> None:
     """Draws attention and selection of a row, and says how much the selection holds."""
     dense = np.asarray(jax.jit(dense_attention)(params, out))
-    mask = out.traces["layers_0"]["block_0"].index.selected[0]  # keys first: [B, S, T]
+    selected = out.traces["layers_0"]["block_0"].index.selected[0]
+    mask = selection.as_mask(selected, dense.shape[-1])  # keys first: [B, S, T]
     chosen = np.asarray(mask).swapaxes(1, 2)
     num_visible = np.asarray(out.context.hi - out.context.lo)
     relative = np.where(dense > 0, dense * num_visible[..., None], np.nan)[0]

@@ -41,11 +41,17 @@ def visible(lo: Int[Array, "*n"], hi: Int[Array, "*n"], num_keys: int) -> Array:
 
 
 def as_mask(
-    selected: Bool[Array, "B S T"] | UInt32[Array, "B T W"] | None, num_keys: int
+    selected: Bool[Array, "B S T"]
+    | UInt32[Array, "B T W"]
+    | Int[Array, "B T K"]
+    | None,
+    num_keys: int,
 ) -> Bool[Array, "B S T"] | None:
-    """The mask of a mask or of bits."""
+    """The mask of a selection in any form."""
     if selected is None or selected.dtype == bool:
         return selected
+    if is_list(selected):
+        return to_mask(selected, num_keys)
     return unpack(selected, num_keys)
 
 

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             _write(args.json, {"chip": where, "jax": jax.__version__, "rows": rows})
     if args.plot:
         plot.save(rows, args.plot, where)
-    return int(any("failure" in row for row in rows))
+    return int(any("failure" in row or row.get("is_wrong") for row in rows))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,6 +18,8 @@ import pallas_kernels
 from pallas_kernels import cases
 from pallas_kernels.cases import Case
 
+# Inputs that have a row for each query.
+OF_QUERIES = ("q", "q_latent", "q_index", "w", "lo", "hi", "indices", "bits", "weight")
 LATENT_BYTES = 2  # bfloat16
 
 
@@ -33,6 +35,12 @@ class Operation:
     call: Callable[[Case, str | None, bool], Callable]
     work: Callable[[Case], tuple[float, float, float, float]]
     differentiable: tuple[int, ...] = ()  # inputs that have a gradient
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether outputs are rows of queries that do not depend on each other."""
+        is_loss = "weight" in self.inputs
+        return not is_loss and "rows" not in self.inputs
 
 
 def pairs(case: Case) -> float:
@@ -59,7 +67,9 @@ def make(case: Case, names: tuple[str, ...], pattern: str, lists: Any) -> tuple:
 
 
 def _input(case: Case, name: str, pattern: str, lists: Any) -> jax.Array:
-    wanted, key = cases.shapes(case)[name], jax.random.key(0)
+    table = cases.shapes(case)
+    wanted = table[name]
+    key = jax.random.fold_in(jax.random.key(0), list(table).index(name))
     if name == "indices" and pattern == "captured":
         return jnp.asarray(np.broadcast_to(lists, wanted.shape), jnp.int32)
     if name == "bits":
@@ -77,13 +87,18 @@ def _input(case: Case, name: str, pattern: str, lists: Any) -> jax.Array:
         sizes[0] += rows - sizes.sum()
         return jnp.asarray(sizes)
     if name in ("indices", "lo", "hi", "weight"):
-        return cases.make(case, name, pattern=pattern)[0]
+        return _drawn(case, name, pattern)
     if name == "experts_int8":
         return jax.random.randint(key, wanted.shape, -127, 128, jnp.int8)
     if name == "scales":
         return jnp.full(wanted.shape, 0.01)
     # Drawn where it will be used: hundreds of megabytes.
     return jax.random.normal(key, wanted.shape, jnp.bfloat16).astype(wanted.dtype)
+
+
+@functools.lru_cache(1)  # a minute's drawing at 128K, for each mode anew
+def _drawn(case: Case, name: str, pattern: str) -> jax.Array:
+    return cases.make(case, name, pattern=pattern)[0]
 
 
 def _call(name: str, **options: Any) -> Callable:

@@ -45,6 +45,7 @@ def _notes(row: dict[str, Any]) -> list[str]:
     """Why it failed, or what a compiler said of each kernel."""
     if "failure" in row:
         return [row["failure"].splitlines()[0]]
+    wrong = ["WRONG VALUES"] * row.get("is_wrong", False)
     gpu = [
         f"{k['name']} {k['registers']} registers, {k['spill_bytes']} B spilled, "
         f"{k['shared_bytes'] / 1024:.0f} KiB shared"
@@ -52,4 +53,4 @@ def _notes(row: dict[str, Any]) -> list[str]:
         for k in row.get("gpu_kernels", ())
     ]
     tpu = [f"{k['name']} {k['bundles']} bundles" for k in row.get("tpu_kernels", ())]
-    return gpu + tpu
+    return wrong + gpu + tpu

@@ -22,9 +22,8 @@ from pallas_kernels import dispatch, selection, triton_call
 ROWS = 128  # queries times heads of the indexer, of a tile
 QUERIES = 128  # of a tile of probabilities
 KEYS = 64  # of a tile
-CHUNK = (
-    1536  # queries: of the indexer's 32 heads, 384 tiles, which an H200 runs at once
-)
+# Queries of a pass: of the indexer's 32 heads, 384 tiles, which an H200 runs at once.
+CHUNK = 1536
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 

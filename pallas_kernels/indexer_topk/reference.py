@@ -7,15 +7,16 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels import selection
 
+EXACT = lax.Precision.HIGHEST  # else accelerators round float32 operands first
+
 
 def indexer_scores(
     q: Float[Array, "B T I J"], k: Float[Array, "B S J"], w: Float[Array, "B T I"]
 ) -> Float[Array, "B T S"]:
     """I = sum_i w_i ReLU(q_i . k), float32."""
-    dots_BTIS = jnp.einsum(
-        "btij,bsj->btis", *_exact(q, k), preferred_element_type=jnp.float32
-    )
-    return jnp.einsum("bti,btis->bts", w.astype(jnp.float32), jax.nn.relu(dots_BTIS))
+    dots_BTIS = jnp.einsum("btij,bsj->btis", *_exact(q, k), precision=EXACT)
+    weights = w.astype(jnp.float32)
+    return jnp.einsum("bti,btis->bts", weights, jax.nn.relu(dots_BTIS), precision=EXACT)
 
 
 def indexer_mask(
@@ -78,8 +79,9 @@ def indexer_scores_at(
 ) -> Float[Array, "B T K"]:
     """See `pallas_kernels.indexer_scores_at`."""
     rows = jax.vmap(lambda k, i: k[i])(k, jnp.maximum(indices, 0))
-    dots = jnp.einsum("btij,btkj->btik", *_exact(q, rows))
-    scores = jnp.einsum("bti,btik->btk", w.astype(jnp.float32), jax.nn.relu(dots))
+    dots = jnp.einsum("btij,btkj->btik", *_exact(q, rows), precision=EXACT)
+    weights = w.astype(jnp.float32)
+    scores = jnp.einsum("bti,btik->btk", weights, jax.nn.relu(dots), precision=EXACT)
     return jnp.where(indices < 0, 0, scores)
 
 

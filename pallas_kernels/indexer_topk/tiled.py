@@ -33,7 +33,9 @@ def tile_scores(
 
 def head_scores(q: Float[Array, "T J"], k: Float[Array, "S J"]) -> Float[Array, "S T"]:
     """Products of one head after their ReLU."""
-    return jax.nn.relu(jnp.einsum("sj,tj->st", k, q.astype(jnp.float32)))
+    return jax.nn.relu(
+        jnp.einsum("sj,tj->st", k, q.astype(jnp.float32), precision=reference.EXACT)
+    )
 
 
 def visible(lo: Int[Array, "T 1"], hi: Int[Array, "T 1"], keys: int) -> Array:
@@ -87,7 +89,7 @@ def indexer_topk(
     hi: Int[Array, "B T"],
     topk: int,
 ) -> Int[Array, "B T K"]:
-    """See `pallas_kernels.indexer_topk`: the a tile of scores at a time, and a sort."""
+    """See `pallas_kernels.indexer_topk`: a tile of scores at a time, and a sort."""
 
     def tile(_: None, q: Array, w: Array, lo: Array, hi: Array) -> tuple[None, Array]:
         return None, reference.indexer_topk(q, k, w, lo, hi, topk)

@@ -28,8 +28,8 @@ def sparse_mla(
     Args:
       q: queries in the latent space, then their rotated part: c = C + R.
       kv: latent, then rotated key, of each token.
-      indices: rows of kv, ascending, padded with -1 at the end. A query without any
-        gives zeros, and a log-sum-exp of zero.
+      indices: rows of kv, strictly ascending, padded with -1 at the end. A query
+        without any gives zeros, and a log-sum-exp of zero.
       scale: factor on q . kv.
       value_dim: C; values are the first C of each row.
       deterministic: sum the gradient of kv in an order that does not change from run
