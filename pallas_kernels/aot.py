@@ -39,8 +39,6 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
-
-
 PTX_VERSION = 87  # that the assemblers of Triton 3.6 to 3.9 all read
 
 
@@ -69,9 +67,7 @@ class Report:
 
     compile_seconds: float
     argument_bytes: int
-    output_bytes: int
     temp_bytes: int
-    flops: float  # by the compiler; it does not look into kernels
     gpu_kernels: tuple[GpuKernel, ...]
     tpu_kernels: tuple[TpuKernel, ...]  # if `dump_bundles` was called
 
@@ -125,26 +121,24 @@ def compile(function: Callable, args: Any, chip: chips.Chip) -> Report:
         start = time.perf_counter()
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    memory = compiled.memory_analysis()
     assert memory is not None
     return Report(
         compile_seconds=seconds,
         argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        flops=cost.get("flops", 0.0),
         gpu_kernels=tuple(gpu_kernel(launch) for launch in launches),
         tpu_kernels=_tpu_kernels(compiled, set(_bundle_files()) - seen),
     )
+
+
+_DUMP_OPTION = "--xla_jf_dump_to="
 
 
 def dump_bundles(folder: pathlib.Path) -> None:
     """Makes libtpu write its bundles into a folder; for before its first compile."""
     options = f"{_DUMP_OPTION}{folder} --xla_jf_dump_llo_text=true"
     os.environ["LIBTPU_INIT_ARGS"] = options
-
-
-_DUMP_OPTION = "--xla_jf_dump_to="
 
 
 def _bundle_files() -> Iterator[pathlib.Path]:

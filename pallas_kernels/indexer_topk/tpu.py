@@ -41,9 +41,7 @@ def unsupported_indexer_bits(
     return None
 
 
-def unsupported_indexer_topk(*args: Any) -> str | None:
-    """Why the kernel cannot take these shapes, or None."""
-    return unsupported_indexer_bits(*args)
+unsupported_indexer_topk = unsupported_indexer_bits
 
 
 def indexer_topk(
