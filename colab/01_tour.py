@@ -362,7 +362,7 @@ for name, matrix in head.items():
 # - The way of a token: `glm5_jax/model/transformer.py`, `block.py`, `attention.py`,
 #   `indexer.py`, `moe.py`, in this order.
 # - One training step, whole: `glm5_jax/training/step.py`.
-# - Every knob with its unit or source: `glm5_jax/config.py`. Models of 1M to 744B:
+# - Every knob with its unit or source: `glm5_jax/config/`. Models of 1M to 744B:
 #   `glm5_jax/presets.py`.
 # - A longer run than this one, in two minutes: `configs/quickstart.py`.
 # - The kernels, each with a definition of a few lines: `pallas_kernels/*/reference.py`.

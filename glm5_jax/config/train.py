@@ -1,181 +1,12 @@
-"""Every knob of a run: frozen dataclasses that check themselves.
-
-Fields of ModelConfig bear the names of the Hugging Face config.json, and its defaults
-are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
-"""
+"""A whole run: data, loss, optimizer, mesh, and the stage that uses them."""
 
 import dataclasses
 from typing import Literal
 
-AttentionMode = Literal["dense", "sparse", "dense_with_indexer_loss"]
-RematPolicy = Literal["none", "full", "dots"]
-Dtype = Literal["float32", "bfloat16"]
+from glm5_jax.config import checks
+from glm5_jax.config.model import Dtype, ModelConfig
+
 Stage = Literal["pretrain", "dsa_warmup", "dsa_sparse"]
-
-
-class InputError(ValueError):
-    """What the user gave is wrong; the message says what, and what to do."""
-
-
-def _require(*rules: tuple[bool, str]) -> None:
-    """Raises one InputError with the message of every rule that does not hold."""
-    errors = [message for holds, message in rules if not holds]
-    if errors:
-        raise InputError("\n".join(errors))
-
-
-def _positive(section: object, *names: str) -> list[tuple[bool, str]]:
-    """Rules: each named field is at least 1."""
-    values = {name: getattr(section, name) for name in names}
-    return [(v >= 1, f"{n} must be at least 1, got {v}.") for n, v in values.items()]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Architecture; defaults are zai-org/GLM-5 config.json (arXiv 2602.15763)."""
-
-    vocab_size: int = 154880
-    hidden_size: int = 6144
-    intermediate_size: int = 12288  # width of a dense layer's SwiGLU
-    moe_intermediate_size: int = 2048  # width of one expert, routed or shared
-    num_hidden_layers: int = 78
-    first_k_dense_replace: int = 3  # leading layers without experts
-    num_attention_heads: int = 64
-    q_lora_rank: int = 2048
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 192
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 256
-    n_routed_experts: int = 256
-    num_experts_per_tok: int = 8
-    n_shared_experts: int = 1
-    routed_scaling_factor: float = 2.5
-    norm_topk_prob: bool = True  # gates of a token sum to routed_scaling_factor
-    index_n_heads: int = 32
-    index_head_dim: int = 128
-    index_topk: int = 2048  # keys that a query may attend to
-    # Which layers own an indexer ("F") and which reuse the one before them ("S"):
-    # a pattern, one letter a layer, or else every index_topk_freq-th layer.
-    index_topk_pattern: str | None = None
-    index_topk_freq: int = 1
-    index_skip_topk_offset: int = 2
-    index_share_for_mtp_iteration: bool = False  # later MTP steps reuse KV and index
-    num_nextn_predict_layers: int = 1  # MTP modules stored: 0 or 1
-    mtp_num_steps: int = 3  # times that it is applied in training (paper 2.1)
-    rms_norm_eps: float = 1e-5
-    latent_norm_eps: float = 1e-5  # transformers: 1e-6; Megatron, vLLM, SGLang: 1e-5
-    rope_theta: float = 1e6
-    max_position_embeddings: int = 202752
-    initializer_range: float = 0.02
-    eos_token_id: tuple[int, ...] = (154820, 154827, 154829)
-    pad_token_id: int = 154820
-    attention: AttentionMode = "sparse"  # from here: computation, not architecture
-    dtype: Dtype = "bfloat16"  # of activations and matrix products
-    param_dtype: Dtype = "float32"
-    remat_policy: RematPolicy = "none"
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        n, dense = self.num_hidden_layers, self.first_k_dense_replace
-        _require(
-            *self._index_rules(),
-            *_positive(
-                self,
-                *("vocab_size", "hidden_size", "intermediate_size"),
-                *("moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
-                *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
-                *("qk_rope_head_dim", "v_head_dim", "n_routed_experts"),
-                *("num_experts_per_tok", "index_n_heads", "index_head_dim"),
-                *("index_topk", "index_topk_freq", "max_position_embeddings"),
-            ),
-            (
-                0 <= dense <= n,
-                f"first_k_dense_replace must lie in 0..{n} (num_hidden_layers), "
-                f"got {dense}.",
-            ),
-            (
-                self.num_experts_per_tok <= self.n_routed_experts,
-                f"num_experts_per_tok must not exceed n_routed_experts, got "
-                f"{self.num_experts_per_tok} of {self.n_routed_experts}.",
-            ),
-            (
-                self.n_shared_experts >= 0,
-                f"n_shared_experts must not be negative, got {self.n_shared_experts}.",
-            ),
-            (
-                self.qk_rope_head_dim % 2 == 0,
-                f"qk_rope_head_dim must be even (RoPE turns pairs), got "
-                f"{self.qk_rope_head_dim}.",
-            ),
-            (
-                self.index_head_dim >= self.qk_rope_head_dim,
-                f"index_head_dim must be at least qk_rope_head_dim (the indexer "
-                f"turns its first {self.qk_rope_head_dim} dims), got "
-                f"{self.index_head_dim}.",
-            ),
-            (
-                self.num_nextn_predict_layers in (0, 1),
-                f"num_nextn_predict_layers must be 0 or 1 (MTP steps share one "
-                f"module), got {self.num_nextn_predict_layers}.",
-            ),
-            (
-                self.mtp_num_steps >= 0,
-                f"mtp_num_steps must not be negative, got {self.mtp_num_steps}.",
-            ),
-            (self.rms_norm_eps > 0, f"rms_norm_eps must be > 0: {self.rms_norm_eps}."),
-            (self.rope_theta > 1, f"rope_theta must exceed 1, got {self.rope_theta}."),
-        )
-
-    def _index_rules(self) -> list[tuple[bool, str]]:
-        """Rules of the fields that say which layers own an indexer."""
-        n, pattern = self.num_hidden_layers, self.index_topk_pattern
-        offset = self.index_skip_topk_offset
-        return [
-            (
-                pattern is None or (len(pattern) == n and set(pattern) <= set("FS")),
-                f"index_topk_pattern must be {n} letters F or S, got {pattern!r}.",
-            ),
-            (
-                not pattern or pattern[0] == "F",
-                "index_topk_pattern must begin with F: the first layer has no "
-                "earlier index to share.",
-            ),
-            (
-                offset >= 1,
-                f"index_skip_topk_offset must be at least 1 (the first layer is "
-                f"full), got {offset}.",
-            ),
-        ]
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Dims of a query or key head: no-rope part, then rope part."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def softmax_scale(self) -> float:
-        """Factor on the attention scores."""
-        return self.qk_head_dim**-0.5
-
-    @property
-    def has_mtp(self) -> bool:
-        """Whether the multi-token-prediction module exists."""
-        return self.num_nextn_predict_layers > 0
-
-    @property
-    def is_full_index_layer(self) -> tuple[bool, ...]:
-        """Per layer: does it own an indexer (else it reuses an earlier one's keys).
-
-        IndexShare, arXiv 2603.12201: layer i is full iff
-        max(i - index_skip_topk_offset + 1, 0) % index_topk_freq == 0.
-        """
-        if self.index_topk_pattern:
-            return tuple(letter == "F" for letter in self.index_topk_pattern)
-        skip = self.index_skip_topk_offset - 1
-        return tuple(
-            max(i - skip, 0) % self.index_topk_freq == 0
-            for i in range(self.num_hidden_layers)
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,8 +24,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        _require(
-            *_positive(self, "sequence_length", "batch_size", "num_prefetch"),
+        checks.require(
+            *checks.positive(self, "sequence_length", "batch_size", "num_prefetch"),
             (
                 self.bpe_vocab_size >= 300,
                 f"bpe_vocab_size must be at least 300 (256 bytes and the special "
@@ -225,8 +56,8 @@ class LossConfig:
             for f in dataclasses.fields(self)
             if f.name != "chunk_tokens"
         }
-        _require(
-            *_positive(self, "chunk_tokens"),
+        checks.require(
+            *checks.positive(self, "chunk_tokens"),
             *(
                 (v >= 0, f"{k} must not be negative, got {v}.")
                 for k, v in weights.items()
@@ -264,7 +95,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        _require(
+        checks.require(
             (
                 self.learning_rate > 0,
                 f"learning_rate must be > 0: {self.learning_rate}",
@@ -286,7 +117,7 @@ class OptimConfig:
                 self.clip_norm >= 0,
                 f"clip_norm is negative: {self.clip_norm}; 0 is off.",
             ),
-            *_positive(self, "ns_steps", "max_skipped_in_a_row"),
+            *checks.positive(self, "ns_steps", "max_skipped_in_a_row"),
         )
 
 
@@ -302,12 +133,12 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        _require(
+        checks.require(
             (
                 self.data == -1 or self.data >= 1,
                 f"data must be -1 or >= 1: {self.data}",
             ),
-            *_positive(self, "fsdp", "expert", "tensor", "context"),
+            *checks.positive(self, "fsdp", "expert", "tensor", "context"),
         )
 
 
@@ -339,9 +170,9 @@ class TrainConfig:
         has_kl = self.model.attention != "dense" and self.loss.indexer_weight > 0
         is_dsa = self.stage in ("dsa_warmup", "dsa_sparse")
         mode = {"dsa_warmup": "dense_with_indexer_loss", "dsa_sparse": "sparse"}
-        _require(
-            *_positive(self, "num_steps", "log_every", "checkpoints_to_keep"),
-            *_positive(self, "eval_batches"),
+        checks.require(
+            *checks.positive(self, "num_steps", "log_every", "checkpoints_to_keep"),
+            *checks.positive(self, "eval_batches"),
             (self.seed >= 0, f"seed must not be negative, got {self.seed}."),
             (
                 not is_dsa or self.model.attention == mode[self.stage],

@@ -1,0 +1,30 @@
+"""Every knob of a run: frozen dataclasses that check themselves.
+
+Fields of ModelConfig bear the names of the Hugging Face config.json, and its defaults
+are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
+"""
+
+from glm5_jax.config.checks import InputError
+from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
+from glm5_jax.config.train import (
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    OptimConfig,
+    Stage,
+    TrainConfig,
+)
+
+__all__ = [
+    "AttentionMode",
+    "DataConfig",
+    "Dtype",
+    "InputError",
+    "LossConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RematPolicy",
+    "Stage",
+    "TrainConfig",
+]

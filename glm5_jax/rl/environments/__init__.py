@@ -1,0 +1,1 @@
+"""Environments: what a model is asked to do, and what it earns."""
