@@ -23,6 +23,10 @@ class Label(enum.Enum):
     TIMEOUT = "timeout"  # the environment did not answer in time: left out
 
 
+class RewardError(Exception):
+    """Scoring failed, not the episode: `step` raises it to be told from a crash."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One thing to do; the same (environment, seed, index) is always the same task."""
