@@ -10,7 +10,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,7 @@ _EQUAL = 1e-6  # rewards whose standard deviation is below teach nothing (DAPO)
 _SCORED = (protocol.Label.OK, protocol.Label.TRUNCATED)
 
 
+@runtime_checkable
 class Sample(Protocol):
     """Token ids of one conversation; an episode has more than one if it forked."""
 
@@ -34,6 +35,7 @@ class Sample(Protocol):
         ...
 
 
+@runtime_checkable
 class Episode(Protocol):
     """What of an episode counts here."""
 
