@@ -187,11 +187,15 @@ def _chain_sum(rng: random.Random, size: int) -> _Draft:
 
 
 def _gcd(rng: random.Random, size: int) -> _Draft:
-    """Greatest common divisor of two numbers of at most `size` digits, not often 1."""
+    """Numbers of at most `size` digits whose greatest common divisor is uniform."""
     limit = 10**size - 1
-    divisor = rng.randint(1, max(limit // 4, 1))
-    a, b = (divisor * rng.randint(1, limit // divisor) for _ in range(2))
-    return _Draft(f"{min(a, b)},{max(a, b)}", f"gcd {a} {b}", str(math.gcd(a, b)))
+    divisor = rng.randint(1, limit // 3)
+    while True:
+        a, b = (rng.randint(1, limit // divisor) for _ in range(2))
+        if math.gcd(a, b) == 1:
+            break
+    a, b = divisor * a, divisor * b
+    return _Draft(f"{min(a, b)},{max(a, b)}", f"gcd {a} {b}", str(divisor))
 
 
 def _countdown(rng: random.Random, size: int) -> _Draft:
@@ -228,7 +232,7 @@ _KINDS: Mapping[str, _Kind] = {
     "sort": _Kind(_sort, 3, 6, 1, 256, "letters"),
     "arithmetic": _Kind(_arithmetic, 1, 2, 1, 9, "digits"),
     "chain_sum": _Kind(_chain_sum, 2, 4, 2, 32, "terms"),
-    "gcd": _Kind(_gcd, 1, 2, 1, 9, "digits"),
+    "gcd": _Kind(_gcd, 2, 2, 1, 9, "digits"),
     "countdown": _Kind(_countdown, 3, 3, 2, 6, "numbers"),
     "calculator": _Kind(_calculator, 2, 3, 2, 9, "digits"),
 }

@@ -15,7 +15,7 @@ GOLDEN = {
     "sort": ["sort ewdz -> dewz", "sort urm -> mru"],
     "arithmetic": ["9+25 -> 34", "80+22 -> 102"],
     "chain_sum": ["3-97 -> -94", "80+8+8 -> 96"],
-    "gcd": ["gcd 60 90 -> 30", "gcd 42 63 -> 21"],
+    "gcd": ["gcd 58 87 -> 29", "gcd 48 64 -> 16"],
     "countdown": ["make 81 of 1 9 8 -> (1+8)*9", "make 91 of 7 6 7 -> (6+7)*7"],
     "calculator": ["71*54 -> 3834", "539*990 -> 533610"],
 }

@@ -25,8 +25,9 @@ FLOAT32 = 1e-5  # relative: differences of log-probs of order 1, then an exp
 SPLITS = 1e-6  # absolute, of sums of order 0.1 in another order
 
 
+@functools.cache
 def objective(name):
-    return objectives.named(name, **SETTINGS)
+    return jax.jit(objectives.named(name, **SETTINGS))
 
 
 def make_tokens(seed=0, shape=(6, 40), gap=0.5, moved=0.3):
@@ -97,6 +98,7 @@ def total(logprobs, name, tokens, weights):
     return jnp.sum(weights * objective(name)(**given).loss)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def gradient(name, tokens, weights=1.0):
     return jax.grad(total)(tokens["logprobs"], name, tokens, weights)
 
