@@ -203,10 +203,8 @@ class Template:
         )
         is_trained, before = False, None
         for i, message in enumerate(messages):
-            role, content = (
-                message.get("role"),
-                messages_lib.text_of(message, "content"),
-            )
+            role = messages_lib.role_of(message)
+            content = messages_lib.text_of(message, "content")
             if role == "system":
                 writer.special(SYSTEM)
                 writer.text(content)
@@ -219,14 +217,9 @@ class Template:
                 writer.special("<tool_response>")
                 writer.text(content)
                 writer.special("</tool_response>")
-            elif role == "assistant":
+            else:
                 thinking = self._is_thinking(messages[: i + 1])
                 is_trained = self._write_turn(writer, message, thinking, i > last_user)
-            else:
-                raise config.InputError(
-                    f"messages[{i}] must have a role of 'system', 'user', 'assistant' "
-                    f"or 'tool', got {role!r}."
-                )
             is_trained = is_trained and role == "assistant"
             before = role
         return is_trained
@@ -256,7 +249,7 @@ class Template:
         else:
             writer.special("</think>")
         writer.text(content.strip(), trained)
-        for call in message.get("tool_calls") or ():
+        for call in messages_lib.calls_in(message):
             self._write_call(writer, call, trained)
         return trained
 
