@@ -145,8 +145,15 @@ class Template:
             messages: what came after the turn, none of them an assistant's.
             last: the last id of the turn; None if it has none.
             is_thinking: the turn was cut off in its thought, which is closed first.
+
+        Raises:
+            config.InputError: a message that is none, or an assistant's.
         """
-        assert all(message.get("role") != "assistant" for message in messages)
+        if any(messages_lib.role_of(message) == "assistant" for message in messages):
+            raise config.InputError(
+                "a bridge takes what comes after a sampled turn: no message of role "
+                "'assistant'."
+            )
         writer = _Writer(self.tokenizer)
         if last not in self.stop_ids:
             writer.special(*["</think>"] * is_thinking, tokenizer_lib.END_OF_TEXT)

@@ -38,7 +38,7 @@ def view(
             if in_color:
                 text = _TRAINED * trained + _SPECIAL * is_special + text + _RESET
             line += text
-        lines.append(line if in_color else "+ "[not trained] + " " + line)
+        lines.append(line if in_color else ("+ " if trained else "  ") + line)
     return "".join(lines) if in_color else "\n".join(lines)
 
 

@@ -91,7 +91,7 @@ class FittedRows:
 
     tokens: Int[np.ndarray, " n"]
     mask: Bool[np.ndarray, " n"]
-    starts: Int[np.ndarray, " documents+1"]
+    starts: Int[np.ndarray, " borders"]
     bins: Sequence[Sequence[int]]
     eos_id: int
     sequence_length: int
