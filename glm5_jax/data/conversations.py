@@ -11,10 +11,12 @@ import tqdm
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.data import chat, messages, packing, pipeline, sources
+from glm5_jax.data import chat, messages, packing, pipeline, sources, tasks
 from glm5_jax.data import tokenizer as tokenizer_lib
 
 _ORDER_VERSION = 1  # raise it when rendering, packing or shuffling changes
+_MAX_DEMONSTRATIONS = 4096  # of a task
+_DEMONSTRATIONS_SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +108,15 @@ def read_conversations(source: str) -> list[Conversation]:
 
     Args:
         source: a .jsonl file, or a folder of such, with a conversation a line:
-            {"messages": [...], "tools": [...]}, tools being optional.
+            {"messages": [...], "tools": [...]}, tools being optional; or "tasks:NAME",
+            the demonstrations of a task of data/tasks.py, of its training split alone.
 
     Raises:
-        config.InputError: there is none, or a bad line, by file and line.
+        config.InputError: there is none, no such task, or a bad line, by file and line.
     """
+    scheme, _, name = source.partition(":")
+    if scheme == "tasks":
+        return _demonstrations(name)
     root = pathlib.Path(source).expanduser()
     paths = sorted(sources.files(root)) if root.is_dir() else [root]
     paths = [path for path in paths if path.suffix == ".jsonl" and path.is_file()]
@@ -118,7 +124,8 @@ def read_conversations(source: str) -> list[Conversation]:
     if not found:
         raise config.InputError(
             f"data.source holds no conversations: {source!r}. In stage sft it is a "
-            f'.jsonl file, or a folder of such, with lines {{"messages": [...]}}.'
+            f'.jsonl file, or a folder of such, with lines {{"messages": [...]}}; or '
+            f"'tasks:NAME'."
         )
     return found
 
@@ -136,6 +143,16 @@ def pick(source: str, index: int) -> Conversation:
             f"conversations; got {index}."
         )
     return found[index]
+
+
+def _demonstrations(name: str) -> list[Conversation]:
+    """What solves the first training problems of a task, each problem once."""
+    problems = [
+        tasks.problem(name, "train", _DEMONSTRATIONS_SEED, index)
+        for index in range(_MAX_DEMONSTRATIONS)
+    ]
+    found = [Conversation(p.demonstration, p.tools) for p in problems]
+    return list({conversation.name: conversation for conversation in found}.values())
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[Conversation]:
