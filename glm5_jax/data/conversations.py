@@ -7,6 +7,7 @@ import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import tqdm
 from absl import logging
 
@@ -65,6 +66,7 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline.Pipeline:
     ]
     tokenizer = tokenizer_lib.for_corpus(data, [c.text for c in train])
     template = chat.make_template(data, tokenizer)
+    _warn_of_missing_thoughts(train, template)
 
     def pack(side: str, conversations: Sequence[Conversation]) -> packing.FittedRows:
         documents = _render(conversations, template, data.sequence_length)
@@ -182,7 +184,7 @@ def _conversation(line: str) -> Conversation:
 
 def _render(
     conversations: Sequence[Conversation], template: chat.Template, length: int
-) -> list[tuple[list[int], list[bool]]]:
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens and mask of each conversation that has something to train."""
     documents, num_cut, num_dropped = [], 0, 0
     for conversation in tqdm.tqdm(
@@ -195,7 +197,8 @@ def _render(
         # The last token is a target alone.
         rendered = template.truncate(whole, length + 1)
         if any(rendered.mask):
-            documents.append((rendered.tokens, rendered.mask))
+            tokens = np.array(rendered.tokens, np.int32)
+            documents.append((tokens, np.array(rendered.mask, bool)))
             num_cut += rendered is not whole
         else:
             num_dropped += 1
@@ -207,3 +210,20 @@ def _render(
         num_dropped,
     )
     return documents
+
+
+def _warn_of_missing_thoughts(
+    conversations: Sequence[Conversation], template: chat.Template
+) -> None:
+    """GLM-5 shows a turn without a thought as if none had been asked for."""
+    is_asked = template.version == "glm5" and template.enable_thinking
+    if is_asked and not any(
+        messages.thought_and_content(message)[0]
+        for conversation in conversations
+        for message in conversation.messages
+    ):
+        logging.warning(
+            "No turn has a thought (reasoning_content), so none is trained behind the "
+            "prompt <|assistant|><think>, which data.enable_thinking=True samples from:"
+            " set it to False."
+        )

@@ -142,6 +142,16 @@ class ConversationsTest(parameterized.TestCase):
         self.assertEqual(max(len(ids) for ids, _ in documents), 501)
         self.assertTrue(all(trained for _, trained in documents))
 
+    def test_warns_where_the_prompt_asks_for_thoughts_that_are_not_there(self):
+        with self.assertLogs(level="WARNING") as logs:
+            self.make(enable_thinking=True)
+        self.assertIn("data.enable_thinking=True", logs.output[0])
+        thoughtful = assistant("a", reasoning_content="b")
+        extra = [{"messages": [user(f"{i}"), thoughtful]} for i in range(9)]
+        self.write(self.records + extra)
+        with self.assertNoLogs(level="WARNING"):
+            self.make(enable_thinking=True)
+
     def test_a_bpe_with_special_tokens_is_trained(self):
         pipeline = self.make(tokenizer="bpe_chat", bpe_vocab_size=340)
         self.assertLen(
