@@ -145,14 +145,22 @@ class Template:
             messages: what came after the turn, none of them an assistant's.
             last: the last id of the turn; None if it has none.
             is_thinking: the turn was cut off in its thought, which is closed first.
+
+        Raises:
+            config.InputError: a message that is none, or an assistant's.
         """
-        assert all(message.get("role") != "assistant" for message in messages)
+        if any(messages_lib.role_of(message) == "assistant" for message in messages):
+            raise config.InputError(
+                "a bridge takes what comes after a sampled turn: no message of role "
+                "'assistant'."
+            )
         writer = _Writer(self.tokenizer)
-        if last not in self.stop_ids:
+        is_stopped = last in self.stop_ids
+        if not is_stopped:
             writer.special(*["</think>"] * is_thinking, tokenizer_lib.END_OF_TEXT)
         self._write(writer, messages)
         self._write_prompt(writer, messages)
-        return writer.tokens[1:] if writer.tokens[0] == last else writer.tokens
+        return writer.tokens[is_stopped and writer.tokens[0] == last :]
 
     def parse(
         self, ids: Sequence[int], tools: messages_lib.Tools = ()
@@ -203,10 +211,8 @@ class Template:
         )
         is_trained, before = False, None
         for i, message in enumerate(messages):
-            role, content = (
-                message.get("role"),
-                messages_lib.text_of(message, "content"),
-            )
+            role = messages_lib.role_of(message)
+            content = messages_lib.text_of(message, "content")
             if role == "system":
                 writer.special(SYSTEM)
                 writer.text(content)
@@ -219,14 +225,9 @@ class Template:
                 writer.special("<tool_response>")
                 writer.text(content)
                 writer.special("</tool_response>")
-            elif role == "assistant":
+            else:
                 thinking = self._is_thinking(messages[: i + 1])
                 is_trained = self._write_turn(writer, message, thinking, i > last_user)
-            else:
-                raise config.InputError(
-                    f"messages[{i}] must have a role of 'system', 'user', 'assistant' "
-                    f"or 'tool', got {role!r}."
-                )
             is_trained = is_trained and role == "assistant"
             before = role
         return is_trained
@@ -256,7 +257,7 @@ class Template:
         else:
             writer.special("</think>")
         writer.text(content.strip(), trained)
-        for call in message.get("tool_calls") or ():
+        for call in messages_lib.calls_in(message):
             self._write_call(writer, call, trained)
         return trained
 

@@ -39,17 +39,17 @@ def parse(
     content, calls = "", []
     for piece in _pieces(ids, special):
         if piece[0] != special["<tool_call>"]:
-            content += _spell(piece, tokenizer)
+            content += tokenizer.spell(piece)
             continue
         try:
             calls.append(_call(piece, tokenizer, _types(tools)))
         except ValueError as error:
             errors.append(str(error))
-            content += _spell(piece, tokenizer)
+            content += tokenizer.spell(piece)
     message: dict[str, Any] = {
         "role": "assistant",
         # Always there, so that a </think> in the content stays in the content.
-        "reasoning_content": _spell(thought, tokenizer).strip(),
+        "reasoning_content": tokenizer.spell(thought).strip(),
         "content": content.strip(),
     }
     if calls:
@@ -120,23 +120,10 @@ def _text(ids: list[int], tokenizer: tokenizer_lib.Tokenizer) -> str:
     strange = set(ids) & set(tokenizer.special_ids.values())
     if strange:
         raise ValueError(
-            f"{_spell(sorted(strange), tokenizer)} does not belong into a tool call "
+            f"{tokenizer.spell(sorted(strange))} does not belong into a tool call "
             f"where it stands"
         )
     return tokenizer.decode(ids)
-
-
-def _spell(ids: Sequence[int], tokenizer: tokenizer_lib.Tokenizer) -> str:
-    """The text of ids, special tokens spelt out."""
-    names = {i: name for name, i in tokenizer.special_ids.items()}
-    text, run = "", []
-    for i in ids:
-        if i in names:
-            text += tokenizer.decode(run) + names[i]
-            run = []
-        else:
-            run.append(i)
-    return text + tokenizer.decode(run)
 
 
 def _value(text: str) -> Any:

@@ -1,6 +1,7 @@
 """Text to token ids and back: byte-level tokenizers in the tokenizer.json format."""
 
 import hashlib
+import itertools
 import operator
 import pathlib
 import sys
@@ -105,6 +106,15 @@ class Tokenizer:
             for i in map(operator.index, ids)
         )
         return b"".join(pieces).decode(errors="replace")
+
+    def spell(self, ids: Iterable[SupportsIndex]) -> str:
+        """Text of `ids`, GLM-5's special tokens spelt out."""
+        names = {i: name for name, i in self.special_ids.items()}
+        runs = itertools.groupby(map(operator.index, ids), names.get)
+        return "".join(
+            self.decode(run) if name is None else name * len(list(run))
+            for name, run in runs
+        )
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes a tokenizer.json, which transformers reads too."""
