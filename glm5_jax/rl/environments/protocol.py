@@ -8,7 +8,7 @@ call and always calls `close`.
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Message = Mapping[str, Any]  # role, content, ...: see glm5_jax/data/chat.py
 
@@ -21,6 +21,10 @@ class Label(enum.Enum):
     ENV_ERROR = "env_error"  # the environment failed, not the model: left out
     REWARD_ERROR = "reward_error"  # no finite reward: left out
     TIMEOUT = "timeout"  # the environment did not answer in time: left out
+
+
+class RewardError(Exception):
+    """Scoring failed, not the episode: `step` raises it to be told from a crash."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,7 @@ class StepResult:
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@runtime_checkable
 class Environment(Protocol):
     """One episode of one task."""
 
@@ -68,6 +73,7 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
 class Taskset(Protocol):
     """A source of tasks and of environments that run them."""
 

@@ -1,0 +1,199 @@
+"""From rewards to an advantage and a weight for every trained token, on the host.
+
+A group is the episodes of one task. In order: `select` leaves out what the environment
+spoilt and what teaches nothing, `group_advantages` compares the episodes of a group,
+`token_weights` makes the denominators; `weigh` does the last two for whole groups.
+"""
+
+import collections
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+
+from glm5_jax import config
+from glm5_jax.rl.environments import protocol
+
+Std = Literal["sample", "population", "none"]
+Aggregation = Literal["sequence", "token"]
+
+_EPSILON = 1e-6  # added to a standard deviation, as slime and verl do
+_EQUAL = 1e-6  # rewards whose standard deviation is below teach nothing (DAPO)
+_SCORED = (protocol.Label.OK, protocol.Label.TRUNCATED)
+
+
+@runtime_checkable
+class Sample(Protocol):
+    """Token ids of one conversation; an episode has more than one if it forked."""
+
+    @property
+    def mask(self) -> Sequence[bool]:
+        """Which tokens were sampled and are trained."""
+        ...
+
+
+@runtime_checkable
+class Episode(Protocol):
+    """What of an episode counts here."""
+
+    @property
+    def reward(self) -> protocol.Reward | None:
+        """What it earned."""
+        ...
+
+    @property
+    def label(self) -> protocol.Label:
+        """How it ended."""
+        ...
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """Its conversations; every sampled token is trained in one of them."""
+        ...
+
+
+E = TypeVar("E", bound=Episode)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    """A sample with what each of its trained tokens has."""
+
+    sample: Sample
+    advantage: float
+    weight: float
+
+
+def select(
+    groups: Sequence[Sequence[E]], *, group_size: int, drop_equal: bool
+) -> tuple[list[list[E]], Mapping[str, int]]:
+    """The groups to train on, each of `group_size` episodes, and counts of the rest.
+
+    Group hygiene of GLM-5 (arXiv 2602.15763) 4.1: an episode that the environment
+    spoilt is left out, never counted as reward 0. If more than half of a group's
+    `group_size` is valid, valid episodes are repeated in turn until it is full, and
+    from there on count like any others; else the group is dropped. Dynamic sampling
+    (DAPO, arXiv 2503.14476) then drops groups of equal rewards, whose advantages are
+    all zero.
+
+    Args:
+        groups: episodes of each task.
+        group_size: episodes that were wanted of each.
+        drop_equal: whether to drop groups of equal rewards.
+    """
+    counts = collections.Counter(
+        dict.fromkeys(
+            ["groups", "episodes", "kept_groups", "repeated_episodes", "padded_groups"]
+            + ["dropped_invalid_groups", "dropped_equal_groups"]
+            + [f"excluded_{label.value}" for label in protocol.Label],
+            0,
+        )
+    )
+    kept = []
+    for group in groups:
+        valid = [episode for episode in group if is_valid(episode)]
+        counts.update(groups=1, episodes=len(group))
+        counts.update(_excluded(episode) for episode in group if not is_valid(episode))
+        if 2 * len(valid) <= group_size:
+            counts["dropped_invalid_groups"] += 1
+        elif drop_equal and np.std([_total(e) for e in valid]) < _EQUAL:
+            counts["dropped_equal_groups"] += 1
+        else:
+            missing = max(group_size - len(valid), 0)
+            counts.update(repeated_episodes=missing, padded_groups=int(missing > 0))
+            counts["kept_groups"] += 1
+            kept.append(valid + [valid[i % len(valid)] for i in range(missing)])
+    return kept, dict(counts)
+
+
+def is_valid(episode: Episode) -> bool:
+    """Whether the episode was scored: its label says so and its reward is finite."""
+    if episode.label not in _SCORED or episode.reward is None:
+        return False
+    total = episode.reward.total
+    return isinstance(total, numbers.Real) and math.isfinite(total)
+
+
+def group_advantages(rewards: Sequence[float], std: Std) -> np.ndarray:
+    """(R_i - mean R) / (std R + 1e-6) over the episodes of one group, float64.
+
+    GLM-5 (arXiv 2602.15763), Eq. 1, says std and not which one: "sample" divides by
+    G - 1 (slime), "population" by G, "none" does not divide (Dr. GRPO, arXiv
+    2503.20783).
+
+    Raises:
+        config.InputError: a group of one has no standard deviation.
+    """
+    values = np.asarray(rewards, np.float64)
+    if std != "none" and values.size < 2:
+        raise config.InputError(
+            f"group_size must be at least 2 where advantages are divided by a "
+            f"standard deviation ({std!r}), got {values.size}; raise it or take "
+            f"std='none'."
+        )
+    if np.ptp(values) == 0:  # the mean of equal numbers may be off by a rounding
+        return np.zeros_like(values)
+    centred = values - values.mean()
+    if std == "none":
+        return centred
+    return centred / (values.std(ddof=int(std == "sample")) + _EPSILON)
+
+
+def token_weights(
+    num_tokens: Sequence[Sequence[int]], aggregation: Aggregation
+) -> list[list[float]]:
+    """Weight of each trained token of an episode; times its tokens they sum to 1.
+
+    "sequence": 1 / (groups * G * |y_i|), the mean over an episode's tokens, then over
+    its group, then over groups (GLM-5, Eq. 1). "token": 1 / (tokens of all groups)
+    (GLM-5.2, DAPO). |y_i| counts the tokens of all samples of an episode that forked,
+    so they share its weight by their trained tokens. An episode without any still
+    counts in G.
+
+    Args:
+        num_tokens: trained tokens of each episode of each group, by the original mask:
+            what a trust region leaves out later stays in the denominator.
+        aggregation: which mean.
+    """
+    if aggregation == "token":
+        count = max(sum(map(sum, num_tokens)), 1)
+        return [[1 / count] * len(group) for group in num_tokens]
+    return [
+        [1 / (len(num_tokens) * len(group) * max(n, 1)) for n in group]
+        for group in num_tokens
+    ]
+
+
+def weigh(
+    groups: Sequence[Sequence[Episode]], *, std: Std, aggregation: Aggregation
+) -> list[Weighted]:
+    """Every sample of the groups, in order, with its advantage and weight."""
+    counts = [[_num_trained(episode) for episode in group] for group in groups]
+    weights = token_weights(counts, aggregation)
+    weighted = []
+    for group, group_weights in zip(groups, weights, strict=True):
+        values = group_advantages([_total(episode) for episode in group], std)
+        for episode, value, weight in zip(group, values, group_weights, strict=True):
+            for sample in episode.samples:
+                weighted.append(Weighted(sample, float(value), weight))
+    return weighted
+
+
+def _total(episode: Episode) -> float:
+    assert episode.reward is not None, "only valid episodes are scored"
+    return float(episode.reward.total)
+
+
+def _num_trained(episode: Episode) -> int:
+    return sum(int(np.sum(sample.mask)) for sample in episode.samples)
+
+
+def _excluded(episode: Episode) -> str:
+    """The count that an episode without a usable reward belongs to."""
+    label = episode.label
+    if label in _SCORED:
+        label = protocol.Label.REWARD_ERROR
+    return f"excluded_{label.value}"

@@ -1,0 +1,286 @@
+"""What reinforcement learning minimises, token by token: one function an objective.
+
+All have one signature, objective(logprobs, old_logprobs, rollout_logprobs, advantages,
+mask), of arrays of any one shape [*b], and give the loss of every token; the learner
+minimises sum(weights * loss) with weights made on the host from the original mask
+(glm5_jax/rl/advantages.py), so a loss does not depend on padding, microbatches, shards
+or on how many tokens a band leaves out.
+
+  logprobs: log pi_train(theta), what is differentiated.
+  old_logprobs: log pi_train(theta_old), before the first update on these rollouts; None
+    where there is one update only: theta_old = theta, so they are sg(logprobs).
+  rollout_logprobs: log pi_infer(theta_old), what the engine recorded as it sampled.
+  advantages: of the token's episode, or of the token.
+  mask: which tokens were sampled; nothing else enters a value or a gradient.
+
+sg is stop-gradient, r = exp(logprobs - old_logprobs) how far the policy has moved and
+rho = sg(exp(old_logprobs - rollout_logprobs)) how far trainer and engine are apart.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from glm5_jax import config
+
+# (dis_low, dis_high) of "Single-rollout Asynchronous Optimization", GLM-5.2's; GLM-5
+# does not disclose its own.
+DIS_REASONING = (0.3, 5.0)
+DIS_AGENTIC = (0.8, 3.0)
+
+_MAX_LOG_RATIO = 20.0  # exp of it is finite, and far beyond every band
+
+
+class Metrics(NamedTuple):
+    """Sums over the sampled tokens; `add` two microbatches, then take `means`."""
+
+    num_tokens: Float[Array, ""]
+    num_masked: Float[Array, ""]  # out of the band of rho (of r for dis), or capped
+    num_clipped: Float[Array, ""]  # no gradient as r has moved too far
+    sum_gap: Float[Array, ""]  # |log rho|; dis: |log r|
+    max_gap: Float[Array, ""]  # a maximum, not a sum
+    sum_ratio: Float[Array, ""]  # rho; dis: r
+    sum_kl: Float[Array, ""]  # rho - 1 - log rho: k3 estimate of KL(engine || trainer)
+
+
+class TokenLoss(NamedTuple):
+    """Loss of every token, zero where the mask is, and what to log."""
+
+    loss: Float[Array, "*b"]
+    metrics: Metrics
+
+
+Objective = Callable[[Array, Array | None, Array, Array, Array], TokenLoss]
+
+
+def named(
+    name: str,
+    *,
+    beta: float,
+    clip_low: float,
+    clip_high: float,
+    dis_low: float,
+    dis_high: float,
+    tis_cap: float,
+) -> Objective:
+    """The objective "grpo", "icepop", "tis" or "dis" with its settings bound.
+
+    Raises:
+        config.InputError: there is none of that name.
+    """
+    clip = {"clip_low": clip_low, "clip_high": clip_high}
+    objectives: dict[str, Objective] = {
+        "grpo": functools.partial(grpo, **clip),
+        "icepop": functools.partial(icepop, beta=beta, **clip),
+        "tis": functools.partial(tis, tis_cap=tis_cap, **clip),
+        "dis": functools.partial(dis, dis_low=dis_low, dis_high=dis_high),
+    }
+    if name not in objectives:
+        raise config.InputError(
+            f"There is no objective {name!r}; choose one of {', '.join(objectives)}."
+        )
+    return objectives[name]
+
+
+def grpo(
+    logprobs: Float[Array, "*b"],
+    old_logprobs: Float[Array, "*b"] | None,
+    rollout_logprobs: Float[Array, "*b"],
+    advantages: Float[Array, "*b"],
+    mask: Bool[Array, "*b"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): no care for the mismatch.
+
+    Group-relative policy optimisation (arXiv 2402.03300) without its KL term and with
+    the two clips of DAPO (arXiv 2503.14476).
+    """
+    x = _masked(logprobs, old_logprobs, rollout_logprobs, advantages, mask)
+    surrogate, is_clipped = _clipped_surrogate(x, clip_low, clip_high)
+    is_off = jnp.zeros_like(mask)
+    return TokenLoss(-surrogate, _metrics(x, x.mismatch, is_off, is_clipped))
+
+
+def icepop(
+    logprobs: Float[Array, "*b"],
+    old_logprobs: Float[Array, "*b"] | None,
+    rollout_logprobs: Float[Array, "*b"],
+    advantages: Float[Array, "*b"],
+    mask: Bool[Array, "*b"],
+    *,
+    beta: float,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """-pop(rho, 1/beta, beta) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+
+    pop(rho, a, b) = rho if a <= rho <= b else 0: inside the band the mismatch is an
+    importance weight, outside it the token is dropped. GLM-5 (arXiv 2602.15763), Eq. 1:
+    beta 2, clips 0.2 and 0.28, no KL term; IcePop itself has the band [0.5, 5].
+    """
+    x = _masked(logprobs, old_logprobs, rollout_logprobs, advantages, mask)
+    surrogate, is_clipped = _clipped_surrogate(x, clip_low, clip_high)
+    rho = _ratio(x.mismatch)
+    is_inside = (rho >= 1 / beta) & (rho <= beta)
+    weight = jnp.where(is_inside, rho, 0)
+    metrics = _metrics(x, x.mismatch, ~is_inside, is_clipped)
+    return TokenLoss(-weight * surrogate, metrics)
+
+
+def tis(
+    logprobs: Float[Array, "*b"],
+    old_logprobs: Float[Array, "*b"] | None,
+    rollout_logprobs: Float[Array, "*b"],
+    advantages: Float[Array, "*b"],
+    mask: Bool[Array, "*b"],
+    *,
+    tis_cap: float,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """-min(rho, tis_cap) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+
+    Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training"): no token is dropped; the cap is 2 in
+    slime, verl and Tunix.
+    """
+    x = _masked(logprobs, old_logprobs, rollout_logprobs, advantages, mask)
+    surrogate, is_clipped = _clipped_surrogate(x, clip_low, clip_high)
+    rho = _ratio(x.mismatch)
+    metrics = _metrics(x, x.mismatch, rho > tis_cap, is_clipped)
+    return TokenLoss(-jnp.minimum(rho, tis_cap) * surrogate, metrics)
+
+
+def dis(
+    logprobs: Float[Array, "*b"],
+    old_logprobs: Float[Array, "*b"] | None,
+    rollout_logprobs: Float[Array, "*b"],
+    advantages: Float[Array, "*b"],
+    mask: Bool[Array, "*b"],
+    *,
+    dis_low: float,
+    dis_high: float,
+) -> TokenLoss:
+    """-sg(f(r)) A logprobs, f(r) = r if 1 - dis_low < r < 1 + dis_high else 0.
+
+    Direct double-sided importance sampling, GLM-5 (arXiv 2602.15763) 4.1.2: here r is
+    exp(logprobs - rollout_logprobs), so `old_logprobs` is not needed and not read, and
+    one band holds both the mismatch and the staleness of rollouts. The interval is
+    open; without sg the gradient would have another factor 1 + logprobs.
+    """
+    del old_logprobs
+    x = _masked(logprobs, None, rollout_logprobs, advantages, mask)
+    r = _ratio(x.mismatch)
+    is_inside = (r > 1 - dis_low) & (r < 1 + dis_high)
+    weight = jnp.where(is_inside, r, 0)
+    metrics = _metrics(x, x.mismatch, ~is_inside, ~is_inside)
+    return TokenLoss(-weight * x.advantages * x.logprobs, metrics)
+
+
+def distillation_advantages(
+    teacher_logprobs: Float[Array, "*b"],
+    logprobs: Float[Array, "*b"],
+    mask: Bool[Array, "*b"],
+) -> Float[Array, "*b"]:
+    """sg(log pi_teacher - log pi_train(theta)): on-policy distillation's advantage.
+
+    GLM-5 (arXiv 2602.15763) 3.5: it stands for the group advantage, so groups have one
+    rollout. The teacher's are the engine's log-probs, the student's the trainer's.
+    """
+    gap = jnp.where(mask, teacher_logprobs, 0) - jnp.where(mask, logprobs, 0)
+    return lax.stop_gradient(gap)
+
+
+def add(a: Metrics, b: Metrics) -> Metrics:
+    """The metrics of two microbatches together."""
+    total = jax.tree.map(jnp.add, a, b)
+    return total._replace(max_gap=jnp.maximum(a.max_gap, b.max_gap))
+
+
+def means(metrics: Metrics) -> Mapping[str, Float[Array, ""]]:
+    """Fractions and means per sampled token, by the name to log."""
+    count = jnp.maximum(metrics.num_tokens, 1)
+    return {
+        "tokens": metrics.num_tokens,
+        "masked_fraction": metrics.num_masked / count,
+        "clip_fraction": metrics.num_clipped / count,
+        "gap_mean": metrics.sum_gap / count,
+        "gap_max": metrics.max_gap,
+        "ratio_mean": metrics.sum_ratio / count,
+        "kl_k3": metrics.sum_kl / count,
+    }
+
+
+class _Masked(NamedTuple):
+    """Float32 arrays that are zero where the mask is, whatever was given there."""
+
+    logprobs: Array
+    moved: Array  # log r
+    mismatch: Array  # log rho, a constant
+    advantages: Array
+    mask: Array
+
+
+def _masked(
+    logprobs: Array,
+    old_logprobs: Array | None,
+    rollout_logprobs: Array,
+    advantages: Array,
+    mask: Array,
+) -> _Masked:
+    """Cuts off what is not trained before anything is computed of it.
+
+    A `where` behind an exp or a product would still let a NaN into the gradient.
+    """
+
+    def cut(x: Array) -> Array:
+        return jnp.where(mask, x.astype(jnp.float32), 0)
+
+    logprobs, rollout = cut(logprobs), lax.stop_gradient(cut(rollout_logprobs))
+    old = lax.stop_gradient(logprobs if old_logprobs is None else cut(old_logprobs))
+    advantages = lax.stop_gradient(cut(advantages))
+    return _Masked(logprobs, logprobs - old, old - rollout, advantages, mask)
+
+
+def _ratio(log_ratio: Array) -> Array:
+    """exp, kept finite."""
+    return jnp.exp(jnp.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+
+
+def _clipped_surrogate(x: _Masked, low: float, high: float) -> tuple[Array, Array]:
+    """min(r A, clip(r) A), and where the clip is what counts."""
+    r = _ratio(x.moved)
+    clipped = jnp.clip(r, 1 - low, 1 + high)
+    is_clipped = r * x.advantages > clipped * x.advantages
+    return jnp.minimum(r * x.advantages, clipped * x.advantages), is_clipped
+
+
+def _metrics(
+    x: _Masked, log_ratio: Array, is_masked: Array, is_clipped: Array
+) -> Metrics:
+    """Sums over x.mask."""
+
+    def total(values: Array) -> Array:
+        return jnp.sum(jnp.where(x.mask, values.astype(jnp.float32), 0))
+
+    rho = _ratio(log_ratio)
+    gap = jnp.where(x.mask, jnp.abs(log_ratio), 0)
+    return lax.stop_gradient(
+        Metrics(
+            num_tokens=total(x.mask),
+            num_masked=total(is_masked),
+            num_clipped=total(is_clipped),
+            sum_gap=total(gap),
+            max_gap=jnp.max(gap, initial=0),
+            sum_ratio=total(rho),
+            # expm1, as gaps are small and exp(gap) - 1 would be rounded away.
+            sum_kl=total(jnp.expm1(jnp.minimum(log_ratio, _MAX_LOG_RATIO)) - log_ratio),
+        )
+    )

@@ -1,0 +1,391 @@
+"""Objectives against float64 loops, and the identities that hold among them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config
+from glm5_jax.rl import objectives
+from tests import environment
+
+SETTINGS = {
+    "beta": 2.0,
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "dis_low": 0.3,
+    "dis_high": 5.0,
+    "tis_cap": 2.0,
+}
+NAMES = ("grpo", "icepop", "tis", "dis")
+EACH = tuple((name, name) for name in NAMES)
+FLOAT32 = 1e-5  # relative: differences of log-probs of order 1, then an exp
+SPLITS = 1e-6  # absolute, of sums of order 0.1 in another order
+
+
+def objective(name):
+    return objectives.named(name, **SETTINGS)
+
+
+def make_tokens(seed=0, shape=(6, 40), gap=0.5, moved=0.3):
+    """Log-probs in float64 whose ratios lie on both sides of every band."""
+    rng = np.random.default_rng(seed)
+    rollout = np.log(rng.uniform(0.01, 0.9, shape))
+    old = rollout + gap * rng.standard_normal(shape)
+    logprobs = old + moved * rng.standard_normal(shape)
+    advantages = rng.standard_normal(shape)
+    mask = rng.random(shape) < 0.7
+    return {
+        "logprobs": logprobs,
+        "old_logprobs": old,
+        "rollout_logprobs": rollout,
+        "advantages": advantages,
+        "mask": mask,
+    }
+
+
+def to_jax(tokens):
+    return {
+        k: None if v is None else jnp.asarray(v, bool if k == "mask" else jnp.float32)
+        for k, v in tokens.items()
+    }
+
+
+def token_by_loop(name, logprob, old, rollout, advantage):
+    """Loss and its derivative with respect to logprob of one token, float64."""
+    if name == "dis":
+        r = np.exp(logprob - rollout)
+        weight = r if 0.7 < r < 6.0 else 0.0
+        return -weight * advantage * logprob, -weight * advantage
+    r, rho = np.exp(logprob - old), np.exp(old - rollout)
+    if advantage >= 0:
+        surrogate = min(r, 1.28) * advantage
+        slope = r * advantage if r < 1.28 else 0.0
+    else:
+        surrogate = max(r, 0.8) * advantage
+        slope = r * advantage if r > 0.8 else 0.0
+    weight = {
+        "grpo": 1.0,
+        "icepop": rho if 0.5 <= rho <= 2.0 else 0.0,
+        "tis": min(rho, 2.0),
+    }[name]
+    return -weight * surrogate, -weight * slope
+
+
+def by_loop(name, tokens):
+    """Loss and gradient of every token of the batch."""
+    loss, gradient = (np.zeros(tokens["mask"].shape) for _ in range(2))
+    old = tokens["old_logprobs"]
+    old = tokens["logprobs"] if old is None else old
+    for at in np.ndindex(loss.shape):
+        if tokens["mask"][at]:
+            loss[at], gradient[at] = token_by_loop(
+                name,
+                tokens["logprobs"][at],
+                old[at],
+                tokens["rollout_logprobs"][at],
+                tokens["advantages"][at],
+            )
+    return loss, gradient
+
+
+def total(logprobs, name, tokens, weights):
+    """What a learner minimises."""
+    given = tokens | {"logprobs": logprobs}
+    return jnp.sum(weights * objective(name)(**given).loss)
+
+
+def gradient(name, tokens, weights=1.0):
+    return jax.grad(total)(tokens["logprobs"], name, tokens, weights)
+
+
+def pair(rho=1.0, r=1.0, advantage=1.0):
+    """Tokens with given ratios, one each of the sign of the advantage."""
+    rollout = jnp.log(jnp.float32(0.2)) * jnp.ones(2)
+    old = rollout + jnp.log(jnp.float32(rho))
+    return {
+        "logprobs": old + jnp.log(jnp.float32(r)),
+        "old_logprobs": old,
+        "rollout_logprobs": rollout,
+        "advantages": jnp.array([advantage, -advantage]),
+        "mask": jnp.ones(2, bool),
+    }
+
+
+class OracleTest(parameterized.TestCase):
+    @parameterized.named_parameters(*EACH)
+    def test_values_and_gradients(self, name):
+        tokens = make_tokens()
+        loss, slope = by_loop(name, tokens)
+        found = objective(name)(**to_jax(tokens)).loss
+        np.testing.assert_allclose(found, loss, rtol=FLOAT32, atol=FLOAT32)
+        found = gradient(name, to_jax(tokens))
+        np.testing.assert_allclose(found, slope, rtol=FLOAT32, atol=FLOAT32)
+
+    @parameterized.named_parameters(*EACH)
+    def test_without_old_logprobs_they_are_the_current_ones(self, name):
+        tokens = make_tokens() | {"old_logprobs": None}
+        loss, slope = by_loop(name, tokens)
+        found = objective(name)(**to_jax(tokens)).loss
+        np.testing.assert_allclose(found, loss, rtol=FLOAT32, atol=FLOAT32)
+        found = gradient(name, to_jax(tokens))
+        np.testing.assert_allclose(found, slope, rtol=FLOAT32, atol=FLOAT32)
+
+    def test_the_tokens_cover_every_branch(self):
+        tokens = make_tokens()
+        for name in NAMES:
+            metrics = objective(name)(**to_jax(tokens)).metrics
+            count = tokens["mask"].sum()
+            self.assertEqual(metrics.num_tokens, count)
+            self.assertBetween(metrics.num_clipped, 0.05 * count, 0.5 * count)
+            if name != "grpo":
+                self.assertBetween(metrics.num_masked, 0.03 * count, 0.5 * count)
+
+    def test_metrics(self):
+        tokens = make_tokens()
+        mask = tokens["mask"]
+        log_rho = (tokens["old_logprobs"] - tokens["rollout_logprobs"])[mask]
+        r = np.exp(tokens["logprobs"] - tokens["old_logprobs"])[mask]
+        advantages = tokens["advantages"][mask]
+        rho = np.exp(log_rho)
+        is_clipped = np.where(advantages > 0, r > 1.28, r < 0.8)
+        expected = {
+            "tokens": mask.sum(),
+            "masked_fraction": np.mean((rho < 0.5) | (rho > 2)),
+            "clip_fraction": np.mean(is_clipped),
+            "gap_mean": np.mean(np.abs(log_rho)),
+            "gap_max": np.max(np.abs(log_rho)),
+            "ratio_mean": np.mean(rho),
+            "kl_k3": np.mean(rho - 1 - log_rho),
+        }
+        found = objectives.means(objective("icepop")(**to_jax(tokens)).metrics)
+        self.assertEqual(set(found), set(expected))
+        for key, value in expected.items():
+            np.testing.assert_allclose(found[key], value, rtol=1e-4, err_msg=key)
+
+
+class IdentityTest(parameterized.TestCase):
+    @parameterized.named_parameters(*EACH)
+    def test_equal_policies_give_reinforce(self, name):
+        tokens = make_tokens(gap=0, moved=0)
+        expected = -np.where(tokens["mask"], tokens["advantages"], 0)
+        np.testing.assert_array_equal(
+            gradient(name, to_jax(tokens)), expected.astype(np.float32)
+        )
+
+    def test_pop_keeps_the_ratio_and_its_closed_band(self):
+        for rho, expected in ((0.4999, 0), (0.6, 0.6), (1.9, 1.9), (2.0001, 0)):
+            found = gradient("icepop", pair(rho=rho))
+            np.testing.assert_allclose(found, [-expected, expected], rtol=FLOAT32)
+            if expected == 0:
+                np.testing.assert_array_equal(found, 0)
+        border = pair() | {
+            "old_logprobs": jnp.zeros(2),
+            "rollout_logprobs": -jnp.log(jnp.array([2.0, 0.5])),
+            "logprobs": jnp.zeros(2),
+        }
+        rho = jnp.exp(-border["rollout_logprobs"])
+        np.testing.assert_array_equal(rho, [2.0, 0.5])  # exactly on the band
+        np.testing.assert_allclose(gradient("icepop", border), [-2.0, 0.5])
+
+    def test_dis_band_is_open(self):
+        def found(rho, low, high):
+            bound = functools.partial(objectives.dis, dis_low=low, dis_high=high)
+            return bound(**pair(rho=rho)).metrics.num_masked
+
+        self.assertEqual(found(1.0, 0.0, 1.0), 2)  # 1 - low itself is outside
+        self.assertEqual(found(1.0, 0.5, 0.0), 2)  # and so is 1 + high
+        self.assertEqual(found(1.0, 0.5, 1.0), 0)
+        for low, high in (objectives.DIS_REASONING, objectives.DIS_AGENTIC):
+            self.assertEqual(found(1 - low - 0.01, low, high), 2)
+            self.assertEqual(found(1 - low + 0.01, low, high), 0)
+            self.assertEqual(found(1 + high + 0.01, low, high), 2)
+            self.assertEqual(found(1 + high - 0.01, low, high), 0)
+
+    def test_outside_the_band_the_gradient_is_exactly_zero(self):
+        for rho in (1e-3, 0.3, 7.0, 1e6):
+            for name in ("icepop", "dis"):
+                np.testing.assert_array_equal(gradient(name, pair(rho=rho)), 0)
+        for r, expected in ((1.5, [0, 1.5]), (0.5, [-0.5, 0])):  # the clip's side
+            for name in ("grpo", "icepop", "tis"):
+                np.testing.assert_allclose(
+                    gradient(name, pair(r=r)), expected, rtol=FLOAT32
+                )
+
+    def test_weights_are_constants(self):
+        # Without stop-gradient dis would have another -r A logprob, as d r = r.
+        tokens = pair(rho=1.5)
+        with_sg = gradient("dis", tokens)
+        np.testing.assert_allclose(with_sg, [-1.5, 1.5], rtol=FLOAT32)
+
+        def without_sg(logprobs):
+            r = jnp.exp(logprobs - tokens["rollout_logprobs"])
+            return -jnp.sum(r * tokens["advantages"] * logprobs)
+
+        wrong = jax.grad(without_sg)(tokens["logprobs"])
+        self.assertGreater(np.abs(wrong - with_sg).max(), 1.0)
+        # rho of the others is made of log-probs that are one and the same array here.
+        for name in ("icepop", "tis"):
+            one_update = tokens | {"old_logprobs": None}
+            np.testing.assert_allclose(
+                gradient(name, one_update), [-1.5, 1.5], rtol=FLOAT32
+            )
+
+    @parameterized.named_parameters(*EACH)
+    def test_nothing_else_is_differentiated(self, name):
+        tokens = to_jax(make_tokens())
+        keys = ("old_logprobs", "rollout_logprobs", "advantages")
+
+        def loss(given):
+            return jnp.sum(objective(name)(**(tokens | given)).loss)
+
+        for found in jax.grad(loss)({k: tokens[k] for k in keys}).values():
+            np.testing.assert_array_equal(found, 0)
+
+    @parameterized.named_parameters(*EACH)
+    def test_teacher_equal_to_student_gives_exactly_zero(self, name):
+        tokens = to_jax(make_tokens())
+
+        def loss(logprobs):
+            advantages = objectives.distillation_advantages(
+                tokens["logprobs"], logprobs, tokens["mask"]
+            )
+            given = tokens | {"logprobs": logprobs, "advantages": advantages}
+            return jnp.sum(objective(name)(**given).loss)
+
+        value, slope = jax.value_and_grad(loss)(tokens["logprobs"])
+        self.assertEqual(value, 0)
+        np.testing.assert_array_equal(slope, 0)
+
+    def test_distillation_moves_towards_the_teacher(self):
+        teacher = jnp.array([-1.0, -3.0, jnp.nan])
+        student = jnp.array([-2.0, -2.0, 0.0])
+        mask = jnp.array([True, True, False])
+
+        def loss(student):
+            found = objectives.distillation_advantages(teacher, student, mask)
+            return jnp.sum(objective("grpo")(student, None, student, found, mask).loss)
+
+        np.testing.assert_array_equal(jax.grad(loss)(student), [-1, 1, 0])
+
+
+class MaskTest(parameterized.TestCase):
+    @parameterized.product(name=NAMES, filling=(0.0, jnp.nan, jnp.inf, -jnp.inf, 1e30))
+    def test_nothing_of_a_masked_token_counts(self, name, filling):
+        tokens = to_jax(make_tokens())
+        expected = objective(name)(**tokens)
+        expected_gradient = gradient(name, tokens)
+        mask = tokens["mask"]
+        spoilt = {
+            k: v if k == "mask" else jnp.where(mask, v, filling)
+            for k, v in tokens.items()
+        }
+        found = objective(name)(**spoilt)
+        np.testing.assert_array_equal(found.loss, expected.loss)
+        np.testing.assert_array_equal(found.metrics, expected.metrics)
+        np.testing.assert_array_equal(gradient(name, spoilt), expected_gradient)
+        np.testing.assert_array_equal(expected_gradient[~mask], 0)
+
+    @parameterized.named_parameters(*EACH)
+    def test_ratios_beyond_float32_stay_finite(self, name):
+        tokens = pair() | {
+            "rollout_logprobs": jnp.array([-500.0, 0.0]),
+            "old_logprobs": jnp.array([-1.0, -400.0]),
+            "logprobs": jnp.array([-1.0, -400.0]),
+        }
+        found = objective(name)(**tokens)
+        for leaf in jax.tree.leaves((found, gradient(name, tokens))):
+            self.assertTrue(np.isfinite(leaf).all())
+
+    @parameterized.named_parameters(*EACH)
+    def test_a_broken_trained_token_shows(self, name):
+        tokens = to_jax(make_tokens()) | {"mask": jnp.ones((6, 40), bool)}
+        tokens["logprobs"] = tokens["logprobs"].at[0, 0].set(jnp.nan)
+        self.assertTrue(np.isnan(total(tokens["logprobs"], name, tokens, 1.0)))
+
+    def test_what_a_band_drops_stays_in_the_denominator(self):
+        # Two tokens of which one is popped: half of the mean, not the whole.
+        tokens = pair(rho=1.0)
+        tokens["advantages"] = jnp.ones(2)
+        tokens["rollout_logprobs"] = tokens["rollout_logprobs"].at[1].add(-3.0)
+        weights = jnp.full(2, 1 / 2)
+        np.testing.assert_allclose(
+            gradient("icepop", tokens, weights), [-0.5, 0], rtol=FLOAT32
+        )
+
+    def test_all_masked(self):
+        tokens = to_jax(make_tokens())
+        tokens["mask"] = jnp.zeros_like(tokens["mask"])
+        found = objective("icepop")(**tokens)
+        self.assertEqual(float(jnp.abs(found.loss).max()), 0)
+        self.assertTrue(
+            all(np.isfinite(list(objectives.means(found.metrics).values())))
+        )
+
+
+class InvarianceTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.tokens = to_jax(make_tokens(shape=(16, 40)))
+        counts = self.tokens["mask"].sum(axis=1, keepdims=True)
+        self.weights = self.tokens["mask"] / (16 * counts)
+
+    def check(self, name, found, slope):
+        expected = total(self.tokens["logprobs"], name, self.tokens, self.weights)
+        np.testing.assert_allclose(found, expected, atol=SPLITS)
+        expected = gradient(name, self.tokens, self.weights)
+        np.testing.assert_allclose(slope, expected, atol=SPLITS)
+
+    @parameterized.named_parameters(*EACH)
+    def test_padding(self, name):
+        padded = {k: jnp.pad(v, ((0, 3), (0, 9))) for k, v in self.tokens.items()}
+        weights = jnp.pad(self.weights, ((0, 3), (0, 9)))
+        slope = gradient(name, padded, weights)
+        self.check(
+            name, total(padded["logprobs"], name, padded, weights), slope[:16, :40]
+        )
+        np.testing.assert_array_equal(slope[16:], 0)
+
+    @parameterized.named_parameters(*EACH)
+    def test_permutation(self, name):
+        order = np.random.default_rng(1).permutation(16)
+        tokens = {k: v[order] for k, v in self.tokens.items()}
+        slope = gradient(name, tokens, self.weights[order])
+        found = total(tokens["logprobs"], name, tokens, self.weights[order])
+        self.check(name, found, slope[np.argsort(order)])
+
+    @parameterized.named_parameters(*EACH)
+    def test_microbatches(self, name):
+        found, slopes, metrics = 0.0, [], []
+        for i in range(0, 16, 4):
+            part = {k: v[i : i + 4] for k, v in self.tokens.items()}
+            weights = self.weights[i : i + 4]
+            found += total(part["logprobs"], name, part, weights)
+            slopes.append(gradient(name, part, weights))
+            metrics.append(objective(name)(**part).metrics)
+        self.check(name, found, jnp.concatenate(slopes))
+        whole = objectives.means(objective(name)(**self.tokens).metrics)
+        split = objectives.means(functools.reduce(objectives.add, metrics))
+        for key, value in whole.items():
+            np.testing.assert_allclose(split[key], value, rtol=FLOAT32, err_msg=key)
+
+    @parameterized.named_parameters(*EACH)
+    def test_eight_devices(self, name):
+        mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+        sharding = jax.NamedSharding(mesh, jax.P("data"))
+        tokens = jax.device_put(self.tokens, sharding)
+        weights = jax.device_put(self.weights, sharding)
+        both = jax.jit(jax.value_and_grad(total), static_argnums=1)
+        self.check(name, *both(tokens["logprobs"], name, tokens, weights))
+
+
+class NamedTest(parameterized.TestCase):
+    def test_an_unknown_name(self):
+        with self.assertRaisesRegex(config.InputError, "'ppo'; choose one of grpo"):
+            objective("ppo")
+
+
+if __name__ == "__main__":
+    environment.main()
