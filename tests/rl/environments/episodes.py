@@ -1,0 +1,29 @@
+"""Plays whole episodes with turns that are known beforehand."""
+
+import asyncio
+
+
+def play(taskset, task, *turns):
+    """The results of the turns' steps; each turn a message, or its content."""
+
+    async def episode():
+        environment = taskset.environment()
+        try:
+            assert await environment.reset(task) == task.messages
+            return [await environment.step(as_message(turn)) for turn in turns]
+        finally:
+            await environment.close()
+
+    return asyncio.run(episode())
+
+
+def as_message(turn):
+    if not isinstance(turn, str):
+        return turn
+    return {"role": "assistant", "content": turn}
+
+
+def demonstrated(taskset, task):
+    """The assistant's turns of the demonstration."""
+    turns = taskset.demonstration(task)
+    return [message for message in turns if message["role"] == "assistant"]
