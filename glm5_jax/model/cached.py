@@ -5,6 +5,7 @@ tokens behind cached ones in absorbed form: one a sequence, or a chunk of a prom
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -101,44 +102,25 @@ def decode(
     context = context._replace(lo=jnp.zeros_like(tokens), hi=positions + 1)
     x = params["embed_tokens"][tokens].astype(config.dtype)
     carry = (x, cache_lib.reader(config, cache, (batch, num_new), slots))
-    choices = []
+    found = []
     for g, group in enumerate(depth.layer_groups(config)):
-
-        def unit(carry: tuple, params: dict, size: int = len(group.unit)) -> tuple:
-            experts, selected = [], []
-            for p in range(size):
-                x, read = carry
-                x, read, routing = block_lib.decode(
-                    params[f"block_{p}"], config, x, context, read
-                )
-                carry = x, read
-                selected.append(read.selected)
-                if routing is not None:
-                    experts.append(routing.experts)
-            return carry, (experts, selected)
-
+        unit = functools.partial(_unit, config, len(group.unit), context)
         stack = params[f"layers_{g}"]
-        if isinstance(stack, tuple):
-            carry, chosen = _in_turn(unit, carry, stack)
-        else:
-            carry, chosen = lax.scan(unit, carry, stack)
-        choices.append(chosen)
+        run = _in_turn if isinstance(stack, tuple) else lax.scan
+        carry, chosen = run(unit, carry, stack)
+        found.append(chosen)
     x, read = carry
     hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
     new = num_new if num_tokens is None else num_tokens
     everyone = slice(None) if slots is None else slots
     lengths = cache.lengths.at[everyone].add(new, mode="drop")
     cache = dataclasses.replace(read.cache, lengths=lengths)
-    experts = [_interleave(e) for e, _ in choices if e]
-    selected = None if read.selected is None else [_interleave(s) for _, s in choices]
-    return (
-        hidden,
-        cache,
-        Choices(
-            jnp.concatenate(experts) if experts else no_experts(config, tokens.shape),
-            None if selected is None else jnp.concatenate(selected),
-        ),
-    )
+    experts = [_interleave(e) for e, _ in found if e]
+    selected = None
+    if read.selected is not None:
+        selected = jnp.concatenate([_interleave(s) for _, s in found])
+    none = no_experts(config, tokens.shape)
+    return hidden, cache, Choices(jnp.concatenate([none[:0], *experts]), selected)
 
 
 def chosen_experts(
@@ -151,7 +133,7 @@ def chosen_experts(
         mixtures = [routing.experts for routing in routings if routing is not None]
         if mixtures:
             experts.append(_interleave(mixtures))
-    return jnp.concatenate(experts) if experts else no_experts(config, shape)
+    return jnp.concatenate([no_experts(config, shape)[:0], *experts])
 
 
 def no_experts(
@@ -172,6 +154,27 @@ def unstacked(params: dict, config: config_lib.ModelConfig) -> dict:
             jax.tree.map(lambda x, i=i: x[i], params[name]) for i in steps
         )
     return out
+
+
+def _unit(
+    config: config_lib.ModelConfig,
+    size: int,
+    context: context_lib.Context,
+    carry: tuple,
+    params: dict,
+) -> tuple[tuple, tuple]:
+    """The layers of one step of a scan; returns their choices too."""
+    experts, selected = [], []
+    for p in range(size):
+        x, read = carry
+        x, read, routing = block_lib.decode(
+            params[f"block_{p}"], config, x, context, read
+        )
+        carry = x, read
+        selected.append(read.selected)
+        if routing is not None:
+            experts.append(routing.experts)
+    return carry, (experts, selected)
 
 
 def _in_turn(unit: Callable, carry: tuple, steps: tuple) -> tuple:
