@@ -28,7 +28,11 @@ class Engine(Protocol):
     """What is needed of inference.engine.Engine."""
 
     capacity: int  # tokens of a sequence, prompt and completion
-    num_pending: int  # requests that have not finished
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that have not finished."""
+        ...
 
     def submit(self, request: requests.Request) -> None:
         """Lets a request wait for a slot."""

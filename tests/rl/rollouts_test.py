@@ -156,7 +156,7 @@ class FaultTest(parameterized.TestCase):
         ),
         ("no_step_result", (), Label.ENV_ERROR, "step returned ()"),
         ("no_message", goes_on(), Label.ENV_ERROR, "no message"),
-        ("no_role", goes_on("a", role=None), Label.ENV_ERROR, "must have a role"),
+        ("no_role", goes_on("a", role=None), Label.ENV_ERROR, "role must be one of"),
         ("no_text", goes_on(5), Label.ENV_ERROR, "must be a string"),
         ("a_text", ends(terminated=False, messages="Hi"), Label.ENV_ERROR, "step"),
         ("cut_off", ends(terminated=False, truncated=True), Label.TRUNCATED, "trunc"),
