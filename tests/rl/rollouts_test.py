@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import os
 import random
 import sys
 import threading
@@ -105,25 +106,28 @@ def goes_on(*contents, role="tool"):
     return protocol.StepResult(new, None, False, False)
 
 
+OUTCOMES = (  # fault, label, reward, turns, reason
+    (Fault.NONE, Label.OK, 1.0, 1, ""),
+    (Fault.HANG_IN_RESET, Label.TIMEOUT, None, 0, "reset took longer"),
+    (Fault.HANG_IN_STEP, Label.TIMEOUT, None, 1, "step took longer"),
+    (Fault.HANG_IN_CLOSE, Label.OK, 1.0, 1, ""),
+    (Fault.CRASH_IN_RESET, Label.ENV_ERROR, None, 0, "crash in reset"),
+    (Fault.CRASH_IN_STEP, Label.ENV_ERROR, None, 1, "crash in step"),
+    (Fault.CRASH_IN_CLOSE, Label.OK, 1.0, 1, ""),
+    (Fault.FLOOD_IN_RESET, Label.ENV_ERROR, None, 0, "not fit the cache"),
+    (Fault.FLOOD_IN_STEP, Label.TRUNCATED, 0.0, 1, "not fit the cache"),
+    (Fault.ENDLESS, Label.TRUNCATED, 0.0, 3, "no end in 3 turns"),
+    (Fault.REWARD_NAN, Label.REWARD_ERROR, None, 1, "nan is not finite"),
+    (Fault.REWARD_INFINITE, Label.REWARD_ERROR, None, 1, "inf is not finite"),
+    (Fault.REWARD_TEXT, Label.REWARD_ERROR, None, 1, "'1.0' is not a number"),
+    (Fault.REWARD_NONE, Label.REWARD_ERROR, None, 1, "the reward is None"),
+    (Fault.REWARD_TOTAL_NONE, Label.REWARD_ERROR, None, 1, "None is not a number"),
+    (Fault.REWARD_RAISES, Label.REWARD_ERROR, None, 1, "the scorer fell over"),
+)
+
+
 class FaultTest(parameterized.TestCase):
-    @parameterized.named_parameters(
-        ("none", Fault.NONE, Label.OK, 1.0, 1, ""),
-        ("hang_in_reset", Fault.HANG_IN_RESET, Label.TIMEOUT, None, 0, "reset took"),
-        ("hang_in_step", Fault.HANG_IN_STEP, Label.TIMEOUT, None, 1, "step took"),
-        ("hang_in_close", Fault.HANG_IN_CLOSE, Label.OK, 1.0, 1, ""),
-        ("crash_in_reset", Fault.CRASH_IN_RESET, Label.ENV_ERROR, None, 0, "crash in"),
-        ("crash_in_step", Fault.CRASH_IN_STEP, Label.ENV_ERROR, None, 1, "crash in"),
-        ("crash_in_close", Fault.CRASH_IN_CLOSE, Label.OK, 1.0, 1, ""),
-        ("flood_in_reset", Fault.FLOOD_IN_RESET, Label.ENV_ERROR, None, 0, "not fit"),
-        ("flood_in_step", Fault.FLOOD_IN_STEP, Label.TRUNCATED, 0.0, 1, "not fit"),
-        ("endless", Fault.ENDLESS, Label.TRUNCATED, 0.0, 3, "no end in 3 turns"),
-        ("nan", Fault.REWARD_NAN, Label.REWARD_ERROR, None, 1, "nan is not finite"),
-        ("inf", Fault.REWARD_INFINITE, Label.REWARD_ERROR, None, 1, "not finite"),
-        ("text", Fault.REWARD_TEXT, Label.REWARD_ERROR, None, 1, "not a number"),
-        ("none_at_all", Fault.REWARD_NONE, Label.REWARD_ERROR, None, 1, "is None"),
-        ("total", Fault.REWARD_TOTAL_NONE, Label.REWARD_ERROR, None, 1, "not a number"),
-        ("raises", Fault.REWARD_RAISES, Label.REWARD_ERROR, None, 1, "fell over"),
-    )
+    @parameterized.named_parameters(*((row[0].value, *row) for row in OUTCOMES))
     def test_a_fault_has_one_outcome(self, fault, label, reward, num_turns, reason):
         taskset = faults.FaultyTaskset(fault, every=2)
         found = collect(taskset, count=6)
@@ -144,6 +148,31 @@ class FaultTest(parameterized.TestCase):
         labels = [metrics[f"rollout/label/{name.value}"] for name in Label]
         self.assertEqual(sum(labels), 6)
         self.assertEqual(metrics["rollout/episodes"], 6)
+
+    def test_every_fault_is_listed(self):
+        self.assertEqual([row[0] for row in OUTCOMES], list(Fault))
+
+    @parameterized.parameters(range(3))
+    def test_faults_keep_to_themselves(self, seed):
+        rng = random.Random(seed)
+        plan = rng.choices(OUTCOMES, k=40)
+        waiting = [row[0] for row in plan]
+        taskset = faults.FaultyTaskset(Fault.NONE)
+        taskset.environment = lambda: faults.FaultyTaskset(
+            waiting.pop(0)
+        ).environment()  # made in the order of the jobs
+        settings = dataclasses.replace(
+            SETTINGS, num_concurrent=rng.randint(1, 40), call_timeout=0.05
+        )
+        engine = scripted.ScriptedEngine(answers_ok, num_slots=rng.randint(1, 9))
+        found = collect(taskset, 40, engine=engine, settings=settings)
+        for episode, (_, label, reward, num_turns, reason) in zip(
+            found, plan, strict=True
+        ):
+            self.assertIs(episode.label, label)
+            self.assertEqual(episode.reward and episode.reward.total, reward)
+            self.assertEqual(episode.num_turns, num_turns)
+            self.assertIn(reason, episode.reason)
 
     @parameterized.named_parameters(
         ("beyond_the_limit", ends(1e9), Label.REWARD_ERROR, "max_reward"),
@@ -373,6 +402,7 @@ class ManyTest(parameterized.TestCase):
         self.assertEqual(metrics["rollout/response_length"], len(OK))
         self.assertEqual(metrics["rollout/truncated_fraction"], 0)
 
+    @absltest.skipUnless(os.path.exists("/proc/self/statm"), "reads Linux' /proc")
     def test_1000_episodes_leave_nothing_behind(self):
         def run(count):
             for fault in (Fault.NONE, Fault.CRASH_IN_STEP, Fault.ENDLESS):
@@ -385,10 +415,11 @@ class ManyTest(parameterized.TestCase):
 
             collect(Scripted(step), count)
 
-        run(100)
-        before = resident_bytes()
         run(250)
-        self.assertLess(resident_bytes(), 1.05 * before)
+        memory, files = resident_pages(), os.listdir("/proc/self/fd")
+        run(250)
+        self.assertLess(resident_pages(), 1.05 * memory)
+        self.assertLen(os.listdir("/proc/self/fd"), len(files))
         gc.collect()
         left = [x for x in gc.get_objects() if isinstance(x, _LEFT_BEHIND)]
         self.assertEmpty(left)
@@ -403,7 +434,7 @@ class ManyTest(parameterized.TestCase):
 _LEFT_BEHIND = (asyncio.Task, pump.Pump, episodes_lib.Episode, _Environment)
 
 
-def resident_bytes():
+def resident_pages():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1])
 
