@@ -5,8 +5,8 @@ next prompt is the last one, the sampled ids, and a bridge, the ids of the new m
 
     prompt_{t+1} = prompt_t + sampled_t + bridge_t
 
-Nothing is tokenised twice. Text that is, may be cut into other tokens than were
-sampled, and then the log-probs belong to nothing.
+Nothing is tokenised twice: the second time, a text may be cut into other tokens than
+were sampled, whose log-probs nobody has.
 
 Where the conversation that is wanted does not go on from what was sampled (reasoning of
 earlier turns is hidden, or someone rewrote the history), the episode forks: what was

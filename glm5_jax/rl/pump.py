@@ -15,7 +15,9 @@ from absl import logging
 
 from glm5_jax.inference import requests
 
-_NUM_YIELDS = 8  # so that who got an answer can ask for more before the next step
+# So that who got an answer asks for more before the next step: from the end of an
+# episode to the first prompt of the next it takes 10 rounds, of 2 us.
+_NUM_YIELDS = 16
 _LONG_STEP = 1.0  # seconds; only a step that compiles takes as long
 _CANCEL_SECONDS = 1.0  # for a cancelled call to clean up
 _CLEAN_SECONDS = 10.0  # for all episodes to close after ctrl-C

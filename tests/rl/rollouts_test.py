@@ -375,6 +375,18 @@ class ManyTest(parameterized.TestCase):
         for num_concurrent, num_slots in ((7, 4), (20, 20), (4, 7)):
             self.assertEqual(run(num_concurrent, num_slots), alone)
 
+    def test_no_slot_is_idle_while_episodes_wait(self):
+        engine, num_steps = scripted.ScriptedEngine(answers_ok, num_slots=4), [0]
+        plain = engine.step
+
+        def step():
+            num_steps[0] += 1
+            return plain()
+
+        engine.step = step
+        collect(faults.FaultyTaskset(Fault.NONE), 40, engine=engine)
+        self.assertEqual(num_steps[0], 40 * len(OK) // 4)
+
     def test_progress_is_told(self):
         told = {}
         taskset = faults.FaultyTaskset(Fault.CRASH_IN_STEP, every=3)
