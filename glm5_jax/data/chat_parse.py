@@ -167,5 +167,6 @@ def _types(tools: messages.Tools) -> dict[tuple[str, str], Any]:
         function = tool.get("function", tool)
         properties = (function.get("parameters") or {}).get("properties") or {}
         for key, schema in properties.items():
-            found[function.get("name"), key] = schema.get("type")
+            if isinstance(schema, Mapping):  # it may also be true or false
+                found[function.get("name"), key] = schema.get("type")
     return found
