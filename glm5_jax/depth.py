@@ -21,6 +21,11 @@ class Group:
     unit: tuple[str, ...]
     repeats: int
 
+    @property
+    def num_mixtures(self) -> int:
+        """Layers with experts."""
+        return self.repeats * sum(kind[0] == "M" for kind in self.unit)
+
     def layer(self, repeat: int, position: int) -> int:
         """Index of a layer in the whole stack."""
         return self.start + repeat * len(self.unit) + position

@@ -6,21 +6,29 @@ from typing import Literal
 from glm5_jax.config import checks
 from glm5_jax.config.model import Dtype, ModelConfig
 
-Stage = Literal["pretrain", "dsa_warmup", "dsa_sparse"]
+Stage = Literal["pretrain", "dsa_warmup", "dsa_sparse", "sft"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where tokens come from. Order is a pure function of (seed, step)."""
 
-    source: str = "python"  # "python": the corpus every CPython carries; or a folder
-    tokenizer: str = "bpe"  # "bpe" (trained on the source), "byte", or tokenizer.json
+    # "python": the corpus every CPython carries; or a folder. In stage sft a folder or
+    # a file of JSONL with conversations.
+    source: str = "python"
+    # "bpe" (trained on the source), "byte", or the path of a tokenizer.json; for
+    # conversations "bpe_chat" or "byte_chat", which have the special tokens.
+    tokenizer: str = "bpe"
     bpe_vocab_size: int = 2048
     sequence_length: int = 256  # tokens that enter the model, per row
     batch_size: int = 16  # rows of a step, over all devices
     held_out_percent: int = 10  # documents by sha256(name) % 100 below this
     cache_dir: str = "~/.cache/glm5_jax"  # trained tokenizers, token arrays
     num_prefetch: int = 2  # batches made ahead by a thread
+    chat_template: Literal["glm5", "glm5.1", "glm5.2"] = "glm5"
+    # Whether turns are asked for with a thought; False where the data has none.
+    enable_thinking: bool = True
+    clear_thinking: bool = True  # False: thoughts before the last user message stay
 
     def __post_init__(self) -> None:
         """Checks every field."""

@@ -1,10 +1,11 @@
 """Documents to rows of equal length in which they do not see each other."""
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 Row = dict[str, np.ndarray]
 
@@ -60,10 +61,77 @@ class PackedRows:
             "positions": self._pad(np.arange(end - begin) - piece_starts, 0),
         }
 
+    def scored_targets(self) -> Int[np.ndarray, " n"]:
+        """All tokens but the first of each document, which eos takes the place of."""
+        targets = self.tokens.copy()
+        targets[self.starts] = self.eos_id
+        return targets
+
     def _pad(self, values: np.ndarray, filler: int) -> np.ndarray:
         padded = np.full(self.sequence_length, filler, np.int32)
         padded[: values.size] = values
         return padded
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedRows:
+    """Whole documents with a loss mask, several in a row, as `best_fit` puts them.
+
+    A row has what a PackedRows' has. A document of n tokens takes n - 1 places, as its
+    last token is only a target; loss_mask is 1 where the target is trained.
+
+    Attributes:
+        tokens: all documents, each of at least 2 and at most sequence_length + 1.
+        mask: which tokens are trained.
+        starts: where each document begins in `tokens`, and the end of the last.
+        bins: the documents of each row.
+        eos_id: what padding is filled with.
+        sequence_length: tokens in a row.
+    """
+
+    tokens: Int[np.ndarray, " n"]
+    mask: Bool[np.ndarray, " n"]
+    starts: Int[np.ndarray, " borders"]
+    bins: Sequence[Sequence[int]]
+    eos_id: int
+    sequence_length: int
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.bins)
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`; one beyond the last is all padding."""
+        row: Row = {
+            "tokens": np.full(self.sequence_length, self.eos_id, np.int32),
+            "targets": np.full(self.sequence_length, self.eos_id, np.int32),
+            "loss_mask": np.zeros(self.sequence_length, np.float32),
+            "segment_ids": np.zeros(self.sequence_length, np.int32),
+            "positions": np.zeros(self.sequence_length, np.int32),
+        }
+        begin = 0
+        for segment, document in enumerate(
+            self.bins[index] if index < len(self.bins) else (), start=1
+        ):
+            first, last = self.starts[document], self.starts[document + 1] - 1
+            place = slice(begin, begin + last - first)
+            row["tokens"][place] = self.tokens[first:last]
+            row["targets"][place] = self.tokens[first + 1 : last + 1]
+            row["loss_mask"][place] = self.mask[first + 1 : last + 1]
+            row["segment_ids"][place] = segment
+            row["positions"][place] = np.arange(last - first)
+            begin = place.stop
+        return row
+
+    def scored_targets(self) -> Int[np.ndarray, " n"]:
+        """The trained tokens; the first of a document, which nothing predicts, is none.
+
+        That first token is never trained: it is the template's prefix.
+        """
+        return self.tokens[self.mask]
+
+
+Rows = PackedRows | FittedRows
 
 
 def pack(
@@ -78,3 +146,56 @@ def pack(
         eos_id=eos_id,
         sequence_length=sequence_length,
     )
+
+
+def fit(
+    documents: Sequence[tuple[Sequence[int], Sequence[bool]]],
+    *,
+    eos_id: int,
+    sequence_length: int,
+) -> FittedRows:
+    """Packs documents, each tokens and mask, whole; the order given breaks ties."""
+    sizes = [len(tokens) for tokens, _ in documents]
+    return FittedRows(
+        tokens=np.concatenate([np.array(t, np.int32) for t, _ in documents]),
+        mask=np.concatenate([np.array(m, bool) for _, m in documents]),
+        starts=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))),
+        bins=best_fit([size - 1 for size in sizes], sequence_length),
+        eos_id=eos_id,
+        sequence_length=sequence_length,
+    )
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Puts things into bins: the longest first, each where it leaves least room.
+
+    Best-fit decreasing (Johnson 1973): at most 11/9 of the fewest bins, plus 4. Equal
+    lengths go in the order given, among equal rooms into the newest bin.
+
+    Args:
+        lengths: of the things, each at most `capacity`.
+        capacity: of a bin.
+
+    Returns:
+        For each bin the indices of its things, in the order they were put in.
+    """
+    assert max(lengths, default=0) <= capacity
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # keys of by_room that have a bin, ascending
+    for thing in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect.bisect_left(rooms, lengths[thing])
+        if at < len(rooms):
+            room = rooms[at]
+            chosen = by_room[room].pop()
+            if not by_room[room]:
+                rooms.pop(at)
+        else:
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        bins[chosen].append(thing)
+        left = room - lengths[thing]
+        if not by_room.setdefault(left, []):
+            bisect.insort(rooms, left)
+        by_room[left].append(chosen)
+    return bins

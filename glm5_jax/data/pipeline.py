@@ -11,7 +11,7 @@ import tqdm
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.data import cache, packing, sources
+from glm5_jax.data import cache, chat, packing, sources
 from glm5_jax.data import tokenizer as tokenizer_lib
 
 Batch = dict[str, np.ndarray]
@@ -25,13 +25,14 @@ class Pipeline:
     """Training and held-out batches of one corpus.
 
     A batch has tokens, targets, segment_ids, positions (int32 [B, T]) and loss_mask
-    (float32 [B, T]), as packing.PackedRows describes them. Every process makes the
-    whole batch and feeds its devices their part.
+    (float32 [B, T]), as the rows of packing have them. Every process makes the whole
+    batch and feeds its devices their part.
 
     Attributes:
         tokenizer: what made the token ids.
         fingerprint: corpus, tokenizer and settings; equal ones give equal batches.
         bytes_per_token: mean UTF-8 bytes of a held-out target.
+        template: of the corpus, if it is one of conversations.
     """
 
     def __init__(
@@ -39,14 +40,16 @@ class Pipeline:
         data: config.DataConfig,
         tokenizer: tokenizer_lib.Tokenizer,
         *,
-        train: packing.PackedRows,
-        held_out: packing.PackedRows,
+        train: packing.Rows,
+        held_out: packing.Rows,
         seed: int,
         fingerprint: str,
+        template: chat.Template | None = None,
     ) -> None:
-        """See make_pipeline."""
+        """See make_pipeline, and conversations.make_pipeline."""
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
+        self.template = template
         self._held_out = held_out
         self._batch_size = data.batch_size
         self._num_prefetch = data.num_prefetch
@@ -59,11 +62,9 @@ class Pipeline:
             .repeat()
             .batch(data.batch_size)
         )
-        # A document is as long as its tokens; only its first token is not a target.
-        first_tokens = held_out.tokens[held_out.starts]
-        sizes = self._piece_sizes
-        num_bytes = sizes[held_out.tokens].sum() - sizes[first_tokens].sum()
-        self.bytes_per_token = float(num_bytes / held_out.tokens.size)
+        targets = held_out.scored_targets()
+        num_bytes = self._piece_sizes[targets].sum()
+        self.bytes_per_token = float(num_bytes / max(targets.size, 1))
 
     def train_batch(self, step: int) -> Batch:
         """The batch of step `step`, counted from 0."""

@@ -72,44 +72,7 @@ def corpus_digest(documents: Iterable[Document]) -> str:
     return digest.hexdigest()
 
 
-def _python() -> Iterator[Document]:
-    """The language reference in pydoc_data.topics and the modules without tests."""
-    from pydoc_data import topics  # half a megabyte that folders do without
-
-    for name, text in topics.topics.items():
-        yield Document(f"topics/{name}", text)
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    for path in _files(root, skipped=_SKIPPED_FOLDERS):
-        parts = path.relative_to(root).parts
-        if (
-            path.suffix == ".py"
-            and parts[0].removesuffix(".py") in sys.stdlib_module_names
-            and parts != ("pydoc_data", "topics.py")
-            # Settings of the machine that built this Python.
-            and not path.name.startswith("_sysconfigdata")
-        ):
-            yield Document("/".join(parts), _read(path))
-
-
-def _folder(source: str) -> Iterator[Document]:
-    root = pathlib.Path(source).expanduser()
-    if not root.is_dir():
-        what = "is a file" if root.exists() else "does not exist"
-        raise config.InputError(
-            f"data.source must be 'python' or a folder; {source!r} {what}."
-        )
-    for path in _files(root):
-        name = path.relative_to(root).as_posix()
-        if path.suffix in TEXT_SUFFIXES:
-            yield Document(name, _read(path))
-        elif path.suffix == ".jsonl":
-            for number, line in enumerate(_read(path).split("\n"), start=1):
-                if line.strip():
-                    text = _text_field(line, f"{path}:{number}")
-                    yield Document(f"{name}:{number}", text)
-
-
-def _files(root: pathlib.Path, skipped: Collection[str] = ()) -> Iterator[pathlib.Path]:
+def files(root: pathlib.Path, skipped: Collection[str] = ()) -> Iterator[pathlib.Path]:
     """Every file below `root` that is not hidden nor in a folder of a skipped name."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
@@ -120,14 +83,55 @@ def _files(root: pathlib.Path, skipped: Collection[str] = ()) -> Iterator[pathli
                 yield pathlib.Path(folder, name)
 
 
-def _read(path: pathlib.Path) -> str:
-    """The text of a file, line ends as they are."""
+def read_text(path: pathlib.Path) -> str:
+    """The text of a file, line ends as they are.
+
+    Raises:
+        config.InputError: it cannot be read as UTF-8.
+    """
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise config.InputError(
             f"{path} cannot be read as UTF-8 text: {error}. Convert or remove it."
         ) from error
+
+
+def _python() -> Iterator[Document]:
+    """The language reference in pydoc_data.topics and the modules without tests."""
+    from pydoc_data import topics  # half a megabyte that folders do without
+
+    for name, text in topics.topics.items():
+        yield Document(f"topics/{name}", text)
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    for path in files(root, skipped=_SKIPPED_FOLDERS):
+        parts = path.relative_to(root).parts
+        if (
+            path.suffix == ".py"
+            and parts[0].removesuffix(".py") in sys.stdlib_module_names
+            and parts != ("pydoc_data", "topics.py")
+            # Settings of the machine that built this Python.
+            and not path.name.startswith("_sysconfigdata")
+        ):
+            yield Document("/".join(parts), read_text(path))
+
+
+def _folder(source: str) -> Iterator[Document]:
+    root = pathlib.Path(source).expanduser()
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise config.InputError(
+            f"data.source must be 'python' or a folder; {source!r} {what}."
+        )
+    for path in files(root):
+        name = path.relative_to(root).as_posix()
+        if path.suffix in TEXT_SUFFIXES:
+            yield Document(name, read_text(path))
+        elif path.suffix == ".jsonl":
+            for number, line in enumerate(read_text(path).split("\n"), start=1):
+                if line.strip():
+                    text = _text_field(line, f"{path}:{number}")
+                    yield Document(f"{name}:{number}", text)
 
 
 def _text_field(line: str, place: str) -> str:

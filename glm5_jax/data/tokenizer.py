@@ -1,6 +1,7 @@
 """Text to token ids and back: byte-level tokenizers in the tokenizer.json format."""
 
 import hashlib
+import itertools
 import operator
 import pathlib
 import sys
@@ -16,6 +17,20 @@ from glm5_jax import config
 from glm5_jax.data import cache
 
 END_OF_TEXT = "<|endoftext|>"
+# GLM-5's, in the order of its ids 154820 to 154855.
+SPECIAL_TOKENS = (
+    *(END_OF_TEXT, "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
+    *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    *("<|begin_of_image|>", "<|end_of_image|>"),
+    *("<|begin_of_video|>", "<|end_of_video|>"),
+    *("<|begin_of_audio|>", "<|end_of_audio|>"),
+    *("<|begin_of_transcription|>", "<|end_of_transcription|>"),
+    *("<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"),
+    *("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    *("<tool_response>", "</tool_response>", "<arg_key>", "</arg_key>"),
+    *("<arg_value>", "</arg_value>", "/nothink"),
+    *("<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>"),
+)
 
 # How GLM-5 cuts text into the words whose bytes are then merged.
 _WORDS = (
@@ -32,6 +47,7 @@ class Tokenizer:
     Attributes:
         pieces: the bytes that each id stands for; none for special tokens.
         eos_id: the id of <|endoftext|>, which ends a document.
+        special_ids: the ids of those of SPECIAL_TOKENS that it has.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -50,6 +66,11 @@ class Tokenizer:
         backend.no_padding()
         # Text that spells a special token stays text, as no document may end itself.
         backend.encode_special_tokens = True
+        added = backend.get_added_tokens_decoder().items()
+        ids = {token.content: i for i, token in added}
+        self.special_ids = {name: ids[name] for name in SPECIAL_TOKENS if name in ids}
+        # The released file declares <think>, <tool_call> and the like as not special.
+        backend.add_special_tokens([_special(name) for name in self.special_ids])
         self._backend = backend
         self.eos_id: int = eos_id
         self.pieces: tuple[bytes, ...] = _pieces(backend)
@@ -86,6 +107,15 @@ class Tokenizer:
         )
         return b"".join(pieces).decode(errors="replace")
 
+    def spell(self, ids: Iterable[SupportsIndex]) -> str:
+        """Text of `ids`, GLM-5's special tokens spelt out."""
+        names = {i: name for name, i in self.special_ids.items()}
+        runs = itertools.groupby(map(operator.index, ids), names.get)
+        return "".join(
+            self.decode(run) if name is None else name * len(list(run))
+            for name, run in runs
+        )
+
     def save(self, path: str | pathlib.Path) -> None:
         """Writes a tokenizer.json, which transformers reads too."""
         text = self._backend.to_str()
@@ -104,8 +134,9 @@ def load(path: str | pathlib.Path) -> Tokenizer:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise config.InputError(
-            f"No tokenizer can be read from {file}: {error}. Give 'bpe', 'byte' or the "
-            f"path of a tokenizer.json."
+            f"No tokenizer can be read from {file}: {error}. Give 'bpe', 'byte' (or "
+            f"'bpe_chat', 'byte_chat' for conversations) or the path of a "
+            f"tokenizer.json."
         ) from error
     try:
         backend = tokenizers.Tokenizer.from_str(text)
@@ -114,19 +145,33 @@ def load(path: str | pathlib.Path) -> Tokenizer:
     return Tokenizer(backend)
 
 
-def byte_tokenizer() -> Tokenizer:
-    """The tokenizer whose ids 0..255 are bytes and 256 is <|endoftext|>."""
+def byte_tokenizer(special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
+    """The tokenizer whose ids 0..255 are bytes and 256 is <|endoftext|>.
+
+    Args:
+        special_tokens: take the ids from 256 on; SPECIAL_TOKENS for chats.
+    """
     backend = tokenizers.Tokenizer(models.BPE(vocab=_ALPHABET, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False
     )
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True)])
+    backend.add_special_tokens([_special(name) for name in special_tokens])
     return Tokenizer(backend)
 
 
-def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens; <|endoftext|> is token 0."""
+def train_bpe(
+    texts: Sequence[str],
+    vocab_size: int,
+    special_tokens: Sequence[str] = (END_OF_TEXT,),
+) -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` tokens; <|endoftext|> is token 0.
+
+    Args:
+        texts: what the merges are learnt from.
+        vocab_size: bytes and special tokens included.
+        special_tokens: take the ids from 0 on; SPECIAL_TOKENS for chats.
+    """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -137,12 +182,21 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[_special(name) for name in special_tokens],
         initial_alphabet=sorted(_ALPHABET),
         show_progress=sys.stderr.isatty(),
     )
     backend.train_from_iterator(texts, trainer, length=len(texts))
     return Tokenizer(backend)
+
+
+def named(name: str) -> Tokenizer:
+    """The tokenizer "byte", "byte_chat", or that of a path."""
+    if name == "byte":
+        return byte_tokenizer()
+    if name == "byte_chat":
+        return byte_tokenizer(SPECIAL_TOKENS)
+    return load(name)
 
 
 def for_corpus(data: config.DataConfig, texts: Sequence[str]) -> Tokenizer:
@@ -152,12 +206,12 @@ def for_corpus(data: config.DataConfig, texts: Sequence[str]) -> Tokenizer:
         data: the section of the config.
         texts: training documents in random order; the first 4 MB are used.
     """
-    if data.tokenizer == "byte":
-        return byte_tokenizer()
-    if data.tokenizer != "bpe":
-        return load(data.tokenizer)
+    if data.tokenizer not in ("bpe", "bpe_chat"):
+        return named(data.tokenizer)
+    special_tokens = SPECIAL_TOKENS if data.tokenizer == "bpe_chat" else (END_OF_TEXT,)
     sample = _leading(texts, _MAX_TRAINING_BYTES)
-    key = hashlib.sha256(f"{data.bpe_vocab_size} {_WORDS}".encode())
+    chat = " ".join(special_tokens[1:])
+    key = hashlib.sha256(f"{data.bpe_vocab_size} {_WORDS}{chat}".encode())
     for text in sample:
         key.update(hashlib.sha256(text.encode()).digest())
     folder = pathlib.Path(data.cache_dir).expanduser()
@@ -165,7 +219,7 @@ def for_corpus(data: config.DataConfig, texts: Sequence[str]) -> Tokenizer:
     def make() -> Tokenizer:
         logging.info("Training a BPE on %d documents ...", len(sample))
         start = time.perf_counter()
-        trained = train_bpe(sample, data.bpe_vocab_size)
+        trained = train_bpe(sample, data.bpe_vocab_size, special_tokens)
         seconds = time.perf_counter() - start
         logging.info("... %d tokens in %.1f s.", trained.vocab_size, seconds)
         return trained
@@ -191,6 +245,10 @@ def check_vocab(tokenizer: Tokenizer, model_vocab_size: int) -> None:
             f"model.vocab_size={tokenizer.vocab_size} (or more), or choose a smaller "
             f"tokenizer (data.tokenizer, data.bpe_vocab_size)."
         )
+
+
+def _special(name: str) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(name, special=True, normalized=False)
 
 
 def _byte_alphabet() -> dict[str, int]:

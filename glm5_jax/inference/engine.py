@@ -1,53 +1,222 @@
-"""Continues prompts in one batch: prefill once, then decode with a cache.
+"""Continues prompts: slots that are refilled while others decode.
 
-Sizes are rounded up to a few, so that few programs are compiled, and 16 tokens are
-decoded in one dispatch. What a sequence gets after its end is thrown away: sequences
-of a batch do not depend on each other.
+    engine = Engine(params, config, num_slots=8, capacity=256)
+    engine.submit(Request(id=0, prompt=ids, max_new_tokens=64))
+    while engine.num_pending:
+        for id, completion in engine.step():
+            ...
+
+Parameters are arguments of the compiled programs, so new ones are taken between two
+steps (`publish`); every token says which version drew it. What a request gets depends
+on its id, its prompt and the engine's seed, not on what runs beside it.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int, Key
 
 from glm5_jax import config as config_lib
 from glm5_jax.inference import sampling as sampling_lib
-from glm5_jax.model import cache as cache_lib
-from glm5_jax.model import layers, transformer
+from glm5_jax.inference import scheduler as scheduler_lib
+from glm5_jax.inference import steps
+from glm5_jax.inference.requests import MAX_STOP_IDS, Completion, Request, errors
+from glm5_jax.model import cached, layers, transformer
 from pallas_kernels import dispatch
 
 NUM_STEPS = 16  # tokens of a dispatch
-MIN_TOKENS = 16  # shortest prompt that gets a program of its own
+CHUNK = 2048  # tokens of a prompt that are read at once
+MIN_TOKENS = 16  # shortest part of a prompt that gets a program of its own
 MAX_UNSTACKED_LAYERS = 32  # compile time grows with them
 
 
-@dataclasses.dataclass
-class Completion:
-    """What followed a prompt."""
+class Engine:
+    """A model, a cache, and the requests that it works on.
 
-    tokens: list[int]  # the one that stopped it included
-    logprobs: list[float]  # of each token, in the distribution that it was drawn from
-    finish_reason: Literal["stop", "length"] | None  # None: not finished
+    Attributes:
+        running: completions under way, by request.
+        version: of the parameters.
+    """
 
+    def __init__(
+        self,
+        params: dict,
+        config: config_lib.ModelConfig,
+        *,
+        num_slots: int,
+        capacity: int,
+        seed: int = 0,
+        chunk: int = CHUNK,
+        num_steps: int = NUM_STEPS,
+        with_experts: bool = False,
+    ) -> None:
+        """An engine without requests.
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    """A batch of sequences between two dispatches."""
+        Args:
+          params: of `transformer.table`.
+          config: of the model.
+          num_slots: sequences that are decoded at once.
+          capacity: tokens of a sequence, prompt and completion.
+          seed: of the random numbers.
+          chunk: tokens of a prompt that are read at once.
+          num_steps: tokens of a sequence that are drawn in one dispatch.
+          with_experts: records which experts each token went to.
 
-    cache: cache_lib.Cache
-    tokens: Int[Array, " B"]  # the last ones, which are not in the cache yet
-    keys: Key[Array, " B"]
-    sampling: sampling_lib.Sampling
+        Raises:
+          InputError: the model cannot see as many tokens.
+        """
+        limit = config.max_position_embeddings
+        if capacity > limit:
+            raise config_lib.InputError(
+                f"capacity must not exceed model.max_position_embeddings={limit}, got "
+                f"{capacity}."
+            )
+        chunk = min(chunk, capacity)
+        self.config, self.capacity, self._seed = config, capacity, seed
+        self._with_experts, self._num_steps = with_experts, num_steps
+        self._rows = scheduler_lib.ladder(num_slots, 1, 4)
+        self._sizes = sorted({min(bucket(n + 1), chunk) for n in range(chunk)})
+        self._scheduler = scheduler_lib.Scheduler(num_slots, chunk)
+        self._state = steps.empty(config, num_slots, capacity, MAX_STOP_IDS)
+        self._experts: dict[int, list[np.ndarray]] = {i: [] for i in range(num_slots)}
+        self.running: dict[int, Completion] = {}
+        self.publish(params, 0)
 
+    @property
+    def num_pending(self) -> int:
+        """Requests that have not finished."""
+        return len(self.running)
 
-Drawn = tuple[Int[Array, "B n"], Float[Array, "B n"]]  # ids and their log-probs
+    @property
+    def max_programs(self) -> int:
+        """Most programs that will ever be compiled for this engine."""
+        return 2 * len(self._rows) * len(self._sizes) + 1
+
+    def publish(self, params: dict, version: int) -> None:
+        """Goes on with other parameters; what is in the cache stays as it is.
+
+        They must not be donated to anyone while they are in use here.
+        """
+        self._params = cast_params(params, self.config)
+        self._decode_params = _decode_params(self._params, self.config)
+        self.version = self._scheduler.version = version
+
+    def submit(self, request: Request) -> None:
+        """Lets a request wait for a slot.
+
+        Raises:
+          InputError: it cannot be continued.
+        """
+        found = errors(request, self.config, self.capacity)
+        if request.id in self.running:
+            found.append(f"Request {request.id} is already running.")
+        if found:
+            raise config_lib.InputError("\n".join(found))
+        self.running[request.id] = Completion([], [], None)
+        self._scheduler.submit(request)
+
+    def abort(self, id: int) -> Completion:
+        """Stops a request; returns what it has so far."""
+        slot = self._scheduler.abort(id)
+        if slot is not None:
+            plan = self._state.plan
+            plan = dataclasses.replace(plan, budget=plan.budget.at[slot.index].set(0))
+            self._state = dataclasses.replace(self._state, plan=plan)
+        return self.running.pop(id)
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Runs one dispatch; returns the requests that it finished."""
+        todo = self._scheduler.next()
+        if todo is None:
+            return []
+        if todo == "decode":
+            self._state, drawn = steps.decode(
+                self._decode_params,
+                self.config,
+                self._state,
+                num_steps=self._num_steps,
+                with_experts=self._with_experts,
+            )
+            drawn = jax.device_get(drawn)
+            slots = [s for s in self._scheduler.slots if s.is_decoding]
+            return [
+                done for s in slots for done in self._advance(s, drawn, s.index, None)
+            ]
+        self._state, drawn = steps.prefill(
+            self._params,
+            self.config,
+            self._state,
+            self._parts(todo),
+            is_fresh=todo[0].start == 0,
+            with_experts=self._with_experts,
+        )
+        drawn = jax.device_get(drawn)
+        return [
+            done
+            for row, part in enumerate(todo)
+            for done in self._advance(part.slot, drawn, row, part)
+        ]
+
+    def _parts(self, todo: Sequence[scheduler_lib.Part]) -> steps.Parts:
+        """Arrays of one of a few shapes for parts of prompts."""
+        num_rows = scheduler_lib.rung(self._rows, len(todo))
+        size = max(len(part.tokens) for part in todo)
+        size = scheduler_lib.rung(self._sizes, size)
+        padding = [0] * size, 0, len(self._scheduler.slots), 0, False
+        rows, plans = [padding] * num_rows, [_IDLE] * num_rows
+        for row, part in enumerate(todo):
+            request = part.slot.request
+            assert request is not None
+            tokens = [*part.tokens, *[0] * (size - len(part.tokens))]
+            where = part.slot.index, part.start, part.is_last
+            rows[row] = tokens, len(part.tokens), *where
+            plans[row] = request
+        tokens, num_tokens, slots, start, is_last = map(_array, zip(*rows, strict=True))
+        plan = _plan(plans, self._seed)
+        return steps.Parts(tokens, num_tokens, slots, start, is_last, plan)
+
+    def _advance(
+        self,
+        slot: scheduler_lib.Slot,
+        drawn: steps.Drawn,
+        row: int,
+        part: scheduler_lib.Part | None,
+    ) -> list[tuple[int, Completion]]:
+        """Puts down what a slot drew; returns its request if that has finished."""
+        request = slot.request
+        assert request is not None
+        completion = self.running[request.id]
+        ids = [int(i) for i in drawn.ids[row] if i >= 0]
+        num_read = len(ids) if part is None else len(part.tokens)
+        if drawn.experts is not None:
+            if part is not None:
+                self._experts[slot.index] = _leading(
+                    self._experts[slot.index], part.start
+                )
+            read = np.asarray(drawn.experts)[:, row, :num_read]
+            self._experts[slot.index].append(read.swapaxes(0, 1))
+        for id, logprob in zip(ids, drawn.logprobs[row].tolist(), strict=False):
+            if slot.last is not None:
+                slot.tokens.append(slot.last)
+            slot.last = id
+            completion.tokens.append(id)
+            completion.logprobs.append(logprob)
+            completion.versions.append(self.version)
+        if not ids:
+            return []
+        if ids[-1] in request.stop_ids:
+            completion.finish_reason = "stop"
+        elif len(completion.tokens) == request.max_new_tokens:
+            completion.finish_reason = "length"
+        else:
+            return []
+        if drawn.experts is not None:
+            completion.experts = np.concatenate(self._experts[slot.index])
+        self._scheduler.release(slot)
+        return [(request.id, self.running.pop(request.id))]
 
 
 def generate(
@@ -62,10 +231,10 @@ def generate(
     seed: int = 0,
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> list[Completion]:
-    """Continues every prompt.
+    """Continues every prompt, all at once.
 
     Args:
-      params: of `transformer.table`; `cast_params` beforehand saves doing it here.
+      params: of `transformer.table`.
       config: of the model.
       prompts: token ids.
       max_new_tokens: of each completion.
@@ -78,30 +247,37 @@ def generate(
     Raises:
       InputError: an empty prompt, an unknown id, too many tokens, no distribution.
     """
-    _check(config, prompts, max_new_tokens, temperature, top_p)
-    completions = [Completion([], [], None) for _ in prompts]
-    if not prompts:
-        return completions
-    params, stop_ids = cast_params(params, config), frozenset(stop_ids)
-    tokens, lengths = _pad(prompts)
-    num_decoded = -(-(max_new_tokens - 1) // NUM_STEPS) * NUM_STEPS
-    capacity = bucket(tokens.shape[1] + num_decoded)
-    keys = sampling_lib.request_keys(seed, len(tokens))
-    how = sampling_lib.make_sampling(len(tokens), temperature, top_p)
-    state, drawn = prefill(params, config, tokens, lengths, keys, how, capacity)
-    params = _decode_params(params, config)
-    while True:
-        ids, logprobs = (x.tolist() for x in jax.device_get(drawn))
-        for i, completion in enumerate(completions):
-            if completion.finish_reason:
-                continue
-            num_old = len(completion.tokens)
-            _extend(completion, ids[i], logprobs[i], max_new_tokens, stop_ids)
-            if on_tokens:
-                on_tokens(i, completion.tokens[num_old:])
-        if all(completion.finish_reason for completion in completions):
-            return completions
-        state, drawn = decode(params, config, state)
+    stop_ids = frozenset(stop_ids)
+    requests = [
+        Request(i, prompt, max_new_tokens, stop_ids, temperature, top_p)
+        for i, prompt in enumerate(prompts)
+    ]
+    limit = config.max_position_embeddings
+    found = [line for r in requests for line in errors(r, config, limit)]
+    if found:
+        raise config_lib.InputError("\n".join(dict.fromkeys(found)))
+    if not requests:
+        return []
+    longest = max(len(prompt) for prompt in prompts)
+    engine = Engine(
+        params,
+        config,
+        num_slots=1 << (len(prompts) - 1).bit_length(),
+        capacity=min(bucket(longest + max_new_tokens), limit),
+        seed=seed,
+    )
+    for request in requests:
+        engine.submit(request)
+    completions = dict(engine.running)
+    reported = dict.fromkeys(completions, 0)
+    while engine.num_pending:
+        engine.step()
+        for i, completion in completions.items():
+            new = completion.tokens[reported[i] :]
+            reported[i] += len(new)
+            if new and on_tokens:
+                on_tokens(i, new)
+    return list(completions.values())
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -111,41 +287,6 @@ def cast_params(params: dict, config: config_lib.ModelConfig) -> dict:
     Matrices become config.dtype; norms, router and head weights float32.
     """
     return layers.cast(params, transformer.table(config), config.dtype)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "capacity"))
-def prefill(
-    params: dict,
-    config: config_lib.ModelConfig,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    keys: Key[Array, " B"],
-    sampling: sampling_lib.Sampling,
-    capacity: int,
-) -> tuple[State, Drawn]:
-    """Fills a cache with prompts, padded on the right, and draws a token for each."""
-    hidden, cache = transformer.prefill(params, config, tokens, lengths, capacity)
-    last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
-    state = State(cache, tokens[:, 0], keys, sampling)
-    state, (ids, logprobs) = _draw(params, config, state, last[:, 0])
-    return state, (ids[:, None], logprobs[:, None])
-
-
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
-def decode(
-    params: dict, config: config_lib.ModelConfig, state: State
-) -> tuple[State, Drawn]:
-    """Draws the next NUM_STEPS tokens of every sequence."""
-
-    def step(state: State, _: None) -> tuple[State, tuple[Array, Array]]:
-        hidden, cache = transformer.decode(
-            params, config, state.cache, state.tokens[:, None]
-        )
-        state = dataclasses.replace(state, cache=cache)
-        return _draw(params, config, state, hidden[:, 0])
-
-    state, (ids, logprobs) = lax.scan(step, state, length=NUM_STEPS)
-    return state, (ids.T, logprobs.T)
 
 
 def bucket(num_tokens: int) -> int:
@@ -164,85 +305,34 @@ def _decode_params(params: dict, config: config_lib.ModelConfig) -> dict:
     return params
 
 
-_unstacked = jax.jit(transformer.unstacked, static_argnames="config")
+_unstacked = jax.jit(cached.unstacked, static_argnames="config")
+_IDLE = Request(id=0, prompt=(), max_new_tokens=0)
 
 
-def _draw(
-    params: dict,
-    config: config_lib.ModelConfig,
-    state: State,
-    hidden: Float[Array, "B D"],
-) -> tuple[State, tuple[Int[Array, " B"], Float[Array, " B"]]]:
-    """Draws the tokens that follow what is in the cache."""
-    logits = transformer.logits(params, config, hidden)
-    ids, logprobs = sampling_lib.sample(
-        logits, state.keys, state.cache.lengths, state.sampling
+def _plan(requests: Sequence[Request], seed: int) -> steps.Plan:
+    """How the engine's programs continue requests."""
+
+    def floats(name: str) -> jax.Array:
+        return _array([getattr(r, name) for r in requests]).astype(jnp.float32)
+
+    stop_ids = [sorted(r.stop_ids) for r in requests]
+    return steps.Plan(
+        keys=sampling_lib.request_keys(seed, _array([r.id for r in requests])),
+        sampling=sampling_lib.Sampling(
+            temperature=floats("temperature"),
+            top_p=floats("top_p"),
+            top_k=_array([r.top_k for r in requests]),
+            min_p=floats("min_p"),
+        ),
+        budget=_array([r.max_new_tokens for r in requests]),
+        stop_ids=_array([ids + [-1] * (MAX_STOP_IDS - len(ids)) for ids in stop_ids]),
     )
-    return dataclasses.replace(state, tokens=ids), (ids, logprobs)
 
 
-def _extend(
-    completion: Completion,
-    ids: list[int],
-    logprobs: list[float],
-    max_new_tokens: int,
-    stop_ids: frozenset[int],
-) -> None:
-    """Adds drawn tokens up to the end of the completion."""
-    for token, logprob in zip(ids, logprobs, strict=True):
-        completion.tokens.append(token)
-        completion.logprobs.append(logprob)
-        if token in stop_ids:
-            completion.finish_reason = "stop"
-        elif len(completion.tokens) == max_new_tokens:
-            completion.finish_reason = "length"
-        if completion.finish_reason:
-            return
+def _array(values: Iterable) -> jax.Array:
+    return jnp.asarray(np.asarray(list(values)))
 
 
-def _pad(
-    prompts: Sequence[Sequence[int]],
-) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
-    """Prompts padded on the right, and prompts of one token below them."""
-    num_rows = 1 << (len(prompts) - 1).bit_length()
-    lengths = np.ones(num_rows, np.int32)
-    lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
-    tokens = np.zeros((num_rows, bucket(int(lengths.max()))), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=False):
-        row[: len(prompt)] = prompt
-    return tokens, lengths
-
-
-def _check(
-    config: config_lib.ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-) -> None:
-    """Raises InputError for what cannot be continued."""
-    errors = []
-    if max_new_tokens < 1:
-        errors.append(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
-    if temperature < 0:
-        errors.append(f"temperature must not be negative, got {temperature}.")
-    if not 0 < top_p <= 1:
-        errors.append(f"top_p must lie in (0, 1], got {top_p}; 1 turns it off.")
-    limit = config.max_position_embeddings
-    for i, prompt in enumerate(prompts):
-        unknown = [t for t in prompt if not 0 <= t < config.vocab_size]
-        if len(prompt) == 0:
-            errors.append(f"Prompt {i} is empty; give at least one token.")
-        if unknown:
-            errors.append(
-                f"Prompt {i} has the id {unknown[0]}, but ids lie in "
-                f"0..{config.vocab_size - 1} (model.vocab_size)."
-            )
-        if len(prompt) + max_new_tokens > limit:
-            errors.append(
-                f"Prompt {i} has {len(prompt)} tokens; with {max_new_tokens} new ones "
-                f"they exceed model.max_position_embeddings={limit}. Shorten it, or "
-                f"lower max_new_tokens."
-            )
-    if errors:
-        raise config_lib.InputError("\n".join(errors))
+def _leading(pieces: list[np.ndarray], size: int) -> list[np.ndarray]:
+    """The first `size` rows of the pieces together."""
+    return [np.concatenate(pieces)[:size]] if pieces and size else []

@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 
 @jax.tree_util.register_dataclass
@@ -38,10 +38,10 @@ def make_sampling(
     )
 
 
-def request_keys(seed: int, batch: int) -> Key[Array, " B"]:
-    """A key for each request."""
+def request_keys(seed: int, requests: Int[ArrayLike, " B"]) -> Key[Array, " B"]:
+    """A key for each request, by its number."""
     return jax.vmap(jax.random.fold_in, (None, 0))(
-        jax.random.key(seed), jnp.arange(batch)
+        jax.random.key(seed), jnp.asarray(requests)
     )
 
 

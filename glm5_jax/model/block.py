@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import pallas_kernels
 from glm5_jax import config as config_lib
@@ -56,6 +56,7 @@ def block(
     index: indexer.Index | None = None,
     kl_weight: Float[Array, ""] | None = None,
     kv: attention.Latent | None = None,
+    experts: Int[Array, "B T K"] | None = None,
 ) -> BlockOutput:
     """Runs a layer over whole documents.
 
@@ -67,6 +68,7 @@ def block(
       index: selection to reuse; None lets the layer's own indexer select.
       kl_weight: share of this layer in its indexer's loss; None computes no loss.
       kv: latents to attend to instead of the layer's own (later MTP steps).
+      experts: to send each token to, instead of the router's choice.
     """
     params = _cast(params, config)
     h = layers.rms_norm(x, params["input_layernorm"], config.rms_norm_eps)
@@ -85,7 +87,7 @@ def block(
     if index is not None and kl_weight is not None:
         with jax.named_scope("indexer_loss"):
             kl = kl_weight * _indexer_kl(config, main, index, context)
-    out, routing = feed_forward(params, config, x + out, context)
+    out, routing = feed_forward(params, config, x + out, context, experts)
     return BlockOutput(out, index, kv, BlockAux(kl, routing))
 
 
@@ -94,6 +96,7 @@ def feed_forward(
     config: config_lib.ModelConfig,
     x: Float[Array, "B T D"],
     context: context_lib.Context,
+    experts: Int[Array, "B T K"] | None = None,
 ) -> tuple[Float[Array, "B T D"], moe.Routing | None]:
     """The second half of a layer: a dense SwiGLU or the experts."""
     h = layers.rms_norm(x, params["post_attention_layernorm"], config.rms_norm_eps)
@@ -101,7 +104,7 @@ def feed_forward(
         with jax.named_scope("mlp"):
             return x + layers.swiglu(params["mlp"], h), None
     with jax.named_scope("moe"):
-        out, routing = moe.moe(params["mlp"], config, h, context.is_token)
+        out, routing = moe.moe(params["mlp"], config, h, context.is_token, experts)
     return x + out, routing
 
 
@@ -111,7 +114,7 @@ def decode(
     x: Float[Array, "B T D"],
     context: context_lib.Context,
     read: cache_lib.Reader,
-) -> tuple[Float[Array, "B T D"], cache_lib.Reader]:
+) -> tuple[Float[Array, "B T D"], cache_lib.Reader, moe.Routing | None]:
     """Runs a layer over new tokens against a cache, in absorbed form.
 
     Args:
@@ -133,8 +136,8 @@ def decode(
     q = attention.latent_queries(attn, config, c_q, context)
     out = read.attend(q, context, config.softmax_scale, config.kv_lora_rank)
     out = attention.from_latent(attn, out)
-    out, _ = feed_forward(params, config, x + out, context)
-    return out, read.next()
+    out, routing = feed_forward(params, config, x + out, context)
+    return out, read.next(), routing
 
 
 def _cast(params: dict, config: config_lib.ModelConfig) -> dict:

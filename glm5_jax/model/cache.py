@@ -45,32 +45,32 @@ def empty(config: config_lib.ModelConfig, batch: int, capacity: int) -> Cache:
 class Reader:
     """A cache, the layer that looks at it, and the selection that layers share."""
 
-    cache: Cache
+    cache: Cache  # of B sequences
+    slots: Int[Array, " b"] | None  # those that the tokens belong to; None: all B
     layer: Int[Array, ""]
     full_layer: Int[Array, ""]
-    selected: Int[Array, "B T K"] | None  # ascending, -1 padded; None: all keys
+    selected: Int[Array, "b T K"] | None  # ascending, -1 padded; None: all keys
 
-    def append(self, kv: Float[Array, "B T c"]) -> "Reader":
+    def append(self, kv: Float[Array, "b T c"]) -> "Reader":
         """Writes the rows of the new tokens behind those of each sequence."""
         cache = self.cache
-        new = cache.kv.at[(self.layer, *_grid(cache.lengths, kv))].set(kv)
+        new = cache.kv.at[(self.layer, *self._grid(kv))].set(kv)
         return dataclasses.replace(self, cache=dataclasses.replace(cache, kv=new))
 
     def select(
         self,
-        q: Float[Array, "B T I J"],
-        k: Float[Array, "B T J"],
-        w: Float[Array, "B T I"],
+        q: Float[Array, "b T I J"],
+        k: Float[Array, "b T J"],
+        w: Float[Array, "b T I"],
         context: context_lib.Context,
         topk: int,
     ) -> "Reader":
         """Writes the indexer's keys and selects anew, where there is a choice."""
         cache = self.cache
-        grid = _grid(cache.lengths, k)
-        k_index = cache.k_index.at[(self.full_layer, *grid)].set(k)
+        k_index = cache.k_index.at[(self.full_layer, *self._grid(k))].set(k)
         selected = self.selected
         if selected is not None:
-            keys, table = _pages(k_index, self.full_layer)
+            keys, table = self._pages(k_index, self.full_layer)
             selected = pallas_kernels.decode_indexer_topk(
                 q, keys, w, context.lo, context.hi, table, topk=topk
             )
@@ -83,20 +83,21 @@ class Reader:
 
     def attend(
         self,
-        q: Float[Array, "B T N c"],
+        q: Float[Array, "b T N c"],
         context: context_lib.Context,
         scale: float,
         value_dim: int,
-    ) -> Float[Array, "B T N C"]:
+    ) -> Float[Array, "b T N C"]:
         """Attention in the latent space to the selected rows, or to all visible."""
         if self.selected is not None:
-            rows, table = _pages(self.cache.kv, self.layer)
+            rows, table = self._pages(self.cache.kv, self.layer)
             options = {"scale": scale, "value_dim": value_dim}
             selected = self.selected
             return pallas_kernels.decode_sparse_mla(
                 q, rows, selected, table, **options
             )[0]
         kv = self.cache.kv[self.layer]
+        kv = kv if self.slots is None else kv[self.slots]
         keep = selection.visible(context.lo, context.hi, kv.shape[1])
         dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         scores = dot("btnc,bsc->btns", q, kv)
@@ -108,28 +109,34 @@ class Reader:
         """The same cache, seen by the next layer."""
         return dataclasses.replace(self, layer=self.layer + 1)
 
+    def _grid(self, new: Float[Array, "b T x"]) -> tuple[Array, Array]:
+        """Indices (sequence, position) of the new tokens; JAX drops those outside."""
+        lengths, slots = self.cache.lengths, self.slots
+        if slots is None:
+            slots = jnp.arange(len(lengths))
+        else:
+            lengths = lengths[slots]
+        return slots[:, None], lengths[:, None] + jnp.arange(new.shape[1])[None]
 
-def reader(config: config_lib.ModelConfig, cache: Cache, num_tokens: int) -> Reader:
-    """A reader at the first layer, for `num_tokens` new tokens a sequence."""
+    def _pages(
+        self, stack: Float[Array, "L B S x"], layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "P S x"], Int[Array, "b 1"]]:
+        """The rows of all layers as pages, and where those of a layer are: no copy."""
+        batch = stack.shape[1]
+        slots = jnp.arange(batch) if self.slots is None else self.slots
+        table = layer * batch + slots[:, None]
+        return stack.reshape(-1, *stack.shape[2:]), table
+
+
+def reader(
+    config: config_lib.ModelConfig,
+    cache: Cache,
+    shape: tuple[int, int],
+    slots: Int[Array, " b"] | None = None,
+) -> Reader:
+    """A reader at the first layer, for `shape` = (b, T) new tokens."""
     zero = jnp.zeros((), jnp.int32)
-    batch, capacity = cache.kv.shape[1:3]
     selected = None
-    if config.attention == "sparse" and config.index_topk < capacity:
-        shape = (batch, num_tokens, config.index_topk)
-        selected = jnp.full(shape, -1, jnp.int32)
-    return Reader(cache, zero, zero, selected)
-
-
-def _grid(lengths: Int[Array, " B"], new: Float[Array, "B T x"]) -> tuple[Array, Array]:
-    """Indices (sequence, position) of the new tokens."""
-    batch, num_tokens, _ = new.shape
-    return jnp.arange(batch)[:, None], lengths[:, None] + jnp.arange(num_tokens)[None]
-
-
-def _pages(
-    stack: Float[Array, "L B S x"], layer: Int[Array, ""]
-) -> tuple[Float[Array, "P S x"], Int[Array, "B 1"]]:
-    """The rows of all layers as pages, and where those of a layer are: no copy."""
-    batch = stack.shape[1]
-    table = layer * batch + jnp.arange(batch)[:, None]
-    return stack.reshape(-1, *stack.shape[2:]), table
+    if config.attention == "sparse" and config.index_topk < cache.kv.shape[2]:
+        selected = jnp.full((*shape, config.index_topk), -1, jnp.int32)
+    return Reader(cache, slots, zero, zero, selected)

@@ -52,14 +52,19 @@ def route(
     config: config_lib.ModelConfig,
     x: Float[Array, "B T D"],
     is_token: Bool[Array, "B T"],
+    experts: Int[Array, "B T K"] | None = None,
 ) -> Routing:
-    """Chooses experts and gates, in float32: a rounded score is another expert."""
+    """Chooses experts and gates, in float32: a rounded score is another expert.
+
+    Where `experts` are given, only the gates are computed, from today's scores.
+    """
     exact = lax.Precision.HIGHEST
     logits = layers.linear(x.astype(jnp.float32), params["gate"], precision=exact)
     scores = jax.nn.sigmoid(logits)
-    bias = params["e_score_correction_bias"][None, None]
-    biased = lax.stop_gradient(scores + bias)
-    _, experts = lax.top_k(biased, config.num_experts_per_tok)
+    if experts is None:
+        bias = params["e_score_correction_bias"][None, None]
+        biased = lax.stop_gradient(scores + bias)
+        _, experts = lax.top_k(biased, config.num_experts_per_tok)
     gates = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
@@ -83,10 +88,11 @@ def moe(
     config: config_lib.ModelConfig,
     x: Float[Array, "B T D"],
     is_token: Bool[Array, "B T"],
+    chosen: Int[Array, "B T K"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Routing]:
     """Sum of the chosen experts, weighted by their gates, and the shared expert."""
     with jax.named_scope("router"):
-        routing = route(params, config, x, is_token)
+        routing = route(params, config, x, is_token, chosen)
     with jax.named_scope("experts"):
         rows = x.reshape(-1, x.shape[-1])
         is_decoding = x.shape[1] == 1 and len(x) <= FEW_TOKENS

@@ -4,7 +4,6 @@
 `forward`. Everything else here is a function of a plain dict of arrays.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from glm5_jax import config as config_lib
 from glm5_jax import depth
 from glm5_jax.model import attention, indexer, layers, mtp
 from glm5_jax.model import block as block_lib
-from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
 
 
@@ -129,6 +127,7 @@ def forward(
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
     *,
+    experts: Int[Array, "M B T K"] | None = None,
     with_indexer_loss: bool = False,
     with_traces: bool = False,
 ) -> Output:
@@ -141,6 +140,8 @@ def forward(
       segment_ids: document of each token, contiguous; 0 is padding. Default: one
         document a row.
       positions: of each token in its document. Default: 0, 1, 2, ...
+      experts: those that each mixture's router chose before, in the stack's order, to
+        choose them again (router replay, arXiv 2510.11370). Default: it chooses.
       with_indexer_loss: computes each indexer's KL divergence.
       with_traces: returns every layer's output, latents and selection.
     """
@@ -154,7 +155,7 @@ def forward(
     if config.attention != "dense" and not all(config.is_full_index_layer):
         index = indexer.empty(config, *tokens.shape, with_projections=with_indexer_loss)
     weights = kl_weights(config) if with_indexer_loss else None
-    aux, traces = {}, {}
+    aux, traces, first = {}, {}, 0
     for g, group in enumerate(depth.layer_groups(config)):
         name = f"layers_{g}"
         unit = functools.partial(_unit, config, group.unit, context, with_traces)
@@ -163,9 +164,16 @@ def forward(
         if weights is not None:
             own = weights[group.start :][: group.repeats * len(group.unit)]
             own = jnp.asarray(own.reshape(group.repeats, -1), jnp.float32)
+        replayed = None
+        if experts is not None:
+            last = first + group.num_mixtures
+            replayed = experts[first:last].reshape(
+                group.repeats, -1, *experts.shape[1:]
+            )
+            first = last
         with jax.named_scope(name):
             (x, index), (aux[name], traces[name]) = lax.scan(
-                unit, (x, index), (params[name], own)
+                unit, (x, index), (params[name], own, replayed)
             )
     hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
     return Output(hidden, aux, traces if with_traces else None, context)
@@ -199,8 +207,9 @@ def _unit(
 ) -> tuple[tuple, tuple]:
     """The layers of one step of a scan."""
     x, shared = carry
-    params, weights = xs
+    params, weights, experts = xs
     aux, traces, index = {}, {}, shared
+    replayed = iter(() if experts is None else experts)
     for p, kind in enumerate(kinds):
         name = f"block_{p}"
         out = block_lib.block(
@@ -210,6 +219,7 @@ def _unit(
             context,
             index if kind[1] == "S" else None,
             None if weights is None else weights[p],
+            experts=next(replayed, None) if kind[0] == "M" else None,
         )
         x, index, aux[name] = out.x, out.index, out.aux
         traces[name] = LayerTrace(x, out.kv, index) if with_traces else None
@@ -218,103 +228,3 @@ def _unit(
     elif index is not None and weights is None:
         index = index._replace(q=None, k=None, w=None)
     return (x, index), (aux, traces)
-
-
-def prefill(
-    params: dict,
-    config: config_lib.ModelConfig,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    capacity: int,
-) -> tuple[Float[Array, "B T D"], cache_lib.Cache]:
-    """Runs prompts, padded on the right, in expanded form and fills a cache.
-
-    Args:
-      params: of `table`.
-      config: of the model.
-      tokens: prompts; what lies beyond `lengths` is ignored.
-      lengths: tokens of each prompt, at least 1.
-      capacity: rows of the cache, at least T.
-    """
-    is_token = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    out = forward(params, config, tokens, is_token.astype(jnp.int32), with_traces=True)
-    assert out.traces is not None
-    kv, k_index = [], []
-    for g, group in enumerate(depth.layer_groups(config)):
-        unit = list(out.traces[f"layers_{g}"].values())
-        kv.append(_interleave([jnp.concatenate(t.kv, axis=-1) for t in unit]))
-        pairs = zip(unit, group.unit, strict=True)
-        owned = [t.index for t, kind in pairs if kind[1] == "F"]
-        full = [index.k for index in owned if index is not None and index.k is not None]
-        if full:
-            k_index.append(_interleave(full))
-    room = [(0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0)]
-    empty = cache_lib.empty(config, tokens.shape[0], capacity)
-    cache = cache_lib.Cache(
-        kv=jnp.pad(jnp.concatenate(kv), room),
-        k_index=jnp.pad(jnp.concatenate(k_index), room) if k_index else empty.k_index,
-        lengths=lengths,
-    )
-    return out.hidden, cache
-
-
-def decode(
-    params: dict,
-    config: config_lib.ModelConfig,
-    cache: cache_lib.Cache,
-    tokens: Int[Array, "B T"],
-) -> tuple[Float[Array, "B T D"], cache_lib.Cache]:
-    """Runs new tokens behind the cached ones, in absorbed form.
-
-    Args:
-      params: of `table`, or `unstacked`.
-      config: of the model.
-      cache: with room for the new tokens.
-      tokens: the same number for every sequence.
-
-    Returns:
-      Hidden states after the last norm, and the cache with the tokens in it.
-    """
-    num_tokens = tokens.shape[1]
-    positions = cache.lengths[:, None] + jnp.arange(num_tokens)[None]
-    segments = jnp.ones_like(tokens)
-    context = context_lib.make_context(config, segments, positions)
-    context = context._replace(lo=jnp.zeros_like(tokens), hi=positions + 1)
-    x = params["embed_tokens"][tokens].astype(config.dtype)
-    carry = (x, cache_lib.reader(config, cache, num_tokens))
-    for g, group in enumerate(depth.layer_groups(config)):
-
-        def unit(carry: tuple, params: dict, size: int = len(group.unit)) -> tuple:
-            for p in range(size):
-                x, read = carry
-                carry = block_lib.decode(params[f"block_{p}"], config, x, context, read)
-            return carry, None
-
-        stack = params[f"layers_{g}"]
-        if isinstance(stack, tuple):
-            for step in stack:
-                carry, _ = unit(carry, step)
-        else:
-            carry, _ = lax.scan(unit, carry, stack)
-    x, read = carry
-    hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
-    lengths = cache.lengths + num_tokens
-    return hidden, dataclasses.replace(read.cache, lengths=lengths)
-
-
-def unstacked(params: dict, config: config_lib.ModelConfig) -> dict:
-    """Parameters with a tuple, a step of the scan each, in place of every stack."""
-    out = dict(params)
-    for g, group in enumerate(depth.layer_groups(config)):
-        name = f"layers_{g}"
-        steps = range(group.repeats)
-        out[name] = tuple(
-            jax.tree.map(lambda x, i=i: x[i], params[name]) for i in steps
-        )
-    return out
-
-
-def _interleave(arrays: list[Array]) -> Array:
-    """Layers of a unit's positions, each [repeats, ...], in the stack's order."""
-    stacked = jnp.stack(arrays, axis=1)
-    return stacked.reshape(-1, *stacked.shape[2:])

@@ -116,18 +116,24 @@ def evaluate(run: run_lib.Run) -> dict[str, float]:
 
 
 def write_sample(run: run_lib.Run) -> str:
-    """Continues sample_prompt and writes it to samples/STEP.txt."""
+    """Continues, or answers, sample_prompt and writes it to samples/STEP.txt."""
     config, tokenizer = run.config, run.pipeline.tokenizer
+    template = run.pipeline.template
     prompt = tokenizer.encode(config.sample_prompt)
+    if template is not None:
+        question = {"role": "user", "content": config.sample_prompt}
+        prompt = template.render([question], add_generation_prompt=True).tokens
     completion = engine.generate(
         run.params,
         config.model,
         [prompt],
         max_new_tokens=config.sample_tokens,
         temperature=0.7,
+        stop_ids=template.stop_ids if template else (),
         seed=config.seed,
     )[0]
-    text = tokenizer.decode([*prompt, *completion.tokens])
+    spell = tokenizer.spell if template else tokenizer.decode
+    text = spell([*prompt, *completion.tokens])
     folder = run.workdir / "samples"
     folder.mkdir(exist_ok=True)
     (folder / f"{run.step}.txt").write_text(text, encoding="utf-8")

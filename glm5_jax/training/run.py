@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from glm5_jax import config as config_lib
 from glm5_jax import sharding
 from glm5_jax.checkpoint import manager as manager_lib
+from glm5_jax.data import conversations
 from glm5_jax.data import pipeline as pipeline_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
@@ -58,7 +59,8 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     Raises:
       InputError: data, tokenizer, mesh or checkpoint do not fit the config.
     """
-    pipeline = pipeline_lib.make_pipeline(config.data, config.seed)
+    source = conversations if config.stage == "sft" else pipeline_lib
+    pipeline = source.make_pipeline(config.data, config.seed)
     tokenizer_lib.check_vocab(pipeline.tokenizer, config.model.vocab_size)
     pipeline.tokenizer.save(workdir / "tokenizer.json")
     checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)

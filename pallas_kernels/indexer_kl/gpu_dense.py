@@ -178,7 +178,7 @@ def _gradient(
     sizes, chunk = _sizes(index), sums[0].shape[0]
     heads, dim = q_index.shape[2:]
     launch = functools.partial(
-        triton_call.call, num_warps=8, num_stages=2, interpret=interpret, **sizes
+        triton_call.call, num_warps=8, interpret=interpret, **sizes
     )
     dq, dw, d_scores = launch(
         _gradient_kernel,
@@ -189,12 +189,14 @@ def _gradient(
             jax.ShapeDtypeStruct(sums[0].shape, jnp.float32),
         ],
         grid=(chunk // sizes["QUERIES"],),
+        num_stages=1,  # pipelined, ptxas serialises its products (C7515)
     )
     (dk,) = launch(
         _dk_kernel,
         *(*index, lo, hi, start, d_scores, *_groups(lo, hi, start, chunk, sizes)),
         out_shape=[jax.ShapeDtypeStruct(k_index.shape[1:], jnp.float32)],
         grid=(sizes["STRIDE"] // KEYS,),
+        num_stages=2,
     )
     return dq, dw, dk
 

@@ -101,6 +101,62 @@ class PackingTest(parameterized.TestCase):
 def rows_of(rows):
     return [rows[i] for i in range(len(rows))]
 
+    def test_scored_targets_are_those_of_the_rows(self):
+        documents = make_documents(5, 1, 9, 2)
+        rows = packing.pack(documents, eos_id=EOS, sequence_length=6)
+        seen = [row["targets"][row["loss_mask"] > 0] for row in rows_of(rows)]
+        np.testing.assert_array_equal(
+            np.sort(np.concatenate(seen)), np.sort(rows.scored_targets())
+        )
+
+
+class BestFitTest(parameterized.TestCase):
+    @parameterized.parameters(*range(20))
+    def test_against_a_search_over_all_bins(self, seed):
+        rng = np.random.default_rng(seed)
+        capacity = int(rng.integers(5, 60))
+        lengths = rng.integers(1, capacity + 1, size=80).tolist()
+        rooms = []
+        for length in sorted(lengths, reverse=True):
+            fitting = [room for room in rooms if room >= length]
+            if fitting:
+                rooms.remove(min(fitting))
+            rooms.append(min(fitting, default=capacity) - length)
+        bins = packing.best_fit(lengths, capacity)
+        ours = [capacity - sum(lengths[i] for i in things) for things in bins]
+        self.assertCountEqual(ours, rooms)
+        self.assertCountEqual([i for things in bins for i in things], range(80))
+        self.assertEqual(packing.best_fit(lengths, capacity), bins)
+
+    def test_equal_lengths_keep_their_order(self):
+        self.assertEqual(packing.best_fit([2, 5, 2, 3], 5), [[1], [3, 0], [2]])
+        self.assertEqual(packing.best_fit([], 5), [])
+
+    def test_fitted_rows(self):
+        documents = [
+            ([7, 1, 2], [0, 0, 1]),
+            ([7, 3, 4, 5], [0, 1, 0, 1]),
+            ([7, 6], [0, 1]),
+        ]
+        documents = [(tokens, [bool(m) for m in mask]) for tokens, mask in documents]
+        rows = packing.fit(documents, eos_id=EOS, sequence_length=5)
+        self.assertLen(rows, 2)
+        expected = {
+            "tokens": [[7, 3, 4, 7, 1], [7, EOS, EOS, EOS, EOS], [EOS] * 5],
+            "targets": [[3, 4, 5, 1, 2], [6, EOS, EOS, EOS, EOS], [EOS] * 5],
+            "loss_mask": [[1, 0, 1, 0, 1], [1, 0, 0, 0, 0], [0] * 5],
+            "segment_ids": [[1, 1, 1, 2, 2], [1, 0, 0, 0, 0], [0] * 5],
+            "positions": [[0, 1, 2, 0, 1], [0] * 5, [0] * 5],
+        }
+        for i in range(3):
+            row = rows[i]
+            self.assertEqual(row.keys(), expected.keys())
+            for key, values in expected.items():
+                np.testing.assert_array_equal(row[key], values[i], err_msg=key)
+                is_mask = key == "loss_mask"
+                self.assertEqual(row[key].dtype, np.float32 if is_mask else np.int32)
+        self.assertCountEqual(rows.scored_targets(), [3, 5, 2, 6])
+
 
 if __name__ == "__main__":
     environment.main()

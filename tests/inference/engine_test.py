@@ -12,8 +12,8 @@ from absl.testing import absltest, parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import huggingface
-from glm5_jax.inference import engine
-from glm5_jax.model import transformer
+from glm5_jax.inference import engine, steps
+from glm5_jax.model import cached, transformer
 from tests import environment
 from tests.model import tiny
 
@@ -42,6 +42,14 @@ def full_logits(params, config, tokens):
     """Float32 logits of whole rows, without any cache."""
     out = transformer.forward(params, config, tokens)
     return transformer.logits(params, config, out.hidden)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def with_choices(params, config, tokens):
+    """Float32 logits of whole rows, and the experts that each token went to."""
+    out = transformer.forward(params, config, tokens)
+    experts = cached.chosen_experts(config, out.aux, tokens.shape)
+    return transformer.logits(params, config, out.hidden), experts
 
 
 def next_logits(params, config, prompts, completions):
@@ -201,24 +209,211 @@ class StopTest(parameterized.TestCase):
         self.assertEqual(chunks, [1, 1, 1, 16, 16, 16])
 
 
+def run_all(machine, requests):
+    """Completions by request, each submitted before the first step."""
+    for request in requests:
+        machine.submit(request)
+    done = {}
+    while machine.num_pending:
+        done |= machine.step()
+    return done
+
+
+def make_requests(*lengths, n=12, **options):
+    prompts = make_prompts(*lengths)
+    return [
+        engine.Request(id=i, prompt=p, max_new_tokens=n, **options)
+        for i, p in enumerate(prompts)
+    ]
+
+
+class ContinuousBatchingTest(parameterized.TestCase):
+    """Few slots, many requests, prompts in chunks: the same samples as alone."""
+
+    @parameterized.parameters(
+        ("sparse", 64, 4), ("sparse", 4, 1), ("sparse", 24, 4), ("dense", 24, 4)
+    )
+    def test_logprobs_experts_and_selections_are_those_of_training(
+        self, name, chunk, num_slots
+    ):
+        config = VARIANTS[name]
+        params = tiny.params(config)
+        requests = make_requests(5, 19, 2, 11, 33, 7)
+        machine = engine.Engine(
+            params,
+            config,
+            num_slots=num_slots,
+            capacity=64,
+            chunk=chunk,
+            num_steps=5,
+            with_experts=True,
+        )
+        done = run_all(machine, requests)
+        self.assertLen(done, len(requests))
+        tokens = np.zeros((len(requests), 48), np.int32)
+        for r in requests:
+            row = [*r.prompt, *done[r.id].tokens]
+            tokens[r.id, : len(row)] = row
+        logits, experts = with_choices(params, config, tokens)
+        logprobs = jax.nn.log_softmax(logits)
+        for r in requests:
+            first, last = len(r.prompt) - 1, len(r.prompt) + 11
+            chosen = logprobs[
+                r.id, jnp.arange(first, last), jnp.array(done[r.id].tokens)
+            ]
+            np.testing.assert_allclose(
+                done[r.id].logprobs, chosen, atol=LOGPROB_ATOL, rtol=0
+            )
+            replayed = experts[:, r.id, :last].swapaxes(0, 1)
+            np.testing.assert_array_equal(
+                np.sort(done[r.id].experts), np.sort(replayed)
+            )
+
+    @parameterized.parameters((4, 64, 16), (4, 24, 5))
+    def test_samples_do_not_depend_on_slots_chunks_and_company(
+        self, num_slots, chunk, num_steps
+    ):
+        params, requests = tiny.params(TINY), make_requests(5, 19, 2, 11, 33, 7)
+        options = {"capacity": 64, "seed": 3}
+        alone = {}
+        for request in requests:
+            machine = engine.Engine(params, TINY, num_slots=1, **options)
+            alone |= run_all(machine, [request])
+        machine = engine.Engine(
+            params,
+            TINY,
+            num_slots=num_slots,
+            chunk=chunk,
+            num_steps=num_steps,
+            **options,
+        )
+        together = run_all(machine, requests[::-1])
+        for i, completion in alone.items():
+            self.assertEqual(together[i].tokens, completion.tokens)
+            np.testing.assert_allclose(
+                together[i].logprobs, completion.logprobs, atol=LOGPROB_ATOL
+            )
+
+    def test_a_next_turn_is_read_from_where_it_is_new(self):
+        params = tiny.params(TINY)
+        (first,) = make_requests(20)
+        machine = engine.Engine(
+            params, TINY, num_slots=2, capacity=64, with_experts=True
+        )
+        (turn,) = run_all(machine, [first]).values()
+        ids = [*first.prompt, *turn.tokens, 5, 6]
+        request = engine.Request(id=1, prompt=ids, max_new_tokens=4)
+        with mock.patch.object(
+            machine._scheduler, "next", wraps=machine._scheduler.next
+        ) as spy:
+            (again,) = run_all(machine, [request]).values()
+            self.assertEqual(spy.call_count, 2)
+        fresh = engine.Engine(params, TINY, num_slots=2, capacity=64, with_experts=True)
+        (want,) = run_all(fresh, [request]).values()
+        self.assertEqual(again.tokens, want.tokens)
+        np.testing.assert_allclose(again.logprobs, want.logprobs, atol=LOGPROB_ATOL)
+        np.testing.assert_array_equal(np.sort(again.experts), np.sort(want.experts))
+        slots = [len(slot.tokens) for slot in machine._scheduler.slots]
+        self.assertEqual(slots, [len(ids) + 3, 0])  # the slot of the first turn
+
+    def test_every_token_says_which_weights_drew_it(self):
+        params = tiny.params(TINY)
+        other = jax.tree.map(lambda x: 2 * x, params)
+        machine = engine.Engine(params, TINY, num_slots=2, capacity=64, num_steps=4)
+        for request in make_requests(5, 9, 5):
+            machine.submit(request)
+        done = {}
+        for version in range(100):
+            done |= machine.step()
+            if not machine.num_pending:
+                break
+            machine.publish((params, other)[version % 2], version + 1)
+        for completion in done.values():
+            self.assertLen(completion.versions, 12)
+            self.assertEqual(completion.versions, sorted(completion.versions))
+        self.assertLess(done[0].versions[0], done[0].versions[-1])
+        # What other weights have read is not gone on from.
+        machine.publish(params, 1000)
+        request = engine.Request(9, [*make_prompts(5)[0], 1], 8)
+        (after,) = run_all(machine, [request]).values()
+        fresh = engine.Engine(params, TINY, num_slots=2, capacity=64)
+        self.assertEqual(after.tokens, run_all(fresh, [request])[9].tokens)
+
+    def test_each_request_is_sampled_and_stopped_in_its_own_way(self):
+        params = tiny.params(TINY)
+        (prompt,) = make_prompts(9)
+        greedy = engine.Request(0, prompt, 12, temperature=0.0)
+        machine = engine.Engine(params, TINY, num_slots=4, capacity=64)
+        free = run_all(machine, [greedy])[0].tokens
+        requests = [
+            engine.Request(1, prompt, 12, temperature=1.0, top_k=1),
+            engine.Request(2, prompt, 5, temperature=0.0),
+            engine.Request(3, prompt, 12, frozenset([free[7]]), temperature=0.0),
+            engine.Request(4, prompt, 12, temperature=1.0, top_p=1e-6),
+            engine.Request(5, prompt, 12, temperature=1.0, min_p=1.0),
+        ]
+        done = run_all(machine, requests)
+        for i in (1, 4, 5):
+            self.assertEqual(done[i].tokens, free)
+            np.testing.assert_allclose(done[i].logprobs, 0, atol=LOGPROB_ATOL)
+        self.assertEqual(done[2].tokens, free[:5])
+        self.assertEqual(done[3].tokens, free[: free.index(free[7]) + 1])
+        self.assertEqual(done[3].finish_reason, "stop")
+
+    def test_aborted_requests_leave_the_others_alone(self):
+        params, requests = tiny.params(TINY), make_requests(5, 9, 7, 3)
+        options = {"num_slots": 2, "capacity": 64, "num_steps": 2}
+        want = run_all(engine.Engine(params, TINY, **options), requests)
+        machine = engine.Engine(params, TINY, **options)
+        for request in requests:
+            machine.submit(request)
+        machine.step(), machine.step()
+        part = machine.abort(0)
+        self.assertEqual(part.tokens, want[0].tokens[: len(part.tokens)])
+        self.assertIsNone(part.finish_reason)
+        machine.abort(3)  # still waiting
+        done = {}
+        while machine.num_pending:
+            done |= machine.step()
+        self.assertEqual(sorted(done), [1, 2])
+        for i, completion in done.items():
+            self.assertEqual(completion.tokens, want[i].tokens)
+
+
 class CompilationTest(absltest.TestCase):
     def test_programs_are_few_and_reused(self):
         params = tiny.params(TINY)
-        engine.prefill.clear_cache()
-        engine.decode.clear_cache()
-        for length in (1, 5, 11, 16):  # one bucket
-            for n, temperature in ((1, 0.0), (7, 1.0), (17, 0.5)):
-                prompts = make_prompts(length)
+        steps.prefill.clear_cache()
+        steps.decode.clear_cache()
+        for length in (1, 5, 11, 16):
+            for n, temperature in ((1, 0.0), (7, 1.0), (16, 0.5)):
                 engine.generate(
                     params,
                     TINY,
-                    prompts,
+                    make_prompts(length),
                     max_new_tokens=n,
                     temperature=temperature,
                     top_p=0.9,
                 )
-        self.assertEqual(engine.prefill._cache_size(), 2)  # capacities 16 and 32
-        self.assertEqual(engine.decode._cache_size(), 1)
+        self.assertLessEqual(steps.prefill._cache_size(), 3)  # 16, 24, 32 tokens
+        self.assertLessEqual(steps.decode._cache_size(), 3)
+
+    def test_an_engine_never_exceeds_its_bound(self):
+        params = tiny.params(TINY)
+        machine = engine.Engine(params, TINY, num_slots=4, capacity=64, chunk=24)
+        self.assertEqual(machine.max_programs, 2 * 2 * 2 + 1)  # 1, 4 rows; 16, 24
+        steps.prefill.clear_cache()
+        steps.decode.clear_cache()
+        rng = np.random.default_rng(0)
+        for batch in range(6):
+            lengths = rng.integers(1, 50, rng.integers(1, 9))
+            requests = [
+                engine.Request(100 * batch + i, p, int(rng.integers(1, 12)))
+                for i, p in enumerate(make_prompts(*lengths))
+            ]
+            run_all(machine, requests)
+        programs = steps.prefill._cache_size() + steps.decode._cache_size()
+        self.assertLessEqual(programs, machine.max_programs)
 
     def test_sizes_waste_at_most_half(self):
         sizes = sorted({engine.bucket(n) for n in range(1, 1025)})

@@ -23,7 +23,7 @@ def draw(**options):
     """NUM_DRAWS requests for the same logits."""
     return jax.jit(sampling.sample)(
         jnp.broadcast_to(LOGITS, (NUM_DRAWS, LOGITS.size)),
-        sampling.request_keys(0, NUM_DRAWS),
+        sampling.request_keys(0, jnp.arange(NUM_DRAWS)),
         jnp.zeros(NUM_DRAWS, jnp.int32),
         sampling.make_sampling(NUM_DRAWS, **options),
     )
@@ -77,10 +77,10 @@ class SampleTest(parameterized.TestCase):
         self.assertEqual(np.isfinite(scaled[2]).sum(), 3)
 
     def test_a_draw_depends_on_key_request_and_position(self):
-        keys = sampling.request_keys(3, 4)
+        keys = sampling.request_keys(3, jnp.arange(4))
         np.testing.assert_array_equal(
             jax.random.key_data(keys[:2]),
-            jax.random.key_data(sampling.request_keys(3, 2)),
+            jax.random.key_data(sampling.request_keys(3, jnp.arange(2))),
         )
         logits = jnp.zeros((4, 1000))
         how = sampling.make_sampling(4)

@@ -13,7 +13,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax.checkpoint import huggingface
-from glm5_jax.model import mtp, transformer
+from glm5_jax.model import cached, mtp, transformer
 from tests import environment
 from tests.model import tiny
 
@@ -138,17 +138,15 @@ class DecodeTest(parameterized.TestCase):
         config, params, reference = load(name)
         tokens = jnp.asarray(reference["input_ids"], jnp.int32)
         start = 20
-        prefill = tiny.jit(transformer.prefill, static_argnums=(1, 4))
-        hidden, cache = prefill(
+        prefill = tiny.jit(cached.prefill, static_argnums=(1, 4))
+        hidden, cache, _ = prefill(
             params, config, tokens[:, :start], jnp.full(2, start), tokens.shape[1]
         )
 
         @tiny.jit
         def decode(params, cache, tokens):
             def step(cache, token):
-                hidden, cache = transformer.decode(
-                    params, config, cache, token[:, None]
-                )
+                hidden, cache, _ = cached.decode(params, config, cache, token[:, None])
                 return cache, hidden[:, 0]
 
             return jax.lax.scan(step, cache, tokens.T)

@@ -10,7 +10,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import losses
-from glm5_jax.model import mtp, transformer
+from glm5_jax.model import cached, mtp, transformer
 from pallas_kernels import selection
 from tests import environment
 from tests.model import tiny
@@ -47,6 +47,9 @@ def forward(params, config, batch, **kwargs):
 def _run(params, config, batch):
     out, states, aux = forward(params, config, batch)
     return jnp.concatenate([out.hidden[None], states]), out.aux | {"mtp": aux}
+
+
+TRACED = "with_traces"
 
 
 def run(params, config, batch):
@@ -194,9 +197,12 @@ class DecodeTest(parameterized.TestCase):
         batch = tiny.batch(config, [(n + sum(chunks),) for n in lengths], T)
         (want, *_), _ = run(params, config, batch)
         tokens = np.asarray(batch["tokens"])
-        prefill = tiny.jit(transformer.prefill, static_argnums=(1, 4))
-        decode = tiny.jit(transformer.decode, static_argnums=1)
-        hidden, cache = prefill(
+        traced = tiny.jit(transformer.forward, static_argnums=1, static_argnames=TRACED)
+        out = traced(params, config, batch["tokens"], **{TRACED: True})
+        layers = tiny.by_layer(config, out.traces), tiny.by_layer(config, out.aux)
+        prefill = tiny.jit(cached.prefill, static_argnums=(1, 4))
+        decode = tiny.jit(cached.decode, static_argnums=1)
+        hidden, cache, _ = prefill(
             params, config, jnp.asarray(tokens[:, :13]), jnp.asarray(lengths), T + 3
         )
         for row, n in enumerate(lengths):
@@ -204,11 +210,28 @@ class DecodeTest(parameterized.TestCase):
         for size in chunks:
             cuts = [slice(n, n + size) for n in lengths]
             new = np.stack([row[cut] for row, cut in zip(tokens, cuts, strict=True)])
-            hidden, cache = decode(params, config, cache, jnp.asarray(new))
+            hidden, cache, choices = decode(params, config, cache, jnp.asarray(new))
             for row, cut in enumerate(cuts):
                 assert_close(np.asarray(hidden)[row], want[row, cut])
+                self._assert_same_choices(choices, layers, row, cut)
             lengths = lengths + size
         np.testing.assert_array_equal(cache.lengths, lengths)
+
+    def _assert_same_choices(self, choices, layers, row, cut):
+        """Experts and selected keys are those of the full pass, in every layer."""
+        traces, aux = layers
+        routings = [block.routing for block in aux if block.routing is not None]
+        want = [np.sort(routing.experts[row, cut]) for routing in routings]
+        np.testing.assert_array_equal(np.sort(choices.experts[:, row]), want)
+        for layer, trace in enumerate(traces):
+            if choices.selected is None or trace.index is None:
+                continue
+            for t, keys in zip(
+                range(cut.start, cut.stop), choices.selected[layer, row], strict=True
+            ):
+                # Where fewer keys are visible than are selected, all of them are.
+                kept = np.flatnonzero(trace.index.selected[row, : t + 1, t])
+                self.assertEqual([k for k in keys.tolist() if k >= 0], kept.tolist())
 
 
 class SelectionTest(parameterized.TestCase):

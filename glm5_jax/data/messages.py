@@ -1,0 +1,155 @@
+"""What a message is, as OpenAI's: its text, its thought, its calls.
+
+A message is a dict: `role` ("system", "user", "assistant" or "tool") and `content`; of
+an assistant also `reasoning_content` and `tool_calls` ([{"function": {"name",
+"arguments": dict}}]). Two keys are ours: `is_masked` (an assistant's error segment:
+kept, but not trained) and `enable_thinking` (turn-level thinking: on any message, for
+the assistant's turns from there up to the next user message).
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from glm5_jax import config
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def check(messages: Any, tools: Any = ()) -> None:
+    """Checks a conversation to learn from.
+
+    Raises:
+        config.InputError: a message has no role or an unknown one, a text is none, a
+            call is none or of a tool that is not there, nobody answers.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise config.InputError("messages must be a list with at least one message.")
+    known = tool_names(tools)
+    for i, message in enumerate(messages):
+        try:
+            _check_message(message, known)
+        except config.InputError as error:
+            raise config.InputError(f"messages[{i}]: {error}") from error
+    if all(message["role"] != "assistant" for message in messages):
+        raise config.InputError(
+            "messages must have one of role 'assistant': nothing else is trained."
+        )
+
+
+def _check_message(message: Any, known: Collection[str]) -> None:
+    if not isinstance(message, Mapping):
+        raise config.InputError(f"a message must be an object, got {message!r}.")
+    role_of(message)
+    for key in ("is_masked", "enable_thinking"):
+        if not isinstance(message.get(key, False), bool):
+            raise config.InputError(
+                f"{key} must be true or false, got {message[key]!r}."
+            )
+    for key in ("content", "reasoning_content"):
+        text_of(message, key)
+    for call in calls_in(message):
+        name, _ = call_of(call)
+        if name not in known:
+            have = ", ".join(sorted(known)) or "none"
+            raise config.InputError(
+                f"the tool {name!r} is called but not among tools ({have})."
+            )
+
+
+def role_of(message: Message) -> str:
+    """The role of a message.
+
+    Raises:
+        config.InputError: it has none of ROLES.
+    """
+    role = message.get("role")
+    if role not in ROLES:
+        raise config.InputError(
+            f"role must be one of {', '.join(ROLES)}; got {role!r}."
+        )
+    return role
+
+
+def text_of(message: Message, key: str) -> str:
+    """A message's text; "" where there is none.
+
+    Raises:
+        config.InputError: it is no text.
+    """
+    text = message.get(key)
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise config.InputError(
+            f"{key} of a message must be a string, got {type(text).__name__}."
+        )
+    return text
+
+
+def calls_in(message: Message) -> Sequence[Any]:
+    """A message's tool calls.
+
+    Raises:
+        config.InputError: they are no list.
+    """
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, list | tuple):
+        raise config.InputError(f"tool_calls must be a list, got {calls!r}.")
+    return calls
+
+
+def call_of(call: Any) -> tuple[str, Mapping[str, Any]]:
+    """Name and arguments of a tool call; arguments may be JSON, as OpenAI's are.
+
+    Raises:
+        config.InputError: it is no call.
+    """
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    name, arguments = None, None
+    if isinstance(function, Mapping):
+        name, arguments = function.get("name"), function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
+        raise config.InputError(
+            f'a tool call must be {{"function": {{"name": string, "arguments": '
+            f"object}}}}, got {call!r}."
+        )
+    return name, arguments
+
+
+def tool_names(tools: Any) -> Collection[str]:
+    """Names of the functions that the tools describe.
+
+    Raises:
+        config.InputError: one of them is no JSON schema of a function.
+    """
+    if not isinstance(tools, list | tuple):
+        raise config.InputError(f"tools must be a list, got {tools!r}.")
+    names = set()
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise config.InputError(
+                f"a tool must have a function with a name, got {tool!r}."
+            )
+        names.add(name)
+    return names
+
+
+def thought_and_content(message: Message) -> tuple[str, str]:
+    """An assistant's thought may also stand in its content, closed by </think>."""
+    content = text_of(message, "content")
+    if message.get("reasoning_content") is not None:
+        return text_of(message, "reasoning_content"), content
+    thought, closed, rest = content.partition("</think>")
+    if not closed:
+        return "", content
+    return thought.split("<think>")[-1].strip("\n"), rest.lstrip("\n")

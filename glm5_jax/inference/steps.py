@@ -1,0 +1,222 @@
+"""The engine's two programs: read a part of some prompts, and draw the next tokens.
+
+Pure functions of parameters and a `State`, which is donated. A state has B slots, each
+with room for one sequence; sequences do not see each other, and what a slot computes
+beyond its end is never read.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from glm5_jax import config as config_lib
+from glm5_jax.inference import sampling as sampling_lib
+from glm5_jax.model import cache as cache_lib
+from glm5_jax.model import cached, transformer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How each of some sequences is continued; arrays, so no value recompiles."""
+
+    keys: Key[Array, " B"]  # of the request: with a position, a token's random number
+    sampling: sampling_lib.Sampling
+    budget: Int[Array, " B"]  # tokens that may still be drawn; 0: none will be
+    stop_ids: Int[Array, "B n"]  # each ends the sequence; -1 is no id
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All slots between two dispatches."""
+
+    cache: cache_lib.Cache
+    tokens: Int[Array, " B"]  # the last ones drawn, which are not in the cache yet
+    plan: Plan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A part of the prompts of some slots, padded on the right."""
+
+    tokens: Int[Array, "b T"]
+    num_tokens: Int[Array, " b"]
+    slots: Int[Array, " b"]  # B: a row of padding
+    start: Int[Array, " b"]  # tokens of the slot that stay, in front of these
+    is_last: Bool[Array, " b"]  # whether the prompt ends here
+    plan: Plan
+
+
+class Drawn(NamedTuple):
+    """What a dispatch drew."""
+
+    ids: Int[Array, "b n"]  # -1: nothing
+    logprobs: Float[Array, "b n"]  # in the distribution that was sampled
+    experts: Int[Array, "M b t K"] | None  # that the tokens which were read went to
+
+
+def empty(config: config_lib.ModelConfig, slots: int, capacity: int, n: int) -> State:
+    """A state in which nothing runs, for sequences of `capacity`, with n stop ids."""
+    zeros = jnp.zeros(slots, jnp.int32)
+    return State(
+        cache=cache_lib.empty(config, slots, capacity),
+        tokens=zeros,
+        plan=Plan(
+            keys=sampling_lib.request_keys(0, zeros),
+            sampling=sampling_lib.make_sampling(slots),
+            budget=jnp.zeros(slots, jnp.int32),
+            stop_ids=jnp.full((slots, n), -1, jnp.int32),
+        ),
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "is_fresh", "with_experts"),
+    donate_argnames="state",
+)
+def prefill(
+    params: dict,
+    config: config_lib.ModelConfig,
+    state: State,
+    parts: Parts,
+    *,
+    is_fresh: bool,
+    with_experts: bool = False,
+) -> tuple[State, Drawn]:
+    """Reads parts of prompts; draws a token for each that ends.
+
+    Args:
+      params: of `transformer.table`, in their dtypes of computation.
+      config: of the model.
+      state: donated.
+      parts: at most one of a slot.
+      is_fresh: every part is the first of its prompt (start is 0), and is read in
+        expanded form; other parts are read in absorbed form behind the cache.
+      with_experts: returns them.
+    """
+    cache, slots = state.cache, parts.slots
+    lengths = cache.lengths.at[slots].set(parts.start, mode="drop")
+    cache = dataclasses.replace(cache, lengths=lengths)
+    if is_fresh:
+        hidden, new, experts = cached.prefill(
+            params,
+            config,
+            parts.tokens,
+            jnp.maximum(parts.num_tokens, 1),
+            parts.tokens.shape[1],
+        )
+        cache = _written(cache, new, slots, parts.num_tokens)
+    else:
+        hidden, cache, choices = cached.decode(
+            params, config, cache, parts.tokens, parts.num_tokens, slots
+        )
+        experts = choices.experts
+    last = jnp.maximum(parts.num_tokens - 1, 0)
+    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    ids, logprobs, plan = _draw(
+        params, config, hidden, parts.start + parts.num_tokens, parts.plan
+    )
+    done = jnp.where(parts.is_last, slots, len(state.tokens))  # the others: nowhere
+    state = State(
+        cache=cache,
+        tokens=state.tokens.at[done].set(ids, mode="drop"),
+        plan=jax.tree.map(
+            lambda old, new: old.at[done].set(new, mode="drop"), state.plan, plan
+        ),
+    )
+    ids = jnp.where(parts.is_last, ids, -1)
+    return state, Drawn(
+        ids[:, None], logprobs[:, None], experts if with_experts else None
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "num_steps", "with_experts"),
+    donate_argnames="state",
+)
+def decode(
+    params: dict,
+    config: config_lib.ModelConfig,
+    state: State,
+    *,
+    num_steps: int,
+    with_experts: bool = False,
+) -> tuple[State, Drawn]:
+    """Draws the next `num_steps` tokens of every slot that has a budget, or fewer."""
+    batch = len(state.tokens)
+
+    def step(carry: tuple) -> tuple:
+        n, state, drawn = carry
+        is_running = state.plan.budget > 0
+        hidden, cache, choices = cached.decode(
+            params,
+            config,
+            state.cache,
+            state.tokens[:, None],
+            is_running.astype(jnp.int32),
+        )
+        ids, logprobs, plan = _draw(
+            params, config, hidden[:, 0], cache.lengths, state.plan
+        )
+        tokens = jnp.where(is_running, ids, state.tokens)
+        experts = drawn.experts
+        if experts is not None:
+            experts = lax.dynamic_update_slice_in_dim(experts, choices.experts, n, 2)
+        drawn = Drawn(
+            drawn.ids.at[:, n].set(jnp.where(is_running, ids, -1)),
+            drawn.logprobs.at[:, n].set(logprobs),
+            experts,
+        )
+        return n + 1, State(cache, tokens, plan), drawn
+
+    def goes_on(carry: tuple) -> Bool[Array, ""]:
+        n, state, _ = carry
+        return (n < num_steps) & jnp.any(state.plan.budget > 0)
+
+    nothing = Drawn(
+        jnp.full((batch, num_steps), -1, jnp.int32),
+        jnp.zeros((batch, num_steps), jnp.float32),
+        cached.no_experts(config, (batch, num_steps)) if with_experts else None,
+    )
+    carry = (jnp.zeros((), jnp.int32), state, nothing)
+    _, state, drawn = lax.while_loop(goes_on, step, carry)
+    return state, drawn
+
+
+def _written(
+    cache: cache_lib.Cache,
+    new: cache_lib.Cache,
+    slots: Int[Array, " b"],
+    num_tokens: Int[Array, " b"],
+) -> cache_lib.Cache:
+    """The cache with whole sequences in some of its slots."""
+    size = new.kv.shape[2]
+    return cache_lib.Cache(
+        kv=cache.kv.at[:, slots, :size].set(new.kv, mode="drop"),
+        k_index=cache.k_index.at[:, slots, :size].set(new.k_index, mode="drop"),
+        lengths=cache.lengths.at[slots].set(num_tokens, mode="drop"),
+    )
+
+
+def _draw(
+    params: dict,
+    config: config_lib.ModelConfig,
+    hidden: Float[Array, "B D"],
+    positions: Int[Array, " B"],
+    plan: Plan,
+) -> tuple[Int[Array, " B"], Float[Array, " B"], Plan]:
+    """Ids for the positions, their log-probs, and what is left of the budgets."""
+    logits = transformer.logits(params, config, hidden)
+    ids, logprobs = sampling_lib.sample(logits, plan.keys, positions, plan.sampling)
+    is_stop = jnp.any(plan.stop_ids == ids[:, None], axis=1)
+    budget = jnp.where(is_stop, 0, jnp.maximum(plan.budget - 1, 0))
+    return ids, logprobs, dataclasses.replace(plan, budget=budget)

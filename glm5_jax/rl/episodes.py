@@ -1,0 +1,275 @@
+"""One episode: a coroutine from `reset` to `close` that ends in exactly one label.
+
+In between: prompt -> sample -> parse -> step, turn after turn. How it ends:
+
+    what happens                                            label          reward
+    ------------------------------------------------------  -------------  ------------
+    the environment terminates                              OK             its own
+    ... after a turn that was cut off by its length         TRUNCATED      its own
+    the environment truncates; a turn is cut off; out of    TRUNCATED      its own, or 0
+      turns; the next prompt does not fit the cache
+    the environment raises, breaks its protocol, or gives   ENV_ERROR      none
+      a first prompt that does not fit the cache
+    the environment takes too long                          TIMEOUT        none
+    the reward raises, is missing, of a wrong type, not     REWARD_ERROR   none
+      finite, or beyond `max_reward`
+
+Neither a failure of `close` nor its taking too long changes the label. What the engine
+raises is not the environment's fault, and is not caught.
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from glm5_jax import config
+from glm5_jax.data import chat
+from glm5_jax.inference import requests
+from glm5_jax.rl import gateway
+from glm5_jax.rl import pump as pump_lib
+from glm5_jax.rl.environments import protocol
+
+_MAX_REASON = 300  # characters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How episodes are run."""
+
+    max_new_tokens: int  # of a turn
+    max_turns: int
+    num_concurrent: int  # episodes under way; more than slots hide slow environments
+    temperature: float = 1.0
+    call_timeout: float = 60.0  # seconds for one call of an environment
+    episode_timeout: float = 600.0  # seconds for all of an episode's
+    max_reward: float = 100.0  # a larger one, or a smaller than minus this, is an error
+    # Goes on after a turn that was cut off by its length, behind <|endoftext|>.
+    continue_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        for name in ("max_new_tokens", "max_turns", "num_concurrent"):
+            value = getattr(self, name)
+            if value < 1:
+                raise config.InputError(f"{name} must be at least 1, got {value}.")
+        for name in ("call_timeout", "episode_timeout", "max_reward"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise config.InputError(f"{name} must be positive, got {value}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """An episode to run."""
+
+    task: protocol.Task
+    group: int  # episodes of one group are compared with each other
+    request_id: int  # of the first turn; the next turns count on, so leave max_turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """What became of a job."""
+
+    task: protocol.Task
+    group: int
+    samples: list[gateway.Sample]
+    reward: protocol.Reward | None  # None where the label says that it does not count
+    label: protocol.Label
+    num_turns: int
+    num_forks: int
+    transcript: list[Mapping[str, Any]]  # the messages
+    reason: str = ""  # why the label is not OK
+    num_drift_tokens: int = 0
+    num_truncated: int = 0  # turns
+    close_error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What all episodes share."""
+
+    engine: pump_lib.Engine
+    pump: pump_lib.Pump
+    taskset: protocol.Taskset
+    template: chat.Template
+    settings: Settings
+
+
+async def run(context: Context, job: Job) -> Episode:
+    """Plays an episode to its end and closes its environment, whatever happens."""
+    return await _Run(context, job).run()
+
+
+class _EndError(Exception):
+    """The episode is over, and does not count."""
+
+    def __init__(self, label: protocol.Label, reason: str) -> None:
+        super().__init__(reason)
+        self.label, self.reason = label, reason
+
+
+_Outcome = tuple[protocol.Label, protocol.Reward | None, str]  # and the reason
+
+
+class _Run:
+    """One episode under way."""
+
+    def __init__(self, context: Context, job: Job) -> None:
+        self._context, self._job = context, job
+        self._settings = context.settings
+        self._session = gateway.Session(context.template, job.task.tools)
+        self._messages: list[dict[str, Any]] = []
+        self._environment: protocol.Environment | None = None
+        self._seconds_left = context.settings.episode_timeout
+
+    async def run(self) -> Episode:
+        try:
+            label, reward, reason = await self._play()
+        except _EndError as end:
+            label, reward, reason = end.label, None, end.reason
+        finally:
+            close_error = await self._close()
+        session = self._session
+        return Episode(
+            task=self._job.task,
+            group=self._job.group,
+            samples=session.samples(),
+            reward=reward,
+            label=label,
+            num_turns=session.num_turns,
+            num_forks=session.num_forks,
+            transcript=[*self._messages],
+            reason=reason,
+            num_drift_tokens=session.num_drift_tokens,
+            num_truncated=session.num_truncated,
+            close_error=close_error,
+        )
+
+    async def _play(self) -> _Outcome:
+        truncated, reward = protocol.Label.TRUNCATED, protocol.Reward(0.0)
+        environment = self._environment = self._make()
+        first = await self._call("reset", lambda: environment.reset(self._job.task))
+        self._put(first, "reset")
+        for turn in range(self._settings.max_turns):
+            prompt = self._prompt()
+            room = self._context.engine.capacity - len(prompt)
+            if room < 1:
+                reason = f"a prompt of {len(prompt)} tokens does not fit the cache"
+                if turn == 0:  # nothing was sampled: there is nothing to score
+                    raise _EndError(protocol.Label.ENV_ERROR, reason)
+                return truncated, reward, reason
+            is_cut, message = await self._sample(prompt, room, turn)
+            result = await self._call(
+                "step", functools.partial(environment.step, message)
+            )
+            if not isinstance(result, protocol.StepResult):
+                raise _EndError(protocol.Label.ENV_ERROR, f"step returned {result!r}")
+            if result.terminated or result.reward is not None:
+                reward = self._checked(result.reward)
+            is_over = result.terminated or result.truncated
+            self._put(result.messages, "step", may_be_empty=is_over)
+            if is_cut and (is_over or not self._settings.continue_truncated):
+                return truncated, reward, "a turn was cut off by its length"
+            if result.terminated:
+                return protocol.Label.OK, reward, ""
+            if result.truncated:
+                return truncated, reward, "the environment truncated"
+        return truncated, reward, f"no end in {self._settings.max_turns} turns"
+
+    async def _sample(
+        self, prompt: list[int], room: int, turn: int
+    ) -> tuple[bool, dict[str, Any]]:
+        """Samples a turn; returns whether it was cut off, and its message."""
+        request = requests.Request(
+            id=self._job.request_id + turn,
+            prompt=prompt,
+            max_new_tokens=min(self._settings.max_new_tokens, room),
+            stop_ids=self._context.template.stop_ids,
+            temperature=self._settings.temperature,
+        )
+        completion = await self._context.pump.complete(request)
+        message = self._session.record(completion)
+        self._messages.append(message)
+        return completion.finish_reason == "length", copy.deepcopy(message)
+
+    def _make(self) -> protocol.Environment:
+        try:
+            return self._context.taskset.environment()
+        except Exception as error:
+            raise _crash("environment", error) from error
+
+    def _put(self, new: Any, call: str, may_be_empty: bool = False) -> None:
+        """Appends copies of messages that an environment returned."""
+        try:
+            new = [copy.deepcopy(dict(message)) for message in new]
+        except Exception as error:
+            raise _crash(call, error) from error
+        if not new and not may_be_empty:
+            raise _EndError(protocol.Label.ENV_ERROR, f"{call} returned no message")
+        self._messages.extend(new)
+
+    def _prompt(self) -> list[int]:
+        try:
+            return self._session.prompt(self._messages)
+        except (ValueError, TypeError) as error:  # what the template cannot show
+            raise _crash("a message", error) from error
+
+    async def _call(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Calls the environment within what is left of the limits."""
+        clock = self._context.pump.clock
+        limit = min(self._settings.call_timeout, self._seconds_left)
+        start = clock()
+        try:
+            return await pump_lib.bounded(call, limit, clock)
+        except pump_lib.LateError as error:
+            reason = f"{name} {error}"
+            raise _EndError(protocol.Label.TIMEOUT, reason) from error
+        except protocol.RewardError as error:
+            raise _crash(name, error, protocol.Label.REWARD_ERROR) from error
+        except Exception as error:
+            raise _crash(name, error) from error
+        finally:
+            self._seconds_left -= clock() - start
+
+    def _checked(self, reward: Any) -> protocol.Reward:
+        """The reward with floats, all of them finite."""
+        limit = self._settings.max_reward
+        try:
+            total = _finite(reward.total)
+            parts = {str(name): _finite(part) for name, part in reward.parts.items()}
+            if abs(total) > limit:
+                raise ValueError(f"more than max_reward={limit:g}")
+        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+            reason = f"the reward is {repr(reward)[:_MAX_REASON]}: {error}"
+            raise _EndError(protocol.Label.REWARD_ERROR, reason) from error
+        return protocol.Reward(total, parts)
+
+    async def _close(self) -> str:
+        """Closes the environment once; returns what went wrong."""
+        if self._environment is None:
+            return ""
+        self._seconds_left = self._settings.call_timeout
+        try:
+            await self._call("close", self._environment.close)
+        except _EndError as error:
+            return error.reason
+        return ""
+
+
+def _finite(value: Any) -> float:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{value!r} is not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{value!r} is not finite")
+    return float(value)
+
+
+def _crash(
+    name: str, error: Exception, label: protocol.Label = protocol.Label.ENV_ERROR
+) -> _EndError:
+    return _EndError(label, f"{name}: {error!r}"[:_MAX_REASON])

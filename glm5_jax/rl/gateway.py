@@ -1,0 +1,234 @@
+"""Token in, token out: the ids of an episode, each written down once.
+
+What was sampled reaches the learner as it left the engine, stop token included. The
+next prompt is the last one, the sampled ids, and a bridge, the ids of the new messages:
+
+    prompt_{t+1} = prompt_t + sampled_t + bridge_t
+
+Nothing is tokenised twice. Text that is, may be cut into other tokens than were
+sampled, and then the log-probs belong to nothing.
+
+Where the conversation that is wanted does not go on from what was sampled (reasoning of
+earlier turns is hidden, or someone rewrote the history), the episode forks: what was
+sampled so far is one sample, and the new prompt, rendered as a whole, begins another in
+which only what is sampled from then on is trained.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from glm5_jax.data import chat
+from glm5_jax.data import messages as messages_lib
+from glm5_jax.inference import requests
+
+NOT_SAMPLED = -1  # the version of a token that no weights have drawn
+_MAX_LOGPROB = 1e-3  # 0 but for rounding
+
+
+class MisalignedError(Exception):
+    """What the engine returned does not describe one token after another."""
+
+
+@dataclasses.dataclass
+class Sample:
+    """Token ids of one conversation, and what is known of each of them."""
+
+    tokens: list[int]
+    mask: list[bool]  # sampled, and so trained
+    logprobs: list[float]  # 0 where nothing was sampled
+    versions: list[int]  # of the weights that drew them; NOT_SAMPLED elsewhere
+    # Experts of all tokens but the last, where the engine records them: [T-1, M, K].
+    experts: np.ndarray | None = None
+
+    def check(self) -> "Sample":
+        """Returns itself.
+
+        Raises:
+            MisalignedError: the lengths differ.
+        """
+        lengths = {
+            "tokens": len(self.tokens),
+            "mask": len(self.mask),
+            "logprobs": len(self.logprobs),
+            "versions": len(self.versions),
+        }
+        if self.experts is not None:
+            lengths["experts"] = len(self.experts) + 1
+        if len(set(lengths.values())) > 1:
+            raise MisalignedError(f"A sample must have one length, got {lengths}.")
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    """What the engine was asked, until it has answered."""
+
+    ids: list[int]
+    messages: list[messages_lib.Message]
+    is_fork: bool
+
+
+class Session:
+    """The ids of one episode: `prompt`, then `record`, turn after turn.
+
+    Attributes:
+        num_turns: turns that were sampled.
+        num_forks: prompts that did not go on from what was sampled.
+        num_drift_tokens: sampled tokens that would be others if the turn's text were
+            tokenised again, counted from the first such token to the turn's end.
+        num_truncated: turns that were cut off by their length.
+    """
+
+    def __init__(self, template: chat.Template, tools: messages_lib.Tools = ()) -> None:
+        """A conversation that has not begun; `tools` are shown to the model."""
+        self._template, self._tools = template, tuple(tools)
+        self.num_turns = self.num_forks = 0
+        self.num_drift_tokens = self.num_truncated = 0
+        self._samples: list[Sample] = []
+        self._history: list[messages_lib.Message] = []  # what the last sample spells
+        self._prompt: _Prompt | None = None
+        self._is_thinking = False  # the last turn was asked for with a thought,
+        self._is_open = False  # ... and was cut off in it
+
+    def prompt(self, messages: Sequence[messages_lib.Message]) -> list[int]:
+        """Ids of the prompt for the next turn.
+
+        Nothing is counted until `record`, so a prompt may be asked for again.
+
+        Args:
+            messages: the whole conversation, with the turns that `record` returned.
+
+        Raises:
+            InputError: the template cannot show a message.
+        """
+        messages = list(messages)
+        if self._samples and self._goes_on(messages):
+            bridge = self._bridge(messages[len(self._history) :])
+            ids, is_fork = [*self._samples[-1].tokens, *bridge], False
+        else:
+            ids, is_fork = self._render(messages, True), bool(self._samples)
+        self._prompt = _Prompt(ids, messages, is_fork)
+        return list(ids)
+
+    def record(self, completion: requests.Completion) -> dict[str, Any]:
+        """Keeps what the engine sampled for the last prompt; returns its message.
+
+        Raises:
+            MisalignedError: it is not a turn, or not one value a token.
+        """
+        assert self._prompt is not None, "record needs a prompt before it"
+        prompt, self._prompt = self._prompt, None
+        _check(completion, self._template.stop_ids, len(prompt.ids))
+        if prompt.is_fork or not self._samples:
+            self._samples.append(Sample([], [], [], []))
+        sample = self._samples[-1]
+        size = len(sample.tokens)
+        assert prompt.ids[:size] == sample.tokens, "a prompt must extend its sample"
+        num_new = len(prompt.ids) - size
+        sample.tokens += prompt.ids[size:] + completion.tokens
+        sample.mask += [False] * num_new + [True] * len(completion.tokens)
+        sample.logprobs += [0.0] * num_new + completion.logprobs
+        sample.versions += [NOT_SAMPLED] * num_new + completion.versions
+        sample.experts = completion.experts
+        sample.check()
+
+        special_ids = self._template.tokenizer.special_ids
+        self._is_thinking = prompt.ids[-1] == special_ids["<think>"]
+        is_closed = special_ids["</think>"] in completion.tokens
+        self._is_open = self._is_thinking and not is_closed
+        template = dataclasses.replace(
+            self._template, enable_thinking=self._is_thinking
+        )
+        message = template.parse(completion.tokens, self._tools)
+        self._history = [*prompt.messages, message]
+        self.num_turns += 1
+        self.num_forks += prompt.is_fork
+        self.num_drift_tokens += _drift(completion, template.render([message]))
+        self.num_truncated += completion.finish_reason == "length"
+        return message
+
+    def samples(self) -> list[Sample]:
+        """One sample, and one more for each fork; each ends with a sampled token."""
+        return [sample.check() for sample in self._samples]
+
+    def _goes_on(self, messages: list[messages_lib.Message]) -> bool:
+        """Whether the template shows `messages` behind an unchanged history."""
+        size = len(self._history)
+        roles = {message.get("role") for message in messages[size:]}
+        if not roles or "assistant" in roles or messages[:size] != self._history:
+            return False
+        if "user" not in roles or not self._template.clear_thinking:
+            return True  # only a user's message hides thoughts before it
+        shown = self._render(self._history)
+        return self._render(messages)[: len(shown)] == shown
+
+    def _bridge(self, new: list[messages_lib.Message]) -> list[int]:
+        """Ids between the last turn and the next one."""
+        tokens = self._samples[-1].tokens
+        if new[0].get("role") != "user":  # the switch of the user's message still holds
+            new = [{"enable_thinking": self._is_thinking, **new[0]}, *new[1:]]
+        return self._template.bridge(new, tokens[-1], is_thinking=self._is_open)
+
+    def _render(
+        self, messages: list[messages_lib.Message], add_generation_prompt: bool = False
+    ) -> list[int]:
+        return self._template.render(
+            messages, self._tools, add_generation_prompt
+        ).tokens
+
+
+def _drift(completion: requests.Completion, rendered: chat.Rendered) -> int:
+    """How many tokens of a turn are not what its message is tokenised to."""
+    sampled = completion.tokens[
+        : len(completion.tokens) - (completion.finish_reason == "stop")
+    ]
+    pairs = zip(rendered.tokens, rendered.mask, strict=True)
+    targets = [token for token, is_target in pairs if is_target]
+    same = itertools.takewhile(
+        lambda pair: pair[0] == pair[1], zip(sampled, targets, strict=False)
+    )
+    return len(sampled) - len(list(same))
+
+
+def _check(
+    completion: requests.Completion, stop_ids: frozenset[int], prompt_size: int
+) -> None:
+    """Raises MisalignedError unless it is one turn with one value for each token."""
+    tokens, reason = completion.tokens, completion.finish_reason
+    size = len(tokens)
+    experts = completion.experts
+    num_stops = sum(token in stop_ids for token in tokens)
+    is_stopped = bool(tokens) and tokens[-1] in stop_ids
+    errors = [
+        message
+        for holds, message in (
+            (size > 0, "no tokens"),
+            (reason in ("stop", "length"), f"the finish reason {reason!r}"),
+            (len(completion.logprobs) == size, f"{len(completion.logprobs)} log-probs"),
+            (len(completion.versions) == size, f"{len(completion.versions)} versions"),
+            (
+                experts is None or len(experts) == prompt_size + size - 1,
+                f"experts of {0 if experts is None else len(experts)} tokens",
+            ),
+            (
+                all(math.isfinite(x) and x < _MAX_LOGPROB for x in completion.logprobs),
+                "log-probs that are not finite or above 0",
+            ),
+            (
+                num_stops == (reason == "stop") and is_stopped == (reason == "stop"),
+                f"{num_stops} stop tokens for the finish reason {reason!r}",
+            ),
+        )
+        if not holds
+    ]
+    if errors:
+        raise MisalignedError(
+            f"A completion of {size} tokens behind {prompt_size} of the prompt has "
+            f"{', '.join(errors)}; the engine is wrong, or has other stop ids than the "
+            f"template."
+        )

@@ -1,0 +1,165 @@
+"""Lets coroutines share an engine and call environments without being held up.
+
+One thread does everything. The engine's steps are short and run between those of the
+coroutines; what an environment does is awaited under a limit of time.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent import futures
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from absl import logging
+
+from glm5_jax.inference import requests
+
+_NUM_YIELDS = 8  # so that who got an answer can ask for more before the next step
+_LONG_STEP = 1.0  # seconds; only a step that compiles takes as long
+_CANCEL_SECONDS = 1.0  # for a cancelled call to clean up
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What is needed of inference.engine.Engine."""
+
+    capacity: int  # tokens of a sequence, prompt and completion
+    num_pending: int  # requests that have not finished
+
+    def submit(self, request: requests.Request) -> None:
+        """Lets a request wait for a slot."""
+        ...
+
+    def step(self) -> list[tuple[int, requests.Completion]]:
+        """Runs one dispatch; returns the requests that it finished."""
+        ...
+
+    def abort(self, id: int) -> Any:
+        """Stops a request."""
+        ...
+
+
+class LateError(Exception):
+    """A call did not return in time."""
+
+
+class Pump:
+    """Steps an engine for as long as someone waits for it."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Serves requests to `engine` while `run` is running."""
+        self._engine = engine
+        self._held_seconds = 0.0  # when long steps let nobody else run
+        self._waiting: dict[int, asyncio.Future[requests.Completion]] = {}
+        self._is_asked = asyncio.Event()
+
+    async def complete(self, request: requests.Request) -> requests.Completion:
+        """What the engine makes of a request; aborts it if cancelled meanwhile."""
+        self._engine.submit(request)
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = answer
+        self._is_asked.set()
+        try:
+            return await answer
+        finally:
+            if self._waiting.pop(request.id, None) is not None:
+                self._engine.abort(request.id)
+
+    async def run(self) -> None:
+        """Steps the engine until cancelled; what it raises comes out here."""
+        while True:
+            await self._is_asked.wait()
+            while self._waiting:
+                if not self._engine.num_pending:
+                    raise RuntimeError(f"The engine lost requests {[*self._waiting]}.")
+                start = time.monotonic()
+                finished = self._engine.step()
+                seconds = time.monotonic() - start
+                if seconds > _LONG_STEP:
+                    self._held_seconds += seconds
+                for id, completion in finished:
+                    answer = self._waiting.pop(id, None)
+                    if answer is not None and not answer.done():
+                        answer.set_result(completion)
+                for _ in range(_NUM_YIELDS):
+                    await asyncio.sleep(0)
+            self._is_asked.clear()
+
+    def clock(self) -> float:
+        """Seconds, without those in which the engine was compiling."""
+        return time.monotonic() - self._held_seconds
+
+
+async def bounded(
+    call: Callable[[], Awaitable[Any]], seconds: float, clock: Callable[[], float]
+) -> Any:
+    """What `call` returns, unless it takes longer than `seconds` of `clock`.
+
+    A call that ignores being cancelled is left behind, so that nobody waits for it.
+
+    Raises:
+        LateError: it did not return in time.
+        Exception: what the call raised; what is none (SystemExit) as a RuntimeError.
+    """
+    task = asyncio.create_task(_contained(call))
+    task.add_done_callback(_retrieve)
+    deadline = clock() + seconds
+    try:
+        while not task.done():
+            left = deadline - clock()
+            if left <= 0:
+                raise LateError(f"took longer than {seconds:.3g} s")
+            await asyncio.wait({task}, timeout=left)
+        if task.cancelled():
+            raise RuntimeError("the call cancelled itself")
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
+            if not task.done():
+                logging.error("A call of an environment ignores being cancelled.")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, in a loop of its own.
+
+    Unlike asyncio.run it does not wait for what ignores being cancelled, and it works
+    where a loop is running already, as in a notebook.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(main)
+    with futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(_run, main).result()
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(main)
+    try:
+        return loop.run_until_complete(task)
+    finally:
+        if not task.done():  # ctrl-C: whoever cleans up gets to do so
+            task.cancel()
+            loop.run_until_complete(asyncio.wait({task}, timeout=_CANCEL_SECONDS))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+async def _contained(call: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await call()
+    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # would end the loop, and every episode with it
+        raise RuntimeError(f"the call raised {error!r}") from error
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Marks an exception as seen; asyncio complains of one that nobody looked at."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,127 @@
+"""Runs many episodes at once on one engine.
+
+A failure stays in its episode: see episodes.py for how each one ends. What the engine
+raises stops all of them.
+"""
+
+import asyncio
+import collections
+import itertools
+from collections.abc import Callable, Sequence
+
+from absl import logging
+
+from glm5_jax import config
+from glm5_jax.data import chat
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import pump as pump_lib
+from glm5_jax.rl.environments import protocol
+
+_SCORED = (protocol.Label.OK, protocol.Label.TRUNCATED)
+
+
+def collect(
+    engine: pump_lib.Engine,
+    taskset: protocol.Taskset,
+    template: chat.Template,
+    jobs: Sequence[episodes_lib.Job],
+    settings: episodes_lib.Settings,
+    on_episode: Callable[[int, episodes_lib.Episode], None] | None = None,
+) -> list[episodes_lib.Episode]:
+    """Runs all jobs; returns their episodes in the order of the jobs.
+
+    What an episode samples depends on its request ids, its messages and the engine's
+    seed and weights, not on what runs beside it.
+
+    Args:
+        engine: without pending requests.
+        taskset: makes an environment for each job.
+        template: of the conversations.
+        jobs: admitted in this order.
+        settings: how to run them.
+        on_episode: called with the index of a job when its episode has ended.
+
+    Raises:
+        InputError: request ids overlap, or the engine refuses a request.
+        Exception: what the engine or `on_episode` raises.
+    """
+    _check_ids(jobs, settings.max_turns)
+    pump = pump_lib.Pump(engine)
+    context = episodes_lib.Context(engine, pump, taskset, template, settings)
+    episodes = pump_lib.run(_collect(context, jobs, on_episode))
+    failures = collections.Counter(e.reason for e in episodes if e.label not in _SCORED)
+    for reason, count in failures.most_common(3):
+        logging.warning("%d episodes of %s: %s", count, taskset.name, reason)
+    return episodes
+
+
+def metrics(episodes: Sequence[episodes_lib.Episode]) -> dict[str, float]:
+    """Counts and means; every episode is in exactly one of the rollout/label counts."""
+    labels = collections.Counter(episode.label for episode in episodes)
+    rewards = [e.reward.total for e in episodes if e.reward is not None]
+    num_turns = sum(episode.num_turns for episode in episodes)
+    num_sampled = sum(sum(s.mask) for e in episodes for s in e.samples)
+    counts = {
+        "rollout/episodes": len(episodes),
+        **{f"rollout/label/{label.value}": labels[label] for label in protocol.Label},
+        "rollout/close_errors": sum(bool(e.close_error) for e in episodes),
+        "rollout/forks": sum(episode.num_forks for episode in episodes),
+        "rollout/sampled_tokens": num_sampled,
+        "rollout/tokens": sum(len(s.tokens) for e in episodes for s in e.samples),
+    }
+    means = {
+        "rollout/reward": _ratio(sum(rewards), len(rewards)),
+        "rollout/turns": _ratio(num_turns, len(episodes)),
+        "rollout/response_length": _ratio(num_sampled, num_turns),
+        "rollout/truncated_fraction": _ratio(
+            sum(episode.num_truncated for episode in episodes), num_turns
+        ),
+        "rollout/drift_fraction": _ratio(
+            sum(episode.num_drift_tokens for episode in episodes), num_sampled
+        ),
+    }
+    return {name: float(value) for name, value in (counts | means).items()}
+
+
+async def _collect(
+    context: episodes_lib.Context,
+    jobs: Sequence[episodes_lib.Job],
+    on_episode: Callable[[int, episodes_lib.Episode], None] | None,
+) -> list[episodes_lib.Episode]:
+    """Lets workers take one job after another while the engine is pumped."""
+    episodes: dict[int, episodes_lib.Episode] = {}
+    todo = iter(enumerate(jobs))
+
+    async def work() -> None:
+        for i, job in todo:
+            episodes[i] = await episodes_lib.run(context, job)
+            if on_episode is not None:
+                on_episode(i, episodes[i])
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            pumping = group.create_task(context.pump.run())
+            num_workers = min(context.settings.num_concurrent, len(jobs))
+            workers = [group.create_task(work()) for _ in range(num_workers)]
+            if workers:
+                await asyncio.wait(workers)
+            pumping.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # the one that stopped the others
+    assert len(episodes) == len(jobs), "every job ends in one episode"
+    return [episodes[i] for i in range(len(jobs))]
+
+
+def _check_ids(jobs: Sequence[episodes_lib.Job], max_turns: int) -> None:
+    """Raises InputError where two turns would have one request id."""
+    ids = sorted(job.request_id for job in jobs)
+    for one, other in itertools.pairwise(ids):
+        if other - one < max_turns:
+            raise config.InputError(
+                f"request_id of jobs must be max_turns={max_turns} apart, as each turn "
+                f"takes one; got {one} and {other}."
+            )
+
+
+def _ratio(value: float | int, count: int) -> float:
+    return value / count if count else 0.0

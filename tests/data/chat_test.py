@@ -1,0 +1,303 @@
+"""The chat template against other hands', token by token, and what ids spell."""
+
+import dataclasses
+import json
+import pathlib
+
+from absl.testing import parameterized
+
+from glm5_jax import config
+from glm5_jax.data import chat
+from glm5_jax.data import tokenizer as tokenizer_lib
+from tests import environment
+
+FOLDER = pathlib.Path(__file__).parent.parent / "golden"
+GOLDEN = json.loads((FOLDER / "chat.json").read_text(encoding="utf-8"))
+TOKENIZER = tokenizer_lib.load(FOLDER / "chat_tokenizer.json")
+SWITCHES = [(t, c) for t in (True, False) for c in (True, False)]
+HI = {"role": "user", "content": "Hi"}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "properties": {"x": {"type": "integer"}, "s": {"type": "string"}},
+        },
+    },
+}
+
+
+def template(version="glm5", thinking=True, clear=True):
+    return chat.Template(TOKENIZER, version, thinking, clear)
+
+
+def ids_of(text):
+    """Ids of a text in which special tokens are spelt out."""
+    ids = []
+    while text:
+        found = [(text.index(n), n) for n in tokenizer_lib.SPECIAL_TOKENS if n in text]
+        at, name = min(found, default=(len(text), None))
+        ids += TOKENIZER.encode(text[:at])
+        if name is not None:
+            ids.append(TOKENIZER.special_ids[name])
+        text = text[at + len(name or "") :]
+    return ids
+
+
+class OracleTest(parameterized.TestCase):
+    @parameterized.product(version=("glm5", "glm5.1", "glm5.2"), switches=SWITCHES)
+    def test_tokens_and_masks_are_the_oracle_s(self, version, switches):
+        thinking, clear = switches
+        ours = template(version, thinking, clear)
+        cases = [
+            case
+            for case in GOLDEN["cases"]
+            if (case["version"], case["enable_thinking"], case["clear_thinking"])
+            == (version, thinking, clear)
+        ]
+        self.assertGreaterEqual(len(cases), 8)
+        for case in cases:
+            with self.subTest(case["name"]):
+                conversation = GOLDEN["conversations"][case["name"]]
+                messages, tools = conversation["messages"], conversation["tools"]
+                rendered = ours.render(messages, tools, end=True)
+                self.assertEqual(
+                    TOKENIZER.spell(rendered.tokens), TOKENIZER.spell(case["tokens"])
+                )
+                self.assertEqual(rendered.tokens, case["tokens"])
+                mask = "".join("01"[m] for m in rendered.mask)
+                self.assertEqual(mask, case["mask"])
+                prompt = ours.render(messages, tools, True)
+                self.assertLen(prompt.tokens, case["prompt_size"])
+                self.assertEqual(prompt.tokens[-3:], case["prompt_end"])
+                plain = ours.render(messages, tools).tokens
+                self.assertEqual(prompt.tokens[: len(plain)], plain)
+
+    @parameterized.parameters(*GOLDEN["parsed"])
+    def test_what_ids_spell_is_what_the_oracle_reads(self, name):
+        case = GOLDEN["parsed"][name]
+        tools = GOLDEN["conversations"]["consecutive_results"]["tools"]
+        message = template().parse(case["ids"], tools)
+        self.assertEqual(message["content"], case["content"].strip())
+        self.assertEqual(message["reasoning_content"], case["reasoning_content"])
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        self.assertEqual(calls, case["calls"])
+        self.assertEqual("errors" not in message, case["is_complete"])
+
+    @parameterized.parameters(*GOLDEN["bridged"])
+    def test_bridges_are_the_oracle_s(self, name):
+        case = GOLDEN["bridged"][name]
+        ids = template().bridge(
+            case["messages"], case["last"], is_thinking=not case["is_complete"]
+        )
+        self.assertEqual(ids, case["ids"])
+
+
+class TemplateTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("glm5", True, "[gMASK]<sop><|user|>Hi<|assistant|><think>"),
+        ("glm5", False, "[gMASK]<sop><|user|>Hi<|assistant|></think>"),
+        ("glm5.1", False, "[gMASK]<sop><|user|>Hi<|assistant|></think>"),
+        ("glm5.2", False, "[gMASK]<sop><|user|>Hi<|assistant|><think></think>"),
+        (
+            "glm5.2",
+            True,
+            "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>Hi<|assistant|><think>",
+        ),
+    )
+    def test_generation_prompts(self, version, thinking, text):
+        prompt = template(version, thinking).render([HI], add_generation_prompt=True)
+        self.assertEqual(prompt.tokens, ids_of(text))
+        self.assertFalse(any(prompt.mask))
+
+    def test_reasoning_effort(self):
+        ours = dataclasses.replace(template("glm5.2"), reasoning_effort="high")
+        self.assertIn(
+            "Reasoning Effort: High<", TOKENIZER.spell(ours.render([HI]).tokens)
+        )
+
+    def test_thinking_is_switched_from_turn_to_turn(self):
+        quiet = HI | {"enable_thinking": False}
+        messages = [quiet, {"role": "assistant", "content": "a"}, HI]
+        prompt = template("glm5.2").render(messages, add_generation_prompt=True)
+        text = TOKENIZER.spell(prompt.tokens)
+        self.assertTrue(text.endswith("<think></think>a<|user|>Hi<|assistant|><think>"))
+        # What the prompt gave is not trained, what the model has to say is.
+        end = len(ids_of("a<|user|>Hi<|assistant|><think>"))
+        self.assertFalse(prompt.mask[-end - 1])
+        self.assertTrue(prompt.mask[-end])
+        for now, end in ((HI, "<think>"), (quiet, "</think>")):
+            prompt = template("glm5").render([HI, now], add_generation_prompt=True)
+            self.assertEqual(prompt.tokens[-1:], ids_of(end))
+            bridge = template().bridge([now], None)
+            self.assertEqual(bridge[-1:], ids_of(end))
+
+    def test_a_sampled_turn_is_the_rendered_one(self):
+        # prompt + sampled + bridge is the prompt of the longer conversation.
+        call = {"function": {"name": "add", "arguments": {"x": 1, "s": "2"}}}
+        turn = {
+            "role": "assistant",
+            "reasoning_content": "so",
+            "content": "b",
+            "tool_calls": [call],
+        }
+        results = [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]
+        for version in ("glm5", "glm5.1", "glm5.2"):
+            ours = template(version)
+            prompt = ours.render([HI], [ADD], True).tokens
+            sampled = ids_of(
+                "so</think>b<tool_call>add<arg_key>x</arg_key><arg_value>1</arg_value>"
+                "<arg_key>s</arg_key><arg_value>2</arg_value></tool_call>"
+                "<|observation|>"
+            )
+            bridge = ours.bridge(results, sampled[-1])
+            whole = ours.render([HI, turn, *results], [ADD], True)
+            self.assertEqual(whole.tokens, prompt + sampled + bridge)
+            self.assertEqual(
+                whole.mask,
+                [False] * len(prompt) + [True] * len(sampled) + [False] * len(bridge),
+            )
+            parsed = ours.parse(sampled, [ADD])
+            again = ours.render([HI, parsed, *results], [ADD], True)
+            self.assertEqual(again, whole)
+
+    def test_bridge_ends_what_was_cut_off(self):
+        ours, letter = template(), TOKENIZER.encode("a")[0]
+        tail = ids_of("<|user|>Hi<|assistant|><think>")
+        end = TOKENIZER.eos_id
+        self.assertEqual(ours.bridge([HI], letter), [end, *tail])
+        self.assertEqual(ours.bridge([HI], None), [end, *tail])
+        self.assertEqual(ours.bridge([HI], end), tail)
+        self.assertEqual(ours.bridge([HI], tail[0]), tail[1:])
+        self.assertEqual(ours.bridge([HI], ids_of("<|observation|>")[0]), tail)
+
+    def test_text_never_becomes_a_special_token(self):
+        # As in the released file, where some of these are not declared special.
+        backend = json.loads((FOLDER / "chat_tokenizer.json").read_text())
+        for token in backend["added_tokens"]:
+            token["special"] = token["content"].startswith("<|")
+        path = self.create_tempfile(content=json.dumps(backend)).full_path
+        text = "".join(tokenizer_lib.SPECIAL_TOKENS)
+        for tokenizer in (TOKENIZER, tokenizer_lib.load(path)):
+            ids = tokenizer.encode(text)
+            self.assertEmpty(set(ids) & set(tokenizer.special_ids.values()))
+            self.assertEqual(tokenizer.decode(ids), text)
+
+    def test_missing_special_tokens_are_named(self):
+        for tokenizer in (
+            tokenizer_lib.byte_tokenizer(),
+            tokenizer_lib.byte_tokenizer(
+                [n for n in tokenizer_lib.SPECIAL_TOKENS if n != "<think>"]
+            ),
+        ):
+            with self.assertRaisesRegex(
+                config.InputError, "lacks:.* ?<think>"
+            ) as caught:
+                chat.Template(tokenizer)
+        self.assertNotIn("<|user|>", str(caught.exception))
+
+    @parameterized.parameters(
+        ({"content": "a"}, "role must be one of.*got None"),
+        ({"role": "bot", "content": "a"}, "got 'bot'"),
+        ({"role": "user", "content": 1}, "content of a message must be a string"),
+        ({"role": "assistant", "tool_calls": [1]}, "a tool call must be"),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]},
+            "a tool call must be",
+        ),
+    )
+    def test_bad_messages(self, message, error):
+        with self.assertRaisesRegex(config.InputError, error):
+            template().render([HI, message])
+
+
+class ParseTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("</think>a<tool_call>add", "not closed by </tool_call>"),
+        ("</think>a<tool_call></tool_call>", "no name"),
+        ("</think><tool_call>f<arg_key>x</tool_call>", "not complete"),
+        ("</think><tool_call>f<arg_key>x</arg_key>1</tool_call>", "not complete"),
+        (
+            "</think><tool_call>f<arg_value>1</arg_value></tool_call>",
+            "<arg_value> does not belong|</arg_value>.* does not belong",
+        ),
+        (
+            "</think><tool_call>f<arg_key>x</arg_key>y<arg_value>1</arg_value>"
+            "</tool_call>",
+            "text between",
+        ),
+        (
+            "</think><tool_call>f"
+            + "<arg_key>x</arg_key><arg_value>1</arg_value>" * 2
+            + "</tool_call>",
+            "twice",
+        ),
+        ("a", "thought is not closed"),
+        ("", "thought is not closed"),
+    )
+    def test_malformed_calls_stay_text(self, text, error):
+        message = template().parse(ids_of(text))
+        self.assertNotIn("tool_calls", message)
+        self.assertRegex(message["errors"][0], error)
+        self.assertEqual(message["content"], text.partition("</think>")[2])
+
+    def test_a_good_call_after_a_bad_one(self):
+        ids = ids_of("</think><tool_call>f<tool_call>g</tool_call>end<|user|>ignored")
+        message = template().parse(ids)
+        self.assertEqual(message["tool_calls"][0]["function"]["name"], "g")
+        self.assertEqual(message["content"], "<tool_call>fend")
+        self.assertLen(message["errors"], 1)
+
+    @parameterized.parameters(
+        ("x", " 12 ", 12),
+        ("x", "abc", "abc"),
+        ("x", "NaN", "NaN"),
+        ("x", "[" * 20000, "[" * 20000),
+        ("x", "1" * 5000, "1" * 5000),
+        ("s", "12", "12"),
+        ("s", " a\n", " a\n"),
+        ("other", '{"a": [null]}', {"a": [None]}),
+    )
+    def test_values(self, key, text, value):
+        ids = ids_of(f"<tool_call>add<arg_key>{key}</arg_key><arg_value>")
+        ids += [*TOKENIZER.encode(text), *ids_of("</arg_value></tool_call>")]
+        message = template(thinking=False).parse(ids, [ADD])
+        arguments = message["tool_calls"][0]["function"]["arguments"]
+        self.assertEqual(arguments, {key: value})
+
+    def test_any_ids_have_a_message(self):
+        ids = [*range(TOKENIZER.vocab_size), *range(TOKENIZER.vocab_size + 5, 0, -1)]
+        for start in range(0, TOKENIZER.vocab_size, 7):
+            message = template().parse(ids[start:])
+            self.assertEqual(message["role"], "assistant")
+
+
+class TruncateTest(parameterized.TestCase):
+    @parameterized.parameters("tools", "consecutive_results", "several_turns")
+    def test_cuts_never_tear_what_belongs_together(self, name):
+        conversation = GOLDEN["conversations"][name]
+        ours = template(clear=False)
+        whole = ours.render(conversation["messages"], conversation["tools"], end=True)
+        size = len(whole.tokens)
+        self.assertIs(ours.truncate(whole, size), whole)
+        lengths = set()
+        for length in range(size):
+            cut = ours.truncate(whole, length)
+            end = len(cut.tokens)
+            lengths.add(end)
+            self.assertLessEqual(end, length)
+            self.assertEqual(cut.tokens, whole.tokens[:end])
+            self.assertEqual(cut.mask, whole.mask[:end])
+            text = TOKENIZER.spell(cut.tokens)
+            for name_ in ("tool_call", "tool_response", "arg_key", "arg_value"):
+                self.assertEqual(text.count(f"<{name_}>"), text.count(f"</{name_}>"))
+            last = TOKENIZER.spell(cut.tokens[-1:])
+            self.assertNotIn(last, ("<think>", "<|assistant|>", "<|system|>"))
+            if last in ("<|user|>", "<|observation|>"):
+                self.assertTrue(cut.mask[-1])
+        # Texts may be cut, so that little is lost.
+        self.assertGreater(len(lengths), size / 3)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,223 @@
+"""Conversations on disk to batches: what is trained, what is cut, what is refused."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config
+from glm5_jax.data import chat, chat_view, conversations
+from glm5_jax.data import tokenizer as tokenizer_lib
+from tests import environment
+
+CALL = {"function": {"name": "add", "arguments": '{"x": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **rest):
+    return {"role": "assistant", "content": text, **rest}
+
+
+def make_conversation(i):
+    turns = [user(f"What is {i} + 1?"), assistant("", tool_calls=[CALL])]
+    turns += [{"role": "tool", "content": f"{i + 1}"}, assistant(f"It is {i + 1}.")]
+    if i % 3 == 0:
+        turns += [user("Thanks"), assistant("Bye." * (i % 7), is_masked=i % 2 == 0)]
+    return {"messages": turns, "tools": TOOLS}
+
+
+class ConversationsTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.file = pathlib.Path(self.create_tempdir().full_path) / "a.jsonl"
+        self.records = [make_conversation(i) for i in range(40)]
+        self.write(self.records)
+        self.data = config.DataConfig(
+            source=str(self.file),
+            tokenizer="byte_chat",
+            sequence_length=700,
+            batch_size=2,
+            held_out_percent=20,
+            cache_dir=self.create_tempdir().full_path,
+            enable_thinking=False,
+        )
+
+    def write(self, records):
+        lines = "".join(json.dumps(record) + "\n\n" for record in records)
+        self.file.write_text(lines, encoding="utf-8")
+
+    def make(self, seed=0, **changes):
+        data = dataclasses.replace(self.data, **changes)
+        return conversations.make_pipeline(data, seed)
+
+    def documents(self, batches):
+        """(inputs and last target, trained positions) of every packed document."""
+        found = []
+        for batch in batches:
+            for tokens, targets, mask, segments, positions in zip(
+                *(
+                    batch[key]
+                    for key in (
+                        *("tokens", "targets", "loss_mask"),
+                        *("segment_ids", "positions"),
+                    )
+                ),
+                strict=True,
+            ):
+                for segment in range(1, segments.max() + 1):
+                    where = segments == segment
+                    ids = [*tokens[where], targets[where][-1]]
+                    self.assertEqual(ids[1:], targets[where].tolist())
+                    np.testing.assert_array_equal(
+                        positions[where], np.arange(where.sum())
+                    )
+                    trained = tuple(np.flatnonzero(mask[where]) + 1)
+                    found.append((tuple(map(int, ids)), trained))
+        return found
+
+    def test_every_conversation_is_whole_and_on_one_side(self):
+        pipeline = self.make()
+        train = self.documents(itertools.islice(pipeline.train_iterator(), 40))
+        held_out = self.documents(pipeline.eval_batches(100))
+        self.assertEmpty(set(train) & set(held_out))
+        template = chat.Template(pipeline.tokenizer, enable_thinking=False)
+        expected = set()
+        for record in self.records:
+            rendered = template.render(record["messages"], record["tools"], end=True)
+            trained = tuple(i for i, m in enumerate(rendered.mask) if m)
+            expected.add((tuple(rendered.tokens), trained))
+        self.assertEqual(set(train) | set(held_out), expected)
+        self.assertLen(held_out, len(set(held_out)))
+
+    def test_held_out_bytes_are_those_of_trained_text(self):
+        pipeline = self.make()
+        batches = list(pipeline.eval_batches(100))
+        pieces = pipeline.tokenizer.pieces
+        total = sum(
+            len(pieces[ids[i]])
+            for ids, trained in self.documents(batches)
+            for i in trained
+        )
+        num_bytes = sum((b["num_bytes"] * b["loss_mask"]).sum() for b in batches)
+        self.assertEqual(num_bytes, total)
+        num_targets = sum(b["loss_mask"].sum() for b in batches)
+        self.assertAlmostEqual(pipeline.bytes_per_token, total / num_targets)
+
+    def test_batches_are_a_function_of_seed_and_step(self):
+        first, second, other = self.make(1), self.make(1), self.make(2)
+        for step in (0, 5):
+            for key, value in first.train_batch(step).items():
+                np.testing.assert_array_equal(value, second.train_batch(step)[key])
+        (from_5,) = itertools.islice(second.train_iterator(5), 1)
+        np.testing.assert_array_equal(from_5["tokens"], first.train_batch(5)["tokens"])
+        self.assertEqual(first.fingerprint, second.fingerprint)
+        self.assertNotEqual(first.fingerprint, other.fingerprint)
+        for changes in ({"chat_template": "glm5.2"}, {"clear_thinking": False}):
+            self.assertNotEqual(self.make(1, **changes).fingerprint, first.fingerprint)
+        self.write(self.records[1:])
+        self.assertNotEqual(self.make(1).fingerprint, first.fingerprint)
+
+    def test_long_ones_are_cut_and_useless_ones_dropped(self):
+        records = [make_conversation(i) for i in range(20)]
+        for i in range(20):
+            text = f"{i}" * 600
+            records.append({"messages": [user(text), assistant("never seen")]})
+            records.append({"messages": [user("Go"), assistant(text)]})
+        self.write(records)
+        with self.assertLogs(level="INFO") as logs:
+            pipeline = self.make(sequence_length=500)
+        log = "".join(logs.output)
+        self.assertRegex(log, r"\d+ are cut to 500 tokens; \d+ have nothing to train")
+        documents = self.documents(pipeline.eval_batches(100))
+        self.assertEqual(max(len(ids) for ids, _ in documents), 501)
+        self.assertTrue(all(trained for _, trained in documents))
+
+    def test_a_bpe_with_special_tokens_is_trained(self):
+        pipeline = self.make(tokenizer="bpe_chat", bpe_vocab_size=340)
+        self.assertLen(
+            pipeline.tokenizer.special_ids, len(tokenizer_lib.SPECIAL_TOKENS)
+        )
+        self.assertLess(len(pipeline.tokenizer.encode(" What")), 4)
+        self.assertIsNotNone(pipeline.template)
+
+    @parameterized.parameters(
+        ("{", "a.jsonl:3: this is not JSON"),
+        ("[]", "a.jsonl:3: .*messages.* is missing; got list"),
+        ('{"text": "a"}', r"messages\" is missing; got \['text'\]"),
+        ('{"messages": []}', "at least one message"),
+        ('{"messages": [1]}', r"messages\[0\]: a message must be an object"),
+        ('{"messages": [{"content": "a"}]}', r"messages\[0\]: role.*got None"),
+        ('{"messages": [{"role": "bot"}]}', r"a.jsonl:3: messages\[0\].*got 'bot'"),
+        ('{"messages": [{"role": "user", "content": [1]}]}', "must be a string"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "role 'assistant'"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON in Uni"),
+        (
+            json.dumps({"messages": [assistant("", tool_calls=[CALL])]}),
+            r"tool 'add' is called but not among tools \(none\)",
+        ),
+        (
+            json.dumps({"messages": [assistant("", tool_calls=["add"])]}),
+            "a tool call must be",
+        ),
+        (
+            json.dumps({"messages": [assistant("a", is_masked=1)]}),
+            "is_masked must be true or false, got 1",
+        ),
+        ('{"messages": [{"role": "user"}], "tools": [{}]}', "function with a name"),
+        ('{"messages": [{"role": "user"}], "tools": 3}', "tools must be a list"),
+    )
+    def test_bad_lines(self, line, error):
+        first = json.dumps(make_conversation(0))
+        self.file.write_text(f"{first}\n\n{line}\n{first}\n", encoding="utf-8")
+        with self.assertRaisesRegex(config.InputError, error):
+            self.make()
+
+    def test_bad_sources_and_settings(self):
+        for source in ("nowhere", "python", str(self.file.parent / "no.jsonl")):
+            with self.assertRaisesRegex(config.InputError, "holds no conversations"):
+                self.make(source=source)
+        with self.assertRaisesRegex(config.InputError, "lacks: .*<think>"):
+            self.make(tokenizer="byte")
+        self.write(self.records[:1] * 5)  # the same one, so all on one side
+        with self.assertRaisesRegex(config.InputError, "nothing for the .* side"):
+            self.make()
+        with self.assertRaisesRegex(config.InputError, r"0\.\.4: .* got 5"):
+            conversations.pick(str(self.file), 5)
+
+    def test_a_folder_is_its_files(self):
+        (self.file.parent / "b.jsonl").write_text(json.dumps(make_conversation(99)))
+        (self.file.parent / "c.txt").write_text("no conversation")
+        found = conversations.read_conversations(str(self.file.parent))
+        self.assertLen(found, 41)
+        self.assertEqual(conversations.pick(str(self.file.parent), 40), found[40])
+
+
+class ViewTest(parameterized.TestCase):
+    def test_trained_and_special_tokens_are_told_apart(self):
+        tokenizer = tokenizer_lib.named("byte_chat")
+        template = chat.Template(tokenizer)
+        messages = [user("é\n\x1b[m"), assistant("b", reasoning_content="a")]
+        rendered = template.render(messages, end=True)
+        plain = chat_view.view(rendered, tokenizer, in_color=False, with_ids=False)
+        self.assertEqual(
+            plain,
+            "  [gMASK]<sop><|user|>é\\n\\x1b[m<|assistant|><think>\n"
+            "+ a</think>b<|endoftext|>",
+        )
+        color = chat_view.view(rendered, tokenizer, in_color=True, with_ids=False)
+        self.assertIn("é\n\\x1b[m\x1b[0m", color)  # data does not steer the terminal
+        self.assertIn("\x1b[32ma\x1b[0m\x1b[32m\x1b[1;4m</think>\x1b[0m", color)
+        ids = chat_view.view(rendered, tokenizer, in_color=False, with_ids=True)
+        self.assertIn("<|user|>·263 ", ids)
+        self.assertIn("+ a·97 ", ids)
+
+
+if __name__ == "__main__":
+    environment.main()

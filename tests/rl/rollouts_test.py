@@ -1,0 +1,473 @@
+"""Every way of failing ends in its label, and nowhere else."""
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import sys
+import threading
+import time
+
+from absl.testing import absltest, parameterized
+
+from glm5_jax import config
+from glm5_jax.data import messages as messages_lib
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import pump, rollouts
+from glm5_jax.rl.environments import protocol
+from tests import environment
+from tests.data import chat_test
+from tests.rl import faults, scripted
+
+TEMPLATE = chat_test.template(clear=False)
+OK = chat_test.ids_of("</think>OK<|user|>")
+SETTINGS = episodes_lib.Settings(
+    max_new_tokens=16,
+    max_turns=3,
+    num_concurrent=4,
+    call_timeout=0.2,  # seconds; the calls of these environments take microseconds
+    episode_timeout=5.0,
+)
+Label, Fault = protocol.Label, faults.Fault
+
+
+def answers_ok(request):
+    return OK
+
+
+def jobs(taskset, count, spacing=SETTINGS.max_turns):
+    return [
+        episodes_lib.Job(taskset.task("train", 0, i), i // 2, request_id=spacing * i)
+        for i in range(count)
+    ]
+
+
+def collect(taskset, count=4, answer=answers_ok, settings=SETTINGS, **how):
+    engine = how.pop("engine", None) or scripted.ScriptedEngine(answer)
+    todo = jobs(taskset, count, settings.max_turns)
+    found = rollouts.collect(engine, taskset, TEMPLATE, todo, settings, **how)
+    assert engine.num_pending == 0
+    return found
+
+
+class Scripted:
+    """A taskset whose environments do what a coroutine function says in `step`."""
+
+    name = "scripted"
+
+    def __init__(self, step, reset=None):
+        self.step, self.reset = step, reset
+        self.num_open = self.max_open = self.num_closed = 0
+
+    def task(self, split, seed, index):
+        messages = ({"role": "user", "content": f"task {index}"},)
+        return protocol.Task(str(index), messages)
+
+    def environment(self):
+        return _Environment(self)
+
+    def demonstration(self, task):
+        return None
+
+
+class _Environment:
+    def __init__(self, taskset):
+        self.taskset, self.num_turns = taskset, 0
+
+    async def reset(self, task):
+        self.taskset.num_open += 1
+        self.taskset.max_open = max(self.taskset.max_open, self.taskset.num_open)
+        if self.taskset.reset is not None:
+            return await self.taskset.reset(task)
+        self.task = task
+        return task.messages
+
+    async def step(self, message):
+        self.num_turns += 1
+        return await self.taskset.step(self, message)
+
+    async def close(self):
+        self.taskset.num_open -= 1
+        self.taskset.num_closed += 1
+
+
+def ends(total=1.0, **changes):
+    """The last step; `changes` may be of types that tests, but not runs, refuse."""
+    result = protocol.StepResult((), faults.reward_of(total), True, False)
+    for name, value in changes.items():
+        object.__setattr__(result, name, value)
+    return result
+
+
+def goes_on(*contents, role="tool"):
+    new = tuple({"role": role, "content": content} for content in contents)
+    return protocol.StepResult(new, None, False, False)
+
+
+class FaultTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("none", Fault.NONE, Label.OK, 1.0, 1, ""),
+        ("hang_in_reset", Fault.HANG_IN_RESET, Label.TIMEOUT, None, 0, "reset took"),
+        ("hang_in_step", Fault.HANG_IN_STEP, Label.TIMEOUT, None, 1, "step took"),
+        ("hang_in_close", Fault.HANG_IN_CLOSE, Label.OK, 1.0, 1, ""),
+        ("crash_in_reset", Fault.CRASH_IN_RESET, Label.ENV_ERROR, None, 0, "crash in"),
+        ("crash_in_step", Fault.CRASH_IN_STEP, Label.ENV_ERROR, None, 1, "crash in"),
+        ("crash_in_close", Fault.CRASH_IN_CLOSE, Label.OK, 1.0, 1, ""),
+        ("flood_in_reset", Fault.FLOOD_IN_RESET, Label.ENV_ERROR, None, 0, "not fit"),
+        ("flood_in_step", Fault.FLOOD_IN_STEP, Label.TRUNCATED, 0.0, 1, "not fit"),
+        ("endless", Fault.ENDLESS, Label.TRUNCATED, 0.0, 3, "no end in 3 turns"),
+        ("nan", Fault.REWARD_NAN, Label.REWARD_ERROR, None, 1, "nan is not finite"),
+        ("inf", Fault.REWARD_INFINITE, Label.REWARD_ERROR, None, 1, "not finite"),
+        ("text", Fault.REWARD_TEXT, Label.REWARD_ERROR, None, 1, "not a number"),
+        ("none_at_all", Fault.REWARD_NONE, Label.REWARD_ERROR, None, 1, "is None"),
+        ("total", Fault.REWARD_TOTAL_NONE, Label.REWARD_ERROR, None, 1, "not a number"),
+        ("raises", Fault.REWARD_RAISES, Label.REWARD_ERROR, None, 1, "fell over"),
+    )
+    def test_a_fault_has_one_outcome(self, fault, label, reward, num_turns, reason):
+        taskset = faults.FaultyTaskset(fault, every=2)
+        found = collect(taskset, count=6)
+        for i, episode in enumerate(found):
+            is_faulty = i % 2 == 0
+            self.assertIs(episode.label, label if is_faulty else Label.OK)
+            expected = reward if is_faulty else 1.0
+            self.assertEqual(episode.reward and episode.reward.total, expected)
+            self.assertEqual(episode.num_turns, num_turns if is_faulty else 1)
+            self.assertIn(reason if is_faulty else "", episode.reason)
+            is_close = is_faulty and fault.value.endswith("in_close")
+            self.assertEqual(bool(episode.close_error), is_close)
+            trained = sum(sum(sample.mask) for sample in episode.samples)
+            self.assertEqual(trained, len(OK) * episode.num_turns)
+        self.assertEqual(taskset.counts.closes, 6)
+        self.assertEqual(taskset.counts.resets, 6)
+        metrics = rollouts.metrics(found)
+        labels = [metrics[f"rollout/label/{name.value}"] for name in Label]
+        self.assertEqual(sum(labels), 6)
+        self.assertEqual(metrics["rollout/episodes"], 6)
+
+    @parameterized.named_parameters(
+        ("beyond_the_limit", ends(1e9), Label.REWARD_ERROR, "max_reward"),
+        ("too_large_an_integer", ends(10**400), Label.REWARD_ERROR, "too large"),
+        (
+            "part_not_finite",
+            ends(reward=protocol.Reward(1.0, {"a": float("nan")})),
+            Label.REWARD_ERROR,
+            "not finite",
+        ),
+        ("no_step_result", (), Label.ENV_ERROR, "step returned ()"),
+        ("no_message", goes_on(), Label.ENV_ERROR, "no message"),
+        ("no_role", goes_on("a", role=None), Label.ENV_ERROR, "must have a role"),
+        ("no_text", goes_on(5), Label.ENV_ERROR, "must be a string"),
+        ("a_text", ends(terminated=False, messages="Hi"), Label.ENV_ERROR, "step"),
+        ("cut_off", ends(terminated=False, truncated=True), Label.TRUNCATED, "trunc"),
+    )
+    def test_what_step_returns(self, result, label, reason):
+        async def step(env, message):
+            return result
+
+        (episode,) = collect(Scripted(step), count=1)
+        self.assertIs(episode.label, label)
+        self.assertIn(reason, episode.reason)
+        self.assertEqual(episode.reward is None, label is not Label.TRUNCATED)
+
+    @parameterized.named_parameters(
+        ("exit", lambda: sys.exit(3), "SystemExit"),
+        ("no_exception", lambda: _raise(_Strange), "_Strange"),
+        ("cancels_itself", lambda: asyncio.current_task().cancel(), "cancelled itself"),
+        ("its_own_timeout", lambda: _raise(TimeoutError), "TimeoutError"),
+    )
+    def test_strange_ends(self, act, reason):
+        async def step(env, message):
+            act()
+            await asyncio.sleep(0)
+
+        taskset = Scripted(step)
+        for episode in collect(taskset, count=2):
+            self.assertIs(episode.label, Label.ENV_ERROR)
+            self.assertIn(reason, episode.reason)
+        self.assertEqual(taskset.num_closed, 2)
+
+    def test_nobody_waits_for_what_ignores_being_cancelled(self):
+        async def step(env, message):
+            while env.task.id == "0":
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(faults.NEVER)
+            return ends()
+
+        start = time.monotonic()
+        with self.assertLogs(level="ERROR"):
+            found = collect(Scripted(step))
+        self.assertLess(time.monotonic() - start, 10)
+        labels = [episode.label for episode in found]
+        self.assertEqual(labels, [Label.TIMEOUT] + [Label.OK] * 3)
+
+    def test_an_environment_that_cannot_be_made(self):
+        taskset = Scripted(None)
+        taskset.environment = lambda: _raise(OSError)
+        (episode,) = collect(taskset, count=1)
+        self.assertIs(episode.label, Label.ENV_ERROR)
+        self.assertEmpty(episode.samples)
+
+    def test_the_limit_of_an_episode_is_over_all_calls(self):
+        async def step(env, message):
+            await asyncio.sleep(0.1)
+            return goes_on("more")
+
+        settings = dataclasses.replace(SETTINGS, max_turns=9, episode_timeout=0.25)
+        (episode,) = collect(Scripted(step), count=1, settings=settings)
+        self.assertIs(episode.label, Label.TIMEOUT)
+        self.assertEqual(episode.num_turns, 3)
+
+    def test_time_in_which_the_engine_compiles_is_not_the_environment_s(self):
+        engine = scripted.ScriptedEngine(lambda request: [65] * 40 + OK)
+        plain_step = engine.step
+
+        def slow_step():
+            time.sleep(1.5 * SETTINGS.call_timeout)
+            return plain_step()
+
+        async def step(env, message):
+            for _ in range(4):  # hops that the engine's steps hold up
+                await asyncio.sleep(0.001)
+            return ends()
+
+        # The second is still decoded while the first's environment is at work.
+        engine.step = slow_step
+        settings = dataclasses.replace(SETTINGS, max_new_tokens=2)
+        with absltest.mock.patch.object(pump, "_LONG_STEP", SETTINGS.call_timeout):
+            found = collect(Scripted(step), 6, engine=engine, settings=settings)
+        self.assertEqual({episode.label for episode in found}, {Label.TRUNCATED})
+
+
+class _Strange(BaseException):
+    pass
+
+
+def _raise(error):
+    raise error
+
+
+class TurnsTest(parameterized.TestCase):
+    def test_the_engine_is_asked_for_what_fits(self):
+        asked = []
+
+        def answer(request):
+            asked.append(request)
+            return [65] * 100
+
+        async def step(env, message):
+            return goes_on("more", role="user")
+
+        settings = dataclasses.replace(SETTINGS, max_turns=9, continue_truncated=True)
+        engine = scripted.ScriptedEngine(answer, capacity=60)
+        (episode,) = collect(Scripted(step), 1, engine=engine, settings=settings)
+        self.assertIs(episode.label, Label.TRUNCATED)
+        self.assertIn("does not fit", episode.reason)
+        self.assertEqual(episode.num_truncated, episode.num_turns)
+        (sample,) = episode.samples
+        self.assertLessEqual(len(sample.tokens), 60)
+        self.assertEqual(sample.tokens.count(TEMPLATE.tokenizer.eos_id), 2)
+        self.assertEqual({request.stop_ids for request in asked}, {TEMPLATE.stop_ids})
+
+    @parameterized.named_parameters(
+        ("ends", False, Label.TRUNCATED, 1), ("goes_on", True, Label.OK, 2)
+    )
+    def test_a_turn_that_is_cut_off(self, continue_truncated, label, num_turns):
+        async def step(env, message):
+            return ends() if env.num_turns == 2 else goes_on("go on", role="user")
+
+        settings = dataclasses.replace(SETTINGS, continue_truncated=continue_truncated)
+        (episode,) = collect(
+            Scripted(step),
+            1,
+            answer=lambda request: OK if request.id else [65] * 99,
+            settings=settings,
+        )
+        self.assertIs(episode.label, label)
+        self.assertEqual(episode.num_turns, num_turns)
+        self.assertEqual(episode.reward.total, num_turns - 1.0)
+
+    def test_an_empty_response_is_an_answer(self):
+        seen = []
+
+        async def step(env, message):
+            seen.append(message["content"])
+            return ends(0.5)
+
+        answer = chat_test.ids_of("<|user|>")
+        (episode,) = collect(Scripted(step), 1, answer=lambda request: answer)
+        self.assertEqual(seen, [""])
+        self.assertIs(episode.label, Label.OK)
+        self.assertEqual(episode.reward.total, 0.5)
+
+    def test_what_environments_do_to_messages_is_not_seen(self):
+        async def step(env, message):
+            message["content"] = "other"
+            env.last = getattr(env, "last", {"role": "tool", "content": "result"})
+            result = protocol.StepResult((env.last,), None, env.num_turns == 3, False)
+            env.last["content"] += "!"
+            return dataclasses.replace(result, reward=faults.reward_of(1))
+
+        (episode,) = collect(Scripted(step), 1)
+        self.assertEqual(episode.num_forks, 0)
+        texts = [messages_lib.text_of(m, "content") for m in episode.transcript]
+        self.assertEqual(
+            texts, ["task 0", "OK", "result!", "OK", "result!!", "OK", "result!!!"]
+        )
+        self.assertIsInstance(episode.reward.total, float)
+
+
+class ManyTest(parameterized.TestCase):
+    def test_results_do_not_depend_on_what_runs_beside(self):
+        def answer(request):
+            rng = random.Random(f"{request.id} {request.prompt}")
+            return rng.choices(range(256), k=rng.randint(0, 16)) + OK
+
+        def run(num_concurrent, num_slots):
+            rng = random.Random(num_concurrent)
+
+            async def step(env, message):
+                await asyncio.sleep(rng.choice((0, 0, 0.001, 0.01)))
+                return (
+                    goes_on("a") if env.num_turns < 3 else ends(len(str(message)) % 50)
+                )
+
+            taskset = Scripted(step)
+            settings = dataclasses.replace(SETTINGS, num_concurrent=num_concurrent)
+            engine = scripted.ScriptedEngine(answer, num_slots)
+            found = collect(taskset, 20, engine=engine, settings=settings)
+            self.assertLessEqual(taskset.max_open, num_concurrent)
+            self.assertLessEqual(engine.max_running, min(num_concurrent, num_slots))
+            return found
+
+        alone = run(1, 1)
+        self.assertEqual([e.task.id for e in alone], [str(i) for i in range(20)])
+        self.assertEqual({e.label for e in alone}, {Label.OK, Label.TRUNCATED})
+        for num_concurrent, num_slots in ((7, 4), (20, 20), (4, 7)):
+            self.assertEqual(run(num_concurrent, num_slots), alone)
+
+    def test_progress_is_told(self):
+        told = {}
+        taskset = faults.FaultyTaskset(Fault.CRASH_IN_STEP, every=3)
+        found = collect(taskset, 7, on_episode=told.__setitem__)
+        self.assertEqual([told[i] for i in range(7)], found)
+
+    def test_nothing_to_do(self):
+        self.assertEqual(collect(faults.FaultyTaskset(Fault.NONE), 0), [])
+        self.assertEqual(rollouts.metrics([])["rollout/reward"], 0)
+
+    def test_in_a_notebook(self):
+        async def cell():
+            return collect(faults.FaultyTaskset(Fault.NONE))
+
+        self.assertLen(asyncio.run(cell()), 4)
+
+    def test_metrics(self):
+        taskset = faults.FaultyTaskset(Fault.ENDLESS, every=2)
+        metrics = rollouts.metrics(collect(taskset, 4))
+        self.assertEqual(metrics["rollout/label/ok"], 2)
+        self.assertEqual(metrics["rollout/label/truncated"], 2)
+        self.assertEqual(metrics["rollout/reward"], 0.5)
+        self.assertEqual(metrics["rollout/turns"], 2)
+        self.assertEqual(metrics["rollout/sampled_tokens"], 8 * len(OK))
+        self.assertEqual(metrics["rollout/response_length"], len(OK))
+        self.assertEqual(metrics["rollout/truncated_fraction"], 0)
+
+    def test_1000_episodes_leave_nothing_behind(self):
+        def run(count):
+            for fault in (Fault.NONE, Fault.CRASH_IN_STEP, Fault.ENDLESS):
+                found = collect(faults.FaultyTaskset(fault, every=2), count)
+                self.assertLen(found, count)
+
+            async def step(env, message):
+                await asyncio.to_thread(time.sleep, 0)
+                return ends()
+
+            collect(Scripted(step), count)
+
+        run(100)
+        before = resident_bytes()
+        run(250)
+        self.assertLess(resident_bytes(), 1.05 * before)
+        names = [thread.name for thread in threading.enumerate()]
+        deadline = time.monotonic() + 5
+        while any(n.startswith("asyncio_") for n in names):
+            self.assertLess(time.monotonic(), deadline, names)
+            time.sleep(0.01)
+            names = [thread.name for thread in threading.enumerate()]
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+
+
+class LoudTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("engine_raises", "step", lambda: _raise(OSError("device lost")), OSError),
+        ("requests_are_lost", "step", lambda: [], RuntimeError),
+        ("submit_refuses", "submit", lambda r: _raise(config.InputError("no")), None),
+    )
+    def test_what_the_engine_does_wrong_stops_everything(self, name, act, error):
+        async def step(env, message):
+            return goes_on("again")
+
+        engine, taskset = scripted.ScriptedEngine(answers_ok), Scripted(step)
+        plain, calls = getattr(engine, name), []
+
+        def breaks(*arguments):
+            calls.append(arguments)
+            if len(calls) < 8:
+                return plain(*arguments)
+            if name == "step" and error is RuntimeError:
+                engine._running.clear()
+            return act(*arguments)
+
+        setattr(engine, name, breaks)
+        with self.assertRaises(error or config.InputError):
+            rollouts.collect(engine, taskset, TEMPLATE, jobs(taskset, 9), SETTINGS)
+        self.assertEqual(taskset.num_open, 0)
+        self.assertEqual(engine.num_pending, 0)
+
+    def test_misaligned_completions_stop_everything(self):
+        engine, taskset = scripted.ScriptedEngine(answers_ok), Scripted(None)
+        plain = engine.step
+
+        def step():
+            finished = plain()
+            for _, completion in finished:
+                completion.logprobs.pop()
+            return finished
+
+        engine.step = step
+        with self.assertRaisesRegex(Exception, "3 log-probs"):
+            rollouts.collect(engine, taskset, TEMPLATE, jobs(taskset, 9), SETTINGS)
+        self.assertEqual(taskset.num_open, 0)
+
+    def test_so_does_the_callback(self):
+        def on_episode(i, episode):
+            raise KeyError(i)
+
+        with self.assertRaises(KeyError):
+            collect(faults.FaultyTaskset(Fault.NONE), on_episode=on_episode)
+
+
+class BadInputTest(parameterized.TestCase):
+    def test_request_ids_must_not_overlap(self):
+        taskset = faults.FaultyTaskset(Fault.NONE)
+        engine = scripted.ScriptedEngine(answers_ok)
+        todo = jobs(taskset, 3, spacing=2)
+        with self.assertRaisesRegex(config.InputError, "max_turns=3 apart"):
+            rollouts.collect(engine, taskset, TEMPLATE, todo, SETTINGS)
+
+    @parameterized.named_parameters(
+        ("turns", {"max_turns": 0}, "max_turns must be at least 1, got 0"),
+        ("timeout", {"call_timeout": 0.0}, "call_timeout must be positive"),
+        ("nan", {"max_reward": float("nan")}, "max_reward must be positive, got nan"),
+    )
+    def test_settings(self, changes, message):
+        with self.assertRaisesRegex(config.InputError, message):
+            dataclasses.replace(SETTINGS, **changes)
+
+
+if __name__ == "__main__":
+    environment.main()

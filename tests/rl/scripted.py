@@ -1,0 +1,62 @@
+"""An engine whose words are given, to test what stands on one, fast."""
+
+from collections.abc import Callable, Sequence
+
+from glm5_jax.inference import requests
+
+VERSION = 3
+
+
+class ScriptedEngine:
+    """Answers each request with ids that depend on it alone, a token a step."""
+
+    def __init__(
+        self,
+        answer: Callable[[requests.Request], Sequence[int]],
+        num_slots: int = 4,
+        capacity: int = 512,
+    ) -> None:
+        """`answer` returns the ids of a turn; they are cut as a real engine does."""
+        self.capacity = capacity
+        self.max_running = 0  # most requests that were ever decoded at once
+        self.num_aborted = 0
+        self._answer, self._num_slots = answer, num_slots
+        self._requests: dict[int, requests.Request] = {}
+        self._running: dict[int, requests.Completion] = {}
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._running)
+
+    def submit(self, request: requests.Request) -> None:
+        assert request.id not in self._running, "an id is given once"
+        assert len(request.prompt) + request.max_new_tokens <= self.capacity
+        self._requests[request.id] = request
+        self._running[request.id] = requests.Completion([], [], None)
+
+    def step(self) -> list[tuple[int, requests.Completion]]:
+        now = list(self._running.items())[: self._num_slots]
+        self.max_running = max(self.max_running, len(now))
+        finished = []
+        for id, completion in now:
+            request = self._requests[id]
+            token = self._answer(request)[len(completion.tokens)]
+            completion.tokens.append(token)
+            completion.logprobs.append(logprob(id, len(completion.tokens)))
+            completion.versions.append(VERSION)
+            if token in request.stop_ids:
+                completion.finish_reason = "stop"
+            elif len(completion.tokens) == request.max_new_tokens:
+                completion.finish_reason = "length"
+            if completion.finish_reason:
+                finished.append((id, self._running.pop(id)))
+        return finished
+
+    def abort(self, id: int) -> requests.Completion:
+        self.num_aborted += 1
+        return self._running.pop(id)
+
+
+def logprob(id: int, position: int) -> float:
+    """One that no other token has, to tell where a token comes from."""
+    return -float(1000 * id + position)

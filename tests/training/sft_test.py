@@ -1,0 +1,144 @@
+"""Stage sft: a whole run on conversations, and its resumption."""
+
+import json
+import math
+import pathlib
+import shutil
+import tempfile
+from unittest import mock
+
+import jax
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import sharding
+from glm5_jax.checkpoint import manager
+from glm5_jax.data import conversations
+from glm5_jax.model import transformer
+from glm5_jax.training import loop, metrics
+from tests import environment
+from tests.model import tiny
+
+FLOAT32_TOLERANCE = 1e-5  # relative; sums of a few hundred terms in another order
+
+
+def write_conversations(path):
+    lines = []
+    for i in range(30):
+        question = {"role": "user", "content": f"Reverse {i}"}
+        answer = {"role": "assistant", "content": f"{i}"[::-1]}
+        lines.append(json.dumps({"messages": [question, answer] * (1 + i % 3)}))
+    path.write_text("\n".join(lines))
+
+
+def make_config(root, **changes):
+    settings = {
+        "stage": "sft",
+        "num_steps": 2,
+        "eval_every": 1,
+        "eval_batches": 1,
+        "checkpoint_every": 1,
+        "sample_prompt": "Reverse 12",
+        "sample_tokens": 4,
+        "model": tiny.model(
+            num_hidden_layers=1, first_k_dense_replace=0, vocab_size=292
+        ),
+        "data": config_lib.DataConfig(
+            source=str(root / "data.jsonl"),
+            tokenizer="byte_chat",
+            sequence_length=64,
+            batch_size=8,
+            held_out_percent=20,
+            cache_dir=str(root / "cache"),
+            enable_thinking=False,
+        ),
+    }
+    return config_lib.TrainConfig(**(settings | changes))
+
+
+def params_of(workdir, config):
+    abstract = transformer.abstract_params(config.model)
+    return jax.device_get(manager.restore_params(workdir, abstract))
+
+
+def lines_of(workdir):
+    records = metrics.read(workdir / "metrics.jsonl")
+    keys = ("step", "train/loss", "train/lm_loss", "eval/bits_per_byte")
+    return [[record[key] for key in keys] for record in records]
+
+
+class SftTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = pathlib.Path(folder.name)
+        # On one device, which compiles faster; step_test.py has the sharded step.
+        mesh = jax.make_mesh(
+            (1,) * len(sharding.AXES),
+            sharding.AXES,
+            devices=jax.devices()[:1],
+            axis_types=(jax.sharding.AxisType.Auto,) * len(sharding.AXES),
+        )
+        patch = mock.patch.object(sharding, "make_mesh", return_value=mesh)
+        cls.enterClassContext(patch)
+        write_conversations(cls.root / "data.jsonl")
+        cls.config = make_config(cls.root)
+        cls.workdir = cls.root / "run"
+        cls.summary = loop.train(cls.config, cls.workdir)
+
+    def test_the_loss_is_the_mean_over_trained_tokens(self):
+        config = self.config
+        pipeline = conversations.make_pipeline(config.data, config.seed)
+        params = transformer.init_params(config.model, jax.random.key(config.seed))
+        batch = pipeline.train_batch(0)
+        self.assertBetween(batch["loss_mask"].mean(), 0.05, 0.95)
+        out = tiny.jit(transformer.forward, static_argnums=1)(
+            params,
+            config.model,
+            batch["tokens"],
+            batch["segment_ids"],
+            batch["positions"],
+        )
+        hidden = np.asarray(out.hidden, np.float64)
+        logits = hidden @ np.asarray(params["lm_head"], np.float64)
+        norm = np.log(np.exp(logits).sum(-1))
+        chosen = np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+        mask = batch["loss_mask"]
+        expected = ((norm - chosen) * mask).sum() / mask.sum()
+        lm_loss = lines_of(self.workdir)[0][2]
+        self.assertLess(abs(lm_loss / expected - 1), FLOAT32_TOLERANCE)
+
+    def test_leaves_a_run_folder_with_an_answer(self):
+        self.assertTrue(math.isfinite(self.summary["eval/bits_per_byte"]))
+        sample = (self.workdir / "samples" / "2.txt").read_text()
+        prompt = "[gMASK]<sop><|user|>Reverse 12<|assistant|></think>"
+        self.assertStartsWith(sample, prompt)
+
+    def test_resumed_run_ends_bit_for_bit_alike(self):
+        folder = self.root / "resumed"
+        shutil.copytree(self.workdir, folder)
+        shutil.rmtree(folder / "checkpoints" / "2")
+        (folder / "summary.json").unlink()
+        loop.train(self.config, folder)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            params_of(folder, self.config),
+            params_of(self.workdir, self.config),
+        )
+        self.assertEqual(lines_of(folder), lines_of(self.workdir))
+
+    def test_another_template_is_other_data(self):
+        folder = self.root / "changed"
+        shutil.copytree(self.workdir, folder)
+        data = config_lib.DataConfig(
+            **(vars(self.config.data) | {"chat_template": "glm5.2"})
+        )
+        with self.assertRaisesRegex(config_lib.InputError, "chat_template"):
+            loop.train(make_config(self.root, data=data), folder)
+
+
+if __name__ == "__main__":
+    environment.main()
