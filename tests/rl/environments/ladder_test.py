@@ -11,7 +11,7 @@ from glm5_jax.rl.environments import ladder, protocol
 from tests import environment
 from tests.rl.environments import episodes
 
-EACH = tuple((name, name) for name in environments.names())
+EACH = tuple((name, name) for name in tasks.names())
 
 
 def reward_of(name, said, index=0):
@@ -89,7 +89,7 @@ class TasksetTest(parameterized.TestCase):
     @parameterized.parameters(
         ("revers", "Did you mean 'reverse'"),
         ("calculator_without", "Did you mean 'calculator_without_tool'"),
-        ("knitting", "Choose one of arithmetic, calculator"),
+        ("knitting", "Choose one of reverse, reverse_dense"),
         ("reverse:0", "within 1-256"),
         ("reverse_dense:0", "within 1-256"),
         ("calculator_untold:1", "within 2-9"),
@@ -134,7 +134,7 @@ class ScoreTest(parameterized.TestCase):
             self.assertEqual(score_countdown(said), 0)
 
     def test_rewards_are_finite_floats(self):
-        for name in environments.names():
+        for name in tasks.names():
             for said in ("1", "nan", "inf", "-inf", "1/0", "\\boxed{nan}"):
                 total = reward_of(name, said)
                 self.assertTrue(isinstance(total, float) and math.isfinite(total))
