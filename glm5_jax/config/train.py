@@ -14,7 +14,7 @@ class DataConfig:
     """Where tokens come from. Order is a pure function of (seed, step)."""
 
     # "python": the corpus every CPython carries; or a folder. In stage sft a folder or
-    # a file of JSONL with conversations.
+    # a file of JSONL with conversations, or "tasks:NAME" for demonstrations.
     source: str = "python"
     # "bpe" (trained on the source), "byte", or the path of a tokenizer.json; for
     # conversations "bpe_chat" or "byte_chat", which have the special tokens.

@@ -155,11 +155,12 @@ class Template:
                 "'assistant'."
             )
         writer = _Writer(self.tokenizer)
-        if last not in self.stop_ids:
+        is_stopped = last in self.stop_ids
+        if not is_stopped:
             writer.special(*["</think>"] * is_thinking, tokenizer_lib.END_OF_TEXT)
         self._write(writer, messages)
         self._write_prompt(writer, messages)
-        return writer.tokens[1:] if writer.tokens[0] == last else writer.tokens
+        return writer.tokens[is_stopped and writer.tokens[0] == last :]
 
     def parse(
         self, ids: Sequence[int], tools: messages_lib.Tools = ()

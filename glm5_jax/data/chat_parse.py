@@ -7,6 +7,8 @@ from typing import Any
 from glm5_jax.data import messages
 from glm5_jax.data import tokenizer as tokenizer_lib
 
+_MAX_DEPTH = 64  # of an argument's brackets
+
 
 def parse(
     ids: Sequence[int],
@@ -127,11 +129,31 @@ def _text(ids: list[int], tokenizer: tokenizer_lib.Tokenizer) -> str:
 
 
 def _value(text: str) -> Any:
-    """The JSON value that the text is, or the text."""
+    """The JSON value that the text is, or the text.
+
+    What could not be written again stays text too (half of a surrogate pair, 1e999,
+    brackets without end): no sampled word may stop whoever handles the message.
+    """
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return text
+    return value if _depth(value) <= _MAX_DEPTH else text
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested, without recursion."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = [x.values() if isinstance(x, dict) else x for x in level if _is_box(x)]
+        level = [x for values in inner for x in values]
+    return depth
+
+
+def _is_box(value: Any) -> bool:
+    return isinstance(value, dict | list)
 
 
 def _no_constant(name: str) -> None:

@@ -7,14 +7,17 @@ import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import tqdm
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.data import chat, messages, packing, pipeline, sources
+from glm5_jax.data import chat, messages, packing, pipeline, sources, tasks
 from glm5_jax.data import tokenizer as tokenizer_lib
 
 _ORDER_VERSION = 1  # raise it when rendering, packing or shuffling changes
+_MAX_DEMONSTRATIONS = 4096  # of a task
+_DEMONSTRATIONS_SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,7 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline.Pipeline:
     ]
     tokenizer = tokenizer_lib.for_corpus(data, [c.text for c in train])
     template = chat.make_template(data, tokenizer)
+    _warn_of_missing_thoughts(train, template)
 
     def pack(side: str, conversations: Sequence[Conversation]) -> packing.FittedRows:
         documents = _render(conversations, template, data.sequence_length)
@@ -106,11 +110,15 @@ def read_conversations(source: str) -> list[Conversation]:
 
     Args:
         source: a .jsonl file, or a folder of such, with a conversation a line:
-            {"messages": [...], "tools": [...]}, tools being optional.
+            {"messages": [...], "tools": [...]}, tools being optional; or "tasks:NAME",
+            the demonstrations of a task of data/tasks.py, of its training split alone.
 
     Raises:
-        config.InputError: there is none, or a bad line, by file and line.
+        config.InputError: there is none, no such task, or a bad line, by file and line.
     """
+    scheme, _, name = source.partition(":")
+    if scheme == "tasks":
+        return _demonstrations(name)
     root = pathlib.Path(source).expanduser()
     paths = sorted(sources.files(root)) if root.is_dir() else [root]
     paths = [path for path in paths if path.suffix == ".jsonl" and path.is_file()]
@@ -118,7 +126,8 @@ def read_conversations(source: str) -> list[Conversation]:
     if not found:
         raise config.InputError(
             f"data.source holds no conversations: {source!r}. In stage sft it is a "
-            f'.jsonl file, or a folder of such, with lines {{"messages": [...]}}.'
+            f'.jsonl file, or a folder of such, with lines {{"messages": [...]}}; or '
+            f"'tasks:NAME'."
         )
     return found
 
@@ -136,6 +145,16 @@ def pick(source: str, index: int) -> Conversation:
             f"conversations; got {index}."
         )
     return found[index]
+
+
+def _demonstrations(name: str) -> list[Conversation]:
+    """What solves the first training problems of a task, each problem once."""
+    problems = [
+        tasks.problem(name, "train", _DEMONSTRATIONS_SEED, index)
+        for index in range(_MAX_DEMONSTRATIONS)
+    ]
+    found = [Conversation(p.demonstration, p.tools) for p in problems]
+    return list({conversation.name: conversation for conversation in found}.values())
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[Conversation]:
@@ -165,7 +184,7 @@ def _conversation(line: str) -> Conversation:
 
 def _render(
     conversations: Sequence[Conversation], template: chat.Template, length: int
-) -> list[tuple[list[int], list[bool]]]:
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens and mask of each conversation that has something to train."""
     documents, num_cut, num_dropped = [], 0, 0
     for conversation in tqdm.tqdm(
@@ -178,7 +197,8 @@ def _render(
         # The last token is a target alone.
         rendered = template.truncate(whole, length + 1)
         if any(rendered.mask):
-            documents.append((rendered.tokens, rendered.mask))
+            tokens = np.array(rendered.tokens, np.int32)
+            documents.append((tokens, np.array(rendered.mask, bool)))
             num_cut += rendered is not whole
         else:
             num_dropped += 1
@@ -190,3 +210,20 @@ def _render(
         num_dropped,
     )
     return documents
+
+
+def _warn_of_missing_thoughts(
+    conversations: Sequence[Conversation], template: chat.Template
+) -> None:
+    """GLM-5 shows a turn without a thought as if none had been asked for."""
+    is_asked = template.version == "glm5" and template.enable_thinking
+    if is_asked and not any(
+        messages.thought_and_content(message)[0]
+        for conversation in conversations
+        for message in conversation.messages
+    ):
+        logging.warning(
+            "No turn has a thought (reasoning_content), so none is trained behind the "
+            "prompt <|assistant|><think>, which data.enable_thinking=True samples from:"
+            " set it to False."
+        )

@@ -149,16 +149,16 @@ def pack(
 
 
 def fit(
-    documents: Sequence[tuple[Sequence[int], Sequence[bool]]],
+    documents: Sequence[tuple[Int[np.ndarray, " _"], Bool[np.ndarray, " _"]]],
     *,
     eos_id: int,
     sequence_length: int,
 ) -> FittedRows:
     """Packs documents, each tokens and mask, whole; the order given breaks ties."""
-    sizes = [len(tokens) for tokens, _ in documents]
+    sizes = [tokens.size for tokens, _ in documents]
     return FittedRows(
-        tokens=np.concatenate([np.array(t, np.int32) for t, _ in documents]),
-        mask=np.concatenate([np.array(m, bool) for _, m in documents]),
+        tokens=np.concatenate([tokens for tokens, _ in documents]),
+        mask=np.concatenate([mask for _, mask in documents]),
         starts=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))),
         bins=best_fit([size - 1 for size in sizes], sequence_length),
         eos_id=eos_id,

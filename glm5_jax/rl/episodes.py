@@ -99,6 +99,12 @@ class Context:
     template: chat.Template
     settings: Settings
 
+    @functools.cached_property
+    def max_characters(self) -> int:
+        """The least number that the cache cannot hold, whatever the characters."""
+        longest = max(map(len, self.template.tokenizer.pieces))
+        return self.engine.capacity * longest + 1
+
 
 async def run(context: Context, job: Job) -> Episode:
     """Plays an episode to its end and closes its environment, whatever happens."""
@@ -168,7 +174,8 @@ class _Run:
                 "step", functools.partial(environment.step, message)
             )
             if not isinstance(result, protocol.StepResult):
-                raise _EndError(protocol.Label.ENV_ERROR, f"step returned {result!r}")
+                reason = f"step returned {repr(result)[:_MAX_REASON]}"
+                raise _EndError(protocol.Label.ENV_ERROR, reason)
             if result.terminated or result.reward is not None:
                 reward = self._checked(result.reward)
             is_over = result.terminated or result.truncated
@@ -206,12 +213,20 @@ class _Run:
     def _put(self, new: Any, call: str, may_be_empty: bool = False) -> None:
         """Appends copies of messages that an environment returned."""
         try:
-            new = [copy.deepcopy(dict(message)) for message in new]
+            new = [self._copied(message) for message in new]
         except Exception as error:
             raise _crash(call, error) from error
         if not new and not may_be_empty:
             raise _EndError(protocol.Label.ENV_ERROR, f"{call} returned no message")
         self._messages.extend(new)
+
+    def _copied(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy; a content that cannot fit the cache is cut to what still cannot."""
+        limit = self._context.max_characters
+        content = message.get("content")
+        is_flood = isinstance(content, str) and len(content) > limit
+        cut = {"content": content[:limit]} if is_flood else {}
+        return copy.deepcopy({**message, **cut})
 
     def _prompt(self) -> list[int]:
         try:

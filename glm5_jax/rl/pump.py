@@ -5,6 +5,7 @@ coroutines; what an environment does is awaited under a limit of time.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent import futures
@@ -17,6 +18,7 @@ from glm5_jax.inference import requests
 _NUM_YIELDS = 8  # so that who got an answer can ask for more before the next step
 _LONG_STEP = 1.0  # seconds; only a step that compiles takes as long
 _CANCEL_SECONDS = 1.0  # for a cancelled call to clean up
+_CLEAN_SECONDS = 10.0  # for all episodes to close after ctrl-C
 
 T = TypeVar("T")
 
@@ -26,7 +28,11 @@ class Engine(Protocol):
     """What is needed of inference.engine.Engine."""
 
     capacity: int  # tokens of a sequence, prompt and completion
-    num_pending: int  # requests that have not finished
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that have not finished."""
+        ...
 
     def submit(self, request: requests.Request) -> None:
         """Lets a request wait for a slot."""
@@ -140,12 +146,14 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 def _run(main: Coroutine[Any, Any, T]) -> T:
     loop = asyncio.new_event_loop()
     task = loop.create_task(main)
+    task.add_done_callback(_retrieve)
     try:
         return loop.run_until_complete(task)
     finally:
         if not task.done():  # ctrl-C: whoever cleans up gets to do so
             task.cancel()
-            loop.run_until_complete(asyncio.wait({task}, timeout=_CANCEL_SECONDS))
+            with contextlib.suppress(KeyboardInterrupt):
+                loop.run_until_complete(asyncio.wait({task}, timeout=_CLEAN_SECONDS))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 

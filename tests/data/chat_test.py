@@ -161,6 +161,33 @@ class TemplateTest(parameterized.TestCase):
             again = ours.render([HI, parsed, *results], [ADD], True)
             self.assertEqual(again, whole)
 
+    @parameterized.product(
+        version=("glm5", "glm5.1", "glm5.2"), name=("tools", "consecutive_results")
+    )
+    def test_turn_after_turn_the_ids_only_grow(self, version, name):
+        # Every turn with a thought, which stays: what was sampled is what is rendered.
+        conversation = GOLDEN["conversations"][name]
+        tools = conversation["tools"]
+        messages = [
+            m | {"reasoning_content": "so"} if m["role"] == "assistant" else m
+            for m in conversation["messages"]
+        ]
+        ours = template(version, clear=False)
+        whole = ours.render(messages, tools, end=True)
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        ids = ours.render(messages[: turns[0]], tools, True).tokens
+        for turn, after in zip(turns, [*turns[1:], None], strict=True):
+            size = len(ids)
+            while len(ids) < len(whole.tokens) and whole.mask[len(ids)]:
+                ids.append(whole.tokens[len(ids)])
+            parsed = ours.parse(ids[size:], tools)
+            for key in ("content", "reasoning_content"):
+                self.assertEqual(parsed[key], messages[turn].get(key, "").strip())
+            if after is not None:
+                ids += ours.bridge(messages[turn + 1 : after], ids[-1])
+            self.assertEqual(ids, whole.tokens[: len(ids)])
+        self.assertEqual(ids, whole.tokens)
+
     def test_bridge_ends_what_was_cut_off(self):
         ours, letter = template(), TOKENIZER.encode("a")[0]
         tail = ids_of("<|user|>Hi<|assistant|><think>")
@@ -254,6 +281,10 @@ class ParseTest(parameterized.TestCase):
         ("x", "NaN", "NaN"),
         ("x", "[" * 20000, "[" * 20000),
         ("x", "1" * 5000, "1" * 5000),
+        ("x", "[" * 100 + "]" * 100, "[" * 100 + "]" * 100),
+        ("x", "[" * 9 + "]" * 9, [[[[[[[[[]]]]]]]]]),
+        ("x", '"\\ud800"', '"\\ud800"'),
+        ("x", '{"a": [1e999]}', '{"a": [1e999]}'),
         ("s", "12", "12"),
         ("s", " a\n", " a\n"),
         ("other", '{"a": [null]}', {"a": [None]}),

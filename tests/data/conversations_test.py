@@ -4,15 +4,18 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import chat, chat_view, conversations
+from glm5_jax.data import chat, chat_view, conversations, messages, tasks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from tests import environment
 
+ROOT = pathlib.Path(__file__).parent.parent.parent
 CALL = {"function": {"name": "add", "arguments": '{"x": 1}'}}
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
@@ -139,6 +142,16 @@ class ConversationsTest(parameterized.TestCase):
         self.assertEqual(max(len(ids) for ids, _ in documents), 501)
         self.assertTrue(all(trained for _, trained in documents))
 
+    def test_warns_where_the_prompt_asks_for_thoughts_that_are_not_there(self):
+        with self.assertLogs(level="WARNING") as logs:
+            self.make(enable_thinking=True)
+        self.assertIn("data.enable_thinking=True", logs.output[0])
+        thoughtful = assistant("a", reasoning_content="b")
+        extra = [{"messages": [user(f"{i}"), thoughtful]} for i in range(9)]
+        self.write(self.records + extra)
+        with self.assertNoLogs(level="WARNING"):
+            self.make(enable_thinking=True)
+
     def test_a_bpe_with_special_tokens_is_trained(self):
         pipeline = self.make(tokenizer="bpe_chat", bpe_vocab_size=340)
         self.assertLen(
@@ -180,6 +193,8 @@ class ConversationsTest(parameterized.TestCase):
             self.make()
 
     def test_bad_sources_and_settings(self):
+        with self.assertRaisesRegex(config.InputError, "no task 'fly'"):
+            self.make(source="tasks:fly")
         for source in ("nowhere", "python", str(self.file.parent / "no.jsonl")):
             with self.assertRaisesRegex(config.InputError, "holds no conversations"):
                 self.make(source=source)
@@ -190,6 +205,18 @@ class ConversationsTest(parameterized.TestCase):
             self.make()
         with self.assertRaisesRegex(config.InputError, r"0\.\.4: .* got 5"):
             conversations.pick(str(self.file), 5)
+
+    @parameterized.parameters(*tasks.names())
+    def test_demonstrations_of_tasks_are_conversations(self, name):
+        found = conversations.read_conversations(f"tasks:{name}")
+        self.assertBetween(len(found), 10, 4096)
+        self.assertLen({c.name for c in found}, len(found))
+        asked = {c.messages[0]["content"] for c in found}
+        for index in range(50):
+            held_out = tasks.problem(name, "held_out", 0, index)
+            self.assertNotIn(held_out.messages[0]["content"], asked)
+        for conversation in found[:50]:
+            messages.check(conversation.messages, conversation.tools)
 
     def test_a_folder_is_its_files(self):
         (self.file.parent / "b.jsonl").write_text(json.dumps(make_conversation(99)))
@@ -203,8 +230,8 @@ class ViewTest(parameterized.TestCase):
     def test_trained_and_special_tokens_are_told_apart(self):
         tokenizer = tokenizer_lib.named("byte_chat")
         template = chat.Template(tokenizer)
-        messages = [user("é\n\x1b[m"), assistant("b", reasoning_content="a")]
-        rendered = template.render(messages, end=True)
+        said = [user("é\n\x1b[m"), assistant("b", reasoning_content="a")]
+        rendered = template.render(said, end=True)
         plain = chat_view.view(rendered, tokenizer, in_color=False, with_ids=False)
         self.assertEqual(
             plain,
@@ -214,6 +241,15 @@ class ViewTest(parameterized.TestCase):
         color = chat_view.view(rendered, tokenizer, in_color=True, with_ids=False)
         self.assertIn("é\n\\x1b[m\x1b[0m", color)  # data does not steer the terminal
         self.assertIn("\x1b[32ma\x1b[0m\x1b[32m\x1b[1;4m</think>\x1b[0m", color)
+        path = self.create_tempfile("a.jsonl", json.dumps({"messages": said}))
+        command = [
+            sys.executable,
+            "-m",
+            "glm5_jax.chat",
+            f"--messages={path.full_path}",
+        ]
+        printed = subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+        self.assertEqual(printed.stdout.decode(), plain + "\n")
         ids = chat_view.view(rendered, tokenizer, in_color=False, with_ids=True)
         self.assertIn("<|user|>·263 ", ids)
         self.assertIn("+ a·97 ", ids)

@@ -138,7 +138,7 @@ class BestFitTest(parameterized.TestCase):
             ([7, 3, 4, 5], [0, 1, 0, 1]),
             ([7, 6], [0, 1]),
         ]
-        documents = [(tokens, [bool(m) for m in mask]) for tokens, mask in documents]
+        documents = [(np.array(t, np.int32), np.array(m, bool)) for t, m in documents]
         rows = packing.fit(documents, eos_id=EOS, sequence_length=5)
         self.assertLen(rows, 2)
         expected = {

@@ -22,6 +22,9 @@ CORPUS = ["def function(argument):\n    return argument + 1\n"] * 20 + list(TEXT
 def make_tokenizers():
     yield "byte", tokenizer_lib.byte_tokenizer()
     yield "bpe", tokenizer_lib.train_bpe(CORPUS, 320)
+    yield "byte_chat", tokenizer_lib.named("byte_chat")
+    names = tokenizer_lib.SPECIAL_TOKENS
+    yield "bpe_chat", tokenizer_lib.train_bpe(CORPUS, 350, names)
 
 
 class TokenizerTest(parameterized.TestCase):
@@ -51,6 +54,34 @@ class TokenizerTest(parameterized.TestCase):
         tokenizer = tokenizer_lib.byte_tokenizer()
         self.assertEqual(tokenizer.encode("é\n"), list("é\n".encode()))
         self.assertEqual((tokenizer.eos_id, tokenizer.vocab_size), (256, 257))
+
+    def test_special_tokens_are_glm5_s_in_their_order(self):
+        names = tokenizer_lib.SPECIAL_TOKENS
+        self.assertLen(set(names), 36)
+        # Of the released tokenizer (spec/glm5.md 5.2).
+        for name, released in (
+            ("<|endoftext|>", 154820),
+            ("<|assistant|>", 154828),
+            ("<think>", 154841),
+            ("</arg_value>", 154850),
+            ("<|video|>", 154855),
+        ):
+            self.assertEqual(names.index(name) + 154820, released)
+        ids = tokenizer_lib.named("byte_chat").special_ids
+        self.assertEqual(ids, {name: 256 + i for i, name in enumerate(names)})
+        bpe = tokenizer_lib.train_bpe(CORPUS, 350, names)
+        self.assertEqual(bpe.special_ids, {name: i for i, name in enumerate(names)})
+        self.assertEqual(
+            bpe.spell([7, *bpe.encode("é"), 8, 8]), "<|user|>é" + names[8] * 2
+        )
+        self.assertEqual(bpe.decode([7, *bpe.encode("é"), 8, 8]), "é")
+
+    def test_plain_tokenizers_have_one_special_token(self):
+        for tokenizer, eos_id in (
+            (tokenizer_lib.byte_tokenizer(), 256),
+            (tokenizer_lib.train_bpe(CORPUS, 320), 0),
+        ):
+            self.assertEqual(tokenizer.special_ids, {"<|endoftext|>": eos_id})
 
     def test_bpe_merges_within_words_only(self):
         tokenizer = tokenizer_lib.train_bpe(CORPUS, 320)

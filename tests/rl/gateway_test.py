@@ -312,7 +312,7 @@ class MisalignedTest(parameterized.TestCase):
 class BadInputTest(parameterized.TestCase):
     def test_messages_without_roles(self):
         session = gateway.Session(chat_test.template())
-        with self.assertRaisesRegex(config.InputError, "must have a role"):
+        with self.assertRaisesRegex(config.InputError, "role must be one of"):
             session.prompt([{"content": "Hi"}])
 
     def test_a_tokenizer_without_roles(self):

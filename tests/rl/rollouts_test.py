@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import random
 import sys
 import threading
@@ -155,7 +156,7 @@ class FaultTest(parameterized.TestCase):
         ),
         ("no_step_result", (), Label.ENV_ERROR, "step returned ()"),
         ("no_message", goes_on(), Label.ENV_ERROR, "no message"),
-        ("no_role", goes_on("a", role=None), Label.ENV_ERROR, "must have a role"),
+        ("no_role", goes_on("a", role=None), Label.ENV_ERROR, "role must be one of"),
         ("no_text", goes_on(5), Label.ENV_ERROR, "must be a string"),
         ("a_text", ends(terminated=False, messages="Hi"), Label.ENV_ERROR, "step"),
         ("cut_off", ends(terminated=False, truncated=True), Label.TRUNCATED, "trunc"),
@@ -388,12 +389,18 @@ class ManyTest(parameterized.TestCase):
         before = resident_bytes()
         run(250)
         self.assertLess(resident_bytes(), 1.05 * before)
+        gc.collect()
+        left = [x for x in gc.get_objects() if isinstance(x, _LEFT_BEHIND)]
+        self.assertEmpty(left)
         names = [thread.name for thread in threading.enumerate()]
         deadline = time.monotonic() + 5
         while any(n.startswith("asyncio_") for n in names):
             self.assertLess(time.monotonic(), deadline, names)
             time.sleep(0.01)
             names = [thread.name for thread in threading.enumerate()]
+
+
+_LEFT_BEHIND = (asyncio.Task, pump.Pump, episodes_lib.Episode, _Environment)
 
 
 def resident_bytes():
@@ -405,6 +412,7 @@ class LoudTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("engine_raises", "step", lambda: _raise(OSError("device lost")), OSError),
         ("requests_are_lost", "step", lambda: [], RuntimeError),
+        ("interrupted", "step", lambda: _raise(KeyboardInterrupt), KeyboardInterrupt),
         ("submit_refuses", "submit", lambda r: _raise(config.InputError("no")), None),
     )
     def test_what_the_engine_does_wrong_stops_everything(self, name, act, error):

@@ -1,0 +1,89 @@
+"""Whoever says what a demonstration says earns its reward, on ids that SFT also has."""
+
+import dataclasses
+import itertools
+
+from absl.testing import parameterized
+
+from glm5_jax.data import chat
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.rl import environments, rollouts
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl.environments import protocol
+from tests import environment
+from tests.rl import scripted
+
+TOKENIZER = tokenizer_lib.named("byte_chat")
+SETTINGS = episodes_lib.Settings(max_new_tokens=200, max_turns=4, num_concurrent=3)
+NUM_TASKS = 6
+
+
+def turns(rendered):
+    """The trained ids of each turn."""
+    runs = itertools.groupby(zip(rendered.tokens, rendered.mask, strict=True), _mask)
+    return [[token for token, _ in run] for is_turn, run in runs if is_turn]
+
+
+def _mask(pair):
+    return pair[1]
+
+
+class DemonstrationsTest(parameterized.TestCase):
+    @parameterized.product(
+        name=environments.names(),
+        version=("glm5", "glm5.1", "glm5.2"),
+        thinking=(True, False),
+    )
+    def test_a_demonstration_is_an_episode(self, name, version, thinking):
+        taskset = environments.make(name)
+        template = chat.Template(TOKENIZER, version, thinking)
+        tasks = [taskset.task("train", 0, i) for i in range(NUM_TASKS)]
+        rendered = [
+            template.render(self.thought(taskset, task, thinking), task.tools, end=True)
+            for task in tasks
+        ]
+
+        def answer(request):
+            i, turn = divmod(request.id, SETTINGS.max_turns)
+            return turns(rendered[i])[turn]
+
+        jobs = [
+            episodes_lib.Job(task, i, i * SETTINGS.max_turns)
+            for i, task in enumerate(tasks)
+        ]
+        engine = scripted.ScriptedEngine(answer, capacity=4096)
+        found = rollouts.collect(engine, taskset, template, jobs, SETTINGS)
+        for episode, expected in zip(found, rendered, strict=True):
+            has_tool = name in ("calculator", "calculator_untold")
+            self.assertEqual(episode.num_turns, 1 + has_tool)
+            self.assertIs(episode.label, protocol.Label.OK, episode.reason)
+            self.assertEqual(episode.reward.total, 1.0)
+            self.assertEqual(episode.num_forks, 0)
+            self.assertEqual(episode.num_drift_tokens, 0)
+            (sample,) = episode.samples
+            self.assertEqual(sample.tokens, expected.tokens)
+            self.assertEqual(sample.mask, expected.mask)
+
+    def thought(self, taskset, task, thinking):
+        """The demonstration, with a thought where one is asked for."""
+        extra = {"reasoning_content": "so"} if thinking else {}
+        return [
+            {**message, **extra} if message["role"] == "assistant" else message
+            for message in taskset.demonstration(task)
+        ]
+
+    def test_saying_something_else_earns_nothing(self):
+        template = chat.Template(TOKENIZER, enable_thinking=False)
+        said = [*TOKENIZER.encode("who knows"), TOKENIZER.eos_id]
+        for name in environments.names():
+            taskset = environments.make(name)
+            job = episodes_lib.Job(taskset.task("train", 0, 0), 0, 0)
+            engine = scripted.ScriptedEngine(lambda request: said, capacity=4096)
+            settings = dataclasses.replace(SETTINGS, max_turns=1)
+            (episode,) = rollouts.collect(engine, taskset, template, [job], settings)
+            self.assertIs(episode.label, protocol.Label.OK)
+            self.assertLess(episode.reward.total, 0.5, name)
+
+
+if __name__ == "__main__":
+    environment.main()
