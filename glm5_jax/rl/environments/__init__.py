@@ -1,5 +1,6 @@
 """Environments: what a model is asked to do, and what it earns."""
 
+from glm5_jax.data import tasks
 from glm5_jax.rl.environments import ladder, protocol, reasoning_gym
 
 
@@ -7,7 +8,7 @@ def make(name: str) -> protocol.Taskset:
     """The taskset of a name.
 
     Args:
-        name: of data.tasks, with its size or without ("reverse", "reverse:3-6",
+        name: of `names()`, with its size or without ("reverse", "reverse:3-6",
             "calculator_untold:2"), or "reasoning_gym:NAME".
 
     Raises:
@@ -16,3 +17,8 @@ def make(name: str) -> protocol.Taskset:
     if name.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.ReasoningGym(name)
     return ladder.Ladder(name)
+
+
+def names() -> tuple[str, ...]:
+    """Every kind of taskset that needs no extra."""
+    return tasks.names()
