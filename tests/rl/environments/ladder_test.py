@@ -1,6 +1,8 @@
 """Every taskset: names, splits, demonstrations that earn 1, answers that do not."""
 
 import math
+import pathlib
+import re
 
 from absl.testing import parameterized
 
@@ -138,6 +140,24 @@ class ScoreTest(parameterized.TestCase):
             for said in ("1", "nan", "inf", "-inf", "1/0", "\\boxed{nan}"):
                 total = reward_of(name, said)
                 self.assertTrue(isinstance(total, float) and math.isfinite(total))
+
+
+class DocsTest(parameterized.TestCase):
+    def test_the_environment_of_docs_rl_runs(self):
+        docs = pathlib.Path(__file__).parents[3] / "docs" / "rl.md"
+        (code,) = re.findall(r"```python\n(.*?)```", docs.read_text(), re.DOTALL)
+        scope = {}
+        exec(code, scope)  # our own page
+        taskset = scope["Bits"]()
+        self.assertIsInstance(taskset, protocol.Taskset)
+        splits = [
+            {taskset.task(split, 0, i).messages[0]["content"] for i in range(100)}
+            for split in tasks.SPLITS
+        ]
+        self.assertEmpty(splits[0] & splits[1])
+        task = taskset.task("train", 1, 2)
+        turns = episodes.demonstrated(taskset, task)
+        self.assertEqual(episodes.play(taskset, task, *turns)[0].reward.total, 1.0)
 
 
 if __name__ == "__main__":
