@@ -3,7 +3,9 @@
 A name is a kind and, if one likes, its size: "reverse", "reverse:3-6", "countdown:3".
 A problem is a pure function of (name, split, seed, index). Which split it may be in is
 decided by a hash of what it asks, whatever the seed, the size and the order of what
-commutes: no training problem of a kind is held out, under any size.
+commutes: no training problem of a kind is held out, under any size. Some kinds are the
+problems of another: "reverse_dense" pays differently (glm5_jax/rl/environments), and
+the calculators differ in their tool.
 """
 
 import dataclasses
@@ -13,9 +15,13 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from glm5_jax import config
+
+# "told": the prompt describes the tool. "untold": it is there, but the prompt is spared
+# the bytes of its description; demonstrations teach the call. "none": there is no tool.
+Tool = Literal["told", "untold", "none"]
 
 SPLITS = ("train", "held_out")
 CALC_TOOL: Mapping[str, Any] = {
@@ -59,12 +65,14 @@ class _Draft:
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
+    problems: str  # the name that they are drawn under
     make: Callable[[random.Random, int], _Draft]  # of a size
     low: int  # sizes drawn from unless the name says which
     high: int
     smallest: int
     largest: int
     unit: str
+    tool: Tool = "none"
 
 
 def problem(name: str, split: str, seed: int, index: int) -> Problem:
@@ -82,23 +90,34 @@ def problem(name: str, split: str, seed: int, index: int) -> Problem:
     kind_name, low, high = parse(name)
     if split not in SPLITS:
         raise config.InputError(f"split must be one of {SPLITS}, got {split!r}.")
-    draft = _draw(kind_name, (low, high), split, f"{name}/{split}/{seed}/{index}")
+    kind = _KINDS[kind_name]
+    place = f"{split}/{seed}/{index}"
+    stream = f"{kind.problems}{name.removeprefix(kind_name)}/{place}"
+    draft = _draw(kind, (low, high), split, stream)
     messages = ({"role": "user", "content": draft.prompt},)
     answer = ({"role": "assistant", "content": draft.answer},)
-    is_calculator = kind_name == "calculator"
-    calls = _calls(draft) if is_calculator else ()
+    calls = _calls(draft) if kind.tool != "none" else ()
     return Problem(
-        id=f"{name}/{split}/{seed}/{index}",
+        id=f"{name}/{place}",
         messages=messages,
         answer=draft.answer,
         demonstration=messages + calls + answer,
-        tools=(CALC_TOOL,) if is_calculator else (),
+        tools=(CALC_TOOL,) if kind.tool == "told" else (),
     )
 
 
 def names() -> tuple[str, ...]:
     """Every kind of task."""
     return tuple(_KINDS)
+
+
+def tool(name: str) -> Tool:
+    """What a task has for a tool.
+
+    Raises:
+        config.InputError: there is no such task.
+    """
+    return _KINDS[parse(name)[0]].tool
 
 
 def parse(name: str) -> tuple[str, int, int]:
@@ -135,15 +154,15 @@ def split_of(key: str) -> str:
     return SPLITS[digest % 100 < _HELD_OUT_PERCENT]
 
 
-def _draw(kind_name: str, sizes: tuple[int, int], split: str, seed: str) -> _Draft:
+def _draw(kind: _Kind, sizes: tuple[int, int], split: str, seed: str) -> _Draft:
     """The first problem of the split among those drawn from `seed`."""
     rng = random.Random(seed)  # seeded by SHA-512 of the text
     for _ in range(_MAX_DRAWS):
-        draft = _KINDS[kind_name].make(rng, rng.randint(*sizes))
-        if split_of(f"{kind_name} {draft.key}") == split:
+        draft = kind.make(rng, rng.randint(*sizes))
+        if split_of(f"{kind.problems} {draft.key}") == split:
             return draft
     raise config.InputError(
-        f"Task {kind_name!r} of size {sizes[0]}-{sizes[1]} has no {split} problem; "
+        f"Task {kind.problems!r} of size {sizes[0]}-{sizes[1]} has no {split} problem; "
         f"take a larger size."
     )
 
@@ -227,12 +246,17 @@ def _number(rng: random.Random, num_digits: int) -> int:
     return rng.randint(smallest, 10**num_digits - 1)
 
 
+_REVERSE = _Kind("reverse", _reverse, 3, 6, 1, 256, "letters")
+_CALCULATOR = _Kind("calculator", _calculator, 2, 3, 2, 9, "digits", "told")
 _KINDS: Mapping[str, _Kind] = {
-    "reverse": _Kind(_reverse, 3, 6, 1, 256, "letters"),
-    "sort": _Kind(_sort, 3, 6, 1, 256, "letters"),
-    "arithmetic": _Kind(_arithmetic, 1, 2, 1, 9, "digits"),
-    "chain_sum": _Kind(_chain_sum, 2, 4, 2, 32, "terms"),
-    "gcd": _Kind(_gcd, 2, 2, 1, 9, "digits"),
-    "countdown": _Kind(_countdown, 3, 3, 2, 6, "numbers"),
-    "calculator": _Kind(_calculator, 2, 3, 2, 9, "digits"),
+    "reverse": _REVERSE,
+    "reverse_dense": _REVERSE,
+    "sort": _Kind("sort", _sort, 3, 6, 1, 256, "letters"),
+    "arithmetic": _Kind("arithmetic", _arithmetic, 1, 2, 1, 9, "digits"),
+    "chain_sum": _Kind("chain_sum", _chain_sum, 2, 4, 2, 32, "terms"),
+    "gcd": _Kind("gcd", _gcd, 2, 2, 1, 9, "digits"),
+    "countdown": _Kind("countdown", _countdown, 3, 3, 2, 6, "numbers"),
+    "calculator": _CALCULATOR,
+    "calculator_untold": dataclasses.replace(_CALCULATOR, tool="untold"),
+    "calculator_without_tool": dataclasses.replace(_CALCULATOR, tool="none"),
 }

@@ -16,8 +16,11 @@ GOLDEN = {
     "arithmetic": ["9+25 -> 34", "80+22 -> 102"],
     "chain_sum": ["3-97 -> -94", "80+8+8 -> 96"],
     "gcd": ["gcd 58 87 -> 29", "gcd 48 64 -> 16"],
+    "reverse_dense": ["reverse kvhlpy -> yplhvk", "reverse dqx -> xqd"],
     "countdown": ["make 81 of 1 9 8 -> (1+8)*9", "make 91 of 7 6 7 -> (6+7)*7"],
     "calculator": ["71*54 -> 3834", "539*990 -> 533610"],
+    "calculator_untold": ["71*54 -> 3834", "539*990 -> 533610"],
+    "calculator_without_tool": ["71*54 -> 3834", "539*990 -> 533610"],
 }
 EACH = tuple((name, name) for name in tasks.names())
 
@@ -41,7 +44,7 @@ class TasksTest(parameterized.TestCase):
         for problem in problems(name, "train", 300):
             text, answer = prompt(problem), problem.answer
             kind, _, rest = text.partition(" ")
-            if name == "reverse":
+            if name in ("reverse", "reverse_dense"):
                 self.assertEqual(rest, "".join(reversed(answer)))
             elif name == "sort":
                 self.assertEqual((kind, "".join(sorted(rest))), ("sort", answer))
@@ -63,11 +66,13 @@ class TasksTest(parameterized.TestCase):
             self.assertEqual(turns[:1], problem.messages)
             self.assertEqual(turns[-1]["role"], "assistant")
             self.assertEqual(turns[-1]["content"], problem.answer)
-            if name != "calculator":
-                self.assertEqual((len(turns), problem.tools), (2, ()))
+            tools = (tasks.CALC_TOOL,) if name == "calculator" else ()
+            self.assertEqual(problem.tools, tools)
+            if name not in ("calculator", "calculator_untold"):
+                self.assertLen(turns, 2)
                 continue
             call = turns[1]["tool_calls"][0]["function"]
-            self.assertEqual(call["name"], problem.tools[0]["function"]["name"])
+            self.assertEqual(call["name"], tasks.CALC_TOOL["function"]["name"])
             expression = call["arguments"]["expression"]
             self.assertEqual(turns[2]["content"], str(expressions.evaluate(expression)))
 
@@ -125,7 +130,7 @@ class TasksTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ("revers", "Did you mean 'reverse'"),
-        ("knitting", "Choose one of reverse, sort"),
+        ("knitting", "Choose one of reverse, reverse_dense, sort"),
         ("reverse:6-3", "within 1-256, got '6-3'; e.g. 'reverse:3-6'"),
         ("reverse:0-3", "got '0-3'"),
         ("countdown:3-99", "within 2-6"),

@@ -1,8 +1,9 @@
-"""The paper's Eq. 1 as a whole, from rewards and log-probs to one number, in a loop."""
+"""The paper's Eq. 1 as a whole, and what importance weights are there for."""
 
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
@@ -102,6 +103,51 @@ class EquationTest(absltest.TestCase):
             np.testing.assert_allclose(loss, equation_1(groups), atol=FLOAT32)
             self.assertGreater(found.metrics.num_masked, 0)
             self.assertGreater(found.metrics.num_clipped, 0)
+
+
+class EstimatorTest(absltest.TestCase):
+    """The expected gradient over all answers of one token, of an engine that is off."""
+
+    def setUp(self):
+        super().setUp()
+        rng = np.random.default_rng(0)
+        self.logits = jnp.asarray(rng.standard_normal(8), jnp.float32)
+        noise = jnp.asarray(0.4 * rng.standard_normal(8), jnp.float32)
+        self.rollout = jax.nn.log_softmax(self.logits + noise)
+        self.rewards = jnp.asarray(rng.standard_normal(8), jnp.float32)
+        self.exact = jax.grad(lambda x: -jnp.vdot(jax.nn.softmax(x), self.rewards))(
+            self.logits
+        )
+
+    def expected_gradient(self, name, **settings):
+        """sum_y pi_infer(y) d/dlogits loss(y): the probabilities are the weights."""
+        narrow = {"clip_low": 0.2, "clip_high": 0.28, "dis_low": 1.0, "dis_high": 1e3}
+        wide = narrow | {"beta": 1e3, "tis_cap": 1e3}
+        objective = objectives.named(name, **(wide | settings))
+
+        def loss(logits):
+            logprobs = jax.nn.log_softmax(logits)
+            mask = jnp.ones(8, bool)
+            found = objective(logprobs, None, self.rollout, self.rewards, mask)
+            return jnp.vdot(jnp.exp(self.rollout), found.loss)
+
+        return jax.grad(loss)(self.logits)
+
+    def test_weights_undo_the_mismatch(self):
+        for name in ("icepop", "tis", "dis"):
+            np.testing.assert_allclose(
+                self.expected_gradient(name), self.exact, atol=FLOAT32
+            )
+
+    def test_without_weights_or_in_a_band_it_is_biased(self):
+        def error(name, **settings):
+            found = self.expected_gradient(name, **settings)
+            return float(jnp.linalg.norm(found - self.exact))
+
+        size = float(jnp.linalg.norm(self.exact))
+        self.assertGreater(error("grpo"), 0.1 * size)
+        self.assertGreater(error("icepop", beta=1.2), 0.1 * size)
+        self.assertLess(error("icepop", beta=4.0), 1e-5 * size)  # all are inside
 
 
 KEYS = ("trained", "old", "rollout")

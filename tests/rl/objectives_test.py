@@ -261,6 +261,17 @@ class IdentityTest(parameterized.TestCase):
         self.assertEqual(value, 0)
         np.testing.assert_array_equal(slope, 0)
 
+    def test_distillation_advantages_are_constants(self):
+        tokens = to_jax(make_tokens())
+
+        def total_advantage(*logprobs):
+            mask = tokens["mask"]
+            return jnp.sum(objectives.distillation_advantages(*logprobs, mask))
+
+        given = (tokens["rollout_logprobs"], tokens["logprobs"])
+        for found in jax.grad(total_advantage, argnums=(0, 1))(*given):
+            np.testing.assert_array_equal(found, 0)
+
     def test_distillation_moves_towards_the_teacher(self):
         teacher = jnp.array([-1.0, -3.0, jnp.nan])
         student = jnp.array([-2.0, -2.0, 0.0])

@@ -1,43 +1,40 @@
-"""Tasks of one turn with one right answer: the rungs of glm5_jax/data/tasks.py."""
+"""The tasks of glm5_jax/data/tasks.py, each with what pays for its answers."""
 
 from collections.abc import Callable, Sequence
 
 from glm5_jax.data import tasks
-from glm5_jax.rl.environments import expressions, maths, protocol
+from glm5_jax.rl.environments import calculator, expressions, maths, protocol
 
 Score = Callable[[str, str], float]  # of (what is right, what was said), 0 to 1
 
-DENSE = "reverse_dense"
-
 
 class Ladder:
-    """A taskset over data.tasks, or "reverse_dense", which pays by the letter."""
+    """The taskset of a name of data.tasks."""
 
     def __init__(self, name: str) -> None:
-        """Takes a name of data.tasks, with its size or without.
+        """Takes a name with its size or without.
 
         Raises:
             config.InputError: there is no such task.
         """
-        kind, _, size = name.partition(":")
         self.name = name
-        self._problems = f"reverse:{size}".rstrip(":") if kind == DENSE else name
-        tasks.parse(self._problems)
-        self._score = _SCORES.get(kind, exact)
+        self._kind, _, _ = tasks.parse(name)
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
         """Problem `index` of the list that `seed` makes of the split."""
-        problem = tasks.problem(self._problems, split, seed, index)
-        id = f"{self.name}/{split}/{seed}/{index}"
-        return protocol.Task(id, problem.messages, problem.answer)
+        p = tasks.problem(self.name, split, seed, index)
+        return protocol.Task(p.id, p.messages, p.answer, p.tools)
 
     def environment(self) -> protocol.Environment:
-        """Takes one turn and scores it."""
-        return SingleTurn(self._score)
+        """A calculator if the task has one, else one turn that is scored."""
+        if tasks.tool(self.name) != "none":
+            return calculator.Calculator()
+        return SingleTurn(_SCORES.get(self._kind, exact))
 
     def demonstration(self, task: protocol.Task) -> Sequence[protocol.Message]:
-        """The question and the answer."""
-        return (*task.messages, {"role": "assistant", "content": task.answer})
+        """The question, the tool's call and result if it has one, the answer."""
+        split, seed, index = task.id.split("/")[-3:]
+        return tasks.problem(self.name, split, int(seed), int(index)).demonstration
 
 
 class SingleTurn:
@@ -93,10 +90,10 @@ def same_countdown(right: str, said: str) -> float:
 
 
 _SCORES: dict[str, Score] = {
-    DENSE: by_position,
+    "reverse_dense": by_position,
     "arithmetic": same_number,
     "chain_sum": same_number,
     "gcd": same_number,
-    "calculator": same_number,
+    "calculator_without_tool": same_number,
     "countdown": same_countdown,
 }

@@ -1,6 +1,8 @@
 """Every taskset: names, splits, demonstrations that earn 1, answers that do not."""
 
 import math
+import pathlib
+import re
 
 from absl.testing import parameterized
 
@@ -11,7 +13,7 @@ from glm5_jax.rl.environments import ladder, protocol
 from tests import environment
 from tests.rl.environments import episodes
 
-EACH = tuple((name, name) for name in environments.names())
+EACH = tuple((name, name) for name in tasks.names())
 
 
 def reward_of(name, said, index=0):
@@ -89,7 +91,7 @@ class TasksetTest(parameterized.TestCase):
     @parameterized.parameters(
         ("revers", "Did you mean 'reverse'"),
         ("calculator_without", "Did you mean 'calculator_without_tool'"),
-        ("knitting", "Choose one of arithmetic, calculator"),
+        ("knitting", "Choose one of reverse, reverse_dense"),
         ("reverse:0", "within 1-256"),
         ("reverse_dense:0", "within 1-256"),
         ("calculator_untold:1", "within 2-9"),
@@ -134,10 +136,28 @@ class ScoreTest(parameterized.TestCase):
             self.assertEqual(score_countdown(said), 0)
 
     def test_rewards_are_finite_floats(self):
-        for name in environments.names():
+        for name in tasks.names():
             for said in ("1", "nan", "inf", "-inf", "1/0", "\\boxed{nan}"):
                 total = reward_of(name, said)
                 self.assertTrue(isinstance(total, float) and math.isfinite(total))
+
+
+class DocsTest(parameterized.TestCase):
+    def test_the_environment_of_docs_rl_runs(self):
+        docs = pathlib.Path(__file__).parents[3] / "docs" / "rl.md"
+        (code,) = re.findall(r"```python\n(.*?)```", docs.read_text(), re.DOTALL)
+        scope = {}
+        exec(code, scope)  # our own page
+        taskset = scope["Bits"]()
+        self.assertIsInstance(taskset, protocol.Taskset)
+        splits = [
+            {taskset.task(split, 0, i).messages[0]["content"] for i in range(100)}
+            for split in tasks.SPLITS
+        ]
+        self.assertEmpty(splits[0] & splits[1])
+        task = taskset.task("train", 1, 2)
+        turns = episodes.demonstrated(taskset, task)
+        self.assertEqual(episodes.play(taskset, task, *turns)[0].reward.total, 1.0)
 
 
 if __name__ == "__main__":
