@@ -55,6 +55,31 @@ def token_nll(
     return nll.reshape(-1)[: mask.size].reshape(mask.shape)
 
 
+def token_logprobs(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "B T"],
+    *,
+    temperature: float,
+    chunk_tokens: int,
+) -> Float[Array, "B T"]:
+    """Log softmax(hidden head / temperature)[target] of every token, differentiable.
+
+    The backward pass computes each chunk's logits anew.
+    """
+    mask = jnp.ones(targets.shape, jnp.float32)
+    hidden, targets, _ = _chunked(hidden, targets, mask, chunk_tokens)
+
+    @jax.checkpoint
+    def chunk(xs: tuple[Array, Array]) -> Array:
+        logits, _ = _logits(xs[0], head)
+        logits = logits / temperature
+        return _at(logits, xs[1]) - jax.nn.logsumexp(logits, axis=-1)
+
+    logprobs = lax.map(chunk, (hidden, targets))
+    return logprobs.reshape(-1)[: mask.size].reshape(mask.shape)
+
+
 def mtp_loss(
     states: Float[Array, "k B T D"],
     head: Float[Array, "D V"],

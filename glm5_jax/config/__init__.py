@@ -6,6 +6,7 @@ are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
 
 from glm5_jax.config.checks import InputError
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
+from glm5_jax.config.rl import RLConfig
 from glm5_jax.config.train import (
     DataConfig,
     LossConfig,
@@ -24,6 +25,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "RLConfig",
     "RematPolicy",
     "Stage",
     "TrainConfig",

@@ -5,8 +5,9 @@ from typing import Literal
 
 from glm5_jax.config import checks
 from glm5_jax.config.model import Dtype, ModelConfig
+from glm5_jax.config.rl import RLConfig
 
-Stage = Literal["pretrain", "dsa_warmup", "dsa_sparse", "sft"]
+Stage = Literal["pretrain", "dsa_warmup", "dsa_sparse", "sft", "rl"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,11 +172,13 @@ class TrainConfig:
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     mesh: MeshConfig = MeshConfig()
+    rl: RLConfig = RLConfig()
 
     def __post_init__(self) -> None:
         """Checks what involves several sections."""
         length, topk = self.data.sequence_length, self.model.index_topk
         has_kl = self.model.attention != "dense" and self.loss.indexer_weight > 0
+        has_kl &= self.stage != "rl"  # there the indexer is frozen
         is_dsa = self.stage in ("dsa_warmup", "dsa_sparse")
         mode = {"dsa_warmup": "dense_with_indexer_loss", "dsa_sparse": "sparse"}
         checks.require(
@@ -210,13 +213,29 @@ class TrainConfig:
                 for k in ("eval_every", "sample_every", "sample_tokens")
             ),
             (self.checkpoint_every >= 0, "checkpoint_every must not be negative."),
+            *self._rl_rules(),
             *self._mesh_rules(),
         )
+
+    def _rl_rules(self) -> list[tuple[bool, str]]:
+        """Rules: an episode must fit a row."""
+        length, new = self.data.sequence_length, self.rl.max_new_tokens
+        return [
+            (
+                self.stage != "rl" or new < length,
+                f"rl.max_new_tokens must be smaller than data.sequence_length, which "
+                f"has to hold prompt and answers, got {new} >= {length}.",
+            )
+        ]
 
     def _mesh_rules(self) -> list[tuple[bool, str]]:
         """Rules: what a mesh axis shards, it must divide."""
         mesh, model, data = self.mesh, self.model, self.data
-        rows = mesh.fsdp * mesh.expert * max(mesh.data, 1)
+        parts = mesh.fsdp * mesh.expert * max(mesh.data, 1)
+        rows = (data, "batch_size", "data * fsdp * expert", parts)
+        if self.stage == "rl":
+            rows = (self.rl, "num_rows", "data * fsdp * expert", parts)
+        names = {id(model): "model", id(data): "data", id(self.rl): "rl"}
         divided = [
             (model, "hidden_size", "fsdp", mesh.fsdp),
             (model, "n_routed_experts", "expert", mesh.expert),
@@ -225,12 +244,12 @@ class TrainConfig:
             (model, "intermediate_size", "tensor", mesh.tensor),
             (model, "moe_intermediate_size", "tensor", mesh.tensor),
             (data, "sequence_length", "context", mesh.context),
-            (data, "batch_size", "data * fsdp * expert", rows),
+            rows,
         ]
         return [
             (
                 getattr(section, name) % parts == 0,
-                f"{'model' if section is model else 'data'}.{name} must be divisible "
+                f"{names[id(section)]}.{name} must be divisible "
                 f"by the {axis} axis, got {getattr(section, name)} on {parts} devices; "
                 f"set mesh.{axis} to a divisor.",
             )

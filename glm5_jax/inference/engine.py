@@ -96,10 +96,14 @@ class Engine:
         return 2 * len(self._rows) * len(self._sizes) + 1
 
     def publish(self, params: dict, version: int) -> None:
-        """Goes on with other parameters; what is in the cache stays as it is.
+        """Goes on with other parameters; what running requests have read stays.
 
-        They must not be donated to anyone while they are in use here.
+        They must not be donated to anyone while they are in use here. Between requests
+        all slots are emptied, so that what follows does not depend on what came before.
         """
+        if not self.running:
+            slots, chunk = len(self._scheduler.slots), self._scheduler.chunk
+            self._scheduler = scheduler_lib.Scheduler(slots, chunk)
         self._params = cast_params(params, self.config)
         self._decode_params = _decode_params(self._params, self.config)
         self.version = self._scheduler.version = version

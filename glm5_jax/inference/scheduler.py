@@ -56,14 +56,15 @@ class Scheduler:
         slots: all of them.
         waiting: requests that have none yet.
         version: of the weights that are used now.
+        chunk: tokens of one prompt that are read at once.
     """
 
     def __init__(self, num_slots: int, chunk: int) -> None:
-        """`chunk`: tokens of one prompt that are read at once."""
+        """All slots are free."""
         self.slots = [Slot(i) for i in range(num_slots)]
         self.waiting: collections.deque[Request] = collections.deque()
         self.version = 0
-        self._chunk = chunk
+        self.chunk = chunk
         self._clock = 0
         self._has_left_some = False  # the last dispatch read, and not all of it
 
@@ -132,7 +133,7 @@ class Scheduler:
     def _part(self, slot: Slot) -> Part:
         assert slot.request is not None
         start, prompt = len(slot.tokens), slot.request.prompt
-        end = min(start + self._chunk, len(prompt))
+        end = min(start + self.chunk, len(prompt))
         return Part(slot, start, prompt[start:end], end == len(prompt))
 
 

@@ -127,9 +127,15 @@ def label_parameters(
 
 
 def update_if_finite(
-    optimizer: Optimizer, grads: optax.Updates, state: State, params: optax.Params
+    optimizer: Optimizer,
+    grads: optax.Updates,
+    state: State,
+    params: optax.Params,
+    is_allowed: Array | bool = True,
 ) -> tuple[optax.Params, State, dict[str, Array]]:
     """One step; leaves parameters and the inner state as they are on a NaN or infinity.
+
+    So it does where the caller does not allow the update (`is_allowed`).
 
     The caller ends the run when optim/skipped_in_a_row passes max_skipped_in_a_row.
     Arithmetic is float32 whatever the types of parameters and gradients.
@@ -150,7 +156,7 @@ def update_if_finite(
         lambda g, label: None if label == "frozen" else g, grads, optimizer.labels
     )
     norm = jnp.asarray(optax.tree.norm(trained))
-    is_finite = jnp.isfinite(norm)
+    is_finite = jnp.isfinite(norm) & is_allowed
     # Outside of the cond, or every parameter's kernel computes the schedule anew.
     rate = jnp.asarray(optimizer.learning_rate(state.num_updates))
 

@@ -5,7 +5,6 @@ waits for the host; then come evaluation, sample and checkpoint, each where it i
 """
 
 import contextlib
-import math
 import pathlib
 import signal
 import sys
@@ -19,7 +18,6 @@ import numpy as np
 from absl import logging
 
 from glm5_jax import config as config_lib
-from glm5_jax.inference import engine
 from glm5_jax.training import accounting, host_memory, plot, run_folder
 from glm5_jax.training import metrics as metrics_lib
 from glm5_jax.training import run as run_lib
@@ -71,19 +69,18 @@ def _steps(
     is_terminated: threading.Event,
 ) -> dict[str, Any]:
     """All steps that are left; returns the last evaluation and the median speed."""
-    config, clock = run.config, _Clock(run.config)
+    config, clock = run.config, _Clock(run)
     pending: dict[str, Any] = {}
-    batches = run.pipeline.train_iterator(run.step)
     last = {}
     while run.step < config.num_steps:
-        batch = run.place(next(batches))
+        batch, seen = run.feed.next(run.params, run.step)
         run.params, run.opt_state, metrics = run.train_step(
-            run.params, run.opt_state, batch
+            run.params, run.opt_state, run.place(batch)
         )
         if pending:
             _log(writer, run.step, clock.read(pending), config)
         run.step += 1
-        pending = dict(metrics)
+        pending = {**metrics, **seen}
         due = _due(run.step, config)
         if due:
             with clock.paused(pending):
@@ -107,33 +104,13 @@ def _steps(
 
 
 def evaluate(run: run_lib.Run) -> dict[str, float]:
-    """Held-out bits per byte: -log2 of the text's probability over its UTF-8 bytes."""
-    totals = np.zeros(2)
-    for batch in run.pipeline.eval_batches(run.config.eval_batches):
-        totals += jax.device_get(run.eval_step(run.params, run.place(batch)))
-    nats, num_bytes = totals
-    return {"eval/bits_per_byte": float(nats / math.log(2) / num_bytes)}
+    """What the stage says of held-out data, now."""
+    return run.feed.evaluate(run.params, run.step, run.place)
 
 
 def write_sample(run: run_lib.Run) -> str:
-    """Continues, or answers, sample_prompt and writes it to samples/STEP.txt."""
-    config, tokenizer = run.config, run.pipeline.tokenizer
-    template = run.pipeline.template
-    prompt = tokenizer.encode(config.sample_prompt)
-    if template is not None:
-        question = {"role": "user", "content": config.sample_prompt}
-        prompt = template.render([question], add_generation_prompt=True).tokens
-    completion = engine.generate(
-        run.params,
-        config.model,
-        [prompt],
-        max_new_tokens=config.sample_tokens,
-        temperature=0.7,
-        stop_ids=template.stop_ids if template else (),
-        seed=config.seed,
-    )[0]
-    spell = tokenizer.spell if template else tokenizer.decode
-    text = spell([*prompt, *completion.tokens])
+    """Writes what the stage has to show to samples/STEP.txt."""
+    text = run.feed.sample(run.params, run.step)
     folder = run.workdir / "samples"
     folder.mkdir(exist_ok=True)
     (folder / f"{run.step}.txt").write_text(text, encoding="utf-8")
@@ -194,10 +171,10 @@ def _sigterm() -> Iterator[threading.Event]:
 class _Clock:
     """Speed of the steps alone: evaluation, samples and checkpoints do not count."""
 
-    def __init__(self, config: config_lib.TrainConfig) -> None:
-        data = config.data
-        self._tokens = data.batch_size * data.sequence_length
-        flops = accounting.flops_per_token(config.model, data.sequence_length)
+    def __init__(self, run: run_lib.Run) -> None:
+        config, self._tokens = run.config, run.feed.tokens_per_step
+        length = config.data.sequence_length
+        flops = accounting.flops_per_token(config.model, length)
         self._flops, self._peak = flops * self._tokens, accounting.peak_flops()
         self._since = time.perf_counter(), time.process_time()
         self._steps: list[tuple[float, float]] = []

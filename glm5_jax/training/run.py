@@ -14,13 +14,12 @@ from jax.sharding import Mesh, NamedSharding
 from glm5_jax import config as config_lib
 from glm5_jax import sharding
 from glm5_jax.checkpoint import manager as manager_lib
-from glm5_jax.data import conversations
-from glm5_jax.data import pipeline as pipeline_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
 from glm5_jax.model import transformer
 from glm5_jax.optim import optimizer as optimizer_lib
-from glm5_jax.training import host_memory
+from glm5_jax.training import corpus, host_memory, policy, rl
+from glm5_jax.training import feed as feed_lib
 from glm5_jax.training import step as step_lib
 
 BATCH_DIMS = ("B", "T")
@@ -32,14 +31,13 @@ class Run:
 
     config: config_lib.TrainConfig
     workdir: pathlib.Path
-    pipeline: pipeline_lib.Pipeline
+    feed: feed_lib.Feed
     checkpoints: manager_lib.CheckpointManager
     mesh: Mesh
     params: dict
     opt_state: Any
     step: int  # updates done
     train_step: Callable
-    eval_step: Callable
     compile_seconds: float
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -50,7 +48,7 @@ class Run:
     def save(self) -> None:
         """Starts to write a checkpoint of this step."""
         state = {"params": self.params, "opt_state": self.opt_state}
-        self.checkpoints.save(self.step, state, {"data": self.pipeline.fingerprint})
+        self.checkpoints.save(self.step, state, {"data": self.feed.fingerprint})
 
 
 def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
@@ -59,10 +57,9 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     Raises:
       InputError: data, tokenizer, mesh or checkpoint do not fit the config.
     """
-    source = conversations if config.stage == "sft" else pipeline_lib
-    pipeline = source.make_pipeline(config.data, config.seed)
-    tokenizer_lib.check_vocab(pipeline.tokenizer, config.model.vocab_size)
-    pipeline.tokenizer.save(workdir / "tokenizer.json")
+    feed = rl.Rollouts(config) if config.stage == "rl" else corpus.Corpus(config)
+    tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
+    feed.tokenizer.save(workdir / "tokenizer.json")
     checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
     mesh = sharding.make_mesh(config.mesh)
     dims = transformer.param_dims(config.model)
@@ -76,7 +73,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     if checkpoints.latest_step() is not None:
         state = {"params": abstract, "opt_state": abstract_opt}
         step, state, metadata = checkpoints.restore(state)
-        _require_same_data(metadata["data"], pipeline.fingerprint, workdir)
+        _require_same_data(metadata["data"], feed.fingerprint, workdir)
         params, opt_state = state["params"], state["opt_state"]
         logging.info("Goes on from step %d in %s.", step, workdir)
     else:
@@ -85,14 +82,13 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     run = Run(
         config=config,
         workdir=workdir,
-        pipeline=pipeline,
+        feed=feed,
         checkpoints=checkpoints,
         mesh=mesh,
         params=params,
         opt_state=opt_state,
         step=step,
         train_step=lambda *args: None,
-        eval_step=jax.jit(step_lib.make_eval_step(config)),
         compile_seconds=0.0,
     )
     _compile(run, optimizer, (places, opt_places))
@@ -103,13 +99,23 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
 def _compile(run: Run, optimizer: optimizer_lib.Optimizer, places: tuple) -> None:
     """Compiles the training step; it keeps its outputs where its inputs are."""
     began = time.perf_counter()
+    is_rl = run.config.stage == "rl"
+    make = policy.make_policy_step if is_rl else step_lib.make_train_step
     function = jax.jit(
-        step_lib.make_train_step(run.config, optimizer),
+        make(run.config, optimizer),
         donate_argnums=(0, 1),
         out_shardings=(*places, None),
     )
-    batch = run.place(run.pipeline.train_batch(run.step))
-    run.train_step = function.lower(run.params, run.opt_state, batch).compile()
+    batch = run.place(run.feed.example())
+    compiled = function.lower(run.params, run.opt_state, batch).compile()
+    # Rollouts of which many forked make a larger batch than was compiled for.
+    shape = batch["tokens"].shape
+
+    def train_step(params: dict, state: Any, batch: dict) -> tuple:
+        fits = batch["tokens"].shape == shape
+        return (compiled if fits else function)(params, state, batch)
+
+    run.train_step = train_step
     run.compile_seconds = time.perf_counter() - began
     logging.info("Compiled the training step in %.1f s.", run.compile_seconds)
 

@@ -21,13 +21,21 @@ Metrics = dict[str, Array]
 
 def has_indexer_loss(config: config_lib.TrainConfig) -> bool:
     """Whether the indexers are trained by their divergence from the attention."""
-    return config.model.attention != "dense" and config.loss.indexer_weight > 0
+    is_rl = config.stage == "rl"  # there the indexers are frozen
+    has_indexer = config.model.attention != "dense"
+    return has_indexer and config.loss.indexer_weight > 0 and not is_rl
 
 
 def is_trained(config: config_lib.TrainConfig) -> Callable[[tuple[str, ...]], bool]:
-    """Which parameters a stage trains, by path: the DSA warm-up only the indexers."""
+    """Which parameters a stage trains, by path.
+
+    The DSA warm-up only the indexers; reinforcement learning all but the indexers
+    (arXiv 2602.15763, section 3.2) and MTP, which has no term in its loss.
+    """
     if config.stage == "dsa_warmup":
         return lambda path: "indexer" in path
+    if config.stage == "rl":
+        return lambda path: "indexer" not in path and "mtp" not in path
     return lambda path: True
 
 
@@ -35,8 +43,10 @@ def make_optimizer(config: config_lib.TrainConfig) -> optimizer_lib.Optimizer:
     """The optimizer of a stage."""
     dims = transformer.param_dims(config.model)
     trained = is_trained(config)
+    per_step = config.rl.updates_per_rollout if config.stage == "rl" else 1
+    num_updates = config.num_steps * per_step
     return optimizer_lib.make_optimizer(
-        config.optim, config.model, dims, config.num_steps, trained
+        config.optim, config.model, dims, num_updates, trained
     )
 
 
@@ -111,7 +121,7 @@ def make_train_step(
             )
         is_finite = metrics["optim/skipped_in_a_row"] == 0
         params = _with_moved_biases(params, aux, rate * is_finite)
-        metrics |= {"train/loss": loss, **terms, **_load_metrics(aux)}
+        metrics |= {"train/loss": loss, **terms, **load_metrics(aux)}
         return params, state, metrics
 
     return train_step
@@ -167,7 +177,7 @@ def _with_moved_biases(params: Any, aux: dict, rate: Float[Array, ""]) -> dict:
     return new
 
 
-def _load_metrics(aux: dict) -> Metrics:
+def load_metrics(aux: dict) -> Metrics:
     """How uneven the experts' load is: largest over mean, worst layer."""
     loads = [b.routing.load for b in _blocks(aux) if b.routing is not None]
     if not loads:

@@ -1,0 +1,79 @@
+"""What the stages of next-token prediction learn from: texts, or conversations."""
+
+import math
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from glm5_jax import config as config_lib
+from glm5_jax.data import conversations
+from glm5_jax.data import pipeline as pipeline_lib
+from glm5_jax.inference import engine
+from glm5_jax.training import feed
+from glm5_jax.training import step as step_lib
+
+SAMPLE_TEMPERATURE = 0.7
+
+
+class Corpus:
+    """A pipeline of packed rows as a `feed.Feed`."""
+
+    def __init__(self, config: config_lib.TrainConfig) -> None:
+        """Reads and packs what config.data names.
+
+        Raises:
+          InputError: source or tokenizer cannot be used.
+        """
+        source = conversations if config.stage == "sft" else pipeline_lib
+        self._config = config
+        self._pipeline = source.make_pipeline(config.data, config.seed)
+        self._eval_step = jax.jit(step_lib.make_eval_step(config))
+        self._batches: tuple[int, Iterator[feed.Batch]] | None = None
+        self.tokenizer = self._pipeline.tokenizer
+        self.fingerprint = self._pipeline.fingerprint
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a batch, padding included."""
+        data = self._config.data
+        return data.batch_size * data.sequence_length
+
+    def example(self) -> feed.Batch:
+        """The first batch."""
+        return self._pipeline.train_batch(0)
+
+    def next(self, params: dict, step: int) -> tuple[feed.Batch, feed.Metrics]:
+        """The batch of a step; those that follow are made ahead by a thread."""
+        if self._batches is None or self._batches[0] != step:
+            self._batches = step, self._pipeline.train_iterator(step)
+        batches = self._batches[1]
+        self._batches = step + 1, batches
+        return next(batches), {}
+
+    def evaluate(self, params: dict, step: int, place: feed.Place) -> dict[str, float]:
+        """Held-out bits per byte: -log2 of the text's probability over its bytes."""
+        totals = np.zeros(2)
+        for batch in self._pipeline.eval_batches(self._config.eval_batches):
+            totals += jax.device_get(self._eval_step(params, place(batch)))
+        nats, num_bytes = totals
+        return {"eval/bits_per_byte": float(nats / math.log(2) / num_bytes)}
+
+    def sample(self, params: dict, step: int) -> str:
+        """Continues, or answers, sample_prompt."""
+        config, template = self._config, self._pipeline.template
+        prompt = self.tokenizer.encode(config.sample_prompt)
+        if template is not None:
+            question = {"role": "user", "content": config.sample_prompt}
+            prompt = template.render([question], add_generation_prompt=True).tokens
+        completion = engine.generate(
+            params,
+            config.model,
+            [prompt],
+            max_new_tokens=config.sample_tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            stop_ids=template.stop_ids if template else (),
+            seed=config.seed,
+        )[0]
+        spell = self.tokenizer.spell if template else self.tokenizer.decode
+        return spell([*prompt, *completion.tokens])

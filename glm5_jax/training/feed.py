@@ -1,0 +1,41 @@
+"""What the loop asks of whatever a stage learns from: a corpus, or rollouts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from glm5_jax.data import tokenizer as tokenizer_lib
+
+Batch = dict[str, np.ndarray]
+Metrics = Mapping[str, Any]
+Place = Callable[[Batch], Mapping[str, Any]]  # puts a batch on the devices
+
+
+@runtime_checkable
+class Feed(Protocol):
+    """Batches, evaluation and samples of a stage."""
+
+    tokenizer: tokenizer_lib.Tokenizer
+    fingerprint: str  # equal ones give equal batches
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a batch, padding included."""
+        ...
+
+    def example(self) -> Batch:
+        """A batch of the shapes that the training step is compiled for."""
+        ...
+
+    def next(self, params: dict, step: int) -> tuple[Batch, Metrics]:
+        """The batch of step `step`, counted from 0, and what to log of it."""
+        ...
+
+    def evaluate(self, params: dict, step: int, place: Place) -> dict[str, float]:
+        """Held-out figures after `step` updates."""
+        ...
+
+    def sample(self, params: dict, step: int) -> str:
+        """A text that shows what the model does after `step` updates."""
+        ...

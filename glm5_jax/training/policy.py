@@ -1,0 +1,143 @@
+"""The training step of reinforcement learning: objective, gradient, update.
+
+The objectives are in glm5_jax/rl/objectives.py. A batch has what a text's batch has,
+and for every target: rollout_logprobs, advantages, weights, and where the trainer
+replays the engine's routing, experts [B, T, M, K].
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from glm5_jax import config as config_lib
+from glm5_jax import losses
+from glm5_jax.model import transformer
+from glm5_jax.optim import optimizer as optimizer_lib
+from glm5_jax.rl import objectives
+from glm5_jax.training import step as step_lib
+
+GAP = "rl/logprob_gap"  # mean |log pi_train - log pi_infer| of the sampled tokens
+
+
+def token_logprobs(
+    params: dict, config: config_lib.TrainConfig, batch: step_lib.Batch
+) -> tuple[Float[Array, "B T"], dict]:
+    """Log-probability of every target as the engine samples, and the layers' values."""
+    experts = batch.get("experts")
+    out = transformer.forward(
+        params,
+        config.model,
+        batch["tokens"],
+        batch["segment_ids"],
+        batch["positions"],
+        experts=None if experts is None else jnp.moveaxis(experts, 2, 0),
+    )
+    with jax.named_scope("head"):
+        logprobs = losses.token_logprobs(
+            out.hidden,
+            params["lm_head"],
+            batch["targets"],
+            temperature=config.rl.temperature,
+            chunk_tokens=config.loss.chunk_tokens,
+        )
+    return logprobs, out.aux
+
+
+def make_policy_step(
+    config: config_lib.TrainConfig, optimizer: optimizer_lib.Optimizer
+) -> Callable[[dict, Any, step_lib.Batch], tuple[dict, Any, step_lib.Metrics]]:
+    """Builds (params, optimizer state, batch) -> (params, optimizer state, metrics).
+
+    One call is all updates of a batch of rollouts. An update is left out where the
+    trainer's log-probs and the engine's are too far apart (rl.max_logprob_gap) or
+    nothing was sampled.
+    """
+    num_updates = config.rl.updates_per_rollout
+
+    def update(carry: tuple, batch: step_lib.Batch) -> tuple[tuple, step_lib.Metrics]:
+        params, state = carry
+        gradient = jax.value_and_grad(policy_loss, has_aux=True)
+        (loss, metrics), grads = gradient(params, config, batch)
+        is_allowed = metrics["rl/trained_tokens"] > 0
+        is_allowed &= metrics[GAP] <= config.rl.max_logprob_gap
+        with jax.named_scope("optimizer"):
+            params, state, more = optimizer_lib.update_if_finite(
+                optimizer, grads, state, params, is_allowed
+            )
+        return (params, state), {"train/loss": loss, **metrics, **more}
+
+    def policy_step(
+        params: Any, state: Any, batch: step_lib.Batch
+    ) -> tuple[Any, Any, step_lib.Metrics]:
+        if num_updates == 1:
+            (params, state), metrics = update((params, state), batch)
+            return params, state, metrics
+        old_logprobs, _ = token_logprobs(params, config, batch)
+        parts = jax.tree.map(
+            lambda x: x.reshape(-1, num_updates, *x.shape[1:]).swapaxes(0, 1),
+            {**batch, "old_logprobs": lax.stop_gradient(old_logprobs)},
+        )
+        parts["weights"] *= num_updates  # each part's sum to 1, as the whole's do
+        (params, state), metrics = lax.scan(update, (params, state), parts)
+        return params, state, _summary(metrics)
+
+    return policy_step
+
+
+def policy_loss(
+    params: dict, config: config_lib.TrainConfig, batch: step_lib.Batch
+) -> tuple[Float[Array, ""], step_lib.Metrics]:
+    """sum(weights * objective), and what to log."""
+    rl = config.rl
+    objective = objectives.named(
+        rl.objective,
+        beta=rl.pop_beta,
+        clip_low=rl.clip_low,
+        clip_high=rl.clip_high,
+        dis_low=rl.dis_low,
+        dis_high=rl.dis_high,
+        tis_cap=rl.tis_cap,
+    )
+    logprobs, aux = token_logprobs(params, config, batch)
+    mask = batch["loss_mask"] > 0
+    tokens = objective(
+        logprobs,
+        batch.get("old_logprobs"),
+        batch["rollout_logprobs"],
+        batch["advantages"],
+        mask,
+    )
+    values = objectives.means(tokens.metrics)
+    surprise = jnp.sum(jnp.where(mask, -logprobs, 0))
+    metrics = {
+        "rl/trained_tokens": values["tokens"],
+        "rl/masked_fraction": values["masked_fraction"],
+        "rl/clip_fraction": values["clip_fraction"],
+        GAP: values["gap_mean"],
+        f"{GAP}_max": values["gap_max"],
+        "rl/ratio": values["ratio_mean"],
+        "rl/kl": values["kl_k3"],
+        # E[-log pi] under what was sampled is the policy's entropy.
+        "rl/entropy": surprise / jnp.maximum(values["tokens"], 1),
+    }
+    loss = jnp.sum(batch["weights"] * tokens.loss)
+    return loss, metrics | step_lib.load_metrics(aux)
+
+
+def _summary(metrics: step_lib.Metrics) -> step_lib.Metrics:
+    """Of several updates: means, sums of counts, and the last of what accumulates."""
+    out = {}
+    for name, values in metrics.items():
+        if name.startswith("optim/"):
+            out[name] = values[-1]
+        elif name.endswith("_max"):
+            out[name] = jnp.max(values)
+        elif name == "rl/trained_tokens":
+            out[name] = jnp.sum(values)
+        else:
+            out[name] = jnp.mean(values)
+    return out
