@@ -7,33 +7,28 @@ python -m glm5_jax.train --config=configs/small_rl_reverse.py \
 Hardware: a laptop (2 cores), under 5 minutes.
 """
 
-import dataclasses
-
 import ml_collections
 
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
-
-MODEL = dataclasses.replace(
-    presets.small(hidden=96, layers=3, experts=8, vocab=320), index_topk=16
-)
 
 
 def get_config() -> ml_collections.ConfigDict:
     """Returns the config."""
     config = config_lib.TrainConfig(
         stage="rl",
-        num_steps=80,
-        eval_every=20,
-        model=MODEL,
+        num_steps=300,
+        eval_every=25,
+        model=presets.BYTES,
         data=config_lib.DataConfig(
             tokenizer="byte_chat", enable_thinking=False, sequence_length=32
         ),
         optim=config_lib.OptimConfig(
             name="adamw",
-            learning_rate=1e-3,
-            end_learning_rate=1e-3,
-            schedule="constant",
+            learning_rate=8e-4,
+            end_learning_rate=1e-4,
+            schedule="linear",
+            warmup_steps=10,
             weight_decay=0.0,
             adam_b2=0.98,
             clip_norm=1.0,
@@ -45,6 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
             max_new_tokens=8,
             max_turns=1,
             slots=128,
+            dynamic_sampling=True,
         ),
     )
     return command_line.to_config_dict(config)

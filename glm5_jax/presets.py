@@ -64,6 +64,14 @@ GLM5_10M = small(hidden=240, layers=5, experts=16, vocab=4096)
 GLM5_100M = small(hidden=480, layers=8, experts=32, vocab=16384)
 GLM5_1B = small(hidden=1008, layers=14, experts=64, vocab=32768)
 
+# 0.6 M parameters on the 292 ids of "byte_chat", for tasks of a few dozen tokens.
+BYTES = dataclasses.replace(
+    small(hidden=96, layers=3, experts=8, vocab=320),
+    index_topk=16,
+    initializer_range=0.1,  # 0.02 is for wide models
+    mtp_num_steps=1,
+)
+
 # 7.0 M parameters; the shape on which peers were timed.
 BENCH = config_lib.ModelConfig(
     vocab_size=1024,

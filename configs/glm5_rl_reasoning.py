@@ -1,0 +1,46 @@
+"""Reasoning RL of GLM-5 at the paper's numbers (arXiv 2602.15763, section 3.2).
+
+python -m glm5_jax.train --config=configs/glm5_rl_reasoning.py \
+    --config.init_from=runs/sft --config.rl.environment=reasoning_gym:gsm_symbolic
+
+Hardware: a pod; not run yet. Disclosed: 32 prompts of 32 rollouts, beta 2, clips 0.2
+and 0.28, no KL term, indexer frozen, fully on-policy. Undisclosed, so slime's recipe:
+AdamW at 1e-6, betas 0.9 and 0.98, weight decay 0.1, 32,768 new tokens, temperature 1.
+"""
+
+import dataclasses
+
+import ml_collections
+
+from glm5_jax import command_line, presets
+from glm5_jax import config as config_lib
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the config."""
+    config = config_lib.TrainConfig(
+        stage="rl",
+        num_steps=1000,
+        eval_every=50,
+        checkpoint_every=20,
+        model=dataclasses.replace(presets.GLM5, remat_policy="full"),
+        data=config_lib.DataConfig(tokenizer="tokenizer.json", sequence_length=40960),
+        optim=config_lib.OptimConfig(
+            name="adamw",
+            learning_rate=1e-6,
+            end_learning_rate=1e-6,
+            schedule="constant",
+            adam_b2=0.98,
+            clip_norm=1.0,  # ours
+        ),
+        rl=config_lib.RLConfig(
+            environment="reasoning_gym:gsm_symbolic",
+            prompts_per_step=32,
+            group_size=32,
+            max_new_tokens=32768,
+            max_turns=1,
+            slots=256,
+            prefill_chunk=2048,
+        ),
+    )
+    return command_line.to_config_dict(config)

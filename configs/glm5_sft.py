@@ -1,0 +1,42 @@
+"""SFT of GLM-5 at the paper's length (arXiv 2602.15763, section 3.1).
+
+python -m glm5_jax.train --config=configs/glm5_sft.py --config.init_from=zai-org/GLM-5 \
+    --config.data.source=DIR --config.data.tokenizer=zai-org/GLM-5/tokenizer.json
+
+Hardware: a pod; --dry_run says how much memory the state takes. Not run yet. Disclosed:
+the length. Undisclosed, so ours: batch, steps, learning rates; MTP's weight is slime's.
+"""
+
+import dataclasses
+
+import ml_collections
+
+from glm5_jax import command_line, presets
+from glm5_jax import config as config_lib
+
+VARIANTS = {"glm5": presets.GLM5, "glm5_2": presets.GLM5_2}
+
+
+def get_config(variant: str = "glm5") -> ml_collections.ConfigDict:
+    """Returns the config of a released model."""
+    is_glm5_2 = variant == "glm5_2"
+    config = config_lib.TrainConfig(
+        stage="sft",
+        num_steps=2000,
+        eval_every=200,
+        checkpoint_every=200,
+        sample_prompt="Why is the sky blue?",
+        model=dataclasses.replace(VARIANTS[variant], remat_policy="full"),
+        data=config_lib.DataConfig(
+            source="data/sft",
+            tokenizer="tokenizer.json",
+            chat_template="glm5.2" if is_glm5_2 else "glm5",
+            sequence_length=202752,
+            batch_size=64,
+        ),
+        loss=config_lib.LossConfig(mtp_weight=0.2, router_bias_rate=0.0),
+        optim=config_lib.OptimConfig(
+            learning_rate=1e-5, end_learning_rate=1e-6, warmup_steps=50
+        ),
+    )
+    return command_line.to_config_dict(config)
