@@ -190,7 +190,7 @@ class _Clock:
         jax.block_until_ready(metrics["train/loss"])
         now = time.perf_counter(), time.process_time()
         # Rows of rollouts are mostly padding, so there the tokens are counted.
-        tokens = metrics.get("rollout/tokens", self._tokens)
+        tokens = float(metrics.get("rollout/tokens", self._tokens))
         step = now[0] - self._since[0], now[1] - self._since[1], tokens
         self._since = now
         self._steps.append(step)
