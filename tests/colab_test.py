@@ -39,7 +39,7 @@ STEPS = 2
 """
 TINY_RL = """
 import dataclasses
-TASK, REWARD = "reverse:3", "reverse_dense:3"
+TASK = "reverse:3"
 MODEL = dataclasses.replace(
     presets.small(hidden=48, layers=2, experts=2, vocab=320),
     n_shared_experts=0,
