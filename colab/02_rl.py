@@ -82,7 +82,7 @@ MODEL = dataclasses.replace(
     index_topk=16,
     initializer_range=0.1,  # of so narrow a model: its weights then bear the updates
 )
-SFT_STEPS, SFT_ROWS = 240, 64
+SFT_STEPS, SFT_ROWS = 200, 64
 RL_STEPS, PROMPTS, GROUP = 100, 32, 8
 SHOWN = 8  # held-out tasks that we look at
 
@@ -313,6 +313,8 @@ plt.show()
 # ## Episodes, after
 #
 # The same held-out tasks, the same random numbers; only the weights are others.
+# On two CPU cores 43% solved became 79% by the last evaluation (one seed); more steps
+# go on from there.
 
 # %%
 _, after, _ = loading.load_model(folder / "rl")
