@@ -37,8 +37,24 @@ DATA = config_lib.DataConfig(
 )
 STEPS = 2
 """
+TINY_RL = """
+import dataclasses
+TASK = "reverse:3"
+MODEL = dataclasses.replace(
+    presets.small(hidden=48, layers=2, experts=2, vocab=320),
+    n_shared_experts=0,
+    num_nextn_predict_layers=0,
+    index_topk=16,
+    remat_policy="none",
+)
+SFT_STEPS, SFT_ROWS = 2, 4
+RL_STEPS, PROMPTS, GROUP = 2, 2, 2
+SHOWN = 2
+"""
 TIMEOUT = 300  # seconds of a cell; a hang must not hold the suite
 ROUNDED = 1e-3  # a printed share has three digits
+FLOAT32 = 1e-5  # float32 exp and products against float64's, of values near 10
+PARITY = 1e-5  # the limit on log-probs in float32
 NEAR_ONE = 3  # five Newton-Schulz steps lift a 200th of the largest so far
 
 
@@ -60,16 +76,16 @@ class ScriptsTest(parameterized.TestCase):
         self.assertEqual({cell.execution_count for cell in code}, {None})
 
 
-class TourTest(absltest.TestCase):
-    def run_tiny(self, path):
-        """The notebook after a run with TINY in place of its parameters."""
+class NotebookTest(absltest.TestCase):
+    def run_tiny(self, name, parameters):
+        """What a notebook prints with these parameters, and how many figures."""
         folder = self.create_tempdir().full_path
-        notebook = jupytext.read(path)
+        notebook = jupytext.read(ROOT / "colab" / name)
         (cell,) = (
             c for c in notebook.cells if PARAMETERS in c.metadata.get("tags", [])
         )
         source = str(ROOT / "glm5_jax")
-        cell.source = TINY.format(source=source, cache_dir=folder)
+        cell.source = parameters.format(source=source, cache_dir=folder)
         variables = {
             "IPYTHONDIR": folder,
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles a third faster
@@ -80,15 +96,17 @@ class TourTest(absltest.TestCase):
         }
         with mock.patch.dict(os.environ, variables):
             client = nbclient.NotebookClient(notebook, timeout=TIMEOUT)
-            return client.execute(cwd=folder)
-
-    def test_runs(self):
-        notebook = self.run_tiny(ROOT / "colab" / "01_tour.py")
+            client.execute(cwd=folder)
         code = [cell for cell in notebook.cells if cell.cell_type == "code"]
         outputs = [output for cell in code for output in cell.outputs]
         text = "".join(o.text for o in outputs if o.output_type == "stream")
-        figures = [o for o in outputs if "image/png" in o.get("data", {})]
-        self.assertLen(figures, 5)
+        return text, sum("image/png" in o.get("data", {}) for o in outputs)
+
+
+class TourTest(NotebookTest):
+    def test_runs(self):
+        text, num_figures = self.run_tiny("01_tour.py", TINY)
+        self.assertEqual(num_figures, 5)
         self.assertRegex(text, r"eval/bits_per_byte +\d")
 
         with self.subTest("no selection holds more attention than the best one"):
@@ -106,6 +124,24 @@ class TourTest(absltest.TestCase):
                 spreads.append(largest / small)  # the least may be next to 0
             self.assertEqual(spreads, sorted(spreads, reverse=True))
             self.assertLess(spreads[-1], NEAR_ONE)
+
+
+class RLTest(NotebookTest):
+    def test_runs(self):
+        text, num_figures = self.run_tiny("02_rl.py", TINY_RL)
+        self.assertEqual(num_figures, 3)
+        self.assertRegex(text, r"eval/success +\d")
+        self.assertIn("\x1b[32m", text)  # trained tokens are green
+        with self.subTest("the ten lines are the objective"):
+            (largest,) = re.findall(r"of 1000 losses: (\S+)", text)
+            self.assertLess(float(largest), FLOAT32)
+        with self.subTest("trainer and engine agree; rounded weights do not"):
+            (gap,) = re.findall(r"tokens, largest gap (\S+)", text)
+            self.assertLess(float(gap), PARITY)
+            coarse = re.findall(r"(?:int8|4 bits) +mean gap (\S+),", text)
+            self.assertLen(coarse, 2)
+            self.assertLess(float(gap), float(coarse[0]))
+            self.assertLess(float(coarse[0]), float(coarse[1]))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ SAMPLE_TEMPERATURE = 0.7
 class Corpus:
     """A pipeline of packed rows as a `feed.Feed`."""
 
+    is_on_policy = False
+
     def __init__(self, config: config_lib.TrainConfig) -> None:
         """Reads and packs what config.data names.
 

@@ -18,6 +18,7 @@ class Feed(Protocol):
 
     tokenizer: tokenizer_lib.Tokenizer
     fingerprint: str  # equal ones give equal batches
+    is_on_policy: bool  # a batch needs the weights of the step before
 
     @property
     def tokens_per_step(self) -> int:

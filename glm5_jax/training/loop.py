@@ -1,7 +1,8 @@
 """The loop that every stage of training uses.
 
 The metrics of step n - 1 are read after step n is dispatched, so that the device never
-waits for the host; then come evaluation, sample and checkpoint, each where it is due.
+waits for the host (before it, where step n's batch needs their weights); then come
+evaluation, sample and checkpoint, each where it is due.
 """
 
 import contextlib
@@ -73,6 +74,9 @@ def _steps(
     pending: dict[str, Any] = {}
     last = {}
     while run.step < config.num_steps:
+        if pending and run.feed.is_on_policy:
+            _log(writer, run.step, clock.read(pending), config)
+            pending = {}
         batch, seen = run.feed.next(run.params, run.step)
         run.params, run.opt_state, metrics = run.train_step(
             run.params, run.opt_state, run.place(batch)
@@ -127,7 +131,7 @@ def _log(
     """Writes one step's line; ends the run where updates keep failing."""
     skipped = int(metrics["optim/skipped_in_a_row"])
     is_due = _is_due(step, config.log_every) or step == config.num_steps
-    if is_due or "eval/bits_per_byte" in metrics:
+    if is_due or any(name.startswith("eval/") for name in metrics):
         writer.write(step, metrics)
     if skipped >= config.optim.max_skipped_in_a_row:
         raise FloatingPointError(
@@ -173,17 +177,21 @@ class _Clock:
 
     def __init__(self, run: run_lib.Run) -> None:
         config, self._tokens = run.config, run.feed.tokens_per_step
-        length = config.data.sequence_length
-        flops = accounting.flops_per_token(config.model, length)
-        self._flops, self._peak = flops * self._tokens, accounting.peak_flops()
+        self._flops = accounting.flops_per_token(
+            config.model, config.data.sequence_length
+        )
+        # What rollouts compute is not counted, so their steps have no utilisation.
+        self._peak = None if run.feed.is_on_policy else accounting.peak_flops()
         self._since = time.perf_counter(), time.process_time()
-        self._steps: list[tuple[float, float]] = []
+        self._steps: list[tuple[float, float, float]] = []
 
     def read(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Waits for a step's metrics and adds the time since the one before."""
         jax.block_until_ready(metrics["train/loss"])
         now = time.perf_counter(), time.process_time()
-        step = now[0] - self._since[0], now[1] - self._since[1]
+        # Rows of rollouts are mostly padding, so there the tokens are counted.
+        tokens = float(metrics.get("rollout/tokens", self._tokens))
+        step = now[0] - self._since[0], now[1] - self._since[1], tokens
         self._since = now
         self._steps.append(step)
         return metrics | self._rates(*step)
@@ -204,12 +212,14 @@ class _Clock:
             return {}
         return {"perf/mfu": "unknown"} | self._rates(*np.median(steps, axis=0))
 
-    def _rates(self, seconds: float, cpu_seconds: float) -> dict[str, float]:
+    def _rates(
+        self, seconds: float, cpu_seconds: float, tokens: float
+    ) -> dict[str, float]:
         rates = {
             "perf/step_seconds": round(float(seconds), 5),
-            "perf/tokens_per_second": round(self._tokens / seconds, 1),
-            "perf/tokens_per_cpu_second": round(self._tokens / cpu_seconds, 1),
+            "perf/tokens_per_second": round(tokens / seconds, 1),
+            "perf/tokens_per_cpu_second": round(tokens / cpu_seconds, 1),
         }
         if self._peak:  # of a chip whose peak is known
-            rates["perf/mfu"] = self._flops / seconds / self._peak
+            rates["perf/mfu"] = self._flops * tokens / seconds / self._peak
         return rates

@@ -22,6 +22,13 @@ _SHOWN = (
     ("optim/learning_rate", "lr", ".2e"),
     ("perf/tokens_per_second", "tok/s", ",.0f"),
 )
+_SHOWN_RL = (  # where the loss, whose gradient alone means something, is next to 0
+    ("rollout/reward", "reward", ".3f"),
+    ("eval/success", "success", ".1%"),
+    ("rl/logprob_gap", "gap", ".1e"),
+    ("train/grad_norm", "grad norm", ".3g"),
+    ("perf/sampled_tokens_per_second", "sampled tok/s", ",.0f"),
+)
 
 
 class MetricsWriter:
@@ -81,7 +88,7 @@ class MetricsWriter:
                 self._bar.close()
 
     def _show(self, step: int, values: Mapping[str, float | int | None]) -> None:
-        for name, label, form in _SHOWN:
+        for name, label, form in _SHOWN_RL if "rollout/reward" in values else _SHOWN:
             if name in values:
                 value = values[name]
                 self._shown[label] = "nan" if value is None else format(value, form)

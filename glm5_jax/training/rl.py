@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 import tqdm
 
@@ -30,6 +31,8 @@ _EVAL_IDS = 2**30  # request ids from here on are those of evaluations
 
 class Rollouts:
     """Tasks, an engine and an objective's weights as a `feed.Feed`."""
+
+    is_on_policy = True
 
     def __init__(self, config: config_lib.TrainConfig) -> None:
         """Finds the environment; the engine starts with the first step.
@@ -63,7 +66,9 @@ class Rollouts:
 
     def next(self, params: dict, step: int) -> tuple[feed.Batch, feed.Metrics]:
         """Plays the groups of a step; all that is counted of them is logged."""
-        rl, began = self._config.rl, time.perf_counter()
+        rl = self._config.rl
+        jax.block_until_ready(params)  # what they still take is not the rollouts'
+        began = time.perf_counter()
         engine = self._published(params, step)
         played: list[episodes.Episode] = []
         kept: list[list[episodes.Episode]] = []
@@ -85,10 +90,14 @@ class Rollouts:
             aggregation=rl.loss_mean,
         )
         self._shown = played[:NUM_SHOWN]
+        seen, seconds = rollouts.metrics(played), time.perf_counter() - began
         metrics = {
-            **rollouts.metrics(played),
+            **seen,
             **{f"rollout/{name}": n for name, n in counts.items()},
-            "perf/rollout_seconds": round(time.perf_counter() - began, 3),
+            "perf/rollout_seconds": round(seconds, 3),
+            "perf/sampled_tokens_per_second": round(
+                seen["rollout/sampled_tokens"] / seconds, 1
+            ),
         }
         return self._batch(weighted), metrics
 

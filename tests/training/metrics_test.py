@@ -85,6 +85,16 @@ class MetricsWriterTest(absltest.TestCase):
         self.assertEqual(messages[-1], "step 10 of 10: loss 0.3000, bits/byte 2.000")
         self.assertBetween(len(messages), 3, 5)
 
+    def test_a_run_on_rollouts_shows_reward_and_success_for_the_loss(self):
+        writer = metrics.MetricsWriter(self.workdir, 1)
+        values = {"train/loss": 1e-9, "rollout/reward": 0.5, "eval/success": 0.25}
+        with self.assertLogs("absl", "INFO") as logs:
+            writer.write(1, values)
+        writer.close()
+        self.assertEqual(
+            logs.records[0].getMessage(), "step 1 of 1: reward 0.500, success 25.0%"
+        )
+
     def test_bar_in_a_terminal(self):
         with mock.patch.object(sys.stderr, "isatty", return_value=True):
             writer = metrics.MetricsWriter(self.workdir, 10, start_step=4)

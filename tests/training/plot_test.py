@@ -58,6 +58,35 @@ class PlotLossesTest(absltest.TestCase):
     def test_an_empty_file(self):
         self.assertEqual(list(self.draw([])), ["Training loss"])
 
+    def test_a_run_on_rollouts_shows_its_own_panels(self):
+        records = [
+            {
+                "step": step,
+                "train/loss": 1e-9,
+                "train/grad_norm": 1.0,
+                "rollout/reward": step / 20,
+                "rl/logprob_gap": 1e-7 * (step > 3),  # 0 has no logarithm
+                "rl/masked_fraction": 0.0,
+            }
+            for step in range(1, 11)
+        ]
+        for record in records[4::5]:
+            share = record["step"] / 20
+            limits = {"_low": share - 0.1, "": share, "_high": share + 0.1}
+            record |= {f"eval/success{k}": v for k, v in limits.items()}
+        axes = self.draw(records)
+        reward, gap, fraction, norm = axes.values()
+        self.assertEqual(norm.get_title("left"), "Gradient norm")
+        (band,) = reward.collections
+        np.testing.assert_allclose(
+            sorted({tuple(point) for point in band.get_paths()[0].vertices}),
+            [(5, 0.15), (5, 0.35), (10, 0.4), (10, 0.6)],
+        )
+        np.testing.assert_array_equal(reward.lines[1].get_ydata(), [0.25, 0.5])
+        self.assertBetween(reward.get_ylim()[1], 1, 1.2)
+        self.assertEqual(gap.get_yscale(), "log")
+        self.assertBetween(fraction.get_ylim()[1], 0.01, 0.012)
+
     def test_a_noisy_curve_has_its_running_mean(self):
         rng = np.random.default_rng(0)
         noise = rng.normal(size=400)
