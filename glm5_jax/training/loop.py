@@ -81,6 +81,7 @@ def _steps(
             _log(writer, run.step, clock.read(pending), config)
         run.step += 1
         pending = {**metrics, **seen}
+        _check(run, writer, pending)
         due = _due(run.step, config)
         if due:
             with clock.paused(pending):
@@ -118,6 +119,18 @@ def write_sample(run: run_lib.Run) -> str:
     return text
 
 
+def _check(
+    run: run_lib.Run, writer: metrics_lib.MetricsWriter, metrics: dict[str, Any]
+) -> None:
+    """Lets the stage end the run, with the step's line as the last one."""
+    try:
+        run.feed.check(metrics, run.step)
+    except Exception:
+        writer.write(run.step, metrics)
+        run.checkpoints.close()  # those of earlier steps may be under way
+        raise
+
+
 def _log(
     writer: metrics_lib.MetricsWriter,
     step: int,
@@ -127,7 +140,7 @@ def _log(
     """Writes one step's line; ends the run where updates keep failing."""
     skipped = int(metrics["optim/skipped_in_a_row"])
     is_due = _is_due(step, config.log_every) or step == config.num_steps
-    if is_due or "eval/bits_per_byte" in metrics:
+    if is_due or any(name.startswith("eval/") for name in metrics):
         writer.write(step, metrics)
     if skipped >= config.optim.max_skipped_in_a_row:
         raise FloatingPointError(
