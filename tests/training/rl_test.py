@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
+from glm5_jax import config as config_lib
 from glm5_jax.rl import environments, publisher, rollouts
 from glm5_jax.rl.environments import protocol
 from glm5_jax.training import loop, metrics, run_folder
 from glm5_jax.training import rl as rl_lib
+from glm5_jax.training import run as run_lib
 from tests import environment
 from tests.rl import faults
 from tests.training import rl_runs
@@ -268,6 +270,60 @@ class RunTest(parameterized.TestCase):
         self.assertEqual(summary["eval/success"], 1)
         wanted = rl_lib.wilson_interval(6, 6)
         self.assertEqual(summary["eval/success_low"], wanted[0])
+
+
+class BadInputTest(parameterized.TestCase):
+    """Each is found before anything is compiled, and says what to do."""
+
+    @parameterized.named_parameters(
+        ("unknown_environment", {"environment": "revers"}, "'revers'.*reverse"),
+        ("size", {"environment": "reverse:0-99"}, "reverse"),
+        ("group_of_one", {"group_size": 1}, "group_size.*1.*advantage_std='none'"),
+        ("top_p", {"top_p": 0.9}, "top_p must be 1, got 0.9"),
+        ("greedy", {"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+        (
+            *("long_answers", {"max_new_tokens": rl_runs.LENGTH}),
+            "rl.max_new_tokens must be smaller than data.sequence_length.*got 40",
+        ),
+        ("updates", {"updates_per_rollout": 3}, "updates_per_rollout must divide.*8"),
+        ("limit", {"max_logprob_gap": 0.0}, "max_logprob_gap must be > 0"),
+    )
+    def test_of_the_section_rl(self, rl, message):
+        self.assert_refused(message, rl)
+
+    @parameterized.named_parameters(
+        ("bpe", "bpe", "data.tokenizer.*'byte_chat'.*'bpe'.*init_from"),
+        ("no_special_tokens", "byte", "special tokens.*data.tokenizer='byte_chat'"),
+    )
+    def test_of_the_tokenizer(self, name, message):
+        data = config_lib.DataConfig(tokenizer=name, sequence_length=rl_runs.LENGTH)
+        self.assert_refused(message, data=data)
+
+    def test_of_the_vocabulary(self):
+        message = "model.vocab_size must be at least.*got 200"
+        self.assert_refused(message, model={"vocab_size": 200})
+
+    @parameterized.named_parameters(
+        ("named", {"data": 8}, r"rl.num_rows.*data \* fsdp \* expert.*got 4 on 8"),
+        ("counted", {"data": -1}, "prompts_per_step.*data=8.*4 rows on 8 devices"),
+    )
+    def test_of_the_mesh(self, axes, message):
+        mesh = config_lib.MeshConfig(**axes)
+        self.assert_refused(message, {"group_size": 2}, mesh=mesh)
+
+    def test_of_the_start(self):
+        message = "There is no folder .*/nowhere"
+        self.assert_refused(
+            message, {"group_size": 8}, init_from="/nowhere", num_steps=1
+        )
+
+    def assert_refused(self, message, *args, **kwargs):
+        folder = pathlib.Path(self.create_tempdir().full_path) / "run"
+        with (
+            self.assertRaisesRegex(config_lib.InputError, "(?s)" + message),
+            mock.patch.object(run_lib, "_compile"),
+        ):
+            loop.train(rl_runs.make_config(*args, **kwargs), folder)
 
 
 @pytest.mark.slow
