@@ -89,6 +89,26 @@ def assert_close(got, wanted, atol=ORDER_ATOL):
     )
 
 
+def icepop_by_formula(params, batch, old):
+    """-sum w pop(rho) min(r A, clip(r) A), of tokens that were sampled."""
+    rl = CONFIG.rl
+    logprobs, _ = policy.token_logprobs(params, CONFIG, batch)
+    mask = batch["loss_mask"] > 0
+    r = jnp.exp(logprobs - old)
+    rho = jnp.exp(old - batch["rollout_logprobs"])
+    is_inside = (rho >= 1 / rl.pop_beta) & (rho <= rl.pop_beta)
+    a = batch["advantages"]
+    surrogate = jnp.minimum(r * a, jnp.clip(r, 1 - rl.clip_low, 1 + rl.clip_high) * a)
+    tokens = jnp.where(mask & is_inside, rho * surrogate, 0)
+    is_moved = (r > 1 + rl.clip_high) | (r < 1 - rl.clip_low)
+    return -jnp.sum(batch["weights"] * tokens), jnp.sum(mask & is_moved)
+
+
+@functools.cache
+def formula():
+    return tiny.jit(jax.value_and_grad(icepop_by_formula, has_aux=True))
+
+
 class LossTest(parameterized.TestCase):
     def test_order_of_rows_does_not_matter(self):
         wanted = loss_and_grads(make_batch())
@@ -96,15 +116,17 @@ class LossTest(parameterized.TestCase):
         got = loss_and_grads({k: v[order] for k, v in make_batch().items()})
         assert_close(got, wanted)
 
-    def test_rows_of_padding_do_not_matter(self):
-        wanted = loss_and_grads(make_batch())
-        more = {
-            k: np.concatenate([v, np.zeros_like(v)]) for k, v in make_batch().items()
-        }
-        loss, metrics, grads = loss_and_grads(more)
-        assert_close((loss, grads), (wanted[0], wanted[2]))
-        same = {k: v for k, v in metrics.items() if k != "moe/max_load"}
-        assert_close(same, {k: wanted[1][k] for k in same})
+    def test_it_is_the_formula_and_rows_of_padding_do_not_matter(self):
+        few = {k: v[: ROWS // 2] for k, v in make_batch().items()}
+        old, _ = logprobs_function()(params(), CONFIG, make_batch())
+        (wanted, _), wanted_grads = formula()(params(), few, old[: ROWS // 2])
+        padded = {k: np.concatenate([v, np.zeros_like(v)]) for k, v in few.items()}
+        loss, metrics, grads = loss_and_grads(padded)
+        assert_close((loss, grads), (wanted, wanted_grads))
+        mask = few["loss_mask"] > 0
+        gaps = np.abs(old[: ROWS // 2] - few["rollout_logprobs"])[mask]
+        self.assertAlmostEqual(metrics[policy.GAP], gaps.mean(), places=5)
+        self.assertAlmostEqual(metrics["rl/masked_fraction"], 3 / mask.sum(), places=6)
 
     @parameterized.named_parameters(
         ("data_fsdp_expert", {"data": 2, "fsdp": 2, "expert": 2}),
@@ -159,21 +181,6 @@ def two_updates():
     return step, tiny.jit(optimizer.init)(params())
 
 
-def icepop_by_formula(params, batch, old):
-    """-sum w pop(rho) min(r A, clip(r) A), of tokens that were sampled."""
-    rl = CONFIG.rl
-    logprobs, _ = policy.token_logprobs(params, CONFIG, batch)
-    mask = batch["loss_mask"] > 0
-    r = jnp.exp(logprobs - old)
-    rho = jnp.exp(old - batch["rollout_logprobs"])
-    is_inside = (rho >= 1 / rl.pop_beta) & (rho <= rl.pop_beta)
-    a = batch["advantages"]
-    surrogate = jnp.minimum(r * a, jnp.clip(r, 1 - rl.clip_low, 1 + rl.clip_high) * a)
-    tokens = jnp.where(mask & is_inside, rho * surrogate, 0)
-    is_moved = (r > 1 + rl.clip_high) | (r < 1 - rl.clip_low)
-    return -jnp.sum(batch["weights"] * tokens), jnp.sum(mask & is_moved)
-
-
 class UpdatesTest(parameterized.TestCase):
     def test_two_updates_equal_a_loop_with_the_log_probs_from_before(self):
         batch = make_batch()
@@ -187,12 +194,11 @@ class UpdatesTest(parameterized.TestCase):
             ),
         )
         update = tiny.jit(transform.update)
-        gradient = tiny.jit(jax.value_and_grad(icepop_by_formula, has_aux=True))
         wanted, state, losses = params(), transform.init(params()), []
         for first in range(2):
             part = {k: v[first::2] for k, v in batch.items()}
             part["weights"] = 2 * part["weights"]
-            (loss, num_moved), grads = gradient(wanted, part, old[first::2])
+            (loss, num_moved), grads = formula()(wanted, part, old[first::2])
             updates, state = update(grads, state, wanted)
             wanted = optax.apply_updates(wanted, updates)
             losses.append(float(loss))
@@ -292,10 +298,10 @@ class BatchTest(parameterized.TestCase):
 
 
 @functools.cache
-def rollouts_of(weights, router_replay=True):
-    """A batch that a real engine has played, and what was logged of it."""
-    rl = {"router_replay": router_replay, "rollout_weights": weights}
-    config = rl_runs.make_config(rl)
+def rollouts_of(weights, temperature=1.0):
+    """A batch that a real engine has played, with its routing."""
+    rl = {"rollout_weights": weights, "temperature": temperature}
+    config = rl_runs.make_config(rl | {"router_replay": True})
     taskset = rl_runs.Lottery()
     with mock.patch.object(environments, "make", return_value=taskset):
         feed = rl_lib.Rollouts(config)
@@ -322,6 +328,17 @@ class RouterReplayTest(parameterized.TestCase):
         np.testing.assert_allclose(
             replayed[mask], recorded[mask], rtol=0, atol=GAP_ATOL
         )
+
+    def test_log_probs_are_those_of_the_temperature(self):
+        batch, temperature = rollouts_of("same", 0.7), 0.7
+        rl = dataclasses.replace(CONFIG.rl, temperature=temperature)
+        config = dataclasses.replace(CONFIG, rl=rl)
+        got, _ = logprobs_function()(params(), config, batch)
+        recorded, mask = batch["rollout_logprobs"], batch["loss_mask"] > 0
+        np.testing.assert_allclose(
+            np.asarray(got)[mask], recorded[mask], rtol=0, atol=GAP_ATOL
+        )
+        self.assertGreater(np.abs(routed(batch)[0] - recorded)[mask].max(), 0.1)
 
     def test_int8_rollouts_are_replayed_where_the_trainer_would_choose_others(self):
         batch = rollouts_of("int8")

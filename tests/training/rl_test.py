@@ -266,6 +266,8 @@ class RunTest(parameterized.TestCase):
         self.assertEqual(repeated, [1, 1, 2, 0])
         norms = [record["train/grad_norm"] > 0 for record in records]
         self.assertEqual(norms, [False, True, False, False])
+        skipped = [record["optim/skipped_total"] for record in records]
+        self.assertEqual(skipped, [0, 0, 0, 1])
         self.assertEqual(summary["eval/invalid"], 2)
         self.assertEqual(summary["eval/success"], 1)
         wanted = rl_lib.wilson_interval(6, 6)
