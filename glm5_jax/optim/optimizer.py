@@ -135,7 +135,8 @@ def update_if_finite(
 ) -> tuple[optax.Params, State, dict[str, Array]]:
     """One step; leaves parameters and the inner state as they are on a NaN or infinity.
 
-    So it does where the caller does not allow the update (`is_allowed`).
+    So it does where the caller does not allow the update (`is_allowed`), which counts
+    as skipped, but not in a row: nothing is wrong with the gradient.
 
     The caller ends the run when optim/skipped_in_a_row passes max_skipped_in_a_row.
     Arithmetic is float32 whatever the types of parameters and gradients.
@@ -156,7 +157,8 @@ def update_if_finite(
         lambda g, label: None if label == "frozen" else g, grads, optimizer.labels
     )
     norm = jnp.asarray(optax.tree.norm(trained))
-    is_finite = jnp.isfinite(norm) & is_allowed
+    is_finite = jnp.isfinite(norm)
+    is_applied = is_finite & is_allowed
     # Outside of the cond, or every parameter's kernel computes the schedule anew.
     rate = jnp.asarray(optimizer.learning_rate(state.num_updates))
 
@@ -171,15 +173,17 @@ def update_if_finite(
         updates = jax.tree.map(lambda u: rate * u, updates)
         return optax.apply_updates(params, updates), inner
 
-    new_params, inner = lax.cond(is_finite, apply, lambda: (params, state.inner))
+    new_params, inner = lax.cond(is_applied, apply, lambda: (params, state.inner))
     metrics: dict[str, Array] = {
         "train/grad_norm": norm,
         "optim/learning_rate": rate,
-        "optim/skipped_in_a_row": jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
-        "optim/skipped_total": state.skipped_total + ~is_finite,
+        "optim/skipped_in_a_row": jnp.where(
+            is_applied, 0, state.skipped_in_a_row + ~is_finite
+        ),
+        "optim/skipped_total": state.skipped_total + ~is_applied,
     }
     counts = (metrics["optim/skipped_in_a_row"], metrics["optim/skipped_total"])
-    return new_params, State(inner, state.num_updates + is_finite, *counts), metrics
+    return new_params, State(inner, state.num_updates + is_applied, *counts), metrics
 
 
 def _in_float32(tree: optax.Params) -> optax.Params:

@@ -36,7 +36,8 @@ def publish(
 def rounded_to_int8(weight: Float[Array, "*d n"]) -> Float[Array, "*d n"]:
     """The nearest multiples -127 .. 127 of a scale for each vector of the last dim."""
     largest = jnp.max(jnp.abs(weight), axis=-1, keepdims=True)
-    scale = jnp.maximum(largest, jnp.finfo(weight.dtype).tiny) / 127
+    # Below tiny a scale is flushed to 0, and vectors of zeros would become NaN.
+    scale = jnp.maximum(largest / 127, jnp.finfo(weight.dtype).tiny)
     return jnp.round(weight / scale) * scale
 
 

@@ -33,6 +33,14 @@ class Feed(Protocol):
         """The batch of step `step`, counted from 0, and what to log of it."""
         ...
 
+    def check(self, metrics: Metrics, step: int) -> None:
+        """Raises where what update `step` measured must end the run.
+
+        It is asked before anything is done with the new parameters; who looks at
+        `metrics` waits for the device.
+        """
+        ...
+
     def evaluate(self, params: dict, step: int, place: Place) -> dict[str, float]:
         """Held-out figures after `step` updates."""
         ...

@@ -85,6 +85,7 @@ def _steps(
             _log(writer, run.step, clock.read(pending), config)
         run.step += 1
         pending = {**metrics, **seen}
+        _check(run, writer, pending)
         due = _due(run.step, config)
         if due:
             with clock.paused(pending):
@@ -120,6 +121,18 @@ def write_sample(run: run_lib.Run) -> str:
     (folder / f"{run.step}.txt").write_text(text, encoding="utf-8")
     logging.info("Sample after step %d:\n%s", run.step, text)
     return text
+
+
+def _check(
+    run: run_lib.Run, writer: metrics_lib.MetricsWriter, metrics: dict[str, Any]
+) -> None:
+    """Lets the stage end the run, with the step's line as the last one."""
+    try:
+        run.feed.check(metrics, run.step)
+    except Exception:
+        writer.write(run.step, metrics)
+        run.checkpoints.close()  # those of earlier steps may be under way
+        raise
 
 
 def _log(

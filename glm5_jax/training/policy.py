@@ -5,6 +5,7 @@ and for every target: rollout_logprobs, advantages, weights, and where the train
 replays the engine's routing, experts [B, T, M, K].
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,16 +53,20 @@ def make_policy_step(
 ) -> Callable[[dict, Any, step_lib.Batch], tuple[dict, Any, step_lib.Metrics]]:
     """Builds (params, optimizer state, batch) -> (params, optimizer state, metrics).
 
-    One call is all updates of a batch of rollouts. An update is left out where the
-    trainer's log-probs and the engine's are too far apart (rl.max_logprob_gap) or
-    nothing was sampled.
+    One call is all updates of a batch of rollouts. They are left out where the
+    trainer's log-probs and the engine's are too far apart (rl.max_logprob_gap); an
+    update is where nothing was sampled.
     """
     num_updates = config.rl.updates_per_rollout
 
-    def update(carry: tuple, batch: step_lib.Batch) -> tuple[tuple, step_lib.Metrics]:
+    def update(
+        carry: tuple, batch: step_lib.Batch, gap: Float[Array, ""] | None = None
+    ) -> tuple[tuple, step_lib.Metrics]:
         params, state = carry
         gradient = jax.value_and_grad(policy_loss, has_aux=True)
         (loss, metrics), grads = gradient(params, config, batch)
+        if gap is not None:  # of all the rollouts: no part is applied if another fails
+            metrics[GAP] = gap
         is_allowed = metrics["rl/trained_tokens"] > 0
         is_allowed &= metrics[GAP] <= config.rl.max_logprob_gap
         with jax.named_scope("optimizer"):
@@ -82,7 +87,10 @@ def make_policy_step(
             {**batch, "old_logprobs": lax.stop_gradient(old_logprobs)},
         )
         parts["weights"] *= num_updates  # each part's sum to 1, as the whole's do
-        (params, state), metrics = lax.scan(update, (params, state), parts)
+        gap, _ = _gap(old_logprobs, batch)
+        (params, state), metrics = lax.scan(
+            functools.partial(update, gap=gap), (params, state), parts
+        )
         return params, state, _summary(metrics)
 
     return policy_step
@@ -112,13 +120,15 @@ def policy_loss(
         mask,
     )
     values = objectives.means(tokens.metrics)
+    # Not the objective's own figure: that of dis holds what updates have moved as well.
+    gap, largest_gap = _gap(batch.get("old_logprobs", logprobs), batch)
     surprise = jnp.sum(jnp.where(mask, -logprobs, 0))
     metrics = {
         "rl/trained_tokens": values["tokens"],
         "rl/masked_fraction": values["masked_fraction"],
         "rl/clip_fraction": values["clip_fraction"],
-        GAP: values["gap_mean"],
-        f"{GAP}_max": values["gap_max"],
+        GAP: gap,
+        f"{GAP}_max": largest_gap,
         "rl/ratio": values["ratio_mean"],
         "rl/kl": values["kl_k3"],
         # E[-log pi] under what was sampled is the policy's entropy.
@@ -126,6 +136,16 @@ def policy_loss(
     }
     loss = jnp.sum(batch["weights"] * tokens.loss)
     return loss, metrics | step_lib.load_metrics(aux)
+
+
+def _gap(
+    logprobs: Float[Array, "B T"], batch: step_lib.Batch
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Mean and maximum of |log pi_train - log pi_infer| over the sampled tokens."""
+    mask = batch["loss_mask"] > 0
+    gaps = jnp.abs(lax.stop_gradient(logprobs) - batch["rollout_logprobs"])
+    gaps = jnp.where(mask, gaps, 0)
+    return jnp.sum(gaps) / jnp.maximum(jnp.sum(mask), 1), jnp.max(gaps)
 
 
 def _summary(metrics: step_lib.Metrics) -> step_lib.Metrics:

@@ -22,11 +22,15 @@ from glm5_jax.data import chat
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import engine as engine_lib
 from glm5_jax.rl import advantages, environments, episodes, gateway, publisher, rollouts
-from glm5_jax.training import feed
+from glm5_jax.training import feed, policy
 
 NUM_SHOWN = 4  # episodes of a sample
 _Z = 1.959964  # of a two-sided interval of 95%
 _EVAL_IDS = 2**30  # request ids from here on are those of evaluations
+
+
+class GapError(RuntimeError):
+    """Rollouts came from another policy than the one that is trained."""
 
 
 class Rollouts:
@@ -100,6 +104,25 @@ class Rollouts:
             ),
         }
         return self._batch(weighted), metrics
+
+    def check(self, metrics: feed.Metrics, step: int) -> None:
+        """Ends the run where trainer and engine disagree.
+
+        Raises:
+          GapError: rl/logprob_gap is above rl.max_logprob_gap, or no number.
+        """
+        gap, limit = float(metrics[policy.GAP]), self._config.rl.max_logprob_gap
+        if not gap <= limit:
+            raise GapError(
+                f"{policy.GAP} of step {step} is {gap:.3g}, more than "
+                f"rl.max_logprob_gap={limit:g}: the engine that played the rollouts "
+                f"and the trainer disagree about what was sampled. Its update was not "
+                f"applied and not saved. Where nothing is broken, come closer with "
+                f"rl.rollout_weights=same, rl.router_replay=true or "
+                f"model.dtype=float32, or raise rl.max_logprob_gap; the same command "
+                f"then goes on from the last checkpoint or, with other settings than "
+                f"the limit, another run with init_from does."
+            )
 
     def evaluate(self, params: dict, step: int, place: feed.Place) -> dict[str, float]:
         """Share of held-out tasks solved, each tried once, with its 95% interval."""

@@ -1,6 +1,7 @@
 """What a run is made of: data, mesh, parameters, optimizer, compiled steps."""
 
 import dataclasses
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     feed.tokenizer.save(workdir / "tokenizer.json")
     checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
     mesh = sharding.make_mesh(config.mesh)
+    _require_whole_rows(config, feed, mesh)
     dims = transformer.param_dims(config.model)
     optimizer = step_lib.make_optimizer(config)
     places = sharding.shardings(dims, mesh)
@@ -133,6 +135,28 @@ def _place(abstract: Any, places: Any) -> Any:
         abstract,
         places,
     )
+
+
+def _require_whole_rows(
+    config: config_lib.TrainConfig, feed: feed_lib.Feed, mesh: Mesh
+) -> None:
+    """Each device of the batch axes must get as many rows as any other.
+
+    The config checks this where it says how many devices there are: mesh.data=-1 says
+    nothing.
+    """
+    num_rows = feed.tokens_per_step // config.data.sequence_length
+    names = sharding.RULES["B"]
+    num_parts = math.prod(mesh.shape[name] for name in names)
+    if num_rows % num_parts:
+        is_rl = config.stage == "rl"
+        rows = "rl.prompts_per_step * rl.group_size" if is_rl else "data.batch_size"
+        axes = " * ".join(f"{name}={mesh.shape[name]}" for name in names)
+        raise config_lib.InputError(
+            f"{rows} must be divisible by the devices of the mesh that share a batch, "
+            f"{axes}, got {num_rows} rows on {num_parts} devices; change {rows}, or "
+            f"give devices to mesh.tensor."
+        )
 
 
 def _require_same_data(theirs: str, ours: str, workdir: pathlib.Path) -> None:

@@ -18,6 +18,7 @@ MAY_CHANGE = (
     *("num_steps", "log_every", "eval_every", "eval_batches", "checkpoint_every"),
     *("sample_every", "sample_prompt", "sample_tokens", "checkpoints_to_keep"),
     *("data.cache_dir", "data.num_prefetch"),
+    *("rl.max_logprob_gap", "rl.num_eval_tasks"),
 )
 _MAX_SHOWN = 5
 

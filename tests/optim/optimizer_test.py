@@ -237,6 +237,18 @@ class UpdateIfFiniteTest(parameterized.TestCase):
         self.assertEqual(metrics["optim/skipped_in_a_row"], 0)
         self.assertEqual(metrics["optim/skipped_total"], 2)
 
+    def test_what_is_not_allowed_is_skipped_but_is_no_failure_in_a_row(self):
+        opt, params, grads = make(), random_tree(0), random_tree(1)
+        poisoned = dict(grads, norm=grads["norm"] * jnp.nan)
+        state, update = opt.init(params), optimizer.update_if_finite
+        given = [(grads, False), (poisoned, True), (grads, False), (poisoned, False)]
+        for (gradient, is_allowed), in_a_row in zip(given, [0, 1, 1, 2], strict=True):
+            after, state, metrics = update(opt, gradient, state, params, is_allowed)
+            jax.tree.map(np.testing.assert_array_equal, after, params)
+            self.assertEqual(metrics["optim/skipped_in_a_row"], in_a_row)
+        self.assertEqual(metrics["optim/skipped_total"], 4)
+        self.assertEqual(state.num_updates, 0)
+
     def test_the_learning_rate_follows_the_applied_updates(self):
         fields = {"schedule": "linear", "warmup_steps": 3}
         rate = schedule.learning_rate(config_lib.OptimConfig(**fields), 20)

@@ -1,0 +1,365 @@
+"""The training step of stage rl: loss, gate, updates; and the batch that it gets."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import sharding
+from glm5_jax.data import chat
+from glm5_jax.model import cached, transformer
+from glm5_jax.rl import environments, episodes, gateway
+from glm5_jax.rl.environments import protocol
+from glm5_jax.training import policy
+from glm5_jax.training import rl as rl_lib
+from glm5_jax.training import step as step_lib
+from tests import environment
+from tests.model import tiny
+from tests.training import rl_runs
+
+T, ROWS = rl_runs.LENGTH, 8
+ORDER_ATOL = 1e-6  # of sums of order 0.1 in float32, in another order
+GAP_ATOL = 1e-5  # log-probabilities from two programs, in float32
+BETA = 1.02  # so narrow that rounding to int8 leaves it
+CONFIG = rl_runs.make_config(
+    {"updates_per_rollout": 2, "max_logprob_gap": 0.05, "pop_beta": BETA},
+    # Adam's step is then a smooth function of the gradient, not of its sign.
+    optim=config_lib.OptimConfig(
+        name="adamw",
+        learning_rate=0.1,
+        end_learning_rate=0.1,
+        schedule="constant",
+        weight_decay=0.0,
+        adam_eps=1e-2,
+    ),
+)
+
+
+OBSERVATION = "<tool_response>", "</tool_response>"
+
+
+@functools.cache
+def params():
+    return tiny.params(CONFIG.model)
+
+
+@functools.cache
+def loss_function(config):
+    return tiny.jit(
+        jax.value_and_grad(policy.policy_loss, has_aux=True), static_argnums=1
+    )
+
+
+def loss_and_grads(batch, config=CONFIG):
+    (loss, metrics), grads = loss_function(config)(params(), config, batch)
+    return jax.device_get((loss, metrics, grads))
+
+
+@functools.cache
+def logprobs_function():
+    return tiny.jit(policy.token_logprobs, static_argnums=1)
+
+
+@functools.cache
+def make_batch(seed=0):
+    """Rows of episodes whose rollout log-probs are near the trainer's, but for some."""
+    rng = np.random.default_rng(seed)
+    lengths = [(int(n),) for n in rng.integers(8, T + 1, ROWS)]
+    batch = jax.device_get(tiny.batch(CONFIG.model, lengths, T, seed))
+    mask = (batch["segment_ids"] > 0) & (rng.random((ROWS, T)) < 0.7)
+    logprobs = np.asarray(logprobs_function()(params(), CONFIG, batch)[0])
+    gaps = rng.uniform(-0.01, 0.01, (ROWS, T))
+    gaps[np.arange(3), mask.argmax(1)[:3]] = 1.0  # beyond the band of IcePop
+    advantages = rng.normal(size=(ROWS, 1)) * np.ones((1, T))
+    weights = np.ones((1, T)) / (ROWS * mask.sum(1, keepdims=True))
+    values = {"rollout_logprobs": logprobs - gaps, "advantages": advantages}
+    values |= {"weights": weights * mask, "loss_mask": mask}
+    return batch | {k: np.asarray(v, np.float32) for k, v in values.items()}
+
+
+def assert_close(got, wanted, atol=ORDER_ATOL):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), got, wanted
+    )
+
+
+def icepop_by_formula(params, batch, old):
+    """-sum w pop(rho) min(r A, clip(r) A), of tokens that were sampled."""
+    rl = CONFIG.rl
+    logprobs, _ = policy.token_logprobs(params, CONFIG, batch)
+    mask = batch["loss_mask"] > 0
+    r = jnp.exp(logprobs - old)
+    rho = jnp.exp(old - batch["rollout_logprobs"])
+    is_inside = (rho >= 1 / rl.pop_beta) & (rho <= rl.pop_beta)
+    a = batch["advantages"]
+    surrogate = jnp.minimum(r * a, jnp.clip(r, 1 - rl.clip_low, 1 + rl.clip_high) * a)
+    tokens = jnp.where(mask & is_inside, rho * surrogate, 0)
+    is_moved = (r > 1 + rl.clip_high) | (r < 1 - rl.clip_low)
+    return -jnp.sum(batch["weights"] * tokens), jnp.sum(mask & is_moved)
+
+
+@functools.cache
+def formula():
+    return tiny.jit(jax.value_and_grad(icepop_by_formula, has_aux=True))
+
+
+class LossTest(parameterized.TestCase):
+    def test_order_of_rows_does_not_matter(self):
+        wanted = loss_and_grads(make_batch())
+        order = np.random.default_rng(1).permutation(ROWS)
+        got = loss_and_grads({k: v[order] for k, v in make_batch().items()})
+        assert_close(got, wanted)
+
+    def test_it_is_the_formula_and_rows_of_padding_do_not_matter(self):
+        few = {k: v[: ROWS // 2] for k, v in make_batch().items()}
+        old, _ = logprobs_function()(params(), CONFIG, make_batch())
+        (wanted, _), wanted_grads = formula()(params(), few, old[: ROWS // 2])
+        padded = {k: np.concatenate([v, np.zeros_like(v)]) for k, v in few.items()}
+        loss, metrics, grads = loss_and_grads(padded)
+        assert_close((loss, grads), (wanted, wanted_grads))
+        mask = few["loss_mask"] > 0
+        gaps = np.abs(old[: ROWS // 2] - few["rollout_logprobs"])[mask]
+        self.assertAlmostEqual(metrics[policy.GAP], gaps.mean(), places=5)
+        self.assertAlmostEqual(metrics["rl/masked_fraction"], 3 / mask.sum(), places=6)
+
+    @parameterized.named_parameters(
+        ("data_fsdp_expert", {"data": 2, "fsdp": 2, "expert": 2}),
+        ("data_tensor", {"data": 4, "tensor": 2}),
+    )
+    def test_sharding_does_not_matter(self, axes):
+        wanted = loss_and_grads(make_batch())
+        mesh = sharding.make_mesh(config_lib.MeshConfig(**axes))
+        places = sharding.shardings(transformer.param_dims(CONFIG.model), mesh)
+        where = jax.NamedSharding(mesh, sharding.spec(("B", "T")))
+        function = tiny.jit(
+            jax.value_and_grad(policy.policy_loss, has_aux=True), static_argnums=1
+        )
+        with jax.set_mesh(mesh):
+            (loss, metrics), grads = function(
+                jax.device_put(params(), places),
+                CONFIG,
+                jax.device_put(make_batch(), where),
+            )
+            assert_close(jax.device_get((loss, metrics, grads)), wanted)
+
+    def test_what_was_not_sampled_has_no_gradient(self):
+        """Whatever is claimed of it, even NaN: the same bits."""
+        batch = make_batch()
+        wanted = loss_and_grads(batch)
+        hidden = batch["loss_mask"] == 0
+        broken = dict(batch)
+        for name in ("rollout_logprobs", "advantages"):
+            broken[name] = np.where(hidden, np.float32(np.nan), batch[name])
+        broken["weights"] = np.where(hidden, np.float32(3), batch["weights"])
+        got = loss_and_grads(broken)
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+    def test_the_gap_is_that_before_the_updates(self):
+        """Also for dis, whose own ratio holds what the updates have moved."""
+        batch = make_batch()
+        moved = batch["rollout_logprobs"] + 0.25
+        rl = dataclasses.replace(CONFIG.rl, objective="dis")
+        config = dataclasses.replace(CONFIG, rl=rl)
+        loss = tiny.jit(policy.policy_loss, static_argnums=1)
+        _, metrics = loss(params(), config, batch | {"old_logprobs": moved})
+        self.assertAlmostEqual(metrics[policy.GAP], 0.25, places=5)
+        self.assertAlmostEqual(metrics[f"{policy.GAP}_max"], 0.25, places=5)
+        self.assertNotAlmostEqual(float(metrics["rl/ratio"]), np.exp(0.25), places=2)
+
+
+@functools.cache
+def two_updates():
+    """The jitted step and the optimizer's first state."""
+    optimizer = step_lib.make_optimizer(CONFIG)
+    step = tiny.jit(policy.make_policy_step(CONFIG, optimizer))
+    return step, tiny.jit(optimizer.init)(params())
+
+
+class UpdatesTest(parameterized.TestCase):
+    def test_two_updates_equal_a_loop_with_the_log_probs_from_before(self):
+        batch = make_batch()
+        old, _ = logprobs_function()(params(), CONFIG, batch)
+        transform = optax.adamw(0.1, b1=0.9, b2=0.95, eps=1e-2, weight_decay=0.0)
+        transform = optax.partition(
+            {"trained": transform, "frozen": optax.set_to_zero()},
+            jax.tree.map(
+                lambda label: "frozen" if label == "frozen" else "trained",
+                step_lib.make_optimizer(CONFIG).labels,
+            ),
+        )
+        update = tiny.jit(transform.update)
+        wanted, state, losses = params(), transform.init(params()), []
+        for first in range(2):
+            part = {k: v[first::2] for k, v in batch.items()}
+            part["weights"] = 2 * part["weights"]
+            (loss, num_moved), grads = formula()(wanted, part, old[first::2])
+            updates, state = update(grads, state, wanted)
+            wanted = optax.apply_updates(wanted, updates)
+            losses.append(float(loss))
+        self.assertGreater(num_moved, 3)  # or old log-probs would not be tested
+        step, state = two_updates()
+        got, state, metrics = step(params(), state, batch)
+        assert_close(got, wanted, atol=1e-5)  # two steps of 0.1 g / (|g| + 0.01)
+        self.assertAlmostEqual(metrics["train/loss"], np.mean(losses), places=5)
+        self.assertEqual(int(state.num_updates), 2)
+        self.assertEqual(metrics["rl/trained_tokens"], batch["loss_mask"].sum())
+        self.assertGreater(metrics["rl/clip_fraction"], 0)
+        halves = [batch["loss_mask"][first::2].sum() for first in range(2)]
+        fraction = np.mean([2 / halves[0], 1 / halves[1]])  # rows 0 and 2, row 1
+        self.assertAlmostEqual(metrics["rl/masked_fraction"], fraction, places=6)
+
+    @parameterized.parameters(0, 1)
+    def test_one_bad_half_stops_both_updates(self, bad):
+        batch = dict(make_batch())
+        gaps = np.zeros((ROWS, 1), np.float32)
+        gaps[bad::2] = 0.2
+        batch["rollout_logprobs"] = batch["rollout_logprobs"] + gaps
+        step, state = two_updates()
+        after, new_state, metrics = step(params(), state, batch)
+        self.assertGreater(metrics[policy.GAP], CONFIG.rl.max_logprob_gap)
+        jax.tree.map(np.testing.assert_array_equal, after, params())
+        jax.tree.map(np.testing.assert_array_equal, new_state.inner, state.inner)
+        self.assertEqual(int(new_state.num_updates), 0)
+        self.assertEqual(int(metrics["optim/skipped_total"]), 2)
+        self.assertEqual(int(metrics["optim/skipped_in_a_row"]), 0)
+
+
+def calculator_episode(template, taskset, index, reward):
+    """An episode in which every turn of a demonstration was sampled."""
+    task = taskset.task("train", 0, index)
+    rendered = template.render(taskset.demonstration(task), task.tools)
+    size = len(rendered.tokens) - rendered.mask[::-1].index(True)  # ends sampled
+    mask = rendered.mask[:size]
+    logprobs = [-0.5 * sampled for sampled in mask]
+    versions = [0 if sampled else gateway.NOT_SAMPLED for sampled in mask]
+    sample = gateway.Sample(rendered.tokens[:size], mask, logprobs, versions).check()
+    return episodes.Episode(
+        task=task,
+        group=0,
+        samples=[sample],
+        reward=protocol.Reward(reward),
+        label=protocol.Label.OK,
+        num_turns=2,
+        num_forks=0,
+        transcript=[],
+    )
+
+
+class BatchTest(parameterized.TestCase):
+    def test_observations_of_a_tool_are_read_but_not_learned(self):
+        config = rl_runs.make_config(
+            {"environment": "calculator_untold:2", "prompts_per_step": 1, "slots": 1},
+            data=config_lib.DataConfig(
+                tokenizer="byte_chat", enable_thinking=False, sequence_length=256
+            ),
+        )
+        feed = rl_lib.Rollouts(config)
+        template = chat.make_template(config.data, feed.tokenizer)
+        taskset = environments.make(config.rl.environment)
+        rewards = [1.0, 0.0, 0.0, 0.0]
+        played = [
+            calculator_episode(template, taskset, i, r) for i, r in enumerate(rewards)
+        ]
+        with (
+            mock.patch.object(rl_lib.Rollouts, "_published"),
+            mock.patch.object(rl_lib.Rollouts, "_play", return_value=[played]),
+        ):
+            batch, metrics = feed.next({}, 0)
+        self.assertEqual(metrics["rollout/episodes"], 4)
+        advantages = (np.array(rewards) - 0.25) / (0.5 + 1e-6)
+        for row, episode in enumerate(played):
+            (sample,) = episode.samples
+            for i, target in enumerate(sample.tokens[1:]):
+                is_sampled = sample.mask[i + 1]
+                self.assertEqual(batch["tokens"][row, i], sample.tokens[i])
+                self.assertEqual(batch["targets"][row, i], target)
+                self.assertEqual(batch["loss_mask"][row, i], is_sampled)
+                count = sum(sample.mask)
+                wanted = {
+                    "advantages": advantages[row],
+                    "weights": 1 / (4 * count),
+                    "rollout_logprobs": -0.5,
+                }
+                for name, value in wanted.items():
+                    got = batch[name][row, i]
+                    self.assertAlmostEqual(got, value * is_sampled, places=6)
+            ids = feed.tokenizer.special_ids
+            first, last = map(sample.tokens.index, map(ids.get, OBSERVATION))
+            self.assertTrue(any(sample.mask[:first]) and any(sample.mask[last + 1 :]))
+            self.assertGreater(last, first + 1)
+            self.assertFalse(any(sample.mask[first : last + 1]))
+            self.assertEqual(batch["segment_ids"][row].sum(), len(sample.tokens) - 1)
+
+
+@functools.cache
+def rollouts_of(weights, temperature=1.0):
+    """A batch that a real engine has played, with its routing."""
+    rl = {"rollout_weights": weights, "temperature": temperature}
+    config = rl_runs.make_config(rl | {"router_replay": True})
+    taskset = rl_runs.Lottery()
+    with mock.patch.object(environments, "make", return_value=taskset):
+        feed = rl_lib.Rollouts(config)
+    return feed.next(params(), 0)[0]
+
+
+def routed(batch):
+    """Log-probs and the experts that each token of the batch went to."""
+    logprobs, aux = logprobs_function()(params(), CONFIG, batch)
+    experts = cached.chosen_experts(CONFIG.model, aux, batch["tokens"].shape)
+    return np.asarray(logprobs), np.moveaxis(np.asarray(experts), 0, 2)
+
+
+class RouterReplayTest(parameterized.TestCase):
+    def test_same_weights_route_alike_replayed_or_not(self):
+        batch = rollouts_of("same")
+        real, mask = batch["segment_ids"] > 0, batch["loss_mask"] > 0
+        without = {k: v for k, v in batch.items() if k != "experts"}
+        (replayed, experts), (chosen, own) = routed(batch), routed(without)
+        np.testing.assert_array_equal(experts[real], batch["experts"][real])
+        np.testing.assert_array_equal(own[real], batch["experts"][real])
+        np.testing.assert_allclose(replayed[real], chosen[real], rtol=0, atol=GAP_ATOL)
+        recorded = batch["rollout_logprobs"]
+        np.testing.assert_allclose(
+            replayed[mask], recorded[mask], rtol=0, atol=GAP_ATOL
+        )
+
+    def test_log_probs_are_those_of_the_temperature(self):
+        batch, temperature = rollouts_of("same", 0.7), 0.7
+        rl = dataclasses.replace(CONFIG.rl, temperature=temperature)
+        config = dataclasses.replace(CONFIG, rl=rl)
+        got, _ = logprobs_function()(params(), config, batch)
+        recorded, mask = batch["rollout_logprobs"], batch["loss_mask"] > 0
+        np.testing.assert_allclose(
+            np.asarray(got)[mask], recorded[mask], rtol=0, atol=GAP_ATOL
+        )
+        self.assertGreater(np.abs(routed(batch)[0] - recorded)[mask].max(), 0.1)
+
+    def test_int8_rollouts_are_replayed_where_the_trainer_would_choose_others(self):
+        batch = rollouts_of("int8")
+        real = batch["segment_ids"] > 0
+        without = {k: v for k, v in batch.items() if k != "experts"}
+        np.testing.assert_array_equal(routed(batch)[1][real], batch["experts"][real])
+        others = np.sort(routed(without)[1]) != np.sort(batch["experts"])
+        self.assertGreater(others[real].sum(), 0)
+
+    def test_int8_rollouts_have_a_gap_that_is_logged_and_masked(self):
+        without = {k: v for k, v in rollouts_of("int8").items() if k != "experts"}
+        mask = without["loss_mask"] > 0
+        _, metrics, _ = loss_and_grads(without)
+        log_rho = (routed(without)[0] - without["rollout_logprobs"])[mask]
+        self.assertGreater(metrics[policy.GAP], 1e-3)
+        self.assertAlmostEqual(metrics[policy.GAP], np.abs(log_rho).mean(), places=5)
+        wanted = np.mean(np.abs(log_rho) > np.log(BETA))
+        self.assertBetween(wanted, 0.01, 0.99)
+        self.assertAlmostEqual(metrics["rl/masked_fraction"], wanted, delta=1e-2)
+        self.assertAlmostEqual(metrics["rl/ratio"], np.exp(log_rho).mean(), places=4)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,160 @@
+"""Runs of stage rl that are over in seconds, and rewards that a random model earns."""
+
+import asyncio
+import dataclasses
+import pathlib
+import sys
+from unittest import mock
+
+import jax
+import numpy as np
+
+from glm5_jax import config as config_lib
+from glm5_jax import sharding
+from glm5_jax.checkpoint import manager
+from glm5_jax.model import transformer
+from glm5_jax.rl import environments
+from glm5_jax.rl.environments import protocol
+from glm5_jax.training import loop, metrics
+from glm5_jax.training import step as step_lib
+from tests import environment
+from tests.model import tiny
+
+LENGTH = 40
+# One stack of layers, which compiles faster than two.
+MODEL = tiny.model(
+    num_hidden_layers=2, first_k_dense_replace=0, vocab_size=292, mtp_num_steps=1
+)
+
+
+class Lottery:
+    """Tasks of another taskset; what is paid is chance, but the same every time."""
+
+    def __init__(self, name="reverse_dense:2-3", seconds=0.0):
+        """`seconds` is how long an environment thinks about an answer."""
+        self.name, self._seconds = name, seconds
+        self._tasks = environments.ladder.Ladder(name)
+
+    def task(self, split, seed, index):
+        return self._tasks.task(split, seed, index)
+
+    def environment(self):
+        return self
+
+    def demonstration(self, task):
+        return self._tasks.demonstration(task)
+
+    async def reset(self, task):
+        return task.messages
+
+    async def step(self, message):
+        await asyncio.sleep(self._seconds)
+        total = sum(map(ord, message["content"])) % 5 / 4
+        reward = protocol.Reward(total, {"luck": total})
+        return protocol.StepResult((), reward, terminated=True, truncated=False)
+
+    async def close(self):
+        pass
+
+
+def make_config(rl=None, model=None, **changes):
+    """A run of 4 steps; `rl` and `model` are changes of those sections."""
+    rl_settings = {
+        "environment": "reverse_dense:2-3",
+        "prompts_per_step": 2,
+        "group_size": 4,
+        "max_new_tokens": 6,
+        "max_turns": 1,
+        # Two programs: prompts are shorter than this, and all are read at once.
+        "slots": 8,
+        "prefill_chunk": 16,
+        "num_eval_tasks": 8,
+        "max_logprob_gap": 1e-5,
+    }
+    config = config_lib.TrainConfig(
+        stage="rl",
+        num_steps=4,
+        eval_every=0,
+        checkpoint_every=2,
+        model=dataclasses.replace(MODEL, **(model or {})),
+        data=config_lib.DataConfig(
+            tokenizer="byte_chat", enable_thinking=False, sequence_length=LENGTH
+        ),
+        optim=config_lib.OptimConfig(
+            name="adamw", learning_rate=1e-2, end_learning_rate=1e-3
+        ),
+        rl=config_lib.RLConfig(**(rl_settings | (rl or {}))),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def one_device(num=1):
+    """Patches the mesh: the first `num` devices along fsdp; one compiles faster."""
+    sizes = [num if axis == "fsdp" else 1 for axis in sharding.AXES]
+    mesh = jax.make_mesh(
+        sizes,
+        sharding.AXES,
+        devices=jax.devices()[:num],
+        axis_types=(jax.sharding.AxisType.Auto,) * len(sharding.AXES),
+    )
+    return mock.patch.object(sharding, "make_mesh", return_value=mesh)
+
+
+def read_state(workdir, config):
+    """Parameters and optimizer state of a run's newest checkpoint."""
+    params = transformer.abstract_params(config.model)
+    optimizer = step_lib.make_optimizer(config)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    checkpoints = manager.CheckpointManager(workdir, 9)
+    _, state, _ = checkpoints.restore(state)
+    checkpoints.close()
+    return jax.device_get(state)
+
+
+def assert_same_state(workdir, other, config):
+    """Bit by bit."""
+    states = [read_state(folder, config) for folder in (workdir, other)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def computed(workdir):
+    """The lines of metrics.jsonl without what depends on the machine or eval_every."""
+    records = metrics.read(workdir / "metrics.jsonl")
+    return [
+        {k: v for k, v in record.items() if not k.startswith(("perf/", "eval/"))}
+        for record in records
+    ]
+
+
+def initial_params(config):
+    """What a run starts from."""
+    init = jax.jit(transformer.init_params, static_argnums=0)
+    return jax.device_get(init(config.model, jax.random.key(config.seed)))
+
+
+def by_path(params):
+    """Arrays by tuple of names."""
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {tuple(key.key for key in path): value for path, value in flat}
+
+
+def main():
+    """A run with slow environments, to be killed: WORKDIR, seconds of an answer."""
+    environment.configure()
+    taskset = Lottery(seconds=float(sys.argv[2]))
+    answered = taskset.step
+
+    async def step(message):
+        print("answer", flush=True)  # noqa: T201  the parent counts them
+        return await answered(message)
+
+    taskset.step = step
+    with (
+        one_device(),
+        mock.patch.object(environments, "make", return_value=taskset),
+    ):
+        loop.train(make_config(), pathlib.Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

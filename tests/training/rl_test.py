@@ -1,0 +1,367 @@
+"""Stage rl: a whole run, its resumption, its end where trainer and engine disagree."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax.rl import environments, publisher, rollouts
+from glm5_jax.rl.environments import protocol
+from glm5_jax.training import loop, metrics, run_folder
+from glm5_jax.training import rl as rl_lib
+from glm5_jax.training import run as run_lib
+from tests import environment
+from tests.rl import faults
+from tests.training import rl_runs
+
+# Engine and trainer sum in another order: float32's rounding of a log-probability.
+GAP_ATOL = 1e-5
+ROOT = pathlib.Path(__file__).parent.parent.parent
+_Fault = faults.Fault
+
+
+class Mixed:
+    """Each environment fails in the way that its place in a list says, or not."""
+
+    name = "mixed"
+
+    def __init__(self, plan):
+        """`plan` is by number of the environment; those behind it are sound."""
+        self._plan = iter([*plan, *[_Fault.NONE] * 100])
+        self.task = faults.FaultyTaskset(_Fault.NONE).task
+
+    def environment(self):
+        return faults.FaultyTaskset(next(self._plan)).environment()
+
+    def demonstration(self, task):
+        return None
+
+
+class RunTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = pathlib.Path(folder.name)
+        cls.enterClassContext(rl_runs.one_device())
+        cls.config = rl_runs.make_config()
+        cls.workdir = cls.root / "run"
+        cls.played = []
+        collect = rollouts.collect
+
+        def recorded(*args, **kwargs):
+            cls.played.append(collect(*args, **kwargs))
+            return cls.played[-1]
+
+        with mock.patch.object(rollouts, "collect", recorded):
+            cls.summary = cls.train(cls.config, cls.workdir)
+
+    @classmethod
+    def train(cls, config, workdir, taskset=None):
+        taskset = taskset or rl_runs.Lottery()
+        with mock.patch.object(environments, "make", return_value=taskset):
+            return loop.train(config, workdir)
+
+    def rolled_back(self, name):
+        """The run as it was after its first checkpoint, and a little later."""
+        folder = self.root / name
+        shutil.copytree(self.workdir, folder)
+        shutil.rmtree(folder / "checkpoints" / "4")
+        (folder / "summary.json").unlink()
+        return folder
+
+    def assert_same_run(self, folder):
+        rl_runs.assert_same_state(folder, self.workdir, self.config)
+        lines = [rl_runs.computed(run) for run in (folder, self.workdir)]
+        self.assertEqual(*lines)
+
+    def test_leaves_what_a_run_folder_holds(self):
+        names = {path.name for path in self.workdir.iterdir()}
+        wanted = {"config.json", "metrics.jsonl", "summary.json", "tokenizer.json"}
+        self.assertContainsSubset(wanted | {"checkpoints", "samples"}, names)
+        summary = json.loads((self.workdir / "summary.json").read_text())
+        low, share, high = (
+            summary[f"eval/success{end}"] for end in ("_low", "", "_high")
+        )
+        scores = [e.reward.total for e in self.played[-1]]
+        self.assertLen(scores, self.config.rl.num_eval_tasks)
+        self.assertEqual(share, np.mean([score == 1 for score in scores]))
+        self.assertEqual(summary["eval/reward"], np.mean(scores))
+        self.assertEqual((low, high), rl_lib.wilson_interval(round(share * 8), 8))
+        self.assertBetween(share, low, high)
+        sample = (self.workdir / "samples" / "4.txt").read_text()
+        for episode in self.played[-1][: rl_lib.NUM_SHOWN]:
+            self.assertIn(f"--- {episode.task.id}: {episode.label.value}", sample)
+            self.assertIn(f"reward: {episode.reward.total:g}", sample)
+
+    def test_every_step_trains_on_what_its_own_weights_sampled(self):
+        *steps, _ = self.played
+        records = metrics.read(self.workdir / "metrics.jsonl")
+        self.assertEqual([record["step"] for record in records], [1, 2, 3, 4])
+        for version, (episodes, record) in enumerate(zip(steps, records, strict=True)):
+            samples = [sample for episode in episodes for sample in episode.samples]
+            versions = {v for sample in samples for v in sample.versions}
+            self.assertEqual(versions, {-1, version})
+            count = sum(sum(sample.mask) for sample in samples)
+            self.assertEqual(record["rl/trained_tokens"], count)
+            self.assertEqual(record["rollout/sampled_tokens"], count)
+            mean = np.mean([episode.reward.total for episode in episodes])
+            self.assertAlmostEqual(record["rollout/reward"], mean)
+            self.assertBetween(record["rl/logprob_gap"], 1e-9, GAP_ATOL)
+            self.assertLess(record["rl/logprob_gap_max"], 10 * GAP_ATOL)
+            self.assertAlmostEqual(record["rl/ratio"], 1, delta=GAP_ATOL)
+            self.assertEqual(record["rl/masked_fraction"], 0)
+            self.assertEqual(record["rl/clip_fraction"], 0)
+            ok = sum(episode.label is protocol.Label.OK for episode in episodes)
+            self.assertEqual(record["rollout/label/ok"], ok)
+            self.assertGreater(record["train/grad_norm"], 0.1)
+            self.assertEqual(record["optim/skipped_total"], 0)
+
+    def test_no_two_steps_or_episodes_of_a_group_sample_alike(self):
+        *steps, _ = self.played
+        tokens = [tuple(e.samples[0].tokens) for step in steps for e in step]
+        self.assertLen(set(tokens), len(tokens))
+        tasks = [episode.task.id for step in steps for episode in step]
+        self.assertLen(set(tasks), 4 * self.config.rl.prompts_per_step)
+        self.assertTrue(all("/train/" in task for task in tasks))
+
+    def test_all_but_indexer_mtp_and_router_bias_is_trained(self):
+        before, after = (
+            rl_runs.by_path(params)
+            for params in (
+                rl_runs.initial_params(self.config),
+                rl_runs.read_state(self.workdir, self.config)["params"],
+            )
+        )
+        frozen = ("indexer", "mtp", "e_score_correction_bias")
+        seen = set()
+        for path, old in before.items():
+            names = set(path) & set(frozen)
+            seen |= names
+            moved = np.abs(after[path] - old).max()
+            (self.assertEqual if names else self.assertGreater)(moved, 0, path)
+        self.assertEqual(seen, set(frozen))
+
+    def test_resumed_run_ends_bit_for_bit_alike(self):
+        folder = self.rolled_back("resumed")
+        self.train(self.config, folder)
+        self.assert_same_run(folder)
+        samples = [
+            (run / "samples" / "4.txt").read_text() for run in (folder, self.workdir)
+        ]
+        self.assertEqual(*samples)
+
+    def test_evaluation_in_between_changes_nothing(self):
+        """Neither what is sampled, nor what is learned; and its line is written."""
+        folder = self.rolled_back("evaluated")
+        config = dataclasses.replace(self.config, eval_every=3, log_every=4)
+        self.train(config, folder)
+        rl_runs.assert_same_state(folder, self.workdir, self.config)
+        logged = rl_runs.computed(folder), rl_runs.computed(self.workdir)
+        for line in logged[0]:
+            self.assertIn(line, logged[1])
+        records = metrics.read(folder / "metrics.jsonl")
+        evaluated = [r["step"] for r in records if "eval/success" in r]
+        self.assertEqual(evaluated, [3, 4])
+
+    def test_a_wrong_engine_stops_the_run_before_it_learns(self):
+        """The engine rounds its weights in step 3; mended, the run goes on."""
+        folder, publish = self.rolled_back("stopped"), publisher.publish
+
+        def wrong(engine, params, version, weights):
+            publish(engine, params, version, "int8" if version == 2 else weights)
+
+        with (
+            mock.patch.object(publisher, "publish", wrong),
+            self.assertRaises(rl_lib.GapError) as caught,
+        ):
+            self.train(self.config, folder)
+        message = str(caught.exception)
+        self.assertRegex(message, "rl/logprob_gap of step 3 is .* rl.max_logprob_gap=")
+        self.assertRegex(message, "rollout_weights.*router_replay.*init_from")
+        self.assertIn(f"{self.config.rl.max_logprob_gap:g}", message)
+        steps = {path.name for path in (folder / "checkpoints").iterdir()}
+        self.assertEqual(steps, {"2"})
+        *_, last = metrics.read(folder / "metrics.jsonl")
+        self.assertEqual(last["step"], 3)
+        self.assertGreater(last["rl/logprob_gap"], self.config.rl.max_logprob_gap)
+        self.assertEqual(last["optim/skipped_total"], 1)
+        self.assertEqual(last["optim/skipped_in_a_row"], 0)
+        self.assertFalse((folder / "summary.json").exists())
+        self.train(self.config, folder)
+        self.assert_same_run(folder)
+
+    def test_the_limit_of_a_stopped_run_may_be_raised(self):
+        rl = dataclasses.replace(self.config.rl, max_logprob_gap=1.0, num_eval_tasks=2)
+        config = dataclasses.replace(self.config, rl=rl)
+        run_folder.claim(self.rolled_back("raised"), config)
+
+    def test_equal_rewards_teach_nothing_and_stop_nothing(self):
+        """Dynamic sampling plays more rounds and finds nothing: all stays as it is."""
+        config = rl_runs.make_config({"dynamic_sampling": True, "max_rounds": 2})
+        optim = dataclasses.replace(config.optim, max_skipped_in_a_row=1)
+        config = dataclasses.replace(config, optim=optim)
+        folder = self.root / "equal"
+        self.train(config, folder, faults.FaultyTaskset(_Fault.NONE))
+        records = metrics.read(folder / "metrics.jsonl")
+        self.assertLen(records, 4)
+        for step, record in enumerate(records, 1):
+            self.assertEqual(record["rollout/episodes"], 16)
+            self.assertEqual(record["rollout/groups"], 4)
+            self.assertEqual(record["rollout/dropped_equal_groups"], 4)
+            self.assertEqual(record["rl/trained_tokens"], 0)
+            self.assertEqual(record["train/loss"], 0)
+            self.assertEqual(record["optim/skipped_total"], step)
+        before = rl_runs.initial_params(config)
+        after = rl_runs.read_state(folder, config)["params"]
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+
+    def test_faults_are_counted_and_not_learned_from(self):
+        n = _Fault.NONE
+        plan = [
+            *(_Fault.HANG_IN_STEP, n, n, n),
+            *(_Fault.CRASH_IN_RESET, _Fault.REWARD_NAN, n, n),  # too few are left
+            *(_Fault.FLOOD_IN_STEP, n, n, n),  # an answer too long earns 0
+            *(_Fault.CRASH_IN_CLOSE, _Fault.REWARD_TEXT, n, n),
+            *(_Fault.FLOOD_IN_RESET, n, n, n),
+            *(_Fault.HANG_IN_CLOSE, _Fault.CRASH_IN_STEP, n, n),
+            *[_Fault.REWARD_INFINITE] * 8,  # nothing is left
+            *(_Fault.HANG_IN_RESET, _Fault.REWARD_RAISES, n, n),  # of the evaluation
+        ]
+        folder = self.root / "faults"
+        config = rl_runs.make_config({"step_timeout_seconds": 0.3, "max_turns": 2})
+        summary = self.train(config, folder, Mixed(plan))
+        records = metrics.read(folder / "metrics.jsonl")
+        labels = [
+            {k.split("/")[-1]: int(v) for k, v in r.items() if "rollout/label/" in k}
+            for r in records
+        ]
+        bad = [
+            {"timeout": 1, "env_error": 1, "reward_error": 1},
+            {"reward_error": 1},
+            {"env_error": 2},
+            {"reward_error": 8},
+        ]
+        for got, wanted in zip(labels, bad, strict=True):
+            valid = got.pop("ok") + got.pop("truncated")
+            self.assertEqual({k: v for k, v in got.items() if v}, wanted)
+            self.assertEqual(valid, 8 - sum(wanted.values()))
+        rewards = [record["rollout/reward"] for record in records]
+        self.assertEqual(rewards, [1, 6 / 7, 1, 0])
+        self.assertEqual([r["rollout/close_errors"] for r in records], [0, 1, 1, 0])
+        kept = [record["rollout/kept_groups"] for record in records]
+        self.assertEqual(kept, [1, 2, 2, 0])
+        repeated = [record["rollout/repeated_episodes"] for record in records]
+        self.assertEqual(repeated, [1, 1, 2, 0])
+        norms = [record["train/grad_norm"] > 0 for record in records]
+        self.assertEqual(norms, [False, True, False, False])
+        skipped = [record["optim/skipped_total"] for record in records]
+        self.assertEqual(skipped, [0, 0, 0, 1])
+        self.assertEqual(summary["eval/invalid"], 2)
+        self.assertEqual(summary["eval/success"], 1)
+        wanted = rl_lib.wilson_interval(6, 6)
+        self.assertEqual(summary["eval/success_low"], wanted[0])
+
+
+class BadInputTest(parameterized.TestCase):
+    """Each is found before anything is compiled, and says what to do."""
+
+    @parameterized.named_parameters(
+        ("unknown_environment", {"environment": "revers"}, "'revers'.*reverse"),
+        ("size", {"environment": "reverse:0-99"}, "reverse"),
+        ("group_of_one", {"group_size": 1}, "group_size.*1.*advantage_std='none'"),
+        ("top_p", {"top_p": 0.9}, "top_p must be 1, got 0.9"),
+        ("greedy", {"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+        (
+            *("long_answers", {"max_new_tokens": rl_runs.LENGTH}),
+            "rl.max_new_tokens must be smaller than data.sequence_length.*got 40",
+        ),
+        ("updates", {"updates_per_rollout": 3}, "updates_per_rollout must divide.*8"),
+        ("limit", {"max_logprob_gap": 0.0}, "max_logprob_gap must be > 0"),
+    )
+    def test_of_the_section_rl(self, rl, message):
+        self.assert_refused(message, rl)
+
+    @parameterized.named_parameters(
+        ("bpe", "bpe", "data.tokenizer.*'byte_chat'.*'bpe'.*init_from"),
+        ("no_special_tokens", "byte", "special tokens.*data.tokenizer='byte_chat'"),
+    )
+    def test_of_the_tokenizer(self, name, message):
+        data = config_lib.DataConfig(tokenizer=name, sequence_length=rl_runs.LENGTH)
+        self.assert_refused(message, data=data)
+
+    def test_of_the_vocabulary(self):
+        message = "model.vocab_size must be at least.*got 200"
+        self.assert_refused(message, model={"vocab_size": 200})
+
+    @parameterized.named_parameters(
+        ("named", {"data": 8}, r"rl.num_rows.*data \* fsdp \* expert.*got 4 on 8"),
+        ("counted", {"data": -1}, "prompts_per_step.*data=8.*4 rows on 8 devices"),
+    )
+    def test_of_the_mesh(self, axes, message):
+        mesh = config_lib.MeshConfig(**axes)
+        self.assert_refused(message, {"group_size": 2}, mesh=mesh)
+
+    def test_of_the_start(self):
+        message = "There is no folder .*/nowhere"
+        self.assert_refused(
+            message, {"group_size": 8}, init_from="/nowhere", num_steps=1
+        )
+
+    def assert_refused(self, message, *args, **kwargs):
+        folder = pathlib.Path(self.create_tempdir().full_path) / "run"
+        with (
+            self.assertRaisesRegex(config_lib.InputError, "(?s)" + message),
+            mock.patch.object(run_lib, "_compile"),
+        ):
+            loop.train(rl_runs.make_config(*args, **kwargs), folder)
+
+
+@pytest.mark.slow
+class KillTest(parameterized.TestCase):
+    def test_killed_in_a_rollout_it_ends_as_if_it_had_not_been(self):
+        """SIGKILL while some episodes of step 4 are over and others are not."""
+        root = pathlib.Path(self.create_tempdir().full_path)
+        config = rl_runs.make_config()
+        command = [sys.executable, "-m", "tests.training.rl_runs"]
+        subprocess.run([*command, root / "a", "0"], check=True, cwd=ROOT)
+        process = subprocess.Popen(
+            [*command, root / "b", "0.5"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        self.addCleanup(process.stdout.close)
+        for _ in range(3 * config.rl.num_rows + 3):
+            self.assertEqual(process.stdout.readline(), "answer\n")
+        process.kill()
+        process.wait()
+        steps = [record["step"] for record in metrics.read(root / "b/metrics.jsonl")]
+        self.assertEqual(steps, [1, 2])  # the third line comes with the fourth step
+        subprocess.run([*command, root / "b", "0"], check=True, cwd=ROOT)
+        rl_runs.assert_same_state(root / "b", root / "a", config)
+        self.assertEqual(*(rl_runs.computed(root / name) for name in "ab"))
+
+    def test_a_gap_is_neither_success_nor_bad_input(self):
+        workdir = pathlib.Path(self.create_tempdir().full_path) / "run"
+        command = [sys.executable, "-m", "glm5_jax.train", f"--workdir={workdir}"]
+        command += ["--config=configs/small_rl_reverse.py"]
+        changes = ["rollout_weights=int8", "max_logprob_gap=1e-9", "slots=8"]
+        changes += ["prompts_per_step=2", "group_size=4"]
+        command += [f"--config.rl.{change}" for change in changes]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("rl.max_logprob_gap=1e-09", done.stderr.splitlines()[-1])
+        self.assertEmpty(list((workdir / "checkpoints").iterdir()))
+
+
+if __name__ == "__main__":
+    environment.main()
