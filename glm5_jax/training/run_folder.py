@@ -26,12 +26,16 @@ _MAX_SHOWN = 5
 def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
     """Makes the folder, or checks that it belongs to the same run; writes config.json.
 
+    A run that never came to its first step (its corpus was not found, say) holds
+    nothing, and its folder may be another's.
+
     Raises:
       InputError: it cannot be written, or belongs to another run.
     """
     path = workdir / "config.json"
     if path.exists():
-        _require_same_run(path, config)
+        if (workdir / "metrics.jsonl").exists():
+            _require_same_run(path, config)
     elif workdir.is_dir() and any(workdir.iterdir()):
         raise config_lib.InputError(
             f"{workdir} is not empty and holds no run (no config.json); give another "

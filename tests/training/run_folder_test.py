@@ -22,24 +22,36 @@ class ClaimTest(parameterized.TestCase):
     def files(self):
         return {p: p.read_bytes() for p in self.folder.rglob("*") if p.is_file()}
 
+    def begin(self):
+        """Claims the folder for a run that logs a step."""
+        run_folder.claim(self.folder, CONFIG)
+        (self.folder / "metrics.jsonl").touch()
+
     def test_a_new_folder_gets_the_resolved_config(self):
         run_folder.claim(self.folder, CONFIG)
         written = json.loads((self.folder / "config.json").read_text())
         self.assertEqual(written["model"]["hidden_size"], 96)
 
     def test_the_same_run_may_change_what_changes_no_number(self):
-        run_folder.claim(self.folder, CONFIG)
+        self.begin()
         run_folder.claim(self.folder, dataclasses.replace(CONFIG, eval_every=7))
         written = json.loads((self.folder / "config.json").read_text())
         self.assertEqual(written["eval_every"], 7)
 
     def test_another_model_is_refused_and_nothing_changes(self):
-        run_folder.claim(self.folder, CONFIG)
+        self.begin()
         before = self.files()
         other = dataclasses.replace(CONFIG, model=presets.GLM5_10M)
         with self.assertRaisesRegex(config_lib.InputError, r"model\.hidden_size: 96"):
             run_folder.claim(self.folder, other)
         self.assertEqual(self.files(), before)
+
+    def test_a_run_that_never_began_leaves_the_folder_free(self):
+        run_folder.claim(self.folder, CONFIG)
+        other = dataclasses.replace(CONFIG, model=presets.GLM5_10M)
+        run_folder.claim(self.folder, other)
+        written = json.loads((self.folder / "config.json").read_text())
+        self.assertEqual(written["model"]["hidden_size"], 240)
 
     def test_a_foreign_folder_is_refused(self):
         self.folder.mkdir()
@@ -54,7 +66,7 @@ class ClaimTest(parameterized.TestCase):
             run_folder.claim(self.folder, CONFIG)
 
     def test_half_a_config_is_the_users_error(self):
-        run_folder.claim(self.folder, CONFIG)
+        self.begin()
         (self.folder / "config.json").write_text('{"model": ')
         with self.assertRaisesRegex(config_lib.InputError, "cannot be read"):
             run_folder.claim(self.folder, CONFIG)
