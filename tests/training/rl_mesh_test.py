@@ -5,6 +5,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from glm5_jax.rl import environments
@@ -16,6 +17,7 @@ from tests.training import rl_runs
 ATOL = 1e-5
 
 
+@pytest.mark.slow
 class MeshTest(parameterized.TestCase):
     def test_two_devices_learn_what_one_does(self):
         root = pathlib.Path(self.create_tempdir().full_path)
