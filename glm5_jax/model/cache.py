@@ -124,6 +124,7 @@ class Reader:
         """The rows of all layers as pages, and where those of a layer are: no copy."""
         batch = stack.shape[1]
         slots = jnp.arange(batch) if self.slots is None else self.slots
+        slots = jnp.minimum(slots, batch - 1)  # a kernel must find every page it reads
         table = layer * batch + slots[:, None]
         return stack.reshape(-1, *stack.shape[2:]), table
 
