@@ -10,6 +10,8 @@ The control has the same tasks and no tool:
 Hardware: a laptop (2 cores), under 10 minutes.
 """
 
+import dataclasses
+
 import ml_collections
 
 from glm5_jax import command_line, presets
@@ -20,16 +22,16 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns the config."""
     config = config_lib.TrainConfig(
         stage="rl",
-        num_steps=120,
-        eval_every=20,
-        model=presets.BYTES,
+        num_steps=150,
+        eval_every=25,
+        model=dataclasses.replace(presets.BYTES, index_topk=32),
         data=config_lib.DataConfig(
             tokenizer="byte_chat", enable_thinking=False, sequence_length=64
         ),
         optim=config_lib.OptimConfig(
             name="adamw",
-            learning_rate=8e-4,
-            end_learning_rate=1e-4,
+            learning_rate=5e-4,
+            end_learning_rate=5e-5,
             schedule="linear",
             warmup_steps=10,
             weight_decay=0.0,

@@ -6,6 +6,8 @@ Hardware: a laptop (2 cores), two minutes. The tool is not described in the prom
 (tasks "calculator_untold"), which keeps an episode below 64 byte tokens.
 """
 
+import dataclasses
+
 import ml_collections
 
 from glm5_jax import command_line, presets
@@ -21,7 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
         eval_batches=2,
         sample_prompt="123*456",
         sample_tokens=32,
-        model=presets.BYTES,
+        model=dataclasses.replace(presets.BYTES, index_topk=32),
         data=config_lib.DataConfig(
             source="tasks:calculator_untold:2-3",
             tokenizer="byte_chat",

@@ -58,6 +58,7 @@ class ModelConfig:
         """Checks every field."""
         n, dense = self.num_hidden_layers, self.first_k_dense_replace
         checks.require(
+            *checks.choices(self),
             *self._index_rules(),
             *checks.positive(
                 self,

@@ -47,6 +47,7 @@ class RLConfig:
         """Checks every field."""
         size, std = self.group_size, self.advantage_std
         checks.require(
+            *checks.choices(self),
             *checks.positive(
                 self,
                 *("prompts_per_step", "group_size", "max_new_tokens", "max_turns"),

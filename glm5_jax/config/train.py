@@ -34,6 +34,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         """Checks every field."""
         checks.require(
+            *checks.choices(self),
             *checks.positive(self, "sequence_length", "batch_size", "num_prefetch"),
             (
                 self.bpe_vocab_size >= 300,
@@ -66,6 +67,7 @@ class LossConfig:
             if f.name != "chunk_tokens"
         }
         checks.require(
+            *checks.choices(self),
             *checks.positive(self, "chunk_tokens"),
             *(
                 (v >= 0, f"{k} must not be negative, got {v}.")
@@ -105,6 +107,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         """Checks every field."""
         checks.require(
+            *checks.choices(self),
             (
                 self.learning_rate > 0,
                 f"learning_rate must be > 0: {self.learning_rate}",
@@ -143,6 +146,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         """Checks every field."""
         checks.require(
+            *checks.choices(self),
             (
                 self.data == -1 or self.data >= 1,
                 f"data must be -1 or >= 1: {self.data}",
@@ -182,6 +186,7 @@ class TrainConfig:
         is_dsa = self.stage in ("dsa_warmup", "dsa_sparse")
         mode = {"dsa_warmup": "dense_with_indexer_loss", "dsa_sparse": "sparse"}
         checks.require(
+            *checks.choices(self),
             *checks.positive(self, "num_steps", "log_every", "checkpoints_to_keep"),
             *checks.positive(self, "eval_batches"),
             (self.seed >= 0, f"seed must not be negative, got {self.seed}."),

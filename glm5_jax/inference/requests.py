@@ -1,6 +1,7 @@
 """What the engine is asked for, and what it gives."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -48,8 +49,16 @@ def errors(
         found.append(
             f"max_new_tokens must be at least 1, got {request.max_new_tokens}."
         )
-    if request.temperature < 0:
-        found.append(f"temperature must not be negative, got {request.temperature}.")
+    if not 0 <= request.temperature < math.inf:
+        found.append(
+            f"temperature must be finite and not negative, got {request.temperature}."
+        )
+    if request.top_k < 0:
+        found.append(f"top_k must not be negative, got {request.top_k}; 0 is off.")
+    if not 0 <= request.min_p <= 1:
+        found.append(f"min_p must lie in [0, 1], got {request.min_p}; 0 is off.")
+    if not 0 <= request.id < 2**31:
+        found.append(f"A request's id must lie in 0..2^31 - 1, got {request.id}.")
     if not 0 < request.top_p <= 1:
         found.append(f"top_p must lie in (0, 1], got {request.top_p}; 1 turns it off.")
     if len(request.stop_ids) > MAX_STOP_IDS:

@@ -99,7 +99,9 @@ def decode(
     lengths = cache.lengths if slots is None else cache.lengths[slots]
     positions = lengths[:, None] + jnp.arange(num_new)[None]
     context = context_lib.make_context(config, jnp.ones_like(tokens), positions)
-    context = context._replace(lo=jnp.zeros_like(tokens), hi=positions + 1)
+    # Padding may lie beyond the cache, where a kernel must not look.
+    hi = jnp.minimum(positions + 1, cache.kv.shape[2])
+    context = context._replace(lo=jnp.zeros_like(tokens), hi=hi)
     x = params["embed_tokens"][tokens].astype(config.dtype)
     carry = (x, cache_lib.reader(config, cache, (batch, num_new), slots))
     found = []

@@ -21,6 +21,7 @@ from glm5_jax import depth
 from glm5_jax.data import chat
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import engine as engine_lib
+from glm5_jax.inference import loading
 from glm5_jax.rl import advantages, environments, episodes, gateway, publisher, rollouts
 from glm5_jax.training import feed, policy
 
@@ -73,7 +74,7 @@ class Rollouts:
         rl = self._config.rl
         jax.block_until_ready(params)  # what they still take is not the rollouts'
         began = time.perf_counter()
-        engine = self._published(params, step)
+        engine = self._published(params, step, rl.rollout_weights)
         played: list[episodes.Episode] = []
         kept: list[list[episodes.Episode]] = []
         counts: dict[str, int] = {}
@@ -98,6 +99,7 @@ class Rollouts:
         metrics = {
             **seen,
             **{f"rollout/{name}": n for name, n in counts.items()},
+            "rollout/used_groups": min(len(kept), rl.prompts_per_step),
             "perf/rollout_seconds": round(seconds, 3),
             "perf/sampled_tokens_per_second": round(
                 seen["rollout/sampled_tokens"] / seconds, 1
@@ -125,7 +127,10 @@ class Rollouts:
             )
 
     def evaluate(self, params: dict, step: int, place: feed.Place) -> dict[str, float]:
-        """Share of held-out tasks solved, each tried once, with its 95% interval."""
+        """Share of held-out tasks solved, each tried once, with its 95% interval.
+
+        By the parameters that are trained and saved, however the rollouts are rounded.
+        """
         rl = self._config.rl
         tasks = [
             self._taskset.task("held_out", 0, index)
@@ -135,7 +140,7 @@ class Rollouts:
             episodes.Job(task, i, _EVAL_IDS + i * rl.max_turns)
             for i, task in enumerate(tasks)
         ]
-        done = self._collect(self._published(params, step), jobs, "evaluate")
+        done = self._collect(self._published(params, step, "same"), jobs, "evaluate")
         valid = [e.reward.total for e in done if advantages.is_valid(e) and e.reward]
         self._shown = done[:NUM_SHOWN]
         low, high = wilson_interval(sum(r >= 1 for r in valid), len(valid))
@@ -151,7 +156,9 @@ class Rollouts:
         """The transcripts of a few episodes."""
         return "\n".join(_shown(episode) for episode in self._shown)
 
-    def _published(self, params: dict, step: int) -> engine_lib.Engine:
+    def _published(
+        self, params: dict, step: int, weights: publisher.Weights
+    ) -> engine_lib.Engine:
         """The engine with these parameters, as version `step`."""
         config, rl = self._config, self._config.rl
         if self._engine is None:
@@ -164,7 +171,7 @@ class Rollouts:
                 chunk=rl.prefill_chunk,
                 with_experts=rl.router_replay,
             )
-        publisher.publish(self._engine, params, step, rl.rollout_weights)
+        publisher.publish(self._engine, params, step, weights)
         return self._engine
 
     def _play(
@@ -263,7 +270,17 @@ def _tokenizer(config: config_lib.TrainConfig) -> tokenizer_lib.Tokenizer:
             f"stage 'rl', where there is no corpus to train one on, got "
             f"{config.data.tokenizer!r}; that of init_from is in its folder."
         )
-    return tokenizer_lib.for_corpus(config.data, [])
+    tokenizer = tokenizer_lib.for_corpus(config.data, [])
+    if config.init_from is None:
+        return tokenizer
+    theirs = loading.find(config.init_from).folder / "tokenizer.json"
+    if theirs.exists() and tokenizer_lib.load(theirs).digest != tokenizer.digest:
+        raise config_lib.InputError(
+            f"data.tokenizer={config.data.tokenizer!r} is not the tokenizer of "
+            f"init_from, {theirs}: its ids mean other texts. Set "
+            f"data.tokenizer={str(theirs)!r}."
+        )
+    return tokenizer
 
 
 def _shown(episode: episodes.Episode) -> str:

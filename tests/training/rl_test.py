@@ -345,7 +345,7 @@ class KillTest(parameterized.TestCase):
         process.kill()
         process.wait()
         steps = [record["step"] for record in metrics.read(root / "b/metrics.jsonl")]
-        self.assertEqual(steps, [1, 2])  # the third line comes with the fourth step
+        self.assertEqual(steps, [1, 2, 3])  # it died in the rollouts of the fourth
         subprocess.run([*command, root / "b", "0"], check=True, cwd=ROOT)
         rl_runs.assert_same_state(root / "b", root / "a", config)
         self.assertEqual(*(rl_runs.computed(root / name) for name in "ab"))

@@ -1,0 +1,42 @@
+"""Every file in configs/ resolves, in every variant; and configs check themselves."""
+
+import dataclasses
+import pathlib
+import runpy
+from typing import Literal
+
+from absl.testing import parameterized
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from glm5_jax.config import checks
+from tests import environment
+
+CONFIGS = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.py"))
+
+
+@dataclasses.dataclass
+class Section:
+    name: Literal["a", "b"] = "a"
+    size: int = 1
+
+
+class ConfigsTest(parameterized.TestCase):
+    @parameterized.named_parameters((path.stem, path) for path in CONFIGS)
+    def test_resolves(self, path):
+        variants = runpy.run_path(str(path)).get("VARIANTS", ())
+        for variant in ("", *variants):
+            spec = f"{path}:{variant}" if variant else str(path)
+            config = command_line.Arguments(config=spec).train_config()
+            self.assertIsInstance(config, config_lib.TrainConfig)
+
+    def test_a_value_that_does_not_exist_is_refused(self):
+        # The package's own sections are type-checked under tests before their rules.
+        rules = [*checks.choices(Section()), *checks.choices(Section("c"))]
+        self.assertEqual([holds for holds, _ in rules], [True, False])
+        with self.assertRaisesRegex(config_lib.InputError, "name must be one of a, b"):
+            checks.require(*rules)
+
+
+if __name__ == "__main__":
+    environment.main()
