@@ -22,7 +22,6 @@ Aggregation = Literal["sequence", "token"]
 
 _EPSILON = 1e-6  # added to a standard deviation, as slime and verl do
 _EQUAL = 1e-6  # rewards whose standard deviation is below teach nothing (DAPO)
-_SCORED = (protocol.Label.OK, protocol.Label.TRUNCATED)
 
 
 @runtime_checkable
@@ -111,7 +110,7 @@ def select(
 
 def is_valid(episode: Episode) -> bool:
     """Whether the episode was scored: its label says so and its reward is finite."""
-    if episode.label not in _SCORED or episode.reward is None:
+    if not episode.label.is_scored or episode.reward is None:
         return False
     total = episode.reward.total
     return isinstance(total, numbers.Real) and math.isfinite(total)
@@ -194,6 +193,6 @@ def _num_trained(episode: Episode) -> int:
 def _excluded(episode: Episode) -> str:
     """The count that an episode without a usable reward belongs to."""
     label = episode.label
-    if label in _SCORED:
+    if label.is_scored:
         label = protocol.Label.REWARD_ERROR
     return f"excluded_{label.value}"

@@ -17,8 +17,6 @@ from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
 from glm5_jax.rl.environments import protocol
 
-_SCORED = (protocol.Label.OK, protocol.Label.TRUNCATED)
-
 
 def collect(
     engine: pump_lib.Engine,
@@ -49,7 +47,7 @@ def collect(
     pump = pump_lib.Pump(engine)
     context = episodes_lib.Context(engine, pump, taskset, template, settings)
     episodes = pump_lib.run(_collect(context, jobs, on_episode))
-    failures = collections.Counter(e.reason for e in episodes if e.label not in _SCORED)
+    failures = collections.Counter(e.reason for e in episodes if not e.label.is_scored)
     for reason, count in failures.most_common(3):
         logging.warning("%d episodes of %s: %s", count, taskset.name, reason)
     return episodes

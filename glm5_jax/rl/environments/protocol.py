@@ -22,6 +22,11 @@ class Label(enum.Enum):
     REWARD_ERROR = "reward_error"  # no finite reward: left out
     TIMEOUT = "timeout"  # the environment did not answer in time: left out
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether the reward counts."""
+        return self in (Label.OK, Label.TRUNCATED)
+
 
 class RewardError(Exception):
     """Scoring failed, not the episode: `step` raises it to be told from a crash."""
