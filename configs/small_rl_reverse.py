@@ -4,7 +4,8 @@ python -m glm5_jax.train --config=configs/small_sft_reverse.py --workdir=runs/sf
 python -m glm5_jax.train --config=configs/small_rl_reverse.py \
     --config.init_from=runs/sft --workdir=runs/rl
 
-Hardware: a laptop (2 cores), under 5 minutes.
+Hardware: a laptop (2 cores), three minutes. Expected: held-out success from 43% to
+98% and more, 3 of 3 seeds (docs/rl.md).
 """
 
 import ml_collections

@@ -2,7 +2,8 @@
 
 python -m glm5_jax.train --config=configs/small_sft_reverse.py --workdir=runs/sft
 
-Hardware: a laptop (2 cores), a minute. Expected: held-out bits per byte near 0.3.
+Hardware: a laptop (2 cores), a minute. Expected: held-out bits per byte near 1,
+and 43% of held-out samples right.
 """
 
 import ml_collections
