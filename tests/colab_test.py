@@ -8,6 +8,7 @@ from unittest import mock
 import jupytext
 import nbclient
 import nbformat
+import pytest
 from absl.testing import absltest, parameterized
 
 from tests import environment
@@ -126,6 +127,7 @@ class TourTest(NotebookTest):
             self.assertLess(spreads[-1], NEAR_ONE)
 
 
+@pytest.mark.slow
 class RLTest(NotebookTest):
     def test_runs(self):
         text, num_figures = self.run_tiny("02_rl.py", TINY_RL)

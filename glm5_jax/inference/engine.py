@@ -23,12 +23,13 @@ from glm5_jax import config as config_lib
 from glm5_jax.inference import sampling as sampling_lib
 from glm5_jax.inference import scheduler as scheduler_lib
 from glm5_jax.inference import steps
-from glm5_jax.inference.requests import MAX_STOP_IDS, Completion, Request, errors
+from glm5_jax.inference.requests import Completion, Request, errors
 from glm5_jax.model import cached, layers, transformer
 from pallas_kernels import dispatch
 
 NUM_STEPS = 16  # tokens of a dispatch
 CHUNK = 2048  # tokens of a prompt that are read at once
+MAX_STOP_IDS = 8  # of a request, unless the engine is made for more
 MIN_TOKENS = 16  # shortest part of a prompt that gets a program of its own
 MAX_UNSTACKED_LAYERS = 32  # compile time grows with them
 
@@ -51,6 +52,7 @@ class Engine:
         seed: int = 0,
         chunk: int = CHUNK,
         num_steps: int = NUM_STEPS,
+        max_stop_ids: int = MAX_STOP_IDS,
         with_experts: bool = False,
     ) -> None:
         """An engine without requests.
@@ -63,6 +65,7 @@ class Engine:
           seed: of the random numbers.
           chunk: tokens of a prompt that are read at once.
           num_steps: tokens of a sequence that are drawn in one dispatch.
+          max_stop_ids: of a request.
           with_experts: records which experts each token went to.
 
         Raises:
@@ -77,10 +80,11 @@ class Engine:
         chunk = min(chunk, capacity)
         self.config, self.capacity, self._seed = config, capacity, seed
         self._with_experts, self._num_steps = with_experts, num_steps
+        self._num_stops = max_stop_ids
         self._rows = scheduler_lib.ladder(num_slots, 1, 4)
         self._sizes = sorted({min(bucket(n + 1), chunk) for n in range(chunk)})
         self._scheduler = scheduler_lib.Scheduler(num_slots, chunk)
-        self._state = steps.empty(config, num_slots, capacity, MAX_STOP_IDS)
+        self._state = steps.empty(config, num_slots, capacity, max_stop_ids)
         self._experts: dict[int, list[np.ndarray]] = {i: [] for i in range(num_slots)}
         self.running: dict[int, Completion] = {}
         self.publish(params, 0)
@@ -114,7 +118,12 @@ class Engine:
         Raises:
           InputError: it cannot be continued.
         """
-        found = errors(request, self.config, self.capacity)
+        found, num_stops = errors(request, self.config, self.capacity), self._num_stops
+        if len(request.stop_ids) > num_stops:
+            found.append(
+                f"stop_ids must be at most {num_stops} (the engine's max_stop_ids), "
+                f"got {len(request.stop_ids)}."
+            )
         if request.id in self.running:
             found.append(f"Request {request.id} is already running.")
         if found:
@@ -179,7 +188,7 @@ class Engine:
             rows[row] = tokens, len(part.tokens), *where
             plans[row] = request
         tokens, num_tokens, slots, start, is_last = map(_array, zip(*rows, strict=True))
-        plan = _plan(plans, self._seed)
+        plan = _plan(plans, self._seed, self._num_stops)
         return steps.Parts(tokens, num_tokens, slots, start, is_last, plan)
 
     def _advance(
@@ -269,6 +278,7 @@ def generate(
         num_slots=1 << (len(prompts) - 1).bit_length(),
         capacity=min(bucket(longest + max_new_tokens), limit),
         seed=seed,
+        max_stop_ids=max(len(stop_ids), MAX_STOP_IDS),
     )
     for request in requests:
         engine.submit(request)
@@ -313,7 +323,7 @@ _unstacked = jax.jit(cached.unstacked, static_argnames="config")
 _IDLE = Request(id=0, prompt=(), max_new_tokens=0)
 
 
-def _plan(requests: Sequence[Request], seed: int) -> steps.Plan:
+def _plan(requests: Sequence[Request], seed: int, num_stops: int) -> steps.Plan:
     """How the engine's programs continue requests."""
 
     def floats(name: str) -> jax.Array:
@@ -329,7 +339,7 @@ def _plan(requests: Sequence[Request], seed: int) -> steps.Plan:
             min_p=floats("min_p"),
         ),
         budget=_array([r.max_new_tokens for r in requests]),
-        stop_ids=_array([ids + [-1] * (MAX_STOP_IDS - len(ids)) for ids in stop_ids]),
+        stop_ids=_array([ids + [-1] * (num_stops - len(ids)) for ids in stop_ids]),
     )
 
 

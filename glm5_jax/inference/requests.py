@@ -10,8 +10,6 @@ from jaxtyping import Int
 
 from glm5_jax import config as config_lib
 
-MAX_STOP_IDS = 8
-
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -61,10 +59,6 @@ def errors(
         found.append(f"A request's id must lie in 0..2^31 - 1, got {request.id}.")
     if not 0 < request.top_p <= 1:
         found.append(f"top_p must lie in (0, 1], got {request.top_p}; 1 turns it off.")
-    if len(request.stop_ids) > MAX_STOP_IDS:
-        found.append(
-            f"stop_ids must be at most {MAX_STOP_IDS}, got {len(request.stop_ids)}."
-        )
     unknown = [t for t in prompt if not 0 <= t < config.vocab_size]
     if len(prompt) == 0:
         found.append(f"{name} is empty; give at least one token.")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
@@ -128,6 +129,7 @@ class LossTest(parameterized.TestCase):
         self.assertAlmostEqual(metrics[policy.GAP], gaps.mean(), places=5)
         self.assertAlmostEqual(metrics["rl/masked_fraction"], 3 / mask.sum(), places=6)
 
+    @pytest.mark.slow
     def test_sharding_does_not_matter(self):
         wanted = loss_and_grads(make_batch())
         mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, expert=2))
