@@ -7,8 +7,9 @@ python -m glm5_jax.train --config=configs/small_rl_calculator.py \
 The control has the same tasks and no tool:
     --config.rl.environment=calculator_without_tool:2-3
 
-Hardware: a laptop (2 cores), six minutes. Expected: held-out success from 73% to 98%
-and more, 3 of 3 seeds; without the tool 0% (docs/rl.md).
+Hardware: a laptop (2 cores), six to eight minutes with other work beside it.
+Expected: held-out success from 73% to 98% and more, 3 of 3 seeds; without the tool 0%
+(docs/rl.md).
 """
 
 import dataclasses

@@ -6,7 +6,14 @@ are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
 
 from glm5_jax.config.checks import InputError
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
-from glm5_jax.config.rl import RLConfig
+from glm5_jax.config.rl import (
+    DIS_AGENTIC,
+    DIS_REASONING,
+    AdvantageStd,
+    LossMean,
+    RLConfig,
+    RolloutWeights,
+)
 from glm5_jax.config.train import (
     DataConfig,
     LossConfig,
@@ -17,16 +24,21 @@ from glm5_jax.config.train import (
 )
 
 __all__ = [
+    "DIS_AGENTIC",
+    "DIS_REASONING",
+    "AdvantageStd",
     "AttentionMode",
     "DataConfig",
     "Dtype",
     "InputError",
     "LossConfig",
+    "LossMean",
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
     "RLConfig",
     "RematPolicy",
+    "RolloutWeights",
     "Stage",
     "TrainConfig",
 ]

@@ -6,6 +6,14 @@ from typing import Literal
 from glm5_jax.config import checks
 
 Objective = Literal["icepop", "grpo", "dis", "tis"]
+AdvantageStd = Literal["sample", "population", "none"]
+LossMean = Literal["sequence", "token"]
+RolloutWeights = Literal["same", "int8"]
+
+# (dis_low, dis_high) of "Single-rollout Asynchronous Optimization", GLM-5.2's; GLM-5
+# does not disclose its own.
+DIS_REASONING = (0.3, 5.0)
+DIS_AGENTIC = (0.8, 3.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,16 +37,16 @@ class RLConfig:
     pop_beta: float = 2.0  # a token counts where 1/beta <= pi_train/pi_infer <= beta
     clip_low: float = 0.2
     clip_high: float = 0.28
-    dis_low: float = 0.3  # 0.3 and 5.0 for reasoning, 0.8 and 3.0 for agents
-    dis_high: float = 5.0
+    dis_low: float = DIS_REASONING[0]  # or of DIS_AGENTIC
+    dis_high: float = DIS_REASONING[1]
     tis_cap: float = 2.0  # largest weight of truncated importance sampling
-    advantage_std: Literal["sample", "population", "none"] = "sample"
-    loss_mean: Literal["sequence", "token"] = "sequence"
+    advantage_std: AdvantageStd = "sample"
+    loss_mean: LossMean = "sequence"
     updates_per_rollout: int = 1  # a step's samples are cut into as many batches
     dynamic_sampling: bool = False  # groups of equal rewards are replaced by others
     max_rounds: int = 4  # of rollouts in a step, with dynamic sampling
     router_replay: bool = False  # the trainer routes as the engine did
-    rollout_weights: Literal["same", "int8"] = "same"
+    rollout_weights: RolloutWeights = "same"
     max_logprob_gap: float = 0.05  # mean |log pi_train / pi_infer| that stops a run
     step_timeout_seconds: float = 60.0  # of a call of the environment
     num_eval_tasks: int = 128  # held-out tasks, each answered once

@@ -13,7 +13,8 @@ on its id, its prompt and the engine's seed, not on what runs beside it.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -81,8 +82,8 @@ class Engine:
         self.config, self.capacity, self._seed = config, capacity, seed
         self._with_experts, self._num_steps = with_experts, num_steps
         self._num_stops = max_stop_ids
-        self._rows = scheduler_lib.ladder(num_slots, 1, 4)
-        self._sizes = sorted({min(bucket(n + 1), chunk) for n in range(chunk)})
+        self._rows = _row_counts(num_slots)
+        self._sizes = [*itertools.takewhile(lambda s: s < chunk, _buckets()), chunk]
         self._scheduler = scheduler_lib.Scheduler(num_slots, chunk)
         self._state = steps.empty(config, num_slots, capacity, max_stop_ids)
         self._experts: dict[int, list[np.ndarray]] = {i: [] for i in range(num_slots)}
@@ -155,9 +156,8 @@ class Engine:
             )
             drawn = jax.device_get(drawn)
             slots = [s for s in self._scheduler.slots if s.is_decoding]
-            return [
-                done for s in slots for done in self._advance(s, drawn, s.index, None)
-            ]
+            done = [self._advance(slot, drawn, slot.index, None) for slot in slots]
+            return [request for request in done if request is not None]
         self._state, drawn = steps.prefill(
             self._params,
             self.config,
@@ -167,17 +167,16 @@ class Engine:
             with_experts=self._with_experts,
         )
         drawn = jax.device_get(drawn)
-        return [
-            done
-            for row, part in enumerate(todo)
-            for done in self._advance(part.slot, drawn, row, part)
+        done = [
+            self._advance(part.slot, drawn, row, part) for row, part in enumerate(todo)
         ]
+        return [request for request in done if request is not None]
 
     def _parts(self, todo: Sequence[scheduler_lib.Part]) -> steps.Parts:
         """Arrays of one of a few shapes for parts of prompts."""
-        num_rows = scheduler_lib.rung(self._rows, len(todo))
+        num_rows = _least(self._rows, len(todo))
         size = max(len(part.tokens) for part in todo)
-        size = scheduler_lib.rung(self._sizes, size)
+        size = _least(self._sizes, size)
         padding = [0] * size, 0, len(self._scheduler.slots), 0, False
         rows, plans = [padding] * num_rows, [_IDLE] * num_rows
         for row, part in enumerate(todo):
@@ -197,7 +196,7 @@ class Engine:
         drawn: steps.Drawn,
         row: int,
         part: scheduler_lib.Part | None,
-    ) -> list[tuple[int, Completion]]:
+    ) -> tuple[int, Completion] | None:
         """Puts down what a slot drew; returns its request if that has finished."""
         request = slot.request
         assert request is not None
@@ -219,17 +218,17 @@ class Engine:
             completion.logprobs.append(logprob)
             completion.versions.append(self.version)
         if not ids:
-            return []
+            return None
         if ids[-1] in request.stop_ids:
             completion.finish_reason = "stop"
         elif len(completion.tokens) == request.max_new_tokens:
             completion.finish_reason = "length"
         else:
-            return []
+            return None
         if drawn.experts is not None:
             completion.experts = np.concatenate(self._experts[slot.index])
         self._scheduler.release(slot)
-        return [(request.id, self.running.pop(request.id))]
+        return request.id, self.running.pop(request.id)
 
 
 def generate(
@@ -305,10 +304,28 @@ def cast_params(params: dict, config: config_lib.ModelConfig) -> dict:
 
 def bucket(num_tokens: int) -> int:
     """The least 2^n or 1.5 * 2^n that is enough."""
+    return _least(_buckets(), num_tokens)
+
+
+def _buckets() -> Iterator[int]:
+    """16, 24, 32, 48, 64, ..."""
     size = MIN_TOKENS
-    while size < num_tokens:
-        size += size // 2 if size & (size - 1) == 0 else size // 3
-    return size
+    while True:
+        yield from (size, size * 3 // 2)
+        size *= 2
+
+
+def _row_counts(num_slots: int) -> list[int]:
+    """Numbers of prompts that are read at once: 1 to num_slots in steps of about 4."""
+    counts = [num_slots]
+    while counts[0] > 1:
+        counts.insert(0, -(-counts[0] // 4))
+    return counts
+
+
+def _least(sizes: Iterable[int], size: int) -> int:
+    """The first of the ascending sizes that is enough."""
+    return next(s for s in sizes if s >= size)
 
 
 def _decode_params(params: dict, config: config_lib.ModelConfig) -> dict:

@@ -8,7 +8,7 @@ a conversation does, is read from where it is new.
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from glm5_jax.inference.requests import Request
@@ -145,16 +145,3 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
             break
         size += 1
     return size
-
-
-def ladder(top: int, least: int, factor: int) -> tuple[int, ...]:
-    """Sizes from `least` to `top`, each about `factor` times the one before."""
-    sizes = [top]
-    while sizes[-1] > least:
-        sizes.append(max(-(-sizes[-1] // factor), least))
-    return tuple(reversed(sizes))
-
-
-def rung(sizes: Iterable[int], size: int) -> int:
-    """The least of the ascending sizes that is enough."""
-    return next(s for s in sizes if s >= size)

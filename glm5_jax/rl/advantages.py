@@ -10,15 +10,12 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from glm5_jax import config
 from glm5_jax.rl.environments import protocol
-
-Std = Literal["sample", "population", "none"]
-Aggregation = Literal["sequence", "token"]
 
 _EPSILON = 1e-6  # added to a standard deviation, as slime and verl do
 _EQUAL = 1e-6  # rewards whose standard deviation is below teach nothing (DAPO)
@@ -87,7 +84,11 @@ def select(
         dict.fromkeys(
             ["groups", "episodes", "kept_groups", "repeated_episodes", "padded_groups"]
             + ["dropped_invalid_groups", "dropped_equal_groups"]
-            + [f"excluded_{label.value}" for label in protocol.Label],
+            + [
+                f"excluded_{label.value}"
+                for label in protocol.Label
+                if not label.is_scored
+            ],
             0,
         )
     )
@@ -116,7 +117,7 @@ def is_valid(episode: Episode) -> bool:
     return isinstance(total, numbers.Real) and math.isfinite(total)
 
 
-def group_advantages(rewards: Sequence[float], std: Std) -> np.ndarray:
+def group_advantages(rewards: Sequence[float], std: config.AdvantageStd) -> np.ndarray:
     """(R_i - mean R) / (std R + 1e-6) over the episodes of one group, float64.
 
     GLM-5 (arXiv 2602.15763), Eq. 1, says std and not which one: "sample" divides by
@@ -142,7 +143,7 @@ def group_advantages(rewards: Sequence[float], std: Std) -> np.ndarray:
 
 
 def token_weights(
-    num_tokens: Sequence[Sequence[int]], aggregation: Aggregation
+    num_tokens: Sequence[Sequence[int]], aggregation: config.LossMean
 ) -> list[list[float]]:
     """Weight of each trained token of an episode; times its tokens they sum to 1.
 
@@ -167,7 +168,10 @@ def token_weights(
 
 
 def weigh(
-    groups: Sequence[Sequence[Episode]], *, std: Std, aggregation: Aggregation
+    groups: Sequence[Sequence[Episode]],
+    *,
+    std: config.AdvantageStd,
+    aggregation: config.LossMean,
 ) -> list[Weighted]:
     """Every sample of the groups, in order, with its advantage and weight."""
     counts = [[_num_trained(episode) for episode in group] for group in groups]

@@ -21,29 +21,21 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from glm5_jax import config
 
-# (dis_low, dis_high) of "Single-rollout Asynchronous Optimization", GLM-5.2's; GLM-5
-# does not disclose its own.
-DIS_REASONING = (0.3, 5.0)
-DIS_AGENTIC = (0.8, 3.0)
-
 _MAX_LOG_RATIO = 20.0  # exp of it is finite, and far beyond every band
 
 
 class Metrics(NamedTuple):
-    """Sums over the sampled tokens; `add` two microbatches, then take `means`."""
+    """Sums over the sampled tokens: those of microbatches add up, for `means`."""
 
     num_tokens: Float[Array, ""]
     num_masked: Float[Array, ""]  # out of the band of rho (of r for dis), or capped
     num_clipped: Float[Array, ""]  # no gradient as r has moved too far
-    sum_gap: Float[Array, ""]  # |log rho|; dis: |log r|
-    max_gap: Float[Array, ""]  # a maximum, not a sum
     sum_ratio: Float[Array, ""]  # rho; dis: r
     sum_kl: Float[Array, ""]  # rho - 1 - log rho: k3 estimate of KL(engine || trainer)
 
@@ -194,14 +186,22 @@ def distillation_advantages(
     GLM-5 (arXiv 2602.15763) 3.5: it stands for the group advantage, so groups have one
     rollout. The teacher's are the engine's log-probs, the student's the trainer's.
     """
-    gap = jnp.where(mask, teacher_logprobs, 0) - jnp.where(mask, logprobs, 0)
-    return lax.stop_gradient(gap)
+    difference = jnp.where(mask, teacher_logprobs, 0) - jnp.where(mask, logprobs, 0)
+    return lax.stop_gradient(difference)
 
 
-def add(a: Metrics, b: Metrics) -> Metrics:
-    """The metrics of two microbatches together."""
-    total = jax.tree.map(jnp.add, a, b)
-    return total._replace(max_gap=jnp.maximum(a.max_gap, b.max_gap))
+def gap(
+    logprobs: Float[Array, "*b"],
+    rollout_logprobs: Float[Array, "*b"],
+    mask: Bool[Array, "*b"],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Mean and maximum of |log pi_train - log pi_infer| over the sampled tokens.
+
+    The same for every objective: logprobs are those of theta_old. 0 without tokens.
+    """
+    difference = jnp.where(mask, logprobs, 0) - jnp.where(mask, rollout_logprobs, 0)
+    gaps = lax.stop_gradient(jnp.abs(difference))
+    return jnp.sum(gaps) / jnp.maximum(jnp.sum(mask), 1), jnp.max(gaps, initial=0)
 
 
 def means(metrics: Metrics) -> Mapping[str, Float[Array, ""]]:
@@ -211,8 +211,6 @@ def means(metrics: Metrics) -> Mapping[str, Float[Array, ""]]:
         "tokens": metrics.num_tokens,
         "masked_fraction": metrics.num_masked / count,
         "clip_fraction": metrics.num_clipped / count,
-        "gap_mean": metrics.sum_gap / count,
-        "gap_max": metrics.max_gap,
         "ratio_mean": metrics.sum_ratio / count,
         "kl_k3": metrics.sum_kl / count,
     }
@@ -271,14 +269,11 @@ def _metrics(
         return jnp.sum(jnp.where(x.mask, values.astype(jnp.float32), 0))
 
     rho = _ratio(log_ratio)
-    gap = jnp.where(x.mask, jnp.abs(log_ratio), 0)
     return lax.stop_gradient(
         Metrics(
             num_tokens=total(x.mask),
             num_masked=total(is_masked),
             num_clipped=total(is_clipped),
-            sum_gap=total(gap),
-            max_gap=jnp.max(gap, initial=0),
             sum_ratio=total(rho),
             # expm1, as gaps are small and exp(gap) - 1 would be rounded away.
             sum_kl=total(jnp.expm1(jnp.minimum(log_ratio, _MAX_LOG_RATIO)) - log_ratio),

@@ -5,7 +5,6 @@ its own.
 """
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,12 @@ from glm5_jax import config as config_lib
 from glm5_jax.inference import engine as engine_lib
 from glm5_jax.model import layers, transformer
 
-Weights = Literal["same", "int8"]
-
 
 def publish(
-    engine: engine_lib.Engine, params: dict, version: int, weights: Weights = "same"
+    engine: engine_lib.Engine,
+    params: dict,
+    version: int,
+    weights: config_lib.RolloutWeights = "same",
 ) -> None:
     """Lets an engine draw from `params` from its next step on.
 
@@ -42,7 +42,9 @@ def rounded_to_int8(weight: Float[Array, "*d n"]) -> Float[Array, "*d n"]:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _copy(params: dict, config: config_lib.ModelConfig, weights: Weights) -> dict:
+def _copy(
+    params: dict, config: config_lib.ModelConfig, weights: config_lib.RolloutWeights
+) -> dict:
     """A copy; embeddings, head, norms and routers are never rounded."""
 
     def one(path: tuple, weight: Array, param: layers.Param) -> Array:

@@ -24,7 +24,7 @@ def collect(
     template: chat.Template,
     jobs: Sequence[episodes_lib.Job],
     settings: episodes_lib.Settings,
-    on_episode: Callable[[int, episodes_lib.Episode], None] | None = None,
+    on_episode: Callable[[int, episodes_lib.Episode], object] | None = None,
 ) -> list[episodes_lib.Episode]:
     """Runs all jobs; returns their episodes in the order of the jobs.
 
@@ -84,7 +84,7 @@ def metrics(episodes: Sequence[episodes_lib.Episode]) -> dict[str, float]:
 async def _collect(
     context: episodes_lib.Context,
     jobs: Sequence[episodes_lib.Job],
-    on_episode: Callable[[int, episodes_lib.Episode], None] | None,
+    on_episode: Callable[[int, episodes_lib.Episode], object] | None,
 ) -> list[episodes_lib.Episode]:
     """Lets workers take one job after another while the engine is pumped."""
     episodes: dict[int, episodes_lib.Episode] = {}

@@ -87,7 +87,8 @@ def make_policy_step(
             {**batch, "old_logprobs": lax.stop_gradient(old_logprobs)},
         )
         parts["weights"] *= num_updates  # each part's sum to 1, as the whole's do
-        gap, _ = _gap(old_logprobs, batch)
+        mask = batch["loss_mask"] > 0
+        gap, _ = objectives.gap(old_logprobs, batch["rollout_logprobs"], mask)
         (params, state), metrics = lax.scan(
             functools.partial(update, gap=gap), (params, state), parts
         )
@@ -121,7 +122,8 @@ def policy_loss(
     )
     values = objectives.means(tokens.metrics)
     # Not the objective's own figure: that of dis holds what updates have moved as well.
-    gap, largest_gap = _gap(batch.get("old_logprobs", logprobs), batch)
+    old_logprobs = batch.get("old_logprobs", logprobs)
+    gap, largest_gap = objectives.gap(old_logprobs, batch["rollout_logprobs"], mask)
     surprise = jnp.sum(jnp.where(mask, -logprobs, 0))
     metrics = {
         "rl/trained_tokens": values["tokens"],
@@ -136,16 +138,6 @@ def policy_loss(
     }
     loss = jnp.sum(batch["weights"] * tokens.loss)
     return loss, metrics | step_lib.load_metrics(aux)
-
-
-def _gap(
-    logprobs: Float[Array, "B T"], batch: step_lib.Batch
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean and maximum of |log pi_train - log pi_infer| over the sampled tokens."""
-    mask = batch["loss_mask"] > 0
-    gaps = jnp.abs(lax.stop_gradient(logprobs) - batch["rollout_logprobs"])
-    gaps = jnp.where(mask, gaps, 0)
-    return jnp.sum(gaps) / jnp.maximum(jnp.sum(mask), 1), jnp.max(gaps)
 
 
 def _summary(metrics: step_lib.Metrics) -> step_lib.Metrics:

@@ -157,7 +157,7 @@ class Rollouts:
         return "\n".join(_shown(episode) for episode in self._shown)
 
     def _published(
-        self, params: dict, step: int, weights: publisher.Weights
+        self, params: dict, step: int, weights: config_lib.RolloutWeights
     ) -> engine_lib.Engine:
         """The engine with these parameters, as version `step`."""
         config, rl = self._config, self._config.rl
@@ -212,7 +212,7 @@ class Rollouts:
         ) as bar:
             return rollouts.collect(
                 *(engine, self._taskset, self._template, jobs, settings),
-                on_episode=lambda *_: _advance(bar),
+                on_episode=lambda *_: bar.update(),
             )
 
     def _batch(self, weighted: Sequence[advantages.Weighted]) -> feed.Batch:
@@ -256,10 +256,6 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     spread = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
     scale = 1 + z**2 / trials
     return max((centre - spread) / scale, 0.0), min((centre + spread) / scale, 1.0)
-
-
-def _advance(bar: tqdm.tqdm) -> None:
-    bar.update()
 
 
 def _tokenizer(config: config_lib.TrainConfig) -> tokenizer_lib.Tokenizer:

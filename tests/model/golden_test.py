@@ -36,7 +36,7 @@ def load(name):
         return config, params, dict(arrays)
 
 
-@functools.partial(tiny.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=1)
 def run(params, config, tokens, segment_ids, positions):
     """Everything that the references record of a forward pass."""
     out = transformer.forward(
@@ -128,7 +128,7 @@ class ForwardTest(parameterized.TestCase):
         config, params, reference = load("glm5")
         tokens = jnp.asarray(reference["input_ids"], jnp.int32)
         module = transformer.Transformer(config)
-        logits = tiny.jit(module.apply)({"params": params}, tokens)
+        logits = jax.jit(module.apply)({"params": params}, tokens)
         np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=ATOL)
 
 
@@ -138,12 +138,12 @@ class DecodeTest(parameterized.TestCase):
         config, params, reference = load(name)
         tokens = jnp.asarray(reference["input_ids"], jnp.int32)
         start = 20
-        prefill = tiny.jit(cached.prefill, static_argnums=(1, 4))
+        prefill = jax.jit(cached.prefill, static_argnums=(1, 4))
         hidden, cache, _ = prefill(
             params, config, tokens[:, :start], jnp.full(2, start), tokens.shape[1]
         )
 
-        @tiny.jit
+        @jax.jit
         def decode(params, cache, tokens):
             def step(cache, token):
                 hidden, cache, _ = cached.decode(params, config, cache, token[:, None])

@@ -36,7 +36,7 @@ class SharedIndexerLossTest(absltest.TestCase):
             blocks = [b for group in out.aux.values() for b in group.values()]
             return sum(jnp.sum(b.indexer_kl) for b in blocks), out
 
-        grads, out = tiny.jit(jax.grad(of_the_model, has_aux=True))(params)
+        grads, out = jax.jit(jax.grad(of_the_model, has_aux=True))(params)
         got = grads["layers_0"]["block_0"]["indexer"]
         target, h, c_q = self._mean_attention(params, config, batch, out)
         mask = out.traces["layers_0"]["block_0"].index.selected[0].swapaxes(1, 2)
@@ -51,7 +51,7 @@ class SharedIndexerLossTest(absltest.TestCase):
             return jnp.sum(terms) / jnp.sum(batch["loss_mask"])
 
         first = jax.tree.map(lambda x: x[0], params["layers_0"]["block_0"])
-        want = tiny.jit(jax.grad(kl))(first["indexer"])
+        want = jax.jit(jax.grad(kl))(first["indexer"])
         for name, value in want.items():
             scale = np.abs(value).max()
             np.testing.assert_allclose(
@@ -94,15 +94,15 @@ class MtpTest(parameterized.TestCase):
         params = tiny.params(config)
         batch = tiny.batch(config, [(T,), (5, 9)], T)
         args = batch["tokens"], batch["segment_ids"], batch["positions"]
-        forward = tiny.jit(transformer.forward, static_argnums=1)
+        forward = jax.jit(transformer.forward, static_argnums=1)
         out = forward(params, config, *args)
-        run = tiny.jit(mtp.steps, static_argnums=1)
+        run = jax.jit(mtp.steps, static_argnums=1)
         embedding, module = params["embed_tokens"], params["mtp"]
         states, aux = run(
             module, config, embedding, out.hidden, args[0], out.context, jnp.ones(())
         )
 
-        @tiny.jit
+        @jax.jit
         def step(h, ahead, index, kv):
             norm = lambda x, name: layers.rms_norm(x, module[name], config.rms_norm_eps)
             pair = [norm(ahead, "enorm"), norm(h, "hnorm")]
@@ -128,7 +128,7 @@ class MtpTest(parameterized.TestCase):
         params = tiny.params(config)
         tokens = tiny.batch(config, [(T,), (T,)], T)["tokens"]
 
-        @tiny.jit
+        @jax.jit
         def run(params):
             out = transformer.forward(params, config, tokens)
             args = params["embed_tokens"], out.hidden, tokens, out.context

@@ -1,7 +1,5 @@
 """Models and batches so small that a CPU compiles and runs them in seconds."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +7,6 @@ import numpy as np
 from glm5_jax import config as config_lib
 from glm5_jax import depth
 from glm5_jax.model import transformer
-
-# Compiles in half the time; what is tested here does not take long.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def model(**changes):

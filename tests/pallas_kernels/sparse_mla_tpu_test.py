@@ -4,6 +4,7 @@ import dataclasses
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from pallas_kernels import cases
@@ -32,6 +33,7 @@ class SparseMlaTpuTest(parameterized.TestCase):
             np.testing.assert_array_equal(got["lse"][0, :, -1], 0)
             np.testing.assert_array_equal(got["dq"][0, -1], 0)
 
+    @pytest.mark.slow
     def test_unrolled_as_for_real_lists(self):
         case = dataclasses.replace(cases.SMALL[2], queries=1, heads=2, topk=16)
         with mock.patch.multiple(tpu_rows, QUERIES=1, UNROLL=8):

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from glm5_jax.inference import engine as engine_lib
@@ -116,6 +117,7 @@ class EngineRolloutsTest(parameterized.TestCase):
                 experts = np.asarray(experts)[:, 0, : size - 1].swapaxes(0, 1)
                 np.testing.assert_array_equal(sample.experts, experts)
 
+    @pytest.mark.slow
     def test_an_episode_does_not_depend_on_what_runs_beside(self):
         together = collect("tool")
         for num_concurrent, indices in ((1, range(5)), (2, [3])):

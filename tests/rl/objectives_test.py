@@ -157,8 +157,6 @@ class OracleTest(parameterized.TestCase):
             "tokens": mask.sum(),
             "masked_fraction": np.mean((rho < 0.5) | (rho > 2)),
             "clip_fraction": np.mean(is_clipped),
-            "gap_mean": np.mean(np.abs(log_rho)),
-            "gap_max": np.max(np.abs(log_rho)),
             "ratio_mean": np.mean(rho),
             "kl_k3": np.mean(rho - 1 - log_rho),
         }
@@ -166,6 +164,20 @@ class OracleTest(parameterized.TestCase):
         self.assertEqual(set(found), set(expected))
         for key, value in expected.items():
             np.testing.assert_allclose(found[key], value, rtol=1e-4, err_msg=key)
+
+    def test_gap(self):
+        tokens = make_tokens()
+        mask = tokens["mask"]
+        gaps = np.abs(tokens["old_logprobs"] - tokens["rollout_logprobs"])[mask]
+        given = to_jax(tokens)
+        given = given["old_logprobs"], given["rollout_logprobs"]
+        mean, largest = objectives.gap(*given, jnp.asarray(mask))
+        np.testing.assert_allclose(mean, np.mean(gaps), rtol=FLOAT32)
+        np.testing.assert_allclose(largest, np.max(gaps), rtol=FLOAT32)
+        mask = jnp.zeros_like(mask)
+        self.assertEqual(
+            objectives.gap(jnp.full(mask.shape, jnp.nan), *given[1:], mask), (0, 0)
+        )
 
 
 class IdentityTest(parameterized.TestCase):
@@ -200,7 +212,7 @@ class IdentityTest(parameterized.TestCase):
         self.assertEqual(found(1.0, 0.0, 1.0), 2)  # 1 - low itself is outside
         self.assertEqual(found(1.0, 0.5, 0.0), 2)  # and so is 1 + high
         self.assertEqual(found(1.0, 0.5, 1.0), 0)
-        for low, high in (objectives.DIS_REASONING, objectives.DIS_AGENTIC):
+        for low, high in (config.DIS_REASONING, config.DIS_AGENTIC):
             self.assertEqual(found(1 - low - 0.01, low, high), 2)
             self.assertEqual(found(1 - low + 0.01, low, high), 0)
             self.assertEqual(found(1 + high + 0.01, low, high), 2)
@@ -380,7 +392,7 @@ class InvarianceTest(parameterized.TestCase):
             metrics.append(objective(name)(**part).metrics)
         self.check(name, found, jnp.concatenate(slopes))
         whole = objectives.means(objective(name)(**self.tokens).metrics)
-        split = objectives.means(functools.reduce(objectives.add, metrics))
+        split = objectives.means(jax.tree.map(lambda *x: sum(x), *metrics))
         for key, value in whole.items():
             np.testing.assert_allclose(split[key], value, rtol=FLOAT32, err_msg=key)
 

@@ -92,7 +92,8 @@ class PublisherTest(parameterized.TestCase):
         self.assertTrue(all(x.is_deleted() for x in jax.tree.leaves(params)))
         after = answer(engine)
         self.assertEqual(after.tokens, before.tokens)
-        self.assertEqual(after.logprobs, before.logprobs)
+        # Read behind what the slot still holds: float32 sums in another order.
+        np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-5)
         self.assertEqual(set(after.versions), {1})
 
 

@@ -52,7 +52,7 @@ def params():
 
 @functools.cache
 def loss_function(config):
-    return tiny.jit(
+    return jax.jit(
         jax.value_and_grad(policy.policy_loss, has_aux=True), static_argnums=1
     )
 
@@ -64,7 +64,7 @@ def loss_and_grads(batch, config=CONFIG):
 
 @functools.cache
 def logprobs_function():
-    return tiny.jit(policy.token_logprobs, static_argnums=1)
+    return jax.jit(policy.token_logprobs, static_argnums=1)
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def icepop_by_formula(params, batch, old):
 
 @functools.cache
 def formula():
-    return tiny.jit(jax.value_and_grad(icepop_by_formula, has_aux=True))
+    return jax.jit(jax.value_and_grad(icepop_by_formula, has_aux=True))
 
 
 class LossTest(parameterized.TestCase):
@@ -135,7 +135,7 @@ class LossTest(parameterized.TestCase):
         mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, expert=2))
         places = sharding.shardings(transformer.param_dims(CONFIG.model), mesh)
         where = jax.NamedSharding(mesh, sharding.spec(("B", "T")))
-        function = tiny.jit(
+        function = jax.jit(
             jax.value_and_grad(policy.policy_loss, has_aux=True), static_argnums=1
         )
         with jax.set_mesh(mesh):
@@ -164,7 +164,7 @@ class LossTest(parameterized.TestCase):
         moved = batch["rollout_logprobs"] + 0.25
         rl = dataclasses.replace(CONFIG.rl, objective="dis")
         config = dataclasses.replace(CONFIG, rl=rl)
-        loss = tiny.jit(policy.policy_loss, static_argnums=1)
+        loss = jax.jit(policy.policy_loss, static_argnums=1)
         _, metrics = loss(params(), config, batch | {"old_logprobs": moved})
         self.assertAlmostEqual(metrics[policy.GAP], 0.25, places=5)
         self.assertAlmostEqual(metrics[f"{policy.GAP}_max"], 0.25, places=5)
@@ -175,8 +175,8 @@ class LossTest(parameterized.TestCase):
 def two_updates():
     """The jitted step and the optimizer's first state."""
     optimizer = step_lib.make_optimizer(CONFIG)
-    step = tiny.jit(policy.make_policy_step(CONFIG, optimizer))
-    return step, tiny.jit(optimizer.init)(params())
+    step = jax.jit(policy.make_policy_step(CONFIG, optimizer))
+    return step, jax.jit(optimizer.init)(params())
 
 
 class UpdatesTest(parameterized.TestCase):
@@ -191,7 +191,7 @@ class UpdatesTest(parameterized.TestCase):
                 step_lib.make_optimizer(CONFIG).labels,
             ),
         )
-        update = tiny.jit(transform.update)
+        update = jax.jit(transform.update)
         wanted, state, losses = params(), transform.init(params()), []
         for first in range(2):
             part = {k: v[first::2] for k, v in batch.items()}

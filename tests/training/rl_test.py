@@ -205,7 +205,11 @@ class RunTest(parameterized.TestCase):
     def test_the_limit_of_a_stopped_run_may_be_raised(self):
         rl = dataclasses.replace(self.config.rl, max_logprob_gap=1.0, num_eval_tasks=2)
         config = dataclasses.replace(self.config, rl=rl)
-        run_folder.claim(self.rolled_back("raised"), config)
+        folder = self.rolled_back("raised")
+        self.assertTrue((folder / "metrics.jsonl").exists())  # so claim compares
+        run_folder.claim(folder, config)
+        written = json.loads((folder / "config.json").read_text())
+        self.assertEqual(written["rl"]["max_logprob_gap"], 1.0)
 
     def test_equal_rewards_teach_nothing_and_stop_nothing(self):
         """Dynamic sampling plays more rounds and finds nothing: all stays as it is."""

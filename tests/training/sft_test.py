@@ -95,7 +95,7 @@ class SftTest(parameterized.TestCase):
         params = transformer.init_params(config.model, jax.random.key(config.seed))
         batch = pipeline.train_batch(0)
         self.assertBetween(batch["loss_mask"].mean(), 0.05, 0.95)
-        out = tiny.jit(transformer.forward, static_argnums=1)(
+        out = jax.jit(transformer.forward, static_argnums=1)(
             params,
             config.model,
             batch["tokens"],
