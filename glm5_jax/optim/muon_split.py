@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -51,18 +50,40 @@ class Layout:
 
     def map(self, function: Callable[[Array], Array], x: Array) -> Array:
         """Applies a function of [..., rows, cols] to the matrices of a parameter."""
-        if self.cut is None:
-            return self._map(function, x)
-        axis, index = self.cut
-        parts = [self._map(function, part) for part in jnp.split(x, [index], axis)]
-        return jnp.concatenate(parts, axis)
+        return self.join([function(part) for part in self.split(x)], x.shape)
 
-    def _map(self, function: Callable[[Array], Array], x: Array) -> Array:
-        order = self.batch + self.rows + self.cols
-        x = x.transpose(order)
-        rows = math.prod(x.shape[len(self.batch) :][: len(self.rows)])
-        matrices = x.reshape(*x.shape[: len(self.batch)], rows, -1)
-        return function(matrices).reshape(x.shape).transpose(np.argsort(order))
+    def split(self, x: Array) -> list[Array]:
+        """Matrices [..., rows, cols] of a parameter, or of each of its two parts."""
+        if self.cut is None:
+            return [self._matrices(x)]
+        axis, index = self.cut
+        return [self._matrices(part) for part in jnp.split(x, [index], axis)]
+
+    def join(self, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        """The parameter of this shape that `split` has split."""
+        whole = []
+        for part, size in zip(parts, self.part_shapes(shape), strict=True):
+            transposed = [size[axis] for axis in self._order]
+            whole.append(part.reshape(transposed).transpose(np.argsort(self._order)))
+        return whole[0] if self.cut is None else jnp.concatenate(whole, self.cut[0])
+
+    def part_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The shape of a parameter, or the shapes of its two parts."""
+        if self.cut is None:
+            return [shape]
+        axis, index = self.cut
+        sizes = (index, shape[axis] - index)
+        return [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return self.batch + self.rows + self.cols
+
+    def _matrices(self, x: Array) -> Array:
+        x = x.transpose(self._order)
+        batch = x.shape[: len(self.batch)]
+        rows = math.prod(x.shape[len(batch) :][: len(self.rows)])
+        return x.reshape(*batch, rows, -1)
 
 
 def layout(
@@ -141,32 +162,6 @@ def orthogonalize(
 
     one_by_one = functools.partial(_one_by_one, iterate)
     return lax.platform_dependent(x.astype(wide), cpu=one_by_one, default=iterate)
-
-
-def scale_by_muon_split(
-    layouts: optax.Params, config: config_lib.OptimConfig
-) -> optax.GradientTransformation:
-    """Momentum, orthogonalisation, and the update RMS; no learning rate, no decay.
-
-    Args:
-        layouts: tree like the parameters; at each leaf a Layout, or an
-            optax.MaskedNode where the parameter is masked.
-        config: the muon_ and ns_ fields are used.
-    """
-    steps, dtype = coefficients(config), jnp.dtype(config.ns_dtype)
-
-    def orthogonalized(x: Array) -> Array:
-        scale = config.muon_update_rms * max(x.shape[-2:]) ** 0.5
-        return scale * orthogonalize(x, steps, dtype)
-
-    @jax.named_scope("newton_schulz")
-    def update(updates: optax.Updates, _: optax.Params | None) -> optax.Updates:
-        return jax.tree.map(
-            lambda u, layout: layout.map(orthogonalized, u), updates, layouts
-        )
-
-    momentum = optax.trace(config.muon_momentum, config.muon_nesterov)
-    return optax.chain(momentum, optax.stateless(update))
 
 
 def _one_by_one(function: Callable[[Array], Array], x: Array) -> Array:

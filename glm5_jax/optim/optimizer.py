@@ -1,17 +1,20 @@
 """The optimizer of a run: Muon Split on matrices, AdamW on the rest, a finite guard."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Int
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from glm5_jax import config as config_lib
-from glm5_jax.optim import muon_split, schedule
+from glm5_jax import sharding
+from glm5_jax.optim import muon, muon_split, schedule
 
 Path = tuple[str, ...]
 Label = Literal["muon", "adamw", "adamw_no_decay", "frozen"]
@@ -34,6 +37,7 @@ class Optimizer:
     transform: optax.GradientTransformation  # updates for a learning rate of 1
     learning_rate: optax.Schedule
     labels: optax.Params  # tree of `Label`s
+    specs: optax.Params  # tree of PartitionSpecs
     clip_norm: float  # 0: off
 
     def init(self, params: optax.Params) -> State:
@@ -64,10 +68,13 @@ def make_optimizer(
     """
     labels = label_parameters(config, dims, is_trained)
 
-    def layout(label: Label, names: Path) -> muon_split.Layout | optax.MaskedNode:
-        if label != "muon":
-            return optax.MaskedNode()
-        return muon_split.layout(names, config, model)
+    def of_muon(read: Callable[[Path], Any]) -> optax.Params:
+        """What to read off the dim names of Muon's parameters."""
+        return jax.tree.map(
+            lambda label, names: read(names) if label == "muon" else optax.MaskedNode(),
+            labels,
+            dims,
+        )
 
     def adamw(weight_decay: float) -> optax.GradientTransformation:
         return optax.adamw(
@@ -76,15 +83,17 @@ def make_optimizer(
             b2=config.adam_b2,
             eps=config.adam_eps,
             weight_decay=weight_decay,
+            mu_dtype=config.moment_dtype,
         )
 
-    muon = optax.chain(
-        muon_split.scale_by_muon_split(jax.tree.map(layout, labels, dims), config),
+    layouts = of_muon(lambda names: muon_split.layout(names, config, model))
+    muon_branch = optax.chain(
+        muon.scale_by_muon_split(layouts, config, of_muon(sharding.spec)),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(1.0),
     )
     branches: dict[Hashable, optax.GradientTransformation] = {
-        "muon": muon,
+        "muon": muon_branch,
         "adamw": adamw(config.weight_decay),
         # Many and tiny: as one vector they take a kernel, not several for each.
         "adamw_no_decay": optax.flatten(adamw(0.0)),
@@ -94,7 +103,8 @@ def make_optimizer(
     branches = {label: branches[label] for label in branches if label in used}
     transform = optax.partition(branches, labels)
     rate = schedule.learning_rate(config, num_steps)
-    return Optimizer(transform, rate, labels, config.clip_norm)
+    specs = jax.tree.map(lambda _, names: sharding.spec(names), labels, dims)
+    return Optimizer(transform, rate, labels, specs, config.clip_norm)
 
 
 def label_parameters(
@@ -153,10 +163,7 @@ def update_if_finite(
         optim/learning_rate, optim/skipped_in_a_row, optim/skipped_total.
     """
     grads = _in_float32(grads)
-    trained = jax.tree.map(
-        lambda g, label: None if label == "frozen" else g, grads, optimizer.labels
-    )
-    norm = jnp.asarray(optax.tree.norm(trained))
+    norm = _trained_norm(optimizer, grads)
     is_finite = jnp.isfinite(norm)
     is_applied = is_finite & is_allowed
     # Outside of the cond, or every parameter's kernel computes the schedule anew.
@@ -184,6 +191,41 @@ def update_if_finite(
     }
     counts = (metrics["optim/skipped_in_a_row"], metrics["optim/skipped_total"])
     return new_params, State(inner, state.num_updates + is_applied, *counts), metrics
+
+
+def _trained_norm(optimizer: Optimizer, grads: optax.Updates) -> Float[Array, ""]:
+    """Euclidean norm of all gradients but those of frozen parameters.
+
+    On a mesh every device adds up its shards, a replica's as a fraction, so that one
+    all-reduce of one number remains instead of one for each parameter.
+    """
+    flat = zip(*map(jax.tree.leaves, (grads, optimizer.labels)), strict=True)
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = jax.tree.leaves(optimizer.specs, is_leaf=_is_spec)
+    trained = [
+        (grad, spec)
+        for (grad, label), spec in zip(flat, specs, strict=True)
+        if label != "frozen"
+    ]
+    grads, specs = zip(*trained, strict=True)
+    if mesh.size <= 1:
+        return jnp.asarray(optax.tree.norm(grads))
+
+    def norm(*shards: Array) -> Array:
+        total = jnp.zeros(())
+        for shard, spec in zip(shards, specs, strict=True):
+            names = [name for name in jax.tree.leaves(tuple(spec)) if name]
+            num_shards = math.prod(mesh.shape[name] for name in names)
+            total += jnp.sum(jnp.square(shard)) * (num_shards / mesh.size)
+        return jnp.sqrt(lax.psum(total, mesh.axis_names))
+
+    return jax.shard_map(
+        norm, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+    )(*grads)
+
+
+def _is_spec(node: object) -> bool:
+    return isinstance(node, PartitionSpec)
 
 
 def _in_float32(tree: optax.Params) -> optax.Params:

@@ -8,7 +8,7 @@ from absl.testing import parameterized
 from optax import contrib
 
 from glm5_jax import config as config_lib
-from glm5_jax.optim import muon_split
+from glm5_jax.optim import muon, muon_split
 from tests import environment
 
 MODEL = config_lib.ModelConfig(
@@ -39,7 +39,7 @@ def newton_schulz(matrix, steps):
 
 def updates(grads, dims, config, num_steps=1):
     layouts = {"w": muon_split.layout(dims, config, MODEL)}
-    transform = muon_split.scale_by_muon_split(layouts, config)
+    transform = muon.scale_by_muon_split(layouts, config)
     state = transform.init({"w": grads[0]})
     for grad in grads[:num_steps]:
         update, state = transform.update({"w": grad}, state)
@@ -217,7 +217,7 @@ class ScaleByMuonSplitTest(parameterized.TestCase):
 
     def test_masked_leaves_are_left_alone(self):
         layouts = {"w": muon_split.Layout((), (0,), (1,)), "b": optax.MaskedNode()}
-        transform = muon_split.scale_by_muon_split(layouts, FLOAT32)
+        transform = muon.scale_by_muon_split(layouts, FLOAT32)
         grads = {"w": normal(3, 4), "b": optax.MaskedNode()}
         update, _ = transform.update(grads, transform.init(grads))
         self.assertEqual(update["b"], optax.MaskedNode())

@@ -1,0 +1,256 @@
+"""Which matrices each device of a mesh orthogonalises: a plan from shapes alone.
+
+Every device holds a block of each matrix of a stack: the axes that shard rows or
+columns are exchanged, so that each device gets whole matrices; those that shard the
+batch have other matrices already; replicas take a share each. As n matrices on k
+devices take ceil(n / k) rounds, stacks with few matrices form groups, in which smaller
+ones are filled up with zeros (rows and columns of zeros stay zero in Newton-Schulz).
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from glm5_jax.optim import muon_split
+
+Leaf = tuple[tuple[int, ...], muon_split.Layout, PartitionSpec]  # shape of the whole
+NUM_STEPS = 5  # of Newton-Schulz, in the estimates
+ITEM_BYTES = 2  # of an element on the wire, in the estimates
+# v5p: 394 TFLOP/s over 90 GB/s, one direction of one link.
+FLOPS_PER_BYTE = 4400
+# What a group costs besides: two latencies, and 3.5 s of a CPU to compile it.
+GROUP_FLOPS = 5e10
+# Whole matrices that a device has at a time; Newton-Schulz needs about 5 times that.
+PIECE_BYTES = 2**27
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Blocks that a device has of the matrices of a parameter, or of a part of it."""
+
+    leaf: int  # index of the parameter
+    part: int  # 0, or 1 for the second part of one that is cut
+    start: int  # the first of its matrices
+    count: int  # of matrices
+    block: tuple[int, int]  # rows and columns of a block
+    batch_axes: tuple[str, ...]
+    row_axes: tuple[str, ...]
+    col_axes: tuple[str, ...]
+    shards: tuple[int, int]  # blocks along the rows and along the columns
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of a whole matrix."""
+        return self.block[0] * self.shards[0], self.block[1] * self.shards[1]
+
+    @property
+    def is_tall(self) -> bool:
+        """Whether its wide form is the transpose."""
+        return self.shape[0] > self.shape[1]
+
+    @property
+    def wide_shards(self) -> tuple[int, int]:
+        """Blocks along the short and along the long side."""
+        rows, cols = self.shards
+        return (cols, rows) if self.is_tall else (rows, cols)
+
+    @property
+    def form(self) -> tuple:
+        """What says how to put blocks together."""
+        return self.row_axes, self.col_axes, self.is_tall
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Stacks whose matrices are spread over the devices together."""
+
+    stacks: tuple[Stack, ...]
+    exchanged: tuple[str, ...]  # mesh axes that hold blocks of one matrix
+    shared: tuple[str, ...]  # ... that hold replicas, and share the matrices
+    num_exchanged: int  # devices
+    num_shared: int
+    num_pieces: int = 1  # that are exchanged one after the other
+
+    @property
+    def num_owners(self) -> int:
+        """Devices that share the matrices."""
+        return self.num_exchanged * self.num_shared
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, int]:
+        """Wide form that holds a matrix of every stack, and divides like all."""
+        sides = []
+        for side in (0, 1):
+            size = max(sorted(stack.shape)[side] for stack in self.stacks)
+            parts = math.lcm(*(stack.wide_shards[side] for stack in self.stacks))
+            sides.append(-(-size // parts) * parts)
+        return sides[0], sides[1]
+
+    def block(self, stack: Stack) -> tuple[int, int]:
+        """Rows and columns of a stack's block, filled up to the group's shape."""
+        short, long = (
+            n // k for n, k in zip(self.shape, stack.wide_shards, strict=True)
+        )
+        return (long, short) if stack.is_tall else (short, long)
+
+    @functools.cached_property
+    def num_rounds(self) -> int:
+        """Matrices that a device gets, with those that only fill up."""
+        return -(-sum(stack.count for stack in self.stacks) // self.num_owners)
+
+    @functools.cached_property
+    def work(self) -> "Work":
+        """Of one device."""
+        useful = sum(s.count * newton_schulz_flops(*s.shape) for s in self.stacks)
+        num_bytes = float(self.num_rounds * math.prod(self.shape) * ITEM_BYTES)
+        return Work(
+            useful_flops=useful / self.num_owners,
+            flops=self.num_rounds * newton_schulz_flops(*self.shape),
+            exchanged_bytes=2 * num_bytes * (1 - 1 / self.num_exchanged),
+            gathered_bytes=(self.num_shared - 1) * num_bytes,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """Of one device in one update."""
+
+    useful_flops: float = 0.0
+    flops: float = 0.0  # with those on zeros
+    exchanged_bytes: float = 0.0  # sent in the all-to-alls
+    gathered_bytes: float = 0.0  # received from the other replicas
+
+    def __add__(self, other: "Work") -> "Work":
+        """Field by field."""
+        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+        return Work(**{name: mine[name] + theirs[name] for name in mine})
+
+    @property
+    def cost(self) -> float:
+        """In FLOPs."""
+        num_bytes = self.exchanged_bytes + self.gathered_bytes
+        return self.flops + FLOPS_PER_BYTE * num_bytes
+
+
+def newton_schulz_flops(rows: int, cols: int) -> float:
+    """Of one matrix: A = X X^T, A A, and (b A + c A A) X, on the short side."""
+    short, long = sorted((rows, cols))
+    return NUM_STEPS * (4.0 * short**2 * long + 2.0 * short**3)
+
+
+def plan(leaves: Sequence[Leaf], mesh_shape: Mapping[str, int]) -> tuple[Group, ...]:
+    """Groups the matrices of all parameters.
+
+    Args:
+        leaves: whole shape, layout and sharding of every parameter.
+        mesh_shape: devices along each mesh axis.
+    """
+    alike = collections.defaultdict(list)
+    for index, leaf in enumerate(leaves):
+        for stack in _stacks(index, leaf, mesh_shape):
+            shape = tuple(sorted(stack.shape))
+            alike[_axes(stack, mesh_shape), stack.batch_axes, shape].append(stack)
+    large, groups = [], []
+    for (exchanged, _, _), stacks in alike.items():
+        group = _shared_or_repeated(tuple(stacks), exchanged, mesh_shape)
+        pieces, rest = _pieces(group)
+        large += pieces
+        groups += rest
+    while len(groups) > 1:
+        pairs = itertools.combinations(groups, 2)
+        saving, pair = max(((_saving(*p), p) for p in pairs), key=lambda x: x[0])
+        if saving <= 0:
+            break
+        groups = [group for group in groups if group not in pair]
+        groups.append(_merged(*pair))
+    return (*large, *groups)
+
+
+def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack]:
+    """What a device holds of a parameter."""
+    shape, layout, spec = leaf
+    cut = layout.cut[0] if layout.cut is not None else None
+
+    def axes_of(dim: int) -> tuple[str, ...]:
+        names = spec[dim] or ()
+        names = (names,) if isinstance(names, str) else names
+        return tuple(a for a in names if mesh_shape[a] > 1 and dim != cut)
+
+    axes = [axes_of(dim) for dim in range(len(shape))]
+    dims = (layout.batch, layout.rows, layout.cols)
+    batch, rows, cols = (sum((axes[i] for i in part), ()) for part in dims)
+
+    def size(names: Sequence[str]) -> int:
+        return math.prod(mesh_shape[name] for name in names)
+
+    stacks = []
+    for part, whole in enumerate(layout.part_shapes(shape)):
+        local = [n // size(axes[i]) for i, n in enumerate(whole)]
+        count, height, width = (math.prod(local[i] for i in part) for part in dims)
+        shards = (size(rows), size(cols))
+        stacks.append(
+            Stack(index, part, 0, count, (height, width), batch, rows, cols, shards)
+        )
+    return stacks
+
+
+def _axes(stack: Stack, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+    """Those over which a stack's matrices are cut, in the order of the mesh."""
+    return tuple(a for a in mesh_shape if a in stack.row_axes + stack.col_axes)
+
+
+def _shared_or_repeated(
+    stacks: tuple[Stack, ...], exchanged: tuple[str, ...], mesh_shape: Mapping[str, int]
+) -> Group:
+    """A group whose replicas share the work, unless to repeat it is cheaper."""
+    taken = (*exchanged, *stacks[0].batch_axes)
+    free = tuple(a for a, n in mesh_shape.items() if n > 1 and a not in taken)
+
+    def group(shared: tuple[str, ...]) -> Group:
+        sizes = (math.prod(mesh_shape[a] for a in axes) for axes in (exchanged, shared))
+        return Group(stacks, exchanged, shared, *sizes)
+
+    return min(group(free), group(()), key=lambda group: group.work.cost)
+
+
+def _pieces(group: Group) -> tuple[list[Group], list[Group]]:
+    """Groups of one large stack each, worked through in pieces; and the rest.
+
+    As many matrices at once as fit in PIECE_BYTES; of the upper half of these numbers
+    the one that leaves the smallest rest.
+    """
+    most = max(PIECE_BYTES // (math.prod(group.shape) * ITEM_BYTES), 1)
+    pieces, rest = [], []
+    for stack in group.stacks:
+        rounds, done = stack.count // group.num_owners, 0
+        if rounds > most:
+            size = min(range(most, most // 2, -1), key=lambda size: rounds % size)
+            done = rounds // size * size * group.num_owners
+            first = (dataclasses.replace(stack, count=done),)
+            pieces.append(
+                dataclasses.replace(group, stacks=first, num_pieces=rounds // size)
+            )
+        if left := stack.count - done:
+            rest.append(dataclasses.replace(stack, start=done, count=left))
+    return pieces, [dataclasses.replace(group, stacks=tuple(rest))] if rest else []
+
+
+def _saving(one: Group, other: Group) -> float:
+    """FLOPs that a device saves if two groups become one."""
+    if _placement(one) != _placement(other):
+        return -math.inf
+    merged = _merged(one, other)
+    return one.work.cost + other.work.cost + GROUP_FLOPS - merged.work.cost
+
+
+def _placement(group: Group) -> tuple:
+    return group.exchanged, group.shared, set(group.stacks[0].batch_axes)
+
+
+def _merged(one: Group, other: Group) -> Group:
+    return dataclasses.replace(one, stacks=one.stacks + other.stacks)
