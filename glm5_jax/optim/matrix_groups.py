@@ -177,7 +177,7 @@ def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack
     cut = layout.cut[0] if layout.cut is not None else None
 
     def axes_of(dim: int) -> tuple[str, ...]:
-        names = spec[dim] or ()
+        names = (*spec, *[None] * len(shape))[dim] or ()
         names = (names,) if isinstance(names, str) else names
         return tuple(a for a in names if mesh_shape[a] > 1 and dim != cut)
 

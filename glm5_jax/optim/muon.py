@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jaxtyping import Array
 
 from glm5_jax import config as config_lib
@@ -102,6 +103,9 @@ def _on_mesh(
         flat_layouts,
         flat_specs,
     )
+    # The barrier keeps the reshape in front of it: behind it all is elementwise and
+    # joins the addition to the parameters, so that no float32 update exists.
+    results = [lax.optimization_barrier(u) for u in results]
     scaled = [
         _rms(config, layout, u.shape) * u.astype(jnp.float32)
         for layout, u in zip(flat_layouts, results, strict=True)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax import config as config_lib
 from glm5_jax import sharding
-from glm5_jax.optim import muon, muon_split, schedule
+from glm5_jax.optim import matrix_groups, muon, muon_split, schedule
 
 Path = tuple[str, ...]
 Label = Literal["muon", "adamw", "adamw_no_decay", "frozen"]
@@ -134,6 +134,30 @@ def label_parameters(
         return isinstance(node, tuple)
 
     return jax.tree_util.tree_map_with_path(label, dims, is_leaf=is_names)
+
+
+def muon_leaves(
+    config: config_lib.OptimConfig,
+    model: config_lib.ModelConfig,
+    dims: optax.Params,
+    shapes: optax.Params,
+) -> list[matrix_groups.Leaf]:
+    """What `matrix_groups.plan` needs of the parameters that are Muon's.
+
+    Args:
+        config: says which these are.
+        model: sizes at which fused weights are cut.
+        dims: tree of logical dim names, as the parameters.
+        shapes: likewise, of anything that has a shape.
+    """
+    labels = label_parameters(config, dims)
+    flat, tree = jax.tree.flatten(labels)
+    leaves = zip(flat, *map(tree.flatten_up_to, (dims, shapes)), strict=True)
+    return [
+        (x.shape, muon_split.layout(names, config, model), sharding.spec(names))
+        for label, names, x in leaves
+        if label == "muon"
+    ]
 
 
 def update_if_finite(

@@ -1,5 +1,4 @@
 import collections
-import dataclasses
 import math
 import re
 from unittest import mock
@@ -8,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from glm5_jax import config as config_lib
-from glm5_jax import presets, sharding
+from glm5_jax import sharding
 from glm5_jax.model import transformer
-from glm5_jax.optim import matrix_groups, muon_split, optimizer
+from glm5_jax.optim import matrix_groups, muon_mesh, muon_split, optimizer
 from tests import environment
 from tests.model import tiny
 
@@ -30,7 +31,6 @@ MESHES = {
 # Relative to the norm of a parameter after two updates with a learning rate of 1:
 # sums of products in another order, amplified by five steps.
 ROUNDING = 1e-6
-TERA, GIBI = 1e12, 2**30
 
 
 def mesh_of(axes):
@@ -66,6 +66,18 @@ def trees():
     return [jax.device_get(tiny.params(MODEL, seed)) for seed in range(3)]
 
 
+def muon_leaves(model):
+    config = config_lib.OptimConfig()
+    dims = transformer.param_dims(model)
+    return optimizer.muon_leaves(
+        config, model, dims, transformer.abstract_params(model)
+    )
+
+
+def work_of(groups):
+    return sum((group.work for group in groups), matrix_groups.Work())
+
+
 def difference(got, expected):
     """The largest over all arrays, relative to the array's norm."""
     norms = jax.tree.map(
@@ -74,45 +86,67 @@ def difference(got, expected):
     return max(jax.tree.leaves(norms))
 
 
-def leaves_of(model, config):
-    dims = transformer.param_dims(model)
-    labels = optimizer.label_parameters(config, dims)
-    leaves = jax.tree.map(
-        lambda label, names, x: (
-            (x.shape, muon_split.layout(names, config, model), sharding.spec(names))
-            if label == "muon"
-            else ()
-        ),
-        labels,
-        dims,
-        transformer.abstract_params(model),
-    )
-    is_leaf = lambda x: isinstance(x, tuple)
-    return [leaf for leaf in jax.tree.leaves(leaves, is_leaf=is_leaf) if leaf]
-
-
-def work_of(groups):
-    return sum((group.work for group in groups), matrix_groups.Work())
-
-
 def collectives(text):
-    """Kind, bytes of the result and op_name of each, with the loops' trip counts."""
-    found = []
+    """Kind, devices of a group, bytes on each device and scope of collectives."""
+    pattern = r"= (.*?) (all-[a-z-]+|reduce-scatter|collective-permute)\((?!.*-done)"
     for line in text.splitlines():
-        match = re.search(
-            r"= (.*?) (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", line
-        )
-        if match is None:
+        if (match := re.search(pattern, line)) is None:
             continue
-        shapes = re.findall(r"(f32|bf16|s32|pred)\[([\d,]*)\]", match[1])
-        size = {"f32": 4, "bf16": 2, "s32": 4, "pred": 1}
-        num_bytes = sum(
-            size[kind] * math.prod(int(n) for n in dims.split(",") if n)
-            for kind, dims in shapes
-        )
-        name = re.search(r'op_name="([^"]*)"', line)
-        found.append((match[2], num_bytes, name[1] if name else ""))
-    return found
+        sizes = [
+            4 * math.prod(int(n) for n in dims.split(",") if n)
+            for dims in re.findall(r"f32\[([\d,]*)\]", match[1])
+        ]
+        groups = re.search(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])", line)
+        members = len(groups[1].split(",")) if groups[1] else int(groups[2])
+        scope = re.search(r'op_name="([^"]*)"', line)[1]
+        yield match[2], members, sum(sizes), scope
+
+
+class MapMatricesTest(parameterized.TestCase):
+    """Matrices of all shapes, cut in all ways, each mapped once."""
+
+    LEAVES = (  # shape; batch, rows, columns, cut; sharding
+        ((3, 16, 24), ((0,), (1,), (2,)), (None, ("fsdp", "expert"))),
+        ((1, 24, 16), ((0,), (1,), (2,)), (None, ("fsdp", "expert"))),
+        ((5, 8, 12), ((0,), (1,), (2,)), (None, None, "fsdp")),
+        ((2, 8, 16, 12), ((0, 1), (2,), (3,)), (None, "expert", "fsdp")),
+        ((2, 8, 16, 12), ((0, 1), (2,), (3,)), (None, "expert", "tensor", "fsdp")),
+        ((2, 16, 4, 6), ((0, 2), (1,), (3,)), (None, "fsdp", "tensor")),
+        ((2, 4, 6, 16), ((0,), (1, 2), (3,)), (None, "tensor", None, "fsdp")),
+        ((2, 16, 4, 6), ((0, 2), (1,), (3,), (3, 4)), (None, "fsdp", "tensor")),
+        ((16, 24), ((), (0,), (1,), (1, 8)), ("fsdp", "expert")),
+        ((4, 6), ((), (0,), (1,)), ()),
+    )
+
+    @parameterized.product(
+        axes=[
+            {"fsdp": 2, "expert": 2, "tensor": 2},
+            {"fsdp": 4, "context": 2},
+            {"data": 2, "expert": 4},
+        ],
+        constants=[
+            {"FLOPS_PER_BYTE": 1e9},
+            {"FLOPS_PER_BYTE": 0, "GROUP_FLOPS": 1e12},
+            {"FLOPS_PER_BYTE": 0, "GROUP_FLOPS": 0, "PIECE_BYTES": 1},
+        ],
+    )
+    def test_equals_a_map_on_one_device(self, axes, constants):
+        def function(x):  # not linear, and another one for every matrix
+            return x @ x.mT @ x / (1 + jnp.sum(x**2, (-2, -1), keepdims=True))
+
+        shapes, layouts, specs = zip(*self.LEAVES, strict=True)
+        layouts = [muon_split.Layout(*axes) for axes in layouts]
+        specs = [P(*axes) for axes in specs]
+        rng = np.random.default_rng(0)
+        arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+        mesh = mesh_of(axes)
+        with mock.patch.multiple(matrix_groups, **constants), jax.set_mesh(mesh):
+            got = jax.jit(
+                lambda *x: muon_mesh.map_matrices(function, x, layouts, specs)
+            )(*arrays)
+        for x, layout, result in zip(arrays, layouts, got, strict=True):
+            expected = layout.map(function, jnp.asarray(x))
+            np.testing.assert_allclose(result, expected, atol=ROUNDING)
 
 
 class UpdateTest(parameterized.TestCase):
@@ -134,23 +168,6 @@ class UpdateTest(parameterized.TestCase):
             norm, self.expected[2]["train/grad_norm"], rtol=ROUNDING
         )
 
-    @parameterized.named_parameters(*list(MESHES.items())[3:])
-    def test_in_pieces_alone_and_shared(self, axes):
-        changes = {"PIECE_BYTES": 1, "GROUP_FLOPS": 0, "FLOPS_PER_BYTE": 0}
-        with mock.patch.multiple(matrix_groups, **changes):
-            params, _, _ = run_on(mesh_of(axes), make(), trees())
-        self.assertLess(difference(params, self.expected[0]), ROUNDING)
-
-    def test_cut_weights_and_whole_heads(self):
-        for fields in (
-            {"muon_split_rope": True, "muon_split_kv_a": True},
-            {"muon_split": False, "muon_lm_head": True},
-        ):
-            opt = make(**fields)
-            mesh = mesh_of({"tensor": 2, "fsdp": 2, "expert": 2})
-            params, _, _ = run_on(mesh, opt, trees())
-            self.assertLess(difference(params, run(opt, trees())[0]), ROUNDING)
-
     def test_a_gradient_that_is_not_finite_is_skipped(self):
         start, grads, _ = trees()
         experts = grads["layers_1"]["block_0"]["mlp"]["experts"]
@@ -159,6 +176,57 @@ class UpdateTest(parameterized.TestCase):
         params, _, metrics = run_on(mesh, make(), [start, grads, grads])
         jax.tree.map(np.testing.assert_array_equal, params, start)
         self.assertEqual(metrics["optim/skipped_in_a_row"], 2)
+
+
+class CompiledTest(parameterized.TestCase):
+    """What is on the wires, by the compiled program."""
+
+    def test_whole_matrices_by_all_to_all_and_one_number_besides(self):
+        opt, mesh = make(), mesh_of({"data": 2, "fsdp": 2, "expert": 2})
+        places = sharding.shardings(DIMS, mesh)
+        shapes = transformer.abstract_params(MODEL)
+        params = place(shapes, places)
+        state = jax.eval_shape(opt.init, params)
+        state = place(state, sharding.like_params(state, places, mesh))
+        step = jax.jit(lambda *args: update(opt, *args))
+        shared = mock.patch.object(matrix_groups, "FLOPS_PER_BYTE", 0)
+        with jax.set_mesh(mesh), shared:
+            text = step.lower(params, state, params).compile().as_text()
+            groups = matrix_groups.plan(muon_leaves(MODEL), mesh.shape)
+        sent = collections.defaultdict(float)
+        for kind, members, num_bytes, scope in collectives(text):
+            if "newton_schulz" in scope:
+                sent[kind] += num_bytes * (1 - 1 / members)
+            else:
+                self.assertEqual((kind, members, num_bytes), ("all-reduce", 8, 4))
+                sent["norms"] += 1
+        self.assertEqual(set(sent), {"all-to-all", "all-gather", "norms"})
+        self.assertEqual(sent["norms"], 1)
+        work, wider = work_of(groups), 4 / matrix_groups.ITEM_BYTES
+        self.assertEqual(sent["all-to-all"], work.exchanged_bytes * wider)
+        self.assertEqual(sent["all-gather"], work.gathered_bytes * wider)
+
+    def test_on_one_device_nothing_of_it_shows(self):
+        opt, shapes = make(), transformer.abstract_params(MODEL)
+        state = jax.eval_shape(opt.init, shapes)
+        step = jax.jit(lambda *args: update(opt, *args))
+        alone = step.lower(shapes, state, shapes).as_text()
+        auto = (AxisType.Auto,) * 5
+        devices = jax.devices()[:1]
+        one = jax.make_mesh((1,) * 5, sharding.AXES, auto, devices=devices)
+        with jax.set_mesh(one):
+            text = step.lower(shapes, state, shapes).as_text()
+        for program in (alone, text):
+            self.assertNotIn("all_to_all", program)
+            self.assertNotIn("manual_computation", program)
+
+
+def place(shapes, places):
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        shapes,
+        places,
+    )
 
 
 if __name__ == "__main__":
