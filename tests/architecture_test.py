@@ -18,6 +18,7 @@ LAYERS = (
     {"rl"},
     {"inference"},
     {"model", "optim", "data", "losses", "checkpoint"},
+    {"collectives"},
     {"sharding"},
     {"command_line", "depth", "presets", "shapes"},
     {"config"},

@@ -242,9 +242,11 @@ class TrainConfig:
             rows = (self.rl, "num_rows", "data * fsdp * expert", parts)
         names = {id(model): "model", id(data): "data", id(self.rl): "rl"}
         divided = [
-            (model, "hidden_size", "fsdp", mesh.fsdp),
+            (model, "hidden_size", "fsdp * expert", mesh.fsdp * mesh.expert),
+            (model, "q_lora_rank", "fsdp * expert", mesh.fsdp * mesh.expert),
+            (model, "kv_lora_rank", "fsdp", mesh.fsdp),
             (model, "n_routed_experts", "expert", mesh.expert),
-            (model, "vocab_size", "tensor", mesh.tensor),
+            (model, "vocab_size", "tensor * expert", mesh.tensor * mesh.expert),
             (model, "num_attention_heads", "tensor", mesh.tensor),
             (model, "intermediate_size", "tensor", mesh.tensor),
             (model, "moe_intermediate_size", "tensor", mesh.tensor),

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
+from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from glm5_jax.model import layers
 from pallas_kernels import dispatch
@@ -70,16 +71,21 @@ def route(
         gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
     num_experts = scores.shape[-1]
     is_chosen = jnp.zeros(scores.shape, bool).at[_grid(experts)].set(True)
-    load_BE = jnp.sum(is_chosen & is_token[..., None], axis=1, dtype=jnp.float32)
-    tokens = jnp.maximum(jnp.sum(is_token, axis=1, dtype=jnp.float32), 1)[:, None]
-    share_BE = load_BE * num_experts / (config.num_experts_per_tok * tokens)
     normal = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    mean_BE = jnp.sum(jnp.where(is_token[..., None], normal, 0), axis=1) / tokens
+    sums = (
+        jnp.sum(is_chosen & is_token[..., None], axis=1, dtype=jnp.float32),
+        jnp.sum(jnp.where(is_token[..., None], normal, 0), axis=1),
+        jnp.sum(is_token, axis=1, dtype=jnp.float32)[:, None],
+    )
+    load_BE, total_BE, tokens = collectives.total(sums, collectives.CONTEXT)
+    tokens = jnp.maximum(tokens, 1)
+    share_BE = load_BE * num_experts / (config.num_experts_per_tok * tokens)
+    balance = jnp.mean(jnp.sum(share_BE * total_BE / tokens, axis=-1))
     return Routing(
         experts=experts,
         gates=gates * config.routed_scaling_factor,
-        load=jnp.sum(load_BE, axis=0),
-        balance=jnp.mean(jnp.sum(share_BE * mean_BE, axis=-1)),
+        load=collectives.total(jnp.sum(load_BE, axis=0), collectives.ROWS),
+        balance=collectives.mean(balance, collectives.ROWS),
     )
 
 
@@ -95,44 +101,70 @@ def moe(
         routing = route(params, config, x, is_token, chosen)
     with jax.named_scope("experts"):
         rows = x.reshape(-1, x.shape[-1])
+        chosen = routing.experts.reshape(len(rows), -1)
+        gates = routing.gates.reshape(chosen.shape).astype(x.dtype)
         is_decoding = x.shape[1] == 1 and len(x) <= FEW_TOKENS
         is_in_turn = is_decoding and dispatch.platform() == "cpu"
-        run = experts_in_turn if is_in_turn else experts
-        y = run(params["experts"], rows, routing).reshape(x.shape)
+        run = experts_in_turn if is_in_turn else experts_everywhere
+        y = run(params["experts"], rows, chosen, gates).reshape(x.shape)
     if "shared_experts" in params:
         y = y + layers.swiglu(params["shared_experts"], x)
     return y, routing
 
 
-def experts(
-    params: dict[str, Array], x: Float[Array, "t D"], routing: Routing
+def experts_everywhere(
+    params: dict[str, Array],
+    x: Float[Array, "t D"],
+    chosen: Int[Array, "t K"],
+    gates: Float[Array, "t K"],
 ) -> Float[Array, "t D"]:
-    """Sorts the t * K rows by expert, runs the grouped SwiGLU, and sums them back."""
-    num_experts, per_token = params["gate_proj"].shape[0], routing.experts.shape[-1]
-    chosen = routing.experts.reshape(-1)
-    order = _argsort(chosen, num_experts)
+    """`experts` of all devices: they see each other's tokens and sum what they made.
+
+    Dropless whatever the load: each device has room for all tokens of its group.
+    """
+    axes = ("expert",)
+    x, chosen, gates = (collectives.gather(y, axes, 0) for y in (x, chosen, gates))
+    first = collectives.position(axes) * len(params["gate_proj"])
+    y = experts(params, x, chosen - first, gates)
+    return collectives.total(collectives.scatter_sum(y, axes, 0), collectives.SHARES)
+
+
+def experts(
+    params: dict[str, Array],
+    x: Float[Array, "t D"],
+    chosen: Int[Array, "t K"],
+    gates: Float[Array, "t K"],
+) -> Float[Array, "t D"]:
+    """Sorts the t * K rows by expert, runs the grouped SwiGLU, and sums them back.
+
+    Rows of experts that are not among the parameters' come last, and give zeros.
+    """
+    num_experts, per_token = params["gate_proj"].shape[0], chosen.shape[-1]
+    is_here = (chosen >= 0) & (chosen < num_experts)
+    chosen = jnp.where(is_here, chosen, num_experts).reshape(-1)
+    order = _argsort(chosen, num_experts + 1)
     position = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
     position = position.reshape(-1, per_token)
-    sizes = jnp.bincount(chosen, length=num_experts)
+    sizes = jnp.bincount(chosen, length=num_experts + 1)[:num_experts]
     rows = _spread(x, order // per_token, position)
     gate = pallas_kernels.grouped_matmul(rows, params["gate_proj"], sizes)
     up = pallas_kernels.grouped_matmul(rows, params["up_proj"], sizes)
-    gates = routing.gates.reshape(-1)[order].astype(x.dtype)
-    hidden = jax.nn.silu(gate) * up * gates[:, None]
+    hidden = jax.nn.silu(gate) * up * gates.reshape(-1)[order][:, None]
     out = pallas_kernels.grouped_matmul(hidden, params["down_proj"], sizes)
     return _gather_sum(out, order // per_token, position)
 
 
 def experts_in_turn(
-    params: dict[str, Array], x: Float[Array, "t D"], routing: Routing
+    params: dict[str, Array],
+    x: Float[Array, "t D"],
+    chosen: Int[Array, "t K"],
+    gates: Float[Array, "t K"],
 ) -> Float[Array, "t D"]:
     """The same for a few tokens: each expert that any of them chose sees them all.
 
     What a step of decoding costs on a CPU is reading the weights, and overheads.
     """
-    chosen = routing.experts.reshape(x.shape[0], -1)
     gates_Et = jnp.zeros((params["gate_proj"].shape[0], x.shape[0]), x.dtype)
-    gates = routing.gates.reshape(chosen.shape).astype(x.dtype)
     gates_Et = gates_Et.at[chosen, jnp.arange(x.shape[0])[:, None]].set(gates)
 
     def expert(e: Array, total: Array) -> Array:
