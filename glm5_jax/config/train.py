@@ -250,15 +250,24 @@ class TrainConfig:
             (model, "num_attention_heads", "tensor", mesh.tensor),
             (model, "intermediate_size", "tensor", mesh.tensor),
             (model, "moe_intermediate_size", "tensor", mesh.tensor),
-            (data, "sequence_length", "context", mesh.context),
             rows,
         ]
+        if mesh.context > 1:  # a device has an early and a late part of each row
+            divided.append((data, "sequence_length", "2 * context", 2 * mesh.context))
         return [
             (
                 getattr(section, name) % parts == 0,
-                f"{names[id(section)]}.{name} must be divisible "
-                f"by the {axis} axis, got {getattr(section, name)} on {parts} devices; "
-                f"set mesh.{axis} to a divisor.",
+                f"{names[id(section)]}.{name} must be divisible by {axis} of mesh, got "
+                f"{getattr(section, name)} and {parts}; "
+                f"{_nearest_divisors(getattr(section, name), parts)}.",
             )
             for section, name, axis, parts in divided
         ]
+
+
+def _nearest_divisors(size: int, parts: int) -> str:
+    """The next smaller and larger number of parts that a size can be cut into."""
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    below = [n for n in divisors if n < parts][-1:]
+    above = [n for n in divisors if n > parts][:1]
+    return f"it can be cut into {' or '.join(map(str, below + above))}"

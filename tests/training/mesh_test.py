@@ -28,6 +28,15 @@ CONFIG = config_lib.TrainConfig(
         learning_rate=1e-2, end_learning_rate=1e-3, ns_dtype="float32", adam_eps=1e-4
     ),
 )
+SMALL = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(
+        CONFIG.model, num_hidden_layers=1, first_k_dense_replace=0, mtp_num_steps=1
+    ),
+)
+EXCHANGE = dataclasses.replace(
+    CONFIG, model=dataclasses.replace(CONFIG.model, expert_transport="exchange")
+)
 WARMUP = dataclasses.replace(
     CONFIG,
     stage="dsa_warmup",
@@ -91,7 +100,7 @@ class MeshTest(parameterized.TestCase):
             )
 
     def test_data_fsdp_expert(self):
-        self.check(CONFIG, data=2, fsdp=2, expert=2)
+        self.check(SMALL, data=2, fsdp=2, expert=2)
 
     @pytest.mark.slow
     @parameterized.parameters(
@@ -105,6 +114,15 @@ class MeshTest(parameterized.TestCase):
     )
     def test_all(self, **axes):
         self.check(CONFIG, **axes)
+
+    @pytest.mark.slow
+    @parameterized.named_parameters(
+        ("dense_warm_up_over_context", WARMUP, {"context": 4, "fsdp": 2}),
+        ("shared_index_over_context", SHARED, {"context": 4, "expert": 2}),
+        ("exchange", EXCHANGE, {"expert": 4, "fsdp": 2}),
+    )
+    def test_variants(self, config, axes):
+        self.check(config, **axes)
 
 
 if __name__ == "__main__":
