@@ -5,7 +5,6 @@ chips that are not there.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +27,9 @@ class Program:
 
     mesh: Mesh
     optimizer: optimizer_lib.Optimizer
-    step: Callable  # (params, opt_state, batch) -> (params, opt_state, metrics)
+    step: (
+        jax.stages.Wrapped
+    )  # (params, opt_state, batch) -> (params, opt_state, metrics)
     params: Any
     opt_state: Any
     batch: dict[str, jax.ShapeDtypeStruct]
@@ -39,7 +40,7 @@ class Program:
         return self.params, self.opt_state, self.batch
 
     def lower(self) -> jax.stages.Lowered:
-        """Traces the step for the devices of the mesh, present or not."""
+        """The step for the devices of the mesh, present or not."""
         with jax.set_mesh(self.mesh):
             return self.step.lower(*self.arguments)
 

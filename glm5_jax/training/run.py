@@ -13,6 +13,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
@@ -58,7 +59,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
     feed.tokenizer.save(workdir / "tokenizer.json")
     checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = mesh_lib.make_mesh(config.mesh)
     _require_whole_rows(config, feed, mesh)
     program = program_lib.make_program(config, mesh)
     step = 0

@@ -10,6 +10,7 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.model import transformer
 from glm5_jax.training import step as step_lib
@@ -178,7 +179,7 @@ class ShardingTest(parameterized.TestCase):
     def check(self, axes, num_parts):
         _, params, state = make_step(CONFIG)
         wanted, losses = three_steps()  # outside of the mesh
-        mesh = sharding.make_mesh(config_lib.MeshConfig(**axes))
+        mesh = mesh_lib.make_mesh(config_lib.MeshConfig(**axes))
         places = sharding.shardings(transformer.param_dims(CONFIG.model), mesh)
         places = places, sharding.like_params(state, places, mesh)
         step = jax.jit(
