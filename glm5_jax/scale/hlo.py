@@ -1,9 +1,9 @@
 """Reads the text of a compiled module: computations, instructions, loops, shapes.
 
 The text is that of XLA's schedule after optimisation. Traps it has: metadata of Mosaic
-kernels contains line breaks, so a computation ends only where a line is a brace alone
-or names an execution thread; and on TPU a loop's trip count is not written down, so it
-is read from the constant in its condition.
+kernels contains line breaks and braces, so a computation ends only where a line outside
+of quotes is a brace alone or names an execution thread; and on TPU a loop's trip count
+is not written down, so it is read from the constant in its condition.
 """
 
 import dataclasses
@@ -139,24 +139,29 @@ def num_bytes(text: str) -> int:
 
 def _joined(text: str) -> Iterator[str]:
     """Lines, with those that metadata broke put together again."""
-    whole: list[str] = []
-    is_inside = False
+    whole = ""
     for line in text.splitlines():
-        starts = bool(re.match(r"^\s+(ROOT )?%?[\w.\-]+ = ", line))
-        if is_inside and not starts and not _is_end(line):
-            whole.append(line)
+        is_quoted = _QUOTE.sub("", whole).count('"') % 2 == 1
+        if whole and not _HEADER.match(line) and (is_quoted or not _begins(line)):
+            whole += "\n" + line
             continue
         if whole:
-            yield "\n".join(whole)
-        whole = [line]
-        if _is_end(line):
-            is_inside = False
-        elif not is_inside and _HEADER.match(line):
-            is_inside = True
+            yield whole
+        whole = ""
+        if _INSTRUCTION.match(line):
+            whole = line
+        else:
             yield line
-            whole = []
     if whole:
-        yield "\n".join(whole)
+        yield whole
+
+
+_QUOTE = re.compile(r"\\.")  # an escaped letter, which opens no quotation
+
+
+def _begins(line: str) -> bool:
+    """Whether a line is no continuation of the one before."""
+    return bool(_is_end(line) or _INSTRUCTION.match(line))
 
 
 def _is_end(line: str) -> bool:
