@@ -3,7 +3,8 @@
 The compiler's own count takes a loop's body once and a kernel for nothing. Here scans
 count as often as they run, a shard_map by its local shapes, what jit splits by itself
 as split evenly, a kernel by its cost estimate or else by its body times its grid, and
-of a conditional the dearer branch.
+of a conditional the dearer branch. Rows of a grouped product count whether a group
+has them or not. What the compiler then finds unused is still in the trace.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ class Flops:
     @property
     def total(self) -> float:
         """All kinds together."""
-        return sum(self.by_kind.values())
+        return sum(self.by_kind.values(), 0.0)
 
     def add(self, kind: str, flops: float) -> None:
         """Adds to a kind."""
