@@ -10,12 +10,8 @@ keep.
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from glm5_jax import config as config_lib
-
-AXES = ("data", "fsdp", "expert", "tensor", "context")
 RULES: dict[str, tuple[str, ...]] = {
     "B": ("data", "fsdp", "expert"),
     "T": ("context",),
@@ -28,27 +24,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "Q": ("fsdp", "expert"),
     "C": ("fsdp",),  # 512 in GLM-5: fewer than the devices of fsdp x expert
 }
-
-
-def make_mesh(config: config_lib.MeshConfig) -> Mesh:
-    """The mesh of this machine's devices, axis types Auto.
-
-    Raises:
-      InputError: the axes' product is not the number of devices.
-    """
-    sizes = [getattr(config, axis) for axis in AXES]
-    num_devices = jax.device_count()
-    others = int(np.prod(sizes[1:]))
-    if sizes[0] == -1:
-        sizes[0] = max(num_devices // others, 1)
-    if int(np.prod(sizes)) != num_devices:
-        axes = " x ".join(f"{a}={s}" for a, s in zip(AXES, sizes, strict=True))
-        raise config_lib.InputError(
-            f"mesh needs as many devices as there are: {axes} on {num_devices} "
-            f"devices; set the axes so that their product is {num_devices}, or "
-            f"mesh.data=-1 and the others to divisors of it."
-        )
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def spec(dims: tuple[str, ...]) -> PartitionSpec:

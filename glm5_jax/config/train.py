@@ -137,6 +137,7 @@ class OptimConfig:
 class MeshConfig:
     """Devices along each mesh axis; data = -1 takes what the others leave."""
 
+    slices: int = 1  # of TPUs (or hosts of GPUs); only the data axis goes across them
     data: int = -1
     fsdp: int = 1
     expert: int = 1
@@ -151,7 +152,7 @@ class MeshConfig:
                 self.data == -1 or self.data >= 1,
                 f"data must be -1 or >= 1: {self.data}",
             ),
-            *checks.positive(self, "fsdp", "expert", "tensor", "context"),
+            *checks.positive(self, "slices", "fsdp", "expert", "tensor", "context"),
         )
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from glm5_jax import collectives, sharding
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from glm5_jax.model import experts
 from tests import environment
 from tests.model import tiny
@@ -46,7 +47,7 @@ class TransportTest(parameterized.TestCase):
     def test_equals_one_device(self, transport, load):
         config = dataclasses.replace(CONFIG, expert_transport=transport)
         params, x, chosen, gates = make_inputs(load)
-        mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, expert=4))
+        mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, expert=4))
 
         def run(params, x, chosen, gates):
             return experts.run(params, config, x, chosen, gates)

@@ -9,6 +9,7 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.model import transformer
 from glm5_jax.training import step as step_lib
@@ -73,7 +74,7 @@ def on_one_device(config):
 class MeshTest(parameterized.TestCase):
     def check(self, config, **axes):
         wanted, want_metrics = on_one_device(config)
-        mesh = sharding.make_mesh(config_lib.MeshConfig(**({"data": 1} | axes)))
+        mesh = mesh_lib.make_mesh(config_lib.MeshConfig(**({"data": 1} | axes)))
         optimizer = step_lib.make_optimizer(config)
         params = tiny.params(config.model)
         places = sharding.shardings(transformer.param_dims(config.model), mesh)
