@@ -25,10 +25,6 @@ class Feed(Protocol):
         """Tokens of a batch, padding included."""
         ...
 
-    def example(self) -> Batch:
-        """A batch of the shapes that the training step is compiled for."""
-        ...
-
     def next(self, params: dict, step: int) -> tuple[Batch, Metrics]:
         """The batch of step `step`, counted from 0, and what to log of it."""
         ...
