@@ -103,6 +103,8 @@ class OptimConfig:
     adam_eps: float = 1e-8
     # Of Muon's momentum and AdamW's first moment: bfloat16 saves 2 bytes a parameter.
     moment_dtype: Dtype = "float32"
+    # All moments wait in the host's memory and are fetched leaf by leaf for an update.
+    offload_moments: bool = False
     clip_norm: float = 0.0  # global gradient norm; 0 turns it off
     max_skipped_in_a_row: int = 10  # non-finite updates before the run aborts
 

@@ -39,11 +39,22 @@ class Optimizer:
     labels: optax.Params  # tree of `Label`s
     specs: optax.Params  # tree of PartitionSpecs
     clip_norm: float  # 0: off
+    is_offloaded: bool  # moments wait in the host's memory
 
     def init(self, params: optax.Params) -> State:
         """State before the first step."""
         counts = jnp.zeros(3, jnp.int32)
         return State(self.transform.init(_in_float32(params)), *counts)
+
+    def kept(self, state: State, places: optax.OptState) -> optax.OptState:
+        """Where a state that is sharded like `places` is kept between updates."""
+        if not self.is_offloaded:
+            return places
+        return jax.tree.map(
+            lambda x, place: place.with_memory_kind("pinned_host") if x.ndim else place,
+            state,
+            places,
+        )
 
 
 def make_optimizer(
@@ -104,7 +115,9 @@ def make_optimizer(
     transform = optax.partition(branches, labels)
     rate = schedule.learning_rate(config, num_steps)
     specs = jax.tree.map(lambda _, names: sharding.spec(names), labels, dims)
-    return Optimizer(transform, rate, labels, specs, config.clip_norm)
+    return Optimizer(
+        transform, rate, labels, specs, config.clip_norm, config.offload_moments
+    )
 
 
 def label_parameters(
@@ -200,7 +213,9 @@ def update_if_finite(
                 lambda g: g * (limit / jnp.maximum(norm, limit)), grads
             )
         update = optimizer.transform.update
-        updates, inner = update(clipped, state.inner, _in_float32(params))
+        inner = _moved(optimizer, state.inner, jax.memory.Space.Device)
+        updates, inner = update(clipped, inner, _in_float32(params))
+        inner = _moved(optimizer, inner, jax.memory.Space.Host)
         updates = jax.tree.map(lambda u: rate * u, updates)
         return optax.apply_updates(params, updates), inner
 
@@ -215,6 +230,15 @@ def update_if_finite(
     }
     counts = (metrics["optim/skipped_in_a_row"], metrics["optim/skipped_total"])
     return new_params, State(inner, state.num_updates + is_applied, *counts), metrics
+
+
+def _moved(
+    optimizer: Optimizer, state: optax.OptState, space: jax.memory.Space
+) -> optax.OptState:
+    """Moments in the device's or in the host's memory, if they are offloaded."""
+    if not optimizer.is_offloaded:
+        return state
+    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, state)
 
 
 def _trained_norm(optimizer: Optimizer, grads: optax.Updates) -> Float[Array, ""]:

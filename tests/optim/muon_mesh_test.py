@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.model import transformer
 from glm5_jax.optim import matrix_groups, muon_mesh, muon_split, optimizer
@@ -34,7 +35,7 @@ ROUNDING = 1e-6
 
 
 def mesh_of(axes):
-    return sharding.make_mesh(config_lib.MeshConfig(**({"data": 1} | axes)))
+    return mesh_lib.make_mesh(config_lib.MeshConfig(**({"data": 1} | axes)))
 
 
 def make(**fields):
@@ -213,7 +214,7 @@ class CompiledTest(parameterized.TestCase):
         alone = step.lower(shapes, state, shapes).as_text()
         auto = (AxisType.Auto,) * 5
         devices = jax.devices()[:1]
-        one = jax.make_mesh((1,) * 5, sharding.AXES, auto, devices=devices)
+        one = jax.make_mesh((1,) * 5, mesh_lib.AXES, auto, devices=devices)
         with jax.set_mesh(one):
             text = step.lower(shapes, state, shapes).as_text()
         for program in (alone, text):
