@@ -18,7 +18,7 @@ LAYERS = (
     {"rl"},
     {"inference"},
     {"model", "optim", "data", "losses", "checkpoint"},
-    {"sharding"},
+    {"sharding", "processes"},
     {"command_line", "depth", "presets", "shapes"},
     {"config"},
 )

@@ -65,6 +65,9 @@ class Rollouts:
         """Tokens of a batch, padding included."""
         return self._config.rl.num_rows * self._config.data.sequence_length
 
+    def take(self, rows: Sequence[int]) -> None:
+        """Nothing to do: one process has all rows, and several are refused."""
+
     def example(self) -> feed.Batch:
         """A batch of padding."""
         return self._batch([])
