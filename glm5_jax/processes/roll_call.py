@@ -40,7 +40,8 @@ def _listen(
 ) -> None:
     """Process 0: hears the others, then tells all of them how it went."""
     port = int(coordinator.rpartition(":")[2])
-    here: dict[int, socket.socket] = {}
+    here: set[int] = set()
+    connections: list[socket.socket] = []
     problem = ""
     try:
         server = socket.create_server(("", port))
@@ -55,7 +56,7 @@ def _listen(
             try:
                 connection, (host, *_) = server.accept()
             except TimeoutError:
-                missing = sorted({*range(1, num_processes)} - {*here})
+                missing = sorted({*range(1, num_processes)} - here)
                 problem = (
                     f"of {num_processes} processes only {len(here) + 1} came within "
                     f"{timeout:g} s; missing: {_some(missing)}. Start them, or correct "
@@ -67,15 +68,16 @@ def _listen(
                 connection.close()
                 continue
             problem = _disagreement(said, num_processes, here, host)
-            here[said["process_id"]] = connection
-        for connection in here.values():
+            here.add(said["process_id"])
+            connections.append(connection)
+        for connection in connections:
             _send(connection, {"problem": problem})
             connection.close()
     if problem:
         raise config_lib.InputError(problem)
 
 
-def _disagreement(said: dict, num_processes: int, here: dict, host: str) -> str:
+def _disagreement(said: dict, num_processes: int, here: set[int], host: str) -> str:
     """What contradicts what the others say, or nothing."""
     theirs, number = said["num_processes"], said["process_id"]
     if theirs != num_processes:
