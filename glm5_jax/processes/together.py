@@ -28,8 +28,9 @@ from glm5_jax.processes import roll_call
 
 JOIN_SECONDS = 300  # for all processes to come
 _PATIENCE_MS = 3_600_000  # for process 0 to say something: it may read a corpus first
+_FINISH_MS = 600_000  # for all to come to the end: process 0 draws curves there
 _FAREWELL_MS = 10_000  # for all to hear of a failure
-_FAILED, _LEAVING = "glm5_jax/failed", "glm5_jax/leaving"
+_WORD, _LEAVING, _DONE = "glm5_jax/word", "glm5_jax/leaving", "glm5_jax/done"
 _CODES = {config_lib.InputError: 2, KeyboardInterrupt: 130}  # others: 1
 
 
@@ -64,17 +65,14 @@ def joined(
         initialization_timeout=timeout,
     )
     end = _End(distributed.global_state.client)
-    threading.Thread(target=end.leave_with_others, daemon=True).start()
     try:
         yield
     except SystemExit:
-        end.is_over = True
-        jax.distributed.shutdown()  # waits for the others
+        end.part()
         raise
     except BaseException as error:
         end.take_others_along(error)
-    end.is_over = True
-    jax.distributed.shutdown()
+    end.part()
 
 
 def is_first() -> bool:
@@ -125,28 +123,19 @@ class _End:
     """How a process learns of another's failure, and how it tells of its own."""
 
     def __init__(self, client: Any) -> None:
-        self.is_over = False  # the run has ended well
         self._client = client
         self._is_failing = threading.Lock()  # held by whoever ends this process
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
-    def leave_with_others(self) -> None:
-        """Waits for word of a failure; then ends this process."""
-        while not self.is_over:
-            try:
-                text = self._client.blocking_key_value_get(_FAILED, _PATIENCE_MS)
-            except Exception:  # nothing came for an hour, or the service is gone
-                if self.is_over or not jax.distributed.is_initialized():
-                    return
-                continue
-            word = json.loads(text)
-            if self._is_failing.acquire(blocking=False):
-                if word["process"] != _number():
-                    sys.stderr.write(
-                        f"error: process {word['process']} ended the run:\n"
-                        f"{word['message']}"
-                    )
-                self._leave(word["code"])
-            return
+    def part(self) -> None:
+        """All have come to a good end; waits for them."""
+        with contextlib.suppress(Exception):  # somebody died: so be it
+            self._client.wait_at_barrier(_DONE, _FINISH_MS)
+        self._say(0, "")
+        # A thread that waits in C++ while Python ends takes the process down with it.
+        self._listener.join()
+        jax.distributed.shutdown()
 
     def take_others_along(self, error: BaseException) -> None:
         """Tells the others and ends this process."""
@@ -157,10 +146,30 @@ class _End:
             message = "".join(traceback.format_exception(error))
         with self._is_failing:  # or never, where another's failure was first
             sys.stderr.write(message)
-            word = {"process": _number(), "code": code, "message": message}
-            with contextlib.suppress(Exception):  # another was first
-                self._client.key_value_set(_FAILED, json.dumps(word))
+            self._say(code, message)
             self._leave(code)
+
+    def _listen(self) -> None:
+        """Waits for the word that ends the run; leaves where it is a failure."""
+        word = None
+        while word is None:
+            try:
+                text = self._client.blocking_key_value_get(_WORD, _PATIENCE_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" in str(error):  # nothing for an hour
+                    continue
+                return  # the service is gone: jax ends this process
+            word = json.loads(text)
+        if word["code"] and self._is_failing.acquire(blocking=False):
+            number, message = word["process"], word["message"]
+            sys.stderr.write(f"error: process {number} ended the run:\n{message}")
+            self._leave(word["code"])
+
+    def _say(self, code: int, message: str) -> None:
+        """The first word that anybody says is the one that all hear."""
+        word = {"process": _number(), "code": code, "message": message}
+        with contextlib.suppress(Exception):
+            self._client.key_value_set(_WORD, json.dumps(word))
 
     def _leave(self, code: int) -> None:
         """Without clean-up, which would wait for a collective that never ends."""
