@@ -24,7 +24,7 @@ here=$(printf %q "$PWD")
 arguments=$(printf ' %q' "$@")
 
 run() {  # All processes once; returns the first exit code that is not 0.
-  local pids=() number code first=0 show
+  local pids=() number code first=0 show late=
   for number in "${!hosts[@]}"; do
     # A remote shell that loses its connection must not leave its process behind: -tt.
     "${ssh[@]}" "${hosts[number]}" "cd $here && exec env ${EXPORT:-} \
@@ -43,11 +43,12 @@ run() {  # All processes once; returns the first exit code that is not 0.
       first=$code
       echo "process $number on ${hosts[number]} ended with code $code" >&2
       # The others end by themselves within seconds; these are for a host that is gone.
-      (sleep 60 && kill "${pids[@]}" 2>/dev/null) &
+      (sleep 60 && kill "${pids[@]}") >/dev/null 2>&1 &
+      late=$!
     fi
   done
   sleep 1
-  kill "$show"
+  kill "$show" ${late:+"$late"}
   return "$first"
 }
 

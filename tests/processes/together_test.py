@@ -44,11 +44,11 @@ class TogetherTest(parameterized.TestCase):
         names = {path.name for path in (self.folder / "given/checkpoints").iterdir()}
         self.assertEqual(names, {"1", "2.unreadable"})
 
-    @pytest.mark.slow
     @parameterized.parameters(
         ("refuse", 2, "error: process 1 finds no corpus."),
         ("raise_error", 1, "RuntimeError: a bug in process 0"),
     )
+    @pytest.mark.slow
     def test_a_failure_of_one_ends_both_alike(self, scenario, code, message):
         began = time.monotonic()
         for got, output in run(scenario, self.folder):
