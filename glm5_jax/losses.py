@@ -6,16 +6,19 @@ to the factor that the backward pass brings (GLM-5 report 2.4: sequence-chunked 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from glm5_jax import collectives
+
 
 def next_token_loss(
     hidden: Float[Array, "B T D"],
-    head: Float[Array, "D V"],
+    head: Float[Array, "d v"],
     targets: Int[Array, "B T"],
     mask: Float[Array, "B T"],
     *,
@@ -26,30 +29,33 @@ def next_token_loss(
 
     Args:
       hidden: states after the last norm.
-      head: output matrix.
+      head: output matrix [D, V], of which a device may have a part.
       targets: ids of the tokens to predict.
       mask: weight of each position; its sum is the denominator.
       chunk_tokens: tokens whose logits exist at once.
       z_weight: of the squared normaliser (PaLM, arXiv 2204.02311); 0 is off.
     """
     chunks = _chunked(hidden, targets, mask, chunk_tokens)
-    total = _total(head, z_weight, *chunks)
-    return total / jnp.maximum(jnp.sum(mask), 1)
+    total = _total(_head(head, hidden.dtype), z_weight, *chunks)
+    total, count = collectives.total((total, jnp.sum(mask)), collectives.TOKENS)
+    return total / jnp.maximum(count, 1)
 
 
 def token_nll(
     hidden: Float[Array, "B T D"],
-    head: Float[Array, "D V"],
+    head: Float[Array, "d v"],
     targets: Int[Array, "B T"],
     chunk_tokens: int,
 ) -> Float[Array, "B T"]:
     """-log softmax(hidden head)[target] of every token; not for gradients."""
     mask = jnp.ones(targets.shape, jnp.float32)
     hidden, targets, _ = _chunked(hidden, targets, mask, chunk_tokens)
+    head = _head(head, hidden.dtype)
 
     def chunk(xs: tuple[Array, Array]) -> Array:
-        logits, norm = _logits(xs[0], head)
-        return norm - _at(logits, xs[1])
+        xs = _all_rows(xs)
+        logits = _logits(xs[0], head)
+        return _own_rows(_normaliser(logits) - _at(logits, xs[1]))
 
     nll = lax.map(chunk, (hidden, targets))
     return nll.reshape(-1)[: mask.size].reshape(mask.shape)
@@ -57,7 +63,7 @@ def token_nll(
 
 def token_logprobs(
     hidden: Float[Array, "B T D"],
-    head: Float[Array, "D V"],
+    head: Float[Array, "d v"],
     targets: Int[Array, "B T"],
     *,
     temperature: float,
@@ -69,12 +75,13 @@ def token_logprobs(
     """
     mask = jnp.ones(targets.shape, jnp.float32)
     hidden, targets, _ = _chunked(hidden, targets, mask, chunk_tokens)
+    head = _head(head, hidden.dtype)
 
     @jax.checkpoint
     def chunk(xs: tuple[Array, Array]) -> Array:
-        logits, _ = _logits(xs[0], head)
-        logits = logits / temperature
-        return _at(logits, xs[1]) - jax.nn.logsumexp(logits, axis=-1)
+        xs = _all_rows(xs)
+        logits = _logits(xs[0], head) / temperature
+        return _own_rows(_at(logits, xs[1]) - _normaliser(logits))
 
     logprobs = lax.map(chunk, (hidden, targets))
     return logprobs.reshape(-1)[: mask.size].reshape(mask.shape)
@@ -82,45 +89,66 @@ def token_logprobs(
 
 def mtp_loss(
     states: Float[Array, "k B T D"],
-    head: Float[Array, "D V"],
-    targets: Int[Array, "B T"],
-    mask: Float[Array, "B T"],
-    segment_ids: Int[Array, "B T"],
+    head: Float[Array, "d v"],
+    targets: Int[Array, "k B T"],
+    mask: Float[Array, "k B T"],
     *,
     chunk_tokens: int,
 ) -> Float[Array, ""]:
     """Mean over steps of their next-token losses (arXiv 2412.19437, section 2.2).
 
-    Step k at position i predicts targets[i + k]. Positions whose token i + k lies in
-    another document, or beyond the row, are left out.
-
     Args:
       states: of the MTP steps k = 1, 2, ...
-      head: output matrix.
-      targets: next token of every position.
-      mask: weight of each position's target.
-      segment_ids: document of each position.
+      head: output matrix [D, V], of which a device may have a part.
+      targets: of each step, and
+      mask: weight of each, both of `mtp_targets`.
       chunk_tokens: tokens whose logits exist at once.
     """
-    num_tokens = targets.shape[1]
 
-    def step(total: Array, xs: tuple[Array, Array]) -> tuple[Array, None]:
-        state, k = xs
-        is_inside = jnp.arange(num_tokens)[None] < num_tokens - k
-        is_same = jnp.roll(segment_ids, -k, axis=1) == segment_ids
-        weight = jnp.roll(mask, -k, axis=1) * (is_inside & is_same)
-        ahead = jnp.roll(targets, -k, axis=1)
-        loss = next_token_loss(state, head, ahead, weight, chunk_tokens=chunk_tokens)
+    def step(total: Array, xs: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        state, targets, mask = xs
+        loss = next_token_loss(state, head, targets, mask, chunk_tokens=chunk_tokens)
         return total + loss, None
 
-    steps = jnp.arange(1, states.shape[0] + 1)
-    total, _ = lax.scan(step, jnp.zeros((), jnp.float32), (states, steps))
+    zero = jnp.zeros((), jnp.float32)
+    total, _ = lax.scan(step, zero, (states, targets, mask))
     return total / states.shape[0]
 
 
+def mtp_targets(
+    targets: Int[Array, "B T"],
+    mask: Float[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    num_steps: int,
+) -> tuple[Int[Array, "k B T"], Float[Array, "k B T"]]:
+    """What the MTP steps predict, and how much each position counts.
+
+    Step k at position i predicts targets[i + k]. Positions whose token i + k lies in
+    another document, or beyond the row, do not count.
+
+    Args:
+      targets: next token of every position.
+      mask: weight of each position's target.
+      segment_ids: document of each position.
+      num_steps: of MTP.
+    """
+    position, size = jnp.arange(targets.shape[1])[None], targets.shape[1]
+
+    def step(k: int) -> tuple[Array, Array]:
+        is_same = jnp.roll(segment_ids, -k, axis=1) == segment_ids
+        counts = (position < size - k) & is_same
+        return jnp.roll(targets, -k, axis=1), jnp.roll(mask, -k, axis=1) * counts
+
+    ahead, weights = zip(*map(step, range(1, num_steps + 1)), strict=True)
+    return jnp.stack(ahead), jnp.stack(weights)
+
+
 def _chunked(hidden: Array, targets: Array, mask: Array, size: int) -> tuple:
-    """Flattens tokens and cuts them into chunks [n, size, ...], zero padded."""
-    size = min(size, targets.size)
+    """Flattens tokens and cuts them into chunks [n, size, ...], zero padded.
+
+    `size` counts the tokens of all devices that share the words.
+    """
+    size = min(max(size // collectives.size(collectives.WORD_ROWS), 1), targets.size)
     padding = -targets.size % size
 
     def cut(x: Array, tail: tuple[int, ...]) -> Array:
@@ -131,30 +159,71 @@ def _chunked(hidden: Array, targets: Array, mask: Array, size: int) -> tuple:
     return cut(hidden, hidden.shape[2:]), cut(targets, ()), cut(mask, ())
 
 
-def _logits(hidden: Array, head: Array) -> tuple[Array, Array]:
-    """Float32 logits of a chunk and their log-sum-exp."""
+def _head(head: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """This device's words of the output matrix."""
+    return collectives.whole(head, ("D", "V"), jnp.dtype(dtype).name)
+
+
+def _all_rows(xs: Any) -> Any:
+    """Tokens of all devices that share the words; `_own_rows` are this device's."""
+    return jax.tree.map(lambda x: collectives.gather(x, collectives.WORD_ROWS, 0), xs)
+
+
+def _own_rows(x: Array) -> Array:
+    size = len(x) // collectives.size(collectives.WORD_ROWS)
+    first = collectives.position(collectives.WORD_ROWS) * size
+    return lax.dynamic_slice_in_dim(x, first, size)
+
+
+def _logits(hidden: Array, head: Array) -> Array:
+    """Float32 logits of a chunk for this device's words."""
     head = head.astype(hidden.dtype)
-    logits = jnp.einsum("td,dv->tv", hidden, head, preferred_element_type=jnp.float32)
-    return logits, jax.nn.logsumexp(logits, axis=-1)
+    return jnp.einsum("td,dv->tv", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _normaliser(logits: Array) -> Array:
+    """Log-sum-exp over the words of all devices."""
+    norm = jax.nn.logsumexp(logits, axis=-1)
+    if collectives.size(collectives.WORDS) == 1:
+        return norm
+    top = collectives.largest(norm, collectives.WORDS)
+    return top + jnp.log(collectives.total(jnp.exp(norm - top), collectives.WORDS))
+
+
+def _rows_and_words(logits: Array, targets: Array) -> tuple[Array, Array, Array]:
+    """Where the targets' logits are, as far as they are here."""
+    words = targets - collectives.position(collectives.WORDS) * logits.shape[1]
+    is_here = (words >= 0) & (words < logits.shape[1])
+    return jnp.arange(targets.size), jnp.where(is_here, words, 0), is_here
 
 
 def _at(logits: Array, targets: Array) -> Array:
-    return jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    """The targets' logits."""
+    rows, words, is_here = _rows_and_words(logits, targets)
+    return collectives.total(
+        jnp.where(is_here, logits[rows, words], 0), collectives.WORDS
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _total(
     head: Array, z_weight: float, hidden: Array, targets: Array, mask: Array
 ) -> Array:
-    """Sum over all chunks of the weighted losses."""
+    """Sum over all chunks of the weighted losses.
+
+    Devices that share the words compute all of their losses together; each returns an
+    equal part of the sum.
+    """
 
     def chunk(total: Array, xs: tuple) -> tuple[Array, None]:
-        hidden, targets, mask = xs
-        logits, norm = _logits(hidden, head)
+        hidden, targets, mask = _all_rows(xs)
+        logits = _logits(hidden, head)
+        norm = _normaliser(logits)
         losses = norm - _at(logits, targets) + z_weight * norm**2
         return total + jnp.sum(losses * mask), None
 
-    return lax.scan(chunk, jnp.zeros((), jnp.float32), (hidden, targets, mask))[0]
+    total, _ = lax.scan(chunk, jnp.zeros((), jnp.float32), (hidden, targets, mask))
+    return total / collectives.size(collectives.WORD_ROWS)
 
 
 def _forward(head, z_weight, hidden, targets, mask):  # noqa: ANN001, ANN202
@@ -162,14 +231,16 @@ def _forward(head, z_weight, hidden, targets, mask):  # noqa: ANN001, ANN202
 
     def chunk(carry: tuple, xs: tuple) -> tuple[tuple, Array]:
         total, d_head = carry
-        hidden, targets, mask = xs
-        logits, norm = _logits(hidden, head)
+        hidden, targets, mask = _all_rows(xs)
+        logits = _logits(hidden, head)
+        norm = _normaliser(logits)
         losses = norm - _at(logits, targets) + z_weight * norm**2
         factor = mask * (1 + 2 * z_weight * norm)
         d_logits = jnp.exp(logits - norm[:, None]) * factor[:, None]
-        rows = jnp.arange(targets.size)
-        d_logits = d_logits.at[rows, targets].add(-mask).astype(hidden.dtype)
+        rows, words, is_here = _rows_and_words(logits, targets)
+        d_logits = d_logits.at[rows, words].add(-mask * is_here).astype(hidden.dtype)
         d_hidden = jnp.einsum("tv,dv->td", d_logits, head.astype(hidden.dtype))
+        d_hidden = collectives.scatter_sum(d_hidden, collectives.WORD_ROWS, 0)
         d_head += jnp.einsum(
             "td,tv->dv", hidden, d_logits, preferred_element_type=jnp.float32
         )
@@ -177,10 +248,14 @@ def _forward(head, z_weight, hidden, targets, mask):  # noqa: ANN001, ANN202
 
     zeros = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, jnp.float32))
     (total, d_head), d_hidden = lax.scan(chunk, zeros, (hidden, targets, mask))
+    total = total / collectives.size(collectives.WORD_ROWS)
     return total, (d_head.astype(head.dtype), d_hidden)
 
 
 def _backward(z_weight, gradient, factor):  # noqa: ANN001, ANN202
+    # Each device's part of the sum depends on the words of all.
+    factor = collectives.total(factor, collectives.WORDS)
+    factor = factor / collectives.size(collectives.WORD_ROWS)
     d_head, d_hidden = (g * factor.astype(g.dtype) for g in gradient)
     return d_head, d_hidden, None, None
 

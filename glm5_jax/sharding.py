@@ -1,61 +1,48 @@
 """Placement: one table from logical dims to mesh axes, for parameters and activations.
 
-A mesh axis shards at most one dim of an array: dims are read from left to right, and a
-dim whose axes are taken stays whole. So D of a weight is sharded over fsdp, while an
-activation (B, T, D) spends fsdp on its batch.
+A mesh axis shards at most one dim of an array: the dims take their axes in the order of
+the table, and one that finds all of its axes taken stays whole. So D of a matrix is
+sharded over fsdp and expert, of a stack of experts over fsdp alone, and not at all in
+an activation (B, T, D). A vector is whole everywhere: it costs more to gather than to
+keep.
 """
 
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from glm5_jax import config as config_lib
-
-AXES = ("data", "fsdp", "expert", "tensor", "context")
 RULES: dict[str, tuple[str, ...]] = {
     "B": ("data", "fsdp", "expert"),
     "T": ("context",),
     "E": ("expert",),
-    "D": ("fsdp",),
-    "D+D": ("fsdp",),
-    "V": ("tensor",),
+    "V": ("tensor", "expert"),
     "N": ("tensor",),
     "F": ("tensor",),
+    "D": ("fsdp", "expert"),
+    "D+D": ("fsdp", "expert"),
+    "Q": ("fsdp", "expert"),
+    "C": ("fsdp",),  # 512 in GLM-5: fewer than the devices of fsdp x expert
 }
 
 
-def make_mesh(config: config_lib.MeshConfig) -> Mesh:
-    """The mesh of this machine's devices, axis types Auto.
-
-    Raises:
-      InputError: the axes' product is not the number of devices.
-    """
-    sizes = [getattr(config, axis) for axis in AXES]
-    num_devices = jax.device_count()
-    others = int(np.prod(sizes[1:]))
-    if sizes[0] == -1:
-        sizes[0] = max(num_devices // others, 1)
-    if int(np.prod(sizes)) != num_devices:
-        axes = " x ".join(f"{a}={s}" for a, s in zip(AXES, sizes, strict=True))
-        raise config_lib.InputError(
-            f"mesh needs as many devices as there are: {axes} on {num_devices} "
-            f"devices; set the axes so that their product is {num_devices}, or "
-            f"mesh.data=-1 and the others to divisors of it."
-        )
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
 def spec(dims: tuple[str, ...]) -> PartitionSpec:
-    """Mesh axes of an array with these logical dims."""
+    """Where an array with these logical dims lies."""
+    return PartitionSpec(*(axes or None for axes in axes_of(dims)))
+
+
+def axes_of(dims: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Mesh axes of each dim of an array."""
     taken: set[str] = set()
-    parts = []
-    for dim in dims:
-        axes = tuple(a for a in RULES.get(dim, ()) if a not in taken)
+    parts: list[tuple[str, ...]] = [()] * len(dims)
+    order = [dim for dim in RULES if dim in dims]
+    if len([dim for dim in dims if dim != "L"]) < 2:
+        order = []
+    for dim in order:
+        axes = tuple(axis for axis in RULES[dim] if axis not in taken)
         taken.update(axes)
-        parts.append(axes or None)
-    return PartitionSpec(*parts)
+        parts[dims.index(dim)] = axes
+    return parts
 
 
 def shardings(dims: Any, mesh: Mesh) -> Any:

@@ -14,12 +14,14 @@ ENTRY_POINTS = {"train", "generate", "evaluate", "convert", "chat", "aot", "serv
 # Imports point downwards; names of one row never import each other.
 LAYERS = (
     ENTRY_POINTS,
+    {"scale"},
     {"training"},
     {"rl"},
     {"inference"},
     {"model", "optim", "data", "losses", "checkpoint"},
+    {"collectives"},
     {"sharding", "processes"},
-    {"command_line", "depth", "presets", "shapes"},
+    {"command_line", "depth", "mesh", "presets", "shapes"},
     {"config"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -3,8 +3,10 @@
 conftest.py calls `configure` for pytest; a test file run alone calls `main`.
 """
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 
 import jax
 from absl.testing import absltest
@@ -36,14 +38,27 @@ def configure() -> None:
         "jax_persistent_cache_min_compile_time_secs",
         float(environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
     )
-    is_quick = environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
-    jax.config.update("jax_disable_most_optimizations", is_quick)
+    jax.config.update("jax_disable_most_optimizations", _is_quick())
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if "xla_force_host_platform_device_count" not in environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 8)
+
+
+@contextlib.contextmanager
+def optimized() -> Iterator[None]:
+    """Compiles as for users while this lasts."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", _is_quick())
 
 
 def main() -> None:
     """Runs the tests of the file that is being executed."""
     configure()
     absltest.main()
+
+
+def _is_quick() -> bool:
+    return os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"

@@ -82,7 +82,8 @@ class MtpLossTest(absltest.TestCase):
         segments = jnp.asarray([[1] * 7, [1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 0, 0, 0]])
         mask = jnp.where(segments > 0, mask, 0)
         states = jnp.stack([hidden, hidden * 0.5])
-        got = losses.mtp_loss(states, head, targets, mask, segments, chunk_tokens=4)
+        ahead = losses.mtp_targets(targets, mask, segments, 2)
+        got = losses.mtp_loss(states, head, *ahead, chunk_tokens=4)
         means = []
         for k in (1, 2):
             total = weights = 0.0

@@ -5,6 +5,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets, sharding
 from glm5_jax.model import transformer
 from tests import environment
@@ -32,17 +33,9 @@ class SpecTest(parameterized.TestCase):
         self.assertContainsSubset(set(dims), set(shapes.ALPHABET))
 
 
-class MeshTest(parameterized.TestCase):
-    def test_data_takes_what_is_left(self):
-        mesh = sharding.make_mesh(config_lib.MeshConfig(fsdp=2, tensor=2))
-        self.assertEqual(dict(mesh.shape)["data"], jax.device_count() // 4)
-
-    def test_a_mesh_that_does_not_fit_is_the_users_error(self):
-        with self.assertRaisesRegex(config_lib.InputError, "product"):
-            sharding.make_mesh(config_lib.MeshConfig(fsdp=3))
-
+class StateTest(parameterized.TestCase):
     def test_optimizer_state_lies_where_its_parameter_does(self):
-        mesh = sharding.make_mesh(config_lib.MeshConfig(fsdp=2))
+        mesh = mesh_lib.make_mesh(config_lib.MeshConfig(fsdp=2))
         places = sharding.shardings({"a": {"w": ("D", "F")}}, mesh)
         state = {"muon": ({"a": {"w": np.zeros(2)}},), "count": np.zeros(())}
         got = sharding.like_params(state, places, mesh)

@@ -6,6 +6,7 @@ from typing import Literal
 from glm5_jax.config import checks
 
 AttentionMode = Literal["dense", "sparse", "dense_with_indexer_loss"]
+ExpertTransport = Literal["gather", "exchange"]
 RematPolicy = Literal["none", "full", "dots"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -53,6 +54,8 @@ class ModelConfig:
     dtype: Dtype = "bfloat16"  # of activations and matrix products
     param_dtype: Dtype = "float32"
     remat_policy: RematPolicy = "none"
+    # How tokens reach experts on other devices; the numbers are the same.
+    expert_transport: ExpertTransport = "gather"
 
     def __post_init__(self) -> None:
         """Checks every field."""

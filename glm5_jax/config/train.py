@@ -137,6 +137,7 @@ class OptimConfig:
 class MeshConfig:
     """Devices along each mesh axis; data = -1 takes what the others leave."""
 
+    slices: int = 1  # of TPUs (or hosts of GPUs); only the data axis goes across them
     data: int = -1
     fsdp: int = 1
     expert: int = 1
@@ -151,7 +152,7 @@ class MeshConfig:
                 self.data == -1 or self.data >= 1,
                 f"data must be -1 or >= 1: {self.data}",
             ),
-            *checks.positive(self, "fsdp", "expert", "tensor", "context"),
+            *checks.positive(self, "slices", "fsdp", "expert", "tensor", "context"),
         )
 
 
@@ -242,21 +243,32 @@ class TrainConfig:
             rows = (self.rl, "num_rows", "data * fsdp * expert", parts)
         names = {id(model): "model", id(data): "data", id(self.rl): "rl"}
         divided = [
-            (model, "hidden_size", "fsdp", mesh.fsdp),
+            (model, "hidden_size", "fsdp * expert", mesh.fsdp * mesh.expert),
+            (model, "q_lora_rank", "fsdp * expert", mesh.fsdp * mesh.expert),
+            (model, "kv_lora_rank", "fsdp", mesh.fsdp),
             (model, "n_routed_experts", "expert", mesh.expert),
-            (model, "vocab_size", "tensor", mesh.tensor),
+            (model, "vocab_size", "tensor * expert", mesh.tensor * mesh.expert),
             (model, "num_attention_heads", "tensor", mesh.tensor),
             (model, "intermediate_size", "tensor", mesh.tensor),
             (model, "moe_intermediate_size", "tensor", mesh.tensor),
-            (data, "sequence_length", "context", mesh.context),
             rows,
         ]
+        if mesh.context > 1:  # a device has an early and a late part of each row
+            divided.append((data, "sequence_length", "2 * context", 2 * mesh.context))
         return [
             (
                 getattr(section, name) % parts == 0,
-                f"{names[id(section)]}.{name} must be divisible "
-                f"by the {axis} axis, got {getattr(section, name)} on {parts} devices; "
-                f"set mesh.{axis} to a divisor.",
+                f"{names[id(section)]}.{name} must be divisible by {axis} of mesh, got "
+                f"{getattr(section, name)} and {parts}; "
+                f"{_nearest_divisors(getattr(section, name), parts)}.",
             )
             for section, name, axis, parts in divided
         ]
+
+
+def _nearest_divisors(size: int, parts: int) -> str:
+    """The next smaller and larger number of parts that a size can be cut into."""
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    below = [n for n in divisors if n < parts][-1:]
+    above = [n for n in divisors if n > parts][:1]
+    return f"it can be cut into {' or '.join(map(str, below + above))}"

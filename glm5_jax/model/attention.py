@@ -9,9 +9,11 @@ only C + R numbers a token are cached and read, whatever the number of heads
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels
+from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import layers, rope
@@ -142,8 +144,7 @@ def from_latent(
     params: dict[str, Array], c: Float[Array, "B T N C"]
 ) -> Float[Array, "B T D"]:
     """W_UV behind the sum, then the output projection."""
-    out = jnp.einsum("btnc,cno->btno", c, params["v_b_proj"])
-    return layers.linear(out, params["o_proj"], num_in=2)
+    return _output(params, jnp.einsum("btnc,cno->btno", c, params["v_b_proj"]))
 
 
 def expanded(
@@ -165,4 +166,23 @@ def expanded(
     out, lse = pallas_kernels.masked_mla(
         q, k, v, context.lo, context.hi, selected, scale=config.softmax_scale
     )
-    return layers.linear(out, params["o_proj"], num_in=2), (q, k, lse)
+    return _output(params, out), (q, k, lse)
+
+
+def all_heads(
+    main: tuple[Array, Array, Array], is_latent: bool
+) -> tuple[Array, Array, Array]:
+    """(q, k, log-sum-exp) of `attend` for the heads of all devices; no gradients."""
+    q, k, lse = lax.stop_gradient(main)
+    q, lse = (
+        collectives.gather(x, collectives.SHARES, dim) for x, dim in ((q, 2), (lse, 1))
+    )
+    return q, k if is_latent else collectives.gather(k, collectives.SHARES, 2), lse
+
+
+def _output(
+    params: dict[str, Array], out: Float[Array, "B T N O"]
+) -> Float[Array, "B T D"]:
+    """The sum over heads, of which each device may have a share."""
+    y = layers.linear(out, params["o_proj"], num_in=2)
+    return collectives.total(y, collectives.SHARES)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels
+from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from glm5_jax.model import attention, indexer, layers, moe
 from glm5_jax.model import cache as cache_lib
@@ -70,7 +71,7 @@ def block(
       kv: latents to attend to instead of the layer's own (later MTP steps).
       experts: to send each token to, instead of the router's choice.
     """
-    params = _cast(params, config)
+    params = _fetched(params, config)
     h = layers.rms_norm(x, params["input_layernorm"], config.rms_norm_eps)
     c_q = attention.query_latent(params["self_attn"], config, h)
     if config.attention != "dense" and index is None:
@@ -80,6 +81,7 @@ def block(
     with jax.named_scope("attention"):
         if kv is None:
             kv = attention.latent(params["self_attn"], config, h, context)
+            kv = attention.Latent(*map(collectives.all_keys, kv))
         out, main = attention.attend(
             params["self_attn"], config, c_q, kv, context, selected
         )
@@ -124,7 +126,7 @@ def decode(
       context: their positions; lo .. hi - 1 are the cached keys that each may see.
       read: the cache, see glm5_jax/model/cache.py.
     """
-    params = _cast(params, config)
+    params = _fetched(params, config)
     attn = params["self_attn"]
     h = layers.rms_norm(x, params["input_layernorm"], config.rms_norm_eps)
     c_q = attention.query_latent(attn, config, h)
@@ -140,11 +142,11 @@ def decode(
     return out, read.next(), routing
 
 
-def _cast(params: dict, config: config_lib.ModelConfig) -> dict:
+def _fetched(params: dict, config: config_lib.ModelConfig) -> dict:
     """Matrices to the activations' dtype; norms, router and head weights stay."""
     is_dense, has_indexer = "gate" not in params["mlp"], "indexer" in params
     kind = ("D" if is_dense else "M") + ("F" if has_indexer else "S")
-    return layers.cast(params, table(config, kind), config.dtype)
+    return layers.fetched(params, table(config, kind), config.dtype)
 
 
 def _indexer_kl(
@@ -157,12 +159,15 @@ def _indexer_kl(
     projections, scale = (index.q, index.k, index.w), config.softmax_scale
     weight = context.is_token.astype(jnp.float32)
     if selection.is_list(index.selected):
+        main = attention.all_heads(main, is_latent=True)
         loss = pallas_kernels.sparse_indexer_kl_loss(
             main, projections, index.selected, weight, scale=scale
         )
     else:
+        main = attention.all_heads(main, is_latent=False)
         bounds = (context.lo, context.hi, index.selected)
         loss = pallas_kernels.indexer_kl_loss(
             main, projections, *bounds, weight, scale=scale
         )
-    return loss / jnp.maximum(jnp.sum(weight), 1)
+    loss, weight = collectives.total((loss, jnp.sum(weight)), collectives.TOKENS)
+    return loss / jnp.maximum(weight, 1)

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 import pallas_kernels
+from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import layers, rope
@@ -85,10 +86,10 @@ def select(
     c_q: Float[Array, "B T Q"],
     context: context_lib.Context,
 ) -> Index:
-    """Scores the keys of whole documents and selects; everything where T <= top-k."""
+    """Scores the keys of whole documents and selects; everything where S <= top-k."""
     q, k, w = project(params, config, x, c_q, context)
-    selected = None
-    if config.attention == "sparse" and config.index_topk < x.shape[1]:
+    k, selected = collectives.all_keys(k), None
+    if config.attention == "sparse" and config.index_topk < k.shape[1]:
         selected = pallas_kernels.indexer_select(
             q, k, w, context.lo, context.hi, topk=config.index_topk
         )
@@ -100,11 +101,12 @@ def empty(
 ) -> Index:
     """Zeros of the shape that `select` returns: the start of a scan that shares it."""
     heads, dim = config.index_n_heads, config.index_head_dim
+    num_keys = tokens * collectives.size(collectives.CONTEXT)
     q = k = w = selected = None
     if with_projections:  # the loss of later layers needs them
         q = jnp.zeros((batch, tokens, heads, dim), config.dtype)
-        k = jnp.zeros((batch, tokens, dim), config.dtype)
+        k = jnp.zeros((batch, num_keys, dim), config.dtype)
         w = jnp.zeros((batch, tokens, heads), jnp.float32)
-    if config.attention == "sparse" and config.index_topk < tokens:
-        selected = selection.empty(batch, tokens, tokens, config.index_topk)
+    if config.attention == "sparse" and config.index_topk < num_keys:
+        selected = selection.empty(batch, tokens, num_keys, config.index_topk)
     return Index(q, k, w, selected)

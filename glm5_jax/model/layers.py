@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 import pallas_kernels
+from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from pallas_kernels import dispatch
 
@@ -56,6 +57,16 @@ def cast(params: Any, table: Any, dtype: str) -> Any:
         return x.astype(jnp.float32 if param.is_float32 else dtype)
 
     return jax.tree.map(to, table, params, is_leaf=lambda x: isinstance(x, Param))
+
+
+def fetched(params: Any, table: Any, dtype: str) -> Any:
+    """`cast`, then joined with what other devices store of them."""
+
+    def join(param: Param, x: Array) -> Array:
+        return collectives.whole(x, param.dims)
+
+    params = cast(params, table, dtype)
+    return jax.tree.map(join, table, params, is_leaf=lambda x: isinstance(x, Param))
 
 
 def rematerialized(function: Callable, policy: config_lib.RematPolicy) -> Callable:
@@ -140,4 +151,5 @@ def swiglu_table(hidden: int, width: int) -> dict[str, Param]:
 def swiglu(params: dict[str, Array], x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
     """W_down (silu(W_gate x) * W_up x)."""
     gate = jax.nn.silu(linear(x, params["gate_proj"]))
-    return linear(gate * linear(x, params["up_proj"]), params["down_proj"])
+    y = linear(gate * linear(x, params["up_proj"]), params["down_proj"])
+    return collectives.total(y, collectives.SHARES)

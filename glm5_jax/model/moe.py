@@ -12,12 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-import pallas_kernels
+from glm5_jax import collectives
 from glm5_jax import config as config_lib
+from glm5_jax.model import experts as experts_lib
 from glm5_jax.model import layers
-from pallas_kernels import dispatch
-
-FEW_TOKENS = 32  # for which reading an expert's weights costs more than using them
 
 
 class Routing(NamedTuple):
@@ -70,16 +68,21 @@ def route(
         gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
     num_experts = scores.shape[-1]
     is_chosen = jnp.zeros(scores.shape, bool).at[_grid(experts)].set(True)
-    load_BE = jnp.sum(is_chosen & is_token[..., None], axis=1, dtype=jnp.float32)
-    tokens = jnp.maximum(jnp.sum(is_token, axis=1, dtype=jnp.float32), 1)[:, None]
-    share_BE = load_BE * num_experts / (config.num_experts_per_tok * tokens)
     normal = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    mean_BE = jnp.sum(jnp.where(is_token[..., None], normal, 0), axis=1) / tokens
+    sums = (
+        jnp.sum(is_chosen & is_token[..., None], axis=1, dtype=jnp.float32),
+        jnp.sum(jnp.where(is_token[..., None], normal, 0), axis=1),
+        jnp.sum(is_token, axis=1, dtype=jnp.float32)[:, None],
+    )
+    load_BE, total_BE, tokens = collectives.total(sums, collectives.CONTEXT)
+    tokens = jnp.maximum(tokens, 1)
+    share_BE = load_BE * num_experts / (config.num_experts_per_tok * tokens)
+    balance = jnp.mean(jnp.sum(share_BE * total_BE / tokens, axis=-1))
     return Routing(
         experts=experts,
         gates=gates * config.routed_scaling_factor,
-        load=jnp.sum(load_BE, axis=0),
-        balance=jnp.mean(jnp.sum(share_BE * mean_BE, axis=-1)),
+        load=collectives.total(jnp.sum(load_BE, axis=0), collectives.ROWS),
+        balance=collectives.mean(balance, collectives.ROWS),
     )
 
 
@@ -94,55 +97,11 @@ def moe(
     with jax.named_scope("router"):
         routing = route(params, config, x, is_token, chosen)
     with jax.named_scope("experts"):
-        rows = x.reshape(-1, x.shape[-1])
-        is_decoding = x.shape[1] == 1 and len(x) <= FEW_TOKENS
-        is_in_turn = is_decoding and dispatch.platform() == "cpu"
-        run = experts_in_turn if is_in_turn else experts
-        y = run(params["experts"], rows, routing).reshape(x.shape)
+        gates = routing.gates.astype(x.dtype)
+        y = experts_lib.run(params["experts"], config, x, routing.experts, gates)
     if "shared_experts" in params:
         y = y + layers.swiglu(params["shared_experts"], x)
     return y, routing
-
-
-def experts(
-    params: dict[str, Array], x: Float[Array, "t D"], routing: Routing
-) -> Float[Array, "t D"]:
-    """Sorts the t * K rows by expert, runs the grouped SwiGLU, and sums them back."""
-    num_experts, per_token = params["gate_proj"].shape[0], routing.experts.shape[-1]
-    chosen = routing.experts.reshape(-1)
-    order = _argsort(chosen, num_experts)
-    position = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
-    position = position.reshape(-1, per_token)
-    sizes = jnp.bincount(chosen, length=num_experts)
-    rows = _spread(x, order // per_token, position)
-    gate = pallas_kernels.grouped_matmul(rows, params["gate_proj"], sizes)
-    up = pallas_kernels.grouped_matmul(rows, params["up_proj"], sizes)
-    gates = routing.gates.reshape(-1)[order].astype(x.dtype)
-    hidden = jax.nn.silu(gate) * up * gates[:, None]
-    out = pallas_kernels.grouped_matmul(hidden, params["down_proj"], sizes)
-    return _gather_sum(out, order // per_token, position)
-
-
-def experts_in_turn(
-    params: dict[str, Array], x: Float[Array, "t D"], routing: Routing
-) -> Float[Array, "t D"]:
-    """The same for a few tokens: each expert that any of them chose sees them all.
-
-    What a step of decoding costs on a CPU is reading the weights, and overheads.
-    """
-    chosen = routing.experts.reshape(x.shape[0], -1)
-    gates_Et = jnp.zeros((params["gate_proj"].shape[0], x.shape[0]), x.dtype)
-    gates = routing.gates.reshape(chosen.shape).astype(x.dtype)
-    gates_Et = gates_Et.at[chosen, jnp.arange(x.shape[0])[:, None]].set(gates)
-
-    def expert(e: Array, total: Array) -> Array:
-        def add(total: Array) -> Array:
-            own = jax.tree.map(lambda w: w[e], params)
-            return total + gates_Et[e][:, None] * layers.swiglu(own, x)
-
-        return lax.cond(jnp.any(chosen == e), add, lambda total: total, total)
-
-    return lax.fori_loop(0, len(gates_Et), expert, jnp.zeros_like(x))
 
 
 def updated_bias(
@@ -157,39 +116,3 @@ def _grid(experts: Int[Array, "B T K"]) -> tuple[Array, Array, Array]:
     """Indices (b, t, expert) that broadcast together."""
     b, t, _ = experts.shape
     return jnp.arange(b)[:, None, None], jnp.arange(t)[None, :, None], experts
-
-
-def _argsort(chosen: Int[Array, " M"], num_experts: int) -> Int[Array, " M"]:
-    """Stable order by expert; one sort of packed keys where they fit 31 bits."""
-    size = chosen.size
-    if size * num_experts >= 2**31:
-        return jnp.argsort(chosen, stable=True)
-    return jnp.sort(chosen * size + jnp.arange(size)) % size
-
-
-# Spreading tokens over their rows and summing rows back are each other's transpose.
-# Written so, both directions of both are gathers; autodiff would scatter.
-@jax.custom_vjp
-def _spread(
-    x: Float[Array, "t D"], source: Int[Array, " M"], position: Int[Array, "t K"]
-) -> Float[Array, "M D"]:
-    """Row m is x[source[m]]; position[t] lists the rows of token t."""
-    return x.at[source].get(mode="promise_in_bounds")
-
-
-@jax.custom_vjp
-def _gather_sum(
-    rows: Float[Array, "M D"], source: Int[Array, " M"], position: Int[Array, "t K"]
-) -> Float[Array, "t D"]:
-    """Token t is the sum of rows[position[t]]."""
-    return jnp.sum(rows.at[position].get(mode="promise_in_bounds"), axis=1)
-
-
-_spread.defvjp(
-    lambda x, *indices: (_spread(x, *indices), indices),
-    lambda indices, g: (_gather_sum(g, *indices), None, None),
-)
-_gather_sum.defvjp(
-    lambda rows, *indices: (_gather_sum(rows, *indices), indices),
-    lambda indices, g: (_spread(g, *indices), None, None),
-)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from glm5_jax import config as config_lib
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import context as context_lib
-from glm5_jax.model import layers
+from glm5_jax.model import embedding, layers
 
 
 def table(config: config_lib.ModelConfig) -> dict:
@@ -34,58 +34,74 @@ def table(config: config_lib.ModelConfig) -> dict:
 def steps(
     params: dict,
     config: config_lib.ModelConfig,
-    embedding: Float[Array, "V D"],
+    embed_tokens: Float[Array, "v d"],
     hidden: Float[Array, "B T D"],
-    tokens: Int[Array, "B T"],
+    tokens_ahead: Int[Array, "k B T"],
     context: context_lib.Context,
     kl_weight: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "k B T D"], block_lib.BlockAux]:
     """Hidden states of config.mtp_num_steps steps, ready for the head.
 
-    Near the end of a document the shifted token belongs to the next one; those
+    Near the end of a document the token ahead belongs to the next one; those
     positions see only the past and the losses leave them out.
+
+    Args:
+      params: of `table`.
+      config: of the model.
+      embed_tokens: the main model's embedding [V, D].
+      hidden: the main model's states after its last norm.
+      tokens_ahead: `ahead` of the tokens.
+      context: positions and documents.
+      kl_weight: of the indexer's loss; None computes none.
 
     Returns:
       States [steps, B, T, D], and the layer's auxiliary values, stacked over steps.
     """
-    step = functools.partial(
-        _step, params, config, embedding, tokens, context, kl_weight
-    )
+    step = functools.partial(_step, params, config, embed_tokens, context, kl_weight)
     step = layers.rematerialized(step, config.remat_policy)
 
-    def later(h: Array, k: Array, shared: tuple | None = None) -> tuple[Array, tuple]:
-        h, aux, _ = step(h, k, shared)
+    def later(
+        h: Array, tokens: Array, shared: tuple | None = None
+    ) -> tuple[Array, tuple]:
+        h, aux, _ = step(h, tokens, shared)
         return h, (h, aux)
 
-    numbers = jnp.arange(1, config.mtp_num_steps + 1)
     if not config.index_share_for_mtp_iteration:
-        return lax.scan(later, hidden, numbers)[1]
-    h, aux, shared = step(hidden, 1)  # its index and latents serve the later steps
-    rest = lax.scan(functools.partial(later, shared=shared), h, numbers[1:])[1]
+        return lax.scan(later, hidden, tokens_ahead)[1]
+    # The first step's index and latents serve the later ones.
+    h, aux, shared = step(hidden, tokens_ahead[0])
+    rest = lax.scan(functools.partial(later, shared=shared), h, tokens_ahead[1:])[1]
     return jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), (h, aux), rest)
+
+
+def ahead(x: Array, num_steps: int) -> Array:
+    """Entry k - 1 holds at position i what x [B, T] holds at i + k."""
+    return jnp.stack([jnp.roll(x, -k, axis=1) for k in range(1, num_steps + 1)])
 
 
 def _step(
     params: dict,
     config: config_lib.ModelConfig,
-    embedding: Float[Array, "V D"],
-    tokens: Int[Array, "B T"],
+    embed_tokens: Float[Array, "v d"],
     context: context_lib.Context,
     kl_weight: Float[Array, ""] | None,
     h: Float[Array, "B T D"],
-    k: Int[Array, ""] | int,
+    tokens: Int[Array, "B T"],
     shared: tuple | None = None,
 ) -> tuple[Array, block_lib.BlockAux, tuple]:
-    """Step k: its normed state, the layer's auxiliary values, its index and latents."""
-    cast, eps = layers.cast(params, table(config), config.dtype), config.rms_norm_eps
-    ahead = embedding[jnp.roll(tokens, -k, axis=1)].astype(config.dtype)
+    """One step: its normed state, the layer's auxiliary values, its index, latents."""
+    own = {name: p for name, p in table(config).items() if name != "block"}
+    own = layers.fetched({name: params[name] for name in own}, own, config.dtype)
+    eps = config.rms_norm_eps
     pair = [
-        layers.rms_norm(ahead, cast["enorm"], eps),
-        layers.rms_norm(h, cast["hnorm"], eps),
+        layers.rms_norm(
+            embedding.embed(embed_tokens, config, tokens), own["enorm"], eps
+        ),
+        layers.rms_norm(h, own["hnorm"], eps),
     ]
     joined = jnp.concatenate(pair, axis=-1)
-    x = layers.linear(joined, cast["eh_proj"])
+    x = layers.linear(joined, own["eh_proj"])
     index, kv = shared or (None, None)
     out = block_lib.block(params["block"], config, x, context, index, kl_weight, kv)
-    state = layers.rms_norm(out.x, cast["norm"], eps)
+    state = layers.rms_norm(out.x, own["norm"], eps)
     return state, out.aux, (out.index, out.kv)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth
-from glm5_jax.model import attention, indexer, layers, mtp
+from glm5_jax.model import attention, embedding, indexer, layers, mtp
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import context as context_lib
 
@@ -127,6 +127,7 @@ def forward(
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
     *,
+    context: context_lib.Context | None = None,
     experts: Int[Array, "M B T K"] | None = None,
     with_indexer_loss: bool = False,
     with_traces: bool = False,
@@ -140,17 +141,19 @@ def forward(
       segment_ids: document of each token, contiguous; 0 is padding. Default: one
         document a row.
       positions: of each token in its document. Default: 0, 1, 2, ...
+      context: what would be made of the two, where these are not whole rows.
       experts: those that each mixture's router chose before, in the stack's order, to
         choose them again (router replay, arXiv 2510.11370). Default: it chooses.
       with_indexer_loss: computes each indexer's KL divergence.
       with_traces: returns every layer's output, latents and selection.
     """
-    if segment_ids is None:
-        segment_ids = jnp.ones_like(tokens)
-    if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    context = context_lib.make_context(config, segment_ids, positions)
-    x = params["embed_tokens"][tokens].astype(config.dtype)
+    if context is None:
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        context = context_lib.make_context(config, segment_ids, positions)
+    x = embedding.embed(params["embed_tokens"], config, tokens)
     index = None
     if config.attention != "dense" and not all(config.is_full_index_layer):
         index = indexer.empty(config, *tokens.shape, with_projections=with_indexer_loss)

@@ -79,7 +79,9 @@ def devices_each(mesh: config_lib.MeshConfig, count: int) -> int:
             f"--simulate_processes must be at least 1, got {count}."
         )
     fixed = mesh.fsdp * mesh.expert * mesh.tensor * mesh.context
-    total = math.lcm(fixed, count) if mesh.data == -1 else fixed * mesh.data
+    total = fixed * mesh.data
+    if mesh.data == -1:
+        total = math.lcm(fixed * mesh.slices, count)
     if total % count:
         raise config_lib.InputError(
             f"--simulate_processes must divide the {total} devices of the mesh, got "

@@ -195,13 +195,13 @@ def gap(
     rollout_logprobs: Float[Array, "*b"],
     mask: Bool[Array, "*b"],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean and maximum of |log pi_train - log pi_infer| over the sampled tokens.
+    """Sum and maximum of |log pi_train - log pi_infer| over the sampled tokens.
 
     The same for every objective: logprobs are those of theta_old. 0 without tokens.
     """
     difference = jnp.where(mask, logprobs, 0) - jnp.where(mask, rollout_logprobs, 0)
     gaps = lax.stop_gradient(jnp.abs(difference))
-    return jnp.sum(gaps) / jnp.maximum(jnp.sum(mask), 1), jnp.max(gaps, initial=0)
+    return jnp.sum(gaps), jnp.max(gaps, initial=0)
 
 
 def means(metrics: Metrics) -> Mapping[str, Float[Array, ""]]:

@@ -45,10 +45,6 @@ class Corpus:
         """From now on batches have these rows of the whole alone."""
         self._pipeline.take(rows)
 
-    def example(self) -> feed.Batch:
-        """The first batch."""
-        return self._pipeline.train_batch(0)
-
     def next(self, params: dict, step: int) -> tuple[feed.Batch, feed.Metrics]:
         """The batch of a step; those that follow are made ahead by a thread."""
         if self._batches is None or self._batches[0] != step:

@@ -29,10 +29,6 @@ class Feed(Protocol):
         """From now on batches have these rows of the whole alone: this process's."""
         ...
 
-    def example(self) -> Batch:
-        """A batch of the shapes that the training step is compiled for."""
-        ...
-
     def next(self, params: dict, step: int) -> tuple[Batch, Metrics]:
         """The batch of step `step`, counted from 0, and what to log of it."""
         ...

@@ -12,13 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from glm5_jax import collectives, losses, sharding
 from glm5_jax import config as config_lib
-from glm5_jax import losses
 from glm5_jax.model import transformer
 from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.rl import objectives
+from glm5_jax.training import inputs as inputs_lib
 from glm5_jax.training import step as step_lib
 
 GAP = "rl/logprob_gap"  # mean |log pi_train - log pi_infer| of the sampled tokens
@@ -27,14 +29,24 @@ GAP = "rl/logprob_gap"  # mean |log pi_train - log pi_infer| of the sampled toke
 def token_logprobs(
     params: dict, config: config_lib.TrainConfig, batch: step_lib.Batch
 ) -> tuple[Float[Array, "B T"], dict]:
-    """Log-probability of every target as the engine samples, and the layers' values."""
+    """Log-probability of every target as the engine samples, and the experts' load."""
+    inputs = inputs_lib.make_inputs(config.model, batch)
+    local = functools.partial(_local_logprobs, config)
+    specs = sharding.spec(("B", "T")), PartitionSpec()
+    logprobs, load = inputs_lib.on_shards(local, config.model, specs)(params, inputs)
+    return collectives.in_order(logprobs, 1), load
+
+
+def _local_logprobs(
+    config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
+) -> tuple[Float[Array, "B T"], dict]:
+    batch, context, _ = inputs
     experts = batch.get("experts")
     out = transformer.forward(
         params,
         config.model,
         batch["tokens"],
-        batch["segment_ids"],
-        batch["positions"],
+        context=context,
         experts=None if experts is None else jnp.moveaxis(experts, 2, 0),
     )
     with jax.named_scope("head"):
@@ -45,7 +57,7 @@ def token_logprobs(
             temperature=config.rl.temperature,
             chunk_tokens=config.loss.chunk_tokens,
         )
-    return logprobs, out.aux
+    return logprobs, step_lib.loads(out.aux)
 
 
 def make_policy_step(
@@ -89,6 +101,7 @@ def make_policy_step(
         parts["weights"] *= num_updates  # each part's sum to 1, as the whole's do
         mask = batch["loss_mask"] > 0
         gap, _ = objectives.gap(old_logprobs, batch["rollout_logprobs"], mask)
+        gap = gap / jnp.maximum(jnp.sum(mask), 1)
         (params, state), metrics = lax.scan(
             functools.partial(update, gap=gap), (params, state), parts
         )
@@ -101,7 +114,16 @@ def policy_loss(
     params: dict, config: config_lib.TrainConfig, batch: step_lib.Batch
 ) -> tuple[Float[Array, ""], step_lib.Metrics]:
     """sum(weights * objective), and what to log."""
-    rl = config.rl
+    inputs = inputs_lib.make_inputs(config.model, batch)
+    local = functools.partial(_local_loss, config)
+    return inputs_lib.on_shards(local, config.model)(params, inputs)
+
+
+def _local_loss(
+    config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
+) -> tuple[Float[Array, ""], step_lib.Metrics]:
+    """`policy_loss` of what a device has; sums go over all of them."""
+    rl, batch = config.rl, inputs.batch
     objective = objectives.named(
         rl.objective,
         beta=rl.pop_beta,
@@ -111,7 +133,7 @@ def policy_loss(
         dis_high=rl.dis_high,
         tis_cap=rl.tis_cap,
     )
-    logprobs, aux = token_logprobs(params, config, batch)
+    logprobs, load = _local_logprobs(config, params, inputs)
     mask = batch["loss_mask"] > 0
     tokens = objective(
         logprobs,
@@ -120,24 +142,28 @@ def policy_loss(
         batch["advantages"],
         mask,
     )
-    values = objectives.means(tokens.metrics)
-    # Not the objective's own figure: that of dis holds what updates have moved as well.
+    # Not the objective's own ratio: that of dis holds what updates have moved as well.
     old_logprobs = batch.get("old_logprobs", logprobs)
     gap, largest_gap = objectives.gap(old_logprobs, batch["rollout_logprobs"], mask)
-    surprise = jnp.sum(jnp.where(mask, -logprobs, 0))
+    surprise = jnp.sum(jnp.where(mask, -lax.stop_gradient(logprobs), 0))
+    loss = jnp.sum(batch["weights"] * tokens.loss)
+    loss, sums, gap, surprise = collectives.total(
+        (loss, tokens.metrics, gap, surprise), collectives.TOKENS
+    )
+    values = objectives.means(sums)
+    num_tokens = jnp.maximum(values["tokens"], 1)
     metrics = {
         "rl/trained_tokens": values["tokens"],
         "rl/masked_fraction": values["masked_fraction"],
         "rl/clip_fraction": values["clip_fraction"],
-        GAP: gap,
-        f"{GAP}_max": largest_gap,
+        GAP: gap / num_tokens,
+        f"{GAP}_max": collectives.largest(largest_gap, collectives.TOKENS),
         "rl/ratio": values["ratio_mean"],
         "rl/kl": values["kl_k3"],
         # E[-log pi] under what was sampled is the policy's entropy.
-        "rl/entropy": surprise / jnp.maximum(values["tokens"], 1),
+        "rl/entropy": surprise / num_tokens,
     }
-    loss = jnp.sum(batch["weights"] * tokens.loss)
-    return loss, metrics | step_lib.load_metrics(aux)
+    return loss, metrics | step_lib.load_metrics(load)
 
 
 def _summary(metrics: step_lib.Metrics) -> step_lib.Metrics:

@@ -17,13 +17,12 @@ import numpy as np
 import tqdm
 
 from glm5_jax import config as config_lib
-from glm5_jax import depth
 from glm5_jax.data import chat
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import engine as engine_lib
 from glm5_jax.inference import loading
 from glm5_jax.rl import advantages, environments, episodes, gateway, publisher, rollouts
-from glm5_jax.training import feed, policy
+from glm5_jax.training import feed, policy, program
 
 NUM_SHOWN = 4  # episodes of a sample
 _Z = 1.959964  # of a two-sided interval of 95%
@@ -67,10 +66,6 @@ class Rollouts:
 
     def take(self, rows: Sequence[int]) -> None:
         """Nothing to do: one process has all rows, and several are refused."""
-
-    def example(self) -> feed.Batch:
-        """A batch of padding."""
-        return self._batch([])
 
     def next(self, params: dict, step: int) -> tuple[feed.Batch, feed.Metrics]:
         """Plays the groups of a step; all that is counted of them is logged."""
@@ -222,16 +217,10 @@ class Rollouts:
         """A row for each sample, and rows of padding up to a multiple of num_rows."""
         config, size = self._config, self._config.rl.num_rows
         num_rows = max(-(-len(weighted) // size), 1) * size
-        shape = num_rows, config.data.sequence_length
-        integers = ("tokens", "targets", "segment_ids", "positions")
-        floats = ("loss_mask", "rollout_logprobs", "advantages", "weights")
-        batch: feed.Batch = {name: np.zeros(shape, np.int32) for name in integers}
-        batch |= {name: np.zeros(shape, np.float32) for name in floats}
-        if config.rl.router_replay:
-            groups = depth.layer_groups(config.model)
-            num_mixtures = sum(group.num_mixtures for group in groups)
-            chosen = config.model.num_experts_per_tok
-            batch["experts"] = np.zeros((*shape, num_mixtures, chosen), np.int32)
+        batch: feed.Batch = {
+            name: np.zeros((num_rows, *x.shape[1:]), x.dtype)
+            for name, x in program.batch_shapes(config).items()
+        }
         for row, item in enumerate(weighted):
             sample = item.sample
             assert isinstance(sample, gateway.Sample)

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 
-def own(where: jax.sharding.Sharding, shape: tuple[int, int]) -> list[int]:
-    """Rows of a batch [B, T] that this process's devices hold some part of, in order.
+def own(batch: jax.ShapeDtypeStruct) -> list[int]:
+    """Rows of an array [B, T] that this process's devices hold some part of, in order.
 
     All of them where there is one process.
     """
-    indices = where.addressable_devices_indices_map(shape).values()
-    spans = {index[0].indices(shape[0]) for index in indices if index is not None}
+    places: Any = batch.sharding.addressable_devices_indices_map(batch.shape)
+    spans = {index[0].indices(batch.shape[0]) for index in places.values()}
     return sorted({row for span in spans for row in range(*span)})
 
 

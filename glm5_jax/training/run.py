@@ -10,22 +10,20 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
 from glm5_jax.model import transformer
-from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.processes import together
-from glm5_jax.training import corpus, host_memory, policy, rl
+from glm5_jax.training import corpus, host_memory, rl
 from glm5_jax.training import feed as feed_lib
+from glm5_jax.training import program as program_lib
 from glm5_jax.training import rows as rows_lib
-from glm5_jax.training import step as step_lib
-
-BATCH_DIMS = ("B", "T")
 
 
 @dataclasses.dataclass
@@ -46,11 +44,10 @@ class Run:
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Puts this process's rows of a batch on its devices."""
-        where = NamedSharding(self.mesh, sharding.spec(BATCH_DIMS))
+        where = program_lib.batch_place(self.mesh)
         if jax.process_count() == 1:  # rollouts vary in number
             return jax.device_put(batch, where)
-        num_rows = self.config.data.batch_size
-        return rows_lib.place(batch, where, self.rows, num_rows)
+        return rows_lib.place(batch, where, self.rows, self.config.data.batch_size)
 
     def save(self) -> None:
         """Starts to write a checkpoint of this step."""
@@ -70,29 +67,23 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     if together.is_first():
         feed.tokenizer.save(workdir / "tokenizer.json")
     checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = mesh_lib.make_mesh(config.mesh)
     _require_whole_rows(config, feed, mesh)
-    where = NamedSharding(mesh, sharding.spec(BATCH_DIMS))
-    length = config.data.sequence_length
-    rows = rows_lib.own(where, (feed.tokens_per_step // length, length))
+    program = program_lib.make_program(config, mesh)
+    rows = rows_lib.own(program.batch["tokens"])
     feed.take(rows)
-    dims = transformer.param_dims(config.model)
-    optimizer = step_lib.make_optimizer(config)
-    places = sharding.shardings(dims, mesh)
-    abstract = _place(transformer.abstract_params(config.model), places)
-    abstract_opt = jax.eval_shape(optimizer.init, abstract)
-    opt_places = sharding.like_params(abstract_opt, places, mesh)
-    abstract_opt = _place(abstract_opt, opt_places)
     step = 0
     if checkpoints.latest_step() is not None:
-        state = {"params": abstract, "opt_state": abstract_opt}
+        state = {"params": program.params, "opt_state": program.opt_state}
         step, state, metadata = checkpoints.restore(state)
         _require_same_data(metadata["data"], feed.fingerprint, workdir)
         params, opt_state = state["params"], state["opt_state"]
         logging.info("Goes on from step %d in %s.", step, workdir)
     else:
-        params = _initial_params(config, abstract, places)
-        opt_state = jax.jit(optimizer.init, out_shardings=opt_places)(params)
+        params = _initial_params(config, program.params)
+        opt_places = program_lib.places(program.opt_state)
+        init = jax.jit(program.optimizer.init, out_shardings=opt_places)
+        opt_state = init(params)
     run = Run(
         config=config,
         workdir=workdir,
@@ -106,48 +97,33 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
         train_step=lambda *args: None,
         compile_seconds=0.0,
     )
-    _compile(run, optimizer, (places, opt_places))
+    _compile(run, program)
     host_memory.trim()
     return run
 
 
-def _compile(run: Run, optimizer: optimizer_lib.Optimizer, places: tuple) -> None:
-    """Compiles the training step; it keeps its outputs where its inputs are."""
+def _compile(run: Run, program: program_lib.Program) -> None:
+    """Compiles the training step."""
     began = time.perf_counter()
-    is_rl = run.config.stage == "rl"
-    make = policy.make_policy_step if is_rl else step_lib.make_train_step
-    function = jax.jit(
-        make(run.config, optimizer),
-        donate_argnums=(0, 1),
-        out_shardings=(*places, None),
-    )
-    batch = run.place(run.feed.example())
-    compiled = function.lower(run.params, run.opt_state, batch).compile()
+    compiled = program.lower().compile()
     # Rollouts of which many forked make a larger batch than was compiled for.
-    shape = batch["tokens"].shape
+    shape = program.batch["tokens"].shape
 
     def train_step(params: dict, state: Any, batch: dict) -> tuple:
         fits = batch["tokens"].shape == shape
-        return (compiled if fits else function)(params, state, batch)
+        return (compiled if fits else program.step)(params, state, batch)
 
     run.train_step = train_step
     run.compile_seconds = time.perf_counter() - began
     logging.info("Compiled the training step in %.1f s.", run.compile_seconds)
 
 
-def _initial_params(config: config_lib.TrainConfig, abstract: Any, places: Any) -> dict:
+def _initial_params(config: config_lib.TrainConfig, abstract: Any) -> dict:
     if config.init_from is not None:
         return loading.load_params(config.init_from, config.model, abstract)
+    places = program_lib.places(abstract)
     init = jax.jit(transformer.init_params, static_argnums=0, out_shardings=places)
     return init(config.model, jax.random.key(config.seed))
-
-
-def _place(abstract: Any, places: Any) -> Any:
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        abstract,
-        places,
-    )
 
 
 def _require_whole_rows(

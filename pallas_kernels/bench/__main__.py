@@ -8,9 +8,11 @@ Anywhere (pip install 'glm5_jax[aot]'):
 """
 
 import argparse
+import atexit
 import difflib
 import json
 import pathlib
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -122,7 +124,9 @@ def _chip(
     if args.aot:
         if args.chip is None:
             parser.error(f"--aot needs --chip, one of {', '.join(chips.CHIPS)}")
-        aot.dump_bundles(pathlib.Path(tempfile.mkdtemp(prefix="pallas_kernels_")))
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="pallas_kernels_"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # gigabytes
+        aot.dump_bundles(folder)
         return chips.CHIPS[args.chip]
     here = dispatch.chip()
     if args.chip is not None and (here is None or here.name != args.chip):

@@ -43,7 +43,8 @@ def run(params, config, tokens, segment_ids, positions):
         params, config, tokens, segment_ids, positions, with_traces=True
     )
     states, _ = mtp.steps(
-        params["mtp"], config, params["embed_tokens"], out.hidden, tokens, out.context
+        *(params["mtp"], config, params["embed_tokens"], out.hidden),
+        *(mtp.ahead(tokens, config.mtp_num_steps), out.context),
     )
     logits = transformer.logits(params, config, out.hidden)
     return out, logits, transformer.logits(params, config, states)

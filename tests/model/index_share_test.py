@@ -99,7 +99,8 @@ class MtpTest(parameterized.TestCase):
         run = jax.jit(mtp.steps, static_argnums=1)
         embedding, module = params["embed_tokens"], params["mtp"]
         states, aux = run(
-            module, config, embedding, out.hidden, args[0], out.context, jnp.ones(())
+            *(module, config, embedding, out.hidden),
+            *(mtp.ahead(args[0], config.mtp_num_steps), out.context, jnp.ones(())),
         )
 
         @jax.jit
@@ -131,7 +132,8 @@ class MtpTest(parameterized.TestCase):
         @jax.jit
         def run(params):
             out = transformer.forward(params, config, tokens)
-            args = params["embed_tokens"], out.hidden, tokens, out.context
+            ahead = mtp.ahead(tokens, config.mtp_num_steps)
+            args = params["embed_tokens"], out.hidden, ahead, out.context
             return [mtp.steps(params["mtp"], c, *args)[0] for c in (config, shared)]
 
         own, reused = run(params)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from glm5_jax.model import moe
+from glm5_jax.model import experts, moe
 from tests import environment
 from tests.model import tiny
 
@@ -84,13 +84,17 @@ class MoeTest(parameterized.TestCase):
         params, x, is_token = make_inputs()
         rows = x.reshape(-1, D)
 
-        def dense(experts, rows, routing):
+        def dense(params, rows, routing):
             hot = jax.nn.one_hot(routing.experts, CONFIG.n_routed_experts)
             gates = jnp.einsum("btk,btke->bte", routing.gates, hot)
-            gate = jnp.einsum("td,edf->tef", rows, experts["gate_proj"])
-            up = jnp.einsum("td,edf->tef", rows, experts["up_proj"])
+            gate = jnp.einsum("td,edf->tef", rows, params["gate_proj"])
+            up = jnp.einsum("td,edf->tef", rows, params["up_proj"])
             hidden = jax.nn.silu(gate) * up * gates.reshape(*gate.shape[:2], 1)
-            return jnp.einsum("tef,efd->td", hidden, experts["down_proj"])
+            return jnp.einsum("tef,efd->td", hidden, params["down_proj"])
+
+        def grouped(params, rows, routing):
+            pairs = (y.reshape(len(rows), -1) for y in routing[:2])
+            return experts.grouped(params, rows, *pairs)
 
         def gradients(run):
             def loss(params, rows):
@@ -101,7 +105,7 @@ class MoeTest(parameterized.TestCase):
 
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=RTOL, atol=1e-5),
-            gradients(moe.experts),
+            gradients(grouped),
             gradients(dense),
         )
 

@@ -38,7 +38,7 @@ def forward(params, config, batch, **kwargs):
     out = transformer.forward(params, config, *args, **kwargs)
     states, aux = mtp.steps(
         *(params["mtp"], config, params["embed_tokens"]),
-        *(out.hidden, batch["tokens"], out.context),
+        *(out.hidden, mtp.ahead(batch["tokens"], config.mtp_num_steps), out.context),
         jnp.ones(()) if kwargs else None,
     )
     return out, states, aux

@@ -7,7 +7,6 @@ default.
 
 import functools
 
-import jax
 import pytest
 from absl.testing import parameterized
 
@@ -110,12 +109,8 @@ def check(test, chip, op, mode, length):
         test.skipTest(f"no compiler for {chip}: pip install -e '.[aot]'")
     share = V6E_SHARE if chip == "v6e" and length > max(SHORT) else {}
     job = measure.Job(op, length, mode, **share)
-    is_quick = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", False)
-    try:
+    with environment.optimized():
         report = measure.compiled(job, chips.CHIPS[chip])
-    finally:
-        jax.config.update("jax_disable_most_optimizations", is_quick)
     case = job.case
     tokens = case.batch * (case.queries + case.keys) / 2 * case.heads / 64
     fixed = FIXED_MIB.get((op, mode), OTHER_FIXED_MIB)

@@ -77,7 +77,7 @@ def agree(folder):
     whole = np.arange(np.prod(SHAPE)).reshape(SHAPE)
     for spec, num_own in ((P("a"), 8), (P("b", "a"), 16), (P("a", "b"), 8), (P(), 16)):
         where = NamedSharding(make_mesh(), spec)
-        mine = rows.own(where, SHAPE)
+        mine = rows.own(jax.ShapeDtypeStruct(SHAPE, np.int32, sharding=where))
         assert len(mine) == num_own, (spec, mine)
         batch = rows.place({"x": whole[mine]}, where, mine, SHAPE[0])
         assert batch["x"].shape == SHAPE

@@ -171,8 +171,8 @@ class OracleTest(parameterized.TestCase):
         gaps = np.abs(tokens["old_logprobs"] - tokens["rollout_logprobs"])[mask]
         given = to_jax(tokens)
         given = given["old_logprobs"], given["rollout_logprobs"]
-        mean, largest = objectives.gap(*given, jnp.asarray(mask))
-        np.testing.assert_allclose(mean, np.mean(gaps), rtol=FLOAT32)
+        total, largest = objectives.gap(*given, jnp.asarray(mask))
+        np.testing.assert_allclose(total, np.sum(gaps), rtol=FLOAT32)
         np.testing.assert_allclose(largest, np.max(gaps), rtol=FLOAT32)
         mask = jnp.zeros_like(mask)
         self.assertEqual(

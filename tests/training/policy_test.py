@@ -12,6 +12,7 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.data import chat
 from glm5_jax.model import cached, transformer
@@ -132,7 +133,7 @@ class LossTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_sharding_does_not_matter(self):
         wanted = loss_and_grads(make_batch())
-        mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, expert=2))
+        mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, expert=2))
         places = sharding.shardings(transformer.param_dims(CONFIG.model), mesh)
         where = jax.NamedSharding(mesh, sharding.spec(("B", "T")))
         function = jax.jit(

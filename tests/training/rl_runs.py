@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax import sharding
+from glm5_jax import mesh as mesh_lib
 from glm5_jax.checkpoint import manager
 from glm5_jax.model import transformer
 from glm5_jax.rl import environments
@@ -90,14 +90,14 @@ def make_config(rl=None, model=None, **changes):
 
 def one_device(num=1):
     """Patches the mesh: the first `num` devices along fsdp; one compiles faster."""
-    sizes = [num if axis == "fsdp" else 1 for axis in sharding.AXES]
+    sizes = [num if axis == "fsdp" else 1 for axis in mesh_lib.AXES]
     mesh = jax.make_mesh(
         sizes,
-        sharding.AXES,
+        mesh_lib.AXES,
         devices=jax.devices()[:num],
-        axis_types=(jax.sharding.AxisType.Auto,) * len(sharding.AXES),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(mesh_lib.AXES),
     )
-    return mock.patch.object(sharding, "make_mesh", return_value=mesh)
+    return mock.patch.object(mesh_lib, "make_mesh", return_value=mesh)
 
 
 def read_state(workdir, config):

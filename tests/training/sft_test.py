@@ -12,7 +12,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax import sharding
+from glm5_jax import mesh as mesh_lib
 from glm5_jax.checkpoint import manager
 from glm5_jax.data import conversations
 from glm5_jax.model import transformer
@@ -77,12 +77,12 @@ class SftTest(parameterized.TestCase):
         cls.root = pathlib.Path(folder.name)
         # On one device, which compiles faster; step_test.py has the sharded step.
         mesh = jax.make_mesh(
-            (1,) * len(sharding.AXES),
-            sharding.AXES,
+            (1,) * len(mesh_lib.AXES),
+            mesh_lib.AXES,
             devices=jax.devices()[:1],
-            axis_types=(jax.sharding.AxisType.Auto,) * len(sharding.AXES),
+            axis_types=(jax.sharding.AxisType.Auto,) * len(mesh_lib.AXES),
         )
-        patch = mock.patch.object(sharding, "make_mesh", return_value=mesh)
+        patch = mock.patch.object(mesh_lib, "make_mesh", return_value=mesh)
         cls.enterClassContext(patch)
         write_conversations(cls.root / "data.jsonl")
         cls.config = make_config(cls.root)

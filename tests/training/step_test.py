@@ -1,4 +1,4 @@
-"""The training step: what it changes, what it leaves, and on how many devices."""
+"""The training step: what it changes, and what it leaves."""
 
 import dataclasses
 import functools
@@ -6,11 +6,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax import sharding
 from glm5_jax.model import transformer
 from glm5_jax.training import step as step_lib
 from tests import environment
@@ -33,9 +31,6 @@ WARMUP = dataclasses.replace(
     stage="dsa_warmup",
     model=dataclasses.replace(CONFIG.model, attention="dense_with_indexer_loss"),
 )
-# Three steps in float32, sums over devices in another order. Muon and Adam divide a
-# gradient by its size, so a gradient that is all rounding would move by a whole step.
-SHARDED_ATOL = 1e-5
 
 
 @functools.cache
@@ -152,54 +147,6 @@ class DepthTest(parameterized.TestCase):
         state = jax.eval_shape(optimizer.init, params)
         step = jax.jit(step_lib.make_train_step(config, optimizer))
         return step.lower(params, state, make_batch()).as_text().count("\n")
-
-
-@functools.cache
-def three_steps():
-    """Parameters after three steps on one device, and the loss of each."""
-    step, params, state = make_step(CONFIG)
-    losses = []
-    for seed in range(3):
-        params, state, metrics = step(params, state, make_batch(seed))
-        losses.append(metrics["train/loss"])
-    return by_path(params), losses
-
-
-class ShardingTest(parameterized.TestCase):
-    """Sharded equals unsharded."""
-
-    def test_data_fsdp_expert(self):
-        self.check({"data": 2, "fsdp": 2, "expert": 2}, 4)
-
-    @pytest.mark.slow
-    def test_data_tensor(self):
-        self.check({"data": 4, "tensor": 2}, 2)
-
-    def check(self, axes, num_parts):
-        _, params, state = make_step(CONFIG)
-        wanted, losses = three_steps()  # outside of the mesh
-        mesh = sharding.make_mesh(config_lib.MeshConfig(**axes))
-        places = sharding.shardings(transformer.param_dims(CONFIG.model), mesh)
-        places = places, sharding.like_params(state, places, mesh)
-        step = jax.jit(
-            step_lib.make_train_step(CONFIG, step_lib.make_optimizer(CONFIG)),
-            out_shardings=(*places, None),
-        )
-        with jax.set_mesh(mesh):
-            params, state = jax.device_put((params, state), places)
-            for seed, loss in enumerate(losses):
-                where = jax.NamedSharding(mesh, sharding.spec(("B", "T")))
-                batch = jax.device_put(make_batch(seed), where)
-                params, state, metrics = step(params, state, batch)
-                np.testing.assert_allclose(metrics["train/loss"], loss, rtol=1e-5)
-        got = by_path(params)
-        for path, want in wanted.items():
-            np.testing.assert_allclose(
-                got[path], want, rtol=0, atol=SHARDED_ATOL, err_msg=str(path)
-            )
-        experts = params["layers_0"]["block_0"]["mlp"]["experts"]["gate_proj"]
-        part = experts.addressable_shards[0].data
-        self.assertEqual(experts.size / part.size, num_parts)
 
 
 if __name__ == "__main__":

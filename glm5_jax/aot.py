@@ -1,0 +1,56 @@
+"""Compiles a program for TPUs that are not there, and says what it needs and costs.
+
+python -m glm5_jax.aot --config=configs/glm5_pretrain.py --topology=v5p:8x8x8 \
+    --out=reports/glm5_v5p_512
+
+Prints one JSON line; --out=STEM also writes STEM.json and STEM.md, a report to read.
+Nothing runs: times are rooflines. Needs libtpu: pip install 'glm5_jax[aot]'. Exit code
+2 where the program does not fit, with the largest arrays and what to change.
+"""
+
+import json
+import os
+import sys
+
+from absl import flags
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "Chips of a slice as they lie, e.g. v5p:8x8x8.", required=True
+)
+_SLICES = flags.DEFINE_integer("slices", None, "Slices; default: mesh.slices.")
+_PROGRAM = flags.DEFINE_string(
+    "program", "train", "train (any stage), prefill or decode."
+)
+_DEPTH = flags.DEFINE_integer(
+    "depth", None, "Layers, for a quick look; default: all of the model's."
+)
+_OUT = flags.DEFINE_string("out", None, "Where to write the report, without suffix.")
+
+
+def main(arguments: command_line.Arguments) -> int:
+    """Compiles, prints and writes; 2 if the program does not fit."""
+    config = arguments.train_config()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips are those of --topology
+    from glm5_jax.scale import report  # imports jax: after the input is checked
+
+    result = report.make(
+        config,
+        str(arguments.config),
+        _TOPOLOGY.value,
+        program=_PROGRAM.value,
+        num_slices=_SLICES.value,
+        depth=_DEPTH.value,
+    )
+    print(json.dumps(result.line))
+    if _OUT.value:
+        result.write(_OUT.value)
+    if not result.line["fits"]:
+        raise config_lib.InputError(result.refusal)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.run(main))

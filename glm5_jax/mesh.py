@@ -1,0 +1,190 @@
+"""Devices in a grid with named axes: those of this machine, or of a TPU topology.
+
+A topology is named as its chips lie, e.g. "v5p:8x8x8". libtpu compiles for one without
+any chip: `pip install 'glm5_jax[aot]'`. Over several slices only the data axis goes:
+between them is a data-centre network, within one a torus.
+"""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh
+
+from glm5_jax import config as config_lib
+
+AXES = ("data", "fsdp", "expert", "tensor", "context")
+# Slices that are sold (cloud.google.com/tpu/docs), smallest first, to name near ones:
+# libtpu takes others. A tpu7x chip is two devices.
+_SQUARES = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = (
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+    *("8x8x16", "8x16x16", "16x16x16", "16x16x24", "16x24x24"),
+)
+TOPOLOGIES = {
+    "v5e": _SQUARES,
+    "v5p": _CUBES,
+    "v6e": _SQUARES,
+    "tpu7x": (*_CUBES, "16x24x32"),
+}
+
+
+def make_mesh(
+    config: config_lib.MeshConfig, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """The mesh of some devices, axis types Auto.
+
+    The last axes are laid first, so that expert and tensor lie on whole axes of a
+    torus where its shape allows.
+
+    Args:
+      config: sizes of the axes.
+      devices: of `topology`; default: those that jax finds.
+
+    Raises:
+      InputError: the axes' product is not the number of devices, or they are not
+        in `slices` slices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = _sizes(config, len(devices))
+    _require_slices(config.slices, devices)
+    if config.slices == 1:
+        grid = _torus(sizes, devices)
+    else:
+        across = (config.slices, *(1 for _ in AXES[1:]))
+        grid = mesh_utils.create_hybrid_device_mesh(
+            (sizes[0] // config.slices, *sizes[1:]),
+            across,
+            devices,
+            process_is_granule=_slice(devices[0]) is None,
+            allow_split_physical_axes=True,
+        )
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def topology(name: str, num_slices: int = 1) -> list[Any]:
+    """The devices of slices that are not there.
+
+    Args:
+      name: e.g. "v5p:8x8x8".
+      num_slices: as many of that shape.
+
+    Raises:
+      InputError: there is no such topology, or no compiler for it.
+    """
+    kind = _require_named(name)
+    # libtpu must neither look for chips nor lock other processes out.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if num_slices < 1:
+        raise config_lib.InputError(f"slices must be at least 1, got {num_slices}.")
+    try:
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=name, num_slices=num_slices
+        ).devices
+    except Exception as error:
+        if "INVALID_ARGUMENT" in str(error):
+            raise config_lib.InputError(
+                f"libtpu knows no topology {name!r}; near it: "
+                f"{_near(kind, name.partition(':')[2])}."
+            ) from error
+        raise config_lib.InputError(
+            f"there is no compiler for TPUs here ({error}); "
+            f"pip install 'glm5_jax[aot]'."
+        ) from error
+
+
+def _sizes(config: config_lib.MeshConfig, num_devices: int) -> list[int]:
+    """Devices along each axis; data takes what is left."""
+    sizes = [getattr(config, axis) for axis in AXES]
+    others = math.prod(sizes[1:])
+    if sizes[0] == -1:
+        sizes[0] = max(num_devices // others, 1)
+    if math.prod(sizes) != num_devices:
+        axes = " x ".join(f"{a}={s}" for a, s in zip(AXES, sizes, strict=True))
+        raise config_lib.InputError(
+            f"mesh needs as many devices as there are: {axes} on {num_devices} "
+            f"devices; set the axes so that their product is {num_devices}, e.g. "
+            f"{_fitting(config, num_devices)}."
+        )
+    if sizes[0] % config.slices:
+        raise config_lib.InputError(
+            f"mesh.data must be divisible by mesh.slices: only data goes across "
+            f"slices, got data={sizes[0]} on {config.slices} slices; lower the other "
+            f"axes to {num_devices // config.slices} devices in all, those of a slice."
+        )
+    return sizes
+
+
+def _fitting(config: config_lib.MeshConfig, num_devices: int) -> str:
+    """Changes of one axis that make the product right, nearest sizes first."""
+    sizes = {axis: getattr(config, axis) for axis in AXES[1:]}
+    others = math.prod(sizes.values())
+    if num_devices % others == 0:
+        return f"mesh.data={num_devices // others}, or -1"
+    choices = []
+    for axis, size in sizes.items():
+        rest, left_over = divmod(num_devices * size, others)
+        if size > 1 and not left_over:
+            divisors = [d for d in range(1, rest + 1) if rest % d == 0]
+            near = sorted(divisors, key=lambda d: abs(d - size))[:2]
+            choices.append(f"mesh.{axis}={' or '.join(map(str, sorted(near)))}")
+    rule = f"mesh.data=-1 and the others divisors of {num_devices}"
+    return f"{rule}: {', '.join(choices)}" if choices else rule
+
+
+def _torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """Lays the axes on those of the torus, whole ones where it can."""
+    try:
+        return mesh_utils.create_device_mesh(sizes, devices)
+    except NotImplementedError:  # an axis has to share one of the torus's
+        return mesh_utils.create_device_mesh(
+            sizes, devices, allow_split_physical_axes=True
+        )
+
+
+def _require_slices(num_slices: int, devices: Sequence[Any]) -> None:
+    slices = {_slice(device) for device in devices}
+    if slices == {None} and num_slices > 1:  # CPUs and GPUs: a process is a slice
+        slices = {device.process_index for device in devices}
+    if len(slices) != num_slices:
+        raise config_lib.InputError(
+            f"mesh.slices must be the number of slices, got {num_slices}, but these "
+            f"{len(devices)} devices are in {len(slices)}; set mesh.slices="
+            f"{len(slices)}."
+        )
+
+
+def _slice(device: Any) -> int | None:
+    return getattr(device, "slice_index", None)
+
+
+def _require_named(name: str) -> str:
+    """The kind of chip of a topology's name; InputError where it has none."""
+    kind, _, shape = name.partition(":")
+    if kind not in TOPOLOGIES:
+        raise config_lib.InputError(
+            f"topology must be CHIP:SHAPE with a chip of {', '.join(TOPOLOGIES)}, got "
+            f"{name!r}; e.g. v5p:8x8x8."
+        )
+    num_dims = TOPOLOGIES[kind][0].count("x") + 1
+    if not re.fullmatch(r"\d+(x\d+)*", shape) or shape.count("x") + 1 != num_dims:
+        raise config_lib.InputError(
+            f"topology {name!r} must give the chips along each of {num_dims} axes, "
+            f"e.g. {_near(kind, shape)}."
+        )
+    return kind
+
+
+def _near(kind: str, shape: str) -> str:
+    """The three topologies of a chip nearest in size."""
+    wanted = math.prod(int(n) for n in re.findall(r"\d+", shape)) or 1
+    size = lambda known: math.prod(map(int, known.split("x")))
+    distance = lambda known: abs(math.log(size(known) / wanted))
+    near = sorted(sorted(TOPOLOGIES[kind], key=distance)[:3], key=size)
+    return ", ".join(f"{kind}:{known}" for known in near)

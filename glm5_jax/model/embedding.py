@@ -1,0 +1,28 @@
+"""From ids to vectors, of a table whose words may lie on several devices."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from glm5_jax import collectives
+from glm5_jax import config as config_lib
+
+
+def embed(
+    table: Float[Array, "v d"],
+    config: config_lib.ModelConfig,
+    tokens: Int[Array, "B T"],
+) -> Float[Array, "B T D"]:
+    """Rows of the table [V, D], of which a device may have a part.
+
+    Devices that share the words look up each other's tokens, as far as they have them,
+    and sum what they found, in the activations' dtype.
+    """
+    table = collectives.whole(table, ("V", "D"), config.dtype)
+    if collectives.size(collectives.WORDS) == 1:
+        return table[tokens].astype(config.dtype)
+    ids = collectives.gather(tokens, collectives.WORD_ROWS, 0)
+    ids = ids - collectives.position(collectives.WORDS) * len(table)
+    is_here = (ids >= 0) & (ids < len(table))
+    x = jnp.where(is_here[..., None], table[jnp.where(is_here, ids, 0)], 0)
+    x = collectives.scatter_sum(x, collectives.WORD_ROWS, 0)
+    return collectives.total(x, collectives.SHARES)

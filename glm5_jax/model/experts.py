@@ -1,0 +1,223 @@
+"""What the chosen experts make of their tokens, wherever both are.
+
+On a mesh with an expert axis each device has some of the experts. Tokens reach them by
+one of two ways with the same numbers. "gather": devices see all tokens of their group
+and sum what each made. "exchange": a token's rows go to the devices of its experts and
+back, no further. Both are dropless: there is room for every token, whatever the load.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+import pallas_kernels
+from glm5_jax import collectives
+from glm5_jax import config as config_lib
+from glm5_jax.model import layers
+from pallas_kernels import dispatch
+
+FEW_TOKENS = 32  # for which reading an expert's weights costs more than using them
+_AXES = ("expert",)
+
+
+def run(
+    params: dict[str, Array],
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
+    chosen: Int[Array, "B T K"],
+    gates: Float[Array, "B T K"],
+) -> Float[Array, "B T D"]:
+    """Sum of each token's experts, weighted by their gates."""
+    rows = x.reshape(-1, x.shape[-1])
+    chosen, gates = (y.reshape(len(rows), -1) for y in (chosen, gates))
+    is_decoding = x.shape[1] == 1 and len(x) <= FEW_TOKENS
+    if is_decoding and dispatch.platform() == "cpu":
+        return in_turn(params, rows, chosen, gates).reshape(x.shape)
+    if collectives.size(_AXES) == 1:
+        y = grouped(params, rows, chosen, gates)
+    else:
+        ways = {"gather": by_gather, "exchange": by_exchange}
+        y = ways[config.expert_transport](params, rows, chosen, gates)
+    return collectives.total(y, collectives.SHARES).reshape(x.shape)
+
+
+def by_gather(
+    params: dict[str, Array],
+    x: Float[Array, "t D"],
+    chosen: Int[Array, "t K"],
+    gates: Float[Array, "t K"],
+) -> Float[Array, "t D"]:
+    """Devices see each other's tokens and sum what they made of them."""
+    x, chosen, gates = (collectives.gather(y, _AXES, 0) for y in (x, chosen, gates))
+    first = collectives.position(_AXES) * len(params["gate_proj"])
+    y = grouped(params, x, chosen - first, gates)
+    return collectives.scatter_sum(y, _AXES, 0)
+
+
+def by_exchange(
+    params: dict[str, Array],
+    x: Float[Array, "t D"],
+    chosen: Int[Array, "t K"],
+    gates: Float[Array, "t K"],
+) -> Float[Array, "t D"]:
+    """Rows travel to the devices of their experts and back."""
+    num_devices, num_here = collectives.size(_AXES), len(params["gate_proj"])
+    num_experts, per_token = num_devices * num_here, chosen.shape[-1]
+    order, position = _sorted(chosen.reshape(-1), num_experts)
+    position = position.reshape(chosen.shape)
+    rows = _spread(x, order // per_token, position)
+    # counts[i, e]: rows of device i for expert e; sizes[i, j]: from device i to j.
+    counts = jnp.bincount(chosen.reshape(-1), length=num_experts)
+    counts = collectives.gather(counts[None], _AXES, 0)
+    sizes = jnp.sum(counts.reshape(num_devices, num_devices, num_here), axis=2)
+    room = num_devices * len(x) * min(per_token, num_here)
+    received = _exchange(rows, sizes, room)
+    mine = collectives.position(_AXES) * num_here
+    counts = lax.dynamic_slice_in_dim(counts, mine, num_here, axis=1)
+    # What came lies by sender, then by expert.
+    ends = jnp.cumsum(counts.reshape(-1))
+    piece = jnp.searchsorted(ends, jnp.arange(room), side="right")
+    expert = jnp.where(piece < ends.size, piece % num_here, num_here)
+    back, there = _sorted(expert, num_here + 1)
+    out = _swiglu(
+        params, _spread(received, back, there[:, None]), jnp.sum(counts, axis=0)
+    )
+    out = _exchange(_gather_sum(out, back, there[:, None]), sizes.T, len(rows))
+    out = out * gates.reshape(-1)[order][:, None]
+    return _gather_sum(out, order // per_token, position)
+
+
+def grouped(
+    params: dict[str, Array],
+    x: Float[Array, "t D"],
+    chosen: Int[Array, "t K"],
+    gates: Float[Array, "t K"],
+) -> Float[Array, "t D"]:
+    """Sorts the t * K rows by expert, runs the grouped SwiGLU, and sums them back.
+
+    Rows of experts that are not among the parameters' come last, and give zeros.
+    """
+    num_experts, per_token = len(params["gate_proj"]), chosen.shape[-1]
+    is_here = (chosen >= 0) & (chosen < num_experts)
+    chosen = jnp.where(is_here, chosen, num_experts).reshape(-1)
+    order, position = _sorted(chosen, num_experts + 1)
+    position = position.reshape(-1, per_token)
+    sizes = jnp.bincount(chosen, length=num_experts + 1)[:num_experts]
+    rows = _spread(x, order // per_token, position)
+    out = _swiglu(params, rows, sizes, gates.reshape(-1)[order])
+    return _gather_sum(out, order // per_token, position)
+
+
+def in_turn(
+    params: dict[str, Array],
+    x: Float[Array, "t D"],
+    chosen: Int[Array, "t K"],
+    gates: Float[Array, "t K"],
+) -> Float[Array, "t D"]:
+    """The same for a few tokens: each expert that any of them chose sees them all.
+
+    What a step of decoding costs on a CPU is reading the weights, and overheads.
+    """
+    gates_Et = jnp.zeros((params["gate_proj"].shape[0], x.shape[0]), x.dtype)
+    gates_Et = gates_Et.at[chosen, jnp.arange(x.shape[0])[:, None]].set(gates)
+
+    def expert(e: Array, total: Array) -> Array:
+        def add(total: Array) -> Array:
+            own = jax.tree.map(lambda w: w[e], params)
+            return total + gates_Et[e][:, None] * layers.swiglu(own, x)
+
+        return lax.cond(jnp.any(chosen == e), add, lambda total: total, total)
+
+    return lax.fori_loop(0, len(gates_Et), expert, jnp.zeros_like(x))
+
+
+def _swiglu(
+    params: dict[str, Array],
+    rows: Float[Array, "M D"],
+    sizes: Int[Array, " E"],
+    gates: Float[Array, " M"] | None = None,
+) -> Float[Array, "M D"]:
+    """Each group of rows through its expert."""
+    gate = pallas_kernels.grouped_matmul(rows, params["gate_proj"], sizes)
+    up = pallas_kernels.grouped_matmul(rows, params["up_proj"], sizes)
+    hidden = jax.nn.silu(gate) * up
+    if gates is not None:
+        hidden = hidden * gates[:, None]
+    return pallas_kernels.grouped_matmul(hidden, params["down_proj"], sizes)
+
+
+def _sorted(
+    keys: Int[Array, " M"], num_keys: int
+) -> tuple[Int[Array, " M"], Int[Array, " M"]]:
+    """The stable order by key, and where each row went."""
+    order = _argsort(keys, num_keys)
+    return order, jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+
+
+def _argsort(chosen: Int[Array, " M"], num_experts: int) -> Int[Array, " M"]:
+    """Stable order by expert; one sort of packed keys where they fit 31 bits."""
+    size = chosen.size
+    if size * num_experts >= 2**31:
+        return jnp.argsort(chosen, stable=True)
+    return jnp.sort(chosen * size + jnp.arange(size)) % size
+
+
+# Spreading tokens over their rows and summing rows back are each other's transpose.
+# Written so, both directions of both are gathers; autodiff would scatter.
+@jax.custom_vjp
+def _spread(
+    x: Float[Array, "t D"], source: Int[Array, " M"], position: Int[Array, "t K"]
+) -> Float[Array, "M D"]:
+    """Row m is x[source[m]]; position[t] lists the rows of token t."""
+    return x.at[source].get(mode="promise_in_bounds")
+
+
+@jax.custom_vjp
+def _gather_sum(
+    rows: Float[Array, "M D"], source: Int[Array, " M"], position: Int[Array, "t K"]
+) -> Float[Array, "t D"]:
+    """Token t is the sum of rows[position[t]]."""
+    return jnp.sum(rows.at[position].get(mode="promise_in_bounds"), axis=1)
+
+
+_spread.defvjp(
+    lambda x, *indices: (_spread(x, *indices), indices),
+    lambda indices, g: (_gather_sum(g, *indices), None, None),
+)
+_gather_sum.defvjp(
+    lambda rows, *indices: (_gather_sum(rows, *indices), indices),
+    lambda indices, g: (_spread(g, *indices), None, None),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _exchange(
+    rows: Float[Array, "M D"], sizes: Int[Array, "n n"], room: int
+) -> Float[Array, "m D"]:
+    """Sends sizes[i, j] rows from device i to j.
+
+    They leave in the order of the receivers and arrive in that of the senders.
+    """
+    me = collectives.position(_AXES)
+    sent, got = sizes[me], sizes[:, me]
+    starts, arrivals = jnp.cumsum(sent) - sent, jnp.cumsum(got) - got
+    empty = jnp.zeros((room, rows.shape[1]), rows.dtype)
+    if dispatch.platform() != "cpu":
+        landing = (jnp.cumsum(sizes, axis=0) - sizes)[me]
+        offsets = starts, sent, landing, got
+        return lax.ragged_all_to_all(rows, empty, *offsets, axis_name=_AXES[0])
+    # XLA on CPU has no ragged exchange: as many rows as there are go to everyone.
+    place = jnp.arange(len(rows))[None]
+    pieces = rows[jnp.minimum(starts[:, None] + place, len(rows) - 1)]
+    pieces = lax.all_to_all(pieces, _AXES[0], 0, 0)
+    place = jnp.where(place < got[:, None], arrivals[:, None] + place, room)
+    return empty.at[place].set(pieces, mode="drop")
+
+
+_exchange.defvjp(
+    lambda rows, sizes, room: (_exchange(rows, sizes, room), (sizes, len(rows))),
+    lambda room, saved, g: (_exchange(g, saved[0].T, saved[1]), None),
+)

@@ -1,0 +1,95 @@
+"""What a device can do: arithmetic, memory, links; and what a mesh axis runs on.
+
+Arithmetic and memory rates are those of pallas_kernels/chips.py. The links' are what
+large collectives reach, nine tenths of what the vendor publishes (Scaling Book, 2025,
+chapter "TPUs"; cloud.google.com/tpu/docs). All of one device as jax counts them: a
+tpu7x chip is two, which share its links.
+"""
+
+import dataclasses
+
+import numpy as np
+from jax.sharding import Mesh
+
+from glm5_jax import config as config_lib
+from pallas_kernels import chips
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One device and its links."""
+
+    chip: chips.Chip
+    hbm_limit_gib: float  # that the compiler fills
+    link_gbps: float  # one link of the torus, one way
+    dcn_gbps: float  # its share of the host's network, one way
+    wraps_at: int  # an axis of the slice is a ring if it is a multiple of this
+
+    @property
+    def flops(self) -> float:
+        """bfloat16 products a second."""
+        return self.chip.matrix_tflops * 1e12
+
+    @property
+    def hbm(self) -> float:
+        """Bytes of memory a second."""
+        return self.chip.memory_tbps * 1e12
+
+
+_V5E = chips.Chip("v5e", "tpu", "TPU v5 lite", 197.0, 0.82, 16.0, "v5e:2x2", 65536)
+DEVICES = {
+    device.chip.device_kind: device
+    for device in (
+        Device(_V5E, 15.75, 45.0, 3.125, 16),
+        Device(chips.CHIPS["v5p"], 95.74, 90.0, 6.25, 4),
+        Device(chips.CHIPS["v6e"], 31.25, 90.0, 12.5, 16),
+        Device(chips.CHIPS["tpu7x"], 94.75, 45.0, 6.25, 4),
+    )
+}
+
+
+def of_mesh(mesh: Mesh) -> Device:
+    """The device that a mesh is made of.
+
+    Raises:
+      InputError: it is none of DEVICES.
+    """
+    kind = mesh.devices.flat[0].device_kind
+    if kind not in DEVICES:
+        names = ", ".join(device.chip.name for device in DEVICES.values())
+        raise config_lib.InputError(
+            f"there are no peaks for {kind!r}; give a topology of {names}."
+        )
+    return DEVICES[kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """The axes of the torus that some mesh axes lie on."""
+
+    torus: tuple[int, ...]
+    ways: float  # links that a device sends on at once
+    length: int  # devices along the longest of these axes
+
+
+def route(mesh: Mesh, axes: tuple[str, ...], num_slices: int = 1) -> Route:
+    """Where the devices of one group lie that differ along some axes of a mesh.
+
+    A ring sends both ways, a line one way; two cores of a chip count as one link.
+    """
+    device = of_mesh(mesh)
+    sizes = dict(mesh.shape)
+    grid = mesh.devices[: mesh.devices.shape[0] // num_slices]
+    index = tuple(slice(None) if axis in axes else 0 for axis in sizes)
+    group = np.array([d.coords for d in np.ravel(grid[index])])
+    whole = np.array([d.coords for d in grid.flat])
+    torus = tuple(int(i) for i in np.flatnonzero(np.ptp(group, axis=0)))
+    ways, length = 0.0, 1
+    for i in torus:
+        extent = int(np.ptp(whole[:, i])) + 1
+        is_ring = len(set(group[:, i])) == extent and extent % device.wraps_at == 0
+        ways += 2 if is_ring else 1
+        length = max(length, len(set(group[:, i])))
+    return Route(torus, ways or 1.0, length)

@@ -1,0 +1,146 @@
+"""Compiles a program and collects what the compiler and the trace say of it."""
+
+import dataclasses
+import re
+import time
+from typing import Any
+
+import jax
+
+from glm5_jax.scale import chips, collectives, flops, hlo, memory, programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bytes of a device's HBM, by the compiler."""
+
+    arguments: int
+    outputs: int  # that do not reuse a donated argument
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.arguments + self.outputs + self.temporaries + self.code
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What is known of a program that fits."""
+
+    sizes: Sizes
+    arrays: list[memory.Array]
+    temporaries: list[memory.Temporary]
+    traffic: collectives.Traffic
+    hbm_bytes: float  # read and written in a run
+    flops: flops.Flops
+    trace_seconds: float
+    compile_seconds: float
+    is_printed: bool  # whether libtpu could print it: else no traffic is known
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """One of the compiler's largest buffers where a program does not fit."""
+
+    num_bytes: float
+    shape: str
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Overflow:
+    """What is known of a program that does not fit."""
+
+    needed: float  # bytes; 0 where the message does not say
+    available: float
+    allocations: list[Allocation]
+    arrays: list[memory.Array]
+    flops: flops.Flops
+    trace_seconds: float
+    compile_seconds: float
+    message: str
+
+
+def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
+    """Traces and compiles for the devices of the job's mesh."""
+    began = time.perf_counter()
+    with jax.set_mesh(job.mesh):
+        traced = job.step.trace(*job.arguments)
+        work = flops.of_traced(traced, job.mesh.size)
+        lowered = traced.lower()
+        arrays = memory.arguments(job.arguments, job.names)
+        traced_at = time.perf_counter()
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            seconds = time.perf_counter() - traced_at
+            return overflow(str(error), arrays, work, (traced_at - began, seconds))
+    seconds = time.perf_counter() - traced_at
+    try:
+        text = compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError:  # jax 0.10 with libtpu 0.0.51
+        text = ""
+    module = hlo.parse(text)
+    return Compiled(
+        sizes=_sizes(compiled),
+        arrays=arrays,
+        temporaries=memory.temporaries(module, collectives.scope),
+        traffic=collectives.find(module, dict(job.mesh.shape), num_slices),
+        hbm_bytes=memory.traffic(module),
+        flops=work,
+        trace_seconds=traced_at - began,
+        compile_seconds=seconds,
+        is_printed=bool(text),
+    )
+
+
+def overflow(
+    message: str,
+    arrays: list[memory.Array],
+    work: flops.Flops,
+    seconds: tuple[float, float],
+) -> Overflow:
+    """Reads libtpu's message: two forms, with and without a list of allocations."""
+    needed, available = 0.0, 0.0
+    for pattern in (
+        r"Used ([\d.]+\w) of ([\d.]+\w) hbm",
+        r"\(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)",
+    ):
+        if found := re.search(pattern, message):
+            needed, available = (_bytes(group) for group in found.groups())
+            break
+    allocations = [
+        Allocation(
+            _bytes(size),
+            shape,
+            collectives.scope(name.group(1)) if (name := _OP_NAME.search(text)) else "",
+        )
+        for size, text, shape in re.findall(
+            r"Size: ([\d.]+\w)(.*?)Shape: ([^\n]+)", message, re.DOTALL
+        )
+    ]
+    return Overflow(needed, available, allocations, arrays, work, *seconds, message)
+
+
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+def _sizes(compiled: Any) -> Sizes:
+    stats = compiled.memory_analysis()
+    return Sizes(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+    )
+
+
+def _bytes(text: str) -> float:
+    """Of "51.88G", as libtpu writes GiB."""
+    units = {"K": 2**10, "M": 2**20, "G": chips.GIB, "T": 2**40}
+    number, unit = float(text[:-1]), text[-1]
+    return number * units[unit] if unit in units else float(text.rstrip("B"))

@@ -1,0 +1,140 @@
+"""Floating-point operations of matrix products, counted in the traced program.
+
+The compiler's own count takes a loop's body once and a kernel for nothing. Here scans
+count as often as they run, a shard_map by its local shapes, what jit splits by itself
+as split evenly, a kernel by its cost estimate or else by its body times its grid, and
+of a conditional the dearer branch. Rows of a grouped product count whether a group
+has them or not. What the compiler then finds unused is still in the trace.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass
+class Flops:
+    """Of one device and one run of the program."""
+
+    by_kind: dict[str, float] = dataclasses.field(default_factory=dict)
+    num_unknown_loops: int = 0  # whose trip count is data: counted once
+
+    @property
+    def total(self) -> float:
+        """All kinds together."""
+        return sum(self.by_kind.values(), 0.0)
+
+    def add(self, kind: str, flops: float) -> None:
+        """Adds to a kind."""
+        self.by_kind[kind] = self.by_kind.get(kind, 0.0) + flops
+
+    def merge(self, other: "Flops") -> None:
+        """Adds all of another count."""
+        for kind, flops in other.by_kind.items():
+            self.add(kind, flops)
+        self.num_unknown_loops += other.num_unknown_loops
+
+
+def count(jaxpr: Any, num_devices: int) -> Flops:
+    """Counts a jaxpr whose products jit splits over so many devices."""
+    total = Flops()
+    _walk(getattr(jaxpr, "jaxpr", jaxpr), 1.0, num_devices, total)
+    return total
+
+
+def _walk(jaxpr: Any, times: float, num_devices: int, total: Flops) -> None:
+    """Adds `times` runs of a jaxpr, split over the devices that are not manual."""
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "dot_general":
+            total.add("dense products", times * _dot(equation) / num_devices)
+        elif name in ("ragged_dot", "ragged_dot_general"):
+            total.add("grouped products", times * _ragged(equation) / num_devices)
+        elif name == "conv_general_dilated":
+            raise NotImplementedError("convolutions are not counted")
+        elif name == "pallas_call":
+            _kernel(equation, times / num_devices, total)
+        elif name == "cond":
+            total.merge(_dearest(params["branches"], times, num_devices))
+        elif name == "shard_map":
+            manual = _manual(params)
+            _walk(_inner(params["jaxpr"]), times, num_devices // manual, total)
+        else:
+            runs = params["length"] if name == "scan" else 1
+            inner = list(_jaxprs(params))
+            before = total.total
+            for sub in inner:
+                _walk(sub, times * runs, num_devices, total)
+            if name == "while" and total.total > before:
+                total.num_unknown_loops += 1
+
+
+def _dot(equation: Any) -> float:
+    """Twice the product of all sizes that the contraction runs over."""
+    (lhs_contract, _), _ = equation.params["dimension_numbers"]
+    lhs, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    return 2.0 * math.prod(out) * math.prod(lhs[d] for d in lhs_contract)
+
+
+def _ragged(equation: Any) -> float:
+    """Every row meets one group: rows x columns x contracted, twice."""
+    numbers = equation.params.get("ragged_dot_dimension_numbers")
+    lhs, rhs = (v.aval.shape for v in equation.invars[:2])
+    if numbers is None:
+        return 2.0 * math.prod(lhs) * rhs[-1]
+    (lhs_contract, rhs_contract), (_, rhs_batch) = numbers.dot_dimension_numbers
+    if set(numbers.lhs_ragged_dimensions) & set(lhs_contract):  # a gradient of weights
+        free = [d for i, d in enumerate(rhs) if i not in (*rhs_contract, *rhs_batch)]
+        return 2.0 * math.prod(lhs) * math.prod(free)
+    groups = numbers.rhs_group_dimensions
+    used = (*rhs_contract, *rhs_batch, *groups)
+    free = [d for i, d in enumerate(rhs) if i not in used]
+    return 2.0 * math.prod(lhs) * math.prod(free)
+
+
+def _kernel(equation: Any, times: float, total: Flops) -> None:
+    """A Pallas kernel: what it says of itself, or its body for each of its programs."""
+    estimate = equation.params.get("cost_estimate")
+    if estimate is not None:
+        total.add("kernels", times * estimate.flops)
+        return
+    grid = equation.params["grid_mapping"].grid
+    runs = math.prod(n for n in grid if isinstance(n, int))
+    inside = Flops()
+    _walk(_inner(equation.params["jaxpr"]), times * runs, 1, inside)
+    total.add("kernels", inside.total)
+    total.num_unknown_loops += inside.num_unknown_loops
+
+
+def _dearest(branches: Any, times: float, num_devices: int) -> Flops:
+    counts = []
+    for branch in branches:
+        counts.append(Flops())
+        _walk(_inner(branch), times, num_devices, counts[-1])
+    return max(counts, key=lambda c: c.total)
+
+
+def _manual(params: Mapping[str, Any]) -> int:
+    """Devices among which a shard_map splits: its shapes inside are local ones."""
+    mesh = params["mesh"]
+    return math.prod(mesh.shape[axis] for axis in params["newly_manual_axes"])
+
+
+def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if hasattr(_inner(item), "eqns"):
+                yield _inner(item)
+
+
+def _inner(item: Any) -> Any:
+    """The jaxpr of a closed one."""
+    return getattr(item, "jaxpr", item)
+
+
+def of_traced(traced: jax.stages.Traced, num_devices: int) -> Flops:
+    """Counts what `jax.jit(f).trace(...)` gives."""
+    return count(traced.jaxpr, num_devices)

@@ -1,0 +1,115 @@
+"""The programs that can be compiled ahead of time: a training step, prefill, decode."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from glm5_jax import config as config_lib
+from glm5_jax import sharding
+from glm5_jax.inference import engine, steps
+from glm5_jax.model import transformer
+from glm5_jax.training import program as program_lib
+
+NAMES = ("train", "prefill", "decode")
+NUM_STOP_IDS = 4
+# Dims of what serving keeps, as the letters of shapes.py: leaves are found by name.
+_CACHE_DIMS = {"kv": ("L", "B", "S", "C+R"), "k_index": ("L", "B", "S", "J")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A jitted function and its arguments, as shapes with shardings."""
+
+    name: str
+    mesh: Mesh
+    step: jax.stages.Wrapped
+    arguments: tuple[Any, ...]
+    names: tuple[str, ...]  # of the arguments
+    num_tokens: int  # that a run reads or writes, over all devices
+
+
+def make(config: config_lib.TrainConfig, mesh: Mesh, name: str = "train") -> Job:
+    """Builds one of NAMES.
+
+    prefill reads data.batch_size prompts of data.sequence_length tokens each; decode
+    writes a token to as many sequences, of which the cache holds as much.
+    """
+    if name not in NAMES:
+        raise config_lib.InputError(
+            f"program must be one of {', '.join(NAMES)}, got {name!r}."
+        )
+    if name != "train":
+        return _serving(config, mesh, name)
+    program = program_lib.make_program(config, mesh)
+    return Job(
+        name=name,
+        mesh=mesh,
+        step=program.step,
+        arguments=program.arguments,
+        names=("params", "opt_state", "batch"),
+        num_tokens=program.batch["tokens"].size,
+    )
+
+
+def _serving(config: config_lib.TrainConfig, mesh: Mesh, name: str) -> Job:
+    """The engine's two programs; every slot is in use."""
+    model, data = config.model, config.data
+    batch, length = data.batch_size, data.sequence_length
+    params = jax.eval_shape(
+        functools.partial(engine.cast_params, config=model),
+        transformer.abstract_params(model),
+    )
+    places = sharding.shardings(transformer.param_dims(model), mesh)
+    params = jax.tree.map(_placed, params, places)
+    empty = functools.partial(steps.empty, model, batch, length, NUM_STOP_IDS)
+    state = _by_batch(jax.eval_shape(empty), mesh)
+    where = program_lib.places(state)
+    if name == "decode":
+        function = lambda params, state: steps.decode(params, model, state, num_steps=1)
+        arguments, names = (params, state), ("params", "cache")
+    else:
+        function = lambda params, state, parts: steps.prefill(
+            params, model, state, parts, is_fresh=True
+        )
+        parts = jax.eval_shape(functools.partial(_parts, batch, length))
+        arguments = params, state, _by_batch(parts, mesh)
+        names = ("params", "cache", "batch")
+    return Job(
+        name=name,
+        mesh=mesh,
+        step=jax.jit(function, donate_argnums=1, out_shardings=(where, None)),
+        arguments=arguments,
+        names=names,
+        num_tokens=batch if name == "decode" else batch * length,
+    )
+
+
+def _parts(batch: int, length: int) -> steps.Parts:
+    """Whole prompts for all slots."""
+    slots = jnp.arange(batch)
+    return steps.Parts(
+        tokens=jnp.zeros((batch, length), jnp.int32),
+        num_tokens=jnp.full(batch, length),
+        slots=slots,
+        start=jnp.zeros_like(slots),
+        is_last=jnp.ones(batch, bool),
+        plan=steps.empty(config_lib.ModelConfig(), batch, 1, NUM_STOP_IDS).plan,
+    )
+
+
+def _by_batch(tree: Any, mesh: Mesh) -> Any:
+    """Places arrays whose first dim, or a cache's second, is the batch."""
+
+    def place(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dims = _CACHE_DIMS.get(getattr(path[-1], "name", ""), ("B",))
+        return _placed(x, NamedSharding(mesh, sharding.spec(dims)))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _placed(x: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)

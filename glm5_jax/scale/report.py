@@ -1,0 +1,276 @@
+"""What the aot command says of a program: one line of JSON, a page, or a refusal."""
+
+import dataclasses
+import importlib.metadata
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+from glm5_jax.scale import chips, markdown, memory, programs, roofline
+from glm5_jax.scale import compile as compile_lib
+from glm5_jax.training import accounting, host_memory
+
+NUM_SHOWN = 12  # of the largest arrays
+NUM_NAMED = 4  # in a refusal
+GIB = chips.GIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All that is written; `line` is what is printed."""
+
+    line: dict[str, Any]
+    tables: dict[str, Any]
+    refusal: str  # empty where the program fits
+
+    def write(self, stem: str) -> None:
+        """Writes STEM.json and STEM.md."""
+        path = pathlib.Path(stem).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        everything = {**self.line, **self.tables}
+        text = json.dumps(everything, indent=1)
+        path.with_name(path.name + ".json").write_text(text + "\n", encoding="utf-8")
+        page = markdown.page(self.line, self.tables, self.refusal)
+        path.with_name(path.name + ".md").write_text(page, encoding="utf-8")
+
+
+def make(
+    config: config_lib.TrainConfig,
+    config_name: str,
+    topology: str,
+    *,
+    program: str = "train",
+    num_slices: int | None = None,
+    depth: int | None = None,
+) -> Report:
+    """Compiles a program of a config for a topology.
+
+    Args:
+      config: of a run.
+      config_name: what the report calls it.
+      topology: of a slice, see glm5_jax/mesh.py.
+      program: one of `programs.NAMES`.
+      num_slices: instead of the config's mesh.slices.
+      depth: layers instead of the model's.
+
+    Raises:
+      InputError: topology, mesh, program or depth cannot be.
+    """
+    config = _changed(config, num_slices, depth)
+    slices = config.mesh.slices
+    mesh = mesh_lib.make_mesh(config.mesh, mesh_lib.topology(topology, slices))
+    _require_whole_rows(config, mesh)
+    job = programs.make(config, mesh, program)
+    made = compile_lib.compile(job, slices)
+    line = _setting(config, config_name, topology, job)
+    tables: dict[str, Any] = {
+        "arguments_gib": _in_gib(memory.by_kind(made.arrays)),
+        "largest_arguments": _rows(made.arrays, "device_bytes"),
+        "largest_replicated": _rows(memory.replicated(made.arrays), "device_bytes"),
+        "flops_by_kind": made.flops.by_kind,
+        "device": _peaks(chips.of_mesh(mesh)),
+        "versions": _versions(),
+    }
+    refusal = ""
+    if isinstance(made, compile_lib.Overflow):
+        line |= _overflow_line(made)
+        tables["largest_allocations"] = _rows(made.allocations, "num_bytes")
+    else:
+        more, shown = _compiled(config, job, made)
+        line, tables = line | more, tables | shown
+    if not line["fits"]:
+        refusal = _refusal(config, line, tables)
+    line |= {
+        "flops": made.flops.total,
+        "trace_s": round(made.trace_seconds, 1),
+        "compile_s": round(made.compile_seconds, 1),
+        "host_peak_gib": host_memory.peak_gib(),
+    }
+    return Report(line, tables, refusal)
+
+
+def _setting(
+    config: config_lib.TrainConfig, config_name: str, topology: str, job: programs.Job
+) -> dict[str, Any]:
+    """What was compiled, and for what."""
+    return {
+        "config": config_name,
+        "program": job.name,
+        "stage": config.stage,
+        "topology": topology,
+        "slices": config.mesh.slices,
+        "devices": job.mesh.size,
+        "mesh": dict(job.mesh.shape),
+        "num_hidden_layers": config.model.num_hidden_layers,
+        "sequence_length": config.data.sequence_length,
+        "tokens": job.num_tokens,
+        "hbm_limit_gib": chips.of_mesh(job.mesh).hbm_limit_gib,
+    }
+
+
+def _compiled(
+    config: config_lib.TrainConfig, job: programs.Job, made: compile_lib.Compiled
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Figures and tables of a program that the compiler took."""
+    device, sizes, slices = chips.of_mesh(job.mesh), made.sizes, config.mesh.slices
+    roof = roofline.roofline(
+        job.mesh, made.flops.total, made.hbm_bytes, made.traffic, slices
+    )
+    totals = made.traffic.total
+    by_axes = {axes: wire for (axes,), (_, wire) in totals("axes").items()}
+    line: dict[str, Any] = {
+        "hbm_args_gib": _gib(sizes.arguments),
+        "hbm_outputs_gib": _gib(sizes.outputs),
+        "hbm_temp_gib": _gib(sizes.temporaries),
+        "hbm_code_gib": _gib(sizes.code),
+        "hbm_total_gib": _gib(sizes.total),
+        "fits": sizes.total <= device.hbm_limit_gib * GIB,
+        "collective_gib": _gib(sum(by_axes.values())),
+        "collective_gib_by_axes": _in_gib(by_axes),
+        "hbm_traffic_gib": _gib(made.hbm_bytes),
+        "optimal_seconds": float(f"{roof.total:.4g}"),
+        "bound": roof.binding,
+    }
+    if job.name == "train":
+        model = accounting.flops_per_token(config.model, config.data.sequence_length)
+        active = accounting.count_parameters(config.model)["active"]
+        a_device = job.num_tokens / job.mesh.size
+        mfu = model * a_device / (device.flops * roof.total)
+        line |= {
+            "model_flops": model * a_device,
+            "six_n_tokens": 6 * active * a_device,
+            "mfu_bound": round(mfu, 4),
+        }
+    tables = {
+        "roofline_seconds": roof.seconds,
+        "link_seconds_by_axes": {" x ".join(k): v for k, v in roof.by_axes.items()},
+        "collectives": _traffic_rows(totals("kind", "axes")),
+        "collectives_by_scope": _traffic_rows(
+            totals("phase", "scope", "kind", "axes", "shape")
+        ),
+        "largest_temporaries": [
+            dataclasses.asdict(t) for t in made.temporaries[:NUM_SHOWN]
+        ],
+        "uncounted_loops": list(made.traffic.uncounted_loops),
+        "uncounted_loops_of_flops": made.flops.num_unknown_loops,
+        "is_printed": made.is_printed,
+    }
+    return line, tables
+
+
+def _overflow_line(made: compile_lib.Overflow) -> dict[str, Any]:
+    return {
+        "hbm_args_gib": _gib(sum(a.device_bytes for a in made.arrays)),
+        "hbm_temp_gib": None,
+        "hbm_needed_gib": _gib(made.needed),
+        "fits": False,
+        "error": made.message.splitlines()[0],
+    }
+
+
+def _refusal(
+    config: config_lib.TrainConfig, line: dict[str, Any], tables: dict[str, Any]
+) -> str:
+    """Why it does not fit, the largest arrays, and what to change."""
+    needed = line.get("hbm_needed_gib") or line.get("hbm_total_gib")
+    named = tables.get("largest_allocations") or tables.get("largest_temporaries") or []
+    arrays = [f"{_gib(a['num_bytes'])} GiB {a['shape']}" for a in named[:NUM_NAMED]]
+    arrays += [
+        f"{_gib(a['device_bytes'])} GiB {a['name']}"
+        for a in tables["largest_arguments"][:NUM_NAMED]
+    ]
+    return (
+        f"{line['config']} does not fit {line['topology']}: {needed} GiB a device of "
+        f"{line['hbm_limit_gib']}, arguments {line['hbm_args_gib']}. Largest arrays: "
+        f"{'; '.join(arrays)}. Change: {'; '.join(_knobs(config))}."
+    )
+
+
+def _knobs(config: config_lib.TrainConfig) -> list[str]:
+    """Settings that take memory, those that would help first."""
+    model, mesh, out = config.model, config.mesh, []
+    if model.remat_policy != "full":
+        out.append(f"model.remat_policy=full (is {model.remat_policy})")
+    if mesh.fsdp * mesh.expert * mesh.tensor == 1:
+        out.append("mesh.fsdp and mesh.expert above 1: state is whole on every device")
+    if mesh.data not in (1, -1, mesh.slices):
+        out.append(f"more of the devices to mesh.fsdp than to mesh.data={mesh.data}")
+    rows = "rl.prompts_per_step" if config.stage == "rl" else "data.batch_size"
+    out.append(f"a smaller {rows} (or more rows' worth of devices)")
+    out.append(f"mesh.context above {mesh.context} for long sequences")
+    if model.param_dtype != "bfloat16":
+        out.append("model.param_dtype=bfloat16")
+    return [*out, "more chips"]
+
+
+def _changed(
+    config: config_lib.TrainConfig, num_slices: int | None, depth: int | None
+) -> config_lib.TrainConfig:
+    """The config with other slices and another depth."""
+    if num_slices is not None:
+        mesh = dataclasses.replace(config.mesh, slices=num_slices)
+        config = dataclasses.replace(config, mesh=mesh)
+    if depth is not None:
+        model = config.model
+        pattern = model.index_topk_pattern
+        model = dataclasses.replace(
+            model,
+            num_hidden_layers=depth,
+            first_k_dense_replace=min(model.first_k_dense_replace, max(depth, 0)),
+            index_topk_pattern=pattern[:depth] if pattern else None,
+        )
+        config = dataclasses.replace(config, model=model)
+    return config
+
+
+def _require_whole_rows(config: config_lib.TrainConfig, mesh: Mesh) -> None:
+    """A batch must be divisible by the devices that share it."""
+    is_rl = config.stage == "rl"
+    rows = config.rl.num_rows if is_rl else config.data.batch_size
+    parts = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
+    if rows % parts:
+        near = sorted({max(rows // parts, 1) * parts, (rows // parts + 1) * parts})
+        name = "rl.prompts_per_step * rl.group_size" if is_rl else "data.batch_size"
+        raise config_lib.InputError(
+            f"{name} must be divisible by data * fsdp * expert = {parts} devices, got "
+            f"{rows}; set it to {' or '.join(map(str, near))}, or give devices to "
+            f"mesh.tensor or mesh.context."
+        )
+
+
+def _traffic_rows(totals: dict[tuple[str, ...], tuple[int, float]]) -> list[list[Any]]:
+    return [[*key, count, _gib(wire)] for key, (count, wire) in totals.items()]
+
+
+def _rows(items: list[Any], size: str) -> list[dict[str, Any]]:
+    """The largest of some dataclasses."""
+    ordered = sorted(items, key=lambda item: -getattr(item, size))
+    return [dataclasses.asdict(item) for item in ordered[:NUM_SHOWN]]
+
+
+def _peaks(device: chips.Device) -> dict[str, Any]:
+    return {
+        "name": device.chip.name,
+        "bf16_tflops": device.chip.matrix_tflops,
+        "hbm_tbps": device.chip.memory_tbps,
+        "link_gbps": device.link_gbps,
+        "dcn_gbps": device.dcn_gbps,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")}
+
+
+def _in_gib(sums: Mapping[str, float]) -> dict[str, float]:
+    return {name: _gib(size) for name, size in sums.items()}
+
+
+def _gib(size: float) -> float:
+    return float(f"{size / GIB:.4g}")

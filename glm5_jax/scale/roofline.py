@@ -1,0 +1,78 @@
+"""The least time that a step can take: arithmetic, memory, links, data-centre network.
+
+Each alone at its peak, all at once: seconds = max(FLOPs / peak, bytes / HBM, ICI, DCN).
+A real step takes longer; so its MFU lies below this one.
+"""
+
+import dataclasses
+
+from jax.sharding import Mesh
+
+from glm5_jax.scale import chips, collectives
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Seconds of a step by what they are spent on."""
+
+    seconds: dict[str, float]  # "FLOPs", "HBM", "ICI", "DCN"
+    by_axes: dict[tuple[str, ...], float]  # of the links, mesh axes one by one
+
+    @property
+    def binding(self) -> str:
+        """What takes longest."""
+        return max(self.seconds, key=lambda name: self.seconds[name])
+
+    @property
+    def total(self) -> float:
+        """Its time."""
+        return max(self.seconds.values())
+
+
+def roofline(
+    mesh: Mesh,
+    flops: float,
+    hbm_bytes: float,
+    traffic: collectives.Traffic,
+    num_slices: int = 1,
+) -> Roofline:
+    """Of one device.
+
+    Collectives over different axes of the torus run side by side, those over the same
+    one after another; one that lies on several uses all of them.
+    """
+    device = chips.of_mesh(mesh)
+    links: dict[int, float] = {}
+    by_axes: dict[tuple[str, ...], float] = {}
+    dcn = 0.0
+    for c in traffic.collectives:
+        if c.axes == (collectives.DCN,):
+            seconds = c.wire_bytes / (device.dcn_gbps * 1e9)
+            dcn += seconds
+        else:
+            seconds, torus = _on_torus(mesh, c, device.link_gbps * 1e9, num_slices)
+            for axis in torus:
+                links[axis] = links.get(axis, 0.0) + seconds
+        by_axes[c.axes] = by_axes.get(c.axes, 0.0) + seconds
+    return Roofline(
+        seconds={
+            "FLOPs": flops / device.flops,
+            "HBM": hbm_bytes / device.hbm,
+            "ICI": max(links.values(), default=0.0),
+            "DCN": dcn,
+        },
+        by_axes=dict(sorted(by_axes.items(), key=lambda item: -item[1])),
+    )
+
+
+def _on_torus(
+    mesh: Mesh, c: collectives.Collective, link: float, num_slices: int
+) -> tuple[float, tuple[int, ...]]:
+    """Seconds of a collective, and the axes of the torus that it keeps busy."""
+    route = chips.route(mesh, c.axes, num_slices)
+    ways, hops = route.ways, 1.0
+    if c.kind == "collective-permute":
+        ways = 1.0
+    elif c.kind.endswith("all-to-all"):  # what travels passes a quarter of the ring
+        hops = max(route.length / 4, 1.0)
+    return c.wire_bytes * hops / (link * ways), route.torus

@@ -1,0 +1,106 @@
+"""The training step of a run as a program: compiled, placed, and without any array.
+
+`run.start` compiles it for this machine and feeds it; `glm5_jax.aot` compiles it for
+chips that are not there.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from glm5_jax import config as config_lib
+from glm5_jax import depth, sharding
+from glm5_jax.model import transformer
+from glm5_jax.optim import optimizer as optimizer_lib
+from glm5_jax.training import policy
+from glm5_jax.training import step as step_lib
+
+BATCH_DIMS = ("B", "T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A jitted step and the arrays it takes, as shapes with their shardings."""
+
+    mesh: Mesh
+    optimizer: optimizer_lib.Optimizer
+    step: (
+        jax.stages.Wrapped
+    )  # (params, opt_state, batch) -> (params, opt_state, metrics)
+    params: Any
+    opt_state: Any
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def arguments(self) -> tuple[Any, Any, Any]:
+        """What the step takes, in order; the first two are donated."""
+        return self.params, self.opt_state, self.batch
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step for the devices of the mesh, present or not."""
+        with jax.set_mesh(self.mesh):
+            return self.step.lower(*self.arguments)
+
+
+def make_program(config: config_lib.TrainConfig, mesh: Mesh) -> Program:
+    """The step of any stage; it keeps its outputs where its inputs are."""
+    optimizer = step_lib.make_optimizer(config)
+    param_places = sharding.shardings(transformer.param_dims(config.model), mesh)
+    params = _place(transformer.abstract_params(config.model), param_places)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    opt_places = sharding.like_params(opt_state, param_places, mesh)
+    make = policy.make_policy_step if config.stage == "rl" else step_lib.make_train_step
+    step = jax.jit(
+        make(config, optimizer),
+        donate_argnums=(0, 1),
+        out_shardings=(param_places, opt_places, None),
+    )
+    shapes = batch_shapes(config)
+    return Program(
+        mesh=mesh,
+        optimizer=optimizer,
+        step=step,
+        params=params,
+        opt_state=_place(opt_state, opt_places),
+        batch=_place(shapes, dict.fromkeys(shapes, batch_place(mesh))),
+    )
+
+
+def places(tree: Any) -> Any:
+    """The shardings of a tree of shapes."""
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def batch_place(mesh: Mesh) -> NamedSharding:
+    """Rows over the batch axes, tokens over the context axis."""
+    return NamedSharding(mesh, sharding.spec(BATCH_DIMS))
+
+
+def batch_shapes(config: config_lib.TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every array of the batch that a stage learns from."""
+    is_rl = config.stage == "rl"
+    rows = config.rl.num_rows if is_rl else config.data.batch_size
+    shape = rows, config.data.sequence_length
+    integers, floats = ["tokens", "targets", "segment_ids", "positions"], ["loss_mask"]
+    if is_rl:
+        floats += ["rollout_logprobs", "advantages", "weights"]
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in integers}
+    batch |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in floats}
+    if is_rl and config.rl.router_replay:
+        groups = depth.layer_groups(config.model)
+        num_mixtures = sum(group.num_mixtures for group in groups)
+        chosen = config.model.num_experts_per_tok
+        replayed = (*shape, num_mixtures, chosen)
+        batch["experts"] = jax.ShapeDtypeStruct(replayed, jnp.int32)
+    return batch
+
+
+def _place(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        shardings,
+    )
