@@ -73,6 +73,8 @@ setuptools.setup(
         "tpu": ["jax[tpu]"],
         # Compilers for chips that are not there: TPUs and an H200.
         "aot": ["jax[cuda13-local]", LIBTPU, *TRITON],
+        # launch/ray_job.py, on a Ray cluster.
+        "ray": ["ray>=2.60"],
         # Environments of a hundred procedural tasks.
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
         "test": TEST,

@@ -2,7 +2,8 @@
 
 python -m glm5_jax.train --config=configs/quickstart.py
 
-Goes on by itself where the folder of --workdir holds a run of the same config.
+Goes on by itself where the folder of --workdir holds a run of the same config. On a
+cluster the same command runs on every host (docs/launching.md).
 """
 
 import datetime
@@ -12,6 +13,7 @@ import pathlib
 from absl import flags, logging
 
 from glm5_jax import command_line
+from glm5_jax.processes import group, simulate
 from glm5_jax.training import host_memory
 
 _WORKDIR = flags.DEFINE_string(
@@ -24,23 +26,51 @@ _DRY_RUN = flags.DEFINE_bool(
     False,
     "Prints the resolved config, parameter counts and memory by part, and stops.",
 )
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator",
+    None,
+    "HOST:PORT of process 0, where hosts are plain; JAX_COORDINATOR_ADDRESS.",
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "Processes in all; JAX_NUM_PROCESSES."
+)
+_PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "Number of this process, from 0; JAX_PROCESS_ID."
+)
+_JOIN_SECONDS = flags.DEFINE_integer(
+    "join_seconds", 300, "Seconds that processes wait for each other at the start."
+)
+_SIMULATE = flags.DEFINE_integer(
+    "simulate_processes", 0, "Runs as so many processes on this machine's CPU."
+)
 
 
-def main(arguments: command_line.Arguments) -> None:
+def main(arguments: command_line.Arguments) -> int | None:
     """Resolves the config and hands over to the loop."""
     config = arguments.train_config()
     if _DRY_RUN.value:
         from glm5_jax.training import report
 
         print(report.dry_run(config))
-        return
+        return None
+    workdir = _WORKDIR.value or _new_workdir(arguments)
+    if _SIMULATE.value:
+        return simulate.run(config, pathlib.Path(workdir), _SIMULATE.value)
+    me = group.find(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    group.require_supported(config, me)
     host_memory.restart_with_large_pages()
-    from glm5_jax.training import loop  # imports jax: after the input is checked
+    from glm5_jax.processes import together  # imports jax: after the input is checked
 
-    logging.set_verbosity(logging.INFO)
-    workdir = pathlib.Path(_WORKDIR.value or _new_workdir(arguments)).expanduser()
-    summary = loop.train(config, workdir)
-    print(json.dumps({"workdir": str(workdir), **summary}, indent=2))
+    with together.joined(me, _JOIN_SECONDS.value):
+        from glm5_jax.training import loop
+
+        is_first = together.is_first()
+        logging.set_verbosity(logging.INFO if is_first else logging.WARNING)
+        folder = together.from_first("workdir", lambda: workdir)
+        summary = loop.train(config, pathlib.Path(folder).expanduser())
+        if is_first:
+            print(json.dumps({"workdir": folder, **summary}, indent=2))
+    return None
 
 
 def _new_workdir(arguments: command_line.Arguments) -> str:

@@ -20,7 +20,7 @@ LAYERS = (
     {"inference"},
     {"model", "optim", "data", "losses", "checkpoint"},
     {"collectives"},
-    {"sharding"},
+    {"sharding", "processes"},
     {"command_line", "depth", "mesh", "presets", "shapes"},
     {"config"},
 )

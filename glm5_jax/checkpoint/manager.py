@@ -3,6 +3,8 @@
 A step folder holds state/ (the arrays) and metadata/ (JSON: config, fingerprint of the
 data). Orbax writes under a temporary name and renames at the end, so that a step either
 exists or does not; which of them count as complete is decided in `_complete_steps`.
+Several processes write one step, each its shards, and read the same one: what process 0
+sees on disk counts, and a step that one of them cannot read counts for none.
 """
 
 import json
@@ -16,6 +18,7 @@ from absl import logging
 from etils import epath
 
 from glm5_jax import config as config_lib
+from glm5_jax.processes import together
 
 PyTree = Any
 _STATE, _METADATA = "state", "metadata"
@@ -98,7 +101,8 @@ class CheckpointManager:
     ) -> tuple[int, PyTree, dict[str, Any]]:
         """Reads a step; without a number the newest that can be read.
 
-        An unreadable step is renamed to STEP.unreadable and the one before it taken.
+        A step that some process cannot read is renamed to STEP.unreadable and the one
+        before it taken.
 
         Args:
             abstract_state: shapes, types and shardings of the result; arrays will do.
@@ -112,7 +116,7 @@ class CheckpointManager:
             RuntimeError: there are checkpoints, but none can be read.
         """
         self.wait()
-        steps = _complete_steps(self._folder)
+        steps = together.numbers_of_first(_complete_steps(self._folder))
         if not steps or step not in (None, *steps):
             wanted = "complete checkpoint" if step is None else f"complete step {step}"
             raise config_lib.InputError(
@@ -120,20 +124,24 @@ class CheckpointManager:
             )
         for candidate in reversed(steps) if step is None else [step]:
             folder = self._folder / str(candidate)
+            found: tuple[PyTree, dict[str, Any]] | None = None
+            reason = "another process cannot read it"
             try:
-                state = _read(folder, abstract_state, "state")
-                return candidate, state, read_metadata(folder)
+                found = _read(folder, abstract_state, "state"), read_metadata(folder)
             except Exception as error:  # Orbax raises Exception itself
                 if step is not None or isinstance(error, _NOT_UNREADABLE):
                     raise
                 reason = str(error)[:200]  # TensorStore's messages run to pages
-                logging.error("CANNOT READ %s, FALLING BACK: %s", folder, reason)
-                self._set_aside(folder)
+            if together.all_true(found is not None) and found is not None:
+                return candidate, *found
+            logging.error("CANNOT READ %s, FALLING BACK: %s", folder, reason)
+            self._set_aside(folder)
         raise RuntimeError(f"none of the steps {steps} in {self._folder} can be read.")
 
     def latest_step(self) -> int | None:
-        """The newest complete step on disk."""
-        return max(_complete_steps(self._folder), default=None)
+        """The newest complete step on disk, as process 0 sees it; all must ask."""
+        steps = together.numbers_of_first(_complete_steps(self._folder))
+        return max(steps, default=None)
 
     def check_for_errors(self) -> None:
         """Raises the error of a save in the background, if one failed."""
@@ -164,6 +172,7 @@ class CheckpointManager:
     def _set_aside(self, folder: epath.Path) -> None:
         if jax.process_index() == 0:
             folder.rename(folder.parent / f"{folder.name}.unreadable")
+        together.all_true(True)  # who lists the steps now does not find it any more
         self._orbax.reload()
 
 
@@ -224,20 +233,29 @@ def _absolute(folder: epath.PathLike) -> epath.Path:
 def _read(step_folder: epath.Path, abstract: PyTree, what: str) -> PyTree:
     """Reads those leaves of a step's state that `abstract` has."""
     abstract = jax.tree.map(_with_sharding, abstract)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        path = step_folder / _STATE
-        stored = checkpointer.metadata(path).item_metadata.tree
+    path = step_folder / _STATE
+    if not ocp.utils.is_checkpoint_finalized(path):
+        raise ValueError(f"{path} was not finished.")
+    # Not by a Checkpointer: where one process cannot read, the others would wait for it
+    # at the end of its restore.
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        stored = handler.metadata(path).tree
         _require_same_shapes(stored, abstract, f"the {what} in {step_folder}")
         arguments = ocp.args.PyTreeRestore(
             abstract,
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
             partial_restore=True,
         )
-        return checkpointer.restore(path, args=arguments)
+        return handler.restore(path, args=arguments)
+    finally:
+        handler.close()
 
 
 def _with_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(
+        jax.local_devices()[0]
+    )
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

@@ -25,8 +25,8 @@ class Pipeline:
     """Training and held-out batches of one corpus.
 
     A batch has tokens, targets, segment_ids, positions (int32 [B, T]) and loss_mask
-    (float32 [B, T]), as the rows of packing have them. Every process makes the whole
-    batch and feeds its devices their part.
+    (float32 [B, T]), as the rows of packing have them. Of several processes each makes
+    its own rows alone (`take`); which row comes when does not depend on their number.
 
     Attributes:
         tokenizer: what made the token ids.
@@ -54,17 +54,20 @@ class Pipeline:
         self._batch_size = data.batch_size
         self._num_prefetch = data.num_prefetch
         self._piece_sizes = np.array([len(piece) for piece in tokenizer.pieces])
-        # Element k is batch k: the shuffle differs from epoch to epoch, and a batch
-        # may hold the end of one epoch and the beginning of the next.
-        self._steps = (
-            grain.MapDataset.source(train)
-            .shuffle(seed=seed % _MAX_SEED)
-            .repeat()
-            .batch(data.batch_size)
+        self._ordered = (
+            grain.MapDataset.source(train).shuffle(seed=seed % _MAX_SEED).repeat()
         )
+        self.take(range(data.batch_size))
         targets = held_out.scored_targets()
         num_bytes = self._piece_sizes[targets].sum()
         self.bytes_per_token = float(num_bytes / max(targets.size, 1))
+
+    def take(self, rows: Sequence[int]) -> None:
+        """From now on batches have these rows of the whole alone, in this order."""
+        self._rows = tuple(rows)
+        # Element k is batch k: the shuffle differs from epoch to epoch, and a batch
+        # may hold the end of one epoch and the beginning of the next.
+        self._steps = grain.MapDataset.range(sys.maxsize).map(self._make_batch)
 
     def train_batch(self, step: int) -> Batch:
         """The batch of step `step`, counted from 0."""
@@ -88,10 +91,14 @@ class Pipeline:
         """
         size = self._batch_size
         for first in range(0, min(n * size, len(self._held_out)), size):
-            rows = [self._held_out[row] for row in range(first, first + size)]
-            batch = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+            batch = _stack([self._held_out[first + row] for row in self._rows])
             num_bytes = self._piece_sizes[batch["targets"]] * batch["loss_mask"]
             yield batch | {"num_bytes": num_bytes.astype(np.float32)}
+
+    def _make_batch(self, step: int) -> Batch:
+        first = step * self._batch_size
+        rows = [self._ordered[first + row] for row in self._rows]
+        return _stack([row for row in rows if row is not None])  # only filters give it
 
 
 def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
@@ -138,6 +145,10 @@ def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
         seed=seed,
         fingerprint=" ".join(f"{key}={value}" for key, value in settings.items()),
     )
+
+
+def _stack(rows: Sequence[Batch]) -> Batch:
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
 
 def _is_held_out(document: sources.Document, data: config.DataConfig) -> bool:

@@ -1,7 +1,7 @@
 """What the stages of next-token prediction learn from: texts, or conversations."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -40,6 +40,10 @@ class Corpus:
         """Tokens of a batch, padding included."""
         data = self._config.data
         return data.batch_size * data.sequence_length
+
+    def take(self, rows: Sequence[int]) -> None:
+        """From now on batches have these rows of the whole alone."""
+        self._pipeline.take(rows)
 
     def next(self, params: dict, step: int) -> tuple[feed.Batch, feed.Metrics]:
         """The batch of a step; those that follow are made ahead by a thread."""

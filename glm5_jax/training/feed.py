@@ -1,6 +1,6 @@
 """What the loop asks of whatever a stage learns from: a corpus, or rollouts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,6 +23,10 @@ class Feed(Protocol):
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a batch, padding included."""
+        ...
+
+    def take(self, rows: Sequence[int]) -> None:
+        """From now on batches have these rows of the whole alone: this process's."""
         ...
 
     def next(self, params: dict, step: int) -> tuple[Batch, Metrics]:

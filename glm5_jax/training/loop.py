@@ -11,14 +11,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 
 from glm5_jax import config as config_lib
+from glm5_jax.processes import together
 from glm5_jax.training import accounting, host_memory, plot, run_folder
 from glm5_jax.training import metrics as metrics_lib
 from glm5_jax.training import run as run_lib
@@ -49,7 +51,6 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
         results = _steps(run, writer, is_terminated)
         run.save()
         run.checkpoints.close()
-    plot.plot_losses(workdir / "metrics.jsonl", workdir / "loss.png")
     summary = {
         "steps": run.step,
         **results,
@@ -60,14 +61,16 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "jax": jax.__version__,
     }
-    run_folder.write_json(workdir / "summary.json", summary)
+    if together.is_first():
+        plot.plot_losses(workdir / "metrics.jsonl", workdir / "loss.png")
+        run_folder.write_json(workdir / "summary.json", summary)
     return summary
 
 
 def _steps(
     run: run_lib.Run,
     writer: metrics_lib.MetricsWriter,
-    is_terminated: threading.Event,
+    is_terminated: Callable[[int], bool],
 ) -> dict[str, Any]:
     """All steps that are left; returns the last evaluation and the median speed."""
     config, clock = run.config, _Clock(run)
@@ -96,7 +99,7 @@ def _steps(
                     write_sample(run)
                 if "save" in due:
                     run.save()
-        if is_terminated.is_set():
+        if is_terminated(run.step):
             _log(writer, run.step, clock.read(pending), config)
             run.save()
             run.checkpoints.close()
@@ -172,15 +175,22 @@ def _is_due(step: int, every: int) -> bool:
 
 
 @contextlib.contextmanager
-def _sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets; only the main thread may ask for signals."""
+def _sigterm() -> Iterator[Callable[[int], bool]]:
+    """Whether SIGTERM has come, asked after each step.
+
+    To any of several processes: jax.distributed listens for it and names the step at
+    which all of them stop. Only the main thread may ask for signals.
+    """
+    if jax.process_count() > 1:
+        yield multihost_utils.reached_preemption_sync_point
+        return
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield event
+        yield lambda step: event.is_set()
         return
     before = signal.signal(signal.SIGTERM, lambda *_: event.set())
     try:
-        yield event
+        yield lambda step: event.is_set()
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -231,8 +241,9 @@ class _Clock:
         rates = {
             "perf/step_seconds": round(float(seconds), 5),
             "perf/tokens_per_second": round(tokens / seconds, 1),
-            "perf/tokens_per_cpu_second": round(tokens / cpu_seconds, 1),
         }
+        if jax.process_count() == 1:  # the others' CPU time is theirs
+            rates["perf/tokens_per_cpu_second"] = round(tokens / cpu_seconds, 1)
         if self._peak:  # of a chip whose peak is known
             rates["perf/mfu"] = self._flops * tokens / seconds / self._peak
         return rates

@@ -64,6 +64,9 @@ class Rollouts:
         """Tokens of a batch, padding included."""
         return self._config.rl.num_rows * self._config.data.sequence_length
 
+    def take(self, rows: Sequence[int]) -> None:
+        """Nothing to do: one process has all rows, and several are refused."""
+
     def next(self, params: dict, step: int) -> tuple[feed.Batch, feed.Metrics]:
         """Plays the groups of a step; all that is counted of them is logged."""
         rl = self._config.rl

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,11 @@ from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
 from glm5_jax.model import transformer
+from glm5_jax.processes import together
 from glm5_jax.training import corpus, host_memory, rl
 from glm5_jax.training import feed as feed_lib
 from glm5_jax.training import program as program_lib
+from glm5_jax.training import rows as rows_lib
 
 
 @dataclasses.dataclass
@@ -33,6 +35,7 @@ class Run:
     feed: feed_lib.Feed
     checkpoints: manager_lib.CheckpointManager
     mesh: Mesh
+    rows: Sequence[int]  # of a batch, that this process makes
     params: dict
     opt_state: Any
     step: int  # updates done
@@ -40,8 +43,11 @@ class Run:
     compile_seconds: float
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Puts a batch on the devices, rows over the batch axes."""
-        return jax.device_put(batch, program_lib.batch_place(self.mesh))
+        """Puts this process's rows of a batch on its devices."""
+        where = program_lib.batch_place(self.mesh)
+        if jax.process_count() == 1:  # rollouts vary in number
+            return jax.device_put(batch, where)
+        return rows_lib.place(batch, where, self.rows, self.config.data.batch_size)
 
     def save(self) -> None:
         """Starts to write a checkpoint of this step."""
@@ -57,11 +63,15 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     """
     feed = rl.Rollouts(config) if config.stage == "rl" else corpus.Corpus(config)
     tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
-    feed.tokenizer.save(workdir / "tokenizer.json")
+    _require_same_feed(feed.fingerprint)
+    if together.is_first():
+        feed.tokenizer.save(workdir / "tokenizer.json")
     checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
     mesh = mesh_lib.make_mesh(config.mesh)
     _require_whole_rows(config, feed, mesh)
     program = program_lib.make_program(config, mesh)
+    rows = rows_lib.own(program.batch["tokens"])
+    feed.take(rows)
     step = 0
     if checkpoints.latest_step() is not None:
         state = {"params": program.params, "opt_state": program.opt_state}
@@ -80,6 +90,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
         feed=feed,
         checkpoints=checkpoints,
         mesh=mesh,
+        rows=rows,
         params=params,
         opt_state=opt_state,
         step=step,
@@ -137,13 +148,27 @@ def _require_whole_rows(
         )
 
 
+def _require_same_feed(ours: str) -> None:
+    """All processes must read the same data."""
+    theirs = together.from_first("data", lambda: ours)
+    if theirs != ours:
+        raise config_lib.InputError(
+            f"this process reads other data than process 0: {_changes(theirs, ours)}. "
+            f"Give all hosts the same files and the same Python."
+        )
+
+
+def _changes(theirs: str, ours: str) -> str:
+    pairs = zip(theirs.split(), ours.split(), strict=False)
+    return ", ".join(f"{a} there, {b} here" for a, b in pairs if a != b)
+
+
 def _require_same_data(theirs: str, ours: str, workdir: pathlib.Path) -> None:
     """The stream of batches must go on where it stopped, or not at all."""
     if theirs == ours:
         return
-    pairs = zip(theirs.split(), ours.split(), strict=False)
-    changed = ", ".join(f"{a} there, {b} here" for a, b in pairs if a != b)
     raise config_lib.InputError(
-        f"the data of the run in {workdir} has changed: {changed}. Go on where that "
-        f"corpus is (the same Python, the same files), or give another --workdir."
+        f"the data of the run in {workdir} has changed: {_changes(theirs, ours)}. Go "
+        f"on where that corpus is (the same Python, the same files), or give another "
+        f"--workdir."
     )

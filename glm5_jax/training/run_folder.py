@@ -1,16 +1,19 @@
 """A run's folder: whose it is, and the small files in it.
 
 config.json (resolved), metrics.jsonl, summary.json (written last), checkpoints/STEP/,
-samples/STEP.txt, tokenizer.json, loss.png.
+samples/STEP.txt, tokenizer.json, loss.png. Process 0 writes all but the checkpoints.
 """
 
 import json
 import os
 import pathlib
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
+from glm5_jax.processes import simulate, together
 
 # What may differ between two starts of one run: none of it changes a computed number,
 # but for num_steps, which moves the end of the schedule.
@@ -21,22 +24,44 @@ MAY_CHANGE = (
     *("rl.max_logprob_gap", "rl.num_eval_tasks"),
 )
 _MAX_SHOWN = 5
+_SHARED_SECONDS = 30  # for a network's file system to show a new file
 
 
 def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
     """Makes the folder, or checks that it belongs to the same run; writes config.json.
 
+    Process 0 does; the others wait, and check that they run the same in the same place.
     A run that never came to its first step (its corpus was not found, say) holds
     nothing, and its folder may be another's.
 
     Raises:
-      InputError: it cannot be written, or belongs to another run.
+      InputError: it cannot be written, belongs to another run, or is not shared.
     """
     path = workdir / "config.json"
+
+    def first() -> str:
+        _claim(path, config)
+        return path.read_text(encoding="utf-8")
+
+    text = together.from_first("config.json", first)
+    if not together.is_first():
+        _require_same_config(json.loads(text), config)
+        _require_shared(path, text)
+
+
+def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes a file whole or not at all."""
+    new = path.with_suffix(".tmp")
+    new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
+    workdir = path.parent
     if path.exists():
         if (workdir / "metrics.jsonl").exists():
             _require_same_run(path, config)
-    elif workdir.is_dir() and any(workdir.iterdir()):
+    elif workdir.is_dir() and any(p.name != simulate.LOGS for p in workdir.iterdir()):
         raise config_lib.InputError(
             f"{workdir} is not empty and holds no run (no config.json); give another "
             f"--workdir, so that nothing in it is overwritten."
@@ -51,33 +76,54 @@ def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
         ) from error
 
 
-def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes a file whole or not at all."""
-    new = path.with_suffix(".tmp")
-    new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(new, path)
+def _require_same_config(theirs: dict, config: config_lib.TrainConfig) -> None:
+    """Of another process of this run."""
+    if differing := _differing(theirs, config):
+        raise config_lib.InputError(
+            "this process has another config than process 0; give all the same. They "
+            "differ in\n  " + "\n  ".join(differing)
+        )
+
+
+def _require_shared(path: pathlib.Path, text: str) -> None:
+    """What process 0 has written must be here as well."""
+    deadline = time.monotonic() + _SHARED_SECONDS
+    while not path.exists() or path.read_text(encoding="utf-8") != text:
+        if time.monotonic() > deadline:
+            raise config_lib.InputError(
+                f"{path}, which process 0 has written, is not to be seen from another "
+                f"process: checkpoints need one folder for all. Give a --workdir on a "
+                f"file system that all hosts share, by an absolute path."
+            )
+        time.sleep(0.2)
 
 
 def _require_same_run(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
     try:
-        theirs = _flat(json.loads(path.read_text(encoding="utf-8")))
+        theirs = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise config_lib.InputError(
             f"{path} cannot be read ({error}); give another --workdir."
         ) from error
-    ours = _flat(command_line.to_json_dict(config))
-    differing = [
-        f"{key}: {theirs.get(key, 'absent')} there, {ours.get(key, 'absent')} here"
-        for key in sorted(theirs | ours)
-        if key not in MAY_CHANGE and theirs.get(key) != ours.get(key)
-    ]
-    if differing:
-        more = len(differing) - _MAX_SHOWN
-        shown = differing[:_MAX_SHOWN] + [f"and {more} more"] * (more > 0)
+    if differing := _differing(theirs, config, MAY_CHANGE):
         raise config_lib.InputError(
             f"{path.parent} belongs to another run; give another --workdir, or its "
-            f"config. They differ in\n  " + "\n  ".join(shown)
+            f"config. They differ in\n  " + "\n  ".join(differing)
         )
+
+
+def _differing(
+    theirs: dict, config: config_lib.TrainConfig, may_change: Sequence[str] = ()
+) -> list[str]:
+    """A line for each field that is there another than here; not more than a few."""
+    there, ours = _flat(theirs), _flat(command_line.to_json_dict(config))
+    differing = [
+        f"{key}: {there.get(key, 'absent')} there, {ours.get(key, 'absent')} here"
+        for key in sorted(there | ours)
+        if key not in may_change and there.get(key) != ours.get(key)
+    ]
+    more = len(differing) - _MAX_SHOWN
+    return differing[:_MAX_SHOWN] + [f"and {more} more"] * (more > 0)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -82,6 +82,19 @@ class PipelineTest(parameterized.TestCase):
         for first, second in zip(from_0[40:], from_40, strict=True):
             self.assert_equal_batches(first, second)
 
+    def test_rows_taken_are_those_of_the_whole(self):
+        """As two processes take them, which then make one batch between them."""
+        whole, part = self.make(), self.make()
+        for rows in ([0], [1, 2], [2]):
+            part.take(rows)
+            for step in (0, 7, 1000):
+                want = {k: v[rows] for k, v in whole.train_batch(step).items()}
+                self.assert_equal_batches(part.train_batch(step), want)
+            self.assert_equal_batches(next(part.train_iterator(7)), part.train_batch(7))
+            held_out = zip(part.eval_batches(3), whole.eval_batches(3), strict=True)
+            for ours, theirs in held_out:
+                self.assert_equal_batches(ours, {k: v[rows] for k, v in theirs.items()})
+
     def test_every_epoch_has_every_row_once_in_another_order(self):
         pipeline = self.make()
         train, _ = self.split()

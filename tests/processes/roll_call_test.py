@@ -1,0 +1,84 @@
+"""All come, or all learn who does not; the processes are threads here."""
+
+import socket
+import threading
+import time
+
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax.processes import roll_call
+from tests import environment
+from tests.processes import launch
+
+SECONDS = 1.5
+
+
+def call(*numbers, port=None):
+    """What each (num_processes, process_id) gets to hear; None if all is well."""
+    address = f"127.0.0.1:{port or launch.free_port()}"
+    heard = [None] * len(numbers)
+
+    def hold(i, count, number):
+        try:
+            roll_call.hold(address, count, number, SECONDS)
+        except config_lib.InputError as error:
+            heard[i] = str(error)
+
+    threads = [
+        threading.Thread(target=hold, args=(i, *pair)) for i, pair in enumerate(numbers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return heard
+
+
+class RollCallTest(parameterized.TestCase):
+    def test_all_come_in_any_order(self):
+        self.assertEqual(call((3, 2), (3, 0), (3, 1)), [None] * 3)
+
+    def test_nobody_listens(self):
+        began = time.monotonic()
+        (message,) = call((2, 1))
+        self.assertRegex(message, r"cannot reach the coordinator .* within 1.5 s")
+        self.assertLess(time.monotonic() - began, 2 * SECONDS)
+
+    def test_somebody_is_missing_and_all_hear_who(self):
+        messages = call((4, 0), (4, 2))
+        for message in messages:
+            self.assertIn("of 4 processes only 2 came within 1.5 s", message)
+            self.assertIn("missing: 1, 3", message)
+
+    def test_counts_disagree(self):
+        for message in call((2, 0), (3, 1)):
+            self.assertIn("--num_processes=3, process 0 has 2", message)
+
+    def test_two_of_one_number(self):
+        for message in call((3, 0), (3, 1), (3, 1)):
+            self.assertIn("two processes have --process_id=1", message)
+
+    def test_port_is_taken(self):
+        with socket.create_server(("", 0)) as server:
+            (message,) = call((2, 0), port=server.getsockname()[1])
+        self.assertIn("cannot listen on port", message)
+
+    def test_a_stranger_is_hung_up_on(self):
+        port = launch.free_port()
+
+        def scan():
+            for _ in range(100):
+                try:
+                    with socket.create_connection(("127.0.0.1", port), 1) as stranger:
+                        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                        return
+                except OSError:
+                    time.sleep(0.01)
+
+        threading.Thread(target=scan).start()
+        self.assertEqual(call((2, 0), (2, 1), port=port), [None] * 2)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,62 @@
+"""Two real processes: what they agree on, and that they end together."""
+
+import pathlib
+import sys
+import time
+
+import pytest
+from absl.testing import parameterized
+
+from glm5_jax.checkpoint import manager as manager_lib
+from tests import environment
+from tests.processes import launch, worker
+
+SECONDS_TO_LEAVE = 40  # 2 of them, and the imports, on a machine under load
+
+
+def run(scenario, folder):
+    command = [sys.executable, "-m", "tests.processes.worker", scenario, str(folder)]
+    return launch.together(command)
+
+
+class TogetherTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path)
+        manager = manager_lib.CheckpointManager(self.folder / "given", keep=3)
+        for step in (1, 2):
+            manager.save(step, worker.placed(step), worker.METADATA)
+        manager.close()
+
+    def test_two_agree_and_read_what_one_wrote_and_the_other_way_round(self):
+        for code, output in run("agree", self.folder):
+            self.assertEqual(code, 0, output)
+        manager = manager_lib.CheckpointManager(self.folder / "saved", keep=3)
+        step, state, metadata = manager.restore(worker.abstract_state())
+        manager.close()
+        self.assertEqual((step, metadata), (2, worker.METADATA))
+        worker.assert_equal(state, 2)
+
+    @pytest.mark.slow
+    def test_what_one_cannot_read_none_takes(self):
+        for code, output in run("fall_back", self.folder):
+            self.assertEqual(code, 0, output)
+        names = {path.name for path in (self.folder / "given/checkpoints").iterdir()}
+        self.assertEqual(names, {"1", "2.unreadable"})
+
+    @parameterized.parameters(
+        ("refuse", 2, "error: process 1 finds no corpus."),
+        ("raise_error", 1, "RuntimeError: a bug in process 0"),
+    )
+    @pytest.mark.slow
+    def test_a_failure_of_one_ends_both_alike(self, scenario, code, message):
+        began = time.monotonic()
+        for got, output in run(scenario, self.folder):
+            self.assertEqual(got, code, output)
+            self.assertIn(message, output)
+            self.assertNotIn("done", output)
+        self.assertLess(time.monotonic() - began, SECONDS_TO_LEAVE)
+
+
+if __name__ == "__main__":
+    environment.main()

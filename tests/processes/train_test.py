@@ -1,0 +1,158 @@
+"""The training command in several real processes against the same in one."""
+
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+
+import jax
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from glm5_jax import command_line
+from glm5_jax.checkpoint import manager
+from glm5_jax.model import transformer
+from glm5_jax.training import loop, metrics
+from tests import environment
+from tests.processes import launch
+
+# The same partitioned program; only the order in which gloo adds may differ.
+LOSS_RTOL = 1e-6
+PARAMS_ATOL = 1e-5
+MESHES = {
+    "data": ["--config.mesh.data=8"],
+    "mixed": [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "expert")],
+}
+
+
+def losses(workdir):
+    records = metrics.read(workdir / "metrics.jsonl")
+    return {r["step"]: r["train/loss"] for r in records}
+
+
+@pytest.mark.slow
+class TrainTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = pathlib.Path(folder.name)
+        cls.config = launch.write_config(cls.root)
+
+    def train(self, name, *flags, code=0):
+        workdir = self.root / name
+        got, output = launch.train(self.config, workdir, *flags)
+        self.assertEqual(got, code, output)
+        return workdir
+
+    def params(self, workdir):
+        config = command_line.load_config_file(str(self.config))
+        model = command_line.resolve(config).model
+        abstract = transformer.abstract_params(model)
+        return jax.device_get(manager.restore_params(workdir, abstract))
+
+    def assert_same_run(self, got, want):
+        ours, theirs = losses(got), losses(want)
+        self.assertEqual(ours.keys(), theirs.keys())
+        for step, loss in theirs.items():
+            np.testing.assert_allclose(ours[step], loss, rtol=LOSS_RTOL)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=PARAMS_ATOL),
+            self.params(got),
+            self.params(want),
+        )
+        bits = [
+            metrics.read(run / "metrics.jsonl")[-1]["eval/bits_per_byte"]
+            for run in (got, want)
+        ]
+        np.testing.assert_allclose(*bits, rtol=LOSS_RTOL)
+
+    @parameterized.parameters(*MESHES)
+    def test_two_agree_with_one(self, name):
+        one = self.train(f"{name}1", "--simulate_processes=1", *MESHES[name])
+        two = self.train(f"{name}2", "--simulate_processes=2", *MESHES[name])
+        self.assert_same_run(two, one)
+        self.assertIn("8 x ", (two / "summary.json").read_text())
+        names = {path.name for path in (two / "logs").iterdir()}
+        self.assertEqual(names, {"process_0.log", "process_1.log"})
+
+    def test_sigterm_to_one_saves_the_same_step_and_the_run_goes_on(self):
+        """By one process then, on the same devices: to the end that one would reach."""
+        workdir = self.root / "terminated"
+        flags = ["--config.num_steps=400", "--config.checkpoint_every=0"]
+        command = [sys.executable, "-m", "glm5_jax.train", *flags, *MESHES["mixed"]]
+        command += [f"--config={self.config}", f"--workdir={workdir}"]
+        address = f"127.0.0.1:{launch.free_port()}"
+        children = [
+            launch.start(
+                command,
+                JAX_COORDINATOR_ADDRESS=address,
+                JAX_NUM_PROCESSES=2,
+                JAX_PROCESS_ID=number,
+            )
+            for number in range(2)
+        ]
+        while not losses_or_none(workdir):
+            self.assertIsNone(children[0].poll())
+            time.sleep(0.05)
+        os.kill(children[1].pid, signal.SIGTERM)
+        for child in children:
+            code, output = launch.finish(child)
+            self.assertEqual(code, loop.EXIT_TERMINATED, output)
+        step = int(manager.find_step(workdir).name)
+        self.assertEqual(max(losses(workdir)), step)
+        more = f"--config.num_steps={step + 3}"
+        got, output = launch.train(
+            self.config, workdir, more, "--simulate_processes=1", *MESHES["mixed"]
+        )
+        self.assertEqual(got, 0, output)
+        self.assertEqual([*losses(workdir)], [*range(1, step + 4)])
+
+    def test_other_configs_are_refused_by_all_within_seconds(self):
+        command = [sys.executable, "-m", "glm5_jax.train", f"--config={self.config}"]
+        command += [f"--workdir={self.root / 'other'}"]
+        began = time.monotonic()
+        results = launch.together([command, [*command, "--config.seed=7"]])
+        self.assertLess(time.monotonic() - began, 60)
+        for code, output in results:
+            self.assertEqual(code, 2, output)
+            self.assertIn("seed: 0 there, 7 here", output)
+
+    def test_failure_in_a_simulation_ends_it(self):
+        """A process is killed: the others leave, and its number is named."""
+        workdir = self.root / "killed"
+        flags = ["--config.num_steps=4000", "--simulate_processes=2"]
+        child = launch.train(self.config, workdir, *flags, *MESHES["data"], wait=False)
+        while not losses_or_none(workdir):
+            self.assertIsNone(child.poll())
+            time.sleep(0.05)
+        victim = next(
+            int(path.parent.name)
+            for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
+            if b"--process_id=1" in read_or_nothing(path)
+            and str(workdir).encode() in read_or_nothing(path)
+        )
+        os.kill(victim, signal.SIGKILL)
+        code, output = launch.finish(child, timeout=120)
+        self.assertEqual(code, 128 + signal.SIGKILL, output)
+        self.assertIn("process 1 ended with code -9", output)
+
+
+def losses_or_none(workdir):
+    path = workdir / "metrics.jsonl"
+    return path.exists() and losses(workdir)
+
+
+def read_or_nothing(path):
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
+if __name__ == "__main__":
+    environment.main()

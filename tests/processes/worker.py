@@ -1,0 +1,134 @@
+"""What the processes of together_test.py do: one function a scenario.
+
+python -m tests.processes.worker SCENARIO FOLDER
+"""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manager as manager_lib
+from glm5_jax.processes import group, together
+from glm5_jax.training import rows
+
+SHAPE = (16, 8)
+AXES = ("a", "b")
+METADATA = {"data": "corpus=1"}
+
+
+def values(step):
+    """What a checkpoint of this step holds."""
+    rng = np.random.default_rng(step)
+    w = rng.normal(size=(32, 64)).astype(np.float32)
+    return {"params": {"w": w, "b": rng.integers(0, 99, 3, np.int32)}}
+
+
+def abstract_state():
+    """Its shapes, sharded over all devices and over none."""
+    mesh = make_mesh()
+    places = {"w": P("b", "a"), "b": P()}
+    return {
+        "params": {
+            name: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, places[name])
+            )
+            for name, x in values(0)["params"].items()
+        }
+    }
+
+
+def placed(step):
+    """The same on the devices of all processes."""
+    return jax.tree.map(
+        lambda x, like: jax.make_array_from_callback(
+            x.shape, like.sharding, lambda index: x[index]
+        ),
+        values(step),
+        abstract_state(),
+    )
+
+
+def assert_equal(state, step):
+    """Every shard that is here holds what it must, to the bit."""
+    for name, want in values(step)["params"].items():
+        for shard in state["params"][name].addressable_shards:
+            np.testing.assert_array_equal(shard.data, want[shard.index])
+
+
+def make_mesh():
+    """All devices, 8 of them, as 4 x 2."""
+    return jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def agree(folder):
+    """Small agreements, and a batch of which each process makes its rows."""
+    number = jax.process_index()
+    assert together.is_first() == (number == 0)
+    assert together.from_first("greeting", lambda: f"I am {number}") == "I am 0"
+    assert together.numbers_of_first([4, 7, 9][: 3 - number]) == [4, 7, 9]
+    assert together.numbers_of_first([]) == []
+    assert together.all_true(True)
+    assert not together.all_true(number == 0)
+    whole = np.arange(np.prod(SHAPE)).reshape(SHAPE)
+    for spec, num_own in ((P("a"), 8), (P("b", "a"), 16), (P("a", "b"), 8), (P(), 16)):
+        where = NamedSharding(make_mesh(), spec)
+        mine = rows.own(jax.ShapeDtypeStruct(SHAPE, np.int32, sharding=where))
+        assert len(mine) == num_own, (spec, mine)
+        batch = rows.place({"x": whole[mine]}, where, mine, SHAPE[0])
+        assert batch["x"].shape == SHAPE
+        for shard in batch["x"].addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole[shard.index])
+    manager = manager_lib.CheckpointManager(folder / "saved", keep=3)
+    for step in (1, 2):
+        manager.save(step, placed(step), METADATA)
+    manager.close()
+    manager = manager_lib.CheckpointManager(folder / "given", keep=3)
+    step, state, metadata = manager.restore(abstract_state())
+    assert (step, metadata) == (2, METADATA)
+    assert_equal(state, 2)
+    manager.close()
+
+
+def fall_back(folder):
+    """Process 1 alone cannot read step 2: no process takes it."""
+    manager = manager_lib.CheckpointManager(folder / "given", keep=3)
+    if jax.process_index() == 1:
+        read = manager_lib._read
+
+        def broken(step_folder, *args):
+            if step_folder.name == "2":
+                raise ValueError("a disk that fails here alone")
+            return read(step_folder, *args)
+
+        manager_lib._read = broken
+    step, state, _ = manager.restore(abstract_state())
+    assert step == 1
+    assert_equal(state, 1)
+    assert manager.latest_step() == 1
+    manager.close()
+
+
+def refuse(folder):
+    """Process 1 does not like its input, while 0 waits in a collective."""
+    if jax.process_index() == 1:
+        raise config_lib.InputError("process 1 finds no corpus.")
+    together.all_true(True)
+
+
+def raise_error(folder):
+    """Process 0, whose service all others need, meets a bug."""
+    if jax.process_index() == 0:
+        raise RuntimeError("a bug in process 0")
+    together.all_true(True)
+
+
+if __name__ == "__main__":
+    scenario, path = sys.argv[1:]
+    with together.joined(group.find(), timeout=60):
+        globals()[scenario](pathlib.Path(path))
+        sys.stdout.write("done\n")
