@@ -59,7 +59,6 @@ def _memory(line: dict[str, Any], tables: dict[str, Any]) -> str:
         "hbm_temp_gib": "temporaries",
         "hbm_code_gib": "program",
         "hbm_total_gib": "sum",
-        "hbm_needed_gib": "needed, as the compiler says",
         "hbm_limit_gib": "limit",
     }
     sizes = [
@@ -176,9 +175,9 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _gib(size: float) -> str:
+def _gib(size: float | int) -> str:
     return f"{size / 2**30:.3g}"
 
 
-def _seconds(value: float) -> str:
+def _seconds(value: float | int) -> str:
     return f"{value:.4g}"
