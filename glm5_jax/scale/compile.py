@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from glm5_jax.scale import chips, collectives, flops, hlo, memory, programs
+from glm5_jax.scale import chips, collectives, flops, hlo, liveness, memory, programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Compiled:
 
     sizes: Sizes
     arrays: list[memory.Array]
-    temporaries: list[memory.Temporary]
+    peak: liveness.Peak  # an estimate of what `temporaries` hold
+    temporaries: list[liveness.Temporary]
     traffic: collectives.Traffic
     hbm_bytes: float  # read and written in a run
     flops: flops.Flops
@@ -88,7 +89,8 @@ def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
     return Compiled(
         sizes=_sizes(compiled),
         arrays=arrays,
-        temporaries=memory.temporaries(module, collectives.scope),
+        peak=liveness.peak(module),
+        temporaries=liveness.temporaries(module),
         traffic=collectives.find(module, dict(job.mesh.shape), num_slices),
         hbm_bytes=memory.traffic(module),
         flops=work,

@@ -75,10 +75,11 @@ def _memory(line: dict[str, Any], tables: dict[str, Any]) -> str:
     ]
     if "largest_temporaries" in tables:
         parts += [
-            "Largest temporaries by shape. `made` counts instructions, not what lives "
-            "at once; tiles may pad them:",
+            "Temporaries that live at the worst moment, by shape: an estimate from "
+            f"the schedule, {tables['live_temporaries_gib']} GiB in all, where the "
+            f"compiler allocated {line['hbm_temp_gib']}:",
             table(
-                ("shape", "GiB each", "made", "first made in"),
+                ("shape of the first", "GiB each", "live", "scope of the first"),
                 (
                     (t["shape"], _gib(t["num_bytes"]), t["count"], t["scope"])
                     for t in tables["largest_temporaries"]

@@ -157,6 +157,7 @@ def _compiled(
         "largest_temporaries": [
             dataclasses.asdict(t) for t in made.temporaries[:NUM_SHOWN]
         ],
+        "live_temporaries_gib": _gib(made.peak.num_bytes),
         "uncounted_loops": list(made.traffic.uncounted_loops),
         "uncounted_loops_of_flops": made.flops.num_unknown_loops,
         "is_printed": made.is_printed,
