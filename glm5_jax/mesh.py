@@ -34,6 +34,16 @@ TOPOLOGIES = {
 }
 
 
+# So that libtpu neither looks for chips, nor complains that it finds none, nor locks
+# other processes out.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
 def make_mesh(
     config: config_lib.MeshConfig, devices: Sequence[Any] | None = None
 ) -> Mesh:
@@ -78,9 +88,8 @@ def topology(name: str, num_slices: int = 1) -> list[Any]:
       InputError: there is no such topology, or no compiler for it.
     """
     kind = _require_named(name)
-    # libtpu must neither look for chips nor lock other processes out.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    for variable, value in _LIBTPU.items():
+        os.environ.setdefault(variable, value)
     if num_slices < 1:
         raise config_lib.InputError(f"slices must be at least 1, got {num_slices}.")
     try:

@@ -1,50 +1,16 @@
 """Grids of devices: of this machine's 8 CPUs, and of TPU slices that are not there."""
 
-import dataclasses
-import functools
-
 import jax
 import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from tests import environment
+from tests import environment, tpus
 
 
 def mesh_config(**axes):
     return config_lib.MeshConfig(**axes)
-
-
-@functools.cache
-def has_libtpu():
-    try:
-        mesh_lib.topology("v5p:2x2x1")
-    except config_lib.InputError:
-        return False
-    return True
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What mesh_utils asks a TPU."""
-
-    id: int
-    coords: tuple[int, ...]
-    slice_index: int
-    process_index: int = 0
-    device_kind: str = "TPU v5"
-    platform: str = "tpu"
-    core_on_chip: int = 0
-
-
-def cube(size, num_slices):
-    ids = np.arange(num_slices * size**3)
-    places = np.stack(np.unravel_index(ids, (num_slices, size, size, size)), axis=1)
-    return [
-        Device(int(i), tuple(map(int, place[:0:-1])), int(place[0]))
-        for i, place in zip(ids, places, strict=True)
-    ]
 
 
 class MachineTest(parameterized.TestCase):
@@ -67,20 +33,20 @@ class MachineTest(parameterized.TestCase):
 class SlicesTest(parameterized.TestCase):
     def test_data_alone_goes_across(self):
         config = mesh_config(slices=2, data=2, fsdp=16, expert=4)
-        mesh = mesh_lib.make_mesh(config, cube(4, 2))
+        mesh = mesh_lib.make_mesh(config, tpus.cube(4, 2))
         slices = np.vectorize(lambda d: d.slice_index)(mesh.devices)
         np.testing.assert_array_equal(slices[0], 0)
         np.testing.assert_array_equal(slices[1], 1)
 
     def test_data_within_and_across(self):
         config = mesh_config(slices=2, data=8, fsdp=4, expert=4)
-        mesh = mesh_lib.make_mesh(config, cube(4, 2))
+        mesh = mesh_lib.make_mesh(config, tpus.cube(4, 2))
         slices = np.vectorize(lambda d: d.slice_index)(mesh.devices)
         np.testing.assert_array_equal(slices[:4], 0)
         np.testing.assert_array_equal(slices[4:], 1)
 
     def test_expert_lies_on_one_axis_of_the_torus(self):
-        mesh = mesh_lib.make_mesh(mesh_config(fsdp=16, expert=4), cube(4, 1))
+        mesh = mesh_lib.make_mesh(mesh_config(fsdp=16, expert=4), tpus.cube(4, 1))
         for row in mesh.devices.reshape(16, 4):
             coords = np.array([device.coords for device in row])
             moving = np.ptp(coords, axis=0)
@@ -98,13 +64,13 @@ class TopologyTest(parameterized.TestCase):
             mesh_lib.topology(name)
 
     def test_what_the_compiler_refuses_names_near_ones(self):
-        if not has_libtpu():
+        if not tpus.has_libtpu():
             self.skipTest("no libtpu: pip install -e '.[aot]'")
         with self.assertRaisesRegex(config_lib.InputError, "near it: v5p:2x2x"):
             mesh_lib.topology("v5p:3x3x1")
 
     def test_a_chip_of_two_devices_is_on_the_expert_axis(self):
-        if not has_libtpu():
+        if not tpus.has_libtpu():
             self.skipTest("no libtpu: pip install -e '.[aot]'")
         devices = mesh_lib.topology("tpu7x:4x4x4")
         mesh = mesh_lib.make_mesh(mesh_config(fsdp=16, expert=8), devices)

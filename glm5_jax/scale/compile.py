@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from glm5_jax.scale import chips, collectives, flops, hlo, memory, programs
+from glm5_jax.scale import chips, collectives, flops, hlo, liveness, memory, programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Compiled:
 
     sizes: Sizes
     arrays: list[memory.Array]
-    temporaries: list[memory.Temporary]
+    peak: liveness.Peak  # an estimate of what `temporaries` hold
+    temporaries: list[liveness.Temporary]
     traffic: collectives.Traffic
     hbm_bytes: float  # read and written in a run
     flops: flops.Flops
@@ -53,8 +54,8 @@ class Allocation:
 class Overflow:
     """What is known of a program that does not fit."""
 
-    needed: float  # bytes; 0 where the message does not say
-    available: float
+    needed: float  # bytes, of temporaries alone or of all; 0 where it is not said
+    is_temporaries: bool
     allocations: list[Allocation]
     arrays: list[memory.Array]
     flops: flops.Flops
@@ -88,7 +89,8 @@ def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
     return Compiled(
         sizes=_sizes(compiled),
         arrays=arrays,
-        temporaries=memory.temporaries(module, collectives.scope),
+        peak=liveness.peak(module),
+        temporaries=liveness.temporaries(module),
         traffic=collectives.find(module, dict(job.mesh.shape), num_slices),
         hbm_bytes=memory.traffic(module),
         flops=work,
@@ -105,14 +107,9 @@ def overflow(
     seconds: tuple[float, float],
 ) -> Overflow:
     """Reads libtpu's message: two forms, with and without a list of allocations."""
-    needed, available = 0.0, 0.0
-    for pattern in (
-        r"Used ([\d.]+\w) of ([\d.]+\w) hbm",
-        r"\(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)",
-    ):
-        if found := re.search(pattern, message):
-            needed, available = (_bytes(group) for group in found.groups())
-            break
+    needed = re.search(r"Used ([\d.]+\w) of [\d.]+\w hbm", message)
+    temporaries = re.search(r"temporaries \(([\d.]+\w)\) exceeds", message)
+    found = needed or temporaries
     allocations = [
         Allocation(
             _bytes(size),
@@ -123,7 +120,16 @@ def overflow(
             r"Size: ([\d.]+\w)(.*?)Shape: ([^\n]+)", message, re.DOTALL
         )
     ]
-    return Overflow(needed, available, allocations, arrays, work, *seconds, message)
+    return Overflow(
+        needed=_bytes(found.group(1)) if found else 0.0,
+        is_temporaries=needed is None and temporaries is not None,
+        allocations=allocations,
+        arrays=arrays,
+        flops=work,
+        trace_seconds=seconds[0],
+        compile_seconds=seconds[1],
+        message=message,
+    )
 
 
 _OP_NAME = re.compile(r'op_name="([^"]*)"')

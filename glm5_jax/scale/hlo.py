@@ -132,6 +132,21 @@ def shapes(text: str) -> Iterator[tuple[str, int, bool]]:
         yield f"{dtype}[{dims}]", (size + 7) // 8, space is None
 
 
+def elements(text: str) -> list[str]:
+    """Types of a tuple's elements; a type that is no tuple is its own."""
+    text = text.strip()
+    if not text.startswith("("):
+        return [text]
+    parts, depth = [""], 0
+    for letter in text[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
 def num_bytes(text: str) -> int:
     """Bytes of all arrays of a type, without the padding of tiles."""
     return sum(size for _, size, _ in shapes(text))

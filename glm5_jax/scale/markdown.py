@@ -59,7 +59,6 @@ def _memory(line: dict[str, Any], tables: dict[str, Any]) -> str:
         "hbm_temp_gib": "temporaries",
         "hbm_code_gib": "program",
         "hbm_total_gib": "sum",
-        "hbm_needed_gib": "needed, as the compiler says",
         "hbm_limit_gib": "limit",
     }
     sizes = [
@@ -76,10 +75,11 @@ def _memory(line: dict[str, Any], tables: dict[str, Any]) -> str:
     ]
     if "largest_temporaries" in tables:
         parts += [
-            "Largest temporaries by shape. `made` counts instructions, not what lives "
-            "at once; tiles may pad them:",
+            "Temporaries that live at the worst moment, by shape: an estimate from "
+            f"the schedule, {tables['live_temporaries_gib']} GiB in all, where the "
+            f"compiler allocated {line['hbm_temp_gib']}:",
             table(
-                ("shape", "GiB each", "made", "first made in"),
+                ("shape of the first", "GiB each", "live", "scope of the first"),
                 (
                     (t["shape"], _gib(t["num_bytes"]), t["count"], t["scope"])
                     for t in tables["largest_temporaries"]
@@ -176,9 +176,9 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _gib(size: float) -> str:
+def _gib(size: float | int) -> str:
     return f"{size / 2**30:.3g}"
 
 
-def _seconds(value: float) -> str:
+def _seconds(value: float | int) -> str:
     return f"{value:.4g}"

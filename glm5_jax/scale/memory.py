@@ -1,4 +1,4 @@
-"""What lies in a device's memory: arguments by kind, temporaries by shape, replicas."""
+"""Arguments of a program by kind, replicas among them, and bytes that HBM moves."""
 
 import dataclasses
 import re
@@ -10,8 +10,7 @@ import numpy as np
 
 from glm5_jax.scale import hlo
 
-# What stands for a buffer of its own in the schedule; the rest is views, or loops over
-# what was allocated before.
+# What moves nothing by itself: views, and loops over what was allocated before.
 _VIEWS = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while"),
     *("conditional", "call", "after-all", "optimization-barrier", "opt-barrier"),
@@ -29,16 +28,6 @@ class Array:
     spec: str
     device_bytes: int
     num_copies: int  # devices that hold the same part
-
-
-@dataclasses.dataclass(frozen=True)
-class Temporary:
-    """All buffers of one shape that a program makes."""
-
-    shape: str
-    num_bytes: int  # of one, without the padding of tiles
-    count: int  # instructions that make one; not all live at once
-    scope: str  # of the first
 
 
 def arguments(tree: Any, names: tuple[str, ...]) -> list[Array]:
@@ -79,18 +68,6 @@ def replicated(arrays: list[Array], least_bytes: int = 0) -> list[Array]:
     """Arrays that more than one device holds the same part of, largest first."""
     found = [a for a in arrays if a.num_copies > 1 and a.device_bytes > least_bytes]
     return sorted(found, key=lambda a: -a.device_bytes)
-
-
-def temporaries(module: hlo.Module, scope_of: Any) -> list[Temporary]:
-    """Buffers in HBM by shape, the largest first."""
-    found: dict[str, tuple[int, int, str]] = {}
-    for i in _scheduled(module):
-        for shape, size, is_hbm in hlo.shapes(i.type):
-            if is_hbm and size:
-                _, count, scope = found.get(shape, (size, 0, scope_of(i.op_name)))
-                found[shape] = size, count + 1, scope
-    rows = [Temporary(shape, *values) for shape, values in found.items()]
-    return sorted(rows, key=lambda row: -row.num_bytes)
 
 
 def traffic(module: hlo.Module) -> float:
@@ -164,21 +141,6 @@ def _sizes(
 
 def _hbm(text: str) -> int:
     return sum(size for _, size, is_hbm in hlo.shapes(text) if is_hbm)
-
-
-def _scheduled(module: hlo.Module) -> Iterator[hlo.Instruction]:
-    """Instructions that are not inside of a fusion, each once."""
-    todo, seen = [module.entry], set()
-    while todo:
-        name = todo.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        for i in module.computations.get(name, {}).values():
-            if i.opcode in ("while", "conditional", "call"):
-                todo += i.called()
-            if i.opcode not in _VIEWS and not i.opcode.endswith(("-start", "-update")):
-                yield i
 
 
 def _kind(words: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,26 +66,33 @@ def _serving(config: config_lib.TrainConfig, mesh: Mesh, name: str) -> Job:
     )
     places = sharding.shardings(transformer.param_dims(model), mesh)
     params = jax.tree.map(_placed, params, places)
-    empty = functools.partial(steps.empty, model, batch, length, NUM_STOP_IDS)
-    state = _by_batch(jax.eval_shape(empty), mesh)
-    where = program_lib.places(state)
-    if name == "decode":
-        function = lambda params, state: steps.decode(params, model, state, num_steps=1)
-        arguments, names = (params, state), ("params", "cache")
-    else:
-        function = lambda params, state, parts: steps.prefill(
-            params, model, state, parts, is_fresh=True
+    state, to_state = _shapes(lambda: steps.empty(model, batch, length, NUM_STOP_IDS))
+    state = _by_batch(state, mesh)
+    parts, to_parts = _shapes(lambda: _parts(batch, length))
+    parts = _by_batch(parts, mesh)
+
+    def decode(params: Any, state: Any) -> tuple[Any, Any]:
+        out, drawn = steps.decode(params, model, to_state(state), num_steps=1)
+        return _by_name(out), drawn.ids
+
+    def prefill(params: Any, state: Any, parts: Any) -> tuple[Any, Any]:
+        out, drawn = steps.prefill(
+            params, model, to_state(state), to_parts(parts), is_fresh=True
         )
-        parts = jax.eval_shape(functools.partial(_parts, batch, length))
-        arguments = params, state, _by_batch(parts, mesh)
-        names = ("params", "cache", "batch")
+        return _by_name(out), drawn.ids
+
+    is_decode = name == "decode"
     return Job(
         name=name,
         mesh=mesh,
-        step=jax.jit(function, donate_argnums=1, out_shardings=(where, None)),
-        arguments=arguments,
-        names=names,
-        num_tokens=batch if name == "decode" else batch * length,
+        step=jax.jit(
+            decode if is_decode else prefill,
+            donate_argnums=1,
+            out_shardings=(program_lib.places(state), None),
+        ),
+        arguments=(params, state) if is_decode else (params, state, parts),
+        names=("params", "cache", "batch")[: 2 if is_decode else 3],
+        num_tokens=batch if is_decode else batch * length,
     )
 
 
@@ -101,14 +109,34 @@ def _parts(batch: int, length: int) -> steps.Parts:
     )
 
 
-def _by_batch(tree: Any, mesh: Mesh) -> Any:
+def _shapes(make: Callable[[], Any]) -> tuple[dict[str, Any], Callable]:
+    """Shapes of a tree's leaves by name, and what makes the tree of arrays by name."""
+    seen: list[Any] = []
+
+    def leaves() -> dict[str, Any]:
+        tree = make()
+        seen.append(jax.tree.structure(tree))
+        seen.append(list(_by_name(tree)))
+        return _by_name(tree)
+
+    shapes = jax.eval_shape(leaves)
+    structure, names = seen
+    return shapes, lambda arrays: structure.unflatten([arrays[n] for n in names])
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {".".join(key.name for key in path): x for path, x in flat}
+
+
+def _by_batch(shapes: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Places arrays whose first dim, or a cache's second, is the batch."""
 
-    def place(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        dims = _CACHE_DIMS.get(getattr(path[-1], "name", ""), ("B",))
-        return _placed(x, NamedSharding(mesh, sharding.spec(dims)))
+    def place(name: str) -> NamedSharding:
+        dims = _CACHE_DIMS.get(name.rpartition(".")[2], ("B",))
+        return NamedSharding(mesh, sharding.spec(dims))
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return {name: _placed(x, place(name)) for name, x in shapes.items()}
 
 
 def _placed(x: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -157,6 +157,7 @@ def _compiled(
         "largest_temporaries": [
             dataclasses.asdict(t) for t in made.temporaries[:NUM_SHOWN]
         ],
+        "live_temporaries_gib": _gib(made.peak.num_bytes),
         "uncounted_loops": list(made.traffic.uncounted_loops),
         "uncounted_loops_of_flops": made.flops.num_unknown_loops,
         "is_printed": made.is_printed,
@@ -165,10 +166,12 @@ def _compiled(
 
 
 def _overflow_line(made: compile_lib.Overflow) -> dict[str, Any]:
+    """Sizes of a program that the compiler refused, where it names them."""
+    size = _gib(made.needed) if made.needed else None
     return {
         "hbm_args_gib": _gib(sum(a.device_bytes for a in made.arrays)),
-        "hbm_temp_gib": None,
-        "hbm_needed_gib": _gib(made.needed),
+        "hbm_temp_gib": size if made.is_temporaries else None,
+        "hbm_total_gib": None if made.is_temporaries else size,
         "fits": False,
         "error": made.message.splitlines()[0],
     }
@@ -178,16 +181,17 @@ def _refusal(
     config: config_lib.TrainConfig, line: dict[str, Any], tables: dict[str, Any]
 ) -> str:
     """Why it does not fit, the largest arrays, and what to change."""
-    needed = line.get("hbm_needed_gib") or line.get("hbm_total_gib")
-    named = tables.get("largest_allocations") or tables.get("largest_temporaries") or []
-    arrays = [f"{_gib(a['num_bytes'])} GiB {a['shape']}" for a in named[:NUM_NAMED]]
-    arrays += [
-        f"{_gib(a['device_bytes'])} GiB {a['name']}"
-        for a in tables["largest_arguments"][:NUM_NAMED]
-    ]
+    names = ("args", "temp", "total")
+    sizes = [f"{name} {line[k]}" for name in names if line.get(k := f"hbm_{name}_gib")]
+    made = tables.get("largest_allocations") or tables.get("largest_temporaries") or []
+    arrays = [f"{_gib(a['num_bytes'])} GiB {a['shape']}" for a in made[:NUM_NAMED]]
+    for array in tables["largest_arguments"][:NUM_NAMED]:
+        copies = array["num_copies"]
+        same = f" (the same on {copies} devices)" if copies > 1 else ""
+        arrays.append(f"{_gib(array['device_bytes'])} GiB {array['name']}{same}")
     return (
-        f"{line['config']} does not fit {line['topology']}: {needed} GiB a device of "
-        f"{line['hbm_limit_gib']}, arguments {line['hbm_args_gib']}. Largest arrays: "
+        f"{line['config']} does not fit {line['topology']}: a device has "
+        f"{line['hbm_limit_gib']} GiB, it needs {', '.join(sizes)}. Largest arrays: "
         f"{'; '.join(arrays)}. Change: {'; '.join(_knobs(config))}."
     )
 
@@ -268,9 +272,9 @@ def _versions() -> dict[str, str]:
     return {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")}
 
 
-def _in_gib(sums: Mapping[str, float]) -> dict[str, float]:
+def _in_gib(sums: Mapping[str, float | int]) -> dict[str, float]:
     return {name: _gib(size) for name, size in sums.items()}
 
 
-def _gib(size: float) -> float:
+def _gib(size: float | int) -> float:
     return float(f"{size / GIB:.4g}")

@@ -1,4 +1,4 @@
-"""Arguments by kind, replicas, temporaries, and bytes that go through HBM."""
+"""Arguments by kind, replicas, and bytes that go through HBM."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from jax import lax
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
-from glm5_jax.scale import collectives, hlo, memory, programs
+from glm5_jax.scale import hlo, memory, programs
 from glm5_jax.training import accounting
 from tests import environment
 
@@ -85,19 +85,6 @@ class TrafficTest(parameterized.TestCase):
         got = memory.traffic(module_of(f, (256, 256), (6, 256, 256)))
         # A product is 3, the slice of the stack 2, a copy of the carry 2.
         self.assertBetween(got, 6 * 3 * SIZE, (6 * 7 + 3) * SIZE)
-
-
-class TemporariesTest(parameterized.TestCase):
-    def test_the_largest_is_named(self):
-        def f(x):
-            with jax.named_scope("wide"):
-                y = jnp.dot(x.T, x)  # [1024, 1024]
-            return jnp.sum(jnp.dot(y, y), axis=0)
-
-        found = memory.temporaries(module_of(f, (16, 1024)), collectives.scope)
-        self.assertEqual(found[0].shape, "f32[1024,1024]")
-        self.assertEqual(found[0].num_bytes, 4 * 2**20)
-        self.assertEqual(found[0].scope, "wide")
 
 
 if __name__ == "__main__":

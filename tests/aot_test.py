@@ -1,0 +1,45 @@
+"""The aot command as a user runs it: what is wrong is told before anything compiles."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+from absl.testing import parameterized
+
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parent.parent
+CONFIG = "--config=configs/glm5_pretrain.py"
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "glm5_jax.aot", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment.VARIABLES},
+        capture_output=True,
+        text=True,
+    )
+
+
+class AotTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("no_topology", (CONFIG,), "--topology"),
+        ("unknown_chip", (CONFIG, "--topology=v9:2x2"), "chip of v5e, v5p, v6e, tpu7x"),
+        (
+            "unknown_field",
+            (CONFIG, "--topology=v5p:2x2x1", "--config.mesh.fdsp=8"),
+            "Did you mean mesh.fsdp?",
+        ),
+    )
+    def test_wrong_input_ends_with_2_and_one_message(self, arguments, message):
+        result = run(*arguments)
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn(message, result.stderr)
+        self.assertNotIn("Traceback", result.stderr)
+        self.assertEmpty(result.stdout)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,88 @@
+"""Seconds on a torus that can be counted by hand."""
+
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+from glm5_jax.scale import chips, collectives, roofline
+from tests import environment, tpus
+
+LINK = 90e9  # of a v5p, one way
+GB = 1e9
+
+
+def mesh(size=4, num_slices=1, **axes):
+    config = config_lib.MeshConfig(slices=num_slices, **axes)
+    return mesh_lib.make_mesh(config, tpus.cube(size, num_slices))
+
+
+def collective(axes, wire, kind="all-gather"):
+    return collectives.Collective(kind, axes, "forward", "", "f32[1]", 4, 1, wire)
+
+
+def seconds(mesh, *found, num_slices=1):
+    traffic = collectives.Traffic(found, ())
+    return roofline.roofline(mesh, 0.0, 0.0, traffic, num_slices).seconds
+
+
+class RouteTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("one_ring", 4, ("expert",), 1, 2, 4),
+        ("two_rings", 4, ("fsdp",), 2, 4, 4),
+        ("whole_torus", 4, ("fsdp", "expert"), 3, 6, 4),
+        ("lines", 2, ("fsdp", "expert"), 3, 3, 2),
+    )
+    def test_links_of_axes(self, size, axes, num_torus, ways, length):
+        grid = mesh(size, fsdp=size**2, expert=size)
+        route = chips.route(grid, axes)
+        self.assertLen(route.torus, num_torus)
+        self.assertEqual((route.ways, route.length), (ways, length))
+
+    def test_part_of_an_axis_is_a_line(self):
+        grid = mesh(4, fsdp=32, expert=2)
+        self.assertEqual(chips.route(grid, ("expert",)).ways, 1)
+
+
+class RooflineTest(parameterized.TestCase):
+    def test_axes_of_their_own_run_side_by_side(self):
+        grid = mesh(fsdp=16, expert=4)
+        fsdp = collective(("fsdp",), 36 * GB)
+        expert = collective(("expert",), 9 * GB)
+        want = 36 * GB / (4 * LINK)
+        self.assertAlmostEqual(seconds(grid, fsdp)["ICI"], want)
+        self.assertAlmostEqual(seconds(grid, fsdp, expert)["ICI"], want)
+        both = seconds(grid, fsdp, expert, expert, expert, expert)["ICI"]
+        self.assertAlmostEqual(both, 4 * 9 * GB / (2 * LINK))
+
+    def test_a_collective_over_all_waits_for_both(self):
+        grid = mesh(fsdp=16, expert=4)
+        found = [collective(("fsdp",), 36 * GB), collective(("fsdp", "expert"), 6 * GB)]
+        want = 36 * GB / (4 * LINK) + 6 * GB / (6 * LINK)
+        self.assertAlmostEqual(seconds(grid, *found)["ICI"], want)
+
+    def test_a_permutation_has_one_link_and_an_exchange_travels_far(self):
+        grid = mesh(8, fsdp=64, expert=8)
+        permute = collective(("expert",), 9 * GB, "collective-permute")
+        self.assertAlmostEqual(seconds(grid, permute)["ICI"], 9 * GB / LINK)
+        exchange = collective(("expert",), 9 * GB, "all-to-all")
+        want = 9 * GB * (8 / 4) / (2 * LINK)
+        self.assertAlmostEqual(seconds(grid, exchange)["ICI"], want)
+
+    def test_between_slices(self):
+        grid = mesh(4, 2, data=2, fsdp=16, expert=4)
+        across = collective((collectives.DCN,), 12.5 * GB, "all-reduce")
+        got = seconds(grid, across, collective(("fsdp",), 36 * GB), num_slices=2)
+        self.assertAlmostEqual(got["DCN"], 2.0)
+        self.assertAlmostEqual(got["ICI"], 36 * GB / (4 * LINK))
+
+    def test_the_slowest_binds(self):
+        grid = mesh(fsdp=16, expert=4)
+        traffic = collectives.Traffic((collective(("expert",), 9 * GB),), ())
+        roof = roofline.roofline(grid, 459e12, 2.46e12 / 2, traffic)
+        self.assertEqual((roof.binding, roof.total), ("FLOPs", 1.0))
+        self.assertAlmostEqual(roof.seconds["HBM"], 0.5)
+        self.assertEqual(list(roof.by_axes), [("expert",)])
+
+
+if __name__ == "__main__":
+    environment.main()
