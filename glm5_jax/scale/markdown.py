@@ -20,6 +20,7 @@ def page(line: dict[str, Any], tables: dict[str, Any], refusal: str) -> str:
     ]
     if "collectives" in tables:
         parts.append("## Collectives\n\n" + _collectives(line, tables))
+    if tables.get("is_printed"):
         parts.append("## Work and time\n\n" + _time(line, tables))
     return "\n\n".join(parts) + "\n"
 
@@ -73,7 +74,7 @@ def _memory(line: dict[str, Any], tables: dict[str, Any]) -> str:
         "Largest arrays of which several devices hold the same part:",
         _arrays(tables["largest_replicated"]),
     ]
-    if "largest_temporaries" in tables:
+    if tables.get("is_printed"):
         parts += [
             "Temporaries that live at the worst moment, by shape: an estimate from "
             f"the schedule, {tables['live_temporaries_gib']} GiB in all, where the "

@@ -162,7 +162,16 @@ def _compiled(
         "uncounted_loops_of_flops": made.flops.num_unknown_loops,
         "is_printed": made.is_printed,
     }
+    if not made.is_printed:
+        line |= dict.fromkeys(_OF_THE_TEXT)
     return line, tables
+
+
+# What is unknown where libtpu could not print the program.
+_OF_THE_TEXT = (
+    *("collective_gib", "collective_gib_by_axes", "hbm_traffic_gib"),
+    *("optimal_seconds", "bound", "mfu_bound"),
+)
 
 
 def _overflow_line(made: compile_lib.Overflow) -> dict[str, Any]:

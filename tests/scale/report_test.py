@@ -84,6 +84,10 @@ class CompiledTest(parameterized.TestCase):
             stem = pathlib.Path(folder) / "reports" / "tiny"
             everything = json.loads(stem.with_suffix(".json").read_text())
             page = stem.with_suffix(".md").read_text()
+        self.assertIn("not timed", page)
+        if not everything["is_printed"]:
+            self.assertIsNone(made.line["collective_gib"])
+            self.skipTest("this libtpu cannot print programs of this jax")
         line, gib = made.line, 2**30
         self.assertTrue(line["fits"])
         self.assertEmpty(made.refusal)
@@ -96,7 +100,7 @@ class CompiledTest(parameterized.TestCase):
         self.assertGreater(line["hbm_temp_gib"], 0)
         self.assertBetween(line["flops"] / line["model_flops"], 0.9, 2.0)
         self.assertEqual(everything["collective_gib"], line["collective_gib"])
-        for wanted in ("not timed", "parameters: experts", "optimizer moments", "MFU"):
+        for wanted in ("parameters: experts", "optimizer moments", "MFU"):
             self.assertIn(wanted, page)
 
 
