@@ -31,7 +31,11 @@ PIECE_BYTES = 2**27
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Blocks that a device has of the matrices of a parameter, or of a part of it."""
+    """Blocks that a device has of the matrices of a parameter, or of a part of it.
+
+    Those that are higher than wide are transposed: accelerators fill up the last dim to
+    128 elements, and choose layouts in which it is a long one.
+    """
 
     leaf: int  # index of the parameter
     part: int  # 0, or 1 for the second part of one that is cut
@@ -42,6 +46,12 @@ class Stack:
     row_axes: tuple[str, ...]
     col_axes: tuple[str, ...]
     shards: tuple[int, int]  # blocks along the rows and along the columns
+    is_transposed: bool
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Which parameter and part."""
+        return self.leaf, self.part
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -130,6 +140,12 @@ class Work:
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         return Work(**{name: mine[name] + theirs[name] for name in mine})
 
+    def __str__(self) -> str:
+        """Cells of a table."""
+        flops = f"{self.flops / 1e12:.2f} | {self.useful_flops / 1e12:.2f}"
+        sent, gathered = self.exchanged_bytes / 2**30, self.gathered_bytes / 2**30
+        return f"{flops} | {sent:.2f} | {gathered:.2f}"
+
     @property
     def cost(self) -> float:
         """In FLOPs."""
@@ -171,6 +187,25 @@ def plan(leaves: Sequence[Leaf], mesh_shape: Mapping[str, int]) -> tuple[Group, 
     return (*large, *groups)
 
 
+def total(groups: Sequence[Group]) -> Work:
+    """Of one device, for all groups."""
+    return sum((group.work for group in groups), Work())
+
+
+def table(groups: Sequence[Group]) -> str:
+    """The plan in Markdown, a row a group and the sum; all figures of one device."""
+    rows = [
+        "| matrices | filled up to | rounds | TFLOP | useful | sent GiB | gathered |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for group in groups:
+        shapes = sorted({tuple(sorted(stack.shape)) for stack in group.stacks})
+        names = ", ".join(f"{a} x {b}" for a, b in shapes)
+        size = f"{group.shape[0]} x {group.shape[1]}"
+        rows.append(f"| {names} | {size} | {group.num_rounds} | {group.work} |")
+    return "\n".join([*rows, f"| all | | | {total(groups)} |"])
+
+
 def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack]:
     """What a device holds of a parameter."""
     shape, layout, spec = leaf
@@ -192,9 +227,24 @@ def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack
     for part, whole in enumerate(layout.part_shapes(shape)):
         local = [n // size(axes[i]) for i, n in enumerate(whole)]
         count, height, width = (math.prod(local[i] for i in part) for part in dims)
-        shards = (size(rows), size(cols))
+        sides = [(height, rows), (width, cols)]
+        if is_transposed := height > width:
+            sides.reverse()
+        block, names = zip(*sides, strict=True)
+        shards = (size(names[0]), size(names[1]))
         stacks.append(
-            Stack(index, part, 0, count, (height, width), batch, rows, cols, shards)
+            Stack(
+                index,
+                part,
+                0,
+                count,
+                block,
+                batch,
+                names[0],
+                names[1],
+                shards,
+                is_transposed,
+            )
         )
     return stacks
 
