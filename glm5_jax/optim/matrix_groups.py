@@ -272,22 +272,42 @@ def _pieces(group: Group) -> tuple[list[Group], list[Group]]:
     """Groups of one large stack each, worked through in pieces; and the rest.
 
     As many matrices at once as fit in PIECE_BYTES; of the upper half of these numbers
-    the one that leaves the smallest rest.
+    the one that leaves the smallest rest. What a large stack leaves is filled up with
+    small stacks if that goes without zeros: it then waits for no other large one.
     """
     most = max(PIECE_BYTES // (math.prod(group.shape) * ITEM_BYTES), 1)
+    is_large = lambda stack: stack.count // group.num_owners > most
+    small = [stack for stack in group.stacks if not is_large(stack)]
     pieces, rest = [], []
-    for stack in group.stacks:
-        rounds, done = stack.count // group.num_owners, 0
-        if rounds > most:
-            size = min(range(most, most // 2, -1), key=lambda size: rounds % size)
-            done = rounds // size * size * group.num_owners
-            first = (dataclasses.replace(stack, count=done),)
-            pieces.append(
-                dataclasses.replace(group, stacks=first, num_pieces=rounds // size)
-            )
-        if left := stack.count - done:
-            rest.append(dataclasses.replace(stack, start=done, count=left))
-    return pieces, [dataclasses.replace(group, stacks=tuple(rest))] if rest else []
+    for stack in filter(is_large, group.stacks):
+        rounds = stack.count // group.num_owners
+        size = min(range(most, most // 2, -1), key=lambda size: rounds % size)
+        done = rounds // size * size * group.num_owners
+        first = (dataclasses.replace(stack, count=done),)
+        pieces.append(
+            dataclasses.replace(group, stacks=first, num_pieces=rounds // size)
+        )
+        left = dataclasses.replace(stack, start=done, count=stack.count - done)
+        if filled := _filled(left, small, group.num_owners):
+            small = [stack for stack in small if stack not in filled]
+            pieces.append(dataclasses.replace(group, stacks=filled))
+        elif left.count:
+            rest.append(left)
+    rest = (*rest, *small)
+    return pieces, [dataclasses.replace(group, stacks=rest)] if rest else []
+
+
+def _filled(
+    stack: Stack, others: Sequence[Stack], num_owners: int
+) -> tuple[Stack, ...] | None:
+    """A stack and others that divide exactly among the owners, if that is found."""
+    filled = [stack]
+    for other in others:
+        missing = -sum(stack.count for stack in filled) % num_owners
+        if other.count <= missing:
+            filled.append(other)
+    is_exact = sum(stack.count for stack in filled) % num_owners == 0
+    return tuple(filled) if stack.count and is_exact else None
 
 
 def _saving(one: Group, other: Group) -> float:
