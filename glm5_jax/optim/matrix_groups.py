@@ -31,7 +31,11 @@ PIECE_BYTES = 2**27
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Blocks that a device has of the matrices of a parameter, or of a part of it."""
+    """Blocks that a device has of the matrices of a parameter, or of a part of it.
+
+    Those that are higher than wide are transposed: accelerators fill up the last dim to
+    128 elements, and choose layouts in which it is a long one.
+    """
 
     leaf: int  # index of the parameter
     part: int  # 0, or 1 for the second part of one that is cut
@@ -42,6 +46,12 @@ class Stack:
     row_axes: tuple[str, ...]
     col_axes: tuple[str, ...]
     shards: tuple[int, int]  # blocks along the rows and along the columns
+    is_transposed: bool
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Which parameter and part."""
+        return self.leaf, self.part
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -130,6 +140,12 @@ class Work:
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         return Work(**{name: mine[name] + theirs[name] for name in mine})
 
+    def __str__(self) -> str:
+        """Cells of a table."""
+        flops = f"{self.flops / 1e12:.2f} | {self.useful_flops / 1e12:.2f}"
+        sent, gathered = self.exchanged_bytes / 2**30, self.gathered_bytes / 2**30
+        return f"{flops} | {sent:.2f} | {gathered:.2f}"
+
     @property
     def cost(self) -> float:
         """In FLOPs."""
@@ -171,6 +187,25 @@ def plan(leaves: Sequence[Leaf], mesh_shape: Mapping[str, int]) -> tuple[Group, 
     return (*large, *groups)
 
 
+def total(groups: Sequence[Group]) -> Work:
+    """Of one device, for all groups."""
+    return sum((group.work for group in groups), Work())
+
+
+def table(groups: Sequence[Group]) -> str:
+    """The plan in Markdown, a row a group and the sum; all figures of one device."""
+    rows = [
+        "| matrices | filled up to | rounds | TFLOP | useful | sent GiB | gathered |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for group in groups:
+        shapes = sorted({tuple(sorted(stack.shape)) for stack in group.stacks})
+        names = ", ".join(f"{a} x {b}" for a, b in shapes)
+        size = f"{group.shape[0]} x {group.shape[1]}"
+        rows.append(f"| {names} | {size} | {group.num_rounds} | {group.work} |")
+    return "\n".join([*rows, f"| all | | | {total(groups)} |"])
+
+
 def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack]:
     """What a device holds of a parameter."""
     shape, layout, spec = leaf
@@ -192,9 +227,24 @@ def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack
     for part, whole in enumerate(layout.part_shapes(shape)):
         local = [n // size(axes[i]) for i, n in enumerate(whole)]
         count, height, width = (math.prod(local[i] for i in part) for part in dims)
-        shards = (size(rows), size(cols))
+        sides = [(height, rows), (width, cols)]
+        if is_transposed := height > width:
+            sides.reverse()
+        block, names = zip(*sides, strict=True)
+        shards = (size(names[0]), size(names[1]))
         stacks.append(
-            Stack(index, part, 0, count, (height, width), batch, rows, cols, shards)
+            Stack(
+                index,
+                part,
+                0,
+                count,
+                block,
+                batch,
+                names[0],
+                names[1],
+                shards,
+                is_transposed,
+            )
         )
     return stacks
 
@@ -222,22 +272,42 @@ def _pieces(group: Group) -> tuple[list[Group], list[Group]]:
     """Groups of one large stack each, worked through in pieces; and the rest.
 
     As many matrices at once as fit in PIECE_BYTES; of the upper half of these numbers
-    the one that leaves the smallest rest.
+    the one that leaves the smallest rest. What a large stack leaves is filled up with
+    small stacks if that goes without zeros: it then waits for no other large one.
     """
     most = max(PIECE_BYTES // (math.prod(group.shape) * ITEM_BYTES), 1)
+    is_large = lambda stack: stack.count // group.num_owners > most
+    small = [stack for stack in group.stacks if not is_large(stack)]
     pieces, rest = [], []
-    for stack in group.stacks:
-        rounds, done = stack.count // group.num_owners, 0
-        if rounds > most:
-            size = min(range(most, most // 2, -1), key=lambda size: rounds % size)
-            done = rounds // size * size * group.num_owners
-            first = (dataclasses.replace(stack, count=done),)
-            pieces.append(
-                dataclasses.replace(group, stacks=first, num_pieces=rounds // size)
-            )
-        if left := stack.count - done:
-            rest.append(dataclasses.replace(stack, start=done, count=left))
-    return pieces, [dataclasses.replace(group, stacks=tuple(rest))] if rest else []
+    for stack in filter(is_large, group.stacks):
+        rounds = stack.count // group.num_owners
+        size = min(range(most, most // 2, -1), key=lambda size: rounds % size)
+        done = rounds // size * size * group.num_owners
+        first = (dataclasses.replace(stack, count=done),)
+        pieces.append(
+            dataclasses.replace(group, stacks=first, num_pieces=rounds // size)
+        )
+        left = dataclasses.replace(stack, start=done, count=stack.count - done)
+        if filled := _filled(left, small, group.num_owners):
+            small = [stack for stack in small if stack not in filled]
+            pieces.append(dataclasses.replace(group, stacks=filled))
+        elif left.count:
+            rest.append(left)
+    rest = (*rest, *small)
+    return pieces, [dataclasses.replace(group, stacks=rest)] if rest else []
+
+
+def _filled(
+    stack: Stack, others: Sequence[Stack], num_owners: int
+) -> tuple[Stack, ...] | None:
+    """A stack and others that divide exactly among the owners, if that is found."""
+    filled = [stack]
+    for other in others:
+        missing = -sum(stack.count for stack in filled) % num_owners
+        if other.count <= missing:
+            filled.append(other)
+    is_exact = sum(stack.count for stack in filled) % num_owners == 0
+    return tuple(filled) if stack.count and is_exact else None
 
 
 def _saving(one: Group, other: Group) -> float:

@@ -19,6 +19,7 @@ from jaxtyping import Array
 from glm5_jax.optim import matrix_groups, muon_split
 
 Function = Callable[[Array], Array]  # of [matrices, rows, cols]
+Parts = dict[tuple[int, int], Array]  # by parameter and part: [matrices, rows, cols]
 
 
 def map_matrices(
@@ -44,19 +45,22 @@ def map_matrices(
     leaves = list(zip(shapes, layouts, specs, strict=True))
     groups = matrix_groups.plan(leaves, mesh.shape)
 
+    stacks = {stack.key: stack for group in groups for stack in group.stacks}
+
     def local(*arrays: Array) -> list[Array]:
-        parts = [
-            [part.reshape(-1, *part.shape[-2:]) for part in layout.split(x)]
-            for layout, x in zip(layouts, arrays, strict=True)
-        ]
+        split = [layout.split(x) for layout, x in zip(layouts, arrays, strict=True)]
+        parts = {
+            key: _stacked(split[stack.leaf][stack.part], stack)
+            for key, stack in stacks.items()
+        }
         for group in groups:
-            for stack, x in zip(
-                group.stacks, _mapped(function, group, parts), strict=True
-            ):
-                parts[stack.leaf][stack.part] = x
+            parts |= _mapped(function, group, parts)
+        for (leaf, part), x in parts.items():
+            old = split[leaf][part]
+            split[leaf][part] = _unstacked(x, stacks[leaf, part], old.shape)
         return [
             layout.join(part, x.shape)
-            for layout, part, x in zip(layouts, parts, arrays, strict=True)
+            for layout, part, x in zip(layouts, split, arrays, strict=True)
         ]
 
     specs = [_without_cut(*leaf) for leaf in zip(layouts, specs, strict=True)]
@@ -74,20 +78,37 @@ def _without_cut(layout: muon_split.Layout, spec: PartitionSpec) -> PartitionSpe
     )
 
 
-def _mapped(
-    function: Function, group: matrix_groups.Group, parts: list[list[Array]]
-) -> list[Array]:
-    """Parts of the parameters in which the matrices of a group are replaced."""
-    wholes = [parts[stack.leaf][stack.part] for stack in group.stacks]
+def _stacked(x: Array, stack: matrix_groups.Stack) -> Array:
+    """From [..., rows, columns] to [matrices, rows, columns] of the stack's blocks."""
+    x = x.mT if stack.is_transposed else x
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def _unstacked(x: Array, stack: matrix_groups.Stack, shape: tuple[int, ...]) -> Array:
+    """The inverse."""
+    *batch, rows, cols = shape
+    if stack.is_transposed:
+        return x.reshape(*batch, cols, rows).mT
+    return x.reshape(shape)
+
+
+def _mapped(function: Function, group: matrix_groups.Group, parts: Parts) -> Parts:
+    """The parameters of a group, in which its matrices are replaced."""
     if group.num_pieces > 1:
-        return [_in_pieces(function, group, *wholes)]
-    ends = [(stack.start, stack.start + stack.count) for stack in group.stacks]
-    blocks = [x[slice(*end)] for x, end in zip(wholes, ends, strict=True)]
-    blocks = _exchanged(function, group, blocks)
-    return [
-        block if len(block) == len(x) else x.at[slice(*end)].set(block)
-        for x, end, block in zip(wholes, ends, blocks, strict=True)
-    ]
+        (stack,) = group.stacks
+        return {stack.key: _in_pieces(function, group, parts[stack.key])}
+    blocks = [parts[s.key][s.start : s.start + s.count] for s in group.stacks]
+    changed = {}
+    for stack, block in zip(
+        group.stacks, _exchanged(function, group, blocks), strict=True
+    ):
+        whole = parts[stack.key]
+        end = stack.start + stack.count
+        is_whole = stack.count == len(whole)
+        changed[stack.key] = (
+            block if is_whole else whole.at[stack.start : end].set(block)
+        )
+    return changed
 
 
 def _in_pieces(function: Function, group: matrix_groups.Group, x: Array) -> Array:

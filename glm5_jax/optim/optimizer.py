@@ -87,16 +87,6 @@ def make_optimizer(
             dims,
         )
 
-    def adamw(weight_decay: float) -> optax.GradientTransformation:
-        return optax.adamw(
-            config.adam_learning_rate_scale,
-            b1=config.adam_b1,
-            b2=config.adam_b2,
-            eps=config.adam_eps,
-            weight_decay=weight_decay,
-            mu_dtype=config.moment_dtype,
-        )
-
     layouts = of_muon(lambda names: muon_split.layout(names, config, model))
     muon_branch = optax.chain(
         muon.scale_by_muon_split(layouts, config, of_muon(sharding.spec)),
@@ -105,9 +95,9 @@ def make_optimizer(
     )
     branches: dict[Hashable, optax.GradientTransformation] = {
         "muon": muon_branch,
-        "adamw": adamw(config.weight_decay),
+        "adamw": _adamw(config, config.weight_decay),
         # Many and tiny: as one vector they take a kernel, not several for each.
-        "adamw_no_decay": optax.flatten(adamw(0.0)),
+        "adamw_no_decay": optax.flatten(_adamw(config, 0.0)),
         "frozen": optax.set_to_zero(),
     }
     used = set(jax.tree.leaves(labels))  # optax.flatten needs a leaf
@@ -209,9 +199,8 @@ def update_if_finite(
     def apply() -> tuple[optax.Params, optax.OptState]:
         clipped = grads
         if limit := optimizer.clip_norm:
-            clipped = jax.tree.map(
-                lambda g: g * (limit / jnp.maximum(norm, limit)), grads
-            )
+            scale = limit / jnp.maximum(norm, limit)
+            clipped = jax.tree.map(lambda g: g * scale, grads)
         update = optimizer.transform.update
         inner = _moved(optimizer, state.inner, jax.memory.Space.Device)
         updates, inner = update(clipped, inner, _in_float32(params))
@@ -220,16 +209,29 @@ def update_if_finite(
         return optax.apply_updates(params, updates), inner
 
     new_params, inner = lax.cond(is_applied, apply, lambda: (params, state.inner))
+    in_a_row = jnp.where(is_applied, 0, state.skipped_in_a_row + ~is_finite)
+    total = state.skipped_total + ~is_applied
     metrics: dict[str, Array] = {
         "train/grad_norm": norm,
         "optim/learning_rate": rate,
-        "optim/skipped_in_a_row": jnp.where(
-            is_applied, 0, state.skipped_in_a_row + ~is_finite
-        ),
-        "optim/skipped_total": state.skipped_total + ~is_applied,
+        "optim/skipped_in_a_row": in_a_row,
+        "optim/skipped_total": total,
     }
-    counts = (metrics["optim/skipped_in_a_row"], metrics["optim/skipped_total"])
-    return new_params, State(inner, state.num_updates + is_applied, *counts), metrics
+    state = State(inner, state.num_updates + is_applied, in_a_row, total)
+    return new_params, state, metrics
+
+
+def _adamw(
+    config: config_lib.OptimConfig, weight_decay: float
+) -> optax.GradientTransformation:
+    return optax.adamw(
+        config.adam_learning_rate_scale,
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        weight_decay=weight_decay,
+        mu_dtype=config.moment_dtype,
+    )
 
 
 def _moved(

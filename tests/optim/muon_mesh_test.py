@@ -75,10 +75,6 @@ def muon_leaves(model):
     )
 
 
-def work_of(groups):
-    return sum((group.work for group in groups), matrix_groups.Work())
-
-
 def difference(got, expected):
     """The largest over all arrays, relative to the array's norm."""
     norms = jax.tree.map(
@@ -203,7 +199,7 @@ class CompiledTest(parameterized.TestCase):
                 sent["norms"] += 1
         self.assertEqual(set(sent), {"all-to-all", "all-gather", "norms"})
         self.assertEqual(sent["norms"], 1)
-        work, wider = work_of(groups), 4 / matrix_groups.ITEM_BYTES
+        work, wider = matrix_groups.total(groups), 4 / matrix_groups.ITEM_BYTES
         self.assertEqual(sent["all-to-all"], work.exchanged_bytes * wider)
         self.assertEqual(sent["all-gather"], work.gathered_bytes * wider)
 
