@@ -56,6 +56,7 @@ class ModelConfig:
     remat_policy: RematPolicy = "none"
     # How tokens reach experts on other devices; the numbers are the same.
     expert_transport: ExpertTransport = "gather"
+    expert_chunks: int = 1  # parts of a device's tokens that meet the experts in turn
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -71,6 +72,7 @@ class ModelConfig:
                 *("qk_rope_head_dim", "v_head_dim", "n_routed_experts"),
                 *("num_experts_per_tok", "index_n_heads", "index_head_dim"),
                 *("index_topk", "index_topk_freq", "max_position_embeddings"),
+                "expert_chunks",
             ),
             (
                 0 <= dense <= n,

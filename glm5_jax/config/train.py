@@ -257,6 +257,9 @@ class TrainConfig:
             (model, "moe_intermediate_size", "tensor", mesh.tensor),
             rows,
         ]
+        if model.expert_chunks > 1:
+            size = mesh.context * model.expert_chunks
+            divided.append((data, "sequence_length", "context * expert_chunks", size))
         if mesh.context > 1:  # a device has an early and a late part of each row
             divided.append((data, "sequence_length", "2 * context", 2 * mesh.context))
         return [

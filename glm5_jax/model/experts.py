@@ -7,6 +7,7 @@ back, no further. Both are dropless: there is room for every token, whatever the
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +37,29 @@ def run(
     is_decoding = x.shape[1] == 1 and len(x) <= FEW_TOKENS
     if is_decoding and dispatch.platform() == "cpu":
         return in_turn(params, rows, chosen, gates).reshape(x.shape)
-    if collectives.size(_AXES) == 1:
-        y = grouped(params, rows, chosen, gates)
-    else:
-        ways = {"gather": by_gather, "exchange": by_exchange}
-        y = ways[config.expert_transport](params, rows, chosen, gates)
+    way = grouped
+    if collectives.size(_AXES) > 1:
+        way = {"gather": by_gather, "exchange": by_exchange}[config.expert_transport]
+    if x.shape[1] > 1:
+        way = _in_chunks(way, config.expert_chunks)
+    y = way(params, rows, chosen, gates)
     return collectives.total(y, collectives.SHARES).reshape(x.shape)
+
+
+def _in_chunks(way: Callable[..., Array], num_chunks: int) -> Callable[..., Array]:
+    """The same for one part of the tokens after the other: buffers are as much smaller.
+
+    The backward pass computes each part again, and adds its gradients to the weights'.
+    """
+    if num_chunks == 1:
+        return way
+
+    def run(params: dict[str, Array], *tokens: Array) -> Array:
+        parts = [y.reshape(num_chunks, -1, *y.shape[1:]) for y in tokens]
+        part = jax.checkpoint(lambda xs: way(params, *xs))
+        return lax.map(part, parts).reshape(tokens[0].shape)
+
+    return run
 
 
 def by_gather(
