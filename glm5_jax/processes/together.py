@@ -96,6 +96,17 @@ def from_first(name: str, make: Callable[[], str]) -> str:
     return client.blocking_key_value_get(key, _PATIENCE_MS)
 
 
+def meet(name: str) -> None:
+    """Returns when all have come; gloo gives a first collective 30 s to gather.
+
+    Args:
+      name: of the place, once a run.
+    """
+    if jax.distributed.is_initialized():
+        client: Any = distributed.global_state.client
+        client.wait_at_barrier(f"glm5_jax/{name}", _PATIENCE_MS)
+
+
 def numbers_of_first(numbers: list[int]) -> list[int]:
     """The numbers that process 0 has, on all; all must call it."""
     if not jax.distributed.is_initialized():

@@ -106,6 +106,7 @@ def _compile(run: Run, program: program_lib.Program) -> None:
     """Compiles the training step."""
     began = time.perf_counter()
     compiled = program.lower().compile()
+    together.meet("compiled")  # one may have found it in its cache
     # Rollouts of which many forked make a larger batch than was compiled for.
     shape = program.batch["tokens"].shape
 
