@@ -26,7 +26,7 @@ def get_config(variant: str = "v5p_512") -> ml_collections.ConfigDict:
         log_every=10,
         eval_every=100,
         checkpoint_every=100,
-        model=dataclasses.replace(presets.GLM5, remat_policy="full"),
+        model=dataclasses.replace(presets.GLM5, remat_policy="full", expert_chunks=4),
         data=config_lib.DataConfig(
             tokenizer="tokenizer.json",
             sequence_length=4096,

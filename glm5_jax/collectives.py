@@ -54,9 +54,14 @@ def position(axes: Sequence[str]) -> Array | int:
 
 
 def gather(x: Array, axes: Sequence[str], dim: int) -> Array:
-    """Joins the shards of a dim."""
-    live = _live(axes)
-    return lax.all_gather(x, live, axis=dim, tiled=True) if live else x
+    """Joins the shards of a dim.
+
+    Axis by axis, the minor one first: a gather over all chips of a slice at once becomes
+    an all-reduce of zeros and twice the traffic under libtpu 0.0.51.
+    """
+    for axis in reversed(_live(axes)):
+        x = lax.all_gather(x, axis, axis=dim, tiled=True)
+    return x
 
 
 def scatter_sum(x: Array, axes: Sequence[str], dim: int) -> Array:
