@@ -56,8 +56,8 @@ def position(axes: Sequence[str]) -> Array | int:
 def gather(x: Array, axes: Sequence[str], dim: int) -> Array:
     """Joins the shards of a dim.
 
-    Axis by axis, the minor one first: a gather over all chips of a slice at once becomes
-    an all-reduce of zeros and twice the traffic under libtpu 0.0.51.
+    Axis by axis, the minor one first: libtpu 0.0.51 makes an all-reduce, twice the
+    traffic, of a gather over all chips of a slice at once.
     """
     for axis in reversed(_live(axes)):
         x = lax.all_gather(x, axis, axis=dim, tiled=True)
