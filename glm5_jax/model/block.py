@@ -49,6 +49,16 @@ def table(config: config_lib.ModelConfig, kind: str) -> dict:
     return params
 
 
+def fetched(params: dict, config: config_lib.ModelConfig) -> dict:
+    """A layer's parameters as it computes with them, from all devices.
+
+    Matrices are in the activations' dtype; norms, router and head weights stay.
+    """
+    is_dense, has_indexer = "gate" not in params["mlp"], "indexer" in params
+    kind = ("D" if is_dense else "M") + ("F" if has_indexer else "S")
+    return layers.fetched(params, table(config, kind), config.dtype)
+
+
 def block(
     params: dict,
     config: config_lib.ModelConfig,
@@ -62,7 +72,7 @@ def block(
     """Runs a layer over whole documents.
 
     Args:
-      params: of `table`.
+      params: of `table`, `fetched`.
       config: of the model.
       x: hidden states.
       context: positions and documents.
@@ -71,7 +81,6 @@ def block(
       kv: latents to attend to instead of the layer's own (later MTP steps).
       experts: to send each token to, instead of the router's choice.
     """
-    params = _fetched(params, config)
     h = layers.rms_norm(x, params["input_layernorm"], config.rms_norm_eps)
     c_q = attention.query_latent(params["self_attn"], config, h)
     if config.attention != "dense" and index is None:
@@ -126,7 +135,7 @@ def decode(
       context: their positions; lo .. hi - 1 are the cached keys that each may see.
       read: the cache, see glm5_jax/model/cache.py.
     """
-    params = _fetched(params, config)
+    params = fetched(params, config)
     attn = params["self_attn"]
     h = layers.rms_norm(x, params["input_layernorm"], config.rms_norm_eps)
     c_q = attention.query_latent(attn, config, h)
@@ -140,13 +149,6 @@ def decode(
     out = attention.from_latent(attn, out)
     out, routing = feed_forward(params, config, x + out, context)
     return out, read.next(), routing
-
-
-def _fetched(params: dict, config: config_lib.ModelConfig) -> dict:
-    """Matrices to the activations' dtype; norms, router and head weights stay."""
-    is_dense, has_indexer = "gate" not in params["mlp"], "indexer" in params
-    kind = ("D" if is_dense else "M") + ("F" if has_indexer else "S")
-    return layers.fetched(params, table(config, kind), config.dtype)
 
 
 def _indexer_kl(

@@ -57,6 +57,10 @@ def steps(
     Returns:
       States [steps, B, T, D], and the layer's auxiliary values, stacked over steps.
     """
+    own = {name: p for name, p in table(config).items() if name != "block"}
+    # Once for all steps: else XLA sums their gradients in float32, whole on each device.
+    own = layers.fetched({name: params[name] for name in own}, own, config.dtype)
+    params = {**own, "block": block_lib.fetched(params["block"], config)}
     step = functools.partial(_step, params, config, embed_tokens, context, kl_weight)
     step = layers.rematerialized(step, config.remat_policy)
 
@@ -90,18 +94,16 @@ def _step(
     shared: tuple | None = None,
 ) -> tuple[Array, block_lib.BlockAux, tuple]:
     """One step: its normed state, the layer's auxiliary values, its index, latents."""
-    own = {name: p for name, p in table(config).items() if name != "block"}
-    own = layers.fetched({name: params[name] for name in own}, own, config.dtype)
     eps = config.rms_norm_eps
     pair = [
         layers.rms_norm(
-            embedding.embed(embed_tokens, config, tokens), own["enorm"], eps
+            embedding.embed(embed_tokens, config, tokens), params["enorm"], eps
         ),
-        layers.rms_norm(h, own["hnorm"], eps),
+        layers.rms_norm(h, params["hnorm"], eps),
     ]
     joined = jnp.concatenate(pair, axis=-1)
-    x = layers.linear(joined, own["eh_proj"])
+    x = layers.linear(joined, params["eh_proj"])
     index, kv = shared or (None, None)
     out = block_lib.block(params["block"], config, x, context, index, kl_weight, kv)
-    state = layers.rms_norm(out.x, own["norm"], eps)
+    state = layers.rms_norm(out.x, params["norm"], eps)
     return state, out.aux, (out.index, out.kv)

@@ -210,13 +210,14 @@ def _unit(
 ) -> tuple[tuple, tuple]:
     """The layers of one step of a scan."""
     x, shared = carry
-    params, weights, experts = xs
+    # The barrier keeps XLA from casting the whole stack before the loop.
+    params, weights, experts = lax.optimization_barrier(xs)
     aux, traces, index = {}, {}, shared
     replayed = iter(() if experts is None else experts)
     for p, kind in enumerate(kinds):
         name = f"block_{p}"
         out = block_lib.block(
-            params[name],
+            block_lib.fetched(params[name], config),
             config,
             x,
             context,
