@@ -58,7 +58,7 @@ def steps(
       States [steps, B, T, D], and the layer's auxiliary values, stacked over steps.
     """
     own = {name: p for name, p in table(config).items() if name != "block"}
-    # Once for all steps: else XLA sums their gradients in float32, whole on each device.
+    # Once for all steps: else XLA sums their gradients in float32, as whole matrices.
     own = layers.fetched({name: params[name] for name in own}, own, config.dtype)
     params = {**own, "block": block_lib.fetched(params["block"], config)}
     step = functools.partial(_step, params, config, embed_tokens, context, kl_weight)
