@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from glm5_jax import collectives, losses, sharding
@@ -28,18 +27,22 @@ GAP = "rl/logprob_gap"  # mean |log pi_train - log pi_infer| of the sampled toke
 
 def token_logprobs(
     params: dict, config: config_lib.TrainConfig, batch: step_lib.Batch
-) -> tuple[Float[Array, "B T"], dict]:
-    """Log-probability of every target as the engine samples, and the experts' load."""
+) -> Float[Array, "B T"]:
+    """Log-probability of every target as the engine samples."""
+
+    def local(params: dict, inputs: inputs_lib.Inputs) -> Array:
+        return _local_logprobs(config, params, inputs)[0]
+
     inputs = inputs_lib.make_inputs(config.model, batch)
-    local = functools.partial(_local_logprobs, config)
-    specs = sharding.spec(("B", "T")), PartitionSpec()
-    logprobs, load = inputs_lib.on_shards(local, config.model, specs)(params, inputs)
-    return collectives.in_order(logprobs, 1), load
+    rows = sharding.spec(("B", "T"))
+    logprobs = inputs_lib.on_shards(local, config.model, rows)(params, inputs)
+    return collectives.in_order(logprobs, 1)
 
 
 def _local_logprobs(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
 ) -> tuple[Float[Array, "B T"], dict]:
+    """`token_logprobs` of what a device has, and the load of every router's experts."""
     batch, context, _ = inputs
     experts = batch.get("experts")
     out = transformer.forward(
@@ -93,7 +96,7 @@ def make_policy_step(
         if num_updates == 1:
             (params, state), metrics = update((params, state), batch)
             return params, state, metrics
-        old_logprobs, _ = token_logprobs(params, config, batch)
+        old_logprobs = token_logprobs(params, config, batch)
         parts = jax.tree.map(
             lambda x: x.reshape(-1, num_updates, *x.shape[1:]).swapaxes(0, 1),
             {**batch, "old_logprobs": lax.stop_gradient(old_logprobs)},

@@ -67,8 +67,8 @@ def gradient(params, config, batch, weights):
         args = batch["targets"], batch["loss_mask"]
         head, chunk = params["lm_head"], {"chunk_tokens": T}
         language = losses.next_token_loss(out.hidden, head, *args, **chunk)
-        segments = batch["segment_ids"]
-        language += losses.mtp_loss(states, head, *args, segments, **chunk)
+        ahead = losses.mtp_targets(*args, batch["segment_ids"], len(states))
+        language += losses.mtp_loss(states, head, *ahead, **chunk)
         blocks = jax.tree.leaves(
             (out.aux, aux), is_leaf=lambda x: hasattr(x, "indexer_kl")
         )

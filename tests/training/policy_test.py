@@ -75,7 +75,7 @@ def make_batch(seed=0):
     lengths = [(int(n),) for n in rng.integers(8, T + 1, ROWS)]
     batch = jax.device_get(tiny.batch(CONFIG.model, lengths, T, seed))
     mask = (batch["segment_ids"] > 0) & (rng.random((ROWS, T)) < 0.7)
-    logprobs = np.asarray(logprobs_function()(params(), CONFIG, batch)[0])
+    logprobs = np.asarray(logprobs_function()(params(), CONFIG, batch))
     gaps = rng.uniform(-0.01, 0.01, (ROWS, T))
     gaps[np.arange(3), mask.argmax(1)[:3]] = 1.0  # beyond the band of IcePop
     advantages = rng.normal(size=(ROWS, 1)) * np.ones((1, T))
@@ -94,7 +94,7 @@ def assert_close(got, wanted, atol=ORDER_ATOL):
 def icepop_by_formula(params, batch, old):
     """-sum w pop(rho) min(r A, clip(r) A), of tokens that were sampled."""
     rl = CONFIG.rl
-    logprobs, _ = policy.token_logprobs(params, CONFIG, batch)
+    logprobs = policy.token_logprobs(params, CONFIG, batch)
     mask = batch["loss_mask"] > 0
     r = jnp.exp(logprobs - old)
     rho = jnp.exp(old - batch["rollout_logprobs"])
@@ -120,7 +120,7 @@ class LossTest(parameterized.TestCase):
 
     def test_it_is_the_formula_and_rows_of_padding_do_not_matter(self):
         few = {k: v[: ROWS // 2] for k, v in make_batch().items()}
-        old, _ = logprobs_function()(params(), CONFIG, make_batch())
+        old = logprobs_function()(params(), CONFIG, make_batch())
         (wanted, _), wanted_grads = formula()(params(), few, old[: ROWS // 2])
         padded = {k: np.concatenate([v, np.zeros_like(v)]) for k, v in few.items()}
         loss, metrics, grads = loss_and_grads(padded)
@@ -183,7 +183,7 @@ def two_updates():
 class UpdatesTest(parameterized.TestCase):
     def test_two_updates_equal_a_loop_with_the_log_probs_from_before(self):
         batch = make_batch()
-        old, _ = logprobs_function()(params(), CONFIG, batch)
+        old = logprobs_function()(params(), CONFIG, batch)
         transform = optax.adamw(0.1, b1=0.9, b2=0.95, eps=1e-2, weight_decay=0.0)
         transform = optax.partition(
             {"trained": transform, "frozen": optax.set_to_zero()},
@@ -309,8 +309,14 @@ def rollouts_of(weights, temperature=1.0):
 
 def routed(batch):
     """Log-probs and the experts that each token of the batch went to."""
-    logprobs, aux = logprobs_function()(params(), CONFIG, batch)
-    experts = cached.chosen_experts(CONFIG.model, aux, batch["tokens"].shape)
+    logprobs = logprobs_function()(params(), CONFIG, batch)
+    replayed = batch.get("experts")
+    out = jax.jit(transformer.forward, static_argnums=1)(
+        *(params(), CONFIG.model, batch["tokens"]),
+        *(batch["segment_ids"], batch["positions"]),
+        experts=None if replayed is None else jnp.moveaxis(replayed, 2, 0),
+    )
+    experts = cached.chosen_experts(CONFIG.model, out.aux, batch["tokens"].shape)
     return np.asarray(logprobs), np.moveaxis(np.asarray(experts), 0, 2)
 
 
@@ -332,7 +338,7 @@ class RouterReplayTest(parameterized.TestCase):
         batch, temperature = rollouts_of("same", 0.7), 0.7
         rl = dataclasses.replace(CONFIG.rl, temperature=temperature)
         config = dataclasses.replace(CONFIG, rl=rl)
-        got, _ = logprobs_function()(params(), config, batch)
+        got = logprobs_function()(params(), config, batch)
         recorded, mask = batch["rollout_logprobs"], batch["loss_mask"] > 0
         np.testing.assert_allclose(
             np.asarray(got)[mask], recorded[mask], rtol=0, atol=GAP_ATOL
