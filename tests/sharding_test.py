@@ -18,9 +18,10 @@ class SpecTest(parameterized.TestCase):
             ("B", "T", "D"),
             (("data", "fsdp", "expert"), "context", None),
         ),
-        ("matrix", ("D", "F"), ("fsdp", "tensor")),
+        ("matrix", ("D", "F"), (("fsdp", "expert"), "tensor")),
         ("experts", ("L", "E", "D", "F"), (None, "expert", "fsdp", "tensor")),
-        ("heads", ("Q", "N", "H"), (None, "tensor", None)),
+        ("heads", ("Q", "N", "H"), (("fsdp", "expert"), "tensor", None)),
+        ("head", ("D", "V"), ("fsdp", ("tensor", "expert"))),
         ("norm", ("Q",), (None,)),
     )
     def test_an_axis_is_spent_once(self, dims, want):

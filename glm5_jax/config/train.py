@@ -266,8 +266,9 @@ class TrainConfig:
             (
                 getattr(section, name) % parts == 0,
                 f"{names[id(section)]}.{name} must be divisible by {axis} of mesh, got "
-                f"{getattr(section, name)} and {parts}; "
-                f"{_nearest_divisors(getattr(section, name), parts)}.",
+                f"{getattr(section, name)} on {parts}; "
+                f"{_nearest_divisors(getattr(section, name), parts)}: change the mesh, "
+                f"or the field.",
             )
             for section, name, axis, parts in divided
         ]
