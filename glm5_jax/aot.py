@@ -6,6 +6,9 @@ python -m glm5_jax.aot --config=configs/glm5_pretrain.py --topology=v5p:8x8x8 \
 Prints one JSON line; --out=STEM also writes STEM.json and STEM.md, a report to read.
 Nothing runs: times are rooflines. Needs libtpu: pip install 'glm5_jax[aot]'. Exit code
 2 where the program does not fit, with the largest arrays and what to change.
+
+--arrays compiles nothing and needs no libtpu: it lists every array by name with dims,
+shape, spec and bytes of a device, sums by kind at the end.
 """
 
 import json
@@ -27,6 +30,7 @@ _PROGRAM = flags.DEFINE_string(
 _DEPTH = flags.DEFINE_integer(
     "depth", None, "Layers, for a quick look; default: all of the model's."
 )
+_ARRAYS = flags.DEFINE_bool("arrays", False, "List all arrays; compile nothing.")
 _OUT = flags.DEFINE_string("out", None, "Where to write the report, without suffix.")
 
 
@@ -34,16 +38,18 @@ def main(arguments: command_line.Arguments) -> int:
     """Compiles, prints and writes; 2 if the program does not fit."""
     config = arguments.train_config()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips are those of --topology
-    from glm5_jax.scale import report  # imports jax: after the input is checked
+    from glm5_jax.scale import arrays, report  # jax: after the input is checked
 
-    result = report.make(
-        config,
-        str(arguments.config),
-        _TOPOLOGY.value,
-        program=_PROGRAM.value,
-        num_slices=_SLICES.value,
-        depth=_DEPTH.value,
-    )
+    of_what = config, str(arguments.config), _TOPOLOGY.value
+    how = {"program": _PROGRAM.value, "num_slices": _SLICES.value}
+    how["depth"] = _DEPTH.value
+    if _ARRAYS.value:
+        listing = arrays.make(*of_what, **how)
+        print(listing.text())
+        if _OUT.value:
+            listing.write(_OUT.value)
+        return 0
+    result = report.make(*of_what, **how)
     print(json.dumps(result.line))
     if _OUT.value:
         result.write(_OUT.value)

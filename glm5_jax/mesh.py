@@ -32,6 +32,7 @@ TOPOLOGIES = {
     "v6e": _SQUARES,
     "tpu7x": (*_CUBES, "16x24x32"),
 }
+DEVICES_OF_A_CHIP = {"tpu7x": 2}  # of the others: one
 
 
 # So that libtpu neither looks for chips, nor complains that it finds none, nor locks
@@ -61,7 +62,7 @@ def make_mesh(
         in `slices` slices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = _sizes(config, len(devices))
+    sizes = list(axis_sizes(config, len(devices)).values())
     _require_slices(config.slices, devices)
     if config.slices == 1:
         grid = _torus(sizes, devices)
@@ -108,24 +109,41 @@ def topology(name: str, num_slices: int = 1) -> list[Any]:
         ) from error
 
 
-def _sizes(config: config_lib.MeshConfig, num_devices: int) -> list[int]:
-    """Devices along each axis; data takes what is left."""
-    sizes = [getattr(config, axis) for axis in AXES]
-    others = math.prod(sizes[1:])
-    if sizes[0] == -1:
-        sizes[0] = max(num_devices // others, 1)
-    if math.prod(sizes) != num_devices:
-        axes = " x ".join(f"{a}={s}" for a, s in zip(AXES, sizes, strict=True))
+def num_devices(name: str, num_slices: int = 1) -> int:
+    """How many devices a topology has, by its name alone: no compiler is asked.
+
+    Raises:
+      InputError: there is no such chip, or its slices have another number of axes.
+    """
+    kind = _require_named(name)
+    chips = math.prod(map(int, name.partition(":")[2].split("x")))
+    return chips * DEVICES_OF_A_CHIP.get(kind, 1) * num_slices
+
+
+def axis_sizes(config: config_lib.MeshConfig, num_devices: int) -> dict[str, int]:
+    """Devices along each axis; data takes what is left.
+
+    Raises:
+      InputError: the axes' product is not the number of devices, or data does not go
+        across the slices.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    if config.data == -1:
+        others = math.prod(sizes[axis] for axis in AXES[1:])
+        sizes["data"] = max(num_devices // others, 1)
+    if math.prod(sizes.values()) != num_devices:
+        axes = " x ".join(f"{a}={s}" for a, s in sizes.items())
         raise config_lib.InputError(
             f"mesh needs as many devices as there are: {axes} on {num_devices} "
             f"devices; set the axes so that their product is {num_devices}, e.g. "
             f"{_fitting(config, num_devices)}."
         )
-    if sizes[0] % config.slices:
+    if sizes["data"] % config.slices:
         raise config_lib.InputError(
             f"mesh.data must be divisible by mesh.slices: only data goes across "
-            f"slices, got data={sizes[0]} on {config.slices} slices; lower the other "
-            f"axes to {num_devices // config.slices} devices in all, those of a slice."
+            f"slices, got data={sizes['data']} on {config.slices} slices; lower the "
+            f"other axes to {num_devices // config.slices} devices in all, those of a "
+            f"slice."
         )
     return sizes
 

@@ -10,7 +10,7 @@ keep.
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 RULES: dict[str, tuple[str, ...]] = {
     "B": ("data", "fsdp", "expert"),
@@ -45,12 +45,12 @@ def axes_of(dims: tuple[str, ...]) -> list[tuple[str, ...]]:
     return parts
 
 
-def shardings(dims: Any, mesh: Mesh) -> Any:
+def shardings(dims: Any, mesh: Mesh | AbstractMesh) -> Any:
     """A NamedSharding for each tuple of dims in a tree."""
     return jax.tree.map(lambda d: NamedSharding(mesh, spec(d)), dims, is_leaf=_is_dims)
 
 
-def like_params(tree: Any, param_shardings: Any, mesh: Mesh) -> Any:
+def like_params(tree: Any, param_shardings: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Shardings of a tree in which some leaves mirror parameters (optimizer states).
 
     A leaf that sits under the same chain of dict keys as a parameter is placed like

@@ -40,6 +40,14 @@ class AotTest(parameterized.TestCase):
         self.assertNotIn("Traceback", result.stderr)
         self.assertEmpty(result.stdout)
 
+    def test_arrays_are_listed_without_a_compiler(self):
+        result = run(CONFIG, "--topology=v5p:8x8x8", "--arrays")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        rows = {line.split()[0]: line for line in result.stdout.splitlines() if line}
+        name = "params.layers_1.block_0.mlp.experts.gate_proj"
+        self.assertIn("[75, 256, 6144, 2048]", rows[name])
+        self.assertRegex(rows[name], r"\b1800 +1$")  # MiB of a device, copies
+
 
 if __name__ == "__main__":
     environment.main()

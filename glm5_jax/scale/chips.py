@@ -9,9 +9,10 @@ tpu7x chip is two, which share its links.
 import dataclasses
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from pallas_kernels import chips
 
 GIB = 2**30
@@ -63,6 +64,29 @@ def of_mesh(mesh: Mesh) -> Device:
             f"there are no peaks for {kind!r}; give a topology of {names}."
         )
     return DEVICES[kind]
+
+
+def named(topology: str) -> Device:
+    """The device that a topology, such as "v5p:8x8x8", is made of."""
+    mesh_lib.num_devices(topology)  # refuses what is none
+    chip = topology.partition(":")[0]
+    return next(device for device in DEVICES.values() if device.chip.name == chip)
+
+
+def abstract_mesh(config: config_lib.MeshConfig, topology: str) -> AbstractMesh:
+    """The mesh of a topology without its devices: for shapes, and without libtpu.
+
+    Raises:
+      InputError: there is no such chip, or the axes do not make up its devices.
+    """
+    sizes = mesh_lib.axis_sizes(config, mesh_lib.num_devices(topology, config.slices))
+    kind = named(topology).chip.device_kind
+    return AbstractMesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        abstract_device=AbstractDevice(kind, num_cores=None, platform="tpu"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

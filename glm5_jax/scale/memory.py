@@ -50,7 +50,7 @@ def arguments(tree: Any, names: tuple[str, ...]) -> list[Array]:
                 dtype=str(x.dtype),
                 spec=str(tuple(x.sharding.spec)),
                 device_bytes=int(np.prod(local)) * x.dtype.itemsize,
-                num_copies=len(x.sharding.device_set) // max(num_parts, 1),
+                num_copies=x.sharding.mesh.size // max(num_parts, 1),
             )
         )
     return out

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from glm5_jax import config as config_lib
 from glm5_jax import sharding
@@ -18,7 +18,7 @@ from glm5_jax.training import program as program_lib
 NAMES = ("train", "prefill", "decode")
 NUM_STOP_IDS = 4
 # Dims of what serving keeps, as the letters of shapes.py: leaves are found by name.
-_CACHE_DIMS = {"kv": ("L", "B", "S", "C+R"), "k_index": ("L", "B", "S", "J")}
+CACHE_DIMS = {"kv": ("L", "B", "S", "C+R"), "k_index": ("L", "B", "S", "J")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +26,17 @@ class Job:
     """A jitted function and its arguments, as shapes with shardings."""
 
     name: str
-    mesh: Mesh
+    mesh: Any  # a Mesh; or an AbstractMesh, for shapes alone
     step: jax.stages.Wrapped
     arguments: tuple[Any, ...]
     names: tuple[str, ...]  # of the arguments
     num_tokens: int  # that a run reads or writes, over all devices
 
 
-def make(config: config_lib.TrainConfig, mesh: Mesh, name: str = "train") -> Job:
-    """Builds one of NAMES.
+def make(
+    config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh, name: str = "train"
+) -> Job:
+    """Builds one of NAMES; for an abstract mesh its shapes, not to be compiled.
 
     prefill reads data.batch_size prompts of data.sequence_length tokens each; decode
     writes a token to as many sequences, of which the cache holds as much.
@@ -56,7 +58,9 @@ def make(config: config_lib.TrainConfig, mesh: Mesh, name: str = "train") -> Job
     )
 
 
-def _serving(config: config_lib.TrainConfig, mesh: Mesh, name: str) -> Job:
+def _serving(
+    config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh, name: str
+) -> Job:
     """The engine's two programs; every slot is in use."""
     model, data = config.model, config.data
     batch, length = data.batch_size, data.sequence_length
@@ -129,11 +133,11 @@ def _by_name(tree: Any) -> dict[str, Any]:
     return {".".join(key.name for key in path): x for path, x in flat}
 
 
-def _by_batch(shapes: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+def _by_batch(shapes: dict[str, Any], mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     """Places arrays whose first dim, or a cache's second, is the batch."""
 
     def place(name: str) -> NamedSharding:
-        dims = _CACHE_DIMS.get(name.rpartition(".")[2], ("B",))
+        dims = CACHE_DIMS.get(name.rpartition(".")[2], ("B",))
         return NamedSharding(mesh, sharding.spec(dims))
 
     return {name: _placed(x, place(name)) for name, x in shapes.items()}

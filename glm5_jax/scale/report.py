@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
@@ -62,10 +61,10 @@ def make(
     Raises:
       InputError: topology, mesh, program or depth cannot be.
     """
-    config = _changed(config, num_slices, depth)
+    config = changed(config, num_slices, depth)
     slices = config.mesh.slices
     mesh = mesh_lib.make_mesh(config.mesh, mesh_lib.topology(topology, slices))
-    _require_whole_rows(config, mesh)
+    require_whole_rows(config, mesh.shape)
     job = programs.make(config, mesh, program)
     made = compile_lib.compile(job, slices)
     line = _setting(config, config_name, topology, job)
@@ -222,7 +221,7 @@ def _knobs(config: config_lib.TrainConfig) -> list[str]:
     return [*out, "more chips"]
 
 
-def _changed(
+def changed(
     config: config_lib.TrainConfig, num_slices: int | None, depth: int | None
 ) -> config_lib.TrainConfig:
     """The config with other slices and another depth."""
@@ -242,11 +241,13 @@ def _changed(
     return config
 
 
-def _require_whole_rows(config: config_lib.TrainConfig, mesh: Mesh) -> None:
+def require_whole_rows(
+    config: config_lib.TrainConfig, sizes: Mapping[str, int]
+) -> None:
     """A batch must be divisible by the devices that share it."""
     is_rl = config.stage == "rl"
     rows = config.rl.num_rows if is_rl else config.data.batch_size
-    parts = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
+    parts = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     if rows % parts:
         near = sorted({max(rows // parts, 1) * parts, (rows // parts + 1) * parts})
         name = "rl.prompts_per_step * rl.group_size" if is_rl else "data.batch_size"

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth, sharding
@@ -25,7 +25,7 @@ BATCH_DIMS = ("B", "T")
 class Program:
     """A jitted step and the arrays it takes, as shapes with their shardings."""
 
-    mesh: Mesh
+    mesh: Any  # a Mesh; or an AbstractMesh, for shapes alone
     optimizer: optimizer_lib.Optimizer
     step: (
         jax.stages.Wrapped
@@ -45,7 +45,7 @@ class Program:
             return self.step.lower(*self.arguments)
 
 
-def make_program(config: config_lib.TrainConfig, mesh: Mesh) -> Program:
+def make_program(config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh) -> Program:
     """The step of any stage; it keeps its outputs where its inputs are."""
     optimizer = step_lib.make_optimizer(config)
     param_places = sharding.shardings(transformer.param_dims(config.model), mesh)
@@ -75,7 +75,7 @@ def places(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def batch_place(mesh: Mesh) -> NamedSharding:
+def batch_place(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Rows over the batch axes, tokens over the context axis."""
     return NamedSharding(mesh, sharding.spec(BATCH_DIMS))
 

@@ -1,0 +1,250 @@
+"""Every array of a program by name: where it lies, and what it takes of a device.
+
+Nothing is compiled and no compiler is needed: shapes and dims follow from the table of
+parameters, placement from the rule table. What a step makes for itself is listed as far
+as it is known by name: gradients, and what the scans over layers keep for the backward
+pass.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
+
+from glm5_jax import config as config_lib
+from glm5_jax import depth as depth_lib
+from glm5_jax import sharding
+from glm5_jax.model import indexer, transformer
+from glm5_jax.scale import chips, markdown, memory, programs, report
+from glm5_jax.training import program as program_lib
+from glm5_jax.training import step as step_lib
+
+Dims = tuple[str, ...]
+HEAD = ("array", "kind", "dims", "shape", "dtype", "spec", "MiB of a device", "copies")
+MADE_BY_THE_STEP = ("gradients", "activations")  # kinds that no argument has
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Array(memory.Array):
+    """An array and the logical dims (glm5_jax/shapes.py) that its spec follows from."""
+
+    dims: Dims
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """All arrays of a program on a mesh."""
+
+    title: str
+    arrays: list[Array]
+    notes: tuple[str, ...]
+
+    @property
+    def sums(self) -> list[tuple[str, str]]:
+        """GiB of a device by kind, then of the arguments and of all."""
+        kinds = memory.by_kind(list(self.arrays))
+        given = sum(n for k, n in kinds.items() if not k.startswith(MADE_BY_THE_STEP))
+        kinds |= {"all arguments": given, "all of these": sum(kinds.values())}
+        return [(kind, f"{size / chips.GIB:.4g}") for kind, size in kinds.items()]
+
+    def text(self) -> str:
+        """For a terminal."""
+        parts = [self.title, _aligned([HEAD, *map(_cells, self.arrays)])]
+        parts += [_aligned([("kind", "GiB of a device"), *self.sums]), *self.notes]
+        return "\n\n".join(parts)
+
+    def write(self, stem: str) -> None:
+        """Writes STEM.json and STEM.md."""
+        path = pathlib.Path(stem).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "title": self.title,
+            "arrays": [dataclasses.asdict(array) for array in self.arrays],
+            "gib_by_kind": dict(self.sums),
+            "notes": self.notes,
+        }
+        text = json.dumps(content, indent=1) + "\n"
+        path.with_name(path.name + ".json").write_text(text, encoding="utf-8")
+        parts = [
+            f"# {self.title}",
+            markdown.table(("kind", "GiB of a device"), self.sums),
+            *self.notes,
+            markdown.table(HEAD, map(_cells, self.arrays)),
+        ]
+        page = "\n\n".join(parts) + "\n"
+        path.with_name(path.name + ".md").write_text(page, encoding="utf-8")
+
+
+def make(
+    config: config_lib.TrainConfig,
+    config_name: str,
+    topology: str,
+    *,
+    program: str = "train",
+    num_slices: int | None = None,
+    depth: int | None = None,
+) -> Listing:
+    """Lists the arrays of a program of a config on a topology.
+
+    Args: as `report.make`.
+
+    Raises:
+      InputError: topology, mesh, program or depth cannot be.
+    """
+    config = report.changed(config, num_slices, depth)
+    mesh = chips.abstract_mesh(config.mesh, topology)
+    report.require_whole_rows(config, mesh.shape)
+    sizes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1)
+    slices = f" x {config.mesh.slices} slices" if config.mesh.slices > 1 else ""
+    return Listing(
+        title=f"{config_name}: {program} on {topology}{slices}, {mesh.size} devices, "
+        f"mesh {sizes or 'of one device'}",
+        arrays=of_program(config, mesh, program),
+        notes=tuple(_notes(config, program)),
+    )
+
+
+def of_program(
+    config: config_lib.TrainConfig, mesh: AbstractMesh, program: str = "train"
+) -> list[Array]:
+    """Arguments of a program, and for a training step what it is known to keep."""
+    job = programs.make(config, mesh, program)
+    arguments = memory.arguments(job.arguments, job.names)
+    table = dict(_parameters(config.model))
+    arrays = [_with_dims(array, table) for array in arguments]
+    if program == "train":
+        arrays += _gradients(config, arrays)
+        arrays += _placed(_activations(config, mesh), mesh)
+    return arrays
+
+
+def _parameters(config: config_lib.ModelConfig) -> Iterator[tuple[str, Dims]]:
+    """Path and dims of every parameter."""
+    flat = jax.tree_util.tree_flatten_with_path(
+        transformer.param_dims(config), is_leaf=lambda x: isinstance(x, tuple)
+    )[0]
+    return ((".".join(key.key for key in path), dims) for path, dims in flat)
+
+
+def _with_dims(array: memory.Array, table: dict[str, Dims]) -> Array:
+    """Moments have the dims of their parameter, whose path ends their own."""
+    first, *words = array.name.split(".")
+    if first == "batch":
+        dims = program_lib.BATCH_DIMS if len(words) == 1 else ("B",)
+    elif first == "cache":
+        dims = programs.CACHE_DIMS.get(words[-1], ("B",))
+    else:
+        ends = (".".join(words[i:]) for i in range(len(words)))
+        dims = next((table[end] for end in ends if end in table), ())
+    return Array(**dataclasses.asdict(array), dims=dims[: len(array.shape)])
+
+
+def _gradients(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[Array]:
+    """Placed like the parameters, in their dtype."""
+    is_trained = step_lib.is_trained(config)
+    for array in arrays:
+        first, *path = array.name.split(".")
+        if first == "params" and is_trained(tuple(path)):
+            yield dataclasses.replace(
+                array,
+                name=".".join(["gradients", *path]),
+                kind=array.kind.replace("parameters", "gradients"),
+            )
+
+
+def _activations(
+    config: config_lib.TrainConfig, mesh: AbstractMesh
+) -> Iterator[tuple[str, Dims, jax.ShapeDtypeStruct]]:
+    """What each step of a scan over layers keeps: what it was given."""
+    model, data = config.model, config.data
+    rows = config.rl.num_rows if config.stage == "rl" else data.batch_size
+    batch, length = rows, data.sequence_length
+    state = (batch, length, model.hidden_size)
+    has_kl = step_lib.has_indexer_loss(config)
+    index = None
+    if model.attention != "dense" and not all(model.is_full_index_layer):
+        with jax.sharding.use_abstract_mesh(mesh):  # for what chips is a selection
+            index = jax.eval_shape(lambda: indexer.empty(model, batch, length, has_kl))
+    for g, group in enumerate(depth_lib.layer_groups(model)):
+        name, repeats = f"layers_{g}", group.repeats
+        yield f"{name}.x", ("L", "B", "T", "D"), _shape((repeats, *state), model.dtype)
+        for part, x in (index._asdict() if index else {}).items():
+            if x is not None:
+                dims = ("L", *_INDEX_DIMS[part][: len(x.shape)])
+                yield f"{name}.index.{part}", dims, _shape((repeats, *x.shape), x.dtype)
+    yield "hidden", ("B", "T", "D"), _shape(state, model.dtype)
+    if model.has_mtp and config.loss.mtp_weight and config.stage != "rl":
+        for name in ("x", "hidden"):  # of each of its steps: before and after
+            shape = _shape((model.mtp_num_steps, *state), model.dtype)
+            yield f"mtp.{name}", ("k", "B", "T", "D"), shape
+
+
+# Of an index that layers share; a selection's last dim is a list, or words of bits.
+_INDEX_DIMS = {
+    "q": ("B", "T", "I", "J"),
+    "k": ("B", "S", "J"),
+    "w": ("B", "T", "I"),
+    "selected": ("B", "T", "S"),
+}
+
+
+def _shape(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _placed(
+    entries: Iterator[tuple[str, Dims, jax.ShapeDtypeStruct]], mesh: AbstractMesh
+) -> Iterator[Array]:
+    """Arrays of the step by the rule table."""
+    for name, dims, x in entries:
+        place = NamedSharding(mesh, sharding.spec(dims))
+        local = math.prod(place.shard_shape(x.shape))
+        yield Array(
+            name=f"activations.{name}",
+            kind="activations",
+            shape=x.shape,
+            dtype=str(x.dtype),
+            spec=str(tuple(place.spec)),
+            device_bytes=local * x.dtype.itemsize,
+            num_copies=mesh.size * local // math.prod(x.shape),
+            dims=dims,
+        )
+
+
+def _notes(config: config_lib.TrainConfig, program: str) -> Iterator[str]:
+    """What the list leaves out."""
+    yield "By name and shape alone: nothing was compiled."
+    if program == "train":
+        kept = {
+            "full": "the scans keep what is listed, and compute the rest again",
+            "dots": "the scans keep results of products too, which are not listed",
+            "none": "the scans keep all of a layer, of which only inputs are listed",
+        }
+        policy = config.model.remat_policy
+        yield (
+            f"With model.remat_policy={policy} {kept[policy]}. Gradients of scanned "
+            "layers and the moments' new values live in part only, or in place: the "
+            "compiler's answer is that of the command without --arrays."
+        )
+
+
+def _cells(a: Array) -> tuple[str, ...]:
+    size = f"{a.device_bytes / MIB:.4g}"
+    dims, shape = " ".join(a.dims), str(list(a.shape))
+    return a.name, a.kind, dims, shape, a.dtype, a.spec, size, str(a.num_copies)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> str:
+    """Columns as wide as what is in them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)

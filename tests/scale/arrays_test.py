@@ -1,0 +1,138 @@
+"""Every array by name: placement adds up, without a compiler."""
+
+import dataclasses
+import json
+import math
+import pathlib
+
+import jax.numpy as jnp
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+from glm5_jax import presets
+from glm5_jax.scale import arrays, chips, memory, programs
+from glm5_jax.training import accounting
+from tests import environment
+
+MESH = config_lib.MeshConfig(fsdp=2, expert=2, context=2)
+CONFIG = config_lib.TrainConfig(
+    model=presets.GLM5_1M,
+    data=config_lib.DataConfig(sequence_length=128, batch_size=8),
+    mesh=MESH,
+)
+
+
+def listed(program="train", **changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    mesh = chips.abstract_mesh(config.mesh, "v5p:2x2x2")
+    return arrays.of_program(config, mesh, program)
+
+
+def whole(found, start):
+    """Bytes of all devices, each part once."""
+    return sum(
+        array.device_bytes * 8 // array.num_copies
+        for array in found
+        if array.name.startswith(start)
+    )
+
+
+class ArraysTest(parameterized.TestCase):
+    def test_parts_add_up_to_the_state(self):
+        found, state = listed(), accounting.state_bytes(CONFIG)
+        self.assertEqual(whole(found, "params."), state["parameters"])
+        self.assertEqual(whole(found, "opt_state."), state["optimizer state"])
+        self.assertEqual(whole(found, "gradients."), state["gradients"])
+        self.assertEqual(whole(found, "batch."), 5 * 4 * 8 * 128)
+
+    def test_arguments_are_those_of_devices_that_are_here(self):
+        job = programs.make(CONFIG, mesh_lib.make_mesh(MESH))
+        here = memory.arguments(job.arguments, job.names)
+        found = [a for a in listed() if a.kind not in arrays.MADE_BY_THE_STEP]
+        size = {array.name: array.device_bytes for array in found}
+        self.assertEqual(
+            {a.name: a.device_bytes for a in here},
+            {name: size[name] for name in (a.name for a in here)},
+        )
+
+    def test_dims_are_those_of_the_shape_and_of_the_parameter(self):
+        by_name = {array.name: array for array in listed()}
+        name = "layers_1.block_0.mlp.experts.down_proj"
+        for prefix in ("params.", "gradients."):
+            array = by_name[prefix + name]
+            self.assertEqual(array.dims, ("L", "E", "F", "D"))
+            self.assertEqual(array.spec, "(None, 'expert', 'tensor', 'fsdp')")
+            self.assertEqual(array.num_copies, 2)  # along context
+        (trace,) = (a for a in by_name.values() if a.name.endswith("trace." + name))
+        self.assertEqual(trace.dims, ("L", "E", "F", "D"))
+        for array in by_name.values():
+            self.assertIn(len(array.dims), (0, len(array.shape)), array.name)
+
+    def test_scans_keep_a_state_a_layer(self):
+        model = CONFIG.model
+        state = 128 * model.hidden_size * jnp.dtype(model.dtype).itemsize  # of 8 x 128
+        kept = [a for a in listed() if a.name.endswith(".x")]
+        steps = model.num_hidden_layers + model.mtp_num_steps
+        self.assertEqual(sum(a.device_bytes for a in kept), steps * state)
+
+    def test_layers_that_share_an_index_keep_it(self):
+        model = dataclasses.replace(CONFIG.model, index_topk_freq=2, index_topk=32)
+        found = {array.name: array for array in listed(model=model)}
+        selected = [n for n in found if n.endswith("index.selected")]
+        self.assertNotEmpty(selected)
+        bits = found[selected[0]]  # a TPU's: 128 words of 32 bits hold 4096 keys
+        self.assertEqual((bits.dtype, bits.shape[-1]), ("uint32", 128))
+
+    def test_a_warm_up_trains_the_indexers_alone(self):
+        model = dataclasses.replace(
+            CONFIG.model, attention="dense_with_indexer_loss", index_topk=32
+        )
+        found = listed(model=model, stage="dsa_warmup")
+        gradients = [a.name for a in found if a.name.startswith("gradients")]
+        self.assertNotEmpty(gradients)
+        self.assertEmpty([name for name in gradients if "indexer" not in name])
+
+    def test_a_cache_holds_what_a_token_costs(self):
+        found = listed("decode", mesh=config_lib.MeshConfig(fsdp=4, expert=2))
+        kept = [a for a in found if a.name.split(".")[-1] in programs.CACHE_DIMS]
+        a_token = accounting.cache_bytes_per_token(CONFIG.model)
+        (room,) = {math.prod(a.shape[1:3]) for a in kept}  # rows and tokens
+        self.assertGreaterEqual(room, 8 * 128)
+        self.assertEqual(sum(a.device_bytes for a in kept) * 8, a_token * room)
+
+    @parameterized.named_parameters(
+        ("chip", "v9:2x2x2", "chip of v5e, v5p, v6e, tpu7x"),
+        ("number", "v5p:2x2x1", r"on 4 devices; .*mesh\.fsdp=1"),
+        ("rows", "v5p:2x4x4", r"data\.batch_size must be divisible .*set it to 16"),
+    )
+    def test_what_cannot_be_names_what_can(self, topology, message):
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            arrays.make(CONFIG, "name", topology)
+
+
+class ListingTest(parameterized.TestCase):
+    def test_sums_are_of_what_is_listed(self):
+        listing = arrays.make(CONFIG, "name", "v5p:2x2x2")
+        sums = dict(listing.sums)
+        total = sum(a.device_bytes for a in listing.arrays) / chips.GIB
+        self.assertEqual(sums["all of these"], f"{total:.4g}")
+        lines = listing.text().splitlines()
+        self.assertIn("mesh fsdp 2 x expert 2 x context 2", lines[0])
+        count = lambda start: sum(line.startswith(start) for line in lines)
+        self.assertGreater(count("params."), 60)
+        self.assertEqual(count("gradients."), count("params."))
+
+    def test_it_is_written_as_a_page_and_for_programs(self):
+        listing = arrays.make(CONFIG, "name", "v5p:2x2x2", depth=2)
+        stem = pathlib.Path(self.create_tempdir().full_path) / "folder" / "arrays"
+        listing.write(str(stem))
+        page = stem.with_suffix(".md").read_text()
+        content = json.loads(stem.with_suffix(".json").read_text())
+        self.assertLen(content["arrays"], len(listing.arrays))
+        for array in content["arrays"]:
+            self.assertIn(f"| {array['name']} |", page)
+
+
+if __name__ == "__main__":
+    environment.main()
