@@ -95,11 +95,17 @@ def whole(x: Array, dims: tuple[str, ...], dtype: str | None = None) -> Array:
     Only where E leads is it a stack of experts, which stay where they are; a router's
     columns are gathered. What is sent is sent as `dtype`.
     """
-    kept = (*_KEPT, "E") if dims[0] == "E" else _KEPT
-    for dim, axes in enumerate(sharding.axes_of(dims)):
-        if dims[dim] not in kept and size(axes) > 1:
+    for dim, axes in enumerate(fetched_axes(dims)):
+        if size(axes) > 1:
             x = gather(x.astype(dtype or x.dtype), axes, dim)
     return x
+
+
+def fetched_axes(dims: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Mesh axes along which `whole` gathers each dim of a parameter."""
+    kept = (*_KEPT, "E") if dims[0] == "E" else _KEPT
+    pairs = zip(dims, sharding.axes_of(dims), strict=True)
+    return [() if dim in kept else axes for dim, axes in pairs]
 
 
 def all_keys(x: Array, dim: int = 1) -> Array:

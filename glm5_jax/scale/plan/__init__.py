@@ -1,0 +1,1 @@
+"""A simulation: which mesh is worth compiling, from sizes alone."""

@@ -1,0 +1,177 @@
+"""What a training step needs of a device's memory, from shapes alone.
+
+Arguments are exact. Temporaries are what lives at the worst of three moments: a layer's
+backward pass, that of MTP's layer, the update. Each term is one function of shapes; how
+many copies of a buffer live at once is the compiler's choice: the constants, fitted to
+what libtpu 0.0.51 says (tests/scale/plan/compiled.json).
+"""
+
+import dataclasses
+import functools
+
+import jax
+
+from glm5_jax import config as config_lib
+from glm5_jax.scale import chips, memory, programs
+from glm5_jax.scale.plan import setting as setting_lib
+
+Setting = setting_lib.Setting
+TOLERANCE = 0.1  # of the temporaries, as tested
+
+# How many copies live at once.
+FETCHED = 1.0  # of a layer's weights
+SUMS = 2.0  # of their gradients while chunks add to them
+ROWS = 3.0  # of the experts' rows of hidden size
+WIDE_ROWS = 3.0  # of their gate, up and product
+GROUP = 3.0  # of the tokens that a chunk has gathered
+HEADS = 8.0  # of queries, keys or values of all heads
+STATES = 12.0  # of the hidden states
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a device."""
+
+    arguments: dict[str, float]  # by kind
+    moments: dict[str, dict[str, float]]  # temporaries of each moment, by kind
+
+    @property
+    def worst(self) -> str:
+        """The moment that takes most."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def temporaries(self) -> float:
+        """At the worst moment."""
+        return sum(self.moments[self.worst].values())
+
+    @property
+    def total(self) -> float:
+        """Of the step."""
+        return sum(self.arguments.values()) + self.temporaries
+
+
+def of(s: Setting) -> Memory:
+    """The estimate for a candidate."""
+    standing = {
+        "casts": casts(s),
+        "gradients": gradients(s),
+        "carries": carries(s),
+    }
+    layer = {
+        "fetched weights": FETCHED * fetched(s) + SUMS * expert_weights(s),
+        "experts": expert_buffers(s),
+        "attention": attention(s),
+        "hidden states": STATES * s.state,
+    }
+    update = {"gradients": standing["gradients"], "update": optimizer(s)}
+    head = {k: standing[k] for k in ("casts", "carries")}
+    head["vocabulary"] = vocabulary(s)
+    moments = {"layer": standing | layer, "update": update, "head": head}
+    return Memory(arguments(s), moments)
+
+
+def arguments(s: Setting) -> dict[str, float]:
+    """Parameters, moments and batch by kind: exact but for the padding of tiles."""
+    plain = dataclasses.replace(
+        s.config,
+        mesh=config_lib.MeshConfig(data=1),
+        model=dataclasses.replace(s.model, expert_chunks=1),
+    )
+    sums: dict[str, float] = {}
+    for kind, size, axes in _arguments(plain):
+        sums[kind] = sums.get(kind, 0.0) + size / s.over(*axes)
+    return sums
+
+
+def casts(s: Setting) -> float:
+    """Parameters as they are computed with, where they are kept as something else."""
+    return gradients(s) if s.model.param_dtype != s.model.dtype else 0.0
+
+
+def gradients(s: Setting) -> float:
+    """Of all parameters, in the type that they are computed in, placed like them."""
+    total = 0.0
+    for kind, count in s.layer_kinds.items():
+        total += count * sum(s.stored(w) * w.item for w in s.layer(kind))
+    if s.mtp_steps:
+        total += sum(s.stored(w) * w.item for w in s.layer("MF"))
+    return total + sum(s.stored(w) * w.item for w in s.others.values())
+
+
+def carries(s: Setting) -> float:
+    """Hidden states that each layer was given, kept for its backward pass."""
+    return float(s.state * sum(s.layer_kinds.values()))
+
+
+def fetched(s: Setting) -> float:
+    """All weights of a layer with experts, whole but for the experts elsewhere."""
+    return float(max(_bytes(s, kind) for kind in s.layer_kinds))
+
+
+def expert_weights(s: Setting) -> float:
+    """The routed experts among them."""
+    return float(
+        max(
+            sum(s.fetched(w) * w.item for w in setting_lib.experts(s.layer(kind)))
+            for kind in s.layer_kinds
+        )
+    )
+
+
+def expert_buffers(s: Setting) -> float:
+    """Rows of a chunk on their way through the experts."""
+    if not any(kind[0] == "M" for kind in s.layer_kinds):
+        return 0.0
+    width = s.model.moe_intermediate_size // s.over("tensor")
+    hidden = s.expert_rows * s.model.hidden_size * s.item
+    group = s.state * s.over("expert") // s.chunks
+    return ROWS * hidden + WIDE_ROWS * s.expert_rows * width * s.item + GROUP * group
+
+
+def attention(s: Setting) -> float:
+    """Queries, keys and values of all heads, or latent queries and listed keys."""
+    model = s.model
+    heads = model.num_attention_heads // s.over("tensor")
+    a_token = heads * model.qk_head_dim * s.item
+    if s.has_lists:
+        a_token = heads * (model.kv_lora_rank + model.qk_rope_head_dim) * s.item
+    return HEADS * s.tokens * a_token
+
+
+def vocabulary(s: Setting) -> float:
+    """The head, its gradient in float32, and a chunk's logits with their gradient."""
+    head = s.others["lm_head"]
+    words = s.model.vocab_size // s.over("tensor", "expert")
+    logits = min(s.config.loss.chunk_tokens, s.tokens * s.over("expert")) * words
+    return s.fetched(head) * (s.item + 2 * 4) + 3 * 4 * logits
+
+
+def optimizer(s: Setting) -> float:
+    """Newton-Schulz in pieces, and a leaf's update (docs/design/0006)."""
+    largest = max(
+        s.stored(w) * count
+        for kind, count in s.layer_kinds.items()
+        for w in s.layer(kind)
+    )
+    return 4.0 * largest
+
+
+def _bytes(s: Setting, kind: str) -> int:
+    return sum(s.fetched(w) * w.item for w in s.layer(kind))
+
+
+@functools.cache
+def _arguments(
+    config: config_lib.TrainConfig,
+) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
+    """Kind, bytes and mesh axes of every argument."""
+    mesh = chips.abstract_mesh(config.mesh, "v5e:1x1")
+    job = programs.make(config, mesh)
+    arrays = memory.arguments(job.arguments, job.names)
+    leaves = jax.tree.leaves(job.arguments)
+    return tuple(
+        (array.kind, array.device_bytes, tuple(jax.tree.leaves(tuple(x.sharding.spec))))
+        for array, x in zip(arrays, leaves, strict=True)
+        if x.sharding.memory_kind != "pinned_host"
+    )

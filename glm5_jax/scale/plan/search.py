@@ -1,0 +1,132 @@
+"""Every mesh of some chips that divides a config, with the knobs that matter."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+
+CHUNKS = (1, 2, 4, 8)  # model.expert_chunks
+STAGES = ("pretrain", "dsa_sparse", "sft")  # whose step trains all of the model
+NUM_NEAR = 4  # batch sizes that a message names
+
+
+def candidates(
+    config: config_lib.TrainConfig, topology: str, num_slices: int = 1
+) -> list[config_lib.TrainConfig]:
+    """Configs that differ from one in mesh, expert_chunks and moment_dtype.
+
+    Raises:
+      InputError: there is no such topology, the stage is none of STAGES, or nothing
+        divides.
+    """
+    num_devices = mesh_lib.num_devices(topology, num_slices)
+    if config.stage not in STAGES:
+        raise config_lib.InputError(
+            f"stage must be one of {', '.join(STAGES)}, got {config.stage!r}: the plan "
+            "knows steps that train the whole model; compile others with "
+            "python -m glm5_jax.aot."
+        )
+    found, broken = [], {}
+    for sizes in meshes(num_devices, num_slices, config.data.batch_size):
+        try:
+            found += list(_with_knobs(_with_mesh(config, sizes, num_slices)))
+        except config_lib.InputError as error:
+            for line in str(error).splitlines():
+                rule = line.partition(" of mesh, got")[0]
+                broken[rule] = broken.get(rule, 0) + 1
+    if not found:
+        raise config_lib.InputError(_refusal(config, num_devices, num_slices, broken))
+    return found
+
+
+def meshes(
+    num_devices: int, num_slices: int, batch_size: int
+) -> Iterator[dict[str, int]]:
+    """Sizes of the axes that make up the devices and share whole rows."""
+    for parts in _factorizations(num_devices, len(mesh_lib.AXES)):
+        sizes = dict(zip(mesh_lib.AXES, parts, strict=True))
+        rows = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+        if sizes["data"] % num_slices == 0 and batch_size % rows == 0:
+            yield sizes
+
+
+def _with_mesh(
+    config: config_lib.TrainConfig, sizes: dict[str, int], num_slices: int
+) -> config_lib.TrainConfig:
+    """The config on another mesh, one expert chunk; it checks itself."""
+    return dataclasses.replace(
+        config,
+        mesh=config_lib.MeshConfig(slices=num_slices, **sizes),
+        model=dataclasses.replace(config.model, expert_chunks=1),
+    )
+
+
+def _with_knobs(config: config_lib.TrainConfig) -> Iterator[config_lib.TrainConfig]:
+    """Chunks that divide the tokens; the moments' type as it is, and in bfloat16."""
+    dtypes = dict.fromkeys((config.optim.moment_dtype, "bfloat16"))
+    for chunks, dtype in itertools.product(CHUNKS, dtypes):
+        if config.data.sequence_length % (config.mesh.context * chunks):
+            continue
+        yield dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, expert_chunks=chunks),
+            optim=dataclasses.replace(config.optim, moment_dtype=dtype),
+        )
+
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as an ordered product."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorizations(number // first, count - 1):
+                yield (first, *rest)
+
+
+def _refusal(
+    config: config_lib.TrainConfig,
+    num_devices: int,
+    num_slices: int,
+    broken: dict[str, int],
+) -> str:
+    """What stands against every mesh, and which batch sizes would do."""
+    rows, length = config.data.batch_size, config.data.sequence_length
+    head = (
+        f"no mesh of {num_devices} devices in {num_slices} slices divides "
+        f"data.batch_size={rows} rows of data.sequence_length={length} tokens: rows go "
+        f"over data * fsdp * expert, tokens over context, heads and widths over tensor"
+    )
+    if broken:
+        rules = sorted(broken, key=lambda rule: -broken[rule])[:NUM_NEAR]
+        head += f" ({'; '.join(rules)})"
+    if near := _near_batch_sizes(config, num_devices, num_slices):
+        return f"{head}. Set data.batch_size to {' or '.join(map(str, near))}."
+    return f"{head}. Take other chips, or another data.sequence_length."
+
+
+def _near_batch_sizes(
+    config: config_lib.TrainConfig, num_devices: int, num_slices: int
+) -> list[int]:
+    """Those nearest to the config's for which some mesh divides everything."""
+    wanted = config.data.batch_size
+    parts = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    tried = {n * k for n in parts for k in (1, max(wanted // n, 1), wanted // n + 1)}
+    found = []
+    for rows in sorted(tried, key=lambda n: (abs(math.log(n / wanted)), n)):
+        data = dataclasses.replace(config.data, batch_size=rows)
+        for sizes in meshes(num_devices, num_slices, rows):
+            try:
+                changed = dataclasses.replace(config, data=data)
+                _with_mesh(changed, sizes, num_slices)
+            except config_lib.InputError:
+                continue
+            found.append(rows)
+            break
+        if len(found) == NUM_NEAR:
+            break
+    return sorted(found)

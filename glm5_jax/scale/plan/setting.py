@@ -1,0 +1,167 @@
+"""A candidate, and what every term of the model asks of it: sizes of its shards."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from glm5_jax import collectives, sharding
+from glm5_jax import config as config_lib
+from glm5_jax import depth as depth_lib
+from glm5_jax.model import block, layers, transformer
+from glm5_jax.scale import chips
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter of one layer, and what becomes of it on a mesh."""
+
+    name: str
+    param: layers.Param
+    item: int  # bytes of an element as it is computed with
+
+    @property
+    def stored_axes(self) -> list[tuple[str, ...]]:
+        """Mesh axes that each dim is cut over where it is kept."""
+        return sharding.axes_of(self.param.dims)
+
+    @property
+    def fetched_axes(self) -> tuple[str, ...]:
+        """Mesh axes that are gathered before its use, in order."""
+        found = collectives.fetched_axes(self.param.dims)
+        return tuple(axis for axes in found for axis in axes)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is a stack of routed experts."""
+        return self.param.dims[0] == "E" and len(self.param.dims) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A config with a mesh of known sizes on some device."""
+
+    config: config_lib.TrainConfig
+    sizes: Mapping[str, int]
+    device: chips.Device
+
+    def over(self, *axes: str) -> int:
+        """Devices along some mesh axes."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    @property
+    def model(self) -> config_lib.ModelConfig:
+        """The architecture."""
+        return self.config.model
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch that a device works on."""
+        return self.config.data.batch_size // self.over(*collectives.ROWS)
+
+    @property
+    def keys(self) -> int:
+        """Tokens of a row."""
+        return self.config.data.sequence_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a device works on."""
+        return self.rows * self.keys // self.over(*collectives.CONTEXT)
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of an activation."""
+        return jnp.dtype(self.model.dtype).itemsize
+
+    @property
+    def state(self) -> int:
+        """Bytes of the hidden states between two layers."""
+        return self.tokens * self.model.hidden_size * self.item
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the tokens that meet the experts one after the other."""
+        return self.model.expert_chunks
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows of an expert buffer: room for every token of the group, in a chunk."""
+        group = self.tokens * self.over("expert") // self.chunks
+        return group * min(self.model.num_experts_per_tok, self.model.n_routed_experts)
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether attention gathers listed keys instead of masking all of them."""
+        is_sparse = self.model.attention == "sparse" and self.selects
+        return is_sparse and self.keys >= self.device.chip.lists_from
+
+    @property
+    def selects(self) -> bool:
+        """Whether there are more keys than the indexer keeps."""
+        return self.model.attention != "dense" and self.keys > self.model.index_topk
+
+    @property
+    def has_indexer_loss(self) -> bool:
+        """Whether the divergence of the indexer is computed."""
+        return self.model.attention != "dense" and self.config.loss.indexer_weight > 0
+
+    @property
+    def mtp_steps(self) -> int:
+        """Times that the module for later tokens runs."""
+        has_loss = self.model.has_mtp and self.config.loss.mtp_weight
+        return self.model.mtp_num_steps if has_loss else 0
+
+    @functools.cached_property
+    def layer_kinds(self) -> dict[str, int]:
+        """How many layers there are of each kind (glm5_jax/depth.py), without MTP."""
+        kinds = depth_lib.layer_kinds(self.model)
+        return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+    def layer(self, kind: str) -> tuple[Weight, ...]:
+        """Parameters of a layer."""
+        return _weights(self.model, kind)
+
+    @functools.cached_property
+    def others(self) -> dict[str, Weight]:
+        """Embedding, head and what MTP has besides its layer."""
+        table = transformer.table(self.model)
+        names = ("embed_tokens", "lm_head")
+        found = {name: table[name] for name in names}
+        if self.model.has_mtp:
+            found["eh_proj"] = table["mtp"]["eh_proj"]
+        return {name: Weight(name, p, self.item) for name, p in found.items()}
+
+    def stored(self, weight: Weight) -> int:
+        """Elements that a device keeps of a parameter."""
+        axes = [axis for part in weight.stored_axes for axis in part]
+        return math.prod(weight.param.shape) // self.over(*axes)
+
+    def fetched(self, weight: Weight) -> int:
+        """Elements that a device computes with."""
+        return self.stored(weight) * self.over(*weight.fetched_axes)
+
+
+def dense(weights: tuple[Weight, ...]) -> Iterator[Weight]:
+    """Matrices of a layer that every token meets."""
+    return (w for w in weights if not w.is_expert and len(w.param.dims) > 1)
+
+
+def experts(weights: tuple[Weight, ...]) -> Iterator[Weight]:
+    """Its routed experts."""
+    return (w for w in weights if w.is_expert)
+
+
+@functools.cache
+def _weights(model: config_lib.ModelConfig, kind: str) -> tuple[Weight, ...]:
+    flat = jax.tree_util.tree_flatten_with_path(
+        block.table(model, kind), is_leaf=lambda x: isinstance(x, layers.Param)
+    )[0]
+    item = jnp.dtype(model.dtype).itemsize
+    return tuple(
+        Weight(".".join(k.key for k in path), p, 4 if p.is_float32 else item)
+        for path, p in flat
+    )

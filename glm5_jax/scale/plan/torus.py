@@ -1,0 +1,44 @@
+"""The devices of a slice as they would lie: enough to lay a mesh, without libtpu."""
+
+import dataclasses
+import functools
+import itertools
+
+from jax.sharding import Mesh
+
+from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+from glm5_jax.scale import chips
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What laying a mesh asks of a TPU."""
+
+    id: int
+    coords: tuple[int, ...]
+    core_on_chip: int
+    slice_index: int
+    device_kind: str
+    platform: str = "tpu"
+    process_index: int = 0
+
+
+@functools.cache
+def devices(topology: str, num_slices: int = 1) -> list[Device]:
+    """In the order of jax: slices, then chips with the first coordinate fastest."""
+    kind, _, shape = topology.partition(":")
+    lengths = [*map(int, shape.split("x")), 1][:3]
+    cores = mesh_lib.DEVICES_OF_A_CHIP.get(kind, 1)
+    ranges = (range(num_slices), *map(range, reversed(lengths)), range(cores))
+    name = chips.named(topology).chip.device_kind
+    return [
+        Device(i, place[3:0:-1], place[-1], place[0], name)
+        for i, place in enumerate(itertools.product(*ranges))
+    ]
+
+
+@functools.cache
+def mesh(config: config_lib.MeshConfig, topology: str) -> Mesh:
+    """The mesh of a config on these devices."""
+    return mesh_lib.make_mesh(config, devices(topology, config.slices))

@@ -1,0 +1,233 @@
+"""What a training step sends, collective by collective, from shapes alone.
+
+Bytes as in glm5_jax/scale/collectives.py: those that a device puts on its links. Every
+function is one reason to send; gradients go the way back: of a gather a scattered sum.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+from glm5_jax import config as config_lib
+from glm5_jax.model import transformer
+from glm5_jax.optim import matrix_groups
+from glm5_jax.optim import optimizer as optimizer_lib
+from glm5_jax.scale import collectives
+from glm5_jax.scale.plan import setting as setting_lib
+
+Setting = setting_lib.Setting
+Collective = collectives.Collective
+GATHER, SCATTER = "all-gather", "reduce-scatter"
+REDUCE, EXCHANGE = "all-reduce", "all-to-all"
+
+
+def of(setting: Setting) -> collectives.Traffic:
+    """All of a step's collectives that cost anything."""
+    terms = (layers, mtp, tokens, keys, words, shares, replicas, optimizer)
+    found = (c for term in terms for c in term(setting) if c.wire_bytes > 0)
+    return collectives.Traffic(tuple(found), ())
+
+
+def layers(s: Setting) -> Iterator[Collective]:
+    """Weights of each layer, fetched for the forward pass, fetched again where it is
+    recomputed, and their gradients.
+    """
+    again = s.model.remat_policy != "none"
+    for kind, count in s.layer_kinds.items():
+        for weight in s.layer(kind):
+            yield from _fetch(s, weight, count, "forward", "layers")
+            yield from _fetch(s, weight, count * again, "backward", "layers")
+            yield from _return(s, weight, count, "layers")
+
+
+def mtp(s: Setting) -> Iterator[Collective]:
+    """Weights of the module, once for all of its steps."""
+    if not s.mtp_steps:
+        return
+    for weight in (*s.layer("MF"), s.others["eh_proj"]):
+        yield from _fetch(s, weight, 1, "forward", "mtp")
+        yield from _return(s, weight, 1, "mtp")
+
+
+def tokens(s: Setting) -> Iterator[Collective]:
+    """Tokens to the experts and what became of them, over the expert axis.
+
+    By gather: there and back; the backward pass once more there, back and there. By
+    exchange: a row for each of a token's experts, with one round trip more.
+    """
+    group, count = s.state * s.over("expert"), _mixtures(s)
+    chunk = group // s.chunks
+    runs = count * s.chunks
+    if s.model.expert_transport == "exchange":
+        rows = chunk // s.over("expert") * s.model.num_experts_per_tok
+        yield _one(s, "ragged-all-to-all", "expert", "forward", rows, 2 * runs)
+        yield _one(s, "ragged-all-to-all", "expert", "backward", rows, 4 * runs)
+        return
+    for kind, phase, times in (
+        (GATHER, "forward", 1),
+        (SCATTER, "forward", 1),
+        (GATHER, "backward", 2),
+        (SCATTER, "backward", 1),
+    ):
+        yield _one(s, kind, "expert", phase, chunk, times * runs, "moe")
+
+
+def keys(s: Setting) -> Iterator[Collective]:
+    """Latents, rotated keys and indexer keys of a whole row, over context."""
+    width = s.model.kv_lora_rank + s.model.qk_rope_head_dim
+    if s.model.attention != "dense":
+        width += s.model.index_head_dim
+    size, count = s.rows * s.keys * width * s.item, sum(s.layer_kinds.values())
+    count += s.mtp_steps
+    for kind, phase in (
+        (GATHER, "forward"),
+        (GATHER, "backward"),
+        (SCATTER, "backward"),
+    ):
+        yield _one(s, kind, "context", phase, size, count, "attention")
+
+
+def words(s: Setting) -> Iterator[Collective]:
+    """Embedding and head: their columns over fsdp, tokens over what shares the words.
+
+    Head and embedding are fetched once a use: the text, and every step of MTP.
+    """
+    uses = 1 + s.mtp_steps
+    group = s.state * s.over("expert")
+    embedding, head = s.others["embed_tokens"], s.others["lm_head"]
+    yield from _fetch(s, embedding, uses + s.mtp_steps, "forward", "words")
+    yield from _return(s, embedding, uses, "words")
+    yield from _fetch(s, head, uses, "forward", "words")
+    yield from _return(s, head, uses, "words")
+    yield _one(s, SCATTER, "expert", "forward", group, uses + s.mtp_steps, "words")
+    yield _one(s, GATHER, "expert", "backward", group, uses, "words")
+    yield _one(s, GATHER, "expert", "forward", group, uses, "words")
+    yield _one(s, SCATTER, "expert", "forward", group, uses, "words")
+
+
+def shares(s: Setting) -> Iterator[Collective]:
+    """Sums over tensor: of attention, of dense and shared widths, of the experts.
+
+    Forward, again where it is recomputed, and their transposes.
+    """
+    times = 3 if s.model.remat_policy != "none" else 2
+    count = 0
+    for kind, layers in (*s.layer_kinds.items(), ("MF", s.mtp_steps)):
+        has_shared = kind[0] == "M" and s.model.n_shared_experts > 0
+        count += layers * (2 + has_shared)
+    yield _one(s, REDUCE, "tensor", "forward", s.state, times * count, "shares")
+
+
+def replicas(s: Setting) -> Iterator[Collective]:
+    """Gradients over axes that hold copies of a parameter; data goes over slices."""
+    for weight, count in _all_weights(s):
+        axes = [axis for part in weight.stored_axes for axis in part]
+        copies = tuple(a for a in s.sizes if a not in axes and s.sizes[a] > 1)
+        size = s.stored(weight) * weight.item
+        for axis in copies:
+            yield from _reduced(s, axis, size, count)
+
+
+def optimizer(s: Setting) -> Iterator[Collective]:
+    """Muon's matrices, whole on one device and back (docs/design/0006)."""
+    if s.config.optim.name != "muon":
+        return
+    for group in groups(s):
+        work, n = group.work, math.prod([s.over(*group.exchanged), 1])
+        whole = work.exchanged_bytes * n / max(n - 1, 1)
+        yield _one(s, EXCHANGE, group.exchanged, "optimizer", whole, 1, "newton_schulz")
+        copies = s.over(*group.shared)
+        whole = work.gathered_bytes * copies / max(copies - 1, 1)
+        yield _one(s, GATHER, group.shared, "optimizer", whole, 1, "newton_schulz")
+
+
+def groups(s: Setting) -> tuple[matrix_groups.Group, ...]:
+    """How Muon spreads its matrices."""
+    plain = dataclasses.replace(s.model, expert_chunks=1)  # one plan for all of them
+    return _groups(s.config.optim, plain, tuple(s.sizes.items()))
+
+
+def _fetch(
+    s: Setting, weight: setting_lib.Weight, count: int, phase: str, scope: str
+) -> Iterator[Collective]:
+    """Gathers of a parameter, the last axis first, each of what the one before made."""
+    size = s.stored(weight) * weight.item
+    for axis in reversed(weight.fetched_axes):
+        size *= s.sizes[axis]
+        yield _one(s, GATHER, axis, phase, size, count, scope)
+
+
+def _return(
+    s: Setting, weight: setting_lib.Weight, count: int, scope: str
+) -> Iterator[Collective]:
+    """Scattered sums of its gradient, of the whole one first."""
+    size = s.fetched(weight) * weight.item
+    for axis in weight.fetched_axes:
+        yield _one(s, SCATTER, axis, "backward", size, count, scope)
+        size //= s.sizes[axis]
+
+
+def _reduced(s: Setting, axis: str, size: int, count: int) -> Iterator[Collective]:
+    """A sum over copies; over data within each slice first, then between them."""
+    slices = s.config.mesh.slices if axis == "data" else 1
+    within = s.sizes[axis] // slices
+    scope = "replicas"
+    yield _made(REDUCE, (axis,), "backward", size, count, scope, within)
+    if slices > 1:
+        across = (collectives.DCN,)
+        yield _made(REDUCE, across, "backward", size, count, scope, slices)
+
+
+def _one(
+    s: Setting,
+    kind: str,
+    axes: str | tuple[str, ...],
+    phase: str,
+    size: float,
+    count: int,
+    scope: str = "moe",
+) -> Collective:
+    """`count` runs over one or several axes of whole arrays of `size` bytes."""
+    axes = (axes,) if isinstance(axes, str) else axes
+    return _made(kind, axes, phase, size, count, scope, s.over(*axes))
+
+
+def _made(
+    kind: str,
+    axes: tuple[str, ...],
+    phase: str,
+    size: float,
+    count: int,
+    scope: str,
+    n: int,
+) -> Collective:
+    wire = collectives.KINDS[kind] * size * (n - 1) / n * count
+    return Collective(kind, axes, phase, scope, "", n, count, wire)
+
+
+def _mixtures(s: Setting) -> int:
+    """Runs of a layer with experts in a forward pass."""
+    count = sum(n for kind, n in s.layer_kinds.items() if kind[0] == "M")
+    return count + s.mtp_steps
+
+
+def _all_weights(s: Setting) -> Iterator[tuple[setting_lib.Weight, int]]:
+    """Every parameter, and how many layers have it."""
+    for kind, count in (*s.layer_kinds.items(), ("MF", int(s.mtp_steps > 0))):
+        for weight in s.layer(kind):
+            yield weight, count
+    for weight in s.others.values():
+        yield weight, 1
+
+
+@functools.cache
+def _groups(
+    optim: config_lib.OptimConfig,
+    model: config_lib.ModelConfig,
+    sizes: tuple[tuple[str, int], ...],
+) -> tuple[matrix_groups.Group, ...]:
+    """How the optimizer spreads its matrices."""
+    dims, shapes = transformer.param_dims(model), transformer.abstract_params(model)
+    leaves = optimizer_lib.muon_leaves(optim, model, dims, shapes)
+    return matrix_groups.plan(leaves, dict(sizes))

@@ -1,0 +1,144 @@
+"""What a training step computes, and what it reads and writes: from shapes alone.
+
+FLOPs are of matrix products, recomputation included, with the experts' load even: a row
+for each token and expert, not the worst case that the buffers hold.
+"""
+
+from collections.abc import Mapping
+
+from glm5_jax.optim import matrix_groups
+from glm5_jax.scale.plan import setting as setting_lib
+from glm5_jax.scale.plan import traffic
+
+Setting = setting_lib.Setting
+BACKWARD = 2  # products of a backward pass: for what came in, and for the weights
+KERNEL_BACKWARD = 2.5  # of attention: scores again, dv, dp, dq, dk over two forward
+# What a layer reads and writes of its hidden states besides its large buffers: norms,
+# residuals, projections; times the states' size, in one forward pass.
+STATE_READS = 30
+# Of an expert buffer: spread, products in and out, gates, sum back; times its rows.
+ROWS_READS = 4
+
+
+def flops(s: Setting) -> dict[str, float]:
+    """Of a device, by what they are for."""
+    parts = {
+        "dense products": dense_products(s),
+        "experts": expert_products(s),
+        "vocabulary": vocabulary(s),
+        "attention": attention(s),
+        "indexer": indexer(s),
+        "optimizer": newton_schulz(s),
+    }
+    return {name: value for name, value in parts.items() if value}
+
+
+def dense_products(s: Setting) -> float:
+    """Projections, dense and shared widths, router: of every token."""
+    total = 0.0
+    for kind, count in _layers(s).items():
+        for weight in setting_lib.dense(s.layer(kind)):
+            total += 2 * count * _tokens_of(s, weight) * s.fetched(weight)
+    if s.mtp_steps:
+        eh_proj = s.others["eh_proj"]
+        total += 2 * s.mtp_steps * s.tokens * s.fetched(eh_proj)
+    return total * (_forward(s) + BACKWARD)
+
+
+def expert_products(s: Setting) -> float:
+    """Three products a row; the recomputation needs no result of the last."""
+    count = sum(n for kind, n in _layers(s).items() if kind[0] == "M")
+    rows = s.tokens * s.model.num_experts_per_tok
+    width = s.model.moe_intermediate_size // s.over("tensor")
+    products = 3 * (1 + BACKWARD) + 2 * (_forward(s) - 1)
+    return 2.0 * count * products * rows * s.model.hidden_size * width
+
+
+def vocabulary(s: Setting) -> float:
+    """Logits and both gradients, chunk by chunk, of the text and of each MTP step."""
+    size = s.model.hidden_size * s.model.vocab_size // s.over("tensor")
+    return 2.0 * (1 + BACKWARD) * (1 + s.mtp_steps) * s.tokens * size
+
+
+def attention(s: Setting) -> float:
+    """Scores and values: of all visible keys, or of the listed ones as latents."""
+    model, keys = s.model, (s.keys + 1) / 2
+    width = model.qk_head_dim + model.v_head_dim
+    if s.has_lists:
+        keys = min(keys, model.index_topk)
+        width = 2 * model.kv_lora_rank + model.qk_rope_head_dim
+    heads = model.num_attention_heads // s.over("tensor")
+    once = 2.0 * s.tokens * keys * heads * width
+    passes = KERNEL_BACKWARD + (2 if s.model.remat_policy == "full" else 1)
+    return once * passes * sum(_layers(s).values())
+
+
+def indexer(s: Setting) -> float:
+    """Scores of all visible keys; its loss: those of the selected ones and gradients,
+    and the attention's own probabilities.
+    """
+    model = s.model
+    if model.attention == "dense":
+        return 0.0
+    layers = sum(n for kind, n in _layers(s).items() if kind[1] == "F")
+    pairs = s.tokens * (s.keys + 1) / 2
+    width = model.index_n_heads * model.index_head_dim
+    total = 2.0 * pairs * width * layers * _forward(s) * s.selects
+    if s.has_indexer_loss:
+        if s.has_lists:
+            pairs = s.tokens * min((s.keys + 1) / 2, model.index_topk)
+        probabilities = model.num_attention_heads * model.qk_head_dim
+        once = 2.0 * pairs * (probabilities + (1 + BACKWARD) * width)
+        total += once * sum(_layers(s).values())
+    return total
+
+
+def newton_schulz(s: Setting) -> float:
+    """Muon's, with those on zeros that fill up (glm5_jax/optim/matrix_groups.py)."""
+    if s.config.optim.name != "muon":
+        return 0.0
+    return matrix_groups.total(traffic.groups(s)).flops
+
+
+def hbm_bytes(s: Setting, arguments: float) -> float:
+    """Bytes read and written: a rough sum of what is large.
+
+    The state once in and out and its gradients; each layer's fetched weights written,
+    and read by every chunk; rows of the experts, filled or not; hidden states.
+    """
+    layers = _layers(s)
+    passes = _forward(s) + BACKWARD
+    total = 4.0 * arguments
+    for kind, count in layers.items():
+        weights = s.layer(kind)
+        once = sum(s.fetched(w) * w.item for w in weights)
+        own = sum(s.fetched(w) * w.item for w in setting_lib.experts(weights))
+        total += count * (passes * (once + own * s.chunks) + STATE_READS * s.state)
+        if kind[0] == "M":
+            total += count * passes * ROWS_READS * s.chunks * rows_bytes(s)
+    return total
+
+
+def rows_bytes(s: Setting) -> float:
+    """Of one expert buffer of hidden size, and its gate, up and product."""
+    width = s.model.moe_intermediate_size // s.over("tensor")
+    return float(s.expert_rows * s.item * (s.model.hidden_size + 3 * width))
+
+
+def _tokens_of(s: Setting, weight: setting_lib.Weight) -> int:
+    """Tokens that meet a matrix: keys and values are made of all keys of a row."""
+    is_of_keys = weight.name.endswith(("k_b_proj", "v_b_proj")) and not s.has_lists
+    return s.tokens * (s.over("context") if is_of_keys else 1)
+
+
+def _forward(s: Setting) -> int:
+    """Forward passes of a layer's products: a second one where they are not kept."""
+    return 2 if s.model.remat_policy == "full" else 1
+
+
+def _layers(s: Setting) -> Mapping[str, int]:
+    """Runs of each kind of layer, MTP's among them."""
+    kinds = dict(s.layer_kinds)
+    if s.mtp_steps:
+        kinds["MF"] = kinds.get("MF", 0) + s.mtp_steps
+    return kinds
