@@ -2,9 +2,9 @@
 
 A mesh axis shards at most one dim of an array: the dims take their axes in the order of
 the table, and one that finds all of its axes taken stays whole. So D of a matrix is
-sharded over fsdp and expert, of a stack of experts over fsdp alone, and not at all in
-an activation (B, T, D). A vector is whole everywhere: it costs more to gather than to
-keep.
+sharded over fsdp, context and expert, of a stack of experts over the first two, and not
+at all in an activation (B, T, D). A vector is whole everywhere: it costs more to gather
+than to keep.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ RULES: dict[str, tuple[str, ...]] = {
     "V": ("tensor", "expert"),
     "N": ("tensor",),
     "F": ("tensor",),
-    "D": ("fsdp", "expert"),
-    "D+D": ("fsdp", "expert"),
-    "Q": ("fsdp", "expert"),
-    "C": ("fsdp",),  # 512 in GLM-5: fewer than the devices of fsdp x expert
+    "D": ("fsdp", "context", "expert"),
+    "D+D": ("fsdp", "context", "expert"),
+    "Q": ("fsdp", "context", "expert"),
+    "C": ("fsdp", "context"),  # 512 in GLM-5: no more than such devices
 }
 
 

@@ -18,10 +18,14 @@ class SpecTest(parameterized.TestCase):
             ("B", "T", "D"),
             (("data", "fsdp", "expert"), "context", None),
         ),
-        ("matrix", ("D", "F"), (("fsdp", "expert"), "tensor")),
-        ("experts", ("L", "E", "D", "F"), (None, "expert", "fsdp", "tensor")),
-        ("heads", ("Q", "N", "H"), (("fsdp", "expert"), "tensor", None)),
-        ("head", ("D", "V"), ("fsdp", ("tensor", "expert"))),
+        ("matrix", ("D", "F"), (("fsdp", "context", "expert"), "tensor")),
+        (
+            "experts",
+            ("L", "E", "D", "F"),
+            (None, "expert", ("fsdp", "context"), "tensor"),
+        ),
+        ("heads", ("Q", "N", "H"), (("fsdp", "context", "expert"), "tensor", None)),
+        ("head", ("D", "V"), (("fsdp", "context"), ("tensor", "expert"))),
         ("norm", ("Q",), (None,)),
     )
     def test_an_axis_is_spent_once(self, dims, want):

@@ -246,10 +246,11 @@ class TrainConfig:
         if self.stage == "rl":
             rows = (self.rl, "num_rows", "data * fsdp * expert", parts)
         names = {id(model): "model", id(data): "data", id(self.rl): "rl"}
+        stored = mesh.fsdp * mesh.context  # each matrix is cut into at least as many
         divided = [
-            (model, "hidden_size", "fsdp * expert", mesh.fsdp * mesh.expert),
-            (model, "q_lora_rank", "fsdp * expert", mesh.fsdp * mesh.expert),
-            (model, "kv_lora_rank", "fsdp", mesh.fsdp),
+            (model, "hidden_size", "fsdp * context * expert", stored * mesh.expert),
+            (model, "q_lora_rank", "fsdp * context * expert", stored * mesh.expert),
+            (model, "kv_lora_rank", "fsdp * context", stored),
             (model, "n_routed_experts", "expert", mesh.expert),
             (model, "vocab_size", "tensor * expert", mesh.tensor * mesh.expert),
             (model, "num_attention_heads", "tensor", mesh.tensor),

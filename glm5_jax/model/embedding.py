@@ -18,11 +18,13 @@ def embed(
     and sum what they found, in the activations' dtype.
     """
     table = collectives.whole(table, ("V", "D"), config.dtype)
+    table = table.astype(jnp.float32)  # so its gradient's sums: words come up often
     if collectives.size(collectives.WORDS) == 1:
         return table[tokens].astype(config.dtype)
     ids = collectives.gather(tokens, collectives.WORD_ROWS, 0)
     ids = ids - collectives.position(collectives.WORDS) * len(table)
     is_here = (ids >= 0) & (ids < len(table))
-    x = jnp.where(is_here[..., None], table[jnp.where(is_here, ids, 0)], 0)
+    x = table[jnp.where(is_here, ids, 0)].astype(config.dtype)
+    x = jnp.where(is_here[..., None], x, 0)
     x = collectives.scatter_sum(x, collectives.WORD_ROWS, 0)
     return collectives.total(x, collectives.SHARES)

@@ -57,6 +57,8 @@ def steps(
     Returns:
       States [steps, B, T, D], and the layer's auxiliary values, stacked over steps.
     """
+    # The module's gradients are done before the layers' begin: else they wait, whole.
+    params, hidden = lax.optimization_barrier((params, hidden))
     own = {name: p for name, p in table(config).items() if name != "block"}
     # Once for all steps: else XLA sums their gradients in float32, as whole matrices.
     own = layers.fetched({name: params[name] for name in own}, own, config.dtype)

@@ -65,6 +65,16 @@ def param_dims(config: config_lib.ModelConfig) -> dict:
     return map_table(lambda p: p.dims, table(config))
 
 
+def cast(params: dict, config: config_lib.ModelConfig) -> dict:
+    """Parameters in the dtypes that they are computed in.
+
+    Matrices become config.dtype; norms, router and head weights float32. Gradients
+    with respect to these take half the room of those of float32 parameters, and are
+    as fine: what devices send each other of a matrix is in config.dtype anyway.
+    """
+    return layers.cast(params, table(config), config.dtype)
+
+
 def abstract_params(config: config_lib.ModelConfig) -> dict:
     """Shape and dtype of every parameter, without any array."""
     return map_table(
@@ -210,8 +220,7 @@ def _unit(
 ) -> tuple[tuple, tuple]:
     """The layers of one step of a scan."""
     x, shared = carry
-    # The barrier keeps XLA from casting the whole stack before the loop.
-    params, weights, experts = lax.optimization_barrier(xs)
+    params, weights, experts = xs
     aux, traces, index = {}, {}, shared
     replayed = iter(() if experts is None else experts)
     for p, kind in enumerate(kinds):

@@ -79,7 +79,8 @@ def make_policy_step(
     ) -> tuple[tuple, step_lib.Metrics]:
         params, state = carry
         gradient = jax.value_and_grad(policy_loss, has_aux=True)
-        (loss, metrics), grads = gradient(params, config, batch)
+        computed = transformer.cast(params, config.model)
+        (loss, metrics), grads = gradient(computed, config, batch)
         if gap is not None:  # of all the rollouts: no part is applied if another fails
             metrics[GAP] = gap
         is_allowed = metrics["rl/trained_tokens"] > 0

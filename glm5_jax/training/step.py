@@ -126,7 +126,8 @@ def make_train_step(
 
     def train_step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, Metrics]:
         gradient = jax.value_and_grad(total_loss, has_aux=True)
-        (loss, (terms, load)), grads = gradient(params, config, batch)
+        computed = transformer.cast(params, config.model)
+        (loss, (terms, load)), grads = gradient(computed, config, batch)
         with jax.named_scope("optimizer"):
             params, state, metrics = optimizer_lib.update_if_finite(
                 optimizer, grads, state, params
