@@ -1,6 +1,7 @@
 """A whole run: data, loss, optimizer, mesh, and the stage that uses them."""
 
 import dataclasses
+import functools
 from typing import Literal
 
 from glm5_jax.config import checks
@@ -277,7 +278,11 @@ class TrainConfig:
 
 def _nearest_divisors(size: int, parts: int) -> str:
     """The next smaller and larger number of parts that a size can be cut into."""
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    below = [n for n in divisors if n < parts][-1:]
-    above = [n for n in divisors if n > parts][:1]
+    below = [n for n in _divisors(size) if n < parts][-1:]
+    above = [n for n in _divisors(size) if n > parts][:1]
     return f"it can be cut into {' or '.join(map(str, below + above))}"
+
+
+@functools.cache  # a search for a mesh builds thousands of configs
+def _divisors(size: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, size + 1) if size % n == 0)

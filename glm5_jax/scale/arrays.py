@@ -55,8 +55,11 @@ class Listing:
 
     def text(self) -> str:
         """For a terminal."""
-        parts = [self.title, _aligned([HEAD, *map(_cells, self.arrays)])]
-        parts += [_aligned([("kind", "GiB of a device"), *self.sums]), *self.notes]
+        parts = [self.title, markdown.aligned([HEAD, *map(_cells, self.arrays)])]
+        parts += [
+            markdown.aligned([("kind", "GiB of a device"), *self.sums]),
+            *self.notes,
+        ]
         return "\n\n".join(parts)
 
     def write(self, stem: str) -> None:
@@ -238,13 +241,3 @@ def _cells(a: Array) -> tuple[str, ...]:
     size = f"{a.device_bytes / MIB:.4g}"
     dims, shape = " ".join(a.dims), str(list(a.shape))
     return a.name, a.kind, dims, shape, a.dtype, a.spec, size, str(a.num_copies)
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> str:
-    """Columns as wide as what is in them."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)

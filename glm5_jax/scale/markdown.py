@@ -31,6 +31,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in lines)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table for a terminal: columns as wide as what is in them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def _where(line: dict[str, Any]) -> str:
     times = f" x {line['slices']} slices" if line["slices"] > 1 else ""
     return f"{line['topology']}{times}, {line['devices']} devices"

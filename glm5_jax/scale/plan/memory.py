@@ -53,9 +53,10 @@ class Memory:
 
 def of(s: Setting) -> Memory:
     """The estimate for a candidate."""
+    computed = gradients(s)
     standing = {
-        "casts": casts(s),
-        "gradients": gradients(s),
+        "casts": computed if s.model.param_dtype != s.model.dtype else 0.0,
+        "gradients": computed,
         "carries": carries(s),
     }
     layer = {
@@ -84,13 +85,11 @@ def arguments(s: Setting) -> dict[str, float]:
     return sums
 
 
-def casts(s: Setting) -> float:
-    """Parameters as they are computed with, where they are kept as something else."""
-    return gradients(s) if s.model.param_dtype != s.model.dtype else 0.0
-
-
 def gradients(s: Setting) -> float:
-    """Of all parameters, in the type that they are computed in, placed like them."""
+    """Of all parameters, in the type that they are computed in, placed like them.
+
+    Their values in that type take the same, where parameters are kept in another.
+    """
     total = 0.0
     for kind, count in s.layer_kinds.items():
         total += count * sum(s.stored(w) * w.item for w in s.layer(kind))
@@ -170,8 +169,9 @@ def _arguments(
     job = programs.make(config, mesh)
     arrays = memory.arguments(job.arguments, job.names)
     leaves = jax.tree.leaves(job.arguments)
-    return tuple(
-        (array.kind, array.device_bytes, tuple(jax.tree.leaves(tuple(x.sharding.spec))))
-        for array, x in zip(arrays, leaves, strict=True)
-        if x.sharding.memory_kind != "pinned_host"
-    )
+    sums: dict[tuple[str, tuple[str, ...]], int] = {}
+    for array, x in zip(arrays, leaves, strict=True):
+        key = array.kind, tuple(jax.tree.leaves(tuple(x.sharding.spec)))
+        if x.sharding.memory_kind != "pinned_host":
+            sums[key] = sums.get(key, 0) + array.device_bytes
+    return tuple((kind, size, axes) for (kind, axes), size in sums.items())

@@ -9,6 +9,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 
 CHUNKS = (1, 2, 4, 8)  # model.expert_chunks
+LANES = 128  # of a matrix unit: products of narrower shares leave it idle
 STAGES = ("pretrain", "dsa_sparse", "sft")  # whose step trains all of the model
 NUM_NEAR = 4  # batch sizes that a message names
 
@@ -16,7 +17,7 @@ NUM_NEAR = 4  # batch sizes that a message names
 def candidates(
     config: config_lib.TrainConfig, topology: str, num_slices: int = 1
 ) -> list[config_lib.TrainConfig]:
-    """Configs that differ from one in mesh, expert_chunks and moment_dtype.
+    """Configs that differ from one in their mesh; `variants` turns the knobs of each.
 
     Raises:
       InputError: there is no such topology, the stage is none of STAGES, or nothing
@@ -31,8 +32,10 @@ def candidates(
         )
     found, broken = [], {}
     for sizes in meshes(num_devices, num_slices, config.data.batch_size):
+        if is_too_narrow(config.model, sizes["tensor"]):
+            continue
         try:
-            found += list(_with_knobs(_with_mesh(config, sizes, num_slices)))
+            found.append(_with_mesh(config, sizes, num_slices))
         except config_lib.InputError as error:
             for line in str(error).splitlines():
                 rule = line.partition(" of mesh, got")[0]
@@ -53,6 +56,29 @@ def meshes(
             yield sizes
 
 
+def is_too_narrow(model: config_lib.ModelConfig, tensor: int) -> bool:
+    """Whether shares of an expert are narrower than a matrix unit, though it is not."""
+    width = model.moe_intermediate_size
+    return tensor > 1 and width // tensor < min(LANES, width)
+
+
+def variants(config: config_lib.TrainConfig) -> Iterator[config_lib.TrainConfig]:
+    """A mesh's knobs, the fastest first; what rounds the moments comes last.
+
+    More chunks read the experts' weights more often, so the first that fits is best.
+    """
+    rounded = dataclasses.replace(config.optim, moment_dtype="bfloat16")
+    optims = dict.fromkeys((config.optim, rounded))
+    for optim, chunks in itertools.product(optims, CHUNKS):
+        if config.data.sequence_length % (config.mesh.context * chunks):
+            continue
+        yield dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, expert_chunks=chunks),
+            optim=optim,
+        )
+
+
 def _with_mesh(
     config: config_lib.TrainConfig, sizes: dict[str, int], num_slices: int
 ) -> config_lib.TrainConfig:
@@ -62,19 +88,6 @@ def _with_mesh(
         mesh=config_lib.MeshConfig(slices=num_slices, **sizes),
         model=dataclasses.replace(config.model, expert_chunks=1),
     )
-
-
-def _with_knobs(config: config_lib.TrainConfig) -> Iterator[config_lib.TrainConfig]:
-    """Chunks that divide the tokens; the moments' type as it is, and in bfloat16."""
-    dtypes = dict.fromkeys((config.optim.moment_dtype, "bfloat16"))
-    for chunks, dtype in itertools.product(CHUNKS, dtypes):
-        if config.data.sequence_length % (config.mesh.context * chunks):
-            continue
-        yield dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, expert_chunks=chunks),
-            optim=dataclasses.replace(config.optim, moment_dtype=dtype),
-        )
 
 
 def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -120,6 +133,8 @@ def _near_batch_sizes(
     for rows in sorted(tried, key=lambda n: (abs(math.log(n / wanted)), n)):
         data = dataclasses.replace(config.data, batch_size=rows)
         for sizes in meshes(num_devices, num_slices, rows):
+            if is_too_narrow(config.model, sizes["tensor"]):
+                continue
             try:
                 changed = dataclasses.replace(config, data=data)
                 _with_mesh(changed, sizes, num_slices)

@@ -23,12 +23,18 @@ class Weight:
     param: layers.Param
     item: int  # bytes of an element as it is computed with
 
-    @property
-    def stored_axes(self) -> list[tuple[str, ...]]:
-        """Mesh axes that each dim is cut over where it is kept."""
-        return sharding.axes_of(self.param.dims)
+    @functools.cached_property
+    def size(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.param.shape)
 
-    @property
+    @functools.cached_property
+    def stored_axes(self) -> tuple[str, ...]:
+        """Mesh axes that it is cut over where it is kept."""
+        parts = sharding.axes_of(self.param.dims)
+        return tuple(axis for axes in parts for axis in axes)
+
+    @functools.cached_property
     def fetched_axes(self) -> tuple[str, ...]:
         """Mesh axes that are gathered before its use, in order."""
         found = collectives.fetched_axes(self.param.dims)
@@ -116,6 +122,11 @@ class Setting:
         return self.model.mtp_num_steps if has_loss else 0
 
     @functools.cached_property
+    def _plain(self) -> config_lib.ModelConfig:
+        """The architecture: what candidates have in common."""
+        return dataclasses.replace(self.model, expert_chunks=1)
+
+    @functools.cached_property
     def layer_kinds(self) -> dict[str, int]:
         """How many layers there are of each kind (glm5_jax/depth.py), without MTP."""
         kinds = depth_lib.layer_kinds(self.model)
@@ -123,22 +134,16 @@ class Setting:
 
     def layer(self, kind: str) -> tuple[Weight, ...]:
         """Parameters of a layer."""
-        return _weights(self.model, kind)
+        return _weights(self._plain, kind)
 
-    @functools.cached_property
+    @property
     def others(self) -> dict[str, Weight]:
         """Embedding, head and what MTP has besides its layer."""
-        table = transformer.table(self.model)
-        names = ("embed_tokens", "lm_head")
-        found = {name: table[name] for name in names}
-        if self.model.has_mtp:
-            found["eh_proj"] = table["mtp"]["eh_proj"]
-        return {name: Weight(name, p, self.item) for name, p in found.items()}
+        return _others(self._plain)
 
     def stored(self, weight: Weight) -> int:
         """Elements that a device keeps of a parameter."""
-        axes = [axis for part in weight.stored_axes for axis in part]
-        return math.prod(weight.param.shape) // self.over(*axes)
+        return weight.size // self.over(*weight.stored_axes)
 
     def fetched(self, weight: Weight) -> int:
         """Elements that a device computes with."""
@@ -165,3 +170,12 @@ def _weights(model: config_lib.ModelConfig, kind: str) -> tuple[Weight, ...]:
         Weight(".".join(k.key for k in path), p, 4 if p.is_float32 else item)
         for path, p in flat
     )
+
+
+@functools.cache
+def _others(model: config_lib.ModelConfig) -> dict[str, Weight]:
+    table, item = transformer.table(model), jnp.dtype(model.dtype).itemsize
+    found = {name: table[name] for name in ("embed_tokens", "lm_head")}
+    if model.has_mtp:
+        found["eh_proj"] = table["mtp"]["eh_proj"]
+    return {name: Weight(name, p, item) for name, p in found.items()}

@@ -30,8 +30,9 @@ def of(setting: Setting) -> collectives.Traffic:
 
 
 def layers(s: Setting) -> Iterator[Collective]:
-    """Weights of each layer, fetched for the forward pass, fetched again where it is
-    recomputed, and their gradients.
+    """Weights of each layer, fetched for each pass that needs them, and gradients.
+
+    The backward pass fetches them again unless everything was kept.
     """
     again = s.model.remat_policy != "none"
     for kind, count in s.layer_kinds.items():
@@ -122,8 +123,8 @@ def shares(s: Setting) -> Iterator[Collective]:
 def replicas(s: Setting) -> Iterator[Collective]:
     """Gradients over axes that hold copies of a parameter; data goes over slices."""
     for weight, count in _all_weights(s):
-        axes = [axis for part in weight.stored_axes for axis in part]
-        copies = tuple(a for a in s.sizes if a not in axes and s.sizes[a] > 1)
+        kept = weight.stored_axes
+        copies = [axis for axis in s.sizes if axis not in kept and s.sizes[axis] > 1]
         size = s.stored(weight) * weight.item
         for axis in copies:
             yield from _reduced(s, axis, size, count)

@@ -4,6 +4,7 @@ FLOPs are of matrix products, recomputation included, with the experts' load eve
 for each token and expert, not the worst case that the buffers hold.
 """
 
+import math
 from collections.abc import Mapping
 
 from glm5_jax.optim import matrix_groups
@@ -17,7 +18,10 @@ KERNEL_BACKWARD = 2.5  # of attention: scores again, dv, dp, dq, dk over two for
 # residuals, projections; times the states' size, in one forward pass.
 STATE_READS = 30
 # Of an expert buffer: spread, products in and out, gates, sum back; times its rows.
-ROWS_READS = 4
+ROWS_READS = 5
+# Of a matrix in Newton-Schulz: five steps of three products, each read and written.
+MUON_READS = 30
+LOGITS_READS = 6  # of a chunk's float32 logits: exponents, sums, gradient
 
 
 def flops(s: Setting) -> dict[str, float]:
@@ -74,8 +78,10 @@ def attention(s: Setting) -> float:
 
 
 def indexer(s: Setting) -> float:
-    """Scores of all visible keys; its loss: those of the selected ones and gradients,
-    and the attention's own probabilities.
+    """Scores of all visible keys; and its loss.
+
+    The loss: scores of the selected keys again, their gradients, and the attention's
+    own probabilities.
     """
     model = s.model
     if model.attention == "dense":
@@ -103,8 +109,9 @@ def newton_schulz(s: Setting) -> float:
 def hbm_bytes(s: Setting, arguments: float) -> float:
     """Bytes read and written: a rough sum of what is large.
 
-    The state once in and out and its gradients; each layer's fetched weights written,
-    and read by every chunk; rows of the experts, filled or not; hidden states.
+    Arguments in and out, casts and gradients; each layer's fetched weights written,
+    and read by every chunk; rows of the experts, filled or not; hidden states; chunks
+    of logits, each of which reads the head and adds to its gradient; Newton-Schulz.
     """
     layers = _layers(s)
     passes = _forward(s) + BACKWARD
@@ -116,7 +123,25 @@ def hbm_bytes(s: Setting, arguments: float) -> float:
         total += count * (passes * (once + own * s.chunks) + STATE_READS * s.state)
         if kind[0] == "M":
             total += count * passes * ROWS_READS * s.chunks * rows_bytes(s)
-    return total
+    total += MUON_READS * s.item * newton_schulz_elements(s)
+    return total + (1 + s.mtp_steps) * logits_bytes(s)
+
+
+def newton_schulz_elements(s: Setting) -> float:
+    """Of the whole matrices that a device orthogonalises."""
+    if s.config.optim.name != "muon":
+        return 0.0
+    groups = traffic.groups(s)
+    return float(sum(g.num_rounds * math.prod(g.shape) for g in groups))
+
+
+def logits_bytes(s: Setting) -> float:
+    """Of one pass over the vocabulary with gradients, in chunks of a group's tokens."""
+    group = s.tokens * s.over("expert")
+    words = s.model.vocab_size // s.over("tensor", "expert")
+    head = s.fetched(s.others["lm_head"])
+    chunks = -(-group // s.config.loss.chunk_tokens)
+    return 4.0 * LOGITS_READS * group * words + chunks * head * (2 * s.item + 2 * 4)
 
 
 def rows_bytes(s: Setting) -> float:

@@ -1,0 +1,227 @@
+"""Ranks every mesh of some chips for a training step: prune by memory, then by time.
+
+    meshes --memory--> the fastest knobs of each that fit --roofline--> order
+    --compile--> what the compiler says of the first few
+
+The rooflines are of figures from shapes (memory.py, work.py, traffic.py); only
+compiling tells whether a program fits and what it sends.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+from glm5_jax.scale import chips, collectives, report, roofline
+from glm5_jax.scale.plan import memory, search, torus, traffic, work
+from glm5_jax.scale.plan import setting as setting_lib
+from glm5_jax.training import accounting
+
+# Of the seconds that the slowest resource could hide: so much is taken not to be.
+EXPOSED = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A candidate and what is expected of it."""
+
+    config: config_lib.TrainConfig
+    setting: setting_lib.Setting
+    memory: memory.Memory
+    compiled: dict[str, Any] | None = None  # of glm5_jax.aot, where it was verified
+
+    @property
+    def needed_gib(self) -> float:
+        """With what the estimate of the temporaries may be short of."""
+        margin = memory.TOLERANCE * self.memory.temporaries
+        return (self.memory.total + margin) / chips.GIB
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has as much."""
+        return self.needed_gib <= self.setting.device.hbm_limit_gib
+
+    @functools.cached_property
+    def traffic(self) -> collectives.Traffic:
+        """What it sends."""
+        return traffic.of(self.setting)
+
+    @property
+    def wire_gib(self) -> float:
+        """Bytes that leave a device in a step."""
+        return sum(c.wire_bytes for c in self.traffic.collectives) / chips.GIB
+
+    def roofline(self, topology: str) -> roofline.Roofline:
+        """The least time of a step."""
+        return _roofline(self, topology)
+
+    def score(self, topology: str) -> float:
+        """Seconds by which plans are ranked."""
+        roof = self.roofline(topology)
+        hidden = sum(roof.seconds.values()) - roof.total
+        return roof.total + EXPOSED * hidden
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """The best plans of a topology, or where none fits those that need least."""
+
+    config_name: str
+    topology: str
+    plans: list[Plan]
+    num_meshes: int
+    num_fitting: int
+    refusal: str  # empty where something fits
+
+    def write(self, stem: str, page: str) -> None:
+        """Writes STEM.md, which is `page`, and STEM.json."""
+        path = pathlib.Path(stem).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [row(plan, self.topology) for plan in self.plans]
+        content = {"config": self.config_name, "topology": self.topology, "plans": rows}
+        text = json.dumps(content, indent=1) + "\n"
+        path.with_name(path.name + ".json").write_text(text, encoding="utf-8")
+        path.with_name(path.name + ".md").write_text(page, encoding="utf-8")
+
+
+def make(
+    config: config_lib.TrainConfig,
+    config_name: str,
+    topology: str,
+    *,
+    num_slices: int = 1,
+    num_shown: int = 10,
+    num_verified: int = 0,
+) -> Ranking:
+    """Plans a training step of a config on a topology.
+
+    Args:
+      config: its mesh, expert_chunks and moment_dtype are varied, all else stays.
+      config_name: what it is called.
+      topology: of a slice, see glm5_jax/mesh.py.
+      num_slices: as many of that shape.
+      num_shown: plans to keep.
+      num_verified: of them to compile, some minutes each; needs libtpu.
+
+    Raises:
+      InputError: there is no such topology, or no mesh divides the config.
+    """
+    found = search.candidates(config, topology, num_slices)
+    plans = [_best(candidate, topology) for candidate in found]
+    fitting = [plan for plan in plans if plan.fits]
+    refusal = ""
+    if fitting:
+        fitting.sort(key=lambda plan: plan.score(topology))
+        best = fitting[:num_shown]
+    else:
+        best = sorted(plans, key=lambda plan: plan.needed_gib)[:num_shown]
+        refusal = _refusal(config_name, best[0], topology)
+        num_verified = 0
+    verified = [_verified(p, config_name, topology) for p in best[:num_verified]]
+    return Ranking(
+        config_name=config_name,
+        topology=topology,
+        plans=verified + best[num_verified:],
+        num_meshes=len(plans),
+        num_fitting=len(fitting),
+        refusal=refusal,
+    )
+
+
+def estimate(config: config_lib.TrainConfig, topology: str) -> Plan:
+    """A config's memory; time is computed when it is asked for."""
+    num_devices = mesh_lib.num_devices(topology, config.mesh.slices)
+    sizes = mesh_lib.axis_sizes(config.mesh, num_devices)
+    setting = setting_lib.Setting(config, sizes, chips.named(topology))
+    return Plan(config, setting, memory.of(setting))
+
+
+def row(plan: Plan, topology: str) -> dict[str, Any]:
+    """All figures of a plan, of one device and step."""
+    roof, setting = plan.roofline(topology), plan.setting
+    tokens = setting.tokens / setting.over("tensor")
+    model = accounting.flops_per_token(setting.model, setting.keys) * tokens
+    sent = {axes: wire for (axes,), (_, wire) in plan.traffic.total("axes").items()}
+    gib = lambda sizes: {k: round(v / chips.GIB, 3) for k, v in sizes.items()}
+    return {
+        "mesh": dict(setting.sizes),
+        "slices": plan.config.mesh.slices,
+        "expert_chunks": setting.model.expert_chunks,
+        "moment_dtype": plan.config.optim.moment_dtype,
+        "arguments_gib": gib(plan.memory.arguments),
+        "worst_moment": plan.memory.worst,
+        "temporaries_gib": gib(plan.memory.moments[plan.memory.worst]),
+        "total_gib": round(plan.memory.total / chips.GIB, 2),
+        "fits": plan.fits,
+        "wire_gib": gib(sent),
+        "flops": work.flops(setting),
+        "seconds": {name: float(f"{s:.4g}") for name, s in roof.seconds.items()},
+        "binds": roof.binding,
+        "mfu_bound": round(model / (setting.device.flops * roof.total), 4),
+        "compiled": plan.compiled,
+    }
+
+
+def _roofline(plan: Plan, topology: str) -> roofline.Roofline:
+    setting = plan.setting
+    kept = sum(plan.memory.arguments.values())
+    return roofline.roofline(
+        torus.mesh(plan.config.mesh, topology),
+        sum(work.flops(setting).values()),
+        work.hbm_bytes(setting, kept),
+        _merged(plan.traffic),
+        plan.config.mesh.slices,
+    )
+
+
+def _merged(found: collectives.Traffic) -> collectives.Traffic:
+    """One collective of each kind and axes: a route is found once."""
+    sums: dict[tuple, collectives.Collective] = {}
+    for c in found.collectives:
+        key = c.kind, c.axes
+        wire = c.wire_bytes + (sums[key].wire_bytes if key in sums else 0.0)
+        sums[key] = dataclasses.replace(c, wire_bytes=wire)
+    return collectives.Traffic(tuple(sums.values()), ())
+
+
+def _best(config: config_lib.TrainConfig, topology: str) -> Plan:
+    """The fastest knobs of a mesh that fit, or those that need least."""
+    plans = (estimate(variant, topology) for variant in search.variants(config))
+    tried = []
+    for plan in plans:
+        tried.append(plan)
+        if plan.fits:
+            return plan
+    return min(tried, key=lambda plan: plan.needed_gib)
+
+
+def _verified(plan: Plan, config_name: str, topology: str) -> Plan:
+    """With what the compiler says of it."""
+    line = report.make(plan.config, config_name, topology).line
+    names = ("hbm_args_gib", "hbm_temp_gib", "hbm_total_gib", "collective_gib", "fits")
+    return dataclasses.replace(plan, compiled={name: line.get(name) for name in names})
+
+
+def _refusal(config_name: str, least: Plan, topology: str) -> str:
+    """Why nothing fits, and how many chips would do."""
+    limit, needed = least.setting.device.hbm_limit_gib, least.needed_gib
+    kept = sum(least.memory.arguments.values()) / chips.GIB
+    times = 2 ** math.ceil(math.log2(needed / limit))
+    mesh = " x ".join(f"{a} {n}" for a, n in least.setting.sizes.items() if n > 1)
+    worst = max(_parts(least), key=lambda part: part[1])
+    return (
+        f"{config_name} fits no mesh of {topology}: a device has {limit} GiB, the "
+        f"least is {needed:.1f} (mesh {mesh}: {kept:.1f} of arguments, most of the "
+        f"rest {worst[0]}, {worst[1]:.1f}). Take about {times} times as many chips, "
+        f"or fewer tokens a device (data.batch_size, data.sequence_length)."
+    )
+
+
+def _parts(plan: Plan) -> Iterator[tuple[str, float]]:
+    for name, size in plan.memory.moments[plan.memory.worst].items():
+        yield name, size / chips.GIB

@@ -1,0 +1,95 @@
+"""A ranking as a table, for a terminal or as a page."""
+
+from collections.abc import Iterator
+
+from glm5_jax import mesh as mesh_lib
+from glm5_jax.scale import chips, markdown
+from glm5_jax.scale.plan import memory, planner
+
+HEAD = (
+    *("rank", "mesh", "chunks", "moments", "arguments", "standing", "working", "GiB"),
+    *("sent GiB", "FLOPs s", "HBM s", "ICI s", "DCN s", "binds", "MFU", "compiled GiB"),
+)
+STANDING = ("casts", "gradients", "carries")  # temporaries that live in a whole pass
+
+
+def text(ranking: planner.Ranking) -> str:
+    """For a terminal."""
+    rows = list(_rows(ranking))
+    return "\n\n".join([_title(ranking), markdown.aligned([HEAD, *rows]), *_notes()])
+
+
+def page(ranking: planner.Ranking, command: str) -> str:
+    """For a reader, with the command that made it."""
+    parts = [
+        f"# {_title(ranking)}",
+        f"```\n{command}\n```",
+        markdown.table(HEAD, _rows(ranking)),
+        *_notes(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _title(ranking: planner.Ranking) -> str:
+    first = ranking.plans[0].config
+    slices = f" x {first.mesh.slices} slices" if first.mesh.slices > 1 else ""
+    devices = mesh_lib.num_devices(ranking.topology, first.mesh.slices)
+    data = first.data
+    return (
+        f"{ranking.config_name} on {ranking.topology}{slices}, {devices} devices, "
+        f"{data.batch_size} rows of {data.sequence_length} tokens: "
+        f"{ranking.num_meshes} meshes, of which {ranking.num_fitting} fit"
+    )
+
+
+def _rows(ranking: planner.Ranking) -> Iterator[tuple[str, ...]]:
+    for rank, plan in enumerate(ranking.plans, start=1):
+        figures = planner.row(plan, ranking.topology)
+        kept = sum(figures["arguments_gib"].values())
+        made = figures["temporaries_gib"]
+        standing = sum(made.get(name, 0.0) for name in STANDING)
+        seconds = figures["seconds"]
+        yield (
+            str(rank) if figures["fits"] else "none",
+            " x ".join(f"{a} {n}" for a, n in figures["mesh"].items() if n > 1),
+            str(figures["expert_chunks"]),
+            figures["moment_dtype"],
+            f"{kept:.1f}",
+            f"{standing:.1f}",
+            f"{sum(made.values()) - standing:.1f}",
+            f"{figures['total_gib']:.1f}",
+            f"{sum(figures['wire_gib'].values()):.0f}",
+            *(f"{seconds[name]:.2f}" for name in ("FLOPs", "HBM", "ICI", "DCN")),
+            figures["binds"],
+            f"{100 * figures['mfu_bound']:.0f}%",
+            _compiled(plan),
+        )
+
+
+def _compiled(plan: planner.Plan) -> str:
+    """What the compiler said: memory, and what is sent."""
+    line = plan.compiled
+    if line is None:
+        return ""
+    total = line["hbm_total_gib"] or line["hbm_temp_gib"]
+    if not line["fits"]:
+        return f"{total}: does not fit"
+    return f"{total}, sends {line['collective_gib']}"
+
+
+def _notes() -> tuple[str, ...]:
+    return (
+        "GiB, bytes sent and seconds of one device and step, from shapes; nothing was "
+        "run. Standing: "
+        + ", ".join(STANDING)
+        + ". Working: what one layer needs. Seconds are rooflines, experts' load even: "
+        "the slowest binds. Ranked by it and "
+        f"{100 * planner.EXPOSED:.0f}% of the others. A plan fits if it does with "
+        f"{100 * memory.TOLERANCE:.0f}% more temporaries "
+        f"(limits: {_limits()}).",
+    )
+
+
+def _limits() -> str:
+    devices = chips.DEVICES.values()
+    return ", ".join(f"{d.chip.name} {d.hbm_limit_gib} GiB" for d in devices)
