@@ -20,25 +20,29 @@ def next_token_loss(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "d v"],
     targets: Int[Array, "B T"],
-    mask: Float[Array, "B T"],
+    weights: Float[Array, "B T"],
     *,
     chunk_tokens: int,
     z_weight: float = 0.0,
 ) -> Float[Array, ""]:
-    """Mean over mask of -log softmax(hidden head)[target] + z_weight * logsumexp^2.
+    """Weighted sum of -log softmax(hidden head)[target] + z_weight * logsumexp^2.
 
     Args:
       hidden: states after the last norm.
       head: output matrix [D, V], of which a device may have a part.
       targets: ids of the tokens to predict.
-      mask: weight of each position; its sum is the denominator.
+      weights: of each position, e.g. `mean_weights`.
       chunk_tokens: tokens whose logits exist at once.
       z_weight: of the squared normaliser (PaLM, arXiv 2204.02311); 0 is off.
     """
-    chunks = _chunked(hidden, targets, mask, chunk_tokens)
+    chunks = _chunked(hidden, targets, weights, chunk_tokens)
     total = _total(_head(head, hidden.dtype), z_weight, *chunks)
-    total, count = collectives.total((total, jnp.sum(mask)), collectives.TOKENS)
-    return total / jnp.maximum(count, 1)
+    return collectives.total(total, collectives.TOKENS)
+
+
+def mean_weights(mask: Float[Array, "*k B T"]) -> Float[Array, "*k B T"]:
+    """Weights with which a sum over a batch is the mean over its mask."""
+    return mask / jnp.maximum(jnp.sum(mask, axis=(-2, -1), keepdims=True), 1)
 
 
 def token_nll(
@@ -91,7 +95,7 @@ def mtp_loss(
     states: Float[Array, "k B T D"],
     head: Float[Array, "d v"],
     targets: Int[Array, "k B T"],
-    mask: Float[Array, "k B T"],
+    weights: Float[Array, "k B T"],
     *,
     chunk_tokens: int,
 ) -> Float[Array, ""]:
@@ -100,18 +104,17 @@ def mtp_loss(
     Args:
       states: of the MTP steps k = 1, 2, ...
       head: output matrix [D, V], of which a device may have a part.
-      targets: of each step, and
-      mask: weight of each, both of `mtp_targets`.
+      targets: of each step, see `mtp_targets`.
+      weights: likewise, of each position.
       chunk_tokens: tokens whose logits exist at once.
     """
 
     def step(total: Array, xs: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        state, targets, mask = xs
-        loss = next_token_loss(state, head, targets, mask, chunk_tokens=chunk_tokens)
+        loss = next_token_loss(xs[0], head, *xs[1:], chunk_tokens=chunk_tokens)
         return total + loss, None
 
     zero = jnp.zeros((), jnp.float32)
-    total, _ = lax.scan(step, zero, (states, targets, mask))
+    total, _ = lax.scan(step, zero, (states, targets, weights))
     return total / states.shape[0]
 
 

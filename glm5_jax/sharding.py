@@ -50,6 +50,15 @@ def shardings(dims: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree.map(lambda d: NamedSharding(mesh, spec(d)), dims, is_leaf=_is_dims)
 
 
+def constrained(tree: Any, dims: Any) -> Any:
+    """Arrays of a jitted program, placed by their dims on the mesh in use."""
+    if jax.sharding.get_abstract_mesh().size <= 1:
+        return tree
+    return jax.lax.with_sharding_constraint(
+        tree, jax.tree.map(spec, dims, is_leaf=_is_dims)
+    )
+
+
 def like_params(tree: Any, param_shardings: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Shardings of a tree in which some leaves mirror parameters (optimizer states).
 

@@ -39,7 +39,7 @@ class NextTokenLossTest(parameterized.TestCase):
 
         def chunked(hidden, head):
             return losses.next_token_loss(
-                *(hidden, head, targets, mask),
+                *(hidden, head, targets, losses.mean_weights(mask)),
                 chunk_tokens=chunk_tokens,
                 z_weight=z_weight,
             )
@@ -64,8 +64,9 @@ class NextTokenLossTest(parameterized.TestCase):
 
         def memory(chunk_tokens):
             def loss(hidden, head):
+                weights = losses.mean_weights(mask)
                 return losses.next_token_loss(
-                    hidden, head, targets, mask, chunk_tokens=chunk_tokens
+                    hidden, head, targets, weights, chunk_tokens=chunk_tokens
                 )
 
             step = jax.jit(jax.grad(loss, argnums=(0, 1)))
@@ -82,8 +83,9 @@ class MtpLossTest(absltest.TestCase):
         segments = jnp.asarray([[1] * 7, [1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 0, 0, 0]])
         mask = jnp.where(segments > 0, mask, 0)
         states = jnp.stack([hidden, hidden * 0.5])
-        ahead = losses.mtp_targets(targets, mask, segments, 2)
-        got = losses.mtp_loss(states, head, *ahead, chunk_tokens=4)
+        ahead, counts = losses.mtp_targets(targets, mask, segments, 2)
+        weights = losses.mean_weights(counts)
+        got = losses.mtp_loss(states, head, ahead, weights, chunk_tokens=4)
         means = []
         for k in (1, 2):
             total = weights = 0.0

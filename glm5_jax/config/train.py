@@ -106,6 +106,8 @@ class OptimConfig:
     moment_dtype: Dtype = "float32"
     # All moments wait in the host's memory and are fetched leaf by leaf for an update.
     offload_moments: bool = False
+    # Parts of a batch, one after the other: activations are those of one part.
+    accumulation_steps: int = 1
     clip_norm: float = 0.0  # global gradient norm; 0 turns it off
     max_skipped_in_a_row: int = 10  # non-finite updates before the run aborts
 
@@ -134,7 +136,9 @@ class OptimConfig:
                 self.clip_norm >= 0,
                 f"clip_norm is negative: {self.clip_norm}; 0 is off.",
             ),
-            *checks.positive(self, "ns_steps", "max_skipped_in_a_row"),
+            *checks.positive(
+                self, "ns_steps", "max_skipped_in_a_row", "accumulation_steps"
+            ),
         )
 
 
@@ -229,21 +233,28 @@ class TrainConfig:
         )
 
     def _rl_rules(self) -> list[tuple[bool, str]]:
-        """Rules: an episode must fit a row."""
+        """Rules: an episode must fit a row; updates are all the parts there are."""
         length, new = self.data.sequence_length, self.rl.max_new_tokens
         return [
+            (
+                self.stage != "rl" or self.optim.accumulation_steps == 1,
+                f"optim.accumulation_steps must be 1 in stage 'rl', got "
+                f"{self.optim.accumulation_steps}; set rl.updates_per_rollout.",
+            ),
             (
                 self.stage != "rl" or new < length,
                 f"rl.max_new_tokens must be smaller than data.sequence_length, which "
                 f"has to hold prompt and answers, got {new} >= {length}.",
-            )
+            ),
         ]
 
     def _mesh_rules(self) -> list[tuple[bool, str]]:
         """Rules: what a mesh axis shards, it must divide."""
         mesh, model, data = self.mesh, self.model, self.data
         parts = mesh.fsdp * mesh.expert * max(mesh.data, 1)
-        rows = (data, "batch_size", "data * fsdp * expert", parts)
+        times = self.optim.accumulation_steps
+        axes = "data * fsdp * expert" + " * accumulation_steps" * (times > 1)
+        rows = (data, "batch_size", axes, parts * times)
         if self.stage == "rl":
             rows = (self.rl, "num_rows", "data * fsdp * expert", parts)
         names = {id(model): "model", id(data): "data", id(self.rl): "rl"}

@@ -70,6 +70,7 @@ def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
     with jax.set_mesh(job.mesh):
         traced = job.step.trace(*job.arguments)
         work = flops.of_traced(traced, job.mesh.size)
+        work = work.at_even_load(job.mesh.shape["expert"])
         lowered = traced.lower()
         arrays = memory.arguments(job.arguments, job.names)
         traced_at = time.perf_counter()

@@ -4,7 +4,8 @@ The compiler's own count takes a loop's body once and a kernel for nothing. Here
 count as often as they run, a shard_map by its local shapes, what jit splits by itself
 as split evenly, a kernel by its cost estimate or else by its body times its grid, and
 of a conditional the dearer branch. Rows of a grouped product count whether a group
-has them or not. What the compiler then finds unused is still in the trace.
+has them or not: what that is at an even load says `at_even_load`. What the compiler
+then finds unused is still in the trace.
 """
 
 import dataclasses
@@ -13,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+
+GROUPED = "grouped products"
 
 
 @dataclasses.dataclass
@@ -26,6 +29,17 @@ class Flops:
     def total(self) -> float:
         """All kinds together."""
         return sum(self.by_kind.values(), 0.0)
+
+    def at_even_load(self, num_devices: int) -> "Flops":
+        """Where the experts of so many devices share the rows, not one has them all.
+
+        Buffers have room for all rows of these devices; a grouped product leaves out
+        the tiles behind the last group.
+        """
+        by_kind = dict(self.by_kind)
+        if GROUPED in by_kind:
+            by_kind[GROUPED] /= num_devices
+        return Flops(by_kind, self.num_unknown_loops)
 
     def add(self, kind: str, flops: float) -> None:
         """Adds to a kind."""
@@ -52,7 +66,7 @@ def _walk(jaxpr: Any, times: float, num_devices: int, total: Flops) -> None:
         if name == "dot_general":
             total.add("dense products", times * _dot(equation) / num_devices)
         elif name in ("ragged_dot", "ragged_dot_general"):
-            total.add("grouped products", times * _ragged(equation) / num_devices)
+            total.add(GROUPED, times * _ragged(equation) / num_devices)
         elif name == "conv_general_dilated":
             raise NotImplementedError("convolutions are not counted")
         elif name == "pallas_call":

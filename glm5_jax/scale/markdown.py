@@ -166,7 +166,9 @@ def _time(line: dict[str, Any], tables: dict[str, Any]) -> str:
             ("axes", "seconds"),
             ((k, _seconds(s)) for k, s in tables["link_seconds_by_axes"].items()),
         ),
-        "FLOPs of matrix products, recomputation included:",
+        "FLOPs of matrix products, recomputation included, at an even load of the "
+        f"experts (their buffers have room for {line['mesh']['expert']} times the "
+        "rows):",
         table(
             ("kind", "TFLOP"),
             ((k, f"{n / 1e12:,.4g}") for k, n in tables["flops_by_kind"].items()),

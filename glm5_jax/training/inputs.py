@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -20,11 +21,11 @@ Batch = Mapping[str, Array]
 
 
 class Ahead(NamedTuple):
-    """For each step of MTP: the tokens it reads, what it predicts, what counts."""
+    """For each step of MTP: the tokens it reads, what it predicts, its weights."""
 
     tokens: Int[Array, "k B T"]
     targets: Int[Array, "k B T"]
-    mask: Float[Array, "k B T"]
+    weights: Float[Array, "k B T"]
 
 
 class Inputs(NamedTuple):
@@ -42,17 +43,30 @@ def make_inputs(
     segments, ahead = batch["segment_ids"], None
     context = context_lib.make_context(config, segments, batch["positions"])
     if mtp_steps:
-        ahead = Ahead(
-            mtp.ahead(batch["tokens"], mtp_steps),
-            *losses.mtp_targets(
-                batch["targets"], batch["loss_mask"], segments, mtp_steps
-            ),
+        targets, mask = losses.mtp_targets(
+            batch["targets"], batch["loss_mask"], segments, mtp_steps
         )
+        tokens = mtp.ahead(batch["tokens"], mtp_steps)
+        ahead = Ahead(tokens, targets, losses.mean_weights(mask))
         ahead = jax.tree.map(lambda x: collectives.balanced(x, 2), ahead)
     batch, context = jax.tree.map(
         lambda x: collectives.balanced(x, 1), (dict(batch), context)
     )
     return Inputs(batch, context, ahead)
+
+
+def parts(inputs: Inputs, num_parts: int) -> Inputs:
+    """Cuts rows into parts, stacked in front, of which each device has its own."""
+
+    def cut(x: Array, dim: int) -> Array:
+        shape = *x.shape[:dim], -1, num_parts, *x.shape[dim + 1 :]
+        return jnp.moveaxis(x.reshape(shape), dim + 1, 0)
+
+    def all_cut(tree: Any, dim: int) -> Any:
+        return jax.tree.map(lambda x: cut(x, dim), tree)
+
+    batch, context, ahead = inputs
+    return Inputs(all_cut(batch, 0), all_cut(context, 0), all_cut(ahead, 1))
 
 
 def on_shards(

@@ -20,13 +20,13 @@ from glm5_jax.model import transformer
 from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.rl import objectives
 from glm5_jax.training import inputs as inputs_lib
-from glm5_jax.training import step as step_lib
+from glm5_jax.training import loss as loss_lib
 
 GAP = "rl/logprob_gap"  # mean |log pi_train - log pi_infer| of the sampled tokens
 
 
 def token_logprobs(
-    params: dict, config: config_lib.TrainConfig, batch: step_lib.Batch
+    params: dict, config: config_lib.TrainConfig, batch: inputs_lib.Batch
 ) -> Float[Array, "B T"]:
     """Log-probability of every target as the engine samples."""
 
@@ -60,12 +60,12 @@ def _local_logprobs(
             temperature=config.rl.temperature,
             chunk_tokens=config.loss.chunk_tokens,
         )
-    return logprobs, step_lib.loads(out.aux)
+    return logprobs, loss_lib.loads(out.aux)
 
 
 def make_policy_step(
     config: config_lib.TrainConfig, optimizer: optimizer_lib.Optimizer
-) -> Callable[[dict, Any, step_lib.Batch], tuple[dict, Any, step_lib.Metrics]]:
+) -> Callable[[dict, Any, inputs_lib.Batch], tuple[dict, Any, loss_lib.Metrics]]:
     """Builds (params, optimizer state, batch) -> (params, optimizer state, metrics).
 
     One call is all updates of a batch of rollouts. They are left out where the
@@ -75,8 +75,8 @@ def make_policy_step(
     num_updates = config.rl.updates_per_rollout
 
     def update(
-        carry: tuple, batch: step_lib.Batch, gap: Float[Array, ""] | None = None
-    ) -> tuple[tuple, step_lib.Metrics]:
+        carry: tuple, batch: inputs_lib.Batch, gap: Float[Array, ""] | None = None
+    ) -> tuple[tuple, loss_lib.Metrics]:
         params, state = carry
         gradient = jax.value_and_grad(policy_loss, has_aux=True)
         computed = transformer.cast(params, config.model)
@@ -92,8 +92,8 @@ def make_policy_step(
         return (params, state), {"train/loss": loss, **metrics, **more}
 
     def policy_step(
-        params: Any, state: Any, batch: step_lib.Batch
-    ) -> tuple[Any, Any, step_lib.Metrics]:
+        params: Any, state: Any, batch: inputs_lib.Batch
+    ) -> tuple[Any, Any, loss_lib.Metrics]:
         if num_updates == 1:
             (params, state), metrics = update((params, state), batch)
             return params, state, metrics
@@ -115,8 +115,8 @@ def make_policy_step(
 
 
 def policy_loss(
-    params: dict, config: config_lib.TrainConfig, batch: step_lib.Batch
-) -> tuple[Float[Array, ""], step_lib.Metrics]:
+    params: dict, config: config_lib.TrainConfig, batch: inputs_lib.Batch
+) -> tuple[Float[Array, ""], loss_lib.Metrics]:
     """sum(weights * objective), and what to log."""
     inputs = inputs_lib.make_inputs(config.model, batch)
     local = functools.partial(_local_loss, config)
@@ -125,7 +125,7 @@ def policy_loss(
 
 def _local_loss(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
-) -> tuple[Float[Array, ""], step_lib.Metrics]:
+) -> tuple[Float[Array, ""], loss_lib.Metrics]:
     """`policy_loss` of what a device has; sums go over all of them."""
     rl, batch = config.rl, inputs.batch
     objective = objectives.named(
@@ -167,10 +167,10 @@ def _local_loss(
         # E[-log pi] under what was sampled is the policy's entropy.
         "rl/entropy": surprise / num_tokens,
     }
-    return loss, metrics | step_lib.load_metrics(load)
+    return loss, metrics | loss_lib.load_metrics(load)
 
 
-def _summary(metrics: step_lib.Metrics) -> step_lib.Metrics:
+def _summary(metrics: loss_lib.Metrics) -> loss_lib.Metrics:
     """Of several updates: means, sums of counts, and the last of what accumulates."""
     out = {}
     for name, values in metrics.items():

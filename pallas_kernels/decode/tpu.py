@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import cost
 from pallas_kernels.decode import tpu_topk
 from pallas_kernels.sparse_mla import tpu as attention
 from pallas_kernels.sparse_mla import tpu_rows
@@ -54,10 +55,11 @@ def decode_sparse_mla(
     one = lambda *sizes, **space: pl.BlockSpec(
         (None, *sizes), lambda i: (i, *[0] * len(sizes)), **space
     )
-    count = len(groups)
+    count, work = len(groups), 2 * groups.size * heads * (width + value_dim)
     out, lse = pl.pallas_call(
         functools.partial(_kernel, scale=scale),
         grid=(count,),
+        cost_estimate=cost.estimate(work, q, cost.rows(kv, groups.size)),
         in_specs=[
             one(1, groups.shape[-1], memory_space=pltpu.SMEM),
             one(1, groups.shape[-1] * GROUP),

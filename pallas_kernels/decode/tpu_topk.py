@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import selection
+from pallas_kernels import cost, selection
 from pallas_kernels.indexer_topk import tpu_list
 
 QUERIES = 8  # sublanes of a vector
@@ -139,8 +139,11 @@ def _select(
             pltpu.VMEM((QUERIES, LANES), jnp.int32),
         ],
     )
+    num_read = len(pages) * words * 32
+    work = 2 * num_read * rows * heads_of_all // QUERIES * width
     return pl.pallas_call(
         functools.partial(_kernel, rows=rows, topk=topk),
+        cost_estimate=cost.estimate(work, queries, cost.rows(k, num_read)),
         grid_spec=grid,
         out_shape=jax.ShapeDtypeStruct((groups, QUERIES, words), jnp.uint32),
         compiler_params=pltpu.CompilerParams(

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import block_pairs, dispatch, selection
+from pallas_kernels import block_pairs, cost, dispatch, selection
 from pallas_kernels.indexer_kl import tpu_listed
 from pallas_kernels.masked_mla import tpu_blocks as blocks
 
@@ -196,6 +196,8 @@ def _over_tiles(
     out_shape, out_specs = [like(norm)], [specs.numbers(1)]
     scratch = [pltpu.VMEM(tile[::-1], jnp.float32)] * 2
     kernel, aliases = _loss_kernel, {}
+    main_work, index_work = (x.shape[1] * x.shape[3] for x in (q, q_index))
+    work = main_work + index_work * (3 if with_gradient else 1)
     if with_gradient:
         _, heads, _, dim = q_index.shape
         zeros = jnp.zeros((len(q) * parts, *k_index.shape[1:]), jnp.float32)
@@ -224,6 +226,7 @@ def _over_tiles(
             scratch_shapes=scratch,
         ),
         input_output_aliases=aliases,
+        cost_estimate=_cost(q, k, work, args),
         compiler_params=_parameters(),
         interpret=static[2],
     )(pairs.flat, *args)
@@ -257,9 +260,16 @@ def _norms(
             out_specs=specs.numbers(1),
             scratch_shapes=[pltpu.VMEM(specs.rows[::-1], jnp.float32), row, row],
         ),
+        cost_estimate=_cost(q, index[1][:, None], q.shape[1] * q.shape[3], index),
         compiler_params=_parameters(),
         interpret=interpret,
     )(pairs.flat, *index, mask)
+
+
+def _cost(q: Array, k: Array, work: int, arrays: Any) -> pl.CostEstimate:
+    """`work` products for each pair of a query and a key that it sees."""
+    pairs = len(q) * cost.seen_pairs(q.shape[2], k.shape[2])
+    return cost.estimate(2 * pairs * work, arrays)
 
 
 def _norm_kernel(pairs: Any, *refs: Any, size: int) -> None:

@@ -11,6 +11,7 @@ bounds the kernel (static count on v5p: 9 of 10 bundles with a gradient). Not ti
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import cost, dispatch
 from pallas_kernels.sparse_mla import tpu_rows
 
 PARTS = 2  # of the queries, each with its own dk: a v5p has two cores
@@ -111,8 +112,14 @@ def _call(
         aliases = {7: 3}  # dk starts as zeros
         out_shape = tuple(_like(x) for x in (*queries[2:4], zeros))
         out_specs = (*(of_part(*x.shape[2:]) for x in out_shape[:2]), _anywhere())
+    main_work, index_work = (math.prod(x.shape[2:]) for x in (q, q_index))
+    work = main_work + index_work * (3 if with_gradient else 1)
     return pl.pallas_call(
         functools.partial(_kernel, scale=scale, layout=layout),
+        cost_estimate=cost.estimate(
+            2 * indices.size * work,
+            *(indices, queries, cost.rows(packed, indices.size), out_shape),
+        ),
         grid=(parts, len(q), tiles // parts),
         in_specs=[
             of_part(indices.shape[2], memory_space=pltpu.SMEM),

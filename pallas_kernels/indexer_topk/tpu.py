@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels import selection, tiles
+from pallas_kernels import cost, selection, tiles
 from pallas_kernels.indexer_topk import tpu_list
 
 QUERIES = 16  # of a block; one bfloat16 tile of a head
@@ -108,6 +108,9 @@ def indexer_bits(
                 pltpu.VMEM((QUERIES, words * 32), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
+        ),
+        cost_estimate=cost.estimate(
+            2 * batch * cost.seen_pairs(num_queries, num_keys) * heads * dim, q, w, k
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_pairs, dispatch
+from pallas_kernels import block_pairs, cost, dispatch
 from pallas_kernels.masked_mla import tpu_backward
 from pallas_kernels.masked_mla import tpu_blocks as blocks
 
@@ -92,6 +92,7 @@ def _attend(
     pairs = block_pairs.make(bounds[:, 0], bounds[:, 1], num_keys, rows, offset)
     specs = blocks.Specs(pairs.size, rows)
     statistic = pltpu.VMEM((rows[0], LANES), jnp.float32)
+    work = 2 * batch * heads * cost.seen_pairs(num_queries, num_keys)
     out, lse = pl.pallas_call(
         functools.partial(_kernel, scale=scale, size=pairs.size),
         out_shape=(
@@ -114,6 +115,7 @@ def _attend(
                 statistic,
             ],
         ),
+        cost_estimate=cost.estimate(work * (dim + out_dim), q, k, v),
         compiler_params=blocks.parameters(),
         interpret=interpret,
     )(pairs.flat, q, k, v, bounds if bits is None else bits)

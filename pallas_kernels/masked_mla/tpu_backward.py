@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import block_pairs
+from pallas_kernels import block_pairs, cost
 from pallas_kernels.masked_mla import tpu_blocks as blocks
 
 
@@ -52,6 +52,9 @@ def _call(kernel, pairs, arrays, like, rows, static):
     is_queries = len(like) == 1
     spec = specs.queries if is_queries else specs.keys
     size = rows[0] if is_queries else rows[1]
+    (batch, heads, num_queries, dim), out_dim = q.shape, v.shape[3]
+    work = 2 * batch * heads * cost.seen_pairs(num_queries, v.shape[2])
+    work *= 2 * dim + out_dim if is_queries else 2 * (dim + out_dim)
     return pl.pallas_call(
         functools.partial(kernel, scale=static[0], size=pairs.size),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
@@ -69,6 +72,7 @@ def _call(kernel, pairs, arrays, like, rows, static):
             out_specs=[spec(x.shape[3]) for x in like],
             scratch_shapes=[pltpu.VMEM((size, x.shape[3]), jnp.float32) for x in like],
         ),
+        cost_estimate=cost.estimate(work, arrays, like),
         compiler_params=blocks.parameters(),
         interpret=static[2],
     )(pairs.flat, *arrays)

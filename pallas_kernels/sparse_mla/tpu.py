@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import cost, dispatch
 from pallas_kernels.sparse_mla import tpu_backward, tpu_rows
 
 HIDDEN = -1e30  # score of padding
@@ -102,6 +102,7 @@ def _call(
     batch, num_queries, heads, width = q.shape
     chunk = tpu_rows.chunk_size(indices.shape[-1])
     tile = tpu_rows.tile
+    pairs = batch * num_queries * indices.shape[-1]
     return pl.pallas_call(
         functools.partial(_kernel, scale=scale, layout=layout),
         grid=(batch, num_queries // tpu_rows.QUERIES),
@@ -120,6 +121,10 @@ def _call(
             pltpu.SemaphoreType.DMA((2,)),
             softmax_state(heads, value_dim),
         ],
+        cost_estimate=cost.estimate(
+            2 * pairs * heads * (width + value_dim),
+            *(q, indices, cost.rows(q, pairs)),
+        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"),
             disable_bounds_checks=True,

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from pallas_kernels import cost
 from pallas_kernels.sparse_mla import tpu_rows
 
 
@@ -63,6 +64,10 @@ def gradients(
             semaphores,
             (pltpu.VMEM((heads, width), jnp.float32), buffer, semaphores),
         ],
+        cost_estimate=cost.estimate(
+            2 * indices.size * heads * (3 * width + 2 * value_dim),
+            *(queries, indices, [cost.rows(kv, indices.size)] * 4),
+        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),  # one core adds
             disable_bounds_checks=True,

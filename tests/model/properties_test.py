@@ -64,11 +64,16 @@ def gradient(params, config, batch, weights):
 
     def total(params):
         out, states, aux = forward(params, config, batch, with_indexer_loss=True)
-        args = batch["targets"], batch["loss_mask"]
+        targets, mask = batch["targets"], batch["loss_mask"]
         head, chunk = params["lm_head"], {"chunk_tokens": T}
-        language = losses.next_token_loss(out.hidden, head, *args, **chunk)
-        ahead = losses.mtp_targets(*args, batch["segment_ids"], len(states))
-        language += losses.mtp_loss(states, head, *ahead, **chunk)
+        mean = losses.mean_weights
+        language = losses.next_token_loss(
+            out.hidden, head, targets, mean(mask), **chunk
+        )
+        ahead, counts = losses.mtp_targets(
+            targets, mask, batch["segment_ids"], len(states)
+        )
+        language += losses.mtp_loss(states, head, ahead, mean(counts), **chunk)
         blocks = jax.tree.leaves(
             (out.aux, aux), is_leaf=lambda x: hasattr(x, "indexer_kl")
         )

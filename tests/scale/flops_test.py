@@ -100,7 +100,8 @@ class GroupedTest(parameterized.TestCase):
         loss = lambda x, w, sizes: jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
         self.assertEqual(count(loss, X, w, sizes).total, PRODUCT)
         got = count(jax.grad(loss, (0, 1)), X, w, sizes)
-        self.assertEqual(got.by_kind, {"grouped products": 3 * PRODUCT})
+        self.assertEqual(got.by_kind, {flops.GROUPED: 3 * PRODUCT})
+        self.assertEqual(got.at_even_load(4).total, 3 * PRODUCT / 4)
 
 
 class KernelTest(parameterized.TestCase):

@@ -9,12 +9,15 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from glm5_jax.model import transformer
+from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import step as step_lib
 from tests import environment
 from tests.model import tiny
 
 T, BATCH = 24, 8
+SUM_RTOL = 1e-5  # float32 sums in another order
 # Pre-training runs the same step: tests/training/loop_test.py.
 CONFIG = config_lib.TrainConfig(
     stage="dsa_sparse",
@@ -92,6 +95,33 @@ class StepTest(parameterized.TestCase):
             np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)
             self.assertGreater(moved.max(), 0)
             self.assertLess(moved.min(), 0)
+
+    @parameterized.parameters((2, 1), (8, 1), (2, 4))
+    def test_parts_of_a_batch_give_its_gradient(self, num_parts, fsdp):
+        """Though their rows have more or fewer tokens, and padding."""
+        optim = dataclasses.replace(CONFIG.optim, accumulation_steps=num_parts)
+        parted = dataclasses.replace(CONFIG, optim=optim)
+        mesh_config = config_lib.MeshConfig(data=1, fsdp=fsdp)
+        mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[:fsdp])
+        params = tiny.params(CONFIG.model)
+        want = jax.jit(loss_lib.value_and_grad, static_argnums=1)(
+            params, CONFIG, make_batch()
+        )
+        with jax.set_mesh(mesh):
+            got = jax.jit(loss_lib.value_and_grad, static_argnums=1)(
+                params, parted, make_batch()
+            )
+        (loss, (terms, load)), grads = want
+        (own_loss, (own_terms, own_load)), own_grads = got
+        np.testing.assert_allclose(own_loss, loss, rtol=SUM_RTOL)
+        for name, value in terms.items():
+            np.testing.assert_allclose(own_terms[name], value, rtol=SUM_RTOL)
+        jax.tree.map(np.testing.assert_array_equal, own_load, load)
+        for (path, g), own in zip(
+            by_path(grads).items(), by_path(own_grads).values(), strict=True
+        ):
+            atol = SUM_RTOL * np.abs(g).max()
+            np.testing.assert_allclose(own, g, rtol=0, atol=atol, err_msg=str(path))
 
     def test_not_finite_gradient_changes_nothing(self):
         """Neither weights, moments, schedule nor router biases; then it goes on."""

@@ -1,0 +1,48 @@
+"""DeepSeek Sparse Attention for a dense GLM-5: warm-up, then sparse adaptation.
+
+python -m glm5_jax.aot --config=configs/glm5_adapt.py:sparse_202k --topology=v5p:8x8x8
+python -m glm5_jax.train --config=configs/glm5_adapt.py:warmup_202k \
+    --config.init_from=DIR --config.data.source=DIR
+
+Hardware: 512 v5p chips, a row of the batch on 64 of them. Compiled, never run:
+docs/scaling.md has the reports. Disclosed (arXiv 2602.15763, section 2.3): 1000 steps
+of warm-up at 14 x 202,752 tokens, rates 5e-3 to 2e-4, the indexer alone; then 20B
+tokens at 1e-5. Here 8 rows a step, as many as the mesh has places for.
+"""
+
+from dataclasses import replace
+
+import ml_collections
+
+from glm5_jax import command_line, presets
+from glm5_jax import config as config_lib
+
+VARIANTS = {"warmup_202k": 202752, "sparse_128k": 131072, "sparse_202k": 202752}
+EXPERT, CONTEXT = 8, 64
+
+
+def get_config(variant: str = "sparse_202k") -> ml_collections.ConfigDict:
+    """Returns the config of a stage and a length."""
+    length, rows = VARIANTS[variant], EXPERT
+    is_warmup = variant.startswith("warmup")
+    attention = "dense_with_indexer_loss" if is_warmup else "sparse"
+    rates = (5e-3, 2e-4) if is_warmup else (1e-5, 1e-5)
+    config = config_lib.TrainConfig(
+        stage="dsa_warmup" if is_warmup else "dsa_sparse",
+        num_steps=1000 if is_warmup else 20_000_000_000 // (rows * length),
+        log_every=10,
+        eval_every=100,
+        checkpoint_every=100,
+        model=replace(
+            presets.GLM5, attention=attention, remat_policy="full", expert_chunks=4
+        ),
+        data=config_lib.DataConfig(
+            tokenizer="tokenizer.json", sequence_length=length, batch_size=rows
+        ),
+        loss=config_lib.LossConfig(indexer_weight=1.0 if is_warmup else 1e-3),
+        optim=config_lib.OptimConfig(
+            learning_rate=rates[0], end_learning_rate=rates[1]
+        ),
+        mesh=config_lib.MeshConfig(expert=EXPERT, context=CONTEXT),
+    )
+    return command_line.to_config_dict(config)

@@ -1,0 +1,148 @@
+"""The loss of every stage but reinforcement learning, and its gradient.
+
+Next tokens, MTP, balance of the experts, and the indexers' divergence from the
+attention, each a mean over the batch.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from glm5_jax import collectives, losses, sharding
+from glm5_jax import config as config_lib
+from glm5_jax.model import block as block_lib
+from glm5_jax.model import mtp, transformer
+from glm5_jax.training import inputs as inputs_lib
+
+Batch = inputs_lib.Batch
+Metrics = dict[str, Array]
+
+
+def has_indexer_loss(config: config_lib.TrainConfig) -> bool:
+    """Whether the indexers are trained by their divergence from the attention."""
+    is_rl = config.stage == "rl"  # there the indexers are frozen
+    has_indexer = config.model.attention != "dense"
+    return has_indexer and config.loss.indexer_weight > 0 and not is_rl
+
+
+def value_and_grad(
+    params: dict, config: config_lib.TrainConfig, batch: Batch
+) -> tuple[tuple[Float[Array, ""], tuple[Metrics, dict]], dict]:
+    """The loss, its terms, the load of every router's experts; and the gradient.
+
+    Of optim.accumulation_steps parts of the batch, one after the other, with sums in
+    float32. Means are over the whole batch, however it is cut.
+    """
+    inputs, local = _make_inputs(config, batch), functools.partial(_local_loss, config)
+    gradient = jax.value_and_grad(
+        inputs_lib.on_shards(local, config.model), has_aux=True
+    )
+    num_parts = config.optim.accumulation_steps
+    if num_parts == 1:
+        return gradient(params, inputs)
+    parts = inputs_lib.parts(inputs, num_parts)
+    first = jax.tree.map(lambda x: x[0], parts)
+    shapes = jax.eval_shape(gradient, params, first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+    grads = sharding.constrained(zeros[1], transformer.param_dims(config.model))
+
+    def add(total: Any, part: inputs_lib.Inputs) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, gradient(params, part)), None
+
+    return lax.scan(add, (zeros[0], grads), parts)[0]
+
+
+def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inputs:
+    """With the weight of every position in the means over the batch."""
+    is_token = (batch["segment_ids"] > 0).astype(jnp.float32)
+    weights = {
+        "weights": losses.mean_weights(batch["loss_mask"]),
+        "token_weights": losses.mean_weights(is_token),
+    }
+    has_mtp = config.model.has_mtp and config.loss.mtp_weight > 0
+    num_steps = config.model.mtp_num_steps if has_mtp else 0
+    return inputs_lib.make_inputs(config.model, {**batch, **weights}, num_steps)
+
+
+def _local_loss(
+    config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
+) -> tuple[Float[Array, ""], tuple[Metrics, dict]]:
+    """Weighted sum of the terms for what a device has of a part; terms; loads."""
+    model, weights = config.model, config.loss
+    chunk = {"chunk_tokens": weights.chunk_tokens}
+    batch, context, ahead = inputs
+    has_kl = has_indexer_loss(config)
+    out = transformer.forward(
+        params, model, batch["tokens"], context=context, with_indexer_loss=has_kl
+    )
+    aux: dict[str, Any] = dict(out.aux)
+    head = params["lm_head"]
+    with jax.named_scope("head"):
+        lm_loss = losses.next_token_loss(
+            *(out.hidden, head, batch["targets"], batch["weights"]),
+            z_weight=weights.z_weight,
+            **chunk,
+        )
+    terms = {"train/lm_loss": (lm_loss, 1.0)}
+    if ahead is not None:
+        with jax.named_scope("mtp"):
+            states, aux["mtp"] = mtp.steps(
+                params["mtp"],
+                model,
+                params["embed_tokens"],
+                out.hidden,
+                ahead.tokens,
+                context,
+                jnp.ones(()) if has_kl else None,
+            )
+            loss = losses.mtp_loss(states, head, ahead.targets, ahead.weights, **chunk)
+        terms["train/mtp_loss"] = (loss, weights.mtp_weight)
+    blocks = list(_blocks(aux))
+    routings = [b.routing for b in blocks if b.routing is not None]
+    if routings:
+        balance = jnp.mean(jnp.concatenate([r.balance.reshape(-1) for r in routings]))
+        balance = balance / config.optim.accumulation_steps  # all have as many rows
+        terms["train/balance_loss"] = (balance, weights.balance_weight)
+    if has_kl:
+        divergences = [b.indexer_kl for b in blocks if b.indexer_kl is not None]
+        kl = jnp.sum(jnp.concatenate([x.reshape(-1) for x in divergences]))
+        share = jnp.sum(batch["token_weights"])  # of the batch's tokens in this part
+        kl = kl * collectives.total(share, collectives.TOKENS)
+        terms["train/indexer_kl"] = (kl, weights.indexer_weight)
+    if config.stage == "dsa_warmup":  # the base is frozen: only the indexer's term
+        only = terms["train/indexer_kl"]
+        terms = {k: (lax.stop_gradient(v), 0.0) for k, (v, _) in terms.items()}
+        terms["train/indexer_kl"] = only
+    loss = functools.reduce(jnp.add, [value * w for value, w in terms.values()])
+    return loss, ({k: value for k, (value, _) in terms.items()}, loads(aux))
+
+
+def loads(aux: dict) -> dict:
+    """Tokens that every router gave each expert, as the tree of its layers."""
+
+    def load(block: block_lib.BlockAux) -> Array | None:
+        return None if block.routing is None else block.routing.load
+
+    return jax.tree.map(load, aux, is_leaf=_is_block)
+
+
+def _blocks(aux: dict) -> list[block_lib.BlockAux]:
+    """Auxiliary values of every block, the MTP's last."""
+    return jax.tree.leaves(aux, is_leaf=_is_block)
+
+
+def _is_block(node: Any) -> bool:
+    return isinstance(node, block_lib.BlockAux)
+
+
+def load_metrics(load: dict) -> Metrics:
+    """How uneven the experts' load is: largest over mean, worst layer."""
+    worst = [
+        jnp.max(x / jnp.maximum(x.mean(-1, keepdims=True), 1))
+        for x in jax.tree.leaves(load)
+    ]
+    return {"moe/max_load": jnp.max(jnp.stack(worst))} if worst else {}
