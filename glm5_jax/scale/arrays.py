@@ -21,6 +21,7 @@ from glm5_jax import depth as depth_lib
 from glm5_jax import sharding
 from glm5_jax.model import indexer, transformer
 from glm5_jax.scale import chips, markdown, memory, programs, report
+from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import program as program_lib
 from glm5_jax.training import step as step_lib
 
@@ -169,7 +170,7 @@ def _activations(
     rows = config.rl.num_rows if config.stage == "rl" else data.batch_size
     batch, length = rows, data.sequence_length
     state = (batch, length, model.hidden_size)
-    has_kl = step_lib.has_indexer_loss(config)
+    has_kl = loss_lib.has_indexer_loss(config)
     index = None
     if model.attention != "dense" and not all(model.is_full_index_layer):
         with jax.sharding.use_abstract_mesh(mesh):  # for what chips is a selection

@@ -20,12 +20,16 @@ TOLERANCE = 0.1  # of the temporaries, as tested
 
 # How many copies live at once.
 FETCHED = 1.0  # of a layer's weights
-SUMS = 2.0  # of their gradients while chunks add to them
-ROWS = 3.0  # of the experts' rows of hidden size
+SUMS = 1.0  # of the gradients of its experts; one more while chunks add to them
+ROWS = 2.0  # of the experts' rows of hidden size
 WIDE_ROWS = 3.0  # of their gate, up and product
 GROUP = 3.0  # of the tokens that a chunk has gathered
-HEADS = 8.0  # of queries, keys or values of all heads
-STATES = 12.0  # of the hidden states
+QUERIES = 3.0  # of queries, outputs and their gradients, all heads
+KEYS = 2.0  # of keys and values, all heads
+STATES = 6.0  # of the hidden states in a layer
+MTP_STATES = 4.0  # ... of each step of MTP
+WORDS = 4.0  # of head and embedding, with their gradients
+LOGITS = 2.0  # of a chunk's logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +64,18 @@ def of(s: Setting) -> Memory:
         "carries": carries(s),
     }
     layer = {
-        "fetched weights": FETCHED * fetched(s) + SUMS * expert_weights(s),
+        "fetched weights": FETCHED * fetched(s) + sums(s),
         "experts": expert_buffers(s),
         "attention": attention(s),
         "hidden states": STATES * s.state,
     }
+    before = {k: standing[k] for k in ("casts", "carries")}
+    later = before | {"vocabulary": vocabulary(s)}
     update = {"gradients": standing["gradients"], "update": optimizer(s)}
-    head = {k: standing[k] for k in ("casts", "carries")}
-    head["vocabulary"] = vocabulary(s)
-    moments = {"layer": standing | layer, "update": update, "head": head}
+    moments = {"layer": standing | layer, "update": update, "head": later}
+    if s.mtp_steps:
+        states = MTP_STATES * s.mtp_steps * s.state
+        moments["mtp"] = later | layer | {"states of MTP": states}
     return Memory(arguments(s), moments)
 
 
@@ -108,14 +115,13 @@ def fetched(s: Setting) -> float:
     return float(max(_bytes(s, kind) for kind in s.layer_kinds))
 
 
-def expert_weights(s: Setting) -> float:
-    """The routed experts among them."""
-    return float(
-        max(
-            sum(s.fetched(w) * w.item for w in setting_lib.experts(s.layer(kind)))
-            for kind in s.layer_kinds
-        )
+def sums(s: Setting) -> float:
+    """Gradients of a layer's experts, whole before they are scattered."""
+    largest = max(
+        sum(s.fetched(w) * w.item for w in setting_lib.experts(s.layer(kind)))
+        for kind in s.layer_kinds
     )
+    return (SUMS + (s.chunks > 1)) * largest
 
 
 def expert_buffers(s: Setting) -> float:
@@ -129,21 +135,29 @@ def expert_buffers(s: Setting) -> float:
 
 
 def attention(s: Setting) -> float:
-    """Queries, keys and values of all heads, or latent queries and listed keys."""
+    """Queries of a device's tokens, keys and values of whole rows; or latent queries.
+
+    Where keys are listed they are read as latents, which all heads share.
+    """
     model = s.model
     heads = model.num_attention_heads // s.over("tensor")
-    a_token = heads * model.qk_head_dim * s.item
     if s.has_lists:
-        a_token = heads * (model.kv_lora_rank + model.qk_rope_head_dim) * s.item
-    return HEADS * s.tokens * a_token
+        width = model.kv_lora_rank + model.qk_rope_head_dim
+        return QUERIES * s.tokens * heads * width * s.item
+    a_token = heads * model.qk_head_dim * s.item
+    return a_token * (QUERIES * s.tokens + KEYS * s.rows * s.keys)
 
 
 def vocabulary(s: Setting) -> float:
-    """The head, its gradient in float32, and a chunk's logits with their gradient."""
-    head = s.others["lm_head"]
+    """Head and embedding with their gradients: the sum in float32, a use's, each use's.
+
+    Besides it the logits of a chunk and their gradient, in float32.
+    """
+    head = s.fetched(s.others["lm_head"])
     words = s.model.vocab_size // s.over("tensor", "expert")
     logits = min(s.config.loss.chunk_tokens, s.tokens * s.over("expert")) * words
-    return s.fetched(head) * (s.item + 2 * 4) + 3 * 4 * logits
+    copies = WORDS + s.mtp_steps
+    return head * (copies * s.item + 4) + LOGITS * 4 * logits
 
 
 def optimizer(s: Setting) -> float:

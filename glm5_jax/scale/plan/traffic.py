@@ -37,9 +37,10 @@ def layers(s: Setting) -> Iterator[Collective]:
     again = s.model.remat_policy != "none"
     for kind, count in s.layer_kinds.items():
         for weight in s.layer(kind):
-            yield from _fetch(s, weight, count, "forward", "layers")
-            yield from _fetch(s, weight, count * again, "backward", "layers")
-            yield from _return(s, weight, count, "layers")
+            scope = "expert weights" if weight.is_expert else "dense weights"
+            yield from _fetch(s, weight, count, "forward", scope)
+            yield from _fetch(s, weight, count * again, "backward", scope)
+            yield from _return(s, weight, count, scope)
 
 
 def mtp(s: Setting) -> Iterator[Collective]:
@@ -54,8 +55,9 @@ def mtp(s: Setting) -> Iterator[Collective]:
 def tokens(s: Setting) -> Iterator[Collective]:
     """Tokens to the experts and what became of them, over the expert axis.
 
-    By gather: there and back; the backward pass once more there, back and there. By
-    exchange: a row for each of a token's experts, with one round trip more.
+    By gather: there and back; the backward pass once more there, back and there; of
+    MTP, whose output is needed again, once more back, and of chunks, which are computed
+    anew by themselves, there. By exchange: rows for each of a token's experts.
     """
     group, count = s.state * s.over("expert"), _mixtures(s)
     chunk = group // s.chunks
@@ -65,13 +67,14 @@ def tokens(s: Setting) -> Iterator[Collective]:
         yield _one(s, "ragged-all-to-all", "expert", "forward", rows, 2 * runs)
         yield _one(s, "ragged-all-to-all", "expert", "backward", rows, 4 * runs)
         return
+    more = s.mtp_steps * s.chunks * (s.model.remat_policy != "none")
     for kind, phase, times in (
-        (GATHER, "forward", 1),
-        (SCATTER, "forward", 1),
-        (GATHER, "backward", 2),
-        (SCATTER, "backward", 1),
+        (GATHER, "forward", runs),
+        (SCATTER, "forward", runs),
+        (GATHER, "backward", 2 * runs + more * (s.chunks > 1)),
+        (SCATTER, "backward", runs + more),
     ):
-        yield _one(s, kind, "expert", phase, chunk, times * runs, "moe")
+        yield _one(s, kind, "expert", phase, chunk, times, "moe")
 
 
 def keys(s: Setting) -> Iterator[Collective]:
@@ -92,19 +95,25 @@ def keys(s: Setting) -> Iterator[Collective]:
 def words(s: Setting) -> Iterator[Collective]:
     """Embedding and head: their columns over fsdp, tokens over what shares the words.
 
-    Head and embedding are fetched once a use: the text, and every step of MTP.
+    Both are fetched once, the embedding again for every recomputed step of MTP, and
+    return gradients of the text and of MTP. Tokens go to the words and back: looked up
+    for each use and each recomputed step, and as hidden states in front of the head.
     """
-    uses = 1 + s.mtp_steps
-    group = s.state * s.over("expert")
+    uses, steps = 1 + s.mtp_steps, s.mtp_steps
     embedding, head = s.others["embed_tokens"], s.others["lm_head"]
-    yield from _fetch(s, embedding, uses + s.mtp_steps, "forward", "words")
-    yield from _return(s, embedding, uses, "words")
-    yield from _fetch(s, head, uses, "forward", "words")
-    yield from _return(s, head, uses, "words")
-    yield _one(s, SCATTER, "expert", "forward", group, uses + s.mtp_steps, "words")
-    yield _one(s, GATHER, "expert", "backward", group, uses, "words")
-    yield _one(s, GATHER, "expert", "forward", group, uses, "words")
-    yield _one(s, SCATTER, "expert", "forward", group, uses, "words")
+    for weight in (embedding, head):
+        yield from _fetch(s, weight, 1, "forward", "words")
+        yield from _return(s, weight, 1 + (steps > 0), "words")
+    yield from _fetch(s, embedding, steps, "backward", "words")
+    group = s.state * s.over("expert")
+    for kind, phase, times in (
+        (SCATTER, "forward", uses),  # looked up
+        (SCATTER, "backward", steps),
+        (GATHER, "backward", uses),  # gradients of what was looked up
+        (GATHER, "forward", uses),  # to the head
+        (SCATTER, "forward", uses),  # gradients from it
+    ):
+        yield _one(s, kind, "expert", phase, group, times, "words")
 
 
 def shares(s: Setting) -> Iterator[Collective]:
@@ -185,7 +194,7 @@ def _one(
     kind: str,
     axes: str | tuple[str, ...],
     phase: str,
-    size: float,
+    size: float | int,
     count: int,
     scope: str = "moe",
 ) -> Collective:
@@ -198,7 +207,7 @@ def _made(
     kind: str,
     axes: tuple[str, ...],
     phase: str,
-    size: float,
+    size: float | int,
     count: int,
     scope: str,
     n: int,

@@ -50,12 +50,19 @@ def dense_products(s: Setting) -> float:
 
 
 def expert_products(s: Setting) -> float:
-    """Three products a row; the recomputation needs no result of the last."""
-    count = sum(n for kind, n in _layers(s).items() if kind[0] == "M")
+    """Three products a row, and twice that for gradients; some again.
+
+    The recomputation of a layer needs no result of the last product; that of MTP's does,
+    as another norm follows, and its chunks are then computed once more.
+    """
+    count = sum(n for kind, n in s.layer_kinds.items() if kind[0] == "M")
+    again = _forward(s) - 1
+    layer = 3 + 3 * BACKWARD + 2 * again
+    module = layer + again * (3 if s.chunks > 1 else 1)
     rows = s.tokens * s.model.num_experts_per_tok
     width = s.model.moe_intermediate_size // s.over("tensor")
-    products = 3 * (1 + BACKWARD) + 2 * (_forward(s) - 1)
-    return 2.0 * count * products * rows * s.model.hidden_size * width
+    a_product = 2.0 * rows * s.model.hidden_size * width
+    return a_product * (count * layer + s.mtp_steps * module)
 
 
 def vocabulary(s: Setting) -> float:
@@ -106,7 +113,7 @@ def newton_schulz(s: Setting) -> float:
     return matrix_groups.total(traffic.groups(s)).flops
 
 
-def hbm_bytes(s: Setting, arguments: float) -> float:
+def hbm_bytes(s: Setting, arguments: float | int) -> float:
     """Bytes read and written: a rough sum of what is large.
 
     Arguments in and out, casts and gradients; each layer's fetched weights written,

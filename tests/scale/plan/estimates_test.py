@@ -1,0 +1,148 @@
+"""The planner's figures against the compiler's, and against what can be counted.
+
+compiled.json holds what `python -m glm5_jax.aot --out` said of some programs, with its
+commands and versions; the constants of the memory model were fitted to them.
+"""
+
+import json
+import pathlib
+
+from absl.testing import parameterized
+
+from glm5_jax import command_line
+from glm5_jax import mesh as mesh_lib
+from glm5_jax.scale import chips, report
+from glm5_jax.scale.plan import memory, setting, traffic, work
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parents[3]
+COMPILED = json.loads(pathlib.Path(__file__).with_name("compiled.json").read_text())
+ARGUMENTS = 0.02  # tiles are filled up: small programs lose more
+TEMPORARIES = 0.1  # what issue 5 asks for
+WIRE = 0.12  # on fsdp 16 libtpu scatters sums by all-reduces, twice the bytes
+WIRE_OF_AXES = 0.15  # which axis goes first is the compiler's choice
+HBM = 0.2  # of whole models: a rough sum of what is large
+PRODUCTS = 0.05
+IS_LARGE = 0.05  # share of the traffic below which axes are not compared
+PROGRAMS = [(entry["name"], entry) for entry in COMPILED]
+MODELS = [(entry["name"], entry) for entry in COMPILED if entry["depth"] is None]
+
+
+def setting_of(config="configs/glm5_pretrain.py", topology="v5p:8x8x8", **given):
+    depth, overrides = given.pop("depth", None), tuple(given.items())
+    arguments = command_line.Arguments(config=str(ROOT / config), overrides=overrides)
+    made = report.changed(arguments.train_config(), None, depth)
+    devices = mesh_lib.num_devices(topology, made.mesh.slices)
+    sizes = mesh_lib.axis_sizes(made.mesh, devices)
+    return setting.Setting(made, sizes, chips.named(topology))
+
+
+def setting_of_entry(entry):
+    overrides = dict(item.split("=") for item in entry["overrides"])
+    return setting_of(
+        entry["config"], entry["topology"], depth=entry["depth"], **overrides
+    )
+
+
+def wire(s, *names):
+    totals = traffic.of(s).total(*names)
+    return {key: size / chips.GIB for key, (_, size) in totals.items()}
+
+
+class CompiledTest(parameterized.TestCase):
+    def assert_near(self, got, want, tolerance):
+        self.assertLessEqual(abs(got / want - 1), tolerance, f"{got:.4g} {want:.4g}")
+
+    @parameterized.named_parameters(PROGRAMS)
+    def test_memory(self, entry):
+        found = memory.of(setting_of_entry(entry))
+        kept = sum(found.arguments.values()) / chips.GIB
+        self.assert_near(kept, entry["hbm_args_gib"], ARGUMENTS)
+        made = found.temporaries / chips.GIB
+        self.assert_near(made, entry["hbm_temp_gib"], TEMPORARIES)
+
+    @parameterized.named_parameters(PROGRAMS)
+    def test_wire(self, entry):
+        s = setting_of_entry(entry)
+        whole = sum(wire(s, "kind").values())
+        self.assert_near(whole, entry["collective_gib"], WIRE)
+        by_axes = wire(s, "axes")
+        for axes, want in entry["collective_gib_by_axes"].items():
+            if want > IS_LARGE * whole:
+                self.assert_near(by_axes[(axes,)], want, WIRE_OF_AXES)
+
+    @parameterized.named_parameters(PROGRAMS)
+    def test_products(self, entry):
+        s = setting_of_entry(entry)
+        counted, found = entry["flops_by_kind"], work.flops(s)
+        dense = ("dense products", "vocabulary", "optimizer")
+        ours = sum(found[name] for name in dense)
+        self.assert_near(ours, counted["dense products"], PRODUCTS)
+        rows = found["experts"] * s.over("expert")  # the report's are the buffers'
+        self.assert_near(rows, counted["grouped products"], PRODUCTS)
+
+    @parameterized.named_parameters(MODELS)
+    def test_bytes_of_hbm(self, entry):
+        s = setting_of_entry(entry)
+        kept = sum(memory.arguments(s).values())
+        found = work.hbm_bytes(s, kept) / chips.GIB
+        self.assert_near(found, entry["hbm_traffic_gib"], HBM)
+
+
+class TermsTest(parameterized.TestCase):
+    """Closed forms of single terms."""
+
+    def test_weights_of_experts_over_fsdp(self):
+        s = setting_of()
+        found = wire(s, "scope", "phase", "kind", "axes")
+        want = 75 * 3 * 6144 * 2048 * 256 / 8 * 2 / chips.GIB * 63 / 64
+        for phase, kind in (
+            ("forward", "all-gather"),
+            ("backward", "all-gather"),
+            ("backward", "reduce-scatter"),
+        ):
+            got = found["expert weights", phase, kind, "fsdp"]
+            self.assertAlmostEqual(got, want)
+
+    def test_tokens_over_expert(self):
+        s = setting_of()
+        found = wire(s, "scope", "phase", "kind")
+        a_layer = 4096 * 8 * 6144 * 2 / chips.GIB * 7 / 8
+        for phase, kind, runs in (
+            ("forward", "all-gather", 75 + 3),
+            ("forward", "reduce-scatter", 75 + 3),
+            ("backward", "all-gather", 2 * 75 + 3 * 3),
+            ("backward", "reduce-scatter", 75 + 2 * 3),
+        ):
+            self.assertAlmostEqual(found["moe", phase, kind], runs * a_layer)
+
+    def test_keys_over_context(self):
+        given = {"mesh.fsdp": "16", "mesh.context": "4", "data.batch_size": "128"}
+        found = wire(setting_of(**given), "scope", "phase", "kind", "axes")
+        a_layer = 4096 * (512 + 64 + 128) * 2 / chips.GIB * 3 / 4
+        got = found["attention", "forward", "all-gather", "context"]
+        self.assertAlmostEqual(got, (78 + 3) * a_layer)
+
+    def test_replicas_over_data_are_summed_within_slices_then_between(self):
+        given = {"mesh.slices": "2", "mesh.data": "4", "mesh.fsdp": "32"}
+        found = wire(setting_of(**given, **{"data.batch_size": "1024"}), "kind", "axes")
+        parameters = 753.9e9 / 256 * 2 / chips.GIB  # bfloat16; some over fsdp alone
+        for axis in ("data", "dcn"):  # two within a slice, two slices
+            got = found["all-reduce", axis]
+            self.assertAlmostEqual(got, parameters, delta=0.02 * parameters)
+
+    def test_chunks_cut_buffers_and_not_bytes(self):
+        two, four = (setting_of(**{"model.expert_chunks": n}) for n in ("2", "4"))
+        self.assertEqual(two.expert_rows, 2 * four.expert_rows)
+        self.assertEqual(wire(two, "axes"), wire(four, "axes"))
+        self.assertGreater(memory.expert_buffers(two), memory.expert_buffers(four))
+
+    def test_tensor_shares_products(self):
+        given = {"mesh.fsdp": "32", "mesh.tensor": "2", "data.batch_size": "256"}
+        one, two = work.flops(setting_of()), work.flops(setting_of(**given))
+        for name in ("experts", "vocabulary", "attention"):
+            self.assertEqual(one[name], 2 * two[name], name)
+
+
+if __name__ == "__main__":
+    environment.main()
