@@ -7,7 +7,7 @@ from glm5_jax.config import checks
 
 AttentionMode = Literal["dense", "sparse", "dense_with_indexer_loss"]
 ExpertTransport = Literal["gather", "exchange"]
-RematPolicy = Literal["none", "full", "dots"]
+RematPolicy = Literal["none", "full", "dots", "offload"]
 Dtype = Literal["float32", "bfloat16"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 import pallas_kernels
@@ -15,7 +16,14 @@ from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from pallas_kernels import dispatch
 
+_INPUT = "layer_input"
 _POLICIES = {
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -72,12 +80,18 @@ def fetched(params: Any, table: Any, dtype: str) -> Any:
 def rematerialized(function: Callable, policy: config_lib.RematPolicy) -> Callable:
     """The body of a scan, whose backward pass computes again what it did not keep.
 
-    "none" keeps everything, "full" the inputs alone, "dots" the results of matrix
-    products and kernels: what is cheap to compute and large to keep goes.
+    "none" keeps everything, "full" the inputs alone, "offload" these in the host's
+    memory, "dots" the results of matrix products and kernels: what is cheap to compute
+    and large to keep goes.
     """
     if policy == "none":
         return function
     return jax.checkpoint(function, policy=_POLICIES[policy], prevent_cse=False)
+
+
+def named_input(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The input of a scan's body, as the policy "offload" knows it."""
+    return checkpoint_name(x, _INPUT)
 
 
 def linear(

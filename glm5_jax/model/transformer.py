@@ -220,6 +220,7 @@ def _unit(
 ) -> tuple[tuple, tuple]:
     """The layers of one step of a scan."""
     x, shared = carry
+    x = layers.named_input(x)
     params, weights, experts = xs
     aux, traces, index = {}, {}, shared
     replayed = iter(() if experts is None else experts)

@@ -24,6 +24,7 @@ def scale_by_muon_split(
     layouts: Layouts,
     config: config_lib.OptimConfig,
     specs: optax.Params | None = None,
+    apart: tuple[str, ...] = (),
 ) -> optax.GradientTransformation:
     """Momentum, orthogonalisation, and the update RMS; no learning rate, no decay.
 
@@ -35,6 +36,8 @@ def scale_by_muon_split(
             optax.MaskedNode where the parameter is masked.
         config: the muon_ and ns_ fields are used.
         specs: tree like the parameters; at each leaf its PartitionSpec.
+        apart: axes of the mesh whose devices do not share the work, as what lies
+            between them is slow.
     """
 
     @jax.named_scope("newton_schulz")
@@ -42,7 +45,7 @@ def scale_by_muon_split(
         num_devices = jax.sharding.get_abstract_mesh().size
         if specs is None or num_devices <= 1:
             return _here(updates, layouts, config)
-        return _on_mesh(updates, layouts, specs, config)
+        return _on_mesh(updates, layouts, specs, config, apart)
 
     return optax.chain(_momentum(config), optax.stateless(update))
 
@@ -91,8 +94,9 @@ def _on_mesh(
     layouts: Layouts,
     specs: optax.Params,
     config: config_lib.OptimConfig,
+    apart: tuple[str, ...],
 ) -> optax.Updates:
-    """Every matrix on one device of the mesh."""
+    """Every matrix on one device of the mesh, or of each part of it."""
     dtype = jnp.dtype(config.ns_dtype)
     function = _newton_schulz(config)
     leaves, tree = jax.tree.flatten(updates)
@@ -102,6 +106,7 @@ def _on_mesh(
         [leaf.astype(dtype) for leaf in leaves],
         flat_layouts,
         flat_specs,
+        apart,
     )
     # The barrier keeps the reshape in front of it: behind it all is elementwise and
     # joins the addition to the parameters, so that no float32 update exists.

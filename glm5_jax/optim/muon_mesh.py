@@ -27,6 +27,7 @@ def map_matrices(
     arrays: Sequence[Array],
     layouts: Sequence[muon_split.Layout],
     specs: Sequence[PartitionSpec],
+    apart: Sequence[str] = (),
 ) -> list[Array]:
     """Applies a function to every matrix, once, on some device of the mesh.
 
@@ -39,11 +40,13 @@ def map_matrices(
         arrays: all in the type that goes over the wires and is returned.
         layouts: which of their axes are rows and columns.
         specs: where they are, and where the results are to be.
+        apart: axes of the mesh whose devices each do all of it: none of the specs'.
     """
     mesh = jax.sharding.get_abstract_mesh()
     shapes = [x.shape for x in arrays]
     leaves = list(zip(shapes, layouts, specs, strict=True))
-    groups = matrix_groups.plan(leaves, mesh.shape)
+    shared = {axis: n for axis, n in mesh.shape.items() if axis not in apart}
+    groups = matrix_groups.plan(leaves, shared)
 
     stacks = {stack.key: stack for group in groups for stack in group.stacks}
 

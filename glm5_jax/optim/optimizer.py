@@ -63,6 +63,7 @@ def make_optimizer(
     dims: optax.Params,
     num_steps: int,
     is_trained: Callable[[Path], bool] | None = None,
+    apart: tuple[str, ...] = (),
 ) -> Optimizer:
     """Builds the optimizer for a tree of parameters.
 
@@ -76,6 +77,7 @@ def make_optimizer(
         num_steps: updates of the run, for the schedule.
         is_trained: says by path whether a parameter is trained; default all. A frozen
             one has no optimizer state, and its gradient does not enter the norm.
+        apart: see `muon.scale_by_muon_split`.
     """
     labels = label_parameters(config, dims, is_trained)
 
@@ -89,7 +91,7 @@ def make_optimizer(
 
     layouts = of_muon(lambda names: muon_split.layout(names, config, model))
     muon_branch = optax.chain(
-        muon.scale_by_muon_split(layouts, config, of_muon(sharding.spec)),
+        muon.scale_by_muon_split(layouts, config, of_muon(sharding.spec), apart),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(1.0),
     )

@@ -12,16 +12,17 @@ from glm5_jax.scale import chips, collectives, flops, hlo, liveness, memory, pro
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes of a device's HBM, by the compiler."""
+    """Bytes that a device needs, of HBM unless it says otherwise, by the compiler."""
 
     arguments: int
     outputs: int  # that do not reuse a donated argument
     temporaries: int
     code: int
+    host: int  # of the host's memory, for what is offloaded
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All of it on the device."""
         return self.arguments + self.outputs + self.temporaries + self.code
 
 
@@ -143,6 +144,7 @@ def _sizes(compiled: Any) -> Sizes:
         outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
+        host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
     )
 
 

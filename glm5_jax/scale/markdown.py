@@ -71,6 +71,7 @@ def _memory(line: dict[str, Any], tables: dict[str, Any]) -> str:
         "hbm_code_gib": "program",
         "hbm_total_gib": "sum",
         "hbm_limit_gib": "limit",
+        "host_gib": "beside it in the host's memory",
     }
     sizes = [
         (name, line[key]) for key, name in names.items() if line.get(key) is not None

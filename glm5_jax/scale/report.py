@@ -129,6 +129,7 @@ def _compiled(
         "hbm_temp_gib": _gib(sizes.temporaries),
         "hbm_code_gib": _gib(sizes.code),
         "hbm_total_gib": _gib(sizes.total),
+        "host_gib": _gib(sizes.host),
         "fits": sizes.total <= device.hbm_limit_gib * GIB,
         "collective_gib": _gib(sum(by_axes.values())),
         "collective_gib_by_axes": _in_gib(by_axes),

@@ -37,8 +37,9 @@ def make_optimizer(config: config_lib.TrainConfig) -> optimizer_lib.Optimizer:
     trained = is_trained(config)
     per_step = config.rl.updates_per_rollout if config.stage == "rl" else 1
     num_updates = config.num_steps * per_step
+    apart = ("data",) if config.mesh.slices > 1 else ()  # slices are
     return optimizer_lib.make_optimizer(
-        config.optim, config.model, dims, num_updates, trained
+        config.optim, config.model, dims, num_updates, trained, apart
     )
 
 

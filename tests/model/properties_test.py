@@ -292,6 +292,10 @@ class PrecisionTest(parameterized.TestCase):
     def test_recomputation_gives_the_same_gradients_full(self):
         self.check_recomputation("full")
 
+    @pytest.mark.slow
+    def test_recomputation_gives_the_same_gradients_offload(self):
+        self.check_recomputation("offload")
+
     def check_recomputation(self, policy):
         mode = "dense_with_indexer_loss"
         config = dataclasses.replace(CONFIGS["one_layer"], attention=mode)

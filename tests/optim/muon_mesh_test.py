@@ -206,6 +206,25 @@ class CompiledTest(parameterized.TestCase):
         self.assertEqual(sent["all-to-all"], work.exchanged_bytes * wider)
         self.assertEqual(sent["all-gather"], work.gathered_bytes * wider)
 
+    def test_slices_send_each_other_no_matrices(self):
+        """Groups along data, the axis between slices: none but that of the norm."""
+        mesh = mesh_of({"data": 2, "fsdp": 4})
+        dims = transformer.param_dims(MODEL)
+        opt = optimizer.make_optimizer(
+            config_lib.OptimConfig(), MODEL, dims, 20, apart=("data",)
+        )
+        places = sharding.shardings(dims, mesh)
+        shapes = transformer.abstract_params(MODEL)
+        params = place(shapes, places)
+        state = jax.eval_shape(opt.init, params)
+        state = place(state, sharding.like_params(state, places, mesh))
+        step = jax.jit(lambda *args: update(opt, *args))
+        with jax.set_mesh(mesh):
+            text = step.lower(params, state, params).compile().as_text()
+        members = {n for _, n, _, scope in collectives(text) if scope}
+        inside = {n for _, n, _, scope in collectives(text) if "newton" in scope}
+        self.assertEqual((inside, members), ({4}, {4, 8}))
+
     def test_on_one_device_nothing_of_it_shows(self):
         opt, shapes = make(), transformer.abstract_params(MODEL)
         state = jax.eval_shape(opt.init, shapes)
