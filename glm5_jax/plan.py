@@ -38,6 +38,7 @@ def main(arguments: command_line.Arguments) -> int:
     # What is varied is taken back first: it need not divide what is asked for.
     varied = dict.fromkeys((f"mesh.{axis}" for axis in _AXES), "1")
     varied |= {"mesh.data": "-1", "mesh.slices": "1", "model.expert_chunks": "1"}
+    varied["optim.accumulation_steps"] = "1"
     asked = {f"data.{name}": text for name, text in data.items() if text}
     overrides = (*arguments.overrides, *varied.items(), *asked.items())
     arguments = command_line.Arguments(config=arguments.config, overrides=overrides)

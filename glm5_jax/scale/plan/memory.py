@@ -62,6 +62,7 @@ def of(s: Setting) -> Memory:
         "casts": computed if s.model.param_dtype != s.model.dtype else 0.0,
         "gradients": computed,
         "carries": carries(s),
+        "sums of parts": accumulated(s),
     }
     layer = {
         "fetched weights": FETCHED * fetched(s) + sums(s),
@@ -69,9 +70,10 @@ def of(s: Setting) -> Memory:
         "attention": attention(s),
         "hidden states": STATES * s.state,
     }
-    before = {k: standing[k] for k in ("casts", "carries")}
+    before = {k: v for k, v in standing.items() if k != "gradients"}
     later = before | {"vocabulary": vocabulary(s)}
-    update = {"gradients": standing["gradients"], "update": optimizer(s)}
+    kept = "sums of parts" if s.parts > 1 else "gradients"
+    update = {kept: standing[kept], "update": optimizer(s)}
     moments = {"layer": standing | layer, "update": update, "head": later}
     if s.mtp_steps:
         states = MTP_STATES * s.mtp_steps * s.state
@@ -103,6 +105,11 @@ def gradients(s: Setting) -> float:
     if s.mtp_steps:
         total += sum(s.stored(w) * w.item for w in s.layer("MF"))
     return total + sum(s.stored(w) * w.item for w in s.others.values())
+
+
+def accumulated(s: Setting) -> float:
+    """Sums of the gradients of parts of the batch, in float32."""
+    return gradients(s) * 4 / s.item if s.parts > 1 else 0.0
 
 
 def carries(s: Setting) -> float:

@@ -36,6 +36,11 @@ class Plan:
     compiled: dict[str, Any] | None = None  # of glm5_jax.aot, where it was verified
 
     @property
+    def arguments_gib(self) -> float:
+        """Parameters, moments and batch."""
+        return sum(self.memory.arguments.values()) / chips.GIB
+
+    @property
     def needed_gib(self) -> float:
         """With what the estimate of the temporaries may be short of."""
         margin = memory.TOLERANCE * self.memory.temporaries
@@ -144,13 +149,14 @@ def estimate(config: config_lib.TrainConfig, topology: str) -> Plan:
 def row(plan: Plan, topology: str) -> dict[str, Any]:
     """All figures of a plan, of one device and step."""
     roof, setting = plan.roofline(topology), plan.setting
-    tokens = setting.tokens / setting.over("tensor")
+    tokens = setting.parts * setting.tokens / setting.over("tensor")
     model = accounting.flops_per_token(setting.model, setting.keys) * tokens
     sent = {axes: wire for (axes,), (_, wire) in plan.traffic.total("axes").items()}
     gib = lambda sizes: {k: round(v / chips.GIB, 3) for k, v in sizes.items()}
     return {
         "mesh": dict(setting.sizes),
         "slices": plan.config.mesh.slices,
+        "accumulation_steps": setting.parts,
         "expert_chunks": setting.model.expert_chunks,
         "moment_dtype": plan.config.optim.moment_dtype,
         "arguments_gib": gib(plan.memory.arguments),
@@ -169,7 +175,7 @@ def row(plan: Plan, topology: str) -> dict[str, Any]:
 
 def _roofline(plan: Plan, topology: str) -> roofline.Roofline:
     setting = plan.setting
-    kept = sum(plan.memory.arguments.values())
+    kept = plan.arguments_gib * chips.GIB
     return roofline.roofline(
         torus.mesh(plan.config.mesh, topology),
         sum(work.flops(setting).values()),
@@ -191,12 +197,15 @@ def _merged(found: collectives.Traffic) -> collectives.Traffic:
 
 def _best(config: config_lib.TrainConfig, topology: str) -> Plan:
     """The fastest knobs of a mesh that fit, or those that need least."""
-    plans = (estimate(variant, topology) for variant in search.variants(config))
-    tried = []
-    for plan in plans:
-        tried.append(plan)
-        if plan.fits:
-            return plan
+    variants = list(search.variants(config))
+    least = estimate(variants[-1], topology)
+    if least.arguments_gib > least.setting.device.hbm_limit_gib:
+        return least
+    tried = [least]
+    for variant in variants:
+        tried.append(estimate(variant, topology))
+        if tried[-1].fits:
+            return tried[-1]
     return min(tried, key=lambda plan: plan.needed_gib)
 
 
@@ -210,7 +219,7 @@ def _verified(plan: Plan, config_name: str, topology: str) -> Plan:
 def _refusal(config_name: str, least: Plan, topology: str) -> str:
     """Why nothing fits, and how many chips would do."""
     limit, needed = least.setting.device.hbm_limit_gib, least.needed_gib
-    kept = sum(least.memory.arguments.values()) / chips.GIB
+    kept = least.arguments_gib
     times = 2 ** math.ceil(math.log2(needed / limit))
     mesh = " x ".join(f"{a} {n}" for a, n in least.setting.sizes.items() if n > 1)
     worst = max(_parts(least), key=lambda part: part[1])

@@ -9,6 +9,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 
 CHUNKS = (1, 2, 4, 8)  # model.expert_chunks
+PARTS = (1, 2, 4, 8)  # optim.accumulation_steps
 LANES = 128  # of a matrix unit: products of narrower shares leave it idle
 STAGES = ("pretrain", "dsa_sparse", "sft")  # whose step trains all of the model
 NUM_NEAR = 4  # batch sizes that a message names
@@ -65,17 +66,21 @@ def is_too_narrow(model: config_lib.ModelConfig, tensor: int) -> bool:
 def variants(config: config_lib.TrainConfig) -> Iterator[config_lib.TrainConfig]:
     """A mesh's knobs, the fastest first; what rounds the moments comes last.
 
-    More chunks read the experts' weights more often, so the first that fits is best.
+    More chunks read the experts' weights more often, parts of a batch fetch all weights
+    more often: the first that fits is best.
     """
-    rounded = dataclasses.replace(config.optim, moment_dtype="bfloat16")
-    optims = dict.fromkeys((config.optim, rounded))
-    for optim, chunks in itertools.product(optims, CHUNKS):
-        if config.data.sequence_length % (config.mesh.context * chunks):
+    mesh, data, optim = config.mesh, config.data, config.optim
+    rounded = dataclasses.replace(optim, moment_dtype="bfloat16")
+    for kept, parts, chunks in itertools.product(
+        dict.fromkeys((optim, rounded)), PARTS, CHUNKS
+    ):
+        rows = mesh.data * mesh.fsdp * mesh.expert * parts
+        if data.batch_size % rows or data.sequence_length % (mesh.context * chunks):
             continue
         yield dataclasses.replace(
             config,
             model=dataclasses.replace(config.model, expert_chunks=chunks),
-            optim=optim,
+            optim=dataclasses.replace(kept, accumulation_steps=parts),
         )
 
 
@@ -87,6 +92,7 @@ def _with_mesh(
         config,
         mesh=config_lib.MeshConfig(slices=num_slices, **sizes),
         model=dataclasses.replace(config.model, expert_chunks=1),
+        optim=dataclasses.replace(config.optim, accumulation_steps=1),
     )
 
 

@@ -64,9 +64,16 @@ class Setting:
         return self.config.model
 
     @property
+    def parts(self) -> int:
+        """Parts of the batch that are worked on one after the other."""
+        return self.config.optim.accumulation_steps
+
+    @property
     def rows(self) -> int:
-        """Rows of the batch that a device works on."""
-        return self.config.data.batch_size // self.over(*collectives.ROWS)
+        """Rows of a part that a device works on."""
+        return self.config.data.batch_size // (
+            self.over(*collectives.ROWS) * self.parts
+        )
 
     @property
     def keys(self) -> int:
@@ -75,7 +82,7 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a device works on."""
+        """Tokens of a part that a device works on."""
         return self.rows * self.keys // self.over(*collectives.CONTEXT)
 
     @property

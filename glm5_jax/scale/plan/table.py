@@ -7,10 +7,25 @@ from glm5_jax.scale import chips, markdown
 from glm5_jax.scale.plan import memory, planner
 
 HEAD = (
-    *("rank", "mesh", "chunks", "moments", "arguments", "standing", "working", "GiB"),
+    *(
+        "rank",
+        "mesh",
+        "parts",
+        "chunks",
+        "moments",
+        "arguments",
+        "standing",
+        "working",
+        "GiB",
+    ),
     *("sent GiB", "FLOPs s", "HBM s", "ICI s", "DCN s", "binds", "MFU", "compiled GiB"),
 )
-STANDING = ("casts", "gradients", "carries")  # temporaries that live in a whole pass
+STANDING = (
+    "casts",
+    "gradients",
+    "sums of parts",
+    "carries",
+)  # temporaries that live in a whole pass
 
 
 def text(ranking: planner.Ranking) -> str:
@@ -52,6 +67,7 @@ def _rows(ranking: planner.Ranking) -> Iterator[tuple[str, ...]]:
         yield (
             str(rank) if figures["fits"] else "none",
             " x ".join(f"{a} {n}" for a, n in figures["mesh"].items() if n > 1),
+            str(figures["accumulation_steps"]),
             str(figures["expert_chunks"]),
             figures["moment_dtype"],
             f"{kept:.1f}",
@@ -82,7 +98,8 @@ def _notes() -> tuple[str, ...]:
         "GiB, bytes sent and seconds of one device and step, from shapes; nothing was "
         "run. Standing: "
         + ", ".join(STANDING)
-        + ". Working: what one layer needs. Seconds are rooflines, experts' load even: "
+        + ". Working: what one layer needs. Parts: optim.accumulation_steps; chunks: "
+        "model.expert_chunks. Seconds are rooflines, experts' load even: "
         "the slowest binds. Ranked by it and "
         f"{100 * planner.EXPOSED:.0f}% of the others. A plan fits if it does with "
         f"{100 * memory.TOLERANCE:.0f}% more temporaries "

@@ -24,9 +24,10 @@ REDUCE, EXCHANGE = "all-reduce", "all-to-all"
 
 def of(setting: Setting) -> collectives.Traffic:
     """All of a step's collectives that cost anything."""
-    terms = (layers, mtp, tokens, keys, words, shares, replicas, optimizer)
-    found = (c for term in terms for c in term(setting) if c.wire_bytes > 0)
-    return collectives.Traffic(tuple(found), ())
+    terms = (layers, mtp, tokens, keys, words, shares, replicas)
+    of_a_part = (c for term in terms for c in term(setting))
+    found = (*(_times(c, setting.parts) for c in of_a_part), *optimizer(setting))
+    return collectives.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
 
 
 def layers(s: Setting) -> Iterator[Collective]:
@@ -201,6 +202,12 @@ def _one(
     """`count` runs over one or several axes of whole arrays of `size` bytes."""
     axes = (axes,) if isinstance(axes, str) else axes
     return _made(kind, axes, phase, size, count, scope, s.over(*axes))
+
+
+def _times(c: Collective, parts: int) -> Collective:
+    return dataclasses.replace(
+        c, count=c.count * parts, wire_bytes=c.wire_bytes * parts
+    )
 
 
 def _made(

@@ -14,6 +14,7 @@ from glm5_jax.scale.plan import traffic
 Setting = setting_lib.Setting
 BACKWARD = 2  # products of a backward pass: for what came in, and for the weights
 KERNEL_BACKWARD = 2.5  # of attention: scores again, dv, dp, dq, dk over two forward
+KEY_BLOCK = 512  # keys that a kernel of attention masks or skips together
 # What a layer reads and writes of its hidden states besides its large buffers: norms,
 # residuals, projections; times the states' size, in one forward pass.
 STATE_READS = 30
@@ -26,15 +27,16 @@ LOGITS_READS = 6  # of a chunk's float32 logits: exponents, sums, gradient
 
 def flops(s: Setting) -> dict[str, float]:
     """Of a device, by what they are for."""
-    parts = {
+    of_a_part = {
         "dense products": dense_products(s),
         "experts": expert_products(s),
         "vocabulary": vocabulary(s),
         "attention": attention(s),
         "indexer": indexer(s),
-        "optimizer": newton_schulz(s),
     }
-    return {name: value for name, value in parts.items() if value}
+    found = {name: s.parts * value for name, value in of_a_part.items()}
+    found["optimizer"] = newton_schulz(s)
+    return {name: value for name, value in found.items() if value}
 
 
 def dense_products(s: Setting) -> float:
@@ -52,8 +54,8 @@ def dense_products(s: Setting) -> float:
 def expert_products(s: Setting) -> float:
     """Three products a row, and twice that for gradients; some again.
 
-    The recomputation of a layer needs no result of the last product; that of MTP's does,
-    as another norm follows, and its chunks are then computed once more.
+    The recomputation of a layer needs no result of the last product; that of MTP's
+    does, as a norm follows, and its chunks are then computed once more.
     """
     count = sum(n for kind, n in s.layer_kinds.items() if kind[0] == "M")
     again = _forward(s) - 1
@@ -73,37 +75,36 @@ def vocabulary(s: Setting) -> float:
 
 def attention(s: Setting) -> float:
     """Scores and values: of all visible keys, or of the listed ones as latents."""
-    model, keys = s.model, (s.keys + 1) / 2
+    model, keys = s.model, _visible(s)
     width = model.qk_head_dim + model.v_head_dim
     if s.has_lists:
         keys = min(keys, model.index_topk)
         width = 2 * model.kv_lora_rank + model.qk_rope_head_dim
     heads = model.num_attention_heads // s.over("tensor")
     once = 2.0 * s.tokens * keys * heads * width
-    passes = KERNEL_BACKWARD + (2 if s.model.remat_policy == "full" else 1)
-    return once * passes * sum(_layers(s).values())
+    return once * (_forward(s) + KERNEL_BACKWARD) * sum(_layers(s).values())
 
 
 def indexer(s: Setting) -> float:
-    """Scores of all visible keys; and its loss.
+    """Scores of all visible keys; and its loss, computed with its gradients.
 
-    The loss: scores of the selected keys again, their gradients, and the attention's
-    own probabilities.
+    The loss: scores of the keys that may be attended to, their gradients, and the
+    attention's own probabilities of all heads.
     """
     model = s.model
     if model.attention == "dense":
         return 0.0
+    keys, width = _visible(s), model.index_n_heads * model.index_head_dim
     layers = sum(n for kind, n in _layers(s).items() if kind[1] == "F")
-    pairs = s.tokens * (s.keys + 1) / 2
-    width = model.index_n_heads * model.index_head_dim
-    total = 2.0 * pairs * width * layers * _forward(s) * s.selects
+    total = 2.0 * s.tokens * keys * width * layers * s.selects
     if s.has_indexer_loss:
+        a_head = model.qk_head_dim
         if s.has_lists:
-            pairs = s.tokens * min((s.keys + 1) / 2, model.index_topk)
-        probabilities = model.num_attention_heads * model.qk_head_dim
-        once = 2.0 * pairs * (probabilities + (1 + BACKWARD) * width)
-        total += once * sum(_layers(s).values())
-    return total
+            keys = min(keys, model.index_topk)
+            a_head = model.kv_lora_rank + model.qk_rope_head_dim
+        products = model.num_attention_heads * a_head + (1 + BACKWARD) * width
+        total += 2.0 * s.tokens * keys * products * sum(_layers(s).values())
+    return total * _forward(s)
 
 
 def newton_schulz(s: Setting) -> float:
@@ -122,16 +123,16 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
     """
     layers = _layers(s)
     passes = _forward(s) + BACKWARD
-    total = 4.0 * arguments
+    a_part = (1 + s.mtp_steps) * logits_bytes(s)
     for kind, count in layers.items():
         weights = s.layer(kind)
         once = sum(s.fetched(w) * w.item for w in weights)
         own = sum(s.fetched(w) * w.item for w in setting_lib.experts(weights))
-        total += count * (passes * (once + own * s.chunks) + STATE_READS * s.state)
+        a_part += count * (passes * (once + own * s.chunks) + STATE_READS * s.state)
         if kind[0] == "M":
-            total += count * passes * ROWS_READS * s.chunks * rows_bytes(s)
-    total += MUON_READS * s.item * newton_schulz_elements(s)
-    return total + (1 + s.mtp_steps) * logits_bytes(s)
+            a_part += count * passes * ROWS_READS * s.chunks * rows_bytes(s)
+    update = 4.0 * arguments + MUON_READS * s.item * newton_schulz_elements(s)
+    return update + s.parts * a_part
 
 
 def newton_schulz_elements(s: Setting) -> float:
@@ -161,6 +162,11 @@ def _tokens_of(s: Setting, weight: setting_lib.Weight) -> int:
     """Tokens that meet a matrix: keys and values are made of all keys of a row."""
     is_of_keys = weight.name.endswith(("k_b_proj", "v_b_proj")) and not s.has_lists
     return s.tokens * (s.over("context") if is_of_keys else 1)
+
+
+def _visible(s: Setting) -> float:
+    """Keys before a query, on average; of the last block all."""
+    return min((s.keys + KEY_BLOCK) / 2, float(s.keys))
 
 
 def _forward(s: Setting) -> int:
