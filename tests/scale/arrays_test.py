@@ -62,8 +62,8 @@ class ArraysTest(parameterized.TestCase):
         for prefix in ("params.", "gradients."):
             array = by_name[prefix + name]
             self.assertEqual(array.dims, ("L", "E", "F", "D"))
-            self.assertEqual(array.spec, "(None, 'expert', 'tensor', 'fsdp')")
-            self.assertEqual(array.num_copies, 2)  # along context
+            spec = "(None, 'expert', 'tensor', ('fsdp', 'context'))"
+            self.assertEqual((array.spec, array.num_copies), (spec, 1))
         (trace,) = (a for a in by_name.values() if a.name.endswith("trace." + name))
         self.assertEqual(trace.dims, ("L", "E", "F", "D"))
         for array in by_name.values():

@@ -30,6 +30,7 @@ EXPOSED = 0.1
 class Plan:
     """A candidate and what is expected of it."""
 
+    topology: str
     config: config_lib.TrainConfig
     setting: setting_lib.Setting
     memory: memory.Memory
@@ -61,15 +62,22 @@ class Plan:
         """Bytes that leave a device in a step."""
         return sum(c.wire_bytes for c in self.traffic.collectives) / chips.GIB
 
-    def roofline(self, topology: str) -> roofline.Roofline:
+    @functools.cached_property
+    def roofline(self) -> roofline.Roofline:
         """The least time of a step."""
-        return _roofline(self, topology)
+        return roofline.roofline(
+            torus.mesh(self.config.mesh, self.topology),
+            sum(work.flops(self.setting).values()),
+            work.hbm_bytes(self.setting, self.arguments_gib * chips.GIB),
+            _merged(self.traffic),
+            self.config.mesh.slices,
+        )
 
-    def score(self, topology: str) -> float:
+    @property
+    def score(self) -> float:
         """Seconds by which plans are ranked."""
-        roof = self.roofline(topology)
-        hidden = sum(roof.seconds.values()) - roof.total
-        return roof.total + EXPOSED * hidden
+        roof = self.roofline
+        return roof.total + EXPOSED * (sum(roof.seconds.values()) - roof.total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +95,7 @@ class Ranking:
         """Writes STEM.md, which is `page`, and STEM.json."""
         path = pathlib.Path(stem).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [row(plan, self.topology) for plan in self.plans]
+        rows = [row(plan) for plan in self.plans]
         content = {"config": self.config_name, "topology": self.topology, "plans": rows}
         text = json.dumps(content, indent=1) + "\n"
         path.with_name(path.name + ".json").write_text(text, encoding="utf-8")
@@ -121,7 +129,7 @@ def make(
     fitting = [plan for plan in plans if plan.fits]
     refusal = ""
     if fitting:
-        fitting.sort(key=lambda plan: plan.score(topology))
+        fitting.sort(key=lambda plan: plan.score)
         best = fitting[:num_shown]
     else:
         best = sorted(plans, key=lambda plan: plan.needed_gib)[:num_shown]
@@ -143,12 +151,12 @@ def estimate(config: config_lib.TrainConfig, topology: str) -> Plan:
     num_devices = mesh_lib.num_devices(topology, config.mesh.slices)
     sizes = mesh_lib.axis_sizes(config.mesh, num_devices)
     setting = setting_lib.Setting(config, sizes, chips.named(topology))
-    return Plan(config, setting, memory.of(setting))
+    return Plan(topology, config, setting, memory.of(setting))
 
 
-def row(plan: Plan, topology: str) -> dict[str, Any]:
+def row(plan: Plan) -> dict[str, Any]:
     """All figures of a plan, of one device and step."""
-    roof, setting = plan.roofline(topology), plan.setting
+    roof, setting = plan.roofline, plan.setting
     tokens = setting.parts * setting.tokens / setting.over("tensor")
     model = accounting.flops_per_token(setting.model, setting.keys) * tokens
     sent = {axes: wire for (axes,), (_, wire) in plan.traffic.total("axes").items()}
@@ -171,18 +179,6 @@ def row(plan: Plan, topology: str) -> dict[str, Any]:
         "mfu_bound": round(model / (setting.device.flops * roof.total), 4),
         "compiled": plan.compiled,
     }
-
-
-def _roofline(plan: Plan, topology: str) -> roofline.Roofline:
-    setting = plan.setting
-    kept = plan.arguments_gib * chips.GIB
-    return roofline.roofline(
-        torus.mesh(plan.config.mesh, topology),
-        sum(work.flops(setting).values()),
-        work.hbm_bytes(setting, kept),
-        _merged(plan.traffic),
-        plan.config.mesh.slices,
-    )
 
 
 def _merged(found: collectives.Traffic) -> collectives.Traffic:

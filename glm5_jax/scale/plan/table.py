@@ -59,7 +59,7 @@ def _title(ranking: planner.Ranking) -> str:
 
 def _rows(ranking: planner.Ranking) -> Iterator[tuple[str, ...]]:
     for rank, plan in enumerate(ranking.plans, start=1):
-        figures = planner.row(plan, ranking.topology)
+        figures = planner.row(plan)
         kept = sum(figures["arguments_gib"].values())
         made = figures["temporaries_gib"]
         standing = sum(made.get(name, 0.0) for name in STANDING)

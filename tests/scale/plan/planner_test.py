@@ -1,0 +1,181 @@
+"""The planner: which meshes there are, what is left of them, in which order."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from unittest import mock
+
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+from glm5_jax import presets
+from glm5_jax.scale import arrays, chips, report
+from glm5_jax.scale.plan import memory, planner, search, setting, table, torus
+from tests import environment, tpus
+
+SMALL = config_lib.TrainConfig(
+    model=dataclasses.replace(presets.GLM5_1M, remat_policy="full"),
+    data=config_lib.DataConfig(sequence_length=128, batch_size=16),
+)
+LARGE = config_lib.TrainConfig(
+    model=dataclasses.replace(presets.GLM5, remat_policy="full"),
+    data=config_lib.DataConfig(sequence_length=4096, batch_size=128),
+)
+
+
+def with_data(config, **changes):
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
+
+
+class SearchTest(parameterized.TestCase):
+    def test_every_mesh_makes_up_the_devices_and_shares_whole_rows(self):
+        found = search.candidates(SMALL, "v5p:2x2x4", 1)
+        seen = set()
+        for config in found:
+            sizes = mesh_lib.axis_sizes(config.mesh, 16)
+            self.assertEqual(math.prod(sizes.values()), 16)
+            self.assertEqual(16 % (16 // (sizes["tensor"] * sizes["context"])), 0)
+            seen.add(tuple(sizes.values()))
+        self.assertLen(seen, len(found))
+        self.assertIn((1, 4, 4, 1, 1), seen)
+        self.assertIn((1, 4, 2, 1, 2), seen)
+
+    def test_only_data_goes_across_slices(self):
+        for config in search.candidates(SMALL, "v5p:2x2x2", 2):
+            self.assertEqual(config.mesh.data % 2, 0)
+
+    def test_knobs_that_round_come_last(self):
+        config = search.candidates(SMALL, "v5p:2x2x2", 1)[0]
+        found = list(search.variants(config))
+        dtypes = [variant.optim.moment_dtype for variant in found]
+        self.assertEqual(dtypes, sorted(dtypes, reverse=True))  # float32 first
+        self.assertEqual(found[0].model.expert_chunks, 1)
+        for variant in found:
+            self.assertEqual(128 % variant.model.expert_chunks, 0)
+
+    def test_an_expert_is_not_cut_narrower_than_a_matrix_unit(self):
+        self.assertFalse(search.is_too_narrow(presets.GLM5, 16))  # 2048 / 16 = 128
+        self.assertTrue(search.is_too_narrow(presets.GLM5, 32))
+
+    @parameterized.named_parameters(
+        ("chip", SMALL, "v9:2x2x2", "chip of v5e, v5p, v6e, tpu7x"),
+        ("shape", SMALL, "v5p:4x4", r"each of 3 axes, e\.g\. v5p:2x2x2"),
+        (
+            "rows",
+            with_data(LARGE, batch_size=7, sequence_length=5000),
+            "v5p:8x8x8",
+            r"data\.batch_size=7 rows.*2 \* context.*batch_size to 8 or 16",
+        ),
+        (
+            "stage",
+            dataclasses.replace(
+                SMALL,
+                stage="dsa_warmup",
+                model=dataclasses.replace(
+                    SMALL.model, attention="dense_with_indexer_loss"
+                ),
+            ),
+            "v5p:2x2x2",
+            "stage must be one of pretrain, dsa_sparse, sft",
+        ),
+    )
+    def test_what_cannot_be_names_what_can(self, config, topology, message):
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            search.candidates(config, topology, 1)
+
+
+class TorusTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("cube", "v5p:2x2x4", 1),
+        ("two_cores_a_chip", "tpu7x:2x2x2", 1),
+        ("square", "v6e:4x4", 1),
+        ("slices", "v5p:2x2x2", 2),
+    )
+    def test_devices_lie_as_those_of_libtpu(self, topology, num_slices):
+        if not tpus.has_libtpu():
+            self.skipTest("no libtpu: pip install -e '.[aot]'")
+        names = ("coords", "core_on_chip", "slice_index", "device_kind", "platform")
+        read = lambda device: [
+            tuple(x) if isinstance(x := getattr(device, name), list) else x
+            for name in names
+        ]
+        real = mesh_lib.topology(topology, num_slices)
+        self.assertEqual(
+            list(map(read, torus.devices(topology, num_slices))),
+            list(map(read, real)),
+        )
+
+    def test_an_axis_of_the_mesh_lies_on_one_of_the_torus(self):
+        mesh = torus.mesh(config_lib.MeshConfig(fsdp=16, expert=4), "v5p:4x4x4")
+        self.assertLen(chips.route(mesh, ("expert",)).torus, 1)
+        self.assertLen(chips.route(mesh, ("fsdp",)).torus, 2)
+
+
+class RankingTest(parameterized.TestCase):
+    def test_order_is_by_time_and_each_mesh_comes_once(self):
+        ranking = planner.make(SMALL, "name", "v5p:2x2x2", num_shown=100)
+        self.assertEmpty(ranking.refusal)
+        scores = [plan.score for plan in ranking.plans]
+        self.assertEqual(scores, sorted(scores))
+        meshes = {tuple(plan.setting.sizes.values()) for plan in ranking.plans}
+        self.assertLen(meshes, len(ranking.plans))
+        self.assertLen(ranking.plans, ranking.num_fitting)
+
+    def test_what_fits_nowhere_is_refused_with_the_least(self):
+        config = with_data(LARGE, batch_size=8)
+        ranking = planner.make(config, "name", "v5p:2x2x2")
+        self.assertEqual(ranking.num_fitting, 0)
+        self.assertRegex(
+            ranking.refusal, r"fits no mesh of v5p:2x2x2.*has 95\.74 GiB, the least is"
+        )
+        needed = [plan.needed_gib for plan in ranking.plans]
+        self.assertEqual(needed, sorted(needed))
+        self.assertIn("none", table.text(ranking))
+
+    def test_more_chunks_are_taken_only_where_they_are_needed(self):
+        mesh = config_lib.MeshConfig(fsdp=16, expert=8)
+        config = dataclasses.replace(LARGE, mesh=mesh)
+        plan = planner.estimate(config, "v5p:4x4x8")
+        self.assertTrue(plan.fits)
+        limit = chips.Device(
+            plan.setting.device.chip, plan.needed_gib - 1, 90.0, 6.25, 4
+        )
+        with mock.patch.object(chips, "named", return_value=limit):
+            best = planner._best(config, "v5p:4x4x8")
+        self.assertGreater(best.setting.chunks, 1)
+        self.assertTrue(best.fits)
+
+    def test_the_first_few_are_compiled_and_the_page_says_so(self):
+        line = {"hbm_args_gib": 1.0, "hbm_temp_gib": 2.0, "hbm_total_gib": 3.5}
+        line |= {"collective_gib": 7.25, "fits": True}
+        made = mock.Mock(line=line)
+        with mock.patch.object(report, "make", return_value=made) as compiled:
+            ranking = planner.make(SMALL, "name", "v5p:2x2x2", num_verified=2)
+        self.assertEqual(compiled.call_count, 2)
+        stem = pathlib.Path(self.create_tempdir().full_path) / "plan"
+        ranking.write(str(stem), table.page(ranking, "python -m glm5_jax.plan"))
+        page = stem.with_suffix(".md").read_text()
+        self.assertEqual(page.count("3.5, sends 7.25"), 2)
+        plans = json.loads(stem.with_suffix(".json").read_text())["plans"]
+        self.assertEqual(plans[0]["compiled"], line)
+        self.assertIsNone(plans[2]["compiled"])
+
+
+class MemoryTest(parameterized.TestCase):
+    def test_arguments_are_those_of_the_listing(self):
+        mesh = config_lib.MeshConfig(data=1, fsdp=4, expert=2, context=2)
+        config = dataclasses.replace(SMALL, mesh=mesh)
+        listed = arrays.of_program(config, chips.abstract_mesh(mesh, "v5p:2x2x4"))
+        given = [a for a in listed if a.kind not in arrays.MADE_BY_THE_STEP]
+        given = [a for a in given if not a.kind.startswith("gradients")]
+        sizes = mesh_lib.axis_sizes(mesh, 16)
+        s = setting.Setting(config, sizes, chips.named("v5p:2x2x4"))
+        self.assertEqual(
+            sum(memory.arguments(s).values()), sum(a.device_bytes for a in given)
+        )
+
+
+if __name__ == "__main__":
+    environment.main()
