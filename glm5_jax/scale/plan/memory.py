@@ -20,6 +20,7 @@ TOLERANCE = 0.1  # of the temporaries, as tested
 
 # How many copies live at once.
 FETCHED = 1.0  # of a layer's weights
+STAGED = {"tpu7x": 1.0}  # ... and again where SparseCores gather them
 SUMS = 1.0  # of the gradients of its experts; one more while chunks add to them
 ROWS = 2.0  # of the experts' rows of hidden size
 WIDE_ROWS = 3.0  # of their gate, up and product
@@ -64,8 +65,9 @@ def of(s: Setting) -> Memory:
         "carries": carries(s),
         "sums of parts": accumulated(s),
     }
+    copies = FETCHED + STAGED.get(s.device.chip.name, 0.0)
     layer = {
-        "fetched weights": FETCHED * fetched(s) + sums(s),
+        "fetched weights": copies * fetched(s) + sums(s),
         "experts": expert_buffers(s),
         "attention": attention(s),
         "hidden states": STATES * s.state,

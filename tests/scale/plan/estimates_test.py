@@ -19,10 +19,14 @@ ROOT = pathlib.Path(__file__).parents[3]
 COMPILED = json.loads(pathlib.Path(__file__).with_name("compiled.json").read_text())
 ARGUMENTS = 0.02  # tiles are filled up: small programs lose more
 TEMPORARIES = 0.1  # what issue 5 asks for
-WIRE = 0.12  # on fsdp 16 libtpu scatters sums by all-reduces, twice the bytes
+WIRE = 0.05
 WIRE_OF_AXES = 0.15  # which axis goes first is the compiler's choice
-HBM = 0.2  # of whole models: a rough sum of what is large
+HBM = 0.25  # of whole models: a rough sum of what is large, short on long rows
 PRODUCTS = 0.05
+# Some sums over fsdp become all-reduces, twice the bytes of the scattered sums that the
+# program asks for: down_proj's on fsdp 16, gate's and up's on fsdp 256.
+SUMMED_WHOLE = ("depth_8_fsdp_16_expert_4_one_chunk", "v5p_2048")
+WIRE_SUMMED_WHOLE = 0.2
 IS_LARGE = 0.05  # share of the traffic below which axes are not compared
 PROGRAMS = [(entry["name"], entry) for entry in COMPILED]
 MODELS = [(entry["name"], entry) for entry in COMPILED if entry["depth"] is None]
@@ -65,11 +69,14 @@ class CompiledTest(parameterized.TestCase):
     def test_wire(self, entry):
         s = setting_of_entry(entry)
         whole = sum(wire(s, "kind").values())
-        self.assert_near(whole, entry["collective_gib"], WIRE)
+        is_scattered = entry["name"] not in SUMMED_WHOLE
+        tolerance = WIRE if is_scattered else WIRE_SUMMED_WHOLE
+        self.assert_near(whole, entry["collective_gib"], tolerance)
         by_axes = wire(s, "axes")
         for axes, want in entry["collective_gib_by_axes"].items():
             if want > IS_LARGE * whole:
-                self.assert_near(by_axes[(axes,)], want, WIRE_OF_AXES)
+                limit = max(tolerance, WIRE_OF_AXES)
+                self.assert_near(by_axes[(axes,)], want, limit)
 
     @parameterized.named_parameters(PROGRAMS)
     def test_products(self, entry):
@@ -78,7 +85,9 @@ class CompiledTest(parameterized.TestCase):
         dense = ("dense products", "vocabulary", "optimizer")
         ours = sum(found[name] for name in dense)
         self.assert_near(ours, counted["dense products"], PRODUCTS)
-        rows = found["experts"] * s.over("expert")  # the report's are the buffers'
+        rows = found["experts"]
+        if not entry["is_even_load"]:  # reports counted the buffers' rows before
+            rows *= s.over("expert")
         self.assert_near(rows, counted["grouped products"], PRODUCTS)
 
     @parameterized.named_parameters(MODELS)

@@ -1,0 +1,52 @@
+"""The plan command as a user runs it."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+from absl.testing import parameterized
+
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parent.parent
+CONFIG = "--config=configs/glm5_pretrain.py"
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "glm5_jax.plan", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment.VARIABLES},
+        capture_output=True,
+        text=True,
+    )
+
+
+class PlanTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("unknown_chip", ("--topology=v9:2x2",), "chip of v5e, v5p, v6e, tpu7x"),
+        (
+            "rows",
+            ("--topology=v5p:8x8x8", "--batch_size=7", "--sequence_length=5000"),
+            "data.batch_size to 8",
+        ),
+        ("length", ("--topology=v5p:2x2x1", "--sequence_length=x"), "sequence_length"),
+    )
+    def test_wrong_input_ends_with_2_and_one_message(self, arguments, message):
+        result = run(CONFIG, *arguments)
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn(message, result.stderr)
+        self.assertNotIn("Traceback", result.stderr)
+        self.assertEmpty(result.stdout)
+
+    def test_what_fits_nowhere_is_shown_and_refused(self):
+        result = run(CONFIG, "--topology=v5p:2x2x2", "--batch_size=8", "--top=3")
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn("of which 0 fit", result.stdout)
+        self.assertEqual(result.stdout.count("none  "), 3)
+        self.assertIn("fits no mesh of v5p:2x2x2", result.stderr)
+
+
+if __name__ == "__main__":
+    environment.main()
