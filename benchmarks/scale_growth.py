@@ -17,12 +17,15 @@ from typing import Any
 from matplotlib import figure, ticker
 
 Report = dict[str, Any]
-# Kernels by what they do; every other product is linear in the tokens.
+# Kernels by what they do; every other product is linear in the tokens, but for keys and
+# values of each head, which masked attention makes of all tokens of a row.
 PARTS = {
-    "indexer's scores (quadratic)": ("indexer_bits", "indexer_kl_loss", "norms"),
-    "attention to the selected keys": ("mla",),
-    "indexer's loss on these": ("sparse_indexer_kl_loss",),
+    "indexer_bits": "indexer's scores of all keys (quadratic)",
+    "masked_mla": "attention under a mask (quadratic)",
+    "sparse_mla": "attention to listed keys",
+    "kl": "indexer's loss",
 }
+REST = "everything else"
 SIZES: dict[str, tuple[str, Callable[[Report], float]]] = {
     "length": ("tokens of a row", lambda r: r["sequence_length"]),
     "chips": ("chips", lambda r: r["devices"]),
@@ -54,15 +57,11 @@ def read(path: pathlib.Path) -> Report:
 
 def flops_by_part(report: Report) -> dict[str, float]:
     """TFLOP a device, kernels by PARTS and the rest."""
-    found = dict.fromkeys([*PARTS, "everything else"], 0.0)
+    found = dict.fromkeys([*PARTS.values(), REST], 0.0)
     for kind, flops in report["flops_by_kind"].items():
-        part = "everything else"
-        if kind.startswith("kernel "):
-            own = kind.removeprefix("kernel ")
-            names = [p for p, words in PARTS.items() if own in words]
-            inside = [p for p, words in PARTS.items() if any(w in own for w in words)]
-            part = (names or inside or [part])[0]
-        found[part] += flops / 1e12
+        names = [part for word, part in PARTS.items() if f" {word}" in kind]
+        names += [PARTS["kl"]] * ("indexer_kl" in kind)
+        found[names[0] if names else REST] += flops / 1e12
     return found
 
 
@@ -132,7 +131,7 @@ def draw(reports: dict[str, list[Report]]) -> figure.Figure:
             )
             axis.set_xticks(x)
             axis.minorticks_off()
-            axis.legend(frameon=False, fontsize=8)
+            axis.legend(fontsize=8, loc="best")
     return page
 
 
