@@ -156,8 +156,8 @@ class MapMatricesTest(parameterized.TestCase):
 class UpdateTest(parameterized.TestCase):
     """The same update on every mesh as on one device."""
 
-    @pytest.mark.slow  # 5 to 20 s each
     @parameterized.named_parameters(*MESHES.items())
+    @pytest.mark.slow  # 5 to 20 s each
     def test_sharded_is_unsharded(self, axes):
         expected, expected_state, expected_metrics = on_one_device()
         params, state, metrics = run_on(mesh_of(axes), make(), trees())
