@@ -15,7 +15,13 @@ import ml_collections
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 
-VARIANTS = {"v5p_512": (64, 8), "v5p_256": (32, 8), "tpu7x_256": (64, 8)}
+VARIANTS = {
+    "v5p_512": (64, 8),
+    "v5p_256": (32, 8),
+    "tpu7x_256": (64, 8),
+    "v6e_1024": (128, 8),
+    "h200_512": (64, 8),  # experts within a node of 8
+}
 
 
 def get_config(variant: str = "v5p_512") -> ml_collections.ConfigDict:

@@ -152,6 +152,19 @@ class BudgetTest(parameterized.TestCase):
             self.assertEmpty(long, f"too long lines in {name}")
 
 
+class MarksTest(parameterized.TestCase):
+    def test_marks_stand_below_parameters(self):
+        """Above them they are lost: absl makes the cases of the function alone."""
+        for name, path in _files("tests"):
+            for function in _functions(_parse(path)):
+                words = map(ast.unparse, function.decorator_list)
+                kinds = [w.split(".")[0] for w in words if "." in w]
+                marks = [i for i, kind in enumerate(kinds) if kind == "pytest"]
+                cases = [i for i, kind in enumerate(kinds) if kind == "parameterized"]
+                if marks and cases:
+                    self.assertGreater(min(marks), max(cases), (name, function.name))
+
+
 class NamesTest(parameterized.TestCase):
     def test_no_file_is_a_rag_bag(self):
         for name, path in _files(*MAX_FILE_LINES, "tests"):

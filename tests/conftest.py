@@ -1,10 +1,36 @@
-"""Prepares jax and absl before pytest runs a test."""
+"""Prepares jax and absl before pytest runs a test, and shares files among workers."""
 
+import pathlib
+
+import jax
 import pytest
 from absl import flags
 from absl.testing import absltest  # noqa: F401  defines --test_tmpdir
 
 from tests import environment
+
+HERE = pathlib.Path(__file__).parent
+# They start first, so that no worker is left alone with one at the end.
+LONGEST = (
+    "training/rl_test.py",
+    "inference/engine_test.py",
+    "model/properties_test.py",
+    "training/policy_test.py",
+    "training/loop_test.py",
+    "training/mesh_test.py",
+    "training/step_test.py",
+    "colab_test.py",
+    "inference/loading_test.py",
+    "training/sft_test.py",
+    "model/golden_test.py",
+    "optim/muon_mesh_test.py",
+    "optim/moments_test.py",
+    "optim/optimizer_test.py",
+    "rl/engine_rollouts_test.py",
+    "model/index_share_test.py",
+)
+FULL_GIB = 2.0  # of a process, of which most are then compiled programs
+PAGE_BYTES = 4096
 
 environment.configure()
 
@@ -14,3 +40,29 @@ def absl_flags(tmp_path_factory):
     """Nobody parses absl's flags under pytest; absltest and Grain read some."""
     flags.FLAGS.mark_as_parsed()
     flags.FLAGS.test_tmpdir = str(tmp_path_factory.mktemp("absl"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room():
+    """Lets compiled programs go where they have filled the memory."""
+    yield
+    path = pathlib.Path("/proc/self/statm")
+    pages = int(path.read_text().split()[1]) if path.exists() else 0
+    if pages * PAGE_BYTES > FULL_GIB * 2**30:
+        jax.clear_caches()
+
+
+def pytest_collection_modifyitems(items):
+    ranks = {HERE / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(LONGEST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With -n, a file is one worker's, which compiles its programs once."""
+    from xdist import scheduler
+
+    if config.getvalue("dist") != "load":  # another one was asked for
+        return None
+    config.option.loadscopereorder = False
+    return scheduler.LoadFileScheduling(config, log)

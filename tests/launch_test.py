@@ -5,15 +5,13 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 
 import pytest
 from absl.testing import parameterized
 
 from glm5_jax.checkpoint import manager
 from glm5_jax.training import loop
-from tests import environment
+from tests import environment, runs
 from tests.processes import launch
 
 SCRIPTS = sorted((launch.ROOT / "launch").glob("*.sh"))
@@ -51,13 +49,10 @@ class SourceTest(parameterized.TestCase):
 
 
 @pytest.mark.slow
-class RunTest(parameterized.TestCase):
+class RunTest(runs.FolderTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = pathlib.Path(folder.name)
         cls.config = launch.write_config(cls.root)
 
     def hosts(self, workdir, *flags, **variables):
@@ -82,10 +77,7 @@ class RunTest(parameterized.TestCase):
         workdir = self.root / "hosts"
         flags = ["--config.num_steps=60", "--config.checkpoint_every=0"]
         child = self.hosts(workdir, *flags)
-        log = workdir / "metrics.jsonl"
-        while not log.exists() or not log.read_text():
-            self.assertIsNone(child.poll())
-            time.sleep(0.05)
+        runs.wait_for_steps(workdir, child)
         os.kill(_training_process(workdir, 1), 15)
         code, output = launch.finish(child)
         self.assertEqual(code, 0, output)

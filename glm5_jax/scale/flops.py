@@ -112,14 +112,15 @@ def _ragged(equation: Any) -> float:
 def _kernel(equation: Any, times: float, total: Flops) -> None:
     """A Pallas kernel: what it says of itself, or its body for each of its programs."""
     estimate = equation.params.get("cost_estimate")
+    kind = f"kernel {equation.params.get('name') or 'without a name'}"
     if estimate is not None:
-        total.add("kernels", times * estimate.flops)
+        total.add(kind, times * estimate.flops)
         return
     grid = equation.params["grid_mapping"].grid
     runs = math.prod(n for n in grid if isinstance(n, int))
     inside = Flops()
     _walk(_inner(equation.params["jaxpr"]), times * runs, 1, inside)
-    total.add("kernels", inside.total)
+    total.add(kind, inside.total)
     total.num_unknown_loops += inside.num_unknown_loops
 
 

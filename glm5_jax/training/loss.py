@@ -5,6 +5,7 @@ attention, each a mean over the batch.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,19 @@ def has_indexer_loss(config: config_lib.TrainConfig) -> bool:
     is_rl = config.stage == "rl"  # there the indexers are frozen
     has_indexer = config.model.attention != "dense"
     return has_indexer and config.loss.indexer_weight > 0 and not is_rl
+
+
+def is_trained(config: config_lib.TrainConfig) -> Callable[[tuple[str, ...]], bool]:
+    """Which parameters a stage trains, by path.
+
+    The DSA warm-up only the indexers; reinforcement learning all but the indexers
+    (arXiv 2602.15763, section 3.2) and MTP, which has no term in its loss.
+    """
+    if config.stage == "dsa_warmup":
+        return lambda path: "indexer" in path
+    if config.stage == "rl":
+        return lambda path: "indexer" not in path and "mtp" not in path
+    return lambda path: True
 
 
 def value_and_grad(
@@ -72,7 +86,7 @@ def _local_loss(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
 ) -> tuple[Float[Array, ""], tuple[Metrics, dict]]:
     """Weighted sum of the terms for what a device has of a part; terms; loads."""
-    model, weights = config.model, config.loss
+    model, weights, params = config.model, config.loss, _held(config, params)
     chunk = {"chunk_tokens": weights.chunk_tokens}
     batch, context, ahead = inputs
     has_kl = has_indexer_loss(config)
@@ -115,10 +129,20 @@ def _local_loss(
         terms["train/indexer_kl"] = (kl, weights.indexer_weight)
     if config.stage == "dsa_warmup":  # the base is frozen: only the indexer's term
         only = terms["train/indexer_kl"]
-        terms = {k: (lax.stop_gradient(v), 0.0) for k, (v, _) in terms.items()}
+        terms = {k: (value, 0.0) for k, (value, _) in terms.items()}
         terms["train/indexer_kl"] = only
     loss = functools.reduce(jnp.add, [value * w for value, w in terms.values()])
     return loss, ({k: value for k, (value, _) in terms.items()}, loads(aux))
+
+
+def _held(config: config_lib.TrainConfig, params: dict) -> dict:
+    """The parameters, frozen ones as constants: no backward pass goes for them."""
+    trained = is_trained(config)
+
+    def hold(path: tuple, x: Array) -> Array:
+        return x if trained(tuple(k.key for k in path)) else lax.stop_gradient(x)
+
+    return jax.tree_util.tree_map_with_path(hold, params)
 
 
 def loads(aux: dict) -> dict:

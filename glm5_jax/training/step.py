@@ -18,23 +18,10 @@ Batch = inputs_lib.Batch
 Metrics = loss_lib.Metrics
 
 
-def is_trained(config: config_lib.TrainConfig) -> Callable[[tuple[str, ...]], bool]:
-    """Which parameters a stage trains, by path.
-
-    The DSA warm-up only the indexers; reinforcement learning all but the indexers
-    (arXiv 2602.15763, section 3.2) and MTP, which has no term in its loss.
-    """
-    if config.stage == "dsa_warmup":
-        return lambda path: "indexer" in path
-    if config.stage == "rl":
-        return lambda path: "indexer" not in path and "mtp" not in path
-    return lambda path: True
-
-
 def make_optimizer(config: config_lib.TrainConfig) -> optimizer_lib.Optimizer:
     """The optimizer of a stage."""
     dims = transformer.param_dims(config.model)
-    trained = is_trained(config)
+    trained = loss_lib.is_trained(config)
     per_step = config.rl.updates_per_rollout if config.stage == "rl" else 1
     num_updates = config.num_steps * per_step
     apart = ("data",) if config.mesh.slices > 1 else ()  # slices are

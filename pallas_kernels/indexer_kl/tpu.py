@@ -229,6 +229,7 @@ def _over_tiles(
         cost_estimate=_cost(q, k, work, args),
         compiler_params=_parameters(),
         interpret=static[2],
+        name="indexer_kl_loss",
     )(pairs.flat, *args)
     if not with_gradient:
         return (loss,)
@@ -263,6 +264,7 @@ def _norms(
         cost_estimate=_cost(q, index[1][:, None], q.shape[1] * q.shape[3], index),
         compiler_params=_parameters(),
         interpret=interpret,
+        name="indexer_kl_norms",
     )(pairs.flat, *index, mask)
 
 

@@ -116,6 +116,7 @@ def indexer_bits(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES
         ),
         interpret=interpret,
+        name="indexer_bits",
     )(_key_blocks(bounds, topk), q, w, bounds, k)
     return bits[:, :num_queries]
 

@@ -118,6 +118,7 @@ def _attend(
         cost_estimate=cost.estimate(work * (dim + out_dim), q, k, v),
         compiler_params=blocks.parameters(),
         interpret=interpret,
+        name="masked_mla",
     )(pairs.flat, q, k, v, bounds if bits is None else bits)
     return out, lse[:, :, 0]
 

@@ -75,6 +75,7 @@ def _call(kernel, pairs, arrays, like, rows, static):
         cost_estimate=cost.estimate(work, arrays, like),
         compiler_params=blocks.parameters(),
         interpret=static[2],
+        name="masked_mla_backward",
     )(pairs.flat, *arrays)
 
 

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from jax.sharding import PartitionSpec
 
@@ -13,7 +14,7 @@ from glm5_jax import collectives, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.model import experts
-from tests import environment
+from tests import environment, tpus
 from tests.model import tiny
 
 CONFIG = tiny.model()
@@ -39,6 +40,19 @@ def loss(run, params, x, chosen, gates):
     return jnp.sum(jnp.sin(y)), y
 
 
+@functools.cache
+def gradients(config):
+    """Of the loss, on the shards of the mesh in use; compiled once for all loads."""
+
+    def run(params, x, chosen, gates):
+        return experts.run(params, config, x, chosen, gates)
+
+    rows, stacks = sharding.spec(("B", "T")), PartitionSpec("expert")
+    local = collectives.on_shards(run, (stacks, rows, rows, rows), rows)
+    both = functools.partial(loss, local)
+    return jax.jit(jax.grad(both, argnums=(0, 1, 3), has_aux=True))
+
+
 class TransportTest(parameterized.TestCase):
     @parameterized.product(
         transport=("gather", "exchange"),
@@ -48,28 +62,51 @@ class TransportTest(parameterized.TestCase):
         config = dataclasses.replace(
             CONFIG, expert_transport=transport, expert_chunks=2
         )
-        params, x, chosen, gates = make_inputs(load)
+        inputs = make_inputs(load)
         mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, expert=4))
-
-        def run(params, x, chosen, gates):
-            return experts.run(params, config, x, chosen, gates)
-
-        def gradients(run):
-            both = functools.partial(loss, run)
-            return jax.jit(jax.grad(both, argnums=(0, 1, 3), has_aux=True))
-
-        def at_once(params, x, chosen, gates):
-            return experts.run(params, CONFIG, x, chosen, gates)
-
-        want = gradients(at_once)(params, x, chosen, gates)
+        want = gradients(CONFIG)(*inputs)
         with jax.set_mesh(mesh):
-            rows, stacks = sharding.spec(("B", "T")), PartitionSpec("expert")
-            local = collectives.on_shards(run, (stacks, rows, rows, rows), rows)
-            got = gradients(local)(params, x, chosen, gates)
+            got = gradients(config)(*inputs)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=ATOL, atol=ATOL),
             *(got, want),
         )
+
+
+@pytest.mark.aot
+class TpuTest(parameterized.TestCase):
+    def test_rows_travel_by_ragged_exchanges(self):
+        """There and back, and both again for the gradient."""
+        if not tpus.has_libtpu():
+            self.skipTest("no libtpu: pip install -e '.[aot]'")
+        config = dataclasses.replace(
+            CONFIG, expert_transport="exchange", hidden_size=256, dtype="bfloat16"
+        )
+        mesh = mesh_lib.make_mesh(
+            config_lib.MeshConfig(data=1, expert=4), mesh_lib.topology("v5p:2x2x1")
+        )
+        rows, stacks = sharding.spec(("B", "T")), PartitionSpec("expert")
+
+        def shape(*sizes, dtype=jnp.bfloat16, spec=rows):
+            where = jax.NamedSharding(mesh, spec)
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
+
+        d, f = config.hidden_size, 128
+        names = ("gate_proj", "up_proj", "down_proj")
+        params = {n: shape(E, d, f, spec=stacks) for n in names[:2]}
+        params["down_proj"] = shape(E, f, d, spec=stacks)
+        args = params, shape(B, 16, d), shape(B, 16, K, dtype=jnp.int32)
+        args = *args, shape(B, 16, K)
+
+        with jax.set_mesh(mesh), environment.optimized():
+            lowered = gradients(config).lower(*args)
+            compiled = lowered.compile()
+        self.assertEqual(lowered.as_text().count("ragged_all_to_all"), 4)
+        try:
+            text = compiled.as_text()
+        except jax.errors.JaxRuntimeError:
+            self.skipTest("this libtpu cannot print programs of this jax")
+        self.assertIn("ragged-all-to-all", text)
 
 
 if __name__ == "__main__":

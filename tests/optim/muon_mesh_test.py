@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from glm5_jax import config as config_lib
@@ -17,7 +16,7 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.model import transformer
 from glm5_jax.optim import matrix_groups, muon_mesh, muon_split, optimizer
-from tests import environment
+from tests import environment, runs
 from tests.model import tiny
 
 # 16: to be divided by every axis below.
@@ -156,8 +155,8 @@ class MapMatricesTest(parameterized.TestCase):
 class UpdateTest(parameterized.TestCase):
     """The same update on every mesh as on one device."""
 
-    @pytest.mark.slow  # 5 to 20 s each
     @parameterized.named_parameters(*MESHES.items())
+    @pytest.mark.slow  # 5 to 20 s each
     def test_sharded_is_unsharded(self, axes):
         expected, expected_state, expected_metrics = on_one_device()
         params, state, metrics = run_on(mesh_of(axes), make(), trees())
@@ -230,10 +229,7 @@ class CompiledTest(parameterized.TestCase):
         state = jax.eval_shape(opt.init, shapes)
         step = jax.jit(lambda *args: update(opt, *args))
         alone = step.lower(shapes, state, shapes).as_text()
-        auto = (AxisType.Auto,) * 5
-        devices = jax.devices()[:1]
-        one = jax.make_mesh((1,) * 5, mesh_lib.AXES, auto, devices=devices)
-        with jax.set_mesh(one):
+        with jax.set_mesh(runs.first_devices(1)):
             text = step.lower(shapes, state, shapes).as_text()
         for program in (alone, text):
             self.assertNotIn("all_to_all", program)

@@ -4,7 +4,6 @@ import os
 import pathlib
 import signal
 import sys
-import tempfile
 import time
 
 import jax
@@ -14,9 +13,8 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line
 from glm5_jax.checkpoint import manager
-from glm5_jax.model import transformer
 from glm5_jax.training import loop, metrics
-from tests import environment
+from tests import environment, runs
 from tests.processes import launch
 
 # The same partitioned program; only the order in which gloo adds may differ.
@@ -34,13 +32,10 @@ def losses(workdir):
 
 
 @pytest.mark.slow
-class TrainTest(parameterized.TestCase):
+class TrainTest(runs.FolderTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = pathlib.Path(folder.name)
         cls.config = launch.write_config(cls.root)
 
     def train(self, name, *flags, code=0):
@@ -51,9 +46,7 @@ class TrainTest(parameterized.TestCase):
 
     def params(self, workdir):
         config = command_line.load_config_file(str(self.config))
-        model = command_line.resolve(config).model
-        abstract = transformer.abstract_params(model)
-        return jax.device_get(manager.restore_params(workdir, abstract))
+        return runs.params_of(workdir, command_line.resolve(config).model)
 
     def assert_same_run(self, got, want):
         ours, theirs = losses(got), losses(want)
@@ -96,9 +89,7 @@ class TrainTest(parameterized.TestCase):
             )
             for number in range(2)
         ]
-        while not losses_or_none(workdir):
-            self.assertIsNone(children[0].poll())
-            time.sleep(0.05)
+        runs.wait_for_steps(workdir, children[0])
         os.kill(children[1].pid, signal.SIGTERM)
         for child in children:
             code, output = launch.finish(child)
@@ -127,9 +118,7 @@ class TrainTest(parameterized.TestCase):
         workdir = self.root / "killed"
         flags = ["--config.num_steps=4000", "--simulate_processes=2"]
         child = launch.train(self.config, workdir, *flags, *MESHES["data"], wait=False)
-        while not losses_or_none(workdir):
-            self.assertIsNone(child.poll())
-            time.sleep(0.05)
+        runs.wait_for_steps(workdir, child)
         victim = next(
             int(path.parent.name)
             for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
@@ -140,11 +129,6 @@ class TrainTest(parameterized.TestCase):
         code, output = launch.finish(child, timeout=120)
         self.assertEqual(code, 128 + signal.SIGKILL, output)
         self.assertIn("process 1 ended with code -9", output)
-
-
-def losses_or_none(workdir):
-    path = workdir / "metrics.jsonl"
-    return path.exists() and losses(workdir)
 
 
 def read_or_nothing(path):

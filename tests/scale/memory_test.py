@@ -14,7 +14,7 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
 from glm5_jax.scale import hlo, memory, programs
 from glm5_jax.training import accounting
-from tests import environment
+from tests import environment, runs
 
 CONFIG = config_lib.TrainConfig(
     model=presets.GLM5_1M,
@@ -38,13 +38,7 @@ def module_of(function, *shapes):
 class ArgumentsTest(parameterized.TestCase):
     def test_on_one_device_they_are_the_state(self):
         config = dataclasses.replace(CONFIG, mesh=config_lib.MeshConfig())
-        mesh = jax.make_mesh(
-            (1,) * 5,
-            mesh_lib.AXES,
-            devices=jax.devices()[:1],
-            axis_types=(jax.sharding.AxisType.Auto,) * 5,
-        )
-        job = programs.make(config, mesh)
+        job = programs.make(config, runs.first_devices(1))
         kinds = memory.by_kind(memory.arguments(job.arguments, job.names))
         counts = accounting.count_parameters(config.model)
         experts = 4 * counts["routed experts"]

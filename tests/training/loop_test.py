@@ -8,10 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from unittest import mock
 
 import jax
 import numpy as np
@@ -19,15 +17,14 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
 from glm5_jax.checkpoint import manager
-from glm5_jax.model import transformer
 from glm5_jax.training import loop, metrics
-from tests import environment
+from tests import environment, runs
 from tests.model import tiny
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+MODEL = tiny.model(num_hidden_layers=1, first_k_dense_replace=0, vocab_size=260)
 SENTENCE = "def f{}(x):\n    '''Adds {} to x, and nothing else.'''\n    return x + {}\n"
 
 
@@ -46,7 +43,7 @@ def make_config(corpus, cache_dir, **changes):
         checkpoint_every=3,
         sample_prompt="def",
         sample_tokens=4,
-        model=tiny.model(num_hidden_layers=1, first_k_dense_replace=0, vocab_size=260),
+        model=MODEL,
         data=config_lib.DataConfig(
             source=str(corpus),
             tokenizer="byte",
@@ -59,27 +56,10 @@ def make_config(corpus, cache_dir, **changes):
     return dataclasses.replace(config, **changes)
 
 
-def read_params(workdir, config):
-    abstract = transformer.abstract_params(config.model)
-    return jax.device_get(manager.restore_params(workdir, abstract))
-
-
-class RunTest(parameterized.TestCase):
+class RunTest(runs.OneDeviceTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = pathlib.Path(folder.name)
-        # On one device, which compiles faster; step_test.py has the sharded step.
-        mesh = jax.make_mesh(
-            (1,) * len(mesh_lib.AXES),
-            mesh_lib.AXES,
-            devices=jax.devices()[:1],
-            axis_types=(jax.sharding.AxisType.Auto,) * len(mesh_lib.AXES),
-        )
-        patch = mock.patch.object(mesh_lib, "make_mesh", return_value=mesh)
-        cls.enterClassContext(patch)
         write_corpus(cls.root / "corpus")
         cls.config = make_config(cls.root / "corpus", cls.root / "cache")
         cls.workdir = cls.root / "run"
@@ -112,8 +92,8 @@ class RunTest(parameterized.TestCase):
         loop.train(self.config, folder)
         jax.tree.map(
             np.testing.assert_array_equal,
-            read_params(folder, self.config),
-            read_params(self.workdir, self.config),
+            runs.params_of(folder, MODEL),
+            runs.params_of(self.workdir, MODEL),
         )
         values = []
         for run in (folder, self.workdir):
@@ -123,13 +103,13 @@ class RunTest(parameterized.TestCase):
 
     def test_a_finished_run_stays_as_it_is(self):
         folder = self.copy("finished")
-        before = read_params(folder, self.config)
+        before = runs.params_of(folder, MODEL)
         lines = (folder / "metrics.jsonl").read_text()
         summary = loop.train(self.config, folder)
         self.assertEqual((folder / "metrics.jsonl").read_text(), lines)
         bits = "eval/bits_per_byte"
         self.assertEqual(summary[bits], self.summary[bits])
-        after = read_params(folder, self.config)
+        after = runs.params_of(folder, MODEL)
         jax.tree.map(np.testing.assert_array_equal, after, before)
 
     def test_changed_data_is_refused(self):
@@ -183,19 +163,15 @@ class KillTest(parameterized.TestCase):
         shorter = ["num_steps=18", "checkpoint_every=3", "eval_every=0"]
         command = [sys.executable, "-m", "glm5_jax.train", config]
         command += [f"--config.{change}" for change in (*shorter, "sample_tokens=0")]
-        runs = {name: [*command, f"--workdir={root / name}"] for name in "ab"}
-        subprocess.run(runs["a"], check=True, cwd=ROOT)
-        process = subprocess.Popen(runs["b"], cwd=ROOT)
-        path = root / "b" / "metrics.jsonl"
-        while not path.exists() or path.read_text().count("\n") < step:
-            self.assertIsNone(process.poll())
-            time.sleep(0.05)
+        a, b = ([*command, f"--workdir={root / name}"] for name in "ab")
+        subprocess.run(a, check=True, cwd=ROOT)
+        process = subprocess.Popen(b, cwd=ROOT)
+        runs.wait_for_steps(root / "b", process, step)
         process.kill()
         process.wait()
-        subprocess.run(runs["b"], check=True, cwd=ROOT)
-        abstract = transformer.abstract_params(presets.GLM5_1M)
-        a, b = (manager.restore_params(root / name, abstract) for name in "ab")
-        jax.tree.map(np.testing.assert_array_equal, a, b)
+        subprocess.run(b, check=True, cwd=ROOT)
+        params = [runs.params_of(root / name, presets.GLM5_1M) for name in "ab"]
+        jax.tree.map(np.testing.assert_array_equal, *params)
 
 
 if __name__ == "__main__":

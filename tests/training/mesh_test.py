@@ -103,7 +103,6 @@ class MeshTest(parameterized.TestCase):
     def test_data_fsdp_expert(self):
         self.check(SMALL, data=2, fsdp=2, expert=2)
 
-    @pytest.mark.slow
     @parameterized.parameters(
         {"data": 8},
         {"fsdp": 8},
@@ -113,15 +112,16 @@ class MeshTest(parameterized.TestCase):
         {"context": 2, "fsdp": 2, "tensor": 2},
         {"expert": 2, "context": 2, "tensor": 2},
     )
+    @pytest.mark.slow
     def test_all(self, **axes):
         self.check(CONFIG, **axes)
 
-    @pytest.mark.slow
     @parameterized.named_parameters(
         ("dense_warm_up_over_context", WARMUP, {"context": 4, "fsdp": 2}),
         ("shared_index_over_context", SHARED, {"context": 4, "expert": 2}),
         ("exchange", EXCHANGE, {"expert": 4, "fsdp": 2}),
     )
+    @pytest.mark.slow
     def test_variants(self, config, axes):
         self.check(config, **axes)
 

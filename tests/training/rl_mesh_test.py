@@ -10,7 +10,7 @@ from absl.testing import parameterized
 
 from glm5_jax.rl import environments
 from glm5_jax.training import loop
-from tests import environment
+from tests import environment, runs
 from tests.training import rl_runs
 
 # Float32 in another order, through two of Adam's steps: 2e-6 was seen.
@@ -24,7 +24,7 @@ class MeshTest(parameterized.TestCase):
         config = rl_runs.make_config(num_steps=2)
         for num in (1, 2):
             with (
-                rl_runs.one_device(num),
+                runs.use_devices(num),
                 mock.patch.object(environments, "make", return_value=rl_runs.Lottery()),
             ):
                 loop.train(config, root / str(num))

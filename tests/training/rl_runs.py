@@ -10,14 +10,13 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax import mesh as mesh_lib
 from glm5_jax.checkpoint import manager
 from glm5_jax.model import transformer
 from glm5_jax.rl import environments
 from glm5_jax.rl.environments import protocol
 from glm5_jax.training import loop, metrics
 from glm5_jax.training import step as step_lib
-from tests import environment
+from tests import environment, runs
 from tests.model import tiny
 
 LENGTH = 40
@@ -88,18 +87,6 @@ def make_config(rl=None, model=None, **changes):
     return dataclasses.replace(config, **changes)
 
 
-def one_device(num=1):
-    """Patches the mesh: the first `num` devices along fsdp; one compiles faster."""
-    sizes = [num if axis == "fsdp" else 1 for axis in mesh_lib.AXES]
-    mesh = jax.make_mesh(
-        sizes,
-        mesh_lib.AXES,
-        devices=jax.devices()[:num],
-        axis_types=(jax.sharding.AxisType.Auto,) * len(mesh_lib.AXES),
-    )
-    return mock.patch.object(mesh_lib, "make_mesh", return_value=mesh)
-
-
 def read_state(workdir, config):
     """Parameters and optimizer state of a run's newest checkpoint."""
     params = transformer.abstract_params(config.model)
@@ -150,7 +137,7 @@ def main():
 
     taskset.step = step
     with (
-        one_device(),
+        runs.use_devices(1),
         mock.patch.object(environments, "make", return_value=taskset),
     ):
         loop.train(make_config(), pathlib.Path(sys.argv[1]))

@@ -6,7 +6,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tempfile
 from unittest import mock
 
 import jax
@@ -20,7 +19,7 @@ from glm5_jax.rl.environments import protocol
 from glm5_jax.training import loop, metrics, run_folder
 from glm5_jax.training import rl as rl_lib
 from glm5_jax.training import run as run_lib
-from tests import environment
+from tests import environment, runs
 from tests.rl import faults
 from tests.training import rl_runs
 
@@ -47,14 +46,10 @@ class Mixed:
         return None
 
 
-class RunTest(parameterized.TestCase):
+class RunTest(runs.OneDeviceTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = pathlib.Path(folder.name)
-        cls.enterClassContext(rl_runs.one_device())
         cls.config = rl_runs.make_config()
         cls.workdir = cls.root / "run"
         cls.played = []

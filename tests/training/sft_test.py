@@ -2,22 +2,16 @@
 
 import json
 import math
-import pathlib
 import shutil
-import tempfile
-from unittest import mock
 
 import jax
 import numpy as np
-from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax import mesh as mesh_lib
-from glm5_jax.checkpoint import manager
 from glm5_jax.data import conversations
 from glm5_jax.model import transformer
 from glm5_jax.training import loop, metrics
-from tests import environment
+from tests import environment, runs
 from tests.model import tiny
 
 FLOAT32_TOLERANCE = 1e-5  # relative; sums of a few hundred terms in another order
@@ -57,33 +51,16 @@ def make_config(root, **changes):
     return config_lib.TrainConfig(**(settings | changes))
 
 
-def params_of(workdir, config):
-    abstract = transformer.abstract_params(config.model)
-    return jax.device_get(manager.restore_params(workdir, abstract))
-
-
 def lines_of(workdir):
     records = metrics.read(workdir / "metrics.jsonl")
     keys = ("step", "train/loss", "train/lm_loss", "eval/bits_per_byte")
     return [[record[key] for key in keys] for record in records]
 
 
-class SftTest(parameterized.TestCase):
+class SftTest(runs.OneDeviceTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = pathlib.Path(folder.name)
-        # On one device, which compiles faster; step_test.py has the sharded step.
-        mesh = jax.make_mesh(
-            (1,) * len(mesh_lib.AXES),
-            mesh_lib.AXES,
-            devices=jax.devices()[:1],
-            axis_types=(jax.sharding.AxisType.Auto,) * len(mesh_lib.AXES),
-        )
-        patch = mock.patch.object(mesh_lib, "make_mesh", return_value=mesh)
-        cls.enterClassContext(patch)
         write_conversations(cls.root / "data.jsonl")
         cls.config = make_config(cls.root)
         cls.workdir = cls.root / "run"
@@ -125,8 +102,8 @@ class SftTest(parameterized.TestCase):
         loop.train(self.config, folder)
         jax.tree.map(
             np.testing.assert_array_equal,
-            params_of(folder, self.config),
-            params_of(self.workdir, self.config),
+            runs.params_of(folder, self.config.model),
+            runs.params_of(self.workdir, self.config.model),
         )
         self.assertEqual(lines_of(folder), lines_of(self.workdir))
 

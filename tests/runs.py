@@ -1,0 +1,63 @@
+"""What tests of whole runs share: a folder, a mesh of few devices, what a run left."""
+
+import pathlib
+import tempfile
+import time
+from unittest import mock
+
+import jax
+from absl.testing import parameterized
+
+from glm5_jax import mesh as mesh_lib
+from glm5_jax.checkpoint import manager
+from glm5_jax.model import transformer
+
+
+class FolderTest(parameterized.TestCase):
+    """A class of tests with a folder, `root`, for all of them."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = pathlib.Path(folder.name)
+
+
+class OneDeviceTest(FolderTest):
+    """Runs on one device, which compiles faster; training/mesh_test.py has meshes."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.enterClassContext(use_devices(1))
+
+
+def use_devices(num):
+    """Patches the mesh that runs make: the first `num` devices along fsdp."""
+    return mock.patch.object(mesh_lib, "make_mesh", return_value=first_devices(num))
+
+
+def first_devices(num):
+    """A mesh of them along fsdp."""
+    axes = mesh_lib.AXES
+    return jax.make_mesh(
+        [num if axis == "fsdp" else 1 for axis in axes],
+        axes,
+        devices=jax.devices()[:num],
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
+    )
+
+
+def params_of(workdir, model):
+    """Parameters of a run's newest checkpoint."""
+    abstract = transformer.abstract_params(model)
+    return jax.device_get(manager.restore_params(workdir, abstract))
+
+
+def wait_for_steps(workdir, child, num_steps=1):
+    """Until a process has put down so many."""
+    path = pathlib.Path(workdir) / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < num_steps:
+        assert child.poll() is None, "the process has ended"
+        time.sleep(0.05)
