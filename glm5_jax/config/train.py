@@ -243,8 +243,11 @@ class TrainConfig:
         mesh, model, data = self.mesh, self.model, self.data
         parts = mesh.fsdp * mesh.expert * max(mesh.data, 1)
         rows = (data, "batch_size", "data * fsdp * expert", parts)
+        slots = []
         if self.stage == "rl":
             rows = (self.rl, "num_rows", "data * fsdp * expert", parts)
+            axes = "data * fsdp * expert * context"
+            slots = [(self.rl, "slots", axes, parts * mesh.context)]
         names = {id(model): "model", id(data): "data", id(self.rl): "rl"}
         divided = [
             (model, "hidden_size", "fsdp * expert", mesh.fsdp * mesh.expert),
@@ -256,6 +259,7 @@ class TrainConfig:
             (model, "intermediate_size", "tensor", mesh.tensor),
             (model, "moe_intermediate_size", "tensor", mesh.tensor),
             rows,
+            *slots,
         ]
         if model.expert_chunks > 1:
             size = mesh.context * model.expert_chunks

@@ -77,6 +77,7 @@ def decode_sparse_mla(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), disable_bounds_checks=True
         ),
+        cost_estimate=_cost(groups.size * GROUP, q, kv, value_dim),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="decode_sparse_mla",
     )(
@@ -102,6 +103,16 @@ def unsupported_decode_sparse_mla(
     if kv.shape[1] % GROUP:
         return f"pages must be multiples of {GROUP} tokens, got {kv.shape[1]}"
     return attention.unsupported_sparse_mla(q, kv, kv, scale, value_dim)
+
+
+def _cost(keys: int, q: Array, kv: Array, value_dim: int) -> pl.CostEstimate:
+    """Of so many rows, all that are fetched, listed or not."""
+    heads, width = q.shape[2:]
+    return pl.CostEstimate(
+        flops=2 * keys * heads * (width + value_dim),
+        transcendentals=keys * heads,
+        bytes_accessed=keys * width * kv.dtype.itemsize,
+    )
 
 
 def _rows(

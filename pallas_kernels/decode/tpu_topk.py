@@ -148,9 +148,19 @@ def _select(
             disable_bounds_checks=True,
             vmem_limit_bytes=words * 32 * QUERIES * 4 + (24 << 20),
         ),
+        cost_estimate=_cost(pages.size * size, heads_of_all * rows // QUERIES, k),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="decode_indexer_topk",
     )(pages.reshape(-1), spans.reshape(-1), queries, (lo[..., None], hi[..., None]), k)
+
+
+def _cost(keys: int, num_queries: int, k: Array) -> pl.CostEstimate:
+    """Of so many keys, those of full sequences, and as many heads of a sequence."""
+    return pl.CostEstimate(
+        flops=2 * keys * num_queries * k.shape[-1],
+        transcendentals=0,
+        bytes_accessed=keys * k.shape[-1] * k.dtype.itemsize,
+    )
 
 
 def _kernel(

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import pathlib
 import sys
 from unittest import mock
@@ -88,13 +89,13 @@ def make_config(rl=None, model=None, **changes):
     return dataclasses.replace(config, **changes)
 
 
-def one_device(num=1):
-    """Patches the mesh: the first `num` devices along fsdp; one compiles faster."""
-    sizes = [num if axis == "fsdp" else 1 for axis in mesh_lib.AXES]
+def one_device(**axes):
+    """Patches the mesh: one device, which compiles faster, or as many as axes say."""
+    sizes = [axes.get(axis, 1) for axis in mesh_lib.AXES]
     mesh = jax.make_mesh(
         sizes,
         mesh_lib.AXES,
-        devices=jax.devices()[:num],
+        devices=jax.devices()[: math.prod(sizes)],
         axis_types=(jax.sharding.AxisType.Auto,) * len(mesh_lib.AXES),
     )
     return mock.patch.object(mesh_lib, "make_mesh", return_value=mesh)
