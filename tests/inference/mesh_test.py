@@ -68,7 +68,7 @@ def on_one_device(config):
     return run_all(machine, make_requests())
 
 
-class MeshTest(parameterized.TestCase):
+class MeshCase(parameterized.TestCase):
     def check(self, config, **axes):
         wanted = on_one_device(config)
         mesh = make_mesh(**axes)
@@ -91,10 +91,14 @@ class MeshTest(parameterized.TestCase):
                 np.sort(found[i].experts), np.sort(completion.experts)
             )
 
+
+class MeshTest(MeshCase):
     def test_fsdp_expert_tensor(self):
         self.check(TINY, fsdp=2, expert=2, tensor=2)
 
-    @pytest.mark.slow
+
+@pytest.mark.slow
+class OtherMeshesTest(MeshCase):
     @parameterized.parameters(
         {"data": 8},
         {"expert": 8},
@@ -104,7 +108,6 @@ class MeshTest(parameterized.TestCase):
     def test_all(self, **axes):
         self.check(TINY, **axes)
 
-    @pytest.mark.slow
     @parameterized.named_parameters(
         ("exchange", EXCHANGE, {"expert": 4, "fsdp": 2}),
         ("shared_index", SHARED, {"expert": 2, "tensor": 4}),
