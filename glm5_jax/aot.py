@@ -25,7 +25,7 @@ _TOPOLOGY = flags.DEFINE_string(
 )
 _SLICES = flags.DEFINE_integer("slices", None, "Slices; default: mesh.slices.")
 _PROGRAM = flags.DEFINE_string(
-    "program", "train", "train (any stage), prefill or decode."
+    "program", "train", "train (any stage), prefill, extend or decode."
 )
 _DEPTH = flags.DEFINE_integer(
     "depth", None, "Layers, for a quick look; default: all of the model's."

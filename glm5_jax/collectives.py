@@ -72,6 +72,14 @@ def scatter_sum(x: Array, axes: Sequence[str], dim: int) -> Array:
     return lax.psum_scatter(x, live, scatter_dimension=dim, tiled=True)
 
 
+def exchange(x: Array, axes: Sequence[str], split: int, joined: int) -> Array:
+    """Each device keeps its share of a dim, and has the others' shares of another."""
+    live = _live(axes)
+    if not live:
+        return x
+    return lax.all_to_all(x, live, split, joined, tiled=True)
+
+
 def total(x: Any, axes: Sequence[str]) -> Any:
     """Sums every array of a tree over devices."""
     live = _live(axes)
@@ -82,6 +90,12 @@ def largest(x: Array, axes: Sequence[str]) -> Array:
     """Maximum over devices; not for gradients."""
     live = _live(axes)
     return lax.pmax(lax.stop_gradient(x), live) if live else x
+
+
+def anywhere(x: Array, axes: Sequence[str]) -> Array:
+    """Whether it is true on any device."""
+    live = _live(axes)
+    return lax.psum(x.astype(jnp.int32), live) > 0 if live else x
 
 
 def mean(x: Array, axes: Sequence[str]) -> Array:

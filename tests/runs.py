@@ -1,5 +1,6 @@
 """What tests of whole runs share: a folder, a mesh of few devices, what a run left."""
 
+import math
 import pathlib
 import tempfile
 import time
@@ -30,21 +31,22 @@ class OneDeviceTest(FolderTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.enterClassContext(use_devices(1))
+        cls.enterClassContext(use_devices())
 
 
-def use_devices(num):
-    """Patches the mesh that runs make: the first `num` devices along fsdp."""
-    return mock.patch.object(mesh_lib, "make_mesh", return_value=first_devices(num))
+def use_devices(**sizes):
+    """Patches the mesh that runs make: one device, or as many as the axes say."""
+    return mock.patch.object(mesh_lib, "make_mesh", return_value=first_devices(**sizes))
 
 
-def first_devices(num):
-    """A mesh of them along fsdp."""
+def first_devices(**sizes):
+    """A mesh of as many as the axes say."""
     axes = mesh_lib.AXES
+    shape = [sizes.get(axis, 1) for axis in axes]
     return jax.make_mesh(
-        [num if axis == "fsdp" else 1 for axis in axes],
+        shape,
         axes,
-        devices=jax.devices()[:num],
+        devices=jax.devices()[: math.prod(shape)],
         axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
     )
 

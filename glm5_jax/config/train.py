@@ -255,8 +255,11 @@ class TrainConfig:
         times = self.optim.accumulation_steps
         axes = "data * fsdp * expert" + " * accumulation_steps" * (times > 1)
         rows = (data, "batch_size", axes, parts * times)
+        slots = []
         if self.stage == "rl":
             rows = (self.rl, "num_rows", "data * fsdp * expert", parts)
+            axes = "data * fsdp * expert * context"
+            slots = [(self.rl, "slots", axes, parts * mesh.context)]
         names = {id(model): "model", id(data): "data", id(self.rl): "rl"}
         stored = mesh.fsdp * mesh.context  # each matrix is cut into at least as many
         divided = [
@@ -269,6 +272,7 @@ class TrainConfig:
             (model, "intermediate_size", "tensor", mesh.tensor),
             (model, "moe_intermediate_size", "tensor", mesh.tensor),
             rows,
+            *slots,
         ]
         if model.expert_chunks > 1:
             size = mesh.context * model.expert_chunks

@@ -8,22 +8,22 @@
 
 Parameters are arguments of the compiled programs, so new ones are taken between two
 steps (`publish`); every token says which version drew it. What a request gets depends
-on its id, its prompt and the engine's seed, not on what runs beside it.
+on its id, its prompt and the engine's seed, not on what runs beside it, nor on how many
+devices: an engine made under `jax.set_mesh` uses all of them (inference/placement.py).
 """
 
+import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax.inference import sampling as sampling_lib
+from glm5_jax.inference import parts as parts_lib
+from glm5_jax.inference import placement, steps
 from glm5_jax.inference import scheduler as scheduler_lib
-from glm5_jax.inference import steps
 from glm5_jax.inference.requests import Completion, Request, errors
 from glm5_jax.model import cached, layers, transformer
 from pallas_kernels import dispatch
@@ -31,7 +31,6 @@ from pallas_kernels import dispatch
 NUM_STEPS = 16  # tokens of a dispatch
 CHUNK = 2048  # tokens of a prompt that are read at once
 MAX_STOP_IDS = 8  # of a request, unless the engine is made for more
-MIN_TOKENS = 16  # shortest part of a prompt that gets a program of its own
 MAX_UNSTACKED_LAYERS = 32  # compile time grows with them
 
 
@@ -70,7 +69,8 @@ class Engine:
           with_experts: records which experts each token went to.
 
         Raises:
-          InputError: the model cannot see as many tokens.
+          InputError: the model cannot see as many tokens, or the devices of the mesh in
+            use cannot have equally many slots.
         """
         limit = config.max_position_embeddings
         if capacity > limit:
@@ -79,13 +79,20 @@ class Engine:
                 f"{capacity}."
             )
         chunk = min(chunk, capacity)
+        self._mesh = placement.in_use()
+        placement.require_whole("num_slots", num_slots, self._mesh)
+        self._num_devices = placement.num_shares(self._mesh)
         self.config, self.capacity, self._seed = config, capacity, seed
         self._with_experts, self._num_steps = with_experts, num_steps
         self._num_stops = max_stop_ids
-        self._rows = _row_counts(num_slots)
-        self._sizes = [*itertools.takewhile(lambda s: s < chunk, _buckets()), chunk]
-        self._scheduler = scheduler_lib.Scheduler(num_slots, chunk)
-        self._state = steps.empty(config, num_slots, capacity, max_stop_ids)
+        self._rows = parts_lib.row_counts(num_slots // self._num_devices)
+        self._sizes = parts_lib.sizes_to(chunk)
+        self._scheduler = scheduler_lib.Scheduler(num_slots, chunk, self._num_devices)
+        empty = functools.partial(
+            steps.empty, config, num_slots, capacity, max_stop_ids
+        )
+        with self._on_mesh():
+            self._state = placement.made(empty, self._mesh)
         self._experts: dict[int, list[np.ndarray]] = {i: [] for i in range(num_slots)}
         self.running: dict[int, Completion] = {}
         self.publish(params, 0)
@@ -108,9 +115,10 @@ class Engine:
         """
         if not self.running:
             slots, chunk = len(self._scheduler.slots), self._scheduler.chunk
-            self._scheduler = scheduler_lib.Scheduler(slots, chunk)
-        self._params = cast_params(params, self.config)
-        self._decode_params = _decode_params(self._params, self.config)
+            self._scheduler = scheduler_lib.Scheduler(slots, chunk, self._num_devices)
+        with self._on_mesh():
+            self._params = self._placed(cast_params(self._placed(params), self.config))
+            self._decode_params = _decode_params(self._params, self.config)
         self.version = self._scheduler.version = version
 
     def submit(self, request: Request) -> None:
@@ -137,7 +145,9 @@ class Engine:
         slot = self._scheduler.abort(id)
         if slot is not None:
             plan = self._state.plan
-            plan = dataclasses.replace(plan, budget=plan.budget.at[slot.index].set(0))
+            budget = plan.budget.at[slot.index].set(0)
+            budget = jax.device_put(budget, plan.budget.sharding)
+            plan = dataclasses.replace(plan, budget=budget)
             self._state = dataclasses.replace(self._state, plan=plan)
         return self.running.pop(id)
 
@@ -146,49 +156,62 @@ class Engine:
         todo = self._scheduler.next()
         if todo is None:
             return []
-        if todo == "decode":
-            self._state, drawn = steps.decode(
-                self._decode_params,
-                self.config,
-                self._state,
-                num_steps=self._num_steps,
-                with_experts=self._with_experts,
-            )
-            drawn = jax.device_get(drawn)
-            slots = [s for s in self._scheduler.slots if s.is_decoding]
-            done = [self._advance(slot, drawn, slot.index, None) for slot in slots]
-            return [request for request in done if request is not None]
+        with self._on_mesh():
+            if todo == "decode":
+                return self._decode()
+            return self._prefill(todo)
+
+    def _decode(self) -> list[tuple[int, Completion]]:
+        """Draws tokens for all slots."""
+        self._state, drawn = steps.decode(
+            self._decode_params,
+            self.config,
+            self._state,
+            num_steps=self._num_steps,
+            with_experts=self._with_experts,
+        )
+        drawn = jax.device_get(drawn)
+        slots = [s for s in self._scheduler.slots if s.is_decoding]
+        done = [self._advance(slot, drawn, slot.index, None) for slot in slots]
+        return [request for request in done if request is not None]
+
+    def _prefill(
+        self, todo: Sequence[scheduler_lib.Part]
+    ) -> list[tuple[int, Completion]]:
+        """Reads parts of prompts, each on the device of its slot."""
+        places = parts_lib.arrange(todo)
+        num_rows = parts_lib.least(self._rows, 1 + max(row for _, row in places))
+        rows = [device * num_rows + row for device, row in places]
+        size = max(len(part.tokens) for part in todo)
+        shape = self._num_devices * num_rows, parts_lib.least(self._sizes, size)
+        own = len(self._scheduler.slots) // self._num_devices
+        arrays = parts_lib.make(todo, rows, shape, own, self._seed, self._num_stops)
         self._state, drawn = steps.prefill(
             self._params,
             self.config,
             self._state,
-            self._parts(todo),
+            placement.rows(arrays, self._mesh),
             is_fresh=todo[0].start == 0,
             with_experts=self._with_experts,
         )
         drawn = jax.device_get(drawn)
-        done = [
-            self._advance(part.slot, drawn, row, part) for row, part in enumerate(todo)
-        ]
+        pairs = zip(rows, todo, strict=True)
+        done = [self._advance(part.slot, drawn, row, part) for row, part in pairs]
         return [request for request in done if request is not None]
 
-    def _parts(self, todo: Sequence[scheduler_lib.Part]) -> steps.Parts:
-        """Arrays of one of a few shapes for parts of prompts."""
-        num_rows = _least(self._rows, len(todo))
-        size = max(len(part.tokens) for part in todo)
-        size = _least(self._sizes, size)
-        padding = [0] * size, 0, len(self._scheduler.slots), 0, False
-        rows, plans = [padding] * num_rows, [_IDLE] * num_rows
-        for row, part in enumerate(todo):
-            request = part.slot.request
-            assert request is not None
-            tokens = [*part.tokens, *[0] * (size - len(part.tokens))]
-            where = part.slot.index, part.start, part.is_last
-            rows[row] = tokens, len(part.tokens), *where
-            plans[row] = request
-        tokens, num_tokens, slots, start, is_last = map(_array, zip(*rows, strict=True))
-        plan = _plan(plans, self._seed, self._num_stops)
-        return steps.Parts(tokens, num_tokens, slots, start, is_last, plan)
+    def _on_mesh(self) -> contextlib.AbstractContextManager:
+        """The mesh that the engine was made on, whatever thread asks it."""
+        return (
+            contextlib.nullcontext()
+            if self._mesh is None
+            else placement.using(self._mesh)
+        )
+
+    def _placed(self, params: dict) -> dict:
+        """Parameters where they are on the mesh: no copy, where they are there."""
+        if self._mesh is None:
+            return params
+        return jax.device_put(params, placement.params(self.config, self._mesh))
 
     def _advance(
         self,
@@ -274,7 +297,7 @@ def generate(
     engine = Engine(
         params,
         config,
-        num_slots=1 << (len(prompts) - 1).bit_length(),
+        num_slots=_slots_for(len(prompts)),
         capacity=min(bucket(longest + max_new_tokens), limit),
         seed=seed,
         max_stop_ids=max(len(stop_ids), MAX_STOP_IDS),
@@ -304,64 +327,25 @@ def cast_params(params: dict, config: config_lib.ModelConfig) -> dict:
 
 def bucket(num_tokens: int) -> int:
     """The least 2^n or 1.5 * 2^n that is enough."""
-    return _least(_buckets(), num_tokens)
+    return parts_lib.least(parts_lib.sizes(), num_tokens)
 
 
-def _buckets() -> Iterator[int]:
-    """16, 24, 32, 48, 64, ..."""
-    size = MIN_TOKENS
-    while True:
-        yield from (size, size * 3 // 2)
-        size *= 2
-
-
-def _row_counts(num_slots: int) -> list[int]:
-    """Numbers of prompts that are read at once: 1 to num_slots in steps of about 4."""
-    counts = [num_slots]
-    while counts[0] > 1:
-        counts.insert(0, -(-counts[0] // 4))
-    return counts
-
-
-def _least(sizes: Iterable[int], size: int) -> int:
-    """The first of the ascending sizes that is enough."""
-    return next(s for s in sizes if s >= size)
+def _slots_for(num_prompts: int) -> int:
+    """Enough for all at once, 2^n on a device."""
+    num_devices = placement.num_shares(placement.in_use())
+    return num_devices << (-(-num_prompts // num_devices) - 1).bit_length()
 
 
 def _decode_params(params: dict, config: config_lib.ModelConfig) -> dict:
     """On a CPU, where a layer of a stack is copied before use, no stacks."""
     is_small = config.num_hidden_layers <= MAX_UNSTACKED_LAYERS
-    if dispatch.platform() == "cpu" and is_small:
+    is_alone = placement.in_use() is None
+    if dispatch.platform() == "cpu" and is_small and is_alone:
         return _unstacked(params, config)
     return params
 
 
 _unstacked = jax.jit(cached.unstacked, static_argnames="config")
-_IDLE = Request(id=0, prompt=(), max_new_tokens=0)
-
-
-def _plan(requests: Sequence[Request], seed: int, num_stops: int) -> steps.Plan:
-    """How the engine's programs continue requests."""
-
-    def floats(name: str) -> jax.Array:
-        return _array([getattr(r, name) for r in requests]).astype(jnp.float32)
-
-    stop_ids = [sorted(r.stop_ids) for r in requests]
-    return steps.Plan(
-        keys=sampling_lib.request_keys(seed, _array([r.id for r in requests])),
-        sampling=sampling_lib.Sampling(
-            temperature=floats("temperature"),
-            top_p=floats("top_p"),
-            top_k=_array([r.top_k for r in requests]),
-            min_p=floats("min_p"),
-        ),
-        budget=_array([r.max_new_tokens for r in requests]),
-        stop_ids=_array([ids + [-1] * (num_stops - len(ids)) for ids in stop_ids]),
-    )
-
-
-def _array(values: Iterable) -> jax.Array:
-    return jnp.asarray(np.asarray(list(values)))
 
 
 def _leading(pieces: list[np.ndarray], size: int) -> list[np.ndarray]:

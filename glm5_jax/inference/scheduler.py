@@ -19,6 +19,7 @@ class Slot:
     """Room for one sequence."""
 
     index: int
+    device: int = 0  # of those that have different slots
     request: Request | None = None  # None: free
     tokens: list[int] = dataclasses.field(default_factory=list)  # read, in the cache
     last: int | None = None  # drawn, and not read yet
@@ -59,9 +60,10 @@ class Scheduler:
         chunk: tokens of one prompt that are read at once.
     """
 
-    def __init__(self, num_slots: int, chunk: int) -> None:
-        """All slots are free."""
-        self.slots = [Slot(i) for i in range(num_slots)]
+    def __init__(self, num_slots: int, chunk: int, num_devices: int = 1) -> None:
+        """All slots are free; each device has as many, one after the other."""
+        own = num_slots // num_devices
+        self.slots = [Slot(i, i // own) for i in range(num_slots)]
         self.waiting: collections.deque[Request] = collections.deque()
         self.version = 0
         self.chunk = chunk
@@ -108,13 +110,21 @@ class Scheduler:
         return parts
 
     def _admit(self) -> None:
-        """Gives waiting requests the free slots, in order."""
+        """Gives waiting requests the free slots, in order, to all devices alike."""
+        taken = collections.Counter(
+            slot.device for slot in self.slots if slot.request is not None
+        )
         free = [slot for slot in self.slots if slot.request is None]
         while self.waiting and free:
             request = self.waiting.popleft()
             kept = {slot.index: self._kept(slot, request.prompt) for slot in free}
-            slot = max(free, key=lambda s: (kept[s.index], -s.last_used, -s.index))
+
+            def rank(s: Slot, kept: dict[int, int] = kept) -> tuple[int, ...]:
+                return kept[s.index], -taken[s.device], -s.last_used, -s.index
+
+            slot = max(free, key=rank)
             free.remove(slot)
+            taken[slot.device] += 1
             slot.request = request
             del slot.tokens[kept[slot.index] :]
             if not slot.tokens:

@@ -2,7 +2,7 @@
 
 Pure functions of parameters and a `State`, which is donated. A state has B slots, each
 with room for one sequence; sequences do not see each other, and what a slot computes
-beyond its end is never read.
+beyond its end is never read. On a mesh a device runs them on its own slots.
 """
 
 import dataclasses
@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from glm5_jax import collectives
 from glm5_jax import config as config_lib
+from glm5_jax.inference import placement
 from glm5_jax.inference import sampling as sampling_lib
 from glm5_jax.model import cache as cache_lib
-from glm5_jax.model import cached, transformer
+from glm5_jax.model import cached, head
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +50,7 @@ class Parts:
 
     tokens: Int[Array, "b T"]
     num_tokens: Int[Array, " b"]
-    slots: Int[Array, " b"]  # B: a row of padding
+    slots: Int[Array, " b"]  # of the device; as many as it has: a row of padding
     start: Int[Array, " b"]  # tokens of the slot that stay, in front of these
     is_last: Bool[Array, " b"]  # whether the prompt ends here
     plan: Plan
@@ -60,6 +62,9 @@ class Drawn(NamedTuple):
     ids: Int[Array, "b n"]  # -1: nothing
     logprobs: Float[Array, "b n"]  # in the distribution that was sampled
     experts: Int[Array, "M b t K"] | None  # that the tokens which were read went to
+
+
+_DRAWN = Drawn(placement.ROWS, placement.ROWS, placement.LAYERS_OF_ROWS)
 
 
 def empty(config: config_lib.ModelConfig, slots: int, capacity: int, n: int) -> State:
@@ -97,11 +102,24 @@ def prefill(
       params: of `transformer.table`, in their dtypes of computation.
       config: of the model.
       state: donated.
-      parts: at most one of a slot.
+      parts: at most one of a slot; on a mesh each device has its slots' rows.
       is_fresh: every part is the first of its prompt (start is 0), and is read in
         expanded form; other parts are read in absorbed form behind the cache.
       with_experts: returns them.
     """
+    local = functools.partial(_prefill, config, is_fresh, with_experts)
+    return placement.on_shards(local, config, _DRAWN)(params, state, parts)
+
+
+def _prefill(
+    config: config_lib.ModelConfig,
+    is_fresh: bool,
+    with_experts: bool,
+    params: dict,
+    state: State,
+    parts: Parts,
+) -> tuple[State, Drawn]:
+    """`prefill` of the parts that a device reads."""
     cache, slots = state.cache, parts.slots
     lengths = cache.lengths.at[slots].set(parts.start, mode="drop")
     cache = dataclasses.replace(cache, lengths=lengths)
@@ -152,6 +170,18 @@ def decode(
     with_experts: bool = False,
 ) -> tuple[State, Drawn]:
     """Draws the next `num_steps` tokens of every slot that has a budget, or fewer."""
+    local = functools.partial(_decode, config, num_steps, with_experts)
+    return placement.on_shards(local, config, _DRAWN)(params, state)
+
+
+def _decode(
+    config: config_lib.ModelConfig,
+    num_steps: int,
+    with_experts: bool,
+    params: dict,
+    state: State,
+) -> tuple[State, Drawn]:
+    """`decode` of the slots of a device; all devices stop together."""
     batch = len(state.tokens)
 
     def step(carry: tuple) -> tuple:
@@ -180,7 +210,9 @@ def decode(
 
     def goes_on(carry: tuple) -> Bool[Array, ""]:
         n, state, _ = carry
-        return (n < num_steps) & jnp.any(state.plan.budget > 0)
+        return (n < num_steps) & collectives.anywhere(
+            jnp.any(state.plan.budget > 0), collectives.ROWS
+        )
 
     nothing = Drawn(
         jnp.full((batch, num_steps), -1, jnp.int32),
@@ -215,7 +247,7 @@ def _draw(
     plan: Plan,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Plan]:
     """Ids for the positions, their log-probs, and what is left of the budgets."""
-    logits = transformer.logits(params, config, hidden)
+    logits = head.logits(params, config, hidden)
     ids, logprobs = sampling_lib.sample(logits, plan.keys, positions, plan.sampling)
     is_stop = jnp.any(plan.stop_ids == ids[:, None], axis=1)
     budget = jnp.where(is_stop, 0, jnp.maximum(plan.budget - 1, 0))

@@ -14,7 +14,10 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels
 from glm5_jax import config as config_lib
 from glm5_jax.model import context as context_lib
-from pallas_kernels import selection
+from pallas_kernels import dispatch, selection
+
+FEW = 8  # new tokens of a sequence for which a decoding kernel is made
+_LANES = 128  # of a TPU's tile
 
 
 @jax.tree_util.register_dataclass
@@ -22,17 +25,32 @@ from pallas_kernels import selection
 class Cache:
     """Rows 0 .. lengths - 1 of each sequence are filled."""
 
-    kv: Float[Array, "L B S c"]  # [latent | rotated key], c = C + R
+    kv: Float[Array, "L B S c"]  # [latent | rotated key | zeros], see `width`
     k_index: Float[Array, "f B S J"]  # f = layers that own an indexer
     lengths: Int[Array, " B"]
 
 
+def width(config: config_lib.ModelConfig) -> int:
+    """Numbers of a row: C + R, on a TPU as many as fill its tiles.
+
+    XLA would turn an argument with other rows to save their padding, and a program
+    would turn it back, twice the cache's room: 1.12 GiB of 4 layers of GLM-5.
+    """
+    size = config.kv_lora_rank + config.qk_rope_head_dim
+    return -(-size // _LANES) * _LANES if dispatch.platform() == "tpu" else size
+
+
+def widened(x: Float[Array, "*b c"], size: int) -> Float[Array, "*b d"]:
+    """With zeros behind."""
+    missing = size - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
 def empty(config: config_lib.ModelConfig, batch: int, capacity: int) -> Cache:
     """A cache for `capacity` tokens a sequence."""
-    width = config.kv_lora_rank + config.qk_rope_head_dim
     num_layers, num_full = config.num_hidden_layers, sum(config.is_full_index_layer)
     return Cache(
-        kv=jnp.zeros((num_layers, batch, capacity, width), config.dtype),
+        kv=jnp.zeros((num_layers, batch, capacity, width(config)), config.dtype),
         k_index=jnp.zeros(
             (num_full, batch, capacity, config.index_head_dim), config.dtype
         ),
@@ -54,6 +72,7 @@ class Reader:
     def append(self, kv: Float[Array, "b T c"]) -> "Reader":
         """Writes the rows of the new tokens behind those of each sequence."""
         cache = self.cache
+        kv = widened(kv, cache.kv.shape[-1])
         new = cache.kv.at[(self.layer, *self._grid(kv))].set(kv)
         return dataclasses.replace(self, cache=dataclasses.replace(cache, kv=new))
 
@@ -69,7 +88,14 @@ class Reader:
         cache = self.cache
         k_index = cache.k_index.at[(self.full_layer, *self._grid(k))].set(k)
         selected = self.selected
-        if selected is not None:
+        if selected is not None and q.shape[1] > FEW:
+            keys = self._sequences(k_index, self.full_layer)
+            # What is padding may lie behind the end; a query's keys, before the query.
+            keys = jnp.pad(keys, [(0, 0), (0, q.shape[1]), (0, 0)])
+            selected = pallas_kernels.indexer_topk(
+                q, keys, w, context.lo, context.hi, topk=topk
+            )
+        elif selected is not None:
             keys, table = self._pages(k_index, self.full_layer)
             selected = pallas_kernels.decode_indexer_topk(
                 q, keys, w, context.lo, context.hi, table, topk=topk
@@ -89,15 +115,16 @@ class Reader:
         value_dim: int,
     ) -> Float[Array, "b T N C"]:
         """Attention in the latent space to the selected rows, or to all visible."""
-        if self.selected is not None:
+        q = widened(q, self.cache.kv.shape[-1])
+        selected, options = self.selected, {"scale": scale, "value_dim": value_dim}
+        if selected is not None and q.shape[1] <= FEW:
             rows, table = self._pages(self.cache.kv, self.layer)
-            options = {"scale": scale, "value_dim": value_dim}
-            selected = self.selected
             return pallas_kernels.decode_sparse_mla(
                 q, rows, selected, table, **options
             )[0]
-        kv = self.cache.kv[self.layer]
-        kv = kv if self.slots is None else kv[self.slots]
+        kv = self._sequences(self.cache.kv, self.layer)
+        if selected is not None:
+            return pallas_kernels.sparse_mla(q, kv, selected, **options)[0]
         keep = selection.visible(context.lo, context.hi, kv.shape[1])
         dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         scores = dot("btnc,bsc->btns", q, kv)
@@ -117,6 +144,13 @@ class Reader:
         else:
             lengths = lengths[slots]
         return slots[:, None], lengths[:, None] + jnp.arange(new.shape[1])[None]
+
+    def _sequences(
+        self, stack: Float[Array, "L B S x"], layer: Int[Array, ""]
+    ) -> Float[Array, "b S x"]:
+        """A copy of a layer's rows; worth it where many tokens look at them."""
+        rows = stack[layer]
+        return rows if self.slots is None else rows[self.slots]
 
     def _pages(
         self, stack: Float[Array, "L B S x"], layer: Int[Array, ""]

@@ -19,7 +19,7 @@ from glm5_jax import depth
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
-from glm5_jax.model import layers, transformer
+from glm5_jax.model import embedding, layers, transformer
 
 
 class Choices(NamedTuple):
@@ -64,7 +64,9 @@ def prefill(
     room = [(0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0)]
     empty = cache_lib.empty(config, tokens.shape[0], capacity)
     cache = cache_lib.Cache(
-        kv=jnp.pad(jnp.concatenate(kv), room),
+        kv=jnp.pad(
+            cache_lib.widened(jnp.concatenate(kv), cache_lib.width(config)), room
+        ),
         k_index=jnp.pad(jnp.concatenate(k_index), room) if k_index else empty.k_index,
         lengths=lengths,
     )
@@ -102,7 +104,7 @@ def decode(
     # Padding may lie beyond the cache, where a kernel must not look.
     hi = jnp.minimum(positions + 1, cache.kv.shape[2])
     context = context._replace(lo=jnp.zeros_like(tokens), hi=hi)
-    x = params["embed_tokens"][tokens].astype(config.dtype)
+    x = embedding.embed(params["embed_tokens"], config, tokens)
     carry = (x, cache_lib.reader(config, cache, (batch, num_new), slots))
     found = []
     for g, group in enumerate(depth.layer_groups(config)):

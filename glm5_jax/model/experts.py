@@ -35,7 +35,8 @@ def run(
     rows = x.reshape(-1, x.shape[-1])
     chosen, gates = (y.reshape(len(rows), -1) for y in (chosen, gates))
     is_decoding = x.shape[1] == 1 and len(x) <= FEW_TOKENS
-    if is_decoding and dispatch.platform() == "cpu":
+    is_here = collectives.size((*_AXES, *collectives.SHARES)) == 1
+    if is_decoding and is_here and dispatch.platform() == "cpu":
         return in_turn(params, rows, chosen, gates).reshape(x.shape)
     way = grouped
     if collectives.size(_AXES) > 1:

@@ -23,12 +23,14 @@ from glm5_jax.model import indexer, transformer
 from glm5_jax.scale import chips, markdown, memory, programs, report
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import program as program_lib
-from glm5_jax.training import step as step_lib
 
 Dims = tuple[str, ...]
 HEAD = ("array", "kind", "dims", "shape", "dtype", "spec", "MiB of a device", "copies")
 MADE_BY_THE_STEP = ("gradients", "activations")  # kinds that no argument has
 MIB = 2**20
+
+# Dims of what serving keeps, as the letters of shapes.py.
+_CACHE_DIMS = {"kv": ("L", "B", "S", "C+R"), "k_index": ("L", "B", "S", "J")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _with_dims(array: memory.Array, table: dict[str, Dims]) -> Array:
     if first == "batch":
         dims = program_lib.BATCH_DIMS if len(words) == 1 else ("B",)
     elif first == "cache":
-        dims = programs.CACHE_DIMS.get(words[-1], ("B",))
+        dims = _CACHE_DIMS.get(words[-1], ("B",))
     else:
         ends = (".".join(words[i:]) for i in range(len(words)))
         dims = next((table[end] for end in ends if end in table), ())
@@ -150,8 +152,8 @@ def _with_dims(array: memory.Array, table: dict[str, Dims]) -> Array:
 
 
 def _gradients(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[Array]:
-    """Placed like the parameters, in their dtype."""
-    is_trained = step_lib.is_trained(config)
+    """Placed like the parameters, of what they are computed in."""
+    is_trained = loss_lib.is_trained(config)
     for array in arrays:
         first, *path = array.name.split(".")
         if first == "params" and is_trained(tuple(path)):

@@ -1,8 +1,7 @@
-"""The programs that can be compiled ahead of time: a training step, prefill, decode."""
+"""The programs that can be compiled ahead of time: a training step, the engine's."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,15 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from glm5_jax import config as config_lib
-from glm5_jax import sharding
-from glm5_jax.inference import engine, steps
+from glm5_jax.inference import engine, placement, steps
 from glm5_jax.model import transformer
 from glm5_jax.training import program as program_lib
 
-NAMES = ("train", "prefill", "decode")
+NAMES = ("train", "prefill", "extend", "decode")
 NUM_STOP_IDS = 4
-# Dims of what serving keeps, as the letters of shapes.py: leaves are found by name.
-CACHE_DIMS = {"kv": ("L", "B", "S", "C+R"), "k_index": ("L", "B", "S", "J")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +34,9 @@ def make(
 ) -> Job:
     """Builds one of NAMES; for an abstract mesh its shapes, not to be compiled.
 
-    prefill reads data.batch_size prompts of data.sequence_length tokens each; decode
-    writes a token to as many sequences, of which the cache holds as much.
+    The engine's programs are for a cache of data.batch_size sequences, of
+    data.sequence_length tokens each. prefill reads the first tokens of as many prompts,
+    a chunk of each; extend a later chunk of each; decode draws a token for each.
     """
     if name not in NAMES:
         raise config_lib.InputError(
@@ -64,26 +61,31 @@ def _serving(
     """The engine's two programs; every slot is in use."""
     model, data = config.model, config.data
     batch, length = data.batch_size, data.sequence_length
+    mesh = placement.engine_mesh(mesh)
+    placement.require_whole("data.batch_size", batch, mesh)
     params = jax.eval_shape(
         functools.partial(engine.cast_params, config=model),
         transformer.abstract_params(model),
     )
-    places = sharding.shardings(transformer.param_dims(model), mesh)
-    params = jax.tree.map(_placed, params, places)
-    state, to_state = _shapes(lambda: steps.empty(model, batch, length, NUM_STOP_IDS))
-    state = _by_batch(state, mesh)
-    parts, to_parts = _shapes(lambda: _parts(batch, length))
-    parts = _by_batch(parts, mesh)
+    params = jax.tree.map(_placed, params, placement.params(model, mesh))
+    with placement.using(mesh):  # of a TPU, whose cache has wider rows
+        state, to_state = placement.shapes(
+            lambda: steps.empty(model, batch, length, NUM_STOP_IDS), mesh
+        )
+    chunk = min(length, engine.CHUNK)
+    num_slots = batch // placement.num_shares(mesh)
+    parts, to_parts = placement.shapes(lambda: _parts(batch, chunk, num_slots), mesh)
 
     def decode(params: Any, state: Any) -> tuple[Any, Any]:
         out, drawn = steps.decode(params, model, to_state(state), num_steps=1)
-        return _by_name(out), drawn.ids
+        return placement.named(out), drawn.ids
 
     def prefill(params: Any, state: Any, parts: Any) -> tuple[Any, Any]:
         out, drawn = steps.prefill(
-            params, model, to_state(state), to_parts(parts), is_fresh=True
+            *(params, model, to_state(state), to_parts(parts)),
+            is_fresh=name == "prefill",
         )
-        return _by_name(out), drawn.ids
+        return placement.named(out), drawn.ids
 
     is_decode = name == "decode"
     return Job(
@@ -96,51 +98,21 @@ def _serving(
         ),
         arguments=(params, state) if is_decode else (params, state, parts),
         names=("params", "cache", "batch")[: 2 if is_decode else 3],
-        num_tokens=batch if is_decode else batch * length,
+        num_tokens=batch if is_decode else batch * chunk,
     )
 
 
-def _parts(batch: int, length: int) -> steps.Parts:
-    """Whole prompts for all slots."""
-    slots = jnp.arange(batch)
+def _parts(batch: int, length: int, num_slots: int) -> steps.Parts:
+    """A part of a prompt for every slot, of which a device has `num_slots`."""
+    rows = jnp.arange(batch)
     return steps.Parts(
         tokens=jnp.zeros((batch, length), jnp.int32),
         num_tokens=jnp.full(batch, length),
-        slots=slots,
-        start=jnp.zeros_like(slots),
+        slots=rows % num_slots,
+        start=jnp.zeros_like(rows),
         is_last=jnp.ones(batch, bool),
         plan=steps.empty(config_lib.ModelConfig(), batch, 1, NUM_STOP_IDS).plan,
     )
-
-
-def _shapes(make: Callable[[], Any]) -> tuple[dict[str, Any], Callable]:
-    """Shapes of a tree's leaves by name, and what makes the tree of arrays by name."""
-    seen: list[Any] = []
-
-    def leaves() -> dict[str, Any]:
-        tree = make()
-        seen.append(jax.tree.structure(tree))
-        seen.append(list(_by_name(tree)))
-        return _by_name(tree)
-
-    shapes = jax.eval_shape(leaves)
-    structure, names = seen
-    return shapes, lambda arrays: structure.unflatten([arrays[n] for n in names])
-
-
-def _by_name(tree: Any) -> dict[str, Any]:
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(key.name for key in path): x for path, x in flat}
-
-
-def _by_batch(shapes: dict[str, Any], mesh: Mesh | AbstractMesh) -> dict[str, Any]:
-    """Places arrays whose first dim, or a cache's second, is the batch."""
-
-    def place(name: str) -> NamedSharding:
-        dims = CACHE_DIMS.get(name.rpartition(".")[2], ("B",))
-        return NamedSharding(mesh, sharding.spec(dims))
-
-    return {name: _placed(x, place(name)) for name, x in shapes.items()}
 
 
 def _placed(x: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:

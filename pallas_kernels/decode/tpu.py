@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import cost
 from pallas_kernels.decode import tpu_topk
 from pallas_kernels.sparse_mla import tpu as attention
 from pallas_kernels.sparse_mla import tpu_rows
@@ -55,11 +54,10 @@ def decode_sparse_mla(
     one = lambda *sizes, **space: pl.BlockSpec(
         (None, *sizes), lambda i: (i, *[0] * len(sizes)), **space
     )
-    count, work = len(groups), 2 * groups.size * heads * (width + value_dim)
+    count = len(groups)
     out, lse = pl.pallas_call(
         functools.partial(_kernel, scale=scale),
         grid=(count,),
-        cost_estimate=cost.estimate(work, q, cost.rows(kv, groups.size)),
         in_specs=[
             one(1, groups.shape[-1], memory_space=pltpu.SMEM),
             one(1, groups.shape[-1] * GROUP),
@@ -79,6 +77,7 @@ def decode_sparse_mla(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), disable_bounds_checks=True
         ),
+        cost_estimate=_cost(groups.size * GROUP, q, kv, value_dim),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="decode_sparse_mla",
     )(
@@ -104,6 +103,16 @@ def unsupported_decode_sparse_mla(
     if kv.shape[1] % GROUP:
         return f"pages must be multiples of {GROUP} tokens, got {kv.shape[1]}"
     return attention.unsupported_sparse_mla(q, kv, kv, scale, value_dim)
+
+
+def _cost(keys: int, q: Array, kv: Array, value_dim: int) -> pl.CostEstimate:
+    """Of so many rows, all that are fetched, listed or not."""
+    heads, width = q.shape[2:]
+    return pl.CostEstimate(
+        flops=2 * keys * heads * (width + value_dim),
+        transcendentals=keys * heads,
+        bytes_accessed=keys * width * kv.dtype.itemsize,
+    )
 
 
 def _rows(

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import cost, selection
+from pallas_kernels import selection
 from pallas_kernels.indexer_topk import tpu_list
 
 QUERIES = 8  # sublanes of a vector
@@ -139,11 +139,8 @@ def _select(
             pltpu.VMEM((QUERIES, LANES), jnp.int32),
         ],
     )
-    num_read = len(pages) * words * 32
-    work = 2 * num_read * rows * heads_of_all // QUERIES * width
     return pl.pallas_call(
         functools.partial(_kernel, rows=rows, topk=topk),
-        cost_estimate=cost.estimate(work, queries, cost.rows(k, num_read)),
         grid_spec=grid,
         out_shape=jax.ShapeDtypeStruct((groups, QUERIES, words), jnp.uint32),
         compiler_params=pltpu.CompilerParams(
@@ -151,9 +148,19 @@ def _select(
             disable_bounds_checks=True,
             vmem_limit_bytes=words * 32 * QUERIES * 4 + (24 << 20),
         ),
+        cost_estimate=_cost(pages.size * size, heads_of_all * rows // QUERIES, k),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="decode_indexer_topk",
     )(pages.reshape(-1), spans.reshape(-1), queries, (lo[..., None], hi[..., None]), k)
+
+
+def _cost(keys: int, num_queries: int, k: Array) -> pl.CostEstimate:
+    """Of so many keys, those of full sequences, and as many heads of a sequence."""
+    return pl.CostEstimate(
+        flops=2 * keys * num_queries * k.shape[-1],
+        transcendentals=0,
+        bytes_accessed=keys * k.shape[-1] * k.dtype.itemsize,
+    )
 
 
 def _kernel(

@@ -229,7 +229,7 @@ class CompiledTest(parameterized.TestCase):
         state = jax.eval_shape(opt.init, shapes)
         step = jax.jit(lambda *args: update(opt, *args))
         alone = step.lower(shapes, state, shapes).as_text()
-        with jax.set_mesh(runs.first_devices(1)):
+        with jax.set_mesh(runs.first_devices()):
             text = step.lower(shapes, state, shapes).as_text()
         for program in (alone, text):
             self.assertNotIn("all_to_all", program)

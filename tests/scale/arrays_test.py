@@ -95,11 +95,14 @@ class ArraysTest(parameterized.TestCase):
 
     def test_a_cache_holds_what_a_token_costs(self):
         found = listed("decode", mesh=config_lib.MeshConfig(fsdp=4, expert=2))
-        kept = [a for a in found if a.name.split(".")[-1] in programs.CACHE_DIMS]
+        kept = [a for a in found if a.name.split(".")[-1] in ("kv", "k_index")]
         a_token = accounting.cache_bytes_per_token(CONFIG.model)
         (room,) = {math.prod(a.shape[1:3]) for a in kept}  # rows and tokens
         self.assertGreaterEqual(room, 8 * 128)
-        self.assertEqual(sum(a.device_bytes for a in kept) * 8, a_token * room)
+        got = sum(a.device_bytes for a in kept) * 8
+        self.assertGreaterEqual(got, a_token * room)
+        filled = CONFIG.model.num_hidden_layers * 2 * 128 * 2  # to a TPU's 128 lanes
+        self.assertLess(got, (a_token + filled) * room)
 
     @parameterized.named_parameters(
         ("chip", "v9:2x2x2", "chip of v5e, v5p, v6e, tpu7x"),

@@ -21,6 +21,26 @@ CONFIG = config_lib.TrainConfig(
     data=config_lib.DataConfig(sequence_length=128, batch_size=8),
     mesh=config_lib.MeshConfig(fsdp=4, expert=2),
 )
+# What TPUs' modules have: a write in place, and a kernel that says what it moves.
+WRITE_AND_KERNEL = """HloModule m, is_scheduled=true
+
+%fused (p0: f32[1024,128], p1: s32[8], p2: f32[8,128]) -> f32[1024,128] {
+  %p0 = f32[1024,128]{1,0} parameter(0)
+  %p1 = s32[8]{0} parameter(1)
+  %p2 = f32[8,128]{1,0} parameter(2)
+  ROOT %scatter.1 = f32[1024,128]{1,0} scatter(%p0, %p1, %p2), to_apply=%last
+}
+
+ENTRY %main (a: f32[1024,128], b: s32[8], c: f32[8,128]) -> f32[8,128] {
+  %a = f32[1024,128]{1,0} parameter(0)
+  %b = s32[8]{0} parameter(1)
+  %c = f32[8,128]{1,0} parameter(2)
+  %fusion.1 = f32[1024,128]{1,0} fusion(%a, %b, %c), kind=kCustom, calls=%fused
+  ROOT %kernel.1 = f32[8,128]{1,0} custom-call(%fusion.1), \
+custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"777"}}}
+}
+"""
 SIZE = 4 * 256 * 256  # bytes of a float32 matrix
 
 
@@ -38,7 +58,7 @@ def module_of(function, *shapes):
 class ArgumentsTest(parameterized.TestCase):
     def test_on_one_device_they_are_the_state(self):
         config = dataclasses.replace(CONFIG, mesh=config_lib.MeshConfig())
-        job = programs.make(config, runs.first_devices(1))
+        job = programs.make(config, runs.first_devices())
         kinds = memory.by_kind(memory.arguments(job.arguments, job.names))
         counts = accounting.count_parameters(config.model)
         experts = 4 * counts["routed experts"]
@@ -79,6 +99,11 @@ class TrafficTest(parameterized.TestCase):
         got = memory.traffic(module_of(f, (256, 256), (6, 256, 256)))
         # A product is 3, the slice of the stack 2, a copy of the carry 2.
         self.assertBetween(got, 6 * 3 * SIZE, (6 * 7 + 3) * SIZE)
+
+    def test_a_write_in_place_and_a_kernel_that_says_what_it_moves(self):
+        rows = 4 * 8 * 128  # read once, written once
+        want = 2 * rows + 4 * 8 + 777
+        self.assertEqual(memory.traffic(hlo.parse(WRITE_AND_KERNEL)), want)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,21 @@ ATOL = 1e-5
 
 @pytest.mark.slow
 class MeshTest(parameterized.TestCase):
-    def test_two_devices_learn_what_one_does(self):
+    @parameterized.parameters(
+        {"fsdp": 2},
+        # The routers' choices go along; trainer and engine may differ by 1e-5.
+        {"fsdp": 2, "expert": 2, "tensor": 2, "router_replay": True},
+    )
+    def test_several_devices_learn_what_one_does(self, router_replay=False, **axes):
         root = pathlib.Path(self.create_tempdir().full_path)
-        config = rl_runs.make_config(num_steps=2)
-        for num in (1, 2):
+        rl = {"router_replay": router_replay}
+        config = rl_runs.make_config(num_steps=2, rl=rl)
+        for name, mesh in (("1", {}), ("2", axes)):
             with (
-                runs.use_devices(num),
+                runs.use_devices(**mesh),
                 mock.patch.object(environments, "make", return_value=rl_runs.Lottery()),
             ):
-                loop.train(config, root / str(num))
+                loop.train(config, root / name)
         lines = [rl_runs.computed(root / name) for name in "12"]
         self.assertLen(lines[1], 2)
         for one, two in zip(*lines, strict=True):

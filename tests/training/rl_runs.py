@@ -137,7 +137,7 @@ def main():
 
     taskset.step = step
     with (
-        runs.use_devices(1),
+        runs.use_devices(),
         mock.patch.object(environments, "make", return_value=taskset),
     ):
         loop.train(make_config(), pathlib.Path(sys.argv[1]))

@@ -1,0 +1,109 @@
+"""What the scheduler wants read, as arrays of one of a few shapes."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm5_jax.inference import sampling as sampling_lib
+from glm5_jax.inference import scheduler as scheduler_lib
+from glm5_jax.inference import steps
+from glm5_jax.inference.requests import Request
+
+MIN_TOKENS = 16  # shortest part of a prompt that gets a program of its own
+_IDLE = Request(id=0, prompt=(), max_new_tokens=0)
+
+
+def arrange(todo: Sequence[scheduler_lib.Part]) -> list[tuple[int, int]]:
+    """For each part the device of its slot, and its row among those there."""
+    num_rows: dict[int, int] = {}
+    places = []
+    for part in todo:
+        device = part.slot.device
+        places.append((device, num_rows.get(device, 0)))
+        num_rows[device] = num_rows.get(device, 0) + 1
+    return places
+
+
+def make(
+    todo: Sequence[scheduler_lib.Part],
+    rows: Sequence[int],
+    shape: tuple[int, int],
+    num_slots: int,
+    seed: int,
+    num_stops: int,
+) -> steps.Parts:
+    """Arrays of parts of prompts; what is no part is padding.
+
+    Args:
+      todo: the parts.
+      rows: of each part in the arrays.
+      shape: rows and tokens of the arrays.
+      num_slots: of a device.
+      seed: of the random numbers.
+      num_stops: stop ids of a request, at most.
+    """
+    num_rows, size = shape
+    padding = [0] * size, 0, num_slots, 0, False
+    lines, plans = [padding] * num_rows, [_IDLE] * num_rows
+    for row, part in zip(rows, todo, strict=True):
+        request = part.slot.request
+        assert request is not None
+        tokens = [*part.tokens, *[0] * (size - len(part.tokens))]
+        where = part.slot.index % num_slots, part.start, part.is_last
+        lines[row] = (tokens, len(part.tokens), *where)
+        plans[row] = request
+    arrays = [_array(column) for column in zip(*lines, strict=True)]
+    return steps.Parts(*arrays, plan=_plan(plans, seed, num_stops))
+
+
+def sizes() -> Iterator[int]:
+    """16, 24, 32, 48, 64, ..."""
+    size = MIN_TOKENS
+    while True:
+        yield from (size, size * 3 // 2)
+        size *= 2
+
+
+def sizes_to(chunk: int) -> list[int]:
+    """Those below a chunk, and the chunk."""
+    return [*itertools.takewhile(lambda size: size < chunk, sizes()), chunk]
+
+
+def row_counts(num_slots: int) -> list[int]:
+    """Numbers of prompts that are read at once: 1 to num_slots in steps of about 4."""
+    counts = [num_slots]
+    while counts[0] > 1:
+        counts.insert(0, -(-counts[0] // 4))
+    return counts
+
+
+def least(sizes: Iterable[int], size: int) -> int:
+    """The first of the ascending sizes that is enough."""
+    return next(s for s in sizes if s >= size)
+
+
+def _plan(requests: Sequence[Request], seed: int, num_stops: int) -> steps.Plan:
+    """How the engine's programs continue requests."""
+
+    def floats(name: str) -> jax.Array:
+        return _array([getattr(r, name) for r in requests]).astype(jnp.float32)
+
+    stop_ids = [sorted(r.stop_ids) for r in requests]
+    return steps.Plan(
+        keys=sampling_lib.request_keys(seed, _array([r.id for r in requests])),
+        sampling=sampling_lib.Sampling(
+            temperature=floats("temperature"),
+            top_p=floats("top_p"),
+            top_k=_array([r.top_k for r in requests]),
+            min_p=floats("min_p"),
+        ),
+        budget=_array([r.max_new_tokens for r in requests]),
+        stop_ids=_array([ids + [-1] * (num_stops - len(ids)) for ids in stop_ids]),
+    )
+
+
+def _array(values: Iterable) -> jax.Array:
+    return jnp.asarray(np.asarray(list(values)))

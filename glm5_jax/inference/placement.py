@@ -1,0 +1,176 @@
+"""Where the engine's arrays lie on a mesh: each device has slots of its own.
+
+Parameters lie as in training, so weights pass from trainer to engine without moving.
+The cache of a slot is whole on its device and on those that share its heads and widths
+with it (the tensor axis). A context axis holds more slots: no sequence is cut.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from glm5_jax import collectives, sharding
+from glm5_jax import config as config_lib
+from glm5_jax.model import transformer
+
+AnyMesh = Mesh | AbstractMesh
+ROWS: Any = PartitionSpec(collectives.ROWS)
+LAYERS_OF_ROWS: Any = PartitionSpec(None, collectives.ROWS)
+_STACKED = ("kv", "k_index")  # leaves whose first dim is the layers
+
+
+def in_use() -> AnyMesh | None:
+    """The mesh of `jax.set_mesh` as an engine uses it; None for a single device."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty or mesh.size == 1 else engine_mesh(mesh)
+
+
+def engine_mesh(mesh: AnyMesh) -> AnyMesh:
+    """The same devices, those of the context axis as more of the fsdp axis.
+
+    Parameters are cut over both in training, so their parts stay where they are.
+    """
+    names = mesh.axis_names
+    merged = mesh.shape["fsdp"] * mesh.shape["context"]
+    sizes = {**mesh.shape, "fsdp": merged, "context": 1}
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(
+            tuple(sizes.values()),
+            names,
+            mesh.axis_types,
+            abstract_device=mesh.abstract_device,
+        )
+    fsdp, context = names.index("fsdp"), names.index("context")
+    devices = np.moveaxis(mesh.devices, context, fsdp + 1)
+    devices = devices.reshape([sizes[name] for name in names])
+    return Mesh(devices, names, axis_types=mesh.axis_types)
+
+
+def using(mesh: AnyMesh) -> AbstractContextManager:
+    """Makes it the one in use, with devices or without."""
+    if isinstance(mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(mesh)
+    return jax.set_mesh(mesh)
+
+
+def num_shares(mesh: AnyMesh | None) -> int:
+    """Devices with different slots."""
+    return 1 if mesh is None else math.prod(mesh.shape[a] for a in collectives.ROWS)
+
+
+def require_whole(name: str, num_slots: int, mesh: AnyMesh | None) -> None:
+    """Every device must have as many slots as any other.
+
+    Raises:
+      InputError: it cannot.
+    """
+    shares = num_shares(mesh)
+    if num_slots % shares:
+        low, high = num_slots // shares * shares, -(-num_slots // shares) * shares
+        near = " or ".join(str(n) for n in (low, high) if n)
+        raise config_lib.InputError(
+            f"{name} must be divisible by the devices that have different ones, "
+            f"data * fsdp * expert * context = {shares}, got {num_slots}; set it to "
+            f"{near}, or give devices to mesh.tensor."
+        )
+
+
+def params(config: config_lib.ModelConfig, mesh: AnyMesh) -> dict:
+    """A sharding for every parameter, as in training."""
+    return sharding.shardings(transformer.param_dims(config), mesh)
+
+
+def rows(tree: Any, mesh: AnyMesh | None) -> Any:
+    """Puts arrays whose first dim is rows where their slots are."""
+    return tree if mesh is None else jax.device_put(tree, _sharding(mesh, ROWS))
+
+
+def shapes(
+    make: Callable[[], Any], mesh: AnyMesh
+) -> tuple[dict[str, jax.ShapeDtypeStruct], Callable[[dict], Any]]:
+    """Leaves of what `make` makes, by name, with shardings, and what joins leaves."""
+    structures = []
+
+    def leaves() -> dict[str, Any]:
+        tree = make()
+        structures.append((jax.tree.structure(tree), [*named(tree)]))
+        return named(tree)
+
+    placed = {
+        name: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=_sharding(mesh, spec(name))
+        )
+        for name, x in jax.eval_shape(leaves).items()
+    }
+    structure, names = structures[0]
+    return placed, lambda arrays: structure.unflatten([arrays[n] for n in names])
+
+
+def made(make: Callable[[], Any], mesh: AnyMesh | None) -> Any:
+    """What `make` makes, each device its share."""
+    if mesh is None:
+        return make()
+    leaves, joined = shapes(make, mesh)
+    places = {name: x.sharding for name, x in leaves.items()}
+    return joined(jax.jit(lambda: named(make()), out_shardings=places)())
+
+
+def on_shards(
+    function: Callable[..., tuple[Any, Any]], config: config_lib.ModelConfig, out: Any
+) -> Callable[..., tuple[Any, Any]]:
+    """(params, state, ...) -> (state, others), run by each device on what it has.
+
+    Args:
+      function: of parameters, and of trees whose leaves lie as `spec` says.
+      config: of the model.
+      out: specs of what it returns besides the state.
+    """
+    is_dims = lambda node: isinstance(node, tuple)
+    weights = jax.tree.map(
+        sharding.spec, transformer.param_dims(config), is_leaf=is_dims
+    )
+
+    def run(params: dict, *trees: Any) -> tuple[Any, Any]:
+        # A tree of specs cannot be made where types are checked: dicts can.
+        structures = [jax.tree.structure(tree) for tree in trees]
+        specs = [{name: spec(name) for name in named(tree)} for tree in trees]
+
+        def local(params: dict, *leaves: dict) -> tuple[dict, Any]:
+            mine = zip(structures, trees, leaves, strict=True)
+            joined = [s.unflatten([x[n] for n in named(t)]) for s, t, x in mine]
+            state, others = function(params, *joined)
+            return named(state), others
+
+        shards = collectives.on_shards(local, (weights, *specs), (specs[0], out))
+        state, others = shards(params, *map(named, trees))
+        return structures[0].unflatten([state[n] for n in named(trees[0])]), others
+
+    return run
+
+
+def spec(name: str) -> PartitionSpec:
+    """Where a leaf of `named` lies."""
+    return LAYERS_OF_ROWS if name.rpartition(".")[2] in _STACKED else ROWS
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """Leaves of a tree of dataclasses by their path, e.g. "cache.kv"."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {".".join(key.name for key in path): x for path, x in flat}
+
+
+def _sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
+    """Without axes of one device, as jit says where a result is.
+
+    Else a state that went through a program would look new to it, and be compiled for.
+    """
+    dims = [
+        tuple(axis for axis in axes or () if mesh.shape[axis] > 1) or None
+        for axes in spec
+    ]
+    return NamedSharding(mesh, PartitionSpec(*(dims if any(dims) else ())))

@@ -1,0 +1,160 @@
+"""The engine on meshes of 8 devices: what it draws is what one device draws."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+from glm5_jax.inference import engine, placement, scheduler, steps
+from glm5_jax.model import transformer
+from tests import environment
+from tests.model import tiny
+
+LOGPROB_ATOL = 1e-5  # float32 sums in another order
+# Sparse attention in decoding and in chunks: a cache of 64 against 6 selected keys.
+TINY = tiny.model(
+    vocab_size=96,
+    num_hidden_layers=2,
+    kv_lora_rank=16,
+    num_nextn_predict_layers=0,
+    max_position_embeddings=128,
+)
+EXCHANGE = dataclasses.replace(TINY, expert_transport="exchange")
+SHARED = tiny.index_share(vocab_size=96, kv_lora_rank=16, num_nextn_predict_layers=0)
+COMPILES = re.compile(r"Compiling jit\((prefill|decode)\)")
+OPTIONS = {"capacity": 64, "chunk": 16, "num_steps": 5, "seed": 3}
+
+
+def make_mesh(**axes):
+    return mesh_lib.make_mesh(config_lib.MeshConfig(**({"data": 1} | axes)))
+
+
+def make_requests():
+    """Short and long ones, more than slots; every third greedy, two with a filter."""
+    rng = np.random.default_rng(0)
+    lengths = (5, 33, 2, 11, 19, 7, 1, 40, 16, 3, 23)
+    options = [{"temperature": 0.0}, {}, {"temperature": 0.7, "top_p": 0.9}]
+    return [
+        engine.Request(
+            id=i,
+            prompt=rng.integers(1, TINY.vocab_size, n).tolist(),
+            max_new_tokens=4 + i,
+            **options[i % 3],
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def run_all(machine, requests):
+    for request in requests:
+        machine.submit(request)
+    done = {}
+    while machine.num_pending:
+        done |= machine.step()
+    return done
+
+
+@functools.cache
+def on_one_device(config):
+    machine = engine.Engine(
+        tiny.params(config), config, num_slots=4, with_experts=True, **OPTIONS
+    )
+    return run_all(machine, make_requests())
+
+
+class MeshCase(parameterized.TestCase):
+    def check(self, config, **axes):
+        wanted = on_one_device(config)
+        mesh = make_mesh(**axes)
+        params = jax.device_put(tiny.params(config), placement.params(config, mesh))
+        with jax.set_mesh(mesh):
+            machine = engine.Engine(
+                params, config, num_slots=8, with_experts=True, **OPTIONS
+            )
+        with jax.log_compiles(), self.assertLogs("jax", "WARNING") as logs:
+            found = run_all(machine, make_requests())  # the engine knows its mesh
+        programs = [r for r in logs.output if COMPILES.search(r)]
+        self.assertBetween(len(programs), 3, machine.max_programs)
+        self.assertEqual(found.keys(), wanted.keys())
+        for i, completion in wanted.items():
+            self.assertEqual(found[i].tokens, completion.tokens, i)
+            np.testing.assert_allclose(
+                found[i].logprobs, completion.logprobs, atol=LOGPROB_ATOL, rtol=0
+            )
+            np.testing.assert_array_equal(
+                np.sort(found[i].experts), np.sort(completion.experts)
+            )
+
+
+class MeshTest(MeshCase):
+    def test_fsdp_expert_tensor(self):
+        self.check(TINY, fsdp=2, expert=2, tensor=2)
+
+
+@pytest.mark.slow
+class OtherMeshesTest(MeshCase):
+    @parameterized.parameters(
+        {"data": 8},
+        {"expert": 8},
+        {"tensor": 4, "fsdp": 2},
+        {"context": 4, "expert": 2},
+    )
+    def test_all(self, **axes):
+        self.check(TINY, **axes)
+
+    @parameterized.named_parameters(
+        ("exchange", EXCHANGE, {"expert": 4, "fsdp": 2}),
+        ("shared_index", SHARED, {"expert": 2, "tensor": 4}),
+    )
+    def test_variants(self, config, axes):
+        self.check(config, **axes)
+
+
+class PlacementTest(parameterized.TestCase):
+    def test_slots_must_be_divisible(self):
+        wanted = "= 4, got 6; set it to 4 or 8, or give devices to mesh.tensor"
+        with (
+            jax.set_mesh(make_mesh(expert=4, tensor=2)),
+            self.assertRaisesRegex(config_lib.InputError, wanted),
+        ):
+            engine.Engine({}, TINY, num_slots=6, capacity=64)
+
+    def test_a_context_axis_holds_slots_and_weights_stay(self):
+        mesh = make_mesh(context=2, expert=2, tensor=2)
+        other = placement.engine_mesh(mesh)
+        self.assertEqual(placement.num_shares(other), 4)
+        trained = placement.params(TINY, mesh)
+        served = placement.params(TINY, other)
+        shapes = transformer.abstract_params(TINY)
+
+        def same(array, a, b):
+            a, b = (x.devices_indices_map(array.shape) for x in (a, b))
+            self.assertEqual(a, b)
+
+        jax.tree.map(same, shapes, trained, served)
+
+    def test_requests_spread_over_devices(self):
+        machine = scheduler.Scheduler(num_slots=8, chunk=16, num_devices=4)
+        for request in make_requests()[:5]:
+            machine.submit(request)
+        devices = [part.slot.device for part in machine.next()]
+        self.assertEqual(sorted(devices), [0, 0, 1, 2, 3])
+
+    def test_only_the_arrays_of_slots_are_cut(self):
+        mesh = make_mesh(fsdp=4, tensor=2)
+        shapes, _ = placement.shapes(lambda: steps.empty(TINY, 8, 64, 4), mesh)
+        for name, x in shapes.items():
+            rows = 1 if name in ("cache.kv", "cache.k_index") else 0
+            local = list(x.shape)
+            local[rows] //= 4
+            self.assertEqual(x.sharding.shard_shape(x.shape), tuple(local), name)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,79 @@
+"""The engine's programs as they are compiled ahead of time."""
+
+import dataclasses
+
+import jax
+import pytest
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+from glm5_jax import presets
+from glm5_jax.scale import hlo, memory, programs
+from tests import environment, tpus
+from tests.model import tiny
+
+MESH = config_lib.MeshConfig(data=1, fsdp=2, expert=2, tensor=2)
+SERVING = config_lib.TrainConfig(
+    model=tiny.model(num_nextn_predict_layers=0, dtype="bfloat16"),
+    data=config_lib.DataConfig(sequence_length=64, batch_size=8),
+    mesh=MESH,
+)
+# GLM-5 of two layers, a dense one and one with experts, on 8 chips.
+GLM5 = config_lib.TrainConfig(
+    model=dataclasses.replace(
+        presets.GLM5,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=0,
+        param_dtype="bfloat16",
+    ),
+    data=config_lib.DataConfig(sequence_length=32768, batch_size=16),
+    mesh=config_lib.MeshConfig(data=1, expert=4, tensor=2),
+)
+
+
+def cache_bytes(job):
+    return memory.by_kind(memory.arguments(job.arguments, job.names))["cache"]
+
+
+class ServingTest(parameterized.TestCase):
+    def test_slots_must_be_divisible(self):
+        config = dataclasses.replace(
+            SERVING,
+            data=dataclasses.replace(SERVING.data, batch_size=10),
+            mesh=config_lib.MeshConfig(),
+        )
+        mesh = mesh_lib.make_mesh(MESH)
+        with self.assertRaisesRegex(config_lib.InputError, "= 4, got 10; set it to 8"):
+            programs.make(config, mesh, "decode")
+
+    @parameterized.parameters("prefill", "extend", "decode")
+    def test_the_cache_is_written_in_place(self, name):
+        job = programs.make(SERVING, mesh_lib.make_mesh(MESH), name)
+        with jax.set_mesh(job.mesh):
+            compiled = job.step.lower(*job.arguments).compile()
+        aliased = compiled.memory_analysis().alias_size_in_bytes
+        self.assertGreaterEqual(aliased, cache_bytes(job))
+
+
+@pytest.mark.aot
+class TpuTest(parameterized.TestCase):
+    def test_kernels_read_a_cache_that_is_not_copied(self):
+        if not tpus.has_libtpu():
+            self.skipTest("needs libtpu")
+        mesh = mesh_lib.make_mesh(GLM5.mesh, mesh_lib.topology("v5p:2x2x2"))
+        job = programs.make(GLM5, mesh, "decode")
+        with jax.set_mesh(job.mesh):
+            compiled = job.step.lower(*job.arguments).compile()
+        module = hlo.parse(compiled.as_text())
+        lines = [i for body in module.computations.values() for i in body.values()]
+        calls = " ".join(i.op_name for i in lines if i.opcode == "custom-call")
+        for kernel in ("decode_indexer_topk", "decode_sparse_mla"):
+            self.assertIn(f"{kernel}/pallas_call", calls)
+        temporaries = compiled.memory_analysis().temp_size_in_bytes
+        self.assertLess(temporaries, cache_bytes(job) / 2)
+
+
+if __name__ == "__main__":
+    environment.main()
