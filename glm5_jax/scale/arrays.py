@@ -23,7 +23,6 @@ from glm5_jax.model import indexer, transformer
 from glm5_jax.scale import chips, markdown, memory, programs, report
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import program as program_lib
-from glm5_jax.training import step as step_lib
 
 Dims = tuple[str, ...]
 HEAD = ("array", "kind", "dims", "shape", "dtype", "spec", "MiB of a device", "copies")
@@ -151,7 +150,7 @@ def _with_dims(array: memory.Array, table: dict[str, Dims]) -> Array:
 
 def _gradients(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[Array]:
     """Placed like the parameters, in their dtype."""
-    is_trained = step_lib.is_trained(config)
+    is_trained = loss_lib.is_trained(config)
     for array in arrays:
         first, *path = array.name.split(".")
         if first == "params" and is_trained(tuple(path)):
