@@ -10,7 +10,16 @@ from absl.testing import parameterized
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent
-ENTRY_POINTS = {"train", "generate", "evaluate", "convert", "chat", "aot", "plan", "serve"}
+ENTRY_POINTS = {
+    "train",
+    "generate",
+    "evaluate",
+    "convert",
+    "chat",
+    "aot",
+    "plan",
+    "serve",
+}
 # Imports point downwards; names of one row never import each other.
 LAYERS = (
     ENTRY_POINTS,
