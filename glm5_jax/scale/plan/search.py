@@ -21,8 +21,8 @@ def candidates(
     """Configs that differ from one in their mesh; `variants` turns the knobs of each.
 
     Raises:
-      InputError: there is no such topology, the stage is none of STAGES, or nothing
-        divides.
+      InputError: there is no such topology, the stage is none of STAGES, layers
+        keep more than their inputs, or nothing divides.
     """
     num_devices = mesh_lib.num_devices(topology, num_slices)
     if config.stage not in STAGES:
@@ -30,6 +30,12 @@ def candidates(
             f"stage must be one of {', '.join(STAGES)}, got {config.stage!r}: the plan "
             "knows steps that train the whole model; compile others with "
             "python -m glm5_jax.aot."
+        )
+    if config.model.remat_policy != "full":
+        raise config_lib.InputError(
+            "model.remat_policy must be full, got "
+            f"{config.model.remat_policy!r}: the plan's memory is that of a step that "
+            "keeps the layers' inputs alone; set --config.model.remat_policy=full."
         )
     found, broken = [], {}
     for sizes in meshes(num_devices, num_slices, config.data.batch_size):

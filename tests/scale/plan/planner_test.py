@@ -69,6 +69,12 @@ class SearchTest(parameterized.TestCase):
             r"data\.batch_size=7 rows.*2 \* context.*batch_size to 8 or 16",
         ),
         (
+            "policy",
+            dataclasses.replace(SMALL, model=presets.GLM5_1M),
+            "v5p:2x2x2",
+            r"remat_policy must be full, got 'dots'",
+        ),
+        (
             "stage",
             dataclasses.replace(
                 SMALL,
