@@ -3,7 +3,8 @@
 python -m glm5_jax.aot --config=configs/glm5_serve.py:32k --topology=v5p:4x4x4 \
     --program=decode
 
-Hardware: a v5p:4x4x4 slice. Compiled, never run: docs/scaling.md has the figures.
+Hardware: a v5p:4x4x4 slice. Compiled, never run: docs/scaling.md has the figures of
+32k; those of 198k are by arithmetic, 45 GiB of cache and 23 of weights on a chip.
 Weights take 1.4 TiB; a token of the cache 117 KiB on each chip that shares its slot,
 so long sequences want more devices with different slots (expert) and fewer that share
 them (tensor), which fetch fewer bytes of the weights.
@@ -19,7 +20,6 @@ from glm5_jax import config as config_lib
 # Tokens of a sequence, expert, tensor.
 VARIANTS = {
     "32k": (32_768, 8, 8),
-    "128k": (131_072, 32, 2),
     "198k": (202_752, 32, 2),
 }
 
