@@ -3,8 +3,7 @@
 python -m glm5_jax.aot --config=configs/glm5_serve.py:32k --topology=v5p:4x4x4 \
     --program=decode
 
-Hardware: a v5p:4x4x4 slice. Compiled, never run: docs/scaling.md has the figures of
-32k; those of 198k are by arithmetic, 45 GiB of cache and 23 of weights on a chip.
+Hardware: a v5p:4x4x4 slice. Compiled, never run: docs/scaling.md has the figures.
 Weights take 1.4 TiB; a token of the cache 117 KiB on each chip that shares its slot,
 so long sequences want more devices with different slots (expert) and fewer that share
 them (tensor), which fetch fewer bytes of the weights.
