@@ -19,7 +19,6 @@ from glm5_jax import config as config_lib
 # Tokens of a sequence, expert, tensor.
 VARIANTS = {
     "32k": (32_768, 8, 8),
-    "128k": (131_072, 32, 2),
     "198k": (202_752, 32, 2),
 }
 
