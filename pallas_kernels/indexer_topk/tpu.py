@@ -61,8 +61,16 @@ def indexer_topk(
         return None, tpu_list.list_from_bits(bits, topk, interpret=interpret)
 
     most = max(PART_BYTES // (4 * selection.num_words(k.shape[1])), QUERIES)
-    rows = 1 << (most.bit_length() - 1)  # divides usual lengths: padding would copy q
+    rows = _part_rows(q.shape[1], most)
     return tiles.over_queries(part, None, q, w, lo, hi, rows=rows)[1]
+
+
+def _part_rows(num_queries: int, most: int) -> int:
+    """Rows of equal parts, without padding where it can be: that would copy q."""
+    least = -(-num_queries // most)
+    nums = range(least, 2 * least + 1)
+    num = next((n for n in nums if num_queries % (n * QUERIES) == 0), least)
+    return -(-num_queries // (num * QUERIES)) * QUERIES
 
 
 def indexer_bits(

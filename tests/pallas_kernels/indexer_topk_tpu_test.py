@@ -63,6 +63,16 @@ class IndexerTest(parameterized.TestCase):
         want = indexer_topk(*args, topk=case.topk, implementation="reference")
         np.testing.assert_array_equal(got, want)
 
+    @parameterized.parameters(
+        (4096, 4096, 4096),
+        (131072, 4056, 2048),
+        (3168, 2621, 1584),  # of 202,752 tokens on 64 devices
+        (20, 2621, 32),
+        (997, 100, 112),  # padded: a prime
+    )
+    def test_parts_are_equal_and_whole_blocks(self, num_queries, most, rows):
+        self.assertEqual(tpu._part_rows(num_queries, most), rows)
+
     @parameterized.named_parameters(("zero", 0), ("few_values", 1), ("values", 9))
     def test_ties_go_to_the_lower_index(self, size):
         q, k, w = whole_numbers(size)
