@@ -2,10 +2,15 @@
 
 python -m glm5_jax.aot --config=configs/glm5_pretrain.py:v5p_512 --topology=v5p:8x8x8
 
-Hardware: as the variants say, in chips: v5p_256 is v5p:8x8x4, tpu7x_256 is tpu7x:4x8x8
-(two devices a chip). Compiled, never run: docs/scaling.md has the reports. All of
-GLM-5: 78 layers and MTP, Muon Split, the indexer trained by its KL; the paper's own
-first stage, dense, is configs/pretrain.py:glm5.
+All of GLM-5: 78 layers and MTP, Muon Split, the indexer trained by its KL; the paper's
+own first stage, dense, is configs/pretrain.py:glm5. Hardware: as the variants say, in
+chips. Compiled, never run; GiB of a device, sent in a step, seconds of what binds:
+
+  v5p_512    v5p:8x8x8      31.8 of 96 GiB   751 GiB   5.9 s (HBM)
+  v5p_256    v5p:8x8x4      47.9 of 96       746       6.0 (HBM)
+  tpu7x_256  tpu7x:4x8x8    34.3 of 95       744       4.4 (HBM), two devices a chip
+  v6e_1024   v6e:32x32      24.7 of 31       748       11.1 (HBM)
+  h200_512   64 nodes of 8  not compiled: 5.6 GiB of parameters, as much of moments
 """
 
 import dataclasses
