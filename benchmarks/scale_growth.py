@@ -14,6 +14,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from matplotlib import figure, ticker
 
 Report = dict[str, Any]
@@ -108,13 +109,17 @@ def draw(reports: dict[str, list[Report]]) -> figure.Figure:
             colors=["#93c5fd", "#fdba74"],
         )
         memory.set_ylabel("GiB of a device")
+        memory.set_ylim(
+            0, 1.3 * max(r["hbm_args_gib"] + r["hbm_temp_gib"] for r in points)
+        )
         if name == "length":
             parts = [flops_by_part(r) for r in points]
             for part in parts[0]:
                 tokens = [r["tokens"] / r["devices"] / 1e3 for r in points]
-                values = [p[part] / t for p, t in zip(parts, tokens, strict=True)]
+                values = np.divide([p[part] for p in parts], tokens)
                 other.plot(x, values, marker="o", label=part)
             other.set_ylabel("TFLOP a 1000 tokens")
+            other.set_ylim(0, 1.6 * max(line.get_ydata().max() for line in other.lines))
         else:
             other.plot(
                 x, [r["collective_gib"] for r in points], marker="o", label="sent, GiB"
@@ -122,17 +127,19 @@ def draw(reports: dict[str, list[Report]]) -> figure.Figure:
             tflop = [r["flops"] / 1e12 for r in points]
             other.plot(x, tflop, marker="s", label="products, TFLOP")
             other.set_ylabel("of a device and step")
-            other.set_ylim(0)
+            other.set_ylim(0, 1.3 * max(tflop))
         for axis in (memory, other):
             axis.set_xlabel(label)
             axis.set_xscale("log", base=2)
-            axis.xaxis.set_major_formatter(
-                ticker.FuncFormatter(lambda v, _: f"{v:,.0f}")
-            )
+            axis.xaxis.set_major_formatter(ticker.FuncFormatter(_number))
             axis.set_xticks(x)
             axis.minorticks_off()
-            axis.legend(fontsize=8, loc="best")
+            axis.legend(fontsize=8, loc="upper left")
     return page
+
+
+def _number(value: float, _: object) -> str:
+    return f"{value:.0f}" if value < 4096 else f"{value / 1024:.0f}K"
 
 
 if __name__ == "__main__":
