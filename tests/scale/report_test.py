@@ -176,7 +176,7 @@ class InputTest(parameterized.TestCase):
         ("topology", {"topology": "v5p:3x3x3"}, "near it"),
         ("product", {"mesh": {"fsdp": 8}}, "fsdp=2 or 4"),
         ("batch", {"topology": "v5p:2x2x4"}, "set it to 16, or give devices"),
-        ("program", {"program": "serve"}, "train, prefill, decode"),
+        ("program", {"program": "serve"}, "train, prefill, extend, decode"),
         ("depth", {"depth": 0}, "num_hidden_layers"),
     )
     def test_what_cannot_be_is_told_before_compiling(self, changes, message):

@@ -103,14 +103,14 @@ class TorusTest(parameterized.TestCase):
         if not tpus.has_libtpu():
             self.skipTest("no libtpu: pip install -e '.[aot]'")
         names = ("coords", "core_on_chip", "slice_index", "device_kind", "platform")
+        value = lambda device, name: getattr(device, name, 0)  # of one slice: no index
         read = lambda device: [
-            tuple(x) if isinstance(x := getattr(device, name), list) else x
+            tuple(x) if isinstance(x := value(device, name), list) else x
             for name in names
         ]
         real = mesh_lib.topology(topology, num_slices)
-        self.assertEqual(
-            list(map(read, torus.devices(topology, num_slices))),
-            list(map(read, real)),
+        self.assertCountEqual(  # laid by their places, in whatever order they come
+            map(read, torus.devices(topology, num_slices)), map(read, real)
         )
 
     def test_an_axis_of_the_mesh_lies_on_one_of_the_torus(self):
