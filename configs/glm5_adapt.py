@@ -8,8 +8,8 @@ Hardware: 512 v5p chips, v5p:8x8x8, a row of the batch on 64 of them. Compiled, 
 run; GiB of a chip, sent in a step, seconds of what binds:
 
   warmup_202k  28.5 of 96 GiB   305 GiB   20.8 s (FLOPs)
-  sparse_128k  27.8             720       5.0 (HBM)
-  sparse_202k  30.5             800       6.1 (HBM)
+  sparse_128k  27.8             720       6.2 (HBM)
+  sparse_202k  30.5             800       8.0 (HBM)
 
 Disclosed (arXiv 2602.15763, section 2.3): 1000 steps
 of warm-up at 14 x 202,752 tokens, rates 5e-3 to 2e-4, the indexer alone; then 20B
