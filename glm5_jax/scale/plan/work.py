@@ -22,6 +22,8 @@ STATE_READS = 30
 ROWS_READS = 5
 # Of a matrix in Newton-Schulz: five steps of three products, each read and written.
 MUON_READS = 30
+# Of the latents on a list by the backward kernel: fetched, and sums read and written.
+LIST_READS = 4
 LOGITS_READS = 6  # of a chunk's float32 logits: exponents, sums, gradient
 
 
@@ -118,8 +120,9 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
     """Bytes read and written: a rough sum of what is large.
 
     Arguments in and out, casts and gradients; each layer's fetched weights written,
-    and read by every chunk; rows of the experts, filled or not; hidden states; chunks
-    of logits, each of which reads the head and adds to its gradient; Newton-Schulz.
+    and read by every chunk; rows of the experts, filled or not; rows of lists; hidden
+    states; chunks of logits, each of which reads the head and adds to its gradient;
+    Newton-Schulz.
     """
     layers = _layers(s)
     passes = _forward(s) + BACKWARD
@@ -129,10 +132,23 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
         once = sum(s.fetched(w) * w.item for w in weights)
         own = sum(s.fetched(w) * w.item for w in setting_lib.experts(weights))
         a_part += count * (passes * (once + own * s.chunks) + STATE_READS * s.state)
+        a_part += count * listed_bytes(s)
         if kind[0] == "M":
             a_part += count * passes * ROWS_READS * s.chunks * rows_bytes(s)
     update = 4.0 * arguments + MUON_READS * s.item * newton_schulz_elements(s)
     return update + s.parts * a_part
+
+
+def listed_bytes(s: Setting) -> float:
+    """Of the rows that a layer's kernels fetch one by one, those of the loss too."""
+    if not s.has_lists:
+        return 0.0
+    model = s.model
+    latent = model.kv_lora_rank + model.qk_rope_head_dim
+    width = latent * (_forward(s) + LIST_READS)
+    if s.has_indexer_loss:
+        width += (latent + model.index_head_dim) * _forward(s)
+    return float(s.tokens * model.index_topk * width * s.item)
 
 
 def newton_schulz_elements(s: Setting) -> float:
