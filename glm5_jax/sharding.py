@@ -45,6 +45,11 @@ def axes_of(dims: tuple[str, ...]) -> list[tuple[str, ...]]:
     return parts
 
 
+def specs(dims: Any) -> Any:
+    """A PartitionSpec for each tuple of dims in a tree."""
+    return jax.tree.map(spec, dims, is_leaf=_is_dims)
+
+
 def shardings(dims: Any, mesh: Mesh | AbstractMesh) -> Any:
     """A NamedSharding for each tuple of dims in a tree."""
     return jax.tree.map(lambda d: NamedSharding(mesh, spec(d)), dims, is_leaf=_is_dims)
@@ -54,9 +59,7 @@ def constrained(tree: Any, dims: Any) -> Any:
     """Arrays of a jitted program, placed by their dims on the mesh in use."""
     if jax.sharding.get_abstract_mesh().size <= 1:
         return tree
-    return jax.lax.with_sharding_constraint(
-        tree, jax.tree.map(spec, dims, is_leaf=_is_dims)
-    )
+    return jax.lax.with_sharding_constraint(tree, specs(dims))
 
 
 def like_params(tree: Any, param_shardings: Any, mesh: Mesh | AbstractMesh) -> Any:

@@ -1,4 +1,4 @@
-"""What a kernel costs: XLA's scheduler cannot see into it, nor can `glm5_jax.aot`."""
+"""What a kernel costs: XLA's scheduler cannot see into it, nor who counts a program."""
 
 from typing import Any
 

@@ -153,6 +153,11 @@ class MeshConfig:
     tensor: int = 1
     context: int = 1
 
+    @property
+    def slow_axes(self) -> tuple[str, ...]:
+        """Axes that go across slices, over a network slower than links."""
+        return ("data",) if self.slices > 1 else ()
+
     def __post_init__(self) -> None:
         """Checks every field."""
         checks.require(

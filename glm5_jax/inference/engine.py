@@ -25,7 +25,7 @@ from glm5_jax.inference import parts as parts_lib
 from glm5_jax.inference import placement, steps
 from glm5_jax.inference import scheduler as scheduler_lib
 from glm5_jax.inference.requests import Completion, Request, errors
-from glm5_jax.model import cached, layers, transformer
+from glm5_jax.model import cached, transformer
 from pallas_kernels import dispatch
 
 NUM_STEPS = 16  # tokens of a dispatch
@@ -322,7 +322,7 @@ def cast_params(params: dict, config: config_lib.ModelConfig) -> dict:
 
     Matrices become config.dtype; norms, router and head weights float32.
     """
-    return layers.cast(params, transformer.table(config), config.dtype)
+    return transformer.cast(params, config)
 
 
 def bucket(num_tokens: int) -> int:

@@ -130,10 +130,7 @@ def on_shards(
       config: of the model.
       out: specs of what it returns besides the state.
     """
-    is_dims = lambda node: isinstance(node, tuple)
-    weights = jax.tree.map(
-        sharding.spec, transformer.param_dims(config), is_leaf=is_dims
-    )
+    weights = sharding.specs(transformer.param_dims(config))
 
     def run(params: dict, *trees: Any) -> tuple[Any, Any]:
         # A tree of specs cannot be made where types are checked: dicts can.

@@ -7,6 +7,7 @@ back, no further. Both are dropless: there is room for every token, whatever the
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -41,8 +42,8 @@ def run(
     way = grouped
     if collectives.size(_AXES) > 1:
         way = {"gather": by_gather, "exchange": by_exchange}[config.expert_transport]
-    if x.shape[1] > 1:
-        way = _in_chunks(way, config.expert_chunks)
+    if x.shape[1] > 1:  # a batch to train on divides, other texts may not
+        way = _in_chunks(way, math.gcd(config.expert_chunks, len(rows)))
     y = way(params, rows, chosen, gates)
     return collectives.total(y, collectives.SHARES).reshape(x.shape)
 

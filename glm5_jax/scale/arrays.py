@@ -7,9 +7,7 @@ pass.
 """
 
 import dataclasses
-import json
 import math
-import pathlib
 from collections.abc import Iterator
 
 import jax
@@ -67,24 +65,19 @@ class Listing:
 
     def write(self, stem: str) -> None:
         """Writes STEM.json and STEM.md."""
-        path = pathlib.Path(stem).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "title": self.title,
             "arrays": [dataclasses.asdict(array) for array in self.arrays],
             "gib_by_kind": dict(self.sums),
             "notes": self.notes,
         }
-        text = json.dumps(content, indent=1) + "\n"
-        path.with_name(path.name + ".json").write_text(text, encoding="utf-8")
         parts = [
             f"# {self.title}",
             markdown.table(("kind", "GiB of a device"), self.sums),
             *self.notes,
             markdown.table(HEAD, map(_cells, self.arrays)),
         ]
-        page = "\n\n".join(parts) + "\n"
-        path.with_name(path.name + ".md").write_text(page, encoding="utf-8")
+        markdown.write(stem, content, "\n\n".join(parts) + "\n")
 
 
 def make(
@@ -152,25 +145,31 @@ def _with_dims(array: memory.Array, table: dict[str, Dims]) -> Array:
 
 
 def _gradients(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[Array]:
-    """Placed like the parameters, of what they are computed in."""
+    """Placed like the parameters."""
     is_trained = loss_lib.is_trained(config)
+    flat = jax.tree_util.tree_flatten_with_path(loss_lib.abstract_gradients(config))[0]
+    dtypes = {".".join(key.key for key in path): x.dtype for path, x in flat}
     for array in arrays:
         first, *path = array.name.split(".")
         if first == "params" and is_trained(tuple(path)):
+            name = ".".join(path)
+            size = array.device_bytes // jnp.dtype(array.dtype).itemsize
             yield dataclasses.replace(
                 array,
-                name=".".join(["gradients", *path]),
+                name=f"gradients.{name}",
                 kind=array.kind.replace("parameters", "gradients"),
+                dtype=str(dtypes[name]),
+                device_bytes=size * dtypes[name].itemsize,
             )
 
 
 def _activations(
     config: config_lib.TrainConfig, mesh: AbstractMesh
 ) -> Iterator[tuple[str, Dims, jax.ShapeDtypeStruct]]:
-    """What each step of a scan over layers keeps: what it was given."""
-    model, data = config.model, config.data
-    rows = config.rl.num_rows if config.stage == "rl" else data.batch_size
-    batch, length = rows, data.sequence_length
+    """What each step of a scan over layers was given, of a part of the batch."""
+    model, length = config.model, config.data.sequence_length
+    rows = config.rl.num_rows if config.stage == "rl" else config.data.batch_size
+    batch = rows // config.optim.accumulation_steps
     state = (batch, length, model.hidden_size)
     has_kl = loss_lib.has_indexer_loss(config)
     index = None
@@ -185,9 +184,9 @@ def _activations(
                 dims = ("L", *_INDEX_DIMS[part][: len(x.shape)])
                 yield f"{name}.index.{part}", dims, _shape((repeats, *x.shape), x.dtype)
     yield "hidden", ("B", "T", "D"), _shape(state, model.dtype)
-    if model.has_mtp and config.loss.mtp_weight and config.stage != "rl":
+    if num_steps := loss_lib.num_mtp_steps(config):
         for name in ("x", "hidden"):  # of each of its steps: before and after
-            shape = _shape((model.mtp_num_steps, *state), model.dtype)
+            shape = _shape((num_steps, *state), model.dtype)
             yield f"mtp.{name}", ("k", "B", "T", "D"), shape
 
 
@@ -229,14 +228,16 @@ def _notes(config: config_lib.TrainConfig, program: str) -> Iterator[str]:
     if program == "train":
         kept = {
             "full": "the scans keep what is listed, and compute the rest again",
+            "offload": "the scans keep the layers' inputs in the host's memory, and "
+            "compute the rest again",
             "dots": "the scans keep results of products too, which are not listed",
             "none": "the scans keep all of a layer, of which only inputs are listed",
         }
         policy = config.model.remat_policy
         yield (
-            f"With model.remat_policy={policy} {kept[policy]}. Gradients of scanned "
-            "layers and the moments' new values live in part only, or in place: the "
-            "compiler's answer is that of the command without --arrays."
+            f"With model.remat_policy={policy} {kept[policy]}. What else lives, "
+            "and how long, is the compiler's answer: that of the command without "
+            "--arrays."
         )
 
 

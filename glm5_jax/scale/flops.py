@@ -33,8 +33,8 @@ class Flops:
     def at_even_load(self, num_devices: int) -> "Flops":
         """Where the experts of so many devices share the rows, not one has them all.
 
-        Buffers have room for all rows of these devices; a grouped product leaves out
-        the tiles behind the last group.
+        Buffers have room for all rows of these devices. That a grouped product leaves
+        out the tiles behind the last group is taken for granted, not seen.
         """
         by_kind = dict(self.by_kind)
         if GROUPED in by_kind:

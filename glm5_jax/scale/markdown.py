@@ -1,5 +1,7 @@
 """The report as a page."""
 
+import json
+import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +25,15 @@ def page(line: dict[str, Any], tables: dict[str, Any], refusal: str) -> str:
     if tables.get("is_printed"):
         parts.append("## Work and time\n\n" + _time(line, tables))
     return "\n\n".join(parts) + "\n"
+
+
+def write(stem: str, content: Any, page: str) -> None:
+    """Writes content as STEM.json and a page as STEM.md."""
+    path = pathlib.Path(stem).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1) + "\n"
+    path.with_name(path.name + ".json").write_text(text, encoding="utf-8")
+    path.with_name(path.name + ".md").write_text(page, encoding="utf-8")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

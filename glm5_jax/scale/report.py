@@ -2,8 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import json
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,13 +28,8 @@ class Report:
 
     def write(self, stem: str) -> None:
         """Writes STEM.json and STEM.md."""
-        path = pathlib.Path(stem).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        everything = {**self.line, **self.tables}
-        text = json.dumps(everything, indent=1)
-        path.with_name(path.name + ".json").write_text(text + "\n", encoding="utf-8")
         page = markdown.page(self.line, self.tables, self.refusal)
-        path.with_name(path.name + ".md").write_text(page, encoding="utf-8")
+        markdown.write(stem, {**self.line, **self.tables}, page)
 
 
 def make(

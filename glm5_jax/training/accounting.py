@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from glm5_jax import config as config_lib
 from glm5_jax.model import layers, transformer
+from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import step as step_lib
 
 # Dense bfloat16 FLOP/s of a device as jax names it (vendors' data sheets).
@@ -84,7 +85,7 @@ def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
 
     parts = {
         "parameters": size(params),
-        "gradients": size(params),
+        "gradients": size(loss_lib.abstract_gradients(config)),
         "optimizer state": size(state),
     }
     return {**parts, "total": sum(parts.values())}

@@ -78,8 +78,7 @@ def on_shards(
 
     Without `out_specs` what it returns is the same on every device.
     """
-    dims = transformer.param_dims(config)
-    params = jax.tree.map(sharding.spec, dims, is_leaf=lambda x: isinstance(x, tuple))
+    params = sharding.specs(transformer.param_dims(config))
     rows: Any = sharding.spec(("B", "T"))
     ahead: Any = sharding.spec(("k", "B", "T"))
     return collectives.on_shards(

@@ -43,6 +43,21 @@ def is_trained(config: config_lib.TrainConfig) -> Callable[[tuple[str, ...]], bo
     return lambda path: True
 
 
+def num_mtp_steps(config: config_lib.TrainConfig) -> int:
+    """How often the module for later tokens runs for the loss."""
+    has_loss = config.model.has_mtp and config.loss.mtp_weight > 0
+    return config.model.mtp_num_steps if has_loss and config.stage != "rl" else 0
+
+
+def abstract_gradients(config: config_lib.TrainConfig) -> dict:
+    """Shapes of the gradients, in the types that the optimizer gets them in."""
+    params = transformer.abstract_params(config.model)
+    computed = jax.eval_shape(lambda p: transformer.cast(p, config.model), params)
+    if config.optim.accumulation_steps == 1:
+        return computed
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), computed)
+
+
 def value_and_grad(
     params: dict, config: config_lib.TrainConfig, batch: Batch
 ) -> tuple[tuple[Float[Array, ""], tuple[Metrics, dict]], dict]:
@@ -60,14 +75,16 @@ def value_and_grad(
         return gradient(params, inputs)
     parts = inputs_lib.parts(inputs, num_parts)
     first = jax.tree.map(lambda x: x[0], parts)
-    shapes = jax.eval_shape(gradient, params, first)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-    grads = sharding.constrained(zeros[1], transformer.param_dims(config.model))
+    shapes, _ = jax.eval_shape(gradient, params, first)
+    values, grads = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.float32), (shapes, abstract_gradients(config))
+    )
+    grads = sharding.constrained(grads, transformer.param_dims(config.model))
 
     def add(total: Any, part: inputs_lib.Inputs) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradient(params, part)), None
 
-    return lax.scan(add, (zeros[0], grads), parts)[0]
+    return lax.scan(add, (values, grads), parts)[0]
 
 
 def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inputs:
@@ -77,9 +94,8 @@ def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inp
         "weights": losses.mean_weights(batch["loss_mask"]),
         "token_weights": losses.mean_weights(is_token),
     }
-    has_mtp = config.model.has_mtp and config.loss.mtp_weight > 0
-    num_steps = config.model.mtp_num_steps if has_mtp else 0
-    return inputs_lib.make_inputs(config.model, {**batch, **weights}, num_steps)
+    batch = {**batch, **weights}
+    return inputs_lib.make_inputs(config.model, batch, num_mtp_steps(config))
 
 
 def _local_loss(

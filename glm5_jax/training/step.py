@@ -24,9 +24,8 @@ def make_optimizer(config: config_lib.TrainConfig) -> optimizer_lib.Optimizer:
     trained = loss_lib.is_trained(config)
     per_step = config.rl.updates_per_rollout if config.stage == "rl" else 1
     num_updates = config.num_steps * per_step
-    apart = ("data",) if config.mesh.slices > 1 else ()  # slices are
     return optimizer_lib.make_optimizer(
-        config.optim, config.model, dims, num_updates, trained, apart
+        config.optim, config.model, dims, num_updates, trained, config.mesh.slow_axes
     )
 
 

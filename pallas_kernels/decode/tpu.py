@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import cost
 from pallas_kernels.decode import tpu_topk
 from pallas_kernels.sparse_mla import tpu as attention
 from pallas_kernels.sparse_mla import tpu_rows
@@ -108,11 +109,8 @@ def unsupported_decode_sparse_mla(
 def _cost(keys: int, q: Array, kv: Array, value_dim: int) -> pl.CostEstimate:
     """Of so many rows, all that are fetched, listed or not."""
     heads, width = q.shape[2:]
-    return pl.CostEstimate(
-        flops=2 * keys * heads * (width + value_dim),
-        transcendentals=keys * heads,
-        bytes_accessed=keys * width * kv.dtype.itemsize,
-    )
+    work = 2 * keys * heads * (width + value_dim)
+    return cost.estimate(work, cost.rows(kv, keys))
 
 
 def _rows(

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import selection
+from pallas_kernels import cost, selection
 from pallas_kernels.indexer_topk import tpu_list
 
 QUERIES = 8  # sublanes of a vector
@@ -156,11 +156,7 @@ def _select(
 
 def _cost(keys: int, num_queries: int, k: Array) -> pl.CostEstimate:
     """Of so many keys, those of full sequences, and as many heads of a sequence."""
-    return pl.CostEstimate(
-        flops=2 * keys * num_queries * k.shape[-1],
-        transcendentals=0,
-        bytes_accessed=keys * k.shape[-1] * k.dtype.itemsize,
-    )
+    return cost.estimate(2 * keys * num_queries * k.shape[-1], cost.rows(k, keys))
 
 
 def _kernel(

@@ -53,6 +53,19 @@ def gradients(config):
     return jax.jit(jax.grad(both, argnums=(0, 1, 3), has_aux=True))
 
 
+class ChunksTest(parameterized.TestCase):
+    def test_texts_of_any_length_are_read(self):
+        """5 tokens have no 4 parts, 6 have two: the same numbers as in one."""
+        params, x, chosen, gates = make_inputs("random")
+        chunked = dataclasses.replace(CONFIG, expert_chunks=4)
+        for length in (5, 6):
+            inputs = (y[:1, :length] for y in (x, chosen, gates))
+            x_, chosen_, gates_ = inputs
+            want = experts.run(params, CONFIG, x_, chosen_, gates_)
+            got = experts.run(params, chunked, x_, chosen_, gates_)
+            np.testing.assert_allclose(got, want, rtol=ATOL, atol=ATOL)
+
+
 class TransportTest(parameterized.TestCase):
     @parameterized.product(
         transport=("gather", "exchange"),

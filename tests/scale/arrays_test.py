@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import typing
 
 import jax.numpy as jnp
 from absl.testing import parameterized
@@ -69,6 +70,21 @@ class ArraysTest(parameterized.TestCase):
         for array in by_name.values():
             self.assertIn(len(array.dims), (0, len(array.shape)), array.name)
 
+    @parameterized.parameters((1, "bfloat16"), (2, "float32"))
+    def test_gradients_are_what_the_optimizer_gets(self, num_parts, dtype):
+        """Of bfloat16 matrices, or their sums; and parts of a batch keep less."""
+        model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
+        optim = config_lib.OptimConfig(accumulation_steps=num_parts)
+        found = {a.name: a for a in listed(model=model, optim=optim)}
+        name = "layers_1.block_0.mlp.experts.up_proj"
+        gradient, param = found[f"gradients.{name}"], found[f"params.{name}"]
+        self.assertEqual(gradient.dtype, dtype)
+        ratio = {"bfloat16": 2, "float32": 1}[dtype]
+        self.assertEqual(gradient.device_bytes * ratio, param.device_bytes)
+        self.assertEqual(found["gradients.norm"].dtype, "float32")
+        kept = found["activations.layers_1.x"].shape
+        self.assertEqual(kept[1], CONFIG.data.batch_size // num_parts)
+
     def test_scans_keep_a_state_a_layer(self):
         model = CONFIG.model
         state = 128 * model.hidden_size * jnp.dtype(model.dtype).itemsize  # of 8 x 128
@@ -115,6 +131,13 @@ class ArraysTest(parameterized.TestCase):
 
 
 class ListingTest(parameterized.TestCase):
+    @parameterized.parameters(*typing.get_args(config_lib.RematPolicy))
+    def test_notes_know_every_policy(self, policy):
+        model = dataclasses.replace(CONFIG.model, remat_policy=policy)
+        config = dataclasses.replace(CONFIG, model=model)
+        text = arrays.make(config, "name", "v5p:2x2x2").text()
+        self.assertIn(f"remat_policy={policy}", text)
+
     def test_sums_are_of_what_is_listed(self):
         listing = arrays.make(CONFIG, "name", "v5p:2x2x2")
         sums = dict(listing.sums)

@@ -9,15 +9,13 @@ compiling tells whether a program fits and what it sends.
 
 import dataclasses
 import functools
-import json
 import math
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips, collectives, report, roofline
+from glm5_jax.scale import chips, collectives, markdown, report, roofline
 from glm5_jax.scale.plan import memory, search, torus, traffic, work
 from glm5_jax.scale.plan import setting as setting_lib
 from glm5_jax.training import accounting
@@ -93,13 +91,9 @@ class Ranking:
 
     def write(self, stem: str, page: str) -> None:
         """Writes STEM.md, which is `page`, and STEM.json."""
-        path = pathlib.Path(stem).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
         rows = [row(plan) for plan in self.plans]
         content = {"config": self.config_name, "topology": self.topology, "plans": rows}
-        text = json.dumps(content, indent=1) + "\n"
-        path.with_name(path.name + ".json").write_text(text, encoding="utf-8")
-        path.with_name(path.name + ".md").write_text(page, encoding="utf-8")
+        markdown.write(stem, content, page)
 
 
 def make(

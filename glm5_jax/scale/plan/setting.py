@@ -13,6 +13,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
 from glm5_jax.model import block, layers, transformer
 from glm5_jax.scale import chips
+from glm5_jax.training import loss as loss_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +121,12 @@ class Setting:
     @property
     def has_indexer_loss(self) -> bool:
         """Whether the divergence of the indexer is computed."""
-        return self.model.attention != "dense" and self.config.loss.indexer_weight > 0
+        return loss_lib.has_indexer_loss(self.config)
 
     @property
     def mtp_steps(self) -> int:
         """Times that the module for later tokens runs."""
-        has_loss = self.model.has_mtp and self.config.loss.mtp_weight
-        return self.model.mtp_num_steps if has_loss else 0
+        return loss_lib.num_mtp_steps(self.config)
 
     @functools.cached_property
     def _plain(self) -> config_lib.ModelConfig:

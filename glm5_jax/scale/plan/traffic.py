@@ -156,7 +156,9 @@ def optimizer(s: Setting) -> Iterator[Collective]:
 def groups(s: Setting) -> tuple[matrix_groups.Group, ...]:
     """How Muon spreads its matrices."""
     plain = dataclasses.replace(s.model, expert_chunks=1)  # one plan for all of them
-    return _groups(s.config.optim, plain, tuple(s.sizes.items()))
+    apart = s.config.mesh.slow_axes
+    shared = tuple((axis, n) for axis, n in s.sizes.items() if axis not in apart)
+    return _groups(s.config.optim, plain, shared)
 
 
 def _fetch(

@@ -109,9 +109,15 @@ class TorusTest(parameterized.TestCase):
             for name in names
         ]
         real = mesh_lib.topology(topology, num_slices)
-        self.assertCountEqual(  # laid by their places, in whatever order they come
+        self.assertCountEqual(
             map(read, torus.devices(topology, num_slices)), map(read, real)
         )
+        # In whatever order they come, a mesh lays them alike.
+        half = len(real) // num_slices // 2
+        config = config_lib.MeshConfig(slices=num_slices, fsdp=half, expert=2)
+        grids = torus.mesh(config, topology), mesh_lib.make_mesh(config, real)
+        places = [[read(device) for device in grid.devices.flat] for grid in grids]
+        self.assertEqual(*places)
 
     def test_an_axis_of_the_mesh_lies_on_one_of_the_torus(self):
         mesh = torus.mesh(config_lib.MeshConfig(fsdp=16, expert=4), "v5p:4x4x4")
