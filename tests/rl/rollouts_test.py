@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import time
+import tracemalloc
 
 from absl.testing import absltest, parameterized
 
@@ -414,7 +415,7 @@ class ManyTest(parameterized.TestCase):
         self.assertEqual(metrics["rollout/response_length"], len(OK))
         self.assertEqual(metrics["rollout/truncated_fraction"], 0)
 
-    @absltest.skipUnless(os.path.exists("/proc/self/statm"), "reads Linux' /proc")
+    @absltest.skipUnless(os.path.exists("/proc/self/fd"), "reads Linux' /proc")
     def test_1000_episodes_leave_nothing_behind(self):
         def run(count):
             for fault in (Fault.NONE, Fault.CRASH_IN_STEP, Fault.ENDLESS):
@@ -427,14 +428,13 @@ class ManyTest(parameterized.TestCase):
 
             collect(Scripted(step), count)
 
-        run(250)
-        memory, files = resident_pages(), os.listdir("/proc/self/fd")
-        run(250)
-        self.assertLess(resident_pages(), 1.05 * memory)
-        self.assertLen(os.listdir("/proc/self/fd"), len(files))
-        gc.collect()
-        left = [x for x in gc.get_objects() if isinstance(x, _LEFT_BEHIND)]
-        self.assertEmpty(left)
+        run(150)
+        before = left_behind()
+        self.addCleanup(tracemalloc.stop)
+        tracemalloc.start()
+        run(100)
+        self.assertEqual(left_behind(), before)
+        self.assertLess(tracemalloc.get_traced_memory()[0], 400 * MAX_EPISODE_BYTES)
         names = [thread.name for thread in threading.enumerate()]
         deadline = time.monotonic() + 5
         while any(n.startswith("asyncio_") for n in names):
@@ -444,11 +444,14 @@ class ManyTest(parameterized.TestCase):
 
 
 _LEFT_BEHIND = (asyncio.Task, pump.Pump, episodes_lib.Episode, _Environment)
+MAX_EPISODE_BYTES = 64  # no object of its own; caches may still grow by a few entries
 
 
-def resident_pages():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1])
+def left_behind():
+    """Counts open files and live objects of an episode, in what the test shares."""
+    gc.collect()
+    live = sum(isinstance(x, _LEFT_BEHIND) for x in gc.get_objects())
+    return live, len(os.listdir("/proc/self/fd"))
 
 
 class LoudTest(parameterized.TestCase):
