@@ -354,7 +354,12 @@ class KillTest(parameterized.TestCase):
         command = [sys.executable, "-m", "glm5_jax.train", f"--workdir={workdir}"]
         command += ["--config=configs/small_rl_reverse.py"]
         changes = ["rollout_weights=int8", "max_logprob_gap=1e-9", "slots=8"]
-        changes += ["prompts_per_step=2", "group_size=4"]
+        # Of a task whose partial rewards differ: without advantages no token is compared.
+        changes += [
+            "prompts_per_step=2",
+            "group_size=4",
+            "environment=reverse_dense:2-3",
+        ]
         command += [f"--config.rl.{change}" for change in changes]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         self.assertEqual(done.returncode, 1)
