@@ -72,7 +72,6 @@ def make_mesh(
             (sizes[0] // config.slices, *sizes[1:]),
             across,
             devices,
-            process_is_granule=_slice(devices[0]) is None,
             allow_split_physical_axes=True,
         )
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -176,19 +175,19 @@ def _torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def _require_slices(num_slices: int, devices: Sequence[Any]) -> None:
-    slices = {_slice(device) for device in devices}
-    if slices == {None} and num_slices > 1:  # CPUs and GPUs: a process is a slice
-        slices = {device.process_index for device in devices}
-    if len(slices) != num_slices:
+    """Of TPUs all must be counted; hosts of GPUs may be, as jax numbers them.
+
+    Where they are not (slices=1), any axis goes across hosts: devices come host by
+    host, so the last axes stay within one.
+    """
+    found = len({getattr(device, "slice_index", None) for device in devices})
+    allowed = {found} if devices[0].platform == "tpu" else {1, found}
+    if num_slices not in allowed:
         raise config_lib.InputError(
             f"mesh.slices must be the number of slices, got {num_slices}, but these "
-            f"{len(devices)} devices are in {len(slices)}; set mesh.slices="
-            f"{len(slices)}."
+            f"{len(devices)} devices are in {found}; set mesh.slices="
+            f"{' or '.join(map(str, sorted(allowed)))}."
         )
-
-
-def _slice(device: Any) -> int | None:
-    return getattr(device, "slice_index", None)
 
 
 def _require_named(name: str) -> str:

@@ -1,12 +1,17 @@
 """Grids of devices: of this machine's 8 CPUs, and of TPU slices that are not there."""
 
+import pathlib
+
 import jax
 import numpy as np
 from absl.testing import parameterized
 
+from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from tests import environment, tpus
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
 
 def mesh_config(**axes):
@@ -51,6 +56,29 @@ class SlicesTest(parameterized.TestCase):
             coords = np.array([device.coords for device in row])
             moving = np.ptp(coords, axis=0)
             self.assertEqual(sorted(moving), [0, 0, 3])
+
+
+class NodesTest(parameterized.TestCase):
+    """GPUs of several hosts, which jax numbers as slices."""
+
+    def test_fsdp_goes_across_nodes_and_experts_stay_within(self):
+        path = f"{CONFIGS}/glm5_pretrain.py:h200_512"
+        config = command_line.resolve(command_line.load_config_file(path)).mesh
+        mesh = mesh_lib.make_mesh(config, tpus.gpu_nodes(64))
+        self.assertEqual(dict(mesh.shape) | {"fsdp": 64, "expert": 8}, mesh.shape)
+        nodes = np.vectorize(lambda d: d.process_index)(mesh.devices)
+        for row in nodes.reshape(64, 8):
+            self.assertLen(set(row), 1)
+
+    def test_nodes_may_be_counted_as_slices(self):
+        config = mesh_config(slices=4, data=8, fsdp=4)
+        mesh = mesh_lib.make_mesh(config, tpus.gpu_nodes(4))
+        nodes = np.vectorize(lambda d: d.process_index)(mesh.devices).reshape(4, 8)
+        np.testing.assert_array_equal(nodes, np.arange(4)[:, None] + np.zeros(8))
+
+    def test_another_number_is_refused(self):
+        with self.assertRaisesRegex(config_lib.InputError, "set mesh.slices=1 or 4"):
+            mesh_lib.make_mesh(mesh_config(slices=2), tpus.gpu_nodes(4))
 
 
 class TopologyTest(parameterized.TestCase):

@@ -32,6 +32,15 @@ def cube(size, num_slices):
     ]
 
 
+def gpu_nodes(count):
+    """Nodes of 8 GPUs: jax gives each host a slice_index of its own."""
+    kind = {"device_kind": "NVIDIA H200", "platform": "gpu"}
+    return [
+        Device(i, (i % 8,), i // 8, process_index=i // 8, **kind)
+        for i in range(8 * count)
+    ]
+
+
 @functools.cache
 def has_libtpu():
     try:

@@ -60,11 +60,15 @@ class ExpertsStayTest(parameterized.TestCase):
             self.skipTest("no libtpu: pip install -e '.[aot]'")
         mesh = mesh_lib.make_mesh(config.mesh, mesh_lib.topology(topology))
         job = programs.make(config, mesh)
-        arrays = memory.arguments(job.arguments, job.names)
-        copies = memory.replicated(arrays, least_bytes=most_copied)
-        self.assertEmpty(copies)
         with jax.set_mesh(mesh), environment.optimized():
             compiled = job.step.lower(*job.arguments).compile()
+        arguments = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            job.arguments,
+            compiled.input_shardings[0],
+        )
+        arrays = memory.arguments(arguments, job.names)
+        self.assertEmpty(memory.replicated(arrays, least_bytes=most_copied))
         try:
             text = compiled.as_text()
         except jax.errors.JaxRuntimeError:
