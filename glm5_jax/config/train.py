@@ -5,6 +5,7 @@ import functools
 from typing import Literal
 
 from glm5_jax.config import checks
+from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.model import Dtype, ModelConfig
 from glm5_jax.config.rl import RLConfig
 
@@ -109,7 +110,6 @@ class OptimConfig:
     # Parts of a batch, one after the other: activations are those of one part.
     accumulation_steps: int = 1
     clip_norm: float = 0.0  # global gradient norm; 0 turns it off
-    max_skipped_in_a_row: int = 10  # non-finite updates before the run aborts
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -136,9 +136,7 @@ class OptimConfig:
                 self.clip_norm >= 0,
                 f"clip_norm is negative: {self.clip_norm}; 0 is off.",
             ),
-            *checks.positive(
-                self, "ns_steps", "max_skipped_in_a_row", "accumulation_steps"
-            ),
+            *checks.positive(self, "ns_steps", "accumulation_steps"),
         )
 
 
@@ -146,7 +144,9 @@ class OptimConfig:
 class MeshConfig:
     """Devices along each mesh axis; data = -1 takes what the others leave."""
 
-    slices: int = 1  # of TPUs (or hosts of GPUs); only the data axis goes across them
+    # Slices of TPUs: the data axis alone goes across them. Hosts of GPUs may be counted
+    # as slices too; with 1 every axis may go across hosts.
+    slices: int = 1
     data: int = -1
     fsdp: int = 1
     expert: int = 1
@@ -192,6 +192,7 @@ class TrainConfig:
     optim: OptimConfig = OptimConfig()
     mesh: MeshConfig = MeshConfig()
     rl: RLConfig = RLConfig()
+    health: HealthConfig = HealthConfig()
 
     def __post_init__(self) -> None:
         """Checks what involves several sections."""

@@ -22,6 +22,7 @@ from glm5_jax.model import transformer
 from glm5_jax.processes import together
 from glm5_jax.training import corpus, host_memory, rl
 from glm5_jax.training import feed as feed_lib
+from glm5_jax.training import health as health_lib
 from glm5_jax.training import program as program_lib
 from glm5_jax.training import rows as rows_lib
 
@@ -34,17 +35,25 @@ class Run:
     workdir: pathlib.Path
     feed: feed_lib.Feed
     checkpoints: manager_lib.CheckpointManager
-    mesh: Mesh
+    program: program_lib.Program
+    health: health_lib.Health
     rows: Sequence[int]  # of a batch, that this process makes
-    params: dict
-    opt_state: Any
-    step: int  # updates done
-    train_step: Callable
-    compile_seconds: float
+    params: dict = dataclasses.field(default_factory=dict)
+    opt_state: Any = None
+    step: int = 0  # updates done
+    num_left_out: int = 0  # batches, by rollbacks
+    train_step: Callable = lambda *args: None
+    compile_seconds: float = 0.0
+    restore_seconds: float = 0.0
+
+    @property
+    def position(self) -> int:
+        """Batches behind this run: those of its updates, and those left out."""
+        return self.step + self.num_left_out
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Puts this process's rows of a batch on its devices."""
-        where = program_lib.batch_place(self.mesh)
+        where = program_lib.batch_place(self.program.mesh)
         if jax.process_count() == 1:  # rollouts vary in number
             return jax.device_put(batch, where)
         return rows_lib.place(batch, where, self.rows, self.config.data.batch_size)
@@ -52,14 +61,63 @@ class Run:
     def save(self) -> None:
         """Starts to write a checkpoint of this step."""
         state = {"params": self.params, "opt_state": self.opt_state}
-        self.checkpoints.save(self.step, state, {"data": self.feed.fingerprint})
+        metadata = {
+            "data": self.feed.fingerprint,
+            "position": self.position,
+            "health": self.health.memory(),
+        }
+        self.checkpoints.save(self.step, state, metadata)
+
+    def roll_back(self) -> int:
+        """Restores the newest checkpoint; the batches drawn since do not come again.
+
+        Returns:
+          Updates undone.
+
+        Raises:
+          FloatingPointError: there is no checkpoint.
+        """
+        if self.checkpoints.latest_step() is None:
+            raise FloatingPointError(
+                f"step {self.step} went wrong and there is no checkpoint to roll back "
+                f"to. Lower optim.learning_rate or checkpoint_every."
+            )
+        step, position = self.step, self.position
+        memory = self.restore()["health"]
+        self.health.go_back(memory)
+        self.num_left_out += position - self.position
+        return step - self.step
+
+    def restore(self) -> dict[str, Any]:
+        """Takes up the newest checkpoint; returns its metadata."""
+        began = time.perf_counter()
+        self.params, self.opt_state = {}, None  # there is no room for two
+        program = self.program
+        abstract = {"params": program.params, "opt_state": program.opt_state}
+        self.step, state, metadata = self.checkpoints.restore(abstract)
+        _require_same_data(metadata["data"], self.feed.fingerprint, self.workdir)
+        self.params, self.opt_state = state["params"], state["opt_state"]
+        self.num_left_out = metadata["position"] - self.step
+        self.restore_seconds = time.perf_counter() - began
+        return metadata
 
 
-def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
+def make_mesh(config: config_lib.TrainConfig) -> Mesh:
+    """The devices of a run, in its mesh.
+
+    Raises:
+      InputError: they do not fit it, or a batch cannot be shared among them.
+    """
+    mesh = mesh_lib.make_mesh(config.mesh)
+    _require_whole_rows(config, mesh)
+    return mesh
+
+
+def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> Run:
     """Builds a run, or restores it from its newest checkpoint.
 
     Raises:
-      InputError: data, tokenizer, mesh or checkpoint do not fit the config.
+      InputError: data, tokenizer or checkpoint do not fit the config.
     """
     feed = rl.Rollouts(config) if config.stage == "rl" else corpus.Corpus(config)
     tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
@@ -67,44 +125,34 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     if together.is_first():
         feed.tokenizer.save(workdir / "tokenizer.json")
     checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
-    mesh = mesh_lib.make_mesh(config.mesh)
-    _require_whole_rows(config, feed, mesh)
     program = program_lib.make_program(config, mesh)
     rows = rows_lib.own(program.batch["tokens"])
     feed.take(rows)
-    step = 0
-    if checkpoints.latest_step() is not None:
-        state = {"params": program.params, "opt_state": program.opt_state}
-        step, state, metadata = checkpoints.restore(state)
-        _require_same_data(metadata["data"], feed.fingerprint, workdir)
-        params, opt_state = state["params"], state["opt_state"]
-        logging.info("Goes on from step %d in %s.", step, workdir)
-    else:
-        params = _initial_params(config, program.params)
-        opt_places = program_lib.places(program.opt_state)
-        init = jax.jit(program.optimizer.init, out_shardings=opt_places)
-        opt_state = init(params)
     run = Run(
         config=config,
         workdir=workdir,
         feed=feed,
         checkpoints=checkpoints,
-        mesh=mesh,
+        program=program,
+        health=health_lib.Health(config.health, config.stage),
         rows=rows,
-        params=params,
-        opt_state=opt_state,
-        step=step,
-        train_step=lambda *args: None,
-        compile_seconds=0.0,
     )
-    _compile(run, program)
+    if checkpoints.latest_step() is not None:
+        run.health.go_on(run.restore()["health"])
+        logging.info("Goes on from step %d in %s.", run.step, workdir)
+    else:
+        run.params = _initial_params(config, program.params)
+        opt_places = program_lib.places(program.opt_state)
+        init = jax.jit(program.optimizer.init, out_shardings=opt_places)
+        run.opt_state = init(run.params)
+    _compile(run)
     host_memory.trim()
     return run
 
 
-def _compile(run: Run, program: program_lib.Program) -> None:
+def _compile(run: Run) -> None:
     """Compiles the training step."""
-    began = time.perf_counter()
+    program, began = run.program, time.perf_counter()
     compiled = program.lower().compile()
     together.meet("compiled")  # one may have found it in its cache
     # Rollouts of which many forked make a larger batch than was compiled for.
@@ -127,19 +175,17 @@ def _initial_params(config: config_lib.TrainConfig, abstract: Any) -> dict:
     return init(config.model, jax.random.key(config.seed))
 
 
-def _require_whole_rows(
-    config: config_lib.TrainConfig, feed: feed_lib.Feed, mesh: Mesh
-) -> None:
+def _require_whole_rows(config: config_lib.TrainConfig, mesh: Mesh) -> None:
     """Each device of the batch axes must get as many rows as any other.
 
     The config checks this where it says how many devices there are: mesh.data=-1 says
     nothing.
     """
-    num_rows = feed.tokens_per_step // config.data.sequence_length
+    is_rl = config.stage == "rl"
+    num_rows = config.rl.num_rows if is_rl else config.data.batch_size
     names = sharding.RULES["B"]
     num_parts = math.prod(mesh.shape[name] for name in names)
     if num_rows % num_parts:
-        is_rl = config.stage == "rl"
         rows = "rl.prompts_per_step * rl.group_size" if is_rl else "data.batch_size"
         axes = " * ".join(f"{name}={mesh.shape[name]}" for name in names)
         raise config_lib.InputError(

@@ -4,6 +4,7 @@ config.json (resolved), metrics.jsonl, summary.json (written last), checkpoints/
 samples/STEP.txt, tokenizer.json, loss.png. Process 0 writes all but the checkpoints.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -22,6 +23,7 @@ MAY_CHANGE = (
     *("sample_every", "sample_prompt", "sample_tokens", "checkpoints_to_keep"),
     *("data.cache_dir", "data.num_prefetch"),
     *("rl.max_logprob_gap", "rl.num_eval_tasks"),
+    *(f"health.{field.name}" for field in dataclasses.fields(config_lib.HealthConfig)),
 )
 _MAX_SHOWN = 5
 _SHARED_SECONDS = 30  # for a network's file system to show a new file

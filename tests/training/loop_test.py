@@ -153,6 +153,20 @@ class RunTest(runs.OneDeviceTest):
         self.assertEqual(manager.find_step(folder).name, str(steps[-1]))
 
 
+class RefusalTest(runs.FolderTest):
+    @parameterized.named_parameters(
+        ("mesh", {"mesh": config_lib.MeshConfig(data=3)}, "mesh needs as many devices"),
+        ("rows", {}, "data.batch_size must be divisible by the devices"),
+    )
+    def test_a_mesh_that_does_not_fit_leaves_no_folder(self, changes, message):
+        config = make_config(self.root / "corpus", self.root / "cache")
+        data = dataclasses.replace(config.data, batch_size=9)
+        config = dataclasses.replace(config, data=data, **changes)
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loop.train(config, self.root / "refused")
+        self.assertFalse((self.root / "refused").exists())
+
+
 @pytest.mark.slow
 class KillTest(parameterized.TestCase):
     def test_killed_quickstart_ends_as_if_it_had_not_been(self):
