@@ -239,14 +239,9 @@ class TrainConfig:
         )
 
     def _rl_rules(self) -> list[tuple[bool, str]]:
-        """Rules: an episode must fit a row; updates are all the parts there are."""
+        """Rules: an episode must fit a row, and each update has whole parts."""
         length, new = self.data.sequence_length, self.rl.max_new_tokens
         return [
-            (
-                self.stage != "rl" or self.optim.accumulation_steps == 1,
-                f"optim.accumulation_steps must be 1 in stage 'rl', got "
-                f"{self.optim.accumulation_steps}; set rl.updates_per_rollout.",
-            ),
             (
                 self.stage != "rl" or new < length,
                 f"rl.max_new_tokens must be smaller than data.sequence_length, which "
@@ -263,7 +258,8 @@ class TrainConfig:
         rows = (data, "batch_size", axes, parts * times)
         slots = []
         if self.stage == "rl":
-            rows = (self.rl, "num_rows", "data * fsdp * expert", parts)
+            parts_of_update = parts * times * self.rl.updates_per_rollout
+            rows = (self.rl, "num_rows", axes, parts_of_update)
             axes = "data * fsdp * expert * context"
             slots = [(self.rl, "slots", axes, parts * mesh.context)]
         names = {id(model): "model", id(data): "data", id(self.rl): "rl"}
