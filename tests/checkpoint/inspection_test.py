@@ -69,7 +69,7 @@ class CommandTest(faults_test.FaultsTestCase):
         self.assertIn("DAMAGED", rows["2"])
 
     def test_prune_deletes_when_told_to(self):
-        self.write_steps(3, 4)
+        self.write_steps(3, 4, keep=9)
         shutil.copytree(self.step_folder(1), self.step_folder("0.damaged"))
         before = self.names()
         code, text = self.run_command(prune=True, keep=2)
@@ -84,7 +84,7 @@ class CommandTest(faults_test.FaultsTestCase):
     def test_prune_keeps_to_the_runs_rule(self):
         config = {"checkpoints_to_keep": 1, "checkpoints_keep_every": 2, "stage": "rl"}
         (self.folder / "config.json").write_text(json.dumps(config))
-        rule = inspection.rule_of(self.checkpoints)
+        rule = inspection.rule_of(inspection.checkpoints_of(self.folder))
         want = retention.Retention(
             newest=1, every=2, metric="eval/success", is_lower_better=False
         )
@@ -133,7 +133,7 @@ class CommandTest(faults_test.FaultsTestCase):
             self.run_command(checkpoint=one, prune=True, keep=1)
 
     def test_sizes_in_words(self):
-        sizes = [inspection.bytes_text(x) for x in (0, 999, 1234, 9.33e6, 8.9e12)]
+        sizes = [inspection.bytes_text(x) for x in (0, 999, 1234, 9330000, 89 * 10**11)]
         self.assertEqual(sizes, ["0 B", "999 B", "1.23 kB", "9.33 MB", "8.9 TB"])
 
 

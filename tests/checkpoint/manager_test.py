@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager as manager_lib
+from glm5_jax.checkpoint import manifest, retention
 from tests import environment
 from tests.checkpoint import steps
 
@@ -65,11 +66,71 @@ class SaveRestoreTest(steps.StepsTestCase):
         manager = self.with_steps(1, 2, 3)
         manager.restore(steps.abstract(steps.make_state(0)), step=1)
         manager.save(2, steps.make_state(20), steps.METADATA)
+        manager.wait()
+        self.assertEqual(self.names(), ["1", "2"])  # 3 went on from another 2
         manager.save(3, steps.make_state(30), steps.METADATA)
         _, state, _ = manager.restore(steps.abstract(steps.make_state(0)))
         steps.assert_same(state, steps.make_state(30))
         _, state, _ = manager.restore(steps.abstract(steps.make_state(0)), step=2)
         steps.assert_same(state, steps.make_state(20))
+
+    def test_a_run_rolls_back_its_own_steps_and_may_skip_some(self):
+        manager = self.with_steps(1)
+        for step in (2, 3, 4):
+            manager.save(step, steps.make_state(step), steps.METADATA)
+        manager.restore(steps.abstract(steps.make_state(0)), step=2)
+        manager.save(5, steps.make_state(50), steps.METADATA)
+        manager.close()
+        self.assertEqual(self.names(), ["2", "5"])
+        for path in self.checkpoints.iterdir():
+            self.assertGreater(manifest.verify(manager_lib.find_step(path)), 0)
+        _, state, _ = self.open().restore(steps.abstract(steps.make_state(0)))
+        steps.assert_same(state, steps.make_state(50))
+
+    def test_a_step_that_was_deleted_can_be_saved_again(self):
+        manager = self.open(retention.Retention(newest=1, every=2))
+        for step in (2, 3, 4):
+            manager.save(step, steps.make_state(step), steps.METADATA)
+        manager.wait()
+        self.assertEqual(self.names(), ["2", "4"])
+        manager.restore(steps.abstract(steps.make_state(0)), step=2)
+        manager.save(3, steps.make_state(30), steps.METADATA)
+        manager.close()
+        self.assertEqual(self.names(), ["2", "3"])
+        _, state, _ = self.open().restore(steps.abstract(steps.make_state(0)))
+        steps.assert_same(state, steps.make_state(30))
+
+    def test_from_8_devices_to_4_to_1(self):
+        state = steps.make_state(0)
+        for step, count in ((1, 8), (2, 4), (3, 1)):
+            devices = jax.devices()[:count]
+            mesh = jax.make_mesh(
+                (count,), ("fsdp",), devices=devices, axis_types=(AxisType.Auto,)
+            )
+            places = jax.tree.map(
+                lambda x, mesh=mesh: NamedSharding(
+                    mesh, P("fsdp") if x.ndim == 2 else P()
+                ),
+                state,
+            )
+            manager = self.open()
+            if step > 1:
+                like = jax.tree.map(
+                    lambda x, place: jax.ShapeDtypeStruct(
+                        x.shape, x.dtype, sharding=place
+                    ),
+                    state,
+                    places,
+                )
+                _, got, _ = manager.restore(like)
+                steps.assert_same(got, steps.make_state(step - 1))
+                self.assertEqual(got["params"]["w"].sharding, places["params"]["w"])
+            manager.save(
+                step, jax.device_put(steps.make_state(step), places), steps.METADATA
+            )
+            manager.close()
+        _, got, _ = self.open().restore(steps.abstract(state))
+        steps.assert_same(got, steps.make_state(3))
 
     def test_the_same_step_twice_is_one_save(self):
         manager = self.open()
