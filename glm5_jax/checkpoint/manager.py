@@ -7,9 +7,10 @@ processes write one step, each its shards, and read the same one: what process 0
 disk counts, and a step that one of them finds damaged counts for none.
 """
 
+import functools
 import json
-import threading
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -72,8 +73,9 @@ class CheckpointManager:
         )
         self._saved: set[int] = set()
         self._restored: int | None = None
-        self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
+        # One thread for all saves: to start one takes as long as a save blocks.
+        self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._pending: futures.Future[None] | None = None
         self._num_sealed = 0
 
     def save(self, step: int, state: PyTree, metadata: dict[str, Any]) -> None:
@@ -105,16 +107,16 @@ class CheckpointManager:
         self._abandon_from(step)
         self._saved.add(step)
 
-        def write(state: PyTree = state) -> None:
+        def write(state: PyTree) -> None:
             # Without force Orbax skips a step below the newest one, silently.
             self._orbax.save(step, args=_to_save(state, metadata), force=True)
 
         if jax.process_count() > 1:
-            write()  # it meets the other processes, as this thread does
-            self._start(step, lambda: None)
+            write(state)  # it meets the other processes, as only this thread may
+            later = lambda: None
         else:
-            copied = _copied(state)
-            self._start(step, lambda: write(copied))
+            later = functools.partial(write, _copied(state))
+        self._pending = self._thread.submit(self._finish, step, later)
 
     def restore(
         self, abstract_state: PyTree, step: int | None = None
@@ -173,40 +175,35 @@ class CheckpointManager:
 
     def check_for_errors(self) -> None:
         """Raises the error of a save in the background, if one failed."""
-        if self._writer is None or not self._writer.is_alive():
+        if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
         """Returns when all that was saved is safe; raises if a save failed."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
         """Waits, and stops the threads."""
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
         self._orbax.close()
 
-    def _start(self, step: int, write: Callable[[], None]) -> None:
-        """Does in the background what need not be done at once."""
-
-        def run() -> None:
-            try:
-                write()
-                self._orbax.wait_until_finished()
-                self._orbax.check_for_errors()
-                self._seal(self._folder / str(step))
-                if jax.process_index() == 0:
-                    self._delete_old()
-            except BaseException as error:  # of the thread that asks for it
-                self._saved.discard(step)
-                self._error = error
-
-        self._writer = threading.Thread(target=run, name=f"save_{step}")
-        self._writer.start()
+    def _finish(self, step: int, write: Callable[[], None]) -> None:
+        """What a save does in the background."""
+        try:
+            write()
+            self._orbax.wait_until_finished()
+            self._orbax.check_for_errors()
+            self._seal(self._folder / str(step))
+            if jax.process_index() == 0:
+                self._delete_old()
+        except BaseException:  # the thread that waits gets it
+            self._saved.discard(step)
+            raise
 
     def _seal(self, folder: epath.Path) -> None:
         self._num_sealed += 1
