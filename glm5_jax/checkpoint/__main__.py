@@ -33,7 +33,7 @@ def main(arguments: command_line.Arguments) -> int:
 
     if not _PRUNE.value:
         folders = inspection.find(_CHECKPOINT.value)
-        rows = [inspection.describe(folder, _VERIFY.value) for folder in folders]
+        rows = inspection.describe(folders, _VERIFY.value)
         rows += inspection.describe_set_aside(folders[0].parent)
         print(inspection.table(rows))
         return int(any(row.problem for row in rows))
@@ -45,7 +45,7 @@ def main(arguments: command_line.Arguments) -> int:
         best=_KEEP_BEST.value,
     )
     folders = inspection.to_prune(checkpoints, rule)
-    print(inspection.table([inspection.describe(folder, False) for folder in folders]))
+    print(inspection.table(inspection.describe(folders)))
     if not _YES.value:
         print(f"{len(folders)} folders may go; --yes deletes them.")
         return 0

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tqdm
@@ -40,26 +40,16 @@ def find(path: epath.PathLike) -> list[epath.Path]:
     return [step_folder.find(folder)]
 
 
-def describe(folder: epath.Path, is_verified: bool) -> Row:
-    """A step's row; its files are read, all of them, only to verify them."""
-    sizes = manifest.files(folder)
-    age = time.time() - folder.stat().mtime
-    status, problem = "", ""
-    try:
-        if lacking := step_folder.missing(folder):
-            raise manifest.DamagedError(f"{folder} has no {lacking}.")
-        began = time.perf_counter()
-        if is_verified and (hashed := manifest.verify(folder)) is not None:
-            rate = hashed / (time.perf_counter() - began) / 1e9
-            status = f"verified, {rate:.2f} GB/s"
-        elif (entries := manifest.read(folder)) is not None:
-            manifest.require_sizes(folder, entries)
-            status = "sizes match"
-        else:
-            status = NO_MANIFEST
-    except manifest.DamagedError as error:
-        status, problem = "DAMAGED", str(error)
-    return Row(folder, sum(sizes.values()), age, _metrics(folder), status, problem)
+def describe(folders: Sequence[epath.Path], is_verified: bool = False) -> list[Row]:
+    """A row for each step that is still there; files are read only to verify them."""
+    rows = []
+    for folder in folders:
+        try:
+            rows.append(_describe(folder, is_verified))
+        except FileNotFoundError:
+            if folder.exists():
+                raise  # else the run has deleted it meanwhile
+    return rows
 
 
 def describe_set_aside(checkpoints: epath.Path) -> list[Row]:
@@ -68,8 +58,7 @@ def describe_set_aside(checkpoints: epath.Path) -> list[Row]:
     for why in step_folder.REASONS:
         for folder in step_folder.all_set_aside(checkpoints, why):
             size = sum(manifest.files(folder).values())
-            age = time.time() - folder.stat().mtime
-            rows.append(Row(folder, size, age, {}, "set aside"))
+            rows.append(Row(folder, size, _seconds_since(folder), {}, "set aside"))
     return rows
 
 
@@ -176,6 +165,28 @@ def bytes_text(num_bytes: int) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:,.3g} TB"
+
+
+def _describe(folder: epath.Path, is_verified: bool) -> Row:
+    size, age = sum(manifest.files(folder).values()), _seconds_since(folder)
+    status, problem = NO_MANIFEST, ""
+    began = time.perf_counter()
+    try:
+        if lacking := step_folder.missing(folder):
+            raise manifest.DamagedError(f"{folder} has no {lacking}.")
+        if (entries := manifest.read(folder)) is not None:
+            manifest.require_sizes(folder, entries)
+            status = "sizes match"
+        if is_verified and (hashed := manifest.verify(folder)) is not None:
+            rate = hashed / (time.perf_counter() - began) / 1e9
+            status = f"verified, {rate:.2f} GB/s"
+    except manifest.DamagedError as error:
+        status, problem = "DAMAGED", str(error)
+    return Row(folder, size, age, _metrics(folder), status, problem)
+
+
+def _seconds_since(folder: epath.Path) -> float:
+    return time.time() - folder.stat().mtime
 
 
 def _age(seconds: float) -> str:

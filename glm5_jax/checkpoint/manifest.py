@@ -228,7 +228,8 @@ def _hash(
         for parent in {(folder / name).parent for name in names} | {folder.parent}:
             _sync_folder(parent)
     seconds = time.perf_counter() - began
-    logging.info(
+    logging.log(
+        logging.INFO if names else logging.DEBUG,
         "Hashed %d files of %s: %.1f MB in %.3f s, %.2f GB/s.",
         *(len(names), folder, sum(sizes) / 1e6, seconds, sum(sizes) / seconds / 1e9),
     )

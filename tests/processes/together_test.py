@@ -38,6 +38,9 @@ class TogetherTest(parameterized.TestCase):
         manager.close()
         self.assertEqual((step, metadata), (2, worker.METADATA))
         worker.assert_equal(state, 2)
+        folder = manager_lib.find_step(self.folder / "saved")
+        self.assertEqual(manifest.verify(folder), sum(manifest.files(folder).values()))
+        self.assertNotEmpty([f for f in manifest.read(folder) if "process_1" in f])
 
     @pytest.mark.slow
     def test_what_one_cannot_read_none_takes(self):
