@@ -7,7 +7,7 @@ from typing import Literal
 
 from absl.testing import parameterized
 
-from glm5_jax import command_line
+from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 from glm5_jax.config import checks
 from tests import environment
@@ -45,7 +45,9 @@ class ConfigsTest(parameterized.TestCase):
             config_lib.TrainConfig(**fields)
 
     def test_what_is_saved_and_evaluated_can_be_kept(self):
-        config_lib.TrainConfig(checkpoints_keep_every=300, checkpoints_keep_best=2)
+        config_lib.TrainConfig(
+            model=presets.GLM5_1M, checkpoints_keep_every=300, checkpoints_keep_best=2
+        )
 
     def test_a_value_that_does_not_exist_is_refused(self):
         # The package's own sections are type-checked under tests before their rules.
