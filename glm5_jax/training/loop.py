@@ -139,7 +139,7 @@ class _Loop:
                 write_sample(run)
         if "save" in due:
             with clock.paused("save"):
-                run.save()
+                run.save(metrics)
         self._watchdog.beat()
         is_due = _is_due(run.step, run.config.log_every)
         if is_due or "evaluate" in due:

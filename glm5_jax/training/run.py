@@ -4,7 +4,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,15 +12,16 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
+from glm5_jax import command_line, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax import sharding
 from glm5_jax.checkpoint import manager as manager_lib
+from glm5_jax.checkpoint import retention
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
 from glm5_jax.model import transformer
 from glm5_jax.processes import together
-from glm5_jax.training import corpus, host_memory, rl
+from glm5_jax.training import corpus, host_memory, rl, run_folder
 from glm5_jax.training import feed as feed_lib
 from glm5_jax.training import health as health_lib
 from glm5_jax.training import program as program_lib
@@ -58,13 +59,22 @@ class Run:
             return jax.device_put(batch, where)
         return rows_lib.place(batch, where, self.rows, self.config.data.batch_size)
 
-    def save(self) -> None:
-        """Starts to write a checkpoint of this step."""
+    def save(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Starts to write a checkpoint of this step.
+
+        Args:
+          metrics: of this step; an evaluation among them says how good it is.
+        """
+        metrics = metrics or {}
         state = {"params": self.params, "opt_state": self.opt_state}
+        # Random numbers and batches are functions of the seed, step and position.
         metadata = {
-            "data": self.feed.fingerprint,
+            "step": self.step,
             "position": self.position,
+            "config": command_line.to_json_dict(self.config),
+            "data": self.feed.fingerprint,
             "health": self.health.memory(),
+            "metrics": {k: v for k, v in metrics.items() if k.startswith("eval/")},
         }
         self.checkpoints.save(self.step, state, metadata)
 
@@ -95,6 +105,8 @@ class Run:
         program = self.program
         abstract = {"params": program.params, "opt_state": program.opt_state}
         self.step, state, metadata = self.checkpoints.restore(abstract)
+        # config.json says the same, unless somebody has changed it.
+        run_folder.require_same_run(metadata["config"], self.config, self.workdir)
         _require_same_data(metadata["data"], self.feed.fingerprint, self.workdir)
         self.params, self.opt_state = state["params"], state["opt_state"]
         self.num_left_out = metadata["position"] - self.step
@@ -124,7 +136,8 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
     _require_same_feed(feed.fingerprint)
     if together.is_first():
         feed.tokenizer.save(workdir / "tokenizer.json")
-    checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
+    keep = retention.of_run(command_line.to_json_dict(config))
+    checkpoints = manager_lib.CheckpointManager(workdir, keep)
     program = program_lib.make_program(config, mesh)
     rows = rows_lib.own(program.batch["tokens"])
     feed.take(rows)
