@@ -33,6 +33,7 @@ TOPOLOGIES = {
     "tpu7x": (*_CUBES, "16x24x32"),
 }
 DEVICES_OF_A_CHIP = {"tpu7x": 2}  # of the others: one
+_BLOCK = 4  # chips along each axis of what larger slices are put together from
 
 
 # So that libtpu neither looks for chips, nor complains that it finds none, nor locks
@@ -112,7 +113,7 @@ def num_devices(name: str, num_slices: int = 1) -> int:
     """How many devices a topology has, by its name alone: no compiler is asked.
 
     Raises:
-      InputError: there is no such chip, or its slices have another number of axes.
+      InputError: there is no such chip, or no slice of such a shape.
     """
     kind = _require_named(name)
     chips = math.prod(map(int, name.partition(":")[2].split("x")))
@@ -204,12 +205,29 @@ def _require_named(name: str) -> str:
             f"topology {name!r} must give the chips along each of {num_dims} axes, "
             f"e.g. {_near(kind, shape)}."
         )
+    if not _is_slice([int(n) for n in shape.split("x")]):
+        raise config_lib.InputError(
+            f"there is no slice {name!r}: along each axis it has 1, 2 or {_BLOCK} "
+            f"chips, or where one axis has more, on all a multiple of {_BLOCK}; near "
+            f"it: {_near(kind, shape)}."
+        )
     return kind
+
+
+def _is_slice(shape: Sequence[int]) -> bool:
+    """Whether it is a part of a block or made of whole ones.
+
+    libtpu is not asked: it takes 512x1x1, whose chips no machine has in a row, and
+    dies of an axis of 0.
+    """
+    if max(shape) <= _BLOCK:
+        return all(n > 0 and _BLOCK % n == 0 for n in shape)
+    return all(n > 0 and n % _BLOCK == 0 for n in shape)
 
 
 def _near(kind: str, shape: str) -> str:
     """The three topologies of a chip nearest in size."""
-    wanted = math.prod(int(n) for n in re.findall(r"\d+", shape)) or 1
+    wanted = math.prod(int(n) or 1 for n in re.findall(r"\d+", shape))
     size = lambda known: math.prod(map(int, known.split("x")))
     distance = lambda known: abs(math.log(size(known) / wanted))
     near = sorted(sorted(TOPOLOGIES[kind], key=distance)[:3], key=size)
