@@ -17,6 +17,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from glm5_jax import config as config_lib
+from glm5_jax.config import checks
 
 AXES = ("data", "fsdp", "expert", "tensor", "context")
 # Slices that are sold (cloud.google.com/tpu/docs), smallest first, to name near ones:
@@ -127,6 +128,12 @@ def axis_sizes(config: config_lib.MeshConfig, num_devices: int) -> dict[str, int
       InputError: the axes' product is not the number of devices, or data does not go
         across the slices.
     """
+    if num_devices % config.slices:
+        near = checks.nearest_divisors(num_devices, config.slices)
+        raise config_lib.InputError(
+            f"mesh.slices must divide the devices, got {config.slices} on "
+            f"{num_devices}; set it to {checks.listed(near)}."
+        )
     sizes = {axis: getattr(config, axis) for axis in AXES}
     if config.data == -1:
         others = math.prod(sizes[axis] for axis in AXES[1:])
@@ -139,11 +146,13 @@ def axis_sizes(config: config_lib.MeshConfig, num_devices: int) -> dict[str, int
             f"{_fitting(config, num_devices)}."
         )
     if sizes["data"] % config.slices:
+        a_slice = num_devices // config.slices
+        near = checks.nearest_divisors(a_slice, num_devices // sizes["data"])
         raise config_lib.InputError(
             f"mesh.data must be divisible by mesh.slices: only data goes across "
-            f"slices, got data={sizes['data']} on {config.slices} slices; lower the "
-            f"other axes to {num_devices // config.slices} devices in all, those of a "
-            f"slice."
+            f"slices, got data={sizes['data']} on {config.slices} slices; set the "
+            f"other axes to {checks.listed(near)} devices in all, a divisor of the "
+            f"{a_slice} of a slice."
         )
     return sizes
 
@@ -158,9 +167,8 @@ def _fitting(config: config_lib.MeshConfig, num_devices: int) -> str:
     for axis, size in sizes.items():
         rest, left_over = divmod(num_devices * size, others)
         if size > 1 and not left_over:
-            divisors = [d for d in range(1, rest + 1) if rest % d == 0]
-            near = sorted(divisors, key=lambda d: abs(d - size))[:2]
-            choices.append(f"mesh.{axis}={' or '.join(map(str, sorted(near)))}")
+            near = checks.nearest_divisors(rest, size)
+            choices.append(f"mesh.{axis}={checks.listed(near)}")
     rule = f"mesh.data=-1 and the others divisors of {num_devices}"
     return f"{rule}: {', '.join(choices)}" if choices else rule
 

@@ -27,9 +27,10 @@ class MachineTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("fsdp", {"fsdp": 3}, r"product is 8.*mesh\.fsdp=2 or 4"),
         ("data", {"data": 3, "fsdp": 4}, r"mesh\.data=2, or -1"),
-        ("two", {"fsdp": 3, "expert": 4}, r"mesh\.fsdp=1 or 2\."),
+        ("two", {"fsdp": 3, "expert": 4}, r"mesh\.fsdp=2\."),
         ("slices", {"slices": 2}, "set mesh.slices=1"),
-        ("across", {"slices": 3, "fsdp": 4}, "mesh.data must be divisible"),
+        ("three", {"slices": 3}, "must divide the devices, got 3 on 8; .* 2 or 4"),
+        ("across", {"slices": 2, "fsdp": 8}, "set the other axes to 4 devices"),
     )
     def test_what_does_not_fit_names_what_does(self, axes, message):
         with self.assertRaisesRegex(config_lib.InputError, message):

@@ -18,7 +18,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
 from glm5_jax import sharding
 from glm5_jax.model import indexer, transformer
-from glm5_jax.scale import chips, markdown, memory, programs, report
+from glm5_jax.scale import chips, markdown, memory, programs
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import program as program_lib
 
@@ -91,14 +91,14 @@ def make(
 ) -> Listing:
     """Lists the arrays of a program of a config on a topology.
 
-    Args: as `report.make`.
+    Args: as those of `report.make`.
 
     Raises:
       InputError: topology, mesh, program or depth cannot be.
     """
-    config = report.changed(config, num_slices, depth)
+    config = programs.changed(config, num_slices, depth)
     mesh = chips.abstract_mesh(config.mesh, topology)
-    report.require_whole_rows(config, mesh.shape)
+    programs.require_whole_rows(config, mesh.shape)
     sizes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1)
     slices = f" x {config.mesh.slices} slices" if config.mesh.slices > 1 else ""
     return Listing(

@@ -54,10 +54,10 @@ def make(
     Raises:
       InputError: topology, mesh, program or depth cannot be.
     """
-    config = changed(config, num_slices, depth)
+    config = programs.changed(config, num_slices, depth)
     slices = config.mesh.slices
     mesh = mesh_lib.make_mesh(config.mesh, mesh_lib.topology(topology, slices))
-    require_whole_rows(config, mesh.shape)
+    programs.require_whole_rows(config, mesh.shape)
     job = programs.make(config, mesh, program)
     made = compile_lib.compile(job, slices)
     line = _setting(config, config_name, topology, job)
@@ -213,43 +213,6 @@ def _knobs(config: config_lib.TrainConfig) -> list[str]:
     if model.param_dtype != "bfloat16":
         out.append("model.param_dtype=bfloat16")
     return [*out, "more chips"]
-
-
-def changed(
-    config: config_lib.TrainConfig, num_slices: int | None, depth: int | None
-) -> config_lib.TrainConfig:
-    """The config with other slices and another depth."""
-    if num_slices is not None:
-        mesh = dataclasses.replace(config.mesh, slices=num_slices)
-        config = dataclasses.replace(config, mesh=mesh)
-    if depth is not None:
-        model = config.model
-        pattern = model.index_topk_pattern
-        model = dataclasses.replace(
-            model,
-            num_hidden_layers=depth,
-            first_k_dense_replace=min(model.first_k_dense_replace, max(depth, 0)),
-            index_topk_pattern=pattern[:depth] if pattern else None,
-        )
-        config = dataclasses.replace(config, model=model)
-    return config
-
-
-def require_whole_rows(
-    config: config_lib.TrainConfig, sizes: Mapping[str, int]
-) -> None:
-    """A batch must be divisible by the devices that share it."""
-    is_rl = config.stage == "rl"
-    rows = config.rl.num_rows if is_rl else config.data.batch_size
-    parts = sizes["data"] * sizes["fsdp"] * sizes["expert"]
-    if rows % parts:
-        near = sorted({max(rows // parts, 1) * parts, (rows // parts + 1) * parts})
-        name = "rl.prompts_per_step * rl.group_size" if is_rl else "data.batch_size"
-        raise config_lib.InputError(
-            f"{name} must be divisible by data * fsdp * expert = {parts} devices, got "
-            f"{rows}; set it to {' or '.join(map(str, near))}, or give devices to "
-            f"mesh.tensor or mesh.context."
-        )
 
 
 def _traffic_rows(totals: dict[tuple[str, ...], tuple[int, float]]) -> list[list[Any]]:

@@ -16,6 +16,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.checkpoint import manager as manager_lib
+from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
 from glm5_jax.model import transformer
@@ -68,7 +69,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
         feed.tokenizer.save(workdir / "tokenizer.json")
     checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
     mesh = mesh_lib.make_mesh(config.mesh)
-    _require_whole_rows(config, feed, mesh)
+    _require_whole_rows(config, mesh)
     program = program_lib.make_program(config, mesh)
     rows = rows_lib.own(program.batch["tokens"])
     feed.take(rows)
@@ -127,26 +128,14 @@ def _initial_params(config: config_lib.TrainConfig, abstract: Any) -> dict:
     return init(config.model, jax.random.key(config.seed))
 
 
-def _require_whole_rows(
-    config: config_lib.TrainConfig, feed: feed_lib.Feed, mesh: Mesh
-) -> None:
+def _require_whole_rows(config: config_lib.TrainConfig, mesh: Mesh) -> None:
     """Each device of the batch axes must get as many rows as any other.
 
     The config checks this where it says how many devices there are: mesh.data=-1 says
     nothing.
     """
-    num_rows = feed.tokens_per_step // config.data.sequence_length
     names = sharding.RULES["B"]
-    num_parts = math.prod(mesh.shape[name] for name in names)
-    if num_rows % num_parts:
-        is_rl = config.stage == "rl"
-        rows = "rl.prompts_per_step * rl.group_size" if is_rl else "data.batch_size"
-        axes = " * ".join(f"{name}={mesh.shape[name]}" for name in names)
-        raise config_lib.InputError(
-            f"{rows} must be divisible by the devices of the mesh that share a batch, "
-            f"{axes}, got {num_rows} rows on {num_parts} devices; change {rows}, or "
-            f"give devices to mesh.tensor."
-        )
+    checks.require(config.batch_rule(math.prod(mesh.shape[name] for name in names)))
 
 
 def _require_same_feed(ours: str) -> None:

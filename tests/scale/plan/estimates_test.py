@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips, report
+from glm5_jax.scale import chips, programs
 from glm5_jax.scale.plan import memory, setting, traffic, work
 from tests import environment
 
@@ -35,7 +35,7 @@ MODELS = [(entry["name"], entry) for entry in COMPILED if entry["depth"] is None
 def setting_of(config="configs/glm5_pretrain.py", topology="v5p:8x8x8", **given):
     depth, overrides = given.pop("depth", None), tuple(given.items())
     arguments = command_line.Arguments(config=str(ROOT / config), overrides=overrides)
-    made = report.changed(arguments.train_config(), None, depth)
+    made = programs.changed(arguments.train_config(), None, depth)
     devices = mesh_lib.num_devices(topology, made.mesh.slices)
     sizes = mesh_lib.axis_sizes(made.mesh, devices)
     return setting.Setting(made, sizes, chips.named(topology))
