@@ -11,10 +11,10 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import chips, markdown, memory, programs, roofline
 from glm5_jax.scale import compile as compile_lib
+from glm5_jax.scale import refusal as refusal_lib
 from glm5_jax.training import accounting, host_memory
 
 NUM_SHOWN = 12  # of the largest arrays
-NUM_NAMED = 4  # in a refusal
 GIB = chips.GIB
 
 
@@ -77,7 +77,7 @@ def make(
         more, shown = _compiled(config, job, made)
         line, tables = line | more, tables | shown
     if not line["fits"]:
-        refusal = _refusal(config, line, tables)
+        refusal = refusal_lib.text(config, line, tables)
     line |= {
         "flops": made.flops.total,
         "trace_s": round(made.trace_seconds, 1),
@@ -177,42 +177,6 @@ def _overflow_line(made: compile_lib.Overflow) -> dict[str, Any]:
         "fits": False,
         "error": made.message.splitlines()[0],
     }
-
-
-def _refusal(
-    config: config_lib.TrainConfig, line: dict[str, Any], tables: dict[str, Any]
-) -> str:
-    """Why it does not fit, the largest arrays, and what to change."""
-    names = ("args", "temp", "total")
-    sizes = [f"{name} {line[k]}" for name in names if line.get(k := f"hbm_{name}_gib")]
-    made = tables.get("largest_allocations") or tables.get("largest_temporaries") or []
-    arrays = [f"{_gib(a['num_bytes'])} GiB {a['shape']}" for a in made[:NUM_NAMED]]
-    for array in tables["largest_arguments"][:NUM_NAMED]:
-        copies = array["num_copies"]
-        same = f" (the same on {copies} devices)" if copies > 1 else ""
-        arrays.append(f"{_gib(array['device_bytes'])} GiB {array['name']}{same}")
-    return (
-        f"{line['config']} does not fit {line['topology']}: a device has "
-        f"{line['hbm_limit_gib']} GiB, it needs {', '.join(sizes)}. Largest arrays: "
-        f"{'; '.join(arrays)}. Change: {'; '.join(_knobs(config))}."
-    )
-
-
-def _knobs(config: config_lib.TrainConfig) -> list[str]:
-    """Settings that take memory, those that would help first."""
-    model, mesh, out = config.model, config.mesh, []
-    if model.remat_policy != "full":
-        out.append(f"model.remat_policy=full (is {model.remat_policy})")
-    if mesh.fsdp * mesh.expert * mesh.tensor == 1:
-        out.append("mesh.fsdp and mesh.expert above 1: state is whole on every device")
-    if mesh.data not in (1, -1, mesh.slices):
-        out.append(f"more of the devices to mesh.fsdp than to mesh.data={mesh.data}")
-    rows = "rl.prompts_per_step" if config.stage == "rl" else "data.batch_size"
-    out.append(f"a smaller {rows} (or more rows' worth of devices)")
-    out.append(f"mesh.context above {mesh.context} for long sequences")
-    if model.param_dtype != "bfloat16":
-        out.append("model.param_dtype=bfloat16")
-    return [*out, "more chips"]
 
 
 def _traffic_rows(totals: dict[tuple[str, ...], tuple[int, float]]) -> list[list[Any]]:
