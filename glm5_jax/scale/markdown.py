@@ -180,7 +180,8 @@ def _time(line: dict[str, Any], tables: dict[str, Any]) -> str:
         ),
         "FLOPs of matrix products, recomputation included, at an even load of the "
         f"experts (their buffers have room for {line['mesh']['expert']} times the "
-        "rows):",
+        "rows; of HBM the products move as much less, all else that spreads and sums "
+        "rows moves whole buffers):",
         table(
             ("kind", "TFLOP"),
             ((k, f"{n / 1e12:,.4g}") for k, n in tables["flops_by_kind"].items()),
