@@ -40,6 +40,7 @@ def make(
     program: str = "train",
     num_slices: int | None = None,
     depth: int | None = None,
+    command: str = "",
 ) -> Report:
     """Compiles a program of a config for a topology.
 
@@ -50,6 +51,7 @@ def make(
       program: one of `programs.NAMES`.
       num_slices: instead of the config's mesh.slices.
       depth: layers instead of the model's.
+      command: that asked for it, written down to be run again.
 
     Raises:
       InputError: topology, mesh, program or depth cannot be.
@@ -60,7 +62,8 @@ def make(
     programs.require_whole_rows(config, mesh.shape)
     job = programs.make(config, mesh, program)
     made = compile_lib.compile(job, slices)
-    line = _setting(config, config_name, topology, job)
+    line = {"command": command} if command else {}
+    line |= _setting(config, config_name, topology, job)
     tables: dict[str, Any] = {
         "arguments_gib": _in_gib(memory.by_kind(made.arrays)),
         "largest_arguments": _rows(made.arrays, "device_bytes"),
@@ -99,6 +102,8 @@ def _setting(
         "slices": config.mesh.slices,
         "devices": job.mesh.size,
         "mesh": dict(job.mesh.shape),
+        "expert_chunks": config.model.expert_chunks,
+        "accumulation_steps": config.optim.accumulation_steps,
         "num_hidden_layers": config.model.num_hidden_layers,
         "sequence_length": config.data.sequence_length,
         "tokens": job.num_tokens,

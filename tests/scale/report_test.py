@@ -66,12 +66,17 @@ class CompiledTest(parameterized.TestCase):
         if not tpus.has_libtpu():
             self.skipTest("no libtpu: pip install -e '.[aot]'")
         with environment.optimized(), tempfile.TemporaryDirectory() as folder:
-            made = report.make(CONFIG, "tiny", "v5p:2x2x1")
+            given = "python -m glm5_jax.aot --topology=v5p:2x2x1"
+            made = report.make(CONFIG, "tiny", "v5p:2x2x1", command=given)
             made.write(f"{folder}/reports/tiny")
             stem = pathlib.Path(folder) / "reports" / "tiny"
             everything = json.loads(stem.with_suffix(".json").read_text())
             page = stem.with_suffix(".md").read_text()
         self.assertIn("not timed", page)
+        self.assertIn(f"```\n{given}\n```", page)
+        self.assertEqual(everything["command"], given)
+        self.assertEqual(everything["expert_chunks"], TINY.expert_chunks)
+        self.assertEqual(everything["accumulation_steps"], 1)
         if not everything["is_printed"]:
             self.assertIsNone(made.line["collective_gib"])
             self.skipTest("this libtpu cannot print programs of this jax")
