@@ -1,11 +1,13 @@
 """How a step's cost grows with length, chips and experts: a plot from aot reports.
 
-    python benchmarks/scale_growth.py --out=docs/scale_growth.png \
-        --length 4k.json 32k.json 128k.json 202k.json \
-        --chips 256.json 512.json 2048.json --experts e64.json e128.json e256.json
+    python benchmarks/scale_growth.py --out=docs/scale_growth.png
 
-The files are what `python -m glm5_jax.aot --out=STEM` writes; docs/scaling.md has the
-commands. Prints the points as a Markdown table.
+draws docs/scale_growth.json and prints its points as a Markdown table. New points are
+of files that `python -m glm5_jax.aot --out=STEM` writes (docs/scaling.md has the
+commands); given, they are written to that file first:
+
+    ... --length 4k.json 32k.json 128k.json 202k.json \
+        --chips 256.json 512.json 2048.json --experts e64.json e128.json e256.json
 """
 
 import argparse
@@ -19,14 +21,22 @@ from matplotlib import figure, ticker
 
 Report = dict[str, Any]
 # Kernels by what they do; every other product is linear in the tokens, but for keys and
-# values of each head, which masked attention makes of all tokens of a row.
+# values of each head, which masked attention makes of all tokens of a row. Two are
+# quadratic where keys are listed: the indexer's scores, and the search for a list's
+# members among the bits of all keys, which counts by products.
 PARTS = {
     "indexer_bits": "indexer's scores of all keys (quadratic)",
+    "list_from_bits": "lists of the selected keys (quadratic)",
     "masked_mla": "attention under a mask (quadratic)",
     "sparse_mla": "attention to listed keys",
     "kl": "indexer's loss",
 }
 REST = "everything else"
+KEPT = (
+    *("config", "topology", "slices", "devices", "mesh", "sequence_length", "tokens"),
+    *("num_experts", "hbm_args_gib", "hbm_temp_gib", "collective_gib", "flops"),
+    *("flops_by_kind", "versions"),
+)
 SIZES: dict[str, tuple[str, Callable[[Report], float]]] = {
     "length": ("tokens of a row", lambda r: r["sequence_length"]),
     "chips": ("chips", lambda r: r["devices"]),
@@ -39,21 +49,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in SIZES:
         parser.add_argument(f"--{name}", nargs="+", default=[], type=pathlib.Path)
+    points = pathlib.Path(__file__).parents[1] / "docs" / "scale_growth.json"
+    parser.add_argument("--points", type=pathlib.Path, default=points)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
-    reports = {
+    given = {
         name: sorted(map(read, getattr(args, name)), key=SIZES[name][1])
         for name in SIZES
     }
+    if any(given.values()):
+        args.points.write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
+    reports = json.loads(args.points.read_text(encoding="utf-8"))
     print(table(reports))  # noqa: T201
     draw(reports).savefig(args.out, dpi=110)
 
 
 def read(path: pathlib.Path) -> Report:
-    """A report's figures."""
+    """A report's figures, as far as they are drawn or tell where they are from."""
     report = json.loads(path.read_text(encoding="utf-8"))
     experts = [a for a in report["largest_arguments"] if ".experts." in a["name"]]
-    return report | {"num_experts": experts[0]["shape"][1]}
+    report |= {"num_experts": experts[0]["shape"][1]}
+    return {name: report[name] for name in KEPT}
 
 
 def flops_by_part(report: Report) -> dict[str, float]:
@@ -119,7 +135,7 @@ def draw(reports: dict[str, list[Report]]) -> figure.Figure:
                 values = np.divide([p[part] for p in parts], tokens)
                 other.plot(x, values, marker="o", label=part)
             other.set_ylabel("TFLOP a 1000 tokens")
-            other.set_ylim(0, 1.6 * max(line.get_ydata().max() for line in other.lines))
+            other.set_ylim(0, 1.9 * max(line.get_ydata().max() for line in other.lines))
         else:
             other.plot(
                 x, [r["collective_gib"] for r in points], marker="o", label="sent, GiB"

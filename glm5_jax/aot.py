@@ -14,6 +14,7 @@ shape, spec and bytes of a device, sums by kind at the end.
 import json
 import os
 import sys
+from typing import Any
 
 from absl import flags
 
@@ -41,8 +42,8 @@ def main(arguments: command_line.Arguments) -> int:
     from glm5_jax.scale import arrays, report  # jax: after the input is checked
 
     of_what = config, str(arguments.config), _TOPOLOGY.value
-    how = {"program": _PROGRAM.value, "num_slices": _SLICES.value}
-    how["depth"] = _DEPTH.value
+    how: dict[str, Any] = {"program": _PROGRAM.value, "num_slices": _SLICES.value}
+    how |= {"depth": _DEPTH.value, "command": command_line.typed()}
     if _ARRAYS.value:
         listing = arrays.make(*of_what, **how)
         print(listing.text())

@@ -17,6 +17,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from glm5_jax import config as config_lib
+from glm5_jax.config import checks
 
 AXES = ("data", "fsdp", "expert", "tensor", "context")
 # Slices that are sold (cloud.google.com/tpu/docs), smallest first, to name near ones:
@@ -33,6 +34,7 @@ TOPOLOGIES = {
     "tpu7x": (*_CUBES, "16x24x32"),
 }
 DEVICES_OF_A_CHIP = {"tpu7x": 2}  # of the others: one
+_BLOCK = 4  # chips along each axis of what larger slices are put together from
 
 
 # So that libtpu neither looks for chips, nor complains that it finds none, nor locks
@@ -112,7 +114,7 @@ def num_devices(name: str, num_slices: int = 1) -> int:
     """How many devices a topology has, by its name alone: no compiler is asked.
 
     Raises:
-      InputError: there is no such chip, or its slices have another number of axes.
+      InputError: there is no such chip, or no slice of such a shape.
     """
     kind = _require_named(name)
     chips = math.prod(map(int, name.partition(":")[2].split("x")))
@@ -126,6 +128,12 @@ def axis_sizes(config: config_lib.MeshConfig, num_devices: int) -> dict[str, int
       InputError: the axes' product is not the number of devices, or data does not go
         across the slices.
     """
+    if num_devices % config.slices:
+        near = checks.nearest_divisors(num_devices, config.slices)
+        raise config_lib.InputError(
+            f"mesh.slices must divide the devices, got {config.slices} on "
+            f"{num_devices}; set it to {checks.listed(near)}."
+        )
     sizes = {axis: getattr(config, axis) for axis in AXES}
     if config.data == -1:
         others = math.prod(sizes[axis] for axis in AXES[1:])
@@ -138,11 +146,13 @@ def axis_sizes(config: config_lib.MeshConfig, num_devices: int) -> dict[str, int
             f"{_fitting(config, num_devices)}."
         )
     if sizes["data"] % config.slices:
+        a_slice = num_devices // config.slices
+        near = checks.nearest_divisors(a_slice, num_devices // sizes["data"])
         raise config_lib.InputError(
             f"mesh.data must be divisible by mesh.slices: only data goes across "
-            f"slices, got data={sizes['data']} on {config.slices} slices; lower the "
-            f"other axes to {num_devices // config.slices} devices in all, those of a "
-            f"slice."
+            f"slices, got data={sizes['data']} on {config.slices} slices; set the "
+            f"other axes to {checks.listed(near)} devices in all, a divisor of the "
+            f"{a_slice} of a slice."
         )
     return sizes
 
@@ -157,9 +167,8 @@ def _fitting(config: config_lib.MeshConfig, num_devices: int) -> str:
     for axis, size in sizes.items():
         rest, left_over = divmod(num_devices * size, others)
         if size > 1 and not left_over:
-            divisors = [d for d in range(1, rest + 1) if rest % d == 0]
-            near = sorted(divisors, key=lambda d: abs(d - size))[:2]
-            choices.append(f"mesh.{axis}={' or '.join(map(str, sorted(near)))}")
+            near = checks.nearest_divisors(rest, size)
+            choices.append(f"mesh.{axis}={checks.listed(near)}")
     rule = f"mesh.data=-1 and the others divisors of {num_devices}"
     return f"{rule}: {', '.join(choices)}" if choices else rule
 
@@ -204,12 +213,29 @@ def _require_named(name: str) -> str:
             f"topology {name!r} must give the chips along each of {num_dims} axes, "
             f"e.g. {_near(kind, shape)}."
         )
+    if not _is_slice([int(n) for n in shape.split("x")]):
+        raise config_lib.InputError(
+            f"there is no slice {name!r}: along each axis it has 1, 2 or {_BLOCK} "
+            f"chips, or where one axis has more, on all a multiple of {_BLOCK}; near "
+            f"it: {_near(kind, shape)}."
+        )
     return kind
+
+
+def _is_slice(shape: Sequence[int]) -> bool:
+    """Whether it is a part of a block or made of whole ones.
+
+    libtpu is not asked: it takes 512x1x1, whose chips no machine has in a row, and
+    dies of an axis of 0.
+    """
+    if max(shape) <= _BLOCK:
+        return all(n > 0 and _BLOCK % n == 0 for n in shape)
+    return all(n > 0 and n % _BLOCK == 0 for n in shape)
 
 
 def _near(kind: str, shape: str) -> str:
     """The three topologies of a chip nearest in size."""
-    wanted = math.prod(int(n) for n in re.findall(r"\d+", shape)) or 1
+    wanted = math.prod(int(n) or 1 for n in re.findall(r"\d+", shape))
     size = lambda known: math.prod(map(int, known.split("x")))
     distance = lambda known: abs(math.log(size(known) / wanted))
     near = sorted(sorted(TOPOLOGIES[kind], key=distance)[:3], key=size)

@@ -56,7 +56,7 @@ def main(arguments: command_line.Arguments) -> int:
     )
     print(table.text(ranking))
     if _OUT.value:
-        ranking.write(_OUT.value, table.page(ranking, "python " + " ".join(sys.argv)))
+        ranking.write(_OUT.value, table.page(ranking, command_line.typed()))
     if ranking.refusal:
         raise config_lib.InputError(ranking.refusal)
     return 0

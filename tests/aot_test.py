@@ -1,7 +1,9 @@
 """The aot command as a user runs it: what is wrong is told before anything compiles."""
 
+import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 
@@ -47,6 +49,21 @@ class AotTest(parameterized.TestCase):
         name = "params.layers_1.block_0.mlp.experts.gate_proj"
         self.assertIn("[75, 256, 6144, 2048]", rows[name])
         self.assertRegex(rows[name], r"\b1800 +1$")  # MiB of a device, copies
+
+    def test_a_listing_holds_the_command_that_makes_it_again(self):
+        stem = pathlib.Path(self.create_tempdir().full_path) / "listing"
+        axes = ("--config.mesh.fsdp=4", "--config.mesh.expert=2")
+        given = (*axes, "--config.data.batch_size=8", "--topology=v5p:2x2x2")
+        result = run(CONFIG, *given, "--depth=4", "--arrays", f"--out={stem}")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        content = stem.with_suffix(".json").read_text()
+        command = json.loads(content)["command"]
+        self.assertIn(f"```\n{command}\n```", stem.with_suffix(".md").read_text())
+        python, _, module, *arguments = shlex.split(command)
+        self.assertEqual((python, module), ("python", "glm5_jax.aot"))
+        stem.with_suffix(".json").unlink()
+        self.assertEqual(run(*arguments).returncode, 0)
+        self.assertEqual(stem.with_suffix(".json").read_text(), content)
 
 
 if __name__ == "__main__":

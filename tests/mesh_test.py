@@ -1,5 +1,6 @@
 """Grids of devices: of this machine's 8 CPUs, and of TPU slices that are not there."""
 
+import math
 import pathlib
 
 import jax
@@ -26,9 +27,10 @@ class MachineTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("fsdp", {"fsdp": 3}, r"product is 8.*mesh\.fsdp=2 or 4"),
         ("data", {"data": 3, "fsdp": 4}, r"mesh\.data=2, or -1"),
-        ("two", {"fsdp": 3, "expert": 4}, r"mesh\.fsdp=1 or 2\."),
+        ("two", {"fsdp": 3, "expert": 4}, r"mesh\.fsdp=2\."),
         ("slices", {"slices": 2}, "set mesh.slices=1"),
-        ("across", {"slices": 3, "fsdp": 4}, "mesh.data must be divisible"),
+        ("three", {"slices": 3}, "must divide the devices, got 3 on 8; .* 2 or 4"),
+        ("across", {"slices": 2, "fsdp": 8}, "set the other axes to 4 devices"),
     )
     def test_what_does_not_fit_names_what_does(self, axes, message):
         with self.assertRaisesRegex(config_lib.InputError, message):
@@ -91,11 +93,29 @@ class TopologyTest(parameterized.TestCase):
         with self.assertRaisesRegex(config_lib.InputError, message):
             mesh_lib.topology(name)
 
-    def test_what_the_compiler_refuses_names_near_ones(self):
-        if not tpus.has_libtpu():
-            self.skipTest("no libtpu: pip install -e '.[aot]'")
-        with self.assertRaisesRegex(config_lib.InputError, "near it: v5p:2x2x"):
-            mesh_lib.topology("v5p:3x3x1")
+    @parameterized.parameters(
+        ("v5p:8x8x0", "v5p:4x4x4"),
+        ("v5p:0x0x0", "v5p:2x2x1"),
+        ("v5p:3x3x1", "v5p:2x2x2"),
+        ("v5p:512x1x1", "v5p:8x8x8"),
+        ("v5p:8x8x2", "v5p:4x4x8"),
+        ("v6e:6x4", "v6e:4x8"),
+        ("tpu7x:4x4x10", "tpu7x:4x4x8"),
+    )
+    def test_a_shape_that_no_slice_has_names_near_ones(self, name, near):
+        """Before libtpu is asked: an axis of 0 ends its process."""
+        for ask in (mesh_lib.topology, mesh_lib.num_devices):
+            with self.assertRaisesRegex(config_lib.InputError, f"no slice.* {near}"):
+                ask(name)
+
+    def test_slices_in_any_order_of_their_axes(self):
+        for kind, shapes in mesh_lib.TOPOLOGIES.items():
+            for shape in shapes:
+                turned = "x".join(reversed(shape.split("x")))
+                want = math.prod(map(int, shape.split("x")))
+                got = mesh_lib.num_devices(f"{kind}:{turned}")
+                self.assertEqual(got, want * (1 + (kind == "tpu7x")))
+        self.assertEqual(mesh_lib.num_devices("v6e:32x32", 2), 2048)
 
     def test_a_chip_of_two_devices_is_on_the_expert_axis(self):
         if not tpus.has_libtpu():

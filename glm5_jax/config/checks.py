@@ -1,5 +1,6 @@
 """How a section of the config checks itself: every broken rule in one error."""
 
+import functools
 import typing
 
 
@@ -36,3 +37,47 @@ def positive(section: object, *names: str) -> list[tuple[bool, str]]:
     """Rules: each named field is at least 1."""
     values = {name: getattr(section, name) for name in names}
     return [(v >= 1, f"{n} must be at least 1, got {v}.") for n, v in values.items()]
+
+
+def whole(
+    name: str, number: int, axes: str, parts: int, remedy: str
+) -> tuple[bool, str]:
+    """Rule: what the devices of some mesh axes share must be divisible by them.
+
+    Args:
+      name: field that is shared, e.g. "data.batch_size".
+      number: its value.
+      axes: whose devices share it, e.g. "data * fsdp * expert".
+      parts: how many these are.
+      remedy: what to do besides another number.
+    """
+    return (
+        number % parts == 0,
+        f"{name} must be divisible by {axes} of mesh, got {number} on {parts}; set it "
+        f"to {listed(nearest_multiples(number, parts))}, or {remedy}.",
+    )
+
+
+def nearest_multiples(number: int, of: int) -> list[int]:
+    """The positive multiples of `of` next to a number, below and above."""
+    below = number // of * of
+    return [n for n in dict.fromkeys((below, -(-number // of) * of)) if n > 0]
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors of a number next to `wanted`, below and above, or itself."""
+    found = _divisors(number)
+    if wanted in found:
+        return [wanted]
+    below = [n for n in found if n < wanted][-1:]
+    return below + [n for n in found if n > wanted][:1]
+
+
+def listed(choices: list[int]) -> str:
+    """Choices as a message gives them: "4 or 8"."""
+    return " or ".join(map(str, choices))
+
+
+@functools.cache  # a search for a mesh builds thousands of configs
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)

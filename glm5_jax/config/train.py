@@ -1,7 +1,7 @@
 """A whole run: data, loss, optimizer, mesh, and the stage that uses them."""
 
 import dataclasses
-import functools
+import math
 from typing import Literal
 
 from glm5_jax.config import checks
@@ -275,57 +275,59 @@ class TrainConfig:
             ),
         ]
 
+    def batch_rule(self, num_shares: int) -> tuple[bool, str]:
+        """Rule: so many devices of data * fsdp * expert get as many rows each."""
+        is_rl, parts = self.stage == "rl", self.optim.accumulation_steps
+        updates = self.rl.updates_per_rollout if is_rl else 1
+        axes = "data * fsdp * expert" + " * accumulation_steps" * (parts > 1)
+        return checks.whole(
+            "rl.prompts_per_step * rl.group_size" if is_rl else "data.batch_size",
+            self.rl.num_rows if is_rl else self.data.batch_size,
+            axes + " * updates_per_rollout" * (updates > 1),
+            num_shares * parts * updates,
+            "give devices to mesh.tensor or mesh.context",
+        )
+
     def _mesh_rules(self) -> list[tuple[bool, str]]:
         """Rules: what a mesh axis shards, it must divide."""
-        mesh, model, data = self.mesh, self.model, self.data
-        parts = mesh.fsdp * mesh.expert * max(mesh.data, 1)
-        times = self.optim.accumulation_steps
-        axes = "data * fsdp * expert" + " * accumulation_steps" * (times > 1)
-        rows = (data, "batch_size", axes, parts * times)
-        slots = []
-        if self.stage == "rl":
-            parts_of_update = parts * times * self.rl.updates_per_rollout
-            rows = (self.rl, "num_rows", axes, parts_of_update)
-            axes = "data * fsdp * expert * context"
-            slots = [(self.rl, "slots", axes, parts * mesh.context)]
-        names = {id(model): "model", id(data): "data", id(self.rl): "rl"}
+        mesh, model = self.mesh, self.model
+        shares = mesh.fsdp * mesh.expert * max(mesh.data, 1)
+        known = shares * mesh.context * mesh.tensor  # with data=-1 there are more
         stored = mesh.fsdp * mesh.context  # each matrix is cut into at least as many
-        divided = [
-            (model, "hidden_size", "fsdp * context * expert", stored * mesh.expert),
-            (model, "q_lora_rank", "fsdp * context * expert", stored * mesh.expert),
-            (model, "kv_lora_rank", "fsdp * context", stored),
-            (model, "n_routed_experts", "expert", mesh.expert),
-            (model, "vocab_size", "tensor * expert", mesh.tensor * mesh.expert),
-            (model, "num_attention_heads", "tensor", mesh.tensor),
-            (model, "intermediate_size", "tensor", mesh.tensor),
-            (model, "moe_intermediate_size", "tensor", mesh.tensor),
-            rows,
-            *slots,
-        ]
-        if model.expert_chunks > 1:
-            size = mesh.context * model.expert_chunks
-            divided.append((data, "sequence_length", "context * expert_chunks", size))
-        if mesh.context > 1:  # a device has an early and a late part of each row
-            divided.append((data, "sequence_length", "2 * context", 2 * mesh.context))
-        return [
-            (
-                getattr(section, name) % parts == 0,
-                f"{names[id(section)]}.{name} must be divisible by {axis} of mesh, got "
-                f"{getattr(section, name)} on {parts}; "
-                f"{_nearest_divisors(getattr(section, name), parts)}: change the mesh, "
-                f"or the field.",
-            )
-            for section, name, axis, parts in divided
-        ]
+        rules = [self.batch_rule(shares), *self._token_rules(known)]
+        if self.stage == "rl":
+            axes, parts = "data * fsdp * expert * context", shares * mesh.context
+            remedy = "give devices to mesh.tensor"
+            rules += [checks.whole("rl.slots", self.rl.slots, axes, parts, remedy)]
+        for name, axes, parts in (
+            ("hidden_size", "fsdp * context * expert", stored * mesh.expert),
+            ("q_lora_rank", "fsdp * context * expert", stored * mesh.expert),
+            ("kv_lora_rank", "fsdp * context", stored),
+            ("n_routed_experts", "expert", mesh.expert),
+            ("vocab_size", "tensor * expert", mesh.tensor * mesh.expert),
+            ("num_attention_heads", "tensor", mesh.tensor),
+            ("intermediate_size", "tensor", mesh.tensor),
+            ("moe_intermediate_size", "tensor", mesh.tensor),
+        ):
+            size = getattr(model, name)
+            near = checks.nearest_divisors(math.gcd(size, known), parts)
+            remedy = f"{axes} to {checks.listed(near)}"
+            rules.append(checks.whole(f"model.{name}", size, axes, parts, remedy))
+        return rules
 
-
-def _nearest_divisors(size: int, parts: int) -> str:
-    """The next smaller and larger number of parts that a size can be cut into."""
-    below = [n for n in _divisors(size) if n < parts][-1:]
-    above = [n for n in _divisors(size) if n > parts][:1]
-    return f"it can be cut into {' or '.join(map(str, below + above))}"
-
-
-@functools.cache  # a search for a mesh builds thousands of configs
-def _divisors(size: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, size + 1) if size % n == 0)
+    def _token_rules(self, num_devices: int) -> list[tuple[bool, str]]:
+        """Rules: tokens of a row are cut over context, and then into chunks."""
+        length, context = self.data.sequence_length, self.mesh.context
+        chunks, rules = self.model.expert_chunks, []
+        name = "data.sequence_length"
+        if chunks > 1:
+            near = checks.nearest_divisors(max(length // context, 1), chunks)
+            remedy = f"model.expert_chunks to {checks.listed(near)}"
+            axes, parts = "context * expert_chunks", context * chunks
+            rules.append(checks.whole(name, length, axes, parts, remedy))
+        if context > 1:  # a device has an early and a late part of each row
+            halves = 1 if length % 2 else math.gcd(length // 2, num_devices)
+            near = checks.nearest_divisors(halves, context)
+            remedy = f"context to {checks.listed(near)}"
+            rules.append(checks.whole(name, length, "2 * context", 2 * context, remedy))
+        return rules

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from glm5_jax import collectives, sharding
 from glm5_jax import config as config_lib
+from glm5_jax.config import checks
 from glm5_jax.model import transformer
 
 AnyMesh = Mesh | AbstractMesh
@@ -69,15 +70,8 @@ def require_whole(name: str, num_slots: int, mesh: AnyMesh | None) -> None:
     Raises:
       InputError: it cannot.
     """
-    shares = num_shares(mesh)
-    if num_slots % shares:
-        low, high = num_slots // shares * shares, -(-num_slots // shares) * shares
-        near = " or ".join(str(n) for n in (low, high) if n)
-        raise config_lib.InputError(
-            f"{name} must be divisible by the devices that have different ones, "
-            f"data * fsdp * expert * context = {shares}, got {num_slots}; set it to "
-            f"{near}, or give devices to mesh.tensor."
-        )
+    axes, remedy = "data * fsdp * expert * context", "give devices to mesh.tensor"
+    checks.require(checks.whole(name, num_slots, axes, num_shares(mesh), remedy))
 
 
 def params(config: config_lib.ModelConfig, mesh: AnyMesh) -> dict:

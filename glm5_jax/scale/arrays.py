@@ -9,6 +9,7 @@ pass.
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
 from glm5_jax import sharding
 from glm5_jax.model import indexer, transformer
-from glm5_jax.scale import chips, markdown, memory, programs, report
+from glm5_jax.scale import chips, markdown, memory, programs
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import program as program_lib
 
@@ -43,6 +44,7 @@ class Listing:
     """All arrays of a program on a mesh."""
 
     title: str
+    setting: dict[str, Any]  # what the arrays follow from
     arrays: list[Array]
     notes: tuple[str, ...]
 
@@ -67,12 +69,14 @@ class Listing:
         """Writes STEM.json and STEM.md."""
         content = {
             "title": self.title,
+            **self.setting,
             "arrays": [dataclasses.asdict(array) for array in self.arrays],
             "gib_by_kind": dict(self.sums),
             "notes": self.notes,
         }
         parts = [
             f"# {self.title}",
+            *(f"```\n{c}\n```" for c in [self.setting["command"]] if c),
             markdown.table(("kind", "GiB of a device"), self.sums),
             *self.notes,
             markdown.table(HEAD, map(_cells, self.arrays)),
@@ -88,22 +92,29 @@ def make(
     program: str = "train",
     num_slices: int | None = None,
     depth: int | None = None,
+    command: str = "",
 ) -> Listing:
     """Lists the arrays of a program of a config on a topology.
 
-    Args: as `report.make`.
+    Args: as those of `report.make`.
 
     Raises:
       InputError: topology, mesh, program or depth cannot be.
     """
-    config = report.changed(config, num_slices, depth)
+    config = programs.changed(config, num_slices, depth)
     mesh = chips.abstract_mesh(config.mesh, topology)
-    report.require_whole_rows(config, mesh.shape)
+    programs.require_whole_rows(config, mesh.shape)
     sizes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1)
     slices = f" x {config.mesh.slices} slices" if config.mesh.slices > 1 else ""
     return Listing(
         title=f"{config_name}: {program} on {topology}{slices}, {mesh.size} devices, "
         f"mesh {sizes or 'of one device'}",
+        setting={
+            "command": command,
+            "mesh": dict(mesh.shape),
+            "expert_chunks": config.model.expert_chunks,
+            "accumulation_steps": config.optim.accumulation_steps,
+        },
         arrays=of_program(config, mesh, program),
         notes=tuple(_notes(config, program)),
     )

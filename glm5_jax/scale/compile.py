@@ -35,7 +35,7 @@ class Compiled:
     peak: liveness.Peak  # an estimate of what `temporaries` hold
     temporaries: list[liveness.Temporary]
     traffic: collectives.Traffic
-    hbm_bytes: float  # read and written in a run
+    hbm_bytes: float  # read and written in a run, at an even load of the experts
     flops: flops.Flops
     trace_seconds: float
     compile_seconds: float
@@ -94,7 +94,7 @@ def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
         peak=liveness.peak(module),
         temporaries=liveness.temporaries(module),
         traffic=collectives.find(module, dict(job.mesh.shape), num_slices),
-        hbm_bytes=memory.traffic(module),
+        hbm_bytes=memory.traffic(module, job.mesh.shape["expert"]),
         flops=work,
         trace_seconds=traced_at - began,
         compile_seconds=seconds,

@@ -13,6 +13,7 @@ def page(line: dict[str, Any], tables: dict[str, Any], refusal: str) -> str:
     what = f"{line['program']} ({line['stage']})"
     parts = [
         f"# {line['config']}: {what} on {_where(line)}",
+        *(f"```\n{line[key]}\n```" for key in ("command",) if key in line),
         "Compiled for chips that are not there, and not timed: sizes and counts are "
         "the compiler's, seconds are rooflines. All figures are of one device and one "
         "run of the program.",
@@ -64,6 +65,8 @@ def _setting(line: dict[str, Any], tables: dict[str, Any]) -> str:
         ("what", "value"),
         [
             ("mesh", mesh or "one device"),
+            ("model.expert_chunks", line["expert_chunks"]),
+            ("optim.accumulation_steps", line["accumulation_steps"]),
             ("layers", line["num_hidden_layers"]),
             ("tokens of a run, all devices", f"{line['tokens']:,}"),
             ("tokens of a row", f"{line['sequence_length']:,}"),
@@ -180,7 +183,8 @@ def _time(line: dict[str, Any], tables: dict[str, Any]) -> str:
         ),
         "FLOPs of matrix products, recomputation included, at an even load of the "
         f"experts (their buffers have room for {line['mesh']['expert']} times the "
-        "rows):",
+        "rows; of HBM the products move as much less, all else that spreads and sums "
+        "rows moves whole buffers):",
         table(
             ("kind", "TFLOP"),
             ((k, f"{n / 1e12:,.4g}") for k, n in tables["flops_by_kind"].items()),

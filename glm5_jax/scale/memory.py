@@ -70,30 +70,58 @@ def replicated(arrays: list[Array], least_bytes: int = 0) -> list[Array]:
     return sorted(found, key=lambda a: -a.device_bytes)
 
 
-def traffic(module: hlo.Module) -> float:
+def traffic(module: hlo.Module, num_sharing: int = 1) -> float:
     """Bytes that a device reads from and writes to HBM in a run.
 
     Operands and results of every scheduled instruction, once each, times the loops
     around it; of an operand that is only sliced and of a result that is only updated,
-    the slice; of a kernel what it says of itself, if it does.
+    the slice; of a kernel what it says of itself, if it does; of a grouped product the
+    rows at an even load, as its FLOPs (flops.py). What else moves the experts' rows is
+    XLA's, whose shapes do not depend on the load: it moves the buffers whole.
+
+    Args:
+      module: as compiled.
+      num_sharing: devices whose experts share the rows that buffers have room for.
     """
-    return _traffic(module, module.entry, {})
+    return _traffic(module, module.entry, num_sharing, {})
 
 
-def _traffic(module: hlo.Module, name: str, known: dict[str, float]) -> float:
+def _traffic(
+    module: hlo.Module, name: str, num_sharing: int, known: dict[str, float]
+) -> float:
     if name in known:
         return known[name]
     total, body = 0.0, module.computations.get(name, {})
     for i in body.values():
         if i.opcode == "while":
             runs = module.trip_count(i, name)
-            inner = _traffic(module, i.called("body")[0], known)
+            inner = _traffic(module, i.called("body")[0], num_sharing, known)
             total += inner * (1 if runs is None else runs)
         elif i.opcode in ("conditional", "call"):
-            total += max((_traffic(module, c, known) for c in i.called()), default=0)
+            inside = (_traffic(module, c, num_sharing, known) for c in i.called())
+            total += max(inside, default=0)
+        elif _is_grouped(i):
+            total += _grouped(body, i, num_sharing)
         elif i.opcode not in _VIEWS and not i.opcode.endswith(("-done", "-update")):
             total += sum(_moved(module, body, i))
     known[name] = total
+    return total
+
+
+def _is_grouped(i: hlo.Instruction) -> bool:
+    """Whether it is libtpu's kernel for a product of rows in groups."""
+    return i.opcode == "custom-call" and "ragged_dot" in i.op_name
+
+
+def _grouped(
+    body: dict[str, hlo.Instruction], i: hlo.Instruction, num_sharing: int
+) -> float:
+    """Bytes of a grouped product: rows (M, K) as they are filled, matrices whole."""
+    types = [i.type, *(body[name].type for name in i.operands if name in body)]
+    total = 0.0
+    for shape, size, is_hbm in (x for text in types for x in hlo.shapes(text)):
+        is_rows = shape.count(",") == 1
+        total += is_hbm * size / (num_sharing if is_rows else 1)
     return total
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from glm5_jax import config as config_lib
+from glm5_jax.config import checks
 from glm5_jax.inference import engine, placement, steps
 from glm5_jax.model import transformer
 from glm5_jax.training import program as program_lib
@@ -53,6 +55,33 @@ def make(
         names=("params", "opt_state", "batch"),
         num_tokens=program.batch["tokens"].size,
     )
+
+
+def changed(
+    config: config_lib.TrainConfig, num_slices: int | None, depth: int | None
+) -> config_lib.TrainConfig:
+    """The config with other slices and another depth."""
+    if num_slices is not None:
+        mesh = dataclasses.replace(config.mesh, slices=num_slices)
+        config = dataclasses.replace(config, mesh=mesh)
+    if depth is not None:
+        model = config.model
+        pattern = model.index_topk_pattern
+        model = dataclasses.replace(
+            model,
+            num_hidden_layers=depth,
+            first_k_dense_replace=min(model.first_k_dense_replace, max(depth, 0)),
+            index_topk_pattern=pattern[:depth] if pattern else None,
+        )
+        config = dataclasses.replace(config, model=model)
+    return config
+
+
+def require_whole_rows(
+    config: config_lib.TrainConfig, sizes: Mapping[str, int]
+) -> None:
+    """A batch must be divisible by the devices that share it."""
+    checks.require(config.batch_rule(sizes["data"] * sizes["fsdp"] * sizes["expert"]))
 
 
 def _serving(

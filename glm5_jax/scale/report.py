@@ -11,10 +11,10 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import chips, markdown, memory, programs, roofline
 from glm5_jax.scale import compile as compile_lib
+from glm5_jax.scale import refusal as refusal_lib
 from glm5_jax.training import accounting, host_memory
 
 NUM_SHOWN = 12  # of the largest arrays
-NUM_NAMED = 4  # in a refusal
 GIB = chips.GIB
 
 
@@ -40,6 +40,7 @@ def make(
     program: str = "train",
     num_slices: int | None = None,
     depth: int | None = None,
+    command: str = "",
 ) -> Report:
     """Compiles a program of a config for a topology.
 
@@ -50,17 +51,19 @@ def make(
       program: one of `programs.NAMES`.
       num_slices: instead of the config's mesh.slices.
       depth: layers instead of the model's.
+      command: that asked for it, written down to be run again.
 
     Raises:
       InputError: topology, mesh, program or depth cannot be.
     """
-    config = changed(config, num_slices, depth)
+    config = programs.changed(config, num_slices, depth)
     slices = config.mesh.slices
     mesh = mesh_lib.make_mesh(config.mesh, mesh_lib.topology(topology, slices))
-    require_whole_rows(config, mesh.shape)
+    programs.require_whole_rows(config, mesh.shape)
     job = programs.make(config, mesh, program)
     made = compile_lib.compile(job, slices)
-    line = _setting(config, config_name, topology, job)
+    line = {"command": command} if command else {}
+    line |= _setting(config, config_name, topology, job)
     tables: dict[str, Any] = {
         "arguments_gib": _in_gib(memory.by_kind(made.arrays)),
         "largest_arguments": _rows(made.arrays, "device_bytes"),
@@ -77,7 +80,7 @@ def make(
         more, shown = _compiled(config, job, made)
         line, tables = line | more, tables | shown
     if not line["fits"]:
-        refusal = _refusal(config, line, tables)
+        refusal = refusal_lib.text(config, line, tables)
     line |= {
         "flops": made.flops.total,
         "trace_s": round(made.trace_seconds, 1),
@@ -99,6 +102,8 @@ def _setting(
         "slices": config.mesh.slices,
         "devices": job.mesh.size,
         "mesh": dict(job.mesh.shape),
+        "expert_chunks": config.model.expert_chunks,
+        "accumulation_steps": config.optim.accumulation_steps,
         "num_hidden_layers": config.model.num_hidden_layers,
         "sequence_length": config.data.sequence_length,
         "tokens": job.num_tokens,
@@ -177,79 +182,6 @@ def _overflow_line(made: compile_lib.Overflow) -> dict[str, Any]:
         "fits": False,
         "error": made.message.splitlines()[0],
     }
-
-
-def _refusal(
-    config: config_lib.TrainConfig, line: dict[str, Any], tables: dict[str, Any]
-) -> str:
-    """Why it does not fit, the largest arrays, and what to change."""
-    names = ("args", "temp", "total")
-    sizes = [f"{name} {line[k]}" for name in names if line.get(k := f"hbm_{name}_gib")]
-    made = tables.get("largest_allocations") or tables.get("largest_temporaries") or []
-    arrays = [f"{_gib(a['num_bytes'])} GiB {a['shape']}" for a in made[:NUM_NAMED]]
-    for array in tables["largest_arguments"][:NUM_NAMED]:
-        copies = array["num_copies"]
-        same = f" (the same on {copies} devices)" if copies > 1 else ""
-        arrays.append(f"{_gib(array['device_bytes'])} GiB {array['name']}{same}")
-    return (
-        f"{line['config']} does not fit {line['topology']}: a device has "
-        f"{line['hbm_limit_gib']} GiB, it needs {', '.join(sizes)}. Largest arrays: "
-        f"{'; '.join(arrays)}. Change: {'; '.join(_knobs(config))}."
-    )
-
-
-def _knobs(config: config_lib.TrainConfig) -> list[str]:
-    """Settings that take memory, those that would help first."""
-    model, mesh, out = config.model, config.mesh, []
-    if model.remat_policy != "full":
-        out.append(f"model.remat_policy=full (is {model.remat_policy})")
-    if mesh.fsdp * mesh.expert * mesh.tensor == 1:
-        out.append("mesh.fsdp and mesh.expert above 1: state is whole on every device")
-    if mesh.data not in (1, -1, mesh.slices):
-        out.append(f"more of the devices to mesh.fsdp than to mesh.data={mesh.data}")
-    rows = "rl.prompts_per_step" if config.stage == "rl" else "data.batch_size"
-    out.append(f"a smaller {rows} (or more rows' worth of devices)")
-    out.append(f"mesh.context above {mesh.context} for long sequences")
-    if model.param_dtype != "bfloat16":
-        out.append("model.param_dtype=bfloat16")
-    return [*out, "more chips"]
-
-
-def changed(
-    config: config_lib.TrainConfig, num_slices: int | None, depth: int | None
-) -> config_lib.TrainConfig:
-    """The config with other slices and another depth."""
-    if num_slices is not None:
-        mesh = dataclasses.replace(config.mesh, slices=num_slices)
-        config = dataclasses.replace(config, mesh=mesh)
-    if depth is not None:
-        model = config.model
-        pattern = model.index_topk_pattern
-        model = dataclasses.replace(
-            model,
-            num_hidden_layers=depth,
-            first_k_dense_replace=min(model.first_k_dense_replace, max(depth, 0)),
-            index_topk_pattern=pattern[:depth] if pattern else None,
-        )
-        config = dataclasses.replace(config, model=model)
-    return config
-
-
-def require_whole_rows(
-    config: config_lib.TrainConfig, sizes: Mapping[str, int]
-) -> None:
-    """A batch must be divisible by the devices that share it."""
-    is_rl = config.stage == "rl"
-    rows = config.rl.num_rows if is_rl else config.data.batch_size
-    parts = sizes["data"] * sizes["fsdp"] * sizes["expert"]
-    if rows % parts:
-        near = sorted({max(rows // parts, 1) * parts, (rows // parts + 1) * parts})
-        name = "rl.prompts_per_step * rl.group_size" if is_rl else "data.batch_size"
-        raise config_lib.InputError(
-            f"{name} must be divisible by data * fsdp * expert = {parts} devices, got "
-            f"{rows}; set it to {' or '.join(map(str, near))}, or give devices to "
-            f"mesh.tensor or mesh.context."
-        )
 
 
 def _traffic_rows(totals: dict[tuple[str, ...], tuple[int, float]]) -> list[list[Any]]:

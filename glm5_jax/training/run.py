@@ -17,6 +17,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.checkpoint import retention
+from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
 from glm5_jax.model import transformer
@@ -194,18 +195,8 @@ def _require_whole_rows(config: config_lib.TrainConfig, mesh: Mesh) -> None:
     The config checks this where it says how many devices there are: mesh.data=-1 says
     nothing.
     """
-    is_rl = config.stage == "rl"
-    num_rows = config.rl.num_rows if is_rl else config.data.batch_size
     names = sharding.RULES["B"]
-    num_parts = math.prod(mesh.shape[name] for name in names)
-    if num_rows % num_parts:
-        rows = "rl.prompts_per_step * rl.group_size" if is_rl else "data.batch_size"
-        axes = " * ".join(f"{name}={mesh.shape[name]}" for name in names)
-        raise config_lib.InputError(
-            f"{rows} must be divisible by the devices of the mesh that share a batch, "
-            f"{axes}, got {num_rows} rows on {num_parts} devices; change {rows}, or "
-            f"give devices to mesh.tensor."
-        )
+    checks.require(config.batch_rule(math.prod(mesh.shape[name] for name in names)))
 
 
 def _require_same_feed(ours: str) -> None:

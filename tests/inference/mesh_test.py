@@ -118,7 +118,7 @@ class OtherMeshesTest(MeshCase):
 
 class PlacementTest(parameterized.TestCase):
     def test_slots_must_be_divisible(self):
-        wanted = "= 4, got 6; set it to 4 or 8, or give devices to mesh.tensor"
+        wanted = "got 6 on 4; set it to 4 or 8, or give devices to mesh.tensor"
         with (
             jax.set_mesh(make_mesh(expert=4, tensor=2)),
             self.assertRaisesRegex(config_lib.InputError, wanted),

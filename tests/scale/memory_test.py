@@ -41,6 +41,25 @@ custom_call_target="tpu_custom_call", \
 backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"777"}}}
 }
 """
+# A grouped product as libtpu schedules it, the gather before it and its gradient. Of
+# its rows some lie in on-chip memory, which is not counted.
+GROUPED = """HloModule m, is_scheduled=true
+
+ENTRY %main (a: bf16[64,16], b: s32[64], w: bf16[4,16,32]) -> bf16[4,16,32] {
+  %a = bf16[64,16]{1,0} parameter(0)
+  %b = s32[64]{0} parameter(1)
+  %w = bf16[4,16,32]{2,1,0} parameter(2)
+  %gather.1 = bf16[64,16]{1,0} gather(%a, %b)
+  %ragged.1 = bf16[64,32]{1,0} custom-call(%gather.1, %w), \
+custom_call_target="tpu_custom_call", \
+metadata={op_name="jit(f)/moe/experts/ragged_dot_general/ragged-dot-none"}, \
+backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"777"}}}
+  %here = bf16[64,16]{1,0:S(1)} copy(%gather.1)
+  ROOT %ragged.2 = bf16[4,16,32]{2,1,0} custom-call(%here, %ragged.1), \
+custom_call_target="tpu_custom_call", \
+metadata={op_name="jit(f)/moe/experts/ragged_dot_general/ragged-dot-none"}
+}
+"""
 SIZE = 4 * 256 * 256  # bytes of a float32 matrix
 
 
@@ -104,6 +123,15 @@ class TrafficTest(parameterized.TestCase):
         rows = 4 * 8 * 128  # read once, written once
         want = 2 * rows + 4 * 8 + 777
         self.assertEqual(memory.traffic(hlo.parse(WRITE_AND_KERNEL)), want)
+
+    @parameterized.parameters(1, 4)
+    def test_grouped_products_move_the_rows_of_an_even_load(self, num_sharing):
+        narrow, wide, matrices = 2 * 64 * 16, 2 * 64 * 32, 2 * 4 * 16 * 32
+        moved = 2 * narrow + 4 * 64 + narrow  # all rows, whoever they are for
+        products = (narrow + wide) / num_sharing + matrices
+        products += wide / num_sharing + matrices
+        got = memory.traffic(hlo.parse(GROUPED), num_sharing)
+        self.assertEqual(got, moved + products)
 
 
 if __name__ == "__main__":

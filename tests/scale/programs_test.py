@@ -45,7 +45,7 @@ class ServingTest(parameterized.TestCase):
             mesh=config_lib.MeshConfig(),
         )
         mesh = mesh_lib.make_mesh(MESH)
-        with self.assertRaisesRegex(config_lib.InputError, "= 4, got 10; set it to 8"):
+        with self.assertRaisesRegex(config_lib.InputError, "got 10 on 4; set it to 8"):
             programs.make(config, mesh, "decode")
 
     @parameterized.parameters("prefill", "extend", "decode")

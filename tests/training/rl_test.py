@@ -305,8 +305,8 @@ class BadInputTest(parameterized.TestCase):
         self.assert_refused(message, model={"vocab_size": 200})
 
     @parameterized.named_parameters(
-        ("named", {"data": 8}, r"rl.num_rows.*data \* fsdp \* expert.*got 4 on 8"),
-        ("counted", {"data": -1}, "prompts_per_step.*data=8.*4 rows on 8 devices"),
+        ("named", {"data": 8}, r"rl.group_size must .*got 4 on 8; set it to 8"),
+        ("counted", {"data": -1}, "prompts_per_step.*got 4 on 8; set it to 8"),
     )
     def test_of_the_mesh(self, axes, message):
         mesh = config_lib.MeshConfig(**axes)

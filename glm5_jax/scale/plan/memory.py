@@ -116,6 +116,8 @@ def accumulated(s: Setting) -> float:
 
 def carries(s: Setting) -> float:
     """Hidden states that each layer was given, kept for its backward pass."""
+    if s.model.remat_policy == "offload":  # in the host's memory
+        return 0.0
     return float(s.state * sum(s.layer_kinds.values()))
 
 

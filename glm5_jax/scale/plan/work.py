@@ -54,7 +54,14 @@ def dense_products(s: Setting) -> float:
 
 
 def expert_products(s: Setting) -> float:
-    """Three products a row, and twice that for gradients; some again.
+    """Of every token's rows."""
+    rows = s.tokens * s.model.num_experts_per_tok
+    width = s.model.moe_intermediate_size // s.over("tensor")
+    return 2.0 * rows * s.model.hidden_size * width * num_expert_products(s)
+
+
+def num_expert_products(s: Setting) -> int:
+    """Three of each row and layer, and twice that for gradients; some again.
 
     The recomputation of a layer needs no result of the last product; that of MTP's
     does, as a norm follows, and its chunks are then computed once more.
@@ -63,10 +70,7 @@ def expert_products(s: Setting) -> float:
     again = _forward(s) - 1
     layer = 3 + 3 * BACKWARD + 2 * again
     module = layer + again * (3 if s.chunks > 1 else 1)
-    rows = s.tokens * s.model.num_experts_per_tok
-    width = s.model.moe_intermediate_size // s.over("tensor")
-    a_product = 2.0 * rows * s.model.hidden_size * width
-    return a_product * (count * layer + s.mtp_steps * module)
+    return count * layer + s.mtp_steps * module
 
 
 def vocabulary(s: Setting) -> float:
@@ -120,9 +124,9 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
     """Bytes read and written: a rough sum of what is large.
 
     Arguments in and out, casts and gradients; each layer's fetched weights written,
-    and read by every chunk; rows of the experts, filled or not; rows of lists; hidden
-    states; chunks of logits, each of which reads the head and adds to its gradient;
-    Newton-Schulz.
+    and read by every chunk; rows of the experts, filled or not but for the products;
+    rows of lists; hidden states; chunks of logits, each of which reads the head and
+    adds to its gradient; Newton-Schulz.
     """
     layers = _layers(s)
     passes = _forward(s) + BACKWARD
@@ -136,7 +140,15 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
         if kind[0] == "M":
             a_part += count * passes * ROWS_READS * s.chunks * rows_bytes(s)
     update = 4.0 * arguments + MUON_READS * s.item * newton_schulz_elements(s)
-    return update + s.parts * a_part
+    return update + s.parts * (a_part - unfilled_bytes(s))
+
+
+def unfilled_bytes(s: Setting) -> float:
+    """Of rows that grouped products leave out: those behind the last group."""
+    rows = s.tokens * s.model.num_experts_per_tok * (s.over("expert") - 1)
+    width = s.model.moe_intermediate_size // s.over("tensor")
+    a_product = rows * (s.model.hidden_size + width) * s.item
+    return float(a_product * num_expert_products(s))
 
 
 def listed_bytes(s: Setting) -> float:
