@@ -23,6 +23,7 @@ FETCHED = 1.0  # of a layer's weights
 STAGED = {"tpu7x": 1.0}  # ... and again where SparseCores gather them
 SUMS = 1.0  # of the gradients of its experts; one more while chunks add to them
 ROWS = 2.0  # of the experts' rows of hidden size
+ROWS_ADDED = 1.0  # ... one more where the devices of tensor add theirs
 WIDE_ROWS = 3.0  # of their gate, up and product
 GROUP = 3.0  # of the tokens that a chunk has gathered
 QUERIES = 3.0  # of queries, outputs and their gradients, all heads
@@ -142,7 +143,8 @@ def expert_buffers(s: Setting) -> float:
     width = s.model.moe_intermediate_size // s.over("tensor")
     hidden = s.expert_rows * s.model.hidden_size * s.item
     group = s.state * s.over("expert") // s.chunks
-    return ROWS * hidden + WIDE_ROWS * s.expert_rows * width * s.item + GROUP * group
+    rows = ROWS + ROWS_ADDED * (s.over("tensor") > 1)
+    return rows * hidden + WIDE_ROWS * s.expert_rows * width * s.item + GROUP * group
 
 
 def attention(s: Setting) -> float:

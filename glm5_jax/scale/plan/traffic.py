@@ -15,6 +15,7 @@ from glm5_jax.optim import matrix_groups
 from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.scale import collectives
 from glm5_jax.scale.plan import setting as setting_lib
+from glm5_jax.training import loss
 
 Setting = setting_lib.Setting
 Collective = collectives.Collective
@@ -118,16 +119,24 @@ def words(s: Setting) -> Iterator[Collective]:
 
 
 def shares(s: Setting) -> Iterator[Collective]:
-    """Sums over tensor: of attention, of dense and shared widths, of the experts.
+    """Over tensor: sums of attention and of widths; all heads for the indexer's loss.
 
-    Forward, again where it is recomputed, and their transposes.
+    Sums forward and their transposes, of which the shared expert has its own; that of
+    attention again where it is recomputed, as are the heads that were gathered.
     """
-    times = 3 if s.model.remat_policy != "none" else 2
-    count = 0
-    for kind, layers in (*s.layer_kinds.items(), ("MF", s.mtp_steps)):
+    again = s.model.remat_policy != "none"
+    heads, width = s.model.num_attention_heads * s.item, s.model.qk_head_dim
+    latent = s.model.kv_lora_rank + s.model.qk_rope_head_dim
+    queries = heads * s.tokens * (latent if s.has_lists else width)
+    keys = 0 if s.has_lists else heads * s.rows * s.keys * width
+    for kind, count in (*s.layer_kinds.items(), ("MF", s.mtp_steps)):
         has_shared = kind[0] == "M" and s.model.n_shared_experts > 0
-        count += layers * (2 + has_shared)
-    yield _one(s, REDUCE, "tensor", "forward", s.state, times * count, "shares")
+        sums = count * (2 + again + 2 + has_shared)
+        yield _one(s, REDUCE, "tensor", "forward", s.state, sums, "shares")
+        if loss.has_indexer_loss(s.config):
+            for size in (queries, keys):
+                times = count * (1 + again)
+                yield _one(s, GATHER, "tensor", "forward", size, times, "shares")
 
 
 def replicas(s: Setting) -> Iterator[Collective]:
