@@ -152,8 +152,12 @@ class CheckpointManager:
             found, error = _attempt(folder, abstract_state)
             if together.all_true(found is not None) and found is not None:
                 self._set_aside([*damaged], step_folder.DAMAGED)
+                newer = [n for n in steps if n > candidate and n not in damaged]
+                if newer:  # without a manifest, or rolled back
+                    logging.warning("STEPS %s ARE NOT GONE ON FROM.", newer)
                 self._restored = candidate
-                self._saved = {saved for saved in self._saved if saved <= candidate}
+                earlier = {saved for saved in self._saved if saved < candidate}
+                self._saved = {*earlier, candidate}
                 return candidate, *found
             damaged[candidate] = error or manifest.DamagedError(
                 f"another process cannot read {folder}."

@@ -204,7 +204,9 @@ class KilledTest(FaultsTestCase):
         """Step 2 is whole but cannot prove it: the run does it again."""
         self.remove_manifests(2)
         manager = self.open()
-        self.assertEqual(self.restored(manager), 1)
+        with self.assertLogs(level="WARNING") as logs:
+            self.assertEqual(self.restored(manager), 1)
+        self.assertIn("STEPS [2] ARE NOT GONE ON FROM", "".join(logs.output))
         self.assertEqual(self.names(), ["1", "2"])
         manager.save(2, steps.make_state(2), steps.METADATA)
         manager.close()
