@@ -166,16 +166,16 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
 def run(main: Callable[[Arguments], int | None]) -> None:
     """Runs an entry point: parses the command line, calls `main`, exits.
 
-    Exit code: what `main` returns, or 2 with one message where the user's input is
-    wrong (InputError), be it found here or in `main`.
+    Exit code: what `main` returns; with one message 2 where the user's input is wrong
+    (InputError, here or in `main`), 1 where what is on disk is damaged (DamagedError).
     """
     logging.get_absl_logger().addFilter(_is_ours_or_serious)
     try:
         app.run(main, flags_parser=_parse_flags)
-    except config_lib.InputError as error:
+    except (config_lib.InputError, config_lib.DamagedError) as error:
         lines = "".join(f"error: {line}\n" for line in str(error).splitlines())
         sys.stderr.write(lines)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, config_lib.InputError) else 1)
 
 
 def typed() -> str:

@@ -244,6 +244,8 @@ from glm5_jax import command_line, config
 SIZE = flags.DEFINE_integer("size", 3, "How long the line is.")
 
 def main(arguments):
+    if arguments.config == "damaged":
+        raise config.DamagedError("checkpoints/5: other content")
     if arguments.config == "bad":
         raise config.InputError("first\\nsecond")
     print(SIZE.value, arguments.config, arguments.overrides)
@@ -274,6 +276,11 @@ class RunTest(absltest.TestCase):
     def test_input_error_is_a_message_and_exit_code_2(self):
         code, out, err = self._run("--config=bad")
         self.assertEqual((code, out, err), (2, "", "error: first\nerror: second\n"))
+
+    def test_damage_is_a_message_and_exit_code_1(self):
+        code, out, err = self._run("--config=damaged")
+        self.assertEqual((code, out), (1, ""))
+        self.assertEqual(err, "error: checkpoints/5: other content\n")
 
     def test_unknown_flags(self):
         code, _, err = self._run("stray", "--siz=3", "--confg.seed=3")

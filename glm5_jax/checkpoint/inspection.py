@@ -131,7 +131,10 @@ def prune(checkpoints: epath.Path, folders: list[epath.Path]) -> None:
             f"no step in {checkpoints} has a manifest, so nothing is deleted: nothing "
             f"would be left that proves itself. Go on with the run; its next save does."
         )
-    manifest.verify(checkpoints / str(max(safe)))
+    try:
+        manifest.verify(checkpoints / str(max(safe)))
+    except config_lib.DamagedError as error:
+        raise config_lib.DamagedError(f"{error} Nothing was deleted.") from error
     for folder in tqdm.tqdm(folders, desc="delete", disable=None):
         with contextlib.suppress(FileNotFoundError):  # the run deletes as well
             step_folder.remove(folder)
@@ -173,14 +176,14 @@ def _describe(folder: epath.Path, is_verified: bool) -> Row:
     began = time.perf_counter()
     try:
         if lacking := step_folder.missing(folder):
-            raise manifest.DamagedError(f"{folder} has no {lacking}.")
+            raise config_lib.DamagedError(f"{folder} has no {lacking}.")
         if (entries := manifest.read(folder)) is not None:
             manifest.require_sizes(folder, entries)
             status = "sizes match"
         if is_verified and (hashed := manifest.verify(folder)) is not None:
             rate = hashed / (time.perf_counter() - began) / 1e9
             status = f"verified, {rate:.2f} GB/s"
-    except manifest.DamagedError as error:
+    except config_lib.DamagedError as error:
         status, problem = "DAMAGED", str(error)
     return Row(folder, size, age, _metrics(folder), status, problem)
 

@@ -152,17 +152,21 @@ class CheckpointManager:
             found, error = _attempt(folder, abstract_state)
             if together.all_true(found is not None) and found is not None:
                 self._set_aside([*damaged], step_folder.DAMAGED)
+                newer = [n for n in steps if n > candidate and n not in damaged]
+                if newer:  # without a manifest, or rolled back
+                    logging.warning("STEPS %s ARE NOT GONE ON FROM.", newer)
                 self._restored = candidate
-                self._saved = {saved for saved in self._saved if saved <= candidate}
+                earlier = {saved for saved in self._saved if saved < candidate}
+                self._saved = {*earlier, candidate}
                 return candidate, *found
-            damaged[candidate] = error or manifest.DamagedError(
+            damaged[candidate] = error or config_lib.DamagedError(
                 f"another process cannot read {folder}."
             )
             logging.error("STEP %d IS DAMAGED: %s", candidate, _short(error))
         if step is not None:
             raise damaged[step]
         reasons = "\n  ".join(f"{k}: {_short(e)}" for k, e in damaged.items())
-        raise manifest.DamagedError(
+        raise config_lib.DamagedError(
             f"none of the steps {sorted(steps)} in {self._folder} can be read; nothing "
             f"was changed. Give another --workdir, or move checkpoints/ away to start "
             f"afresh.\n  {reasons}"
@@ -309,7 +313,7 @@ def _attempt(
     """State and metadata of a step, or why they cannot be had."""
     try:
         if lacking := step_folder.missing(folder):
-            raise manifest.DamagedError(f"{folder} has no {lacking}.")
+            raise config_lib.DamagedError(f"{folder} has no {lacking}.")
         _verify(folder)
         return (
             stored.read(folder, abstract_state, "state"),

@@ -20,6 +20,8 @@ import tqdm
 from absl import logging
 from etils import epath
 
+from glm5_jax import config as config_lib
+
 NAME = "manifest.json"
 HASH = "sha256"
 _VERSION = 1
@@ -28,10 +30,6 @@ _CHUNK = 2**20  # bytes
 _MAX_NAMED = 5  # files that a message names
 # As Orbax names what one process wrote: its data, its list of arrays.
 _OF_PROCESS = re.compile(r"(?:^|/)(?:ocdbt\.)?process_(\d+)(?:/|$)")
-
-
-class DamagedError(RuntimeError):
-    """What is on disk is not what was written."""
 
 
 class Entry(NamedTuple):
@@ -95,9 +93,13 @@ def read(folder: epath.Path) -> Entries | None:
         text = (folder / NAME).read_text()
         entries = _loads(json.dumps(json.loads(text)["files"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedError(f"{folder / NAME} cannot be read: {error!r}.") from error
+        raise config_lib.DamagedError(
+            f"{folder / NAME} cannot be read: {error!r}."
+        ) from error
     if text != _render(entries):
-        raise DamagedError(f"{folder / NAME} has another checksum than it says.")
+        raise config_lib.DamagedError(
+            f"{folder / NAME} has another checksum than it says."
+        )
     return entries
 
 
@@ -131,7 +133,7 @@ def verify(
         mine = _share(entries, process, num_processes)
         found = _hash(folder, mine, is_shown=True)
     except OSError as error:
-        raise DamagedError(f"{folder} cannot be read: {error}.") from error
+        raise config_lib.DamagedError(f"{folder} cannot be read: {error}.") from error
     differing = {n: "other content" for n in mine if found[n] != entries[n]}
     _require_same(folder, entries, differing)
     return sum(entries[name].size for name in mine)
@@ -241,7 +243,7 @@ def _require_same(
 ) -> None:
     if problems:
         named = [f"{n}: {problems[n]}" for n in sorted(problems)][:_MAX_NAMED]
-        raise DamagedError(
+        raise config_lib.DamagedError(
             f"{folder} is not what was written, in {len(problems)} of {len(entries)} "
             f"files: {'; '.join(named)}{'; ...' * (len(problems) > len(named))}."
         )

@@ -4,7 +4,7 @@ Fields of ModelConfig bear the names of the Hugging Face config.json, and its de
 are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
 """
 
-from glm5_jax.config.checks import InputError
+from glm5_jax.config.checks import DamagedError, InputError
 from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
 from glm5_jax.config.rl import (
@@ -29,6 +29,7 @@ __all__ = [
     "DIS_REASONING",
     "AdvantageStd",
     "AttentionMode",
+    "DamagedError",
     "DataConfig",
     "Dtype",
     "HealthConfig",

@@ -8,6 +8,10 @@ class InputError(ValueError):
     """What the user gave is wrong; the message says what, and what to do."""
 
 
+class DamagedError(RuntimeError):
+    """What is on disk is not what was written; the message names the files."""
+
+
 def require(*rules: tuple[bool, str]) -> None:
     """Raises one InputError with the message of every rule that does not hold."""
     errors = [message for holds, message in rules if not holds]

@@ -139,7 +139,7 @@ class DamageTest(FaultsTestCase):
         for path in paths:
             before = path.read_bytes()
             flip(path, byte=rng.integers(len(before)), bit=rng.integers(8))
-            with self.subTest(path), self.assertRaises(manifest.DamagedError):
+            with self.subTest(path), self.assertRaises(config_lib.DamagedError):
                 manifest.verify(manager_lib.find_step(step))
             path.write_bytes(before)
         self.assertGreater(manifest.verify(manager_lib.find_step(step)), 0)
@@ -168,7 +168,7 @@ class DamageTest(FaultsTestCase):
 
     def test_a_named_step_does_not_fall_back(self):
         flip(largest(self.step_folder(2)))
-        with self.assertRaisesRegex(manifest.DamagedError, "other content"):
+        with self.assertRaisesRegex(config_lib.DamagedError, "other content"):
             self.open().restore(self.abstract, step=2)
         self.assertEqual(self.names(), ["1", "2"])
 
@@ -177,7 +177,7 @@ class DamageTest(FaultsTestCase):
         truncate(largest(step))
         largest(step, "params").unlink()
         message = r"in 2 of \d+ files: params/.*: missing; state/.* bytes of .*"
-        with self.assertRaisesRegex(manifest.DamagedError, message):
+        with self.assertRaisesRegex(config_lib.DamagedError, message):
             manifest.verify(manager_lib.find_step(step))
 
     def test_parameters_alone_are_verified_alone(self):
@@ -186,7 +186,7 @@ class DamageTest(FaultsTestCase):
         got = manager_lib.restore_params(self.folder, params)
         steps.assert_same(got, steps.make_state(2)["params"])
         flip(largest(self.step_folder(2), "params"))
-        with self.assertRaisesRegex(manifest.DamagedError, "params/.*other content"):
+        with self.assertRaisesRegex(config_lib.DamagedError, "params/.*other content"):
             manager_lib.restore_params(self.folder, params)
 
 
@@ -204,7 +204,9 @@ class KilledTest(FaultsTestCase):
         """Step 2 is whole but cannot prove it: the run does it again."""
         self.remove_manifests(2)
         manager = self.open()
-        self.assertEqual(self.restored(manager), 1)
+        with self.assertLogs(level="WARNING") as logs:
+            self.assertEqual(self.restored(manager), 1)
+        self.assertIn("STEPS [2] ARE NOT GONE ON FROM", "".join(logs.output))
         self.assertEqual(self.names(), ["1", "2"])
         manager.save(2, steps.make_state(2), steps.METADATA)
         manager.close()

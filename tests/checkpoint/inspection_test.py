@@ -95,9 +95,8 @@ class CommandTest(faults_test.FaultsTestCase):
 
     def test_nothing_goes_where_what_stays_is_damaged(self):
         faults_test.flip(faults_test.largest(self.step_folder(2)))
-        code, text = self.run_command(prune=True, keep=1, yes=True)
-        self.assertEqual(code, 1)
-        self.assertIn("Nothing was deleted", text)
+        with self.assertRaisesRegex(config_lib.DamagedError, "Nothing was deleted"):
+            self.run_command(prune=True, keep=1, yes=True)
         self.assertEqual(self.names(), ["1", "2"])
 
     def test_nothing_goes_where_nothing_proves_itself(self):

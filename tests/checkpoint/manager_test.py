@@ -139,6 +139,15 @@ class SaveRestoreTest(steps.StepsTestCase):
         _, state, _ = manager.restore(steps.abstract(steps.make_state(0)))
         steps.assert_same(state, steps.make_state(1))
 
+    def test_the_step_that_was_restored_is_not_saved_again(self):
+        """As at the end of a run that had ended."""
+        manager = self.with_steps(1, 2)
+        manager.restore(steps.abstract(steps.make_state(0)))
+        manager.save(2, steps.make_state(7), {})
+        _, state, metadata = manager.restore(steps.abstract(steps.make_state(0)))
+        steps.assert_same(state, steps.make_state(2))
+        self.assertEqual(metadata, steps.METADATA)
+
     @parameterized.parameters(jnp.nan, jnp.inf)
     def test_a_state_that_is_not_finite_is_refused(self, bad):
         manager = self.with_steps(1)

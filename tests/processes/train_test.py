@@ -74,6 +74,15 @@ class TrainTest(runs.FolderTest):
         names = {path.name for path in (two / "logs").iterdir()}
         self.assertEqual(names, {"process_0.log", "process_1.log"})
 
+    def test_one_then_two_then_four_are_one_run(self):
+        flags = ["--config.optim.schedule=constant", *MESHES["data"]]
+        ends = {1: "--config.num_steps=2", 2: "--config.num_steps=4"}
+        ends[4] = "--config.num_steps=6"
+        whole = self.train("whole", "--simulate_processes=1", ends[4], *flags)
+        for count, end in ends.items():
+            grown = self.train("grown", f"--simulate_processes={count}", end, *flags)
+        self.assert_same_run(grown, whole)
+
     def two(self, name, *flags):
         """Two processes of a long run that have come to its first steps."""
         workdir = self.root / name

@@ -18,7 +18,7 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import manager, manifest
+from glm5_jax.checkpoint import manager
 from glm5_jax.training import loop, metrics
 from tests import environment, runs
 from tests.model import tiny
@@ -147,7 +147,7 @@ class RunTest(runs.OneDeviceTest):
         for path in (folder / "checkpoints").iterdir():
             with (path / "params" / "_METADATA").open("a") as file:
                 file.write("\n")
-        with self.assertRaisesRegex(manifest.DamagedError, "none of the steps"):
+        with self.assertRaisesRegex(config_lib.DamagedError, "none of the steps"):
             loop.train(self.config, folder)
 
     def test_starts_from_the_parameters_of_another_run(self):
