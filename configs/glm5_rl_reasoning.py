@@ -23,7 +23,8 @@ def get_config() -> ml_collections.ConfigDict:
         num_steps=1000,
         eval_every=50,
         checkpoint_every=20,
-        model=dataclasses.replace(presets.GLM5, remat_policy="full"),
+        sample_tokens=0,
+        model=dataclasses.replace(presets.GLM5, remat_policy="full", expert_chunks=4),
         data=config_lib.DataConfig(tokenizer="tokenizer.json", sequence_length=40960),
         optim=config_lib.OptimConfig(
             name="adamw",
@@ -32,6 +33,7 @@ def get_config() -> ml_collections.ConfigDict:
             schedule="constant",
             adam_b2=0.98,
             clip_norm=1.0,  # ours
+            accumulation_steps=16,  # of 64 rows, a row on 8 chips
         ),
         rl=config_lib.RLConfig(
             environment="reasoning_gym:gsm_symbolic",
@@ -39,8 +41,9 @@ def get_config() -> ml_collections.ConfigDict:
             group_size=32,
             max_new_tokens=32768,
             max_turns=1,
-            slots=256,
+            slots=512,
             prefill_chunk=2048,
         ),
+        mesh=config_lib.MeshConfig(fsdp=8, expert=8, context=8),
     )
     return command_line.to_config_dict(config)

@@ -25,8 +25,10 @@ def get_config(variant: str = "glm5") -> ml_collections.ConfigDict:
         num_steps=2000,
         eval_every=200,
         checkpoint_every=200,
-        sample_prompt="Why is the sky blue?",
-        model=dataclasses.replace(VARIANTS[variant], remat_policy="full"),
+        sample_tokens=0,  # several processes: glm5_jax.generate shows what it says
+        model=dataclasses.replace(
+            VARIANTS[variant], remat_policy="full", expert_chunks=4
+        ),
         data=config_lib.DataConfig(
             source="data/sft",
             tokenizer="tokenizer.json",
@@ -36,7 +38,11 @@ def get_config(variant: str = "glm5") -> ml_collections.ConfigDict:
         ),
         loss=config_lib.LossConfig(mtp_weight=0.2, router_bias_rate=0.0),
         optim=config_lib.OptimConfig(
-            learning_rate=1e-5, end_learning_rate=1e-6, warmup_steps=50
+            learning_rate=1e-5,
+            end_learning_rate=1e-6,
+            warmup_steps=50,
+            accumulation_steps=8,  # of 8 rows, a row on 64 chips
         ),
+        mesh=config_lib.MeshConfig(expert=8, context=64),
     )
     return command_line.to_config_dict(config)

@@ -8,33 +8,26 @@ A config file defines `get_config(variant: str = "")` and returns a ConfigDict m
 everything that is wrong with them at once.
 """
 
-import ast
 import dataclasses
-import difflib
 import json
-import math
 import pathlib
 import re
 import runpy
 import sys
 import traceback
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_dict
 
 from glm5_jax import config as config_lib
+from glm5_jax.config import fields
 
 Config = TypeVar("Config")
 Override = tuple[str, str]  # dotted path below --config, text of its value
-
-
-class _Text(str):
-    """A value as the command line gave it: not yet of its field's type."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +60,7 @@ def to_config_dict(config: Any) -> ml_collections.ConfigDict:
         if dataclasses.is_dataclass(value):
             value = to_config_dict(value)
         elif value is None:
-            value = config_dict.placeholder(_without_none(hint))
+            value = config_dict.placeholder(fields.without_none(hint))
         out[name] = value
     return out.lock()
 
@@ -89,22 +82,9 @@ def resolve(
     """
     if isinstance(tree, ml_collections.ConfigDict):
         tree = tree.to_dict()
-    given = dict(_flatten(tree)) | {path: _Text(text) for path, text in overrides}
-    hints = {path: hint for path, hint, _ in _fields(cls)}
-    values, failed, errors = {}, set(), []
-    for path, value in given.items():
-        if path not in hints:
-            errors.append(_unknown_field(path, list(hints)))
-            continue
-        try:
-            values[path] = _typed(value, hints[path])
-        except (TypeError, ValueError, SyntaxError):
-            failed.add(path)
-            errors.append(_wrong_type(path, value, hints[path]))
-    config = _build(cls, "", values, failed, errors)
-    if errors:
-        raise config_lib.InputError("\n".join(errors))
-    return config
+    given = dict(fields.flatten(tree))
+    given |= {path: fields.Text(text) for path, text in overrides}
+    return fields.build(cls, given)
 
 
 def to_json_dict(config: Any) -> dict[str, Any]:
@@ -219,7 +199,7 @@ def _parse_flags(argv: Sequence[str]) -> Arguments:
     for word in extra:
         if word.startswith("-"):
             name = word.lstrip("-").partition("=")[0]
-            guess = _did_you_mean(name, names, "--")
+            guess = fields.did_you_mean(name, names, "--")
             errors.append(f"there is no flag --{name}.{guess} --help lists the flags.")
         else:
             errors.append(f"{word!r} belongs to no flag; write --flag=value.")
@@ -240,7 +220,7 @@ def _get_config(path: str, variant: str) -> Any:
     if variant and variant not in variants:
         names = ", ".join(sorted(filter(None, variants))) or "none"
         raise config_lib.InputError(
-            f"there is no variant {variant!r}.{_did_you_mean(variant, variants)} "
+            f"there is no variant {variant!r}.{fields.did_you_mean(variant, variants)} "
             f"Variants: {names}."
         )
     return namespace["get_config"](*([variant] if variant else []))
@@ -253,142 +233,9 @@ def _config_help() -> str:
         "  --config=FILE.py[:variant]: what get_config of that file returns",
         "  --config.a.b=VALUE: sets one field; those of train.py, with defaults:",
     ]
-    for path, hint, default in _fields(config_lib.TrainConfig):
-        lines.append(f"    --config.{path}={default}  ({_describe(hint)})")
+    for path, hint, default in fields.of(config_lib.TrainConfig):
+        lines.append(f"    --config.{path}={default}  ({fields.describe(hint)})")
     return "\n".join(lines) + "\n"
-
-
-def _fields(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted path, type and default of every field that is no section."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        path, hint = prefix + field.name, hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from _fields(hint, path + ".")
-        else:
-            yield path, hint, field.default
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of every leaf."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _build(
-    cls: type, prefix: str, values: dict[str, Any], failed: set[str], errors: list[str]
-) -> Any:
-    """Builds `cls` and its sections; adds to `failed` and `errors`.
-
-    A field or section that failed is left at its default, so that the rules for the
-    others are checked as well; messages that mention it could be about the default.
-    """
-    hints = typing.get_type_hints(cls)
-    kwargs = {}
-    for name, hint in hints.items():
-        path = prefix + name
-        if dataclasses.is_dataclass(hint):
-            kwargs[name] = _build(hint, path + ".", values, failed, errors)
-        elif path in values:
-            kwargs[name] = values[path]
-    suspects = [name for name in hints if prefix + name in failed]
-    try:
-        config = cls(**{k: v for k, v in kwargs.items() if k not in suspects})
-    except config_lib.InputError as error:
-        config = None
-        failed.add(prefix[:-1])
-        mentions = re.compile(rf"\b({'|'.join(suspects)})\b") if suspects else None
-        for line in str(error).splitlines():
-            if not (mentions and mentions.search(line)):
-                errors.append(prefix + line)
-    if suspects:
-        failed.add(prefix[:-1])
-    return config
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    """`value` as `hint` wants it; raises TypeError or ValueError where it cannot be."""
-    kind = _without_none(hint)
-    if isinstance(value, _Text):
-        value = _parsed(value, kind, is_optional=kind is not hint)
-    if value is None and kind is not hint:
-        return None
-    origin, options = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        fits = value in options
-    elif origin is tuple:  # tuple[int, ...]
-        fits = isinstance(value, list | tuple)
-        value = tuple(_typed(v, options[0]) for v in value) if fits else value
-    elif kind is float:
-        fits = type(value) in (int, float) and math.isfinite(value)
-        value = float(value) if fits else value
-    else:
-        fits = type(value) is kind  # a bool is no int
-    if not fits:
-        raise TypeError(value)
-    return value
-
-
-def _parsed(text: str, kind: Any, is_optional: bool) -> Any:
-    """The Python value that the text spells."""
-    if is_optional and text in ("None", "none", "null"):
-        return None
-    if kind is str or typing.get_origin(kind) is Literal:
-        return str(text)
-    if kind is bool:
-        text = text.capitalize()
-    return ast.literal_eval(text.strip())
-
-
-def _without_none(hint: Any) -> Any:
-    """X of `X | None`; any other type as it is."""
-    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
-        return hint
-    (kind,) = (t for t in typing.get_args(hint) if t is not type(None))
-    return kind
-
-
-def _describe(hint: Any) -> str:
-    """A type in words."""
-    kind = _without_none(hint)
-    if typing.get_origin(kind) is Literal:
-        words = "one of " + ", ".join(typing.get_args(kind))
-    elif typing.get_origin(kind) is tuple:
-        words = "integers such as (1, 2)"
-    else:
-        names = {bool: "true or false", int: "an integer", float: "a number"}
-        words = names.get(kind, "text")
-    return words if kind is hint else f"{words}, or None"
-
-
-def _wrong_type(path: str, value: Any, hint: Any) -> str:
-    """Says what the field expects and what it got."""
-    shown = repr(str(value) if isinstance(value, _Text) else value)
-    options = typing.get_args(_without_none(hint))
-    guess = _did_you_mean(str(value), [o for o in options if isinstance(o, str)])
-    return f"{path} must be {_describe(hint)}, got {shown}.{guess}"
-
-
-def _unknown_field(path: str, known: list[str]) -> str:
-    """Says that a path names no field, and which one may be meant."""
-    inside = [k for k in known if k.startswith(path + ".")]
-    if inside:
-        return f"{path} is a section, not a value; set its fields, e.g. {inside[0]}."
-    leaf = path.rpartition(".")[2]
-    same = [k for k in known if k.rpartition(".")[2] == leaf]
-    guess = _did_you_mean(path, same or known, cutoff=0.0 if same else 0.6)
-    return f"{path} is no field of the config.{guess or ' --help lists them.'}"
-
-
-def _did_you_mean(
-    given: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6
-) -> str:
-    """A blank and the question whether the nearest name is meant, or nothing."""
-    close = difflib.get_close_matches(given, list(known), n=1, cutoff=cutoff)
-    return f" Did you mean {prefix}{close[0]}?" if close else ""
 
 
 def _configs_in(folder: pathlib.Path, given: str = "") -> str:
@@ -396,5 +243,5 @@ def _configs_in(folder: pathlib.Path, given: str = "") -> str:
     names = sorted(p.name for p in folder.glob("*.py") if not p.name.startswith("_"))
     if not names:
         return f" {folder}/ holds no config files."
-    guess = _did_you_mean(given, names, f"{folder}/")
+    guess = fields.did_you_mean(given, names, f"{folder}/")
     return f"{guess} {folder}/ holds {', '.join(names)}."

@@ -40,6 +40,12 @@ _PROCESS_ID = flags.DEFINE_integer(
 _JOIN_SECONDS = flags.DEFINE_integer(
     "join_seconds", 300, "Seconds that processes wait for each other at the start."
 )
+_HEARTBEAT_SECONDS = flags.DEFINE_integer(
+    "heartbeat_seconds",
+    100,
+    "Seconds without a sign of life after which a process counts as dead.",
+    lower_bound=1,
+)
 _SIMULATE = flags.DEFINE_integer(
     "simulate_processes", 0, "Runs as so many processes on this machine's CPU."
 )
@@ -61,7 +67,7 @@ def main(arguments: command_line.Arguments) -> int | None:
     host_memory.restart_with_large_pages()
     from glm5_jax.processes import together  # imports jax: after the input is checked
 
-    with together.joined(me, _JOIN_SECONDS.value):
+    with together.joined(me, _JOIN_SECONDS.value, _HEARTBEAT_SECONDS.value):
         from glm5_jax.training import loop
 
         is_first = together.is_first()

@@ -5,6 +5,7 @@ are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
 """
 
 from glm5_jax.config.checks import InputError
+from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
 from glm5_jax.config.rl import (
     DIS_AGENTIC,
@@ -30,6 +31,7 @@ __all__ = [
     "AttentionMode",
     "DataConfig",
     "Dtype",
+    "HealthConfig",
     "InputError",
     "LossConfig",
     "LossMean",

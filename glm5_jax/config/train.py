@@ -5,6 +5,7 @@ import math
 from typing import Literal
 
 from glm5_jax.config import checks
+from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.model import Dtype, ModelConfig
 from glm5_jax.config.rl import RLConfig
 
@@ -109,7 +110,6 @@ class OptimConfig:
     # Parts of a batch, one after the other: activations are those of one part.
     accumulation_steps: int = 1
     clip_norm: float = 0.0  # global gradient norm; 0 turns it off
-    max_skipped_in_a_row: int = 10  # non-finite updates before the run aborts
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -136,9 +136,7 @@ class OptimConfig:
                 self.clip_norm >= 0,
                 f"clip_norm is negative: {self.clip_norm}; 0 is off.",
             ),
-            *checks.positive(
-                self, "ns_steps", "max_skipped_in_a_row", "accumulation_steps"
-            ),
+            *checks.positive(self, "ns_steps", "accumulation_steps"),
         )
 
 
@@ -146,7 +144,9 @@ class OptimConfig:
 class MeshConfig:
     """Devices along each mesh axis; data = -1 takes what the others leave."""
 
-    slices: int = 1  # of TPUs (or hosts of GPUs); only the data axis goes across them
+    # Slices of TPUs: the data axis alone goes across them. Hosts of GPUs may be counted
+    # as slices too; with 1 every axis may go across hosts.
+    slices: int = 1
     data: int = -1
     fsdp: int = 1
     expert: int = 1
@@ -185,13 +185,17 @@ class TrainConfig:
     sample_prompt: str = "def __init__(self"
     sample_tokens: int = 96  # 0: no sample
     checkpoint_every: int = 100  # 0: only at the end
-    checkpoints_to_keep: int = 3
+    checkpoints_to_keep: int = 3  # newest
+    checkpoints_keep_every: int = 0  # steps divisible by it stay for ever; 0: none
+    # So many more by evaluation: lowest eval/bits_per_byte, in rl highest eval/success.
+    checkpoints_keep_best: int = 0
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     mesh: MeshConfig = MeshConfig()
     rl: RLConfig = RLConfig()
+    health: HealthConfig = HealthConfig()
 
     def __post_init__(self) -> None:
         """Checks what involves several sections."""
@@ -230,22 +234,40 @@ class TrainConfig:
             ),
             *(
                 (getattr(self, k) >= 0, f"{k} must not be negative; 0 turns it off.")
-                for k in ("eval_every", "sample_every", "sample_tokens")
+                for k in (
+                    *("eval_every", "sample_every", "sample_tokens"),
+                    *("checkpoints_keep_every", "checkpoints_keep_best"),
+                )
             ),
             (self.checkpoint_every >= 0, "checkpoint_every must not be negative."),
+            *self._checkpoint_rules(),
             *self._rl_rules(),
             *self._mesh_rules(),
         )
 
-    def _rl_rules(self) -> list[tuple[bool, str]]:
-        """Rules: an episode must fit a row; updates are all the parts there are."""
-        length, new = self.data.sequence_length, self.rl.max_new_tokens
+    def _checkpoint_rules(self) -> list[tuple[bool, str]]:
+        """Rules: what shall be kept, must be written, and be evaluated before."""
+        saves, keeps = self.checkpoint_every, self.checkpoints_keep_every
+        evaluates = self.eval_every
         return [
             (
-                self.stage != "rl" or self.optim.accumulation_steps == 1,
-                f"optim.accumulation_steps must be 1 in stage 'rl', got "
-                f"{self.optim.accumulation_steps}; set rl.updates_per_rollout.",
+                keeps <= 0 or (saves > 0 and keeps % saves == 0),
+                f"checkpoints_keep_every must be a multiple of checkpoint_every, or 0, "
+                f"got {keeps} and {saves}: other steps are not saved.",
             ),
+            (
+                self.checkpoints_keep_best <= 0
+                or (saves > 0 and evaluates > 0 and saves % evaluates == 0),
+                f"checkpoints_keep_best needs evaluations of the steps that are saved: "
+                f"checkpoint_every must be a multiple of eval_every, got {saves} and "
+                f"{evaluates}.",
+            ),
+        ]
+
+    def _rl_rules(self) -> list[tuple[bool, str]]:
+        """Rules: an episode must fit a row, and each update has whole parts."""
+        length, new = self.data.sequence_length, self.rl.max_new_tokens
+        return [
             (
                 self.stage != "rl" or new < length,
                 f"rl.max_new_tokens must be smaller than data.sequence_length, which "
@@ -256,11 +278,13 @@ class TrainConfig:
     def batch_rule(self, num_shares: int) -> tuple[bool, str]:
         """Rule: so many devices of data * fsdp * expert get as many rows each."""
         is_rl, parts = self.stage == "rl", self.optim.accumulation_steps
+        updates = self.rl.updates_per_rollout if is_rl else 1
+        axes = "data * fsdp * expert" + " * accumulation_steps" * (parts > 1)
         return checks.whole(
             "rl.prompts_per_step * rl.group_size" if is_rl else "data.batch_size",
             self.rl.num_rows if is_rl else self.data.batch_size,
-            "data * fsdp * expert" + " * accumulation_steps" * (parts > 1),
-            num_shares * parts,
+            axes + " * updates_per_rollout" * (updates > 1),
+            num_shares * parts * updates,
             "give devices to mesh.tensor or mesh.context",
         )
 

@@ -177,7 +177,7 @@ def update_if_finite(
     So it does where the caller does not allow the update (`is_allowed`), which counts
     as skipped, but not in a row: nothing is wrong with the gradient.
 
-    The caller ends the run when optim/skipped_in_a_row passes max_skipped_in_a_row.
+    The caller counts: health.max_skipped_in_a_row ends the run.
     Arithmetic is float32 whatever the types of parameters and gradients.
 
     The choice is a lax.cond around update and addition: both branches then work in

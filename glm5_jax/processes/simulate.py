@@ -4,6 +4,7 @@ For tests and for finding faults of several hosts without them. What it costs in
 says nothing about a cluster. Imports no jax.
 """
 
+import contextlib
 import math
 import os
 import pathlib
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from glm5_jax import config as config_lib
 from glm5_jax.processes import group
@@ -58,14 +59,13 @@ def run(config: config_lib.TrainConfig, workdir: pathlib.Path, count: int) -> in
                 start_new_session=True,  # ctrl-C comes to us alone
             )
         children.append(child)
-    before = signal.signal(signal.SIGTERM, lambda *_: _signal(children, "TERM"))
     try:
-        return _watch(children, paths)
+        with _passed_on(children):
+            return _watch(children, paths)
     except KeyboardInterrupt:
         return 130
     finally:
         _signal(children, "KILL")
-        signal.signal(signal.SIGTERM, before)
 
 
 def devices_each(mesh: config_lib.MeshConfig, count: int) -> int:
@@ -133,6 +133,23 @@ def _watch(children: Sequence[subprocess.Popen], paths: Sequence[pathlib.Path]) 
             f"{paths[failed]}:\n" + "\n".join(lines[-_LAST_LINES:]) + "\n"
         )
     return code if code > 0 else 128 - code  # a signal, as shells have it
+
+
+@contextlib.contextmanager
+def _passed_on(children: Sequence[subprocess.Popen]) -> Iterator[None]:
+    """SIGTERM and a first ctrl-C ask the children to save and end."""
+
+    def ask(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _signal(children, "TERM")
+
+    names = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(name, ask) for name in names]
+    try:
+        yield
+    finally:
+        for name, handler in zip(names, before, strict=True):
+            signal.signal(name, handler)
 
 
 def _signal(children: Sequence[subprocess.Popen], name: str) -> None:

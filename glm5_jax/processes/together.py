@@ -27,6 +27,7 @@ from glm5_jax.processes import group as group_lib
 from glm5_jax.processes import roll_call
 
 JOIN_SECONDS = 300  # for all processes to come
+HEARTBEAT_SECONDS = 100  # jax's own default
 _PATIENCE_MS = 3_600_000  # for process 0 to say something: it may read a corpus first
 _FINISH_MS = 600_000  # for all to come to the end: process 0 draws curves there
 _FAREWELL_MS = 10_000  # for all to hear of a failure
@@ -36,7 +37,9 @@ _CODES = {config_lib.InputError: 2, KeyboardInterrupt: 130}  # others: 1
 
 @contextlib.contextmanager
 def joined(
-    group: group_lib.Group | None, timeout: int = JOIN_SECONDS
+    group: group_lib.Group | None,
+    timeout: int = JOIN_SECONDS,
+    heartbeat: int = HEARTBEAT_SECONDS,
 ) -> Iterator[None]:
     """Inside, this process and the others of its group are one run.
 
@@ -46,6 +49,8 @@ def joined(
     Args:
       group: of this process; None where it is alone.
       timeout: seconds that processes wait for each other.
+      heartbeat: seconds without a sign of life after which a process counts as dead,
+        and the others end.
 
     Raises:
       InputError: the others do not come, or disagree on the numbers.
@@ -63,6 +68,7 @@ def joined(
         number,
         cluster_detection_method="deactivate" if is_explicit else None,
         initialization_timeout=timeout,
+        heartbeat_timeout_seconds=heartbeat,
     )
     end = _End(distributed.global_state.client)
     try:
@@ -94,6 +100,27 @@ def from_first(name: str, make: Callable[[], str]) -> str:
     if _number() == 0:
         client.key_value_set(key, make())
     return client.blocking_key_value_get(key, _PATIENCE_MS)
+
+
+def to_first(name: str, text: str) -> list[str]:
+    """What every process says, by number, on process 0; the others get nothing.
+
+    Args:
+      name: of the matter, once a run.
+      text: what this process says.
+    """
+    if not jax.distributed.is_initialized():
+        return [text]
+    client: Any = distributed.global_state.client
+    key = f"glm5_jax/{name}"
+    if _number():
+        client.key_value_set(f"{key}/{_number()}", text)
+        return []
+    keys = [f"{key}/{number}" for number in range(1, jax.process_count())]
+    said = [client.blocking_key_value_get(key, _PATIENCE_MS) for key in keys]
+    for key in keys:
+        client.key_value_delete(key)
+    return [text, *said]
 
 
 def meet(name: str) -> None:

@@ -1,31 +1,29 @@
 """The loop that every stage of training uses.
 
 The metrics of step n - 1 are read after step n is dispatched, so that the device never
-waits for the host (before it, where step n's batch needs their weights); then come
-evaluation, sample and checkpoint, each where it is due.
+waits for the host. They are read before it where step n's batch needs their weights,
+and where evaluation, sample or checkpoint are due, which follow a step that was judged.
 """
 
 import contextlib
 import pathlib
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
 
 from glm5_jax import config as config_lib
 from glm5_jax.processes import together
-from glm5_jax.training import accounting, host_memory, plot, run_folder
+from glm5_jax.training import accounting, host_memory, plot, run_folder, signals
+from glm5_jax.training import clock as clock_lib
 from glm5_jax.training import metrics as metrics_lib
 from glm5_jax.training import run as run_lib
+from glm5_jax.training import watchdog as watchdog_lib
 
-EXIT_TERMINATED = 143  # after a checkpoint on SIGTERM
+EXIT_TERMINATED = signals.EXIT_TERMINATED
 
 
 def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, Any]:
@@ -36,21 +34,25 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
 
     Raises:
       InputError: the config, the data or the folder cannot be used.
-      FloatingPointError: too many updates in a row were not finite.
-      SystemExit: 143, after a checkpoint, on SIGTERM.
+      FloatingPointError: the run cannot go on, see config.HealthConfig.
+      SystemExit: 143, after a checkpoint, on SIGTERM or ctrl-C.
     """
     began = time.perf_counter()
+    mesh = run_lib.make_mesh(config)  # nothing is written before this has been checked
     run_folder.claim(workdir, config)
-    run = run_lib.start(config, workdir)
+    run = run_lib.start(config, workdir, mesh)
     writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step)
+    watched = watchdog_lib.Watchdog(
+        workdir / f"stacks_{jax.process_index()}.txt", config.health.watchdog_seconds
+    )
     with (
-        jax.set_mesh(run.mesh),
+        jax.set_mesh(mesh),
         contextlib.closing(writer),
-        _sigterm() as is_terminated,
+        signals.listening() as is_asked_to_end,
+        watched as watchdog,
     ):
-        results = _steps(run, writer, is_terminated)
-        run.save()
-        run.checkpoints.close()
+        loop = _Loop(run, writer, watchdog)
+        results = loop.run_to_the_end(is_asked_to_end)
     summary = {
         "steps": run.step,
         **results,
@@ -67,48 +69,102 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
     return summary
 
 
-def _steps(
-    run: run_lib.Run,
-    writer: metrics_lib.MetricsWriter,
-    is_terminated: Callable[[int], bool],
-) -> dict[str, Any]:
-    """All steps that are left; returns the last evaluation and the median speed."""
-    config, clock = run.config, _Clock(run)
-    pending: dict[str, Any] = {}
-    last = {}
-    while run.step < config.num_steps:
-        if pending and run.feed.is_on_policy:
-            _log(writer, run.step, clock.read(pending), config)
-            pending = {}
-        batch, seen = run.feed.next(run.params, run.step)
+class _Loop:
+    """The steps that are left of a run, and what comes between them."""
+
+    def __init__(
+        self,
+        run: run_lib.Run,
+        writer: metrics_lib.MetricsWriter,
+        watchdog: watchdog_lib.Watchdog,
+    ) -> None:
+        self._run, self._writer, self._watchdog = run, writer, watchdog
+        self._clock = clock_lib.Clock(run, writer.before)
+        self._clock.lose(max(0, writer.before.get("step", 0) - run.step))
+        self._pending: dict[str, Any] = {}  # metrics of run.step, not read yet
+        self._last: dict[str, float] = {}  # evaluation
+
+    def run_to_the_end(self, is_asked_to_end: Callable[[int], bool]) -> dict[str, Any]:
+        """Returns the last evaluation, the median speed and the goodput."""
+        run, config = self._run, self._run.config
+        while run.step < config.num_steps:
+            metrics = self._dispatch()
+            if self._pending and not self._settle(set()):
+                continue  # rolled back: what was dispatched is undone as well
+            run.step += 1
+            self._pending = metrics
+            with self._last_words(metrics):
+                run.feed.check(metrics, run.step)
+            # By position: it grows whatever is rolled back.
+            due, ends = _due(run.step, config), is_asked_to_end(run.position)
+            due |= {"save"} if ends else set()
+            if due or run.feed.is_on_policy:
+                self._settle(due)
+            if ends:
+                run.checkpoints.close()
+                logging.warning("Asked to end: step %d is saved, exiting.", run.step)
+                sys.exit(EXIT_TERMINATED)
+        # A finished run that is started again reports the same evaluation.
+        last = self._last or evaluate(run)
+        with self._clock.paused("save"):
+            run.checkpoints.close()
+        return last | self._clock.medians() | self._clock.goodput()
+
+    def _dispatch(self) -> dict[str, Any]:
+        """Sets the next update going; returns metrics that may still be computed."""
+        run = self._run
+        with self._clock.waiting():
+            batch, seen = run.feed.next(run.params, run.position)
         run.params, run.opt_state, metrics = run.train_step(
             run.params, run.opt_state, run.place(batch)
         )
-        if pending:
-            _log(writer, run.step, clock.read(pending), config)
-        run.step += 1
-        pending = {**metrics, **seen}
-        _check(run, writer, pending)
-        due = _due(run.step, config)
-        if due:
-            with clock.paused(pending):
-                if "evaluate" in due:
-                    last = evaluate(run)
-                    pending |= last
-                if "sample" in due:
-                    write_sample(run)
-                if "save" in due:
-                    run.save()
-        if is_terminated(run.step):
-            _log(writer, run.step, clock.read(pending), config)
-            run.save()
-            run.checkpoints.close()
-            logging.warning("SIGTERM: step %d is saved, exiting.", run.step)
-            sys.exit(EXIT_TERMINATED)
-    if pending:
-        _log(writer, run.step, clock.read(pending), config)
-    # A finished run that is started again reports the same evaluation.
-    return (last or evaluate(run)) | clock.medians()
+        return {**metrics, **seen}
+
+    def _settle(self, due: set[str]) -> bool:
+        """Judges the step that is pending and does what is due; False: rolled back."""
+        run, clock = self._run, self._clock
+        metrics, self._pending = clock.read(self._pending), {}
+        self._watchdog.beat(metrics["perf/step_seconds"])
+        with self._last_words(metrics):
+            must_roll_back = run.health.must_roll_back(run.step, metrics)
+        if must_roll_back:
+            self._roll_back()
+            return False
+        if "evaluate" in due:
+            with clock.paused("evaluate"):
+                self._last = evaluate(run)
+                metrics |= self._last
+        if "sample" in due:
+            with clock.paused("sample"):
+                write_sample(run)
+        if "save" in due:
+            with clock.paused("save"):
+                run.save(metrics)
+        self._watchdog.beat()
+        is_due = _is_due(run.step, run.config.log_every)
+        if is_due or "evaluate" in due:
+            counts = run.health.counts()
+            self._writer.write(run.step, metrics | counts | clock.goodput())
+        return True
+
+    def _roll_back(self) -> None:
+        run = self._run
+        with self._clock.paused("restore"):
+            self._clock.lose(run.roll_back())
+        self._writer.rewind(run.step)
+        logging.error(
+            "Rolled back to step %d; goes on with batch %d.", run.step, run.position
+        )
+
+    @contextlib.contextmanager
+    def _last_words(self, metrics: dict[str, Any]) -> Iterator[None]:
+        """A step that ends the run still gets its line."""
+        try:
+            yield
+        except Exception:
+            self._writer.write(self._run.step, metrics)
+            self._run.checkpoints.close()  # those of earlier steps may be under way
+            raise
 
 
 def evaluate(run: run_lib.Run) -> dict[str, float]:
@@ -126,37 +182,6 @@ def write_sample(run: run_lib.Run) -> str:
     return text
 
 
-def _check(
-    run: run_lib.Run, writer: metrics_lib.MetricsWriter, metrics: dict[str, Any]
-) -> None:
-    """Lets the stage end the run, with the step's line as the last one."""
-    try:
-        run.feed.check(metrics, run.step)
-    except Exception:
-        writer.write(run.step, metrics)
-        run.checkpoints.close()  # those of earlier steps may be under way
-        raise
-
-
-def _log(
-    writer: metrics_lib.MetricsWriter,
-    step: int,
-    metrics: dict[str, Any],
-    config: config_lib.TrainConfig,
-) -> None:
-    """Writes one step's line; ends the run where updates keep failing."""
-    skipped = int(metrics["optim/skipped_in_a_row"])
-    is_due = _is_due(step, config.log_every) or step == config.num_steps
-    if is_due or any(name.startswith("eval/") for name in metrics):
-        writer.write(step, metrics)
-    if skipped >= config.optim.max_skipped_in_a_row:
-        raise FloatingPointError(
-            f"the gradients of {skipped} steps in a row, the last being {step}, were "
-            f"not finite; nothing of them was applied. Lower optim.learning_rate, set "
-            f"optim.clip_norm, or go on from an earlier checkpoint."
-        )
-
-
 def _due(step: int, config: config_lib.TrainConfig) -> set[str]:
     """What comes after a step; the last one is evaluated and sampled in any case."""
     is_last = step == config.num_steps
@@ -172,78 +197,3 @@ def _due(step: int, config: config_lib.TrainConfig) -> set[str]:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-@contextlib.contextmanager
-def _sigterm() -> Iterator[Callable[[int], bool]]:
-    """Whether SIGTERM has come, asked after each step.
-
-    To any of several processes: jax.distributed listens for it and names the step at
-    which all of them stop. Only the main thread may ask for signals.
-    """
-    if jax.process_count() > 1:
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda step: event.is_set()
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
-    try:
-        yield lambda step: event.is_set()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-class _Clock:
-    """Speed of the steps alone: evaluation, samples and checkpoints do not count."""
-
-    def __init__(self, run: run_lib.Run) -> None:
-        config, self._tokens = run.config, run.feed.tokens_per_step
-        self._flops = accounting.flops_per_token(
-            config.model, config.data.sequence_length
-        )
-        # What rollouts compute is not counted, so their steps have no utilisation.
-        self._peak = None if run.feed.is_on_policy else accounting.peak_flops()
-        self._since = time.perf_counter(), time.process_time()
-        self._steps: list[tuple[float, float, float]] = []
-
-    def read(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Waits for a step's metrics and adds the time since the one before."""
-        jax.block_until_ready(metrics["train/loss"])
-        now = time.perf_counter(), time.process_time()
-        # Rows of rollouts are mostly padding, so there the tokens are counted.
-        tokens = float(metrics.get("rollout/tokens", self._tokens))
-        step = now[0] - self._since[0], now[1] - self._since[1], tokens
-        self._since = now
-        self._steps.append(step)
-        return metrics | self._rates(*step)
-
-    @contextlib.contextmanager
-    def paused(self, metrics: dict[str, Any]) -> Iterator[None]:
-        """While this lasts time stands still; a step under way is waited for first."""
-        jax.block_until_ready(metrics["train/loss"])
-        before = time.perf_counter(), time.process_time()
-        yield
-        lost = time.perf_counter() - before[0], time.process_time() - before[1]
-        self._since = self._since[0] + lost[0], self._since[1] + lost[1]
-
-    def medians(self) -> dict[str, Any]:
-        """Median rates, without the first two steps, which warm caches up."""
-        steps = self._steps[2:] or self._steps
-        if not steps:
-            return {}
-        return {"perf/mfu": "unknown"} | self._rates(*np.median(steps, axis=0))
-
-    def _rates(
-        self, seconds: float, cpu_seconds: float, tokens: float
-    ) -> dict[str, float]:
-        rates = {
-            "perf/step_seconds": round(float(seconds), 5),
-            "perf/tokens_per_second": round(tokens / seconds, 1),
-        }
-        if jax.process_count() == 1:  # the others' CPU time is theirs
-            rates["perf/tokens_per_cpu_second"] = round(tokens / cpu_seconds, 1)
-        if self._peak:  # of a chip whose peak is known
-            rates["perf/mfu"] = self._flops * tokens / seconds / self._peak
-        return rates

@@ -63,13 +63,32 @@ def value_and_grad(
 ) -> tuple[tuple[Float[Array, ""], tuple[Metrics, dict]], dict]:
     """The loss, its terms, the load of every router's experts; and the gradient.
 
-    Of optim.accumulation_steps parts of the batch, one after the other, with sums in
-    float32. Means are over the whole batch, however it is cut.
+    Means are over the whole batch, however optim.accumulation_steps cut it.
     """
     inputs, local = _make_inputs(config, batch), functools.partial(_local_loss, config)
     gradient = jax.value_and_grad(
         inputs_lib.on_shards(local, config.model), has_aux=True
     )
+    return accumulated(gradient, config, params, inputs)
+
+
+def accumulated(
+    gradient: Callable,
+    config: config_lib.TrainConfig,
+    params: dict,
+    inputs: inputs_lib.Inputs,
+    add: Callable | None = None,
+) -> tuple[Any, dict]:
+    """Values and gradient of optim.accumulation_steps parts, one after the other.
+
+    Args:
+      gradient: of a sum over rows: (params, inputs) -> values, gradient.
+      config: of the run.
+      params: that are computed with.
+      inputs: of the whole batch.
+      add: of two parts' values, in float32, from zeros; None: sums.
+    """
+    add = add or functools.partial(jax.tree.map, jnp.add)
     num_parts = config.optim.accumulation_steps
     if num_parts == 1:
         return gradient(params, inputs)
@@ -81,10 +100,12 @@ def value_and_grad(
     )
     grads = sharding.constrained(grads, transformer.param_dims(config.model))
 
-    def add(total: Any, part: inputs_lib.Inputs) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, gradient(params, part)), None
+    def step(total: Any, part: inputs_lib.Inputs) -> tuple[Any, None]:
+        values, grads = gradient(params, part)
+        grads = jax.tree.map(jnp.add, total[1], grads)
+        return (add(total[0], values), grads), None
 
-    return lax.scan(add, (values, grads), parts)[0]
+    return lax.scan(step, (values, grads), parts)[0]
 
 
 def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inputs:

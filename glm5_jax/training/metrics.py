@@ -48,15 +48,17 @@ class MetricsWriter:
             start_step: updates done: 0, or the step of the restored checkpoint.
         """
         self._total_steps, self._last_step = total_steps, start_step
+        self.before: dict[str, Any] = {}  # the last line of the start before this one
         self._shown: dict[str, str] = {}
         self._next_line = 0.0
         self._is_primary = jax.process_index() == 0
         if not self._is_primary:
             return
-        path = pathlib.Path(workdir) / "metrics.jsonl"
-        if path.exists():
-            _truncate(path, start_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = pathlib.Path(workdir) / "metrics.jsonl"
+        if self._path.exists():
+            self.before = (read(self._path) or [{}])[-1]
+            _truncate(self._path, start_step)
+        self._file = self._path.open("a", encoding="utf-8")
         self._bar = None
         if sys.stderr.isatty():
             self._bar = tqdm.tqdm(
@@ -79,6 +81,18 @@ class MetricsWriter:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         self._show(step, values)
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines after a step that the run has been rolled back to."""
+        self._last_step = step
+        if not self._is_primary:
+            return
+        self._file.close()
+        _truncate(self._path, step)
+        self._file = self._path.open("a", encoding="utf-8")
+        if self._bar is not None:
+            self._bar.reset(self._total_steps)
+            self._bar.update(step)
 
     def close(self) -> None:
         """Closes the file and the bar."""

@@ -7,7 +7,7 @@ replays the engine's routing, experts [B, T, M, K].
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,9 +78,8 @@ def make_policy_step(
         carry: tuple, batch: inputs_lib.Batch, gap: Float[Array, ""] | None = None
     ) -> tuple[tuple, loss_lib.Metrics]:
         params, state = carry
-        gradient = jax.value_and_grad(policy_loss, has_aux=True)
         computed = transformer.cast(params, config.model)
-        (loss, metrics), grads = gradient(computed, config, batch)
+        (loss, metrics), grads = value_and_grad(computed, config, batch)
         if gap is not None:  # of all the rollouts: no part is applied if another fails
             metrics[GAP] = gap
         is_allowed = metrics["rl/trained_tokens"] > 0
@@ -114,19 +113,44 @@ def make_policy_step(
     return policy_step
 
 
-def policy_loss(
+class Measured(NamedTuple):
+    """Of a part of a batch: sums over its sampled tokens, but for the largest gap."""
+
+    sums: objectives.Metrics
+    gap: Float[Array, ""]
+    surprise: Float[Array, ""]
+    load: dict
+    largest_gap: Float[Array, ""]
+
+    def plus(self, other: "Measured") -> "Measured":
+        """Of both parts."""
+        largest = jnp.maximum(self.largest_gap, other.largest_gap)
+        added = jax.tree.map(jnp.add, self, other)
+        return added._replace(largest_gap=largest)
+
+
+def value_and_grad(
     params: dict, config: config_lib.TrainConfig, batch: inputs_lib.Batch
-) -> tuple[Float[Array, ""], loss_lib.Metrics]:
-    """sum(weights * objective), and what to log."""
-    inputs = inputs_lib.make_inputs(config.model, batch)
+) -> tuple[tuple[Float[Array, ""], loss_lib.Metrics], dict]:
+    """sum(weights * objective), what to log; and the gradient."""
     local = functools.partial(_local_loss, config)
-    return inputs_lib.on_shards(local, config.model)(params, inputs)
+    gradient = jax.value_and_grad(
+        inputs_lib.on_shards(local, config.model), has_aux=True
+    )
+    (loss, measured), grads = loss_lib.accumulated(
+        gradient,
+        config,
+        params,
+        inputs_lib.make_inputs(config.model, batch),
+        lambda a, b: (a[0] + b[0], a[1].plus(b[1])),
+    )
+    return (loss, _metrics(measured)), grads
 
 
 def _local_loss(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
-) -> tuple[Float[Array, ""], loss_lib.Metrics]:
-    """`policy_loss` of what a device has; sums go over all of them."""
+) -> tuple[Float[Array, ""], Measured]:
+    """The loss of what a device has; sums go over all of them."""
     rl, batch = config.rl, inputs.batch
     objective = objectives.named(
         rl.objective,
@@ -154,20 +178,25 @@ def _local_loss(
     loss, sums, gap, surprise = collectives.total(
         (loss, tokens.metrics, gap, surprise), collectives.TOKENS
     )
-    values = objectives.means(sums)
+    largest_gap = collectives.largest(largest_gap, collectives.TOKENS)
+    return loss, Measured(sums, gap, surprise, load, largest_gap)
+
+
+def _metrics(measured: Measured) -> loss_lib.Metrics:
+    values = objectives.means(measured.sums)
     num_tokens = jnp.maximum(values["tokens"], 1)
     metrics = {
         "rl/trained_tokens": values["tokens"],
         "rl/masked_fraction": values["masked_fraction"],
         "rl/clip_fraction": values["clip_fraction"],
-        GAP: gap / num_tokens,
-        f"{GAP}_max": collectives.largest(largest_gap, collectives.TOKENS),
+        GAP: measured.gap / num_tokens,
+        f"{GAP}_max": measured.largest_gap,
         "rl/ratio": values["ratio_mean"],
         "rl/kl": values["kl_k3"],
         # E[-log pi] under what was sampled is the policy's entropy.
-        "rl/entropy": surprise / num_tokens,
+        "rl/entropy": measured.surprise / num_tokens,
     }
-    return loss, metrics | loss_lib.load_metrics(load)
+    return metrics | loss_lib.load_metrics(measured.load)
 
 
 def _summary(metrics: loss_lib.Metrics) -> loss_lib.Metrics:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,17 +12,19 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
+from glm5_jax import command_line, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax import sharding
 from glm5_jax.checkpoint import manager as manager_lib
+from glm5_jax.checkpoint import retention
 from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
 from glm5_jax.model import transformer
 from glm5_jax.processes import together
-from glm5_jax.training import corpus, host_memory, rl
+from glm5_jax.training import corpus, host_memory, rl, run_folder
 from glm5_jax.training import feed as feed_lib
+from glm5_jax.training import health as health_lib
 from glm5_jax.training import program as program_lib
 from glm5_jax.training import rows as rows_lib
 
@@ -35,77 +37,136 @@ class Run:
     workdir: pathlib.Path
     feed: feed_lib.Feed
     checkpoints: manager_lib.CheckpointManager
-    mesh: Mesh
+    program: program_lib.Program
+    health: health_lib.Health
     rows: Sequence[int]  # of a batch, that this process makes
-    params: dict
-    opt_state: Any
-    step: int  # updates done
-    train_step: Callable
-    compile_seconds: float
+    params: dict = dataclasses.field(default_factory=dict)
+    opt_state: Any = None
+    step: int = 0  # updates done
+    num_left_out: int = 0  # batches, by rollbacks
+    train_step: Callable = lambda *args: None
+    compile_seconds: float = 0.0
+    restore_seconds: float = 0.0
+
+    @property
+    def position(self) -> int:
+        """Batches behind this run: those of its updates, and those left out."""
+        return self.step + self.num_left_out
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Puts this process's rows of a batch on its devices."""
-        where = program_lib.batch_place(self.mesh)
+        where = program_lib.batch_place(self.program.mesh)
         if jax.process_count() == 1:  # rollouts vary in number
             return jax.device_put(batch, where)
         return rows_lib.place(batch, where, self.rows, self.config.data.batch_size)
 
-    def save(self) -> None:
-        """Starts to write a checkpoint of this step."""
+    def save(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Starts to write a checkpoint of this step.
+
+        Args:
+          metrics: of this step; an evaluation among them says how good it is.
+        """
+        metrics = metrics or {}
         state = {"params": self.params, "opt_state": self.opt_state}
-        self.checkpoints.save(self.step, state, {"data": self.feed.fingerprint})
+        # Random numbers and batches are functions of the seed, step and position.
+        metadata = {
+            "step": self.step,
+            "position": self.position,
+            "config": command_line.to_json_dict(self.config),
+            "data": self.feed.fingerprint,
+            "health": self.health.memory(),
+            "metrics": {k: v for k, v in metrics.items() if k.startswith("eval/")},
+        }
+        self.checkpoints.save(self.step, state, metadata)
+
+    def roll_back(self) -> int:
+        """Restores the newest checkpoint; the batches drawn since do not come again.
+
+        Returns:
+          Updates undone.
+
+        Raises:
+          FloatingPointError: there is no checkpoint.
+        """
+        if self.checkpoints.latest_step() is None:
+            raise FloatingPointError(
+                f"step {self.step} went wrong and there is no checkpoint to roll back "
+                f"to. Lower optim.learning_rate or checkpoint_every."
+            )
+        step, position = self.step, self.position
+        memory = self.restore()["health"]
+        self.health.go_back(memory)
+        self.num_left_out += position - self.position
+        return step - self.step
+
+    def restore(self) -> dict[str, Any]:
+        """Takes up the newest checkpoint; returns its metadata."""
+        began = time.perf_counter()
+        self.params, self.opt_state = {}, None  # there is no room for two
+        program = self.program
+        abstract = {"params": program.params, "opt_state": program.opt_state}
+        self.step, state, metadata = self.checkpoints.restore(abstract)
+        # config.json says the same, unless somebody has changed it.
+        run_folder.require_same_run(metadata["config"], self.config, self.workdir)
+        _require_same_data(metadata["data"], self.feed.fingerprint, self.workdir)
+        self.params, self.opt_state = state["params"], state["opt_state"]
+        self.num_left_out = metadata["position"] - self.step
+        self.restore_seconds = time.perf_counter() - began
+        return metadata
 
 
-def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
+def make_mesh(config: config_lib.TrainConfig) -> Mesh:
+    """The devices of a run, in its mesh.
+
+    Raises:
+      InputError: they do not fit it, or a batch cannot be shared among them.
+    """
+    mesh = mesh_lib.make_mesh(config.mesh)
+    _require_whole_rows(config, mesh)
+    return mesh
+
+
+def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> Run:
     """Builds a run, or restores it from its newest checkpoint.
 
     Raises:
-      InputError: data, tokenizer, mesh or checkpoint do not fit the config.
+      InputError: data, tokenizer or checkpoint do not fit the config.
     """
     feed = rl.Rollouts(config) if config.stage == "rl" else corpus.Corpus(config)
     tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
     _require_same_feed(feed.fingerprint)
     if together.is_first():
         feed.tokenizer.save(workdir / "tokenizer.json")
-    checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
-    mesh = mesh_lib.make_mesh(config.mesh)
-    _require_whole_rows(config, mesh)
+    keep = retention.of_run(command_line.to_json_dict(config))
+    checkpoints = manager_lib.CheckpointManager(workdir, keep)
     program = program_lib.make_program(config, mesh)
     rows = rows_lib.own(program.batch["tokens"])
     feed.take(rows)
-    step = 0
-    if checkpoints.latest_step() is not None:
-        state = {"params": program.params, "opt_state": program.opt_state}
-        step, state, metadata = checkpoints.restore(state)
-        _require_same_data(metadata["data"], feed.fingerprint, workdir)
-        params, opt_state = state["params"], state["opt_state"]
-        logging.info("Goes on from step %d in %s.", step, workdir)
-    else:
-        params = _initial_params(config, program.params)
-        opt_places = program_lib.places(program.opt_state)
-        init = jax.jit(program.optimizer.init, out_shardings=opt_places)
-        opt_state = init(params)
     run = Run(
         config=config,
         workdir=workdir,
         feed=feed,
         checkpoints=checkpoints,
-        mesh=mesh,
+        program=program,
+        health=health_lib.Health(config.health, config.stage),
         rows=rows,
-        params=params,
-        opt_state=opt_state,
-        step=step,
-        train_step=lambda *args: None,
-        compile_seconds=0.0,
     )
-    _compile(run, program)
+    if checkpoints.latest_step() is not None:
+        run.health.go_on(run.restore()["health"])
+        logging.info("Goes on from step %d in %s.", run.step, workdir)
+    else:
+        run.params = _initial_params(config, program.params)
+        opt_places = program_lib.places(program.opt_state)
+        init = jax.jit(program.optimizer.init, out_shardings=opt_places)
+        run.opt_state = init(run.params)
+    _compile(run)
     host_memory.trim()
     return run
 
 
-def _compile(run: Run, program: program_lib.Program) -> None:
+def _compile(run: Run) -> None:
     """Compiles the training step."""
-    began = time.perf_counter()
+    program, began = run.program, time.perf_counter()
     compiled = program.lower().compile()
     together.meet("compiled")  # one may have found it in its cache
     # Rollouts of which many forked make a larger batch than was compiled for.

@@ -16,6 +16,7 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.model import transformer
 from glm5_jax.optim import matrix_groups, muon_mesh, muon_split, optimizer
+from glm5_jax.scale import collectives as wires
 from tests import environment, runs
 from tests.model import tiny
 
@@ -99,8 +100,7 @@ def collectives(text):
             4 * math.prod(int(n) for n in dims.split(",") if n)
             for dims in re.findall(r"f32\[([\d,]*)\]", match[1])
         ]
-        groups = re.search(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])", line)
-        members = len(groups[1].split(",")) if groups[1] else int(groups[2])
+        members = len(wires.groups(line, jax.device_count())[0])
         scope = re.search(r'op_name="([^"]*)"', line)[1]
         yield match[2], members, sum(sizes), scope
 

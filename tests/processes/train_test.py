@@ -20,6 +20,7 @@ from tests.processes import launch
 # The same partitioned program; only the order in which gloo adds may differ.
 LOSS_RTOL = 1e-6
 PARAMS_ATOL = 1e-5
+SECONDS_TO_NOTICE = 20
 MESHES = {
     "data": ["--config.mesh.data=8"],
     "mixed": [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "expert")],
@@ -73,12 +74,12 @@ class TrainTest(runs.FolderTest):
         names = {path.name for path in (two / "logs").iterdir()}
         self.assertEqual(names, {"process_0.log", "process_1.log"})
 
-    def test_sigterm_to_one_saves_the_same_step_and_the_run_goes_on(self):
-        """By one process then, on the same devices: to the end that one would reach."""
-        workdir = self.root / "terminated"
-        flags = ["--config.num_steps=400", "--config.checkpoint_every=0"]
+    def two(self, name, *flags):
+        """Two processes of a long run that have come to its first steps."""
+        workdir = self.root / name
         command = [sys.executable, "-m", "glm5_jax.train", *flags, *MESHES["mixed"]]
         command += [f"--config={self.config}", f"--workdir={workdir}"]
+        command += ["--config.num_steps=4000", "--config.checkpoint_every=0"]
         address = f"127.0.0.1:{launch.free_port()}"
         children = [
             launch.start(
@@ -89,8 +90,18 @@ class TrainTest(runs.FolderTest):
             )
             for number in range(2)
         ]
+        for child in children:
+            self.addCleanup(child.stdout.close)
+            self.addCleanup(child.wait)
+            self.addCleanup(child.kill)  # the last comes first
         runs.wait_for_steps(workdir, children[0])
-        os.kill(children[1].pid, signal.SIGTERM)
+        return workdir, children
+
+    @parameterized.parameters("SIGTERM", "SIGINT")
+    def test_asked_to_end_both_save_the_same_step_and_the_run_goes_on(self, name):
+        """By one process then, on the same devices: to the end that one would reach."""
+        workdir, children = self.two(name)
+        os.kill(children[1].pid, getattr(signal, name))
         for child in children:
             code, output = launch.finish(child)
             self.assertEqual(code, loop.EXIT_TERMINATED, output)
@@ -102,6 +113,28 @@ class TrainTest(runs.FolderTest):
         )
         self.assertEqual(got, 0, output)
         self.assertEqual([*losses(workdir)], [*range(1, step + 4)])
+
+    @parameterized.parameters("SIGTERM", "SIGINT")
+    def test_a_simulation_passes_it_on(self, name):
+        workdir = self.root / f"simulated_{name}"
+        flags = ["--config.num_steps=4000", "--simulate_processes=2"]
+        child = launch.train(self.config, workdir, *flags, *MESHES["data"], wait=False)
+        runs.wait_for_steps(workdir, child)
+        os.kill(child.pid, getattr(signal, name))
+        code, output = launch.finish(child)
+        self.assertEqual(code, loop.EXIT_TERMINATED, output)
+        self.assertEqual(max(losses(workdir)), int(manager.find_step(workdir).name))
+
+    @parameterized.parameters("SIGKILL", "SIGSTOP")
+    def test_one_dies_or_hangs_and_the_other_notices(self, name):
+        flags = ["--heartbeat_seconds=10", "--config.health.watchdog_seconds=8"]
+        workdir, children = self.two(name, *flags)
+        began = time.monotonic()
+        os.kill(children[1].pid, getattr(signal, name))
+        code, output = launch.finish(children[0], timeout=60)
+        self.assertLess(time.monotonic() - began, SECONDS_TO_NOTICE)
+        self.assertNotIn(code, (0, loop.EXIT_TERMINATED), output)
+        self.assertEmpty([*(workdir / "checkpoints").iterdir()])
 
     def test_other_configs_are_refused_by_all_within_seconds(self):
         command = [sys.executable, "-m", "glm5_jax.train", f"--config={self.config}"]

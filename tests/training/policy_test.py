@@ -53,9 +53,7 @@ def params():
 
 @functools.cache
 def loss_function(config):
-    return jax.jit(
-        jax.value_and_grad(policy.policy_loss, has_aux=True), static_argnums=1
-    )
+    return jax.jit(policy.value_and_grad, static_argnums=1)
 
 
 def loss_and_grads(batch, config=CONFIG):
@@ -118,6 +116,12 @@ class LossTest(parameterized.TestCase):
         got = loss_and_grads({k: v[order] for k, v in make_batch().items()})
         assert_close(got, wanted)
 
+    def test_parts_one_after_the_other_do_not_matter(self):
+        optim = dataclasses.replace(CONFIG.optim, accumulation_steps=4)
+        config = dataclasses.replace(CONFIG, optim=optim)
+        got, wanted = loss_and_grads(make_batch(), config), loss_and_grads(make_batch())
+        assert_close(got, wanted)
+
     def test_it_is_the_formula_and_rows_of_padding_do_not_matter(self):
         few = {k: v[: ROWS // 2] for k, v in make_batch().items()}
         old = logprobs_function()(params(), CONFIG, make_batch())
@@ -136,9 +140,7 @@ class LossTest(parameterized.TestCase):
         mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, expert=2))
         places = sharding.shardings(transformer.param_dims(CONFIG.model), mesh)
         where = jax.NamedSharding(mesh, sharding.spec(("B", "T")))
-        function = jax.jit(
-            jax.value_and_grad(policy.policy_loss, has_aux=True), static_argnums=1
-        )
+        function = jax.jit(policy.value_and_grad, static_argnums=1)
         with jax.set_mesh(mesh):
             (loss, metrics), grads = function(
                 jax.device_put(params(), places),
@@ -165,8 +167,8 @@ class LossTest(parameterized.TestCase):
         moved = batch["rollout_logprobs"] + 0.25
         rl = dataclasses.replace(CONFIG.rl, objective="dis")
         config = dataclasses.replace(CONFIG, rl=rl)
-        loss = jax.jit(policy.policy_loss, static_argnums=1)
-        _, metrics = loss(params(), config, batch | {"old_logprobs": moved})
+        batch |= {"old_logprobs": moved}
+        _, metrics, _ = loss_and_grads(batch, config)
         self.assertAlmostEqual(metrics[policy.GAP], 0.25, places=5)
         self.assertAlmostEqual(metrics[f"{policy.GAP}_max"], 0.25, places=5)
         self.assertNotAlmostEqual(float(metrics["rl/ratio"]), np.exp(0.25), places=2)

@@ -209,8 +209,8 @@ class RunTest(runs.OneDeviceTest):
     def test_equal_rewards_teach_nothing_and_stop_nothing(self):
         """Dynamic sampling plays more rounds and finds nothing: all stays as it is."""
         config = rl_runs.make_config({"dynamic_sampling": True, "max_rounds": 2})
-        optim = dataclasses.replace(config.optim, max_skipped_in_a_row=1)
-        config = dataclasses.replace(config, optim=optim)
+        health = dataclasses.replace(config.health, max_skipped_in_a_row=1)
+        config = dataclasses.replace(config, health=health)
         folder = self.root / "equal"
         self.train(config, folder, faults.FaultyTaskset(_Fault.NONE))
         records = metrics.read(folder / "metrics.jsonl")
@@ -354,7 +354,7 @@ class KillTest(parameterized.TestCase):
         command = [sys.executable, "-m", "glm5_jax.train", f"--workdir={workdir}"]
         command += ["--config=configs/small_rl_reverse.py"]
         changes = ["rollout_weights=int8", "max_logprob_gap=1e-9", "slots=8"]
-        # Of a task whose partial rewards differ: without advantages no token is compared.
+        # Its partial rewards differ: without advantages no token is compared.
         changes += [
             "prompts_per_step=2",
             "group_size=4",

@@ -1,0 +1,179 @@
+"""Typed configs from trees of values: types checked, names suggested, all at once."""
+
+import ast
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+from glm5_jax.config import checks
+
+Config = TypeVar("Config")
+
+
+class Text(str):
+    """A value as the command line gave it: not yet of its field's type."""
+
+
+def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
+    """Checks values and builds the dataclass `cls` from them.
+
+    Args:
+        cls: a dataclass, whose sections are dataclasses.
+        given: values by dotted path; a missing one takes its default.
+
+    Raises:
+        InputError: with a line for every unknown field, wrong type and broken rule.
+    """
+    hints = {path: hint for path, hint, _ in of(cls)}
+    values, failed, errors = {}, set(), []
+    for path, value in given.items():
+        if path not in hints:
+            errors.append(_unknown_field(path, list(hints)))
+            continue
+        try:
+            values[path] = _typed(value, hints[path])
+        except (TypeError, ValueError, SyntaxError):
+            failed.add(path)
+            errors.append(_wrong_type(path, value, hints[path]))
+    config = _built(cls, "", values, failed, errors)
+    if errors:
+        raise checks.InputError("\n".join(errors))
+    return config
+
+
+def of(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted path, type and default of every field that is no section."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        path, hint = prefix + field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from of(hint, path + ".")
+        else:
+            yield path, hint, field.default
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of every leaf."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def without_none(hint: Any) -> Any:
+    """X of `X | None`; any other type as it is."""
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint
+    (kind,) = (t for t in typing.get_args(hint) if t is not type(None))
+    return kind
+
+
+def describe(hint: Any) -> str:
+    """A type in words."""
+    kind = without_none(hint)
+    if typing.get_origin(kind) is Literal:
+        words = "one of " + ", ".join(typing.get_args(kind))
+    elif typing.get_origin(kind) is tuple:
+        words = "integers such as (1, 2)"
+    else:
+        names = {bool: "true or false", int: "an integer", float: "a number"}
+        words = names.get(kind, "text")
+    return words if kind is hint else f"{words}, or None"
+
+
+def did_you_mean(
+    given: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6
+) -> str:
+    """A blank and the question whether the nearest name is meant, or nothing."""
+    close = difflib.get_close_matches(given, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {prefix}{close[0]}?" if close else ""
+
+
+def _built(
+    cls: type, prefix: str, values: dict[str, Any], failed: set[str], errors: list[str]
+) -> Any:
+    """Builds `cls` and its sections; adds to `failed` and `errors`.
+
+    A field or section that failed is left at its default, so that the rules for the
+    others are checked as well; messages that mention it could be about the default.
+    """
+    hints = typing.get_type_hints(cls)
+    kwargs = {}
+    for name, hint in hints.items():
+        path = prefix + name
+        if dataclasses.is_dataclass(hint):
+            kwargs[name] = _built(hint, path + ".", values, failed, errors)
+        elif path in values:
+            kwargs[name] = values[path]
+    suspects = [name for name in hints if prefix + name in failed]
+    try:
+        config = cls(**{k: v for k, v in kwargs.items() if k not in suspects})
+    except checks.InputError as error:
+        config = None
+        failed.add(prefix[:-1])
+        mentions = re.compile(rf"\b({'|'.join(suspects)})\b") if suspects else None
+        for line in str(error).splitlines():
+            if not (mentions and mentions.search(line)):
+                errors.append(prefix + line)
+    if suspects:
+        failed.add(prefix[:-1])
+    return config
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """`value` as `hint` wants it; raises TypeError or ValueError where it cannot be."""
+    kind = without_none(hint)
+    if isinstance(value, Text):
+        value = _parsed(value, kind, is_optional=kind is not hint)
+    if value is None and kind is not hint:
+        return None
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        fits = value in options
+    elif origin is tuple:  # tuple[int, ...]
+        fits = isinstance(value, list | tuple)
+        value = tuple(_typed(v, options[0]) for v in value) if fits else value
+    elif kind is float:
+        fits = type(value) in (int, float) and math.isfinite(value)
+        value = float(value) if fits else value
+    else:
+        fits = type(value) is kind  # a bool is no int
+    if not fits:
+        raise TypeError(value)
+    return value
+
+
+def _parsed(text: str, kind: Any, is_optional: bool) -> Any:
+    """The Python value that the text spells."""
+    if is_optional and text in ("None", "none", "null"):
+        return None
+    if kind is str or typing.get_origin(kind) is Literal:
+        return str(text)
+    if kind is bool:
+        text = text.capitalize()
+    return ast.literal_eval(text.strip())
+
+
+def _wrong_type(path: str, value: Any, hint: Any) -> str:
+    """Says what the field expects and what it got."""
+    shown = repr(str(value) if isinstance(value, Text) else value)
+    options = typing.get_args(without_none(hint))
+    guess = did_you_mean(str(value), [o for o in options if isinstance(o, str)])
+    return f"{path} must be {describe(hint)}, got {shown}.{guess}"
+
+
+def _unknown_field(path: str, known: list[str]) -> str:
+    """Says that a path names no field, and which one may be meant."""
+    inside = [k for k in known if k.startswith(path + ".")]
+    if inside:
+        return f"{path} is a section, not a value; set its fields, e.g. {inside[0]}."
+    leaf = path.rpartition(".")[2]
+    same = [k for k in known if k.rpartition(".")[2] == leaf]
+    guess = did_you_mean(path, same or known, cutoff=0.0 if same else 0.6)
+    return f"{path} is no field of the config.{guess or ' --help lists them.'}"

@@ -1,0 +1,98 @@
+"""Whether a run goes on as it should: spikes of the loss, updates that fail."""
+
+import collections
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+
+from glm5_jax import config as config_lib
+
+WINDOW = 64  # losses that a spike is measured against
+MIN_LOSSES = 16  # before which nothing is called a spike
+SPIKES, ROLLBACKS = "health/spikes", "health/rollbacks"
+
+
+class Health:
+    """Judges every step by its metrics; what it remembers goes into checkpoints.
+
+    All processes of a run read the same metrics, so they come to the same verdicts.
+    """
+
+    def __init__(self, limits: config_lib.HealthConfig, stage: str) -> None:
+        """Begins a run."""
+        self._limits = limits
+        # The loss of a policy gradient is near zero and says nothing.
+        self._has_loss = stage != "rl"
+        self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
+        self._num_spikes = self._num_rollbacks = 0
+
+    def memory(self) -> dict[str, Any]:
+        """What JSON can hold of it."""
+        return {
+            "losses": list(self._losses),
+            "spikes": self._num_spikes,
+            "rollbacks": self._num_rollbacks,
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Accidents of the whole run, for its metrics; empty where there were none."""
+        counts = {SPIKES: self._num_spikes, ROLLBACKS: self._num_rollbacks}
+        return {name: count for name, count in counts.items() if count}
+
+    def must_roll_back(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Judges a step; waits for its metrics.
+
+        Raises:
+          FloatingPointError: the step ends the run.
+        """
+        skipped = int(metrics["optim/skipped_in_a_row"])
+        if skipped >= self._limits.max_skipped_in_a_row:
+            return self._accident(
+                self._limits.on_not_finite,
+                f"the gradients of {skipped} steps in a row, the last being {step}, "
+                f"were not finite; nothing of them was applied. Lower "
+                f"optim.learning_rate, set optim.clip_norm, set "
+                f"health.on_not_finite=roll_back, or go on from an earlier checkpoint.",
+            )
+        loss = float(metrics["train/loss"])
+        if skipped or not self._has_loss:
+            return False
+        usual = statistics.median(self._losses) if self._losses else loss
+        is_spike = loss - usual > self._limits.spike_nats
+        if is_spike and len(self._losses) >= MIN_LOSSES:
+            self._num_spikes += 1
+            return self._accident(
+                self._limits.on_spike,
+                f"the loss of step {step} is {loss:.3f}, the median of the steps "
+                f"before {usual:.3f}: more than health.spike_nats="
+                f"{self._limits.spike_nats} apart.",
+            )
+        self._losses.append(loss)
+        return False
+
+    def go_on(self, memory: Mapping[str, Any]) -> None:
+        """Takes up what `memory` returned at a checkpoint."""
+        self._losses = collections.deque(memory["losses"], WINDOW)
+        self._num_spikes = memory["spikes"]
+        self._num_rollbacks = memory["rollbacks"]
+
+    def go_back(self, memory: Mapping[str, Any]) -> None:
+        """Takes up the losses of a checkpoint; accidents since stay counted."""
+        self._losses = collections.deque(memory["losses"], WINDOW)
+        self._num_rollbacks += 1
+
+    def _accident(self, action: str, message: str) -> bool:
+        if action == "count":
+            logging.warning("%s", message)
+            return False
+        if action == "abort":
+            raise FloatingPointError(message)
+        if self._num_rollbacks >= self._limits.max_rollbacks:
+            raise FloatingPointError(
+                f"{message} It was rolled back {self._num_rollbacks} times already "
+                f"(health.max_rollbacks)."
+            )
+        logging.error("ROLLING BACK: %s", message)
+        return True

@@ -1,0 +1,44 @@
+"""Asking a run to end: SIGTERM or ctrl-C, to one process of it or to all."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.experimental import multihost_utils
+
+EXIT_TERMINATED = 143  # after a checkpoint
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Callable[[int], bool]]:
+    """Whether the run shall end after this step, asked after each one.
+
+    A second ctrl-C ends the process at once. In several processes jax.distributed
+    listens for SIGTERM to any of them, and names the step at which all of them stop.
+    Only a main thread can hear signals.
+    """
+    is_asked = threading.Event()
+    is_alone = jax.process_count() == 1
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda step: is_asked.is_set()
+        return
+
+    def interrupted(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        is_asked.set() if is_alone else os.kill(os.getpid(), signal.SIGTERM)
+
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, interrupted)}
+    if is_alone:
+        terminated = signal.signal(signal.SIGTERM, lambda *_: is_asked.set())
+        before[signal.SIGTERM] = terminated
+    try:
+        if is_alone:
+            yield lambda step: is_asked.is_set()
+        else:
+            yield multihost_utils.reached_preemption_sync_point
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,217 @@
+"""Accidents of a run: what is called one, and what follows."""
+
+import dataclasses
+import functools
+import shutil
+from unittest import mock
+
+import jax
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax.training import corpus as corpus_lib
+from glm5_jax.training import health as health_lib
+from glm5_jax.training import loop, metrics
+from glm5_jax.training import program as program_lib
+from tests import environment, runs
+from tests.training import loop_test
+
+NAN = float("nan")
+
+
+def make_health(stage="pretrain", **limits):
+    return health_lib.Health(config_lib.HealthConfig(**limits), stage)
+
+
+def judge(health, losses, skipped=0):
+    return [
+        health.must_roll_back(
+            step, {"train/loss": loss, "optim/skipped_in_a_row": skipped}
+        )
+        for step, loss in enumerate(losses, 1)
+    ]
+
+
+class JudgeTest(parameterized.TestCase):
+    def test_a_spike_is_measured_from_the_median_and_left_out_of_it(self):
+        health = make_health(spike_nats=1.0, on_spike="roll_back")
+        falling = np.linspace(5, 3, 30)
+        self.assertFalse(any(judge(health, falling)))
+        median = float(np.median(falling))
+        self.assertFalse(any(judge(health, [median + 0.99])))
+        self.assertEqual(judge(health, [median + 1.1] * 3), [True] * 3)
+        self.assertEqual(health.counts(), {health_lib.SPIKES: 3})
+
+    def test_old_losses_are_forgotten(self):
+        health = make_health(spike_nats=1.0, on_spike="roll_back")
+        judge(health, [9.0] * health_lib.WINDOW + [3.0] * health_lib.WINDOW)
+        self.assertTrue(*judge(health, [4.5]))
+
+    def test_nothing_is_a_spike_before_there_are_losses_to_compare_with(self):
+        health = make_health(spike_nats=1.0, on_spike="abort")
+        judge(health, [3.0] * (health_lib.MIN_LOSSES - 1) + [30.0])
+        self.assertEmpty(health.counts())
+
+    def test_a_spike_that_is_counted_changes_nothing(self):
+        health = make_health(on_spike="count")
+        self.assertFalse(any(judge(health, [3.0] * 20 + [9.0])))
+        self.assertEqual(health.counts(), {health_lib.SPIKES: 1})
+
+    def test_the_loss_of_a_policy_gradient_says_nothing(self):
+        health = make_health("rl", on_spike="abort")
+        self.assertFalse(any(judge(health, [0.0] * 20 + [50.0])))
+
+    @parameterized.named_parameters(
+        ("spike", {"on_spike": "abort"}, [3.0] * 20 + [9.0], 0, "step 21 is 9.000"),
+        ("not_finite", {"max_skipped_in_a_row": 2}, [NAN], 2, "of 2 steps in a row"),
+        (
+            "too_many_rollbacks",
+            {"on_spike": "roll_back", "max_rollbacks": 0},
+            [3.0] * 20 + [9.0],
+            0,
+            "rolled back 0 times already",
+        ),
+    )
+    def test_what_ends_a_run(self, limits, losses, skipped, message):
+        with self.assertRaisesRegex(FloatingPointError, message):
+            judge(make_health(**limits), losses, skipped)
+
+    def test_memory_goes_on_where_it_was(self):
+        health, other = (make_health(on_spike="roll_back") for _ in range(2))
+        judge(health, [3.0] * 20 + [9.0])
+        health.go_back(health.memory())
+        other.go_on(health.memory())
+        self.assertEqual(other.memory(), health.memory())
+        self.assertEqual(other.counts()[health_lib.ROLLBACKS], 1)
+        self.assertTrue(*judge(other, [9.0]))
+
+    @parameterized.parameters(
+        ({"spike_nats": 0.0}, "spike_nats must be > 0"),
+        ({"max_rollbacks": -1}, "max_rollbacks must not be negative"),
+        ({"watchdog_seconds": -1.0}, "watchdog_seconds must not be negative"),
+    )
+    def test_bad_limits(self, limits, message):
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            config_lib.HealthConfig(**limits)
+
+
+class AccidentTest(runs.OneDeviceTest):
+    """Real runs, some of whose batches are spoilt."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        loop_test.write_corpus(cls.root / "corpus")
+        config = loop_test.make_config(cls.root / "corpus", cls.root / "cache")
+        cls.config = dataclasses.replace(
+            config, num_steps=12, eval_every=0, sample_tokens=0
+        )
+        cls.enterClassContext(mock.patch.object(health_lib, "MIN_LOSSES", 4))
+        # All these runs have one program.
+        program = program_lib.make_program(cls.config, runs.first_devices())
+        compiled = mock.Mock(compile=functools.cache(program.lower().compile))
+        cls.enterClassContext(
+            mock.patch.object(program_lib.Program, "lower", return_value=compiled)
+        )
+
+    def train(self, name, spoil=lambda batch, position: batch, **limits):
+        """A run whose batches are spoilt by their position."""
+        plain = corpus_lib.Corpus.next
+
+        def next_batch(feed, params, position):
+            batch, seen = plain(feed, params, position)
+            return spoil(batch, position), seen
+
+        health = config_lib.HealthConfig(**limits)
+        config = dataclasses.replace(self.config, health=health)
+        with mock.patch.object(corpus_lib.Corpus, "next", next_batch):
+            return loop.train(config, self.root / name)
+
+    def records(self, name):
+        return metrics.read(self.root / name / "metrics.jsonl")
+
+    def params(self, name):
+        return runs.params_of(self.root / name, loop_test.MODEL)
+
+    def test_one_gradient_that_is_not_finite_is_skipped(self):
+        self.train("nan", without_a_number({5}))
+        records = self.records("nan")
+        self.assertLen(records, 12)
+        self.assertEqual([r["optim/skipped_total"] for r in records[4:7]], [0, 1, 1])
+        self.assertIsNone(records[5]["train/loss"])
+        self.assertTrue(np.isfinite(records[-1]["train/loss"]))
+
+    def test_many_of_them_end_the_run_which_can_go_on(self):
+        with self.assertRaisesRegex(
+            FloatingPointError, "of 3 steps in a row, the last"
+        ):
+            self.train("nans", without_a_number({7, 8, 9}), max_skipped_in_a_row=3)
+        self.assertEqual([r["step"] for r in self.records("nans")], [*range(1, 11)])
+        self.assertFalse((self.root / "nans" / "summary.json").exists())
+        self.train("nans", max_skipped_in_a_row=4)  # limits may change
+        self.assertEqual([r["step"] for r in self.records("nans")], [*range(1, 13)])
+
+    def test_many_of_them_are_left_behind_by_a_rollback(self):
+        limits = {"max_skipped_in_a_row": 2, "on_not_finite": "roll_back"}
+        summary = self.train("left", without_a_number({7, 8, 9}), **limits)
+        # From step 8 to 6: batches 6, 7, 8 are behind it; 9 alone is skipped.
+        self.assertEqual(summary["goodput/lost_steps"], 3)
+        self.assertEqual(self.records("left")[-1][health_lib.ROLLBACKS], 1)
+        self.assertEqual(self.records("left")[-1]["optim/skipped_total"], 1)
+
+    def test_a_spike_is_rolled_back_and_its_batches_do_not_come_again(self):
+        limits = {"spike_nats": 1.0, "on_spike": "roll_back"}
+        summary = self.train("spike", with_wrong_targets({7}), **limits)
+        self.assertEqual(summary["goodput/lost_steps"], 2)
+        self.assertBetween(summary["goodput/share"], 0, 1)
+        steps = [record["step"] for record in self.records("spike")]
+        self.assertEqual(steps, [*range(1, 13)])
+        self.assertEqual(self.records("spike")[-1][health_lib.ROLLBACKS], 1)
+        self.assertEqual(self.records("spike")[-1][health_lib.SPIKES], 1)
+        plain = corpus_lib.Corpus.next
+
+        def without_6_and_7(feed, params, position):
+            return plain(feed, params, position + 2 * (position >= 6))
+
+        with mock.patch.object(corpus_lib.Corpus, "next", without_6_and_7):
+            self.train("wanted")
+        same = np.testing.assert_array_equal
+        jax.tree.map(same, self.params("spike"), self.params("wanted"))
+        # Killed after the rollback it ends as it has ended.
+        shutil.copytree(self.root / "spike", self.root / "killed")
+        shutil.rmtree(self.root / "killed" / "checkpoints" / "12")
+        self.train("killed", with_wrong_targets({7}), **limits)
+        jax.tree.map(same, self.params("killed"), self.params("wanted"))
+        self.assertEqual(self.records("killed")[-1][health_lib.ROLLBACKS], 1)
+
+    def test_nothing_to_roll_back_to(self):
+        limits = {"max_skipped_in_a_row": 1, "on_not_finite": "roll_back"}
+        with self.assertRaisesRegex(FloatingPointError, "no checkpoint to roll back"):
+            self.train("nothing", without_a_number({1}), **limits)
+
+
+def without_a_number(positions):
+    """Batches whose gradient is not finite."""
+
+    def spoil(batch, position):
+        if position not in positions:
+            return batch
+        return {**batch, "loss_mask": np.full_like(batch["loss_mask"], NAN)}
+
+    return spoil
+
+
+def with_wrong_targets(positions):
+    """Batches whose text makes no sense, of tokens that the model has not seen."""
+
+    def spoil(batch, position):
+        if position not in positions:
+            return batch
+        return {**batch, "targets": np.full_like(batch["targets"], 7)}
+
+    return spoil
+
+
+if __name__ == "__main__":
+    environment.main()

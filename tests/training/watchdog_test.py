@@ -1,0 +1,56 @@
+"""A run that hangs is ended, and says where it hung."""
+
+import pathlib
+import subprocess
+import sys
+import time
+
+from absl.testing import absltest
+
+from glm5_jax.training import watchdog as watchdog_lib
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+HANGS = """
+import pathlib, sys, time
+from glm5_jax.training import watchdog
+
+def a_collective_that_never_ends():
+    time.sleep(600)
+
+with watchdog.Watchdog(pathlib.Path(sys.argv[1]), 0.5) as dog:
+    for _ in range(10):
+        time.sleep(0.2)
+        dog.beat(0.01)
+    print("went on", flush=True)
+    a_collective_that_never_ends()
+"""
+
+
+class WatchdogTest(absltest.TestCase):
+    def test_a_process_that_hangs_leaves_its_stacks(self):
+        path = pathlib.Path(self.create_tempdir().full_path) / "stacks_0.txt"
+        command = [sys.executable, "-c", HANGS, str(path)]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        self.assertEqual(done.returncode, watchdog_lib.EXIT_HUNG)
+        self.assertEqual(done.stdout, "went on\n")
+        self.assertIn("health.watchdog_seconds", done.stderr)
+        self.assertIn(str(path), done.stderr)
+        self.assertIn("in a_collective_that_never_ends", path.read_text())
+
+    def test_the_limit_follows_the_median_step(self):
+        watchdog = watchdog_lib.Watchdog(pathlib.Path("unused"), 600.0)
+        self.assertEqual(watchdog.limit, 600)
+        for seconds in (90.0, 90.0, 4000.0):
+            watchdog.beat(seconds)
+        self.assertEqual(watchdog.limit, 900)
+
+    def test_no_limit(self):
+        with watchdog_lib.Watchdog(pathlib.Path("unused"), 0.0):
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    environment.main()
