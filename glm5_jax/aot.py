@@ -20,9 +20,10 @@ from absl import flags
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
+from glm5_jax.scale import command
 
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "Chips of a slice as they lie, e.g. v5p:8x8x8.", required=True
+    "topology", None, "Chips of a slice as they lie, e.g. v5p:8x8x8."
 )
 _SLICES = flags.DEFINE_integer("slices", None, "Slices; default: mesh.slices.")
 _PROGRAM = flags.DEFINE_string(
@@ -37,13 +38,14 @@ _OUT = flags.DEFINE_string("out", None, "Where to write the report, without suff
 
 def main(arguments: command_line.Arguments) -> int:
     """Compiles, prints and writes; 2 if the program does not fit."""
+    topology = command.require_topology(_TOPOLOGY.value)
     config = arguments.train_config()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips are those of --topology
     from glm5_jax.scale import arrays, report  # jax: after the input is checked
 
-    of_what = config, str(arguments.config), _TOPOLOGY.value
+    of_what = config, str(arguments.config), topology
     how: dict[str, Any] = {"program": _PROGRAM.value, "num_slices": _SLICES.value}
-    how |= {"depth": _DEPTH.value, "command": command_line.typed()}
+    how |= {"depth": _DEPTH.value, "command": command.typed()}
     if _ARRAYS.value:
         listing = arrays.make(*of_what, **how)
         print(listing.text())

@@ -13,7 +13,6 @@ import json
 import pathlib
 import re
 import runpy
-import shlex
 import sys
 import traceback
 import typing
@@ -176,12 +175,6 @@ def run(main: Callable[[Arguments], int | None]) -> None:
         lines = "".join(f"error: {line}\n" for line in str(error).splitlines())
         sys.stderr.write(lines)
         sys.exit(2 if isinstance(error, config_lib.InputError) else 1)
-
-
-def typed() -> str:
-    """The command that runs now, to be typed again."""
-    name = pathlib.Path(sys.argv[0]).stem
-    return f"python -m glm5_jax.{name} {shlex.join(sys.argv[1:])}"
 
 
 def _is_ours_or_serious(record: Any) -> bool:

@@ -15,9 +15,10 @@ from absl import flags
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
+from glm5_jax.scale import command
 
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "Chips of a slice as they lie, e.g. v5p:8x8x8.", required=True
+    "topology", None, "Chips of a slice as they lie, e.g. v5p:8x8x8."
 )
 _SLICES = flags.DEFINE_integer("slices", 1, "Slices of that topology.", lower_bound=1)
 _LENGTH = flags.DEFINE_string(
@@ -27,20 +28,29 @@ _BATCH = flags.DEFINE_string(
     "batch_size", None, "Rows of a step, over all devices; default: the config's."
 )
 _VERIFY = flags.DEFINE_integer("verify", 0, "Plans to compile.", lower_bound=0)
-_TOP = flags.DEFINE_integer("top", 10, "Plans to show.", lower_bound=1)
+_TOP = flags.DEFINE_integer(
+    "top", 10, "Plans to show; no fewer than --verify.", lower_bound=1
+)
 _OUT = flags.DEFINE_string("out", None, "Where to write the table, without suffix.")
 _AXES = ("fsdp", "expert", "tensor", "context")
 
 
 def main(arguments: command_line.Arguments) -> int:
     """Ranks, prints and writes; 2 if nothing fits."""
+    topology = command.require_topology(_TOPOLOGY.value)
     data = {"sequence_length": _LENGTH.value, "batch_size": _BATCH.value}
     # What is varied is taken back first: it need not divide what is asked for.
     varied = dict.fromkeys((f"mesh.{axis}" for axis in _AXES), "1")
     varied |= {"mesh.data": "-1", "mesh.slices": "1", "model.expert_chunks": "1"}
     varied["optim.accumulation_steps"] = "1"
-    asked = {f"data.{name}": text for name, text in data.items() if text}
-    overrides = (*arguments.overrides, *varied.items(), *asked.items())
+    if asked := [path for path, _ in arguments.overrides if path in varied]:
+        raise config_lib.InputError(
+            f"the plan varies {', '.join(asked)}: leave out "
+            f"{', '.join(f'--config.{path}' for path in asked)} (slices are --slices); "
+            f"what one mesh needs says python -m glm5_jax.aot."
+        )
+    rows = {f"data.{name}": text for name, text in data.items() if text}
+    overrides = (*arguments.overrides, *varied.items(), *rows.items())
     arguments = command_line.Arguments(config=arguments.config, overrides=overrides)
     config = arguments.train_config()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips are those of --topology
@@ -49,14 +59,15 @@ def main(arguments: command_line.Arguments) -> int:
     ranking = planner.make(
         config,
         str(arguments.config),
-        _TOPOLOGY.value,
+        topology,
         num_slices=_SLICES.value,
         num_shown=_TOP.value,
         num_verified=_VERIFY.value,
     )
     print(table.text(ranking))
     if _OUT.value:
-        ranking.write(_OUT.value, table.page(ranking, command_line.typed()))
+        typed = command.typed()
+        ranking.write(_OUT.value, table.page(ranking, typed), typed)
     if ranking.refusal:
         raise config_lib.InputError(ranking.refusal)
     return 0

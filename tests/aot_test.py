@@ -27,7 +27,12 @@ def run(*arguments):
 
 class AotTest(parameterized.TestCase):
     @parameterized.named_parameters(
-        ("no_topology", (CONFIG,), "--topology"),
+        ("no_topology", (CONFIG,), "--topology is missing; give the chips of a slice"),
+        (
+            "no_slice",
+            (CONFIG, "--topology=v5p:8x8x0"),
+            "near it: v5p:2x4x4, v5p:4x4x4, v5p:4x4x8",
+        ),
         ("unknown_chip", (CONFIG, "--topology=v9:2x2"), "chip of v5e, v5p, v6e, tpu7x"),
         (
             "unknown_field",

@@ -25,6 +25,17 @@ def run(*arguments):
 
 class PlanTest(parameterized.TestCase):
     @parameterized.named_parameters(
+        ("no_topology", (), "e.g. --topology=v5p:8x8x8"),
+        ("no_slice", ("--topology=v5p:512x1x1",), "near it: v5p:4x8x8, v5p:8x8x8"),
+        (
+            "what_it_varies",
+            (
+                "--topology=v5p:8x8x8",
+                "--config.mesh.fsdp=8",
+                "--config.model.expert_chunks=2",
+            ),
+            "leave out --config.mesh.fsdp, --config.model.expert_chunks (slices",
+        ),
         ("unknown_chip", ("--topology=v9:2x2",), "chip of v5e, v5p, v6e, tpu7x"),
         (
             "rows",

@@ -89,10 +89,14 @@ class Ranking:
     num_fitting: int
     refusal: str  # empty where something fits
 
-    def write(self, stem: str, page: str) -> None:
+    def write(self, stem: str, page: str, command: str) -> None:
         """Writes STEM.md, which is `page`, and STEM.json."""
-        rows = [row(plan) for plan in self.plans]
-        content = {"config": self.config_name, "topology": self.topology, "plans": rows}
+        content = {
+            "command": command,
+            "config": self.config_name,
+            "topology": self.topology,
+            "plans": [row(plan) for plan in self.plans],
+        }
         markdown.write(stem, content, page)
 
 
@@ -112,12 +116,13 @@ def make(
       config_name: what it is called.
       topology: of a slice, see glm5_jax/mesh.py.
       num_slices: as many of that shape.
-      num_shown: plans to keep.
-      num_verified: of them to compile, some minutes each; needs libtpu.
+      num_shown: plans to keep; more where more are verified.
+      num_verified: plans to compile, some minutes each; needs libtpu.
 
     Raises:
       InputError: there is no such topology, or no mesh divides the config.
     """
+    num_shown = max(num_shown, num_verified)
     found = search.candidates(config, topology, num_slices)
     plans = [_best(candidate, topology) for candidate in found]
     fitting = [plan for plan in plans if plan.fits]

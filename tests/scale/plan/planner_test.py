@@ -165,9 +165,13 @@ class RankingTest(parameterized.TestCase):
         made = mock.Mock(line=line)
         with mock.patch.object(report, "make", return_value=made) as compiled:
             ranking = planner.make(SMALL, "name", "v5p:2x2x2", num_verified=2)
-        self.assertEqual(compiled.call_count, 2)
+            several = {"num_shown": 1, "num_verified": 3}  # what is compiled is shown
+            shown = planner.make(SMALL, "name", "v5p:2x2x2", **several).plans
+        self.assertEqual(compiled.call_count, 2 + 3)
+        self.assertLen([plan for plan in shown if plan.compiled], 3)
         stem = pathlib.Path(self.create_tempdir().full_path) / "plan"
-        ranking.write(str(stem), table.page(ranking, "python -m glm5_jax.plan"))
+        command = "python -m glm5_jax.plan"
+        ranking.write(str(stem), table.page(ranking, command), command)
         page = stem.with_suffix(".md").read_text()
         self.assertEqual(page.count("3.5, sends 7.25"), 2)
         plans = json.loads(stem.with_suffix(".json").read_text())["plans"]

@@ -1,0 +1,30 @@
+"""What the commands aot and plan share: the chips they are asked for, and themselves.
+
+Without jax: it is imported after the input is checked.
+"""
+
+import pathlib
+import shlex
+import sys
+
+from glm5_jax import config as config_lib
+
+
+def require_topology(given: str | None) -> str:
+    """The value of --topology.
+
+    Raises:
+      InputError: there is none.
+    """
+    if given is None:
+        raise config_lib.InputError(
+            "--topology is missing; give the chips of a slice as they lie, e.g. "
+            "--topology=v5p:8x8x8."
+        )
+    return given
+
+
+def typed() -> str:
+    """The command that runs now, to be typed again."""
+    name = pathlib.Path(sys.argv[0]).stem
+    return f"python -m glm5_jax.{name} {shlex.join(sys.argv[1:])}"
