@@ -5,6 +5,7 @@ are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
 """
 
 from glm5_jax.config.checks import InputError
+from glm5_jax.config.data import DataConfig
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
 from glm5_jax.config.rl import (
     DIS_AGENTIC,
@@ -15,7 +16,6 @@ from glm5_jax.config.rl import (
     RolloutWeights,
 )
 from glm5_jax.config.train import (
-    DataConfig,
     LossConfig,
     MeshConfig,
     OptimConfig,
