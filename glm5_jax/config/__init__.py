@@ -5,7 +5,7 @@ are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
 """
 
 from glm5_jax.config.checks import InputError
-from glm5_jax.config.data import DataConfig
+from glm5_jax.config.data import DataConfig, PrepareConfig
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
 from glm5_jax.config.rl import (
     DIS_AGENTIC,
@@ -36,6 +36,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "PrepareConfig",
     "RLConfig",
     "RematPolicy",
     "RolloutWeights",

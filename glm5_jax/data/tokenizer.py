@@ -37,7 +37,9 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_MAX_TRAINING_BYTES = 4_000_000  # merges learnt from more compress 1% better
+# What a BPE is called that is trained on the source, and its special tokens.
+BPE_NAMES = {"bpe": (END_OF_TEXT,), "bpe_chat": SPECIAL_TOKENS}
+MAX_TRAINING_BYTES = 4_000_000  # merges learnt from more compress 1% better
 _REPLACEMENT = "\ufffd".encode()
 
 
@@ -118,8 +120,7 @@ class Tokenizer:
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes a tokenizer.json, which transformers reads too."""
-        text = self._backend.to_str()
-        cache.write_atomically(pathlib.Path(path), lambda new: _write_text(new, text))
+        cache.write_text(pathlib.Path(path), self._backend.to_str())
 
 
 def load(path: str | pathlib.Path) -> Tokenizer:
@@ -206,10 +207,10 @@ def for_corpus(data: config.DataConfig, texts: Sequence[str]) -> Tokenizer:
         data: the section of the config.
         texts: training documents in random order; the first 4 MB are used.
     """
-    if data.tokenizer not in ("bpe", "bpe_chat"):
+    if data.tokenizer not in BPE_NAMES:
         return named(data.tokenizer)
-    special_tokens = SPECIAL_TOKENS if data.tokenizer == "bpe_chat" else (END_OF_TEXT,)
-    sample = _leading(texts, _MAX_TRAINING_BYTES)
+    special_tokens = BPE_NAMES[data.tokenizer]
+    sample = _leading(texts, MAX_TRAINING_BYTES)
     chat = " ".join(special_tokens[1:])
     key = hashlib.sha256(f"{data.bpe_vocab_size} {_WORDS}{chat}".encode())
     for text in sample:
@@ -293,7 +294,3 @@ def _leading(texts: Sequence[str], limit: int) -> list[str]:
         if size >= limit:
             break
     return sample
-
-
-def _write_text(path: pathlib.Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
