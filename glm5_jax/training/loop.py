@@ -80,7 +80,8 @@ def _steps(
         if pending and run.feed.is_on_policy:
             _log(writer, run.step, clock.read(pending), config)
             pending = {}
-        batch, seen = run.feed.next(run.params, run.step)
+        with clock.waiting():
+            batch, seen = run.feed.next(run.params, run.step)
         run.params, run.opt_state, metrics = run.train_step(
             run.params, run.opt_state, run.place(batch)
         )
@@ -203,10 +204,13 @@ class _Clock:
         self._flops = accounting.flops_per_token(
             config.model, config.data.sequence_length
         )
-        # What rollouts compute is not counted, so their steps have no utilisation.
-        self._peak = None if run.feed.is_on_policy else accounting.peak_flops()
+        # What rollouts compute is not counted, so their steps have no utilisation;
+        # nor is it waiting.
+        self._is_on_policy = run.feed.is_on_policy
+        self._peak = None if self._is_on_policy else accounting.peak_flops()
         self._since = time.perf_counter(), time.process_time()
-        self._steps: list[tuple[float, float, float]] = []
+        self._waited = 0.0  # for batches, since then
+        self._steps: list[tuple[float, float, float, float]] = []
 
     def read(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Waits for a step's metrics and adds the time since the one before."""
@@ -214,10 +218,18 @@ class _Clock:
         now = time.perf_counter(), time.process_time()
         # Rows of rollouts are mostly padding, so there the tokens are counted.
         tokens = float(metrics.get("rollout/tokens", self._tokens))
-        step = now[0] - self._since[0], now[1] - self._since[1], tokens
-        self._since = now
+        seconds, cpu_seconds = now[0] - self._since[0], now[1] - self._since[1]
+        step = seconds, cpu_seconds, tokens, self._waited
+        self._since, self._waited = now, 0.0
         self._steps.append(step)
         return metrics | self._rates(*step)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While this lasts the host has no batch; the device may still have work."""
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
 
     @contextlib.contextmanager
     def paused(self, metrics: dict[str, Any]) -> Iterator[None]:
@@ -233,15 +245,21 @@ class _Clock:
         steps = self._steps[2:] or self._steps
         if not steps:
             return {}
-        return {"perf/mfu": "unknown"} | self._rates(*np.median(steps, axis=0))
+        rates = self._rates(*np.median(steps, axis=0))
+        if not self._is_on_policy:  # of all steps: a wait is rare, and long
+            total = np.sum(steps, axis=0)
+            rates["perf/data_wait"] = round(float(total[3] / total[0]), 6)
+        return {"perf/mfu": "unknown"} | rates
 
     def _rates(
-        self, seconds: float, cpu_seconds: float, tokens: float
+        self, seconds: float, cpu_seconds: float, tokens: float, waited: float
     ) -> dict[str, float]:
         rates = {
             "perf/step_seconds": round(float(seconds), 5),
             "perf/tokens_per_second": round(tokens / seconds, 1),
         }
+        if not self._is_on_policy:  # fraction of the time without a batch
+            rates["perf/data_wait"] = round(float(waited / seconds), 6)
         if jax.process_count() == 1:  # the others' CPU time is theirs
             rates["perf/tokens_per_cpu_second"] = round(tokens / cpu_seconds, 1)
         if self._peak:  # of a chip whose peak is known
