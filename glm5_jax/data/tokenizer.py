@@ -31,6 +31,10 @@ SPECIAL_TOKENS = (
     *("<arg_value>", "</arg_value>", "/nothink"),
     *("<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>"),
 )
+# Ids of the released tokenizers, which the released weights were trained with.
+RELEASED_IDS = {name: 154820 + i for i, name in enumerate(SPECIAL_TOKENS)}
+_OF_GLM = "[gMASK]"  # no other family has it
+_MAX_SHOWN = 5
 
 # How GLM-5 cuts text into the words whose bytes are then merged.
 _WORDS = (
@@ -143,7 +147,34 @@ def load(path: str | pathlib.Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise config.InputError(f"{file} is not a tokenizer.json: {error}.") from error
-    return Tokenizer(backend)
+    tokenizer = Tokenizer(backend)
+    check_released(tokenizer, file)
+    return tokenizer
+
+
+def check_released(tokenizer: Tokenizer, file: str | pathlib.Path) -> None:
+    """Checks the special tokens of a tokenizer that is as large as GLM-5's.
+
+    Small ones, with the same tokens at other ids, are for small models.
+
+    Raises:
+        config.InputError: one is missing, or has another id than in the release.
+    """
+    ids = tokenizer.special_ids
+    if _OF_GLM not in ids or tokenizer.vocab_size <= min(RELEASED_IDS.values()):
+        return
+    wrong = [
+        f"{name} must be {wanted}, is {ids.get(name, 'missing')}"
+        for name, wanted in RELEASED_IDS.items()
+        if ids.get(name) != wanted
+    ]
+    if wrong:
+        more = [f"and {len(wrong) - _MAX_SHOWN} more"] * (len(wrong) > _MAX_SHOWN)
+        raise config.InputError(
+            f"{file} is of GLM-5's size, but its special tokens are not GLM-5's: "
+            f"{'; '.join([*wrong[:_MAX_SHOWN], *more])}. Take the tokenizer.json that "
+            f"lies beside the weights."
+        )
 
 
 def byte_tokenizer(special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:

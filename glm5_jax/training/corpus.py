@@ -9,7 +9,7 @@ import numpy as np
 from glm5_jax import config as config_lib
 from glm5_jax.data import conversations, prepared
 from glm5_jax.data import pipeline as pipeline_lib
-from glm5_jax.inference import engine
+from glm5_jax.inference import engine, loading
 from glm5_jax.training import feed
 from glm5_jax.training import step as step_lib
 
@@ -35,6 +35,7 @@ class Corpus:
         self._eval_step = jax.jit(step_lib.make_eval_step(config))
         self._batches: tuple[int, Iterator[feed.Batch]] | None = None
         self.tokenizer = self._pipeline.tokenizer
+        loading.require_tokenizer(config, self.tokenizer)
         self.fingerprint = self._pipeline.fingerprint
 
     @property
