@@ -15,7 +15,9 @@ VERSION = re.search(
 # The lower bounds are the oldest releases that the tests ran with; there are no upper
 # ones. requirements/ holds exact pins.
 LIBTPU = "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'"
+ARROW = ["pyarrow>=26"]  # Parquet files and Hugging Face datasets
 TEST = [
+    *ARROW,
     "beartype",
     "ipykernel",
     "jupytext",
@@ -55,6 +57,7 @@ setuptools.setup(
     python_requires=">=3.11",
     install_requires=[
         "absl-py>=2.1",
+        "array-record>=0.8.6; sys_platform != 'win32'",
         "flax>=0.12",
         "grain>=0.2.18",
         "jax>=0.10",
@@ -73,6 +76,7 @@ setuptools.setup(
         "tpu": ["jax[tpu]"],
         # Compilers for chips that are not there: TPUs and an H200.
         "aot": ["jax[cuda13-local]", LIBTPU, *TRITON],
+        "arrow": ARROW,
         # launch/ray_job.py, on a Ray cluster.
         "ray": ["ray>=2.60"],
         # Environments of a hundred procedural tasks.

@@ -18,6 +18,7 @@ ENTRY_POINTS = {
     "chat",
     "aot",
     "plan",
+    "prepare",
     "serve",
 }
 # Imports point downwards; names of one row never import each other.

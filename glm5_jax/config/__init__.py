@@ -5,6 +5,7 @@ are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
 """
 
 from glm5_jax.config.checks import DamagedError, InputError
+from glm5_jax.config.data import DataConfig, PrepareConfig
 from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
 from glm5_jax.config.rl import (
@@ -16,7 +17,6 @@ from glm5_jax.config.rl import (
     RolloutWeights,
 )
 from glm5_jax.config.train import (
-    DataConfig,
     LossConfig,
     MeshConfig,
     OptimConfig,
@@ -39,6 +39,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "PrepareConfig",
     "RLConfig",
     "RematPolicy",
     "RolloutWeights",

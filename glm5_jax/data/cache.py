@@ -56,3 +56,12 @@ def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], None]) 
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a text file whole or not at all."""
+    write_atomically(path, lambda new: _write_text(new, text))
+
+
+def _write_text(path: pathlib.Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

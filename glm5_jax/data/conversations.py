@@ -12,7 +12,16 @@ import tqdm
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.data import chat, messages, packing, pipeline, sources, tasks
+from glm5_jax.data import (
+    chat,
+    formats,
+    messages,
+    mixture,
+    packing,
+    pipeline,
+    sources,
+    tasks,
+)
 from glm5_jax.data import tokenizer as tokenizer_lib
 
 _ORDER_VERSION = 1  # raise it when rendering, packing or shuffling changes
@@ -97,9 +106,8 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline.Pipeline:
     return pipeline.Pipeline(
         data,
         tokenizer,
-        train=pack("training", train),
-        held_out=pack("held-out", held_out),
-        seed=seed,
+        train=mixture.only(pack("training", train), seed),
+        held_out={"": pack("held-out", held_out)},
         fingerprint=" ".join(f"{key}={value}" for key, value in settings.items()),
         template=template,
     )
@@ -120,7 +128,7 @@ def read_conversations(source: str) -> list[Conversation]:
     if scheme == "tasks":
         return _demonstrations(name)
     root = pathlib.Path(source).expanduser()
-    paths = sorted(sources.files(root)) if root.is_dir() else [root]
+    paths = sorted(formats.files(root)) if root.is_dir() else [root]
     paths = [path for path in paths if path.suffix == ".jsonl" and path.is_file()]
     found = [conversation for path in paths for conversation in _read_lines(path)]
     if not found:
@@ -158,7 +166,7 @@ def _demonstrations(name: str) -> list[Conversation]:
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[Conversation]:
-    for number, line in enumerate(sources.read_text(path).split("\n"), start=1):
+    for number, line in enumerate(formats.read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

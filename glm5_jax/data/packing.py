@@ -3,11 +3,25 @@
 import bisect
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 Row = dict[str, np.ndarray]
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """A sequence of rows, in memory or on disk; one beyond the last is all padding."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +74,6 @@ class PackedRows:
             "segment_ids": padded_segments,
             "positions": self._pad(np.arange(end - begin) - piece_starts, 0),
         }
-
-    def scored_targets(self) -> Int[np.ndarray, " n"]:
-        """All tokens but the first of each document, which eos takes the place of."""
-        targets = self.tokens.copy()
-        targets[self.starts] = self.eos_id
-        return targets
 
     def _pad(self, values: np.ndarray, filler: int) -> np.ndarray:
         padded = np.full(self.sequence_length, filler, np.int32)
@@ -123,16 +131,6 @@ class FittedRows:
             begin = place.stop
         return row
 
-    def scored_targets(self) -> Int[np.ndarray, " n"]:
-        """The trained tokens; the first of a document, which nothing predicts, is none.
-
-        That first token is never trained: it is the template's prefix.
-        """
-        return self.tokens[self.mask]
-
-
-Rows = PackedRows | FittedRows
-
 
 def pack(
     documents: Sequence[Int[np.ndarray, " _"]], *, eos_id: int, sequence_length: int
@@ -164,6 +162,18 @@ def fit(
         eos_id=eos_id,
         sequence_length=sequence_length,
     )
+
+
+def pieces(
+    ids: Int[np.ndarray, " n"], sequence_length: int
+) -> list[Int[np.ndarray, " _"]]:
+    """A document cut so that each piece fits a row (Ding et al., arXiv 2404.10830).
+
+    Neighbours share a token, the last of one and the first of the next, so that every
+    token but the first is a target once.
+    """
+    starts = range(0, ids.size - 1, sequence_length)
+    return [ids[start : start + sequence_length + 1] for start in starts]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -3,7 +3,7 @@
 import hashlib
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import grain
 import numpy as np
@@ -11,14 +11,13 @@ import tqdm
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.data import cache, chat, packing, sources
+from glm5_jax.data import cache, chat, mixture, packing, sources
 from glm5_jax.data import tokenizer as tokenizer_lib
 
 Batch = dict[str, np.ndarray]
 
 _ORDER_VERSION = 1  # raise it when packing or shuffling changes
 _DOCUMENTS_AT_ONCE = 32  # between two updates of the progress bar
-_MAX_SEED = 2**32  # Grain's shuffle takes 32 bits
 
 
 class Pipeline:
@@ -31,7 +30,7 @@ class Pipeline:
     Attributes:
         tokenizer: what made the token ids.
         fingerprint: corpus, tokenizer and settings; equal ones give equal batches.
-        bytes_per_token: mean UTF-8 bytes of a held-out target.
+        held_out_names: of the sources that have held-out rows.
         template: of the corpus, if it is one of conversations.
     """
 
@@ -40,13 +39,12 @@ class Pipeline:
         data: config.DataConfig,
         tokenizer: tokenizer_lib.Tokenizer,
         *,
-        train: packing.Rows,
-        held_out: packing.Rows,
-        seed: int,
+        train: mixture.Mixture,
+        held_out: Mapping[str, packing.Rows],
         fingerprint: str,
         template: chat.Template | None = None,
     ) -> None:
-        """See make_pipeline, and conversations.make_pipeline."""
+        """See make_pipeline, and those of conversations and prepared."""
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
         self.template = template
@@ -54,13 +52,9 @@ class Pipeline:
         self._batch_size = data.batch_size
         self._num_prefetch = data.num_prefetch
         self._piece_sizes = np.array([len(piece) for piece in tokenizer.pieces])
-        self._ordered = (
-            grain.MapDataset.source(train).shuffle(seed=seed % _MAX_SEED).repeat()
-        )
+        self._train = train
+        self.held_out_names = tuple(held_out)
         self.take(range(data.batch_size))
-        targets = held_out.scored_targets()
-        num_bytes = self._piece_sizes[targets].sum()
-        self.bytes_per_token = float(num_bytes / max(targets.size, 1))
 
     def take(self, rows: Sequence[int]) -> None:
         """From now on batches have these rows of the whole alone, in this order."""
@@ -82,23 +76,31 @@ class Pipeline:
         )
         return iter(self._steps[start_step:].to_iter_dataset(options))
 
-    def eval_batches(self, n: int) -> Iterator[Batch]:
+    def epochs(self, num_steps: int) -> dict[str, float]:
+        """How often each source has been read after so many steps."""
+        return self._train.epochs(num_steps * self._batch_size)
+
+    def eval_batches(self, n: int, name: str | None = None) -> Iterator[Batch]:
         """The first `n` held-out batches, or all where there are fewer.
 
         They are the same for every seed. Each has in `num_bytes` (float32 [B, T]) the
         UTF-8 bytes of every target (0 for eos and padding), so that bits per byte is
         sum(nll) / ln 2 / sum(num_bytes).
+
+        Args:
+            n: how many.
+            name: of the source; that of the first by default.
         """
         size = self._batch_size
-        for first in range(0, min(n * size, len(self._held_out)), size):
-            batch = _stack([self._held_out[first + row] for row in self._rows])
+        rows = self._held_out[self.held_out_names[0] if name is None else name]
+        for first in range(0, min(n * size, len(rows)), size):
+            batch = _stack([rows[first + row] for row in self._rows])
             num_bytes = self._piece_sizes[batch["targets"]] * batch["loss_mask"]
             yield batch | {"num_bytes": num_bytes.astype(np.float32)}
 
     def _make_batch(self, step: int) -> Batch:
         first = step * self._batch_size
-        rows = [self._ordered[first + row] for row in self._rows]
-        return _stack([row for row in rows if row is not None])  # only filters give it
+        return _stack([self._train[first + row] for row in self._rows])
 
 
 def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
@@ -140,9 +142,8 @@ def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
     return Pipeline(
         data,
         tokenizer,
-        train=pack([d.name for d in sources.shuffled(train, seed)]),
-        held_out=pack(held_out),
-        seed=seed,
+        train=mixture.only(pack([d.name for d in sources.shuffled(train, seed)]), seed),
+        held_out={"": pack(held_out)},
         fingerprint=" ".join(f"{key}={value}" for key, value in settings.items()),
     )
 

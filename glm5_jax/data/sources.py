@@ -1,17 +1,16 @@
-"""Documents: what every Python carries, or a folder of text and JSONL files."""
+"""Documents: what every Python carries, or the files of a folder."""
 
 import dataclasses
 import hashlib
-import json
-import os
 import pathlib
 import sys
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from glm5_jax import config
+from glm5_jax.data import formats
 
-TEXT_SUFFIXES = (".txt", ".md", ".py")
+_WHOLE = 2**62  # bytes of a span that is the whole file
 
 _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages"),
@@ -34,8 +33,9 @@ def read_documents(source: str) -> list[Document]:
 
     Args:
         source: "python" (the standard library's language reference and modules), or a
-            folder with .txt, .md, .py files (a document each) and .jsonl files (a
-            document a line, in the field "text"). Hidden files are not read.
+            folder with .txt, .md, .py files (a document each) and .jsonl, .parquet,
+            .arrow, .array_record files (with the field "text"). Hidden files are not
+            read.
 
     Raises:
         config.InputError: there is no such folder, nothing in it, or a bad line.
@@ -43,12 +43,50 @@ def read_documents(source: str) -> list[Document]:
     documents = _python() if source == "python" else _folder(source)
     found = sorted((d for d in documents if d.text), key=lambda d: d.name)
     if not found:
-        kinds = ", ".join((*TEXT_SUFFIXES, ".jsonl"))
+        kinds = ", ".join(formats.SUFFIXES)
         raise config.InputError(
             f"data.source holds no text: {source!r}. Put {kinds} files there, or give "
             f"'python'."
         )
     return found
+
+
+def folder_of(source: str) -> pathlib.Path:
+    """The folder `source`.
+
+    Raises:
+        config.InputError: there is none.
+    """
+    root = pathlib.Path(source).expanduser()
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise config.InputError(
+            f"data.source must be 'python' or a folder; {source!r} {what}."
+        )
+    return root
+
+
+def read_span(
+    root: pathlib.Path, span: formats.Span, field: str = "text"
+) -> Iterator[Document]:
+    """The documents of a span, one after the other, empty ones too.
+
+    Raises:
+        config.InputError: by file and number, what is no text.
+    """
+    for name, text in formats.read(root, span, field):
+        if not isinstance(text, str):
+            raise config.InputError(
+                f'{root / name} must have a string in the field "{field}", got '
+                f"{type(text).__name__}."
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise config.InputError(
+                f"{root / name} is not valid Unicode: {error}."
+            ) from error
+        yield Document(name, text)
 
 
 def is_held_out(name: str, percent: int) -> bool:
@@ -58,9 +96,12 @@ def is_held_out(name: str, percent: int) -> bool:
 
 def shuffled(documents: Iterable[Document], seed: int) -> list[Document]:
     """The documents in an order that depends on their names and the seed alone."""
-    return sorted(
-        documents, key=lambda d: hashlib.sha256(f"{seed}:{d.name}".encode()).digest()
-    )
+    return sorted(documents, key=lambda d: shuffle_key(d.name, seed))
+
+
+def shuffle_key(name: str, seed: int) -> bytes:
+    """What documents in random order are sorted by."""
+    return hashlib.sha256(f"{seed}:{name}".encode()).digest()
 
 
 def corpus_digest(documents: Iterable[Document]) -> str:
@@ -72,31 +113,6 @@ def corpus_digest(documents: Iterable[Document]) -> str:
     return digest.hexdigest()
 
 
-def files(root: pathlib.Path, skipped: Collection[str] = ()) -> Iterator[pathlib.Path]:
-    """Every file below `root` that is not hidden nor in a folder of a skipped name."""
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            name for name in subfolders if name[0] != "." and name not in skipped
-        ]
-        for name in names:
-            if not name.startswith("."):
-                yield pathlib.Path(folder, name)
-
-
-def read_text(path: pathlib.Path) -> str:
-    """The text of a file, line ends as they are.
-
-    Raises:
-        config.InputError: it cannot be read as UTF-8.
-    """
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise config.InputError(
-            f"{path} cannot be read as UTF-8 text: {error}. Convert or remove it."
-        ) from error
-
-
 def _python() -> Iterator[Document]:
     """The language reference in pydoc_data.topics and the modules without tests."""
     from pydoc_data import topics  # half a megabyte that folders do without
@@ -104,7 +120,7 @@ def _python() -> Iterator[Document]:
     for name, text in topics.topics.items():
         yield Document(f"topics/{name}", text)
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    for path in files(root, skipped=_SKIPPED_FOLDERS):
+    for path in formats.files(root, skipped=_SKIPPED_FOLDERS):
         parts = path.relative_to(root).parts
         if (
             path.suffix == ".py"
@@ -113,41 +129,11 @@ def _python() -> Iterator[Document]:
             # Settings of the machine that built this Python.
             and not path.name.startswith("_sysconfigdata")
         ):
-            yield Document("/".join(parts), read_text(path))
+            yield Document("/".join(parts), formats.read_text(path))
 
 
 def _folder(source: str) -> Iterator[Document]:
-    root = pathlib.Path(source).expanduser()
-    if not root.is_dir():
-        what = "is a file" if root.exists() else "does not exist"
-        raise config.InputError(
-            f"data.source must be 'python' or a folder; {source!r} {what}."
-        )
-    for path in files(root):
-        name = path.relative_to(root).as_posix()
-        if path.suffix in TEXT_SUFFIXES:
-            yield Document(name, read_text(path))
-        elif path.suffix == ".jsonl":
-            for number, line in enumerate(read_text(path).split("\n"), start=1):
-                if line.strip():
-                    text = _text_field(line, f"{path}:{number}")
-                    yield Document(f"{name}:{number}", text)
-
-
-def _text_field(line: str, place: str) -> str:
-    """The field "text" of a line of JSONL."""
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise config.InputError(f"{place} is not JSON: {error}.") from error
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        got = sorted(record) if isinstance(record, dict) else type(record).__name__
-        raise config.InputError(
-            f'{place} must be an object with a string in the field "text", got {got}.'
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise config.InputError(f"{place} is not valid Unicode: {error}.") from error
-    return text
+    root = folder_of(source)
+    for path in formats.document_files(root):
+        for span in formats.cut(root, path, _WHOLE):
+            yield from read_span(root, span)

@@ -31,13 +31,19 @@ SPECIAL_TOKENS = (
     *("<arg_value>", "</arg_value>", "/nothink"),
     *("<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>"),
 )
+# Ids of the released tokenizers, which the released weights were trained with.
+RELEASED_IDS = {name: 154820 + i for i, name in enumerate(SPECIAL_TOKENS)}
+_OF_GLM = "[gMASK]"  # no other family has it
+_MAX_SHOWN = 5
 
 # How GLM-5 cuts text into the words whose bytes are then merged.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_MAX_TRAINING_BYTES = 4_000_000  # merges learnt from more compress 1% better
+# What a BPE is called that is trained on the source, and its special tokens.
+BPE_NAMES = {"bpe": (END_OF_TEXT,), "bpe_chat": SPECIAL_TOKENS}
+MAX_TRAINING_BYTES = 4_000_000  # merges learnt from more compress 1% better
 _REPLACEMENT = "\ufffd".encode()
 
 
@@ -118,8 +124,7 @@ class Tokenizer:
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes a tokenizer.json, which transformers reads too."""
-        text = self._backend.to_str()
-        cache.write_atomically(pathlib.Path(path), lambda new: _write_text(new, text))
+        cache.write_text(pathlib.Path(path), self._backend.to_str())
 
 
 def load(path: str | pathlib.Path) -> Tokenizer:
@@ -142,7 +147,34 @@ def load(path: str | pathlib.Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise config.InputError(f"{file} is not a tokenizer.json: {error}.") from error
-    return Tokenizer(backend)
+    tokenizer = Tokenizer(backend)
+    check_released(tokenizer, file)
+    return tokenizer
+
+
+def check_released(tokenizer: Tokenizer, file: str | pathlib.Path) -> None:
+    """Checks the special tokens of a tokenizer that is as large as GLM-5's.
+
+    Small ones, with the same tokens at other ids, are for small models.
+
+    Raises:
+        config.InputError: one is missing, or has another id than in the release.
+    """
+    ids = tokenizer.special_ids
+    if _OF_GLM not in ids or tokenizer.vocab_size <= min(RELEASED_IDS.values()):
+        return
+    wrong = [
+        f"{name} must be {wanted}, is {ids.get(name, 'missing')}"
+        for name, wanted in RELEASED_IDS.items()
+        if ids.get(name) != wanted
+    ]
+    if wrong:
+        more = [f"and {len(wrong) - _MAX_SHOWN} more"] * (len(wrong) > _MAX_SHOWN)
+        raise config.InputError(
+            f"{file} is of GLM-5's size, but its special tokens are not GLM-5's: "
+            f"{'; '.join([*wrong[:_MAX_SHOWN], *more])}. Take the tokenizer.json that "
+            f"lies beside the weights."
+        )
 
 
 def byte_tokenizer(special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
@@ -206,10 +238,10 @@ def for_corpus(data: config.DataConfig, texts: Sequence[str]) -> Tokenizer:
         data: the section of the config.
         texts: training documents in random order; the first 4 MB are used.
     """
-    if data.tokenizer not in ("bpe", "bpe_chat"):
+    if data.tokenizer not in BPE_NAMES:
         return named(data.tokenizer)
-    special_tokens = SPECIAL_TOKENS if data.tokenizer == "bpe_chat" else (END_OF_TEXT,)
-    sample = _leading(texts, _MAX_TRAINING_BYTES)
+    special_tokens = BPE_NAMES[data.tokenizer]
+    sample = _leading(texts, MAX_TRAINING_BYTES)
     chat = " ".join(special_tokens[1:])
     key = hashlib.sha256(f"{data.bpe_vocab_size} {_WORDS}{chat}".encode())
     for text in sample:
@@ -293,7 +325,3 @@ def _leading(texts: Sequence[str], limit: int) -> list[str]:
         if size >= limit:
             break
     return sample
-
-
-def _write_text(path: pathlib.Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

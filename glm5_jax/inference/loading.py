@@ -160,6 +160,25 @@ def context_length(path: Path, config: config_lib.ModelConfig) -> int:
     return min(trained, config.max_position_embeddings)
 
 
+def require_tokenizer(
+    config: config_lib.TrainConfig, tokenizer: tokenizer_lib.Tokenizer
+) -> None:
+    """Checks that ids mean what they meant to the weights of init_from.
+
+    Raises:
+      InputError: a tokenizer.json lies beside them, and is another.
+    """
+    if config.init_from is None:
+        return
+    theirs = find(config.init_from).folder / "tokenizer.json"
+    if theirs.exists() and tokenizer_lib.load(theirs).digest != tokenizer.digest:
+        raise config_lib.InputError(
+            f"data.tokenizer={config.data.tokenizer!r} is not the tokenizer of "
+            f"init_from, {theirs}: its ids mean other texts. Set "
+            f"data.tokenizer={str(theirs)!r}; or prepare data.source with it."
+        )
+
+
 def overrides_of(
     arguments: command_line.Arguments,
 ) -> tuple[command_line.Override, ...]:

@@ -12,6 +12,7 @@ from glm5_jax.training import accounting
 from glm5_jax.training import run as run_lib
 
 SHARE = "goodput/share"  # seconds of steps that count over all seconds of the run
+DATA_WAIT = "perf/data_wait"
 LOST_STEPS = "goodput/lost_steps"  # done, then undone by a kill or a rollback
 _KINDS = ("compile", "restore", "step", "data_wait", "evaluate", "sample", "save")
 
@@ -44,7 +45,8 @@ class Clock:
         self._lost_steps = before.get(LOST_STEPS) or 0
         self._step_seconds = before.get("perf/step_seconds") or 0.0  # of the last one
         self._since = time.perf_counter(), time.process_time()
-        self._steps: list[tuple[float, float, float]] = []
+        self._waited = 0.0  # for the batch of the step under way
+        self._steps: list[tuple[float, float, float, float]] = []
 
     def read(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Waits for a step's metrics and adds the time since the one before."""
@@ -52,8 +54,10 @@ class Clock:
         now = time.perf_counter(), time.process_time()
         # Rows of rollouts are mostly padding, so there the tokens are counted.
         tokens = float(metrics.get("rollout/tokens", self._tokens))
-        step = now[0] - self._since[0], now[1] - self._since[1], tokens
-        self._since = now
+        seconds, cpu_seconds = now[0] - self._since[0], now[1] - self._since[1]
+        step = seconds, cpu_seconds, tokens, self._waited
+        self._seconds["data_wait"] += self._waited
+        self._since, self._waited = now, 0.0
         self._seconds["step"] += step[0]
         self._step_seconds = step[0]
         self._steps.append(step)
@@ -74,7 +78,7 @@ class Clock:
         before = time.perf_counter()
         yield
         if not self._is_on_policy:
-            self._seconds["data_wait"] += time.perf_counter() - before
+            self._waited += time.perf_counter() - before
 
     def lose(self, num_steps: int) -> None:
         """Takes back the last steps: they will be done again."""
@@ -95,15 +99,21 @@ class Clock:
         steps = self._steps[2:] or self._steps
         if not steps:
             return {}
-        return {"perf/mfu": "unknown"} | self._rates(*np.median(steps, axis=0))
+        rates = self._rates(*np.median(steps, axis=0))
+        if not self._is_on_policy:  # of all steps: a wait is rare, and long
+            total = np.sum(steps, axis=0)
+            rates[DATA_WAIT] = round(float(total[3] / total[0]), 6)
+        return {"perf/mfu": "unknown"} | rates
 
     def _rates(
-        self, seconds: float, cpu_seconds: float, tokens: float
+        self, seconds: float, cpu_seconds: float, tokens: float, waited: float
     ) -> dict[str, float]:
         rates = {
             "perf/step_seconds": round(float(seconds), 5),
             "perf/tokens_per_second": round(tokens / seconds, 1),
         }
+        if not self._is_on_policy:  # share of the step's seconds
+            rates[DATA_WAIT] = round(float(waited / seconds), 6)
         if jax.process_count() == 1:  # the others' CPU time is theirs
             rates["perf/tokens_per_cpu_second"] = round(tokens / cpu_seconds, 1)
         if self._peak:  # of a chip whose peak is known

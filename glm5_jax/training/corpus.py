@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax.data import conversations
+from glm5_jax.data import conversations, prepared
 from glm5_jax.data import pipeline as pipeline_lib
-from glm5_jax.inference import engine
+from glm5_jax.inference import engine, loading
 from glm5_jax.training import feed
 from glm5_jax.training import step as step_lib
 
@@ -28,11 +28,14 @@ class Corpus:
           InputError: source or tokenizer cannot be used.
         """
         source = conversations if config.stage == "sft" else pipeline_lib
+        if prepared.is_prepared(config.data):
+            source = prepared
         self._config = config
         self._pipeline = source.make_pipeline(config.data, config.seed)
         self._eval_step = jax.jit(step_lib.make_eval_step(config))
         self._batches: tuple[int, Iterator[feed.Batch]] | None = None
         self.tokenizer = self._pipeline.tokenizer
+        loading.require_tokenizer(config, self.tokenizer)
         self.fingerprint = self._pipeline.fingerprint
 
     @property
@@ -51,18 +54,26 @@ class Corpus:
             self._batches = step, self._pipeline.train_iterator(step)
         batches = self._batches[1]
         self._batches = step + 1, batches
-        return next(batches), {}
+        return next(batches), self._epochs(step + 1)
 
     def check(self, metrics: feed.Metrics, step: int) -> None:
         """Nothing but a gradient that is not finite ends a run, which the loop sees."""
 
     def evaluate(self, params: dict, step: int, place: feed.Place) -> dict[str, float]:
-        """Held-out bits per byte: -log2 of the text's probability over its bytes."""
-        totals = np.zeros(2)
-        for batch in self._pipeline.eval_batches(self._config.eval_batches):
-            totals += jax.device_get(self._eval_step(params, place(batch)))
-        nats, num_bytes = totals
-        return {"eval/bits_per_byte": float(nats / math.log(2) / num_bytes)}
+        """Held-out bits per byte: -log2 of the text's probability over its bytes.
+
+        Of a mixture of each source too; in all every source has as many batches.
+        """
+        names, totals = self._pipeline.held_out_names, {}
+        for name in names:
+            totals[name] = np.zeros(2)
+            for batch in self._pipeline.eval_batches(self._config.eval_batches, name):
+                totals[name] += jax.device_get(self._eval_step(params, place(batch)))
+        bits = {"eval/bits_per_byte": _bits_per_byte(np.sum([*totals.values()], 0))}
+        if len(names) > 1:
+            for name, total in totals.items():
+                bits[f"eval/bits_per_byte/{name}"] = _bits_per_byte(total)
+        return bits
 
     def sample(self, params: dict, step: int) -> str:
         """Continues, or answers, sample_prompt."""
@@ -82,3 +93,14 @@ class Corpus:
         )[0]
         spell = self.tokenizer.spell if template else self.tokenizer.decode
         return spell([*prompt, *completion.tokens])
+
+    def _epochs(self, num_steps: int) -> dict[str, float]:
+        """How often each source has been read."""
+        epochs = self._pipeline.epochs(num_steps)
+        return {f"data/epochs/{name}".rstrip("/"): e for name, e in epochs.items()}
+
+
+def _bits_per_byte(total: np.ndarray) -> float:
+    """From nats and bytes."""
+    nats, num_bytes = total
+    return float(nats / math.log(2) / num_bytes)

@@ -259,15 +259,7 @@ def _tokenizer(config: config_lib.TrainConfig) -> tokenizer_lib.Tokenizer:
             f"{config.data.tokenizer!r}; that of init_from is in its folder."
         )
     tokenizer = tokenizer_lib.for_corpus(config.data, [])
-    if config.init_from is None:
-        return tokenizer
-    theirs = loading.find(config.init_from).folder / "tokenizer.json"
-    if theirs.exists() and tokenizer_lib.load(theirs).digest != tokenizer.digest:
-        raise config_lib.InputError(
-            f"data.tokenizer={config.data.tokenizer!r} is not the tokenizer of "
-            f"init_from, {theirs}: its ids mean other texts. Set "
-            f"data.tokenizer={str(theirs)!r}."
-        )
+    loading.require_tokenizer(config, tokenizer)
     return tokenizer
 
 

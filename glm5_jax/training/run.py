@@ -210,8 +210,18 @@ def _require_same_feed(ours: str) -> None:
 
 
 def _changes(theirs: str, ours: str) -> str:
-    pairs = zip(theirs.split(), ours.split(), strict=False)
-    return ", ".join(f"{a} there, {b} here" for a, b in pairs if a != b)
+    """Of two lists of key=value, those that differ."""
+    there, here = _pairs(theirs), _pairs(ours)
+    return ", ".join(
+        f"{key}={there.get(key, 'absent')} there, {key}={here.get(key, 'absent')} here"
+        for key in there | here
+        if there.get(key) != here.get(key)
+    )
+
+
+def _pairs(fingerprint: str) -> dict[str, str]:
+    parts = (part.partition("=") for part in fingerprint.split())
+    return {key: value for key, _, value in parts}
 
 
 def _require_same_data(theirs: str, ours: str, workdir: pathlib.Path) -> None:

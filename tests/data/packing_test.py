@@ -101,14 +101,6 @@ class PackingTest(parameterized.TestCase):
 def rows_of(rows):
     return [rows[i] for i in range(len(rows))]
 
-    def test_scored_targets_are_those_of_the_rows(self):
-        documents = make_documents(5, 1, 9, 2)
-        rows = packing.pack(documents, eos_id=EOS, sequence_length=6)
-        seen = [row["targets"][row["loss_mask"] > 0] for row in rows_of(rows)]
-        np.testing.assert_array_equal(
-            np.sort(np.concatenate(seen)), np.sort(rows.scored_targets())
-        )
-
 
 class BestFitTest(parameterized.TestCase):
     @parameterized.parameters(*range(20))
@@ -155,7 +147,15 @@ class BestFitTest(parameterized.TestCase):
                 np.testing.assert_array_equal(row[key], values[i], err_msg=key)
                 is_mask = key == "loss_mask"
                 self.assertEqual(row[key].dtype, np.float32 if is_mask else np.int32)
-        self.assertCountEqual(rows.scored_targets(), [3, 5, 2, 6])
+
+    @parameterized.parameters(2, 5, 6, 7, 11, 12)
+    def test_pieces_have_every_target_once_and_fit(self, size):
+        ids = np.arange(size)
+        pieces = packing.pieces(ids, 5)
+        for piece in pieces:
+            self.assertBetween(piece.size, 2, 6)
+        targets = np.concatenate([piece[1:] for piece in pieces])
+        np.testing.assert_array_equal(targets, ids[1:])
 
 
 if __name__ == "__main__":

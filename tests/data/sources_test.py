@@ -53,7 +53,7 @@ class FolderTest(parameterized.TestCase):
         ("no_object", "[1]", r"e\.jsonl:1 must be an object .* got list"),
         ("no_string", '{"text": 3}', r'e\.jsonl:1 must .* string in the field "text"'),
         ("surrogate", '{"text": "\\ud800"}', r"e\.jsonl:1 is not valid Unicode"),
-        ("not_utf8", b"\xff\xfe", r"e\.jsonl cannot be read as UTF-8"),
+        ("not_utf8", b"\xff\xfe", r"e\.jsonl:1 cannot be read as UTF-8"),
     )
     def test_bad_line(self, content, message):
         folder = self.make_folder({"e.jsonl": content})

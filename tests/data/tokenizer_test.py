@@ -1,5 +1,6 @@
 """Tokenizers: exact round trips, files, and what is refused."""
 
+import itertools
 import pathlib
 
 import tokenizers
@@ -128,6 +129,67 @@ class TokenizerTest(parameterized.TestCase):
         tokenizer = tokenizer_lib.Tokenizer(backend)
         self.assertEqual(tokenizer.encode("a<think é>"), [97, 257])
         self.assertEqual(tokenizer.decode([97, 257]), "a<think é>")
+
+
+def of_glm5_s_size(special_tokens):
+    """A tokenizer.json as large as the released one: pairs and triples of bytes."""
+    alphabet = sorted(tokenizer_lib._ALPHABET)
+    pairs = (a + b for a in alphabet for b in alphabet)
+    triples = ("a" + a + b for a in alphabet for b in alphabet)
+    more = ("b" + a + b for a in alphabet for b in alphabet)
+    words = itertools.chain(alphabet, pairs, triples, more)
+    vocab = {word: i for i, word in enumerate(itertools.islice(words, 154_820))}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.add_special_tokens(special_tokens)
+    return backend
+
+
+class ReleasedTest(parameterized.TestCase):
+    def check(self, special_tokens):
+        """Of a vocabulary with the size of the release but for the ids of text."""
+        ids = {name: 154_820 + i for i, name in enumerate(special_tokens)}
+        vocab = tokenizer_lib._ALPHABET | ids
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+        backend.add_special_tokens(special_tokens)
+        tokenizer_lib.check_released(tokenizer_lib.Tokenizer(backend), "x")
+
+    def test_ids_of_the_release(self):
+        """spec/glm5.md 5.2: 154,820 ids of text, 36 of special tokens."""
+        file = self.create_tempfile().full_path
+        of_glm5_s_size(list(tokenizer_lib.SPECIAL_TOKENS)).save(file)
+        tokenizer = tokenizer_lib.load(file)
+        self.assertEqual(tokenizer.vocab_size, 154_856)
+        self.assertEqual(tokenizer.special_ids, tokenizer_lib.RELEASED_IDS)
+        ids = tokenizer.special_ids
+        for name, released in (
+            ("<|endoftext|>", 154820),
+            ("<|user|>", 154827),
+            ("<|observation|>", 154829),
+            ("<|begin_of_transcription|>", 154836),
+            ("<|code_prefix|>", 154838),
+            ("<|code_suffix|>", 154840),
+            ("</think>", 154842),
+            ("<arg_key>", 154847),
+            ("/nothink", 154851),
+        ):
+            self.assertEqual(ids[name], released)
+        self.assertEqual(tokenizer.eos_id, 154820)
+
+    @parameterized.named_parameters(
+        ("swapped", 22, 21, "<think> must be 154841, is 154842"),
+        ("renamed", 20, None, "<|code_suffix|> must be 154840, is missing"),
+    )
+    def test_other_ids_are_refused(self, place, other, message):
+        names = list(tokenizer_lib.SPECIAL_TOKENS)
+        if other is None:
+            names[place] = "<|other|>"
+        else:
+            names[place], names[other] = names[other], names[place]
+        with self.assertRaisesRegex(config.InputError, message.replace("|", r"\|")):
+            self.check(names)
+
+    def test_large_tokenizers_of_other_families_are_none_of_ours(self):
+        self.check(["<|other|>", "<|endoftext|>", "<|user|>"])
 
 
 class TokenizerErrorTest(parameterized.TestCase):

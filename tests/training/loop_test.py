@@ -185,7 +185,7 @@ class RunTest(runs.OneDeviceTest):
 class RefusalTest(runs.FolderTest):
     @parameterized.named_parameters(
         ("mesh", {"mesh": config_lib.MeshConfig(data=3)}, "mesh needs as many devices"),
-        ("rows", {}, "data.batch_size must be divisible by the devices"),
+        ("rows", {}, "data.batch_size must be divisible by"),
     )
     def test_a_mesh_that_does_not_fit_leaves_no_folder(self, changes, message):
         config = make_config(self.root / "corpus", self.root / "cache")

@@ -1,0 +1,128 @@
+"""Where tokens come from."""
+
+import dataclasses
+from typing import Literal
+
+from glm5_jax.config import checks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from. Order is a pure function of (seed, step)."""
+
+    # "python": the corpus every CPython carries; or a folder. In stage sft a folder or
+    # a file of JSONL with conversations, or "tasks:NAME" for demonstrations.
+    # A folder of `glm5_jax.prepare` has its own tokenizer and held-out documents.
+    source: str = "python"
+    # Prepared folders instead of `source`, their weights in each stage of the run, and
+    # the steps at which the stages after the first begin.
+    mixture: tuple[str, ...] = ()
+    mixture_weights: tuple[tuple[float, ...], ...] = ()  # default: equal ones
+    mixture_steps: tuple[int, ...] = ()
+    # "bpe" (trained on the source), "byte", or the path of a tokenizer.json; for
+    # conversations "bpe_chat" or "byte_chat", which have the special tokens.
+    tokenizer: str = "bpe"
+    bpe_vocab_size: int = 2048
+    sequence_length: int = 256  # tokens that enter the model, per row
+    batch_size: int = 16  # rows of a step, over all devices
+    held_out_percent: int = 10  # documents by sha256(name) % 100 below this
+    cache_dir: str = "~/.cache/glm5_jax"  # trained tokenizers, token arrays
+    num_prefetch: int = 2  # batches made ahead by a thread
+    chat_template: Literal["glm5", "glm5.1", "glm5.2"] = "glm5"
+    # Whether turns are asked for with a thought; False where the data has none.
+    enable_thinking: bool = True
+    clear_thinking: bool = True  # False: thoughts before the last user message stay
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        checks.require(
+            *checks.choices(self),
+            *checks.positive(self, "sequence_length", "batch_size", "num_prefetch"),
+            bpe_rule(self.bpe_vocab_size),
+            held_out_rule(self.held_out_percent),
+            *self._mixture_rules(),
+        )
+
+    def _mixture_rules(self) -> list[tuple[bool, str]]:
+        """Rules: every stage has a weight for every source."""
+        steps, weights = self.mixture_steps, self.mixture_weights
+        shape = len(steps) + 1, len(self.mixture)
+        given = [len(stage) for stage in weights]
+        return [
+            (
+                not (weights or steps) or given == [shape[1]] * shape[0],
+                f"mixture_weights must be {shape[0]} times {shape[1]} numbers, for "
+                f"each stage (one more than mixture_steps) a weight of each folder in "
+                f"mixture; got {weights}.",
+            ),
+            (
+                all(min(stage, default=0) >= 0 < sum(stage) for stage in weights),
+                f"mixture_weights must not be negative, nor all 0 in a stage; got "
+                f"{weights}.",
+            ),
+            (
+                all(a < b for a, b in zip((0, *steps), steps, strict=False)),
+                f"mixture_steps must be ascending and begin after 0, got {steps}.",
+            ),
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """How a corpus becomes rows on disk: `python -m glm5_jax.prepare`."""
+
+    source: str  # "python", or a folder: see DataConfig
+    tokenizer: str = "bpe"  # see DataConfig
+    bpe_vocab_size: int = 2048
+    field: str = "text"  # of JSON objects, or column; "": records are the texts
+    sequence_length: int = 4096  # tokens that enter the model, per row (paper App. A)
+    # "truncate": documents joined and cut where a row ends (GLM-4.5's pre-training);
+    # "best_fit": documents whole where they fit, the longest first (its mid-training).
+    packing: Literal["truncate", "best_fit"] = "truncate"
+    # Documents of up to so many tokens, and longer ones, go into folders of their own.
+    buckets: tuple[int, ...] = ()
+    held_out_percent: int = 1  # documents by sha256(name) % 100 below this
+    fim_rate: float = 0.0  # fraction of training documents with their middle at the end
+    fim_spm_rate: float = 0.5  # fraction of those with the suffix first
+    seed: int = 0  # of the order of documents and of fill-in-the-middle
+    shard_mib: float = 128.0  # of the source that a worker holds at once, for one shard
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        rates = {name: getattr(self, name) for name in ("fim_rate", "fim_spm_rate")}
+        checks.require(
+            *checks.choices(self),
+            *checks.positive(self, "sequence_length"),
+            (self.shard_mib > 0, f"shard_mib must be > 0, got {self.shard_mib}."),
+            bpe_rule(self.bpe_vocab_size),
+            held_out_rule(self.held_out_percent),
+            *(
+                (0 <= rate <= 1, f"{name} must lie in 0..1, got {rate}.")
+                for name, rate in rates.items()
+            ),
+            (self.seed >= 0, f"seed must not be negative, got {self.seed}."),
+            (
+                all(
+                    a < b
+                    for a, b in zip((0, *self.buckets), self.buckets, strict=False)
+                ),
+                f"buckets must be ascending lengths, got {self.buckets}.",
+            ),
+        )
+
+
+def bpe_rule(bpe_vocab_size: int) -> tuple[bool, str]:
+    """Rule: a BPE has an id for every byte."""
+    return (
+        bpe_vocab_size >= 300,
+        f"bpe_vocab_size must be at least 300 (256 bytes and the special tokens), got "
+        f"{bpe_vocab_size}.",
+    )
+
+
+def held_out_rule(held_out_percent: int) -> tuple[bool, str]:
+    """Rule: some documents are held out, and most are not."""
+    return (
+        1 <= held_out_percent <= 50,
+        f"held_out_percent must lie in 1..50, got {held_out_percent}.",
+    )

@@ -1,0 +1,318 @@
+"""Kinds of files that hold documents, and spans of them that fit into memory.
+
+JSONL, Parquet, Arrow (as Hugging Face datasets keep it), ArrayRecord, plain text.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from array_record.python import array_record_module
+
+from glm5_jax import config
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+_CHUNK_BYTES = 2**24
+_ROWS_AT_ONCE = 256  # of a Parquet file, in memory
+_ARROW_FILE_MAGIC = b"ARROW1"
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Some documents of one file.
+
+    Attributes:
+        path: of the file, from the root of the source.
+        start: where it begins: a byte of JSONL, a row group of Parquet, a batch of
+            Arrow, a record of ArrayRecord; 0 of a text.
+        stop: where it ends, in the same unit.
+        first: number of its first document in the file, from 1; 0 of a text.
+        num_bytes: about so many are read.
+    """
+
+    path: str
+    start: int
+    stop: int
+    first: int
+    num_bytes: int
+
+
+def files(root: pathlib.Path, skipped: Collection[str] = ()) -> Iterator[pathlib.Path]:
+    """Every file below `root` that is not hidden nor in a folder of a skipped name."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            name for name in subfolders if name[0] != "." and name not in skipped
+        ]
+        for name in names:
+            if not name.startswith("."):
+                yield pathlib.Path(folder, name)
+
+
+def document_files(root: pathlib.Path) -> list[pathlib.Path]:
+    """The files below `root` that hold documents, by name.
+
+    Raises:
+        config.InputError: it is a DatasetDict, of which one split must be chosen.
+    """
+    found = [path for path in files(root) if path.suffix in _KINDS]
+    for path in files(root):
+        if path.name == "dataset_dict.json":
+            splits = sorted(p.name for p in path.parent.iterdir() if p.is_dir())
+            raise config.InputError(
+                f"{path.parent} holds the splits {', '.join(splits)} of a data set; "
+                f"give the folder of one: {path.parent / (splits or ['train'])[0]}."
+            )
+        if path.name == "state.json" and (names := _data_files(path)):
+            # A Hugging Face data set says which of the files beside it are its own.
+            own = {path.parent / name for name in names}
+            found = [p for p in found if p.parent != path.parent or p in own]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def cut(root: pathlib.Path, path: pathlib.Path, num_bytes: int) -> list[Span]:
+    """A file as spans of about `num_bytes`; a text, or a row group, is never cut."""
+    name = path.relative_to(root).as_posix()
+    with _readable(path):
+        return [Span(name, *span) for span in _KINDS[path.suffix][0](path, num_bytes)]
+
+
+def read(root: pathlib.Path, span: Span, field: str) -> Iterator[tuple[str, Any]]:
+    """Name and value of the field of each document of a span.
+
+    The name is path:number, counted from 1; of a text, which is one document, its path.
+
+    Args:
+        root: of the source.
+        span: what to read.
+        field: of a JSON object, or column; "" where records of ArrayRecord are texts.
+
+    Raises:
+        config.InputError: by file and number, what cannot be read.
+    """
+    path = root / span.path
+    with _readable(path):
+        records = _KINDS[path.suffix][1](path, span, field)
+        for number, value in enumerate(records, start=span.first):
+            if value is not None:  # an empty line is counted and no document
+                yield f"{span.path}:{number}" if number else span.path, value
+
+
+def read_text(path: pathlib.Path) -> str:
+    """The text of a file, line ends as they are.
+
+    Raises:
+        config.InputError: it cannot be read as UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise config.InputError(
+            f"{path} cannot be read as UTF-8 text: {error}. Convert or remove it."
+        ) from error
+
+
+@contextlib.contextmanager
+def _readable(path: pathlib.Path) -> Iterator[None]:
+    """Names the file where a library finds that it is not what its name says."""
+    try:
+        yield
+    except config.InputError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        raise config.InputError(f"{path} cannot be read: {error}.") from error
+
+
+def _data_files(state: pathlib.Path) -> list[str]:
+    """Names in the state.json of a Hugging Face data set; none of another's."""
+    try:
+        return [
+            entry["filename"] for entry in json.loads(read_text(state))["_data_files"]
+        ]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _parsed(record: bytes, place: str, field: str) -> Any:
+    """The field of a JSON object."""
+    try:
+        value = json.loads(record.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise config.InputError(
+            f"{place} cannot be read as UTF-8 text: {error}."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise config.InputError(f"{place} is not JSON: {error}.") from error
+    if not isinstance(value, dict) or field not in value:
+        got = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise config.InputError(
+            f'{place} must be an object with a string in the field "{field}", got '
+            f"{got}."
+        )
+    if value[field] is None:
+        raise config.InputError(f'{place} has null in the field "{field}".')
+    return value[field]
+
+
+def _cut_text(path: pathlib.Path, num_bytes: int) -> list[tuple[int, ...]]:
+    size = path.stat().st_size
+    return [(0, size, 0, size)]
+
+
+def _read_text(path: pathlib.Path, span: Span, field: str) -> Iterator[str]:
+    yield read_text(path)
+
+
+def _cut_jsonl(path: pathlib.Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
+    """At the ends of lines, which are counted on the way."""
+    start, first = 0, 1
+    with path.open("rb") as file:
+        while True:
+            num_lines, left = 0, num_bytes
+            while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+                num_lines += chunk.count(b"\n")
+                left -= len(chunk)
+            num_lines += file.readline().endswith(b"\n")
+            stop = file.tell()
+            if stop == start:
+                return
+            yield start, stop, first, stop - start
+            start, first = stop, first + num_lines
+
+
+def _read_jsonl(path: pathlib.Path, span: Span, field: str) -> Iterator[Any]:
+    with path.open("rb") as file:
+        file.seek(span.start)
+        number = span.first
+        while file.tell() < span.stop:
+            line = file.readline()
+            line = line.removeprefix(_BOM) if number == 1 else line
+            yield _parsed(line, f"{path}:{number}", field) if line.strip() else None
+            number += 1
+
+
+def _cut_parquet(path: pathlib.Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
+    with _opened(path, "parquet", "ParquetFile") as file:
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+    sizes = [(group.num_rows, group.total_byte_size) for group in groups]
+    yield from _joined(sizes, num_bytes)
+
+
+def _read_parquet(path: pathlib.Path, span: Span, field: str) -> Iterator[Any]:
+    with _opened(path, "parquet", "ParquetFile") as file:
+        _require_column(path, file.schema_arrow.names, field)
+        batches = file.iter_batches(
+            _ROWS_AT_ONCE, range(span.start, span.stop), columns=[field]
+        )
+        for batch in batches:
+            yield from _values(path, batch, field)
+
+
+def _cut_arrow(path: pathlib.Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
+    sizes = [(batch.num_rows, batch.nbytes) for batch in _arrow_batches(path)]
+    yield from _joined(sizes, num_bytes)
+
+
+def _read_arrow(path: pathlib.Path, span: Span, field: str) -> Iterator[Any]:
+    for i, batch in enumerate(_arrow_batches(path)):
+        if i >= span.stop:
+            return
+        if i >= span.start:
+            _require_column(path, batch.schema.names, field)
+            yield from _values(path, batch, field)
+
+
+def _arrow_batches(path: pathlib.Path) -> Iterator[Any]:
+    """Batches of a stream (Hugging Face's) or a file of Arrow, mapped into memory."""
+    with _opened(path, "", "memory_map") as source:
+        ipc = importlib.import_module("pyarrow.ipc")
+        magic = source.read(len(_ARROW_FILE_MAGIC))
+        source.seek(0)
+        if magic == _ARROW_FILE_MAGIC:
+            reader = ipc.open_file(source)
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            yield from ipc.open_stream(source)
+
+
+def _cut_array_record(path: pathlib.Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
+    with _array_record(path) as reader:
+        num_records = reader.num_records()
+    size = path.stat().st_size
+    step = max(1, num_records * num_bytes // max(size, 1))
+    for start in range(0, num_records, step):
+        stop = min(start + step, num_records)
+        yield start, stop, start + 1, (stop - start) * size // num_records
+
+
+def _read_array_record(path: pathlib.Path, span: Span, field: str) -> Iterator[Any]:
+    with _array_record(path) as reader:
+        reader.seek(span.start)
+        for number in range(span.start + 1, span.stop + 1):
+            place, record = f"{path}:{number}", reader.read()
+            if field:
+                yield _parsed(record, place, field)
+                continue
+            try:
+                yield record.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise config.InputError(
+                    f"{place} cannot be read as UTF-8 text: {error}."
+                ) from error
+
+
+def _array_record(path: pathlib.Path) -> Any:
+    return contextlib.closing(array_record_module.ArrayRecordReader(str(path)))
+
+
+def _opened(path: pathlib.Path, module: str, name: str) -> Any:
+    """What pyarrow, an extra, opens a file with."""
+    try:
+        arrow = importlib.import_module(".".join(filter(None, ("pyarrow", module))))
+    except ImportError as error:
+        raise config.InputError(
+            f"{path} is read with pyarrow, which is not here: pip install "
+            f"'glm5_jax[arrow]'."
+        ) from error
+    return getattr(arrow, name)(str(path))
+
+
+def _joined(sizes: list[tuple[int, int]], limit: int) -> Iterator[tuple[int, ...]]:
+    """Neighbours, each of so many rows and bytes, until they have `limit` bytes."""
+    start, first, rows, size = 0, 1, 0, 0
+    for i, (num_rows, num_bytes) in enumerate(sizes):
+        rows, size = rows + num_rows, size + num_bytes
+        if size >= limit or i + 1 == len(sizes):
+            yield start, i + 1, first, size
+            start, first, rows, size = i + 1, first + rows, 0, 0
+
+
+def _require_column(path: pathlib.Path, names: list[str], field: str) -> None:
+    if field not in names:
+        raise config.InputError(
+            f"{path} has no column {field!r} but {', '.join(names)}; name one as field."
+        )
+
+
+def _values(path: pathlib.Path, batch: Any, field: str) -> Iterator[Any]:
+    for value in batch.column(field).to_pylist():
+        if value is None:
+            raise config.InputError(f"{path} has null in the column {field!r}.")
+        yield value
+
+
+_Cut = Callable[[pathlib.Path, int], Iterator[tuple[int, ...]] | list[tuple[int, ...]]]
+_Read = Callable[[pathlib.Path, Span, str], Iterator[Any]]
+_KINDS: dict[str, tuple[_Cut, _Read]] = {
+    **dict.fromkeys(TEXT_SUFFIXES, (_cut_text, _read_text)),
+    ".jsonl": (_cut_jsonl, _read_jsonl),
+    ".parquet": (_cut_parquet, _read_parquet),
+    ".arrow": (_cut_arrow, _read_arrow),
+    ".array_record": (_cut_array_record, _read_array_record),
+}
+SUFFIXES = tuple(_KINDS)

@@ -1,0 +1,97 @@
+"""index.json of a prepared folder: what its rows are, and which files hold them."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from typing import Any
+
+from glm5_jax import config
+from glm5_jax.data import cache, shards
+
+NAME = "index.json"
+PLAN = "plan.json"  # of a preparation, finished or not
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """A prepared folder.
+
+    Attributes:
+        settings: what it was prepared with, but for the source.
+        corpus: digest of the source's names and texts.
+        tokenizer: digest of the tokenizer.json beside it.
+        eos_id: of that.
+        train: files with rows to learn from.
+        held_out: files with the others.
+    """
+
+    settings: dict[str, Any]
+    corpus: str
+    tokenizer: str
+    eos_id: int
+    train: tuple[shards.Shard, ...]
+    held_out: tuple[shards.Shard, ...]
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a row."""
+        return self.settings["sequence_length"]
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """By what two folders differ; equal ones hold equal rows."""
+        contents = "".join(s.sha256 for s in (*self.train, *self.held_out))
+        rows = hashlib.sha256(contents.encode()).hexdigest()[:16]
+        own = {"corpus": self.corpus, "tokenizer": self.tokenizer, "rows": rows}
+        return self.settings | own
+
+    @property
+    def tokens(self) -> int:
+        """Of the training rows, without padding."""
+        return sum(shard.filled for shard in self.train)
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes it whole."""
+        text = json.dumps(dataclasses.asdict(self), indent=1)
+        cache.write_text(folder / NAME, text)
+
+
+def is_prepared(source: str) -> bool:
+    """Whether `source` is a folder of `prepare`, finished or not."""
+    folder = pathlib.Path(source).expanduser()
+    return any((folder / name).is_file() for name in (NAME, PLAN))
+
+
+def read(folder: pathlib.Path) -> Index:
+    """The index of a folder.
+
+    Raises:
+        config.InputError: it has none, or one that cannot be read.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        below = sorted(p.parent.name for p in folder.glob(f"*/{NAME}"))
+        if below:
+            raise config.InputError(
+                f"{folder} holds prepared folders: {', '.join(below)}; name one of "
+                f"them as data.source, or several in data.mixture."
+            )
+        if (folder / PLAN).is_file():
+            raise config.InputError(
+                f"{folder} is not prepared to the end; run glm5_jax.prepare again, "
+                f"which goes on where it stopped."
+            )
+        raise config.InputError(
+            f"{folder} holds no prepared rows (no {NAME}); make them with python -m "
+            f"glm5_jax.prepare."
+        )
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        for side in ("train", "held_out"):
+            tree[side] = tuple(shards.Shard(**shard) for shard in tree[side])
+        return Index(**tree)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise config.InputError(
+            f"{path} cannot be read ({error}); prepare the folder again."
+        ) from error

@@ -1,0 +1,59 @@
+"""Tokenizes and packs a corpus of any size, for training to read from disk.
+
+python -m glm5_jax.prepare --source=corpus --target=prepared --workers=8
+
+Then train with --config.data.source=prepared. The source is a folder of JSONL, Parquet,
+Arrow (Hugging Face datasets), ArrayRecord or text files. A preparation that was killed
+goes on where the same command is run again. docs/data.md has the rest.
+"""
+
+import json
+import pathlib
+
+from absl import flags, logging
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+
+_TARGET = flags.DEFINE_string("target", None, "Folder to make.", required=True)
+_WORKERS = flags.DEFINE_integer("workers", 1, "Processes.", lower_bound=1)
+_CHECK = flags.DEFINE_bool(
+    "check", False, "Reads finished shards again; damaged ones are made anew."
+)
+# Fields of config.PrepareConfig, which has the defaults and checks the values.
+_FIELDS = {
+    "source": "Folder with documents, or 'python'.",
+    "tokenizer": "'bpe', 'byte', 'bpe_chat', 'byte_chat' or a tokenizer.json.",
+    "bpe_vocab_size": "Ids of a 'bpe', which is trained on the source.",
+    "field": "Of JSON objects, or column; '': records of ArrayRecord are texts.",
+    "sequence_length": "Tokens of a row.",
+    "packing": "'truncate' (documents joined and cut) or 'best_fit' (whole).",
+    "buckets": "Lengths, as (4096, 32768): longer documents go into other folders.",
+    "held_out_percent": "Documents kept from training, by the hash of their names.",
+    "fim_rate": "Fraction of documents with their middle at the end; code alone.",
+    "fim_spm_rate": "Fraction of those with the suffix first.",
+    "seed": "Of the order of documents and of the cuts for fill-in-the-middle.",
+    "shard_mib": "Of the source that a worker holds at once.",
+}
+for _name, _help in _FIELDS.items():
+    flags.DEFINE_string(_name, None, _help, required=_name == "source")
+
+
+def main(arguments: command_line.Arguments) -> None:
+    """Prepares, and prints what was written."""
+    if arguments.config or arguments.overrides:
+        raise config_lib.InputError("prepare takes no --config; --help lists its flags")
+    given = [(name, flags.FLAGS[name].value) for name in _FIELDS]
+    given = [(name, text) for name, text in given if text is not None]
+    config = command_line.resolve({}, given, config_lib.PrepareConfig)
+    from glm5_jax.data import preparation  # slow imports after the input is checked
+
+    logging.set_verbosity(logging.INFO)
+    summary = preparation.prepare(
+        config, pathlib.Path(_TARGET.value), _WORKERS.value, check=_CHECK.value
+    )
+    print(json.dumps(summary, indent=2))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

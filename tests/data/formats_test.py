@@ -1,0 +1,151 @@
+"""Every kind of file, whole and cut into spans, and what is refused."""
+
+import json
+import pathlib
+
+import pyarrow
+import pyarrow.parquet
+from absl.testing import parameterized
+from array_record.python import array_record_module
+
+from glm5_jax import config
+from glm5_jax.data import formats, sources
+from tests import environment
+
+WHOLE = 2**62
+TEXTS = [f"text {i} naïve 漢字 " + "x" * (i * 7 % 50) for i in range(60)]
+
+
+def write_jsonl(path):
+    lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(TEXTS)]
+    path.write_text("\ufeff" + "\n".join(lines))  # no end of the last line
+
+
+def write_parquet(path):
+    table = pyarrow.table({"id": range(60), "text": TEXTS})
+    pyarrow.parquet.write_table(table, path, row_group_size=7)
+
+
+def write_arrow_stream(path):
+    """As Hugging Face datasets keep it."""
+    table = pyarrow.table({"id": range(60), "text": TEXTS})
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+def write_arrow_file(path):
+    table = pyarrow.table({"text": TEXTS})
+    with pyarrow.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+def write_array_record(path, records=None):
+    records = records or [json.dumps({"text": text}).encode() for text in TEXTS]
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+class FormatsTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.root = pathlib.Path(self.create_tempdir().full_path)
+
+    def read(self, path, num_bytes=WHOLE, field="text"):
+        return [
+            pair
+            for span in formats.cut(self.root, path, num_bytes)
+            for pair in formats.read(self.root, span, field)
+        ]
+
+    @parameterized.named_parameters(
+        ("jsonl", "a.jsonl", write_jsonl),
+        ("parquet", "a.parquet", write_parquet),
+        ("arrow_stream", "a.arrow", write_arrow_stream),
+        ("arrow_file", "a.arrow", write_arrow_file),
+        ("array_record", "a.array_record", write_array_record),
+    )
+    def test_spans_together_are_the_whole(self, name, write):
+        path = self.root / "below" / name
+        path.parent.mkdir()
+        write(path)
+        whole = self.read(path)
+        self.assertEqual([text for _, text in whole], TEXTS)
+        names = [f"below/{name}:{i}" for i in range(1, 61)]
+        self.assertEqual([name for name, _ in whole], names)
+        for num_bytes in (1, 500, 1000):
+            spans = formats.cut(self.root, path, num_bytes)
+            self.assertGreater(len(spans), 2)
+            self.assertEqual(self.read(path, num_bytes), whole)
+            if path.suffix != ".array_record":  # whose files are padded to 64 KiB
+                sizes = [span.num_bytes for span in spans]
+                self.assertLess(max(sizes), 1200 + num_bytes)
+        self.assertEqual(self.read(path, 500), whole)
+        found = sources.read_documents(str(self.root))
+        self.assertCountEqual([(d.name, d.text) for d in found], whole)
+
+    def test_empty_lines_count_and_are_no_documents(self):
+        path = self.root / "a.jsonl"
+        path.write_text('\n{"text": "a"}\r\n \n\n{"text": "b"}\n\n')
+        for num_bytes in (1, 3, WHOLE):
+            got = self.read(path, num_bytes)
+            self.assertEqual(got, [("a.jsonl:2", "a"), ("a.jsonl:5", "b")])
+
+    def test_other_fields(self):
+        for name, write in (("a.jsonl", write_jsonl), ("a.parquet", write_parquet)):
+            write(self.root / name)
+            got = [value for _, value in self.read(self.root / name, field="id")]
+            self.assertEqual(got, [*range(60)])
+
+    def test_records_that_are_texts(self):
+        path = self.root / "a.array_record"
+        write_array_record(path, [b"{no json", "é".encode()])
+        got = self.read(path, field="")
+        self.assertEqual([text for _, text in got], ["{no json", "é"])
+
+    def test_a_hugging_face_folder_knows_its_files(self):
+        """As Dataset.save_to_disk leaves it, with the file of another beside."""
+        write_arrow_stream(self.root / "data-00000-of-00001.arrow")
+        write_arrow_stream(self.root / "cache-1234.arrow")
+        state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+        (self.root / "state.json").write_text(json.dumps(state))
+        (self.root / "dataset_info.json").write_text("{}")
+        names = [path.name for path in formats.document_files(self.root)]
+        self.assertEqual(names, ["data-00000-of-00001.arrow"])
+
+    def test_a_split_must_be_chosen(self):
+        for split in ("train", "test"):
+            (self.root / split).mkdir()
+        (self.root / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+        with self.assertRaisesRegex(config.InputError, "splits test, train.*/test"):
+            formats.document_files(self.root)
+
+    @parameterized.named_parameters(
+        ("parquet", "a.parquet", "a.parquet cannot be read"),
+        ("arrow", "a.arrow", "a.arrow cannot be read"),
+        ("array_record", "a.array_record", "a.array_record cannot be read"),
+    )
+    def test_not_such_a_file(self, name, message):
+        (self.root / name).write_bytes(b"something else" * 9)
+        with self.assertRaisesRegex(config.InputError, message):
+            self.read(self.root / name)
+
+    @parameterized.named_parameters(
+        ("parquet", "a.parquet", write_parquet),
+        ("arrow", "a.arrow", write_arrow_stream),
+    )
+    def test_no_such_column(self, name, write):
+        write(self.root / name)
+        with self.assertRaisesRegex(config.InputError, "no column 'body' but id, text"):
+            self.read(self.root / name, field="body")
+
+    def test_null(self):
+        path = self.root / "a.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
+        with self.assertRaisesRegex(config.InputError, "a.parquet has null"):
+            self.read(path)
+
+
+if __name__ == "__main__":
+    environment.main()

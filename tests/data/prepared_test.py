@@ -1,0 +1,203 @@
+"""Training from prepared folders: order, sharing among processes, what is refused."""
+
+import dataclasses
+import itertools
+import pathlib
+import shutil
+
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config
+from glm5_jax.data import pipeline, prepared
+from tests import environment, runs
+from tests.data import corpora
+
+BATCH = 8
+WEIGHTS = ((0.75, 0.25), (0.1, 0.9))
+BORDER = 5  # step
+
+
+class PreparedTest(runs.FolderTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folders = {}
+        for seed, name in enumerate(("web", "code")):
+            source = corpora.write_jsonl(cls.root / f"{name}_corpus", 2, 30, seed)
+            cls.folders[name] = corpora.prepare(source, cls.root / name)
+        cls.data = config.DataConfig(
+            source=str(cls.folders["web"]), sequence_length=32, batch_size=BATCH
+        )
+
+    def make(self, seed=0, **changes):
+        return prepared.make_pipeline(dataclasses.replace(self.data, **changes), seed)
+
+    def mix(self, seed=0, **changes):
+        given = {
+            "mixture": tuple(map(str, self.folders.values())),
+            "mixture_weights": WEIGHTS,
+            "mixture_steps": (BORDER,),
+        }
+        return self.make(seed, **given | changes)
+
+    def assert_equal_batches(self, first, second):
+        self.assertEqual(first.keys(), second.keys())
+        for key, value in first.items():
+            np.testing.assert_array_equal(value, second[key], err_msg=key)
+
+    @parameterized.product(num_processes=[1, 2, 4], start=[0, 3, 7], mixed=[0, 1])
+    def test_processes_and_restarts_do_not_change_a_step(
+        self, num_processes, start, mixed
+    ):
+        """Each reads its rows by its own iterator from a step on; joined, the whole."""
+        make = self.mix if mixed else self.make
+        parts = []
+        for number in range(num_processes):
+            part = make()
+            part.take(range(number, BATCH, num_processes))
+            parts.append(itertools.islice(part.train_iterator(start), 3))
+        whole = make()
+        for step, shares in enumerate(zip(*parts, strict=True), start=start):
+            want = whole.train_batch(step)
+            got = {key: np.empty_like(value) for key, value in want.items()}
+            for number, share in enumerate(shares):
+                for key, value in share.items():
+                    got[key][number::num_processes] = value
+            self.assert_equal_batches(got, want)
+
+    def test_one_epoch_has_every_row_once(self):
+        pipe = self.make()
+        (name,) = pipe.epochs(1)
+        size = round(BATCH / pipe.epochs(1)[name])
+        steps = -(-size // BATCH)
+        rows = [
+            b"".join(batch[key][row].tobytes() for key in sorted(batch))
+            for batch in map(pipe.train_batch, range(steps))
+            for row in range(BATCH)
+        ][:size]
+        self.assertLen(set(rows), size)
+
+    def test_the_same_text_as_in_memory(self):
+        """Prepared or not, a corpus has the same documents on either side."""
+        source = str(self.root / "web_corpus")
+        data = dataclasses.replace(
+            self.data, source=source, tokenizer="byte", held_out_percent=20
+        )
+        data = dataclasses.replace(data, cache_dir=self.create_tempdir().full_path)
+        memory, disk = pipeline.make_pipeline(data, 0), self.make()
+        totals = []
+        for each in (memory, disk):
+            batches = list(each.eval_batches(10**6))
+            targets = np.concatenate(
+                [b["targets"][b["loss_mask"] > 0] for b in batches]
+            )
+            totals.append(
+                (np.sort(targets), sum(b["num_bytes"].sum() for b in batches))
+            )
+        np.testing.assert_array_equal(totals[0][0], totals[1][0])
+        self.assertEqual(totals[0][1], totals[1][1])
+        self.assertEqual(memory.tokenizer.digest, disk.tokenizer.digest)
+
+    def test_weights_hold_in_every_stage(self):
+        pipe = self.mix()
+        sizes = {
+            name: BATCH / self.make(source=str(folder)).epochs(1)[name]
+            for name, folder in self.folders.items()
+        }
+        for first, last, weights in ((0, BORDER, WEIGHTS[0]), (BORDER, 15, WEIGHTS[1])):
+            num_rows = (last - first) * BATCH
+            before, after = pipe.epochs(first), pipe.epochs(last)
+            for name, weight in zip(self.folders, weights, strict=True):
+                used = (after[name] - before[name]) * sizes[name]
+                self.assertAlmostEqual(used, num_rows * weight, delta=1)
+
+    def test_held_out_batches_are_the_same_for_every_seed_and_by_source(self):
+        one, two = self.mix(seed=1), self.mix(seed=2)
+        self.assertEqual(one.held_out_names, ("web", "code"))
+        alone = self.make(source=str(self.folders["code"]))
+        for name in one.held_out_names:
+            pairs = zip(
+                one.eval_batches(2, name), two.eval_batches(2, name), strict=True
+            )
+            for first, second in pairs:
+                self.assert_equal_batches(first, second)
+        for first, second in zip(
+            one.eval_batches(9, "code"), alone.eval_batches(9), strict=True
+        ):
+            self.assert_equal_batches(first, second)
+
+    def test_fingerprint_names_what_differs(self):
+        base = self.mix()
+        self.assertEqual(self.mix().fingerprint, base.fingerprint)
+        source = self.root / "web_corpus"
+        other = corpora.prepare(
+            source, pathlib.Path(self.create_tempdir().full_path) / "web", seed=1
+        )
+        changed = (str(other), str(self.folders["code"]))
+        for keys, pipe in (
+            ({"seed"}, self.mix(seed=1)),
+            ({"batch_size", "mixture"}, self.mix(batch_size=4)),
+            ({"mixture"}, self.mix(mixture_steps=(BORDER + 1,))),
+            ({"web.seed", "web.rows"}, self.mix(mixture=changed)),
+        ):
+            words = set(base.fingerprint.split()) ^ set(pipe.fingerprint.split())
+            self.assertEqual({word.partition("=")[0] for word in words}, keys)
+
+    def test_planned_epochs_are_those_that_will_be(self):
+        data = dataclasses.replace(
+            self.data,
+            mixture=tuple(map(str, self.folders.values())),
+            mixture_weights=WEIGHTS,
+            mixture_steps=(BORDER,),
+        )
+        self.assertEqual(prepared.planned_epochs(data, 12), self.mix().epochs(12))
+
+    def test_what_does_not_fit_is_refused(self):
+        with self.assertRaisesRegex(config.InputError, "must be 32, .* got 64"):
+            self.make(sequence_length=64)
+        with self.assertRaisesRegex(config.InputError, "'byte_chat' is not what"):
+            self.make(tokenizer="byte_chat")
+        self.make(tokenizer="byte")
+        web = str(self.folders["web"])
+        with self.assertRaisesRegex(config.InputError, "names a folder twice"):
+            self.make(mixture=(web, web))
+        other = corpora.prepare(
+            self.root / "web_corpus",
+            pathlib.Path(self.create_tempdir().full_path) / "other",
+            tokenizer="byte_chat",
+        )
+        with self.assertRaisesRegex(config.InputError, "another tokenizer"):
+            self.make(mixture=(web, str(other)))
+        with self.assertRaisesRegex(config.InputError, "no prepared rows"):
+            self.make(mixture=(web, str(self.root / "web_corpus")))
+
+    def test_a_damaged_shard_is_refused_at_once(self):
+        folder = pathlib.Path(self.create_tempdir().full_path) / "web"
+        shutil.copytree(self.folders["web"], folder)
+        (folder / "train-00001.array_record").unlink()
+        with self.assertRaisesRegex(config.InputError, "00001.array_record is missing"):
+            self.make(source=str(folder))
+
+    @parameterized.named_parameters(
+        ("count", {"mixture_weights": ((1.0,),)}, "must be 1 times 2 numbers"),
+        (
+            "stages",
+            {"mixture_steps": (5,), "mixture_weights": ((1.0, 1.0),)},
+            "2 times",
+        ),
+        ("negative", {"mixture_weights": ((1.0, -1.0),)}, "must not be negative"),
+        ("zero", {"mixture_weights": ((0.0, 0.0),)}, "nor all 0"),
+        (
+            "order",
+            {"mixture_steps": (5, 5), "mixture_weights": ((1.0, 1.0),) * 3},
+            "ascending",
+        ),
+    )
+    def test_weights_that_are_refused(self, changes, message):
+        with self.assertRaisesRegex(config.InputError, message):
+            config.DataConfig(mixture=("a", "b"), **changes)
+
+
+if __name__ == "__main__":
+    environment.main()

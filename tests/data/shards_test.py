@@ -1,0 +1,107 @@
+"""Rows through records and files, and what damage does."""
+
+import pathlib
+
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config
+from glm5_jax.data import packing, shards
+from tests import environment
+
+EOS = 9
+LENGTH = 16
+
+
+def packed(vocab_size, seed=0):
+    rng = np.random.default_rng(seed)
+    documents = [rng.integers(0, vocab_size, n) for n in rng.integers(1, 40, 30)]
+    return packing.pack(documents, eos_id=EOS, sequence_length=LENGTH)
+
+
+def fitted(vocab_size, seed=0):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(2, LENGTH + 2, 30)
+    documents = [(rng.integers(0, vocab_size, n), rng.random(n) < 0.5) for n in sizes]
+    return packing.fit(documents, eos_id=EOS, sequence_length=LENGTH)
+
+
+class ShardsTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path)
+
+    def write(self, name, rows):
+        each = [rows[i] for i in range(len(rows))]
+        return shards.write(self.folder / name, each, [1] * 200_000)
+
+    def open(self, *written):
+        return shards.ShardRows(
+            self.folder, written, eos_id=EOS, sequence_length=LENGTH
+        )
+
+    def assert_equal_rows(self, got, want):
+        self.assertEqual(got.keys(), want.keys())
+        for key, value in want.items():
+            np.testing.assert_array_equal(got[key], value, err_msg=key)
+            self.assertEqual(got[key].dtype, value.dtype, key)
+
+    @parameterized.product(make=[packed, fitted], vocab_size=[300, 154_880])
+    def test_records_hold_rows(self, make, vocab_size):
+        rows = make(vocab_size)
+        for i in range(len(rows) + 1):  # the one beyond the last is all padding
+            record = shards.encode(rows[i])
+            self.assert_equal_rows(shards.decode(record, LENGTH, EOS), rows[i])
+
+    def test_a_record_is_little_more_than_its_ids(self):
+        (row,) = [packed(300)[0]]
+        num_documents = row["segment_ids"].max()
+        want = 8 + 4 * num_documents + 2 * (LENGTH + num_documents)
+        self.assertLen(shards.encode(row), want)
+
+    def test_shards_are_one_sequence(self):
+        first, second = packed(300), fitted(300)
+        rows = self.open(self.write("a", first), self.write("b", second))
+        self.assertLen(rows, len(first) + len(second))
+        places = np.random.default_rng(0).permutation(len(rows))
+        for i in places.tolist():
+            inner = i - len(first)
+            self.assert_equal_rows(rows[i], first[i] if inner < 0 else second[inner])
+        self.assertFalse(rows[len(rows)]["loss_mask"].any())
+
+    def test_figures(self):
+        rows = fitted(300)
+        each = [rows[i] for i in range(len(rows))]
+        shard = shards.write(self.folder / "a", each, range(300))
+        trained = np.concatenate([r["targets"][r["loss_mask"] > 0] for r in each])
+        self.assertEqual(shard.targets, trained.size)
+        self.assertEqual(shard.num_bytes, trained.sum())
+        self.assertEqual(shard.filled, sum((r["segment_ids"] > 0).sum() for r in each))
+        self.assertEqual(shard.sha256, shards.digest(self.folder / "a"))
+
+    def test_one_flipped_bit_is_found(self):
+        rows = packed(300)
+        shard = self.write("a", rows)
+        content = bytearray((self.folder / "a").read_bytes())
+        # A record is random ids: their bytes stand in the file as they are.
+        place = bytes(content).index(shards.encode(rows[5])[-20:])
+        content[place] ^= 1
+        (self.folder / "a").write_bytes(content)
+        damaged = self.open(shard)
+        with self.assertRaisesRegex(config.InputError, "row 5 is damaged.*prepare"):
+            damaged[5]
+        self.assert_equal_rows(damaged[0], rows[0])
+
+    def test_missing_and_cut_files_are_refused_at_once(self):
+        shard = self.write("a", packed(300))
+        content = (self.folder / "a").read_bytes()
+        (self.folder / "a").write_bytes(content[:-1])
+        with self.assertRaisesRegex(config.InputError, r"a has [\d,]+ bytes of"):
+            self.open(shard)
+        (self.folder / "a").unlink()
+        with self.assertRaisesRegex(config.InputError, "a is missing"):
+            self.open(shard)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,134 @@
+"""Whole runs on prepared data: more processes on the way, and changes that are refused.
+
+The same steps by one process, then two, then four, against one process all the time.
+"""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from glm5_jax import config as config_lib
+from glm5_jax.training import loop, metrics
+from tests import environment, runs
+from tests.data import corpora
+from tests.processes import launch
+from tests.training import loop_test
+
+CONFIG = """
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from tests.training import prepared_run_test
+
+def get_config():
+    config = prepared_run_test.make_config({web!r}, {code!r})
+    return command_line.to_config_dict(config)
+"""
+# The same partitioned program; only the order in which gloo adds may differ.
+LOSS_RTOL = 1e-6
+STEPS = 6
+
+
+def make_config(web, code, **changes):
+    """The run of loop_test, whose compiled step it takes, on a mixture."""
+    config = loop_test.make_config("", "", sample_tokens=0, eval_every=0)
+    data = config_lib.DataConfig(
+        mixture=(web, code),
+        mixture_weights=((0.75, 0.25), (0.25, 0.75)),
+        mixture_steps=(3,),
+        sequence_length=24,
+        batch_size=8,
+    )
+    return dataclasses.replace(config, data=dataclasses.replace(data, **changes))
+
+
+def prepare(root):
+    folders = []
+    for seed, name in enumerate(("web", "code")):
+        source = corpora.write_jsonl(root / f"{name}_corpus", 2, 30, seed)
+        folder = corpora.prepare(source, root / name, sequence_length=24)
+        folders.append(str(folder))
+    return folders
+
+
+class ChangedDataTest(runs.OneDeviceTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.web, cls.code = prepare(cls.root)
+        cls.config = make_config(cls.web, cls.code)
+        cls.workdir = cls.root / "run"
+        cls.summary = loop.train(cls.config, cls.workdir)
+
+    def test_epochs_and_waits_are_reported(self):
+        last = metrics.read(self.workdir / "metrics.jsonl")[-1]
+        # Three steps of each stage, of 8 rows.
+        for name in ("web", "code"):
+            index = json.loads((self.root / name / "index.json").read_text())
+            size = sum(shard["rows"] for shard in index["train"])
+            self.assertAlmostEqual(last[f"data/epochs/{name}"], 24 / size)
+            self.assertIn(f"eval/bits_per_byte/{name}", last)
+        self.assertBetween(self.summary["perf/data_wait"], 0, 1)
+
+    def test_another_mixture_is_refused_by_its_fields(self):
+        config = make_config(self.web, self.code, mixture_steps=(4,), batch_size=16)
+        with self.assertRaises(config_lib.InputError) as caught:
+            loop.train(config, self.workdir)
+        message = str(caught.exception)
+        self.assertIn("data.batch_size: 8 there, 16 here", message)
+        self.assertIn("data.mixture_steps: [3] there, [4] here", message)
+
+    def test_the_same_folder_prepared_otherwise_is_refused_by_what_changed(self):
+        workdir, web = self.root / "copy", self.root / "web"
+        shutil.copytree(self.workdir, workdir)
+        self.addCleanup(shutil.move, self.root / "aside", web)
+        shutil.move(web, self.root / "aside")
+        self.addCleanup(shutil.rmtree, web)
+        corpora.prepare(
+            self.root / "web_corpus", web, packing="best_fit", sequence_length=24
+        )
+        with self.assertRaises(config_lib.InputError) as caught:
+            loop.train(make_config(self.web, self.code), workdir)
+        message = str(caught.exception)
+        there, here = 'web.packing="truncate" there', 'web.packing="best_fit" here'
+        self.assertIn(f"{there}, {here}", message)
+        self.assertIn("web.rows=", message)
+        self.assertNotIn("web.seed", message)
+        self.assertNotIn("code.", message)
+
+
+@pytest.mark.slow
+class ProcessesTest(runs.FolderTest):
+    def test_one_then_two_then_four_processes_take_the_same_steps(self):
+        web, code = prepare(self.root)
+        path = self.root / "tiny.py"
+        path.write_text(CONFIG.format(web=web, code=code))
+        mesh = "--config.mesh.data=8"
+        records = {}
+        for name, plan in (("alone", [(STEPS, 1)]), ("more", [(2, 1), (4, 2), (6, 4)])):
+            workdir = self.root / name
+            for num_steps, processes in plan:
+                got, output = launch.train(
+                    path,
+                    workdir,
+                    mesh,
+                    f"--simulate_processes={processes}",
+                    f"--config.num_steps={num_steps}",
+                    "--config.optim.schedule=constant",
+                )
+                self.assertEqual(got, 0, output)
+            records[name] = metrics.read(workdir / "metrics.jsonl")
+        self.assertEqual([r["step"] for r in records["more"]], [1, 2, 3, 4, 5, 6])
+        for ours, theirs in zip(records["more"], records["alone"], strict=True):
+            np.testing.assert_allclose(
+                ours["train/loss"], theirs["train/loss"], rtol=LOSS_RTOL
+            )
+            for name in ("web", "code"):
+                key = f"data/epochs/{name}"
+                self.assertEqual(ours[key], theirs[key])
+
+
+if __name__ == "__main__":
+    environment.main()
