@@ -3,7 +3,12 @@
 python -m glm5_jax.aot --config=configs/glm5_serve.py:32k --topology=v5p:4x4x4 \
     --program=decode
 
-Hardware: a v5p:4x4x4 slice. Compiled, never run: docs/scaling.md has the figures.
+Hardware: a v5p:4x4x4 slice. Compiled, never run; GiB of a chip, rooflines of a token of
+all 64 sequences (32k) or what is sent:
+
+  32k    decode 52.1 of 96 GiB, 53 ms (HBM); prefill of 2048 tokens of each 57.6
+  198k   decode 69.2 of 96 GiB, 16.8 GiB sent
+
 Weights take 1.4 TiB; a token of the cache 117 KiB on each chip that shares its slot,
 so long sequences want more devices with different slots (expert) and fewer that share
 them (tensor), which fetch fewer bytes of the weights.

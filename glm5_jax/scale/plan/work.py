@@ -20,6 +20,7 @@ KEY_BLOCK = 512  # keys that a kernel of attention masks or skips together
 STATE_READS = 30
 # Of an expert buffer: spread, products in and out, gates, sum back; times its rows.
 ROWS_READS = 5
+WHOLE_ROWS_READS = 8  # ... where all are one chunk, seen in three programs
 # Of a matrix in Newton-Schulz: five steps of three products, each read and written.
 MUON_READS = 30
 # Of the latents on a list by the backward kernel: fetched, and sums read and written.
@@ -138,7 +139,8 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
         a_part += count * (passes * (once + own * s.chunks) + STATE_READS * s.state)
         a_part += count * listed_bytes(s)
         if kind[0] == "M":
-            a_part += count * passes * ROWS_READS * s.chunks * rows_bytes(s)
+            reads = ROWS_READS * s.chunks if s.chunks > 1 else WHOLE_ROWS_READS
+            a_part += count * passes * reads * rows_bytes(s)
     update = 4.0 * arguments + MUON_READS * s.item * newton_schulz_elements(s)
     return update + s.parts * (a_part - unfilled_bytes(s))
 
