@@ -4,10 +4,9 @@
     scale = max |w| / 448         of the block; 448 is the largest code
     code = e4m3(w / scale)
 
-Blocks at the lower and right border may be smaller. `quantize` finds back the scale of
-weights that are such products in float32 (or, with scales that are powers of two, in
-bfloat16): export of an import has the same bytes. docs/checkpoints.md has the proof and
-the exceptions.
+Blocks at the lower and right border may be smaller. `quantize` finds a scale back from
+weights that are such products in float32: export of an import has the same values, and
+the same bytes where its blocks use the code 448. docs/checkpoints.md has the proof.
 """
 
 import dataclasses
@@ -25,7 +24,9 @@ MAX_CODE = np.float32(448)
 SCALE_SUFFIX = "_scale_inv"  # after the name of a weight; "inverse", for it multiplies
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _VALUES = np.arange(256, dtype=np.uint8).view(_FP8).astype(np.float32)  # of each code
+_LARGEST_CODE = 126  # 127 is NaN
 _LEAST_SCALE = np.float32(2.0**-149)
+_SAMPLE = 4  # weights of a block in which a wrong scale shows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> list[int]:
     return [-(-n // b) for n, b in zip(shape, block, strict=True)]
 
 
-def block_size(config: dict[str, Any] | None) -> tuple[int, int] | None:
+def block_size(config: Any) -> tuple[int, int] | None:
     """Height and width of a block, from config.json's quantization_config.
 
     Raises:
@@ -114,53 +115,71 @@ def quantize(
 ) -> Quantized:
     """Codes and scales of a float32 matrix.
 
-    The scale is max |w| / 448, unless the weights of the block are exactly the products
-    of codes and one of its two neighbours in float32, or the next power of two: then
-    they came from there.
+    The scale is max |w| / 448, unless the weights of the block are the float32 products
+    of codes and some other scale: then they came from there, and lose nothing.
     """
     height, width = scale_shape(weights.shape, block)
     padded = np.zeros((height * block[0], width * block[1]), np.float32)
     padded[: weights.shape[0], : weights.shape[1]] = weights
     blocks = padded.reshape(height, block[0], width, block[1]).swapaxes(1, 2)
-    largest = np.abs(blocks).max(axis=(2, 3))
-    scales = np.maximum(largest / MAX_CODE, _LEAST_SCALE)
-    scales[largest == 0] = 1
     codes = np.empty(blocks.shape, _FP8)
-    for row in np.ndindex(height):  # bounds what is in memory
-        codes[row], scales[row] = _quantize_blocks(blocks[row], scales[row])
+    scales = np.empty((height, width), np.float32)
+    for row in range(height):  # bounds what is in memory
+        codes[row], scales[row] = _quantize_blocks(blocks[row])
     whole = codes.swapaxes(1, 2).reshape(padded.shape)
     return Quantized(whole[: weights.shape[0], : weights.shape[1]], scales)
 
 
-def _quantize_blocks(blocks: np.ndarray, scales: np.ndarray) -> Quantized:
+def _quantize_blocks(blocks: np.ndarray) -> Quantized:
     """Of blocks [n, height, width]."""
+    largest = np.abs(blocks).max(axis=(1, 2))
+    scales = np.maximum(largest / MAX_CODE, _LEAST_SCALE)
+    scales[largest == 0] = 1
     codes = _codes(blocks, scales)
-    is_exact = _are_products(blocks, codes, scales)
-    _, exponent = np.frexp(scales)
-    candidates = (
-        np.nextafter(scales, np.float32(np.inf)),
-        np.nextafter(scales, np.float32(0)),
-        np.ldexp(np.float32(1), exponent),
-    )
-    for candidate in candidates:
-        left = np.flatnonzero(~is_exact & (candidate > 0))
-        for rows in (slice(1), slice(None)):  # of most blocks the first row says no
-            some = blocks[left][:, rows]
-            tried = _codes(some, candidate[left])
-            hit = _are_products(some, tried, candidate[left])
-            left = left[hit]
-        codes[left], scales[left] = tried[hit], candidate[left]
-        is_exact[left] = True
+    left = np.flatnonzero(~_are_products(blocks, codes, scales))
+    candidates = _possible_scales(largest[left])
+    samples = blocks[left, 0, :_SAMPLE][:, None]
+    fits = _are_products(samples, _codes(samples, candidates), candidates)
+    for i, n in enumerate(left):
+        here = slice(n, n + 1)
+        for scale in candidates[i, fits[i], None]:
+            tried = _codes(blocks[here], scale)
+            if _are_products(blocks[here], tried, scale).all():
+                codes[here], scales[here] = tried, scale
+                break
     return Quantized(codes, scales)
 
 
-def _codes(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    return (blocks / scales[:, None, None]).astype(_FP8)
+def _possible_scales(largest: np.ndarray) -> np.ndarray:
+    """Scales [n, 378] that can have made a block whose largest weight is this.
+
+    The product was rounded to float32, and so is the quotient: the scale is the
+    quotient or one of its neighbours. Large codes come first: a scale is chosen so
+    that they are used.
+    """
+    with np.errstate(over="ignore"):
+        quotients = largest[:, None] / _VALUES[_LARGEST_CODE:0:-1]
+    above = np.nextafter(quotients, np.float32(np.inf))
+    below = np.nextafter(quotients, np.float32(0))
+    candidates = np.stack([quotients, above, below], axis=-1)
+    candidates = candidates.reshape(len(largest), 3 * _LARGEST_CODE)
+    return np.clip(candidates, _LEAST_SCALE, np.finfo(np.float32).max)
+
+
+def _codes(weights: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Nearest codes; weights may have one dim more, or two."""
+    with np.errstate(over="ignore"):  # of a scale that is too small: NaN
+        return (weights / _beside(scales, weights)).astype(_FP8)
 
 
 def _are_products(
-    blocks: np.ndarray, codes: np.ndarray, scales: np.ndarray
+    weights: np.ndarray, codes: np.ndarray, scales: np.ndarray
 ) -> np.ndarray:
-    """Whether each block is exactly what its codes and scale give."""
-    products = _VALUES[codes.view(np.uint8)] * scales[:, None, None]
-    return (products == blocks).all(axis=(1, 2))
+    """Whether codes and scale give exactly the weights, for each scale."""
+    with np.errstate(over="ignore"):
+        products = _VALUES[codes.view(np.uint8)] * _beside(scales, weights)
+    return (products == weights).all(axis=tuple(range(np.ndim(scales), weights.ndim)))
+
+
+def _beside(scales: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    return np.reshape(scales, np.shape(scales) + (1,) * (weights.ndim - scales.ndim))

@@ -95,6 +95,8 @@ def open_params(
 def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
     """Writes a step folder, window by window; it appears whole or not at all.
 
+    Nothing is flushed to the disk: make it within `new_folder`, which does.
+
     Args:
       folder: of the step, to make: RUN/checkpoints/STEP.
       params: tree with a `leaves.Leaf` for each parameter.
@@ -179,7 +181,8 @@ class _WindowHandler(ocp.type_handlers.TypeHandler):
                 "store_data_equal_to_fill_value": True,
             },
             create=True,
-            context=info.ts_context,
+            # Who makes the folder flushes it at the end, at once and much faster.
+            context=tensorstore.Context({"file_io_sync": False}),
         )
         pending = None
         for window in leaves_lib.windows(leaf.shape, chunk):
