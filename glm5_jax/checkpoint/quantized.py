@@ -6,7 +6,7 @@
 
 Blocks at the lower and right border may be smaller. `quantize` finds a scale back from
 weights that are such products in float32: export of an import has the same values, and
-the same bytes where its blocks use the code 448. docs/checkpoints.md has the proof.
+the same bytes where its blocks use the code 448. docs/huggingface.md has the proof.
 """
 
 import dataclasses
