@@ -6,9 +6,10 @@ part of an index). Names, metadata and the rename at the end are Orbax's, and so
 reader: `manager` restores such a step like any other.
 """
 
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 import tqdm
+from absl import logging
 from etils import epath
 
 from glm5_jax import config as config_lib
@@ -108,9 +110,12 @@ def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
     leaves = jax.tree.leaves(params)
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     kinds = {type(leaf) for leaf in leaves}
-    with tqdm.tqdm(
-        total=size, unit="B", unit_scale=True, desc="writing", disable=None
-    ) as bar:
+    with (
+        _quiet(),
+        tqdm.tqdm(
+            total=size, unit="B", unit_scale=True, desc="writing", disable=None
+        ) as bar,
+    ):
         handler = _WindowHandler(bar)
         registry = ocp.type_handlers.create_type_handler_registry(
             *((kind, handler) for kind in kinds)
@@ -127,6 +132,17 @@ def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
                 metadata=ocp.args.JsonSave(metadata),
             )
             checkpointer.save(epath.Path(folder).absolute(), args=items)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax warns that there is no OCDBT to merge, which is as it should be."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 class _WindowHandler(ocp.type_handlers.TypeHandler):

@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 import struct
+from unittest import mock
 
 import jax
 import ml_dtypes
@@ -13,7 +14,7 @@ from absl.testing import parameterized
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import huggingface, huggingface_export
+from glm5_jax.checkpoint import huggingface, huggingface_export, safetensors_file
 from glm5_jax.model import transformer
 from tests import environment
 from tests.checkpoint import fp8_folder
@@ -125,6 +126,51 @@ class Fp8Test(FolderCase):
         del settings["quantization_config"]
         (folder / "config.json").write_text(json.dumps(settings))
         self.assert_fails(folder, "q_a_proj.weight F8_E4M3", "unexpected")
+
+
+class ShardsTest(FolderCase):
+    """What a process of several reads: the windows of its own devices."""
+
+    def count(self, leaf, window):
+        sizes = []
+        read = safetensors_file.Tensor._read
+
+        def counted(tensor, file, shape):
+            out = read(tensor, file, shape)
+            sizes.append(out.nbytes)
+            return out
+
+        with mock.patch.object(safetensors_file.Tensor, "_read", counted):
+            values = leaf.read(window)
+        return values.nbytes, sum(sizes)
+
+    @parameterized.parameters(
+        ("embed_tokens", 0),  # rows of a file
+        ("lm_head", 1),
+        ("mlp/experts/up_proj", 1),  # experts
+        ("mlp/experts/up_proj", 3),  # rows of an expert
+        ("self_attn/q_b_proj", 2),  # heads
+        ("indexer/wq_b", 2),
+    )
+    def test_no_byte_of_others_is_read(self, name, axis):
+        leaves = open_params(GOLDEN)
+        path = tuple(name.split("/"))
+        leaf = leaves.get(path) or leaves["layers_1", "block_0", *path]
+        for part in range(2):
+            window = [slice(0, n) for n in leaf.shape]
+            half = leaf.shape[axis] // 2
+            window[axis] = slice(part * half, (part + 1) * half)
+            wanted, read = self.count(leaf, tuple(window))
+            self.assertEqual(wanted, read)
+
+    def test_a_band_of_columns_is_read_row_by_row(self):
+        path = self.folder() / "x.safetensors"
+        values = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+        safetensors.numpy.save_file({"x": values}, path)
+        tensor = safetensors_file.read_header(path)["x"]
+        leaf = mock.Mock(read=lambda window: tensor[window])
+        wanted, read = self.count(leaf, (slice(0, 64), slice(8, 16)))
+        self.assertEqual(wanted, read)
 
 
 class FuzzTest(FolderCase):

@@ -1,7 +1,6 @@
 """Whole models from one kind of folder to the other, in windows."""
 
 import json
-import math
 import pathlib
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import safetensors.numpy
 from absl.testing import parameterized
 
@@ -205,22 +205,48 @@ class FolderTest(ConversionCase):
                 conversion.convert(out, self.folder / "x", overrides=[override])
 
 
-class MemoryTest(parameterized.TestCase):
-    """A synthetic checkpoint of GLM-5's shape, in a process of its own."""
+class ProcessTest(parameterized.TestCase):
+    """The command, and its memory in a process of its own."""
 
-    def test_peak_is_below_the_largest_tensor_and_a_constant(self):
-        command = [sys.executable, str(ROOT / "benchmarks" / "convert_stream.py")]
-        done = subprocess.run(
-            [*command, "--experts=2", "--layers=4", "--scale=1"],
+    def run_python(self, *arguments):
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=300,
         )
+
+    def test_wrong_input_exits_with_2(self):
+        target = pathlib.Path(self.create_tempdir().full_path) / "run"
+        paths = (f"--source={GOLDEN}", f"--target={target}")
+        done = self.run_python("-m", "glm5_jax.convert", *paths, "--dtype=fp8")
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn("got --dtype=fp8", done.stderr)
+        self.assertFalse(target.exists())
+
+    def stream(self, layers):
+        """Rows of the benchmark for a model with GLM-5's names."""
+        folder = self.create_tempdir().full_path
+        done = self.run_python(
+            "benchmarks/convert_stream.py", f"--folder={folder}", f"--layers={layers}"
+        )
         self.assertEqual(done.returncode, 0, done.stderr)
-        for line in done.stdout.splitlines():
-            found = json.loads(line)
-            self.assertLess(found["peak_bytes"], found["allowed_bytes"], found)
-        self.assertTrue(math.isfinite(found["tensors_per_second"]))
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        self.assertEqual([row["step"] for row in rows], ["import", "export"])
+        for row in rows:
+            self.assertLess(row["peak_bytes"], row["allowed_bytes"])
+        return rows
+
+    def test_synthetic_checkpoint_there_and_back(self):
+        """Three dense layers, a sparse one and the MTP layer, 256 experts each."""
+        self.assertEqual(self.stream(4)[0]["tensors"], 1632)
+
+    @pytest.mark.slow
+    def test_memory_does_not_grow_with_the_model(self):
+        """Of which twice the allowed memory has to go through."""
+        for row in self.stream(39):
+            self.assertGreater(row["total_bytes"], 1.7 * row["allowed_bytes"])
 
 
 if __name__ == "__main__":
