@@ -14,7 +14,7 @@ from glm5_jax.checkpoint import (
     huggingface,
     huggingface_export,
     new_folder,
-    step_folder,
+    step_windows,
 )
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
@@ -99,7 +99,7 @@ def _open(
     abstract = transformer.abstract_params(config)
     if found.is_huggingface:
         return dict(huggingface.open_params(found.weights, config, abstract, kind))
-    stored = step_folder.open_params(found.weights, abstract)
+    stored = step_windows.open_params(found.weights, abstract)
     kinds = {path: huggingface.cast(path, kind) for path in stored}
     return {
         path: leaves_lib.CastLeaf(leaf, kinds[path] or leaf.dtype)
@@ -118,7 +118,7 @@ def _write_run(
     new_folder.require_space(folder, size)
     step = 0 if found.is_huggingface else int(found.weights.name)
     params = leaves_lib.unflatten(leaves)
-    step_folder.save_params(folder / "checkpoints" / str(step), params, {})
+    step_windows.save_params(folder / "checkpoints" / str(step), params, {})
     kind: Any = str(leaves["lm_head",].dtype)
     config = dataclasses.replace(config, param_dtype=kind)
     settings = {"model": command_line.to_json_dict(config)}

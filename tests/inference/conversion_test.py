@@ -15,7 +15,7 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import huggingface, huggingface_export, manager, step_folder
+from glm5_jax.checkpoint import huggingface, huggingface_export, manager, step_windows
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.inference import conversion, loading
 from glm5_jax.model import transformer
@@ -58,7 +58,7 @@ class WindowsTest(ConversionCase):
         super().setUp()
         for module, name in (
             (leaves_lib, "WINDOW_BYTES"),
-            (step_folder, "_CHUNK_BYTES"),
+            (step_windows, "_CHUNK_BYTES"),
         ):
             self.enter_context(mock.patch.object(module, name, SMALL_WINDOW))
 
