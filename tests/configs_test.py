@@ -7,7 +7,7 @@ from typing import Literal
 
 from absl.testing import parameterized
 
-from glm5_jax import command_line
+from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 from glm5_jax.config import checks
 from tests import environment
@@ -29,6 +29,25 @@ class ConfigsTest(parameterized.TestCase):
             spec = f"{path}:{variant}" if variant else str(path)
             config = command_line.Arguments(config=spec).train_config()
             self.assertIsInstance(config, config_lib.TrainConfig)
+
+    @parameterized.parameters(
+        (
+            {"checkpoints_keep_every": 150},
+            "multiple of checkpoint_every, .* 150 and 100",
+        ),
+        ({"checkpoints_keep_every": 5, "checkpoint_every": 0}, "other steps are not"),
+        ({"checkpoints_keep_best": 1, "eval_every": 30}, "multiple of eval_every"),
+        ({"checkpoints_keep_best": 1, "eval_every": 0}, "got 100 and 0"),
+        ({"checkpoints_keep_best": -1}, "must not be negative"),
+    )
+    def test_what_is_kept_must_be_saved_and_evaluated(self, fields, message):
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            config_lib.TrainConfig(**fields)
+
+    def test_what_is_saved_and_evaluated_can_be_kept(self):
+        config_lib.TrainConfig(
+            model=presets.GLM5_1M, checkpoints_keep_every=300, checkpoints_keep_best=2
+        )
 
     def test_a_value_that_does_not_exist_is_refused(self):
         # The package's own sections are type-checked under tests before their rules.

@@ -1,14 +1,16 @@
-"""Checkpoints of a run: FOLDER/checkpoints/STEP/, written by Orbax in the background.
+"""Checkpoints of a run: FOLDER/checkpoints/STEP/, written in the background.
 
-A step folder holds state/ (the arrays) and metadata/ (JSON: config, fingerprint of the
-data). Orbax writes under a temporary name and renames at the end, so that a step either
-exists or does not; which of them count as complete is decided in `_complete_steps`.
-Several processes write one step, each its shards, and read the same one: what process 0
-sees on disk counts, and a step that one of them cannot read counts for none.
+Orbax writes a step under a temporary name and renames it, so that it exists or does
+not; then its files are hashed and its manifest is written, and only then may an older
+step be deleted. A run goes on from the newest step whose manifest holds. Several
+processes write one step, each its shards, and read the same one: what process 0 sees on
+disk counts, and a step that one of them finds damaged counts for none.
 """
 
+import functools
 import json
-import shutil
+from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -18,29 +20,34 @@ from absl import logging
 from etils import epath
 
 from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manifest, retention, step_folder, stored
 from glm5_jax.processes import together
 
 PyTree = Any
-_STATE, _METADATA = "state", "metadata"
 # What is not the checkpoint's fault: a wrong config, too little memory.
 _NOT_UNREADABLE = (config_lib.InputError, MemoryError, jax.errors.JaxRuntimeError)
-_MAX_NAMED = 5  # differing leaves that a message names
+_PARTS = (step_folder.PARAMS, step_folder.STATE, step_folder.METADATA)
 
 
 class CheckpointManager:
     """Saves and restores the state of one run."""
 
-    def __init__(self, folder: epath.PathLike, keep: int) -> None:
+    def __init__(
+        self, folder: epath.PathLike, keep: int | retention.Retention = 3
+    ) -> None:
         """Opens a run folder, which need not exist, and removes unfinished saves.
 
         Args:
             folder: of the run.
-            keep: newest steps to keep; older ones are deleted after a save.
+            keep: newest steps to keep, or a whole rule; others go after a save.
 
         Raises:
             InputError: nothing can be written there.
         """
-        self._folder = _absolute(folder) / "checkpoints"
+        if isinstance(keep, int):
+            keep = retention.Retention(newest=keep)
+        self._retention = keep
+        self._folder = step_folder.absolute(folder) / "checkpoints"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             probe = self._folder / f"writable_{jax.process_index()}"
@@ -51,27 +58,38 @@ class CheckpointManager:
                 f"cannot write checkpoints into {self._folder}: {error}. Give a "
                 f"--workdir in which you may create files."
             ) from error
-        preserve = ocp.checkpoint_managers.LatestN(keep)
+        if jax.process_index() == 0:
+            for path in step_folder.all_set_aside(self._folder, step_folder.DELETING):
+                path.rmtree()
         self._orbax = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=preserve, cleanup_tmp_directories=True
+                # All: Orbax would delete before there is a manifest.
+                preservation_policy=ocp.checkpoint_managers.LatestN(None),
+                cleanup_tmp_directories=True,
+                lightweight_initialize=True,
             ),
-            item_names=(_STATE, _METADATA),
+            item_names=_PARTS,
         )
         self._saved: set[int] = set()
+        self._restored: int | None = None
+        # One thread for all saves: to start one takes as long as a save blocks.
+        self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._pending: futures.Future[None] | None = None
+        self._num_sealed = 0
 
     def save(self, step: int, state: PyTree, metadata: dict[str, Any]) -> None:
         """Copies the state and writes it in the background.
 
-        The state may be donated as soon as this returns. A step that an earlier run
-        left here, because this one was rolled back, is replaced; saving a step twice
-        in one run does nothing.
+        The state may be donated as soon as this returns. Steps that an earlier run, or
+        a branch that was rolled back, left at this step or later are set aside, and
+        deleted when this one is safe; saving a step twice does nothing.
 
         Args:
             step: updates done.
             state: dict of arrays, with "params" among its keys.
-            metadata: anything that JSON can hold.
+            metadata: anything that JSON can hold; numbers in its "metrics" say which
+                steps are the best.
 
         Raises:
             FloatingPointError: the state holds a NaN or an infinity.
@@ -79,30 +97,35 @@ class CheckpointManager:
         """
         if step in self._saved:
             return
-        self.check_for_errors()
+        self.wait()
         if not _is_finite(state):
             raise FloatingPointError(
                 f"the state of step {step} is not finite, so it was not saved; the "
                 f"newest checkpoint is step {self.latest_step()} in {self._folder}."
             )
         self._require_space(state)
-        if step in self._orbax.all_steps():
-            logging.warning("Replacing step %d in %s.", step, self._folder)
-            self._orbax.delete(step)
-        items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(state), metadata=ocp.args.JsonSave(metadata)
-        )
-        # Without force Orbax skips a step below the newest one, silently.
-        self._orbax.save(step, args=items, force=True)
+        self._abandon_from(step)
         self._saved.add(step)
+
+        def write(state: PyTree) -> None:
+            # Without force Orbax skips a step below the newest one, silently.
+            self._orbax.save(step, args=_to_save(state, metadata), force=True)
+
+        if jax.process_count() > 1:
+            write(state)  # it meets the other processes, as only this thread may
+            later = lambda: None
+        else:
+            later = functools.partial(write, _copied(state))
+        self._pending = self._thread.submit(self._finish, step, later)
 
     def restore(
         self, abstract_state: PyTree, step: int | None = None
     ) -> tuple[int, PyTree, dict[str, Any]]:
-        """Reads a step; without a number the newest that can be read.
+        """Reads a step; without a number the newest whose manifest holds.
 
-        A step that some process cannot read is renamed to STEP.unreadable and the one
-        before it taken.
+        Steps without a manifest come last. Those that turn out damaged are renamed to
+        STEP.damaged, if another can be read. Where a step is named, saves will go on
+        from it, and replace later ones.
 
         Args:
             abstract_state: shapes, types and shardings of the result; arrays will do.
@@ -116,68 +139,126 @@ class CheckpointManager:
             RuntimeError: there are checkpoints, but none can be read.
         """
         self.wait()
-        steps = together.numbers_of_first(_complete_steps(self._folder))
+        steps = together.numbers_of_first(step_folder.by_trust(self._folder))
         if not steps or step not in (None, *steps):
-            wanted = "complete checkpoint" if step is None else f"complete step {step}"
+            wanted = "checkpoint" if step is None else f"step {step}"
             raise config_lib.InputError(
-                f"there is no {wanted} in {self._folder}; it holds steps {steps}."
+                f"there is no {wanted} in {self._folder}; it holds steps "
+                f"{sorted(steps)}."
             )
+        damaged: dict[int, Exception] = {}
         for candidate in reversed(steps) if step is None else [step]:
             folder = self._folder / str(candidate)
-            found: tuple[PyTree, dict[str, Any]] | None = None
-            reason = "another process cannot read it"
-            try:
-                found = _read(folder, abstract_state, "state"), read_metadata(folder)
-            except Exception as error:  # Orbax raises Exception itself
-                if step is not None or isinstance(error, _NOT_UNREADABLE):
-                    raise
-                reason = str(error)[:200]  # TensorStore's messages run to pages
+            found, error = _attempt(folder, abstract_state)
             if together.all_true(found is not None) and found is not None:
+                self._set_aside([*damaged], step_folder.DAMAGED)
+                newer = [n for n in steps if n > candidate and n not in damaged]
+                if newer:  # without a manifest, or rolled back
+                    logging.warning("STEPS %s ARE NOT GONE ON FROM.", newer)
+                self._restored = candidate
+                earlier = {saved for saved in self._saved if saved < candidate}
+                self._saved = {*earlier, candidate}
                 return candidate, *found
-            logging.error("CANNOT READ %s, FALLING BACK: %s", folder, reason)
-            self._set_aside(folder)
-        raise RuntimeError(f"none of the steps {steps} in {self._folder} can be read.")
+            damaged[candidate] = error or manifest.DamagedError(
+                f"another process cannot read {folder}."
+            )
+            logging.error("STEP %d IS DAMAGED: %s", candidate, _short(error))
+        if step is not None:
+            raise damaged[step]
+        reasons = "\n  ".join(f"{k}: {_short(e)}" for k, e in damaged.items())
+        raise manifest.DamagedError(
+            f"none of the steps {sorted(steps)} in {self._folder} can be read; nothing "
+            f"was changed. Give another --workdir, or move checkpoints/ away to start "
+            f"afresh.\n  {reasons}"
+        )
 
     def latest_step(self) -> int | None:
-        """The newest complete step on disk, as process 0 sees it; all must ask."""
-        steps = together.numbers_of_first(_complete_steps(self._folder))
+        """The newest step on disk, as process 0 sees it; all must ask."""
+        steps = together.numbers_of_first(step_folder.numbers(self._folder))
         return max(steps, default=None)
 
     def check_for_errors(self) -> None:
         """Raises the error of a save in the background, if one failed."""
-        self._orbax.check_for_errors()
+        if self._pending is not None and self._pending.done():
+            self.wait()
 
     def wait(self) -> None:
-        """Returns when nothing is being written; raises if a save failed."""
-        self._orbax.wait_until_finished()
-        self.check_for_errors()
+        """Returns when all that was saved is safe; raises if a save failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
         """Waits, and stops the threads."""
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
         self._orbax.close()
 
+    def _finish(self, step: int, write: Callable[[], None]) -> None:
+        """What a save does in the background."""
+        try:
+            write()
+            self._orbax.wait_until_finished()
+            self._orbax.check_for_errors()
+            self._seal(self._folder / str(step))
+            if jax.process_index() == 0:
+                self._delete_old()
+        except BaseException:  # the thread that waits gets it
+            self._saved.discard(step)
+            raise
+
+    def _seal(self, folder: epath.Path) -> None:
+        self._num_sealed += 1
+        name = f"manifest/{folder}/{self._num_sealed}"
+        manifest.seal(
+            folder, jax.process_index(), lambda text: together.to_first(name, text)
+        )
+
+    def _delete_old(self) -> None:
+        steps = describe_steps(self._folder)
+        for step in self._retention.to_delete(steps):
+            step_folder.remove(self._folder / str(step))
+        for path in step_folder.all_set_aside(self._folder, step_folder.ABANDONED):
+            step_folder.remove(path)
+
     def _require_space(self, state: PyTree) -> None:
-        if "://" in str(self._folder):
-            return
+        free = step_folder.free_bytes(self._folder)
         needed = sum(x.nbytes for x in jax.tree.leaves(state))
-        free = shutil.disk_usage(self._folder).free
-        if free < needed:
+        if free is not None and free < needed:
             raise OSError(
                 f"a checkpoint takes {needed:,} bytes, {free:,} are free on the disk "
                 f"of {self._folder}; make room or lower checkpoints_to_keep. Old steps "
                 f"are deleted only after a new one is safe."
             )
 
-    def _set_aside(self, folder: epath.Path) -> None:
+    def _abandon_from(self, step: int) -> None:
+        """Sets aside what is not of the branch that this step is of."""
+        first = step if self._restored is None else min(step, self._restored + 1)
+        on_disk = together.numbers_of_first(step_folder.numbers(self._folder))
+        others = [n for n in on_disk if n >= first and n not in self._saved]
+        if others:
+            logging.warning(
+                "Steps %s in %s are of a branch that is not gone on with; they go when "
+                "step %d is safe.",
+                *(others, self._folder, step),
+            )
+        if others or step in self._orbax.all_steps():  # deleted, for all it knows
+            self._set_aside(others, step_folder.ABANDONED)
+
+    def _set_aside(self, steps: list[int], why: str) -> None:
         if jax.process_index() == 0:
-            folder.rename(folder.parent / f"{folder.name}.unreadable")
-        together.all_true(True)  # who lists the steps now does not find it any more
+            for step in steps:
+                step_folder.set_aside(self._folder / str(step), why)
+        together.all_true(True)  # who lists the steps now does not find them any more
         self._orbax.reload()
 
 
 def restore_params(folder: epath.PathLike, abstract_params: PyTree) -> PyTree:
     """Reads the parameters alone, for a stage's start, evaluation or generation.
+
+    What else is in the step is neither read nor hashed.
 
     Args:
         folder: a run folder (its newest step) or a step folder.
@@ -185,106 +266,97 @@ def restore_params(folder: epath.PathLike, abstract_params: PyTree) -> PyTree:
 
     Raises:
         InputError: there is no checkpoint, or it is of another model.
+        DamagedError: its files are not what was written.
     """
-    state = _read(find_step(folder), {"params": abstract_params}, "model")
-    return state["params"]
+    path = find_step(folder)
+    # Before there were manifests the parameters were in state/.
+    is_apart = (path / step_folder.PARAMS).exists()
+    _verify(path, without=[step_folder.STATE] if is_apart else [])
+    return stored.read(path, {"params": abstract_params}, "model")["params"]
 
 
 def read_metadata(folder: epath.PathLike) -> dict[str, Any]:
     """The metadata of a step folder, or of the newest step of a run folder."""
-    return json.loads((find_step(folder) / _METADATA / "metadata").read_text())
+    path = find_step(folder)
+    return json.loads((path / step_folder.METADATA / "metadata").read_text())
 
 
 def find_step(folder: epath.PathLike) -> epath.Path:
-    """The step folder itself, or the newest complete one of a run folder.
+    """The step folder itself, or the newest one of a run folder.
+
+    Newest is that of those with a manifest, where there are such.
 
     Raises:
         InputError: there is none.
     """
-    path = _absolute(folder)
-    if _is_complete(path):
-        return path
-    for parent in (path / "checkpoints", path):
-        if steps := _complete_steps(parent):
-            return parent / str(steps[-1])
-    raise config_lib.InputError(
-        f"there is no checkpoint in {path}: it is neither a step folder (with state/ "
-        f"and metadata/) nor a run folder (with checkpoints/STEP/)."
-    )
+    return step_folder.find(folder)
 
 
-def _complete_steps(folder: epath.Path) -> list[int]:
-    """Steps whose folder is whole, in order; an empty 9/ is not step 9."""
-    if not folder.is_dir():
-        return []
-    numbered = [path for path in folder.iterdir() if path.name.isdecimal()]
-    return sorted(int(path.name) for path in numbered if _is_complete(path))
+def describe_steps(checkpoints: epath.Path) -> list[retention.Step]:
+    """What a retention rule looks at, of every folder that looks like a step."""
+    steps = []
+    for number in step_folder.numbers(checkpoints):
+        folder = checkpoints / str(number)
+        if step_folder.missing(folder):  # whatever it is, it is not deleted
+            continue
+        try:
+            metrics = read_metadata(folder).get("metrics", {})
+        except (OSError, ValueError, AttributeError):  # then it is none of the best
+            metrics = {}
+        steps.append(retention.Step(number, manifest.is_sealed(folder), metrics))
+    return steps
 
 
-def _is_complete(folder: epath.Path) -> bool:
-    files = (f"{_STATE}/_METADATA", f"{_METADATA}/metadata", "_CHECKPOINT_METADATA")
-    return all((folder / file).exists() for file in files)
-
-
-def _absolute(folder: epath.PathLike) -> epath.Path:
-    return epath.Path(folder).expanduser().absolute()  # Orbax refuses relative ones
-
-
-def _read(step_folder: epath.Path, abstract: PyTree, what: str) -> PyTree:
-    """Reads those leaves of a step's state that `abstract` has."""
-    abstract = jax.tree.map(_with_sharding, abstract)
-    path = step_folder / _STATE
-    if not ocp.utils.is_checkpoint_finalized(path):
-        raise ValueError(f"{path} was not finished.")
-    # Not by a Checkpointer: where one process cannot read, the others would wait for it
-    # at the end of its restore.
-    handler = ocp.PyTreeCheckpointHandler()
+def _attempt(
+    folder: epath.Path, abstract_state: PyTree
+) -> tuple[tuple[PyTree, dict[str, Any]] | None, Exception | None]:
+    """State and metadata of a step, or why they cannot be had."""
     try:
-        stored = handler.metadata(path).tree
-        _require_same_shapes(stored, abstract, f"the {what} in {step_folder}")
-        arguments = ocp.args.PyTreeRestore(
-            abstract,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-            partial_restore=True,
-        )
-        return handler.restore(path, args=arguments)
-    finally:
-        handler.close()
+        if lacking := step_folder.missing(folder):
+            raise manifest.DamagedError(f"{folder} has no {lacking}.")
+        _verify(folder)
+        return (
+            stored.read(folder, abstract_state, "state"),
+            read_metadata(folder),
+        ), None
+    except _NOT_UNREADABLE:
+        raise
+    except Exception as error:  # Orbax raises Exception itself
+        return None, error
 
 
-def _with_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(
-        jax.local_devices()[0]
-    )
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _require_same_shapes(stored: PyTree, wanted: PyTree, what: str) -> None:
-    """Orbax returns a leaf that it does not find unread: compare before."""
-    theirs, ours = _shapes(stored), _shapes(wanted)
-    tops = {name.split(".")[0] for name in ours}
-    theirs = {k: v for k, v in theirs.items() if k.split(".")[0] in tops}
-    differing = [
-        f"{name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
-        for name in sorted(theirs | ours, key=lambda name: (name[:6] != "params", name))
-        if theirs.get(name) != ours.get(name)
-    ]
-    if differing:
-        more = len(differing) - _MAX_NAMED
-        shown = differing[:_MAX_NAMED] + [f"and {more} more"] * (more > 0)
-        raise config_lib.InputError(
-            f"{what} has other shapes than the config asks for:\n  "
-            + "\n  ".join(shown)
-            + "\nUse the config of the run that wrote it (config.json in its folder), "
-            "or another --workdir to start afresh."
+def _verify(folder: epath.Path, without: list[str] | None = None) -> None:
+    """Each process hashes a part of the files; what one finds, it raises."""
+    count = jax.process_count()
+    hashed = manifest.verify(folder, without or (), jax.process_index(), count)
+    if hashed is None:
+        logging.warning(
+            "%s HAS NO MANIFEST and is read unverified: it is of an earlier version, "
+            "or what wrote it was killed a moment too early.",
+            folder,
         )
 
 
-def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    """Shape by dotted path; named tuples and dicts look the same, as on disk."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    name = jax.tree_util.keystr
-    return {name(path, simple=True, separator="."): x.shape for path, x in leaves}
+def _short(error: Exception | None) -> str:
+    return str(error)[:400]  # TensorStore's messages run to pages
+
+
+def _to_save(state: PyTree, metadata: dict[str, Any]) -> ocp.args.Composite:
+    """Parameters for themselves: they are read, and verified, without the rest."""
+    rest = {name: tree for name, tree in state.items() if name != "params"}
+    parts: dict[str, Any] = {
+        step_folder.PARAMS: ocp.args.PyTreeSave({"params": state["params"]}),
+        step_folder.METADATA: ocp.args.JsonSave(metadata),
+    }
+    if rest:
+        parts[step_folder.STATE] = ocp.args.PyTreeSave(rest)
+    return ocp.args.Composite(**parts)
+
+
+def _copied(state: PyTree) -> PyTree:
+    """Copies on the host, which are made while the next step is computed."""
+    places = jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), state)
+    return jax.device_put(state, places, may_alias=False)
 
 
 def _is_finite(state: PyTree) -> bool:

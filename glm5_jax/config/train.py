@@ -185,7 +185,10 @@ class TrainConfig:
     sample_prompt: str = "def __init__(self"
     sample_tokens: int = 96  # 0: no sample
     checkpoint_every: int = 100  # 0: only at the end
-    checkpoints_to_keep: int = 3
+    checkpoints_to_keep: int = 3  # newest
+    checkpoints_keep_every: int = 0  # steps divisible by it stay for ever; 0: none
+    # So many more by evaluation: lowest eval/bits_per_byte, in rl highest eval/success.
+    checkpoints_keep_best: int = 0
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     loss: LossConfig = LossConfig()
@@ -230,12 +233,35 @@ class TrainConfig:
             ),
             *(
                 (getattr(self, k) >= 0, f"{k} must not be negative; 0 turns it off.")
-                for k in ("eval_every", "sample_every", "sample_tokens")
+                for k in (
+                    *("eval_every", "sample_every", "sample_tokens"),
+                    *("checkpoints_keep_every", "checkpoints_keep_best"),
+                )
             ),
             (self.checkpoint_every >= 0, "checkpoint_every must not be negative."),
+            *self._checkpoint_rules(),
             *self._rl_rules(),
             *self._mesh_rules(),
         )
+
+    def _checkpoint_rules(self) -> list[tuple[bool, str]]:
+        """Rules: what shall be kept, must be written, and be evaluated before."""
+        saves, keeps = self.checkpoint_every, self.checkpoints_keep_every
+        evaluates = self.eval_every
+        return [
+            (
+                keeps <= 0 or (saves > 0 and keeps % saves == 0),
+                f"checkpoints_keep_every must be a multiple of checkpoint_every, or 0, "
+                f"got {keeps} and {saves}: other steps are not saved.",
+            ),
+            (
+                self.checkpoints_keep_best <= 0
+                or (saves > 0 and evaluates > 0 and saves % evaluates == 0),
+                f"checkpoints_keep_best needs evaluations of the steps that are saved: "
+                f"checkpoint_every must be a multiple of eval_every, got {saves} and "
+                f"{evaluates}.",
+            ),
+        ]
 
     def _rl_rules(self) -> list[tuple[bool, str]]:
         """Rules: an episode must fit a row; updates are all the parts there are."""

@@ -96,6 +96,27 @@ def from_first(name: str, make: Callable[[], str]) -> str:
     return client.blocking_key_value_get(key, _PATIENCE_MS)
 
 
+def to_first(name: str, text: str) -> list[str]:
+    """What every process says, by number, on process 0; the others get nothing.
+
+    Args:
+      name: of the matter, once a run.
+      text: what this process says.
+    """
+    if not jax.distributed.is_initialized():
+        return [text]
+    client: Any = distributed.global_state.client
+    key = f"glm5_jax/{name}"
+    if _number():
+        client.key_value_set(f"{key}/{_number()}", text)
+        return []
+    keys = [f"{key}/{number}" for number in range(1, jax.process_count())]
+    said = [client.blocking_key_value_get(key, _PATIENCE_MS) for key in keys]
+    for key in keys:
+        client.key_value_delete(key)
+    return [text, *said]
+
+
 def meet(name: str) -> None:
     """Returns when all have come; gloo gives a first collective 30 s to gather.
 

@@ -98,7 +98,7 @@ def _steps(
                 if "sample" in due:
                     write_sample(run)
                 if "save" in due:
-                    run.save()
+                    run.save(pending)
         if is_terminated(run.step):
             _log(writer, run.step, clock.read(pending), config)
             run.save()

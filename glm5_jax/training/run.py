@@ -4,7 +4,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,15 +12,16 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
+from glm5_jax import command_line, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax import sharding
 from glm5_jax.checkpoint import manager as manager_lib
+from glm5_jax.checkpoint import retention
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
 from glm5_jax.model import transformer
 from glm5_jax.processes import together
-from glm5_jax.training import corpus, host_memory, rl
+from glm5_jax.training import corpus, host_memory, rl, run_folder
 from glm5_jax.training import feed as feed_lib
 from glm5_jax.training import program as program_lib
 from glm5_jax.training import rows as rows_lib
@@ -49,10 +50,22 @@ class Run:
             return jax.device_put(batch, where)
         return rows_lib.place(batch, where, self.rows, self.config.data.batch_size)
 
-    def save(self) -> None:
-        """Starts to write a checkpoint of this step."""
+    def save(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Starts to write a checkpoint of this step.
+
+        Args:
+          metrics: of this step; an evaluation among them says how good it is.
+        """
+        metrics = metrics or {}
         state = {"params": self.params, "opt_state": self.opt_state}
-        self.checkpoints.save(self.step, state, {"data": self.feed.fingerprint})
+        # Random numbers and batches are functions of the config's seed and the step.
+        metadata = {
+            "step": self.step,
+            "config": command_line.to_json_dict(self.config),
+            "data": self.feed.fingerprint,
+            "metrics": {k: v for k, v in metrics.items() if k.startswith("eval/")},
+        }
+        self.checkpoints.save(self.step, state, metadata)
 
 
 def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
@@ -66,7 +79,8 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     _require_same_feed(feed.fingerprint)
     if together.is_first():
         feed.tokenizer.save(workdir / "tokenizer.json")
-    checkpoints = manager_lib.CheckpointManager(workdir, config.checkpoints_to_keep)
+    keep = retention.of_run(command_line.to_json_dict(config))
+    checkpoints = manager_lib.CheckpointManager(workdir, keep)
     mesh = mesh_lib.make_mesh(config.mesh)
     _require_whole_rows(config, feed, mesh)
     program = program_lib.make_program(config, mesh)
@@ -76,6 +90,9 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path) -> Run:
     if checkpoints.latest_step() is not None:
         state = {"params": program.params, "opt_state": program.opt_state}
         step, state, metadata = checkpoints.restore(state)
+        # config.json says the same, unless somebody has changed it.
+        if "config" in metadata:
+            run_folder.require_same_run(metadata["config"], config, workdir)
         _require_same_data(metadata["data"], feed.fingerprint, workdir)
         params, opt_state = state["params"], state["opt_state"]
         logging.info("Goes on from step %d in %s.", step, workdir)

@@ -4,6 +4,7 @@ config.json (resolved), metrics.jsonl, summary.json (written last), checkpoints/
 samples/STEP.txt, tokenizer.json, loss.png. Process 0 writes all but the checkpoints.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -15,11 +16,13 @@ from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.processes import simulate, together
 
-# What may differ between two starts of one run: none of it changes a computed number,
-# but for num_steps, which moves the end of the schedule.
+# What may differ between two starts of one run: none of it changes what is computed,
+# but for num_steps, which moves the end of the schedule. A mesh changes roundings.
 MAY_CHANGE = (
     *("num_steps", "log_every", "eval_every", "eval_batches", "checkpoint_every"),
-    *("sample_every", "sample_prompt", "sample_tokens", "checkpoints_to_keep"),
+    *("sample_every", "sample_prompt", "sample_tokens"),
+    *("checkpoints_to_keep", "checkpoints_keep_every", "checkpoints_keep_best"),
+    *(f"mesh.{field.name}" for field in dataclasses.fields(config_lib.MeshConfig)),
     *("data.cache_dir", "data.num_prefetch"),
     *("rl.max_logprob_gap", "rl.num_eval_tasks"),
 )
@@ -47,6 +50,26 @@ def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
     if not together.is_first():
         _require_same_config(json.loads(text), config)
         _require_shared(path, text)
+
+
+def require_same_run(
+    theirs: dict, config: config_lib.TrainConfig, workdir: pathlib.Path
+) -> None:
+    """A run may go on with another config only in what changes no number.
+
+    Args:
+      theirs: the config that the folder, or a checkpoint in it, is of; of JSON.
+      config: that it is to go on with.
+      workdir: the folder.
+
+    Raises:
+      InputError: they differ; it names the fields.
+    """
+    if differing := _differing(theirs, config, MAY_CHANGE):
+        raise config_lib.InputError(
+            f"{workdir} belongs to another run; give another --workdir, or its "
+            f"config. They differ in\n  " + "\n  ".join(differing)
+        )
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
@@ -105,11 +128,7 @@ def _require_same_run(path: pathlib.Path, config: config_lib.TrainConfig) -> Non
         raise config_lib.InputError(
             f"{path} cannot be read ({error}); give another --workdir."
         ) from error
-    if differing := _differing(theirs, config, MAY_CHANGE):
-        raise config_lib.InputError(
-            f"{path.parent} belongs to another run; give another --workdir, or its "
-            f"config. They differ in\n  " + "\n  ".join(differing)
-        )
+    require_same_run(theirs, config, path.parent)
 
 
 def _differing(

@@ -8,7 +8,9 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax.checkpoint import manager as manager_lib
+from glm5_jax.checkpoint import manifest
 from tests import environment
+from tests.checkpoint import faults_test
 from tests.processes import launch, worker
 
 SECONDS_TO_LEAVE = 40  # 2 of them, and the imports, on a machine under load
@@ -36,13 +38,42 @@ class TogetherTest(parameterized.TestCase):
         manager.close()
         self.assertEqual((step, metadata), (2, worker.METADATA))
         worker.assert_equal(state, 2)
+        folder = manager_lib.find_step(self.folder / "saved")
+        self.assertEqual(manifest.verify(folder), sum(manifest.files(folder).values()))
+        self.assertNotEmpty([f for f in manifest.read(folder) if "process_1" in f])
 
     @pytest.mark.slow
     def test_what_one_cannot_read_none_takes(self):
         for code, output in run("fall_back", self.folder):
             self.assertEqual(code, 0, output)
         names = {path.name for path in (self.folder / "given/checkpoints").iterdir()}
-        self.assertEqual(names, {"1", "2.unreadable"})
+        self.assertEqual(names, {"1", "2.damaged"})
+
+    @pytest.mark.slow
+    def test_damage_that_one_finds_counts_for_all(self):
+        """Each hashes a part of the files; with the largest flipped it is process 0."""
+        folder = self.folder / "given/checkpoints"
+        faults_test.flip(faults_test.largest(folder / "2", "params"))
+        for code, output in run("go_on", self.folder):
+            self.assertEqual(code, 0, output)
+            self.assertIn("STEP 2 IS DAMAGED", output)
+        self.assertEqual({p.name for p in folder.iterdir()}, {"1", "2", "2.damaged"})
+
+    @pytest.mark.slow
+    def test_one_then_two_then_four_then_one(self):
+        command = [sys.executable, "-m", "tests.processes.worker", "go_on"]
+        for count in (2, 4):
+            each = {"count": count, "JAX_NUM_CPU_DEVICES": 8 // count}
+            for code, output in launch.together([*command, str(self.folder)], **each):
+                self.assertEqual(code, 0, output)
+        manager = manager_lib.CheckpointManager(self.folder / "given", keep=9)
+        step, state, _ = manager.restore(worker.abstract_state())
+        manager.close()
+        self.assertEqual(step, 4)
+        worker.assert_equal(state, 4)
+        folder = manager_lib.find_step(self.folder / "given")
+        writers = [f for f in manifest.read(folder) if "ocdbt.process_3/" in f]
+        self.assertNotEmpty(writers)
 
     @parameterized.parameters(
         ("refuse", 2, "error: process 1 finds no corpus."),

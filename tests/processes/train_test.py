@@ -73,6 +73,15 @@ class TrainTest(runs.FolderTest):
         names = {path.name for path in (two / "logs").iterdir()}
         self.assertEqual(names, {"process_0.log", "process_1.log"})
 
+    def test_one_then_two_then_four_are_one_run(self):
+        flags = ["--config.optim.schedule=constant", *MESHES["data"]]
+        ends = {1: "--config.num_steps=2", 2: "--config.num_steps=4"}
+        ends[4] = "--config.num_steps=6"
+        whole = self.train("whole", "--simulate_processes=1", ends[4], *flags)
+        for count, end in ends.items():
+            grown = self.train("grown", f"--simulate_processes={count}", end, *flags)
+        self.assert_same_run(grown, whole)
+
     def test_sigterm_to_one_saves_the_same_step_and_the_run_goes_on(self):
         """By one process then, on the same devices: to the end that one would reach."""
         workdir = self.root / "terminated"

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager as manager_lib
+from glm5_jax.checkpoint import stored
 from glm5_jax.processes import group, together
 from glm5_jax.training import rows
 
@@ -98,18 +99,27 @@ def fall_back(folder):
     """Process 1 alone cannot read step 2: no process takes it."""
     manager = manager_lib.CheckpointManager(folder / "given", keep=3)
     if jax.process_index() == 1:
-        read = manager_lib._read
+        read = stored.read
 
         def broken(step_folder, *args):
             if step_folder.name == "2":
                 raise ValueError("a disk that fails here alone")
             return read(step_folder, *args)
 
-        manager_lib._read = broken
+        stored.read = broken
     step, state, _ = manager.restore(abstract_state())
     assert step == 1
     assert_equal(state, 1)
     assert manager.latest_step() == 1
+    manager.close()
+
+
+def go_on(folder):
+    """Reads the newest step that is good, and saves one more."""
+    manager = manager_lib.CheckpointManager(folder / "given", keep=9)
+    step, state, _ = manager.restore(abstract_state())
+    assert_equal(state, step)
+    manager.save(step + 1, placed(step + 1), METADATA)
     manager.close()
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
+from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
-from glm5_jax import presets
-from glm5_jax.checkpoint import manager
+from glm5_jax.checkpoint import manager, manifest
 from glm5_jax.training import loop, metrics
 from tests import environment, runs
 from tests.model import tiny
@@ -120,6 +120,35 @@ class RunTest(runs.OneDeviceTest):
                 loop.train(dataclasses.replace(self.config, num_steps=7), folder)
         finally:
             (self.root / "corpus" / "40.txt").unlink()
+
+    def test_a_checkpoint_says_what_it_is_of(self):
+        metadata = manager.read_metadata(self.workdir)
+        self.assertEqual(metadata["step"], 6)
+        self.assertEqual(metadata["config"], command_line.to_json_dict(self.config))
+        self.assertIn("batch_size=8", metadata["data"])
+        self.assertEqual(
+            metadata["metrics"],
+            {"eval/bits_per_byte": self.summary["eval/bits_per_byte"]},
+        )
+
+    def test_data_changed_behind_the_folders_back_is_refused(self):
+        folder = self.copy("edited")
+        data = dataclasses.replace(self.config.data, batch_size=4)
+        config = dataclasses.replace(self.config, data=data)
+        (folder / "config.json").write_text(
+            json.dumps(command_line.to_json_dict(config))
+        )
+        message = r"data\.batch_size: 8 there, 4 here"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loop.train(config, folder)
+
+    def test_a_run_whose_checkpoints_are_all_damaged_ends(self):
+        folder = self.copy("damaged")
+        for path in (folder / "checkpoints").iterdir():
+            with (path / "params" / "_METADATA").open("a") as file:
+                file.write("\n")
+        with self.assertRaisesRegex(manifest.DamagedError, "none of the steps"):
+            loop.train(self.config, folder)
 
     def test_starts_from_the_parameters_of_another_run(self):
         config = dataclasses.replace(self.config, init_from=str(self.workdir))

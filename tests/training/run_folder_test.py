@@ -38,6 +38,18 @@ class ClaimTest(parameterized.TestCase):
         written = json.loads((self.folder / "config.json").read_text())
         self.assertEqual(written["eval_every"], 7)
 
+    def test_the_same_run_may_go_on_on_another_mesh(self):
+        self.begin()
+        mesh = config_lib.MeshConfig(fsdp=2, expert=2)
+        run_folder.claim(self.folder, dataclasses.replace(CONFIG, mesh=mesh))
+
+    def test_changed_data_is_refused_and_named(self):
+        self.begin()
+        data = dataclasses.replace(CONFIG.data, sequence_length=128, batch_size=8)
+        message = r"data\.batch_size: 16 there, 8 here\n  data\.sequence_length: 256"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            run_folder.claim(self.folder, dataclasses.replace(CONFIG, data=data))
+
     def test_another_model_is_refused_and_nothing_changes(self):
         self.begin()
         before = self.files()

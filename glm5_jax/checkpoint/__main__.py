@@ -1,0 +1,74 @@
+"""Lists the checkpoints of a run, proves them, or deletes those that need not stay.
+
+python -m glm5_jax.checkpoint --checkpoint=runs/NAME
+python -m glm5_jax.checkpoint --checkpoint=runs/NAME --verify
+python -m glm5_jax.checkpoint --checkpoint=runs/NAME --prune --keep=2 --yes
+
+Exit code 1 where something is damaged. Without --yes, --prune only says what it would
+delete: steps that the rule lets go, and what was set aside. docs/checkpoints.md.
+"""
+
+import sys
+
+from absl import flags
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "Run folder, or a step folder.", required=True
+)
+_VERIFY = flags.DEFINE_bool("verify", False, "Reads all files and compares hashes.")
+_PRUNE = flags.DEFINE_bool("prune", False, "Lists what may go; with --yes deletes it.")
+_YES = flags.DEFINE_bool("yes", False, "With --prune: deletes.")
+_KEEP = flags.DEFINE_integer("keep", None, "Newest steps that stay; as the run's.")
+_KEEP_EVERY = flags.DEFINE_integer("keep_every", None, "Steps divisible by it stay.")
+_KEEP_BEST = flags.DEFINE_integer("keep_best", None, "So many of the best stay.")
+
+
+def main(arguments: command_line.Arguments) -> int:
+    """Prints a table; deletes where that is asked for."""
+    _check(arguments)
+    from glm5_jax.checkpoint import inspection, manifest  # import jax: after the flags
+
+    if not _PRUNE.value:
+        folders = inspection.find(_CHECKPOINT.value)
+        rows = inspection.describe(folders, _VERIFY.value)
+        rows += inspection.describe_set_aside(folders[0].parent)
+        print(inspection.table(rows))
+        return int(any(row.problem for row in rows))
+    checkpoints = inspection.checkpoints_of(_CHECKPOINT.value)
+    rule = inspection.rule_of(
+        checkpoints,
+        newest=_KEEP.value,
+        every=_KEEP_EVERY.value,
+        best=_KEEP_BEST.value,
+    )
+    folders = inspection.to_prune(checkpoints, rule)
+    print(inspection.table(inspection.describe(folders)))
+    if not _YES.value:
+        print(f"{len(folders)} folders may go; --yes deletes them.")
+        return 0
+    try:
+        inspection.prune(checkpoints, folders)
+    except manifest.DamagedError as error:
+        print(f"error: {error} Nothing was deleted.", file=sys.stderr)
+        return 1
+    print(f"Deleted {len(folders)} folders.")
+    return 0
+
+
+def _check(arguments: command_line.Arguments) -> None:
+    if arguments.config or arguments.overrides:
+        raise config_lib.InputError("--config has no effect here; leave it out.")
+    if _PRUNE.value and _VERIFY.value:
+        raise config_lib.InputError("give --verify or --prune, one after the other.")
+    keeps = (_KEEP.value, _KEEP_EVERY.value, _KEEP_BEST.value)
+    if not _PRUNE.value and (_YES.value or keeps != (None,) * 3):
+        raise config_lib.InputError(
+            "--yes, --keep, --keep_every and --keep_best belong to --prune; add it."
+        )
+
+
+if __name__ == "__main__":
+    command_line.run(main)

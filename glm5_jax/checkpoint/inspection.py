@@ -1,0 +1,204 @@
+"""Lists, verifies and prunes the steps of a run, for the command."""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tqdm
+from etils import epath
+
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manager, manifest, retention, step_folder
+
+NO_MANIFEST = "no manifest"
+
+
+class Row(NamedTuple):
+    """What there is to say of a step, or of a folder that was set aside."""
+
+    folder: epath.Path
+    size: int  # bytes
+    age: float  # seconds
+    metrics: Mapping[str, Any]
+    status: str  # a word or two
+    problem: str = ""  # what is damaged
+
+
+def find(path: epath.PathLike) -> list[epath.Path]:
+    """Step folders at a path: a run's, or one alone.
+
+    Raises:
+      InputError: there are none.
+    """
+    folder = step_folder.absolute(path)
+    for parent in (folder / "checkpoints", folder):
+        if found := step_folder.numbers(parent):
+            return [parent / str(step) for step in found]
+    return [step_folder.find(folder)]
+
+
+def describe(folders: Sequence[epath.Path], is_verified: bool = False) -> list[Row]:
+    """A row for each step that is still there; files are read only to verify them."""
+    rows = []
+    for folder in folders:
+        try:
+            rows.append(_describe(folder, is_verified))
+        except FileNotFoundError:
+            if folder.exists():
+                raise  # else the run has deleted it meanwhile
+    return rows
+
+
+def describe_set_aside(checkpoints: epath.Path) -> list[Row]:
+    """Rows of what is no step any more."""
+    rows = []
+    for why in step_folder.REASONS:
+        for folder in step_folder.all_set_aside(checkpoints, why):
+            size = sum(manifest.files(folder).values())
+            rows.append(Row(folder, size, _seconds_since(folder), {}, "set aside"))
+    return rows
+
+
+def checkpoints_of(run: epath.PathLike) -> epath.Path:
+    """The folder of a run's steps.
+
+    Raises:
+      InputError: it is none.
+    """
+    folder = step_folder.absolute(run)
+    for path in (folder / "checkpoints", folder):
+        if path.name == "checkpoints" and path.is_dir():
+            return path
+    raise config_lib.InputError(
+        f"{folder} is no run folder (with checkpoints/STEP/): nothing can be pruned."
+    )
+
+
+def rule_of(checkpoints: epath.Path, **changes: Any) -> retention.Retention:
+    """The rule that a run keeps to, by its config.json, with changes.
+
+    Args:
+      checkpoints: its folder of steps.
+      **changes: fields of the rule; None as the run has it.
+
+    Raises:
+      InputError: the run does not say, or a number is out of range.
+    """
+    given: dict[str, Any] = {
+        name: value for name, value in changes.items() if value is not None
+    }
+    path = checkpoints.parent / "config.json"
+    try:
+        rule = retention.of_run(json.loads(path.read_text()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if "newest" not in given:
+            raise config_lib.InputError(
+                f"{path} does not say what to keep ({error!r}); give --keep=N."
+            ) from error
+        rule = retention.Retention(newest=given["newest"])
+    rule = dataclasses.replace(rule, **given)
+    if rule.newest < 1 or rule.every < 0 or rule.best < 0:
+        raise config_lib.InputError(
+            f"--keep must be at least 1, --keep_every and --keep_best at least 0, got "
+            f"{rule.newest}, {rule.every} and {rule.best}."
+        )
+    return rule
+
+
+def to_prune(checkpoints: epath.Path, rule: retention.Retention) -> list[epath.Path]:
+    """Folders that may go: steps that the rule lets go, and what was set aside."""
+    going = rule.to_delete(manager.describe_steps(checkpoints))
+    folders = [checkpoints / str(step) for step in going]
+    for why in step_folder.REASONS:
+        folders += step_folder.all_set_aside(checkpoints, why)
+    return folders
+
+
+def prune(checkpoints: epath.Path, folders: list[epath.Path]) -> None:
+    """Deletes folders, after the newest step that has a manifest has proved itself.
+
+    Raises:
+      InputError: there is no such step.
+      DamagedError: it is not what was written; nothing was deleted.
+    """
+    steps = manager.describe_steps(checkpoints)
+    safe = [step.number for step in steps if step.is_safe]
+    if not safe:
+        raise config_lib.InputError(
+            f"no step in {checkpoints} has a manifest, so nothing is deleted: nothing "
+            f"would be left that proves itself. Go on with the run; its next save does."
+        )
+    manifest.verify(checkpoints / str(max(safe)))
+    for folder in tqdm.tqdm(folders, desc="delete", disable=None):
+        with contextlib.suppress(FileNotFoundError):  # the run deletes as well
+            step_folder.remove(folder)
+
+
+def table(rows: list[Row]) -> str:
+    """Rows as text: step, size, age, metrics, status."""
+    cells = [("step", "size", "age", "evaluation", "status")]
+    for row in rows:
+        metrics = [f"{k.removeprefix('eval/')} {v:.4g}" for k, v in row.metrics.items()]
+        metric = ", ".join(metrics[:2])
+        age = _age(row.age)
+        cells.append((row.folder.name, bytes_text(row.size), age, metric, row.status))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            text.ljust(width) if i > 2 else text.rjust(width)
+            for i, (text, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    ]
+    lines += [f"error: {row.problem}" for row in rows if row.problem]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def bytes_text(num_bytes: int) -> str:
+    """12.3 MB, by powers of 1000."""
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
+def _describe(folder: epath.Path, is_verified: bool) -> Row:
+    size, age = sum(manifest.files(folder).values()), _seconds_since(folder)
+    status, problem = NO_MANIFEST, ""
+    began = time.perf_counter()
+    try:
+        if lacking := step_folder.missing(folder):
+            raise manifest.DamagedError(f"{folder} has no {lacking}.")
+        if (entries := manifest.read(folder)) is not None:
+            manifest.require_sizes(folder, entries)
+            status = "sizes match"
+        if is_verified and (hashed := manifest.verify(folder)) is not None:
+            rate = hashed / (time.perf_counter() - began) / 1e9
+            status = f"verified, {rate:.2f} GB/s"
+    except manifest.DamagedError as error:
+        status, problem = "DAMAGED", str(error)
+    return Row(folder, size, age, _metrics(folder), status, problem)
+
+
+def _seconds_since(folder: epath.Path) -> float:
+    return time.time() - folder.stat().mtime
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _metrics(folder: epath.Path) -> Mapping[str, float]:
+    try:
+        metrics = manager.read_metadata(folder).get("metrics", {})
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {k: v for k, v in metrics.items() if isinstance(v, int | float)}

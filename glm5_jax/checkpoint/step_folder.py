@@ -1,0 +1,113 @@
+"""What lies in a run's checkpoints/: a folder a step, and what was set aside.
+
+STEP/ holds params/ and state/ (arrays: the parameters; all else of the state),
+metadata/ (JSON) and manifest.json. Steps written before there were manifests hold the
+parameters in state/. What is renamed to STEP.damaged, STEP.abandoned or STEP.deleting
+counts no more.
+"""
+
+import shutil
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manifest
+
+PARAMS, STATE, METADATA = "params", "state", "metadata"
+DAMAGED = "damaged"  # kept until somebody prunes it
+ABANDONED = "abandoned"  # of a branch that was rolled back; goes with the next save
+DELETING = "deleting"
+REASONS = (DAMAGED, ABANDONED, DELETING)
+_MARK = "_CHECKPOINT_METADATA"  # Orbax writes it into every step
+
+
+def absolute(folder: epath.PathLike) -> epath.Path:
+    """The path as Orbax takes it."""
+    return epath.Path(folder).expanduser().absolute()
+
+
+def numbers(checkpoints: epath.Path) -> list[int]:
+    """Steps that have a folder, in order, be it a good one."""
+    if not checkpoints.is_dir():
+        return []
+    names = [path.name for path in checkpoints.iterdir() if path.is_dir()]
+    found = sorted(int(name) for name in names if name.isdecimal())
+    if not manifest.is_remote(checkpoints):
+        return found
+    # There a save that was killed leaves a folder of the same name.
+    is_whole = ocp.utils.is_checkpoint_finalized
+    return [step for step in found if is_whole(checkpoints / str(step))]
+
+
+def by_trust(checkpoints: epath.Path) -> list[int]:
+    """Steps in the order in which they should be tried, the last one first.
+
+    Newest first, of those with a manifest; then of those without. What lacks a part
+    stands before all: it fails at once, and is not overlooked.
+    """
+
+    def trust(step: int) -> tuple[bool, bool, int]:
+        folder = checkpoints / str(step)
+        return bool(missing(folder)), manifest.is_sealed(folder), step
+
+    return sorted(numbers(checkpoints), key=trust)
+
+
+def find(folder: epath.PathLike) -> epath.Path:
+    """The step folder itself, or the newest whole one of a run folder.
+
+    Raises:
+      InputError: there is none.
+    """
+    path = absolute(folder)
+    if not missing(path):
+        return path
+    for parent in (path / "checkpoints", path):
+        for step in reversed(by_trust(parent)):
+            if not missing(parent / str(step)):
+                return parent / str(step)
+    raise config_lib.InputError(
+        f"there is no checkpoint in {path}: it is neither a step folder (with params/ "
+        f"and metadata/) nor a run folder (with checkpoints/STEP/)."
+    )
+
+
+def missing(folder: epath.Path) -> str:
+    """What a step folder lacks to be one; empty where it is whole, as far as seen."""
+    if not any((folder / part / "_METADATA").exists() for part in (PARAMS, STATE)):
+        return f"{PARAMS}/_METADATA"
+    for name in (f"{METADATA}/metadata", _MARK):
+        if not (folder / name).exists():
+            return name
+    return ""
+
+
+def set_aside(folder: epath.Path, why: str) -> epath.Path:
+    """Renames a step folder, so that it is none; returns where it is now."""
+    target = folder.parent / f"{folder.name}.{why}"
+    count = 1
+    while target.exists():
+        count += 1
+        target = folder.parent / f"{folder.name}.{why}.{count}"
+    return folder.rename(target)
+
+
+def all_set_aside(checkpoints: epath.Path, why: str) -> list[epath.Path]:
+    """Folders that were renamed for this reason."""
+    if not checkpoints.is_dir():
+        return []
+    paths = [path for path in checkpoints.iterdir() if path.is_dir()]
+    return sorted(path for path in paths if path.name.split(".")[1:2] == [why])
+
+
+def remove(folder: epath.Path) -> None:
+    """Deletes a folder; one that is half deleted never passes for a step."""
+    if folder.name.isdecimal():
+        folder = set_aside(folder, DELETING)
+    folder.rmtree()
+
+
+def free_bytes(folder: epath.Path) -> int | None:
+    """Room on the disk; None where nobody knows."""
+    return None if manifest.is_remote(folder) else shutil.disk_usage(folder).free

@@ -1,0 +1,141 @@
+"""The command: what it prints, what it deletes, how it ends."""
+
+import contextlib
+import io
+import json
+import shutil
+
+from absl import flags
+from absl.testing import flagsaver, parameterized
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import __main__ as command
+from glm5_jax.checkpoint import inspection, manifest, retention
+from tests import environment
+from tests.checkpoint import faults_test
+
+
+class CommandTest(faults_test.FaultsTestCase):
+    def run_command(self, **given):
+        """Its exit code and what it printed."""
+        out = io.StringIO()
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()
+        given = {"checkpoint": str(self.folder)} | given
+        with (
+            flagsaver.flagsaver(**given),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(out),
+        ):
+            code = command.main(command_line.Arguments(config=None, overrides=()))
+        return code, out.getvalue()
+
+    def rows(self, **given):
+        """Exit code, and status by folder."""
+        code, text = self.run_command(**given)
+        lines = [line for line in text.splitlines()[1:] if "error" not in line]
+        return code, {line.split()[0]: line for line in lines}
+
+    def test_lists(self):
+        self.write_steps(3, metadata={"metrics": {"eval/bits_per_byte": 2.5}})
+        (self.step_folder(1) / manifest.NAME).unlink()
+        shutil.copytree(self.step_folder(1), self.step_folder("0.damaged"))
+        code, rows = self.rows()
+        self.assertEqual(code, 0)
+        self.assertEqual([*rows], ["1", "2", "3", "0.damaged"])
+        self.assertRegex(rows["1"], r"1 +\d.* kB +\d+ s +no manifest")
+        self.assertRegex(rows["2"], "sizes match")
+        self.assertRegex(rows["3"], "bits_per_byte 2.5 +sizes match")
+        self.assertRegex(rows["0.damaged"], "set aside")
+
+    def test_only_verify_sees_a_flipped_bit(self):
+        faults_test.flip(faults_test.largest(self.step_folder(2)))
+        self.assertEqual(self.rows()[0], 0)
+        code, rows = self.rows(verify=True)
+        self.assertEqual(code, 1)
+        self.assertRegex(rows["1"], r"verified, \d+\.\d\d GB/s")
+        self.assertIn("DAMAGED", rows["2"])
+        self.assertIn("other content", self.run_command(verify=True)[1])
+        one = str(self.step_folder(1))
+        self.assertEqual(self.rows(verify=True, checkpoint=one)[0], 0)
+        self.assertEqual(self.names(), ["1", "2"])  # it only looks
+
+    @parameterized.parameters("truncated", "manifest_without_files", "no_metadata")
+    def test_the_list_sees_what_is_missing(self, name):
+        faults_test.DAMAGE[name](self.step_folder(2))
+        code, rows = self.rows()
+        self.assertEqual(code, 1)
+        self.assertIn("DAMAGED", rows["2"])
+
+    def test_prune_deletes_when_told_to(self):
+        self.write_steps(3, 4, keep=9)
+        shutil.copytree(self.step_folder(1), self.step_folder("0.damaged"))
+        before = self.names()
+        code, text = self.run_command(prune=True, keep=2)
+        self.assertEqual(code, 0)
+        self.assertIn("3 folders may go; --yes deletes them.", text)
+        self.assertEqual(self.names(), before)
+        code, _ = self.run_command(prune=True, keep=2, yes=True)
+        self.assertEqual(code, 0)
+        self.assertEqual(self.names(), ["3", "4"])
+        self.assertEqual(self.restored(), 4)
+
+    def test_prune_keeps_to_the_runs_rule(self):
+        config = {"checkpoints_to_keep": 1, "checkpoints_keep_every": 2, "stage": "rl"}
+        (self.folder / "config.json").write_text(json.dumps(config))
+        rule = inspection.rule_of(inspection.checkpoints_of(self.folder))
+        want = retention.Retention(
+            newest=1, every=2, metric="eval/success", is_lower_better=False
+        )
+        self.assertEqual(rule, want)
+        self.write_steps(3)
+        self.run_command(prune=True, yes=True)
+        self.assertEqual(self.names(), ["2", "3"])
+
+    def test_nothing_goes_where_what_stays_is_damaged(self):
+        faults_test.flip(faults_test.largest(self.step_folder(2)))
+        code, text = self.run_command(prune=True, keep=1, yes=True)
+        self.assertEqual(code, 1)
+        self.assertIn("Nothing was deleted", text)
+        self.assertEqual(self.names(), ["1", "2"])
+
+    def test_nothing_goes_where_nothing_proves_itself(self):
+        self.remove_manifests(1, 2)
+        with self.assertRaisesRegex(config_lib.InputError, "no step .* manifest"):
+            self.run_command(prune=True, keep=1, yes=True)
+        self.assertEqual(self.names(), ["1", "2"])
+
+    def test_what_is_no_step_stays(self):
+        for name in ("0", "2020"):
+            (self.checkpoints / name).mkdir()
+            (self.checkpoints / name / "photo.jpg").write_text("precious")
+        self.run_command(prune=True, keep=1, yes=True)
+        self.assertEqual(self.names(), ["0", "2", "2020"])
+
+    @parameterized.named_parameters(
+        ("nowhere", {"checkpoint": "/nowhere"}, "no checkpoint in /nowhere"),
+        ("prune_nowhere", {"checkpoint": "/nowhere", "prune": True}, "no run folder"),
+        ("no_rule", {"prune": True}, "give --keep=N"),
+        ("keep_none", {"prune": True, "keep": 0}, "--keep must be at least 1"),
+        ("keep_alone", {"keep": 1}, "belong to --prune"),
+        ("yes_alone", {"yes": True}, "belong to --prune"),
+        ("both", {"verify": True, "prune": True}, "one after the other"),
+    )
+    def test_wrong_input(self, given, message):
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            self.run_command(**given)
+        self.assertEqual(self.names(), ["1", "2"])
+
+    def test_one_step_cannot_be_pruned(self):
+        one = str(self.step_folder(1))
+        with self.assertRaisesRegex(config_lib.InputError, "no run folder"):
+            self.run_command(checkpoint=one, prune=True, keep=1)
+
+    def test_sizes_in_words(self):
+        sizes = [inspection.bytes_text(x) for x in (0, 999, 1234, 9330000, 89 * 10**11)]
+        self.assertEqual(sizes, ["0 B", "999 B", "1.23 kB", "9.33 MB", "8.9 TB"])
+
+
+if __name__ == "__main__":
+    environment.main()

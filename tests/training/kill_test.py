@@ -1,0 +1,128 @@
+"""SIGKILL at random moments of training with saves in the background.
+
+GLM5_JAX_KILLS=50 python -m pytest -m slow tests/training/kill_test.py
+"""
+
+import collections
+import dataclasses
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax import command_line
+from glm5_jax.checkpoint import manifest
+from glm5_jax.training import loop, metrics
+from tests import environment, runs
+from tests.training import loop_test
+
+KILLS = int(os.environ.get("GLM5_JAX_KILLS", "10"))
+STEPS_A_LIFE = 4  # about as many, and a quarter of them lost
+SECONDS = 600  # for a life, on a machine under load
+# Children are forked from a process that has the imports and no device.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.training.kill_test"])
+
+
+def live(config, workdir):
+    """Starts or goes on with the run, in a child."""
+    environment.configure()
+    with runs.use_devices():
+        loop.train(command_line.from_json_dict(json.loads(config)), workdir)
+
+
+def num_lines(workdir):
+    path = workdir / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def moment(workdir):
+    """What was being done when the run was killed."""
+    folders = [path for path in (workdir / "checkpoints").iterdir() if path.is_dir()]
+    names = " ".join(path.name for path in folders)
+    if "tmp" in names:
+        return "within a save"
+    if "deleting" in names:
+        return "within a deletion"
+    if not all((path / manifest.NAME).exists() for path in folders):
+        return "between commit and manifest"
+    return "between saves"
+
+
+class KillTest(runs.FolderTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        loop_test.write_corpus(cls.root / "corpus")
+        config = dataclasses.replace(
+            loop_test.make_config(cls.root / "corpus", cls.root / "cache"),
+            num_steps=KILLS * STEPS_A_LIFE + 2,
+            checkpoint_every=1,
+            checkpoints_to_keep=2,
+            eval_every=0,
+            sample_tokens=0,
+        )
+        cls.config = json.dumps(command_line.to_json_dict(config))
+
+    def start(self, name):
+        child = PROCESSES.Process(target=live, args=(self.config, self.root / name))
+        child.start()
+        self.addCleanup(child.kill)
+        return child
+
+    def finish(self, name):
+        child = self.start(name)
+        child.join(SECONDS)
+        self.assertEqual(child.exitcode, 0)
+
+    def kill_once(self, name, num_steps, wait):
+        """Kills a life some time after it has done some steps; returns in what."""
+        workdir, child = self.root / name, self.start(name)
+        goal, deadline = num_lines(workdir) + num_steps, time.monotonic() + SECONDS
+        while num_lines(workdir) < goal:
+            self.assertTrue(child.is_alive(), "it ended by itself")
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.002)
+        time.sleep(wait)
+        child.kill()
+        child.join()
+        self.assertLess(child.exitcode, 0, "it ended by itself")
+        return moment(workdir)
+
+    @pytest.mark.slow
+    def test_killed_run_ends_as_if_it_had_not_been(self):
+        self.finish("whole")
+        records = metrics.read(self.root / "whole" / "metrics.jsonl")
+        step_seconds = np.median([r["perf/step_seconds"] for r in records])
+        rng = np.random.default_rng(0)
+        moments = collections.Counter(
+            self.kill_once("killed", rng.integers(1, 4), rng.uniform(0, step_seconds))
+            for _ in range(KILLS)
+        )
+        sys.stderr.write(f"{KILLS} kills: {dict(moments)}\n")
+        self.finish("killed")
+        params = [
+            runs.params_of(self.root / n, loop_test.MODEL) for n in ("whole", "killed")
+        ]
+        jax.tree.map(np.testing.assert_array_equal, *params)
+        losses = [
+            [
+                (r["step"], r["train/loss"])
+                for r in metrics.read(self.root / n / "metrics.jsonl")
+            ]
+            for n in ("whole", "killed")
+        ]
+        self.assertEqual(*losses)
+        left = [path.name for path in (self.root / "killed" / "checkpoints").iterdir()]
+        self.assertEmpty([name for name in left if not re.fullmatch(r"\d+", name)])
+        self.assertLen(left, 2)
+
+
+if __name__ == "__main__":
+    environment.main()
