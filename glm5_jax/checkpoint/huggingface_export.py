@@ -179,6 +179,9 @@ def _write_tensors(
                     kind = safetensors_file.DTYPES[tensor.dtype]
                     tensor.write(rows.start, np.ascontiguousarray(values, kind))
             bar.update(_Plan(slot, entries).size)
+    for path in {tensor.path for tensor in tensors.values()}:
+        with path.open("rb") as file:  # a rename may reach the disk before the bytes
+            os.fsync(file.fileno())
 
 
 def _row_windows(layout: names_lib.Layout) -> Iterator[slice]:

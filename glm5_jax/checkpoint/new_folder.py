@@ -29,9 +29,6 @@ def new_folder(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
     )
     try:
         yield partial
-        for path in partial.rglob("*"):
-            if path.is_file():
-                _flush(path)
         partial.chmod(0o755)
         partial.rename(folder)
     except BaseException:
@@ -50,9 +47,3 @@ def require_space(folder: pathlib.Path, needed: int) -> None:
             f"{folder.parent} has {free:,} bytes free, the tensors take {needed:,}; "
             f"choose another target."
         )
-
-
-def _flush(path: pathlib.Path) -> None:
-    """A rename may reach the disk before the bytes do."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

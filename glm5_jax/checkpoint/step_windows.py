@@ -22,9 +22,9 @@ from etils import epath
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
+from glm5_jax.checkpoint import manifest, step_folder
 
-_STATE, _METADATA = "state", "metadata"
-_PARAMS = "params"
+_TREE = "params"  # the only name at the top of what is saved as PARAMS
 _CHUNK_BYTES = 2**25
 _CACHE_BYTES = 2**28  # of decoded chunks, if a chunk is not larger
 _MAX_NAMED = 5  # differing leaves that a message names
@@ -56,13 +56,15 @@ def open_params(
     """Opens the parameters of a step folder.
 
     Args:
-      folder: of a step, which holds state/.
+      folder: of a step.
       abstract_params: the tree, with anything that has a shape as leaves.
 
     Raises:
       InputError: the step is of another model.
     """
-    state = epath.Path(folder) / _STATE
+    state = epath.Path(folder) / step_folder.PARAMS
+    if not state.exists():  # before there were manifests
+        state = epath.Path(folder) / step_folder.STATE
     metadata = json.loads((state / "_METADATA").read_text())
     stored = {
         tuple(str(key["key"]) for key in entry["key_metadata"])
@@ -83,7 +85,7 @@ def open_params(
                 read=True,
             )
             for path in wanted
-            if (_PARAMS, *path) in stored
+            if (_TREE, *path) in stored
         }
         return {path: StepLeaf(store.result()) for path, store in opening.items()}
 
@@ -95,9 +97,7 @@ def open_params(
 
 
 def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
-    """Writes a step folder, window by window; it appears whole or not at all.
-
-    Nothing is flushed to the disk: make it within `new_folder`, which does.
+    """Writes a step folder with its manifest, window by window.
 
     Args:
       folder: of the step, to make: RUN/checkpoints/STEP.
@@ -120,18 +120,20 @@ def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
         registry = ocp.type_handlers.create_type_handler_registry(
             *((kind, handler) for kind in kinds)
         )
-        state = ocp.PyTreeCheckpointHandler(
+        windows = ocp.PyTreeCheckpointHandler(
             use_ocdbt=False, type_handler_registry=registry
         )
         composite = ocp.CompositeCheckpointHandler(
-            state=state, metadata=ocp.JsonCheckpointHandler()
+            params=windows, metadata=ocp.JsonCheckpointHandler()
         )
+        items = ocp.args.Composite(
+            params=ocp.args.PyTreeSave({_TREE: params}),
+            metadata=ocp.args.JsonSave(metadata),
+        )
+        path = step_folder.absolute(folder)
         with ocp.Checkpointer(composite) as checkpointer:
-            items = ocp.args.Composite(
-                state=ocp.args.PyTreeSave({_PARAMS: params}),
-                metadata=ocp.args.JsonSave(metadata),
-            )
-            checkpointer.save(epath.Path(folder).absolute(), args=items)
+            checkpointer.save(path, args=items)
+    manifest.seal(path)
 
 
 @contextlib.contextmanager
@@ -197,7 +199,7 @@ class _WindowHandler(ocp.type_handlers.TypeHandler):
                 "store_data_equal_to_fill_value": True,
             },
             create=True,
-            # Who makes the folder flushes it at the end, at once and much faster.
+            # The manifest's maker flushes the files at the end, at once and faster.
             context=tensorstore.Context({"file_io_sync": False}),
         )
         pending = None
@@ -216,7 +218,7 @@ class _WindowHandler(ocp.type_handlers.TypeHandler):
 
 def _key(state: epath.Path, path: leaves_lib.Path, is_ocdbt: bool) -> Any:
     """Where Orbax puts the array of a parameter."""
-    name = ".".join((_PARAMS, *path))
+    name = ".".join((_TREE, *path))
     if is_ocdbt:
         return {"driver": "ocdbt", "base": _url(state), "path": f"{name}/"}
     return _url(state / name)
@@ -235,7 +237,7 @@ def _require_same_shapes(
     wanted: dict[leaves_lib.Path, Any],
 ) -> None:
     theirs = {".".join(path): str(leaf.shape) for path, leaf in found.items()}
-    names = {".".join(path[1:]) for path in stored if path[0] == _PARAMS}
+    names = {".".join(path[1:]) for path in stored if path[0] == _TREE}
     theirs |= dict.fromkeys(names - set(theirs), "present")
     ours = {".".join(path): str(tuple(leaf.shape)) for path, leaf in wanted.items()}
     differing = [

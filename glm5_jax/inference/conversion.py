@@ -13,6 +13,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import (
     huggingface,
     huggingface_export,
+    manager,
     new_folder,
     step_windows,
 )
@@ -57,6 +58,7 @@ def convert(
     Raises:
       InputError: there is no model at `source`, or something at `target`, or the target
         cannot be of that dtype.
+      DamagedError: the step's files are not what was written.
     """
     target = pathlib.Path(target).expanduser().absolute()
     if target.exists():
@@ -99,6 +101,7 @@ def _open(
     abstract = transformer.abstract_params(config)
     if found.is_huggingface:
         return dict(huggingface.open_params(found.weights, config, abstract, kind))
+    manager.verify_params(found.weights)
     stored = step_windows.open_params(found.weights, abstract)
     kinds = {path: huggingface.cast(path, kind) for path in stored}
     return {

@@ -15,7 +15,13 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import huggingface, huggingface_export, manager, step_windows
+from glm5_jax.checkpoint import (
+    huggingface,
+    huggingface_export,
+    manager,
+    manifest,
+    step_windows,
+)
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.inference import conversion, loading
 from glm5_jax.model import transformer
@@ -28,7 +34,7 @@ GOLDEN = ROOT / "tests" / "golden" / "glm5"
 # Several blocks of 128, ragged, in both dims of most matrices.
 WIDE = tiny.model(hidden_size=160, intermediate_size=200, q_lora_rank=140)
 
-SMALL_WINDOW = 2**13  # bytes: most matrices are cut, and also between heads
+SMALL_WINDOW = 2**15  # bytes: most matrices are cut, and also between heads
 
 
 class ConversionCase(parameterized.TestCase):
@@ -93,9 +99,17 @@ class WindowsTest(ConversionCase):
         jax.tree.map(
             np.testing.assert_array_equal, manager.restore_params(run, sharded), params
         )
-        checkpoints = manager.CheckpointManager(run, keep=2)
-        self.assertEqual(checkpoints.latest_step(), 0)
-        checkpoints.close()
+
+    def test_a_flipped_bit_of_a_run_is_noticed(self):
+        source, run = self.write("source"), self.folder / "run"
+        conversion.convert(source, run)
+        file = max(run.rglob("params.lm_head/*"), key=lambda path: path.stat().st_size)
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        with self.assertRaisesRegex(manifest.DamagedError, "lm_head.*other content"):
+            conversion.convert(run, self.folder / "back")
+        self.assertFalse((self.folder / "back").exists())
 
     @parameterized.parameters(1, 8)
     def test_a_step_that_training_wrote(self, num_devices):
