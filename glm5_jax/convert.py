@@ -2,7 +2,10 @@
 
 python -m glm5_jax.convert --source=zai-org/GLM-5 --target=runs/glm5
 
-Where --format is not given, it is the one that the source does not have.
+Where --format is not given, it is the one that the source does not have. Weights keep
+their dtype unless --dtype says another; a folder in FP8 becomes a run in bfloat16, and
+with --dtype=float32 one that --dtype=fp8 turns back into the same bytes. Neither needs
+more than 2 GB of memory, whatever the model (docs/huggingface.md).
 """
 
 from absl import flags
@@ -14,6 +17,9 @@ _SOURCE = flags.DEFINE_string(
 )
 _TARGET = flags.DEFINE_string("target", None, "Folder to make.", required=True)
 _FORMAT = flags.DEFINE_enum("format", None, ["hf", "orbax"], "What to write.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16", "fp8"], "Of the weights; fp8 for hf only."
+)
 
 
 def main(arguments: command_line.Arguments) -> None:
@@ -21,7 +27,11 @@ def main(arguments: command_line.Arguments) -> None:
     from glm5_jax.inference import conversion, loading  # import jax: after the flags
 
     written = conversion.convert(
-        _SOURCE.value, _TARGET.value, _FORMAT.value, loading.overrides_of(arguments)
+        _SOURCE.value,
+        _TARGET.value,
+        _FORMAT.value,
+        loading.overrides_of(arguments),
+        _DTYPE.value,
     )
     print(f"Wrote {_TARGET.value} ({written}).")
 

@@ -1,38 +1,64 @@
-"""Reads and writes the tensors of a Hugging Face folder.
-
-Everything streams: reading holds one parameter's local shards at a time, writing one
-file.
-"""
+"""Reads the tensors of a Hugging Face folder, in windows of their parameters."""
 
 import dataclasses
+import itertools
 import json
-import math
 import os
 import pathlib
 import re
-import shutil
-import tempfile
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import huggingface_config
+from glm5_jax.checkpoint import huggingface_config, quantized, safetensors_file
 from glm5_jax.checkpoint import huggingface_names as names_lib
+from glm5_jax.checkpoint import leaves as leaves_lib
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-MAX_SHARD_BYTES = 5 * 10**9
+DTYPES = ("F32", "BF16", "F16")
+FP8_DTYPE = "F8_E4M3"  # with a tensor of scales beside it
 MAX_LISTED = 100  # names of one kind in an error message
 
 read_config = huggingface_config.read_config
 write_config = huggingface_config.write_config
+
+
+@dataclasses.dataclass
+class StoredLeaf(leaves_lib.Leaf):
+    """A parameter that lies in pieces in the files of a folder."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    # By index in the parameter's stacks: tensor, its layout, and which part of it.
+    pieces: dict[tuple[int, ...], tuple[Any, names_lib.Layout, int]]
+
+    @property
+    def _depth(self) -> int:
+        return len(next(iter(self.pieces)))
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Between tensors first, then between rows of one."""
+        _, layout, _ = next(iter(self.pieces.values()))
+        stack = range(self._depth)
+        rest = [axis for axis in range(len(self.shape)) if axis not in stack]
+        rows = self._depth + layout.row_axis
+        return (*stack, rows, *(axis for axis in rest if axis != rows))
+
+    def read(self, window: leaves_lib.Window) -> np.ndarray:
+        """Reads what the window needs of each tensor in it."""
+        out = np.empty([w.stop - w.start for w in window], self.dtype)
+        stack, rest = window[: self._depth], window[self._depth :]
+        for index in itertools.product(*(range(w.start, w.stop) for w in stack)):
+            tensor, layout, part = self.pieces[index]
+            here = tuple(i - w.start for i, w in zip(index, stack, strict=True))
+            out[here] = layout.read(tensor, part, rest)
+        return out
 
 
 def load_params(
@@ -50,95 +76,66 @@ def load_params(
       folder: with model.safetensors, or an index and the files that it names.
       config: of the model.
       abstract_params: the tree, with anything that has a shape as leaves.
-      dtype: of the parameters, except the router's bias, which is float32 then;
-        None keeps what is stored.
+      dtype: see `open_params`.
       shardings: tree of jax shardings; None puts everything on the first device.
 
     Raises:
       InputError: names whatever is missing, unexpected, damaged or misshapen.
     """
-    leaves, treedef = _flatten(abstract_params)
-    slots = names_lib.tensor_slots(config, leaves)
-    stored = _open(pathlib.Path(folder), config, slots)
-    pieces: dict[names_lib.Path, list[tuple[names_lib.Slot, int]]] = {
-        path: [] for path in leaves
-    }
-    for slot in slots:
-        for part, path in enumerate(slot.paths):
-            pieces[path].append((slot, part))
+    leaves = open_params(folder, config, abstract_params, dtype)
+    treedef = jax.tree.structure(abstract_params)
     if shardings is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.unflatten(treedef, [device] * len(leaves))
     arrays = [
-        _load_leaf(leaf.shape, sharding, _cast(path, dtype), pieces[path], stored)
-        for (path, leaf), sharding in zip(
-            leaves.items(), treedef.flatten_up_to(shardings), strict=True
+        _load_leaf(leaf, sharding)
+        for leaf, sharding in zip(
+            leaves.values(), treedef.flatten_up_to(shardings), strict=True
         )
     ]
     return jax.tree.unflatten(treedef, arrays)
 
 
-def save_params(
-    params: dict,
-    config: config_lib.ModelConfig,
+def open_params(
     folder: str | os.PathLike,
+    config: config_lib.ModelConfig,
+    abstract_params: dict,
     dtype: Any = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Writes a folder that transformers reads; it appears whole or not at all.
+) -> dict[leaves_lib.Path, StoredLeaf]:
+    """Checks a folder and opens its parameters, which `read` then reads in windows.
 
     Args:
-      params: of the model, on devices of this process.
-      config: of the model; goes into config.json.
-      folder: to make.
-      dtype: of the tensors, except the router's bias, which is float32 then; None
-        keeps that of the parameters.
-      max_shard_bytes: of one file, unless a single tensor is larger.
+      folder: with model.safetensors, or an index and the files that it names.
+      config: of the model.
+      abstract_params: the tree, with anything that has a shape as leaves.
+      dtype: of the parameters, except the router's bias, which is float32 then;
+        None keeps what is stored, and makes FP8 the config's param_dtype.
 
     Raises:
-      InputError: the folder exists, or the disk is too small.
+      InputError: names whatever is missing, unexpected, damaged or misshapen.
     """
-    folder = pathlib.Path(folder).absolute()
-    if folder.exists():
-        raise config_lib.InputError(f"{folder} exists; choose another target.")
-    leaves, _ = _flatten(params)
-    files = _plan(
-        names_lib.tensor_slots(config, leaves), leaves, dtype, max_shard_bytes
-    )
-    total = sum(size for file in files for _, _, size in file)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(folder.parent).free) < total:
-        raise config_lib.InputError(
-            f"{folder.parent} has {free:,} bytes free, the tensors take {total:,}; "
-            f"choose another target."
+    wanted, _ = leaves_lib.flatten(abstract_params)
+    slots = names_lib.tensor_slots(config, wanted)
+    stored = _open(pathlib.Path(folder), config, slots)
+    pieces: dict[leaves_lib.Path, dict] = {path: {} for path in wanted}
+    for slot in slots:
+        for part, path in enumerate(slot.paths):
+            pieces[path][slot.index] = (stored[slot.name], slot.layout, part)
+    kinds = {path: cast(path, dtype) for path in wanted}
+    return {
+        path: StoredLeaf(
+            tuple(leaf.shape), kinds[path] or _dtype(pieces[path], config), pieces[path]
         )
-    partial = pathlib.Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
-    try:
-        weight_map = {}
-        for i, file in enumerate(files):
-            name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-            name = name if len(files) > 1 else SINGLE_FILE
-            _write_file(partial / name, file, leaves)
-            weight_map |= {slot.name: name for slot, _, _ in file}
-        if len(files) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        kind: Any = str(_cast(("lm_head",), dtype) or leaves["lm_head",].dtype)
-        write_config(dataclasses.replace(config, param_dtype=kind), partial)
-        partial.chmod(0o755)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        for path, leaf in wanted.items()
+    }
 
 
-def _flatten(tree: dict) -> tuple[dict[names_lib.Path, Any], Any]:
-    """Leaves by path, and the structure."""
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    return {tuple(key.key for key in path): leaf for path, leaf in pairs}, treedef
+def is_quantized(settings: dict[str, Any]) -> bool:
+    """Whether a config.json is of a folder in FP8."""
+    return settings.get("quantization_config") is not None
 
 
-def _cast(path: names_lib.Path, dtype: Any) -> np.dtype | None:
+def cast(path: leaves_lib.Path, dtype: Any) -> np.dtype | None:
     """What to cast a parameter to: a bias of float32 decides between close experts."""
     if dtype is None:
         return None
@@ -146,45 +143,135 @@ def _cast(path: names_lib.Path, dtype: Any) -> np.dtype | None:
     return jnp.dtype("float32" if is_bias else dtype)
 
 
-def _load_leaf(
-    shape: tuple[int, ...],
-    sharding: jax.sharding.Sharding,
-    dtype: np.dtype | None,
-    pieces: list[tuple[names_lib.Slot, int]],
-    stored: dict[str, Any],
-) -> jax.Array:
+def _dtype(
+    pieces: dict[tuple[int, ...], tuple[Any, Any, int]], config: config_lib.ModelConfig
+) -> np.dtype:
+    """Of a parameter whose tensors keep theirs."""
+    tensors = [tensor for tensor, _, _ in pieces.values()]
+    if any(isinstance(tensor, quantized.QuantizedTensor) for tensor in tensors):
+        return jnp.dtype(config.param_dtype)
+    kinds = {tensor.dtype for tensor in tensors}
+    return safetensors_file.DTYPES[kinds.pop() if len(kinds) == 1 else "F32"]
+
+
+def _load_leaf(leaf: StoredLeaf, sharding: jax.sharding.Sharding) -> jax.Array:
     """Reads one parameter, shard by shard."""
-    if dtype is None:
-        kinds = {DTYPES[stored[slot.name].get_dtype()] for slot, _ in pieces}
-        dtype = jnp.dtype(kinds.pop() if len(kinds) == 1 else "float32")
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        bounds = [c.indices(n) for c, n in zip(index or (), shape, strict=True)]
-        window = [slice(start, stop) for start, stop, _ in bounds]
-        out = np.empty([stop - start for start, stop, _ in bounds], dtype)
-        for slot, part in pieces:
-            here = tuple(i - w.start for i, w in zip(slot.index, window, strict=False))
-            if all(0 <= i < n for i, n in zip(here, out.shape, strict=False)):
-                rest = tuple(window[len(here) :])
-                out[here] = slot.layout.read(stored[slot.name], part, rest)
-        return out
+        bounds = [c.indices(n) for c, n in zip(index or (), leaf.shape, strict=True)]
+        return leaf.read(tuple(slice(start, stop) for start, stop, _ in bounds))
 
-    return jax.make_array_from_callback(shape, sharding, read).block_until_ready()
+    return jax.make_array_from_callback(leaf.shape, sharding, read).block_until_ready()
 
 
-def _weight_map(folder: pathlib.Path, expected: dict[str, Any]) -> dict[str, str]:
-    """File of each tensor, as the index says; or the only file for all."""
+def _open(
+    folder: pathlib.Path,
+    config: config_lib.ModelConfig,
+    slots: list[names_lib.Slot],
+) -> dict[str, Any]:
+    """Lazily readable tensors by name, after a check of all names and shapes."""
+    expected = {slot.name: tuple(slot.layout.shape) for slot in slots}
+    tensors, bad_files, known = _read_headers(folder)
+    block = _block_size(folder)
+    shapes = dict(expected)
+    allowed: dict[str, tuple[str, ...]] = dict.fromkeys(expected, DTYPES)
+    for name, shape in expected.items():
+        is_fp8 = name in tensors and tensors[name].dtype == FP8_DTYPE
+        if is_fp8 and block and len(shape) == 2:
+            shapes[name + quantized.SCALE_SUFFIX] = tuple(
+                quantized.scale_shape(shape, block)
+            )
+            allowed[name] = (FP8_DTYPE,)
+            allowed[name + quantized.SCALE_SUFFIX] = ("F32",)
+    missing = [
+        name
+        for name in dict.fromkeys((*shapes, *known))
+        if name not in tensors and known.get(name) not in bad_files
+    ]
+    unexpected = sorted(set(tensors) - set(shapes))
+    both = [name for name in shapes if name in tensors]
+    problems = {
+        "Files missing or damaged (download them again)": list(bad_files.values()),
+        "Tensors missing": missing,
+        "Tensors unexpected": unexpected,
+        "Tensors of a wrong shape": [
+            f"{n} {list(tensors[n].shape)} instead of {list(shapes[n])}"
+            for n in both
+            if tensors[n].shape != shapes[n]
+        ],
+        f"Tensors of a dtype other than {', '.join(DTYPES)}": [
+            f"{n} {tensors[n].dtype}"
+            for n in both
+            if tensors[n].dtype not in allowed[n]
+        ],
+    }
+    if any(problems.values()):
+        lines = [f"{title}: {_join(x)}." for title, x in problems.items() if x]
+        raise config_lib.InputError(
+            "\n".join([f"{folder}:", *lines, _remedy(config, missing, unexpected)])
+        )
+    return {
+        name: quantized.QuantizedTensor(
+            tensors[name], tensors[name + quantized.SCALE_SUFFIX], block
+        )
+        if block and tensors[name].dtype == FP8_DTYPE
+        else tensors[name]
+        for name in expected
+    }
+
+
+def _read_headers(
+    folder: pathlib.Path,
+) -> tuple[dict[str, safetensors_file.Tensor], dict[str, str], dict[str, str]]:
+    """Tensors found, what is wrong with files, and the file that each should be in."""
+    known = _weight_map(folder)
+    tensors: dict[str, safetensors_file.Tensor] = {}
+    bad_files = {}
+    for file in sorted({*known.values()} or {SINGLE_FILE}):
+        try:
+            found = safetensors_file.read_header(folder / file)
+        except safetensors_file.DamagedError as error:
+            bad_files[file] = str(error).rstrip(".")
+            continue
+        # A name in two files is read from the one that the index says.
+        tensors |= {n: x for n, x in found.items() if known.get(n, file) == file}
+    if SINGLE_FILE in bad_files:
+        raise config_lib.InputError(
+            f"{folder}: {bad_files[SINGLE_FILE]}; download it again."
+        )
+    return tensors, bad_files, known
+
+
+def _block_size(folder: pathlib.Path) -> tuple[int, int] | None:
+    """Of an FP8 folder, as its config.json says; read_config has checked the rest."""
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        return quantized.block_size(settings.get("quantization_config"))
+    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, config_lib.InputError):
+            raise config_lib.InputError(f"{folder}/config.json: {error}") from error
+        return None
+
+
+def _weight_map(folder: pathlib.Path) -> dict[str, str]:
+    """File of each tensor, as the index says; empty where there is only one file."""
     if (folder / SINGLE_FILE).exists():
-        return dict.fromkeys(expected, SINGLE_FILE)
+        return {}
     path = folder / INDEX_FILE
     try:
-        weight_map = dict(json.loads(path.read_text())["weight_map"])
+        content = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=safetensors_file.unique,
+        )
+        weight_map = dict(content["weight_map"])
+        if not weight_map:
+            raise ValueError("weight_map is empty")
     except FileNotFoundError as error:
         raise config_lib.InputError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; give a folder of "
             f"safetensors."
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise config_lib.InputError(
             f"{path} is no index of safetensors ({error!r}); download it again."
         ) from error
@@ -196,53 +283,6 @@ def _weight_map(folder: pathlib.Path, expected: dict[str, Any]) -> dict[str, str
             f"not trust this folder."
         )
     return weight_map
-
-
-def _open(
-    folder: pathlib.Path,
-    config: config_lib.ModelConfig,
-    slots: list[names_lib.Slot],
-) -> dict[str, Any]:
-    """Lazily readable tensors by name, after a check of all names and shapes."""
-    expected = {slot.name: slot.layout.shape for slot in slots}
-    weight_map = _weight_map(folder, expected)
-    tensors: dict[str, Any] = {}
-    bad_files = {}
-    for file in sorted(set(weight_map.values())):
-        try:
-            opened = safetensors.safe_open(folder / file, framework="np")
-        except (OSError, safetensors.SafetensorError) as error:
-            bad_files[file] = f"{file} ({error})"
-            continue
-        for name in opened.keys():  # noqa: SIM118 (it is no dict)
-            if weight_map.get(name, file) == file:
-                tensors[name] = opened.get_slice(name)
-    missing = [
-        name
-        for name in expected
-        if name not in tensors and weight_map.get(name) not in bad_files
-    ]
-    unexpected = sorted(set(tensors) - set(expected))
-    misshapen = [
-        f"{name} {stored} instead of {shape}"
-        for name, shape in expected.items()
-        if name in tensors and (stored := tensors[name].get_shape()) != shape
-    ]
-    dtypes = {name: tensor.get_dtype() for name, tensor in tensors.items()}
-    unreadable = [f"{n} {d}" for n, d in dtypes.items() if d not in DTYPES]
-    problems = {
-        "Files missing or damaged (download them again)": list(bad_files.values()),
-        "Tensors missing": missing,
-        "Tensors unexpected": unexpected,
-        "Tensors of a wrong shape": misshapen,
-        f"Tensors of a dtype other than {', '.join(DTYPES)}": unreadable,
-    }
-    if any(problems.values()):
-        lines = [f"{title}: {_join(x)}." for title, x in problems.items() if x]
-        raise config_lib.InputError(
-            "\n".join([f"{folder}:", *lines, _remedy(config, missing, unexpected)])
-        )
-    return tensors
 
 
 def _join(names: list[str]) -> str:
@@ -262,38 +302,4 @@ def _remedy(
         )
     if unexpected and all(name.startswith(prefix) for name in unexpected):
         return "The folder has an MTP layer: set model.num_nextn_predict_layers=1."
-    return "Use the config.json that belongs to these weights, in BF16 or F32."
-
-
-def _plan(
-    slots: list[names_lib.Slot],
-    leaves: dict[names_lib.Path, Any],
-    dtype: Any,
-    max_bytes: int,
-) -> list[list[tuple[names_lib.Slot, np.dtype, int]]]:
-    """Tensors of each file, with their dtype and size in bytes."""
-    files: list[list[tuple[names_lib.Slot, np.dtype, int]]] = [[]]
-    used = 0
-    for slot in slots:
-        path = slot.paths[0]
-        kind = _cast(path, dtype) or jnp.dtype(leaves[path].dtype)
-        size = math.prod(slot.layout.shape) * kind.itemsize
-        if files[-1] and used + size > max_bytes:
-            files.append([])
-            used = 0
-        files[-1].append((slot, kind, size))
-        used += size
-    return files
-
-
-def _write_file(
-    path: pathlib.Path,
-    file: list[tuple[names_lib.Slot, np.dtype, int]],
-    leaves: dict[names_lib.Path, Any],
-) -> None:
-    tensors = {}
-    for slot, kind, _ in file:
-        parts = [np.asarray(leaves[path][slot.index]) for path in slot.paths]
-        tensors[slot.name] = np.ascontiguousarray(slot.layout.write(parts), kind)
-    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # the library's 0600 would keep a group from its weights
+    return "Use the config.json that belongs to these weights, in BF16, F32 or FP8."

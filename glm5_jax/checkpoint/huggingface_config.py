@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import quantized
 
 MODEL_TYPE = "glm_moe_dsa"
 # Fields of ModelConfig that say how to compute, not what: no business of a checkpoint.
@@ -29,6 +30,8 @@ FIXED = {
     "topk_group": 1,
     "topk_method": "noaux_tc",
 }
+# Older spellings of what `write_config` says in newer ones.
+SUPERSEDED = ("rope_scaling", "rope_theta", "torch_dtype")
 
 
 def read_config(folder: str | os.PathLike) -> config_lib.ModelConfig:
@@ -84,8 +87,10 @@ def _check_variant(path: pathlib.Path, given: dict, rope: dict) -> None:
     ]
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         problems.append(f"rope_type is {kind!r}, only 'default' is supported")
-    if "quantization_config" in given:
-        problems.append("the weights are quantized: take the BF16 release")
+    try:
+        quantized.block_size(given.get("quantization_config"))
+    except config_lib.InputError as error:
+        problems.append(str(error).rstrip("."))
     if problems:
         raise config_lib.InputError(f"{path}: " + "; ".join(problems) + ".")
 
@@ -114,8 +119,17 @@ def _index_pattern(config: config_lib.ModelConfig) -> str:
     return "".join("FS"[not is_full] for is_full in config.is_full_index_layer)
 
 
-def write_config(config: config_lib.ModelConfig, folder: str | os.PathLike) -> None:
+def write_config(
+    config: config_lib.ModelConfig,
+    folder: str | os.PathLike,
+    extra: dict[str, Any] | None = None,
+) -> None:
     """Writes a config.json that transformers and `read_config` understand.
+
+    Args:
+      config: of the model.
+      folder: to write it into.
+      extra: more keys; those that the model's config decides are left out.
 
     Raises:
       InputError: there is one already.
@@ -135,6 +149,8 @@ def write_config(config: config_lib.ModelConfig, folder: str | os.PathLike) -> N
         "mlp_layer_types": ["dense"] * dense + ["sparse"] * (n - dense),
         **FIXED,
     }
+    kept = {k: v for k, v in (extra or {}).items() if k not in SUPERSEDED}
+    values = kept | values
     path = pathlib.Path(folder) / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():

@@ -94,6 +94,13 @@ TABLE = {
 }
 
 
+# Matrices that an FP8 release does not quantize (ends of their modules' names).
+KEPT_IN_BF16 = (
+    *("embed_tokens", "lm_head", "eh_proj"),
+    *("mlp.gate", "indexer.weights_proj"),
+)
+
+
 class Layout:
     """How a row's stored tensor and the natural arrays of its parameters convert."""
 
@@ -107,11 +114,29 @@ class Layout:
         self.to_natural = [letters.index(letter) for letter in natural]
         self.sizes = dict(zip(natural, shapes[0], strict=True))
         self.starts = [0] * len(shapes)
+        self.parts = [tuple(shape) for shape in shapes]
         if row.join:
             widths = [shape[natural.index(row.join)] for shape in shapes]
             self.starts = [sum(widths[:i]) for i in range(len(widths))]
             self.sizes[row.join] = sum(widths)
         self.shape = [math.prod(self.sizes[x] for x in group) for group in self.groups]
+
+    @property
+    def row_axis(self) -> int:
+        """Axis of the natural array along which stored rows lie."""
+        return self.to_natural.index(0)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Stored rows that one step along `row_axis` covers."""
+        return self.shape[0] // self.sizes[self.groups[0][0]]
+
+    def window(self, part: int, rows: slice) -> tuple[slice, ...]:
+        """Where whole steps of stored rows lie in a part's natural array."""
+        window = [slice(0, n) for n in self.parts[part]]
+        step = self.rows_per_step
+        window[self.row_axis] = slice(rows.start // step, rows.stop // step)
+        return tuple(window)
 
     def read(self, stored: Any, part: int, window: tuple[slice, ...]) -> np.ndarray:
         """A window of a parameter's natural array, from a sliceable stored tensor."""
@@ -131,9 +156,9 @@ class Layout:
         return array[tuple(rest)].transpose(self.to_natural)
 
     def write(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The stored tensor of the natural arrays of its parameters."""
+        """The stored rows of the same window of each part, see `window`."""
         parts = [part.transpose(self.to_stored) for part in parts]
-        return np.concatenate(parts, axis=self.join).reshape(self.shape)
+        return np.concatenate(parts, axis=self.join).reshape(-1, *self.shape[1:])
 
 
 class Slot(NamedTuple):
@@ -143,6 +168,12 @@ class Slot(NamedTuple):
     layout: Layout
     paths: tuple[Path, ...]
     index: tuple[int, ...]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether an FP8 release holds it in FP8."""
+        module = self.name.removesuffix(".weight")
+        return len(self.layout.shape) == 2 and not module.endswith(KEPT_IN_BF16)
 
 
 def tensor_slots(config: config_lib.ModelConfig, leaves: dict[Path, Any]) -> list[Slot]:

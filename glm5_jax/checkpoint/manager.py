@@ -269,10 +269,20 @@ def restore_params(folder: epath.PathLike, abstract_params: PyTree) -> PyTree:
         DamagedError: its files are not what was written.
     """
     path = find_step(folder)
+    verify_params(path)
+    return stored.read(path, {"params": abstract_params}, "model")["params"]
+
+
+def verify_params(folder: epath.PathLike) -> None:
+    """Compares a step's files with its manifest, those of its parameters alone.
+
+    Raises:
+        DamagedError: its files are not what was written.
+    """
+    path = step_folder.absolute(folder)
     # Before there were manifests the parameters were in state/.
     is_apart = (path / step_folder.PARAMS).exists()
     _verify(path, without=[step_folder.STATE] if is_apart else [])
-    return stored.read(path, {"params": abstract_params}, "model")["params"]
 
 
 def read_metadata(folder: epath.PathLike) -> dict[str, Any]:

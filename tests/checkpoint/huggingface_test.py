@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from glm5_jax import config as config_lib
 from glm5_jax import presets
-from glm5_jax.checkpoint import huggingface, huggingface_names
+from glm5_jax.checkpoint import huggingface, huggingface_export, huggingface_names
 from glm5_jax.model import transformer
 from tests import environment
 
@@ -153,7 +153,7 @@ class SaveTest(FolderCase):
     def test_export_of_an_import_is_byte_identical(self, name, max_shard_bytes):
         folder = pathlib.Path(self.create_tempdir().full_path) / "out"
         config = huggingface.read_config(GOLDEN / name)
-        huggingface.save_params(
+        huggingface_export.save_params(
             load(GOLDEN / name), config, folder, max_shard_bytes=max_shard_bytes
         )
         before, after = stored_tensors(GOLDEN / name), stored_tensors(folder)
@@ -171,7 +171,7 @@ class SaveTest(FolderCase):
         folder = pathlib.Path(self.create_tempdir().full_path) / "out"
         config = huggingface.read_config(GOLDEN / "glm5")
         params = load(GOLDEN / "glm5", dtype="float32")
-        huggingface.save_params(params, config, folder, dtype="bfloat16")
+        huggingface_export.save_params(params, config, folder, dtype="bfloat16")
         before = stored_tensors(GOLDEN / "glm5")
         for key, value in stored_tensors(folder).items():
             self.assertEqual(value.tobytes(), before[key].tobytes(), key)
@@ -182,7 +182,7 @@ class SaveTest(FolderCase):
     def test_never_overwrites(self):
         folder = self.copy()
         with self.assertRaisesRegex(config_lib.InputError, "exists"):
-            huggingface.save_params({}, config_lib.ModelConfig(), folder)
+            huggingface_export.save_params({}, config_lib.ModelConfig(), folder)
 
     def test_a_failure_leaves_nothing(self):
         parent = pathlib.Path(self.create_tempdir().full_path)
@@ -190,7 +190,7 @@ class SaveTest(FolderCase):
         params = load(GOLDEN / "glm5")
         params["lm_head"].delete()
         with self.assertRaises(RuntimeError):
-            huggingface.save_params(params, config, parent / "out")
+            huggingface_export.save_params(params, config, parent / "out")
         self.assertEmpty(list(parent.iterdir()))
 
 
@@ -231,7 +231,7 @@ class ErrorTest(FolderCase):
     def test_missing_file_of_an_index(self):
         folder = pathlib.Path(self.create_tempdir().full_path) / "out"
         config = huggingface.read_config(GOLDEN / "glm5")
-        huggingface.save_params(
+        huggingface_export.save_params(
             load(GOLDEN / "glm5"), config, folder, max_shard_bytes=10**5
         )
         file = sorted(folder.glob("*.safetensors"))[2]

@@ -1,0 +1,129 @@
+"""Parameters as windows: what reads them never holds one whole.
+
+GLM-5's experts of one kind are one stacked leaf of 450 GB. Whatever moves parameters
+from one place to another therefore asks a `Leaf` for windows of a bounded size.
+"""
+
+import abc
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from glm5_jax import config as config_lib
+
+Path = tuple[str, ...]
+Window = tuple[slice, ...]  # one for each dim, with start and stop
+
+WINDOW_BYTES = 2**25  # at most, as float32 where there is arithmetic
+
+
+class Leaf(abc.ABC):
+    """One parameter that lies somewhere, readable in windows."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype  # of what `read` returns
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Axes in the order in which to cut: windows along the first are cheapest."""
+        return tuple(range(len(self.shape)))
+
+    @abc.abstractmethod
+    def read(self, window: Window) -> np.ndarray:
+        """The elements in a window."""
+
+
+class DeviceLeaf(Leaf):
+    """A parameter on the devices of this process, or on the host."""
+
+    def __init__(self, array: jax.Array | np.ndarray) -> None:
+        """Takes the array as it is, sharded or not."""
+        self._array = array
+        self.shape, self.dtype = array.shape, np.dtype(array.dtype)
+
+    def read(self, window: Window) -> np.ndarray:
+        """Copies a window to the host."""
+        if isinstance(self._array, np.ndarray):
+            return self._array[window]
+        # Starts are operands: one program reads every window of a size.
+        starts = [w.start for w in window]
+        sizes = [w.stop - w.start for w in window]
+        return np.asarray(jax.lax.dynamic_slice(self._array, starts, sizes))
+
+
+class CastLeaf(Leaf):
+    """A parameter in another dtype."""
+
+    def __init__(self, leaf: Leaf, dtype: np.dtype) -> None:
+        """Takes the parameter, and the dtype to read it in."""
+        self._leaf = leaf
+        self.shape, self.dtype = leaf.shape, dtype
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Those of the parameter."""
+        return self._leaf.cuts
+
+    def read(self, window: Window) -> np.ndarray:
+        """Reads a window and casts it."""
+        return self._leaf.read(window).astype(self.dtype, copy=False)
+
+
+def flatten(tree: dict) -> tuple[dict[Path, Any], Any]:
+    """Leaves by path, and the structure."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    return {tuple(key.key for key in path): leaf for path, leaf in pairs}, treedef
+
+
+def unflatten(leaves: dict[Path, Any]) -> dict:
+    """The tree of these paths."""
+    tree: dict = {}
+    for (*parents, name), leaf in leaves.items():
+        here = tree
+        for parent in parents:
+            here = here.setdefault(parent, {})
+        here[name] = leaf
+    return tree
+
+
+def chunk_shape(
+    shape: Sequence[int], itemsize: int, cuts: Sequence[int], limit: int = WINDOW_BYTES
+) -> tuple[int, ...]:
+    """The largest windows of at most `limit` bytes, cut along those axes in turn."""
+    chunk = [max(n, 1) for n in shape]  # a chunk of 0 elements is none
+    for axis in cuts:
+        rest = math.prod(chunk) // chunk[axis] * itemsize
+        if rest * chunk[axis] > limit:
+            chunk[axis] = max(1, limit // rest)
+    return tuple(chunk)
+
+
+def windows(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Window]:
+    """The windows that a grid of chunks cuts an array into, the last axis fastest."""
+    cuts = [
+        [slice(start, min(start + step, size)) for start in range(0, size, step)]
+        for size, step in zip(shape, chunk, strict=True)
+    ]
+    return itertools.product(*cuts)
+
+
+def require_finite(values: np.ndarray, name: str) -> None:
+    """No weight of a sound checkpoint is NaN or infinite.
+
+    Raises:
+      InputError: one of these is.
+    """
+    if values.dtype == ml_dtypes.bfloat16:  # twice as fast as isfinite
+        exponent = np.uint16(0x7F80)
+        is_bad = bool(((values.view(np.uint16) & exponent) == exponent).any())
+    else:
+        is_bad = not np.isfinite(values).all()
+    if is_bad:
+        raise config_lib.InputError(
+            f"{name} holds a NaN or an infinity; take another checkpoint."
+        )

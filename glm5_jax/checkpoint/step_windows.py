@@ -1,0 +1,255 @@
+"""A checkpoint's step folder in windows: read by TensorStore, written through Orbax.
+
+Orbax asks a TypeHandler to write each leaf; the one here writes windows instead of an
+array in memory, into plain zarr (a file a chunk, not OCDBT, whose every commit rewrites
+part of an index). Names, metadata and the rename at the end are Orbax's, and so is the
+reader: `manager` restores such a step like any other.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+import tqdm
+from absl import logging
+from etils import epath
+
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import leaves as leaves_lib
+from glm5_jax.checkpoint import manifest, step_folder
+
+_TREE = "params"  # the only name at the top of what is saved as PARAMS
+_CHUNK_BYTES = 2**25
+_CACHE_BYTES = 2**28  # of decoded chunks, if a chunk is not larger
+_MAX_NAMED = 5  # differing leaves that a message names
+
+
+class StepLeaf(leaves_lib.Leaf):
+    """One parameter of a step."""
+
+    def __init__(self, store: tensorstore.TensorStore) -> None:
+        """Takes an open array."""
+        self._store = store
+        self.shape, self.dtype = tuple(store.shape), store.dtype.numpy_dtype
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What must be decoded to read one element."""
+        chunk = self._store.chunk_layout.read_chunk.shape or ()
+        sizes = [min(c or n, n) for c, n in zip(chunk, self.shape, strict=True)]
+        return math.prod(sizes) * self.dtype.itemsize
+
+    def read(self, window: leaves_lib.Window) -> np.ndarray:
+        """Reads the chunks that the window touches."""
+        return self._store[window].read().result()
+
+
+def open_params(
+    folder: epath.PathLike, abstract_params: dict
+) -> dict[leaves_lib.Path, StepLeaf]:
+    """Opens the parameters of a step folder.
+
+    Args:
+      folder: of a step.
+      abstract_params: the tree, with anything that has a shape as leaves.
+
+    Raises:
+      InputError: the step is of another model.
+    """
+    state = epath.Path(folder) / step_folder.PARAMS
+    if not state.exists():  # before there were manifests
+        state = epath.Path(folder) / step_folder.STATE
+    metadata = json.loads((state / "_METADATA").read_text())
+    stored = {
+        tuple(str(key["key"]) for key in entry["key_metadata"])
+        for entry in metadata["tree_metadata"].values()
+    }
+    wanted, _ = leaves_lib.flatten(abstract_params)
+    is_ocdbt = (state / "manifest.ocdbt").exists()
+    driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+
+    def open_all(cache_bytes: int) -> dict[leaves_lib.Path, StepLeaf]:
+        context = tensorstore.Context(
+            {"cache_pool": {"total_bytes_limit": cache_bytes}}
+        )
+        opening = {
+            path: tensorstore.open(
+                {"driver": driver, "kvstore": _key(state, path, is_ocdbt)},
+                context=context,
+                read=True,
+            )
+            for path in wanted
+            if (_TREE, *path) in stored
+        }
+        return {path: StepLeaf(store.result()) for path, store in opening.items()}
+
+    found = open_all(0)
+    _require_same_shapes(folder, stored, found, wanted)
+    # A chunk that does not fit into the cache would be decoded anew for each tensor.
+    largest = max((leaf.chunk_bytes for leaf in found.values()), default=0)
+    return open_all(max(_CACHE_BYTES, 2 * largest))
+
+
+def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
+    """Writes a step folder with its manifest, window by window.
+
+    Args:
+      folder: of the step, to make: RUN/checkpoints/STEP.
+      params: tree with a `leaves.Leaf` for each parameter.
+      metadata: of the step.
+
+    Raises:
+      InputError: a parameter holds a NaN or an infinity.
+    """
+    leaves = jax.tree.leaves(params)
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    kinds = {type(leaf) for leaf in leaves}
+    with (
+        _quiet(),
+        tqdm.tqdm(
+            total=size, unit="B", unit_scale=True, desc="writing", disable=None
+        ) as bar,
+    ):
+        handler = _WindowHandler(bar)
+        registry = ocp.type_handlers.create_type_handler_registry(
+            *((kind, handler) for kind in kinds)
+        )
+        windows = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False, type_handler_registry=registry
+        )
+        composite = ocp.CompositeCheckpointHandler(
+            params=windows, metadata=ocp.JsonCheckpointHandler()
+        )
+        items = ocp.args.Composite(
+            params=ocp.args.PyTreeSave({_TREE: params}),
+            metadata=ocp.args.JsonSave(metadata),
+        )
+        path = step_folder.absolute(folder)
+        with ocp.Checkpointer(composite) as checkpointer:
+            checkpointer.save(path, args=items)
+    manifest.seal(path)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax warns that there is no OCDBT to merge, which is as it should be."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+class _WindowHandler(ocp.type_handlers.TypeHandler):
+    """Writes leaves so that Orbax reads them as arrays."""
+
+    def __init__(self, bar: tqdm.tqdm) -> None:
+        self._bar = bar
+
+    def typestr(self) -> str:
+        return "jax.Array"
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        raise NotImplementedError("it only writes")
+
+    async def deserialize(
+        self, infos: Sequence[Any], args: Any = None
+    ) -> Sequence[Any]:
+        raise NotImplementedError("it only writes")
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
+    ) -> Sequence[Any]:
+        # Its thread waits until Orbax has made the folders.
+        return [
+            ocp.future.CommitFutureAwaitingContractedSignals(
+                self._write_all(values, infos), name="windows"
+            )
+        ]
+
+    async def _write_all(
+        self, values: Sequence[leaves_lib.Leaf], infos: Sequence[Any]
+    ) -> None:
+        for leaf, info in zip(values, infos, strict=True):
+            await info.await_path_creation()
+            await self._write(leaf, info)
+
+    async def _write(self, leaf: leaves_lib.Leaf, info: Any) -> None:
+        chunk = leaves_lib.chunk_shape(
+            leaf.shape, leaf.dtype.itemsize, leaf.cuts, _CHUNK_BYTES
+        )
+        store = await tensorstore.open(
+            {
+                "driver": "zarr",
+                "kvstore": _url(info.path),
+                "dtype": tensorstore.dtype(leaf.dtype).name,
+                "metadata": {
+                    "shape": leaf.shape,
+                    "chunks": chunk,
+                    "compressor": None,
+                },
+                # Orbax takes an absent chunk for a lost one, not for zeros.
+                "store_data_equal_to_fill_value": True,
+            },
+            create=True,
+            # The manifest's maker flushes the files at the end, at once and faster.
+            context=tensorstore.Context({"file_io_sync": False}),
+        )
+        pending = None
+        for window in leaves_lib.windows(leaf.shape, chunk):
+            values = leaf.read(window)
+            leaves_lib.require_finite(values, info.name)
+            if pending is not None:  # written while the next window was read
+                await pending
+            pending = store[window].write(
+                values, can_reference_source_data_indefinitely=True
+            )
+            self._bar.update(values.nbytes)
+        if pending is not None:
+            await pending
+
+
+def _key(state: epath.Path, path: leaves_lib.Path, is_ocdbt: bool) -> Any:
+    """Where Orbax puts the array of a parameter."""
+    name = ".".join((_TREE, *path))
+    if is_ocdbt:
+        return {"driver": "ocdbt", "base": _url(state), "path": f"{name}/"}
+    return _url(state / name)
+
+
+def _url(path: epath.Path) -> Any:
+    if "://" in str(path):
+        return f"{path}/"
+    return {"driver": "file", "path": f"{path}/"}  # a URL would have to be quoted
+
+
+def _require_same_shapes(
+    folder: epath.PathLike,
+    stored: set[leaves_lib.Path],
+    found: dict[leaves_lib.Path, StepLeaf],
+    wanted: dict[leaves_lib.Path, Any],
+) -> None:
+    theirs = {".".join(path): str(leaf.shape) for path, leaf in found.items()}
+    names = {".".join(path[1:]) for path in stored if path[0] == _TREE}
+    theirs |= dict.fromkeys(names - set(theirs), "present")
+    ours = {".".join(path): str(tuple(leaf.shape)) for path, leaf in wanted.items()}
+    differing = [
+        f"{name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
+        for name in sorted(theirs | ours)
+        if theirs.get(name) != ours.get(name)
+    ]
+    if differing:
+        more = len(differing) - _MAX_NAMED
+        shown = differing[:_MAX_NAMED] + [f"and {more} more"] * (more > 0)
+        raise config_lib.InputError(
+            f"The model in {folder} has other shapes than the config asks for:\n  "
+            + "\n  ".join(shown)
+            + "\nUse the config of the run that wrote it (config.json in its folder)."
+        )

@@ -1,0 +1,133 @@
+"""Folders that transformers wrote, through our converter, back into transformers.
+
+    /tmp/oracle/bin/python tests/golden/check_export.py --python=PYTHON
+
+in the environment of make_golden.py, with accelerate; PYTHON runs glm5_jax. For models
+in bfloat16 and in float32, in one file and in several: every tensor of source -> run
+folder -> Hugging Face folder must have its bytes, and the model read back its logits.
+Then FP8: what transformers makes of our FP8 folder is what it makes of the same weights
+that we wrote in bfloat16. Prints a line a case and exits with 1 if one differs.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import make_golden
+import safetensors.torch
+import torch
+import transformers
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+NO_MTP = {"num_nextn_predict_layers": 0}  # transformers would drop it
+# Several whole blocks of 128: transformers 5.23 refuses to multiply out ragged ones.
+WIDE = {"hidden_size": 256, "intermediate_size": 384, "q_lora_rank": 128}
+
+
+@dataclasses.dataclass
+class Converter:
+    """Runs our command."""
+
+    python: str
+
+    def __call__(self, source: pathlib.Path, target: pathlib.Path, *flags: str) -> None:
+        command = [self.python, "-m", "glm5_jax.convert"]
+        subprocess.run(
+            [*command, f"--source={source}", f"--target={target}", *flags],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+
+def tensors(folder: pathlib.Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= safetensors.torch.load_file(path)
+    return found
+
+
+def are_same(one: pathlib.Path, other: pathlib.Path) -> bool:
+    """Names, dtypes, shapes and bytes."""
+    before, after = tensors(one), tensors(other)
+    return before.keys() == after.keys() and all(
+        value.dtype == after[name].dtype
+        and value.shape == after[name].shape
+        and torch.equal(
+            value.flatten().view(torch.uint8), after[name].flatten().view(torch.uint8)
+        )
+        for name, value in before.items()
+    )
+
+
+@torch.no_grad()
+def logits(folder: pathlib.Path, dtype: torch.dtype, **kwargs) -> torch.Tensor:
+    model = transformers.GlmMoeDsaForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", **kwargs
+    )
+    ids = torch.randint(80, (2, 40), generator=torch.Generator().manual_seed(0))
+    return model.eval()(ids).logits
+
+
+def write(folder: pathlib.Path, dtype: torch.dtype, shard: str, **changes) -> None:
+    """A random model as save_pretrained leaves it."""
+    torch.manual_seed(0)
+    config = make_golden.CONFIGS["glm5"] | NO_MTP | changes
+    model = transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**config))
+    make_golden.randomize(model)
+    for name, value in model.named_parameters():
+        if not name.endswith("e_score_correction_bias"):
+            value.data = value.data.to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(folder, max_shard_size=shard)
+
+
+def check_bytes(folder: pathlib.Path, convert: Converter, dtype, shard: str) -> bool:
+    source, run, back = folder / "source", folder / "run", folder / "back"
+    write(source, dtype, shard)
+    convert(source, run)
+    convert(run, back)
+    is_same = are_same(source, back)
+    is_equal = torch.equal(logits(source, dtype), logits(back, dtype))
+    files = len(list(source.glob("*.safetensors")))
+    print(f"{dtype}, {files} files: bytes {is_same}, logits {is_equal}", flush=True)
+    return is_same and is_equal
+
+
+def check_fp8(folder: pathlib.Path, convert: Converter) -> bool:
+    names = ("source", "fp8", "float32", "bfloat16", "again")
+    source, fp8, whole, half, again = (folder / name for name in names)
+    write(source, torch.bfloat16, "1GB", **WIDE)
+    convert(source, fp8, "--format=hf", "--dtype=fp8")
+    convert(fp8, whole, "--format=hf", "--dtype=float32")
+    convert(whole, again, "--format=hf", "--dtype=fp8")
+    convert(fp8, half, "--format=hf", "--dtype=bfloat16")
+    quantization = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = logits(fp8, torch.bfloat16, quantization_config=quantization)
+    is_equal = torch.equal(theirs, logits(half, torch.bfloat16))
+    is_same = are_same(fp8, again)
+    print(f"FP8: logits {is_equal}, bytes after float32 {is_same}")
+    return is_equal and is_same
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", default="python3", help="has glm5_jax's packages")
+    convert = Converter(parser.parse_args().python)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for shard in ("1GB", "100KB"):
+            with tempfile.TemporaryDirectory() as folder:
+                results.append(check_bytes(pathlib.Path(folder), convert, dtype, shard))
+    with tempfile.TemporaryDirectory() as folder:
+        results.append(check_fp8(pathlib.Path(folder), convert))
+    sys.exit(not all(results))
+
+
+if __name__ == "__main__":
+    main()
