@@ -249,8 +249,7 @@ def _get_config(path: str, variant: str) -> Any:
 def _config_help() -> str:
     """Explains --config, and lists every field with its type and default."""
     lines = [
-        "\nThe config:",
-        "  --config=FILE.py[:variant]: what get_config of that file returns",
+        "\nThe config:\n  --config=FILE.py[:variant]: what get_config there returns",
         "  --config.a.b=VALUE: sets one field; those of train.py, with defaults:",
     ]
     for path, hint, default in _fields(config_lib.TrainConfig):
@@ -357,7 +356,8 @@ def _describe(hint: Any) -> str:
     if typing.get_origin(kind) is Literal:
         words = "one of " + ", ".join(typing.get_args(kind))
     elif typing.get_origin(kind) is tuple:
-        words = "integers such as (1, 2)"
+        kinds = {int: "integers such as (1, 2)", str: "texts such as ('a', 'b')"}
+        words = kinds.get(typing.get_args(kind)[0], "rows such as ((1, 2), (3, 4))")
     else:
         names = {bool: "true or false", int: "an integer", float: "a number"}
         words = names.get(kind, "text")
