@@ -86,6 +86,8 @@ class ResolveTest(parameterized.TestCase):
         ("all_choices", "model.dtype", "int8", "one of float32, bfloat16, got 'int8'."),
         ("floats_for_tuple", "model.eos_token_id", "1,2.5", "integers such as (1, 2)"),
         ("unfinished", "model.eos_token_id", "(1,", "integers such as (1, 2)"),
+        ("texts", "data.mixture", "a", "texts such as ('a', 'b')"),
+        ("rows", "data.mixture_weights", "(1, 2)", "rows such as ((1, 2), (3, 4))"),
         ("typo", "model.hiden_size", "8", "Did you mean model.hidden_size?"),
         ("no_section", "hidden_size", "8", "Did you mean model.hidden_size?"),
         ("other_section", "model.adam_b1", "0", "Did you mean optim.adam_b1?"),

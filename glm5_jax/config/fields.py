@@ -80,7 +80,8 @@ def describe(hint: Any) -> str:
     if typing.get_origin(kind) is Literal:
         words = "one of " + ", ".join(typing.get_args(kind))
     elif typing.get_origin(kind) is tuple:
-        words = "integers such as (1, 2)"
+        kinds = {int: "integers such as (1, 2)", str: "texts such as ('a', 'b')"}
+        words = kinds.get(typing.get_args(kind)[0], "rows such as ((1, 2), (3, 4))")
     else:
         names = {bool: "true or false", int: "an integer", float: "a number"}
         words = names.get(kind, "text")
