@@ -19,7 +19,6 @@ from glm5_jax.checkpoint import (
     huggingface,
     huggingface_export,
     manager,
-    manifest,
     step_windows,
 )
 from glm5_jax.checkpoint import leaves as leaves_lib
@@ -107,7 +106,7 @@ class WindowsTest(ConversionCase):
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-        with self.assertRaisesRegex(manifest.DamagedError, "lm_head.*other content"):
+        with self.assertRaisesRegex(config_lib.DamagedError, "lm_head.*other content"):
             conversion.convert(run, self.folder / "back")
         self.assertFalse((self.folder / "back").exists())
 
