@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from glm5_jax import config as config_lib
-from glm5_jax.training import loop, metrics
+from glm5_jax.training import corpus, loop, metrics
 from tests import environment, runs
 from tests.data import corpora
 from tests.processes import launch
@@ -108,6 +108,21 @@ class ChangedDataTest(runs.OneDeviceTest):
         self.assertIn("web.rows=", message)
         self.assertNotIn("web.seed", message)
         self.assertNotIn("code.", message)
+
+    def test_weights_are_not_given_other_ids(self):
+        data = config_lib.DataConfig(
+            source=str(self.root / "web_corpus"),
+            tokenizer="byte_chat",
+            sequence_length=24,
+            cache_dir=self.create_tempdir().full_path,
+        )
+        config = dataclasses.replace(
+            self.config, init_from=str(self.workdir), data=data
+        )
+        with self.assertRaisesRegex(
+            config_lib.InputError, "'byte_chat' is not the tokenizer of init_from"
+        ):
+            corpus.Corpus(config)
 
 
 @pytest.mark.slow
