@@ -212,16 +212,18 @@ def _parts(
     root = sources.folder_of(config.source)
     found: list[part.Part] = []
     spans: list[formats.Span] = []
+    held = 0  # bytes of the spans
     tasks = [(root, root / name, limit) for name, *_ in files]
     sizes = [size for _, size, _ in files]
     with _bar("scan", sum(sizes)) as bar:
         for cut, size in zip(_map(_cut, tasks, num_workers), sizes, strict=True):
             bar.update(size)
             for span in cut:
-                if spans and sum(s.num_bytes for s in spans) + span.num_bytes > limit:
+                if spans and held + span.num_bytes > limit:
                     found.append(part.Part(len(found), tuple(spans)))
-                    spans = []
+                    spans, held = [], 0
                 spans.append(span)
+                held += span.num_bytes
     return [*found, part.Part(len(found), tuple(spans))]
 
 

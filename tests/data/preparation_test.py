@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -153,6 +154,19 @@ print((used() - before) / 1024)
         # Libraries take 20 MiB, a MiB of text about 7, as each byte is here an id.
         self.assertLess(grown[1], 50)
         self.assertGreater(grown[8], grown[1] + 20)
+
+    def test_a_full_disk_ends_it_and_it_goes_on(self):
+        """As a limit on the size of files, which shards exceed and nothing else."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, before)
+        folder = self.target()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+        with self.assertRaisesRegex(OSError, "train-00000.* cannot be written"):
+            corpora.prepare(self.source, folder)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        self.assertEmpty(list(folder.rglob("*.array_record")))
+        corpora.prepare(self.source, folder)
+        self.assertEqual(corpora.contents(folder), corpora.contents(self.whole))
 
     def test_other_settings_and_sources_are_refused(self):
         with self.assertRaisesRegex(config.InputError, "seed: 0 there, 1 here"):
