@@ -18,15 +18,19 @@ def new_folder(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
     a name that begins with the folder's.
 
     Raises:
-      InputError: the folder exists.
+      InputError: the folder exists, or cannot be made.
     """
     folder = pathlib.Path(folder).absolute()
     if folder.exists():
         raise config_lib.InputError(f"{folder} exists; choose another target.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = pathlib.Path(
-        tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent)
-    )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f"{folder.name}.partial-"
+        partial = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    except OSError as error:
+        raise config_lib.InputError(
+            f"cannot write {folder}: {error.strerror}; choose another target."
+        ) from error
     try:
         yield partial
         partial.chmod(0o755)

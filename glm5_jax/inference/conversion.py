@@ -119,7 +119,8 @@ def _write_run(
     """Writes a run folder of one step, that of the source or 0."""
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     new_folder.require_space(folder, size)
-    step = 0 if found.is_huggingface else int(found.weights.name)
+    name = found.weights.name  # of a step folder that was copied it may be any
+    step = int(name) if not found.is_huggingface and name.isdecimal() else 0
     params = leaves_lib.unflatten(leaves)
     step_windows.save_params(folder / "checkpoints" / str(step), params, {})
     kind: Any = str(leaves["lm_head",].dtype)
@@ -135,4 +136,10 @@ def _original_config(found: loading.Source) -> dict[str, Any]:
     if found.is_huggingface:
         return found.settings
     path = found.folder / ORIGINAL_CONFIG
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise config_lib.InputError(
+            f"{path} is damaged ({error}); delete it to do without the keys that "
+            f"glm5_jax does not know."
+        ) from error

@@ -178,7 +178,7 @@ class _End:
     def take_others_along(self, error: BaseException) -> None:
         """Tells the others and ends this process."""
         code = next((c for kind, c in _CODES.items() if isinstance(error, kind)), 1)
-        if isinstance(error, config_lib.InputError):
+        if isinstance(error, config_lib.InputError | config_lib.DamagedError):
             message = "".join(f"error: {line}\n" for line in str(error).splitlines())
         else:
             message = "".join(traceback.format_exception(error))

@@ -101,12 +101,13 @@ class _Loop:
             if due or run.feed.is_on_policy:
                 self._settle(due)
             if ends:
-                run.checkpoints.close()
+                with self._watchdog.paused():
+                    run.checkpoints.close()
                 logging.warning("Asked to end: step %d is saved, exiting.", run.step)
                 sys.exit(EXIT_TERMINATED)
         # A finished run that is started again reports the same evaluation.
         last = self._last or evaluate(run)
-        with self._clock.paused("save"):
+        with self._clock.paused("save"), self._watchdog.paused():
             run.checkpoints.close()
         return last | self._clock.medians() | self._clock.goodput()
 
@@ -131,6 +132,7 @@ class _Loop:
             self._roll_back()
             return False
         if "evaluate" in due:
+            self._watchdog.beat()
             with clock.paused("evaluate"):
                 self._last = evaluate(run)
                 metrics |= self._last
@@ -138,7 +140,7 @@ class _Loop:
             with clock.paused("sample"):
                 write_sample(run)
         if "save" in due:
-            with clock.paused("save"):
+            with clock.paused("save"), self._watchdog.paused():
                 run.save(metrics)
         self._watchdog.beat()
         is_due = _is_due(run.step, run.config.log_every)
@@ -149,7 +151,7 @@ class _Loop:
 
     def _roll_back(self) -> None:
         run = self._run
-        with self._clock.paused("restore"):
+        with self._clock.paused("restore"), self._watchdog.paused():
             self._clock.lose(run.roll_back())
         self._writer.rewind(run.step)
         logging.error(

@@ -1,6 +1,7 @@
 """What a run is made of: data, mesh, parameters, optimizer, compiled steps."""
 
 import dataclasses
+import json
 import math
 import pathlib
 import time
@@ -27,6 +28,8 @@ from glm5_jax.training import feed as feed_lib
 from glm5_jax.training import health as health_lib
 from glm5_jax.training import program as program_lib
 from glm5_jax.training import rows as rows_lib
+
+_ROLLBACK = "rollback.json"  # the last one, until a checkpoint knows of it
 
 
 @dataclasses.dataclass
@@ -88,6 +91,7 @@ class Run:
         Raises:
           FloatingPointError: there is no checkpoint.
         """
+        self.checkpoints.wait()  # one may be on its way to the disk
         if self.checkpoints.latest_step() is None:
             raise FloatingPointError(
                 f"step {self.step} went wrong and there is no checkpoint to roll back "
@@ -97,7 +101,20 @@ class Run:
         memory = self.restore()["health"]
         self.health.go_back(memory)
         self.num_left_out += position - self.position
+        if together.is_first():
+            note = {"step": self.step, "num_left_out": self.num_left_out}
+            note |= {"health": self.health.memory()}
+            run_folder.write_json(self.workdir / _ROLLBACK, note)
         return step - self.step
+
+    def go_on(self) -> None:
+        """Restores the newest checkpoint at the start; knows of a rollback to it."""
+        memory, path = self.restore()["health"], self.workdir / _ROLLBACK
+        note = json.loads(path.read_text()) if path.exists() else {}
+        # One that a later checkpoint has not taken into its metadata.
+        if note.get("step") == self.step and note["num_left_out"] > self.num_left_out:
+            self.num_left_out, memory = note["num_left_out"], note["health"]
+        self.health.go_on(memory)
 
     def restore(self) -> dict[str, Any]:
         """Takes up the newest checkpoint; returns its metadata."""
@@ -152,7 +169,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
         rows=rows,
     )
     if checkpoints.latest_step() is not None:
-        run.health.go_on(run.restore()["health"])
+        run.go_on()
         logging.info("Goes on from step %d in %s.", run.step, workdir)
     else:
         run.params = _initial_params(config, program.params)

@@ -14,6 +14,7 @@ from typing import Any
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
+from glm5_jax.config import fields
 from glm5_jax.processes import simulate, together
 
 # What may differ between two starts of one run: none of it changes what is computed,
@@ -85,6 +86,11 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
     if path.exists():
         if (workdir / "metrics.jsonl").exists():
             _require_same_run(path, config)
+        elif any((workdir / "checkpoints").glob("[0-9]*")):
+            raise config_lib.InputError(
+                f"{workdir} holds a model, not a run; give another --workdir, and "
+                f"--config.init_from={workdir} to start from its parameters."
+            )
     elif workdir.is_dir() and any(p.name != simulate.LOGS for p in workdir.iterdir()):
         raise config_lib.InputError(
             f"{workdir} is not empty and holds no run (no config.json); give another "
@@ -136,7 +142,10 @@ def _differing(
     theirs: dict, config: config_lib.TrainConfig, may_change: Sequence[str] = ()
 ) -> list[str]:
     """A line for each field that is there another than here; not more than a few."""
-    there, ours = _flat(theirs), _flat(command_line.to_json_dict(config))
+    ours = _flat(command_line.to_json_dict(config))
+    # An older version had no field, and did what is its default now.
+    defaults = {path: d for path, _, d in fields.of(config_lib.TrainConfig)}
+    there = json.loads(json.dumps(defaults)) | _flat(theirs)
     differing = [
         f"{key}: {there.get(key, 'absent')} there, {ours.get(key, 'absent')} here"
         for key in sorted(there | ours)

@@ -1,6 +1,7 @@
 """Ends a run that hangs, with the stacks of all threads in its folder."""
 
 import collections
+import contextlib
 import faulthandler
 import os
 import pathlib
@@ -8,6 +9,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 EXIT_HUNG = 1
 TIMES_MEDIAN = 10  # steps may take as many times the median one
@@ -31,7 +33,7 @@ class Watchdog:
         self._path, self._min_seconds = path, min_seconds
         self._steps: collections.deque[float] = collections.deque(maxlen=64)
         self._last = time.monotonic()
-        self._is_over = threading.Event()
+        self._is_over, self._is_paused = threading.Event(), False
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -53,6 +55,16 @@ class Watchdog:
         if step_seconds is not None:
             self._steps.append(step_seconds)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this lasts nothing is ended: it takes as long as the disk takes."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self.beat()
+            self._is_paused = False
+
     @property
     def limit(self) -> float:
         """Seconds without a beat after which the process ends."""
@@ -61,11 +73,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_over.wait(min(self._min_seconds / 10, 5.0)):
-            if (waited := time.monotonic() - self._last) > self.limit:
+            waited = time.monotonic() - self._last
+            if waited > self.limit and not self._is_paused:
                 self._end(waited)
 
     def _end(self, waited: float) -> None:
-        with self._path.open("w") as file:
+        # A full disk must not keep it from ending.
+        with contextlib.suppress(OSError), self._path.open("w") as file:
             file.write(f"No step for {waited:.0f} s, at {time.ctime()}.\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import shutil
+import time
 from unittest import mock
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manifest
 from glm5_jax.training import corpus as corpus_lib
 from glm5_jax.training import health as health_lib
 from glm5_jax.training import loop, metrics
@@ -184,6 +186,28 @@ class AccidentTest(runs.OneDeviceTest):
         self.train("killed", with_wrong_targets({7}), **limits)
         jax.tree.map(same, self.params("killed"), self.params("wanted"))
         self.assertEqual(self.records("killed")[-1][health_lib.ROLLBACKS], 1)
+
+    def test_a_rollback_is_known_before_the_next_checkpoint(self):
+        limits = {"spike_nats": 1.0, "on_spike": "roll_back", "max_rollbacks": 1}
+        spoil = with_wrong_targets({7, 9})
+        for _ in range(2):  # started again it does not begin to count anew
+            with self.assertRaisesRegex(FloatingPointError, "rolled back 1 times"):
+                self.train("again", spoil, **limits)
+        limits["max_rollbacks"] = 2
+        self.train("again", spoil, **limits)
+        self.assertEqual(self.records("again")[-1][health_lib.ROLLBACKS], 2)
+
+    def test_a_rollback_waits_for_the_checkpoint_on_its_way(self):
+        seal = manifest.seal
+
+        def slow(*args, **kwargs):
+            time.sleep(0.5)
+            return seal(*args, **kwargs)
+
+        limits = {"max_skipped_in_a_row": 1, "on_not_finite": "roll_back"}
+        with mock.patch.object(manifest, "seal", slow):
+            self.train("slow", without_a_number({3}), **limits)
+        self.assertEqual(self.records("slow")[-1][health_lib.ROLLBACKS], 1)
 
     def test_nothing_to_roll_back_to(self):
         limits = {"max_skipped_in_a_row": 1, "on_not_finite": "roll_back"}

@@ -47,6 +47,12 @@ class WatchdogTest(absltest.TestCase):
             watchdog.beat(seconds)
         self.assertEqual(watchdog.limit, 900)
 
+    def test_a_save_may_take_its_time(self):
+        with watchdog_lib.Watchdog(pathlib.Path("unused"), 0.2) as watchdog:
+            with watchdog.paused():
+                time.sleep(0.6)
+            watchdog.beat()
+
     def test_no_limit(self):
         with watchdog_lib.Watchdog(pathlib.Path("unused"), 0.0):
             time.sleep(0.1)
