@@ -98,9 +98,10 @@ def read_record(
     """
     try:
         record = json.loads(record_path(target, number).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        folders = record["folders"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    for folder, sides in record["folders"].items():
+    for folder, sides in folders.items():
         for entry in sides.values():
             path = target / folder / entry["name"]
             if not path.exists() or path.stat().st_size != entry["size"]:

@@ -70,6 +70,11 @@ def prepare(
     began = time.perf_counter()
     target = target.expanduser()
     files = _source_files(config)
+    _require_apart(config.source, target)
+    if config.tokenizer not in tokenizer_lib.BPE_NAMES:  # one that is to be read
+        tokenizer = tokenizer_lib.named(config.tokenizer)
+        if config.fim_rate:
+            infill.check(tokenizer)
     with _claimed(target):
         plan = _plan(config, target, files, num_workers)
         tokenizer = _tokenizer(config, target, plan.parts)
@@ -85,6 +90,16 @@ def prepare(
         written = _write_indices(config, target, plan, tokenizer)
     seconds = round(time.perf_counter() - began, 2)
     return {"target": str(target), "seconds": seconds, **written}
+
+
+def _require_apart(source: str, target: pathlib.Path) -> None:
+    """What is made must not be read as documents by the next start."""
+    root = pathlib.Path(source).expanduser()
+    if source != part.PYTHON and target.absolute().is_relative_to(root.absolute()):
+        raise config_lib.InputError(
+            f"--target={target} lies inside --source={source}, and would be read as "
+            f"a part of it; give a folder beside it."
+        )
 
 
 def _settings(config: config_lib.PrepareConfig) -> dict[str, Any]:

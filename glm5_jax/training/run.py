@@ -229,11 +229,12 @@ def _require_same_feed(ours: str) -> None:
 def _changes(theirs: str, ours: str) -> str:
     """Of two lists of key=value, those that differ."""
     there, here = _pairs(theirs), _pairs(ours)
-    return ", ".join(
+    differing = [
         f"{key}={there.get(key, 'absent')} there, {key}={here.get(key, 'absent')} here"
         for key in there | here
         if there.get(key) != here.get(key)
-    )
+    ]
+    return ", ".join(differing) or f"{theirs} there, {ours} here"
 
 
 def _pairs(fingerprint: str) -> dict[str, str]:

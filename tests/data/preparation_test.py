@@ -294,6 +294,20 @@ class ErrorTest(parameterized.TestCase):
         with self.assertRaisesRegex(config.InputError, message):
             corpora.settings("python", **changes)
 
+    @parameterized.named_parameters(
+        ("inside", {}, "documents/rows", "lies inside --source"),
+        ("no_tokenizer", {"tokenizer": "bqe"}, "rows", "Give 'bpe', 'byte'"),
+        ("fim", {"tokenizer": "byte", "fim_rate": 0.5}, "rows", "code_prefix"),
+    )
+    def test_what_cannot_be_leaves_nothing(self, changes, target, message):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        (folder / "documents").mkdir()
+        (folder / "documents" / "a.txt").write_text("a text")
+        settings = corpora.settings(folder / "documents", **changes)
+        with self.assertRaisesRegex(config.InputError, message):
+            preparation.prepare(settings, folder / target)
+        self.assertFalse((folder / target).exists())
+
     def test_command(self):
         folder = self.create_tempdir().full_path
         for flags, message in (
