@@ -139,12 +139,13 @@ def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Orbax warns that there is no OCDBT to merge, which is as it should be."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
+    logger = logging.get_absl_logger()
+    level = logger.level  # not the verbosity, which a program may have left unset
+    logger.setLevel("ERROR")
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        logger.setLevel(level)
 
 
 class _WindowHandler(ocp.type_handlers.TypeHandler):
