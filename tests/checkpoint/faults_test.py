@@ -8,6 +8,7 @@ import resource
 import shutil
 import tempfile
 import threading
+import time
 from unittest import mock
 
 import jax
@@ -321,6 +322,11 @@ class DiskTest(FaultsTestCase):
             manager._orbax.wait_until_finished()
         self.assertContainsSubset(["1", "2"], self.names())
         self.assertNotIn("3", self.names())
+        # Threads of the failed save may still write; a run would have ended with them.
+        seen, files = None, {*self.folder.rglob("*")}
+        while seen != files:
+            time.sleep(1.0)
+            seen, files = files, {*self.folder.rglob("*")}
         manager = self.open(keep=1)
         self.assertEqual(self.restored(manager), 2)
         manager.save(3, steps.make_state(3), steps.METADATA)
