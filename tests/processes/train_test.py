@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line
 from glm5_jax.checkpoint import manager
-from glm5_jax.training import loop, metrics
+from glm5_jax.training import metrics, signals
 from tests import environment, runs
 from tests.processes import launch
 
@@ -113,7 +113,7 @@ class TrainTest(runs.FolderTest):
         os.kill(children[1].pid, getattr(signal, name))
         for child in children:
             code, output = launch.finish(child)
-            self.assertEqual(code, loop.EXIT_TERMINATED, output)
+            self.assertEqual(code, signals.EXIT_TERMINATED, output)
         step = int(manager.find_step(workdir).name)
         self.assertEqual(max(losses(workdir)), step)
         more = f"--config.num_steps={step + 3}"
@@ -131,7 +131,7 @@ class TrainTest(runs.FolderTest):
         runs.wait_for_steps(workdir, child)
         os.kill(child.pid, getattr(signal, name))
         code, output = launch.finish(child)
-        self.assertEqual(code, loop.EXIT_TERMINATED, output)
+        self.assertEqual(code, signals.EXIT_TERMINATED, output)
         self.assertEqual(max(losses(workdir)), int(manager.find_step(workdir).name))
 
     @parameterized.parameters("SIGKILL", "SIGSTOP")
@@ -142,7 +142,7 @@ class TrainTest(runs.FolderTest):
         os.kill(children[1].pid, getattr(signal, name))
         code, output = launch.finish(children[0], timeout=60)
         self.assertLess(time.monotonic() - began, SECONDS_TO_NOTICE)
-        self.assertNotIn(code, (0, loop.EXIT_TERMINATED), output)
+        self.assertNotIn(code, (0, signals.EXIT_TERMINATED), output)
         self.assertEmpty([*(workdir / "checkpoints").iterdir()])
 
     def test_other_configs_are_refused_by_all_within_seconds(self):
