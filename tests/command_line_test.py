@@ -239,6 +239,23 @@ class CommandLineTest(absltest.TestCase):
             dataclasses.replace(arguments, config=None).train_config()
 
 
+class AddressTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("train", "--workdir=gs://bucket/run", "--config=configs/quickstart.py"),
+        ("convert", "--target=gs://bucket/model", "--source=."),
+        ("prepare", "--target=s3://bucket/rows", "--source=."),
+    )
+    def test_what_is_no_folder_is_not_written_to(self, name, folder, other):
+        done = subprocess.run(
+            [sys.executable, "-m", f"glm5_jax.{name}", folder, other],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn(f"{folder} is no path of a file system. Mount", done.stderr)
+
+
 ENTRY_POINT = '''"""Trains a line."""
 from absl import flags
 from glm5_jax import command_line, config
