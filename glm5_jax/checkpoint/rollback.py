@@ -13,7 +13,7 @@ from typing import Any
 from etils import epath
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import manager, manifest, step_folder
+from glm5_jax.checkpoint import inspection, manager, manifest, step_folder
 
 _NAME = "rollback.json"
 
@@ -66,8 +66,7 @@ def by_hand(
       InputError: there is no such step, or nothing would change.
       DamagedError: its files are not what was written.
     """
-    folder = step_folder.absolute(run)
-    checkpoints = folder / "checkpoints"
+    checkpoints = inspection.checkpoints_of(run)
     steps = step_folder.numbers(checkpoints)
     if step not in steps or not manifest.is_sealed(checkpoints / str(step)):
         sealed = [n for n in steps if manifest.is_sealed(checkpoints / str(n))]
@@ -86,7 +85,7 @@ def by_hand(
     if num_left_out is None:
         num_left_out = _position(checkpoints / str(later[-1]), later[-1]) - here
     rollback = Rollback(step, here - step + num_left_out, None)
-    write(folder, rollback)
+    write(checkpoints.parent, rollback)
     for number in later:  # the newest last: killed in between, this can be said again
         step_folder.set_aside(checkpoints / str(number), step_folder.ABANDONED)
     return rollback, later
