@@ -244,6 +244,30 @@ class ProcessTest(parameterized.TestCase):
         self.assertIn("got --dtype=fp8", done.stderr)
         self.assertFalse(target.exists())
 
+    def test_kill_9_leaves_nothing_that_the_next_does_not_remove(self):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        script = (
+            "import shutil, sys, time\n"
+            "from glm5_jax.inference import conversion\n"
+            "def held(*args): print('here', flush=True), time.sleep(600)\n"
+            "shutil.copy = held  # when the weights are written\n"
+            "conversion.convert(*sys.argv[1:])\n"
+        )
+        command = [sys.executable, "-c", script, str(GOLDEN), str(folder / "run")]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
+            try:
+                self.assertEqual(child.stdout.readline(), b"here\n")
+                with self.assertRaisesRegex(config_lib.InputError, "another process"):
+                    conversion.convert(GOLDEN, folder / "run")
+            finally:
+                child.kill()
+        (left,) = folder.iterdir()
+        self.assertStartsWith(left.name, "run.partial-")
+        self.assertTrue((left / "checkpoints" / "0").exists())
+        conversion.convert(GOLDEN, folder / "run")
+        self.assertEqual([path.name for path in folder.iterdir()], ["run"])
+        loading.load_model(folder / "run")
+
     def stream(self, layers):
         """Rows of the benchmark for a model with GLM-5's names."""
         folder = self.create_tempdir().full_path
