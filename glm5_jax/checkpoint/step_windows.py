@@ -92,9 +92,7 @@ def open_params(
     theirs = {path: found[path].shape if path in found else "present" for path in names}
     ours = {path: tuple(leaf.shape) for path, leaf in wanted.items()}
     same_shapes.require(_dotted(theirs), _dotted(ours), f"the model in {folder}")
-    # A chunk that does not fit into the cache would be decoded anew for each tensor.
-    largest = max((leaf.chunk_bytes for leaf in found.values()), default=0)
-    return open_all(max(_CACHE_BYTES, 2 * largest))
+    return open_all(max(_CACHE_BYTES, *map(_needed_cache, found.values())))
 
 
 def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
@@ -135,6 +133,17 @@ def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
         with ocp.Checkpointer(composite) as checkpointer:
             checkpointer.save(path, args=items)
     manifest.seal(path)
+
+
+def _needed_cache(leaf: StepLeaf) -> int:
+    """Bytes without which chunks would be decoded again and again.
+
+    Chunks follow layers and experts, so that two do; but windows of a matrix may cross
+    all of its chunks, as those of lm_head do where a mesh has cut the other dim.
+    """
+    is_matrix = len(leaf.shape) <= 2
+    size = math.prod(leaf.shape) * leaf.dtype.itemsize
+    return size if is_matrix else 2 * leaf.chunk_bytes
 
 
 @contextlib.contextmanager

@@ -1,5 +1,12 @@
-"""Reads the arrays of a step, as much of them as is asked for, onto any mesh."""
+"""The arrays of a step: how they are cut, and what of them is read, onto any mesh.
 
+Orbax makes one chunk of what a device holds of an array, up to 2 GiB, and to read one
+element is to decode its chunk. Parameters are cut further, into layers and experts:
+what exports a step, or restores it onto another mesh, reads these one by one.
+"""
+
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +16,22 @@ from etils import epath
 from glm5_jax.checkpoint import same_shapes, step_folder
 
 PyTree = Any
+
+_CHUNK_BYTES = 2**26  # at most, of a parameter
+_LEAST_CHUNK_BYTES = 2**20  # where layers and experts are that small, some are together
+
+
+def to_save(state: PyTree, metadata: dict[str, Any]) -> ocp.args.Composite:
+    """Parameters for themselves: they are read, and verified, without the rest."""
+    rest = {name: tree for name, tree in state.items() if name != "params"}
+    params = {"params": state["params"]}
+    parts: dict[str, Any] = {
+        step_folder.PARAMS: ocp.args.PyTreeSave(params, jax.tree.map(_cut, params)),
+        step_folder.METADATA: ocp.args.JsonSave(metadata),
+    }
+    if rest:
+        parts[step_folder.STATE] = ocp.args.PyTreeSave(rest)
+    return ocp.args.Composite(**parts)
 
 
 def read(folder: epath.Path, abstract: PyTree, what: str) -> PyTree:
@@ -30,6 +53,27 @@ def read(folder: epath.Path, abstract: PyTree, what: str) -> PyTree:
     if rest:
         out |= _read_part(folder / step_folder.STATE, rest, what)
     return out
+
+
+def _cut(array: jax.Array) -> ocp.SaveArgs:
+    """How Orbax is to cut what a device holds of an array."""
+    shape = array.sharding.shard_shape(array.shape)
+    axes = stack_axes(shape, array.dtype.itemsize)
+    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=axes)
+
+
+def stack_axes(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Those along which a large array is a stack of matrices, cut to one each.
+
+    Orbax would halve the largest dim: then every matrix lies in every chunk.
+    """
+    axes, size = 0, math.prod(shape) * itemsize
+    while axes < len(shape) - 2 and size > _CHUNK_BYTES:
+        size //= shape[axes]
+        if size < _LEAST_CHUNK_BYTES:
+            break
+        axes += 1
+    return tuple(range(axes))
 
 
 def _read_part(path: epath.Path, abstract: PyTree, what: str) -> PyTree:
