@@ -44,8 +44,9 @@ def main() -> None:
     logging.set_verbosity(logging.ERROR)
     config = command_line.Arguments(config="configs/quickstart.py").train_config()
     with tempfile.TemporaryDirectory() as folder:
-        run = run_lib.start(config, pathlib.Path(folder))
-        with jax.set_mesh(run.mesh):
+        mesh = run_lib.make_mesh(config)
+        run = run_lib.start(config, pathlib.Path(folder), mesh)
+        with jax.set_mesh(mesh):
             times = _train(run, args.saves)
         step = manager.find_step(folder)
         bytes_saved = sum(manifest.files(step).values())

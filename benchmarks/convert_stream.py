@@ -1,11 +1,13 @@
 """Time and memory of `convert` for a checkpoint with GLM-5's names, scaled down.
 
-    python benchmarks/convert_stream.py --folder=DIR [--fp8]
+    python benchmarks/convert_stream.py --folder=DIR [--fp8] [--trained=1,8]
 
 Writes 78 + 1 layers of 256 experts (59,870 tensors; every width divided by 16) in
 several files, converts them to a run folder and back, each in a process of its own, and
 compares every tensor. Prints one JSON line a conversion, for a quarter, half and all of
 the layers: the time per tensor should not depend on their number, nor the memory.
+--trained also exports a step that training's manager saved from so many devices (it
+needs memory for the model, and a little more of the disk).
 DIR needs three times the bytes of the model (6 GB for the largest) and is left empty.
 """
 
@@ -13,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import shutil
 import subprocess
@@ -48,10 +51,15 @@ def main() -> None:
     parser.add_argument("--divide", type=int, default=16, help="every width by this")
     parser.add_argument("--shard_bytes", type=int, default=2**28)
     parser.add_argument("--fp8", action="store_true", help="also to FP8 and back")
+    parser.add_argument("--trained", default="", help="numbers of devices")
     parser.add_argument("--child", nargs=3, help="source, target and dtype, or ''")
+    parser.add_argument("--save", nargs=2, help="run, and run to save it to")
     args = parser.parse_args()
     if args.child:
         _convert(*args.child)
+        return
+    if args.save:
+        _save_as_training_does(*map(pathlib.Path, args.save))
         return
     for layers in args.layers.split(","):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -71,7 +79,12 @@ def _measure(folder: pathlib.Path, num_layers: int, args: argparse.Namespace) ->
         steps += [("fp8", run, folder / "fp8", "fp8")]
         steps += [("fp8 to float32", folder / "fp8", folder / "float32", "float32")]
         steps += [("and to fp8", folder / "float32", folder / "fp8_back", "fp8")]
+    for count in filter(None, args.trained.split(",")):
+        trained = folder / f"trained_{count}"
+        steps.append((f"export of training on {count}", trained, back, ""))
     for step, here, there, dtype in steps:
+        if not here.exists():
+            _save_from(run, here, here.name.removeprefix("trained_"))
         command = [sys.executable, __file__, "--child", str(here), str(there), dtype]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
@@ -92,9 +105,11 @@ def _measure(folder: pathlib.Path, num_layers: int, args: argparse.Namespace) ->
         }
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
-        if step in ("export", "and to fp8"):
-            _require_same(source if step == "export" else folder / "fp8", there)
+        if there.name in ("back", "fp8_back"):
+            _require_same(source if there == back else folder / "fp8", there)
             shutil.rmtree(there)
+        if here.name.startswith("trained"):
+            shutil.rmtree(here)
 
 
 def _convert(source: str, target: str, dtype: str) -> None:
@@ -111,6 +126,47 @@ def _convert(source: str, target: str, dtype: str) -> None:
         "peak_bytes": _status("VmHWM") - before,
     }
     sys.stdout.write(json.dumps(found) + "\n")
+
+
+def _save_from(run: pathlib.Path, target: pathlib.Path, num_devices: str) -> None:
+    count = f"--xla_force_host_platform_device_count={num_devices}"
+    command = [sys.executable, __file__, "--save", str(run), str(target)]
+    subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": count})
+
+
+def _save_as_training_does(run: pathlib.Path, target: pathlib.Path) -> None:
+    """The child: puts a model on all devices, as fsdp does, and saves it."""
+    import jax
+
+    from glm5_jax import config as config_lib
+    from glm5_jax import mesh as mesh_lib
+    from glm5_jax import sharding
+    from glm5_jax.checkpoint import manager
+    from glm5_jax.inference import loading
+
+    config = loading.read_config(loading.find(run))
+    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=1, fsdp=jax.device_count()))
+    places = sharding.shardings(transformer.param_dims(config), mesh)
+    shapes, treedef = leaves_lib.flatten(transformer.abstract_params(config))
+    abstract = [
+        jax.ShapeDtypeStruct(
+            leaf.shape, huggingface.cast(path, leaf.dtype), sharding=place
+        )
+        for (path, leaf), place in zip(
+            shapes.items(), treedef.flatten_up_to(places), strict=True
+        )
+    ]
+    abstract = jax.tree.unflatten(treedef, abstract)
+    params = loading.load_params(run, config, abstract)
+    checkpoints = manager.CheckpointManager(target)
+    began = time.perf_counter()
+    checkpoints.save(1, {"params": params}, {})
+    checkpoints.close()
+    seconds = time.perf_counter() - began
+    shutil.copy(run / "config.json", target)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    row = {"step": f"save on {jax.device_count()}", "bytes_per_second": size / seconds}
+    sys.stdout.write(json.dumps(row) + "\n")
 
 
 def _status(field: str) -> int:

@@ -56,13 +56,13 @@ def main(arguments: command_line.Arguments) -> int:
         every=_KEEP_EVERY.value,
         best=_KEEP_BEST.value,
     )
-    folders = inspection.to_prune(checkpoints, rule)
-    print(inspection.table(inspection.describe(folders)))
+    rows = inspection.to_prune(checkpoints, rule)
+    print(inspection.table(rows))
     if not _YES.value:
-        print(f"{len(folders)} folders may go; --yes deletes them.")
+        print(f"{len(rows)} folders may go; --yes deletes them.")
         return 0
-    inspection.prune(checkpoints, folders)
-    print(f"Deleted {len(folders)} folders.")
+    inspection.prune(checkpoints, rows)
+    print(f"Deleted {len(rows)} folders.")
     return 0
 
 

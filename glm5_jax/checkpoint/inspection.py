@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tqdm
@@ -42,24 +43,17 @@ def find(path: epath.PathLike) -> list[epath.Path]:
 
 def describe(folders: Sequence[epath.Path], is_verified: bool = False) -> list[Row]:
     """A row for each step that is still there; files are read only to verify them."""
-    rows = []
-    for folder in folders:
-        try:
-            rows.append(_describe(folder, is_verified))
-        except FileNotFoundError:
-            if folder.exists():
-                raise  # else the run has deleted it meanwhile
-    return rows
+    return _rows(folders, functools.partial(_describe, is_verified=is_verified))
 
 
 def describe_set_aside(checkpoints: epath.Path) -> list[Row]:
     """Rows of what is no step any more."""
-    rows = []
-    for why in step_folder.REASONS:
-        for folder in step_folder.all_set_aside(checkpoints, why):
-            size = sum(manifest.files(folder).values())
-            rows.append(Row(folder, size, _seconds_since(folder), {}, "set aside"))
-    return rows
+    folders = [
+        folder
+        for why in step_folder.REASONS
+        for folder in step_folder.all_set_aside(checkpoints, why)
+    ]
+    return _rows(folders, _describe_set_aside)
 
 
 def checkpoints_of(run: epath.PathLike) -> epath.Path:
@@ -108,16 +102,14 @@ def rule_of(checkpoints: epath.Path, **changes: Any) -> retention.Retention:
     return rule
 
 
-def to_prune(checkpoints: epath.Path, rule: retention.Retention) -> list[epath.Path]:
-    """Folders that may go: steps that the rule lets go, and what was set aside."""
+def to_prune(checkpoints: epath.Path, rule: retention.Retention) -> list[Row]:
+    """Rows of what may go: steps that the rule lets go, and what was set aside."""
     going = rule.to_delete(manager.describe_steps(checkpoints))
-    folders = [checkpoints / str(step) for step in going]
-    for why in step_folder.REASONS:
-        folders += step_folder.all_set_aside(checkpoints, why)
-    return folders
+    steps = describe([checkpoints / str(step) for step in going])
+    return steps + describe_set_aside(checkpoints)
 
 
-def prune(checkpoints: epath.Path, folders: list[epath.Path]) -> None:
+def prune(checkpoints: epath.Path, rows: Sequence[Row]) -> None:
     """Deletes folders, after the newest step that has a manifest has proved itself.
 
     Raises:
@@ -135,9 +127,9 @@ def prune(checkpoints: epath.Path, folders: list[epath.Path]) -> None:
         manifest.verify(checkpoints / str(max(safe)))
     except config_lib.DamagedError as error:
         raise config_lib.DamagedError(f"{error} Nothing was deleted.") from error
-    for folder in tqdm.tqdm(folders, desc="delete", disable=None):
+    for row in tqdm.tqdm(rows, desc="delete", disable=None):
         with contextlib.suppress(FileNotFoundError):  # the run deletes as well
-            step_folder.remove(folder)
+            step_folder.remove(row.folder)
 
 
 def table(rows: list[Row]) -> str:
@@ -168,6 +160,24 @@ def bytes_text(num_bytes: int) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:,.3g} TB"
+
+
+def _rows(
+    folders: Sequence[epath.Path], describe_one: Callable[[epath.Path], Row]
+) -> list[Row]:
+    rows = []
+    for folder in folders:
+        try:
+            rows.append(describe_one(folder))
+        except FileNotFoundError:
+            if folder.exists():
+                raise  # else the run has deleted it meanwhile
+    return rows
+
+
+def _describe_set_aside(folder: epath.Path) -> Row:
+    size = sum(manifest.files(folder).values())
+    return Row(folder, size, _seconds_since(folder), {}, "set aside")
 
 
 def _describe(folder: epath.Path, is_verified: bool) -> Row:

@@ -109,7 +109,7 @@ class CheckpointManager:
 
         def write(state: PyTree) -> None:
             # Without force Orbax skips a step below the newest one, silently.
-            self._orbax.save(step, args=_to_save(state, metadata), force=True)
+            self._orbax.save(step, args=stored.to_save(state, metadata), force=True)
 
         if jax.process_count() > 1:
             write(state)  # it meets the other processes, as only this thread may
@@ -349,18 +349,6 @@ def _verify(folder: epath.Path, without: list[str] | None = None) -> None:
 
 def _short(error: Exception | None) -> str:
     return str(error)[:400]  # TensorStore's messages run to pages
-
-
-def _to_save(state: PyTree, metadata: dict[str, Any]) -> ocp.args.Composite:
-    """Parameters for themselves: they are read, and verified, without the rest."""
-    rest = {name: tree for name, tree in state.items() if name != "params"}
-    parts: dict[str, Any] = {
-        step_folder.PARAMS: ocp.args.PyTreeSave({"params": state["params"]}),
-        step_folder.METADATA: ocp.args.JsonSave(metadata),
-    }
-    if rest:
-        parts[step_folder.STATE] = ocp.args.PyTreeSave(rest)
-    return ocp.args.Composite(**parts)
 
 
 def _copied(state: PyTree) -> PyTree:

@@ -63,12 +63,12 @@ def seal(
       OSError: something cannot be read or written.
     """
     mine = [name for name in files(folder) if _owner(name) == process]
-    parts = gather(_dumps(_hash(folder, mine, is_written=True)))
+    parts = gather(json.dumps(_hash(folder, mine, is_written=True)))
     if not parts:
         return
     entries: Entries = {}
     for part in parts:
-        entries |= _loads(part)
+        entries |= _entries(json.loads(part))
     sizes = files(folder)
     rest = [n for n, size in sizes.items() if n not in entries or entries[n][0] != size]
     entries |= _hash(folder, rest, is_written=True)
@@ -91,7 +91,7 @@ def read(folder: epath.Path) -> Entries | None:
         return None
     try:
         text = (folder / NAME).read_text()
-        entries = _loads(json.dumps(json.loads(text)["files"]))
+        entries = _entries(json.loads(text)["files"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise config_lib.DamagedError(
             f"{folder / NAME} cannot be read: {error!r}."
@@ -256,12 +256,9 @@ def _render(entries: Entries) -> str:
     return json.dumps({**content, "checksum": own}, indent=1) + "\n"
 
 
-def _dumps(entries: Entries) -> str:
-    return json.dumps(entries)
-
-
-def _loads(text: str) -> Entries:
-    return {name: Entry(*entry) for name, entry in json.loads(text).items()}
+def _entries(files: Mapping[str, Sequence]) -> Entries:
+    """As JSON gives them back: pairs."""
+    return {name: Entry(*entry) for name, entry in files.items()}
 
 
 def _write_whole(path: epath.Path, text: str) -> None:

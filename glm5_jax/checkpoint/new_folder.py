@@ -1,43 +1,53 @@
 """A folder that appears whole or not at all."""
 
 import contextlib
+import fcntl
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import BinaryIO
+
+from absl import logging
 
 from glm5_jax import config as config_lib
+
+_LOCK = ".being_written"  # held by who writes; the system takes it from the dead
+_SUFFIX = r"\.partial-[a-z0-9_]{8}"  # mkdtemp's
 
 
 @contextlib.contextmanager
 def new_folder(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Gives a temporary folder beside it, which becomes `folder` at the end.
 
-    An exception, a full disk for example, removes it; a killed process leaves it under
-    a name that begins with the folder's.
+    An exception, a full disk for example, removes it. A killed process leaves it, as
+    FOLDER.partial-*, until somebody makes the same folder.
 
     Raises:
-      InputError: the folder exists, or cannot be made.
+      InputError: the folder exists, cannot be made, or another process makes it.
     """
     folder = pathlib.Path(folder).absolute()
     if folder.exists():
         raise config_lib.InputError(f"{folder} exists; choose another target.")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f"{folder.name}.partial-"
-        partial = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        _remove_those_of_the_dead(folder)
+        partial, lock = _make_partial(folder)
     except OSError as error:
         raise config_lib.InputError(
             f"cannot write {folder}: {error.strerror}; choose another target."
         ) from error
-    try:
-        yield partial
-        partial.chmod(0o755)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with lock:
+        try:
+            yield partial
+            (partial / _LOCK).unlink()
+            partial.chmod(0o755)
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 def require_space(folder: pathlib.Path, needed: int) -> None:
@@ -51,3 +61,40 @@ def require_space(folder: pathlib.Path, needed: int) -> None:
             f"{folder.parent} has {free:,} bytes free, the tensors take {needed:,}; "
             f"choose another target."
         )
+
+
+def _make_partial(folder: pathlib.Path) -> tuple[pathlib.Path, BinaryIO]:
+    while True:
+        prefix = f"{folder.name}.partial-"
+        partial = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        lock = (partial / _LOCK).open("xb")
+        with contextlib.suppress(OSError):  # where nothing can be locked
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if (partial / _LOCK).exists():  # nobody took it for a dead one's meanwhile
+            return partial, lock
+        lock.close()
+
+
+def _remove_those_of_the_dead(folder: pathlib.Path) -> None:
+    """Removes what killed processes have left of a folder, and nothing else.
+
+    Raises:
+      InputError: a living process writes it.
+    """
+    name = re.compile(re.escape(folder.name) + _SUFFIX)
+    for partial in sorted(folder.parent.iterdir()):
+        if not name.fullmatch(partial.name):
+            continue
+        try:
+            with (partial / _LOCK).open("r+b") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(partial)
+        except BlockingIOError as error:
+            raise config_lib.InputError(
+                f"another process writes {folder} (into {partial.name}); wait for it "
+                f"or choose another target."
+            ) from error
+        except OSError:  # no lock: an earlier version's, or not ours at all
+            logging.warning("Delete %s if nothing writes into it any more.", partial)
+        else:
+            logging.warning("Removed %s, which a killed process had left.", partial)

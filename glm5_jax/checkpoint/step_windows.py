@@ -20,14 +20,12 @@ import tqdm
 from absl import logging
 from etils import epath
 
-from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
-from glm5_jax.checkpoint import manifest, step_folder
+from glm5_jax.checkpoint import manifest, same_shapes, step_folder
 
 _TREE = "params"  # the only name at the top of what is saved as PARAMS
 _CHUNK_BYTES = 2**25
 _CACHE_BYTES = 2**28  # of decoded chunks, if a chunk is not larger
-_MAX_NAMED = 5  # differing leaves that a message names
 
 
 class StepLeaf(leaves_lib.Leaf):
@@ -90,10 +88,11 @@ def open_params(
         return {path: StepLeaf(store.result()) for path, store in opening.items()}
 
     found = open_all(0)
-    _require_same_shapes(folder, stored, found, wanted)
-    # A chunk that does not fit into the cache would be decoded anew for each tensor.
-    largest = max((leaf.chunk_bytes for leaf in found.values()), default=0)
-    return open_all(max(_CACHE_BYTES, 2 * largest))
+    names = {path[1:] for path in stored if path[0] == _TREE}
+    theirs = {path: found[path].shape if path in found else "present" for path in names}
+    ours = {path: tuple(leaf.shape) for path, leaf in wanted.items()}
+    same_shapes.require(_dotted(theirs), _dotted(ours), f"the model in {folder}")
+    return open_all(max(_CACHE_BYTES, *map(_needed_cache, found.values())))
 
 
 def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
@@ -134,6 +133,17 @@ def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
         with ocp.Checkpointer(composite) as checkpointer:
             checkpointer.save(path, args=items)
     manifest.seal(path)
+
+
+def _needed_cache(leaf: StepLeaf) -> int:
+    """Bytes without which chunks would be decoded again and again.
+
+    Chunks follow layers and experts, so that two do; but windows of a matrix may cross
+    all of its chunks, as those of lm_head do where a mesh has cut the other dim.
+    """
+    is_matrix = len(leaf.shape) <= 2
+    size = math.prod(leaf.shape) * leaf.dtype.itemsize
+    return size if is_matrix else 2 * leaf.chunk_bytes
 
 
 @contextlib.contextmanager
@@ -225,32 +235,11 @@ def _key(state: epath.Path, path: leaves_lib.Path, is_ocdbt: bool) -> Any:
     return _url(state / name)
 
 
+def _dotted(shapes: dict[leaves_lib.Path, Any]) -> dict[str, Any]:
+    return {".".join(path): shape for path, shape in shapes.items()}
+
+
 def _url(path: epath.Path) -> Any:
     if "://" in str(path):
         return f"{path}/"
     return {"driver": "file", "path": f"{path}/"}  # a URL would have to be quoted
-
-
-def _require_same_shapes(
-    folder: epath.PathLike,
-    stored: set[leaves_lib.Path],
-    found: dict[leaves_lib.Path, StepLeaf],
-    wanted: dict[leaves_lib.Path, Any],
-) -> None:
-    theirs = {".".join(path): str(leaf.shape) for path, leaf in found.items()}
-    names = {".".join(path[1:]) for path in stored if path[0] == _TREE}
-    theirs |= dict.fromkeys(names - set(theirs), "present")
-    ours = {".".join(path): str(tuple(leaf.shape)) for path, leaf in wanted.items()}
-    differing = [
-        f"{name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
-        for name in sorted(theirs | ours)
-        if theirs.get(name) != ours.get(name)
-    ]
-    if differing:
-        more = len(differing) - _MAX_NAMED
-        shown = differing[:_MAX_NAMED] + [f"and {more} more"] * (more > 0)
-        raise config_lib.InputError(
-            f"The model in {folder} has other shapes than the config asks for:\n  "
-            + "\n  ".join(shown)
-            + "\nUse the config of the run that wrote it (config.json in its folder)."
-        )

@@ -1,16 +1,37 @@
-"""Reads the arrays of a step, as much of them as is asked for, onto any mesh."""
+"""The arrays of a step: how they are cut, and what of them is read, onto any mesh.
 
+Orbax makes one chunk of what a device holds of an array, up to 2 GiB, and to read one
+element is to decode its chunk. Parameters are cut further, into layers and experts:
+what exports a step, or restores it onto another mesh, reads these one by one.
+"""
+
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import step_folder
+from glm5_jax.checkpoint import same_shapes, step_folder
 
 PyTree = Any
-_MAX_NAMED = 5  # differing leaves that a message names
+
+_CHUNK_BYTES = 2**26  # at most, of a parameter
+_LEAST_CHUNK_BYTES = 2**20  # where layers and experts are that small, some are together
+
+
+def to_save(state: PyTree, metadata: dict[str, Any]) -> ocp.args.Composite:
+    """Parameters for themselves: they are read, and verified, without the rest."""
+    rest = {name: tree for name, tree in state.items() if name != "params"}
+    params = {"params": state["params"]}
+    parts: dict[str, Any] = {
+        step_folder.PARAMS: ocp.args.PyTreeSave(params, jax.tree.map(_cut, params)),
+        step_folder.METADATA: ocp.args.JsonSave(metadata),
+    }
+    if rest:
+        parts[step_folder.STATE] = ocp.args.PyTreeSave(rest)
+    return ocp.args.Composite(**parts)
 
 
 def read(folder: epath.Path, abstract: PyTree, what: str) -> PyTree:
@@ -34,18 +55,42 @@ def read(folder: epath.Path, abstract: PyTree, what: str) -> PyTree:
     return out
 
 
+def _cut(array: jax.Array) -> ocp.SaveArgs:
+    """How Orbax is to cut what a device holds of an array."""
+    shape = array.sharding.shard_shape(array.shape)
+    axes = stack_axes(shape, array.dtype.itemsize)
+    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=axes)
+
+
+def stack_axes(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Those along which a large array is a stack of matrices, cut to one each.
+
+    Orbax would halve the largest dim: then every matrix lies in every chunk.
+    """
+    axes, size = 0, math.prod(shape) * itemsize
+    while axes < len(shape) - 2 and size > _CHUNK_BYTES:
+        size //= shape[axes]
+        if size < _LEAST_CHUNK_BYTES:
+            break
+        axes += 1
+    return tuple(range(axes))
+
+
 def _read_part(path: epath.Path, abstract: PyTree, what: str) -> PyTree:
     abstract = jax.tree.map(_with_sharding, abstract)
+    wanted, name = _shapes(abstract), f"the {what} in {path.parent}"
     if not path.exists():  # of a model alone, converted
-        _require_same_shapes({}, abstract, f"the {what} in {path.parent}")
+        same_shapes.require({}, wanted, name)
     if not ocp.utils.is_checkpoint_finalized(path):
         raise ValueError(f"{path} was not finished.")
     # Not by a Checkpointer: where one process cannot read, the others would wait for it
     # at the end of its restore.
     handler = ocp.PyTreeCheckpointHandler()
     try:
-        stored = handler.metadata(path).tree
-        _require_same_shapes(stored, abstract, f"the {what} in {path.parent}")
+        stored = _shapes(handler.metadata(path).tree)
+        tops = {leaf.split(".")[0] for leaf in wanted}
+        stored = {k: v for k, v in stored.items() if k.split(".")[0] in tops}
+        same_shapes.require(stored, wanted, name)
         arguments = ocp.args.PyTreeRestore(
             abstract,
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -63,29 +108,10 @@ def _with_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _require_same_shapes(stored: PyTree, wanted: PyTree, what: str) -> None:
-    """Orbax returns a leaf that it does not find unread: compare before."""
-    theirs, ours = _shapes(stored), _shapes(wanted)
-    tops = {name.split(".")[0] for name in ours}
-    theirs = {k: v for k, v in theirs.items() if k.split(".")[0] in tops}
-    differing = [
-        f"{name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
-        for name in sorted(theirs | ours, key=lambda name: (name[:6] != "params", name))
-        if theirs.get(name) != ours.get(name)
-    ]
-    if differing:
-        more = len(differing) - _MAX_NAMED
-        shown = differing[:_MAX_NAMED] + [f"and {more} more"] * (more > 0)
-        raise config_lib.InputError(
-            f"{what} has other shapes than the config asks for:\n  "
-            + "\n  ".join(shown)
-            + "\nUse the config of the run that wrote it (config.json in its folder), "
-            "or another --workdir to start afresh."
-        )
-
-
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     """Shape by dotted path; named tuples and dicts look the same, as on disk."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     name = jax.tree_util.keystr
-    return {name(path, simple=True, separator="."): x.shape for path, x in leaves}
+    return {
+        name(path, simple=True, separator="."): tuple(x.shape) for path, x in leaves
+    }

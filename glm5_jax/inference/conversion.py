@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,20 +18,11 @@ from glm5_jax.checkpoint import (
 )
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.inference import loading
+from glm5_jax.inference import carried, loading
 from glm5_jax.model import transformer
 
 FORMATS = ("hf", "orbax")  # a Hugging Face folder, a run folder
 DTYPES = ("float32", "bfloat16", huggingface_export.FP8)
-# What belongs to the text, not to the weights, goes along as it is.
-TEXT_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("chat_template.jinja", "generation_config.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt"),
-)
-# Of a run folder that was a Hugging Face folder: its config.json, for keys that
-# ModelConfig does not have.
-ORIGINAL_CONFIG = "huggingface_config.json"
 
 
 def convert(
@@ -79,17 +69,16 @@ def convert(
     is_fp8 = found.is_huggingface and huggingface.is_quantized(found.settings)
     if to == "hf" and dtype is None and is_fp8:
         dtype = huggingface_export.FP8
+    original = carried.original_config(found)
     leaves = _open(found, config, dtype)
     with new_folder.new_folder(target) as partial:
         if to == "hf":
             huggingface_export.write_leaves(
-                leaves, config, partial, dtype, extra_config=_original_config(found)
+                leaves, config, partial, dtype, extra_config=original
             )
+            carried.copy_texts(found, partial)
         else:
             _write_run(partial, found, config, leaves)
-        for name in TEXT_FILES:
-            if (found.folder / name).exists():
-                shutil.copy(found.folder / name, partial / name)
     return to
 
 
@@ -127,19 +116,4 @@ def _write_run(
     config = dataclasses.replace(config, param_dtype=kind)
     settings = {"model": command_line.to_json_dict(config)}
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    if original := _original_config(found):
-        (folder / ORIGINAL_CONFIG).write_text(json.dumps(original, indent=2) + "\n")
-
-
-def _original_config(found: loading.Source) -> dict[str, Any]:
-    """The Hugging Face config.json that the model came with, if it did."""
-    if found.is_huggingface:
-        return found.settings
-    path = found.folder / ORIGINAL_CONFIG
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise config_lib.InputError(
-            f"{path} is damaged ({error}); delete it to do without the keys that "
-            f"glm5_jax does not know."
-        ) from error
+    carried.into_run(found, folder)

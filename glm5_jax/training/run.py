@@ -19,7 +19,7 @@ from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.checkpoint import retention, rollback
 from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.inference import loading
+from glm5_jax.inference import carried, loading
 from glm5_jax.model import transformer
 from glm5_jax.processes import together
 from glm5_jax.training import corpus, host_memory, rl, run_folder
@@ -149,8 +149,6 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
     feed = rl.Rollouts(config) if config.stage == "rl" else corpus.Corpus(config)
     tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
     _require_same_feed(feed.fingerprint)
-    if together.is_first():
-        feed.tokenizer.save(workdir / "tokenizer.json")
     keep = retention.of_run(command_line.to_json_dict(config))
     checkpoints = manager_lib.CheckpointManager(workdir, keep)
     program = program_lib.make_program(config, mesh)
@@ -169,6 +167,8 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
         run.go_on()
         logging.info("Goes on from step %d in %s.", run.step, workdir)
     else:
+        if together.is_first():
+            carried.into_training(workdir, config.init_from, feed.tokenizer)
         run.params = _initial_params(config, program.params)
         opt_places = program_lib.places(program.opt_state)
         init = jax.jit(program.optimizer.init, out_shardings=opt_places)

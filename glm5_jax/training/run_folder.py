@@ -87,7 +87,7 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
     if path.exists():
         if (workdir / "metrics.jsonl").exists():
             _require_same_run(path, config)
-        elif any((workdir / "checkpoints").glob("[0-9]*")):
+        elif _holds_a_model(workdir):
             raise config_lib.InputError(
                 f"{workdir} holds a model, not a run; give another --workdir, and "
                 f"--config.init_from={workdir} to start from its parameters."
@@ -105,6 +105,12 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
             f"cannot write into {workdir}: {error.strerror}; give a --workdir in which "
             f"you may create files."
         ) from error
+
+
+def _holds_a_model(workdir: pathlib.Path) -> bool:
+    """Of `convert`, or of Hugging Face: both have a config.json as well."""
+    patterns = ("checkpoints/[0-9]*", "*.safetensors", "*.safetensors.index.json")
+    return any(any(workdir.glob(pattern)) for pattern in patterns)
 
 
 def _require_same_config(theirs: dict, config: config_lib.TrainConfig) -> None:

@@ -82,6 +82,8 @@ class CommandTest(faults_test.FaultsTestCase):
         code, text = self.run_command(prune=True, keep=2)
         self.assertEqual(code, 0)
         self.assertIn("3 folders may go; --yes deletes them.", text)
+        self.assertNotIn("DAMAGED", text)
+        self.assertRegex(text, r"\n +2 .* sizes match\n0\.damaged .* set aside\n")
         self.assertEqual(self.names(), before)
         code, _ = self.run_command(prune=True, keep=2, yes=True)
         self.assertEqual(code, 0)

@@ -20,9 +20,10 @@ from glm5_jax.checkpoint import (
     huggingface_export,
     manager,
     step_windows,
+    stored,
 )
 from glm5_jax.checkpoint import leaves as leaves_lib
-from glm5_jax.inference import conversion, loading
+from glm5_jax.inference import carried, conversion, loading
 from glm5_jax.model import transformer
 from tests import environment
 from tests.checkpoint import fp8_folder
@@ -39,6 +40,8 @@ WIDE = tiny.model(
     n_routed_experts=4,
 )
 
+# CPU time a tensor for 4.2 times the tensors: what is quadratic would take 4 times.
+FLAT = 1.5
 SMALL_WINDOW = 2**15  # bytes: most matrices are cut, and also between heads
 
 
@@ -70,6 +73,7 @@ class WindowsTest(ConversionCase):
         for module, name in (
             (leaves_lib, "WINDOW_BYTES"),
             (step_windows, "_CHUNK_BYTES"),
+            (stored, "_CHUNK_BYTES"),
         ):
             self.enter_context(mock.patch.object(module, name, SMALL_WINDOW))
 
@@ -163,7 +167,7 @@ class FolderTest(ConversionCase):
 
     def test_text_files_and_keys_of_others_survive(self):
         source = self.write("source")
-        texts = {name: f'"{name}"' for name in conversion.TEXT_FILES}
+        texts = {name: f'"{name}"' for name in carried.TEXT_FILES}
         del texts["tokenizer.json"]  # must be one
         for name, text in texts.items():
             (source / name).write_text(text)
@@ -227,13 +231,13 @@ class FolderTest(ConversionCase):
 class ProcessTest(parameterized.TestCase):
     """The command, and its memory in a process of its own."""
 
-    def run_python(self, *arguments):
+    def run_python(self, *arguments, timeout=300):
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=timeout,
         )
 
     def test_wrong_input_exits_with_2(self):
@@ -244,27 +248,70 @@ class ProcessTest(parameterized.TestCase):
         self.assertIn("got --dtype=fp8", done.stderr)
         self.assertFalse(target.exists())
 
-    def stream(self, layers):
-        """Rows of the benchmark for a model with GLM-5's names."""
+    def test_kill_9_leaves_nothing_that_the_next_does_not_remove(self):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        script = (
+            "import shutil, sys, time\n"
+            "from glm5_jax.inference import conversion\n"
+            "def held(*args): print('here', flush=True), time.sleep(600)\n"
+            "shutil.copyfile = held  # when the weights are written\n"
+            "conversion.convert(*sys.argv[1:])\n"
+        )
+        command = [sys.executable, "-c", script, str(GOLDEN), str(folder / "run")]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
+            try:
+                self.assertEqual(child.stdout.readline(), b"here\n")
+                with self.assertRaisesRegex(config_lib.InputError, "another process"):
+                    conversion.convert(GOLDEN, folder / "run")
+            finally:
+                child.kill()
+        (left,) = folder.iterdir()
+        self.assertStartsWith(left.name, "run.partial-")
+        self.assertTrue((left / "checkpoints" / "0").exists())
+        conversion.convert(GOLDEN, folder / "run")
+        self.assertEqual([path.name for path in folder.iterdir()], ["run"])
+        loading.load_model(folder / "run")
+
+    def stream(self, layers, *flags):
+        """Rows of the benchmark for a model with GLM-5's names, by what was done."""
         folder = self.create_tempdir().full_path
         done = self.run_python(
-            "benchmarks/convert_stream.py", f"--folder={folder}", f"--layers={layers}"
+            "benchmarks/convert_stream.py",
+            f"--folder={folder}",
+            f"--layers={layers}",
+            *flags,
+            timeout=3600,
         )
         self.assertEqual(done.returncode, 0, done.stderr)
-        rows = [json.loads(line) for line in done.stdout.splitlines()]
-        self.assertEqual([row["step"] for row in rows], ["import", "export"])
-        for row in rows:
-            self.assertLess(row["peak_bytes"], row["allowed_bytes"])
+        sys.stderr.write(f"\n{done.stdout}")
+        rows = {}
+        for row in map(json.loads, done.stdout.splitlines()):
+            if "peak_bytes" in row:
+                self.assertLess(row["peak_bytes"], row["allowed_bytes"], row)
+                rows.setdefault(row["step"], []).append(row)
         return rows
 
     def test_synthetic_checkpoint_there_and_back(self):
         """Three dense layers, a sparse one and the MTP layer, 256 experts each."""
-        self.assertEqual(self.stream(4)[0]["tensors"], 1632)
+        rows = self.stream(4)
+        self.assertEqual([*rows], ["import", "export"])
+        self.assertEqual(rows["import"][0]["tensors"], 1632)
 
     @pytest.mark.slow
-    def test_memory_does_not_grow_with_the_model(self):
-        """Of which twice the allowed memory has to go through."""
-        for row in self.stream(39):
+    def test_memory_and_time_a_tensor_do_not_grow_with_the_model(self):
+        """78 + 1 layers against 20 + 1; the larger is 3.6 times the allowed memory."""
+        for few, many in self.stream("20,78").values():
+            self.assertEqual((few["tensors"], many["tensors"]), (14_224, 59_870))
+            self.assertGreater(many["total_bytes"], 3.5 * many["allowed_bytes"])
+            name = "cpu_microseconds_per_tensor"
+            self.assertLess(many[name], FLAT * few[name])
+
+    @pytest.mark.slow
+    def test_a_step_that_training_wrote_is_exported_in_as_little_memory(self):
+        """Its experts of one kind are 0.9 GB on one device; two would be too much."""
+        rows = self.stream(39, "--trained=1,8")
+        for count in (1, 8):
+            (row,) = rows[f"export of training on {count}"]
             self.assertGreater(row["total_bytes"], 1.7 * row["allowed_bytes"])
 
 

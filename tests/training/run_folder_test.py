@@ -72,6 +72,16 @@ class ClaimTest(parameterized.TestCase):
             run_folder.claim(self.folder, CONFIG)
         self.assertLen(self.files(), 1)
 
+    @parameterized.parameters("model.safetensors", "model.safetensors.index.json")
+    def test_a_model_of_others_is_not_overwritten(self, name):
+        self.folder.mkdir()
+        (self.folder / name).write_text("precious")
+        (self.folder / "config.json").write_text('{"model_type": "glm_moe_dsa"}')
+        with self.assertRaisesRegex(config_lib.InputError, "holds a model, not a run"):
+            run_folder.claim(self.folder, CONFIG)
+        self.assertIn("model_type", (self.folder / "config.json").read_text())
+        self.assertLen(self.files(), 2)
+
     def test_a_file_in_the_way_is_the_users_error(self):
         self.folder.write_text("a file")
         with self.assertRaisesRegex(config_lib.InputError, "--workdir"):

@@ -1,0 +1,36 @@
+"""Whether what is stored is what is wanted, leaf by leaf."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from glm5_jax import config as config_lib
+
+_MAX_NAMED = 5  # differing leaves that a message names
+
+
+def require(theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str) -> None:
+    """Compares shapes by name; Orbax would return what it does not find unread.
+
+    Args:
+      theirs: shape by dotted name of what is stored; a word where it is not known.
+      ours: of what is wanted.
+      what: it is, for the message: "The model in FOLDER".
+
+    Raises:
+      InputError: names are missing or unexpected, or shapes differ; it names them.
+    """
+    there, here = ({k: str(v) for k, v in shapes.items()} for shapes in (theirs, ours))
+    differing = [
+        f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+        for name in sorted(there | here, key=lambda name: (name[:6] != "params", name))
+        if there.get(name) != here.get(name)
+    ]
+    if differing:
+        more = len(differing) - _MAX_NAMED
+        shown = differing[:_MAX_NAMED] + [f"and {more} more"] * (more > 0)
+        raise config_lib.InputError(
+            f"{what} has other shapes than the config asks for:\n  "
+            + "\n  ".join(shown)
+            + "\nUse the config of the run that wrote it (config.json in its folder); "
+            "a run of another model needs another --workdir."
+        )
