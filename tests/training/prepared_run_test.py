@@ -103,11 +103,11 @@ class ChangedDataTest(runs.OneDeviceTest):
         with self.assertRaises(config_lib.InputError) as caught:
             loop.train(make_config(self.web, self.code), workdir)
         message = str(caught.exception)
-        there, here = 'web.packing="truncate" there', 'web.packing="best_fit" here'
-        self.assertIn(f"{there}, {here}", message)
-        self.assertIn("web.rows=", message)
-        self.assertNotIn("web.seed", message)
-        self.assertNotIn("code.", message)
+        name = "mixture[0].packing"
+        self.assertIn(f'{name}="truncate" there, {name}="best_fit" here', message)
+        self.assertIn("mixture[0].rows=", message)
+        self.assertNotIn("mixture[0].seed", message)
+        self.assertNotIn("mixture[1]", message)
 
     def test_weights_are_not_given_other_ids(self):
         data = config_lib.DataConfig(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax.data import conversations
+from glm5_jax.data import sft
 from glm5_jax.model import transformer
 from glm5_jax.training import loop, metrics
 from tests import environment, runs
@@ -68,7 +68,7 @@ class SftTest(runs.OneDeviceTest):
 
     def test_the_loss_is_the_mean_over_trained_tokens(self):
         config = self.config
-        pipeline = conversations.make_pipeline(config.data, config.seed)
+        pipeline = sft.make_pipeline(config.data, config.seed)
         params = transformer.init_params(config.model, jax.random.key(config.seed))
         batch = pipeline.train_batch(0)
         self.assertBetween(batch["loss_mask"].mean(), 0.05, 0.95)
