@@ -89,15 +89,8 @@ def resolve(
 
 
 def to_json_dict(config: Any) -> dict[str, Any]:
-    """Dataclasses as what `json.load` would give back."""
+    """Dataclasses as what `json.load` would give back; `resolve` is the inverse."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def from_json_dict(
-    tree: Mapping[str, Any], cls: type[Config] = config_lib.TrainConfig
-) -> Config:
-    """Inverse of `to_json_dict`; checks like `resolve`."""
-    return resolve(tree, (), cls)
 
 
 def load_config_file(spec: str) -> ml_collections.ConfigDict:

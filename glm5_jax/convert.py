@@ -11,6 +11,7 @@ in windows, so memory is bounded whatever the model (docs/huggingface.md says by
 from absl import flags
 
 from glm5_jax import command_line
+from glm5_jax.config import checks
 
 _SOURCE = flags.DEFINE_string(
     "source", None, "Run, step or Hugging Face folder.", required=True
@@ -24,6 +25,7 @@ _DTYPE = flags.DEFINE_enum(
 
 def main(arguments: command_line.Arguments) -> None:
     """Converts, and says what was written."""
+    checks.require_local("target", _TARGET.value)
     from glm5_jax.inference import conversion, loading  # import jax: after the flags
 
     written = conversion.convert(

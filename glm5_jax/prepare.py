@@ -15,7 +15,7 @@ from absl import flags, logging
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.config import fields
+from glm5_jax.config import checks, fields
 
 _TARGET = flags.DEFINE_string("target", None, "Folder to make.", required=True)
 _WORKERS = flags.DEFINE_integer("workers", 1, "Processes.", lower_bound=1)
@@ -51,6 +51,7 @@ for _name, _hint, _default in fields.of(config_lib.PrepareConfig):
 def main(arguments: command_line.Arguments) -> None:
     """Prepares, and prints what was written."""
     del arguments
+    checks.require_local("target", _TARGET.value)
     given = [(name, flags.FLAGS[name].value) for name in _FIELDS]
     given = [(name, text) for name, text in given if text is not None]
     config = command_line.resolve({}, given, config_lib.PrepareConfig)

@@ -13,6 +13,7 @@ import pathlib
 from absl import flags, logging
 
 from glm5_jax import command_line
+from glm5_jax.config import checks
 from glm5_jax.processes import group, simulate
 from glm5_jax.training import host_memory
 
@@ -22,9 +23,7 @@ _WORKDIR = flags.DEFINE_string(
     "Folder of the run; default runs/CONFIG-DATE-TIME. A run that is there goes on.",
 )
 _DRY_RUN = flags.DEFINE_bool(
-    "dry_run",
-    False,
-    "Prints the resolved config, parameter counts and memory by part, and stops.",
+    "dry_run", False, "Prints the config, parameter counts and memory, and stops."
 )
 _COORDINATOR = flags.DEFINE_string(
     "coordinator",
@@ -60,6 +59,7 @@ def main(arguments: command_line.Arguments) -> int | None:
         print(report.dry_run(config))
         return None
     workdir = _WORKDIR.value or _new_workdir(arguments)
+    checks.require_local("workdir", workdir)
     if _SIMULATE.value:
         return simulate.run(config, pathlib.Path(workdir), _SIMULATE.value)
     me = group.find(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)

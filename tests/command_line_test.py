@@ -43,12 +43,12 @@ class ResolveTest(parameterized.TestCase):
     def test_json_and_back(self):
         tree = command_line.to_json_dict(SMALL)
         self.assertEqual(tree["model"]["eos_token_id"], [1, 2])
-        self.assertEqual(command_line.from_json_dict(tree), SMALL)
+        self.assertEqual(command_line.resolve(tree), SMALL)
 
     def test_missing_fields_take_their_defaults(self):
         tree = {"model": {"index_topk": 16}}
         self.assertEqual(
-            command_line.from_json_dict(tree),
+            command_line.resolve(tree),
             config.TrainConfig(model=config.ModelConfig(index_topk=16)),
         )
 
@@ -136,7 +136,7 @@ class ResolveTest(parameterized.TestCase):
         tree["model"]["hidden_size"] = 1.0
         tree["model"]["rope"] = {"theta": 1e4}
         with self.assertRaises(config.InputError) as caught:
-            command_line.from_json_dict(tree)
+            command_line.resolve(tree)
         message = str(caught.exception)
         self.assertIn("optim is a section", message)
         self.assertIn("model.hidden_size must be an integer, got 1.0.", message)
@@ -237,6 +237,23 @@ class CommandLineTest(absltest.TestCase):
         self.assertEqual(arguments.train_config(), expected)
         with self.assertRaisesRegex(config.InputError, "--config is missing"):
             dataclasses.replace(arguments, config=None).train_config()
+
+
+class AddressTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("train", "--workdir=gs://bucket/run", "--config=configs/quickstart.py"),
+        ("convert", "--target=gs://bucket/model", "--source=."),
+        ("prepare", "--target=s3://bucket/rows", "--source=."),
+    )
+    def test_what_is_no_folder_is_not_written_to(self, name, folder, other):
+        done = subprocess.run(
+            [sys.executable, "-m", f"glm5_jax.{name}", folder, other],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn(f"{folder} is no path of a file system. Mount", done.stderr)
 
 
 ENTRY_POINT = '''"""Trains a line."""

@@ -17,6 +17,7 @@ LONGEST = (
     "model/properties_test.py",
     "training/policy_test.py",
     "training/loop_test.py",
+    "training/kill_test.py",
     "checkpoint/kill_test.py",
     "inference/conversion_test.py",
     "training/health_test.py",

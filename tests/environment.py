@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import jax
 from absl.testing import absltest
+from jax.experimental.compilation_cache import compilation_cache
 
 CACHE_DIR = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
 VARIABLES = {
@@ -54,6 +55,18 @@ def optimized() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", _is_quick())
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Compiles anew while this lasts."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax asks once whether there is one
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax.checkpoint import manager
-from glm5_jax.training import loop
+from glm5_jax.training import signals
 from tests import environment, runs
 from tests.processes import launch
 
@@ -81,7 +81,7 @@ class RunTest(runs.FolderTest):
         os.kill(_training_process(workdir, 1), 15)
         code, output = launch.finish(child)
         self.assertEqual(code, 0, output)
-        self.assertIn(f"ended with code {loop.EXIT_TERMINATED}", output)
+        self.assertIn(f"ended with code {signals.EXIT_TERMINATED}", output)
         self.assertIn("saved and ended by SIGTERM; restart 1", output)
         self.assertIn("Goes on from step", output)
         self.assertEqual(manager.find_step(workdir).name, "60")

@@ -1,8 +1,9 @@
-"""Lists the checkpoints of a run, proves them, or deletes those that need not stay.
+"""Lists the checkpoints of a run, proves them, deletes some, or goes back to one.
 
 python -m glm5_jax.checkpoint --checkpoint=runs/NAME
 python -m glm5_jax.checkpoint --checkpoint=runs/NAME --verify
 python -m glm5_jax.checkpoint --checkpoint=runs/NAME --prune --keep=2 --yes
+python -m glm5_jax.checkpoint --checkpoint=runs/NAME --roll_back=4000
 
 Exit code 1 where something is damaged. Without --yes, --prune only says what it would
 delete: steps that the rule lets go, and what was set aside. docs/checkpoints.md.
@@ -18,6 +19,12 @@ _CHECKPOINT = flags.DEFINE_string(
 )
 _VERIFY = flags.DEFINE_bool("verify", False, "Reads all files and compares hashes.")
 _PRUNE = flags.DEFINE_bool("prune", False, "Lists what may go; with --yes deletes it.")
+_ROLL_BACK = flags.DEFINE_integer(
+    "roll_back", None, "A step that the run, now stopped, shall go on from."
+)
+_LEAVE_OUT = flags.DEFINE_integer(
+    "leave_out", None, "Batches after it that shall not come; up to the newest step.", 0
+)
 _YES = flags.DEFINE_bool("yes", False, "With --prune: deletes.")
 _KEEP = flags.DEFINE_integer("keep", None, "Newest steps that stay; as the run's.")
 _KEEP_EVERY = flags.DEFINE_integer("keep_every", None, "Steps divisible by it stay.")
@@ -27,8 +34,15 @@ _KEEP_BEST = flags.DEFINE_integer("keep_best", None, "So many of the best stay."
 def main(arguments: command_line.Arguments) -> int:
     """Prints a table; deletes where that is asked for."""
     _check(arguments)
-    from glm5_jax.checkpoint import inspection  # import jax: after the flags
+    from glm5_jax.checkpoint import inspection, rollback  # import jax: after the flags
 
+    if _ROLL_BACK.value is not None:
+        made, later = rollback.by_hand(
+            _CHECKPOINT.value, _ROLL_BACK.value, _LEAVE_OUT.value
+        )
+        print(f"Set aside: steps {later}; the run's next save deletes them.")
+        print(f"The run goes on from step {made.step}, with batch {made.position}.")
+        return 0
     if not _PRUNE.value:
         folders = inspection.find(_CHECKPOINT.value)
         rows = inspection.describe(folders, _VERIFY.value)
@@ -55,8 +69,12 @@ def main(arguments: command_line.Arguments) -> int:
 def _check(arguments: command_line.Arguments) -> None:
     if arguments.config or arguments.overrides:
         raise config_lib.InputError("--config has no effect here; leave it out.")
-    if _PRUNE.value and _VERIFY.value:
-        raise config_lib.InputError("give --verify or --prune, one after the other.")
+    if sum((_PRUNE.value, _VERIFY.value, _ROLL_BACK.value is not None)) > 1:
+        raise config_lib.InputError(
+            "give --verify, --prune or --roll_back, one after the other."
+        )
+    if _LEAVE_OUT.value is not None and _ROLL_BACK.value is None:
+        raise config_lib.InputError("--leave_out belongs to --roll_back; add it.")
     keeps = (_KEEP.value, _KEEP_EVERY.value, _KEEP_BEST.value)
     if not _PRUNE.value and (_YES.value or keeps != (None,) * 3):
         raise config_lib.InputError(

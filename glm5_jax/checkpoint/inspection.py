@@ -73,7 +73,7 @@ def checkpoints_of(run: epath.PathLike) -> epath.Path:
         if path.name == "checkpoints" and path.is_dir():
             return path
     raise config_lib.InputError(
-        f"{folder} is no run folder (with checkpoints/STEP/): nothing can be pruned."
+        f"{folder} is no run folder (with checkpoints/STEP/): nothing was changed."
     )
 
 

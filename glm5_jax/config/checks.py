@@ -19,6 +19,19 @@ def require(*rules: tuple[bool, str]) -> None:
         raise InputError("\n".join(errors))
 
 
+def require_local(flag: str, path: str) -> None:
+    """A folder to write must be one of a file system: it is renamed and appended to.
+
+    Raises:
+      InputError: it is an object store's address, as gs://bucket/folder.
+    """
+    if "://" in path:
+        raise InputError(
+            f"--{flag}={path} is no path of a file system. Mount the bucket (Cloud "
+            f"Storage FUSE, for example) and give the folder where it is mounted."
+        )
+
+
 def choices(section: object) -> list[tuple[bool, str]]:
     """Rules: each field of a Literal type has one of its values."""
     hints = typing.get_type_hints(type(section))

@@ -26,7 +26,7 @@ def publish(
     Args:
       engine: whose tokens will bear `version`.
       params: of the trainer; they are copied.
-      version: of the parameters: updates done.
+      version: of the parameters: batches behind them.
       weights: "int8" rounds the matrices of the layers, as an engine that serves
         quantised weights would; the trainer's stay as they are.
     """

@@ -124,10 +124,9 @@ def _changes(
             name = f"model.expert_chunks={chunks}"
             yield from _changed(config, name, "model", expert_chunks=chunks)
     yield from _meshes(config, mesh)
-    if config.stage != "rl":
-        parts = 2 * optim.accumulation_steps
-        name = f"optim.accumulation_steps={parts}"
-        yield from _changed(config, name, "optim", accumulation_steps=parts)
+    parts = 2 * optim.accumulation_steps
+    name = f"optim.accumulation_steps={parts}"
+    yield from _changed(config, name, "optim", accumulation_steps=parts)
     yield from _smaller(config, mesh)
     bfloat16 = "bfloat16"
     if model.remat_policy == "full":

@@ -23,8 +23,6 @@ from glm5_jax.training import metrics as metrics_lib
 from glm5_jax.training import run as run_lib
 from glm5_jax.training import watchdog as watchdog_lib
 
-EXIT_TERMINATED = signals.EXIT_TERMINATED
-
 
 def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, Any]:
     """Runs or resumes a training run to its end.
@@ -104,7 +102,7 @@ class _Loop:
                 with self._watchdog.paused():
                     run.checkpoints.close()
                 logging.warning("Asked to end: step %d is saved, exiting.", run.step)
-                sys.exit(EXIT_TERMINATED)
+                sys.exit(signals.EXIT_TERMINATED)
         # A finished run that is started again reports the same evaluation.
         last = self._last or evaluate(run)
         with self._clock.paused("save"), self._watchdog.paused():
@@ -127,6 +125,7 @@ class _Loop:
         metrics, self._pending = clock.read(self._pending), {}
         self._watchdog.beat(metrics["perf/step_seconds"])
         with self._last_words(metrics):
+            run.checkpoints.check_for_errors()
             must_roll_back = run.health.must_roll_back(run.step, metrics)
         if must_roll_back:
             self._roll_back()

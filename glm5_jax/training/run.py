@@ -1,7 +1,6 @@
 """What a run is made of: data, mesh, parameters, optimizer, compiled steps."""
 
 import dataclasses
-import json
 import math
 import pathlib
 import time
@@ -17,7 +16,7 @@ from glm5_jax import command_line, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.checkpoint import manager as manager_lib
-from glm5_jax.checkpoint import retention
+from glm5_jax.checkpoint import retention, rollback
 from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
@@ -28,8 +27,6 @@ from glm5_jax.training import feed as feed_lib
 from glm5_jax.training import health as health_lib
 from glm5_jax.training import program as program_lib
 from glm5_jax.training import rows as rows_lib
-
-_ROLLBACK = "rollback.json"  # the last one, until a checkpoint knows of it
 
 
 @dataclasses.dataclass
@@ -98,38 +95,38 @@ class Run:
                 f"to. Lower optim.learning_rate or checkpoint_every."
             )
         step, position = self.step, self.position
-        memory = self.restore()["health"]
-        self.health.go_back(memory)
+        self.health.go_back(self.restore())
         self.num_left_out += position - self.position
         if together.is_first():
-            note = {"step": self.step, "num_left_out": self.num_left_out}
-            note |= {"health": self.health.memory()}
-            run_folder.write_json(self.workdir / _ROLLBACK, note)
+            memory = self.health.memory()
+            note = rollback.Rollback(self.step, self.num_left_out, memory)
+            rollback.write(self.workdir, note)
         return step - self.step
 
     def go_on(self) -> None:
         """Restores the newest checkpoint at the start; knows of a rollback to it."""
-        memory, path = self.restore()["health"], self.workdir / _ROLLBACK
-        note = json.loads(path.read_text()) if path.exists() else {}
+        memory, note = self.restore(), rollback.read(self.workdir)
         # One that a later checkpoint has not taken into its metadata.
-        if note.get("step") == self.step and note["num_left_out"] > self.num_left_out:
-            self.num_left_out, memory = note["num_left_out"], note["health"]
+        if note and note.step == self.step and note.num_left_out > self.num_left_out:
+            self.num_left_out, memory = note.num_left_out, note.health or memory
         self.health.go_on(memory)
 
-    def restore(self) -> dict[str, Any]:
-        """Takes up the newest checkpoint; returns its metadata."""
+    def restore(self) -> Mapping[str, Any]:
+        """Takes up the newest checkpoint; returns what `health` remembered there."""
         began = time.perf_counter()
         self.params, self.opt_state = {}, None  # there is no room for two
         program = self.program
         abstract = {"params": program.params, "opt_state": program.opt_state}
         self.step, state, metadata = self.checkpoints.restore(abstract)
-        # config.json says the same, unless somebody has changed it.
-        run_folder.require_same_run(metadata["config"], self.config, self.workdir)
+        # Steps of earlier versions hold less. config.json says the same, unless
+        # somebody has changed it.
+        if "config" in metadata:
+            run_folder.require_same_run(metadata["config"], self.config, self.workdir)
         _require_same_data(metadata["data"], self.feed.fingerprint, self.workdir)
         self.params, self.opt_state = state["params"], state["opt_state"]
-        self.num_left_out = metadata["position"] - self.step
+        self.num_left_out = metadata.get("position", self.step) - self.step
         self.restore_seconds = time.perf_counter() - began
-        return metadata
+        return metadata.get("health", self.health.memory())
 
 
 def make_mesh(config: config_lib.TrainConfig) -> Mesh:

@@ -1,7 +1,8 @@
 """A run's folder: whose it is, and the small files in it.
 
 config.json (resolved), metrics.jsonl, summary.json (written last), checkpoints/STEP/,
-samples/STEP.txt, tokenizer.json, loss.png. Process 0 writes all but the checkpoints.
+samples/STEP.txt, tokenizer.json, loss.png; rollback.json after a rollback, stacks_N.txt
+where process N hung. Process 0 writes all but the checkpoints and the stacks.
 """
 
 import dataclasses

@@ -68,6 +68,13 @@ class CommandTest(faults_test.FaultsTestCase):
         self.assertEqual(code, 1)
         self.assertIn("DAMAGED", rows["2"])
 
+    def test_goes_back(self):
+        self.write_steps(3, 4, keep=9)
+        code, text = self.run_command(roll_back=2)
+        self.assertEqual(code, 0)
+        self.assertIn("steps [3, 4]", text)
+        self.assertIn("from step 2, with batch 4.", text)
+
     def test_prune_deletes_when_told_to(self):
         self.write_steps(3, 4, keep=9)
         shutil.copytree(self.step_folder(1), self.step_folder("0.damaged"))

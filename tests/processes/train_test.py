@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line
 from glm5_jax.checkpoint import manager
-from glm5_jax.training import loop, metrics
+from glm5_jax.training import health, metrics, signals
 from tests import environment, runs
 from tests.processes import launch
 
@@ -25,6 +25,21 @@ MESHES = {
     "data": ["--config.mesh.data=8"],
     "mixed": [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "expert")],
 }
+# Of a config file: the fifth batch has no finite gradient.
+SPOIL = """
+import numpy as np
+from glm5_jax.training import corpus
+
+plain = corpus.Corpus.next
+
+def next_batch(feed, params, position):
+    batch, seen = plain(feed, params, position)
+    if position == 4:
+        batch = {**batch, "loss_mask": np.full_like(batch["loss_mask"], np.nan)}
+    return batch, seen
+
+corpus.Corpus.next = next_batch
+"""
 
 
 def losses(workdir):
@@ -39,9 +54,9 @@ class TrainTest(runs.FolderTest):
         super().setUpClass()
         cls.config = launch.write_config(cls.root)
 
-    def train(self, name, *flags, code=0):
+    def train(self, name, *flags, code=0, config=None):
         workdir = self.root / name
-        got, output = launch.train(self.config, workdir, *flags)
+        got, output = launch.train(config or self.config, workdir, *flags)
         self.assertEqual(got, code, output)
         return workdir
 
@@ -83,6 +98,23 @@ class TrainTest(runs.FolderTest):
             grown = self.train("grown", f"--simulate_processes={count}", end, *flags)
         self.assert_same_run(grown, whole)
 
+    def test_two_roll_back_as_one_does(self):
+        spoilt = self.root / "spoilt.py"
+        spoilt.write_text(self.config.read_text() + SPOIL)
+        flags = ["--config.health.max_skipped_in_a_row=1", *MESHES["data"]]
+        flags += ["--config.health.on_not_finite=roll_back"]
+        one, two = (
+            self.train(f"spoilt{n}", f"--simulate_processes={n}", *flags, config=spoilt)
+            for n in (1, 2)
+        )
+        self.assert_same_run(two, one)
+        for workdir in (one, two):
+            records = metrics.read(workdir / "metrics.jsonl")
+            counts = [record.get(health.ROLLBACKS, 0) for record in records]
+            self.assertEqual(counts, [0, 0, 0, 0, 1])
+            metadata = manager.read_metadata(workdir)
+            self.assertEqual((metadata["step"], metadata["position"]), (5, 6))
+
     def two(self, name, *flags):
         """Two processes of a long run that have come to its first steps."""
         workdir = self.root / name
@@ -113,7 +145,7 @@ class TrainTest(runs.FolderTest):
         os.kill(children[1].pid, getattr(signal, name))
         for child in children:
             code, output = launch.finish(child)
-            self.assertEqual(code, loop.EXIT_TERMINATED, output)
+            self.assertEqual(code, signals.EXIT_TERMINATED, output)
         step = int(manager.find_step(workdir).name)
         self.assertEqual(max(losses(workdir)), step)
         more = f"--config.num_steps={step + 3}"
@@ -131,7 +163,7 @@ class TrainTest(runs.FolderTest):
         runs.wait_for_steps(workdir, child)
         os.kill(child.pid, getattr(signal, name))
         code, output = launch.finish(child)
-        self.assertEqual(code, loop.EXIT_TERMINATED, output)
+        self.assertEqual(code, signals.EXIT_TERMINATED, output)
         self.assertEqual(max(losses(workdir)), int(manager.find_step(workdir).name))
 
     @parameterized.parameters("SIGKILL", "SIGSTOP")
@@ -142,7 +174,7 @@ class TrainTest(runs.FolderTest):
         os.kill(children[1].pid, getattr(signal, name))
         code, output = launch.finish(children[0], timeout=60)
         self.assertLess(time.monotonic() - began, SECONDS_TO_NOTICE)
-        self.assertNotIn(code, (0, loop.EXIT_TERMINATED), output)
+        self.assertNotIn(code, (0, signals.EXIT_TERMINATED), output)
         self.assertEmpty([*(workdir / "checkpoints").iterdir()])
 
     def test_other_configs_are_refused_by_all_within_seconds(self):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import shutil
 import time
+from concurrent import futures
 from unittest import mock
 
 import jax
@@ -11,11 +12,12 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import manifest
+from glm5_jax.checkpoint import manager, manifest, rollback
 from glm5_jax.training import corpus as corpus_lib
 from glm5_jax.training import health as health_lib
 from glm5_jax.training import loop, metrics
 from glm5_jax.training import program as program_lib
+from glm5_jax.training import run as run_lib
 from tests import environment, runs
 from tests.training import loop_test
 
@@ -187,6 +189,25 @@ class AccidentTest(runs.OneDeviceTest):
         jax.tree.map(same, self.params("killed"), self.params("wanted"))
         self.assertEqual(self.records("killed")[-1][health_lib.ROLLBACKS], 1)
 
+    def test_a_run_goes_back_by_hand(self):
+        self.train("by_hand")
+        rollback.by_hand(self.root / "by_hand", 6, num_left_out=2)
+        seen = []
+
+        def see(batch, position):
+            seen.append(position)
+            return batch
+
+        summary = self.train("by_hand", see)
+        self.assertEqual(seen, [*range(8, 14)])
+        self.assertEqual(summary["goodput/lost_steps"], 6)
+        steps = [record["step"] for record in self.records("by_hand")]
+        self.assertEqual(steps, [*range(1, 13)])
+        metadata = manager.read_metadata(self.root / "by_hand")
+        self.assertEqual((metadata["step"], metadata["position"]), (12, 14))
+        left = {path.name for path in (self.root / "by_hand" / "checkpoints").iterdir()}
+        self.assertEqual(left, {"6", "9", "12"})
+
     def test_a_rollback_is_known_before_the_next_checkpoint(self):
         limits = {"spike_nats": 1.0, "on_spike": "roll_back", "max_rollbacks": 1}
         spoil = with_wrong_targets({7, 9})
@@ -208,6 +229,25 @@ class AccidentTest(runs.OneDeviceTest):
         with mock.patch.object(manifest, "seal", slow):
             self.train("slow", without_a_number({3}), **limits)
         self.assertEqual(self.records("slow")[-1][health_lib.ROLLBACKS], 1)
+
+    def test_a_save_that_fails_ends_the_run_before_the_next(self):
+        save = run_lib.Run.save
+
+        def seal(*args, **kwargs):
+            raise OSError("no space left on device")
+
+        def save_and_wait(run, metrics):
+            save(run, metrics)
+            futures.wait([run.checkpoints._pending])
+
+        with (
+            mock.patch.object(manifest, "seal", seal),
+            mock.patch.object(run_lib.Run, "save", save_and_wait),
+            self.assertRaisesRegex(OSError, "no space left"),
+        ):
+            self.train("full")
+        # That after step 3 failed; step 4 was on its way.
+        self.assertEqual([r["step"] for r in self.records("full")], [1, 2, 3, 4])
 
     def test_nothing_to_roll_back_to(self):
         limits = {"max_skipped_in_a_row": 1, "on_not_finite": "roll_back"}

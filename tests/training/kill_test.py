@@ -1,6 +1,6 @@
 """SIGKILL at random moments of training with saves in the background.
 
-GLM5_JAX_KILLS=50 python -m pytest -m slow tests/training/kill_test.py
+GLM5_JAX_KILLS=50 python -m pytest -s tests/training/kill_test.py
 """
 
 import collections
@@ -8,33 +8,47 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import sys
 import time
+from unittest import mock
 
 import jax
 import numpy as np
-import pytest
+from jax.experimental import serialize_executable
 
 from glm5_jax import command_line
 from glm5_jax.checkpoint import manifest
 from glm5_jax.training import loop, metrics
+from glm5_jax.training import program as program_lib
 from tests import environment, runs
 from tests.training import loop_test
 
 KILLS = int(os.environ.get("GLM5_JAX_KILLS", "10"))
-STEPS_A_LIFE = 4  # about as many, and a quarter of them lost
+STEPS_A_LIFE = 3  # at most, and some of them lost
 SECONDS = 600  # for a life, on a machine under load
 # Children are forked from a process that has the imports and no device.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.training.kill_test"])
 
 
-def live(config, workdir):
-    """Starts or goes on with the run, in a child."""
+def live(config, workdir, compiled):
+    """Starts or goes on with the run, in a child; its program has been compiled."""
     environment.configure()
-    with runs.use_devices():
-        loop.train(command_line.from_json_dict(json.loads(config)), workdir)
+    program = pickle.loads(compiled.read_bytes())
+
+    def load():
+        return serialize_executable.deserialize_and_load(
+            *program, execution_devices=jax.devices()[:1]
+        )
+
+    lowered = mock.Mock(compile=load)
+    with (
+        runs.use_devices(),
+        mock.patch.object(program_lib.Program, "lower", return_value=lowered),
+    ):
+        loop.train(command_line.resolve(json.loads(config)), workdir)
 
 
 def num_lines(workdir):
@@ -63,15 +77,23 @@ class KillTest(runs.FolderTest):
         config = dataclasses.replace(
             loop_test.make_config(cls.root / "corpus", cls.root / "cache"),
             num_steps=KILLS * STEPS_A_LIFE + 2,
-            checkpoint_every=1,
+            checkpoint_every=2,
             checkpoints_to_keep=2,
             eval_every=0,
             sample_tokens=0,
         )
         cls.config = json.dumps(command_line.to_json_dict(config))
+        # Tracing and compiling would take most of a life's seconds.
+        program = program_lib.make_program(config, runs.first_devices())
+        with environment.without_cache():  # what comes from it cannot be serialised
+            compiled = program.lower().compile()
+        executable = serialize_executable.serialize(compiled)
+        cls.compiled = cls.root / "compiled.pickle"
+        cls.compiled.write_bytes(pickle.dumps(executable))
 
     def start(self, name):
-        child = PROCESSES.Process(target=live, args=(self.config, self.root / name))
+        given = self.config, self.root / name, self.compiled
+        child = PROCESSES.Process(target=live, args=given)
         child.start()
         self.addCleanup(child.kill)
         return child
@@ -95,7 +117,6 @@ class KillTest(runs.FolderTest):
         self.assertLess(child.exitcode, 0, "it ended by itself")
         return moment(workdir)
 
-    @pytest.mark.slow
     def test_killed_run_ends_as_if_it_had_not_been(self):
         self.finish("whole")
         records = metrics.read(self.root / "whole" / "metrics.jsonl")

@@ -18,8 +18,8 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import manager
-from glm5_jax.training import loop, metrics
+from glm5_jax.checkpoint import manager, manifest
+from glm5_jax.training import loop, metrics, signals
 from tests import environment, runs
 from tests.model import tiny
 
@@ -112,6 +112,18 @@ class RunTest(runs.OneDeviceTest):
         after = runs.params_of(folder, MODEL)
         jax.tree.map(np.testing.assert_array_equal, after, before)
 
+    def test_goes_on_from_a_step_of_an_earlier_version(self):
+        folder = self.copy("earlier")
+        checkpoints = folder / "checkpoints"
+        shutil.rmtree(checkpoints / "6")
+        (checkpoints / "3" / manifest.NAME).unlink()
+        path = checkpoints / "3" / "metadata" / "metadata"
+        metadata = json.loads(path.read_text())
+        path.write_text(json.dumps({k: metadata[k] for k in ("step", "data")}))
+        loop.train(self.config, folder)
+        ended = [runs.params_of(run, MODEL) for run in (folder, self.workdir)]
+        jax.tree.map(np.testing.assert_array_equal, *ended)
+
     def test_changed_data_is_refused(self):
         folder = self.copy("changed")
         (self.root / "corpus" / "40.txt").write_text("One more document. " * 40)
@@ -177,7 +189,7 @@ class RunTest(runs.OneDeviceTest):
         threading.Thread(target=terminate, daemon=True).start()
         with self.assertRaises(SystemExit) as caught:
             loop.train(config, folder)
-        self.assertEqual(caught.exception.code, loop.EXIT_TERMINATED)
+        self.assertEqual(caught.exception.code, signals.EXIT_TERMINATED)
         steps = [r["step"] for r in metrics.read(folder / "metrics.jsonl")]
         self.assertEqual(manager.find_step(folder).name, str(steps[-1]))
 

@@ -16,6 +16,7 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax.rl import environments, publisher, rollouts
 from glm5_jax.rl.environments import protocol
+from glm5_jax.training import health as health_lib
 from glm5_jax.training import loop, metrics, run_folder
 from glm5_jax.training import rl as rl_lib
 from glm5_jax.training import run as run_lib
@@ -196,6 +197,31 @@ class RunTest(runs.OneDeviceTest):
         self.assertFalse((folder / "summary.json").exists())
         self.train(self.config, folder)
         self.assert_same_run(folder)
+
+    def test_rollouts_that_give_no_finite_gradient_are_left_out(self):
+        """Those of step 3 are NaN; the run ends as if they had never been played."""
+        health = dataclasses.replace(
+            self.config.health, max_skipped_in_a_row=1, on_not_finite="roll_back"
+        )
+        config = dataclasses.replace(self.config, health=health)
+        plain, folders = rl_lib.Rollouts.next, [self.root / n for n in ("nan", "left")]
+
+        def spoilt(feed, params, position):
+            batch, seen = plain(feed, params, position)
+            if position == 2:
+                batch["advantages"] = np.full_like(batch["advantages"], np.nan)
+            return batch, seen
+
+        def left_out(feed, params, position):
+            return plain(feed, params, position + 1)
+
+        for folder, next_batch in zip(folders, (spoilt, left_out), strict=True):
+            self.rolled_back(folder.name)
+            with mock.patch.object(rl_lib.Rollouts, "next", next_batch):
+                self.train(config, folder)
+        rl_runs.assert_same_state(*folders, config)
+        *_, last = metrics.read(folders[0] / "metrics.jsonl")
+        self.assertEqual((last["step"], last[health_lib.ROLLBACKS]), (4, 1))
 
     def test_the_limit_of_a_stopped_run_may_be_raised(self):
         rl = dataclasses.replace(self.config.rl, max_logprob_gap=1.0, num_eval_tasks=2)

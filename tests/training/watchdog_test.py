@@ -4,6 +4,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from unittest import mock
 
 from absl.testing import absltest
 
@@ -48,14 +49,34 @@ class WatchdogTest(absltest.TestCase):
         self.assertEqual(watchdog.limit, 900)
 
     def test_a_save_may_take_its_time(self):
-        with watchdog_lib.Watchdog(pathlib.Path("unused"), 0.2) as watchdog:
+        watchdog, end = make_watchdog(0.05)
+        with watchdog:
             with watchdog.paused():
-                time.sleep(0.6)
-            watchdog.beat()
+                time.sleep(0.3)
+            end.assert_not_called()
+            watchdog._last = 0.0  # long ago
+            wait_for(lambda: end.called)
 
     def test_no_limit(self):
-        with watchdog_lib.Watchdog(pathlib.Path("unused"), 0.0):
+        watchdog, end = make_watchdog(0.0)
+        with watchdog:
+            watchdog._last = 0.0
             time.sleep(0.1)
+        end.assert_not_called()
+
+
+def make_watchdog(min_seconds):
+    """One that counts instead of ending this process."""
+    watchdog = watchdog_lib.Watchdog(pathlib.Path("unused"), min_seconds)
+    end = mock.patch.object(watchdog, "_end").start()
+    return watchdog, end
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.005)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""Going back to an older step: what a run must know of it until a checkpoint does.
+
+After a rollback a run goes on with the batches behind those that went wrong. How many
+were left out stands in every later checkpoint; before there is one, in rollback.json of
+the run.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import inspection, manager, manifest, step_folder
+
+_NAME = "rollback.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollback:
+    """The last one of a run."""
+
+    step: int  # that it went back to
+    num_left_out: int  # batches, of all rollbacks of the run
+    health: Mapping[str, Any] | None  # its memory; None: that of the step
+
+    @property
+    def position(self) -> int:
+        """The batch that comes next."""
+        return self.step + self.num_left_out
+
+
+def write(run: epath.PathLike, rollback: Rollback) -> None:
+    """Keeps it in the run's folder, whole or not at all."""
+    path = step_folder.absolute(run) / _NAME
+    half = path.with_name(f"{_NAME}.tmp")
+    half.write_text(json.dumps(dataclasses.asdict(rollback), indent=2) + "\n")
+    half.replace(path)
+
+
+def read(run: epath.PathLike) -> Rollback | None:
+    """The last one of a run, if there was one."""
+    path = step_folder.absolute(run) / _NAME
+    return Rollback(**json.loads(path.read_text())) if path.exists() else None
+
+
+def by_hand(
+    run: epath.PathLike, step: int, num_left_out: int | None = None
+) -> tuple[Rollback, list[int]]:
+    """Makes a run that has been stopped go on from an older step.
+
+    Later steps are renamed to STEP.abandoned; the run's next save deletes them.
+
+    Args:
+      run: its folder.
+      step: an older one, with a manifest.
+      num_left_out: batches after those of the step that shall not come again; None:
+        those up to the newest step.
+
+    Returns:
+      What the run will know, and the steps that were set aside.
+
+    Raises:
+      InputError: there is no such step, or nothing would change.
+      DamagedError: its files are not what was written.
+    """
+    checkpoints = inspection.checkpoints_of(run)
+    steps = step_folder.numbers(checkpoints)
+    if step not in steps or not manifest.is_sealed(checkpoints / str(step)):
+        sealed = [n for n in steps if manifest.is_sealed(checkpoints / str(n))]
+        raise config_lib.InputError(
+            f"there is no step {step} with a manifest in {checkpoints}; give one of "
+            f"{sealed}."
+        )
+    later = [n for n in steps if n > step]
+    if not later and not num_left_out:
+        raise config_lib.InputError(
+            f"step {step} is the newest in {checkpoints} already; give an older one, "
+            f"or how many batches shall be left out."
+        )
+    manifest.verify(checkpoints / str(step))
+    here = _position(checkpoints / str(step), step)
+    if num_left_out is None:
+        num_left_out = _position(checkpoints / str(later[-1]), later[-1]) - here
+    rollback = Rollback(step, here - step + num_left_out, None)
+    write(checkpoints.parent, rollback)
+    for number in later:  # the newest last: killed in between, this can be said again
+        step_folder.set_aside(checkpoints / str(number), step_folder.ABANDONED)
+    return rollback, later
+
+
+def _position(folder: epath.Path, step: int) -> int:
+    """Batches drawn up to a step."""
+    return manager.read_metadata(folder).get("position", step)

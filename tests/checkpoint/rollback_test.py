@@ -1,0 +1,67 @@
+"""Going back by hand: what is set aside, what the run will know, what is refused."""
+
+from unittest import mock
+
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manifest, rollback, step_folder
+from tests import environment
+from tests.checkpoint import faults_test
+
+
+class ByHandTest(faults_test.FaultsTestCase):
+    def setUp(self):
+        super().setUp()
+        # Five batches had been left out before.
+        for step in (3, 4):
+            self.write_steps(step, keep=9, metadata={"position": step + 5})
+
+    @parameterized.named_parameters(
+        ("up_to_the_newest", 3, None, 6, [4]),
+        ("none", 3, 0, 5, [4]),
+        ("some", 3, 40, 45, [4]),
+        ("of_an_earlier_version", 2, None, 7, [3, 4]),
+        ("the_newest", 4, 1, 6, []),
+    )
+    def test_leaves_batches_out(self, step, given, num_left_out, later):
+        made, aside = rollback.by_hand(self.folder, step, given)
+        self.assertEqual(aside, later)
+        self.assertEqual(made, rollback.Rollback(step, num_left_out, None))
+        self.assertEqual(made.position, step + num_left_out)
+        self.assertEqual(rollback.read(self.folder), made)
+        kept = [str(n) for n in range(1, step + 1)]
+        self.assertEqual(
+            self.names(), sorted([*kept, *map("{}.abandoned".format, later)])
+        )
+
+    def test_killed_in_between_it_can_be_said_again(self):
+        with (
+            mock.patch.object(step_folder, "set_aside", side_effect=KeyboardInterrupt),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            rollback.by_hand(self.folder, 2)
+        made, aside = rollback.by_hand(self.folder, 2)
+        self.assertEqual((made.num_left_out, aside), (7, [3, 4]))
+
+    @parameterized.named_parameters(
+        ("no_step", 7, "no step 7 with a manifest .* one of \\[2, 3, 4\\]"),
+        ("unproven", 1, "no step 1 with a manifest"),
+        ("newest", 4, "step 4 is the newest"),
+    )
+    def test_refusals(self, step, message):
+        (self.step_folder(1) / manifest.NAME).unlink()
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            rollback.by_hand(self.folder, step)
+        self.assertEqual(self.names(), ["1", "2", "3", "4"])
+        self.assertIsNone(rollback.read(self.folder))
+
+    def test_not_to_a_damaged_step(self):
+        faults_test.flip(faults_test.largest(self.step_folder(2)))
+        with self.assertRaises(config_lib.DamagedError):
+            rollback.by_hand(self.folder, 2)
+        self.assertEqual(self.names(), ["1", "2", "3", "4"])
+
+
+if __name__ == "__main__":
+    environment.main()
