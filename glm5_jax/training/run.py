@@ -149,8 +149,6 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
     feed = rl.Rollouts(config) if config.stage == "rl" else corpus.Corpus(config)
     tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
     _require_same_feed(feed.fingerprint)
-    if together.is_first():
-        feed.tokenizer.save(workdir / "tokenizer.json")
     keep = retention.of_run(command_line.to_json_dict(config))
     checkpoints = manager_lib.CheckpointManager(workdir, keep)
     program = program_lib.make_program(config, mesh)
@@ -173,6 +171,8 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
         opt_places = program_lib.places(program.opt_state)
         init = jax.jit(program.optimizer.init, out_shardings=opt_places)
         run.opt_state = init(run.params)
+    if together.is_first():  # by now it is that of the run
+        feed.tokenizer.save(workdir / "tokenizer.json")
     _compile(run)
     host_memory.trim()
     return run

@@ -5,12 +5,13 @@ samples/STEP.txt, tokenizer.json, loss.png; rollback.json after a rollback, stac
 where process N hung. Process 0 writes all but the checkpoints and the stacks.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from glm5_jax import command_line
@@ -29,6 +30,9 @@ MAY_CHANGE = (
     *("rl.max_logprob_gap", "rl.num_eval_tasks"),
     *(f"health.{field.name}" for field in dataclasses.fields(config_lib.HealthConfig)),
 )
+# Where data lie may change as well where a checkpoint says what they were: its
+# fingerprint of their content decides.
+_OF_CONTENT = ("data.source", "data.mixture", "data.tokenizer")
 _MAX_SHOWN = 5
 _SHARED_SECONDS = 30  # for a network's file system to show a new file
 
@@ -55,6 +59,24 @@ def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
         _require_shared(path, text)
 
 
+@contextlib.contextmanager
+def claimed(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Iterator[None]:
+    """`claim`; config.json is again what it was where the block fails.
+
+    Raises:
+      InputError: see `claim`.
+    """
+    path = workdir / "config.json"
+    before = path.read_bytes() if path.is_file() else None
+    claim(workdir, config)
+    try:
+        yield
+    except Exception:
+        if before is not None and together.is_first():
+            path.write_bytes(before)
+        raise
+
+
 def require_same_run(
     theirs: dict, config: config_lib.TrainConfig, workdir: pathlib.Path
 ) -> None:
@@ -68,7 +90,8 @@ def require_same_run(
     Raises:
       InputError: they differ; it names the fields.
     """
-    if differing := _differing(theirs, config, MAY_CHANGE):
+    may_change = MAY_CHANGE + _OF_CONTENT * _has_checkpoint(workdir)
+    if differing := _differing(theirs, config, may_change):
         raise config_lib.InputError(
             f"{workdir} belongs to another run; give another --workdir, or its "
             f"config. They differ in\n  " + "\n  ".join(differing)
@@ -87,7 +110,7 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
     if path.exists():
         if (workdir / "metrics.jsonl").exists():
             _require_same_run(path, config)
-        elif any((workdir / "checkpoints").glob("[0-9]*")):
+        elif _has_checkpoint(workdir):
             raise config_lib.InputError(
                 f"{workdir} holds a model, not a run; give another --workdir, and "
                 f"--config.init_from={workdir} to start from its parameters."
@@ -105,6 +128,10 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
             f"cannot write into {workdir}: {error.strerror}; give a --workdir in which "
             f"you may create files."
         ) from error
+
+
+def _has_checkpoint(workdir: pathlib.Path) -> bool:
+    return any((workdir / "checkpoints").glob("[0-9]*"))
 
 
 def _require_same_config(theirs: dict, config: config_lib.TrainConfig) -> None:
