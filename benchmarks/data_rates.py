@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from glm5_jax import config
-from glm5_jax.data import index, preparation, prepared, sources
+from glm5_jax.data import preparation, prepared, sources
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in a worker
 BATCH_SIZE = 64
@@ -31,9 +31,9 @@ def rates(folder: pathlib.Path, tokenizer: str, length: int) -> dict[str, Any]:
     )
     size = sum(len(d.text.encode()) for d in sources.read_documents("python"))
     began = time.process_time()
-    preparation.prepare(settings, folder)
+    written = preparation.prepare(settings, folder)
     seconds = time.process_time() - began
-    tokens = index.read(folder).tokens
+    tokens = written["train"]["tokens"]
     data = config.DataConfig(
         source=str(folder), sequence_length=length, batch_size=BATCH_SIZE
     )

@@ -58,4 +58,4 @@ def main(arguments: command_line.Arguments) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, takes_config=False)

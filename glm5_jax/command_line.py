@@ -9,6 +9,7 @@ everything that is wrong with them at once.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -155,15 +156,18 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
     return Arguments(config=config, overrides=tuple(overrides)), rest
 
 
-def run(main: Callable[[Arguments], int | None]) -> None:
+def run(main: Callable[[Arguments], int | None], takes_config: bool = True) -> None:
     """Runs an entry point: parses the command line, calls `main`, exits.
+
+    Where it takes no config, --config is refused, and --help is silent about it.
 
     Exit code: what `main` returns; with one message 2 where the user's input is wrong
     (InputError, here or in `main`), 1 where what is on disk is damaged (DamagedError).
     """
     logging.get_absl_logger().addFilter(_is_ours_or_serious)
     try:
-        app.run(main, flags_parser=_parse_flags)
+        parse = functools.partial(_parse_flags, takes_config=takes_config)
+        app.run(main, flags_parser=parse)
     except (config_lib.InputError, config_lib.DamagedError) as error:
         lines = "".join(f"error: {line}\n" for line in str(error).splitlines())
         sys.stderr.write(lines)
@@ -175,12 +179,16 @@ def _is_ours_or_serious(record: Any) -> bool:
     return record.levelno >= 40 or "glm5_jax" in record.pathname  # 40: ERROR
 
 
-def _parse_flags(argv: Sequence[str]) -> Arguments:
+def _parse_flags(argv: Sequence[str], takes_config: bool) -> Arguments:
     """Parses the whole command line; absl's flags end up in FLAGS."""
     arguments, rest = parse_command_line(argv)
+    if not takes_config and (arguments.config or arguments.overrides):
+        raise config_lib.InputError(
+            "--config has no effect here; leave it out. --help lists the flags."
+        )
     if {"--help", "-help", "-h"} & set(rest):
         app.usage(shorthelp=True, writeto_stdout=True)
-        sys.stdout.write(_config_help())
+        sys.stdout.write(_config_help() if takes_config else "")
         sys.exit(0)
     flags.FLAGS.set_gnu_getopt()  # a stray word does not end the flags
     try:

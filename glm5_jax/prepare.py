@@ -3,8 +3,9 @@
 python -m glm5_jax.prepare --source=corpus --target=prepared --workers=8
 
 Then train with --config.data.source=prepared. The source is a folder of JSONL, Parquet,
-Arrow (Hugging Face datasets), ArrayRecord or text files. A preparation that was killed
-goes on where the same command is run again. docs/data.md has the rest.
+Arrow (Hugging Face datasets), ArrayRecord or text files; with --kind=conversations one
+of JSONL for stage sft. A preparation that was killed, or stopped at a bad line, goes on
+where the same command is run again. docs/data.md has the rest.
 """
 
 import json
@@ -14,7 +15,7 @@ from absl import flags, logging
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.config import checks
+from glm5_jax.config import checks, fields
 
 _TARGET = flags.DEFINE_string("target", None, "Folder to make.", required=True)
 _WORKERS = flags.DEFINE_integer("workers", 1, "Processes.", lower_bound=1)
@@ -24,26 +25,32 @@ _CHECK = flags.DEFINE_bool(
 # Fields of config.PrepareConfig, which has the defaults and checks the values.
 _FIELDS = {
     "source": "Folder with documents, or 'python'.",
+    "kind": "What is read; conversations have a mask of what is trained.",
     "tokenizer": "'bpe', 'byte', 'bpe_chat', 'byte_chat' or a tokenizer.json.",
     "bpe_vocab_size": "Ids of a 'bpe', which is trained on the source.",
     "field": "Of JSON objects, or column; '': records of ArrayRecord are texts.",
     "sequence_length": "Tokens of a row.",
-    "packing": "'truncate' (documents joined and cut) or 'best_fit' (whole).",
+    "packing": "'truncate': documents joined and cut; 'best_fit': whole.",
     "buckets": "Lengths, as (4096, 32768): longer documents go into other folders.",
     "held_out_percent": "Documents kept from training, by the hash of their names.",
     "fim_rate": "Fraction of documents with their middle at the end; code alone.",
     "fim_spm_rate": "Fraction of those with the suffix first.",
     "seed": "Of the order of documents and of the cuts for fill-in-the-middle.",
     "shard_mib": "Of the source that a worker holds at once.",
+    "chat_template": "Of conversations.",
+    "enable_thinking": "Whether their turns are asked for with a thought.",
+    "clear_thinking": "Whether thoughts before the last user message are left out.",
 }
-for _name, _help in _FIELDS.items():
-    flags.DEFINE_string(_name, None, _help, required=_name == "source")
+for _name, _hint, _default in fields.of(config_lib.PrepareConfig):
+    _is_required = _name == "source"
+    _more = "" if _is_required else f"; default {_default!r}"
+    _help = f"{_FIELDS[_name]} ({fields.describe(_hint)}{_more})"
+    flags.DEFINE_string(_name, None, _help, required=_is_required)
 
 
 def main(arguments: command_line.Arguments) -> None:
     """Prepares, and prints what was written."""
-    if arguments.config or arguments.overrides:
-        raise config_lib.InputError("prepare takes no --config; --help lists its flags")
+    del arguments
     checks.require_local("target", _TARGET.value)
     given = [(name, flags.FLAGS[name].value) for name in _FIELDS]
     given = [(name, text) for name, text in given if text is not None]
@@ -58,4 +65,4 @@ def main(arguments: command_line.Arguments) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, takes_config=False)

@@ -5,7 +5,7 @@ are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
 """
 
 from glm5_jax.config.checks import DamagedError, InputError
-from glm5_jax.config.data import DataConfig, PrepareConfig
+from glm5_jax.config.data import DataConfig, DocumentKind, PrepareConfig
 from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
 from glm5_jax.config.rl import (
@@ -31,6 +31,7 @@ __all__ = [
     "AttentionMode",
     "DamagedError",
     "DataConfig",
+    "DocumentKind",
     "Dtype",
     "HealthConfig",
     "InputError",

@@ -5,6 +5,9 @@ from typing import Literal
 
 from glm5_jax.config import checks
 
+ChatTemplate = Literal["glm5", "glm5.1", "glm5.2"]
+DocumentKind = Literal["text", "conversations"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -28,7 +31,7 @@ class DataConfig:
     held_out_percent: int = 10  # documents by sha256(name) % 100 below this
     cache_dir: str = "~/.cache/glm5_jax"  # trained tokenizers, token arrays
     num_prefetch: int = 2  # batches made ahead by a thread
-    chat_template: Literal["glm5", "glm5.1", "glm5.2"] = "glm5"
+    chat_template: ChatTemplate = "glm5"
     # Whether turns are asked for with a thought; False where the data has none.
     enable_thinking: bool = True
     clear_thinking: bool = True  # False: thoughts before the last user message stay
@@ -72,6 +75,9 @@ class PrepareConfig:
     """How a corpus becomes rows on disk: `python -m glm5_jax.prepare`."""
 
     source: str  # "python", or a folder: see DataConfig
+    # "conversations": a .jsonl file or a folder of such, for stage sft; whole ones are
+    # packed, with a mask of what is trained.
+    kind: DocumentKind = "text"
     tokenizer: str = "bpe"  # see DataConfig
     bpe_vocab_size: int = 2048
     field: str = "text"  # of JSON objects, or column; "": records are the texts
@@ -86,6 +92,10 @@ class PrepareConfig:
     fim_spm_rate: float = 0.5  # fraction of those with the suffix first
     seed: int = 0  # of the order of documents and of fill-in-the-middle
     shard_mib: float = 128.0  # of the source that a worker holds at once, for one shard
+    # Of conversations; see DataConfig, which must say the same.
+    chat_template: ChatTemplate = "glm5"
+    enable_thinking: bool = True
+    clear_thinking: bool = True
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -101,6 +111,7 @@ class PrepareConfig:
                 for name, rate in rates.items()
             ),
             (self.seed >= 0, f"seed must not be negative, got {self.seed}."),
+            *self._conversation_rules(),
             (
                 all(
                     a < b
@@ -109,6 +120,26 @@ class PrepareConfig:
                 f"buckets must be ascending lengths, got {self.buckets}.",
             ),
         )
+
+    def _conversation_rules(self) -> list[tuple[bool, str]]:
+        """Rules: what is done to texts alone is not asked for."""
+        is_text = self.kind == "text"
+        return [
+            (
+                is_text or self.packing == "best_fit",
+                f"packing must be 'best_fit' with kind 'conversations', which are not "
+                f"cut where a row ends; got {self.packing!r}.",
+            ),
+            (
+                is_text or not self.fim_rate,
+                f"fim_rate must be 0 with kind 'conversations', got {self.fim_rate}.",
+            ),
+            (
+                is_text or self.field == "text",
+                f"field is of texts: conversations have 'messages' and 'tools'; leave "
+                f"it out, got {self.field!r}.",
+            ),
+        ]
 
 
 def bpe_rule(bpe_vocab_size: int) -> tuple[bool, str]:

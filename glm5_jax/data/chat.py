@@ -6,7 +6,7 @@ No token ends a turn: the role token of the next one does, and so is trained.
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from glm5_jax import config
@@ -80,13 +80,7 @@ class Template:
 
     def __post_init__(self) -> None:
         """Checks the tokenizer."""
-        missing = [n for n in SPECIAL_TOKENS if n not in self.tokenizer.special_ids]
-        if missing:
-            raise config.InputError(
-                f"The chat template needs special tokens that the tokenizer lacks: "
-                f"{' '.join(missing)}. Use data.tokenizer='byte_chat' or 'bpe_chat', "
-                f"or a tokenizer.json that has them among its added_tokens."
-            )
+        check(self.tokenizer.special_ids)
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -316,7 +310,7 @@ class Template:
 
 
 def make_template(
-    data: config.DataConfig, tokenizer: tokenizer_lib.Tokenizer
+    data: config.DataConfig | config.PrepareConfig, tokenizer: tokenizer_lib.Tokenizer
 ) -> Template:
     """The template that `data` names."""
     return Template(
@@ -325,6 +319,21 @@ def make_template(
         enable_thinking=data.enable_thinking,
         clear_thinking=data.clear_thinking,
     )
+
+
+def check(special_tokens: Collection[str]) -> None:
+    """Checks that these, which a tokenizer has, are enough.
+
+    Raises:
+        config.InputError: one is missing.
+    """
+    missing = [name for name in SPECIAL_TOKENS if name not in special_tokens]
+    if missing:
+        raise config.InputError(
+            f"The chat template needs special tokens that the tokenizer lacks: "
+            f"{' '.join(missing)}. Use tokenizer 'byte_chat' or 'bpe_chat', or a "
+            f"tokenizer.json that has them among its added_tokens."
+        )
 
 
 def _json(value: Any) -> str:

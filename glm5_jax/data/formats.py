@@ -18,6 +18,7 @@ from glm5_jax import config
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 _CHUNK_BYTES = 2**24
+WHOLE = 2**62  # bytes of a span that is a whole file
 _ROWS_AT_ONCE = 256  # of a Parquet file, in memory
 _ARROW_FILE_MAGIC = b"ARROW1"
 _BOM = b"\xef\xbb\xbf"
@@ -103,6 +104,24 @@ def read(root: pathlib.Path, span: Span, field: str) -> Iterator[tuple[str, Any]
                 yield f"{span.path}:{number}" if number else span.path, value
 
 
+def read_lines(root: pathlib.Path, span: Span) -> Iterator[tuple[str, str]]:
+    """Place and text of each line of a span of JSONL that is not blank.
+
+    Args:
+        root: of the source.
+        span: what to read.
+
+    Raises:
+        config.InputError: one is no UTF-8.
+    """
+    path = root / span.path
+    with _readable(path):
+        for number, line in _lines(path, span):
+            place = f"{path}:{number}"
+            if line.strip():
+                yield place, _decoded(line, place)
+
+
 def read_text(path: pathlib.Path) -> str:
     """The text of a file, line ends as they are.
 
@@ -140,12 +159,9 @@ def _data_files(state: pathlib.Path) -> list[str]:
 
 def _parsed(record: bytes, place: str, field: str) -> Any:
     """The field of a JSON object."""
+    text = _decoded(record, place)
     try:
-        value = json.loads(record.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise config.InputError(
-            f"{place} cannot be read as UTF-8 text: {error}."
-        ) from error
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise config.InputError(f"{place} is not JSON: {error}.") from error
     if not isinstance(value, dict) or field not in value:
@@ -157,6 +173,15 @@ def _parsed(record: bytes, place: str, field: str) -> Any:
     if value[field] is None:
         raise config.InputError(f'{place} has null in the field "{field}".')
     return value[field]
+
+
+def _decoded(record: bytes, place: str) -> str:
+    try:
+        return record.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise config.InputError(
+            f"{place} cannot be read as UTF-8 text: {error}."
+        ) from error
 
 
 def _cut_text(path: pathlib.Path, num_bytes: int) -> list[tuple[int, ...]]:
@@ -186,13 +211,18 @@ def _cut_jsonl(path: pathlib.Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
 
 
 def _read_jsonl(path: pathlib.Path, span: Span, field: str) -> Iterator[Any]:
+    for number, line in _lines(path, span):
+        yield _parsed(line, f"{path}:{number}", field) if line.strip() else None
+
+
+def _lines(path: pathlib.Path, span: Span) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line of a span."""
     with path.open("rb") as file:
         file.seek(span.start)
         number = span.first
         while file.tell() < span.stop:
             line = file.readline()
-            line = line.removeprefix(_BOM) if number == 1 else line
-            yield _parsed(line, f"{path}:{number}", field) if line.strip() else None
+            yield number, line.removeprefix(_BOM) if number == 1 else line
             number += 1
 
 
@@ -255,15 +285,7 @@ def _read_array_record(path: pathlib.Path, span: Span, field: str) -> Iterator[A
         reader.seek(span.start)
         for number in range(span.start + 1, span.stop + 1):
             place, record = f"{path}:{number}", reader.read()
-            if field:
-                yield _parsed(record, place, field)
-                continue
-            try:
-                yield record.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise config.InputError(
-                    f"{place} cannot be read as UTF-8 text: {error}."
-                ) from error
+            yield _parsed(record, place, field) if field else _decoded(record, place)
 
 
 def _array_record(path: pathlib.Path) -> Any:

@@ -34,11 +34,6 @@ class Index:
     held_out: tuple[shards.Shard, ...]
 
     @property
-    def sequence_length(self) -> int:
-        """Tokens of a row."""
-        return self.settings["sequence_length"]
-
-    @property
     def fingerprint(self) -> dict[str, Any]:
         """By what two folders differ; equal ones hold equal rows."""
         contents = "".join(s.sha256 for s in (*self.train, *self.held_out))
@@ -47,9 +42,9 @@ class Index:
         return self.settings | own
 
     @property
-    def tokens(self) -> int:
-        """Of the training rows, without padding."""
-        return sum(shard.filled for shard in self.train)
+    def kind(self) -> config.DocumentKind:
+        """Of what the rows are."""
+        return self.settings.get("kind", "text")
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes it whole."""

@@ -5,9 +5,9 @@ Bavarian et al. 2022 (arXiv 2207.14255); GLM-4.5 does so with all source code.
 
 import dataclasses
 import hashlib
+from collections.abc import Collection
 
 from glm5_jax import config
-from glm5_jax.data import tokenizer as tokenizer_lib
 
 PREFIX, MIDDLE, SUFFIX = "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"
 
@@ -42,14 +42,14 @@ class Infill:
         return [*halves, (MIDDLE, text[first:second])]
 
 
-def check(tokenizer: tokenizer_lib.Tokenizer) -> None:
-    """Checks that the tokenizer has the special tokens.
+def check(special_tokens: Collection[str]) -> None:
+    """Checks that these, which a tokenizer has, are enough.
 
     Raises:
-        config.InputError: it lacks one.
+        config.InputError: one is missing.
     """
     names = (PREFIX, MIDDLE, SUFFIX)
-    missing = [name for name in names if name not in tokenizer.special_ids]
+    missing = [name for name in names if name not in special_tokens]
     if missing:
         raise config.InputError(
             f"fim_rate needs special tokens that the tokenizer lacks: "

@@ -1,6 +1,8 @@
 """One part of a corpus: read, tokenized, packed and written as shards, by one worker.
 
-What is written depends on the part and the settings alone.
+What is written depends on the part, the tokenizer and the settings alone. A record of
+it says of which content it is made, so that a part need not be made again where its
+files have changed and its documents have not.
 """
 
 import dataclasses
@@ -8,27 +10,18 @@ import hashlib
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax.data import cache, formats, infill, packing, shards, sources
+from glm5_jax.data import cache, documents, formats, packing, shards, sources
 from glm5_jax.data import tokenizer as tokenizer_lib
 
-SIDES = ("train", "held_out")
-PYTHON = "python"  # path of a span of the corpus that every Python carries
 TOKENIZER = "tokenizer.json"
+RECORDS = "parts"
 _DOCUMENTS_AT_ONCE = 32  # that the tokenizer sees together
-
-
-class _Tokenized(NamedTuple):
-    """A document as ids, with <|endoftext|> as the last."""
-
-    name: str
-    side: str
-    ids: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,67 +31,105 @@ class Part:
     Attributes:
         number: from 0, in the order of the source.
         spans: what is read.
+        files: those that the spans are of, as they were.
     """
 
     number: int
     spans: tuple[formats.Span, ...]
+    files: tuple[documents.File, ...]
 
     @property
     def num_bytes(self) -> int:
         """About so many are read."""
         return sum(span.num_bytes for span in self.spans)
 
+    def to_json(self) -> dict[str, Any]:
+        """What `json.load` would give back."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
-def make(config: config_lib.PrepareConfig, target: pathlib.Path, part: Part) -> None:
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> "Part":
+        """Inverse of `to_json`."""
+        spans = tuple(formats.Span(**span) for span in tree["spans"])
+        return cls(tree["number"], spans, tuple(tuple(f) for f in tree["files"]))
+
+
+def make(
+    config: config_lib.PrepareConfig,
+    target: pathlib.Path,
+    part: Part,
+    *,
+    check: bool = False,
+) -> None:
     """Writes the shards of a part, and last a record that they are whole.
+
+    Shards that are there stay if their documents and tokenizer were the same.
+
+    Args:
+        config: the settings.
+        target: the folder, with its tokenizer.
+        part: what to make.
+        check: whether to read shards that are there, and not to trust their sizes.
 
     Raises:
         config_lib.InputError: a document cannot be read.
     """
     tokenizer = tokenizer_lib.load(target / TOKENIZER)
-    sizes = [len(piece) for piece in tokenizer.pieces]
-    digest = hashlib.sha256()
-    found = list(_tokenized(config, part, tokenizer, digest.update))
-    found.sort(key=lambda d: sources.shuffle_key(d.name, config.seed))
-    folders: dict[str, dict[str, Any]] = {}
-    for folder, side in itertools.product(folder_names(config), SIDES):
-        chosen = [
-            document.ids
-            for document in found
-            if document.side == side and _folder(config, document) == folder
-        ]
-        if chosen:
-            (target / folder).mkdir(exist_ok=True)
-            path = target / folder / f"{side}-{part.number:05d}{shards.SUFFIX}"
-            rows = _pack(chosen, config, tokenizer.eos_id)
-            shard = shards.write(path, _each(rows), sizes)
-            folders.setdefault(folder, {})[side] = dataclasses.asdict(shard)
-    record = {
-        "documents": len(found),
-        "source_sha256": digest.hexdigest(),
-        "folders": folders,
-    }
-    cache.write_text(record_path(target, part.number), json.dumps(record, indent=1))
+    record = read_record(target, part.number, check=check)
+    if record is not None and record["tokenizer"] == tokenizer.digest:
+        content = _Content()
+        for _ in content.batches(config, part):
+            pass
+        if content.digest == record["source_sha256"]:
+            _write_record(target, record | {"part": part.to_json()})
+            return
+    remove(config, target, part.number)
+    content, found = _Content(), []
+    for some in content.batches(config, part):
+        found += documents.tokenize(config, tokenizer, some)
+    found.sort(key=lambda document: document.key)
+    _write_record(
+        target,
+        {
+            "part": part.to_json(),
+            "tokenizer": tokenizer.digest,
+            "source_sha256": content.digest,
+            "documents": content.num_documents,
+            "cut": sum(document.is_cut for document in found),
+            "dropped": content.num_documents - len(found),
+            "thoughtful": sum(document.is_thoughtful for document in found),
+            "folders": _write_shards(config, target, part, tokenizer, found),
+        },
+    )
 
 
-def record_path(target: pathlib.Path, number: int) -> pathlib.Path:
-    """Where it stands that a part is whole."""
-    return target / "parts" / f"{number:05d}.json"
+def is_current(
+    target: pathlib.Path, part: Part, tokenizer: str, *, check: bool = False
+) -> bool:
+    """Whether a part is whole, made with the tokenizer of this digest, of files as now.
+
+    Args:
+        target: the folder.
+        part: as it is to be.
+        tokenizer: its digest.
+        check: whether to read the shards again, and not to trust their sizes.
+    """
+    record = read_record(target, part.number, check=check)
+    return (
+        record is not None
+        and record["part"] == part.to_json()
+        and record["tokenizer"] == tokenizer
+    )
 
 
 def read_record(
     target: pathlib.Path, number: int, *, check: bool = False
 ) -> dict[str, Any] | None:
-    """What `make` left of a part, or None where that is not whole.
-
-    Args:
-        target: the folder.
-        number: of the part.
-        check: whether to read the shards again, and not to trust their sizes.
-    """
+    """What `make` left of a part, or None where its shards are not whole."""
     try:
-        record = json.loads(record_path(target, number).read_text(encoding="utf-8"))
-        folders = record["folders"]
+        record = json.loads(_record_path(target, number).read_text(encoding="utf-8"))
+        needed = ("part", "tokenizer", "source_sha256", "folders")
+        *_, folders = (record[key] for key in needed)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     for folder, sides in folders.items():
@@ -111,6 +142,22 @@ def read_record(
     return record
 
 
+def remove(config: config_lib.PrepareConfig, target: pathlib.Path, number: int) -> None:
+    """Removes what there is of a part."""
+    _record_path(target, number).unlink(missing_ok=True)
+    for folder, side in itertools.product(folder_names(config), documents.SIDES):
+        (target / folder / _shard_name(side, number)).unlink(missing_ok=True)
+
+
+def numbers(target: pathlib.Path) -> set[int]:
+    """Of the parts that there is something of."""
+    names = [path.stem for path in (target / RECORDS).glob("*.json")]
+    for side in documents.SIDES:
+        found = target.rglob(f"{side}-*{shards.SUFFIX}")
+        names += [path.stem.rpartition("-")[2] for path in found]
+    return {int(name) for name in names if name.isdecimal()}
+
+
 def folder_names(config: config_lib.PrepareConfig) -> list[str]:
     """Below the target, by the length of the documents; "." where there is but one."""
     if not config.buckets:
@@ -118,49 +165,66 @@ def folder_names(config: config_lib.PrepareConfig) -> list[str]:
     return [*(f"up_to_{length}" for length in config.buckets), "longer"]
 
 
-def documents(
-    config: config_lib.PrepareConfig, spans: Iterable[formats.Span]
-) -> Iterator[sources.Document]:
-    """The documents of spans of the source that are not empty, one by one."""
-    for span in spans:
-        if span.path == PYTHON and config.source == PYTHON:
-            found = iter(sources.read_documents(PYTHON)[span.start : span.stop])
-        else:
-            root = sources.folder_of(config.source)
-            found = sources.read_span(root, span, config.field)
-        yield from (document for document in found if document.text)
+class _Content:
+    """Documents of a part, and what they were once they have been read."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self.num_documents = 0
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def batches(
+        self, config: config_lib.PrepareConfig, part: Part
+    ) -> Iterator[list[documents.Document]]:
+        stream = documents.read(config, part.spans)
+        while some := list(itertools.islice(stream, _DOCUMENTS_AT_ONCE)):
+            self._digest.update(bytes.fromhex(sources.corpus_digest(some)))
+            self.num_documents += len(some)
+            yield some
 
 
-def _tokenized(
+def _write_record(target: pathlib.Path, record: dict[str, Any]) -> None:
+    path = _record_path(target, record["part"]["number"])
+    cache.write_text(path, json.dumps(record, indent=1))
+
+
+def _record_path(target: pathlib.Path, number: int) -> pathlib.Path:
+    return target / RECORDS / f"{number:05d}.json"
+
+
+def _shard_name(side: str, number: int) -> str:
+    return f"{side}-{number:05d}{shards.SUFFIX}"
+
+
+def _write_shards(
     config: config_lib.PrepareConfig,
+    target: pathlib.Path,
     part: Part,
     tokenizer: tokenizer_lib.Tokenizer,
-    update: Callable[[bytes], None],
-) -> Iterator[_Tokenized]:
-    """Documents as ids; `update` is given the names and texts."""
-    arrange = infill.Infill(config.fim_rate, config.fim_spm_rate, config.seed).arrange
-    stream = documents(config, part.spans)
-    while some := list(itertools.islice(stream, _DOCUMENTS_AT_ONCE)):
-        update(bytes.fromhex(sources.corpus_digest(some)))
-        arranged = []
-        for document in some:
-            is_held_out = sources.is_held_out(document.name, config.held_out_percent)
-            # What is held out stays as it is: its bits per byte are comparable.
-            parts = arrange(document.name, document.text)
-            parts = [(None, document.text)] if is_held_out else parts
-            arranged.append((document.name, SIDES[is_held_out], parts))
-        texts = [text for _, _, parts in arranged for _, text in parts]
-        ids = iter(tokenizer.encode_batch(texts))
-        for name, side, parts in arranged:
-            whole = []
-            for special, _ in parts:
-                if special is not None:
-                    whole.append(tokenizer.special_ids[special])
-                whole += next(ids)
-            yield _Tokenized(name, side, np.array([*whole, tokenizer.eos_id], np.int32))
+    found: Sequence[documents.Tokenized],
+) -> dict[str, dict[str, Any]]:
+    """Returns what was written, by folder and side."""
+    sizes = [len(piece) for piece in tokenizer.pieces]
+    folders: dict[str, dict[str, Any]] = {}
+    for folder, side in itertools.product(folder_names(config), documents.SIDES):
+        chosen = [
+            document
+            for document in found
+            if document.side == side and _folder(config, document) == folder
+        ]
+        if chosen:
+            (target / folder).mkdir(exist_ok=True)
+            path = target / folder / _shard_name(side, part.number)
+            rows = _pack(chosen, config, tokenizer.eos_id)
+            shard = shards.write(path, map(rows.__getitem__, range(len(rows))), sizes)
+            folders.setdefault(folder, {})[side] = dataclasses.asdict(shard)
+    return folders
 
 
-def _folder(config: config_lib.PrepareConfig, document: _Tokenized) -> str:
+def _folder(config: config_lib.PrepareConfig, document: documents.Tokenized) -> str:
     """The first bucket that is long enough."""
     names = folder_names(config)
     length = document.ids.size - 1
@@ -168,20 +232,22 @@ def _folder(config: config_lib.PrepareConfig, document: _Tokenized) -> str:
 
 
 def _pack(
-    found: Sequence[np.ndarray], config: config_lib.PrepareConfig, eos_id: int
+    found: Sequence[documents.Tokenized],
+    config: config_lib.PrepareConfig,
+    eos_id: int,
 ) -> packing.Rows:
-    """Rows of documents that end with eos."""
     length = config.sequence_length
     if config.packing == "truncate":
         return packing.pack(
-            [ids[:-1] for ids in found], eos_id=eos_id, sequence_length=length
+            [document.ids[:-1] for document in found],
+            eos_id=eos_id,
+            sequence_length=length,
         )
-    pieces = [piece for ids in found for piece in packing.pieces(ids, length)]
-    trained = [np.ones(piece.size, bool) for piece in pieces]
-    return packing.fit(
-        list(zip(pieces, trained, strict=True)), eos_id=eos_id, sequence_length=length
-    )
-
-
-def _each(rows: packing.Rows) -> Iterator[packing.Row]:
-    return map(rows.__getitem__, range(len(rows)))
+    pieces = []
+    for document in found:
+        if document.mask is not None:  # a conversation, which fits a row
+            pieces.append((document.ids, document.mask))
+            continue
+        cut = packing.pieces(document.ids, length)
+        pieces += [(ids, np.ones(ids.size, bool)) for ids in cut]
+    return packing.fit(pieces, eos_id=eos_id, sequence_length=length)

@@ -1,49 +1,32 @@
 """A corpus of any size to shards of packed rows, by several processes.
 
-The source is cut into parts (plan.json), each of which one process reads, tokenizes,
+The source is cut into parts (plan.py), each of which one process reads, tokenizes,
 packs and writes (part.py). A finished part has a record, so that a preparation that was
-killed goes on with the others; what comes out depends neither on that nor on the number
-of processes. index.json, written last, is what training looks for.
+killed, or a source in which something was mended, goes on with the others; what comes
+out depends neither on that nor on the number of processes. index.json, written last, is
+what training looks for.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
-import json
-import multiprocessing
 import os
 import pathlib
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
-from multiprocessing import connection
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import tqdm
 from absl import logging
 
 from glm5_jax import config as config_lib
-from glm5_jax.data import cache, formats, infill, part, shards, sources
+from glm5_jax.data import chat, conversations, documents, part, shards, workers
 from glm5_jax.data import index as index_lib
+from glm5_jax.data import plan as plan_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 
-VERSION = 1  # raise it when reading, rearranging, shuffling, packing or writing change
-_MIB = 2**20
 _PARTS_FOR_BPE = 16  # of the source, evenly spread, that a BPE is trained on
 _LOCK = ".lock"
-_OWN = {"parts", _LOCK}  # that a preparation killed at its beginning leaves
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What is to be done; equal ones give equal bytes."""
-
-    settings: dict[str, Any]
-    files: list[list[Any]]  # path, size and time of each
-    parts: list[part.Part]
+_OWN = {part.RECORDS, _LOCK}  # that a preparation killed at its beginning leaves
 
 
 def prepare(
@@ -65,87 +48,54 @@ def prepare(
         What was written, by bucket.
 
     Raises:
-        config_lib.InputError: source, tokenizer, settings or folder cannot be used.
+        config_lib.InputError: source, tokenizer, settings or folder cannot be used; if
+            nothing of a new folder is finished, nothing of it is left.
     """
     began = time.perf_counter()
     target = target.expanduser()
-    files = _source_files(config)
-    _require_apart(config.source, target)
-    if config.tokenizer not in tokenizer_lib.BPE_NAMES:  # one that is to be read
-        tokenizer = tokenizer_lib.named(config.tokenizer)
-        if config.fim_rate:
-            infill.check(tokenizer)
+    files = documents.files_of(config)
+    _require_apart(config, target)
+    documents.check_tokenizer(config)
     with _claimed(target):
-        plan = _plan(config, target, files, num_workers)
+        plan = plan_lib.make(config, target, files, num_workers)
         tokenizer = _tokenizer(config, target, plan.parts)
-        if config.fim_rate:
-            infill.check(tokenizer)
-        todo = [
-            p
-            for p in plan.parts
-            if part.read_record(target, p.number, check=check) is None
-        ]
+        for number in part.numbers(target) - set(range(len(plan.parts))):
+            part.remove(config, target, number)  # of a source that was longer
+        todo = _todo(target, plan.parts, tokenizer, check=check)
         logging.info("%d parts, of which %d are to do.", len(plan.parts), len(todo))
-        _run(config, target, todo, num_workers)
+        tasks = [(config, target, p, check) for p in todo]
+        with workers.bar("prepare", sum(p.num_bytes for p in todo)) as bar:
+            for num_bytes in workers.results(_make, tasks, num_workers):
+                bar.update(num_bytes)  # what is whole stays where one fails
+        plan_lib.require_unchanged(config, plan)
         written = _write_indices(config, target, plan, tokenizer)
     seconds = round(time.perf_counter() - began, 2)
     return {"target": str(target), "seconds": seconds, **written}
 
 
-def _require_apart(source: str, target: pathlib.Path) -> None:
+def _require_apart(config: config_lib.PrepareConfig, target: pathlib.Path) -> None:
     """What is made must not be read as documents by the next start."""
-    root = pathlib.Path(source).expanduser()
-    if source != part.PYTHON and target.absolute().is_relative_to(root.absolute()):
+    root = pathlib.Path(config.source).expanduser()
+    is_folder = config.source != documents.PYTHON
+    if is_folder and target.absolute().is_relative_to(root.absolute()):
         raise config_lib.InputError(
-            f"--target={target} lies inside --source={source}, and would be read as "
-            f"a part of it; give a folder beside it."
+            f"--target={target} lies inside --source={config.source}, and would be "
+            f"read as a part of it; give a folder beside it."
         )
-
-
-def _settings(config: config_lib.PrepareConfig) -> dict[str, Any]:
-    """What decides on the rows, but for the content of the source."""
-    settings: dict[str, Any] = {"version": VERSION, **dataclasses.asdict(config)}
-    del settings["source"]
-    if config.tokenizer in tokenizer_lib.BPE_NAMES:
-        settings["tokenizer"] += f"_{config.bpe_vocab_size}"
-    else:
-        settings["tokenizer"] = tokenizer_lib.named(config.tokenizer).digest[:16]
-    del settings["bpe_vocab_size"]
-    return json.loads(json.dumps(settings))
-
-
-def _source_files(config: config_lib.PrepareConfig) -> list[list[Any]]:
-    """Path, size and time of change of every file that will be read."""
-    if config.source == part.PYTHON:
-        documents = sources.read_documents(config.source)
-        return [[part.PYTHON, len(documents), sources.corpus_digest(documents)]]
-    root = sources.folder_of(config.source)
-    paths = formats.document_files(root)
-    if not paths:
-        kinds = ", ".join(formats.SUFFIXES)
-        raise config_lib.InputError(
-            f"source holds no documents: {config.source!r}. Put {kinds} files there, "
-            f"or give 'python'."
-        )
-    stats = [(path, path.stat()) for path in paths]
-    return [
-        [path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns]
-        for path, stat in stats
-    ]
 
 
 @contextlib.contextmanager
 def _claimed(target: pathlib.Path) -> Iterator[None]:
-    """Makes the folder and keeps other preparations out of it."""
+    """Makes the folder and keeps other preparations out of it.
+
+    Where the user's input is wrong, what is new is removed, unless a part is finished.
+    """
     try:
-        is_others = target.is_dir() and not (target / index_lib.PLAN).exists()
-        if is_others and any(path.name not in _OWN for path in target.iterdir()):
-            raise config_lib.InputError(
-                f"{target} is not empty and holds no preparation (no "
-                f"{index_lib.PLAN}); give another --target, so that nothing in it is "
-                f"overwritten."
-            )
-        (target / "parts").mkdir(parents=True, exist_ok=True)
+        is_new = not (target / index_lib.PLAN).exists()
+        missing = [path for path in (target, *target.parents) if not path.exists()]
+        if is_new and target.is_dir():
+            _require_own(target)
+        (target / part.RECORDS).mkdir(parents=True, exist_ok=True)
         lock = (target / _LOCK).open("w")
     except OSError as error:
         raise config_lib.InputError(
@@ -161,106 +111,47 @@ def _claimed(target: pathlib.Path) -> Iterator[None]:
             ) from error
         for path in target.rglob(f".*-*{shards.SUFFIX}"):
             path.unlink()  # half a shard, of a worker that was killed
-        yield
+        try:
+            yield
+        except config_lib.InputError:
+            if is_new and not part.numbers(target):
+                _remove(target, missing)
+            raise
 
 
-def _plan(
-    config: config_lib.PrepareConfig,
-    target: pathlib.Path,
-    files: list[list[Any]],
-    num_workers: int,
-) -> _Plan:
-    """Cuts the source into parts, or takes the plan that is there."""
-    path, settings = target / index_lib.PLAN, _settings(config)
-    if path.exists():
-        plan = _read_plan(path)
-        _require_same(target, plan, settings, files)
-        return plan
-    parts = _parts(config, files, num_workers)
-    plan = _Plan(settings, files, parts)
-    cache.write_text(path, json.dumps(dataclasses.asdict(plan)))
-    return plan
-
-
-def _read_plan(path: pathlib.Path) -> _Plan:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        parts = [
-            part.Part(p["number"], tuple(formats.Span(**s) for s in p["spans"]))
-            for p in tree["parts"]
-        ]
-        return _Plan(tree["settings"], tree["files"], parts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+def _require_own(target: pathlib.Path) -> None:
+    """Nothing of others is written into."""
+    if any(path.name not in _OWN for path in target.iterdir()):
         raise config_lib.InputError(
-            f"{path} cannot be read ({error}); give another --target."
-        ) from error
-
-
-def _require_same(
-    target: pathlib.Path, plan: _Plan, settings: dict[str, Any], files: list[list[Any]]
-) -> None:
-    """A preparation goes on with what it began with."""
-    there = plan.settings
-    changed = [
-        f"{key}: {there.get(key, 'absent')} there, {settings.get(key, 'absent')} here"
-        for key in sorted(there | settings)
-        if there.get(key) != settings.get(key)
-    ]
-    names = {tuple(f) for f in plan.files} ^ {tuple(f) for f in files}
-    changed += [f"{name} has changed" for name in sorted({name for name, *_ in names})]
-    if changed:
-        more = [f"and {len(changed) - 5} more"] * (len(changed) > 5)
-        raise config_lib.InputError(
-            f"{target} was begun otherwise; give another --target, or the same source "
-            f"and settings. They differ in\n  " + "\n  ".join([*changed[:5], *more])
+            f"{target} is not empty and holds no preparation (no {index_lib.PLAN}); "
+            f"give another --target, so that nothing in it is overwritten."
         )
 
 
-def _parts(
-    config: config_lib.PrepareConfig, files: list[list[Any]], num_workers: int
-) -> list[part.Part]:
-    """Neighbouring spans together have about shard_mib, so that a worker holds them."""
-    limit = int(config.shard_mib * _MIB)
-    if config.source == part.PYTHON:
-        span = formats.Span(part.PYTHON, 0, files[0][1], 0, limit)
-        return [part.Part(0, (span,))]
-    root = sources.folder_of(config.source)
-    found: list[part.Part] = []
-    spans: list[formats.Span] = []
-    held = 0  # bytes of the spans
-    tasks = [(root, root / name, limit) for name, *_ in files]
-    sizes = [size for _, size, _ in files]
-    with _bar("scan", sum(sizes)) as bar:
-        for cut, size in zip(_map(_cut, tasks, num_workers), sizes, strict=True):
-            bar.update(size)
-            for span in cut:
-                if spans and held + span.num_bytes > limit:
-                    found.append(part.Part(len(found), tuple(spans)))
-                    spans, held = [], 0
-                spans.append(span)
-                held += span.num_bytes
-    return [*found, part.Part(len(found), tuple(spans))]
-
-
-def _cut(task: tuple[pathlib.Path, pathlib.Path, int]) -> list[formats.Span]:
-    return formats.cut(*task)
+def _remove(target: pathlib.Path, folders: Sequence[pathlib.Path]) -> None:
+    """Removes what there is before the first part, and those folders if empty."""
+    for name in (index_lib.PLAN, part.TOKENIZER, _LOCK):
+        (target / name).unlink(missing_ok=True)
+    for folder in (target / part.RECORDS, *folders):
+        with contextlib.suppress(OSError):  # somebody else's files are in it
+            folder.rmdir()
 
 
 def _tokenizer(
     config: config_lib.PrepareConfig, target: pathlib.Path, parts: Sequence[part.Part]
 ) -> tokenizer_lib.Tokenizer:
-    """The tokenizer that the folder has; at first, the one that is asked for."""
+    """The tokenizer that is asked for; a BPE is trained once and kept."""
     path = target / part.TOKENIZER
-    if path.exists():
+    if config.tokenizer not in tokenizer_lib.BPE_NAMES:
+        tokenizer = tokenizer_lib.named(config.tokenizer)
+    elif path.exists():
         return tokenizer_lib.load(path)
-    if config.tokenizer in tokenizer_lib.BPE_NAMES:
+    else:
         tokenizer = tokenizer_lib.train_bpe(
             list(_sample(config, parts)),
             config.bpe_vocab_size,
             tokenizer_lib.BPE_NAMES[config.tokenizer],
         )
-    else:
-        tokenizer = tokenizer_lib.named(config.tokenizer)
     tokenizer.save(path)
     return tokenizer
 
@@ -273,79 +164,44 @@ def _sample(
     limit = tokenizer_lib.MAX_TRAINING_BYTES // len(chosen)
     for each in chosen:
         size = 0
-        for document in part.documents(config, each.spans):
-            if not sources.is_held_out(document.name, config.held_out_percent):
+        for document in documents.read(config, each.spans):
+            if not documents.is_held_out(config, document):
                 yield document.text
                 size += len(document.text)
             if size >= limit:
                 break
 
 
-def _run(
-    config: config_lib.PrepareConfig,
+def _todo(
     target: pathlib.Path,
-    todo: Sequence[part.Part],
-    num_workers: int,
-) -> None:
-    """Makes parts; those that are whole stay where one fails."""
-    tasks = [(config, target, p) for p in todo]
-    with _bar("prepare", sum(p.num_bytes for p in todo)) as bar:
-        for num_bytes in _map(_make, tasks, num_workers):
-            bar.update(num_bytes)
+    parts: Sequence[part.Part],
+    tokenizer: tokenizer_lib.Tokenizer,
+    *,
+    check: bool,
+) -> list[part.Part]:
+    """The parts that are not there as they would be made now."""
+    digest, todo = tokenizer.digest, []
+    total = sum(each.num_bytes for each in parts)
+    with workers.bar("check", total, is_shown=check) as bar:
+        for each in parts:
+            if not part.is_current(target, each, digest, check=check):
+                todo.append(each)
+            bar.update(each.num_bytes)
+    return todo
 
 
-def _make(task: tuple[config_lib.PrepareConfig, pathlib.Path, part.Part]) -> int:
-    part.make(*task)
-    return task[2].num_bytes
-
-
-def _map(function: Callable, tasks: Sequence, num_workers: int) -> Iterator:
-    """Results in the order of the tasks, from this process or from several."""
-    num_workers = min(num_workers, len(tasks))
-    if num_workers <= 1:
-        yield from map(function, tasks)
-        return
-    context = multiprocessing.get_context("spawn")  # threads do not survive a fork
-    with futures.ProcessPoolExecutor(num_workers, context, _begin_worker) as pool:
-        try:
-            yield from pool.map(function, tasks)
-        except futures.process.BrokenProcessPool as error:
-            raise RuntimeError(
-                "a worker has died; where memory ran out, give fewer --workers or a "
-                "smaller --shard_mib. What is finished stays: run the command again."
-            ) from error
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-def _begin_worker() -> None:
-    """One thread for the tokenizer, and no life without the parent."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _bar(label: str, num_bytes: int) -> tqdm.tqdm:
-    return tqdm.tqdm(
-        desc=label,
-        total=num_bytes,
-        unit="B",
-        unit_scale=True,
-        disable=not sys.stderr.isatty(),
-    )
+def _make(
+    task: tuple[config_lib.PrepareConfig, pathlib.Path, part.Part, bool],
+) -> int:
+    config, target, each, check = task
+    part.make(config, target, each, check=check)
+    return each.num_bytes
 
 
 def _write_indices(
     config: config_lib.PrepareConfig,
     target: pathlib.Path,
-    plan: _Plan,
+    plan: plan_lib.Plan,
     tokenizer: tokenizer_lib.Tokenizer,
 ) -> dict[str, Any]:
     """An index for each bucket that has rows to train on; returns their figures."""
@@ -353,14 +209,16 @@ def _write_indices(
     whole = [record for record in records if record is not None]
     assert len(whole) == len(plan.parts)
     corpus = hashlib.sha256("".join(r["source_sha256"] for r in whole).encode())
-    figures: dict[str, Any] = {"documents": sum(r["documents"] for r in whole)}
+    figures = _counts(config, whole, tokenizer)
+    num_counts = len(figures)
     for name in part.folder_names(config):
         sides = [record["folders"].get(name, {}) for record in whole]
         train, held_out = (
             tuple(shards.Shard(**s[side]) for s in sides if side in s)
-            for side in part.SIDES
+            for side in documents.SIDES
         )
         if not train:
+            _forget(target, name)
             continue
         if name != ".":
             tokenizer.save(target / name / part.TOKENIZER)
@@ -373,16 +231,45 @@ def _write_indices(
             held_out=held_out,
         )
         index.write(target / name)
-        for side, found in zip(part.SIDES, (train, held_out), strict=True):
+        for side, found in zip(documents.SIDES, (train, held_out), strict=True):
             label = os.path.normpath(f"{name}/{side}")
             figures[label] = _figures(found, config.sequence_length)
-    if len(figures) == 1:
+    if len(figures) == num_counts:
+        for each in plan.parts:
+            part.remove(config, target, each.number)
+        for name in part.folder_names(config):
+            _forget(target, name)
         raise config_lib.InputError(
-            f"source {config.source!r} leaves no training document: all of its "
-            f"{figures['documents']} are held out by their names, or empty. Cut it "
-            f"into more documents, or lower held_out_percent."
+            f"source {config.source!r} leaves nothing to train on: all of its "
+            f"{figures['documents']} documents are held out by their names, or have "
+            f"nothing to train among their first tokens. Cut it into more documents, "
+            f"lower held_out_percent, or raise sequence_length."
         )
     return figures
+
+
+def _forget(target: pathlib.Path, bucket: str) -> None:
+    """A bucket has nothing to train on, or no more; where it is empty, it goes."""
+    if bucket != ".":
+        for name in (index_lib.NAME, part.TOKENIZER):
+            (target / bucket / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (target / bucket).rmdir()
+
+
+def _counts(
+    config: config_lib.PrepareConfig,
+    records: Sequence[dict[str, Any]],
+    tokenizer: tokenizer_lib.Tokenizer,
+) -> dict[str, Any]:
+    """Of documents; what training will want to know of conversations is warned of."""
+    names = ["documents", *["cut", "dropped"] * (config.kind == "conversations")]
+    if config.kind == "conversations":
+        conversations.warn_of_missing_thoughts(
+            any(record["thoughtful"] for record in records),
+            chat.make_template(config, tokenizer),
+        )
+    return {name: sum(record[name] for record in records) for name in names}
 
 
 def _figures(found: Sequence[shards.Shard], sequence_length: int) -> dict[str, Any]:

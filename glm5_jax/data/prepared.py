@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import grain
 
 from glm5_jax import config
+from glm5_jax.data import chat, mixture, packing, part, pipeline, shards
 from glm5_jax.data import index as index_lib
-from glm5_jax.data import mixture, packing, part, pipeline, shards
 from glm5_jax.data import tokenizer as tokenizer_lib
 
 _HELD_OUT_SEED = 0  # evaluation reads the same rows in every run
 _ORDER_VERSION = 1  # raise it when mixing or shuffling changes
+_OF_CONVERSATIONS = ("chat_template", "enable_thinking", "clear_thinking")
 
 
 def is_prepared(data: config.DataConfig) -> bool:
@@ -21,12 +22,15 @@ def is_prepared(data: config.DataConfig) -> bool:
     return bool(data.mixture) or index_lib.is_prepared(data.source)
 
 
-def make_pipeline(data: config.DataConfig, seed: int) -> pipeline.Pipeline:
+def make_pipeline(
+    data: config.DataConfig, seed: int, kind: config.DocumentKind = "text"
+) -> pipeline.Pipeline:
     """Opens prepared folders; nothing of them is held in memory.
 
     Args:
         data: the section of the config.
         seed: of the order of rows.
+        kind: of what the stage learns from.
 
     Raises:
         config.InputError: a folder cannot be used, or does not fit the others or
@@ -35,8 +39,9 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline.Pipeline:
     folders = sources(data)
     indices = {name: index_lib.read(folder) for name, folder in folders.items()}
     for name, index in indices.items():
-        _require_length(folders[name], index, data.sequence_length)
+        _require_fit(folders[name], index, data, kind)
     tokenizer = _tokenizer(data, list(folders.values()), list(indices.values()))
+    is_chat = kind == "conversations"
 
     def rows(name: str, side: Sequence[shards.Shard]) -> shards.ShardRows:
         return shards.ShardRows(
@@ -62,7 +67,8 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline.Pipeline:
         tokenizer,
         train=mixture.Mixture(train, mixture.Schedule(stages(data)), seed),
         held_out=held_out,
-        fingerprint=_fingerprint(data, indices, seed),
+        fingerprint=_fingerprint(data, list(indices.values()), seed),
+        template=chat.make_template(data, tokenizer) if is_chat else None,
     )
 
 
@@ -112,15 +118,27 @@ class _Shuffled:
         return self._rows[place]
 
 
-def _require_length(
-    folder: pathlib.Path, index: index_lib.Index, sequence_length: int
+def _require_fit(
+    folder: pathlib.Path,
+    index: index_lib.Index,
+    data: config.DataConfig,
+    kind: config.DocumentKind,
 ) -> None:
-    if index.sequence_length != sequence_length:
+    """Rows must be of what the stage learns from, and as the run says they are."""
+    if index.kind != kind:
+        who = "stage sft alone learns" if kind == "text" else "stage sft cannot learn"
         raise config.InputError(
-            f"data.sequence_length must be {index.sequence_length}, which the rows of "
-            f"{folder} have, got {sequence_length}; change it, or prepare the folder "
-            f"with --sequence_length={sequence_length}."
+            f"{folder} was prepared with --kind={index.kind}, from which {who}; name "
+            f"folders prepared with --kind={kind} as data.source or data.mixture, or "
+            f"change stage."
         )
+    for name in ("sequence_length", *_OF_CONVERSATIONS * (kind == "conversations")):
+        there, here = index.settings[name], getattr(data, name)
+        if there != here:
+            raise config.InputError(
+                f"data.{name} must be {there}, which {folder} was prepared with, got "
+                f"{here}; change it, or prepare a folder with --{name}={here}."
+            )
 
 
 def _tokenizer(
@@ -148,12 +166,16 @@ def _tokenizer(
 
 
 def _fingerprint(
-    data: config.DataConfig, indices: dict[str, index_lib.Index], seed: int
+    data: config.DataConfig, indices: Sequence[index_lib.Index], seed: int
 ) -> str:
-    """Pairs of what decides on the batches, and its value."""
+    """Pairs of what decides on the batches, and its value.
+
+    Sources have numbers: where a folder lies and what it is called decide on nothing.
+    """
+    names = [f"mixture[{i}]" for i in range(len(data.mixture))] or ["source"]
     settings = {
         f"{name}.{key}": value
-        for name, index in indices.items()
+        for name, index in zip(names, indices, strict=True)
         for key, value in index.fingerprint.items()
     }
     stages_of = [dataclasses.astuple(stage) for stage in stages(data)]

@@ -6,11 +6,10 @@ import pathlib
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from typing import Protocol, runtime_checkable
 
 from glm5_jax import config
 from glm5_jax.data import formats
-
-_WHOLE = 2**62  # bytes of a span that is the whole file
 
 _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages"),
@@ -26,6 +25,21 @@ class Document:
 
     name: str
     text: str
+
+
+@runtime_checkable
+class Named(Protocol):
+    """A document of any kind."""
+
+    @property
+    def name(self) -> str:
+        """What it is known by."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        ...
 
 
 def read_documents(source: str) -> list[Document]:
@@ -104,7 +118,7 @@ def shuffle_key(name: str, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}:{name}".encode()).digest()
 
 
-def corpus_digest(documents: Iterable[Document]) -> str:
+def corpus_digest(documents: Iterable[Named]) -> str:
     """SHA-256 of the names and the texts."""
     digest = hashlib.sha256()
     for document in documents:
@@ -135,5 +149,5 @@ def _python() -> Iterator[Document]:
 def _folder(source: str) -> Iterator[Document]:
     root = folder_of(source)
     for path in formats.document_files(root):
-        for span in formats.cut(root, path, _WHOLE):
+        for span in formats.cut(root, path, formats.WHOLE):
             yield from read_span(root, span)

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax.data import conversations, prepared
 from glm5_jax.data import pipeline as pipeline_lib
+from glm5_jax.data import prepared, sft
 from glm5_jax.inference import engine, loading
 from glm5_jax.training import feed
 from glm5_jax.training import step as step_lib
@@ -27,11 +27,8 @@ class Corpus:
         Raises:
           InputError: source or tokenizer cannot be used.
         """
-        source = conversations if config.stage == "sft" else pipeline_lib
-        if prepared.is_prepared(config.data):
-            source = prepared
         self._config = config
-        self._pipeline = source.make_pipeline(config.data, config.seed)
+        self._pipeline = _make_pipeline(config)
         self._eval_step = jax.jit(step_lib.make_eval_step(config))
         self._batches: tuple[int, Iterator[feed.Batch]] | None = None
         self.tokenizer = self._pipeline.tokenizer
@@ -48,13 +45,13 @@ class Corpus:
         """From now on batches have these rows of the whole alone."""
         self._pipeline.take(rows)
 
-    def next(self, params: dict, step: int) -> tuple[feed.Batch, feed.Metrics]:
-        """The batch of a step; those that follow are made ahead by a thread."""
-        if self._batches is None or self._batches[0] != step:
-            self._batches = step, self._pipeline.train_iterator(step)
+    def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
+        """A batch; those that follow are made ahead by a thread."""
+        if self._batches is None or self._batches[0] != position:
+            self._batches = position, self._pipeline.train_iterator(position)
         batches = self._batches[1]
-        self._batches = step + 1, batches
-        return next(batches), self._epochs(step + 1)
+        self._batches = position + 1, batches
+        return next(batches), self._epochs(position + 1)
 
     def check(self, metrics: feed.Metrics, step: int) -> None:
         """Nothing but a gradient that is not finite ends a run, which the loop sees."""
@@ -94,10 +91,20 @@ class Corpus:
         spell = self.tokenizer.spell if template else self.tokenizer.decode
         return spell([*prompt, *completion.tokens])
 
-    def _epochs(self, num_steps: int) -> dict[str, float]:
+    def _epochs(self, num_batches: int) -> dict[str, float]:
         """How often each source has been read."""
-        epochs = self._pipeline.epochs(num_steps)
+        epochs = self._pipeline.epochs(num_batches)
         return {f"data/epochs/{name}".rstrip("/"): e for name, e in epochs.items()}
+
+
+def _make_pipeline(config: config_lib.TrainConfig) -> pipeline_lib.Pipeline:
+    """Rows of the kind that the stage learns from, prepared or read now."""
+    is_chat = config.stage == "sft"
+    if prepared.is_prepared(config.data):
+        kind = "conversations" if is_chat else "text"
+        return prepared.make_pipeline(config.data, config.seed, kind)
+    source = sft if is_chat else pipeline_lib
+    return source.make_pipeline(config.data, config.seed)
 
 
 def _bits_per_byte(total: np.ndarray) -> float:

@@ -29,8 +29,12 @@ class Feed(Protocol):
         """From now on batches have these rows of the whole alone: this process's."""
         ...
 
-    def next(self, params: dict, step: int) -> tuple[Batch, Metrics]:
-        """The batch of step `step`, counted from 0, and what to log of it."""
+    def next(self, params: dict, position: int) -> tuple[Batch, Metrics]:
+        """A batch by its place in the stream, from 0, and what to log of it.
+
+        `position` counts the updates behind the run and the batches that rollbacks
+        have left out, so that none of them comes again.
+        """
         ...
 
     def check(self, metrics: Metrics, step: int) -> None:

@@ -37,8 +37,8 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
     """
     began = time.perf_counter()
     mesh = run_lib.make_mesh(config)  # nothing is written before this has been checked
-    run_folder.claim(workdir, config)
-    run = run_lib.start(config, workdir, mesh)
+    with run_folder.claimed(workdir, config):
+        run = run_lib.start(config, workdir, mesh)
     writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step)
     watched = watchdog_lib.Watchdog(
         workdir / f"stacks_{jax.process_index()}.txt", config.health.watchdog_seconds

@@ -67,17 +67,17 @@ class Rollouts:
     def take(self, rows: Sequence[int]) -> None:
         """Nothing to do: one process has all rows, and several are refused."""
 
-    def next(self, params: dict, step: int) -> tuple[feed.Batch, feed.Metrics]:
-        """Plays the groups of a step; all that is counted of them is logged."""
+    def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
+        """Plays the groups of a batch; all that is counted of them is logged."""
         rl = self._config.rl
         jax.block_until_ready(params)  # what they still take is not the rollouts'
         began = time.perf_counter()
-        engine = self._published(params, step, rl.rollout_weights)
+        engine = self._published(params, position, rl.rollout_weights)
         played: list[episodes.Episode] = []
         kept: list[list[episodes.Episode]] = []
         counts: dict[str, int] = {}
         num_rounds = rl.max_rounds if rl.dynamic_sampling else 1
-        for number in range(step * num_rounds, (step + 1) * num_rounds):
+        for number in range(position * num_rounds, (position + 1) * num_rounds):
             groups = self._play(engine, number)
             played += [episode for group in groups for episode in group]
             selected, more = advantages.select(

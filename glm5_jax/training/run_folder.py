@@ -5,12 +5,13 @@ samples/STEP.txt, tokenizer.json, loss.png; rollback.json after a rollback, stac
 where process N hung. Process 0 writes all but the checkpoints and the stacks.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from glm5_jax import command_line
@@ -29,6 +30,9 @@ MAY_CHANGE = (
     *("rl.max_logprob_gap", "rl.num_eval_tasks"),
     *(f"health.{field.name}" for field in dataclasses.fields(config_lib.HealthConfig)),
 )
+# Where data lie may change as well where a checkpoint says what they were: its
+# fingerprint of their content decides.
+_OF_CONTENT = ("data.source", "data.mixture", "data.tokenizer")
 _MAX_SHOWN = 5
 _SHARED_SECONDS = 30  # for a network's file system to show a new file
 
@@ -55,6 +59,24 @@ def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
         _require_shared(path, text)
 
 
+@contextlib.contextmanager
+def claimed(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Iterator[None]:
+    """`claim`; config.json is again what it was where the block fails.
+
+    Raises:
+      InputError: see `claim`.
+    """
+    path = workdir / "config.json"
+    before = path.read_bytes() if path.is_file() else None
+    claim(workdir, config)
+    try:
+        yield
+    except Exception:
+        if before is not None and together.is_first():
+            path.write_bytes(before)
+        raise
+
+
 def require_same_run(
     theirs: dict, config: config_lib.TrainConfig, workdir: pathlib.Path
 ) -> None:
@@ -68,7 +90,8 @@ def require_same_run(
     Raises:
       InputError: they differ; it names the fields.
     """
-    if differing := _differing(theirs, config, MAY_CHANGE):
+    may_change = MAY_CHANGE + _OF_CONTENT * _has_checkpoint(workdir)
+    if differing := _differing(theirs, config, may_change):
         raise config_lib.InputError(
             f"{workdir} belongs to another run; give another --workdir, or its "
             f"config. They differ in\n  " + "\n  ".join(differing)
@@ -109,8 +132,12 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
 
 def _holds_a_model(workdir: pathlib.Path) -> bool:
     """Of `convert`, or of Hugging Face: both have a config.json as well."""
-    patterns = ("checkpoints/[0-9]*", "*.safetensors", "*.safetensors.index.json")
-    return any(any(workdir.glob(pattern)) for pattern in patterns)
+    patterns = ("*.safetensors", "*.safetensors.index.json")
+    return _has_checkpoint(workdir) or any(any(workdir.glob(p)) for p in patterns)
+
+
+def _has_checkpoint(workdir: pathlib.Path) -> bool:
+    return any((workdir / "checkpoints").glob("[0-9]*"))
 
 
 def _require_same_config(theirs: dict, config: config_lib.TrainConfig) -> None:

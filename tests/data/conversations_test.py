@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import chat, chat_view, conversations, messages, tasks
+from glm5_jax.data import chat, chat_view, conversations, messages, sft, tasks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from tests import environment
 
@@ -58,7 +58,7 @@ class ConversationsTest(parameterized.TestCase):
 
     def make(self, seed=0, **changes):
         data = dataclasses.replace(self.data, **changes)
-        return conversations.make_pipeline(data, seed)
+        return sft.make_pipeline(data, seed)
 
     def documents(self, batches):
         """(inputs and last target, trained positions) of every packed document."""

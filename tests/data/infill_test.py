@@ -48,9 +48,9 @@ class InfillTest(parameterized.TestCase):
         self.assertEqual(len(infill.Infill(1.0, 0.5).arrange("a", "")), 3)
 
     def test_special_tokens_are_required(self):
-        infill.check(tokenizer_lib.named("byte_chat"))
+        infill.check(tokenizer_lib.SPECIAL_TOKENS)
         with self.assertRaisesRegex(config.InputError, "code_prefix.*'byte_chat'"):
-            infill.check(tokenizer_lib.named("byte"))
+            infill.check([tokenizer_lib.END_OF_TEXT])
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import time
 from absl.testing import parameterized
 
 from glm5_jax import config
+from glm5_jax.data import documents, preparation, shards, sources
 from glm5_jax.data import index as index_lib
-from glm5_jax.data import part, preparation, shards, sources
 from glm5_jax.data import tokenizer as tokenizer_lib
 from tests import environment, runs
 from tests.data import corpora
@@ -27,7 +27,7 @@ def rows_of(folder, side="train"):
         folder,
         getattr(index, side),
         eos_id=index.eos_id,
-        sequence_length=index.sequence_length,
+        sequence_length=index.settings["sequence_length"],
     )
     return [rows[i] for i in range(len(rows))]
 
@@ -65,7 +65,7 @@ class PreparationTest(runs.FolderTest):
 
     def test_every_document_is_there_once_on_its_side(self):
         tokenizer = tokenizer_lib.named("byte")
-        for side in part.SIDES:
+        for side in documents.SIDES:
             ids = [i for s in segments(rows_of(self.whole, side)) for i in s[1:]]
             want = [
                 i
@@ -171,12 +171,11 @@ print((used() - before) / 1024)
     def test_other_settings_and_sources_are_refused(self):
         with self.assertRaisesRegex(config.InputError, "seed: 0 there, 1 here"):
             corpora.prepare(self.source, self.whole, seed=1)
-        source = corpora.write_jsonl(pathlib.Path(self.create_tempdir().full_path))
-        folder = corpora.prepare(source, self.target())
-        with (source / "1.jsonl").open("a") as file:
-            file.write('{"text": "more"}\n')
-        with self.assertRaisesRegex(config.InputError, "1.jsonl has changed"):
-            corpora.prepare(source, folder)
+        before = corpora.contents(self.whole)
+        other = corpora.write_jsonl(self.root / "other", seed=1)
+        with self.assertRaisesRegex(config.InputError, "corpus there, .*other here"):
+            corpora.prepare(other, self.whole)
+        self.assertEqual(corpora.contents(self.whole), before)
 
     def test_a_folder_of_others_is_left_alone(self):
         folder = pathlib.Path(self.create_tempdir().full_path)
@@ -298,15 +297,26 @@ class ErrorTest(parameterized.TestCase):
         ("inside", {}, "documents/rows", "lies inside --source"),
         ("no_tokenizer", {"tokenizer": "bqe"}, "rows", "Give 'bpe', 'byte'"),
         ("fim", {"tokenizer": "byte", "fim_rate": 0.5}, "rows", "code_prefix"),
+        ("fim_bpe", {"tokenizer": "bpe", "fim_rate": 0.5}, "a/b/rows", "code_prefix"),
+        ("field", {"field": "body"}, "rows", r"h.jsonl:1 .*got \['text'\]"),
+        ("column", {"field": "body", "tokenizer": "bpe"}, "rows", "h.jsonl:1"),
+        (
+            "all_held_out",
+            {"buckets": (5,)},
+            "rows",
+            "leaves nothing to train on",
+        ),
     )
     def test_what_cannot_be_leaves_nothing(self, changes, target, message):
         folder = pathlib.Path(self.create_tempdir().full_path)
         (folder / "documents").mkdir()
-        (folder / "documents" / "a.txt").write_text("a text")
+        # sha256(b"h.jsonl:1") % 100 is 7: it is held out.
+        (folder / "documents" / "h.jsonl").write_text('{"text": "a text"}')
         settings = corpora.settings(folder / "documents", **changes)
         with self.assertRaisesRegex(config.InputError, message):
             preparation.prepare(settings, folder / target)
-        self.assertFalse((folder / target).exists())
+        self.assertEqual([path.name for path in folder.iterdir()], ["documents"])
+        self.assertEqual(os.listdir(folder / "documents"), ["h.jsonl"])
 
     def test_command(self):
         folder = self.create_tempdir().full_path

@@ -139,7 +139,7 @@ class PreparedTest(runs.FolderTest):
             ({"seed"}, self.mix(seed=1)),
             ({"batch_size", "mixture"}, self.mix(batch_size=4)),
             ({"mixture"}, self.mix(mixture_steps=(BORDER + 1,))),
-            ({"web.seed", "web.rows"}, self.mix(mixture=changed)),
+            ({"mixture[0].seed", "mixture[0].rows"}, self.mix(mixture=changed)),
         ):
             words = set(base.fingerprint.split()) ^ set(pipe.fingerprint.split())
             self.assertEqual({word.partition("=")[0] for word in words}, keys)

@@ -19,6 +19,7 @@ from absl.testing import parameterized
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, manifest
+from glm5_jax.data import tokenizer
 from glm5_jax.training import loop, metrics, signals
 from tests import environment, runs
 from tests.model import tiny
@@ -132,6 +133,28 @@ class RunTest(runs.OneDeviceTest):
                 loop.train(dataclasses.replace(self.config, num_steps=7), folder)
         finally:
             (self.root / "corpus" / "40.txt").unlink()
+
+    def test_the_same_data_elsewhere_go_on_and_others_leave_no_trace(self):
+        folder, corpus = self.copy("elsewhere"), self.root / "elsewhere_corpus"
+        shutil.copytree(self.root / "corpus", corpus)
+        data = dataclasses.replace(self.config.data, source=str(corpus))
+        config = dataclasses.replace(self.config, data=data, num_steps=7)
+        loop.train(config, folder)
+        steps = [r["step"] for r in metrics.read(folder / "metrics.jsonl")]
+        self.assertEqual(steps, [1, 2, 3, 4, 5, 6, 7])
+        before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        (corpus / "40.txt").write_text("One more document. " * 40)
+        names = (tokenizer.END_OF_TEXT, "[MASK]")
+        path = self.root / "elsewhere.json"
+        tokenizer.byte_tokenizer(names).save(path)
+        data = dataclasses.replace(data, tokenizer=str(path))
+        config = dataclasses.replace(config, data=data, num_steps=8)
+        with self.assertRaisesRegex(
+            config_lib.InputError, "changed: corpus=.*, tokenizer=.* here. Go on"
+        ):
+            loop.train(config, folder)
+        after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        self.assertEqual(after, before)
 
     def test_a_checkpoint_says_what_it_is_of(self):
         metadata = manager.read_metadata(self.workdir)

@@ -103,11 +103,19 @@ class ChangedDataTest(runs.OneDeviceTest):
         with self.assertRaises(config_lib.InputError) as caught:
             loop.train(make_config(self.web, self.code), workdir)
         message = str(caught.exception)
-        there, here = 'web.packing="truncate" there', 'web.packing="best_fit" here'
-        self.assertIn(f"{there}, {here}", message)
-        self.assertIn("web.rows=", message)
-        self.assertNotIn("web.seed", message)
-        self.assertNotIn("code.", message)
+        name = "mixture[0].packing"
+        self.assertIn(f'{name}="truncate" there, {name}="best_fit" here', message)
+        self.assertIn("mixture[0].rows=", message)
+        self.assertNotIn("mixture[0].seed", message)
+        self.assertNotIn("mixture[1]", message)
+
+    def test_a_folder_of_another_name_goes_on(self):
+        workdir, web = self.root / "moved_run", self.root / "moved" / "internet"
+        shutil.copytree(self.workdir, workdir)
+        shutil.copytree(self.web, web)
+        loop.train(make_config(str(web), self.code), workdir)
+        with self.assertRaisesRegex(config_lib.InputError, r"mixture\[1\].rows="):
+            loop.train(make_config(str(web), self.web), workdir)
 
     def test_weights_are_not_given_other_ids(self):
         data = config_lib.DataConfig(
@@ -123,6 +131,30 @@ class ChangedDataTest(runs.OneDeviceTest):
             config_lib.InputError, "'byte_chat' is not the tokenizer of init_from"
         ):
             corpus.Corpus(config)
+
+
+class FeedTest(runs.FolderTest):
+    def test_one_then_two_then_four_processes_make_the_rows_of_one(self):
+        """Two steps each, the weights of the mixture changing on the way."""
+        config = make_config(*prepare(self.root))
+        size = config.data.batch_size
+        whole = corpus.Corpus(config)
+        whole.take(range(size))
+        wanted = [whole.next({}, step) for step in range(STEPS)]
+        self.assertLen({batch["tokens"].tobytes() for batch, _ in wanted}, STEPS)
+        for first, num_processes in ((0, 1), (2, 2), (4, 4)):
+            shares = np.split(np.arange(size), num_processes)
+            feeds = [corpus.Corpus(config) for _ in shares]
+            for step in (first, first + 1):
+                batch, metrics = wanted[step]
+                for feed, rows in zip(feeds, shares, strict=True):
+                    if step == first:
+                        feed.take(rows.tolist())
+                    got, seen = feed.next({}, step)
+                    self.assertEqual(seen, metrics)
+                    self.assertEqual(got.keys(), batch.keys())
+                    for key, value in batch.items():
+                        np.testing.assert_array_equal(got[key], value[rows])
 
 
 @pytest.mark.slow

@@ -50,6 +50,25 @@ class ClaimTest(parameterized.TestCase):
         with self.assertRaisesRegex(config_lib.InputError, message):
             run_folder.claim(self.folder, dataclasses.replace(CONFIG, data=data))
 
+    def test_data_may_lie_elsewhere_where_a_checkpoint_knows_them(self):
+        self.begin()
+        data = dataclasses.replace(CONFIG.data, source="elsewhere", tokenizer="byte")
+        config = dataclasses.replace(CONFIG, data=data)
+        with self.assertRaisesRegex(config_lib.InputError, r"data\.source: python"):
+            run_folder.claim(self.folder, config)
+        (self.folder / "checkpoints" / "3").mkdir(parents=True)
+        run_folder.claim(self.folder, config)
+
+    def test_a_start_that_fails_leaves_the_config_as_it_was(self):
+        self.begin()
+        before = self.files()
+        other = dataclasses.replace(CONFIG, num_steps=7)
+        claimed = run_folder.claimed(self.folder, other)
+        with self.assertRaises(ZeroDivisionError), claimed:
+            self.assertNotEqual(self.files(), before)
+            raise ZeroDivisionError
+        self.assertEqual(self.files(), before)
+
     def test_another_model_is_refused_and_nothing_changes(self):
         self.begin()
         before = self.files()

@@ -1,5 +1,6 @@
 """Stage sft: a whole run on conversations, and its resumption."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax.data import conversations
+from glm5_jax.data import preparation, sft
 from glm5_jax.model import transformer
 from glm5_jax.training import loop, metrics
 from tests import environment, runs
@@ -68,7 +69,7 @@ class SftTest(runs.OneDeviceTest):
 
     def test_the_loss_is_the_mean_over_trained_tokens(self):
         config = self.config
-        pipeline = conversations.make_pipeline(config.data, config.seed)
+        pipeline = sft.make_pipeline(config.data, config.seed)
         params = transformer.init_params(config.model, jax.random.key(config.seed))
         batch = pipeline.train_batch(0)
         self.assertBetween(batch["loss_mask"].mean(), 0.05, 0.95)
@@ -106,6 +107,28 @@ class SftTest(runs.OneDeviceTest):
             runs.params_of(self.workdir, self.config.model),
         )
         self.assertEqual(lines_of(folder), lines_of(self.workdir))
+
+    def test_a_prepared_folder_takes_the_same_steps(self):
+        data = self.config.data
+        settings = config_lib.PrepareConfig(
+            source=data.source,
+            kind="conversations",
+            tokenizer="byte_chat",
+            packing="best_fit",
+            sequence_length=data.sequence_length,
+            held_out_percent=data.held_out_percent,
+            enable_thinking=False,
+        )
+        preparation.prepare(settings, self.root / "prepared")
+        data = dataclasses.replace(data, source=str(self.root / "prepared"))
+        loop.train(make_config(self.root, data=data), self.root / "from_disk")
+        here, there = (lines_of(self.root / name) for name in ("from_disk", "run"))
+        self.assertEqual([line[:3] for line in here], [line[:3] for line in there])
+        bits = [[line[3] for line in lines] for lines in (here, there)]
+        np.testing.assert_allclose(*bits, rtol=FLOAT32_TOLERANCE)  # in another order
+        prompt = "[gMASK]<sop><|user|>Reverse 12<|assistant|></think>"
+        sample = (self.root / "from_disk" / "samples" / "2.txt").read_text()
+        self.assertStartsWith(sample, prompt)
 
     def test_another_template_is_other_data(self):
         folder = self.root / "changed"

@@ -1,0 +1,65 @@
+"""Tasks of a preparation, by this process or by several that end with it."""
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from multiprocessing import connection
+from typing import TypeVar
+
+import tqdm
+
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+
+def results(
+    function: Callable[[_Task], _Result], tasks: Sequence[_Task], num_workers: int
+) -> Iterator[_Result]:
+    """What a function of the top level of a module gives, in the order of the tasks.
+
+    Raises:
+        RuntimeError: a worker has died.
+    """
+    num_workers = min(num_workers, len(tasks))
+    if num_workers <= 1:
+        yield from map(function, tasks)
+        return
+    context = multiprocessing.get_context("spawn")  # threads do not survive a fork
+    with futures.ProcessPoolExecutor(num_workers, context, _begin) as pool:
+        try:
+            yield from pool.map(function, tasks)
+        except futures.process.BrokenProcessPool as error:
+            raise RuntimeError(
+                "a worker has died; where memory ran out, give fewer --workers or a "
+                "smaller --shard_mib. What is finished stays: run the command again."
+            ) from error
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def bar(label: str, num_bytes: int, *, is_shown: bool = True) -> tqdm.tqdm:
+    """A progress bar in bytes, where the output is a terminal."""
+    return tqdm.tqdm(
+        desc=label,
+        total=num_bytes,
+        unit="B",
+        unit_scale=True,
+        disable=not (is_shown and sys.stderr.isatty()),
+    )
+
+
+def _begin() -> None:
+    """One thread for the tokenizer, and no life without the parent."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
