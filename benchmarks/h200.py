@@ -2,9 +2,9 @@
 
     XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. python benchmarks/h200.py --out=DIR
 
-Needs jax for CUDA, triton and jax-triton (`pip install 'glm5_jax[gpu]'`); with torch,
-its own path is timed on the same card. Writes rows.json after every row, table.md and
-times.png; stops at --seconds, most wanted rows first, and says what it left out.
+Needs jax for CUDA, triton and jax-triton (the extra `gpu`); with torch, its own path is
+timed on the same card. Writes rows.json after every row, table.md and times.png; stops
+at --seconds, most wanted rows first, and says what it left out.
 """
 
 import argparse

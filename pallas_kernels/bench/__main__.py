@@ -1,15 +1,16 @@
-"""Times kernels against their rooflines, or compiles them for chips that are not there.
+r"""Times kernels against their rooflines, or compiles them for chips not at hand.
 
 On a machine with the device:
   python -m pallas_kernels.bench sparse_mla indexer_topk --length 4096,32768 \
       --mode fwd,bwd,det --json times.json --plot times.png
-Anywhere (pip install 'glm5_jax[aot]'):
+Anywhere, with the extra `aot` installed:
   python -m pallas_kernels.bench --aot --chip v5p --length 32768
 """
 
 import argparse
 import atexit
 import difflib
+import importlib.util
 import json
 import pathlib
 import shutil
@@ -22,13 +23,15 @@ import jax
 import numpy as np
 
 from pallas_kernels import aot, cases, chips, dispatch
-from pallas_kernels.bench import measure, operations, plot, table
+from pallas_kernels.bench import measure, operations, table
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the jobs one by one; a job that fails is reported and the rest go on."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib; the extra 'bench' brings it")
     jobs = _jobs(parser, args)
     chip = _chip(parser, args)
     columns = table.COMPILED if args.aot else table.TIMED
@@ -44,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.json:
             _write(args.json, {"chip": where, "jax": jax.__version__, "rows": rows})
     if args.plot:
+        from pallas_kernels.bench import plot
+
         plot.save(rows, args.plot, where)
     return int(any("failure" in row or row.get("is_wrong") for row in rows))
 
