@@ -22,8 +22,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels import aot, cases, chips, dispatch
+from pallas_kernels import aot, block_sizes, cases, chips, dispatch
 from pallas_kernels.bench import measure, operations, table
+
+_BLOCKS = "other block sizes, one by one: sparse_mla=32,8,2; a tile's, warps and stages"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--plot needs matplotlib; the extra 'bench' brings it")
     jobs = _jobs(parser, args)
     chip = _chip(parser, args)
+    _check_blocks(parser, args, chip)
     columns = table.COMPILED if args.aot else table.TIMED
     where = chip.name if chip else jax.devices()[0].device_kind
     print(
@@ -69,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--implementation", help="default: the best one of the chip")
     add("--queries", type=int, help="of the last tokens alone: context parallelism")
     add("--heads", type=int, help="of the attention: tensor parallelism")
+    add("--blocks", nargs="*", default=[""], metavar="NAME=N,N", help=_BLOCKS)
     add("--size", default="glm5", choices=("glm5", "small"), help="dims of the layer")
     add("--aot", action="store_true", help="compile only; no device is needed")
     add("--no_baseline", action="store_true", help="do not time plain XLA beside it")
@@ -114,10 +118,12 @@ def _jobs(
             small=args.size == "small",
             queries=args.queries,
             heads=args.heads,
+            blocks=blocks,
         )
         for op in ops
         for length in args.length.split(",")
         for mode in modes
+        for blocks in args.blocks
         if measure.runnable(op, mode)
     ]
 
@@ -140,11 +146,25 @@ def _chip(
     return here
 
 
+def _check_blocks(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, chip: chips.Chip | None
+) -> None:
+    """Exits with 2 on an entry that the chip's row of block sizes does not have."""
+    for entry in filter(None, args.blocks):
+        if chip is None:
+            parser.error(f"--blocks needs a chip of {', '.join(chips.CHIPS)}")
+        try:
+            block_sizes.changed(block_sizes.of(chip.name), entry)
+        except ValueError as error:
+            parser.error(f"--blocks: {error}")
+
+
 def _run(
     jobs: list[measure.Job], chip: chips.Chip | None, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     for i, job in enumerate(jobs, 1):
         name = {"op": job.op, "length": job.length, "mode": job.mode}
+        name |= {"blocks": job.blocks} if job.blocks else {}
         print(f"[{i}/{len(jobs)}] {' '.join(map(str, name.values()))}", file=sys.stderr)
         try:
             if args.aot:

@@ -66,9 +66,9 @@ KIB_PER_TOKEN = {
     "decode_indexer_topk": 0,
     "decode_sparse_mla": 0,
 }
-# Chunks of scores (40 MiB on GPU); shards of the reproducible sum; on TPU a copy of a
-# cache that is no multiple of 128 wide.
-FIXED_MIB = {("sparse_mla", "det"): 2560, ("decode_sparse_mla", "fwd"): 2048}
+# Chunks of scores (40 MiB on GPU); shards of the reproducible sum. A cache is never
+# copied: its rows fill a TPU's tiles, as in the model's cache.
+FIXED_MIB = {("sparse_mla", "det"): 2560}
 OTHER_FIXED_MIB = 64
 # A v6e has 31 GiB: long contexts are split over the queries and heads of several.
 V6E_SHARE = {"queries": 16384, "heads": 16}
@@ -76,6 +76,8 @@ FASTEST = (
     ("v5p", "indexer_bits", "fwd", 4096),
     ("v5p", "masked_mla_bits", "fwd", 4096),
     ("v5p", "sparse_mla", "fwd", 4096),
+    ("v6e", "sparse_mla", "fwd", 4096),
+    ("tpu7x", "sparse_mla", "fwd", 4096),
 )
 
 

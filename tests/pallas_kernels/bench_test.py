@@ -59,6 +59,15 @@ class BenchTest(parameterized.TestCase):
         (("--index=all",), "--index must be random, local or captured"),
         (("--aot",), "--aot needs --chip"),
         (("--chip=h200",), "the device is cpu; add --aot"),
+        (("--blocks", "sparse_mla=32,8,2"), "--blocks needs a chip of v5p"),
+        (
+            ("--aot", "--chip=h200", "--blocks", "sparse=32,8,2"),
+            "got 'sparse'; did you mean sparse_mla",
+        ),
+        (
+            ("--aot", "--chip=h200", "--blocks", "sparse_mla=32,8"),
+            "sparse_mla wants 3 numbers, as in 64,8,2, got '32,8'",
+        ),
     )
     def test_wrong_input_exits_with_2(self, argv, message):
         code, _, err = run(*argv)
