@@ -103,9 +103,7 @@ def _jobs(
         parser.error(f"--index must be random, local or captured, got {args.index}")
     if (args.index == "captured") != (args.lists is not None):
         parser.error("--index captured needs --lists=FILE.npy, and only it does")
-    if args.lists is not None and not args.lists.is_file():
-        parser.error(f"--lists: there is no file {args.lists}")
-    lists = None if args.lists is None else np.load(args.lists)
+    lists = _lists(parser, args)
     ops = args.ops or list(operations.OPERATIONS)
     return [
         measure.Job(
@@ -126,6 +124,23 @@ def _jobs(
         for blocks in args.blocks
         if measure.runnable(op, mode)
     ]
+
+
+def _lists(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> np.ndarray | None:
+    """Captured lists, of as many queries as there are tokens."""
+    if args.lists is None:
+        return None
+    if not args.lists.is_file():
+        parser.error(f"--lists: there is no file {args.lists}")
+    lists = np.load(args.lists)
+    for length in map(int, args.length.split(",")):
+        topk = operations.at("sparse_mla", length, args.size == "small").topk
+        if lists.dtype != np.int32 or lists.shape != (length, topk):
+            given = f"{lists.dtype} {lists.shape}"
+            parser.error(f"--lists must be int32 [{length}, {topk}], got {given}")
+    return lists
 
 
 def _chip(

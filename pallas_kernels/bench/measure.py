@@ -164,8 +164,7 @@ def _error(job: Job) -> float:
     op, case = operations.OPERATIONS[job.op], _last(job.case)
     if op.inputs[0] == "rows":
         case = job.case
-    lists = None if job.lists is None else job.lists[-case.queries :]
-    args = operations.make(case, op.inputs, job.pattern, lists)
+    args = operations.make(case, op.inputs, job.pattern, job.lists)
     got = jax.jit(job.function(job.implementation, case))(*args)
     return _largest(got, _wanted(job, case, args))
 

@@ -5,6 +5,7 @@ import io
 import json
 import pathlib
 
+import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels.bench import __main__ as bench
@@ -42,6 +43,24 @@ class BenchTest(parameterized.TestCase):
             self.assertLess(row["error"], 1e-2)
         self.assertEqual(out.count("\n"), 3 + len(rows))
         self.assertGreater(files[1].stat().st_size, 1000)
+
+    def test_captured_lists_are_what_is_attended(self):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        own = np.full((16, 64), -1, np.int32)
+        own[:, 0] = np.arange(16)  # each query lists itself alone
+        np.save(folder / "own.npy", own)
+        argv = ("sparse_mla", "--size=small", "--length=16", "--index=captured")
+        code, out, err = run(*argv, f"--lists={folder / 'own.npy'}")
+        self.assertEqual(code, 0, out + err)
+        args = operations.make(
+            operations.at("sparse_mla", 16, small=True),
+            *(("indices",), "captured", own),
+        )
+        np.testing.assert_array_equal(args[0][0], own)
+        np.save(folder / "short.npy", own[:9])
+        code, _, err = run(*argv, f"--lists={folder / 'short.npy'}")
+        self.assertEqual(code, 2)
+        self.assertIn("--lists must be int32 [16, 64], got int32 (9, 64)", err)
 
     def test_an_op_that_fails_does_not_stop_the_others(self):
         code, out, _ = run(
