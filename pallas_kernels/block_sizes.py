@@ -59,12 +59,8 @@ class Gpu:
 # By the chip's name in `chips.CHIPS`. A v6e has 128 MB of VMEM, the others 64.
 TPUS = {
     "v5p": Tpu(cores=2),
-    "v6e": Tpu(
-        vmem_bytes=112 << 20,
-        indexer_kl=(1024, 512),
-        indexer_keys=2048,
-    ),
-    "tpu7x": Tpu(),
+    "v6e": Tpu(vmem_bytes=112 << 20, indexer_kl=(1024, 512), indexer_keys=2048),
+    "tpu7x": Tpu(indexer_keys=2048),
 }
 GPUS = {"h200": Gpu()}
 

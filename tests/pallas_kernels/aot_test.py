@@ -15,39 +15,34 @@ from pallas_kernels.bench import measure
 from tests import environment
 
 LENGTHS = (4096, 32768, 131072, 202752)
-SHORT, LONG = LENGTHS[:2], LENGTHS[1:]
+SHORT = LENGTHS[:2]
 TPUS = ("v5p", "v6e", "tpu7x")
-# The lengths at which a chip would run an op: dense products for short contexts,
-# gathered rows for long ones.
-TPU_OPS = {
-    ("indexer_bits", "fwd"): LENGTHS,
-    ("indexer_topk", "fwd"): LENGTHS,
-    ("masked_mla_bits", "fwd"): LENGTHS[:3],
-    ("masked_mla_bits", "bwd"): LENGTHS[:3],
-    ("masked_mla", "bwd"): LENGTHS[:3],
-    ("indexer_kl_loss", "bwd"): LENGTHS[:3],
-    ("sparse_mla", "fwd"): LENGTHS,
-    ("sparse_mla", "bwd"): LENGTHS,
-    ("sparse_indexer_kl_loss", "bwd"): LENGTHS,
-    ("grouped_matmul", "bwd"): (4096,),
-    ("decode_indexer_topk", "fwd"): LENGTHS,
-    ("decode_sparse_mla", "fwd"): LENGTHS,
-}
-GPU_OPS = TPU_OPS | {
-    ("masked_mla", "fwd"): LENGTHS,
-    ("masked_mla", "bwd"): LENGTHS,
-    ("masked_mla_bits", "fwd"): LENGTHS,
-    ("masked_mla_bits", "bwd"): LENGTHS,
-    ("indexer_kl_loss", "fwd"): LENGTHS,
-    ("indexer_kl_loss", "bwd"): LENGTHS,
-    ("sparse_indexer_kl_loss", "fwd"): LENGTHS,
-    ("grouped_matmul", "fwd"): (4096, 32768),
-    ("grouped_matmul_fp8", "fwd"): (4096, 32768),
-    ("grouped_matmul_int8", "fwd"): (4096, 32768),
-    ("indexer_scores_at", "fwd"): LENGTHS,
-    ("indexer_scores_at", "bwd"): LENGTHS,
-    ("sparse_mla", "det"): LENGTHS,
-}
+TPU_OPS = (
+    ("indexer_bits", "fwd"),
+    ("indexer_topk", "fwd"),
+    ("masked_mla_bits", "fwd"),
+    ("masked_mla_bits", "bwd"),
+    ("masked_mla", "bwd"),
+    ("indexer_kl_loss", "bwd"),
+    ("sparse_mla", "fwd"),
+    ("sparse_mla", "bwd"),
+    ("sparse_indexer_kl_loss", "bwd"),
+    ("grouped_matmul", "bwd"),
+    ("decode_indexer_topk", "fwd"),
+    ("decode_sparse_mla", "fwd"),
+)
+GPU_OPS = (
+    *TPU_OPS,
+    ("masked_mla", "fwd"),
+    ("indexer_kl_loss", "fwd"),
+    ("sparse_indexer_kl_loss", "fwd"),
+    ("grouped_matmul", "fwd"),
+    ("grouped_matmul_fp8", "fwd"),
+    ("grouped_matmul_int8", "fwd"),
+    ("indexer_scores_at", "fwd"),
+    ("indexer_scores_at", "bwd"),
+    ("sparse_mla", "det"),
+)
 # Most that an op may allocate for each token, whatever the length: one T x S array of
 # bytes would add 128 KiB a token at 131,072, one of float32 scores 512. What is there:
 # copies of q, k, v or the outputs in other layouts, lists, a bit for each key.
@@ -99,8 +94,8 @@ NIGHTLY = [
     case_name(chip, op, mode, length)
     for names, ops in ((TPUS, TPU_OPS), (("h200",), GPU_OPS))
     for chip in names
-    for (op, mode), lengths in ops.items()
-    for length in lengths
+    for op, mode in ops
+    for length in LENGTHS
     if (chip, op, mode, length) not in FASTEST
 ]
 

@@ -105,6 +105,23 @@ class BenchTest(parameterized.TestCase):
         self.assertAlmostEqual(floor["floor_ms"], 89, delta=1)
         self.assertEqual(floor["bound"], "matrix")
 
+    @parameterized.parameters(
+        ("h200", 33792), ("v5p", 33792), ("v6e", 104448), ("tpu7x", 57344)
+    )
+    def test_sparse_begins_to_win_where_the_docs_say(self, chip, length):
+        """By the floors of a whole layer, forward and backward: docs/kernels.md."""
+        chip = bench.chips.CHIPS[chip]
+        parts = ("indexer_topk", "fwd"), ("sparse_mla", "bwd")
+        parts += (("sparse_indexer_kl_loss", "bwd"),)
+
+        def is_less(length):
+            floor = lambda op, mode: measure.floor(measure.Job(op, length, mode), chip)
+            sparse = sum(floor(*part)["floor_ms"] for part in parts)
+            return sparse < floor("masked_mla", "bwd")["floor_ms"]
+
+        self.assertFalse(is_less(length - 1024))
+        self.assertTrue(is_less(length))
+
 
 if __name__ == "__main__":
     environment.main()
