@@ -1,7 +1,12 @@
-"""Packaging. All metadata is here; pyproject.toml only configures tools."""
+"""Packaging of the whole; pallas_kernels/ is a distribution of its own as well.
+
+What the kernels need stands in pallas_kernels/pyproject.toml and is read from there.
+The pyproject.toml beside this file only configures tools.
+"""
 
 import pathlib
 import re
+import tomllib
 
 import setuptools
 
@@ -12,25 +17,24 @@ VERSION = re.search(
     re.MULTILINE,
 ).group(1)
 
+KERNELS = tomllib.loads(
+    (ROOT / "pallas_kernels" / "pyproject.toml").read_text(encoding="utf-8")
+)["project"]
+
 # The lower bounds are the oldest releases that the tests ran with; there are no upper
 # ones. requirements/ holds exact pins.
-LIBTPU = "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'"
 ARROW = ["pyarrow>=26"]  # Parquet files and Hugging Face datasets
 TEST = [
     *ARROW,
     "beartype",
     "ipykernel",
     "jupytext",
-    LIBTPU,  # compiles a few kernels for TPUs; no TPU is needed
+    # Compiles a few kernels for TPUs; no TPU is needed.
+    "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'",
     "nbclient",
     "pytest>=8",
     "pytest-xdist",
 ]
-# 0.4.0 and 0.4.1 do not run under jax 0.12: their rule for dead code takes one argument
-# too few.
-# The kernels are fitted to the compiler of Triton 3.6: 3.9 spills up to 1.2 KB a thread
-# where 3.6 spills nothing (docs/design/0004-one-seam-for-kernels.md).
-TRITON = ["triton>=3.6,<3.7", "jax-triton>=0.3.1,!=0.4.0,!=0.4.1"]
 DEV = [*TEST, "pre-commit", "pyrefly", "ruff"]
 
 setuptools.setup(
@@ -56,16 +60,13 @@ setuptools.setup(
     package_dir={"": "."},
     python_requires=">=3.11",
     install_requires=[
+        *KERNELS["dependencies"],  # jax, jaxtyping, ml_dtypes, numpy
+        *KERNELS["optional-dependencies"]["bench"],  # matplotlib
         "absl-py>=2.1",
         "array-record>=0.8.6; sys_platform != 'win32'",
         "flax>=0.12",
         "grain>=0.2.18",
-        "jax>=0.10",
-        "jaxtyping>=0.3",
-        "matplotlib>=3.8",
         "ml_collections>=1.1",
-        "ml_dtypes>=0.5",
-        "numpy>=2.0",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
         "safetensors>=0.5",
@@ -74,10 +75,7 @@ setuptools.setup(
         "tqdm>=4.66",
     ],
     extras_require={
-        "gpu": ["jax[cuda13]", *TRITON],
-        "tpu": ["jax[tpu]"],
-        # Compilers for chips that are not there: TPUs and an H200.
-        "aot": ["jax[cuda13-local]", LIBTPU, *TRITON],
+        **KERNELS["optional-dependencies"],  # gpu, tpu, aot, bench
         "arrow": ARROW,
         # launch/ray_job.py, on a Ray cluster.
         "ray": ["ray>=2.60"],

@@ -1,7 +1,7 @@
 """Compiles for chips that are not there, and says what the compiler made of it.
 
 TPUs need libtpu from PyPI beside a CPU build of jax; an H200 needs jax-cuda13-plugin,
-triton and jax-triton: `pip install 'glm5_jax[aot]'`. No driver and no device.
+triton and jax-triton: the extra `aot` brings all of it. No driver and no device.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ def device_mesh(chip: chips.Chip) -> Mesh:
         )
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise RuntimeError(
-            f"no compiler for {chip.name} here ({error}); pip install 'glm5_jax[aot]'."
+            f"no compiler for {chip.name} here ({error}); the extra 'aot' brings it."
         ) from error
     device = np.array(topology.devices)[:1]
     return Mesh(device, ("x",), axis_types=(AxisType.Auto,))

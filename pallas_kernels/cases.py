@@ -25,6 +25,7 @@ class Case:
     heads: int = 64
     latent: int = 512  # C
     rope: int = 64  # R
+    row_padding: int = 0  # numbers behind [latent | rope], which fill a tile
     head_dim: int = 256  # H of the multi-head form
     value_dim: int = 256  # O
     index_heads: int = 32
@@ -69,7 +70,7 @@ SMALL = (
 def shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
     """Every input that an op may want, by name."""
     b, t, s, n = case.batch, case.queries, case.keys, case.heads
-    width = case.latent + case.rope
+    width = case.latent + case.rope + case.row_padding
     e, d, f = case.experts, case.hidden, case.expert_dim
     half, exact, integer = case.dtype, "float32", "int32"
     table = {

@@ -27,7 +27,7 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5p", "tpu", "TPU v5", 459.0, 2.46, 95.0, "v5p:2x2x1", 65536),
+        Chip("v5p", "tpu", "TPU v5", 459.0, 2.46, 95.0, "v5p:2x2x1", 36864),
         Chip("v6e", "tpu", "TPU v6 lite", 920.0, 1.64, 32.0, "v6e:2x2", 131072),
         Chip("tpu7x", "tpu", "TPU7x", 1155.0, 3.7, 96.0, "tpu7x:2x2x1", 131072),
         Chip("h200", "gpu", "NVIDIA H200", 790.0, 4.3, 139.0, "1x1x1", 16384),

@@ -114,7 +114,7 @@ def _unsupported(op: str, name: str, function: str, args: tuple) -> str | None:
     try:
         module = _module(op, name)
     except ImportError as error:
-        return f"{error}; pip install 'glm5_jax[{name}]'"
+        return f"{error}; the extra {name!r} brings it"
     if not hasattr(module, function):
         return "there is no such kernel yet"
     reason = getattr(module, f"unsupported_{function}", None)

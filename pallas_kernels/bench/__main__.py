@@ -1,15 +1,16 @@
-"""Times kernels against their rooflines, or compiles them for chips that are not there.
+r"""Times kernels against their rooflines, or compiles them for chips not at hand.
 
 On a machine with the device:
   python -m pallas_kernels.bench sparse_mla indexer_topk --length 4096,32768 \
       --mode fwd,bwd,det --json times.json --plot times.png
-Anywhere (pip install 'glm5_jax[aot]'):
+Anywhere, with the extra `aot` installed:
   python -m pallas_kernels.bench --aot --chip v5p --length 32768
 """
 
 import argparse
 import atexit
 import difflib
+import importlib.util
 import json
 import pathlib
 import shutil
@@ -21,16 +22,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels import aot, cases, chips, dispatch
-from pallas_kernels.bench import measure, operations, plot, table
+from pallas_kernels import aot, block_sizes, cases, chips, dispatch
+from pallas_kernels.bench import measure, operations, table
+
+_BLOCKS = "other block sizes, one by one: sparse_mla=32,8,2; a tile's, warps and stages"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the jobs one by one; a job that fails is reported and the rest go on."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib; the extra 'bench' brings it")
     jobs = _jobs(parser, args)
     chip = _chip(parser, args)
+    _check_blocks(parser, args, chip)
     columns = table.COMPILED if args.aot else table.TIMED
     where = chip.name if chip else jax.devices()[0].device_kind
     print(
@@ -44,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.json:
             _write(args.json, {"chip": where, "jax": jax.__version__, "rows": rows})
     if args.plot:
+        from pallas_kernels.bench import plot
+
         plot.save(rows, args.plot, where)
     return int(any("failure" in row or row.get("is_wrong") for row in rows))
 
@@ -64,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--implementation", help="default: the best one of the chip")
     add("--queries", type=int, help="of the last tokens alone: context parallelism")
     add("--heads", type=int, help="of the attention: tensor parallelism")
+    add("--blocks", nargs="*", default=[""], metavar="NAME=N,N", help=_BLOCKS)
     add("--size", default="glm5", choices=("glm5", "small"), help="dims of the layer")
     add("--aot", action="store_true", help="compile only; no device is needed")
     add("--no_baseline", action="store_true", help="do not time plain XLA beside it")
@@ -94,9 +103,7 @@ def _jobs(
         parser.error(f"--index must be random, local or captured, got {args.index}")
     if (args.index == "captured") != (args.lists is not None):
         parser.error("--index captured needs --lists=FILE.npy, and only it does")
-    if args.lists is not None and not args.lists.is_file():
-        parser.error(f"--lists: there is no file {args.lists}")
-    lists = None if args.lists is None else np.load(args.lists)
+    lists = _lists(parser, args)
     ops = args.ops or list(operations.OPERATIONS)
     return [
         measure.Job(
@@ -109,12 +116,31 @@ def _jobs(
             small=args.size == "small",
             queries=args.queries,
             heads=args.heads,
+            blocks=blocks,
         )
         for op in ops
         for length in args.length.split(",")
         for mode in modes
+        for blocks in args.blocks
         if measure.runnable(op, mode)
     ]
+
+
+def _lists(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> np.ndarray | None:
+    """Captured lists, of as many queries as there are tokens."""
+    if args.lists is None:
+        return None
+    if not args.lists.is_file():
+        parser.error(f"--lists: there is no file {args.lists}")
+    lists = np.load(args.lists)
+    for length in map(int, args.length.split(",")):
+        topk = operations.at("sparse_mla", length, args.size == "small").topk
+        if lists.dtype != np.int32 or lists.shape != (length, topk):
+            given = f"{lists.dtype} {lists.shape}"
+            parser.error(f"--lists must be int32 [{length}, {topk}], got {given}")
+    return lists
 
 
 def _chip(
@@ -135,11 +161,25 @@ def _chip(
     return here
 
 
+def _check_blocks(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, chip: chips.Chip | None
+) -> None:
+    """Exits with 2 on an entry that the chip's row of block sizes does not have."""
+    for entry in filter(None, args.blocks):
+        if chip is None:
+            parser.error(f"--blocks needs a chip of {', '.join(chips.CHIPS)}")
+        try:
+            block_sizes.changed(block_sizes.of(chip.name), entry)
+        except ValueError as error:
+            parser.error(f"--blocks: {error}")
+
+
 def _run(
     jobs: list[measure.Job], chip: chips.Chip | None, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     for i, job in enumerate(jobs, 1):
         name = {"op": job.op, "length": job.length, "mode": job.mode}
+        name |= {"blocks": job.blocks} if job.blocks else {}
         print(f"[{i}/{len(jobs)}] {' '.join(map(str, name.values()))}", file=sys.stderr)
         try:
             if args.aot:

@@ -1,5 +1,6 @@
 """One row of a benchmark: a time and what it is worth, or what a compiler said."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import aot, cases, chips
+from pallas_kernels import aot, block_sizes, cases, chips
 from pallas_kernels.bench import operations
 from pallas_kernels.cases import Case
 
@@ -36,6 +37,8 @@ class Job:
     small: bool = False
     queries: int | None = None  # a chip's share under context parallelism
     heads: int | None = None  # or under tensor parallelism
+    row_multiple: int = 1  # of the numbers of a latent row
+    blocks: str = ""  # another entry of the chip's row of `block_sizes`
 
     @property
     def case(self) -> Case:
@@ -45,7 +48,15 @@ class Job:
             case,
             queries=min(self.queries or case.queries, case.queries),
             heads=self.heads or case.heads,
+            row_padding=-(case.latent + case.rope) % self.row_multiple,
         )
+
+    def on(self, chip: chips.Chip | None) -> "Job":
+        """The same as a model has it there: a cache's rows fill the tiles of a TPU."""
+        is_cache = self.op == "decode_sparse_mla"
+        is_tpu = chip is not None and chip.platform == "tpu"
+        is_padded = is_cache and is_tpu
+        return dataclasses.replace(self, row_multiple=128) if is_padded else self
 
     def function(self, implementation: str | None, case: Case) -> Callable:
         """The op, or its gradient, as a function of its inputs."""
@@ -81,6 +92,11 @@ def floor(job: Job, chip: chips.Chip) -> dict[str, Any]:
 
 def timed(job: Job, chip: chips.Chip | None, baseline: bool) -> dict[str, Any]:
     """Runs a job on the device at hand, values first."""
+    with _tried(job, chip):
+        return _timed(job.on(chip), chip, baseline)
+
+
+def _timed(job: Job, chip: chips.Chip | None, baseline: bool) -> dict[str, Any]:
     op, case = operations.OPERATIONS[job.op], job.case
     is_whole = job.mode == "fwd" and op.has_rows
     error = None if is_whole else _error(job)
@@ -110,6 +126,12 @@ def timed(job: Job, chip: chips.Chip | None, baseline: bool) -> dict[str, Any]:
 
 def compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:
     """Compiles a job for a chip that need not be there."""
+    job = job.on(chip)
+    with _tried(job, chip):
+        return _compiled(job, chip)
+
+
+def _compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:
     case, table = job.case, cases.shapes(job.case)
     args = tuple(table[name] for name in operations.OPERATIONS[job.op].inputs)
     report = aot.compile(job.function(job.implementation, case), args, chip)
@@ -120,6 +142,14 @@ def compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:
         "gpu_kernels": [dataclasses.asdict(k) for k in report.gpu_kernels],
         "tpu_kernels": [dataclasses.asdict(k) for k in report.tpu_kernels],
     }
+
+
+def _tried(job: Job, chip: chips.Chip | None) -> contextlib.AbstractContextManager:
+    """The job's block sizes, if it brings any."""
+    if not job.blocks or chip is None:
+        return contextlib.nullcontext()
+    sizes = block_sizes.changed(block_sizes.of(chip.name), job.blocks)
+    return block_sizes.tried(sizes)
 
 
 def _plain(op: str) -> str:
@@ -134,8 +164,7 @@ def _error(job: Job) -> float:
     op, case = operations.OPERATIONS[job.op], _last(job.case)
     if op.inputs[0] == "rows":
         case = job.case
-    lists = None if job.lists is None else job.lists[-case.queries :]
-    args = operations.make(case, op.inputs, job.pattern, lists)
+    args = operations.make(case, op.inputs, job.pattern, job.lists)
     got = jax.jit(job.function(job.implementation, case))(*args)
     return _largest(got, _wanted(job, case, args))
 

@@ -71,7 +71,8 @@ def _input(case: Case, name: str, pattern: str, lists: Any) -> jax.Array:
     wanted = table[name]
     key = jax.random.fold_in(jax.random.key(0), list(table).index(name))
     if name == "indices" and pattern == "captured":
-        return jnp.asarray(np.broadcast_to(lists, wanted.shape), jnp.int32)
+        last = lists[-case.queries :]
+        return jnp.asarray(np.broadcast_to(last, wanted.shape), jnp.int32)
     if name == "bits":
         names = ("q_index", "k_index", "w", "lo", "hi")
         args = make(case, names, pattern, lists)

@@ -42,9 +42,10 @@ def line(row: dict[str, Any], columns: tuple) -> str:
 
 
 def _notes(row: dict[str, Any]) -> list[str]:
-    """Why it failed, or what a compiler said of each kernel."""
+    """Other block sizes, why it failed, or what a compiler said of each kernel."""
+    tried = [row["blocks"]] if "blocks" in row else []
     if "failure" in row:
-        return [row["failure"].splitlines()[0]]
+        return [*tried, row["failure"].splitlines()[0]]
     wrong = ["WRONG VALUES"] * row.get("is_wrong", False)
     gpu = [
         f"{k['name']} {k['registers']} registers, {k['spill_bytes']} B spilled, "
@@ -53,4 +54,4 @@ def _notes(row: dict[str, Any]) -> list[str]:
         for k in row.get("gpu_kernels", ())
     ]
     tpu = [f"{k['name']} {k['bundles']} bundles" for k in row.get("tpu_kernels", ())]
-    return wrong + gpu + tpu
+    return tried + wrong + gpu + tpu

@@ -18,11 +18,10 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import triton_call
+from pallas_kernels import block_sizes, triton_call
 from pallas_kernels.indexer_topk import gpu_select
 
 HEADS = 64  # of a program: the least rows of a wgmma
-KEYS = 64  # gathered a step: two stages fill the shared memory
 HEADS_FLOAT32, KEYS_FLOAT32 = 16, 32  # without tensor cores; more would spill
 PROGRAMS = 132  # multiprocessors, each with room for one program
 VALUES = 128  # of a head, that a combining program writes
@@ -104,7 +103,10 @@ def decode_sparse_mla(
 def num_splits(q: Array, topk: int) -> int:
     """Programs that share a list: a power of two, all multiprocessors if it can be."""
     rows = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], HEADS)
-    most = min(PROGRAMS // rows, triton.cdiv(topk, KEYS))
+    most = min(
+        PROGRAMS // rows,
+        triton.cdiv(topk, block_sizes.gpu().decode_sparse_mla.sizes[0]),
+    )
     return 2 ** (max(most, 1).bit_length() - 1)
 
 
@@ -112,7 +114,7 @@ def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):
     """See `decode_sparse_mla`; `splits`, a power of two, does not change the result."""
     batch, num_queries, num_heads, width = q.shape
     rows = batch * num_queries
-    is_float32 = q.dtype == jnp.float32
+    is_float32, tile = q.dtype == jnp.float32, block_sizes.gpu().decode_sparse_mla
     most_heads = HEADS_FLOAT32 if is_float32 else HEADS
     heads = min(max(triton.next_power_of_2(num_heads), 16), most_heads)
     is_whole = splits == 1
@@ -126,8 +128,8 @@ def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):
             jax.ShapeDtypeStruct((rows, splits, num_heads), jnp.float32),
         ],
         grid=(rows * triton.cdiv(num_heads, heads), splits),
-        num_warps=8,
-        num_stages=2,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
         SCALE=scale * LOG2_E,
         T=num_queries,
@@ -140,7 +142,7 @@ def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):
         SPLITS=splits,
         SLOTS=triton.next_power_of_2(indices.shape[2]),
         HEADS=heads,
-        KEYS=KEYS_FLOAT32 if is_float32 else KEYS,
+        KEYS=KEYS_FLOAT32 if is_float32 else tile.sizes[0],
     )
     if not is_whole:
         values = min(VALUES, value_dim)

@@ -18,13 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import cost
+from pallas_kernels import block_sizes, cost
 from pallas_kernels.decode import tpu_topk
 from pallas_kernels.sparse_mla import tpu as attention
 from pallas_kernels.sparse_mla import tpu_rows
 
 GROUP = 8  # rows of a tile
-CHUNK = 128  # groups fetched at a time: 1.3 MB of VMEM
 
 decode_indexer_topk = tpu_topk.decode_indexer_topk
 unsupported_decode_indexer_topk = tpu_topk.unsupported_decode_indexer_topk
@@ -42,15 +41,16 @@ def decode_sparse_mla(
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
     """See `pallas_kernels.decode_sparse_mla`."""
     batch, num_queries, heads, width = q.shape
-    missing = -indices.shape[-1] % CHUNK
+    chunk = block_sizes.tpu().decode_groups
+    missing = -indices.shape[-1] % chunk
     indices = jnp.pad(indices, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
     rows = _rows(indices, kv.shape[1], page_table).reshape(-1, 1, indices.shape[-1])
     is_row = rows[..., None] % GROUP == jnp.arange(GROUP)[None, None, None]
     is_row = (is_row & (rows >= 0)[..., None]).astype(jnp.float32)
     # The last chunk is fetched whole, its padding from anywhere.
-    chunks = -(-jnp.sum(rows >= 0, axis=-1, keepdims=True) // CHUNK)
+    chunks = -(-jnp.sum(rows >= 0, axis=-1, keepdims=True) // chunk)
     slots = jnp.arange(rows.shape[-1])[None, None]
-    padding = jnp.where(slots < jnp.maximum(chunks, 1) * CHUNK, 0, -1)
+    padding = jnp.where(slots < jnp.maximum(chunks, 1) * chunk, 0, -1)
     groups = jnp.where(rows >= 0, rows // GROUP, padding)
     one = lambda *sizes, **space: pl.BlockSpec(
         (None, *sizes), lambda i: (i, *[0] * len(sizes)), **space
@@ -71,7 +71,7 @@ def decode_sparse_mla(
             jax.ShapeDtypeStruct((count, 1, heads), jnp.float32),
         ],
         scratch_shapes=[
-            pltpu.VMEM((2, CHUNK, GROUP, width), kv.dtype),
+            pltpu.VMEM((2, chunk, GROUP, width), kv.dtype),
             pltpu.SemaphoreType.DMA((2,)),
             attention.softmax_state(heads, value_dim),
         ],
@@ -145,7 +145,7 @@ def _kernel(
 
     def compute(query, first, count, words):
         del query, count  # padding has no row of its group
-        keys = CHUNK * GROUP
+        keys = fetched.shape[1] * GROUP
         part = pl.ds(pl.multiple_of(first * GROUP, keys), keys)
         rows = words()[...].reshape(keys, fetched.shape[-1])
         attention.add_chunk((q[...],), (rows,), is_row[:, part] > 0, state, scale)

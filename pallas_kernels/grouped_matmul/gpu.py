@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, triton_call
+from pallas_kernels import block_sizes, dispatch, triton_call
 from pallas_kernels.grouped_matmul import reference
 
 SIDE_BY_SIDE = 8  # tiles of rows that share matrices in the L2 cache
+FLOAT32_TILE = block_sizes.Tile((64, 64, 32), 8, 3)
 
 
 def grouped_matmul(
@@ -131,6 +132,14 @@ def _width(size: int, most: int) -> int:
     return max(16, min(most, triton.next_power_of_2(size)))
 
 
+def _tile(is_half: bool, is_quantized: bool) -> block_sizes.Tile:
+    """Of rows, columns and depth. A tile of codes lies in one block of scales."""
+    if not is_half:
+        return FLOAT32_TILE
+    tiles = block_sizes.gpu()
+    return tiles.grouped_matmul_quantized if is_quantized else tiles.grouped_matmul
+
+
 def _rows_times_matrix(
     x: Array,
     w: Array,
@@ -143,10 +152,10 @@ def _rows_times_matrix(
     num_rows, num_groups = x.shape[0], w.shape[0]
     depth, width = (w.shape[2], w.shape[1]) if transposed else w.shape[1:]
     is_half, is_quantized = x.dtype.itemsize == 2, scales is not None
-    rows = 128 if is_half and num_rows >= 64 * num_groups else 64
-    # A tile of codes lies in one block of scales.
-    cols = 64 if not is_half else reference.SCALE_BLOCK if is_quantized else 256
-    cols = _width(width, cols)
+    tile = _tile(is_half, is_quantized)
+    most, cols, step = tile.sizes
+    is_full = is_half and num_rows >= 64 * num_groups
+    rows, cols = most if is_full else 64, _width(width, cols)
     table = _tile_table(group_sizes, num_rows, rows)
     num_tiles = table.shape[1]
     down, across = (0, 0) if scales is None else scales.shape[1:]
@@ -155,7 +164,7 @@ def _rows_times_matrix(
         "STEP_C": 1 if transposed else w.shape[2],
         "STEP_O": w.shape[2] if transposed else 1,
         "BM": rows, "BO": cols, "SIDE": SIDE_BY_SIDE,
-        "BC": 32 if not is_half else reference.SCALE_BLOCK if is_quantized else 64,
+        "BC": step,
         "SCALE_BLOCK": reference.SCALE_BLOCK, "SCALES": down * across,
         "SCALE_C": 1 if transposed else across,
         "SCALE_O": across if transposed else 1,
@@ -165,8 +174,8 @@ def _rows_times_matrix(
         *(x, w, table if scales is None else scales, table),
         out_shape=[jax.ShapeDtypeStruct((num_rows, width), x.dtype)],
         grid=(num_tiles * triton.cdiv(width, cols),),
-        num_warps=8 if rows == 128 else 4,
-        num_stages=4 if is_half and not is_quantized else 3,
+        num_warps=tile.warps if is_full else 4,
+        num_stages=tile.stages,
         interpret=interpret,
         **sizes,
     )
@@ -177,18 +186,18 @@ def _rows_times_rows(x: Array, dy: Array, group_sizes: Array, interpret: bool) -
     """dw[e] = x_e^T dy_e: [E, K, N]."""
     num_groups, depth, width = group_sizes.shape[0], x.shape[1], dy.shape[1]
     is_half = x.dtype.itemsize == 2
-    rows, cols = (128, 256) if is_half else (64, 64)
-    rows, cols = _width(depth, rows), _width(width, cols)
+    tile = block_sizes.gpu().grouped_matmul_dw if is_half else FLOAT32_TILE
+    rows, cols = _width(depth, tile.sizes[0]), _width(width, tile.sizes[1])
     ends = jnp.cumsum(group_sizes.astype(jnp.int32))
     [dw] = triton_call.call(
         _rows_times_rows_kernel,
         *(x, dy, jnp.concatenate([jnp.zeros_like(ends[:1]), ends])),
         out_shape=[jax.ShapeDtypeStruct((num_groups, depth, width), x.dtype)],
         grid=(triton.cdiv(depth, rows) * triton.cdiv(width, cols), num_groups),
-        num_warps=8,
-        num_stages=3,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
-        **{"K": depth, "N": width, "BM": 64 if is_half else 32, "BK": rows, "BN": cols},
+        **{"K": depth, "N": width, "BM": tile.sizes[2], "BK": rows, "BN": cols},
     )
     return dw
 

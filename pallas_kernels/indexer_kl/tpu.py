@@ -20,14 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import block_pairs, cost, dispatch, selection
+from pallas_kernels import block_pairs, block_sizes, cost, dispatch, selection
 from pallas_kernels.indexer_kl import tpu_listed
 from pallas_kernels.masked_mla import tpu_blocks as blocks
 
-QUERIES, KEYS = 512, 1024  # of a tile: traffic of q and k stays under v6e's bandwidth
 HEADS = 8  # of the attention in a step; the least that a block of log-sum-exps takes
-PARTS = 2  # of the queries, each with its own dk: a v5p has two cores
-VMEM_BYTES = 56 << 20  # of 64 MB on v5p and tpu7x
 LANES = selection.LANES
 sparse_indexer_kl_loss = tpu_listed.sparse_indexer_kl_loss
 unsupported_sparse_indexer_kl_loss = tpu_listed.unsupported_sparse_indexer_kl_loss
@@ -53,7 +50,8 @@ def unsupported_indexer_kl_loss(
     rows = _tile_rows(q, k.shape[1], axis=1)
     num_blocks = (-(-q.shape[1] // rows[0]), -(-k.shape[1] // rows[1]))
     offset = k.shape[1] - q.shape[1]
-    pairs = len(q) * PARTS * block_pairs.size(num_blocks, rows, offset)
+    parts = block_sizes.tpu().cores
+    pairs = len(q) * parts * block_pairs.size(num_blocks, rows, offset)
     if pairs > block_pairs.MAX_PAIRS:
         return f"{pairs} pairs of blocks do not fit scalar memory; split the batch."
     return None
@@ -96,7 +94,7 @@ def indexer_kl_loss(
 
 
 def _tile_rows(q: Array, num_keys: int, axis: int) -> tuple[int, int]:
-    return blocks.tile_rows(q, num_keys, axis, (QUERIES, KEYS))
+    return blocks.tile_rows(q, num_keys, axis, block_sizes.tpu().indexer_kl)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -182,7 +180,7 @@ def _over_tiles(
     """Loss per query [B, 1, t] and, if wanted, its gradient for q, k and w."""
     (q_index, k_index, w), (q, k, _), (bounds, mask, weight) = index, main, rows
     tile = _tile_rows(q, k.shape[2], axis=2)
-    parts = min(PARTS, q.shape[2] // tile[0])
+    parts = min(block_sizes.tpu().cores, q.shape[2] // tile[0])  # each with its own dk
     groups = q.shape[1] // HEADS
     lo, hi = bounds[:, 0], bounds[:, 1]
     pairs = block_pairs.make(lo, hi, k.shape[2], tile, static[1], parts=parts)
@@ -241,7 +239,7 @@ def _over_tiles(
 def _parameters() -> pltpu.CompilerParams:
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-        vmem_limit_bytes=VMEM_BYTES,
+        vmem_limit_bytes=block_sizes.tpu().vmem_bytes,
     )
 
 

@@ -24,7 +24,6 @@ from jaxtyping import Array, Float
 from pallas_kernels import cost, dispatch
 from pallas_kernels.sparse_mla import tpu_rows
 
-PARTS = 2  # of the queries, each with its own dk: a v5p has two cores
 HIDDEN = -1e30  # score of padding
 
 
@@ -103,8 +102,8 @@ def _call(
     chunk = tpu_rows.chunk_size(indices.shape[2])
     chunks = indices.shape[2] // chunk
     tiles = indices.shape[1] // tpu_rows.QUERIES
-    parts = PARTS if tiles % PARTS == 0 else 1
-    of_part = functools.partial(_tile, tiles // parts)
+    parts = tpu_rows.num_parts(indices.shape[1])
+    of_part = functools.partial(tpu_rows.tile_of_part, tiles // parts)
     hbm, out_shape, out_specs, scratch, aliases = (layout.pack(packed),), (), (), (), {}
     if with_gradient:
         zeros, scratch = _sums(k_index, parts, chunks, chunk, q_index.shape[2])
@@ -144,15 +143,6 @@ def _call(
         interpret=pltpu.InterpretParams() if interpret else False,
         name="sparse_indexer_kl_loss",
     )(indices, queries, hbm)
-
-
-def _tile(steps: int, *sizes: int, memory_space: Any = None) -> pl.BlockSpec:
-    """QUERIES queries of [B, T, *sizes], for a grid (part, B, steps of a part)."""
-    return pl.BlockSpec(
-        (None, tpu_rows.QUERIES, *sizes),
-        lambda part, b, t: (b, part * steps + t, *[0] * len(sizes)),
-        memory_space=memory_space,
-    )
 
 
 def _like(x: Any) -> jax.ShapeDtypeStruct:

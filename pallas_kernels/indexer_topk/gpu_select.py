@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels import selection, triton_call
+from pallas_kernels import block_sizes, selection, triton_call
 
 KEYS = 64  # of a step of scoring
-COLUMNS = 256  # queries times heads of a step; the product [KEYS, COLUMNS] fills wgmma
+MAX_HEADS = 256
 COLUMNS_FLOAT32 = 32  # without tensor cores; more would spill
 QUERIES = 8  # of a scoring program
 PROGRAMS = 4 * 132  # two of scoring run on a multiprocessor: two waves
@@ -44,10 +44,10 @@ class Plan:
 def unsupported(q: Array, k: Array, w: Array, num_keys: int, topk: int) -> str | None:
     """Why the kernels cannot take these arguments, or None."""
     heads, dim = q.shape[-2:]
-    if heads & (heads - 1) or heads > COLUMNS or dim & (dim - 1) or dim < 16:
+    if heads & (heads - 1) or heads > MAX_HEADS or dim & (dim - 1) or dim < 16:
         return (
-            f"heads must be a power of two up to {COLUMNS} and their dim one of 16 or "
-            f"more, got {heads} and {dim}."
+            f"heads must be a power of two up to {MAX_HEADS} and their dim one of 16 "
+            f"or more, got {heads} and {dim}."
         )
     if q.dtype != k.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"q and k must share a float dtype, got {q.dtype} and {k.dtype}."
@@ -100,7 +100,8 @@ def _work(num_keys: int, topk: int, group: int, total: bool = False) -> int:
 
 def block_queries(q: Array, rows: int) -> int:
     """Queries of a scoring program."""
-    columns = COLUMNS_FLOAT32 if q.dtype == jnp.float32 else COLUMNS
+    columns = block_sizes.gpu().indexer_scores.sizes[0]
+    columns = COLUMNS_FLOAT32 if q.dtype == jnp.float32 else columns
     heads = q.shape[2]
     block = min(triton.next_power_of_2(rows), max(columns // heads, 1), QUERIES)
     return max(block, 16 // heads)  # a product has 16 columns or more
@@ -111,7 +112,7 @@ def scored(q, k, w, lo, hi, start, table, plan):
     _, num_queries, heads, dim = q.shape
     page, pages = k.shape[1], 1 if table is None else table.shape[1]
     num_keys = page * pages
-    block = block_queries(q, plan.rows)
+    block, tile = block_queries(q, plan.rows), block_sizes.gpu().indexer_scores
     blocks = triton.cdiv(plan.rows, block)
     group = group_size(num_keys, plan.topk)
     stride = triton.cdiv(num_keys, KEYS) * KEYS
@@ -128,8 +129,8 @@ def scored(q, k, w, lo, hi, start, table, plan):
             ),
         ],
         grid=(plan.sequences * blocks, min(splits, stride // KEYS)),
-        num_warps=8 if q.dtype == jnp.float32 else 4,
-        num_stages=2 if table is None else 3,  # one more to look up pages
+        num_warps=8 if q.dtype == jnp.float32 else tile.warps,
+        num_stages=tile.stages + (table is not None),  # one more to look up pages
         interpret=plan.interpret,
         T=num_queries,
         S=num_keys,

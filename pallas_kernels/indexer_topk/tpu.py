@@ -15,16 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels import cost, selection, tiles
+from pallas_kernels import block_sizes, cost, selection, tiles
 from pallas_kernels.indexer_topk import tpu_list
 
 QUERIES = 16  # of a block; one bfloat16 tile of a head
-KEYS = 1024  # of a block; divides selection.RUN
 PRODUCT_KEYS = 256  # of one product: its float32 rows of all heads take 0.5 MB
 PART_BYTES = 64 << 20  # of bits that wait to become lists
 MAX_KEYS = 1 << 19  # 16 rows of scores take 32 MB, half of a v5p's VMEM
-VMEM_BYTES = 48 << 20
-
 LANES = selection.LANES
 LOWEST, HIGHEST = -(1 << 31), (1 << 31) - 1
 
@@ -88,7 +85,8 @@ def indexer_bits(
     num_keys, words = k.shape[1], selection.num_words(k.shape[1])
     bounds = jnp.stack([jnp.maximum(lo, 0), jnp.minimum(hi, num_keys)], axis=-1)
     q, w, bounds = (_pad(x, QUERIES) for x in (q, w.astype(jnp.float32), bounds))
-    k = _pad(k, KEYS)
+    sizes = block_sizes.tpu()
+    k = _pad(k, sizes.indexer_keys)
     blocks = q.shape[1] // QUERIES
 
     def rows(*shape: int) -> pl.BlockSpec:
@@ -112,7 +110,7 @@ def indexer_bits(
                 pltpu.VMEM((QUERIES * heads, dim), jnp.float32),
                 pltpu.VMEM((heads * QUERIES, dim), q.dtype),
                 pltpu.VMEM((heads, QUERIES, LANES), jnp.float32),
-                pltpu.VMEM((2, KEYS, dim), k.dtype),
+                pltpu.VMEM((2, sizes.indexer_keys, dim), k.dtype),
                 pltpu.VMEM((QUERIES, words * 32), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
@@ -121,11 +119,12 @@ def indexer_bits(
             2 * batch * cost.seen_pairs(num_queries, num_keys) * heads * dim, q, w, k
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("parallel", "parallel"),
+            vmem_limit_bytes=sizes.vmem_bytes,
         ),
         interpret=interpret,
         name="indexer_bits",
-    )(_key_blocks(bounds, topk), q, w, bounds, k)
+    )(_key_blocks(bounds, topk, sizes.indexer_keys), q, w, bounds, k)
     return bits[:, :num_queries]
 
 
@@ -135,21 +134,21 @@ def _pad(x: Array, multiple: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, size), *[(0, 0)] * (x.ndim - 2)]) if size else x
 
 
-def _key_blocks(bounds: Int[Array, "B T 2"], topk: int) -> Int[Array, " n"]:
+def _key_blocks(bounds: Int[Array, "B T 2"], topk: int, size: int) -> Int[Array, " n"]:
     """First block of keys, end, and whether a row must choose, of each query block."""
     rows = bounds.reshape(-1, QUERIES, 2)
     lo, hi = rows[..., 0], rows[..., 1]
     end = jnp.max(jnp.where(lo < hi, hi, 0), axis=1)
     first = jnp.minimum(jnp.min(jnp.where(lo < hi, lo, HIGHEST), axis=1), end)
     must_choose = jnp.any(hi - lo > topk, axis=1)
-    return jnp.stack([first // KEYS, -(-end // KEYS), must_choose], axis=1).ravel()
+    return jnp.stack([first // size, -(-end // size), must_choose], axis=1).ravel()
 
 
 def _kernel(blocks: Any, *refs: Any, topk: int) -> None:
     """One block of queries: scores of all keys in reach, thresholds, bits."""
     q_ref, w_ref, bounds_ref, k_hbm, out_ref, *scratch = refs
     staging, q_heads, w_lanes, k_buffer, keys, semaphores = scratch
-    b, i = pl.program_id(0), pl.program_id(1)
+    b, i, size = pl.program_id(0), pl.program_id(1), k_buffer.shape[1]
     first, end, must_choose = (
         blocks[3 * (b * pl.num_programs(1) + i) + n] for n in range(3)
     )
@@ -157,7 +156,7 @@ def _kernel(blocks: Any, *refs: Any, topk: int) -> None:
     _heads_first(q_ref, w_ref, staging, q_heads, w_lanes)
 
     def fetch(j: Array) -> Any:
-        source = k_hbm.at[b, pl.ds(pl.multiple_of(j * KEYS, KEYS), KEYS)]
+        source = k_hbm.at[b, pl.ds(pl.multiple_of(j * size, size), size)]
         return pltpu.make_async_copy(source, k_buffer.at[j & 1], semaphores.at[j & 1])
 
     def score(j: Array, _: None) -> None:
@@ -166,16 +165,16 @@ def _kernel(blocks: Any, *refs: Any, topk: int) -> None:
             fetch(j + 1).start()
 
         fetch(j).wait()
-        for n in range(KEYS // PRODUCT_KEYS):
+        for n in range(size // PRODUCT_KEYS):
             at = pl.ds(n * PRODUCT_KEYS, PRODUCT_KEYS)
-            place = pl.ds(_aligned(j * KEYS + n * PRODUCT_KEYS), PRODUCT_KEYS)
-            s = j * KEYS + n * PRODUCT_KEYS + _lanes(PRODUCT_KEYS)
+            place = pl.ds(_aligned(j * size + n * PRODUCT_KEYS), PRODUCT_KEYS)
+            s = j * size + n * PRODUCT_KEYS + _lanes(PRODUCT_KEYS)
             scores = _scores(q_heads[...], k_buffer[j & 1, at], w_lanes)
             keys[:, place] = jnp.where((s >= lo) & (s < hi), _ordered(scores), LOWEST)
 
     def take_all(j: Array, _: None) -> None:
-        s = j * KEYS + _lanes(KEYS)
-        keys[:, pl.ds(_aligned(j * KEYS), KEYS)] = jnp.where(
+        s = j * size + _lanes(size)
+        keys[:, pl.ds(_aligned(j * size), size)] = jnp.where(
             (s >= lo) & (s < hi), 0, LOWEST
         )
 
@@ -188,8 +187,9 @@ def _kernel(blocks: Any, *refs: Any, topk: int) -> None:
     def _() -> None:
         lax.fori_loop(first, end, take_all, None)
 
-    threshold, cut = _thresholds(keys, first, end, jnp.maximum(hi - lo, 0), topk)
-    _write(keys, first, end, threshold, cut, out_ref)
+    reach = (first, end, size)
+    threshold, cut = _thresholds(keys, reach, jnp.maximum(hi - lo, 0), topk)
+    _write(keys, reach, threshold, cut, out_ref)
 
 
 def _heads_first(q_ref, w_ref, staging, q_heads, w_lanes):
@@ -232,18 +232,20 @@ def _ordered(x: Float[Array, "Q S"]) -> Int[Array, "Q S"]:
 
 
 def _thresholds(
-    keys: Any, first: Array, end: Array, visible: Int[Array, "Q 1"], topk: int
+    keys: Any, reach: tuple, visible: Int[Array, "Q 1"], topk: int
 ) -> tuple[Array, Array]:
     """Threshold and cut [Q, 1]: a row takes keys above it, and at it before the cut.
 
     Bisection keeps count(low) >= topk > count(high), counting keys not below. It ends
     as soon as count(low) is topk in every row: after some 25 of 32 steps, mostly.
+    `reach` is the first block of keys, the end of them, and the keys of a block.
     """
+    first, end, size = reach
 
     def count(is_in: Any) -> Int[Array, "Q 1"]:
         def block(j: Array, total: Array) -> Array:
-            for n in range(0, KEYS, LANES):
-                s = j * KEYS + n
+            for n in range(0, size, LANES):
+                s = j * size + n
                 total += is_in(keys[:, pl.ds(_aligned(s), LANES)], s).astype(jnp.int32)
             return total
 
@@ -284,19 +286,20 @@ def _thresholds(
         short, enough = state
         return jnp.any(has_ties & (short + 1 < enough))
 
-    bounds = (zeros + first * KEYS, zeros + end * KEYS)
+    bounds = (zeros + first * size, zeros + end * size)
     _, cut = lax.while_loop(is_index_open, halve_index, bounds)
     return low, jnp.where(has_ties, cut, HIGHEST)
 
 
-def _write(keys, first, end, threshold, cut, out_ref):
+def _write(keys, reach, threshold, cut, out_ref):
     """Packs what is taken: key s of a run is bit s // 128 of word s % 128."""
-    per_run = selection.RUN // KEYS
+    first, end, size = reach
+    per_run = selection.RUN // size
     first_run, end_run = first // per_run, (end + per_run - 1) // per_run
 
     def clear(j: Array, _: None) -> None:
-        nothing = jnp.full((QUERIES, KEYS), LOWEST, jnp.int32)
-        keys[:, pl.ds(_aligned(j * KEYS), KEYS)] = nothing
+        nothing = jnp.full((QUERIES, size), LOWEST, jnp.int32)
+        keys[:, pl.ds(_aligned(j * size), size)] = nothing
 
     lax.fori_loop(first_run * per_run, first, clear, None)
     lax.fori_loop(end, end_run * per_run, clear, None)

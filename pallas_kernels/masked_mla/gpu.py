@@ -21,13 +21,12 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, triton_call
+from pallas_kernels import block_sizes, dispatch, triton_call
 from pallas_kernels.masked_mla import gpu_backward, gpu_words
 
 LOG2E = gpu_backward.LOG2E
 HIDDEN = tl.constexpr(-1e30)  # score of a key that does not count
-TILE = 128, 64  # queries and keys: q, k, v and the next k, v fill shared memory
-FLOAT32_TILE = 32, 32
+FLOAT32_TILE = block_sizes.Tile((32, 32), 4, 2)
 
 
 def masked_mla(
@@ -71,7 +70,8 @@ def _attend(
     num_keys, value_dim = v.shape[1], v.shape[-1]
     words = gpu_words.row_words(selected, num_keys, interpret)
     is_half = q.dtype.itemsize == 2
-    rows, cols = TILE if is_half else FLOAT32_TILE
+    tile = block_sizes.gpu().masked_mla if is_half else FLOAT32_TILE
+    rows, cols = tile.sizes
     sizes: dict[str, Any] = {
         "T": num_queries, "S": num_keys, "N": heads, "H": dim, "O": value_dim,
         "WORDS": 0 if words is None else words.shape[1],
@@ -86,8 +86,8 @@ def _attend(
             jax.ShapeDtypeStruct((batch, heads, num_queries), jnp.float32),
         ],
         grid=(triton.cdiv(num_queries, rows), heads, batch),
-        num_warps=8 if is_half else 4,
-        num_stages=2,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
         **sizes,
     )

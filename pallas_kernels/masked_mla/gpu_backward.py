@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import triton_call
+from pallas_kernels import block_sizes, triton_call
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -48,8 +48,8 @@ def gradients(
     }  # fmt: skip
     words = stats if words is None else words
 
-    def run(kernel: Any, tile: tuple, stages: int, out: jax.Array, *ins: Any) -> Any:
-        rows, cols = tile if is_half else (32, 32)
+    def run(kernel: Any, tile: Any, out: jax.Array, *ins: Any) -> Any:
+        rows, cols = tile.sizes if is_half else (32, 32)
         by_queries = kernel is _dq_kernel
         size, step = (num_queries, rows) if by_queries else (num_keys, cols)
         spans = () if by_queries else (_spans(stats, num_keys, rows, cols),)
@@ -58,17 +58,17 @@ def gradients(
             *(*queries, words, *spans, *ins),
             out_shape=[jax.ShapeDtypeStruct(out.shape, out.dtype)],
             grid=(triton.cdiv(size, step), heads, batch),
-            num_warps=8 if is_half else 4,
-            num_stages=stages,
+            num_warps=tile.warps if is_half else 4,
+            num_stages=tile.stages,
             interpret=interpret,
             **sizes,
             **{"BM": rows, "BN": cols},
         )[0]
 
-    # Queries and keys of a tile, as much as shared memory holds.
-    dq = run(_dq_kernel, (128, 32), 3, q, k, v)
-    dk = run(_dk_kernel, (32, 128), 3, k, k, v)
-    return dq, dk, run(_dv_kernel, (64, 128), 2, v, k)
+    tiles = block_sizes.gpu()
+    dq = run(_dq_kernel, tiles.masked_mla_dq, q, k, v)
+    dk = run(_dk_kernel, tiles.masked_mla_dk, k, k, v)
+    return dq, dk, run(_dv_kernel, tiles.masked_mla_dv, v, k)
 
 
 def _spans(stats: jax.Array, num_keys: int, rows: int, cols: int) -> jax.Array:

@@ -15,11 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_pairs, cost, dispatch
+from pallas_kernels import block_pairs, block_sizes, cost, dispatch
 from pallas_kernels.masked_mla import tpu_backward
 from pallas_kernels.masked_mla import tpu_blocks as blocks
 
-QUERIES, KEYS = 1024, 1024  # of a block; keys a power of two, at most selection.RUN
 LANES, HIDDEN = blocks.LANES, blocks.HIDDEN
 
 
@@ -72,7 +71,7 @@ def masked_mla(
 
 
 def _tile_rows(q: Array, num_keys: int, axis: int) -> tuple[int, int]:
-    return blocks.tile_rows(q, num_keys, axis, (QUERIES, KEYS))
+    return blocks.tile_rows(q, num_keys, axis, block_sizes.tpu().masked_mla)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

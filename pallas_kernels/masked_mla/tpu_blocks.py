@@ -9,9 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_pairs, selection
+from pallas_kernels import block_pairs, block_sizes, selection
 
-VMEM_BYTES = 48 << 20  # of 64 MB on v5p and tpu7x
 LANES = selection.LANES
 HIDDEN = -1e30  # score of a key that is not selected; exp(HIDDEN - finite) is 0
 
@@ -74,7 +73,7 @@ def parameters() -> pltpu.CompilerParams:
     """Of a grid whose last axis adds up."""
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        vmem_limit_bytes=VMEM_BYTES,
+        vmem_limit_bytes=block_sizes.tpu().vmem_bytes,
     )
 
 

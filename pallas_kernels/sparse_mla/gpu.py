@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, triton_call
+from pallas_kernels import block_sizes, dispatch, triton_call
 from pallas_kernels.sparse_mla import gpu_backward
 
-KEYS = 64  # gathered a step: 221 KB of shared memory in two stages, no spill
 KEYS_FLOAT32 = 16  # for tests: wider rows do not fit in shared memory
 FLOAT32_LATENT = 128
 LOG2_E = math.log2(math.e)
@@ -70,6 +69,7 @@ def _attend(q, kv, indices, scale, value_dim, deterministic, interpret):
     del deterministic
     batch, num_queries, num_heads, width = q.shape
     heads = gpu_backward.block_heads(num_heads)
+    tile = block_sizes.gpu().sparse_mla
     out, lse_BTN = triton_call.call(
         _forward_kernel,
         *(q, kv, indices, jnp.sum(indices >= 0, axis=-1, dtype=jnp.int32)),
@@ -78,8 +78,8 @@ def _attend(q, kv, indices, scale, value_dim, deterministic, interpret):
             jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
         ],
         grid=(batch * num_queries * triton.cdiv(num_heads, heads),),
-        num_warps=8,
-        num_stages=2,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
         SCALE=scale * LOG2_E,
         T=num_queries,
@@ -89,7 +89,7 @@ def _attend(q, kv, indices, scale, value_dim, deterministic, interpret):
         C=value_dim,
         R=width - value_dim,
         HEADS=heads,
-        KEYS=KEYS_FLOAT32 if q.dtype == jnp.float32 else KEYS,
+        KEYS=KEYS_FLOAT32 if q.dtype == jnp.float32 else tile.sizes[0],
     )
     return out, lse_BTN.swapaxes(1, 2)
 

@@ -15,11 +15,9 @@ import triton.language as tl
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import triton_call
+from pallas_kernels import block_sizes, triton_call
 
 HEADS = 64  # of a program: the least rows of a wgmma
-KEYS_DQ = 32  # two stages of 32 gathered rows beside q and d_out in shared memory
-KEYS_DKV = 64  # a product over them has them as its rows; one stage has room
 KEYS_FLOAT32 = 16
 CHUNK = 128  # columns of dkv at a time
 PROGRAMS = 132  # the multiprocessors of an H200, each with an array of its own
@@ -78,16 +76,16 @@ def block_heads(num_heads: int) -> int:
 
 
 def _dq(inputs: tuple, count: Array, sizes: dict, interpret: bool) -> Array:
-    q = inputs[0]
+    q, tile = inputs[0], block_sizes.gpu().sparse_mla_dq
     return triton_call.call(
         _dq_kernel,
         *(*inputs, count),
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
         grid=(q.shape[0] * q.shape[1] * triton.cdiv(sizes["N"], sizes["HEADS"]),),
-        num_warps=8,
-        num_stages=2,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
-        KEYS=KEYS_FLOAT32 if q.dtype == jnp.float32 else KEYS_DQ,
+        KEYS=KEYS_FLOAT32 if q.dtype == jnp.float32 else tile.sizes[0],
         **sizes,
     )[0]
 
@@ -113,17 +111,17 @@ def _dkv(
       sizes: of the kernel.
       interpret: of `triton_call.call`.
     """
-    is_own = shape != inputs[1].shape
+    is_own, tile = shape != inputs[1].shape, block_sizes.gpu().sparse_mla_dkv
     return triton_call.call(
         _dkv_kernel,
         *(*inputs, first, *bounds),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32)],
         grid=(shape[0] if is_own else units,),
-        num_warps=4,  # of 8, two groups would compute the same scores
-        num_stages=1,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         zeroed_outputs=(0,),
         interpret=interpret,
-        KEYS=KEYS_FLOAT32 if inputs[0].dtype == jnp.float32 else KEYS_DKV,
+        KEYS=KEYS_FLOAT32 if inputs[0].dtype == jnp.float32 else tile.sizes[0],
         UNITS=units,
         PROGRAMS=shape[0] if is_own else units,
         RANGE=shape[1] if is_own else 0,

@@ -1,5 +1,7 @@
 """Gradients of `sparse_mla` on TPU: one kernel, which also adds up those of kv.
 
+On a chip of two cores each takes half of the queries and has sums of its own.
+
 A chunk's rows of kv are fetched as in the forward pass; the rows of their gradient, in
 float32 in HBM, are fetched as well, added to and written back. XLA's scatter is not
 used. A list names a row once, so copies in flight never meet; a chunk is read after
@@ -37,17 +39,19 @@ def gradients(
     queries = tuple(tpu_rows.pad_queries(x) for x in (q, *rows))
     indices = tpu_rows.pad_list(indices)
     heads, value_dim = queries[-1].shape[2:]
-    words, tile = layout.pack(kv), tpu_rows.tile
+    words, parts = layout.pack(kv), tpu_rows.num_parts(indices.shape[1])
+    steps = indices.shape[1] // tpu_rows.QUERIES // parts
+    tile = functools.partial(tpu_rows.tile_of_part, steps)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     sums = tpu_rows.Layout(layout.num_keys, width, jnp.dtype(jnp.float32))
     num_rows = len(words) // layout.lines
-    zeros = jnp.zeros((num_rows * sums.lines, tpu_rows.LANES), jnp.float32)
+    zeros = jnp.zeros((parts, num_rows * sums.lines, tpu_rows.LANES), jnp.float32)
     chunk = tpu_rows.chunk_size(indices.shape[-1])
     buffer = pltpu.VMEM((chunk * sums.lines, tpu_rows.LANES), jnp.float32)
     semaphores = pltpu.SemaphoreType.DMA((2,))
     dq, dkv = pl.pallas_call(
         functools.partial(_kernel, scale=scale, layout=layout),
-        grid=(len(indices), indices.shape[1] // tpu_rows.QUERIES),
+        grid=(parts, len(indices), steps),
         in_specs=[
             tile(indices.shape[-1], memory_space=pltpu.SMEM),
             (tile(heads, width), tile(heads), tile(heads), tile(heads, value_dim)),
@@ -69,14 +73,14 @@ def gradients(
             *(queries, indices, [cost.rows(kv, indices.size)] * 4),
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"),  # one core adds
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             disable_bounds_checks=True,
         ),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="sparse_mla_backward",
     )(indices, queries, (words, zeros))
-    dkv = dkv.reshape(num_rows, -1)[1:, :width].reshape(kv.shape)
-    return dq[:, :num_queries], dkv.astype(kv.dtype)
+    dkv = jnp.sum(dkv.reshape(parts, num_rows, -1)[:, 1:, :width], axis=0)
+    return dq[:, :num_queries], dkv.reshape(kv.shape).astype(kv.dtype)
 
 
 def _kernel(
@@ -93,8 +97,9 @@ def _kernel(
     layout: tpu_rows.Layout,
 ):
     """QUERIES queries; `sums` are dq and the rows of dkv that a chunk adds to."""
-    first_row = 1 + pl.program_id(0) * layout.num_keys
+    first_row = 1 + pl.program_id(1) * layout.num_keys
     rows, _ = rows  # the zeros are what dkv holds
+    dkv = dkv.at[pl.program_id(0)]
     dq_sum, row_sums, adding = sums
     chunk = fetched.shape[1] // layout.lines
     lines = row_sums.shape[0] // chunk

@@ -18,9 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import block_sizes
+
 LANES = 128
 QUERIES = 8  # of a grid step: the height of a tile of indices
-CHUNK = 512  # rows fetched at a time: 0.8 MB of VMEM, 4 chunks a query
 UNROLL = 128  # copies issued between two branches: a tile of SMEM, plain addresses
 
 
@@ -98,8 +99,8 @@ def add_to(rows, at, x):
 
 
 def chunk_size(topk: int) -> int:
-    """Rows that are fetched at a time."""
-    return min(CHUNK, topk)
+    """Rows that are fetched at a time: 1024 take 1.5 MB of VMEM."""
+    return min(block_sizes.tpu().sparse_rows, topk)
 
 
 def tile(*sizes: int, memory_space: Any = None) -> pl.BlockSpec:
@@ -107,6 +108,21 @@ def tile(*sizes: int, memory_space: Any = None) -> pl.BlockSpec:
     return pl.BlockSpec(
         (None, QUERIES, *sizes),
         lambda b, t: (b, t, *[0] * len(sizes)),
+        memory_space=memory_space,
+    )
+
+
+def num_parts(num_queries: int) -> int:
+    """Parts of the padded queries that add to sums of their own: one a core."""
+    cores = block_sizes.tpu().cores
+    return cores if num_queries // QUERIES % cores == 0 else 1
+
+
+def tile_of_part(steps: int, *sizes: int, memory_space: Any = None) -> pl.BlockSpec:
+    """QUERIES queries of [B, T, *sizes], for a grid (part, B, steps of a part)."""
+    return pl.BlockSpec(
+        (None, QUERIES, *sizes),
+        lambda part, b, t: (b, part * steps + t, *[0] * len(sizes)),
         memory_space=memory_space,
     )
 

@@ -5,6 +5,7 @@ import io
 import json
 import pathlib
 
+import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels.bench import __main__ as bench
@@ -43,6 +44,24 @@ class BenchTest(parameterized.TestCase):
         self.assertEqual(out.count("\n"), 3 + len(rows))
         self.assertGreater(files[1].stat().st_size, 1000)
 
+    def test_captured_lists_are_what_is_attended(self):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        own = np.full((16, 64), -1, np.int32)
+        own[:, 0] = np.arange(16)  # each query lists itself alone
+        np.save(folder / "own.npy", own)
+        argv = ("sparse_mla", "--size=small", "--length=16", "--index=captured")
+        code, out, err = run(*argv, f"--lists={folder / 'own.npy'}")
+        self.assertEqual(code, 0, out + err)
+        args = operations.make(
+            operations.at("sparse_mla", 16, small=True),
+            *(("indices",), "captured", own),
+        )
+        np.testing.assert_array_equal(args[0][0], own)
+        np.save(folder / "short.npy", own[:9])
+        code, _, err = run(*argv, f"--lists={folder / 'short.npy'}")
+        self.assertEqual(code, 2)
+        self.assertIn("--lists must be int32 [16, 64], got int32 (9, 64)", err)
+
     def test_an_op_that_fails_does_not_stop_the_others(self):
         code, out, _ = run(
             *("sparse_mla", "masked_mla", "--size=small", "--length=16"),
@@ -59,6 +78,15 @@ class BenchTest(parameterized.TestCase):
         (("--index=all",), "--index must be random, local or captured"),
         (("--aot",), "--aot needs --chip"),
         (("--chip=h200",), "the device is cpu; add --aot"),
+        (("--blocks", "sparse_mla=32,8,2"), "--blocks needs a chip of v5p"),
+        (
+            ("--aot", "--chip=h200", "--blocks", "sparse=32,8,2"),
+            "got 'sparse'; did you mean sparse_mla",
+        ),
+        (
+            ("--aot", "--chip=h200", "--blocks", "sparse_mla=32,8"),
+            "sparse_mla wants 3 numbers, as in 64,8,2, got '32,8'",
+        ),
     )
     def test_wrong_input_exits_with_2(self, argv, message):
         code, _, err = run(*argv)
@@ -76,6 +104,23 @@ class BenchTest(parameterized.TestCase):
         floor = measure.floor(job, bench.chips.CHIPS["h200"])
         self.assertAlmostEqual(floor["floor_ms"], 89, delta=1)
         self.assertEqual(floor["bound"], "matrix")
+
+    @parameterized.parameters(
+        ("h200", 33792), ("v5p", 33792), ("v6e", 104448), ("tpu7x", 57344)
+    )
+    def test_sparse_begins_to_win_where_the_docs_say(self, chip, length):
+        """By the floors of a whole layer, forward and backward: docs/kernels.md."""
+        chip = bench.chips.CHIPS[chip]
+        parts = ("indexer_topk", "fwd"), ("sparse_mla", "bwd")
+        parts += (("sparse_indexer_kl_loss", "bwd"),)
+
+        def is_less(length):
+            floor = lambda op, mode: measure.floor(measure.Job(op, length, mode), chip)
+            sparse = sum(floor(*part)["floor_ms"] for part in parts)
+            return sparse < floor("masked_mla", "bwd")["floor_ms"]
+
+        self.assertFalse(is_less(length - 1024))
+        self.assertTrue(is_less(length))
 
 
 if __name__ == "__main__":

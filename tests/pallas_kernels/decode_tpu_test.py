@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import decode
-from pallas_kernels.decode import tpu, tpu_topk
+from pallas_kernels import block_sizes, decode
+from pallas_kernels.decode import tpu_topk
 from tests import environment
 from tests.pallas_kernels import sparse_mla_test
 
@@ -41,7 +41,7 @@ class DecodeTpuTest(parameterized.TestCase):
             lists[b, t, :length] = np.sort(rows)
         args = (q, kv, jnp.asarray(lists), table)
         options = {"scale": 0.05, "value_dim": 128}
-        with mock.patch.object(tpu, "CHUNK", 16):
+        with block_sizes.tried(block_sizes.Tpu(decode_groups=16)):
             got = decode.decode_sparse_mla(
                 *args, **options, implementation="tpu_interpret"
             )

@@ -1,14 +1,18 @@
 """The TPU's loss of the indexer, interpreted, against its definition."""
 
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import cases, indexer_kl_loss, indexer_mask, masked_mla, selection
-from pallas_kernels.indexer_kl import tpu
+from pallas_kernels import (
+    block_sizes,
+    cases,
+    indexer_kl_loss,
+    indexer_mask,
+    masked_mla,
+    selection,
+)
 from tests import environment
 
 _SMALL = {"heads": 16, "head_dim": 128, "index_heads": 8, "topk": 32}
@@ -30,7 +34,8 @@ def error(got, want):
 class IndexerKlTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.enter_context(mock.patch.multiple(tpu, QUERIES=128, KEYS=128))
+        sizes = block_sizes.Tpu(cores=2, indexer_kl=(128, 128))
+        self.enter_context(block_sizes.tried(sizes))
 
     @parameterized.named_parameters(
         ("documents", CASES[0], False),

@@ -1,14 +1,18 @@
 """The TPU's attention, interpreted, against its definition, values and gradients."""
 
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import block_pairs, cases, indexer_mask, masked_mla, selection
-from pallas_kernels.masked_mla import tpu
+from pallas_kernels import (
+    block_pairs,
+    block_sizes,
+    cases,
+    indexer_mask,
+    masked_mla,
+    selection,
+)
 from tests import environment
 
 _SMALL = {"heads": 2, "head_dim": 128, "value_dim": 256, "index_heads": 8, "topk": 32}
@@ -32,7 +36,7 @@ def error(got, want):
 class MaskedMlaTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.enter_context(mock.patch.multiple(tpu, QUERIES=128, KEYS=128))
+        self.enter_context(block_sizes.tried(block_sizes.Tpu(masked_mla=(128, 128))))
 
     def run_both(self, case, selected, scale=SCALE):
         q, k, v, lo, hi = cases.make(case, "q", "k", "v", "lo", "hi")

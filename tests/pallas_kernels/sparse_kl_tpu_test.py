@@ -10,6 +10,7 @@ from absl.testing import parameterized
 from pallas_kernels import cases, sparse_indexer_kl_loss, sparse_mla
 from pallas_kernels.sparse_mla import tpu_rows
 from tests import environment
+from tests.pallas_kernels.sparse_mla_tpu_test import few_rows
 
 # Every copy of a row is a call back into Python: few queries, short lists. Lists are of
 # one chunk or several, full, partly full and empty; T is no multiple of a tile.
@@ -65,7 +66,7 @@ class SparseKlTpuTest(parameterized.TestCase):
     )
     def test_equals_definition(self, case, queries):
         want = run(case, "reference")
-        with mock.patch.multiple(tpu_rows, CHUNK=4, QUERIES=queries):
+        with few_rows(queries):
             got = run(case, "tpu_interpret")
         self.assert_close(got, want, case.dtype)
         (dq, dk, dw), hidden = got[1], [1]  # query 1 has no weight
@@ -78,7 +79,7 @@ class SparseKlTpuTest(parameterized.TestCase):
 
     def test_value_alone(self):
         case = CASES[0]
-        with mock.patch.multiple(tpu_rows, CHUNK=4, QUERIES=3):
+        with few_rows(queries=3):
             got = run(case, "tpu_interpret", with_gradient=False)
         want = run(case, "reference", with_gradient=False)
         np.testing.assert_allclose(got, want, rtol=LOSS_RTOL)

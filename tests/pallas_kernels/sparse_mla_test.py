@@ -10,8 +10,9 @@ from absl.testing import parameterized
 from pallas_kernels import cases, sparse_mla
 from tests import environment
 
-FLOAT32_RTOL = 2e-5  # two orders of summation in float32
+FLOAT32_RTOL = 2e-5  # two orders of summation in float32; outputs half of it
 BFLOAT16_NORM = 1e-2  # of gradients, relative; outputs 4e-3 (spec: 8 bits of mantissa)
+BFLOAT16_MOST = 1e-2  # of one output, of the largest
 
 
 def run(case, implementation, deterministic=False):
@@ -41,11 +42,14 @@ def assert_close(got, want, dtype):
         g, w = (np.asarray(x, np.float64) for x in (got[name], wanted))
         assert g.shape == w.shape, name
         if dtype == "float32":
-            np.testing.assert_allclose(g, w, FLOAT32_RTOL, 2e-5, err_msg=name)
+            rtol = FLOAT32_RTOL / 2 if name in ("out", "lse") else FLOAT32_RTOL
+            np.testing.assert_allclose(g, w, rtol, rtol, err_msg=name)
             continue
         if name == "lse":
             np.testing.assert_allclose(g, w, 1e-5, 1e-5)
             continue
+        if name == "out":
+            np.testing.assert_allclose(g, w, 0, BFLOAT16_MOST * np.abs(w).max())
         limit = 4e-3 if name == "out" else BFLOAT16_NORM
         error = np.linalg.norm(g - w) / max(np.linalg.norm(w), 1e-9)
         assert error < limit, f"{name}: {error}"

@@ -1,5 +1,6 @@
 """Sparse attention's TPU kernels, interpreted, against the definition."""
 
+import contextlib
 import dataclasses
 from unittest import mock
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from pallas_kernels import cases
+from pallas_kernels import block_sizes, cases
 from pallas_kernels.sparse_mla import tpu_rows
 from tests import environment
 from tests.pallas_kernels import sparse_mla_test
@@ -21,10 +22,20 @@ CASES = (
 )
 
 
+@contextlib.contextmanager
+def few_rows(queries, cores=2):
+    """Several chunks of rows, and tiles of queries, of which each core has its own."""
+    sizes = block_sizes.Tpu(cores=cores, sparse_rows=4)
+    with block_sizes.tried(sizes), mock.patch.object(tpu_rows, "QUERIES", queries):
+        yield
+
+
 class SparseMlaTpuTest(parameterized.TestCase):
-    @parameterized.named_parameters((case.name, case) for case in CASES)
-    def test_kernels_equal_definition_with_gradients(self, case):
-        with mock.patch.multiple(tpu_rows, CHUNK=4, QUERIES=3):
+    @parameterized.named_parameters(
+        ("documents_in_two_parts", CASES[0], 2), ("float32", CASES[1], 1)
+    )
+    def test_kernels_equal_definition_with_gradients(self, case, cores):
+        with few_rows(queries=3, cores=cores):
             got = sparse_mla_test.run(case, "tpu_interpret")
         want = sparse_mla_test.run(case, "reference")
         sparse_mla_test.assert_close(got, want, case.dtype)

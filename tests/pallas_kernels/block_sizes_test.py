@@ -1,0 +1,55 @@
+"""The table of block sizes: a row a chip, read by what is traced for the chip."""
+
+import dataclasses
+
+import jax
+from absl.testing import parameterized
+
+from pallas_kernels import block_sizes, chips, selection
+from pallas_kernels.indexer_topk import tpu
+from tests import environment
+from tests.pallas_kernels.dispatch_test import meant_for
+
+
+class BlockSizesTest(parameterized.TestCase):
+    @parameterized.parameters(*chips.CHIPS.values())
+    def test_a_program_takes_the_row_of_its_chip(self, chip):
+        read = block_sizes.tpu if chip.platform == "tpu" else block_sizes.gpu
+        seen = []
+        with meant_for(chip):
+            jax.jit(lambda x: seen.append(read()) or x)(1.0)
+        self.assertIs(seen[0], block_sizes.of(chip.name))
+
+    def test_an_unknown_chip_takes_what_fits_all(self):
+        """The least VMEM, and the parts of most cores."""
+        safe, rows = block_sizes.tpu(), block_sizes.TPUS.values()
+        self.assertEqual(safe.vmem_bytes, min(row.vmem_bytes for row in rows))
+        self.assertEqual(safe.cores, max(row.cores for row in rows))
+        self.assertIs(block_sizes.gpu(), block_sizes.GPUS["h200"])
+
+    @parameterized.parameters(*block_sizes.TPUS)
+    def test_blocks_divide_what_they_are_cut_from(self, chip):
+        row = block_sizes.TPUS[chip]
+        for size in (*row.masked_mla, *row.indexer_kl):
+            self.assertEqual(size & (size - 1), 0)  # a power of two
+        for keys in (row.masked_mla[1], row.indexer_kl[1], row.indexer_keys):
+            self.assertEqual(selection.RUN % keys, 0)
+        self.assertEqual(row.indexer_keys % tpu.PRODUCT_KEYS, 0)
+
+    def test_one_entry_is_tried_for_a_while(self):
+        row = block_sizes.changed(block_sizes.of("h200"), "sparse_mla=32,4,3")
+        tile = block_sizes.Tile((32,), warps=4, stages=3)
+        self.assertEqual(row, dataclasses.replace(row, sparse_mla=tile))
+        before = block_sizes.gpu()
+        with block_sizes.tried(row):
+            self.assertIs(block_sizes.gpu(), row)
+            self.assertIs(block_sizes.tpu(), block_sizes.TPUS["v5p"])
+        self.assertIs(block_sizes.gpu(), before)
+        row = block_sizes.changed(block_sizes.of("v6e"), "masked_mla=512,2048")
+        self.assertEqual(row.masked_mla, (512, 2048))
+        row = block_sizes.changed(row, "sparse_rows=256")
+        self.assertEqual((row.masked_mla, row.sparse_rows), ((512, 2048), 256))
+
+
+if __name__ == "__main__":
+    environment.main()

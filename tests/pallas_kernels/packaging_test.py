@@ -1,0 +1,108 @@
+"""What the kernels' own distribution asks for is what they import, and no more."""
+
+import ast
+import importlib.metadata
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+from absl.testing import absltest
+
+import glm5_jax
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+FOLDER = ROOT / "pallas_kernels"
+PROJECT = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+# Of files that run where an extra is installed, by the first word of their names.
+EXTRA_OF = {"gpu": "gpu", "triton": "gpu", "aot": "gpu", "plot": "bench"}
+TESTED_WITH = {"torch"}  # for Triton's interpreter; nobody else needs it
+# Runs the README's example and the benchmark where the modules of the first argument
+# cannot be found.
+ALONE = """
+import importlib.metadata, sys
+hidden = set(sys.argv[1].split(","))
+class Finder:
+    finders = tuple(sys.meta_path)
+    find_distributions = importlib.metadata.MetadataPathFinder().find_distributions
+    def find_spec(self, name, *args):
+        if name.partition(".")[0] not in hidden:
+            found = (finder.find_spec(name, *args) for finder in self.finders)
+            return next(filter(None, found), None)
+sys.meta_path[:] = [Finder()]
+exec(sys.argv[2])
+assert loss.shape == () and bool(jnp.isfinite(loss))
+from pallas_kernels.bench import __main__ as bench
+sys.exit(bench.main(["sparse_mla", "--size=small", "--length=16", "--mode=fwd,bwd"]))
+"""
+
+
+def names(requirements):
+    """Of the distributions, as they are imported."""
+    return {re.match(r"[\w-]+", r)[0].replace("-", "_") for r in requirements}
+
+
+def imported(path):
+    """Modules outside the standard library that a file imports."""
+    heads = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            heads |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            heads.add(node.module.partition(".")[0])
+    return heads - sys.stdlib_module_names - {"pallas_kernels"}
+
+
+def others(requirements):
+    """Installed modules that the requirements and theirs do not bring."""
+    waiting, seen = list(names(requirements)), set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        requires = importlib.metadata.requires(name) or []
+        waiting += names(r for r in requires if "extra ==" not in r)
+    owners = importlib.metadata.packages_distributions()
+    return {m for m, owner in owners.items() if not seen & names(owner)}
+
+
+class RequirementsTest(absltest.TestCase):
+    def test_they_are_what_is_imported(self):
+        used = {}
+        for path in FOLDER.rglob("*.py"):
+            extra = EXTRA_OF.get(path.stem.split("_")[0])
+            used[extra] = used.get(extra, set()) | imported(path)
+        base = names(PROJECT["dependencies"])
+        self.assertEqual(used.pop(None), base - {"ml_dtypes"})
+        self.assertIn("ml_dtypes", used["gpu"])
+        for extra, modules in used.items():
+            self.assertEqual(modules - base - TESTED_WITH, names(EXTRAS[extra]) - base)
+
+    def test_the_whole_asks_for_them_too(self):
+        self.assertEqual(glm5_jax.__version__, PROJECT["version"])
+        whole = (ROOT / "setup.py").read_text()
+        for name in names(PROJECT["dependencies"]) | names(EXTRAS["gpu"]):
+            self.assertNotRegex(whole, rf'"{name}\b.*[<>=]', "one bound, in one file")
+
+    def test_an_op_and_its_benchmark_run_with_nothing_else(self):
+        hidden = others(PROJECT["dependencies"]) - {"pallas_kernels"}
+        self.assertContainsSubset({"flax", "absl", "optax", "matplotlib"}, hidden)
+        text = (FOLDER / "README.md").read_text()
+        example = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+        ran = subprocess.run(
+            [sys.executable, "-c", ALONE, ",".join(sorted(hidden)), example],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
+        self.assertEqual(ran.returncode, 0, ran.stderr + ran.stdout)
+        self.assertEqual(ran.stdout.count("| sparse_mla | 16 |"), 2)
+
+
+if __name__ == "__main__":
+    environment.main()
