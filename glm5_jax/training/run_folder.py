@@ -110,7 +110,7 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
     if path.exists():
         if (workdir / "metrics.jsonl").exists():
             _require_same_run(path, config)
-        elif _holds_a_model(workdir):
+        elif _has_checkpoint(workdir) or not _is_of_a_run(path):
             raise config_lib.InputError(
                 f"{workdir} holds a model, not a run; give another --workdir, and "
                 f"--config.init_from={workdir} to start from its parameters."
@@ -130,10 +130,12 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
         ) from error
 
 
-def _holds_a_model(workdir: pathlib.Path) -> bool:
-    """Of `convert`, or of Hugging Face: both have a config.json as well."""
-    patterns = ("*.safetensors", "*.safetensors.index.json")
-    return _has_checkpoint(workdir) or any(any(workdir.glob(p)) for p in patterns)
+def _is_of_a_run(path: pathlib.Path) -> bool:
+    """What `convert` makes, and Hugging Face's folders, have a config.json as well."""
+    try:
+        return "num_steps" in json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError):
+        return False
 
 
 def _has_checkpoint(workdir: pathlib.Path) -> bool:

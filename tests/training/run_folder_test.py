@@ -91,7 +91,7 @@ class ClaimTest(parameterized.TestCase):
             run_folder.claim(self.folder, CONFIG)
         self.assertLen(self.files(), 1)
 
-    @parameterized.parameters("model.safetensors", "model.safetensors.index.json")
+    @parameterized.parameters("model.safetensors", "tokenizer.json")
     def test_a_model_of_others_is_not_overwritten(self, name):
         self.folder.mkdir()
         (self.folder / name).write_text("precious")
