@@ -52,7 +52,7 @@ def check_tokenizer(config: config_lib.PrepareConfig) -> None:
     if config.fim_rate:
         infill.check(names)
     if config.kind == "conversations":
-        chat.check(names)
+        chat.check(names, "tokenizer")
 
 
 def root_of(config: config_lib.PrepareConfig) -> pathlib.Path:

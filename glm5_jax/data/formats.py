@@ -168,7 +168,7 @@ def _parsed(record: bytes, place: str, field: str) -> Any:
         got = sorted(value) if isinstance(value, dict) else type(value).__name__
         raise config.InputError(
             f'{place} must be an object with a string in the field "{field}", got '
-            f"{got}."
+            f"{got}. Mend it, or prepare the corpus with another --field."
         )
     if value[field] is None:
         raise config.InputError(f'{place} has null in the field "{field}".')

@@ -199,6 +199,7 @@ def _parts(
         ):
             spans[name] = found
             bar.update(size)
+    by_name = {file[0]: file for file in files}
     groups: list[list[formats.Span]] = [[]]
     held = 0  # bytes of the last group
     for span in (span for name, *_ in files for span in spans[name]):
@@ -208,16 +209,13 @@ def _parts(
         groups[-1].append(span)
         held += span.num_bytes
     return tuple(
-        part_lib.Part(i, tuple(group), _files_of(group, files))
+        part_lib.Part(
+            number=i,
+            spans=tuple(group),
+            files=tuple(by_name[name] for name in dict.fromkeys(s.path for s in group)),
+        )
         for i, group in enumerate(groups)
     )
-
-
-def _files_of(
-    spans: Sequence[formats.Span], files: Sequence[documents.File]
-) -> tuple[documents.File, ...]:
-    names = {span.path for span in spans}
-    return tuple(file for file in files if file[0] in names)
 
 
 def _cut(task: tuple[pathlib.Path, pathlib.Path, int]) -> list[formats.Span]:
