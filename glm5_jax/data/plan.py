@@ -62,6 +62,8 @@ def make(
     if source != documents.PYTHON:
         source = str(pathlib.Path(source).expanduser().resolve())
     before = _read(path) if path.exists() else None
+    if before is None:
+        _warn_of_others(config)
     cut: dict[str, list[formats.Span]] = {}
     if before is not None:
         changed = _changed(before.files, files)
@@ -101,6 +103,18 @@ def require_unchanged(config: config_lib.PrepareConfig, plan: Plan) -> None:
             f"files of the source have changed while it was being prepared; run the "
             f"command again, which makes their parts anew:\n  "
             f"{_listed(changed, _LINE)}"
+        )
+
+
+def _warn_of_others(config: config_lib.PrepareConfig) -> None:
+    """A corpus in files of another kind is not what somebody wants to leave out."""
+    if config.source == documents.PYTHON or config.kind != "text":
+        return
+    others = formats.other_files(documents.root_of(config))
+    if others:
+        logging.warning(
+            "%d files of the source are of other kinds than %s and are not read: %s.",
+            *(len(others), ", ".join(formats.SUFFIXES), _listed(others, ", ")),
         )
 
 
