@@ -23,8 +23,10 @@ def require_local(flag: str, path: str) -> None:
     """A folder to write must be one of a file system: it is renamed and appended to.
 
     Raises:
-      InputError: it is an object store's address, as gs://bucket/folder.
+      InputError: it is an object store's address, as gs://bucket/folder, or empty.
     """
+    if not path:
+        raise InputError(f"--{flag} is empty; give a folder.")
     if "://" in path:
         raise InputError(
             f"--{flag}={path} is no path of a file system. Mount the bucket (Cloud "

@@ -103,6 +103,7 @@ class PrepareConfig:
         checks.require(
             *checks.choices(self),
             *checks.positive(self, "sequence_length"),
+            (bool(self.source), "source is empty; name a folder, or 'python'."),
             (self.shard_mib > 0, f"shard_mib must be > 0, got {self.shard_mib}."),
             bpe_rule(self.bpe_vocab_size),
             held_out_rule(self.held_out_percent),

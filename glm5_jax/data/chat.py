@@ -80,7 +80,7 @@ class Template:
 
     def __post_init__(self) -> None:
         """Checks the tokenizer."""
-        check(self.tokenizer.special_ids)
+        check(self.tokenizer.special_ids, "data.tokenizer")
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -321,8 +321,12 @@ def make_template(
     )
 
 
-def check(special_tokens: Collection[str]) -> None:
+def check(special_tokens: Collection[str], field: str) -> None:
     """Checks that these, which a tokenizer has, are enough.
+
+    Args:
+        special_tokens: their names.
+        field: what names the tokenizer.
 
     Raises:
         config.InputError: one is missing.
@@ -331,7 +335,7 @@ def check(special_tokens: Collection[str]) -> None:
     if missing:
         raise config.InputError(
             f"The chat template needs special tokens that the tokenizer lacks: "
-            f"{' '.join(missing)}. Use tokenizer 'byte_chat' or 'bpe_chat', or a "
+            f"{' '.join(missing)}. Use {field}='byte_chat' or 'bpe_chat', or a "
             f"tokenizer.json that has them among its added_tokens."
         )
 

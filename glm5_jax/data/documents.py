@@ -52,13 +52,11 @@ def check_tokenizer(config: config_lib.PrepareConfig) -> None:
     if config.fim_rate:
         infill.check(names)
     if config.kind == "conversations":
-        chat.check(names)
+        chat.check(names, "tokenizer")
 
 
 def root_of(config: config_lib.PrepareConfig) -> pathlib.Path:
-    """The folder that the paths of files are below; "python" is none."""
-    if config.source == PYTHON:
-        return pathlib.Path(PYTHON)
+    """The folder that the paths of files are below; "python" has none."""
     path = pathlib.Path(config.source).expanduser()
     if config.kind == "conversations" and path.is_file():
         return path.parent
@@ -99,16 +97,16 @@ def read(
     Raises:
         config_lib.InputError: by file and number, what cannot be read.
     """
+    if config.source == PYTHON:
+        yield from sources.read_documents(PYTHON)  # of one span
+        return
     root = root_of(config)
     for span in spans:
         if config.kind == "conversations":
             yield from conversations.read_span(root, span)
-            continue
-        if config.source == PYTHON:
-            found = iter(sources.read_documents(PYTHON)[span.start : span.stop])
         else:
             found = sources.read_span(root, span, config.field)
-        yield from (document for document in found if document.text)
+            yield from (document for document in found if document.text)
 
 
 def is_held_out(config: config_lib.PrepareConfig, document: Document) -> bool:

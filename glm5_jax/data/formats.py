@@ -22,6 +22,7 @@ WHOLE = 2**62  # bytes of a span that is a whole file
 _ROWS_AT_ONCE = 256  # of a Parquet file, in memory
 _ARROW_FILE_MAGIC = b"ARROW1"
 _BOM = b"\xef\xbb\xbf"
+_OF_DATA_SETS = ("state.json", "dataset_info.json")  # of Hugging Face
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,13 @@ def document_files(root: pathlib.Path) -> list[pathlib.Path]:
             own = {path.parent / name for name in names}
             found = [p for p in found if p.parent != path.parent or p in own]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def other_files(root: pathlib.Path) -> list[str]:
+    """Names of the files below `root` that hold no documents, as far as is known."""
+    paths = (path for path in files(root) if path.suffix not in _KINDS)
+    names = (path.relative_to(root).as_posix() for path in paths)
+    return sorted(name for name in names if not name.endswith(_OF_DATA_SETS))
 
 
 def cut(root: pathlib.Path, path: pathlib.Path, num_bytes: int) -> list[Span]:
@@ -168,7 +176,7 @@ def _parsed(record: bytes, place: str, field: str) -> Any:
         got = sorted(value) if isinstance(value, dict) else type(value).__name__
         raise config.InputError(
             f'{place} must be an object with a string in the field "{field}", got '
-            f"{got}."
+            f"{got}. Mend it, or prepare the corpus with another --field."
         )
     if value[field] is None:
         raise config.InputError(f'{place} has null in the field "{field}".')

@@ -43,13 +43,15 @@ class Part:
         """About so many are read."""
         return sum(span.num_bytes for span in self.spans)
 
-    def to_json(self) -> dict[str, Any]:
-        """What `json.load` would give back."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+    @property
+    def digest(self) -> str:
+        """Of all of it."""
+        whole = json.dumps(dataclasses.asdict(self))
+        return hashlib.sha256(whole.encode()).hexdigest()
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "Part":
-        """Inverse of `to_json`."""
+        """What `dataclasses.asdict` and JSON made a tree of."""
         spans = tuple(formats.Span(**span) for span in tree["spans"])
         return cls(tree["number"], spans, tuple(tuple(f) for f in tree["files"]))
 
@@ -81,7 +83,7 @@ def make(
         for _ in content.batches(config, part):
             pass
         if content.digest == record["source_sha256"]:
-            _write_record(target, record | {"part": part.to_json()})
+            _write_record(target, part, record)
             return
     remove(config, target, part.number)
     content, found = _Content(), []
@@ -90,8 +92,8 @@ def make(
     found.sort(key=lambda document: document.key)
     _write_record(
         target,
+        part,
         {
-            "part": part.to_json(),
             "tokenizer": tokenizer.digest,
             "source_sha256": content.digest,
             "documents": content.num_documents,
@@ -117,7 +119,7 @@ def is_current(
     record = read_record(target, part.number, check=check)
     return (
         record is not None
-        and record["part"] == part.to_json()
+        and record["part"] == part.digest
         and record["tokenizer"] == tokenizer
     )
 
@@ -186,9 +188,9 @@ class _Content:
             yield some
 
 
-def _write_record(target: pathlib.Path, record: dict[str, Any]) -> None:
-    path = _record_path(target, record["part"]["number"])
-    cache.write_text(path, json.dumps(record, indent=1))
+def _write_record(target: pathlib.Path, part: Part, record: dict[str, Any]) -> None:
+    text = json.dumps(record | {"part": part.digest}, indent=1, sort_keys=True)
+    cache.write_text(_record_path(target, part.number), text)
 
 
 def _record_path(target: pathlib.Path, number: int) -> pathlib.Path:

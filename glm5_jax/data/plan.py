@@ -62,6 +62,8 @@ def make(
     if source != documents.PYTHON:
         source = str(pathlib.Path(source).expanduser().resolve())
     before = _read(path) if path.exists() else None
+    if before is None:
+        _warn_of_others(config)
     cut: dict[str, list[formats.Span]] = {}
     if before is not None:
         changed = _changed(before.files, files)
@@ -101,6 +103,18 @@ def require_unchanged(config: config_lib.PrepareConfig, plan: Plan) -> None:
             f"files of the source have changed while it was being prepared; run the "
             f"command again, which makes their parts anew:\n  "
             f"{_listed(changed, _LINE)}"
+        )
+
+
+def _warn_of_others(config: config_lib.PrepareConfig) -> None:
+    """A corpus in files of another kind is not what somebody wants to leave out."""
+    if config.source == documents.PYTHON or config.kind != "text":
+        return
+    others = formats.other_files(documents.root_of(config))
+    if others:
+        logging.warning(
+            "%d files of the source are of other kinds than %s and are not read: %s.",
+            *(len(others), ", ".join(formats.SUFFIXES), _listed(others, ", ")),
         )
 
 
@@ -199,6 +213,7 @@ def _parts(
         ):
             spans[name] = found
             bar.update(size)
+    by_name = {file[0]: file for file in files}
     groups: list[list[formats.Span]] = [[]]
     held = 0  # bytes of the last group
     for span in (span for name, *_ in files for span in spans[name]):
@@ -208,16 +223,13 @@ def _parts(
         groups[-1].append(span)
         held += span.num_bytes
     return tuple(
-        part_lib.Part(i, tuple(group), _files_of(group, files))
+        part_lib.Part(
+            number=i,
+            spans=tuple(group),
+            files=tuple(by_name[name] for name in dict.fromkeys(s.path for s in group)),
+        )
         for i, group in enumerate(groups)
     )
-
-
-def _files_of(
-    spans: Sequence[formats.Span], files: Sequence[documents.File]
-) -> tuple[documents.File, ...]:
-    names = {span.path for span in spans}
-    return tuple(file for file in files if file[0] in names)
 
 
 def _cut(task: tuple[pathlib.Path, pathlib.Path, int]) -> list[formats.Span]:

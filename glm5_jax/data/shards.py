@@ -1,7 +1,9 @@
 """Packed rows as records of ArrayRecord files, and as a sequence read from them."""
 
+import bisect
 import dataclasses
 import hashlib
+import itertools
 import pathlib
 import resource
 from collections.abc import Iterable, Sequence
@@ -64,8 +66,8 @@ class ShardRows:
         for shard in shards:
             _require_whole(folder / shard.name, shard.size)
         self._eos_id, self._sequence_length = eos_id, sequence_length
-        self._num_rows = sum(shard.rows for shard in shards)
-        self._folder = folder
+        self._paths = [folder / shard.name for shard in shards]
+        self._ends = list(itertools.accumulate(shard.rows for shard in shards))
         _allow_open_files(len(shards))
         self._records = array_record_data_source.ArrayRecordDataSource(
             [_Instruction.of(folder, shard) for shard in shards]
@@ -73,18 +75,23 @@ class ShardRows:
 
     def __len__(self) -> int:
         """Number of rows."""
-        return self._num_rows
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> packing.Row:
-        """Row `index`; one beyond the last is all padding."""
+        """Row `index`; one beyond the last is all padding.
+
+        Raises:
+            config.DamagedError: it is not what was written.
+        """
         record = _EMPTY
-        if index < self._num_rows:
+        if index < len(self):
             try:
                 record = self._records[index]
             except RuntimeError as error:  # the checksum of its chunk
-                raise config.InputError(
-                    f"{self._folder}: row {index} is damaged ({error}). Remove its "
-                    f"shard and prepare the folder again: only that is made anew."
+                path = self._paths[bisect.bisect_right(self._ends, index)]
+                raise config.DamagedError(
+                    f"{path} is damaged ({error}). Run the glm5_jax.prepare of its "
+                    f"folder again with --check: only damaged shards are made anew."
                 ) from error
         return decode(record, self._sequence_length, self._eos_id)
 

@@ -75,7 +75,7 @@ def folder_of(source: str) -> pathlib.Path:
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise config.InputError(
-            f"data.source must be 'python' or a folder; {source!r} {what}."
+            f"source must be 'python' or a folder; {source!r} {what}."
         )
     return root
 

@@ -287,11 +287,12 @@ class ErrorTest(parameterized.TestCase):
         ("rate", {"fim_rate": 1.5}, r"fim_rate must lie in 0\.\.1"),
         ("buckets", {"buckets": (9, 5)}, "buckets must be ascending"),
         ("shard", {"shard_mib": 0.0}, "shard_mib must be > 0"),
+        ("source", {"source": ""}, "source is empty"),
         ("held_out", {"held_out_percent": 0}, r"held_out_percent must lie in 1\.\.50"),
     )
     def test_settings(self, changes, message):
         with self.assertRaisesRegex(config.InputError, message):
-            corpora.settings("python", **changes)
+            corpora.settings(**{"source": "python", **changes})
 
     @parameterized.named_parameters(
         ("inside", {}, "documents/rows", "lies inside --source"),
@@ -325,7 +326,7 @@ class ErrorTest(parameterized.TestCase):
             ([f"--source={folder}"], "holds no documents"),
             (["--source=python", "--packing=best"], "packing must be one of"),
             (["--source=python", "--sequence_length=x"], "must be an integer, got 'x'"),
-            (["--source=python", "--tokenizer=bqe"], "Give 'bpe', 'byte'"),
+            (["--source=python", "--config=a.py"], "--config has no effect here"),
         ):
             command = [sys.executable, "-m", "glm5_jax.prepare", *flags]
             command.append(f"--target={folder}/target")

@@ -211,8 +211,8 @@ class PreparedConversationsTest(runs.FolderTest):
         ({"packing": "truncate"}, "packing must be 'best_fit' with kind"),
         ({"fim_rate": 0.5}, "fim_rate must be 0 with kind"),
         ({"field": "body"}, "field is of texts"),
-        ({"tokenizer": "byte"}, "lacks: .*Use tokenizer 'byte_chat'"),
-        ({"tokenizer": "bpe"}, "lacks: .*Use tokenizer 'byte_chat'"),
+        ({"tokenizer": "byte"}, "lacks: .*Use tokenizer='byte_chat'"),
+        ({"tokenizer": "bpe"}, "lacks: .*Use tokenizer='byte_chat'"),
         ({"source": "python"}, "holds no conversations: 'python'"),
         ({"source": "tasks:calculator"}, "'tasks:NAME', which is not prepared"),
     )

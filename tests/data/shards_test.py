@@ -81,16 +81,18 @@ class ShardsTest(parameterized.TestCase):
 
     def test_one_flipped_bit_is_found(self):
         rows = packed(300)
-        shard = self.write("a", rows)
+        before, shard = self.write("b", rows), self.write("a", rows)
         content = bytearray((self.folder / "a").read_bytes())
         # A record is random ids: their bytes stand in the file as they are.
         place = bytes(content).index(shards.encode(rows[5])[-20:])
         content[place] ^= 1
         (self.folder / "a").write_bytes(content)
-        damaged = self.open(shard)
-        with self.assertRaisesRegex(config.InputError, "row 5 is damaged.*prepare"):
-            damaged[5]
-        self.assert_equal_rows(damaged[0], rows[0])
+        damaged = self.open(before, shard, before)
+        message = "/a is damaged.*prepare.*--check"
+        with self.assertRaisesRegex(config.DamagedError, message):
+            damaged[len(rows) + 5]
+        for index in (5, len(rows), 2 * len(rows) + 5):
+            self.assert_equal_rows(damaged[index], rows[index % len(rows)])
 
     def test_missing_and_cut_files_are_refused_at_once(self):
         shard = self.write("a", packed(300))
