@@ -36,7 +36,7 @@ class BlockSizesTest(parameterized.TestCase):
             self.assertEqual(selection.RUN % keys, 0)
         self.assertEqual(row.indexer_keys % tpu.PRODUCT_KEYS, 0)
 
-    @parameterized.parameters(*block_sizes.GPUS)
+    @parameterized.parameters((chip,) for chip in block_sizes.GPUS)
     def test_tiles_of_queries_divide_their_padding(self, chip):
         """Bits and statistics are padded to 128 queries."""
         row = block_sizes.GPUS[chip]
