@@ -53,9 +53,8 @@ class Job:
 
     def on(self, chip: chips.Chip | None) -> "Job":
         """The same as a model has it there: a cache's rows fill the tiles of a TPU."""
-        is_cache = self.op == "decode_sparse_mla"
         is_tpu = chip is not None and chip.platform == "tpu"
-        is_padded = is_cache and is_tpu
+        is_padded = is_tpu and self.op == "decode_sparse_mla"
         return dataclasses.replace(self, row_multiple=128) if is_padded else self
 
     def function(self, implementation: str | None, case: Case) -> Callable:
@@ -126,9 +125,8 @@ def _timed(job: Job, chip: chips.Chip | None, baseline: bool) -> dict[str, Any]:
 
 def compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:
     """Compiles a job for a chip that need not be there."""
-    job = job.on(chip)
     with _tried(job, chip):
-        return _compiled(job, chip)
+        return _compiled(job.on(chip), chip)
 
 
 def _compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:

@@ -5,7 +5,8 @@ to save padding, and each step would turn it back: let q and the cache have 640 
 the last 64 zero, or pin the layout.
 
 `decode_sparse_mla`: a DMA cannot cut one row out of a tile of the cache, so it fetches
-the 8 rows around each listed one, 10 KB, and hides 7 of them.
+the 8 rows around each listed one, 10 KB, and hides 7 of them. Where queries cannot be
+dealt out evenly to a chip's cores, each takes a part of every list.
 `decode_indexer_topk`: see `tpu_topk`.
 """
 
@@ -41,17 +42,13 @@ def decode_sparse_mla(
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
     """See `pallas_kernels.decode_sparse_mla`."""
     batch, num_queries, heads, width = q.shape
-    chunk = block_sizes.tpu().decode_groups
-    missing = -indices.shape[-1] % chunk
+    chunk, cores = block_sizes.tpu().decode_groups, block_sizes.tpu().cores
+    parts = cores if batch * num_queries % cores else 1  # of a list
+    missing = -indices.shape[-1] % (chunk * parts)
     indices = jnp.pad(indices, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
-    rows = _rows(indices, kv.shape[1], page_table).reshape(-1, 1, indices.shape[-1])
-    is_row = rows[..., None] % GROUP == jnp.arange(GROUP)[None, None, None]
-    is_row = (is_row & (rows >= 0)[..., None]).astype(jnp.float32)
-    # The last chunk is fetched whole, its padding from anywhere.
-    chunks = -(-jnp.sum(rows >= 0, axis=-1, keepdims=True) // chunk)
-    slots = jnp.arange(rows.shape[-1])[None, None]
-    padding = jnp.where(slots < jnp.maximum(chunks, 1) * chunk, 0, -1)
-    groups = jnp.where(rows >= 0, rows // GROUP, padding)
+    rows = _rows(indices, kv.shape[1], page_table)
+    rows = rows.reshape(-1, 1, indices.shape[-1] // parts)
+    groups, is_row = _groups(rows, chunk)
     one = lambda *sizes, **space: pl.BlockSpec(
         (None, *sizes), lambda i: (i, *[0] * len(sizes)), **space
     )
@@ -62,12 +59,14 @@ def decode_sparse_mla(
         in_specs=[
             one(1, groups.shape[-1], memory_space=pltpu.SMEM),
             one(1, groups.shape[-1] * GROUP),
-            one(heads, width),
+            pl.BlockSpec((None, heads, width), lambda i: (i // parts, 0, 0)),
             pl.BlockSpec(memory_space=pl.ANY),
         ],
         out_specs=[one(heads, value_dim), one(1, heads)],
         out_shape=[
-            jax.ShapeDtypeStruct((count, heads, value_dim), q.dtype),
+            jax.ShapeDtypeStruct(
+                (count, heads, value_dim), q.dtype if parts == 1 else jnp.float32
+            ),
             jax.ShapeDtypeStruct((count, 1, heads), jnp.float32),
         ],
         scratch_shapes=[
@@ -81,14 +80,44 @@ def decode_sparse_mla(
         cost_estimate=_cost(groups.size * GROUP, q, kv, value_dim),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="decode_sparse_mla",
-    )(
-        groups,
-        is_row.reshape(count, 1, -1),
-        q.reshape(count, heads, width),
-        kv.reshape(-1, GROUP, width),
+    )(groups, is_row, q.reshape(-1, heads, width), kv.reshape(-1, GROUP, width))
+    if parts > 1:
+        has_rows = jnp.any(rows >= 0, axis=-1, keepdims=True)
+        out, lse = _combined(out, lse, has_rows, parts)
+    out = out.reshape(batch, num_queries, heads, value_dim).astype(q.dtype)
+    return out, lse.reshape(batch, num_queries, heads).swapaxes(1, 2)
+
+
+def _groups(
+    rows: Int[Array, "n 1 k"], chunk: int
+) -> tuple[Int[Array, "n 1 k"], Float[Array, "n 1 8*k"]]:
+    """Groups to fetch, -1 where a list has ended, and which of their rows are meant."""
+    is_row = rows[..., None] % GROUP == jnp.arange(GROUP)[None, None, None]
+    is_row = (is_row & (rows >= 0)[..., None]).astype(jnp.float32)
+    # The last chunk is fetched whole, its padding from anywhere.
+    chunks = -(-jnp.sum(rows >= 0, axis=-1, keepdims=True) // chunk)
+    slots = jnp.arange(rows.shape[-1])[None, None]
+    padding = jnp.where(slots < jnp.maximum(chunks, 1) * chunk, 0, -1)
+    return jnp.where(rows >= 0, rows // GROUP, padding), is_row.reshape(
+        len(rows), 1, -1
     )
-    lse = lse.reshape(batch, num_queries, heads).swapaxes(1, 2)
-    return out.reshape(batch, num_queries, heads, value_dim), lse
+
+
+def _combined(
+    out: Float[Array, "n N C"],
+    lse: Float[Array, "n 1 N"],
+    has_rows: Array,
+    parts: int,
+) -> tuple[Float[Array, "m N C"], Float[Array, "m N"]]:
+    """Softmax over lists of the softmax over their parts; zeros of an empty list."""
+    of_list = lambda x: x.reshape(-1, parts, *x.shape[1:])
+    lse = of_list(jnp.where(has_rows, lse, -jnp.inf)[:, 0])
+    top = jnp.max(lse, axis=1, keepdims=True)
+    weight = jnp.where(lse > -jnp.inf, jnp.exp(lse - top), 0)
+    total = jnp.sum(weight, axis=1)
+    safe = jnp.where(total > 0, total, 1)
+    out = jnp.sum(of_list(out) * weight[..., None], axis=1) / safe[..., None]
+    return out, jnp.where(total > 0, top[:, 0] + jnp.log(safe), 0)
 
 
 def unsupported_decode_sparse_mla(

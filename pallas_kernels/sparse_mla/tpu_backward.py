@@ -79,8 +79,8 @@ def gradients(
         interpret=pltpu.InterpretParams() if interpret else False,
         name="sparse_mla_backward",
     )(indices, queries, (words, zeros))
-    dkv = jnp.sum(dkv.reshape(parts, num_rows, -1)[:, 1:, :width], axis=0)
-    return dq[:, :num_queries], dkv.reshape(kv.shape).astype(kv.dtype)
+    dkv = jnp.sum(dkv, axis=0).reshape(num_rows, -1)[1:, :width].astype(kv.dtype)
+    return dq[:, :num_queries], dkv.reshape(kv.shape)
 
 
 def _kernel(

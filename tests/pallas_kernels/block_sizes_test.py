@@ -36,6 +36,14 @@ class BlockSizesTest(parameterized.TestCase):
             self.assertEqual(selection.RUN % keys, 0)
         self.assertEqual(row.indexer_keys % tpu.PRODUCT_KEYS, 0)
 
+    @parameterized.parameters((chip,) for chip in block_sizes.GPUS)
+    def test_tiles_of_queries_divide_their_padding(self, chip):
+        """Bits and statistics are padded to 128 queries."""
+        row = block_sizes.GPUS[chip]
+        for kernel in ("", "_dq", "_dk", "_dv"):
+            tile = getattr(row, f"masked_mla{kernel}")
+            self.assertEqual(128 % tile.sizes[0], 0)
+
     def test_one_entry_is_tried_for_a_while(self):
         row = block_sizes.changed(block_sizes.of("h200"), "sparse_mla=32,4,3")
         tile = block_sizes.Tile((32,), warps=4, stages=3)

@@ -31,6 +31,13 @@ def make_cache(rng, sequences, size, pages, width, dtype):
 class DecodeTpuTest(parameterized.TestCase):
     @parameterized.named_parameters(*CACHES)
     def test_attention(self, sequences, queries, size, pages, dtype):
+        self.check(sequences, queries, size, pages, dtype, cores=1)
+
+    def test_lists_are_split_among_cores(self):
+        """One of five queries has no keys, one so few that a part has none."""
+        self.check(5, 1, 16, 4, "bfloat16", cores=2)
+
+    def check(self, sequences, queries, size, pages, dtype, cores):
         rng = np.random.default_rng(0)
         kv, table = make_cache(rng, sequences, size, pages, 192, dtype)
         q = jnp.asarray(rng.standard_normal((sequences, queries, 4, 192)), dtype)
@@ -41,7 +48,7 @@ class DecodeTpuTest(parameterized.TestCase):
             lists[b, t, :length] = np.sort(rows)
         args = (q, kv, jnp.asarray(lists), table)
         options = {"scale": 0.05, "value_dim": 128}
-        with block_sizes.tried(block_sizes.Tpu(decode_groups=16)):
+        with block_sizes.tried(block_sizes.Tpu(cores=cores, decode_groups=8)):
             got = decode.decode_sparse_mla(
                 *args, **options, implementation="tpu_interpret"
             )
