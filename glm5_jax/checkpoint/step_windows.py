@@ -198,7 +198,7 @@ class _WindowHandler(ocp.type_handlers.TypeHandler):
         store = await tensorstore.open(
             {
                 "driver": "zarr",
-                "kvstore": _url(info.path),
+                "kvstore": _folder(info.path),
                 "dtype": tensorstore.dtype(leaf.dtype).name,
                 "metadata": {
                     "shape": leaf.shape,
@@ -230,15 +230,13 @@ def _key(state: epath.Path, path: leaves_lib.Path, is_ocdbt: bool) -> Any:
     """Where Orbax puts the array of a parameter."""
     name = ".".join((_TREE, *path))
     if is_ocdbt:
-        return {"driver": "ocdbt", "base": _url(state), "path": f"{name}/"}
-    return _url(state / name)
+        return {"driver": "ocdbt", "base": _folder(state), "path": f"{name}/"}
+    return _folder(state / name)
 
 
 def _dotted(shapes: dict[leaves_lib.Path, Any]) -> dict[str, Any]:
     return {".".join(path): shape for path, shape in shapes.items()}
 
 
-def _url(path: epath.Path) -> Any:
-    if "://" in str(path):
-        return f"{path}/"
-    return {"driver": "file", "path": f"{path}/"}  # a URL would have to be quoted
+def _folder(path: epath.Path) -> dict[str, str]:
+    return {"driver": "file", "path": f"{path}/"}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import huggingface, manager
+from glm5_jax.checkpoint import huggingface, manager, step_folder
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.model import transformer
 
@@ -106,7 +106,7 @@ def find(path: Path) -> Source:
     Raises:
       InputError: nothing, or nothing that holds a model.
     """
-    path = pathlib.Path(path).expanduser().absolute()
+    path = pathlib.Path(step_folder.absolute(path))
     if not path.is_dir():
         raise config_lib.InputError(f"There is no folder {path}.")
     is_step = path.parent.name == "checkpoints"

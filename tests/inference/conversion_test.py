@@ -213,6 +213,16 @@ class FolderTest(ConversionCase):
             conversion.convert(source, self.folder / "out", to)
         self.assertEqual([path.name for path in self.folder.iterdir()], ["source"])
 
+    @parameterized.parameters("gs://bucket/model", pathlib.Path("s3://bucket/model"))
+    def test_object_stores_are_refused_and_not_taken_for_folders(self, url):
+        message = "no path of a file system"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            conversion.convert(GOLDEN, url)
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            conversion.convert(url, self.folder / "out")
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            manager.CheckpointManager(url, keep=2)
+
     def test_wrong_dtype_and_shapes(self):
         source, out = self.write("source"), self.folder / "out"
         with self.assertRaisesRegex(config_lib.InputError, "--dtype=fp8"):
