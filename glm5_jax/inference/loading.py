@@ -91,13 +91,15 @@ def load_params(
         return manager.restore_params(source.weights, abstract_params)
     places = [leaf.sharding for leaf in jax.tree.leaves(abstract_params)]
     shardings = jax.tree.unflatten(jax.tree.structure(abstract_params), places)
-    return huggingface.load_params(
+    params = huggingface.load_params(
         source.weights,
         config,
         abstract_params,
         config.param_dtype,
         None if None in places else shardings,
     )
+    # The router's bias has been read in float32, whatever the others' dtype.
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, abstract_params)
 
 
 def find(path: Path) -> Source:
