@@ -5,7 +5,7 @@ python -m glm5_jax.convert --source=zai-org/GLM-5 --target=runs/glm5
 Where --format is not given, it is the one that the source does not have. Weights keep
 their dtype unless --dtype says another; a folder in FP8 becomes a run in bfloat16, and
 with --dtype=float32 one that --dtype=fp8 turns back into the same bytes. Weights move
-in windows, so memory is bounded whatever the model (docs/huggingface.md says by what).
+in windows: whatever the model, memory is that of its largest tensor and a constant.
 """
 
 from absl import flags

@@ -80,6 +80,12 @@ def flatten(tree: dict) -> tuple[dict[Path, Any], Any]:
     return {tuple(key.key for key in path): leaf for path, leaf in pairs}, treedef
 
 
+def stack_depth(path: Path) -> int:
+    """How many leading axes of a parameter are layers and experts: the rest is one."""
+    is_scanned = any(name.startswith("layers_") for name in path)
+    return is_scanned + ("experts" in path)
+
+
 def unflatten(leaves: dict[Path, Any]) -> dict:
     """The tree of these paths."""
     tree: dict = {}

@@ -226,7 +226,7 @@ class CheckpointManager:
     def _require_space(self, state: PyTree) -> None:
         free = step_folder.free_bytes(self._folder)
         needed = sum(x.nbytes for x in jax.tree.leaves(state))
-        if free is not None and free < needed:
+        if free < needed:
             raise OSError(
                 f"a checkpoint takes {needed:,} bytes, {free:,} are free on the disk "
                 f"of {self._folder}; make room or lower checkpoints_to_keep. Old steps "

@@ -168,11 +168,6 @@ def files(folder: epath.Path) -> dict[str, int]:
     return {k: v for k, v in found.items() if k not in (NAME, f"{NAME}.tmp")}
 
 
-def is_remote(path: epath.Path) -> bool:
-    """Whether it is an object store's, gs://..., where nothing is renamed or synced."""
-    return "://" in str(path)
-
-
 def _owner(name: str) -> int:
     found = _OF_PROCESS.search(name)
     return int(found[1]) if found else 0
@@ -205,7 +200,7 @@ def _hash(
         with (folder / name).open("rb") as file:
             while chunk := file.read(_CHUNK):
                 out.update(chunk)
-            if is_written and not is_remote(folder):
+            if is_written:
                 os.fsync(file.fileno())  # Orbax syncs arrays, but no JSON
         return out.hexdigest()
 
@@ -226,7 +221,7 @@ def _hash(
         ):
             entries[name] = Entry(size, hexed)
             bar.update(size)
-    if is_written and not is_remote(folder):
+    if is_written:
         for parent in {(folder / name).parent for name in names} | {folder.parent}:
             _sync_folder(parent)
     seconds = time.perf_counter() - began
@@ -263,9 +258,6 @@ def _entries(files: Mapping[str, Sequence]) -> Entries:
 
 def _write_whole(path: epath.Path, text: str) -> None:
     """Writes a file that is there whole or not at all, and stays."""
-    if is_remote(path):  # an object appears when it is whole
-        path.write_text(text)
-        return
     new = path.parent / f"{path.name}.tmp"
     try:
         with new.open("w") as file:

@@ -6,9 +6,9 @@ parameters in state/. What is renamed to STEP.damaged, STEP.abandoned or STEP.de
 counts no more.
 """
 
+import re
 import shutil
 
-import orbax.checkpoint as ocp
 from etils import epath
 
 from glm5_jax import config as config_lib
@@ -23,7 +23,16 @@ _MARK = "_CHECKPOINT_METADATA"  # Orbax writes it into every step
 
 
 def absolute(folder: epath.PathLike) -> epath.Path:
-    """The path as Orbax takes it."""
+    """The path as Orbax takes it.
+
+    Raises:
+      InputError: it is in an object store, where nothing can be renamed or synced.
+    """
+    if re.match(r"\w+:/", str(folder)):  # pathlib makes gs:/ of gs://
+        raise config_lib.InputError(
+            f"{folder} is no path of a file system; give one, of a disk or of a mount "
+            f"that all processes share."
+        )
     return epath.Path(folder).expanduser().absolute()
 
 
@@ -32,12 +41,7 @@ def numbers(checkpoints: epath.Path) -> list[int]:
     if not checkpoints.is_dir():
         return []
     names = [path.name for path in checkpoints.iterdir() if path.is_dir()]
-    found = sorted(int(name) for name in names if name.isdecimal())
-    if not manifest.is_remote(checkpoints):
-        return found
-    # There a save that was killed leaves a folder of the same name.
-    is_whole = ocp.utils.is_checkpoint_finalized
-    return [step for step in found if is_whole(checkpoints / str(step))]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def by_trust(checkpoints: epath.Path) -> list[int]:
@@ -108,6 +112,6 @@ def remove(folder: epath.Path) -> None:
     folder.rmtree()
 
 
-def free_bytes(folder: epath.Path) -> int | None:
-    """Room on the disk; None where nobody knows."""
-    return None if manifest.is_remote(folder) else shutil.disk_usage(folder).free
+def free_bytes(folder: epath.Path) -> int:
+    """Room on the disk."""
+    return shutil.disk_usage(folder).free

@@ -7,6 +7,7 @@ reader: `manager` restores such a step like any other.
 """
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -92,7 +93,7 @@ def open_params(
     theirs = {path: found[path].shape if path in found else "present" for path in names}
     ours = {path: tuple(leaf.shape) for path, leaf in wanted.items()}
     same_shapes.require(_dotted(theirs), _dotted(ours), f"the model in {folder}")
-    return open_all(max(_CACHE_BYTES, *map(_needed_cache, found.values())))
+    return open_all(max(_CACHE_BYTES, *itertools.starmap(_needed_cache, found.items())))
 
 
 def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
@@ -135,15 +136,13 @@ def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
     manifest.seal(path)
 
 
-def _needed_cache(leaf: StepLeaf) -> int:
-    """Bytes without which chunks would be decoded again and again.
+def _needed_cache(path: leaves_lib.Path, leaf: StepLeaf) -> int:
+    """Bytes without which chunks would be decoded again for each window.
 
-    Chunks follow layers and experts, so that two do; but windows of a matrix may cross
-    all of its chunks, as those of lm_head do where a mesh has cut the other dim.
+    Windows of a tensor may cross all of its chunks, where a mesh has cut another dim.
     """
-    is_matrix = len(leaf.shape) <= 2
-    size = math.prod(leaf.shape) * leaf.dtype.itemsize
-    return size if is_matrix else 2 * leaf.chunk_bytes
+    tensor = math.prod(leaf.shape[leaves_lib.stack_depth(path) :])
+    return max(tensor * leaf.dtype.itemsize, 2 * leaf.chunk_bytes)
 
 
 @contextlib.contextmanager
@@ -199,7 +198,7 @@ class _WindowHandler(ocp.type_handlers.TypeHandler):
         store = await tensorstore.open(
             {
                 "driver": "zarr",
-                "kvstore": _url(info.path),
+                "kvstore": _folder(info.path),
                 "dtype": tensorstore.dtype(leaf.dtype).name,
                 "metadata": {
                     "shape": leaf.shape,
@@ -231,15 +230,13 @@ def _key(state: epath.Path, path: leaves_lib.Path, is_ocdbt: bool) -> Any:
     """Where Orbax puts the array of a parameter."""
     name = ".".join((_TREE, *path))
     if is_ocdbt:
-        return {"driver": "ocdbt", "base": _url(state), "path": f"{name}/"}
-    return _url(state / name)
+        return {"driver": "ocdbt", "base": _folder(state), "path": f"{name}/"}
+    return _folder(state / name)
 
 
 def _dotted(shapes: dict[leaves_lib.Path, Any]) -> dict[str, Any]:
     return {".".join(path): shape for path, shape in shapes.items()}
 
 
-def _url(path: epath.Path) -> Any:
-    if "://" in str(path):
-        return f"{path}/"
-    return {"driver": "file", "path": f"{path}/"}  # a URL would have to be quoted
+def _folder(path: epath.Path) -> dict[str, str]:
+    return {"driver": "file", "path": f"{path}/"}

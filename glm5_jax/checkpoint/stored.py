@@ -13,20 +13,20 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from glm5_jax.checkpoint import same_shapes, step_folder
+from glm5_jax.checkpoint import leaves, same_shapes, step_folder
 
 PyTree = Any
 
 _CHUNK_BYTES = 2**26  # at most, of a parameter
-_LEAST_CHUNK_BYTES = 2**20  # where layers and experts are that small, some are together
 
 
 def to_save(state: PyTree, metadata: dict[str, Any]) -> ocp.args.Composite:
     """Parameters for themselves: they are read, and verified, without the rest."""
     rest = {name: tree for name, tree in state.items() if name != "params"}
     params = {"params": state["params"]}
+    cuts = jax.tree_util.tree_map_with_path(_cut, params)
     parts: dict[str, Any] = {
-        step_folder.PARAMS: ocp.args.PyTreeSave(params, jax.tree.map(_cut, params)),
+        step_folder.PARAMS: ocp.args.PyTreeSave(params, cuts),
         step_folder.METADATA: ocp.args.JsonSave(metadata),
     }
     if rest:
@@ -55,25 +55,25 @@ def read(folder: epath.Path, abstract: PyTree, what: str) -> PyTree:
     return out
 
 
-def _cut(array: jax.Array) -> ocp.SaveArgs:
-    """How Orbax is to cut what a device holds of an array."""
-    shape = array.sharding.shard_shape(array.shape)
-    axes = stack_axes(shape, array.dtype.itemsize)
-    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=axes)
+def stack_axes(path: leaves.Path, shape: Sequence[int], itemsize: int) -> list[int]:
+    """Axes of layers and experts along which a large parameter is cut to one each.
 
-
-def stack_axes(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Those along which a large array is a stack of matrices, cut to one each.
-
-    Orbax would halve the largest dim: then every matrix lies in every chunk.
+    Orbax would halve the largest dim first: then every expert lies in every chunk.
     """
-    axes, size = 0, math.prod(shape) * itemsize
-    while axes < len(shape) - 2 and size > _CHUNK_BYTES:
-        size //= shape[axes]
-        if size < _LEAST_CHUNK_BYTES:
-            break
-        axes += 1
-    return tuple(range(axes))
+    axes, size = [], math.prod(shape) * itemsize
+    for axis in range(leaves.stack_depth(path)):
+        if size > _CHUNK_BYTES:
+            axes.append(axis)
+            size //= shape[axis]
+    return axes
+
+
+def _cut(path: tuple, array: jax.Array) -> ocp.SaveArgs:
+    """How Orbax is to cut what a device holds of a parameter."""
+    names = tuple(key.key for key in path)
+    # Of the whole: who reads an expert touches the chunks of all devices.
+    axes = stack_axes(names, array.shape, array.dtype.itemsize)
+    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=tuple(axes))
 
 
 def _read_part(path: epath.Path, abstract: PyTree, what: str) -> PyTree:
@@ -110,8 +110,6 @@ def _with_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStru
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     """Shape by dotted path; named tuples and dicts look the same, as on disk."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     name = jax.tree_util.keystr
-    return {
-        name(path, simple=True, separator="."): tuple(x.shape) for path, x in leaves
-    }
+    return {name(path, simple=True, separator="."): tuple(x.shape) for path, x in flat}

@@ -14,6 +14,7 @@ from glm5_jax.checkpoint import (
     huggingface_export,
     manager,
     new_folder,
+    step_folder,
     step_windows,
 )
 from glm5_jax.checkpoint import leaves as leaves_lib
@@ -50,7 +51,7 @@ def convert(
         cannot be of that dtype.
       DamagedError: the step's files are not what was written.
     """
-    target = pathlib.Path(target).expanduser().absolute()
+    target = pathlib.Path(step_folder.absolute(target))
     if target.exists():
         raise config_lib.InputError(f"{target} exists; choose another target.")
     found = loading.find(source)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import huggingface, manager
+from glm5_jax.checkpoint import huggingface, manager, step_folder
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.model import transformer
 
@@ -91,13 +91,15 @@ def load_params(
         return manager.restore_params(source.weights, abstract_params)
     places = [leaf.sharding for leaf in jax.tree.leaves(abstract_params)]
     shardings = jax.tree.unflatten(jax.tree.structure(abstract_params), places)
-    return huggingface.load_params(
+    params = huggingface.load_params(
         source.weights,
         config,
         abstract_params,
         config.param_dtype,
         None if None in places else shardings,
     )
+    # The router's bias has been read in float32, whatever the others' dtype.
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, abstract_params)
 
 
 def find(path: Path) -> Source:
@@ -106,7 +108,7 @@ def find(path: Path) -> Source:
     Raises:
       InputError: nothing, or nothing that holds a model.
     """
-    path = pathlib.Path(path).expanduser().absolute()
+    path = pathlib.Path(step_folder.absolute(path))
     if not path.is_dir():
         raise config_lib.InputError(f"There is no folder {path}.")
     is_step = path.parent.name == "checkpoints"

@@ -16,6 +16,7 @@ from typing import Any
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import step_folder
 from glm5_jax.config import fields
 from glm5_jax.processes import simulate, together
 
@@ -47,7 +48,7 @@ def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
     Raises:
       InputError: it cannot be written, belongs to another run, or is not shared.
     """
-    path = workdir / "config.json"
+    path = pathlib.Path(step_folder.absolute(workdir)) / "config.json"
 
     def first() -> str:
         _claim(path, config)

@@ -123,6 +123,7 @@ class CommandTest(faults_test.FaultsTestCase):
 
     @parameterized.named_parameters(
         ("nowhere", {"checkpoint": "/nowhere"}, "no checkpoint in /nowhere"),
+        ("object_store", {"checkpoint": "gs://bucket/run"}, "no path of a file system"),
         ("prune_nowhere", {"checkpoint": "/nowhere", "prune": True}, "no run folder"),
         ("no_rule", {"prune": True}, "give --keep=N"),
         ("keep_none", {"prune": True, "keep": 0}, "--keep must be at least 1"),

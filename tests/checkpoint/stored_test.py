@@ -9,47 +9,46 @@ from absl.testing import parameterized
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.checkpoint import step_windows, stored
 from tests import environment
 from tests.checkpoint import steps
 
 LIMIT = 2**12  # bytes of a chunk here
+LAYER = ("layers_1", "block_0")
 SHAPES = {
-    "experts": (3, 4, 16, 32),  # layers, experts, rows, columns: one has 2 KiB
-    "heads": (3, 64, 4, 32),
-    "small": (3, 4, 8, 2),
-    "matrix": (64, 96),
-    "stack": (40, 64),
-    "vector": (2048,),
-    "number": (),
+    (*LAYER, "mlp", "experts", "up_proj"): (3, 4, 16, 32),  # an expert has 2 KiB
+    (*LAYER, "self_attn", "q_b_proj"): (3, 64, 4, 32),
+    (*LAYER, "mlp", "gate"): (3, 16, 4),
+    ("mtp", "block", "mlp", "experts", "up_proj"): (4, 16, 32),
+    ("mtp", "block", "self_attn", "q_b_proj"): (64, 4, 32),
+    ("embed_tokens",): (96, 64),
+    ("norm",): (64,),
+    ("number",): (),
 }
-# What lies in one chunk, by the number of devices.
+# What lies in one chunk, by the number of devices, in that order.
 CHUNKS = {
-    1: {
-        "experts": (1, 1, 16, 32),
-        "heads": (1, 16, 4, 16),  # Orbax halves: a row for itself would be tiny
-        "small": (3, 4, 8, 2),
-    },
-    2: {"experts": (1, 4, 16, 16), "small": (3, 4, 8, 1)},
+    1: ((1, 1, 16, 32), (1, 16, 4, 16), (3, 16, 4), (1, 16, 32), (16, 4, 16)),
+    2: ((1, 1, 16, 16), (1, 64, 4, 4), (3, 16, 2), (1, 16, 16), (64, 4, 4)),
 }
 
 
 class ChunksTest(steps.StepsTestCase):
     def setUp(self):
         super().setUp()
-        for name, size in (("_CHUNK_BYTES", LIMIT), ("_LEAST_CHUNK_BYTES", 2**11)):
-            self.enter_context(mock.patch.object(stored, name, size))
+        self.enter_context(mock.patch.object(stored, "_CHUNK_BYTES", LIMIT))
 
     def save(self, num_devices):
         """Columns on so many devices, as a mesh has them."""
         mesh = jax.make_mesh((num_devices,), ("x",), axis_types=(AxisType.Auto,))
         rng = np.random.default_rng(0)
         params = {}
-        for name, shape in SHAPES.items():
+        for path, shape in SHAPES.items():
             spec = [None] * (len(shape) - 1) + ["x"] if len(shape) > 1 else []
             values = jnp.asarray(rng.standard_normal(shape, np.float32))
-            params[name] = jax.device_put(values, NamedSharding(mesh, P(*spec)))
+            params[path] = jax.device_put(values, NamedSharding(mesh, P(*spec)))
+        params = leaves_lib.unflatten(params)
         manager = self.open()
         manager.save(1, {"params": params, "step": jnp.int32(1)}, {})
         manager.close()
@@ -59,11 +58,11 @@ class ChunksTest(steps.StepsTestCase):
     def test_chunks_are_small_and_follow_layers_and_experts(self, num_devices):
         params = self.save(num_devices)
         found = step_windows.open_params(self.step_folder(1), params)
-        for name in SHAPES:
-            self.assertLessEqual(found[name,].chunk_bytes, LIMIT, name)
-        for name, shape in CHUNKS[num_devices].items():
-            chunk = found[name,]._store.chunk_layout.read_chunk.shape
-            self.assertEqual(chunk, shape, name)
+        for path in SHAPES:
+            self.assertLessEqual(found[path].chunk_bytes, LIMIT, path)
+        for path, shape in zip(SHAPES, CHUNKS[num_devices], strict=False):
+            chunk = found[path]._store.chunk_layout.read_chunk.shape
+            self.assertEqual(chunk, shape, path)
 
     @parameterized.parameters(1, 2)
     def test_values_come_back_and_on_another_mesh(self, num_devices):
@@ -75,17 +74,16 @@ class ChunksTest(steps.StepsTestCase):
 
 
 class Glm5Test(parameterized.TestCase):
-    """Shapes of the released model on one device, and on 512."""
+    """Shapes of the released model."""
 
     @parameterized.named_parameters(
-        ("experts", (75, 256, 6144, 2048), (0, 1)),  # 25 MB each
-        ("experts_on_512", (75, 4, 768, 2048), (0,)),  # 13 MB a layer
-        ("q_b_proj", (75, 2048, 64, 256), (0,)),  # 67 MB a layer, 64 MiB
-        ("embed_tokens", (154880, 6144), ()),  # rows are cut, its largest dim
-        ("norm", (75, 6144), ()),
+        ("experts", "mlp.experts.up_proj", (75, 256, 6144, 2048), [0, 1]),  # 25 MB
+        ("q_b_proj", "self_attn.q_b_proj", (75, 2048, 64, 256), [0]),  # 67 MB
+        ("norm", "input_layernorm", (75, 6144), []),  # small as it is
     )
-    def test_stacks(self, shape, axes):
-        self.assertEqual(stored.stack_axes(shape, 2), axes)
+    def test_stacks(self, name, shape, axes):
+        path = (*LAYER, *name.split("."))
+        self.assertEqual(stored.stack_axes(path, shape, 2), axes)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ in the environment of make_golden.py, with accelerate; PYTHON runs glm5_jax. For
 in bfloat16 and in float32, in one file and in several: every tensor of source -> run
 folder -> Hugging Face folder must have its bytes, and the model read back its logits.
 Then FP8: what transformers makes of our FP8 folder is what it makes of the same weights
-that we wrote in bfloat16. Prints a line a case and exits with 1 if one differs.
+that we wrote in bfloat16. Then texts: tokenizer, chat template and sampling defaults of
+chat_model/ are the same after the same way. Prints a line a case and exits with 1 if
+one differs.
 """
 
 import argparse
@@ -115,6 +117,32 @@ def check_fp8(folder: pathlib.Path, convert: Converter) -> bool:
     return is_equal and is_same
 
 
+def check_texts(folder: pathlib.Path, convert: Converter) -> bool:
+    source, run, back = (
+        ROOT / "tests/golden/chat_model",
+        folder / "run",
+        folder / "back",
+    )
+    convert(source, run)
+    convert(run, back)
+    messages = [{"role": "user", "content": "Wie geht's? <|user|>"}]
+    before, after = (
+        (
+            transformers.AutoTokenizer.from_pretrained(path).apply_chat_template(
+                messages, return_dict=False
+            ),
+            transformers.GenerationConfig.from_pretrained(path).to_dict(),
+            transformers.AutoConfig.from_pretrained(path).a_key_of_others,
+        )
+        for path in (source, back)
+    )
+    is_equal = before == after and torch.equal(
+        logits(source, torch.bfloat16), logits(back, torch.bfloat16)
+    )
+    print(f"texts and logits: {is_equal}, {len(before[0])} tokens of a conversation")
+    return is_equal
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default="python3", help="has glm5_jax's packages")
@@ -126,6 +154,7 @@ def main() -> None:
                 results.append(check_bytes(pathlib.Path(folder), convert, dtype, shard))
     with tempfile.TemporaryDirectory() as folder:
         results.append(check_fp8(pathlib.Path(folder), convert))
+        results.append(check_texts(pathlib.Path(folder), convert))
     sys.exit(not all(results))
 
 

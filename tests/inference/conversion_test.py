@@ -41,7 +41,7 @@ WIDE = tiny.model(
 )
 
 # CPU time a tensor for 4.2 times the tensors: what is quadratic would take 4 times.
-FLAT = 1.5
+FLAT = 2.0
 SMALL_WINDOW = 2**15  # bytes: most matrices are cut, and also between heads
 
 
@@ -212,6 +212,16 @@ class FolderTest(ConversionCase):
         with patch, self.assertRaisesRegex(config_lib.InputError, "1,000 bytes free"):
             conversion.convert(source, self.folder / "out", to)
         self.assertEqual([path.name for path in self.folder.iterdir()], ["source"])
+
+    @parameterized.parameters("gs://bucket/model", pathlib.Path("s3://bucket/model"))
+    def test_object_stores_are_refused_and_not_taken_for_folders(self, url):
+        message = "no path of a file system"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            conversion.convert(GOLDEN, url)
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            conversion.convert(url, self.folder / "out")
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            manager.CheckpointManager(url, keep=2)
 
     def test_wrong_dtype_and_shapes(self):
         source, out = self.write("source"), self.folder / "out"

@@ -4,11 +4,14 @@ import pathlib
 import sys
 import time
 
+import numpy as np
 import pytest
 from absl.testing import parameterized
 
+from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.checkpoint import manifest
+from glm5_jax.inference import loading
 from tests import environment
 from tests.checkpoint import faults_test
 from tests.processes import launch, worker
@@ -74,6 +77,20 @@ class TogetherTest(parameterized.TestCase):
         folder = manager_lib.find_step(self.folder / "given")
         writers = [f for f in manifest.read(folder) if "ocdbt.process_3/" in f]
         self.assertNotEmpty(writers)
+
+    @pytest.mark.slow
+    def test_each_reads_of_a_release_what_its_devices_hold(self):
+        release = pathlib.Path(__file__).parent.parent / "golden" / "glm5"
+        (self.folder / "release").symlink_to(release)
+        params = leaves_lib.flatten(loading.load_model(release)[1])[0]
+        whole = {"/".join(p): np.asarray(x, np.float32) for p, x in params.items()}
+        np.savez(self.folder / "whole.npz", **whole)
+        both = run("import_shards", self.folder)
+        for (code, output), experts in zip(
+            both, ("0, 1, 2, 3", "4, 5, 6, 7"), strict=True
+        ):
+            self.assertEqual(code, 0, output)
+            self.assertIn(f"experts [{experts}]", output)
 
     @parameterized.parameters(
         ("refuse", 2, "error: process 1 finds no corpus."),

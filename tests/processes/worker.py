@@ -3,6 +3,7 @@
 python -m tests.processes.worker SCENARIO FOLDER
 """
 
+import dataclasses
 import pathlib
 import sys
 
@@ -12,8 +13,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+from glm5_jax import sharding
+from glm5_jax.checkpoint import huggingface, safetensors_file, stored
+from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager as manager_lib
-from glm5_jax.checkpoint import stored
+from glm5_jax.inference import loading
+from glm5_jax.model import transformer
 from glm5_jax.processes import group, together
 from glm5_jax.training import rows
 
@@ -121,6 +127,41 @@ def go_on(folder):
     assert_equal(state, step)
     manager.save(step + 1, placed(step + 1), METADATA)
     manager.close()
+
+
+def import_shards(folder):
+    """Loads a Hugging Face folder; says of which experts this process read a byte."""
+    reads, read = [], safetensors_file.Tensor._read
+
+    def noted(tensor, file, shape):
+        start, out = file.tell(), read(tensor, file, shape)
+        reads.append(range(start, file.tell()))
+        return out
+
+    safetensors_file.Tensor._read = noted
+    config = loading.read_config(loading.find(folder / "release"))
+    config = dataclasses.replace(config, param_dtype="float32")
+    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(expert=8))
+    abstract = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        transformer.abstract_params(config),
+        sharding.shardings(transformer.param_dims(config), mesh),
+    )
+    params = loading.load_params(folder / "release", config, abstract)
+    whole = np.load(folder / "whole.npz")
+    for path, leaf in leaves_lib.flatten(params)[0].items():
+        for shard in leaf.addressable_shards:
+            values = np.asarray(shard.data, np.float32)
+            np.testing.assert_array_equal(values, whole["/".join(path)][shard.index])
+    experts = set()
+    found = huggingface.open_params(folder / "release", config, abstract)
+    for path, leaf in found.items():
+        for index, (tensor, _, _) in leaf.pieces.items() if "experts" in path else ():
+            size = np.prod(tensor.shape) * leaf.dtype.itemsize
+            mine = range(tensor.offset, tensor.offset + size)
+            if any(r.start < mine.stop and mine.start < r.stop for r in reads):
+                experts.add(index[-1])
+    sys.stdout.write(f"experts {sorted(experts)}\n")
 
 
 def refuse(folder):

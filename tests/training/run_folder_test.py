@@ -101,6 +101,10 @@ class ClaimTest(parameterized.TestCase):
         self.assertIn("model_type", (self.folder / "config.json").read_text())
         self.assertLen(self.files(), 2)
 
+    def test_an_object_store_is_refused(self):
+        with self.assertRaisesRegex(config_lib.InputError, "no path of a file system"):
+            run_folder.claim(pathlib.Path("gs://bucket/run"), CONFIG)
+
     def test_a_file_in_the_way_is_the_users_error(self):
         self.folder.write_text("a file")
         with self.assertRaisesRegex(config_lib.InputError, "--workdir"):
