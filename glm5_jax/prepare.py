@@ -51,7 +51,7 @@ for _name, _hint, _default in fields.of(config_lib.PrepareConfig):
 def main(arguments: command_line.Arguments) -> None:
     """Prepares, and prints what was written."""
     del arguments
-    checks.require_local("target", _TARGET.value)
+    checks.require_local(_TARGET.value, "--target")
     given = [(name, flags.FLAGS[name].value) for name in _FIELDS]
     given = [(name, text) for name, text in given if text is not None]
     config = command_line.resolve({}, given, config_lib.PrepareConfig)

@@ -59,7 +59,7 @@ def main(arguments: command_line.Arguments) -> int | None:
         print(report.dry_run(config))
         return None
     workdir = _WORKDIR.value or _new_workdir(arguments)
-    checks.require_local("workdir", workdir)
+    checks.require_local(workdir, "--workdir")
     if _SIMULATE.value:
         return simulate.run(config, pathlib.Path(workdir), _SIMULATE.value)
     me = group.find(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)

@@ -6,13 +6,13 @@ parameters in state/. What is renamed to STEP.damaged, STEP.abandoned or STEP.de
 counts no more.
 """
 
-import re
 import shutil
 
 from etils import epath
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manifest
+from glm5_jax.config import checks
 
 PARAMS, STATE, METADATA = "params", "state", "metadata"
 DAMAGED = "damaged"  # kept until somebody prunes it
@@ -28,11 +28,7 @@ def absolute(folder: epath.PathLike) -> epath.Path:
     Raises:
       InputError: it is in an object store, where nothing can be renamed or synced.
     """
-    if re.match(r"\w+:/", str(folder)):  # pathlib makes gs:/ of gs://
-        raise config_lib.InputError(
-            f"{folder} is no path of a file system; give one, of a disk or of a mount "
-            f"that all processes share."
-        )
+    checks.require_local(str(folder))
     return epath.Path(folder).expanduser().absolute()
 
 

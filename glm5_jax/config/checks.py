@@ -1,6 +1,7 @@
 """How a section of the config checks itself: every broken rule in one error."""
 
 import functools
+import re
 import typing
 
 
@@ -19,18 +20,23 @@ def require(*rules: tuple[bool, str]) -> None:
         raise InputError("\n".join(errors))
 
 
-def require_local(flag: str, path: str) -> None:
-    """A folder to write must be one of a file system: it is renamed and appended to.
+def require_local(path: str, name: str = "") -> None:
+    """A folder must be one of a file system, where things are renamed and synced.
+
+    Args:
+      path: of the folder.
+      name: of the flag that it was given by.
 
     Raises:
       InputError: it is an object store's address, as gs://bucket/folder, or empty.
     """
+    given = f"{name}={path}" if name else path
     if not path:
-        raise InputError(f"--{flag} is empty; give a folder.")
-    if "://" in path:
+        raise InputError(f"{name or 'the path'} is empty; give a folder.")
+    if re.match(r"\w{2,}:/", path):  # pathlib makes gs:/ of gs://
         raise InputError(
-            f"--{flag}={path} is no path of a file system. Mount the bucket (Cloud "
-            f"Storage FUSE, for example) and give the folder where it is mounted."
+            f"{given} is no path of a file system. Mount the bucket (Cloud Storage "
+            f"FUSE, for example) and give the folder where it is mounted."
         )
 
 
