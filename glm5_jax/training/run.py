@@ -173,8 +173,6 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
         opt_places = program_lib.places(program.opt_state)
         init = jax.jit(program.optimizer.init, out_shardings=opt_places)
         run.opt_state = init(run.params)
-    if together.is_first():  # by now it is that of the run
-        feed.tokenizer.save(workdir / "tokenizer.json")
     _compile(run)
     host_memory.trim()
     return run

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.checkpoint import huggingface, huggingface_export, huggingface_names
+from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.model import transformer
 from tests import environment
 
@@ -163,9 +164,26 @@ class SaveTest(FolderCase):
             self.assertEqual(value.shape, after[key].shape, key)
             self.assertEqual(value.tobytes(), after[key].tobytes(), key)
         self.assertEqual(huggingface.read_config(folder), config)
-        is_sharded = max_shard_bytes < 10**9
-        self.assertEqual((folder / huggingface.INDEX_FILE).exists(), is_sharded)
+        if max_shard_bytes < 10**9:
+            self.assert_is_index_of(folder, after, max_shard_bytes)
+        else:
+            self.assertFalse((folder / huggingface.INDEX_FILE).exists())
         jax.tree.map(np.testing.assert_array_equal, load(folder), load(GOLDEN / name))
+
+    def assert_is_index_of(self, folder, tensors, max_bytes):
+        """Files of at most that size, whose tensors the index names, and no others."""
+        index = json.loads((folder / huggingface.INDEX_FILE).read_text())
+        sizes = {name: value.nbytes for name, value in tensors.items()}
+        self.assertEqual(index["metadata"]["total_size"], sum(sizes.values()))
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        last = f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+        self.assertEqual(files[-1], last)
+        self.assertGreater(len(files), sum(sizes.values()) // max_bytes)
+        self.assertEqual(sorted({*index["weight_map"].values()}), files)
+        for file in files:
+            names = {n for n, where in index["weight_map"].items() if where == file}
+            self.assertEqual(set(safetensors.numpy.load_file(folder / file)), names)
+            self.assertLessEqual(sum(sizes[name] for name in names), max_bytes)
 
     def test_cast(self):
         folder = pathlib.Path(self.create_tempdir().full_path) / "out"
@@ -351,6 +369,25 @@ class ReleasedModelsTest(parameterized.TestCase):
         self.assertEqual(shapes[layer + "kv_b_proj.weight"], [28672, 512])
         self.assertEqual(shapes[layer + "kv_a_proj_with_mqa.weight"], [576, 6144])
         self.assertEqual(shapes["model.layers.78.eh_proj.weight"], [6144, 12288])
+
+    @parameterized.named_parameters(
+        ("glm5", presets.GLM5, 119_028, 756_162_687_872),
+        ("glm5_2", presets.GLM5_2, 118_629, 755_617_140_416),
+    )
+    def test_fp8_names_and_sizes(self, config, tensors, num_bytes):
+        """GLM-5.2-FP8 as published; GLM-5 has 57 indexers more, of 5 + 2 tensors."""
+        abstract, _ = leaves_lib.flatten(transformer.abstract_params(config))
+        leaves = {
+            path: huggingface.StoredLeaf(leaf.shape, np.dtype(leaf.dtype), {})
+            for path, leaf in abstract.items()
+        }
+        slots = huggingface_names.tensor_slots(config, leaves)
+        plans = [huggingface_export._plan(slot, leaves, "fp8") for slot in slots]
+        self.assertEqual(sum(plan.size for plan in plans), num_bytes)
+        entries = {k: entry for plan in plans for k, entry in plan.entries.items()}
+        self.assertLen(entries, tensors)
+        name = "model.layers.78.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
+        self.assertEqual(entries[name], (np.dtype(np.float32), [5, 48]))  # ragged
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     /tmp/oracle/bin/python tests/golden/check_export.py --python=PYTHON
 
 in the environment of make_golden.py, with accelerate; PYTHON runs glm5_jax. For models
-in bfloat16 and in float32, in one file and in several: every tensor of source -> run
-folder -> Hugging Face folder must have its bytes, and the model read back its logits.
+in bfloat16 and in float32, from one file and from several, to one and to several: every
+tensor of source -> run folder -> Hugging Face folder must have its bytes, and the model
+read back its logits.
 Then FP8: what transformers makes of our FP8 folder is what it makes of the same weights
 that we wrote in bfloat16. Then texts: tokenizer, chat template and sampling defaults of
 chat_model/ are the same after the same way. Prints a line a case and exits with 1 if
@@ -29,6 +30,14 @@ NO_MTP = {"num_nextn_predict_layers": 0}  # transformers would drop it
 # Several whole blocks of 128: transformers 5.23 refuses to multiply out ragged ones.
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "q_lora_rank": 128}
 
+CUT = """
+import sys
+from glm5_jax.checkpoint import huggingface_export
+from glm5_jax.inference import loading
+config, params, _ = loading.load_model(sys.argv[1])
+huggingface_export.save_params(params, config, sys.argv[2], max_shard_bytes=100_000)
+"""
+
 
 @dataclasses.dataclass
 class Converter:
@@ -37,9 +46,16 @@ class Converter:
     python: str
 
     def __call__(self, source: pathlib.Path, target: pathlib.Path, *flags: str) -> None:
-        command = [self.python, "-m", "glm5_jax.convert"]
+        paths = (f"--source={source}", f"--target={target}")
+        self._run("-m", "glm5_jax.convert", *paths, *flags)
+
+    def cut(self, source: pathlib.Path, target: pathlib.Path) -> None:
+        """Writes it in files of 100 kB, which the command has no flag for."""
+        self._run("-c", CUT, str(source), str(target))
+
+    def _run(self, *arguments: str) -> None:
         subprocess.run(
-            [*command, f"--source={source}", f"--target={target}", *flags],
+            [self.python, *arguments],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
             check=True,
@@ -94,11 +110,17 @@ def check_bytes(folder: pathlib.Path, convert: Converter, dtype, shard: str) -> 
     write(source, dtype, shard)
     convert(source, run)
     convert(run, back)
-    is_same = are_same(source, back)
-    is_equal = torch.equal(logits(source, dtype), logits(back, dtype))
-    files = len(list(source.glob("*.safetensors")))
-    print(f"{dtype}, {files} files: bytes {is_same}, logits {is_equal}", flush=True)
-    return is_same and is_equal
+    convert.cut(run, folder / "cut")
+    expected, results = logits(source, dtype), []
+    for path in (back, folder / "cut"):
+        is_same = are_same(source, path)
+        is_equal = torch.equal(expected, logits(path, dtype))
+        before, after = (len(list(f.glob("*.safetensors"))) for f in (source, path))
+        print(
+            f"{dtype}, {before} files to {after}: {is_same=}, {is_equal=}", flush=True
+        )
+        results += [is_same, is_equal]
+    return all(results)
 
 
 def check_fp8(folder: pathlib.Path, convert: Converter) -> bool:

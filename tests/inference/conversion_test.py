@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import resource
 import subprocess
 import sys
 from unittest import mock
@@ -42,6 +43,7 @@ WIDE = tiny.model(
 
 # CPU time a tensor for 4.2 times the tensors: what is quadratic would take 4 times.
 FLAT = 2.0
+SMALL_FILE = 2**14  # bytes, below those of most matrices
 SMALL_WINDOW = 2**15  # bytes: most matrices are cut, and also between heads
 
 
@@ -212,6 +214,22 @@ class FolderTest(ConversionCase):
         with patch, self.assertRaisesRegex(config_lib.InputError, "1,000 bytes free"):
             conversion.convert(source, self.folder / "out", to)
         self.assertEqual([path.name for path in self.folder.iterdir()], ["source"])
+
+    @parameterized.parameters("hf", "orbax")
+    def test_a_disk_that_fills_while_it_is_written_leaves_no_folder(self, to):
+        source = self.write("source")
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, before[1]))
+        try:
+            with self.assertRaisesRegex(Exception, "(?i)file too large|EFBIG"):
+                conversion.convert(source, self.folder / "out", to)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        self.assertEqual([path.name for path in self.folder.iterdir()], ["source"])
+
+    def test_a_target_that_cannot_be_written(self):
+        with self.assertRaisesRegex(config_lib.InputError, "choose another target"):
+            conversion.convert(GOLDEN, "/proc/model")  # nor may root
 
     @parameterized.parameters("gs://bucket/model", pathlib.Path("s3://bucket/model"))
     def test_object_stores_are_refused_and_not_taken_for_folders(self, url):
