@@ -23,7 +23,7 @@ class Tpu:
     cores: int = 1  # of a device; of the queries so many parts add up on their own
     vmem_bytes: int = 56 << 20  # that a kernel may take: 64 MB less what XLA keeps
     masked_mla: tuple[int, int] = (1024, 1024)  # queries, keys: powers of two
-    indexer_kl: tuple[int, int] = (512, 512)  # queries, keys
+    indexer_kl: tuple[int, int] = (512, 1024)  # queries, keys
     indexer_keys: int = 1024  # fetched and scored at a time; divides selection.RUN
     sparse_rows: int = 1024  # fetched at a time, forward, backward and by the loss
     decode_groups: int = 128  # tiles of 8 cached rows fetched at a time
@@ -59,7 +59,7 @@ class Gpu:
 # By the chip's name in `chips.CHIPS`. A v6e has 128 MB of VMEM, the others 64.
 TPUS = {
     "v5p": Tpu(cores=2),
-    "v6e": Tpu(vmem_bytes=112 << 20, indexer_kl=(1024, 512), indexer_keys=2048),
+    "v6e": Tpu(vmem_bytes=112 << 20, indexer_keys=2048),
     "tpu7x": Tpu(indexer_keys=2048),
 }
 GPUS = {"h200": Gpu()}

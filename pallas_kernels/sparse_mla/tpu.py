@@ -1,7 +1,7 @@
 """Rows fetched by DMA into VMEM, one copy a row; a query's heads share them.
 
 The TensorCore issues the copies of a chunk of rows, then computes on the chunk before.
-Issuing bounds the kernel: on v5p 4760 bundles for 1024 rows, 1500 to compute (untimed).
+Issuing bounds the kernel: on v5p 4760 bundles for 1024 rows, 1400 to compute (untimed).
 XLA packs the rows first (see `tpu_rows`): 3 KB a row of temporary memory.
 """
 
