@@ -82,11 +82,8 @@ def files_of(config: config_lib.PrepareConfig) -> list[File]:
             f"source holds no documents: {config.source!r}. Put {kinds} files there, "
             f"or give 'python'."
         )
-    root, stats = root_of(config), [(path, path.stat()) for path in paths]
-    return [
-        (path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
-        for path, stat in stats
-    ]
+    root = root_of(config)
+    return [_file(root, path) for path in paths]
 
 
 def read(
@@ -135,6 +132,16 @@ def tokenize(
                     *packable,
                     is_thoughtful=not is_kept and conversations.has_thought(document),
                 )
+
+
+def _file(root: pathlib.Path, path: pathlib.Path) -> File:
+    try:
+        stat = path.stat()
+    except OSError as error:  # a link to nowhere
+        raise config_lib.InputError(
+            f"{path} cannot be read: {error.strerror}. Mend or remove it."
+        ) from error
+    return path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns
 
 
 def _texts(

@@ -1,9 +1,10 @@
-"""Text to token ids and back: byte-level tokenizers in the tokenizer.json format."""
+"""Text to token ids and back: tokenizer.json files that lose nothing of a text."""
 
 import hashlib
 import itertools
 import operator
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -45,14 +46,21 @@ _WORDS = (
 BPE_NAMES = {"bpe": (END_OF_TEXT,), "bpe_chat": SPECIAL_TOKENS}
 MAX_TRAINING_BYTES = 4_000_000  # merges learnt from more compress 1% better
 _REPLACEMENT = "\ufffd".encode()
+# What ends a document in other families (Llama 3, DeepSeek, SentencePiece, Gemma).
+_DEEPSEEK = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", _DEEPSEEK, "</s>", "<eos>")
+_PROBE = "Def  f(x):\r\n\treturn 'naïve' # 漢字 🙂 12345\n"
 
 
 class Tokenizer:
-    """A byte-level tokenizer of the `tokenizers` library with <|endoftext|>.
+    """A tokenizer of the `tokenizers` library whose ids spell the text they are of.
+
+    Byte-level ones do, as GLM-5's, and those of SentencePiece with bytes for what they
+    do not know and no blank of their own in front, as Gemma's.
 
     Attributes:
         pieces: the bytes that each id stands for; none for special tokens.
-        eos_id: the id of <|endoftext|>, which ends a document.
+        eos_id: the id of <|endoftext|>, or another's like, which ends a document.
         special_ids: the ids of those of SPECIAL_TOKENS that it has.
     """
 
@@ -60,13 +68,15 @@ class Tokenizer:
         """Wraps `backend`.
 
         Raises:
-            config.InputError: it is not byte-level, or lacks <|endoftext|>.
+            config.InputError: it loses some of a text, or has nothing to end one.
         """
-        eos_id = backend.token_to_id(END_OF_TEXT)
+        ends = filter(lambda i: i is not None, map(backend.token_to_id, _ENDS))
+        eos_id = next(ends, None)
         if eos_id is None:
             raise config.InputError(
-                f"The tokenizer has no {END_OF_TEXT} token, which ends a document; "
-                f"add it to the added_tokens of its tokenizer.json."
+                f"The tokenizer has no {END_OF_TEXT} token, which ends a document (nor "
+                f"{', '.join(_ENDS[1:])}); add it to the added_tokens of its "
+                f"tokenizer.json."
             )
         backend.no_truncation()
         backend.no_padding()
@@ -80,6 +90,12 @@ class Tokenizer:
         self._backend = backend
         self.eos_id: int = eos_id
         self.pieces: tuple[bytes, ...] = _pieces(backend)
+        if (got := self.decode(self.encode(_PROBE))) != _PROBE:
+            raise config.InputError(
+                f"The tokenizer must spell a text as it is (byte-level ones do, as "
+                f"GLM-5's is), but makes {got!r} of {_PROBE!r}; give another "
+                f"tokenizer.json, 'bpe' or 'byte'."
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -302,18 +318,25 @@ def _pieces(backend: tokenizers.Tokenizer) -> tuple[bytes, ...]:
     """The bytes of each id."""
     vocab = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
+    plain = {token: i for token, i in vocab.items() if i not in added}
+    is_byte_level = _ALPHABET.keys() >= set().union(*plain)
+    spelt = _spelt_by_bytes if is_byte_level else _spelt_by_characters
     pieces = [b""] * (max(vocab.values()) + 1)
-    for token, i in vocab.items():
-        if i in added:
-            pieces[i] = b"" if added[i].special else token.encode()
-        elif all(character in _ALPHABET for character in token):
-            pieces[i] = bytes(_ALPHABET[character] for character in token)
-        else:
-            raise config.InputError(
-                f"The tokenizer must be byte-level (as GLM-5's is), but token {i} is "
-                f"{token!r}; give another tokenizer.json, 'bpe' or 'byte'."
-            )
+    for token, i in plain.items():
+        pieces[i] = spelt(token)
+    for i, token in added.items():
+        pieces[i] = b"" if token.special else token.content.encode()
     return tuple(pieces)
+
+
+def _spelt_by_bytes(token: str) -> bytes:
+    return bytes(_ALPHABET[character] for character in token)
+
+
+def _spelt_by_characters(token: str) -> bytes:
+    """As SentencePiece does: a blank is U+2581, and <0x0A> is a byte."""
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+    return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
 
 
 def _leading(texts: Sequence[str], limit: int) -> list[str]:

@@ -319,6 +319,14 @@ class ErrorTest(parameterized.TestCase):
         self.assertEqual([path.name for path in folder.iterdir()], ["documents"])
         self.assertEqual(os.listdir(folder / "documents"), ["h.jsonl"])
 
+    def test_a_link_to_nowhere_is_named(self):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        (folder / "corpus").mkdir()
+        (folder / "corpus" / "a.jsonl").symlink_to(folder / "nowhere")
+        with self.assertRaisesRegex(config.InputError, "a.jsonl cannot be read: No"):
+            corpora.prepare(folder / "corpus", folder / "rows")
+        self.assertFalse((folder / "rows").exists())
+
     def test_command(self):
         folder = self.create_tempdir().full_path
         for flags, message in (

@@ -131,6 +131,68 @@ class TokenizerTest(parameterized.TestCase):
         self.assertEqual(tokenizer.decode([97, 257]), "a<think é>")
 
 
+def of_bytes(vocab, special_tokens):
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(special_tokens)
+    return backend
+
+
+def of_characters(*normalizers, end="<eos>"):
+    """As SentencePiece makes them: characters with blanks as U+2581, bytes, merges."""
+    characters = [*"\u2581defturnxabos()", "\u2581d", "re", "r\u2581"]
+    names = ["<unk>", end, *(f"<0x{i:02X}>" for i in range(256)), *characters]
+    model = tokenizers.models.BPE(
+        vocab={name: i for i, name in enumerate(names)},
+        merges=[("\u2581", "d"), ("r", "e"), ("r", "\u2581")],
+        byte_fallback=True,
+        unk_token="<unk>",
+    )
+    backend = tokenizers.Tokenizer(model)
+    blanks = tokenizers.normalizers.Replace(" ", "\u2581")
+    backend.normalizer = tokenizers.normalizers.Sequence([*normalizers, blanks])
+    backend.add_special_tokens(["<unk>", end])
+    return backend
+
+
+class CharacterTest(parameterized.TestCase):
+    @parameterized.parameters("<eos>", "</s>")
+    def test_decoding_undoes_encoding(self, end):
+        path = self.create_tempfile(content=of_characters(end=end).to_str()).full_path
+        tokenizer = tokenizer_lib.load(path)
+        self.assertEqual(tokenizer.eos_id, 1)
+        self.assertEqual(tokenizer.encode(" dr x"), [273, 275, 266])
+        for text in (*TEXTS, f"a {end} b"):
+            ids = tokenizer.encode(text)
+            self.assertNotIn(1, ids)
+            self.assertEqual(b"".join(tokenizer.pieces[i] for i in ids), text.encode())
+            self.assertEqual(tokenizer.decode([1, *ids]), text)
+
+    @parameterized.parameters("<|end_of_text|>", tokenizer_lib._DEEPSEEK)
+    def test_bytes_with_the_end_of_another_family(self, end):
+        backend = of_bytes(tokenizer_lib._ALPHABET | {end: 256}, [end])
+        tokenizer = tokenizer_lib.Tokenizer(backend)
+        self.assertEqual(tokenizer.eos_id, 256)
+        self.assertEqual(tokenizer.encode(end), list(end.encode()))
+
+    @parameterized.named_parameters(
+        ("a_blank_in_front", tokenizers.normalizers.Prepend(" "), "makes . Def  f"),
+        ("small_letters", tokenizers.normalizers.Lowercase(), "makes .def  f"),
+        ("one_blank", tokenizers.normalizers.Replace("  ", " "), "makes .Def f"),
+    )
+    def test_what_changes_a_text_is_refused(self, normalizer, message):
+        with self.assertRaisesRegex(config.InputError, message):
+            tokenizer_lib.Tokenizer(of_characters(normalizer))
+
+    def test_words_without_blanks_are_refused(self):
+        """ASCII alone, so that it looks like bytes."""
+        backend = tokenizers.Tokenizer(
+            tokenizers.models.WordPiece({"[UNK]": 0, "def": 1, "</s>": 2})
+        )
+        with self.assertRaisesRegex(config.InputError, "must spell a text as it is"):
+            tokenizer_lib.Tokenizer(backend)
+
+
 def of_glm5_s_size(special_tokens):
     """A tokenizer.json as large as the released one: pairs and triples of bytes."""
     alphabet = sorted(tokenizer_lib._ALPHABET)
@@ -139,9 +201,7 @@ def of_glm5_s_size(special_tokens):
     more = ("b" + a + b for a in alphabet for b in alphabet)
     words = itertools.chain(alphabet, pairs, triples, more)
     vocab = {word: i for i, word in enumerate(itertools.islice(words, 154_820))}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    backend.add_special_tokens(special_tokens)
-    return backend
+    return of_bytes(vocab, special_tokens)
 
 
 class ReleasedTest(parameterized.TestCase):
@@ -149,8 +209,7 @@ class ReleasedTest(parameterized.TestCase):
         """Of a vocabulary with the size of the release but for the ids of text."""
         ids = {name: 154_820 + i for i, name in enumerate(special_tokens)}
         vocab = tokenizer_lib._ALPHABET | ids
-        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-        backend.add_special_tokens(special_tokens)
+        backend = of_bytes(vocab, special_tokens)
         tokenizer_lib.check_released(tokenizer_lib.Tokenizer(backend), "x")
 
     def test_ids_of_the_release(self):
@@ -204,7 +263,7 @@ class TokenizerErrorTest(parameterized.TestCase):
 
     @parameterized.named_parameters(
         ("no_eos", {"a": 0}, "no <|endoftext|> token"),
-        ("not_byte_level", {"<|endoftext|>": 0, "漢": 1}, "byte-level.*token 1"),
+        ("loses_text", {"<|endoftext|>": 0, "漢": 1}, "makes '漢' of"),
     )
     def test_unusable(self, vocab, message):
         backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
