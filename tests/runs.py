@@ -1,5 +1,6 @@
 """What tests of whole runs share: a folder, a mesh of few devices, what a run left."""
 
+import functools
 import math
 import pathlib
 import tempfile
@@ -12,6 +13,7 @@ from absl.testing import parameterized
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.checkpoint import manager
 from glm5_jax.model import transformer
+from glm5_jax.training import program as program_lib
 
 
 class FolderTest(parameterized.TestCase):
@@ -37,6 +39,13 @@ class OneDeviceTest(FolderTest):
 def use_devices(**sizes):
     """Patches the mesh that runs make: one device, or as many as the axes say."""
     return mock.patch.object(mesh_lib, "make_mesh", return_value=first_devices(**sizes))
+
+
+def compile_once(config):
+    """Patches the compilation of all runs that have the program of `config`."""
+    program = program_lib.make_program(config, first_devices())
+    compiled = mock.Mock(compile=functools.cache(program.lower().compile))
+    return mock.patch.object(program_lib.Program, "lower", return_value=compiled)
 
 
 def first_devices(**sizes):

@@ -1,7 +1,6 @@
 """Accidents of a run: what is called one, and what follows."""
 
 import dataclasses
-import functools
 import shutil
 import time
 from concurrent import futures
@@ -16,7 +15,6 @@ from glm5_jax.checkpoint import manager, manifest, rollback
 from glm5_jax.training import corpus as corpus_lib
 from glm5_jax.training import health as health_lib
 from glm5_jax.training import loop, metrics
-from glm5_jax.training import program as program_lib
 from glm5_jax.training import run as run_lib
 from tests import environment, runs
 from tests.training import loop_test
@@ -112,12 +110,7 @@ class AccidentTest(runs.OneDeviceTest):
             config, num_steps=12, eval_every=0, sample_tokens=0
         )
         cls.enterClassContext(mock.patch.object(health_lib, "MIN_LOSSES", 4))
-        # All these runs have one program.
-        program = program_lib.make_program(cls.config, runs.first_devices())
-        compiled = mock.Mock(compile=functools.cache(program.lower().compile))
-        cls.enterClassContext(
-            mock.patch.object(program_lib.Program, "lower", return_value=compiled)
-        )
+        cls.enterClassContext(runs.compile_once(cls.config))
 
     def train(self, name, spoil=lambda batch, position: batch, **limits):
         """A run whose batches are spoilt by their position."""

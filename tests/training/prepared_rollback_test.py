@@ -1,7 +1,6 @@
 """A rollback of a run on a prepared mixture: its bad batches do not come again."""
 
 import dataclasses
-import functools
 from unittest import mock
 
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 from glm5_jax import config as config_lib
 from glm5_jax.training import corpus, loop, metrics
 from glm5_jax.training import health as health_lib
-from glm5_jax.training import program as program_lib
 from tests import environment, runs
 from tests.training import health_test, loop_test, prepared_run_test
 
@@ -29,11 +27,7 @@ class PreparedRollbackTest(runs.OneDeviceTest):
             max_skipped_in_a_row=1, on_not_finite="roll_back"
         )
         self.config = dataclasses.replace(config, num_steps=10, health=health)
-        program = program_lib.make_program(self.config, runs.first_devices())
-        compiled = mock.Mock(compile=functools.cache(program.lower().compile))
-        self.enterContext(
-            mock.patch.object(program_lib.Program, "lower", return_value=compiled)
-        )
+        self.enterContext(runs.compile_once(self.config))
 
     def train(self, name, change):
         """Returns the batches by their positions, as they were drawn."""

@@ -70,6 +70,7 @@ class ChangedDataTest(runs.OneDeviceTest):
         super().setUpClass()
         cls.web, cls.code = prepare(cls.root)
         cls.config = make_config(cls.web, cls.code)
+        cls.enterClassContext(runs.compile_once(cls.config))
         cls.workdir = cls.root / "run"
         cls.summary = loop.train(cls.config, cls.workdir)
 
