@@ -27,6 +27,7 @@ class CarriedTest(runs.OneDeviceTest):
         sft_test.write_conversations(cls.root / "data.jsonl")
         conversion.convert(RELEASE, cls.root / "imported")
         cls.config = cls.make_config(cls.root / "imported")
+        cls.enterClassContext(runs.compile_once(cls.config))
         loop.train(cls.config, cls.root / "sft")
 
     @classmethod

@@ -63,6 +63,7 @@ class RunTest(runs.OneDeviceTest):
         super().setUpClass()
         write_corpus(cls.root / "corpus")
         cls.config = make_config(cls.root / "corpus", cls.root / "cache")
+        cls.enterClassContext(runs.compile_once(cls.config))
         cls.workdir = cls.root / "run"
         cls.summary = loop.train(cls.config, cls.workdir)
 

@@ -64,6 +64,7 @@ class SftTest(runs.OneDeviceTest):
         super().setUpClass()
         write_conversations(cls.root / "data.jsonl")
         cls.config = make_config(cls.root)
+        cls.enterClassContext(runs.compile_once(cls.config))
         cls.workdir = cls.root / "run"
         cls.summary = loop.train(cls.config, cls.workdir)
 
