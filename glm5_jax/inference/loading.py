@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
@@ -69,7 +68,7 @@ def load_model(
     if source.is_huggingface:
         params = huggingface.load_params(source.weights, config, abstract)
     else:
-        params = manager.restore_params(source.weights, _with_exact_bias(abstract))
+        params = manager.restore_params(source.weights, abstract)
     return config, params, tokenizer
 
 
@@ -91,15 +90,13 @@ def load_params(
         return manager.restore_params(source.weights, abstract_params)
     places = [leaf.sharding for leaf in jax.tree.leaves(abstract_params)]
     shardings = jax.tree.unflatten(jax.tree.structure(abstract_params), places)
-    params = huggingface.load_params(
+    return huggingface.load_params(
         source.weights,
         config,
         abstract_params,
         config.param_dtype,
         None if None in places else shardings,
     )
-    # The router's bias has been read in float32, whatever the others' dtype.
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, abstract_params)
 
 
 def find(path: Path) -> Source:
@@ -195,14 +192,3 @@ def overrides_of(
             f"model's folder. Single fields can be set: --config.model.X=VALUE."
         )
     return arguments.overrides
-
-
-def _with_exact_bias(abstract_params: dict) -> dict:
-    """The router's bias decides between close experts: never less than float32."""
-
-    def exact(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if path[-1].key != "e_score_correction_bias":
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(exact, abstract_params)

@@ -40,6 +40,11 @@ class Param:
     dims: tuple[str, ...]  # letters of glm5_jax/shapes.py, one an axis
     fill: float | None = None  # None: drawn from N(0, initializer_range^2)
     is_float32: bool = False  # computed in float32 whatever the activations' dtype
+    is_kept_float32: bool = False  # and stored in it, whatever param_dtype
+
+    def dtype(self, config: config_lib.ModelConfig) -> str:
+        """That it is stored in."""
+        return "float32" if self.is_kept_float32 else config.param_dtype
 
     def stacked(self, repeats: int) -> "Param":
         """The same array for each layer of a scan."""

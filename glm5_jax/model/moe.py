@@ -5,6 +5,7 @@ normalised to sum to routed_scaling_factor. b is no gradient's parameter: it mov
 a fixed step against the load. Dropless: every chosen expert sees its token.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -32,7 +33,10 @@ def table(config: config_lib.ModelConfig) -> dict:
     e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     params = {
         "gate": layers.Param((d, e), ("D", "E"), is_float32=True),
-        "e_score_correction_bias": layers.bias(e, "E"),
+        # It decides between close experts, and moves by less than bfloat16 can tell.
+        "e_score_correction_bias": dataclasses.replace(
+            layers.bias(e, "E"), is_kept_float32=True
+        ),
         "experts": {
             "gate_proj": layers.Param((e, d, f), ("E", "D", "F")),
             "up_proj": layers.Param((e, d, f), ("E", "D", "F")),

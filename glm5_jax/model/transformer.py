@@ -78,7 +78,7 @@ def cast(params: dict, config: config_lib.ModelConfig) -> dict:
 def abstract_params(config: config_lib.ModelConfig) -> dict:
     """Shape and dtype of every parameter, without any array."""
     return map_table(
-        lambda p: jax.ShapeDtypeStruct(p.shape, config.param_dtype), table(config)
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype(config)), table(config)
     )
 
 
@@ -112,15 +112,14 @@ def _init(config: config_lib.ModelConfig, entry: Any, key: Array) -> Any:
     """Boxed arrays of a table; one draw for all normals, as each compiles anew."""
     drawn = [p for p in jax.tree.leaves(entry, is_leaf=_is_param) if p.fill is None]
     sizes = [math.prod(param.shape) for param in drawn]
-    dtype = jnp.dtype(config.param_dtype)
     normals = config.initializer_range * jax.random.normal(key, (sum(sizes),))
     pieces = iter(jnp.split(normals, np.cumsum(sizes, dtype=int)[:-1]))
 
     def make(param: layers.Param) -> nn.LogicallyPartitioned:
         if param.fill is None:
-            value = next(pieces).reshape(param.shape).astype(dtype)
+            value = next(pieces).reshape(param.shape).astype(param.dtype(config))
         else:
-            value = jnp.full(param.shape, param.fill, dtype)
+            value = jnp.full(param.shape, param.fill, param.dtype(config))
         return nn.LogicallyPartitioned(value, names=param.dims)
 
     return map_table(make, entry)

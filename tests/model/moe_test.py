@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from glm5_jax.model import experts, moe
+from glm5_jax.model import experts, moe, transformer
 from tests import environment
 from tests.model import tiny
 
@@ -169,6 +169,15 @@ class BalanceTest(parameterized.TestCase):
         got = moe.updated_bias(bias, load, 0.01)
         want = bias + 0.01 * np.asarray([[-1, 1, 0, 0], [0, 0, 0, 0]])
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+    def test_parameters_in_bfloat16_leave_the_bias_exact(self):
+        """In bfloat16 it would stand still above 0.25, where a step is no number."""
+        config = dataclasses.replace(CONFIG, param_dtype="bfloat16")
+        init = lambda: transformer.init_params(config, jax.random.key(0))
+        for params in (transformer.abstract_params(config), jax.eval_shape(init)):
+            mlp = params["mtp"]["block"]["mlp"]
+            self.assertEqual(mlp["e_score_correction_bias"].dtype, "float32")
+            self.assertEqual(mlp["gate"].dtype, "bfloat16")
 
 
 if __name__ == "__main__":
