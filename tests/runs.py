@@ -42,10 +42,15 @@ def use_devices(**sizes):
 
 
 def compile_once(config):
-    """Patches the compilation of all runs that have the program of `config`."""
+    """Patches the compilation of runs: all must have the program of `config`."""
     program = program_lib.make_program(config, first_devices())
     compiled = mock.Mock(compile=functools.cache(program.lower().compile))
-    return mock.patch.object(program_lib.Program, "lower", return_value=compiled)
+
+    def lower(other):
+        assert other.arguments == program.arguments
+        return compiled
+
+    return mock.patch.object(program_lib.Program, "lower", lower)
 
 
 def first_devices(**sizes):

@@ -393,6 +393,7 @@ class CompilationTest(absltest.TestCase):
         self.assertLessEqual(steps.prefill._cache_size(), 2)  # 16 and 24 tokens
         self.assertLessEqual(steps.decode._cache_size(), 2)
 
+    @pytest.mark.slow  # 16 s
     def test_an_engine_never_exceeds_its_bound(self):
         params = tiny.params(TINY)
         machine = engine.Engine(params, TINY, num_slots=4, capacity=64, chunk=24)

@@ -46,6 +46,7 @@ def live(config, workdir, compiled):
     lowered = mock.Mock(compile=load)
     with (
         runs.use_devices(),
+        mock.patch.object(os, "fsync"),  # a kill loses nothing that was written
         mock.patch.object(program_lib.Program, "lower", return_value=lowered),
     ):
         loop.train(command_line.resolve(json.loads(config)), workdir)

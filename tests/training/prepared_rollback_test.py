@@ -5,6 +5,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 
 from glm5_jax import config as config_lib
 from glm5_jax.training import corpus, loop, metrics
@@ -42,6 +43,7 @@ class PreparedRollbackTest(runs.OneDeviceTest):
             loop.train(self.config, self.root / name)
         return drawn
 
+    @pytest.mark.slow
     def test_goes_on_behind_the_bad_batch(self):
         spoil = health_test.without_a_number({BAD})
 

@@ -52,6 +52,7 @@ class RunTest(runs.OneDeviceTest):
     def setUpClass(cls):
         super().setUpClass()
         cls.config = rl_runs.make_config()
+        cls.enterClassContext(runs.compile_once(cls.config))
         cls.workdir = cls.root / "run"
         cls.played = []
         collect = rollouts.collect

@@ -45,6 +45,14 @@ def make_step(config):
     return step, params, jax.jit(optimizer.init)(params)
 
 
+@functools.cache
+def whole_gradient():
+    """Parameters; loss and gradient of the whole batch at once."""
+    params = tiny.params(CONFIG.model)
+    value_and_grad = jax.jit(loss_lib.value_and_grad, static_argnums=1)
+    return params, value_and_grad(params, CONFIG, make_batch())
+
+
 def make_batch(seed=0):
     rows = [(T,), (9, 11), (3, 14, 7), (12, 12), (T,), (1, 22), (10,), (T,)]
     return tiny.batch(CONFIG.model, rows, T, seed)
@@ -103,10 +111,7 @@ class StepTest(parameterized.TestCase):
         parted = dataclasses.replace(CONFIG, optim=optim)
         mesh_config = config_lib.MeshConfig(data=1, fsdp=fsdp)
         mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[:fsdp])
-        params = tiny.params(CONFIG.model)
-        want = jax.jit(loss_lib.value_and_grad, static_argnums=1)(
-            params, CONFIG, make_batch()
-        )
+        params, want = whole_gradient()
         with jax.set_mesh(mesh):
             got = jax.jit(loss_lib.value_and_grad, static_argnums=1)(
                 params, parted, make_batch()
