@@ -40,7 +40,8 @@ def main(arguments: command_line.Arguments) -> int:
         made, later = rollback.by_hand(
             _CHECKPOINT.value, _ROLL_BACK.value, _LEAVE_OUT.value
         )
-        print(f"Set aside: steps {later}; the run's next save deletes them.")
+        if later:
+            print(f"Set aside: steps {later}; the run's next save deletes them.")
         print(f"The run goes on from step {made.step}, with batch {made.position}.")
         return 0
     if not _PRUNE.value:

@@ -38,7 +38,9 @@ def cached(
     return value
 
 
-def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
+def write_atomically(
+    path: pathlib.Path, write: Callable[[pathlib.Path], object]
+) -> None:
     """Lets `write` fill a new file beside `path`, then moves it there.
 
     Who reads `path` meanwhile, or after a crash, finds the old file or the new one.

@@ -8,7 +8,6 @@ where process N hung. Process 0 writes all but the checkpoints and the stacks.
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import step_folder
 from glm5_jax.config import fields
+from glm5_jax.data import cache
 from glm5_jax.processes import simulate, together
 
 # What may differ between two starts of one run: none of it changes what is computed,
@@ -74,7 +74,7 @@ def claimed(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Iterator[N
         yield
     except Exception:
         if before is not None and together.is_first():
-            path.write_bytes(before)
+            cache.write_atomically(path, lambda new: new.write_bytes(before))
         raise
 
 
@@ -101,9 +101,7 @@ def require_same_run(
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     """Writes a file whole or not at all."""
-    new = path.with_suffix(".tmp")
-    new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    cache.write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:

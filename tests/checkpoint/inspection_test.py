@@ -74,6 +74,10 @@ class CommandTest(faults_test.FaultsTestCase):
         self.assertEqual(code, 0)
         self.assertIn("steps [3, 4]", text)
         self.assertIn("from step 2, with batch 4.", text)
+        code, text = self.run_command(roll_back=2, leave_out=5)
+        self.assertEqual(
+            (code, text), (0, "The run goes on from step 2, with batch 7.\n")
+        )
 
     def test_prune_deletes_when_told_to(self):
         self.write_steps(3, 4, keep=9)
