@@ -6,9 +6,11 @@ The pyproject.toml beside this file only configures tools.
 
 import pathlib
 import re
+import shutil
 import tomllib
 
 import setuptools
+from setuptools.command import build_py
 
 ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(
@@ -37,6 +39,21 @@ TEST = [
 ]
 DEV = [*TEST, "pre-commit", "pyrefly", "ruff"]
 
+
+class BuildWithConfigs(build_py.build_py):
+    """Carries configs/ as glm5_jax/configs/, for where there is no checkout."""
+
+    def run(self) -> None:
+        """Copies the packages and, unless the checkout itself is used, the configs."""
+        super().run()
+        if self.editable_mode:
+            return
+        target = pathlib.Path(self.build_lib) / "glm5_jax" / "configs"
+        target.mkdir(parents=True, exist_ok=True)
+        for file in sorted((ROOT / "configs").glob("*.py")):
+            shutil.copyfile(file, target / file.name)
+
+
 setuptools.setup(
     name="glm5_jax",
     version=VERSION,
@@ -50,6 +67,7 @@ setuptools.setup(
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     packages=setuptools.find_packages(
@@ -58,6 +76,8 @@ setuptools.setup(
     # An explicit root makes an editable install put the whole checkout on the path, so
     # that `python tests/x_test.py` finds the package `tests` as well.
     package_dir={"": "."},
+    cmdclass={"build_py": BuildWithConfigs},
+    entry_points={"console_scripts": ["glm5_jax = glm5_jax.__main__:main"]},
     python_requires=">=3.11",
     install_requires=[
         *KERNELS["dependencies"],  # jax, jaxtyping, ml_dtypes, numpy

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
+from glm5_jax.config import files
 from glm5_jax.model import transformer
 from glm5_jax.training import step as step_lib
 
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
-    base = command_line.resolve(command_line.load_config_file(CONFIG), [])
+    base = command_line.resolve(files.load(CONFIG), [])
     depths = [int(number) for number in args.layers.split(",")]
     found: dict[int, list[float]] = {depth: [] for depth in depths}
     for _ in range(args.rounds):

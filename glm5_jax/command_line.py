@@ -11,11 +11,8 @@ everything that is wrong with them at once.
 import dataclasses
 import functools
 import json
-import pathlib
 import re
-import runpy
 import sys
-import traceback
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -25,7 +22,7 @@ from absl import app, flags, logging
 from ml_collections import config_dict
 
 from glm5_jax import config as config_lib
-from glm5_jax.config import fields
+from glm5_jax.config import fields, files
 
 Config = TypeVar("Config")
 Override = tuple[str, str]  # dotted path below --config, text of its value
@@ -47,9 +44,9 @@ class Arguments:
         if self.config is None:
             raise config_lib.InputError(
                 "--config is missing; name a config file, e.g. "
-                f"--config=configs/NAME.py.{_configs_in(pathlib.Path('configs'))}"
+                f"--config=configs/NAME.py.{files.those_in('configs')}"
             )
-        return resolve(load_config_file(self.config), self.overrides)
+        return resolve(files.load(self.config), self.overrides)
 
 
 def to_config_dict(config: Any) -> ml_collections.ConfigDict:
@@ -93,38 +90,6 @@ def to_json_dict(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def load_config_file(spec: str) -> ml_collections.ConfigDict:
-    """Runs get_config of "path/to/file.py" or "path/to/file.py:variant".
-
-    Raises:
-        InputError: no such file, no such variant, or an exception inside the file.
-    """
-    path, _, variant = spec.partition(":")
-    file = pathlib.Path(path)
-    if not file.is_file():
-        raise config_lib.InputError(
-            f"there is no config file {path}.{_configs_in(file.parent, file.name)}"
-        )
-    try:
-        config = _get_config(path, variant)
-    except config_lib.InputError as error:
-        lines = [f"{spec}: {line}" for line in str(error).splitlines()]
-        raise config_lib.InputError("\n".join(lines)) from error
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        numbers = [frame.lineno for frame in frames if frame.filename == path]
-        where = f" (line {numbers[-1]})" if numbers else ""
-        raise config_lib.InputError(
-            f"{spec}: {type(error).__name__}: {error}{where}"
-        ) from error
-    if not isinstance(config, ml_collections.ConfigDict):
-        raise config_lib.InputError(
-            f"{spec}: get_config must return a ConfigDict, made by "
-            f"command_line.to_config_dict; got {type(config).__name__}."
-        )
-    return config
-
-
 def parse_command_line(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
     """Takes --config and --config.a.b=v (or --config.a.b v) out of `argv`.
 
@@ -134,7 +99,7 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
     Raises:
         InputError: a value is missing, or --config is given twice.
     """
-    files, overrides, rest = [], [], []
+    configs, overrides, rest = [], [], []
     words = iter(argv)
     for word in words:
         found = re.fullmatch(r"--?config(?:\.([^=]+))?(?:=(.*))?", word, re.DOTALL)
@@ -147,12 +112,13 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
             if value.startswith("--"):
                 raise config_lib.InputError(f"{word} needs a value: {word}=VALUE.")
         if path is None:
-            files.append(value)
+            configs.append(value)
         else:
             overrides.append((path, value))
-    if len(files) > 1:
-        raise config_lib.InputError(f"--config is given twice: {' and '.join(files)}.")
-    config = files[0] if files else None
+    if len(configs) > 1:
+        given = " and ".join(configs)
+        raise config_lib.InputError(f"--config is given twice: {given}.")
+    config = configs[0] if configs else None
     return Arguments(config=config, overrides=tuple(overrides)), rest
 
 
@@ -209,24 +175,6 @@ def _parse_flags(argv: Sequence[str], takes_config: bool) -> Arguments:
     return arguments
 
 
-def _get_config(path: str, variant: str) -> Any:
-    """What get_config of a config file returns."""
-    namespace = runpy.run_path(path)
-    if "get_config" not in namespace:
-        raise config_lib.InputError(
-            'the file has no get_config; define get_config(variant: str = "") that '
-            "returns a ConfigDict."
-        )
-    variants = namespace.get("VARIANTS", (variant,))
-    if variant and variant not in variants:
-        names = ", ".join(sorted(filter(None, variants))) or "none"
-        raise config_lib.InputError(
-            f"there is no variant {variant!r}.{fields.did_you_mean(variant, variants)} "
-            f"Variants: {names}."
-        )
-    return namespace["get_config"](*([variant] if variant else []))
-
-
 def _config_help() -> str:
     """Explains --config, and lists every field with its type and default."""
     lines = [
@@ -237,12 +185,3 @@ def _config_help() -> str:
     for path, hint, default in fields.of(config_lib.TrainConfig):
         lines.append(f"    --config.{path}={default}  ({fields.describe(hint)})")
     return "\n".join(lines) + "\n"
-
-
-def _configs_in(folder: pathlib.Path, given: str = "") -> str:
-    """Says which config files a folder holds."""
-    names = sorted(p.name for p in folder.glob("*.py") if not p.name.startswith("_"))
-    if not names:
-        return f" {folder}/ holds no config files."
-    guess = fields.did_you_mean(given, names, f"{folder}/")
-    return f"{guess} {folder}/ holds {', '.join(names)}."

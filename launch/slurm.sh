@@ -8,6 +8,9 @@
 # minutes before the time limit all processes get SIGTERM, save the same step and exit
 # with 143; then this job queues again and goes on. Logs: logs/JOB/process_N.log.
 #
+# IMAGE=REGISTRY/glm5_jax:gpu (launch/gpu.Dockerfile) runs it in a container where the
+# cluster has pyxis; MOUNTS names what the container sees, by default /shared:/shared.
+#
 #SBATCH --job-name=glm5
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=8
@@ -34,7 +37,12 @@ logs=logs/$SLURM_JOB_ID
 mkdir -p "$logs"
 # A process that dies takes the others along; those that end by themselves have written
 # why. A restart appends.
-srun --kill-on-bad-exit=1 --open-mode=append --label \
+container=()
+if [[ ${IMAGE:-} ]]; then
+  container=("--container-image=$IMAGE" "--container-mounts=${MOUNTS:-/shared:/shared}"
+    --container-workdir=/glm5_jax)
+fi
+srun --kill-on-bad-exit=1 --open-mode=append --label "${container[@]}" \
   --output="$logs/process_%t.log" \
   "${PYTHON:-python}" -m glm5_jax.train "$@"
 code=$?

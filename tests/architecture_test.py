@@ -23,6 +23,7 @@ ENTRY_POINTS = {
 }
 # Imports point downwards; names of one row never import each other.
 LAYERS = (
+    {"__main__"},
     ENTRY_POINTS,
     {"scale"},
     {"training"},

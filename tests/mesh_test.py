@@ -10,6 +10,7 @@ from absl.testing import parameterized
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
+from glm5_jax.config import files
 from tests import environment, tpus
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -65,7 +66,7 @@ class NodesTest(parameterized.TestCase):
 
     def test_fsdp_goes_across_nodes_and_experts_stay_within(self):
         path = f"{CONFIGS}/glm5_pretrain.py:h200_512"
-        config = command_line.resolve(command_line.load_config_file(path)).mesh
+        config = command_line.resolve(files.load(path)).mesh
         mesh = mesh_lib.make_mesh(config, tpus.gpu_nodes(64))
         self.assertEqual(dict(mesh.shape) | {"fsdp": 64, "expert": 8}, mesh.shape)
         nodes = np.vectorize(lambda d: d.process_index)(mesh.devices)

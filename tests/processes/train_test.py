@@ -13,6 +13,7 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line
 from glm5_jax.checkpoint import manager
+from glm5_jax.config import files
 from glm5_jax.training import health, metrics, signals
 from tests import environment, runs
 from tests.processes import launch
@@ -61,7 +62,7 @@ class TrainTest(runs.FolderTest):
         return workdir
 
     def params(self, workdir):
-        config = command_line.load_config_file(str(self.config))
+        config = files.load(str(self.config))
         return runs.params_of(workdir, command_line.resolve(config).model)
 
     def assert_same_run(self, got, want):

@@ -1,0 +1,75 @@
+"""The wheel: what is in it, and that it works where there is no checkout."""
+
+import importlib.metadata
+import importlib.util
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from absl.testing import absltest
+
+import glm5_jax
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("setuptools") is None, reason="setuptools is not installed"
+)
+class BuiltTest(absltest.TestCase):
+    def test_it_holds_the_configs_and_finds_them(self):
+        target = pathlib.Path(self.create_tempdir().full_path)
+        build = [sys.executable, "setup.py", "-q", "egg_info", f"-e{target}"]
+        build += ["build", f"--build-base={target}/temp", f"--build-lib={target}/lib"]
+        subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+        inside = target / "lib" / "glm5_jax" / "configs"
+        self.assertEqual(
+            sorted(p.name for p in inside.iterdir()),
+            sorted(p.name for p in (ROOT / "configs").glob("*.py")),
+        )
+        code = (
+            f"import sys; sys.path.insert(0, '{target}/lib')\n"
+            "from glm5_jax.config import files\n"
+            "print(files.bundled(), files.load('quickstart').stage)"
+        )
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=target,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(ran.stdout.split(), [str(inside), "pretrain"])
+
+
+class MetadataTest(absltest.TestCase):
+    def test_the_version_has_its_place_in_the_changelog(self):
+        changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+        self.assertIn(f"\n## [{glm5_jax.__version__}] - 20", changelog)
+
+    def test_the_readme_names_every_extra_for_chips(self):
+        kernels = tomllib.loads(
+            (ROOT / "pallas_kernels" / "pyproject.toml").read_text()
+        )
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        for extra in ("gpu", "tpu"):
+            self.assertIn(extra, kernels["project"]["optional-dependencies"])
+            self.assertIn(f'".[{extra}]"', readme)
+
+    def test_the_workflow_runs_what_a_merge_must_pass(self):
+        text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+        self.assertIn("- run: .ci/run\n", text)
+
+    def test_the_command_is_installed(self):
+        try:
+            points = importlib.metadata.distribution("glm5_jax").entry_points
+        except importlib.metadata.PackageNotFoundError:
+            self.skipTest("glm5_jax runs from its checkout, not installed")
+        self.assertIn("glm5_jax", points.select(group="console_scripts").names)
+
+
+if __name__ == "__main__":
+    environment.main()
