@@ -68,13 +68,7 @@ def choose(
     """
     wanted = function or op
     if implementation is None:
-        name, why = platform(), None
-        if name in known:
-            why = _unsupported(op, name, wanted, args)
-            if why is None:
-                return getattr(_module(op, name), wanted)
-            _warn_once(f"{wanted} runs as {known[0]} instead of {name}: {why}")
-        return getattr(_module(op, known[0]), wanted)
+        return _best(op, known, args, wanted)
     name = implementation.removesuffix(INTERPRETED)
     is_interpreted = name != implementation
     is_kernel = name in KERNELS
@@ -88,16 +82,54 @@ def choose(
             f"implementation {name!r} of {wanted} needs a {name}, this program is for "
             f"{platform()}; use '{name}{INTERPRETED}' to interpret it, slowly."
         )
-    why = _unsupported(op, name, wanted, args)
+    why = _missing(name, is_interpreted) or _unsupported(op, name, wanted, args)
     if why is not None:
         raise NotImplementedError(f"implementation {name!r} of {wanted}: {why}")
     chosen = getattr(_module(op, name), wanted)
     return functools.partial(chosen, interpret=True) if is_interpreted else chosen
 
 
+def _best(op: str, known: tuple[str, ...], args: tuple, function: str) -> Callable:
+    """The platform's kernel where there is one that runs, else plain XLA."""
+    name = platform()
+    if name in known:
+        why = _missing(name)
+        if why is not None:  # whatever the op: one warning for all of them
+            _warn_once(f"plain XLA runs instead of the kernels for {name}: {why}")
+        else:
+            why = _unsupported(op, name, function, args)
+            if why is None:
+                return getattr(_module(op, name), function)
+            _warn_once(f"{function} runs as {known[0]} instead of {name}: {why}")
+    return getattr(_module(op, known[0]), function)
+
+
 def _module(op: str, name: str) -> Any:
     """Imported when it is wanted: the GPU's needs Triton."""
     return importlib.import_module(f"pallas_kernels.{op}.{name}")
+
+
+def _missing(name: str, is_interpreted: bool = False) -> str | None:
+    """What all kernels of a platform want and this machine lacks, or None."""
+    if name != "gpu":
+        return None
+    kind = _device_kind()
+    if platform() == "gpu" and not chips.is_hopper(kind):
+        return f"they are compiled for Hopper GPUs, this is {kind}"
+    for package in ("triton",) if is_interpreted else ("triton", "jax_triton"):
+        error = _import_error(package)
+        if error is not None:
+            return f"{error}; the extra 'gpu' brings {package}"
+    return None
+
+
+@functools.cache
+def _import_error(package: str) -> str | None:
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # also where its version does not fit jax's
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _unsupported(op: str, name: str, function: str, args: tuple) -> str | None:
@@ -108,13 +140,7 @@ def _unsupported(op: str, name: str, function: str, args: tuple) -> str | None:
             f"jit cannot split a kernel over the mesh's axes {axes}; call it inside "
             "jax.shard_map over them"
         )
-    kind = _device_kind()
-    if name == "gpu" and platform() == "gpu" and not chips.is_hopper(kind):
-        return f"it is compiled for Hopper GPUs, this is {kind}"
-    try:
-        module = _module(op, name)
-    except ImportError as error:
-        return f"{error}; the extra {name!r} brings it"
+    module = _module(op, name)
     if not hasattr(module, function):
         return "there is no such kernel yet"
     reason = getattr(module, f"unsupported_{function}", None)

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from absl.testing import parameterized
 
-from pallas_kernels import cases, chips, dispatch, sparse_mla
+from pallas_kernels import cases, chips, dispatch, indexer_topk, sparse_mla
 from tests import environment
 
 CASE = cases.SMALL[0]
@@ -36,6 +38,12 @@ def attend(implementation=None):
 
 
 class DispatchTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        for remembered in (dispatch._warn_once, dispatch._import_error):
+            remembered.cache_clear()
+            self.addCleanup(remembered.cache_clear)
+
     def test_without_a_mesh_it_is_the_default_device(self):
         self.assertEqual(dispatch.platform(), "cpu")
         self.assertIsNone(dispatch.chip())
@@ -66,22 +74,40 @@ class DispatchTest(parameterized.TestCase):
             attend(name)
 
     def test_what_no_kernel_takes_runs_as_plain_xla_with_a_warning(self):
-        case = dataclasses.replace(CASE, latent=96)  # not a power of two
+        case = dataclasses.replace(CASE, latent=96)  # not a multiple of 128
         q, kv, indices = cases.make(case, "q_latent", "kv", "indices")
         run = functools.partial(sparse_mla, scale=0.1, value_dim=96)
-        dispatch._warn_once.cache_clear()
         with (
-            meant_for(chips.CHIPS["h200"]),
+            meant_for(chips.CHIPS["v5p"]),
             self.assertWarnsRegex(UserWarning, "sparse_mla runs as tiled instead of"),
         ):
             jax.eval_shape(run, q, kv, indices)
+
+    @parameterized.parameters("triton", "jax_triton")
+    def test_without_its_packages_plain_xla_runs_with_one_warning(self, package):
+        """torch brings triton alone, so either may be missing."""
+        inputs = cases.shapes(CASE)
+        listed = [inputs[name] for name in ("q_latent", "kv", "indices")]
+        index = [inputs[name] for name in ("q_index", "k_index", "w", "lo", "hi")]
+        attend = functools.partial(sparse_mla, scale=0.1, value_dim=CASE.latent)
+        select = functools.partial(indexer_topk, topk=4)
+        missing = {"triton": mock.MagicMock(), package: None}
+        with (
+            meant_for(chips.CHIPS["h200"]),
+            mock.patch.dict(sys.modules, missing),
+            self.assertWarnsRegex(UserWarning, f"plain XLA .*{package}") as caught,
+        ):
+            jax.eval_shape(attend, *listed)
+            jax.eval_shape(select, *index)
+            with self.assertRaisesRegex(NotImplementedError, f"brings {package}"):
+                jax.eval_shape(functools.partial(attend, implementation="gpu"), *listed)
+        self.assertLen(caught.warnings, 1)
 
     def test_other_gpus_than_hopper_run_plain_xla(self):
         specs = cases.shapes(CASE)
         args = [specs[name] for name in ("q_latent", "kv", "indices")]
         run = functools.partial(sparse_mla, scale=0.1, value_dim=CASE.latent)
         other = dataclasses.replace(chips.CHIPS["h200"], device_kind="NVIDIA L4")
-        dispatch._warn_once.cache_clear()
         with meant_for(other), self.assertWarnsRegex(UserWarning, "this is NVIDIA L4"):
             jax.eval_shape(run, *args)
 
