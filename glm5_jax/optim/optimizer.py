@@ -29,6 +29,11 @@ class State(NamedTuple):
     skipped_in_a_row: Int[Array, ""]
     skipped_total: Int[Array, ""]
 
+    @property
+    def num_calls(self) -> Int[Array, ""]:
+        """Updates that were asked for: a skipped one takes its turn in the schedule."""
+        return self.num_updates + self.skipped_total
+
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
@@ -74,7 +79,7 @@ def make_optimizer(
         config: every knob.
         model: sizes at which fused weights are cut.
         dims: tree of logical dim names, as the parameters.
-        num_steps: updates of the run, for the schedule.
+        num_steps: updates of the run, skipped ones too, for the schedule.
         is_trained: says by path whether a parameter is trained; default all. A frozen
             one has no optimizer state, and its gradient does not enter the norm.
         apart: see `muon.scale_by_muon_split`.
@@ -178,6 +183,7 @@ def update_if_finite(
     as skipped, but not in a row: nothing is wrong with the gradient.
 
     The caller counts: health.max_skipped_in_a_row ends the run.
+    The schedule counts skipped updates too, so that its end is the end of the run.
     Arithmetic is float32 whatever the types of parameters and gradients.
 
     The choice is a lax.cond around update and addition: both branches then work in
@@ -196,7 +202,7 @@ def update_if_finite(
     is_finite = jnp.isfinite(norm)
     is_applied = is_finite & is_allowed
     # Outside of the cond, or every parameter's kernel computes the schedule anew.
-    rate = jnp.asarray(optimizer.learning_rate(state.num_updates))
+    rate = jnp.asarray(optimizer.learning_rate(state.num_calls))
 
     def apply() -> tuple[optax.Params, optax.OptState]:
         clipped = grads

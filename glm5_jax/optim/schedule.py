@@ -1,4 +1,4 @@
-"""The learning rate as a function of the number of updates done."""
+"""The learning rate as a function of the number of updates done or skipped."""
 
 import optax
 

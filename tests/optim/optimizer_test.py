@@ -221,7 +221,7 @@ class MakeOptimizerTest(parameterized.TestCase):
 class UpdateIfFiniteTest(parameterized.TestCase):
     @parameterized.product(bad=[jnp.nan, jnp.inf], name=["muon", "adamw"])
     def test_skips_and_counts(self, bad, name):
-        opt = make(name=name)
+        opt = make(name=name, schedule="constant")
         good = [random_tree(i) for i in range(1, 3)]
         poisoned = dict(good[0], norm=good[0]["norm"].at[3].set(bad))
         before, state_before, _ = run(opt, random_tree(0), good)
@@ -249,14 +249,22 @@ class UpdateIfFiniteTest(parameterized.TestCase):
         self.assertEqual(metrics["optim/skipped_total"], 4)
         self.assertEqual(state.num_updates, 0)
 
-    def test_the_learning_rate_follows_the_applied_updates(self):
+    def test_the_learning_rate_follows_the_steps_skipped_ones_too(self):
         fields = {"schedule": "linear", "warmup_steps": 3}
         rate = schedule.learning_rate(config_lib.OptimConfig(**fields), 20)
         grads = random_tree(1)
         poisoned = dict(grads, norm=grads["norm"] * jnp.nan)
         opt = make(**fields)
         _, _, metrics = run(opt, random_tree(0), [grads, poisoned, grads, grads])
-        self.assertAlmostEqual(metrics["optim/learning_rate"], rate(2), delta=1e-10)
+        self.assertAlmostEqual(metrics["optim/learning_rate"], rate(3), delta=1e-10)
+        params, state = random_tree(0), opt.init(random_tree(0))
+        for step in range(5):
+            params, state, metrics = optimizer.update_if_finite(
+                opt, grads, state, params, is_allowed=False
+            )
+            self.assertAlmostEqual(
+                metrics["optim/learning_rate"], rate(step), delta=1e-10
+            )
 
     @parameterized.parameters("muon", "adamw")
     def test_works_in_place_on_donated_buffers(self, name):
