@@ -187,6 +187,7 @@ def _describe(folder: epath.Path, is_verified: bool) -> Row:
     try:
         if lacking := step_folder.missing(folder):
             raise config_lib.DamagedError(f"{folder} has no {lacking}.")
+        step_folder.require_number(folder)
         if (entries := manifest.read(folder)) is not None:
             manifest.require_sizes(folder, entries)
             status = "sizes match"

@@ -60,7 +60,12 @@ class CheckpointManager:
             ) from error
         if jax.process_index() == 0:
             for path in step_folder.all_set_aside(self._folder, step_folder.DELETING):
-                path.rmtree()
+                step_folder.remove(path)
+            if strangers := step_folder.strangers(self._folder):
+                logging.warning(
+                    "%s in %s are no numbers of steps and are ignored.",
+                    *(strangers, self._folder),
+                )
         self._orbax = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
@@ -345,6 +350,7 @@ def _verify(folder: epath.Path, without: list[str] | None = None) -> None:
             "or what wrote it was killed a moment too early.",
             folder,
         )
+    step_folder.require_number(folder)
 
 
 def _short(error: Exception | None) -> str:

@@ -2,8 +2,8 @@
 
 Orbax notices a file that is missing or cut short, when it comes to read it; a flipped
 bit it hands on. The manifest has the size and the SHA-256 of every other file under the
-step's folder, and a checksum of itself. Why SHA-256, and who hashes what:
-docs/design/0009-a-step-proves-itself.md.
+step's folder, the step's number, and a checksum of itself. Why SHA-256, and who hashes
+what: docs/design/0009-a-step-proves-itself.md.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tqdm
 from absl import logging
@@ -23,8 +23,10 @@ from etils import epath
 from glm5_jax import config as config_lib
 
 NAME = "manifest.json"
+FOLDER = "checkpoints"  # of the steps of a run
 HASH = "sha256"
-_VERSION = 1
+_VERSION = 2
+_WITHOUT_NUMBER = 1  # of an earlier version, or of a folder that is no run's step
 _THREADS = min(4, os.cpu_count() or 1)  # hashlib gives up the interpreter's lock
 _CHUNK = 2**20  # bytes
 _MAX_NAMED = 5  # files that a message names
@@ -73,7 +75,15 @@ def seal(
     rest = [n for n, size in sizes.items() if n not in entries or entries[n][0] != size]
     entries |= _hash(folder, rest, is_written=True)
     entries = {name: entries[name] for name in sorted(sizes)}
-    _write_whole(folder / NAME, _render(entries))
+    _write_whole(folder / NAME, _render(entries, number_of(folder.name)))
+
+
+def number_of(name: str) -> int | None:
+    """The step that a folder of this name is; None: it is none, as 05 or Arabic digits.
+
+    The same as Orbax would write it.
+    """
+    return int(name) if re.fullmatch("0|[1-9][0-9]{0,17}", name) else None
 
 
 def is_sealed(folder: epath.Path) -> bool:
@@ -85,22 +95,40 @@ def read(folder: epath.Path) -> Entries | None:
     """What a step's manifest says; None where it has none.
 
     Raises:
-      DamagedError: it is not what was written.
+      DamagedError: it is not what was written, or the manifest of another step.
     """
     if not is_sealed(folder):
         return None
     try:
         text = (folder / NAME).read_text()
-        entries = _entries(json.loads(text)["files"])
+        content = json.loads(text)
+        entries, step = _entries(content["files"]), content.get("step")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise config_lib.DamagedError(
             f"{folder / NAME} cannot be read: {error!r}."
         ) from error
-    if text != _render(entries):
+    if text != _render(entries, step):
         raise config_lib.DamagedError(
             f"{folder / NAME} has another checksum than it says."
         )
+    require_number(folder, step)
     return entries
+
+
+def require_number(folder: epath.Path, step: int | None) -> None:
+    """Checks that a run's folder has the number of the step in it; None: nothing says.
+
+    A copy that lies elsewhere may have any name.
+
+    Raises:
+      DamagedError: it has another, as after a rename.
+    """
+    number = number_of(folder.name)
+    is_of_run = folder.parent.name == FOLDER
+    if is_of_run and None not in (number, step) and number != step:
+        raise config_lib.DamagedError(
+            f"{folder} holds step {step}, not step {number}; rename it to {step}."
+        )
 
 
 def verify(
@@ -244,9 +272,12 @@ def _require_same(
         )
 
 
-def _render(entries: Entries) -> str:
+def _render(entries: Entries, step: int | None) -> str:
     """The text of a manifest; its checksum is that of the text without it."""
-    content = {"version": _VERSION, "hash": HASH, "files": entries}
+    content: dict[str, Any] = {"version": _WITHOUT_NUMBER, "hash": HASH}
+    if step is not None:
+        content |= {"version": _VERSION, "step": step}
+    content["files"] = entries
     own = hashlib.new(HASH, json.dumps(content).encode()).hexdigest()
     return json.dumps({**content, "checksum": own}, indent=1) + "\n"
 

@@ -93,4 +93,5 @@ def by_hand(
 
 def _position(folder: epath.Path, step: int) -> int:
     """Batches drawn up to a step."""
+    step_folder.require_number(folder)
     return manager.read_metadata(folder).get("position", step)

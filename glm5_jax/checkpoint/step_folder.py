@@ -6,6 +6,8 @@ parameters in state/. What is renamed to STEP.damaged, STEP.abandoned or STEP.de
 counts no more.
 """
 
+import json
+import os
 import shutil
 
 from etils import epath
@@ -34,10 +36,17 @@ def absolute(folder: epath.PathLike) -> epath.Path:
 
 def numbers(checkpoints: epath.Path) -> list[int]:
     """Steps that have a folder, in order, be it a good one."""
-    if not checkpoints.is_dir():
-        return []
-    names = [path.name for path in checkpoints.iterdir() if path.is_dir()]
-    return sorted(int(name) for name in names if name.isdecimal())
+    found = [manifest.number_of(path.name) for path in _folders(checkpoints)]
+    return sorted(number for number in found if number is not None)
+
+
+def strangers(checkpoints: epath.Path) -> list[str]:
+    """Names of folders that look like steps and are none: 007, or Arabic digits."""
+    return sorted(
+        path.name
+        for path in _folders(checkpoints)
+        if path.name.isdecimal() and manifest.number_of(path.name) is None
+    )
 
 
 def by_trust(checkpoints: epath.Path) -> list[int]:
@@ -83,6 +92,27 @@ def missing(folder: epath.Path) -> str:
     return ""
 
 
+def require_number(folder: epath.Path) -> None:
+    """Checks that a step's metadata are those of the step that its folder is named by.
+
+    Raises:
+      DamagedError: they are of another, or cannot be read.
+    """
+    path = folder / METADATA / "metadata"
+    try:
+        metadata = json.loads(path.read_text())
+        step = metadata.get("step")
+        position = metadata.get("position", step)
+        is_ahead = step is None or position >= step
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise config_lib.DamagedError(f"{path} cannot be read: {error!r}.") from error
+    manifest.require_number(folder, step)
+    if not is_ahead:
+        raise config_lib.DamagedError(
+            f"{path} says that {position} batches led to step {step}."
+        )
+
+
 def set_aside(folder: epath.Path, why: str) -> epath.Path:
     """Renames a step folder, so that it is none; returns where it is now."""
     target = folder.parent / f"{folder.name}.{why}"
@@ -95,19 +125,26 @@ def set_aside(folder: epath.Path, why: str) -> epath.Path:
 
 def all_set_aside(checkpoints: epath.Path, why: str) -> list[epath.Path]:
     """Folders that were renamed for this reason."""
-    if not checkpoints.is_dir():
-        return []
-    paths = [path for path in checkpoints.iterdir() if path.is_dir()]
+    paths = _folders(checkpoints)
     return sorted(path for path in paths if path.name.split(".")[1:2] == [why])
 
 
 def remove(folder: epath.Path) -> None:
-    """Deletes a folder; one that is half deleted never passes for a step."""
+    """Deletes a folder, of a link the link; half deleted it never passes for a step."""
     if folder.name.isdecimal():
         folder = set_aside(folder, DELETING)
-    folder.rmtree()
+    if os.path.islink(folder):
+        folder.unlink()
+    else:
+        folder.rmtree()
 
 
 def free_bytes(folder: epath.Path) -> int:
     """Room on the disk."""
     return shutil.disk_usage(folder).free
+
+
+def _folders(checkpoints: epath.Path) -> list[epath.Path]:
+    if not checkpoints.is_dir():
+        return []
+    return [path for path in checkpoints.iterdir() if path.is_dir()]

@@ -138,7 +138,7 @@ def _is_of_a_run(path: pathlib.Path) -> bool:
 
 
 def _has_checkpoint(workdir: pathlib.Path) -> bool:
-    return any((workdir / "checkpoints").glob("[0-9]*"))
+    return bool(step_folder.numbers(step_folder.absolute(workdir) / "checkpoints"))
 
 
 def _require_same_config(theirs: dict, config: config_lib.TrainConfig) -> None:

@@ -17,10 +17,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from absl.testing import parameterized
+from etils import epath
 
 from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import inspection, manifest, rollback
 from glm5_jax.checkpoint import manager as manager_lib
-from glm5_jax.checkpoint import manifest
 from tests import environment
 from tests.checkpoint import steps
 
@@ -63,6 +64,12 @@ def take_the_manifest_of_1(step):
     shutil.copy(step.parent / "1" / manifest.NAME, step)
 
 
+def hold_step_1(step):
+    """As after a rename: every file is as it was written."""
+    shutil.rmtree(step)
+    shutil.copytree(step.parent / "1", step)
+
+
 # Every one of them: step 2 is set aside, and step 1 is gone on with.
 DAMAGE = {
     "flipped_bit_in_optimizer": lambda step: flip(largest(step)),
@@ -80,6 +87,7 @@ DAMAGE = {
     "manifest_without_files": keep_the_manifest_alone,
     "empty_manifest": lambda step: (step / manifest.NAME).write_text("{}"),
     "manifest_of_another_step": take_the_manifest_of_1,
+    "another_step": hold_step_1,
 }
 
 
@@ -173,6 +181,43 @@ class DamageTest(FaultsTestCase):
             self.open().restore(self.abstract, step=2)
         self.assertEqual(self.names(), ["1", "2"])
 
+    def test_steps_that_were_exchanged_are_read_by_nobody(self):
+        self.step_folder(1).rename(self.checkpoints / "aside")
+        self.step_folder(2).rename(self.step_folder(1))
+        (self.checkpoints / "aside").rename(self.step_folder(2))
+        message = "2 holds step 1, not step 2; rename it to 1"
+        for read in (
+            lambda: self.restored(),
+            lambda: manager_lib.restore_params(self.folder, self.abstract["params"]),
+            lambda: rollback.by_hand(self.folder, 1),
+        ):
+            with self.assertRaisesRegex(config_lib.DamagedError, "holds step"):
+                read()
+        rows = inspection.describe([epath.Path(self.step_folder(2))])
+        self.assertRegex(rows[0].problem, message)
+
+    def test_folders_that_are_no_numbers_are_no_steps(self):
+        strangers = ["007", "00020", "\N{ARABIC-INDIC DIGIT THREE}"]
+        for name in strangers:
+            shutil.copytree(self.step_folder(2), self.checkpoints / name)
+        with self.assertLogs(level="WARNING") as logs:
+            manager = self.open(keep=2)
+        self.assertIn(f"{sorted(strangers)} in ", "".join(logs.output))
+        self.assertEqual(self.restored(manager), 2)
+        manager.save(3, steps.make_state(3), steps.METADATA)
+        manager.close()
+        self.assertEqual(self.names(), sorted(["2", "3", *strangers]))
+
+    def test_of_a_step_that_is_a_link_the_link_goes(self):
+        elsewhere = self.folder / "elsewhere"
+        self.step_folder(1).rename(elsewhere)
+        self.step_folder(1).symlink_to(elsewhere)
+        manager = self.open(keep=1)
+        manager.save(3, steps.make_state(3), steps.METADATA)
+        manager.close()
+        self.assertEqual(self.names(), ["3"])
+        self.assertNotEmpty([*elsewhere.iterdir()])
+
     def test_messages_name_the_files(self):
         step = self.step_folder(2)
         truncate(largest(step))
@@ -238,6 +283,7 @@ class KilledTest(FaultsTestCase):
         """While step 3 is being hashed it counts for nothing."""
         manager = self.open(keep=1)
         hashing, go_on, seal = threading.Event(), threading.Event(), manifest.seal
+        self.addCleanup(go_on.set)  # else the thread would outlive a failure
 
         def held(*args):
             hashing.set()
@@ -277,6 +323,13 @@ class NoManifestTest(FaultsTestCase):
         manager.close()
         self.assertEqual(self.names(), ["3"])  # which proves itself
         self.assertEqual(self.restored(), 3)
+
+    @parameterized.parameters({"step": 1}, {"step": 2, "position": 1}, {"step": "2"})
+    def test_metadata_of_another_step_are_a_reason_to_fall_back(self, **metadata):
+        path = self.step_folder(2) / "metadata" / "metadata"
+        path.write_text(json.dumps(metadata))
+        self.assertEqual(self.restored(), 1)
+        self.assertEqual(self.names(), ["1", "2.damaged"])
 
     @parameterized.parameters("truncated", "deleted", "zeroed", "empty_step_folder")
     def test_what_orbax_sees_is_a_reason_to_fall_back(self, name):
