@@ -331,6 +331,9 @@ show(played)
 
 
 # %%
+score = jax.jit(functools.partial(policy.token_logprobs, config=rl))
+
+
 def trainer_logprobs(params, samples):
     """What the trainer says of every token but the first: a row a sample."""
     shape = len(samples), DATA.sequence_length
@@ -344,9 +347,7 @@ def trainer_logprobs(params, samples):
         batch["targets"][i, :size] = sample.tokens[1:]
         batch["segment_ids"][i, :size] = 1  # 0 is padding
         batch["positions"][i, :size] = np.arange(size)
-    score = jax.jit(functools.partial(policy.token_logprobs, config=rl))
-    logprobs, _ = score(params, batch=batch)
-    rows = zip(np.asarray(logprobs), samples, strict=True)
+    rows = zip(np.asarray(score(params, batch=batch)), samples, strict=True)
     return [row[: len(sample.tokens) - 1] for row, sample in rows]
 
 

@@ -3,12 +3,12 @@
 import os
 import pathlib
 import re
+import tempfile
 from unittest import mock
 
 import jupytext
 import nbclient
 import nbformat
-import pytest
 from absl.testing import absltest, parameterized
 
 from tests import environment
@@ -42,7 +42,8 @@ TINY_RL = """
 import dataclasses
 TASK = "reverse:3"
 MODEL = dataclasses.replace(
-    presets.small(hidden=48, layers=2, experts=2, vocab=320),
+    presets.small(hidden=48, layers=1, experts=2, vocab=320),
+    first_k_dense_replace=0,
     n_shared_experts=0,
     num_nextn_predict_layers=0,
     index_topk=16,
@@ -78,34 +79,44 @@ class ScriptsTest(parameterized.TestCase):
 
 
 class NotebookTest(absltest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        """Starts one kernel: importing jax takes longer than most cells."""
+        super().setUpClass()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = folder.name
+        variables = {
+            "IPYTHONDIR": cls.folder,
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles a third faster
+            "JAX_NUMPY_RANK_PROMOTION": "raise",
+            "JUPYTER_RUNTIME_DIR": cls.folder,
+            "PYTHONPATH": str(ROOT),  # so that nothing is installed
+            "TMPDIR": cls.folder,
+        }
+        cls.enterClassContext(mock.patch.dict(os.environ, variables))
+        empty = nbformat.v4.new_notebook()
+        cls.client = nbclient.NotebookClient(empty, timeout=TIMEOUT)
+        cls.enterClassContext(cls.client.setup_kernel(cwd=cls.folder))
+
     def run_tiny(self, name, parameters):
         """What a notebook prints with these parameters, and how many figures."""
-        folder = self.create_tempdir().full_path
         notebook = jupytext.read(ROOT / "colab" / name)
         (cell,) = (
             c for c in notebook.cells if PARAMETERS in c.metadata.get("tags", [])
         )
         source = str(ROOT / "glm5_jax")
-        cell.source = parameters.format(source=source, cache_dir=folder)
-        variables = {
-            "IPYTHONDIR": folder,
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles a third faster
-            "JAX_NUMPY_RANK_PROMOTION": "raise",
-            "JUPYTER_RUNTIME_DIR": folder,
-            "PYTHONPATH": str(ROOT),  # so that nothing is installed
-            "TMPDIR": folder,
-        }
-        with mock.patch.dict(os.environ, variables):
-            client = nbclient.NotebookClient(notebook, timeout=TIMEOUT)
-            client.execute(cwd=folder)
+        cell.source = parameters.format(source=source, cache_dir=self.folder)
+        forget = nbformat.v4.new_code_cell("%reset -f")  # names of another notebook
+        notebook.cells.insert(0, forget)
+        self.client.nb = notebook
+        self.client.execute(cleanup_kc=False)
         code = [cell for cell in notebook.cells if cell.cell_type == "code"]
         outputs = [output for cell in code for output in cell.outputs]
         text = "".join(o.text for o in outputs if o.output_type == "stream")
         return text, sum("image/png" in o.get("data", {}) for o in outputs)
 
-
-class TourTest(NotebookTest):
-    def test_runs(self):
+    def test_tour(self):
         text, num_figures = self.run_tiny("01_tour.py", TINY)
         self.assertEqual(num_figures, 5)
         self.assertRegex(text, r"eval/bits_per_byte +\d")
@@ -126,10 +137,7 @@ class TourTest(NotebookTest):
             self.assertEqual(spreads, sorted(spreads, reverse=True))
             self.assertLess(spreads[-1], NEAR_ONE)
 
-
-@pytest.mark.slow
-class RLTest(NotebookTest):
-    def test_runs(self):
+    def test_reinforcement_learning(self):
         text, num_figures = self.run_tiny("02_rl.py", TINY_RL)
         self.assertEqual(num_figures, 3)
         self.assertRegex(text, r"eval/success +\d")
