@@ -14,6 +14,7 @@ from etils import epath
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import inspection, manager, manifest, step_folder
+from glm5_jax.processes import folder_lock
 
 _NAME = "rollback.json"
 
@@ -63,10 +64,17 @@ def by_hand(
       What the run will know, and the steps that were set aside.
 
     Raises:
-      InputError: there is no such step, or nothing would change.
+      InputError: there is no such step, nothing would change, or the run goes on.
       DamagedError: its files are not what was written.
     """
     checkpoints = inspection.checkpoints_of(run)
+    with folder_lock.held(checkpoints.parent):
+        return _by_hand(checkpoints, step, num_left_out)
+
+
+def _by_hand(
+    checkpoints: epath.Path, step: int, num_left_out: int | None
+) -> tuple[Rollback, list[int]]:
     steps = step_folder.numbers(checkpoints)
     if step not in steps or not manifest.is_sealed(checkpoints / str(step)):
         sealed = [n for n in steps if manifest.is_sealed(checkpoints / str(n))]

@@ -5,6 +5,7 @@ says nothing about a cluster. Imports no jax.
 """
 
 import contextlib
+import ctypes
 import math
 import os
 import pathlib
@@ -13,16 +14,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from glm5_jax import config as config_lib
-from glm5_jax.processes import group
+from glm5_jax.processes import folder_lock, group
 
+MAX_PROCESSES = 64  # each of them a whole Python with jax
 LOGS = "logs"  # in the run's folder: process_0.log, ...
 _LAST_LINES = 20  # of the process that failed, to show
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 20.0  # for the others to notice that one has failed
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
+_PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
 
 
 def run(config: config_lib.TrainConfig, workdir: pathlib.Path, count: int) -> int:
@@ -36,13 +39,15 @@ def run(config: config_lib.TrainConfig, workdir: pathlib.Path, count: int) -> in
 
     Raises:
       InputError: the mesh has no whole share for each process, or asks for what
-        several processes cannot do.
+        several processes cannot do; another process runs in the folder.
     """
     me = group.Group(num_processes=count)
     group.require_supported(config, me if count > 1 else None)
     environ = _environ(devices_each(config.mesh, count))
     logs = workdir.expanduser() / LOGS
     logs.mkdir(parents=True, exist_ok=True)
+    with folder_lock.held(logs.parent):  # else their logs would be overwritten
+        pass
     paths = [logs / f"process_{number}.log" for number in range(count)]
     address = f"127.0.0.1:{_free_port()}"
     children = []
@@ -50,15 +55,7 @@ def run(config: config_lib.TrainConfig, workdir: pathlib.Path, count: int) -> in
         flags = [f"--coordinator={address}", f"--num_processes={count}"]
         flags += [f"--process_id={number}", "--simulate_processes=0"]
         command = [sys.executable, *sys.orig_argv[1:], *flags, f"--workdir={workdir}"]
-        with path.open("wb") as log:
-            child = subprocess.Popen(
-                command,
-                env=environ,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # ctrl-C comes to us alone
-            )
-        children.append(child)
+        children.append(start(command, environ, path))
     try:
         with _passed_on(children):
             return _watch(children, paths)
@@ -68,15 +65,46 @@ def run(config: config_lib.TrainConfig, workdir: pathlib.Path, count: int) -> in
         _signal(children, "KILL")
 
 
+def start(
+    command: Sequence[str], environ: Mapping[str, str], path: pathlib.Path
+) -> subprocess.Popen:
+    """Starts a process that writes to a log, and on Linux dies with this one.
+
+    Args:
+      command: program and arguments.
+      environ: its environment.
+      path: of the log.
+    """
+    parent, is_linux = os.getpid(), sys.platform == "linux"
+    libc = ctypes.CDLL(None) if is_linux else None
+
+    def die_with_parent() -> None:
+        assert libc is not None
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # dead already
+            os._exit(1)
+
+    with path.open("wb") as log:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # ctrl-C comes to us alone
+            preexec_fn=die_with_parent if is_linux else None,
+        )
+
+
 def devices_each(mesh: config_lib.MeshConfig, count: int) -> int:
     """Devices of each of `count` processes.
 
     Raises:
       InputError: there is no whole number of them.
     """
-    if count < 1:
+    if not 1 <= count <= MAX_PROCESSES:
         raise config_lib.InputError(
-            f"--simulate_processes must be at least 1, got {count}."
+            f"--simulate_processes must be at least 1 and at most {MAX_PROCESSES}, "
+            f"got {count}."
         )
     fixed = mesh.fsdp * mesh.expert * mesh.tensor * mesh.context
     total = fixed * mesh.data

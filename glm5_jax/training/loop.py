@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from absl import logging
+from jax.sharding import Mesh
 
 from glm5_jax import config as config_lib
 from glm5_jax.processes import together
@@ -37,6 +38,14 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
     """
     began = time.perf_counter()
     mesh = run_lib.make_mesh(config)  # nothing is written before this has been checked
+    with run_folder.locked(workdir):
+        return _train(config, workdir, mesh, began)
+
+
+def _train(
+    config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh, began: float
+) -> dict[str, Any]:
+    """`train`, in a folder that is this run's alone."""
     with run_folder.claimed(workdir, config):
         run = run_lib.start(config, workdir, mesh)
     writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step)

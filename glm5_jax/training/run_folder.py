@@ -18,7 +18,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import step_folder
 from glm5_jax.config import fields
 from glm5_jax.data import cache
-from glm5_jax.processes import simulate, together
+from glm5_jax.processes import folder_lock, simulate, together
 
 # What may differ between two starts of one run: none of it changes what is computed,
 # but for num_steps, which moves the end of the schedule. A mesh changes roundings.
@@ -34,8 +34,33 @@ MAY_CHANGE = (
 # Where data lie may change as well where a checkpoint says what they were: its
 # fingerprint of their content decides.
 _OF_CONTENT = ("data.source", "data.mixture", "data.tokenizer")
+_OWN = {simulate.LOGS, folder_lock.NAME}  # before there is a config.json
 _MAX_SHOWN = 5
 _SHARED_SECONDS = 30  # for a network's file system to show a new file
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+    """Makes the folder, and keeps other runs out of it until the block ends.
+
+    Process 0 does, for all of its run.
+
+    Raises:
+      InputError: another process is in it, or it cannot be made.
+    """
+    path = pathlib.Path(step_folder.absolute(workdir))
+    if not together.is_first():
+        yield
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise config_lib.InputError(
+            f"cannot write into {path}: {error.strerror}; give a --workdir in which "
+            f"you may create files."
+        ) from error
+    with folder_lock.held(path):
+        yield
 
 
 def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
@@ -114,7 +139,7 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
                 f"{workdir} holds a model, not a run; give another --workdir, and "
                 f"--config.init_from={workdir} to start from its parameters."
             )
-    elif workdir.is_dir() and any(p.name != simulate.LOGS for p in workdir.iterdir()):
+    elif workdir.is_dir() and any(p.name not in _OWN for p in workdir.iterdir()):
         raise config_lib.InputError(
             f"{workdir} is not empty and holds no run (no config.json); give another "
             f"--workdir, so that nothing in it is overwritten."

@@ -25,9 +25,10 @@ class DevicesTest(parameterized.TestCase):
         with self.assertRaisesRegex(config_lib.InputError, "must divide the"):
             simulate.devices_each(MeshConfig(**axes), count)
 
-    def test_no_process(self):
-        with self.assertRaisesRegex(config_lib.InputError, "at least 1"):
-            simulate.devices_each(MeshConfig(), -1)
+    @parameterized.parameters(-1, 65, 99999)
+    def test_no_process_or_too_many(self, count):
+        with self.assertRaisesRegex(config_lib.InputError, "at least 1 and at most 64"):
+            simulate.devices_each(MeshConfig(), count)
 
 
 if __name__ == "__main__":
