@@ -205,10 +205,22 @@ class TrainConfig:
                 )
             ),
             (self.checkpoint_every >= 0, "checkpoint_every must not be negative."),
+            (
+                self.optim.warmup_steps < self.num_updates,
+                f"optim.warmup_steps must be smaller than num_steps, got "
+                f"{self.optim.warmup_steps} of {self.num_updates} updates; shorten "
+                f"the warm-up or train longer.",
+            ),
             *self._checkpoint_rules(),
             *self._rl_rules(),
             *self._mesh_rules(),
         )
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole run, which the learning rate's schedule counts."""
+        is_rl = self.stage == "rl"
+        return self.num_steps * (self.rl.updates_per_rollout if is_rl else 1)
 
     def _make_batch_invariant(self) -> None:
         """Lets trainer and engine agree in bfloat16; in float32 they nearly do."""

@@ -14,20 +14,13 @@ def learning_rate(config: config_lib.OptimConfig, num_steps: int) -> optax.Sched
     Args:
         config: peak, end, shape and length of the warm-up.
         num_steps: updates of the whole run; the end value belongs to step num_steps.
-
-    Raises:
-        InputError: the warm-up leaves no step for the decay.
     """
     warmup, peak, end = (
         config.warmup_steps,
         config.learning_rate,
         config.end_learning_rate,
     )
-    if warmup >= num_steps:
-        raise config_lib.InputError(
-            f"optim.warmup_steps must be smaller than num_steps, got {warmup} of "
-            f"{num_steps}; shorten the warm-up or train longer."
-        )
+    assert warmup < num_steps, "config.TrainConfig leaves steps for the decay"
     decay = {
         "cosine": optax.cosine_decay_schedule(peak, num_steps - warmup, end / peak),
         "linear": optax.linear_schedule(peak, end, num_steps - warmup),

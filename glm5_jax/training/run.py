@@ -1,5 +1,6 @@
 """What a run is made of: data, mesh, parameters, optimizer, compiled steps."""
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -151,31 +152,40 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
     _require_same_feed(feed.fingerprint)
     keep = retention.of_run(command_line.to_json_dict(config))
     checkpoints = manager_lib.CheckpointManager(workdir, keep)
-    program = program_lib.make_program(config, mesh)
-    rows = rows_lib.own(program.batch["tokens"])
-    feed.take(rows)
-    run = Run(
-        config=config,
-        workdir=workdir,
-        feed=feed,
-        checkpoints=checkpoints,
-        program=program,
-        health=health_lib.Health(config.health, config.stage),
-        rows=rows,
-    )
-    if checkpoints.latest_step() is not None:
-        run.go_on()
-        logging.info("Goes on from step %d in %s.", run.step, workdir)
-    else:
-        if together.is_first():
-            carried.into_training(workdir, config.init_from, feed.tokenizer)
-        run.params = _initial_params(config, program.params)
-        opt_places = program_lib.places(program.opt_state)
-        init = jax.jit(program.optimizer.init, out_shardings=opt_places)
-        run.opt_state = init(run.params)
-    _compile(run)
+    with contextlib.ExitStack() as undo:
+        undo.callback(checkpoints.close)  # its threads outlive a start that fails
+        program = program_lib.make_program(config, mesh)
+        rows = rows_lib.own(program.batch["tokens"])
+        feed.take(rows)
+        run = Run(
+            config=config,
+            workdir=workdir,
+            feed=feed,
+            checkpoints=checkpoints,
+            program=program,
+            health=health_lib.Health(config.health, config.stage),
+            rows=rows,
+        )
+        _fill(run)
+        _compile(run)
+        undo.pop_all()
     host_memory.trim()
     return run
+
+
+def _fill(run: Run) -> None:
+    """Restores the newest checkpoint, or makes the state before the first step."""
+    config, workdir, program = run.config, run.workdir, run.program
+    if run.checkpoints.latest_step() is not None:
+        run.go_on()
+        logging.info("Goes on from step %d in %s.", run.step, workdir)
+        return
+    if together.is_first():
+        carried.into_training(workdir, config.init_from, run.feed.tokenizer)
+    run.params = _initial_params(config, program.params)
+    opt_places = program_lib.places(program.opt_state)
+    init = jax.jit(program.optimizer.init, out_shardings=opt_places)
+    run.opt_state = init(run.params)
 
 
 def _compile(run: Run) -> None:

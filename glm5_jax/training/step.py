@@ -22,10 +22,13 @@ def make_optimizer(config: config_lib.TrainConfig) -> optimizer_lib.Optimizer:
     """The optimizer of a stage."""
     dims = transformer.param_dims(config.model)
     trained = loss_lib.is_trained(config)
-    per_step = config.rl.updates_per_rollout if config.stage == "rl" else 1
-    num_updates = config.num_steps * per_step
     return optimizer_lib.make_optimizer(
-        config.optim, config.model, dims, num_updates, trained, config.mesh.slow_axes
+        config.optim,
+        config.model,
+        dims,
+        config.num_updates,
+        trained,
+        config.mesh.slow_axes,
     )
 
 

@@ -37,12 +37,23 @@ class LearningRateTest(parameterized.TestCase):
         rate = schedule.learning_rate(config, num_steps=50)
         np.testing.assert_allclose(rate(80), END, rtol=1e-5)
 
-    def test_a_warm_up_without_end_is_refused(self):
-        config = config_lib.OptimConfig(warmup_steps=10)
-        with self.assertRaisesRegex(
-            config_lib.InputError, "optim.warmup_steps.*10 of 10"
-        ):
-            schedule.learning_rate(config, num_steps=10)
+    @parameterized.named_parameters(
+        ("as_long", {"num_steps": 10}, "10 of 10"),
+        (
+            "of_updates",
+            {
+                "num_steps": 2,
+                "stage": "rl",
+                "rl": config_lib.RLConfig(updates_per_rollout=4, max_new_tokens=8),
+            },
+            "10 of 8",
+        ),
+    )
+    def test_a_warm_up_without_end_is_refused_with_the_config(self, fields, message):
+        optim = config_lib.OptimConfig(warmup_steps=10)
+        message = f"optim.warmup_steps must be smaller than num_steps, got {message}"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            config_lib.TrainConfig(optim=optim, **fields)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manager
 from glm5_jax.rl import environments, publisher, rollouts
 from glm5_jax.rl.environments import protocol
 from glm5_jax.training import health as health_lib
@@ -344,6 +345,19 @@ class BadInputTest(parameterized.TestCase):
         self.assert_refused(
             message, {"group_size": 8}, init_from="/nowhere", num_steps=1
         )
+
+    def test_a_start_that_fails_leaves_no_threads_to_complain_at_the_exit(self):
+        folder, close = self.create_tempdir().full_path, manager.CheckpointManager.close
+        config = rl_runs.make_config({"group_size": 8}, num_steps=1)
+        with (
+            mock.patch.object(
+                *(manager.CheckpointManager, "close"), autospec=True, side_effect=close
+            ) as closed,
+            mock.patch.object(run_lib, "_compile", side_effect=MemoryError),
+            self.assertRaises(MemoryError),
+        ):
+            loop.train(config, pathlib.Path(folder) / "run")
+        closed.assert_called_once()
 
     def assert_refused(self, message, *args, **kwargs):
         folder = pathlib.Path(self.create_tempdir().full_path) / "run"
