@@ -245,7 +245,7 @@ def _read_headers(
 def _block_size(folder: pathlib.Path) -> tuple[int, int] | None:
     """Of an FP8 folder, as its config.json says; read_config has checked the rest."""
     try:
-        settings = json.loads((folder / "config.json").read_text())
+        settings = huggingface_config.read_json(folder / "config.json")
         return quantized.block_size(settings.get("quantization_config"))
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, config_lib.InputError):

@@ -16,6 +16,7 @@ from glm5_jax.config.rl import (
     RLConfig,
     RolloutWeights,
 )
+from glm5_jax.config.rope import RopeScaling
 from glm5_jax.config.train import (
     LossConfig,
     MeshConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "RLConfig",
     "RematPolicy",
     "RolloutWeights",
+    "RopeScaling",
     "Stage",
     "TrainConfig",
 ]

@@ -37,7 +37,7 @@ def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
             continue
         try:
             values[path] = _typed(value, hints[path])
-        except (TypeError, ValueError, SyntaxError):
+        except (TypeError, ValueError, SyntaxError, OverflowError):
             failed.add(path)
             errors.append(_wrong_type(path, value, hints[path]))
     config = _built(cls, "", values, failed, errors)

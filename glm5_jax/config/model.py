@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from glm5_jax.config import checks
+from glm5_jax.config.rope import RopeScaling
 
 AttentionMode = Literal["dense", "sparse", "dense_with_indexer_loss"]
 ExpertTransport = Literal["gather", "exchange"]
@@ -44,12 +45,13 @@ class ModelConfig:
     num_nextn_predict_layers: int = 1  # MTP modules stored: 0 or 1
     mtp_num_steps: int = 3  # times that it is applied in training (paper 2.1)
     rms_norm_eps: float = 1e-5
-    latent_norm_eps: float = 1e-5  # transformers: 1e-6; Megatron, vLLM, SGLang: 1e-5
+    latent_norm_eps: float = 1e-6  # as transformers; vLLM, SGLang: rms_norm_eps
     rope_theta: float = 1e6
+    rope_scaling: RopeScaling = RopeScaling()
     max_position_embeddings: int = 202752
     initializer_range: float = 0.02
     eos_token_id: tuple[int, ...] = (154820, 154827, 154829)
-    pad_token_id: int = 154820
+    pad_token_id: int | None = 154820  # fills rows that stopped; None: 0
     attention: AttentionMode = "sparse"  # from here: computation, not architecture
     dtype: Dtype = "bfloat16"  # of activations and matrix products
     param_dtype: Dtype = "float32"
@@ -64,10 +66,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        n, dense = self.num_hidden_layers, self.first_k_dense_replace
         checks.require(
             *checks.choices(self),
-            *self._index_rules(),
+            *self._layer_rules(),
             *checks.positive(
                 self,
                 *("vocab_size", "hidden_size", "intermediate_size"),
@@ -77,11 +78,6 @@ class ModelConfig:
                 *("num_experts_per_tok", "index_n_heads", "index_head_dim"),
                 *("index_topk", "index_topk_freq", "max_position_embeddings"),
                 "expert_chunks",
-            ),
-            (
-                0 <= dense <= n,
-                f"first_k_dense_replace must lie in 0..{n} (num_hidden_layers), "
-                f"got {dense}.",
             ),
             (
                 self.num_experts_per_tok <= self.n_routed_experts,
@@ -117,15 +113,24 @@ class ModelConfig:
                 f"batch_invariant needs attention='sparse', whose lists of keys "
                 f"training and decoding share, got {self.attention!r}.",
             ),
-            (self.rms_norm_eps > 0, f"rms_norm_eps must be > 0: {self.rms_norm_eps}."),
+            *(
+                (value > 0, f"{name} must be > 0: {value}.")
+                for name in ("rms_norm_eps", "latent_norm_eps")
+                for value in (getattr(self, name),)
+            ),
             (self.rope_theta > 1, f"rope_theta must exceed 1, got {self.rope_theta}."),
         )
 
-    def _index_rules(self) -> list[tuple[bool, str]]:
-        """Rules of the fields that say which layers own an indexer."""
+    def _layer_rules(self) -> list[tuple[bool, str]]:
+        """Rules of the fields that say what kind each layer is."""
         n, pattern = self.num_hidden_layers, self.index_topk_pattern
-        offset = self.index_skip_topk_offset
+        dense = self.first_k_dense_replace
         return [
+            (
+                0 <= dense <= n,
+                f"first_k_dense_replace must lie in 0..{n} (num_hidden_layers), "
+                f"got {dense}.",
+            ),
             (
                 pattern is None or (len(pattern) == n and set(pattern) <= set("FS")),
                 f"index_topk_pattern must be {n} letters F or S, got {pattern!r}.",
@@ -136,9 +141,10 @@ class ModelConfig:
                 "earlier index to share.",
             ),
             (
-                offset >= 1,
-                f"index_skip_topk_offset must be at least 1 (the first layer is "
-                f"full), got {offset}.",
+                pattern is not None or n < 1 or self.is_full_index_layer[0],
+                f"index_skip_topk_offset must leave the first layer full, got "
+                f"{self.index_skip_topk_offset} with index_topk_freq "
+                f"{self.index_topk_freq}.",
             ),
         ]
 
@@ -150,7 +156,7 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         """Factor on the attention scores."""
-        return self.qk_head_dim**-0.5
+        return self.qk_head_dim**-0.5 * self.rope_scaling.score_factor
 
     @property
     def has_mtp(self) -> bool:
@@ -168,6 +174,6 @@ class ModelConfig:
             return tuple(letter == "F" for letter in self.index_topk_pattern)
         skip = self.index_skip_topk_offset - 1
         return tuple(
-            max(i - skip, 0) % self.index_topk_freq == 0
+            max(i - skip, 0) % max(self.index_topk_freq, 1) == 0
             for i in range(self.num_hidden_layers)
         )

@@ -28,7 +28,7 @@ def generate(
     """Continues a text, or every row of ids.npy.
 
     Writes prompts and continuations to `tokens_out`: as many dims as `tokens` has, one
-    for a text; rows that stopped earlier are filled with pad_token_id.
+    for a text; rows that stopped earlier are filled with pad_token_id, or 0.
 
     Returns:
       Each prompt with its continuation, as text, or as ids where there is no tokenizer.
@@ -60,7 +60,7 @@ def generate(
     rows = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]
     if tokens_out is not None:
         length = max(len(row) for row in rows)
-        padding = config.pad_token_id
+        padding = config.pad_token_id or 0
         padded = [row + [padding] * (length - len(row)) for row in rows]
         is_single = ids is None or ids.ndim == 1
         out = np.asarray(padded[0] if is_single else padded, np.int32)

@@ -5,7 +5,6 @@ checkpoints/STEP/, or config.json with a "model_type" beside *.safetensors.
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,12 @@ import jax
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import huggingface, manager, step_folder
+from glm5_jax.checkpoint import (
+    huggingface,
+    huggingface_config,
+    manager,
+    step_folder,
+)
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.model import transformer
 
@@ -111,7 +115,7 @@ def find(path: Path) -> Source:
     is_step = path.parent.name == "checkpoints"
     folder = path.parent.parent if is_step else path
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        settings = huggingface_config.read_json(folder / "config.json")
     except (OSError, ValueError) as error:
         raise config_lib.InputError(
             f"{path} holds no model: {folder / 'config.json'} cannot be read ({error})."
@@ -146,7 +150,7 @@ def read_config(
     model = source.settings.get("model")
     if source.is_huggingface:
         config = huggingface.read_config(source.folder)
-        stored = source.settings.get("dtype", source.settings.get("torch_dtype"))
+        stored = source.settings.get("dtype") or source.settings.get("torch_dtype")
         if stored in DTYPES:
             config = dataclasses.replace(config, dtype=stored, param_dtype=stored)
         model = command_line.to_json_dict(config)

@@ -25,6 +25,8 @@ def make_context(
     positions: Int[Array, "B T"],
 ) -> Context:
     """Context of rows of packed documents; segment 0 is padding."""
-    cos, sin = rope.tables(positions, config.qk_rope_head_dim, config.rope_theta)
+    cos, sin = rope.tables(
+        positions, rope.frequencies(config), config.rope_scaling.table_factor
+    )
     lo, hi = pallas_kernels.segment_bounds(segment_ids)
     return Context(cos=cos, sin=sin, lo=lo, hi=hi, is_token=segment_ids > 0)

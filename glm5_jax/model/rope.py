@@ -6,21 +6,50 @@ are (x_i, x_{i + R/2}) and a turn is two contiguous halves. Queries and keys are
 permuted alike, so their products do not change.
 """
 
+import math
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
+from glm5_jax import config as config_lib
 from pallas_kernels import tiles
 
 
+def frequencies(config: config_lib.ModelConfig) -> Float[np.ndarray, " r"]:
+    """Radians a token of each pair, float32, r = qk_rope_head_dim / 2.
+
+    theta^(-2i/dim); YaRN divides those of few turns by its factor (arXiv 2309.00071,
+    3.2), and lets a ramp over dims lead from these to the ones that it leaves.
+    """
+    dim, theta = config.qk_rope_head_dim, config.rope_theta
+    plain = theta ** (-np.arange(0, dim, 2) / dim)
+    scaling = config.rope_scaling
+    if not scaling.is_yarn:
+        return plain.astype(np.float32)
+    context = scaling.original_max_position_embeddings or config.max_position_embeddings
+    ends = [
+        dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    ]
+    if scaling.truncate:
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    first, last = max(ends[0], 0), min(ends[1], dim - 1)
+    last += 0.001 * (first == last)
+    share = np.clip((np.arange(dim // 2) - first) / (last - first), 0, 1)
+    return (plain * (share / scaling.factor + 1 - share)).astype(np.float32)
+
+
 def tables(
-    positions: Int[Array, "B T"], dim: int, theta: float
+    positions: Int[Array, "B T"],
+    frequencies: Float[np.ndarray, " r"],
+    factor: float = 1.0,
 ) -> tuple[Float[Array, "B T r"], Float[Array, "B T r"]]:
-    """Cosines and sines of position * theta^(-2i/dim), float32, r = dim / 2."""
-    frequencies = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    """Cosines and sines of position * frequency, times a factor, float32."""
 
     def row(positions: Int[Array, " T"]) -> tuple[Array, Array]:
         angles = positions[:, None].astype(jnp.float32) * frequencies[None]
-        return jnp.cos(angles), jnp.sin(angles)
+        return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
     # What leaves a loop is an array: else XLA on CPU takes cosines at every use.
     return tiles.over_sequences(row, positions)

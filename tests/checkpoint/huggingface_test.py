@@ -16,11 +16,21 @@ from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.checkpoint import huggingface, huggingface_export, huggingface_names
 from glm5_jax.checkpoint import leaves as leaves_lib
-from glm5_jax.model import transformer
+from glm5_jax.model import rope, transformer
 from tests import environment
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+YARN_CASES = json.loads((GOLDEN / "yarn.json").read_text())
+RTOL = 1e-6  # of a power in float32
+ATOL = 2e-5  # of logits, as in tests/model/golden_test.py
 FOLDERS = (("glm5", "glm5"), ("glm5_2", "glm5_2"))
+YARN = config_lib.RopeScaling(
+    rope_type="yarn",
+    factor=4.0,
+    original_max_position_embeddings=4096,
+    mscale=0.5,
+    truncate=False,
+)
 MTP_PREFIX = {"glm5": "model.layers.5.", "glm5_2": "model.layers.11."}
 
 
@@ -288,7 +298,12 @@ class ConfigTest(FolderCase):
 
     @parameterized.named_parameters(
         ("glm5", presets.GLM5),
-        ("glm5_2", presets.GLM5_2),
+        ("glm5_2", dataclasses.replace(presets.GLM5_2, mtp_num_steps=3)),
+        ("yarn", dataclasses.replace(presets.GLM5, rope_scaling=YARN)),
+        (
+            "no_end",
+            dataclasses.replace(presets.GLM5, eos_token_id=(), pad_token_id=None),
+        ),
         (
             "pattern",
             config_lib.ModelConfig(num_hidden_layers=4, index_topk_pattern="FSSF"),
@@ -322,6 +337,61 @@ class ConfigTest(FolderCase):
         self.assertEqual(config.first_k_dense_replace, 1)
         self.assertEqual(self.changed(latent_norm_eps=1e-5).latent_norm_eps, 1e-5)
 
+    def test_defaults_of_transformers(self):
+        """Values that its GlmMoeDsaConfig 5.23.0 has for the same config.json."""
+        config = self.changed(rope_parameters=None, index_skip_topk_offset=0)
+        self.assertEqual((config.rope_theta, config.index_topk_pattern), (1e4, None))
+        config = self.changed(eos_token_id=None, pad_token_id=None)
+        self.assertEqual((config.eos_token_id, config.pad_token_id), ((), None))
+        config = self.changed(num_experts=16, num_local_experts=4, index_topk_freq=0)
+        self.assertEqual((config.n_routed_experts, config.index_topk_freq), (4, 1))
+        config = self.changed(mlp_layer_types=None, first_k_dense_replace=9)
+        self.assertEqual(config.first_k_dense_replace, 5)
+        self.changed(n_group=4, topk_group=4)  # all groups are chosen
+
+    def test_names_the_keys_that_it_does_not_know(self):
+        with self.assertLogs(level="WARNING") as logged:
+            self.changed(attention_sinks=4, transformers_version="6")
+        self.assertIn("not know: attention_sinks.", logged.output[0])
+
+    def test_deep_json(self):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        (folder / "config.json").write_text("[" * 100_000)
+        with self.assertRaisesRegex(config_lib.InputError, "too deeply"):
+            huggingface.read_config(folder)
+
+    def test_writes_no_key_of_ours(self):
+        """A field that ModelConfig gains must be put into one of the sets."""
+        config = dataclasses.replace(
+            presets.GLM5_2, expert_transport="exchange", expert_chunks=4
+        )
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        ours = {"expert_chunks": 2, "mtp_num_steps": 9, "batch_invariant": True}
+        huggingface.write_config(config, folder, ours | {"kept": 1})
+        written = json.loads((folder / "config.json").read_text())
+        of_transformers = json.loads((GOLDEN / "glm5" / "config.json").read_text())
+        of_zai = {  # GLM-5's and GLM-5.2's config.json have these besides
+            *("index_share_for_mtp_iteration", "index_skip_topk_offset"),
+            *("index_topk_freq", "index_topk_pattern", "indexer_rope_interleave"),
+            *("moe_layer_freq", "rope_interleave", "scoring_func", "topk_method"),
+        }
+        self.assertEmpty(set(written) - set(of_transformers) - of_zai - {"kept"})
+        (folder / "config.json").unlink()
+        huggingface.write_config(config, folder)
+        text = json.dumps(written | ours | {"expert_transport": "exchange"})
+        (folder / "config.json").write_text(text)
+        read = huggingface.read_config(folder)
+        self.assertEqual((read.expert_transport, read.expert_chunks), ("gather", 1))
+        self.assertIsNone(read.batch_invariant)
+
+    def test_an_eps_that_transformers_would_not_know_comes_back(self):
+        folder = self.create_tempdir().full_path
+        config = dataclasses.replace(presets.GLM5, latent_norm_eps=1e-5)
+        with self.assertLogs(level="WARNING") as logged:
+            huggingface.write_config(config, folder)
+        self.assertIn("latent_norm_eps=1e-05", logged.output[0])
+        self.assertEqual(huggingface.read_config(folder).latent_norm_eps, 1e-5)
+
     @parameterized.named_parameters(
         ("other_model", {"model_type": "llama"}, "glm_moe_dsa"),
         ("groups", {"n_group": 8, "hidden_act": "gelu"}, "hidden_act.*n_group"),
@@ -332,10 +402,24 @@ class ConfigTest(FolderCase):
             {"rope_parameters": None, "rope_scaling": {"type": "yarn"}},
             "yarn",
         ),
+        ("linear", {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear'"),
+        ("by_layer", {"rope_parameters": {"x": {"rope_type": "default"}}}, "'x'"),
+        ("rope_list", {"rope_parameters": [1]}, "must be an object"),
+        ("rope_text", {"rope_scaling": "yarn"}, "must be an object"),
+        ("rope_number", {"rope_parameters": {"rope_theta": None}}, "rope_theta must"),
+        ("clamp", {"swiglu_limit": 10.0}, "swiglu_limit is 10.0"),
+        ("window", {"layer_types": ["sliding_attention"]}, "layer_types"),
+        (
+            "first_shared",
+            {"index_topk_freq": 2, "index_skip_topk_offset": 0}
+            | {"indexer_types": None},
+            "first layer",
+        ),
+        ("huge", {"rope_parameters": {"rope_theta": 10**400}}, "rope_theta must"),
         ("fp8", {"quantization_config": {"quant_method": "fp8"}}, "BF16"),
         ("mixed", {"mlp_layer_types": ["sparse"] * 4 + ["dense"]}, "mlp_layer_types"),
         ("index", {"indexer_types": ["full"] * 4 + ["half"]}, "index_topk_pattern"),
-        ("type", {"hidden_size": "64"}, "wrong type"),
+        ("type", {"hidden_size": "64"}, "hidden_size must be an integer"),
         ("value", {"hidden_size": 0}, "hidden_size"),
     )
     def test_refuses(self, changes, words):
@@ -345,6 +429,48 @@ class ConfigTest(FolderCase):
     def test_no_folder(self):
         with self.assertRaisesRegex(config_lib.InputError, "nowhere"):
             huggingface.read_config("nowhere")
+
+
+class RopeScalingTest(FolderCase):
+    """rope_scaling and rope_parameters, as transformers reads them."""
+
+    @parameterized.named_parameters(*((case["name"], case) for case in YARN_CASES))
+    def test_frequencies_and_factors(self, case):
+        folder = self.changed(case)
+        config = huggingface.read_config(folder)
+        self.assertEqual(config.rope_theta, case["rope_theta"])
+        self.assertAlmostEqual(config.softmax_scale, case["softmax_scale"], places=12)
+        factor = config.rope_scaling.table_factor
+        self.assertAlmostEqual(factor, case["table_factor"], places=12)
+        got = rope.frequencies(config)
+        np.testing.assert_allclose(got, case["frequencies"], rtol=RTOL)
+        back = pathlib.Path(self.create_tempdir().full_path)
+        given = json.loads((folder / "config.json").read_text())
+        huggingface.write_config(config, back, given)
+        again = huggingface.read_config(back)
+        np.testing.assert_array_equal(rope.frequencies(again), got)
+        self.assertEqual(again.softmax_scale, config.softmax_scale)
+
+    @parameterized.named_parameters(
+        *((case["name"], case) for case in YARN_CASES if "logits" in case)
+    )
+    def test_logits(self, case):
+        folder = self.changed(case)
+        config = huggingface.read_config(folder)
+        config = dataclasses.replace(config, dtype="float32")
+        params = load(folder, config, dtype="float32")
+        with np.load(GOLDEN / "glm5" / "reference.npz") as reference:
+            ids = reference["input_ids"][:1].astype(np.int32)
+        out = jax.jit(transformer.forward, static_argnums=1)(params, config, ids)
+        logits = transformer.logits(params, config, out.hidden[:, ::8])
+        np.testing.assert_allclose(logits[0], case["logits"], rtol=0, atol=ATOL)
+
+    def changed(self, case):
+        """A copy of the golden folder with the case's keys."""
+        folder = self.copy()
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | case["changes"]))
+        return folder
 
 
 class ReleasedModelsTest(parameterized.TestCase):

@@ -4,10 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
 
+from glm5_jax import config as config_lib
 from glm5_jax.model import rope
 from tests import environment
+from tests.model import tiny
 
 DIM, THETA = 8, 1e4
+FREQUENCIES = rope.frequencies(tiny.model(qk_rope_head_dim=DIM, rope_theta=THETA))
 RTOL = 1e-5  # float32 angles up to 100
 
 
@@ -19,7 +22,7 @@ class RopeTest(absltest.TestCase):
         self.x, self.y = rng.normal(size=(2, 2, 5, DIM))
 
     def tables(self):
-        return rope.tables(jnp.asarray(self.positions), DIM, THETA)
+        return rope.tables(jnp.asarray(self.positions), FREQUENCIES)
 
     def test_tables_are_powers_of_theta(self):
         cos, sin = self.tables()
@@ -44,13 +47,30 @@ class RopeTest(absltest.TestCase):
             parts = []
             for values, distance in ((self.x, 0), (self.y, 3)):
                 moved = jnp.asarray(self.positions + distance + shift)
-                cos, sin = rope.tables(moved, DIM, THETA)
+                cos, sin = rope.tables(moved, FREQUENCIES)
                 halves = rope.halves(jnp.asarray(values, jnp.float32))
                 parts.append(rope.rotate(halves, cos, sin))
             return np.sum(parts[0] * parts[1], axis=-1)
 
         np.testing.assert_allclose(product(50), product(0), rtol=0, atol=1e-4)
         self.assertGreater(np.abs(product(0) - np.sum(self.x * self.y, -1)).max(), 0.1)
+
+
+class YarnTest(absltest.TestCase):
+    def test_pairs_of_many_turns_stay_and_of_few_are_divided(self):
+        """200 pi positions of theta 10^4: pair i turns 100 * 10^(-i) times."""
+        scaling = config_lib.RopeScaling(
+            rope_type="yarn",
+            factor=5.0,
+            original_max_position_embeddings=628,
+            beta_fast=100.0,
+            beta_slow=1.0,
+            truncate=False,
+        )
+        model = tiny.model(qk_rope_head_dim=DIM, rope_theta=THETA, rope_scaling=scaling)
+        share = np.array([0, 0.5, 1, 1])
+        want = FREQUENCIES * (share / 5 + 1 - share)
+        np.testing.assert_allclose(rope.frequencies(model), want, rtol=1e-3)
 
 
 if __name__ == "__main__":
