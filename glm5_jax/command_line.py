@@ -11,6 +11,7 @@ everything that is wrong with them at once.
 import dataclasses
 import functools
 import json
+import pathlib
 import re
 import sys
 import typing
@@ -34,6 +35,11 @@ class Arguments:
 
     config: str | None = None  # "configs/x.py:variant"
     overrides: tuple[Override, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The config file's name, without folder, suffix and variant."""
+        return pathlib.Path(str(self.config).partition(":")[0]).stem
 
     def train_config(self) -> config_lib.TrainConfig:
         """Loads the config file and applies the overrides.

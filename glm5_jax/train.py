@@ -23,7 +23,10 @@ _WORKDIR = flags.DEFINE_string(
     "Folder of the run; default runs/CONFIG-DATE-TIME. A run that is there goes on.",
 )
 _DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "Prints the config, parameter counts and memory, and stops."
+    "dry_run",
+    False,
+    "Prints config, parameter counts and memory, checks all that a start would (data, "
+    "tokenizer, environment, init_from, workdir), and stops.",
 )
 _COORDINATOR = flags.DEFINE_string(
     "coordinator",
@@ -53,13 +56,16 @@ _SIMULATE = flags.DEFINE_integer(
 def main(arguments: command_line.Arguments) -> int | None:
     """Resolves the config and hands over to the loop."""
     config = arguments.train_config()
+    if _WORKDIR.value is not None:
+        checks.require_local(_WORKDIR.value, "--workdir")
     if _DRY_RUN.value:
-        from glm5_jax.training import report
+        from glm5_jax.training import preflight, report
 
-        print(report.dry_run(config))
+        print(report.dry_run(config), flush=True)
+        print(preflight.check(config, _WORKDIR.value))
         return None
-    workdir = _WORKDIR.value or _new_workdir(arguments)
-    checks.require_local(workdir, "--workdir")
+    now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    workdir = _WORKDIR.value or f"runs/{arguments.name}-{now}"
     if _SIMULATE.value:
         return simulate.run(config, pathlib.Path(workdir), _SIMULATE.value)
     me = group.find(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
@@ -77,12 +83,6 @@ def main(arguments: command_line.Arguments) -> int | None:
         if is_first:
             print(json.dumps({"workdir": folder, **summary}, indent=2))
     return None
-
-
-def _new_workdir(arguments: command_line.Arguments) -> str:
-    """runs/NAME-DATE-TIME, where NAME is the config file's."""
-    name = pathlib.Path(str(arguments.config).partition(":")[0]).stem
-    return f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
 if __name__ == "__main__":

@@ -290,6 +290,7 @@ class CommandLineTest(absltest.TestCase):
         arguments = command_line.Arguments(config=path, overrides=(("seed", "3"),))
         expected = config.TrainConfig(seed=3, model=config.ModelConfig(index_topk=16))
         self.assertEqual(arguments.train_config(), expected)
+        self.assertEqual(dataclasses.replace(arguments, config="a/b.py:c").name, "b")
         with self.assertRaisesRegex(config.InputError, "--config is missing"):
             dataclasses.replace(arguments, config=None).train_config()
 

@@ -278,6 +278,15 @@ def restore_params(folder: epath.PathLike, abstract_params: PyTree) -> PyTree:
     return stored.read(path, {"params": abstract_params}, "model")["params"]
 
 
+def require_shapes(folder: epath.PathLike, abstract_params: PyTree) -> None:
+    """Checks that `restore_params` would find every parameter; reads none of them.
+
+    Raises:
+        InputError: there is no checkpoint, or it is of another model.
+    """
+    stored.require_shapes(find_step(folder), abstract_params, "model")
+
+
 def verify_params(folder: epath.PathLike) -> None:
     """Compares a step's files with its manifest, those of its parameters alone.
 

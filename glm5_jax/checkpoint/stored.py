@@ -55,6 +55,26 @@ def read(folder: epath.Path, abstract: PyTree, what: str) -> PyTree:
     return out
 
 
+def require_shapes(folder: epath.Path, abstract: PyTree, what: str) -> None:
+    """Checks that `read` would find the parameters; reads none of them.
+
+    Args:
+        folder: of the step.
+        abstract: the parameters' shapes.
+        what: it is, for messages.
+
+    Raises:
+        InputError: there are other leaves, or they have other shapes.
+    """
+    parts = folder / step_folder.PARAMS, folder / step_folder.STATE
+    path = next((part for part in parts if part.exists()), parts[0])
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        _require_shapes(handler, path, {"params": abstract}, what)
+    finally:
+        handler.close()
+
+
 def stack_axes(path: leaves.Path, shape: Sequence[int], itemsize: int) -> list[int]:
     """Axes of layers and experts along which a large parameter is cut to one each.
 
@@ -78,19 +98,11 @@ def _cut(path: tuple, array: jax.Array) -> ocp.SaveArgs:
 
 def _read_part(path: epath.Path, abstract: PyTree, what: str) -> PyTree:
     abstract = jax.tree.map(_with_sharding, abstract)
-    wanted, name = _shapes(abstract), f"the {what} in {path.parent}"
-    if not path.exists():  # of a model alone, converted
-        same_shapes.require({}, wanted, name)
-    if not ocp.utils.is_checkpoint_finalized(path):
-        raise ValueError(f"{path} was not finished.")
     # Not by a Checkpointer: where one process cannot read, the others would wait for it
     # at the end of its restore.
     handler = ocp.PyTreeCheckpointHandler()
     try:
-        stored = _shapes(handler.metadata(path).tree)
-        tops = {leaf.split(".")[0] for leaf in wanted}
-        stored = {k: v for k, v in stored.items() if k.split(".")[0] in tops}
-        same_shapes.require(stored, wanted, name)
+        _require_shapes(handler, path, abstract, what)
         arguments = ocp.args.PyTreeRestore(
             abstract,
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -99,6 +111,20 @@ def _read_part(path: epath.Path, abstract: PyTree, what: str) -> PyTree:
         return handler.restore(path, args=arguments)
     finally:
         handler.close()
+
+
+def _require_shapes(
+    handler: ocp.PyTreeCheckpointHandler, path: epath.Path, abstract: PyTree, what: str
+) -> None:
+    wanted, name = _shapes(abstract), f"the {what} in {path.parent}"
+    if not path.exists():  # of a model alone, converted
+        same_shapes.require({}, wanted, name)
+    if not ocp.utils.is_checkpoint_finalized(path):
+        raise ValueError(f"{path} was not finished.")
+    stored = _shapes(handler.metadata(path).tree)
+    tops = {leaf.split(".")[0] for leaf in wanted}
+    stored = {k: v for k, v in stored.items() if k.split(".")[0] in tops}
+    same_shapes.require(stored, wanted, name)
 
 
 def _with_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -90,16 +90,6 @@ def stages(data: config.DataConfig) -> list[mixture.Stage]:
     return [mixture.Stage(*stage) for stage in zip(firsts, weights, strict=True)]
 
 
-def planned_epochs(data: config.DataConfig, num_steps: int) -> dict[str, float]:
-    """How often a run will read each source; no row is read for it."""
-    indices = {name: index_lib.read(folder) for name, folder in sources(data).items()}
-    counts = mixture.Schedule(stages(data)).counts(num_steps * data.batch_size)
-    return {
-        name: float(count / sum(shard.rows for shard in index.train))
-        for count, (name, index) in zip(counts, indices.items(), strict=True)
-    }
-
-
 class _Shuffled:
     """Rows of all shards among each other, the same in every run."""
 

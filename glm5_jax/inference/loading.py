@@ -103,6 +103,23 @@ def load_params(
     )
 
 
+def require_params(path: Path, config: config_lib.ModelConfig) -> None:
+    """Checks that `load_params` would find every parameter; reads none of them.
+
+    Args:
+      path: as in `load_model`.
+      config: of the model.
+
+    Raises:
+      InputError: nothing usable is there, or it has other shapes.
+    """
+    source, abstract = find(path), transformer.abstract_params(config)
+    if source.is_huggingface:
+        huggingface.open_params(source.weights, config, abstract, config.param_dtype)
+    else:
+        manager.require_shapes(source.weights, abstract)
+
+
 def find(path: Path) -> Source:
     """Tells what is at `path`.
 

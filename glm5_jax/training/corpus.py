@@ -51,7 +51,7 @@ class Corpus:
             self._batches = position, self._pipeline.train_iterator(position)
         batches = self._batches[1]
         self._batches = position + 1, batches
-        return next(batches), self._epochs(position + 1)
+        return next(batches), self._metrics(position + 1)
 
     def check(self, metrics: feed.Metrics, step: int) -> None:
         """Nothing but a gradient that is not finite ends a run, which the loop sees."""
@@ -72,6 +72,11 @@ class Corpus:
                 bits[f"eval/bits_per_byte/{name}"] = _bits_per_byte(total)
         return bits
 
+    def _metrics(self, num_batches: int) -> feed.Metrics:
+        """Returns what to log after so many batches."""
+        epochs = self.epochs(num_batches)
+        return {f"data/epochs/{name}".rstrip("/"): e for name, e in epochs.items()}
+
     def sample(self, params: dict, step: int) -> str:
         """Continues, or answers, sample_prompt."""
         config, template = self._config, self._pipeline.template
@@ -91,10 +96,9 @@ class Corpus:
         spell = self.tokenizer.spell if template else self.tokenizer.decode
         return spell([*prompt, *completion.tokens])
 
-    def _epochs(self, num_batches: int) -> dict[str, float]:
-        """How often each source has been read."""
-        epochs = self._pipeline.epochs(num_batches)
-        return {f"data/epochs/{name}".rstrip("/"): e for name, e in epochs.items()}
+    def epochs(self, num_batches: int) -> dict[str, float]:
+        """Returns how often each source has been read after so many batches."""
+        return self._pipeline.epochs(num_batches)
 
 
 def _make_pipeline(config: config_lib.TrainConfig) -> pipeline_lib.Pipeline:

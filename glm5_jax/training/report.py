@@ -4,7 +4,6 @@ import json
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.data import prepared
 from glm5_jax.training import accounting
 
 
@@ -31,19 +30,8 @@ def dry_run(config: config_lib.TrainConfig) -> str:
         f"Cache when decoding: {accounting.cache_bytes_per_token(model):,} B a token",
         f"Training: {flops:.3g} FLOPs a token, {flops * tokens:.3g} a step of "
         f"{tokens:,} tokens, {flops * tokens * config.num_steps:.3g} in all",
-        *_data_lines(config),
     ]
     return "\n".join(lines)
-
-
-def _data_lines(config: config_lib.TrainConfig) -> list[str]:
-    """Epochs of prepared sources; of others nothing is known before they are read."""
-    if config.stage == "rl" or not prepared.is_prepared(config.data):
-        return []
-    epochs = prepared.planned_epochs(config.data, config.num_steps)
-    width = max(map(len, epochs))
-    lines = [f"  {name:<{width}}  {count:>10,.3f}" for name, count in epochs.items()]
-    return ["", "Epochs", *lines]
 
 
 def _size(num_bytes: float | int) -> str:

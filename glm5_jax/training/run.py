@@ -123,7 +123,7 @@ class Run:
         # somebody has changed it.
         if "config" in metadata:
             run_folder.require_same_run(metadata["config"], self.config, self.workdir)
-        _require_same_data(metadata["data"], self.feed.fingerprint, self.workdir)
+        require_same_data(metadata["data"], self.feed.fingerprint, self.workdir)
         self.params, self.opt_state = state["params"], state["opt_state"]
         self.num_left_out = metadata.get("position", self.step) - self.step
         self.restore_seconds = time.perf_counter() - began
@@ -141,14 +141,24 @@ def make_mesh(config: config_lib.TrainConfig) -> Mesh:
     return mesh
 
 
+def make_feed(config: config_lib.TrainConfig) -> feed_lib.Feed:
+    """Opens what the stage learns from: a corpus, or the tasks of an environment.
+
+    Raises:
+      InputError: it cannot be used, or the model has too few ids for its tokenizer.
+    """
+    feed = rl.Rollouts(config) if config.stage == "rl" else corpus.Corpus(config)
+    tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
+    return feed
+
+
 def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> Run:
     """Builds a run, or restores it from its newest checkpoint.
 
     Raises:
       InputError: data, tokenizer or checkpoint do not fit the config.
     """
-    feed = rl.Rollouts(config) if config.stage == "rl" else corpus.Corpus(config)
-    tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
+    feed = make_feed(config)
     _require_same_feed(feed.fingerprint)
     keep = retention.of_run(command_line.to_json_dict(config))
     checkpoints = manager_lib.CheckpointManager(workdir, keep)
@@ -249,8 +259,17 @@ def _pairs(fingerprint: str) -> dict[str, str]:
     return {key: value for key, _, value in parts}
 
 
-def _require_same_data(theirs: str, ours: str, workdir: pathlib.Path) -> None:
-    """The stream of batches must go on where it stopped, or not at all."""
+def require_same_data(theirs: str, ours: str, workdir: pathlib.Path) -> None:
+    """Checks that the stream of batches can go on where it stopped.
+
+    Args:
+      theirs: fingerprint of the data that the run in `workdir` has read.
+      ours: fingerprint of the data that the config names.
+      workdir: folder of the run, for the message.
+
+    Raises:
+      InputError: they differ.
+    """
     if theirs == ours:
         return
     raise config_lib.InputError(

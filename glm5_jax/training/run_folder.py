@@ -129,8 +129,13 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     cache.write_text(path, json.dumps(content, indent=2) + "\n")
 
 
-def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
-    workdir = path.parent
+def require_usable(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
+    """Checks that the folder is free, or belongs to the same run.
+
+    Raises:
+      InputError: it holds another run, a model or somebody's files.
+    """
+    path = workdir / "config.json"
     if path.exists():
         if (workdir / "metrics.jsonl").exists():
             _require_same_run(path, config)
@@ -144,6 +149,11 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
             f"{workdir} is not empty and holds no run (no config.json); give another "
             f"--workdir, so that nothing in it is overwritten."
         )
+
+
+def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
+    workdir = path.parent
+    require_usable(workdir, config)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         write_json(path, command_line.to_json_dict(config))

@@ -144,15 +144,6 @@ class PreparedTest(runs.FolderTest):
             words = set(base.fingerprint.split()) ^ set(pipe.fingerprint.split())
             self.assertEqual({word.partition("=")[0] for word in words}, keys)
 
-    def test_planned_epochs_are_those_that_will_be(self):
-        data = dataclasses.replace(
-            self.data,
-            mixture=tuple(map(str, self.folders.values())),
-            mixture_weights=WEIGHTS,
-            mixture_steps=(BORDER,),
-        )
-        self.assertEqual(prepared.planned_epochs(data, 12), self.mix().epochs(12))
-
     def test_what_does_not_fit_is_refused(self):
         with self.assertRaisesRegex(config.InputError, "must be 32, .* got 64"):
             self.make(sequence_length=64)

@@ -113,6 +113,18 @@ class LoadTest(FolderTest):
         with self.assertRaisesRegex(config_lib.InputError, "embed_tokens.weight .* in"):
             loading.load_model(GOLDEN, [("model.vocab_size", "96")])
 
+    def test_shapes_are_checked_without_reading(self):
+        run, other = self.make_run(), dataclasses.replace(TINY, hidden_size=64)
+        for folder in (run, run / "checkpoints" / "3"):
+            loading.require_params(folder, TINY)
+            message = r"embed_tokens: \(260, 32\) there, \(260, 64\) here"
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                loading.require_params(folder, other)
+        config = loading.read_config(loading.find(GOLDEN))
+        loading.require_params(GOLDEN, config)
+        with self.assertRaisesRegex(config_lib.InputError, "embed_tokens.weight .* in"):
+            loading.require_params(GOLDEN, dataclasses.replace(config, vocab_size=96))
+
     def test_says_what_is_missing(self):
         empty = self.folder / "empty"
         empty.mkdir()
