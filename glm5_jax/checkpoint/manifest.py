@@ -75,7 +75,7 @@ def seal(
     rest = [n for n, size in sizes.items() if n not in entries or entries[n][0] != size]
     entries |= _hash(folder, rest, is_written=True)
     entries = {name: entries[name] for name in sorted(sizes)}
-    _write_whole(folder / NAME, _render(entries, number_of(folder.name)))
+    write_whole(folder / NAME, _render(entries, number_of(folder.name)))
 
 
 def number_of(name: str) -> int | None:
@@ -196,6 +196,22 @@ def files(folder: epath.Path) -> dict[str, int]:
     return {k: v for k, v in found.items() if k not in (NAME, f"{NAME}.tmp")}
 
 
+def write_whole(path: epath.Path, text: str) -> None:
+    """Writes a file that is there whole or not at all, and outlives a power cut."""
+    new = path.parent / f"{path.name}.tmp"
+    try:
+        with new.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
 def _owner(name: str) -> int:
     found = _OF_PROCESS.search(name)
     return int(found[1]) if found else 0
@@ -285,22 +301,6 @@ def _render(entries: Entries, step: int | None) -> str:
 def _entries(files: Mapping[str, Sequence]) -> Entries:
     """As JSON gives them back: pairs."""
     return {name: Entry(*entry) for name, entry in files.items()}
-
-
-def _write_whole(path: epath.Path, text: str) -> None:
-    """Writes a file that is there whole or not at all, and stays."""
-    new = path.parent / f"{path.name}.tmp"
-    try:
-        with new.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise
-    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: epath.Path) -> None:

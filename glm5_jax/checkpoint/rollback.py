@@ -6,6 +6,7 @@ the run.
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -34,17 +35,36 @@ class Rollback:
 
 
 def write(run: epath.PathLike, rollback: Rollback) -> None:
-    """Keeps it in the run's folder, whole or not at all."""
-    path = step_folder.absolute(run) / _NAME
-    half = path.with_name(f"{_NAME}.tmp")
-    half.write_text(json.dumps(dataclasses.asdict(rollback), indent=2) + "\n")
-    half.replace(path)
+    """Keeps it in the run's folder, whole or not at all, with a checksum."""
+    content = dataclasses.asdict(rollback)
+    text = json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n"
+    manifest.write_whole(step_folder.absolute(run) / _NAME, text)
 
 
 def read(run: epath.PathLike) -> Rollback | None:
-    """The last one of a run, if there was one."""
+    """The last one of a run, if there was one.
+
+    Raises:
+      DamagedError: its file is not what was written.
+    """
     path = step_folder.absolute(run) / _NAME
-    return Rollback(**json.loads(path.read_text())) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        checksum = content.pop("checksum", None)  # an earlier version wrote none
+        rollback = Rollback(**content)
+        is_whole = checksum in (None, _checksum(content))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        is_whole, rollback = False, None
+    if not is_whole:
+        raise config_lib.DamagedError(
+            f"{path} is damaged: it says which batches the rollbacks of the run left "
+            f"out. Delete it, and, if the run has saved no checkpoint since the last "
+            f"rollback, say it again: python -m glm5_jax.checkpoint --checkpoint="
+            f"{path.parent} --roll_back=STEP --leave_out=N."
+        )
+    return rollback
 
 
 def by_hand(
@@ -103,3 +123,7 @@ def _position(folder: epath.Path, step: int) -> int:
     """Batches drawn up to a step."""
     step_folder.require_number(folder)
     return manager.read_metadata(folder).get("position", step)
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

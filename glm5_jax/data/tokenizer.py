@@ -104,7 +104,7 @@ class Tokenizer:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tokenizer.json."""
+        """SHA-256 of the tokenizer.json that `save` writes."""
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -166,6 +166,11 @@ def load(path: str | pathlib.Path) -> Tokenizer:
     tokenizer = Tokenizer(backend)
     check_released(tokenizer, file)
     return tokenizer
+
+
+def digest_of(path: pathlib.Path) -> str:
+    """SHA-256 of a tokenizer.json, byte by byte."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_released(tokenizer: Tokenizer, file: str | pathlib.Path) -> None:

@@ -64,8 +64,7 @@ def convert(
             f"The format {to} holds {', '.join(dtypes)}, got --dtype={dtype}."
         )
     config = loading.read_config(found, overrides)
-    if (found.folder / "tokenizer.json").exists():
-        tokenizer = tokenizer_lib.load(found.folder)
+    if (tokenizer := loading.tokenizer_of(found)) is not None:
         tokenizer_lib.check_vocab(tokenizer, config.vocab_size)
     is_fp8 = found.is_huggingface and huggingface.is_quantized(found.settings)
     if to == "hf" and dtype is None and is_fp8:
@@ -112,7 +111,10 @@ def _write_run(
     name = found.weights.name  # of a step folder that was copied it may be any
     step = int(name) if not found.is_huggingface and name.isdecimal() else 0
     params = leaves_lib.unflatten(leaves)
-    step_windows.save_params(folder / "checkpoints" / str(step), params, {})
+    metadata, texts = {}, found.folder / carried.TOKENIZER
+    if texts.exists():
+        metadata["tokenizer"] = tokenizer_lib.digest_of(texts)
+    step_windows.save_params(folder / "checkpoints" / str(step), params, metadata)
     kind: Any = str(leaves["lm_head",].dtype)
     config = dataclasses.replace(config, param_dtype=kind)
     settings = {"model": command_line.to_json_dict(config)}

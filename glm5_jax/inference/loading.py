@@ -64,9 +64,8 @@ def load_model(
     """
     source = find(path)
     config = read_config(source, overrides)
-    tokenizer = None
-    if (source.folder / "tokenizer.json").exists():
-        tokenizer = tokenizer_lib.load(source.folder)
+    tokenizer = tokenizer_of(source)
+    if tokenizer is not None:
         tokenizer_lib.check_vocab(tokenizer, config.vocab_size)
     abstract = transformer.abstract_params(config)
     if source.is_huggingface:
@@ -180,6 +179,27 @@ def context_length(path: Path, config: config_lib.ModelConfig) -> int:
     return min(trained, config.max_position_embeddings)
 
 
+def tokenizer_of(source: Source) -> tokenizer_lib.Tokenizer | None:
+    """The tokenizer that lies beside a model, if one does.
+
+    Raises:
+      InputError: it cannot be used.
+      DamagedError: it is not the one that the checkpoint says it was trained with.
+    """
+    path = source.folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    if not source.is_huggingface:
+        wanted = manager.read_metadata(source.weights).get("tokenizer")
+        if wanted and wanted != tokenizer_lib.digest_of(path):
+            raise config_lib.DamagedError(
+                f"{path} is not the file that {source.weights} was trained with (its "
+                f"SHA-256 must be {wanted}); copy that one there. A run that is "
+                f"started again mends the tokenizer that it has made itself."
+            )
+    return tokenizer_lib.load(path)
+
+
 def require_tokenizer(
     config: config_lib.TrainConfig, tokenizer: tokenizer_lib.Tokenizer
 ) -> None:
@@ -190,8 +210,9 @@ def require_tokenizer(
     """
     if config.init_from is None:
         return
-    theirs = find(config.init_from).folder / "tokenizer.json"
-    if theirs.exists() and tokenizer_lib.load(theirs).digest != tokenizer.digest:
+    source = find(config.init_from)
+    theirs, found = source.folder / "tokenizer.json", tokenizer_of(source)
+    if found is not None and found.digest != tokenizer.digest:
         raise config_lib.InputError(
             f"data.tokenizer={config.data.tokenizer!r} is not the tokenizer of "
             f"init_from, {theirs}: its ids mean other texts. Set "

@@ -41,6 +41,7 @@ class Run:
     program: program_lib.Program
     health: health_lib.Health
     rows: Sequence[int]  # of a batch, that this process makes
+    tokenizer: str = ""  # SHA-256 of the run's tokenizer.json
     params: dict = dataclasses.field(default_factory=dict)
     opt_state: Any = None
     step: int = 0  # updates done
@@ -75,6 +76,7 @@ class Run:
             "position": self.position,
             "config": command_line.to_json_dict(self.config),
             "data": self.feed.fingerprint,
+            "tokenizer": self.tokenizer,
             "health": self.health.memory(),
             "metrics": {k: v for k, v in metrics.items() if k.startswith("eval/")},
         }
@@ -126,6 +128,7 @@ class Run:
         require_same_data(metadata["data"], self.feed.fingerprint, self.workdir)
         self.params, self.opt_state = state["params"], state["opt_state"]
         self.num_left_out = metadata.get("position", self.step) - self.step
+        self.tokenizer = metadata.get("tokenizer", "")
         self.restore_seconds = time.perf_counter() - began
         return metadata.get("health", self.health.memory())
 
@@ -188,14 +191,45 @@ def _fill(run: Run) -> None:
     config, workdir, program = run.config, run.workdir, run.program
     if run.checkpoints.latest_step() is not None:
         run.go_on()
+        run.tokenizer = _same_tokenizer(workdir, run.feed.tokenizer, run.tokenizer)
         logging.info("Goes on from step %d in %s.", run.step, workdir)
         return
     if together.is_first():
         carried.into_training(workdir, config.init_from, run.feed.tokenizer)
+    run.tokenizer = _same_tokenizer(workdir, run.feed.tokenizer)
     run.params = _initial_params(config, program.params)
     opt_places = program_lib.places(program.opt_state)
     init = jax.jit(program.optimizer.init, out_shardings=opt_places)
     run.opt_state = init(run.params)
+
+
+def _same_tokenizer(
+    workdir: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, wanted: str = ""
+) -> str:
+    """SHA-256 of the run's tokenizer.json, which must be what a checkpoint says.
+
+    Whoever evaluates or exports the run reads that file. Where it is the run's own, and
+    not one that came with init_from, it is written anew.
+
+    Raises:
+      DamagedError: it is another, and cannot be written anew.
+    """
+
+    def mended() -> str:
+        path = workdir / carried.TOKENIZER
+        found = tokenizer_lib.digest_of(path) if path.exists() else ""
+        if not wanted or found == wanted:
+            return found
+        if tokenizer.digest != wanted:
+            raise config_lib.DamagedError(
+                f"{path} is not the file that the run began with, whose SHA-256 is "
+                f"{wanted}; copy it there from init_from or data.tokenizer."
+            )
+        tokenizer.save(path)
+        logging.error("%s WAS DAMAGED and is written anew.", path)
+        return wanted
+
+    return together.from_first("tokenizer.json", mended)
 
 
 def _compile(run: Run) -> None:

@@ -1,5 +1,6 @@
 """Going back by hand: what is set aside, what the run will know, what is refused."""
 
+import json
 from unittest import mock
 
 from absl.testing import parameterized
@@ -34,6 +35,26 @@ class ByHandTest(faults_test.FaultsTestCase):
         self.assertEqual(
             self.names(), sorted([*kept, *map("{}.abandoned".format, later)])
         )
+
+    def test_a_damaged_note_is_no_note(self):
+        rollback.by_hand(self.folder, 3)
+        path = self.folder / "rollback.json"
+        whole = path.read_bytes()
+        self.assertIn(b'"num_left_out": 6', whole)
+        flipped = [bytearray(whole) for _ in whole]
+        for i, content in enumerate(flipped):
+            content[i] ^= 1
+        for content in (b"", b"[]", b"\0" * 9, whole[:-9], *flipped):
+            path.write_bytes(content)
+            try:
+                note = rollback.read(self.folder)
+            except config_lib.DamagedError as error:
+                self.assertIn("--roll_back=STEP", str(error))
+            else:  # a blank that became another
+                self.assertEqual(note.num_left_out, 6)
+                self.assertEqual(json.loads(content), json.loads(whole))
+        path.write_text('{"step": 3, "num_left_out": 7, "health": null}')
+        self.assertEqual(rollback.read(self.folder), rollback.Rollback(3, 7, None))
 
     def test_killed_in_between_it_can_be_said_again(self):
         with (

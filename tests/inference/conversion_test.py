@@ -24,6 +24,7 @@ from glm5_jax.checkpoint import (
     stored,
 )
 from glm5_jax.checkpoint import leaves as leaves_lib
+from glm5_jax.data import tokenizer
 from glm5_jax.inference import carried, conversion, loading
 from glm5_jax.model import transformer
 from tests import environment
@@ -184,6 +185,17 @@ class FolderTest(ConversionCase):
             self.assertEqual((back / name).read_text(), text)
         found = json.loads((back / "config.json").read_text())
         self.assertEqual(found, settings | others | {"dtype": "bfloat16"})
+
+    def test_a_tokenizer_that_is_another_is_not_exported(self):
+        source, run = self.write("source"), self.folder / "run"
+        names = ("<|endoftext|>", "[MASK]")
+        one, other = map(tokenizer.byte_tokenizer, (names, names[::-1]))
+        with mock.patch.object(tokenizer, "check_vocab"):  # it has more ids
+            one.save(source / "tokenizer.json")
+            conversion.convert(source, run)
+            other.save(run / "tokenizer.json")
+            with self.assertRaisesRegex(config_lib.DamagedError, "trained with"):
+                conversion.convert(run, self.folder / "back")
 
     def test_mtp_layer_both_ways(self):
         prefix = f"model.layers.{WIDE.num_hidden_layers}."

@@ -20,6 +20,7 @@ from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, manifest
 from glm5_jax.data import tokenizer
+from glm5_jax.inference import loading
 from glm5_jax.training import loop, metrics, signals
 from tests import environment, runs
 from tests.model import tiny
@@ -91,7 +92,12 @@ class RunTest(runs.OneDeviceTest):
         folder = self.copy("resumed")
         shutil.rmtree(folder / "checkpoints" / "6")
         (folder / "summary.json").unlink()
+        ids = (folder / "tokenizer.json").read_text()
+        (folder / "tokenizer.json").write_text(ids.replace('"z":122', '"z":123'))
+        with self.assertRaisesRegex(config_lib.DamagedError, "tokenizer.json is not"):
+            loading.load_model(folder)
         loop.train(self.config, folder)
+        self.assertEqual((folder / "tokenizer.json").read_text(), ids)
         jax.tree.map(
             np.testing.assert_array_equal,
             runs.params_of(folder, MODEL),
