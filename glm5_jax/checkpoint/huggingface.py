@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import huggingface_config, quantized, safetensors_file
@@ -22,6 +23,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 DTYPES = ("F32", "BF16", "F16")
 FP8_DTYPE = "F8_E4M3"  # with a tensor of scales beside it
+_MAX_ITEMSIZE = 4
 MAX_LISTED = 100  # names of one kind in an error message
 
 read_config = huggingface_config.read_config
@@ -171,7 +173,10 @@ def _open(
 ) -> dict[str, Any]:
     """Lazily readable tensors by name, after a check of all names and shapes."""
     expected = {slot.name: tuple(slot.layout.shape) for slot in slots}
-    tensors, bad_files, known = _read_headers(folder)
+    index = _weight_map(folder)
+    known = _without_mtp(config, index)
+    tensors, bad_files = _read_headers(folder, known)
+    spare = _take_spare(config, tensors, index)
     block = _block_size(folder)
     shapes = dict(expected)
     allowed: dict[str, tuple[str, ...]] = dict.fromkeys(expected, DTYPES)
@@ -186,10 +191,11 @@ def _open(
     missing = [
         name
         for name in dict.fromkeys((*shapes, *known))
-        if name not in tensors and known.get(name) not in bad_files
+        if name not in (tensors | spare) and known.get(name) not in bad_files
     ]
     unexpected = sorted(set(tensors) - set(shapes))
     both = [name for name in shapes if name in tensors]
+    is_fp8 = any(tensor.dtype == FP8_DTYPE for tensor in tensors.values())
     problems = {
         "Files missing or damaged (download them again)": list(bad_files.values()),
         "Tensors missing": missing,
@@ -207,9 +213,9 @@ def _open(
     }
     if any(problems.values()):
         lines = [f"{title}: {_join(x)}." for title, x in problems.items() if x]
-        raise config_lib.InputError(
-            "\n".join([f"{folder}:", *lines, _remedy(config, missing, unexpected)])
-        )
+        remedy = _remedy(config, missing, needs_scales=is_fp8 and not block)
+        raise config_lib.InputError("\n".join([f"{folder}:", *lines, remedy]))
+    _require_equal(config, spare, tensors)
     return {
         name: quantized.QuantizedTensor(
             tensors[name], tensors[name + quantized.SCALE_SUFFIX], block
@@ -220,11 +226,65 @@ def _open(
     }
 
 
+def _without_mtp(
+    config: config_lib.ModelConfig, known: dict[str, str]
+) -> dict[str, str]:
+    """What a model without MTP needs of an index; no layer but MTP has an eh_proj."""
+    prefix = names_lib.mtp_prefix(config)
+    if config.has_mtp or prefix + "eh_proj.weight" not in known:
+        return known
+    return {k: file for k, file in known.items() if not k.startswith(prefix)}
+
+
+def _take_spare(
+    config: config_lib.ModelConfig,
+    tensors: dict[str, safetensors_file.Tensor],
+    index: dict[str, str],
+) -> dict[str, safetensors_file.Tensor]:
+    """Takes out the tensors that belong to such a folder but make no parameter.
+
+    The MTP layer, where the config leaves it out; copies in it of what it shares with
+    the model; and shared experts of width 0, which transformers writes for none.
+    """
+    prefix, spare = names_lib.mtp_prefix(config), set()
+    if config.has_mtp:
+        spare |= set(names_lib.mtp_copies(config))
+    elif prefix + "eh_proj.weight" in (tensors | index):
+        spare |= {name for name in tensors if name.startswith(prefix)}
+        logging.info("The MTP layer is left out: num_nextn_predict_layers is 0.")
+    if not config.n_shared_experts:
+        shared = {name for name in tensors if ".mlp.shared_experts." in name}
+        spare |= {name for name in shared if 0 in tensors[name].shape}
+    return {name: tensors.pop(name) for name in spare if name in tensors}
+
+
+def _require_equal(
+    config: config_lib.ModelConfig,
+    spare: dict[str, safetensors_file.Tensor],
+    tensors: dict[str, safetensors_file.Tensor],
+) -> None:
+    """What the MTP layer has a copy of must be the same: the model has one of it."""
+    for name, original in names_lib.mtp_copies(config).items():
+        if not config.has_mtp or name not in spare:
+            continue
+        copy, other = spare[name], tensors[original]
+        is_same = (copy.dtype, copy.shape) == (other.dtype, other.shape)
+        chunk = leaves_lib.chunk_shape(other.shape, _MAX_ITEMSIZE, (0, 1))
+        if not is_same or not all(
+            np.array_equal(copy[window].view(np.uint8), other[window].view(np.uint8))
+            for window in leaves_lib.windows(other.shape, chunk)
+        ):
+            raise config_lib.InputError(
+                f"{copy.path}: {name} is not the same as {original}, which MTP shares "
+                f"with the model here. Set model.num_nextn_predict_layers=0 to leave "
+                f"MTP out."
+            )
+
+
 def _read_headers(
-    folder: pathlib.Path,
-) -> tuple[dict[str, safetensors_file.Tensor], dict[str, str], dict[str, str]]:
-    """Tensors found, what is wrong with files, and the file that each should be in."""
-    known = _weight_map(folder)
+    folder: pathlib.Path, known: dict[str, str]
+) -> tuple[dict[str, safetensors_file.Tensor], dict[str, str]]:
+    """Tensors found, and what is wrong with files; `known` names those of an index."""
     tensors: dict[str, safetensors_file.Tensor] = {}
     bad_files = {}
     for file in sorted({*known.values()} or {SINGLE_FILE}):
@@ -239,7 +299,7 @@ def _read_headers(
         raise config_lib.InputError(
             f"{folder}: {bad_files[SINGLE_FILE]}; download it again."
         )
-    return tensors, bad_files, known
+    return tensors, bad_files
 
 
 def _block_size(folder: pathlib.Path) -> tuple[int, int] | None:
@@ -291,15 +351,18 @@ def _join(names: list[str]) -> str:
 
 
 def _remedy(
-    config: config_lib.ModelConfig, missing: list[str], unexpected: list[str]
+    config: config_lib.ModelConfig, missing: list[str], needs_scales: bool
 ) -> str:
     """What to do about tensors that do not fit."""
     prefix = names_lib.mtp_prefix(config)
+    if needs_scales:
+        return (
+            "Its tensors are in FP8, and config.json has no quantization_config that "
+            "says so: take the config.json of the FP8 release."
+        )
     if missing and all(name.startswith(prefix) for name in missing):
         return (
             "The folder has no MTP layer (transformers drops it): set "
             "model.num_nextn_predict_layers=0."
         )
-    if unexpected and all(name.startswith(prefix) for name in unexpected):
-        return "The folder has an MTP layer: set model.num_nextn_predict_layers=1."
     return "Use the config.json that belongs to these weights, in BF16, F32 or FP8."

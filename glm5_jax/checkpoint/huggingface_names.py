@@ -212,6 +212,15 @@ def _places(
     yield "layer", mtp_prefix(config), ("mtp", "block"), ()
 
 
+def mtp_copies(config: config_lib.ModelConfig) -> dict[str, str]:
+    """Tensors that some folders have in the MTP layer, and what each is a copy of."""
+    prefix = mtp_prefix(config)
+    return {
+        prefix + "embed_tokens.weight": "model.embed_tokens.weight",
+        prefix + "shared_head.head.weight": "lm_head.weight",
+    }
+
+
 def mtp_prefix(config: config_lib.ModelConfig) -> str:
     """How the names of the MTP layer's tensors begin."""
     return f"model.layers.{config.num_hidden_layers}."

@@ -234,9 +234,63 @@ class ErrorTest(FolderCase):
         config = huggingface.read_config(folder)
         config = dataclasses.replace(config, num_nextn_predict_layers=0)
         self.assertNotIn("mtp", load(folder, config))
-        self.assert_fails(
-            GOLDEN / "glm5", "num_nextn_predict_layers=1", names[0], config=config
+
+    def test_mtp_left_out(self):
+        """Of one file, and of several of which that of MTP was not downloaded."""
+        config = huggingface.read_config(GOLDEN / "glm5")
+        without = dataclasses.replace(config, num_nextn_predict_layers=0)
+        whole = load(GOLDEN / "glm5")
+        del whole["mtp"]
+        params = load(GOLDEN / "glm5", without)
+        jax.tree.map(np.testing.assert_array_equal, params, whole)
+        folder = pathlib.Path(self.create_tempdir().full_path) / "out"
+        huggingface_export.save_params(
+            load(GOLDEN / "glm5"), config, folder, max_shard_bytes=10**4
         )
+        index = json.loads((folder / huggingface.INDEX_FILE).read_text())["weight_map"]
+        names = [n for n in index if n.startswith(MTP_PREFIX["glm5"])]
+        rest = {index[name] for name in index if name not in names}
+        for file in {index[name] for name in names} - rest:
+            (folder / file).unlink()
+        self.assert_fails(folder, "download")
+        params = load(folder, without)
+        jax.tree.map(np.testing.assert_array_equal, params, whole)
+        shallow = dataclasses.replace(without, num_hidden_layers=4)
+        self.assert_fails(GOLDEN / "glm5", "unexpected: model.layers.4", config=shallow)
+
+    def test_copies_in_the_mtp_layer(self):
+        folder = self.copy()
+        stored = stored_tensors(folder)
+        copies = {
+            "embed_tokens.weight": stored["model.embed_tokens.weight"],
+            "shared_head.head.weight": stored["lm_head.weight"],
+        }
+        copies = {MTP_PREFIX["glm5"] + k: v.copy() for k, v in copies.items()}
+        self.edit(folder, **copies)
+        want = load(GOLDEN / "glm5")
+        jax.tree.map(np.testing.assert_array_equal, load(folder), want)
+        name = MTP_PREFIX["glm5"] + "shared_head.head.weight"
+        copies[name][79, 63] += 1
+        self.edit(folder, **copies)
+        self.assert_fails(folder, name, "lm_head.weight", "predict_layers=0")
+
+    def test_shared_experts_of_width_0(self):
+        folder = self.copy()
+        names = [n for n in stored_tensors(folder) if ".shared_experts." in n]
+        nothing = np.zeros((0, 64), np.float32)
+        self.edit(folder, **dict.fromkeys(names, nothing))
+        config = huggingface.read_config(folder)
+        config = dataclasses.replace(config, n_shared_experts=0)
+        mlp = load(folder, config)["layers_1"]["block_0"]["mlp"]
+        self.assertNotIn("shared_experts", mlp)
+
+    def test_fp8_without_its_settings(self):
+        folder = self.copy()
+        name = "model.layers.1.self_attn.o_proj.weight"
+        self.edit(
+            folder, **{name: stored_tensors(folder)[name].astype("float8_e4m3fn")}
+        )
+        self.assert_fails(folder, name, "quantization_config", "FP8 release")
 
     def test_all_faults_at_once(self):
         folder = self.copy()
