@@ -46,7 +46,8 @@ def generate(
         prompts = [tokenizer.encode(prompt or "")]
     else:
         raise _no_tokenizer(checkpoint)
-    stop_ids = {*config.eos_token_id, *([tokenizer.eos_id] if tokenizer else [])}
+    ends = {*config.eos_token_id, *([tokenizer.eos_id] if tokenizer else [])}
+    stop_ids = {i for i in ends if i < config.vocab_size}  # others are never drawn
     completions = engine.generate(
         params,
         config,

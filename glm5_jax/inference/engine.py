@@ -16,30 +16,41 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax.inference import parts as parts_lib
-from glm5_jax.inference import placement, steps
+from glm5_jax.inference import placement, requests, steps
 from glm5_jax.inference import scheduler as scheduler_lib
+from glm5_jax.inference import weights as weights_lib
 from glm5_jax.inference.requests import Completion, Request, errors
-from glm5_jax.model import cached, transformer
-from pallas_kernels import dispatch
 
 NUM_STEPS = 16  # tokens of a dispatch
 CHUNK = 2048  # tokens of a prompt that are read at once
 MAX_STOP_IDS = 8  # of a request, unless the engine is made for more
-MAX_UNSTACKED_LAYERS = 32  # compile time grows with them
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """A dispatch that has run, until it is put down."""
+
+    dispatch: scheduler_lib.Dispatch
+    rows: list[int]  # of its parts, in what was drawn
+    state: steps.State
+    drawn: steps.Drawn  # on the host
+    version: int  # of the weights that drew
 
 
 class Engine:
     """A model, a cache, and the requests that it works on.
 
-    Attributes:
-        running: completions under way, by request.
-        version: of the parameters.
+    One thread submits, steps and aborts; another may publish meanwhile. A step that
+    raises has changed nothing: the next one does the same work. Programs take the cache
+    and give it back, so where one fails with the cache in its hands, an empty one takes
+    its place and what the running requests have so far is read again.
     """
 
     def __init__(
@@ -62,16 +73,19 @@ class Engine:
           config: of the model.
           num_slots: sequences that are decoded at once.
           capacity: tokens of a sequence, prompt and completion.
-          seed: of the random numbers.
+          seed: of the random numbers, from 0 on.
           chunk: tokens of a prompt that are read at once.
           num_steps: tokens of a sequence that are drawn in one dispatch.
           max_stop_ids: of a request.
           with_experts: records which experts each token went to.
 
         Raises:
-          InputError: the model cannot see as many tokens, or the devices of the mesh in
-            use cannot have equally many slots.
+          InputError: a number is none or too small, the model cannot see as many
+            tokens, or the devices of the mesh in use cannot have equally many slots.
         """
+        sizes = {"num_slots": num_slots, "capacity": capacity, "chunk": chunk}
+        requests.require_ints(1, **sizes, num_steps=num_steps)
+        requests.require_ints(0, seed=seed, max_stop_ids=max_stop_ids)
         limit = config.max_position_embeddings
         if capacity > limit:
             raise config_lib.InputError(
@@ -84,23 +98,35 @@ class Engine:
         self._num_devices = placement.num_shares(self._mesh)
         self.config, self.capacity, self._seed = config, capacity, seed
         self._with_experts, self._num_steps = with_experts, num_steps
-        self._num_stops = max_stop_ids
         self._rows = parts_lib.row_counts(num_slots // self._num_devices)
         self._sizes = parts_lib.sizes_to(chunk)
-        self._scheduler = scheduler_lib.Scheduler(num_slots, chunk, self._num_devices)
-        empty = functools.partial(
-            steps.empty, config, num_slots, capacity, max_stop_ids
+        self._num_stops, room = max_stop_ids, (num_slots, capacity, max_stop_ids)
+        self._empty = functools.partial(steps.empty, config, *room)
+        self._new_scheduler = functools.partial(
+            scheduler_lib.Scheduler, num_slots, chunk, self._num_devices
         )
+        self._scheduler = self._new_scheduler()
+        self._experts: dict[int, list] = {i: [] for i in range(num_slots)}
+        self._result: _Result | None = None
+        self._finished: dict[int, Completion] = {}  # not returned yet
         with self._on_mesh():
-            self._state = placement.made(empty, self._mesh)
-        self._experts: dict[int, list[np.ndarray]] = {i: [] for i in range(num_slots)}
-        self.running: dict[int, Completion] = {}
-        self.publish(params, 0)
+            self._state = placement.made(self._empty, self._mesh)
+            self._weights = weights_lib.make(params, 0, config, self._mesh)
+
+    @property
+    def running(self) -> dict[int, Completion]:
+        """Completions under way, by request."""
+        return {id: work.completion for id, work in self._scheduler.works.items()}
 
     @property
     def num_pending(self) -> int:
-        """Requests that have not finished."""
-        return len(self.running)
+        """Requests that `step` has not returned yet."""
+        return len(self._scheduler.works.keys() | self._finished.keys())
+
+    @property
+    def version(self) -> int:
+        """Number of the parameters that the next dispatch computes with."""
+        return self._weights.version
 
     @property
     def max_programs(self) -> int:
@@ -108,18 +134,33 @@ class Engine:
         return 2 * len(self._rows) * len(self._sizes) + 1
 
     def publish(self, params: dict, version: int) -> None:
-        """Goes on with other parameters; what running requests have read stays.
+        """Continues with other parameters; what running requests have read stays.
 
-        They must not be donated to anyone while they are in use here. Between requests
-        all slots are emptied, so that what follows does not depend on what came before.
+        They must not be donated to anyone while they are in use here. A dispatch under
+        way ends with those that it began with. Between requests all slots are emptied,
+        so that what follows does not depend on what came before.
+
+        Args:
+          params: of `transformer.table`.
+          version: of the parameters; above the last one, or the last one again where no
+            request is running. A token's version says which weights drew it.
+
+        Raises:
+          InputError: the version says nothing new.
         """
-        if not self.running:
-            slots, chunk = len(self._scheduler.slots), self._scheduler.chunk
-            self._scheduler = scheduler_lib.Scheduler(slots, chunk, self._num_devices)
+        requests.require_ints(0, version=version)
+        is_running, last = bool(self.num_pending), self._weights.version
+        if version < last or (version == last and is_running):
+            remedy = "; requests are running, so it must be above" if is_running else ""
+            raise config_lib.InputError(
+                f"version must increase from publish to publish, got {version} after "
+                f"{last}{remedy}."
+            )
         with self._on_mesh():
-            self._params = self._placed(cast_params(self._placed(params), self.config))
-            self._decode_params = _decode_params(self._params, self.config)
-        self.version = self._scheduler.version = version
+            weights = weights_lib.make(params, version, self.config, self._mesh)
+        if not is_running:
+            self._scheduler = self._new_scheduler()
+        self._weights = weights
 
     def submit(self, request: Request) -> None:
         """Lets a request wait for a slot.
@@ -127,77 +168,128 @@ class Engine:
         Raises:
           InputError: it cannot be continued.
         """
-        found, num_stops = errors(request, self.config, self.capacity), self._num_stops
-        if len(request.stop_ids) > num_stops:
+        self._settle()
+        found = errors(request, self.config, self.capacity)
+        if not found and len(request.stop_ids) > self._num_stops:
             found.append(
-                f"stop_ids must be at most {num_stops} (the engine's max_stop_ids), "
-                f"got {len(request.stop_ids)}."
+                f"stop_ids must be at most {self._num_stops} (the engine's "
+                f"max_stop_ids), got {len(request.stop_ids)}."
             )
-        if request.id in self.running:
+        if not found and request.id in {*self._scheduler.works, *self._finished}:
             found.append(f"Request {request.id} is already running.")
         if found:
             raise config_lib.InputError("\n".join(found))
-        self.running[request.id] = Completion([], [], None)
         self._scheduler.submit(request)
 
     def abort(self, id: int) -> Completion:
-        """Stops a request; returns what it has so far."""
-        slot = self._scheduler.abort(id)
-        if slot is not None:
+        """Stops a request; returns what it has so far.
+
+        Raises:
+          InputError: there is no such request.
+        """
+        self._settle()
+        completion = self._finished.pop(id, None) or self.running.get(id)
+        if completion is None:
+            raise config_lib.InputError(f"Request {id} is not running.")
+        slot = self._scheduler.release(id)
+        if slot is not None and not self._is_lost():
             plan = self._state.plan
             budget = plan.budget.at[slot.index].set(0)
             budget = jax.device_put(budget, plan.budget.sharding)
             plan = dataclasses.replace(plan, budget=budget)
             self._state = dataclasses.replace(self._state, plan=plan)
-        return self.running.pop(id)
+        return completion
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Runs one dispatch; returns the requests that it finished."""
-        todo = self._scheduler.next()
-        if todo is None:
-            return []
+        """Runs one dispatch; returns the requests that it finished.
+
+        Raises:
+          Exception: whatever the dispatch raises. It may be tried again.
+        """
+        self._settle()
         with self._on_mesh():
-            if todo == "decode":
-                return self._decode()
-            return self._prefill(todo)
+            if self._is_lost():
+                self._scheduler.forget()
+                self._state = placement.made(self._empty, self._mesh)
+            weights = self._weights
+            todo = self._scheduler.plan(weights.version)
+            if todo is not None:
+                self._result = self._run(todo, weights)
+        self._settle()
+        finished, self._finished = self._finished, {}
+        return list(finished.items())
 
-    def _decode(self) -> list[tuple[int, Completion]]:
-        """Draws tokens for all slots."""
-        self._state, drawn = steps.decode(
-            self._decode_params,
-            self.config,
-            self._state,
-            num_steps=self._num_steps,
-            with_experts=self._with_experts,
-        )
-        drawn = jax.device_get(drawn)
-        slots = [s for s in self._scheduler.slots if s.is_decoding]
-        done = [self._advance(slot, drawn, slot.index, None) for slot in slots]
-        return [request for request in done if request is not None]
+    def _run(
+        self, todo: scheduler_lib.Dispatch, weights: weights_lib.Weights
+    ) -> _Result:
+        """Lets the devices do what the scheduler wants done."""
+        if todo.kind == "decode":
+            rows = [part.slot.index for part in todo.parts]
+            state, drawn = steps.decode(
+                weights.decode_params,
+                self.config,
+                self._state,
+                num_steps=self._num_steps,
+                with_experts=self._with_experts,
+            )
+        else:
+            rows, arrays = self._arranged(todo.parts)
+            state, drawn = steps.prefill(
+                weights.params,
+                self.config,
+                self._state,
+                placement.rows(arrays, self._mesh),
+                is_fresh=todo.kind == "fresh",
+                with_experts=self._with_experts,
+            )
+        return _Result(todo, rows, state, jax.device_get(drawn), weights.version)
 
-    def _prefill(
+    def _arranged(
         self, todo: Sequence[scheduler_lib.Part]
-    ) -> list[tuple[int, Completion]]:
-        """Reads parts of prompts, each on the device of its slot."""
+    ) -> tuple[list[int], steps.Parts]:
+        """Rows for parts of prompts, each on the device of its slot, and the arrays."""
         places = parts_lib.arrange(todo)
         num_rows = parts_lib.least(self._rows, 1 + max(row for _, row in places))
         rows = [device * num_rows + row for device, row in places]
         size = max(len(part.tokens) for part in todo)
         shape = self._num_devices * num_rows, parts_lib.least(self._sizes, size)
         own = len(self._scheduler.slots) // self._num_devices
-        arrays = parts_lib.make(todo, rows, shape, own, self._seed, self._num_stops)
-        self._state, drawn = steps.prefill(
-            self._params,
-            self.config,
-            self._state,
-            placement.rows(arrays, self._mesh),
-            is_fresh=todo[0].start == 0,
-            with_experts=self._with_experts,
-        )
-        drawn = jax.device_get(drawn)
-        pairs = zip(rows, todo, strict=True)
-        done = [self._advance(part.slot, drawn, row, part) for row, part in pairs]
-        return [request for request in done if request is not None]
+        return rows, parts_lib.make(todo, rows, shape, own, self._seed, self._num_stops)
+
+    def _settle(self) -> None:
+        """Puts down what the last dispatch gave.
+
+        Each assignment may be done twice: where ctrl-C comes between two of them, the
+        next call does all of them again.
+        """
+        if self._result is None:
+            return
+        result, drawn = self._result, self._result.drawn
+        self._state = result.state
+        parts = result.dispatch.parts
+        ids = [[int(i) for i in drawn.ids[row] if i >= 0] for row in result.rows]
+        self._scheduler.advance(result.dispatch, ids, result.version)
+        for part, row, new in zip(parts, result.rows, ids, strict=True):
+            completion, first = part.work.completion, part.num_drawn
+            completion.tokens[first:] = new
+            completion.logprobs[first:] = drawn.logprobs[row, : len(new)].tolist()
+            completion.versions[first:] = [result.version] * len(new)
+            pieces = self._experts[part.slot.index]
+            if drawn.experts is not None:
+                num_read = len(part.tokens) + max(len(new) - 1, 0)
+                read = np.asarray(drawn.experts)[:, row, :num_read].swapaxes(0, 1)
+                _put(pieces, part.start, read)
+            if reason := _finish_reason(part.work):
+                completion.finish_reason = reason
+                if drawn.experts is not None:
+                    completion.experts = np.concatenate([piece for _, piece in pieces])
+                self._finished[part.work.request.id] = completion
+                self._scheduler.release(part.work.request.id)
+        self._result = None
+
+    def _is_lost(self) -> bool:
+        """Whether a program took the cache and did not give it back."""
+        return any(x.is_deleted() for x in jax.tree.leaves(self._state))
 
     def _on_mesh(self) -> contextlib.AbstractContextManager:
         """The mesh that the engine was made on, whatever thread asks it."""
@@ -206,52 +298,6 @@ class Engine:
             if self._mesh is None
             else placement.using(self._mesh)
         )
-
-    def _placed(self, params: dict) -> dict:
-        """Parameters where they are on the mesh: no copy, where they are there."""
-        if self._mesh is None:
-            return params
-        return jax.device_put(params, placement.params(self.config, self._mesh))
-
-    def _advance(
-        self,
-        slot: scheduler_lib.Slot,
-        drawn: steps.Drawn,
-        row: int,
-        part: scheduler_lib.Part | None,
-    ) -> tuple[int, Completion] | None:
-        """Puts down what a slot drew; returns its request if that has finished."""
-        request = slot.request
-        assert request is not None
-        completion = self.running[request.id]
-        ids = [int(i) for i in drawn.ids[row] if i >= 0]
-        num_read = len(ids) if part is None else len(part.tokens)
-        if drawn.experts is not None:
-            if part is not None:
-                self._experts[slot.index] = _leading(
-                    self._experts[slot.index], part.start
-                )
-            read = np.asarray(drawn.experts)[:, row, :num_read]
-            self._experts[slot.index].append(read.swapaxes(0, 1))
-        for id, logprob in zip(ids, drawn.logprobs[row].tolist(), strict=False):
-            if slot.last is not None:
-                slot.tokens.append(slot.last)
-            slot.last = id
-            completion.tokens.append(id)
-            completion.logprobs.append(logprob)
-            completion.versions.append(self.version)
-        if not ids:
-            return None
-        if ids[-1] in request.stop_ids:
-            completion.finish_reason = "stop"
-        elif len(completion.tokens) == request.max_new_tokens:
-            completion.finish_reason = "length"
-        else:
-            return None
-        if drawn.experts is not None:
-            completion.experts = np.concatenate(self._experts[slot.index])
-        self._scheduler.release(slot)
-        return request.id, self.running.pop(request.id)
 
 
 def generate(
@@ -316,15 +362,6 @@ def generate(
     return list(completions.values())
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def cast_params(params: dict, config: config_lib.ModelConfig) -> dict:
-    """Parameters in the dtypes that they are computed in, once instead of every token.
-
-    Matrices become config.dtype; norms, router and head weights float32.
-    """
-    return transformer.cast(params, config)
-
-
 def bucket(num_tokens: int) -> int:
     """The least 2^n or 1.5 * 2^n that is enough."""
     return parts_lib.least(parts_lib.sizes(), num_tokens)
@@ -336,18 +373,19 @@ def _slots_for(num_prompts: int) -> int:
     return num_devices << (-(-num_prompts // num_devices) - 1).bit_length()
 
 
-def _decode_params(params: dict, config: config_lib.ModelConfig) -> dict:
-    """On a CPU, where a layer of a stack is copied before use, no stacks."""
-    is_small = config.num_hidden_layers <= MAX_UNSTACKED_LAYERS
-    is_alone = placement.in_use() is None
-    if dispatch.platform() == "cpu" and is_small and is_alone:
-        return _unstacked(params, config)
-    return params
+def _finish_reason(work: scheduler_lib.Work) -> Literal["stop", "length"] | None:
+    """Why a completion has ended, if it has."""
+    tokens, request = work.completion.tokens, work.request
+    if tokens and tokens[-1] in request.stop_ids:
+        return "stop"
+    return "length" if len(tokens) == request.max_new_tokens else None
 
 
-_unstacked = jax.jit(cached.unstacked, static_argnames="config")
-
-
-def _leading(pieces: list[np.ndarray], size: int) -> list[np.ndarray]:
-    """The first `size` rows of the pieces together."""
-    return [np.concatenate(pieces)[:size]] if pieces and size else []
+def _put(pieces: list[tuple[int, np.ndarray]], start: int, new: np.ndarray) -> None:
+    """Puts rows from `start` on in the place of what was there; pieces know theirs."""
+    while pieces and pieces[-1][0] >= start:
+        pieces.pop()
+    if pieces:
+        first, piece = pieces[-1]
+        pieces[-1] = first, piece[: start - first]
+    pieces.append((start, new))

@@ -13,7 +13,7 @@ from glm5_jax.inference import steps
 from glm5_jax.inference.requests import Request
 
 MIN_TOKENS = 16  # shortest part of a prompt that gets a program of its own
-_IDLE = Request(id=0, prompt=(), max_new_tokens=0)
+_IDLE = Request(id=0, prompt=(), max_new_tokens=0), 0
 
 
 def arrange(todo: Sequence[scheduler_lib.Part]) -> list[tuple[int, int]]:
@@ -49,12 +49,10 @@ def make(
     padding = [0] * size, 0, num_slots, 0, False
     lines, plans = [padding] * num_rows, [_IDLE] * num_rows
     for row, part in zip(rows, todo, strict=True):
-        request = part.slot.request
-        assert request is not None
         tokens = [*part.tokens, *[0] * (size - len(part.tokens))]
         where = part.slot.index % num_slots, part.start, part.is_last
         lines[row] = (tokens, len(part.tokens), *where)
-        plans[row] = request
+        plans[row] = part.work.request, part.num_drawn
     arrays = [_array(column) for column in zip(*lines, strict=True)]
     return steps.Parts(*arrays, plan=_plan(plans, seed, num_stops))
 
@@ -85,13 +83,16 @@ def least(sizes: Iterable[int], size: int) -> int:
     return next(s for s in sizes if s >= size)
 
 
-def _plan(requests: Sequence[Request], seed: int, num_stops: int) -> steps.Plan:
-    """How the engine's programs continue requests."""
+def _plan(
+    works: Sequence[tuple[Request, int]], seed: int, num_stops: int
+) -> steps.Plan:
+    """How the engine's programs continue requests that have so many tokens already."""
+    requests = [request for request, _ in works]
 
     def floats(name: str) -> jax.Array:
         return _array([getattr(r, name) for r in requests]).astype(jnp.float32)
 
-    stop_ids = [sorted(r.stop_ids) for r in requests]
+    stop_ids = [sorted(set(r.stop_ids)) for r in requests]
     return steps.Plan(
         keys=sampling_lib.request_keys(seed, _array([r.id for r in requests])),
         sampling=sampling_lib.Sampling(
@@ -100,7 +101,7 @@ def _plan(requests: Sequence[Request], seed: int, num_stops: int) -> steps.Plan:
             top_k=_array([r.top_k for r in requests]),
             min_p=floats("min_p"),
         ),
-        budget=_array([r.max_new_tokens for r in requests]),
+        budget=_array([r.max_new_tokens - n for r, n in works]),
         stop_ids=_array([ids + [-1] * (num_stops - len(ids)) for ids in stop_ids]),
     )
 

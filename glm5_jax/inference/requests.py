@@ -2,13 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Literal
+import numbers
+from collections.abc import Collection, Iterator, Sequence, Set
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int
 
 from glm5_jax import config as config_lib
+
+_MAX_INT = 2**31 - 1  # of the int32 that the devices compute with
+_MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,37 +45,119 @@ class Completion:
 def errors(
     request: Request, config: config_lib.ModelConfig, capacity: int
 ) -> list[str]:
-    """What keeps a request from being continued in a cache of `capacity` tokens."""
-    found, prompt, name = [], request.prompt, f"Prompt {request.id}"
-    if request.max_new_tokens < 1:
-        found.append(
-            f"max_new_tokens must be at least 1, got {request.max_new_tokens}."
-        )
-    if not 0 <= request.temperature < math.inf:
-        found.append(
-            f"temperature must be finite and not negative, got {request.temperature}."
-        )
-    if request.top_k < 0:
-        found.append(f"top_k must not be negative, got {request.top_k}; 0 is off.")
-    if not 0 <= request.min_p <= 1:
-        found.append(f"min_p must lie in [0, 1], got {request.min_p}; 0 is off.")
-    if not 0 <= request.id < 2**31:
-        found.append(f"A request's id must lie in 0..2^31 - 1, got {request.id}.")
-    if not 0 < request.top_p <= 1:
-        found.append(f"top_p must lie in (0, 1], got {request.top_p}; 1 turns it off.")
-    unknown = [t for t in prompt if not 0 <= t < config.vocab_size]
-    if len(prompt) == 0:
-        found.append(f"{name} is empty; give at least one token.")
-    if unknown:
-        found.append(
-            f"{name} has the id {unknown[0]}, but ids lie in "
-            f"0..{config.vocab_size - 1} (model.vocab_size)."
-        )
-    if len(prompt) + request.max_new_tokens > capacity:
+    """Says what keeps a request from being continued in a cache of `capacity` tokens.
+
+    Nothing of the request is believed: it may come from a user. One message a field.
+    """
+    found = [
+        *_of_settings(request),
+        *_of_stop_ids(request.stop_ids, config.vocab_size),
+        *_of_prompt(request, config.vocab_size),
+    ]
+    if found:
+        return found
+    size, new = len(request.prompt), request.max_new_tokens
+    if size + new > capacity:
         is_model = capacity == config.max_position_embeddings
         what = "model.max_position_embeddings" if is_model else "the cache's capacity"
         found.append(
-            f"{name} has {len(prompt)} tokens; with {request.max_new_tokens} new ones "
-            f"they exceed {what}={capacity}. Shorten it, or lower max_new_tokens."
+            f"Prompt {request.id} has {size} tokens; with {new} new ones they exceed "
+            f"{what}={capacity}. Shorten it, or lower max_new_tokens."
         )
     return found
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is a whole number of Python or numpy, and no truth value."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def require_ints(least: int, **values: Any) -> None:
+    """Checks that each value is an int from `least` on that fits 32 bits.
+
+    Raises:
+      InputError: one is not; it names all that are not.
+    """
+    found = [_of_int(name, value, least) for name, value in values.items()]
+    if any(found):
+        raise config_lib.InputError("\n".join(filter(None, found)))
+
+
+def _of_int(name: str, value: Any, least: int, more: str = "") -> str | None:
+    """What is wrong with a field that must be an int from `least` on."""
+    if not is_int(value):
+        return f"{name} must be an int, got {_shown(value)}."
+    if value < least:
+        limit = "must not be negative" if least == 0 else f"must be at least {least}"
+        return f"{name} {limit}, got {value}{more}."
+    if value > _MAX_INT:
+        return f"{name} must be at most 2^31 - 1, got {value}{more}."
+    return None
+
+
+def _of_settings(request: Request) -> Iterator[str]:
+    """What is wrong with the numbers of a request."""
+    if not (is_int(request.id) and 0 <= request.id <= _MAX_INT):
+        yield (
+            f"A request's id must lie in 0..2^31 - 1 and be an int, got "
+            f"{_shown(request.id)}."
+        )
+    for name, least, more in (("max_new_tokens", 1, ""), ("top_k", 0, "; 0 is off")):
+        if wrong := _of_int(name, getattr(request, name), least, more):
+            yield wrong
+    if not 0 <= _number(request.temperature) <= _MAX_FLOAT:
+        yield (
+            f"temperature must be finite and not negative, got "
+            f"{_shown(request.temperature)}."
+        )
+    if not 0 < _number(request.top_p) <= 1:
+        yield (
+            f"top_p must lie in (0, 1], got {_shown(request.top_p)}; 1 turns it off."
+        )
+    if not 0 <= _number(request.min_p) <= 1:
+        yield f"min_p must lie in [0, 1], got {_shown(request.min_p)}; 0 is off."
+
+
+def _of_stop_ids(stop_ids: Any, vocab_size: int) -> Iterator[str]:
+    """What is wrong with the stop ids: one beyond 32 bits would be another id."""
+    if not isinstance(stop_ids, Set | list | tuple):
+        yield f"stop_ids must be a set of ints, got {_shown(stop_ids)}."
+    elif wrong := _not_ids(stop_ids, vocab_size):
+        yield (
+            f"stop_ids must be ints in 0..{vocab_size - 1} (model.vocab_size), got "
+            f"{_shown(wrong[0])}."
+        )
+
+
+def _of_prompt(request: Request, vocab_size: int) -> Iterator[str]:
+    """What is wrong with the prompt, but for its length."""
+    prompt, name = request.prompt, f"Prompt {_shown(request.id)}"
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence | np.ndarray):
+        yield f"{name} must be a list of token ids, got {_shown(prompt)}."
+    elif len(prompt) == 0:
+        yield f"{name} is empty; give at least one token."
+    elif wrong := _not_ids(prompt, vocab_size):
+        what = "the id" if is_int(wrong[0]) else "no id:"
+        yield (
+            f"{name} has {what} {_shown(wrong[0])}, but ids lie in "
+            f"0..{vocab_size - 1} (model.vocab_size)."
+        )
+
+
+def _number(value: Any) -> Any:
+    """It, or NaN for what is no number: NaN lies in no interval."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return value if is_number else math.nan
+
+
+def _not_ids(values: Collection, vocab_size: int) -> list:
+    """Those that are no ids of the vocabulary."""
+    if {type(value) for value in values} == {int}:  # as nearly always: quickly
+        return [value for value in values if not 0 <= value < vocab_size]
+    return [v for v in values if not (is_int(v) and 0 <= v < vocab_size)]
+
+
+def _shown(value: Any) -> str:
+    """It, in few characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -4,6 +4,9 @@ Requests wait in order. A free slot takes the first of them; its prompt is read 
 of at most a chunk, and then the slot decodes until the sequence ends. What a slot holds
 stays there until it is taken again: a prompt that goes on from it, as the next turn of
 a conversation does, is read from where it is new.
+
+`plan` says what to do and `advance` puts down that it was done. Each may be called
+again where an exception or ctrl-C cut it short, with the same result.
 """
 
 import collections
@@ -11,7 +14,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from glm5_jax.inference.requests import Request
+from glm5_jax.inference.requests import Completion, Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A request under way."""
+
+    request: Request
+    prompt: list[int]  # of the request
+    completion: Completion  # what it has so far
 
 
 @dataclasses.dataclass
@@ -20,7 +32,7 @@ class Slot:
 
     index: int
     device: int = 0  # of those that have different slots
-    request: Request | None = None  # None: free
+    work: Work | None = None  # None: free
     tokens: list[int] = dataclasses.field(default_factory=list)  # read, in the cache
     last: int | None = None  # drawn, and not read yet
     version: int = -1  # of the weights that read the oldest of the tokens
@@ -28,26 +40,33 @@ class Slot:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a part of its prompt is still to be read."""
-        return self.request is not None and len(self.tokens) < len(self.request.prompt)
+        """Whether tokens are still to be read before the next one is drawn."""
+        return self.work is not None and self.last is None
 
     @property
     def is_decoding(self) -> bool:
         """Whether it draws tokens."""
-        return self.request is not None and not self.is_reading
+        return self.work is not None and self.last is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Tokens of a prompt that a slot reads behind `start` others."""
+    """Tokens that a slot reads behind `start` others."""
 
     slot: Slot
+    work: Work
     start: int
     tokens: Sequence[int]
-    is_last: bool
+    is_last: bool  # a token is drawn behind them
+    num_drawn: int  # tokens of the completion so far
 
 
-Dispatch = list[Part] | Literal["decode"] | None
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """What the device does next, for some slots."""
+
+    kind: Literal["fresh", "behind", "decode"]  # first parts; later ones; draws
+    parts: list[Part]
 
 
 class Scheduler:
@@ -55,8 +74,7 @@ class Scheduler:
 
     Attributes:
         slots: all of them.
-        waiting: requests that have none yet.
-        version: of the weights that are used now.
+        works: requests that have not finished, by id, in order.
         chunk: tokens of one prompt that are read at once.
     """
 
@@ -64,60 +82,81 @@ class Scheduler:
         """All slots are free; each device has as many, one after the other."""
         own = num_slots // num_devices
         self.slots = [Slot(i, i // own) for i in range(num_slots)]
-        self.waiting: collections.deque[Request] = collections.deque()
-        self.version = 0
+        self.works: dict[int, Work] = {}
         self.chunk = chunk
         self._clock = 0
         self._has_left_some = False  # the last dispatch read, and not all of it
 
     def submit(self, request: Request) -> None:
         """Lets a request wait for a slot."""
-        self.waiting.append(request)
+        prompt = [int(token) for token in request.prompt]
+        self.works[request.id] = Work(request, prompt, Completion([], [], None))
 
-    def abort(self, id: int) -> Slot | None:
-        """Takes a request back; returns the slot that it had."""
-        self.waiting = collections.deque(r for r in self.waiting if r.id != id)
+    def release(self, id: int) -> Slot | None:
+        """Takes a request out; what its slot holds stays until another takes it."""
+        found = None
         for slot in self.slots:
-            if slot.request is not None and slot.request.id == id:
-                self.release(slot)
-                return slot
-        return None
+            if slot.work is not None and slot.work.request.id == id:
+                self._clock += 1
+                slot.last_used, slot.last, found = self._clock, None, slot
+                slot.work = None
+        self.works.pop(id, None)
+        return found
 
-    def release(self, slot: Slot) -> None:
-        """Frees a slot; what it holds stays until another request takes it."""
-        self._clock += 1
-        slot.request, slot.last, slot.last_used = None, None, self._clock
+    def forget(self) -> None:
+        """Reads all that was read again, as the cache is empty."""
+        for slot in self.slots:
+            slot.tokens, slot.last = [], None
 
-    def next(self) -> Dispatch:
-        """What to do now. The parts that are returned count as read.
+    def plan(self, version: int) -> Dispatch | None:
+        """Says what to do now; waiting requests get free slots, nothing counts as read.
 
         Reading goes first, as slots that decode are then more; but a prompt of many
         chunks lets the others decode in between.
-        """
-        is_anyone_decoding = any(slot.is_decoding for slot in self.slots)
-        if self._has_left_some and is_anyone_decoding:
-            self._has_left_some = False
-            return "decode"
-        self._admit()
-        reading = [slot for slot in self.slots if slot.is_reading]
-        if not reading:
-            return "decode" if is_anyone_decoding else None
-        is_fresh = not reading[0].tokens
-        parts = [self._part(slot) for slot in reading if (not slot.tokens) == is_fresh]
-        for part in parts:
-            part.slot.tokens.extend(part.tokens)
-        self._has_left_some = not all(part.is_last for part in parts)
-        return parts
 
-    def _admit(self) -> None:
+        Args:
+          version: of the weights that will do it.
+        """
+        decoding = [slot for slot in self.slots if slot.is_decoding]
+        if not (self._has_left_some and decoding):
+            self._admit(version)
+            reading = [slot for slot in self.slots if slot.is_reading]
+            if reading:
+                is_fresh = not reading[0].tokens
+                same = [slot for slot in reading if (not slot.tokens) == is_fresh]
+                parts = [self._part(slot) for slot in same]
+                return Dispatch("fresh" if is_fresh else "behind", parts)
+        parts = [self._part(slot) for slot in decoding]
+        return Dispatch("decode", parts) if parts else None
+
+    def advance(self, dispatch: Dispatch, drawn: list[list[int]], version: int) -> None:
+        """Puts down that a dispatch was done.
+
+        Args:
+          dispatch: of `plan`.
+          drawn: tokens, of each part.
+          version: of the weights that did it.
+        """
+        for part, ids in zip(dispatch.parts, drawn, strict=True):
+            slot, read = part.slot, [*part.tokens, *ids[:-1]]
+            slot.tokens[part.start :] = read
+            if part.start == 0:
+                slot.version = version
+            if ids:
+                slot.last = ids[-1]
+        is_reading = dispatch.kind != "decode"
+        are_last = all(part.is_last for part in dispatch.parts)
+        self._has_left_some = is_reading and not are_last
+
+    def _admit(self, version: int) -> None:
         """Gives waiting requests the free slots, in order, to all devices alike."""
-        taken = collections.Counter(
-            slot.device for slot in self.slots if slot.request is not None
-        )
-        free = [slot for slot in self.slots if slot.request is None]
-        while self.waiting and free:
-            request = self.waiting.popleft()
-            kept = {slot.index: self._kept(slot, request.prompt) for slot in free}
+        busy = [slot for slot in self.slots if slot.work is not None]
+        taken = collections.Counter(slot.device for slot in busy)
+        running = {slot.work.request.id for slot in busy if slot.work is not None}
+        waiting = [work for id, work in self.works.items() if id not in running]
+        free = [slot for slot in self.slots if slot.work is None]
+        for work in waiting[: len(free)]:
+            kept = {slot.index: _kept(slot, work.prompt, version) for slot in free}
 
             def rank(s: Slot, kept: dict[int, int] = kept) -> tuple[int, ...]:
                 return kept[s.index], -taken[s.device], -s.last_used, -s.index
@@ -125,26 +164,30 @@ class Scheduler:
             slot = max(free, key=rank)
             free.remove(slot)
             taken[slot.device] += 1
-            slot.request = request
             del slot.tokens[kept[slot.index] :]
-            if not slot.tokens:
-                slot.version = self.version
-
-    def _kept(self, slot: Slot, prompt: Sequence[int]) -> int:
-        """How many leading tokens of the prompt a slot holds, if that saves half.
-
-        The last one is read in any case, as the next is drawn from what it gives.
-        """
-        if slot.version != self.version:
-            return 0
-        size = min(len(prompt) - 1, _common(slot.tokens, prompt))
-        return size if 2 * size >= len(prompt) else 0
+            slot.last, slot.work = None, work
 
     def _part(self, slot: Slot) -> Part:
-        assert slot.request is not None
-        start, prompt = len(slot.tokens), slot.request.prompt
-        end = min(start + self.chunk, len(prompt))
-        return Part(slot, start, prompt[start:end], end == len(prompt))
+        """What a slot does next."""
+        work, start = slot.work, len(slot.tokens)
+        assert work is not None
+        num_drawn = len(work.completion.tokens)
+        if slot.last is not None:
+            return Part(slot, work, start, [slot.last], True, num_drawn)
+        text = [*work.prompt, *work.completion.tokens] if num_drawn else work.prompt
+        end = min(start + self.chunk, len(text))
+        return Part(slot, work, start, text[start:end], end == len(text), num_drawn)
+
+
+def _kept(slot: Slot, prompt: Sequence[int], version: int) -> int:
+    """How many leading tokens of the prompt a slot holds, if that saves half.
+
+    The last one is read in any case, as the next is drawn from what it gives.
+    """
+    if slot.version != version:
+        return 0
+    size = min(len(prompt) - 1, _common(slot.tokens, prompt))
+    return size if 2 * size >= len(prompt) else 0
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

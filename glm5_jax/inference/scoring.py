@@ -11,7 +11,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import losses
 from glm5_jax.data import packing
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.inference import engine
+from glm5_jax.inference import weights
 from glm5_jax.model import invariance, transformer
 
 BATCH_TOKENS = 4096  # of a forward pass
@@ -88,7 +88,7 @@ def score(
             f"Rows have {tokens.shape[1]} tokens, more than "
             f"model.max_position_embeddings={limit}; cut them."
         )
-    params = engine.cast_params(params, config)
+    params = weights.cast_params(params, config)
     names = ("tokens", "targets", "segment_ids", "positions")
     size = min(len(tokens), max(1, BATCH_TOKENS // tokens.shape[1]))
     nll = np.empty(tokens.shape, np.float32)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from glm5_jax import config as config_lib
 from glm5_jax.config import checks
-from glm5_jax.inference import engine, placement, steps
+from glm5_jax.inference import engine, placement, steps, weights
 from glm5_jax.model import transformer
 from glm5_jax.training import program as program_lib
 
@@ -93,7 +93,7 @@ def _serving(
     mesh = placement.engine_mesh(mesh)
     placement.require_whole("data.batch_size", batch, mesh)
     params = jax.eval_shape(
-        functools.partial(engine.cast_params, config=model),
+        functools.partial(weights.cast_params, config=model),
         transformer.abstract_params(model),
     )
     params = jax.tree.map(_placed, params, placement.params(model, mesh))

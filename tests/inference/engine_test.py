@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import huggingface
-from glm5_jax.inference import engine, steps
+from glm5_jax.inference import engine, steps, weights
 from glm5_jax.model import cached, transformer
 from tests import environment
 from tests.model import tiny
@@ -117,7 +117,7 @@ class GreedyTest(parameterized.TestCase):
         params, prompts = tiny.params(TINY), make_prompts(5, 11, 15)
         options = {"max_new_tokens": 17, "temperature": 0.0}
         single = engine.generate(params, TINY, prompts, **options)
-        with mock.patch.object(engine, "MAX_UNSTACKED_LAYERS", 0):
+        with mock.patch.object(weights, "MAX_UNSTACKED_LAYERS", 0):
             stacked = engine.generate(params, TINY, prompts, **options)
         for a, b in zip(single, stacked, strict=True):
             self.assertEqual(a.tokens, b.tokens)
@@ -164,7 +164,7 @@ class BatchTest(absltest.TestCase):
 
     def test_bfloat16_keeps_router_and_norms_in_float32(self):
         config = dataclasses.replace(TINY, dtype="bfloat16")
-        params = engine.cast_params(tiny.params(config), config)
+        params = weights.cast_params(tiny.params(config), config)
         block = params["layers_1"]["block_0"]
         self.assertEqual(block["mlp"]["gate"].dtype, jnp.float32)
         self.assertEqual(block["mlp"]["e_score_correction_bias"].dtype, jnp.float32)
@@ -300,7 +300,7 @@ class ContinuousBatchingTest(parameterized.TestCase):
         ids = [*first.prompt, *turn.tokens, 5, 6]
         request = engine.Request(id=1, prompt=ids, max_new_tokens=4)
         with mock.patch.object(
-            machine._scheduler, "next", wraps=machine._scheduler.next
+            machine._scheduler, "plan", wraps=machine._scheduler.plan
         ) as spy:
             (again,) = run_all(machine, [request]).values()
             self.assertEqual(spy.call_count, 2)

@@ -143,7 +143,7 @@ class PlacementTest(parameterized.TestCase):
         machine = scheduler.Scheduler(num_slots=8, chunk=16, num_devices=4)
         for request in make_requests()[:5]:
             machine.submit(request)
-        devices = [part.slot.device for part in machine.next()]
+        devices = [part.slot.device for part in machine.plan(0).parts]
         self.assertEqual(sorted(devices), [0, 0, 1, 2, 3])
 
     def test_only_the_arrays_of_slots_are_cut(self):

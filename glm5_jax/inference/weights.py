@@ -1,0 +1,67 @@
+"""Parameters as the engine computes with them: made once, used for whole dispatches."""
+
+import dataclasses
+import functools
+
+import jax
+
+from glm5_jax import config as config_lib
+from glm5_jax.inference import placement
+from glm5_jax.model import cached, transformer
+from pallas_kernels import dispatch
+
+MAX_UNSTACKED_LAYERS = 32  # compile time grows with them
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What a dispatch computes with; never changed, only replaced as a whole."""
+
+    params: dict  # in their dtypes of computation
+    decode_params: dict  # the same, as decoding wants them
+    version: int
+
+
+def make(
+    params: dict,
+    version: int,
+    config: config_lib.ModelConfig,
+    mesh: placement.AnyMesh | None,
+) -> Weights:
+    """Casts parameters and puts them where they belong: no copy, where they are there.
+
+    Args:
+      params: of `transformer.table`.
+      version: of them.
+      config: of the model.
+      mesh: of the engine, which is in use; None for a single device.
+    """
+
+    def placed(params: dict) -> dict:
+        if mesh is None:
+            return params
+        return jax.device_put(params, placement.params(config, mesh))
+
+    params = placed(cast_params(placed(params), config))
+    return Weights(params, _decode_params(params, config), version)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def cast_params(params: dict, config: config_lib.ModelConfig) -> dict:
+    """Parameters in the dtypes that they are computed in, once instead of every token.
+
+    Matrices become config.dtype; norms, router and head weights float32.
+    """
+    return transformer.cast(params, config)
+
+
+def _decode_params(params: dict, config: config_lib.ModelConfig) -> dict:
+    """On a CPU, where a layer of a stack is copied before use, no stacks."""
+    is_small = config.num_hidden_layers <= MAX_UNSTACKED_LAYERS
+    is_alone = placement.in_use() is None
+    if dispatch.platform() == "cpu" and is_small and is_alone:
+        return _unstacked(params, config)
+    return params
+
+
+_unstacked = jax.jit(cached.unstacked, static_argnames="config")

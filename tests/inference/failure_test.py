@@ -1,0 +1,248 @@
+"""A dispatch that fails, and bad requests: nothing of the others' work is lost."""
+
+import functools
+from unittest import mock
+
+import jax
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax.inference import engine, steps
+from tests import environment
+from tests.inference import engine_test
+from tests.model import tiny
+
+TINY, ENGINE = engine_test.TINY, engine_test.ENGINE
+
+
+class Fault:
+    """A program that raises in its n-th call, before or after it took the cache."""
+
+    def __init__(self, program, at, error, takes_cache):
+        self.program, self.left = program, at
+        self.error, self.takes_cache = error, takes_cache
+
+    def __call__(self, *args, **options):
+        self.left -= 1
+        if self.left == 0:
+            if self.takes_cache:
+                self.program(*args, **options)  # its results are lost
+            raise self.error
+        return self.program(*args, **options)
+
+
+@functools.cache
+def params():
+    return tiny.params(TINY)
+
+
+def make_engine(**changes):
+    return engine.Engine(params(), TINY, **(ENGINE | changes))
+
+
+def make_requests():
+    """Of one chunk and of several, more than slots, all kinds of sampling."""
+    requests = engine_test.make_requests(5, 30, 2, 11, 7)
+    return [*requests, engine.Request(9, [3] * 26, 9, temperature=0.0)]
+
+
+@functools.cache
+def wanted():
+    return engine_test.run_all(make_engine(), make_requests())
+
+
+def drain(machine):
+    """Completions, and the errors that steps raised on the way to them."""
+    done, errors = {}, []
+    for _ in range(100):
+        if not machine.num_pending:
+            return done, errors
+        try:
+            done |= machine.step()
+        except (RuntimeError, KeyboardInterrupt) as error:
+            errors.append(error)
+    raise AssertionError(f"requests {[*machine.running]} never finish")
+
+
+class FailureTest(parameterized.TestCase):
+    def check(self, done):
+        self.assertEqual(done.keys(), wanted().keys())
+        for id, completion in wanted().items():
+            self.assertEqual(done[id].tokens, completion.tokens, id)
+            self.assertEqual(done[id].finish_reason, completion.finish_reason)
+            self.assertEqual(done[id].versions, completion.versions)
+            np.testing.assert_allclose(
+                done[id].logprobs,
+                completion.logprobs,
+                atol=engine_test.LOGPROB_ATOL,
+                rtol=0,
+            )
+            np.testing.assert_array_equal(
+                np.sort(done[id].experts), np.sort(completion.experts)
+            )
+
+    @parameterized.product(
+        where=(("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 3)),
+        error=(RuntimeError("RESOURCE_EXHAUSTED"), KeyboardInterrupt()),
+        takes_cache=(False, True),
+    )
+    def test_every_request_finishes_as_without_it(self, where, error, takes_cache):
+        name, at = where
+        machine = make_engine()
+        for request in make_requests():
+            machine.submit(request)
+        fault = Fault(getattr(steps, name), at, error, takes_cache)
+        with mock.patch.object(steps, name, fault):
+            done, errors = drain(machine)
+        self.assertEqual(errors, [error])
+        self.check(done)
+
+    def test_ctrl_c_while_tokens_are_put_down(self):
+        """Anywhere in it: the next step does it again."""
+        machine = make_engine()
+        for request in make_requests():
+            machine.submit(request)
+        scheduler, rng = machine._scheduler, np.random.default_rng(0)
+
+        def interrupted(call, *args):
+            if rng.random() < 0.25:
+                raise KeyboardInterrupt
+            result = call(*args)
+            if rng.random() < 0.25:
+                raise KeyboardInterrupt
+            return result
+
+        for name in ("advance", "release"):
+            call = functools.partial(interrupted, getattr(scheduler, name))
+            setattr(scheduler, name, call)
+        done, errors = drain(machine)
+        self.assertGreater(len(errors), 10)
+        self.check(done)
+
+    def test_what_was_lost_can_be_aborted_and_joined(self):
+        machine = make_engine()
+        first, *others = make_requests()
+        for request in others:
+            machine.submit(request)
+        machine.step()
+        fault = Fault(steps.decode, 1, RuntimeError("lost"), True)
+        with mock.patch.object(steps, "decode", fault), self.assertRaises(RuntimeError):
+            while True:
+                machine.step()
+        aborted = machine.abort(others[0].id)
+        size = len(aborted.tokens)
+        self.assertEqual(aborted.tokens, wanted()[others[0].id].tokens[:size])
+        machine.submit(first)
+        machine.submit(others[0])
+        self.check(drain(machine)[0])
+
+
+class VersionTest(parameterized.TestCase):
+    def test_versions_increase(self):
+        machine = make_engine()
+        machine.publish(params(), 3)
+        machine.publish(params(), 3)  # nothing is running: slots are emptied
+        with self.assertRaisesRegex(config_lib.InputError, "version must increase"):
+            machine.publish(params(), 2)
+        machine.submit(make_requests()[0])
+        with self.assertRaisesRegex(config_lib.InputError, "got 3 after 3"):
+            machine.publish(params(), 3)
+        with self.assertRaisesRegex(config_lib.InputError, "version must not be neg"):
+            machine.publish(params(), -1)
+        self.assertEqual(machine.version, 3)
+
+    def test_a_token_has_the_version_that_drew_it(self):
+        """Others are published while the device is busy."""
+        other = jax.tree.map(lambda x: 2 * x, params())
+        machine, decode = make_engine(), steps.decode
+
+        def meanwhile(*args, **options):
+            out = decode(*args, **options)
+            machine.publish(other, machine.version + 1)
+            return out
+
+        request = engine.Request(0, [5, 6, 7], 12, temperature=0.0)
+        with mock.patch.object(steps, "decode", meanwhile):
+            (done,) = engine_test.run_all(machine, [request]).values()
+        self.assertEqual(done.versions, [0] * 6 + [1] * 5 + [2])
+
+    def test_prefixes_of_old_weights_are_read_again(self):
+        other = jax.tree.map(lambda x: 1.5 * x, params())
+        turn, long = make_requests()[1], engine.Request(7, [5, 6], 40)
+        machine = make_engine()
+        machine.submit(long)
+        machine.submit(turn)
+        done = {}
+        while turn.id not in done:
+            done |= machine.step()
+        machine.publish(other, 1)  # while the long one runs
+        prompt = [*turn.prompt, *done[turn.id].tokens, 8]
+        again = engine.Request(8, prompt, 6)
+        (_, found), *_ = sorted(engine_test.run_all(machine, [again]).items())[-1:]
+        fresh = make_engine()
+        fresh.publish(other, 1)
+        (want,) = engine_test.run_all(fresh, [again]).values()
+        self.assertEqual(found.tokens, want.tokens)
+        np.testing.assert_allclose(
+            found.logprobs, want.logprobs, atol=engine_test.LOGPROB_ATOL
+        )
+
+
+class RequestTest(parameterized.TestCase):
+    """What comes from a user is refused with the field's name, and harms nobody."""
+
+    @parameterized.named_parameters(
+        ("float_ids", "prompt", [1.5, 2], "Prompt 0 has no id: 1.5"),
+        ("text_ids", "prompt", ["a"], "Prompt 0 has no id: 'a'"),
+        ("truth", "prompt", [True, 2], "Prompt 0 has no id: True"),
+        ("text", "prompt", "abc", "Prompt 0 must be a list of token ids, got 'abc'"),
+        ("number", "prompt", 5, "Prompt 0 must be a list of token ids"),
+        ("matrix", "prompt", np.ones((2, 2), int), "Prompt 0 has no id"),
+        ("vast", "prompt", [2**40], "Prompt 0 has the id 1099511627776"),
+        ("stop_text", "stop_ids", frozenset({"a"}), "stop_ids must be ints in 0..95"),
+        ("stop_wraps", "stop_ids", frozenset({2**32 + 5}), "got 4294967301"),
+        ("stop_negative", "stop_ids", frozenset({-1}), "stop_ids must be ints"),
+        ("stop_beyond", "stop_ids", frozenset({96}), "stop_ids must be ints"),
+        ("stop_number", "stop_ids", 5, "stop_ids must be a set of ints"),
+        ("tokens_float", "max_new_tokens", 2.5, "max_new_tokens must be an int, got"),
+        ("tokens_true", "max_new_tokens", True, "max_new_tokens must be an int, got"),
+        ("tokens_vast", "max_new_tokens", 2**32 + 3, "max_new_tokens must be at most"),
+        ("none", "temperature", None, "temperature must be finite .*, got None"),
+        ("endless", "temperature", 10**400, "temperature must be finite"),
+        ("hot", "temperature", 1e39, "temperature must be finite"),
+        ("top_k", "top_k", 2**32 + 3, "top_k must be at most"),
+        ("top_k_float", "top_k", 2.0, "top_k must be an int"),
+        ("top_p", "top_p", "a", "top_p must lie in"),
+        ("min_p", "min_p", float("nan"), "min_p must lie in"),
+        ("id", "id", "a", "A request's id must lie in .*, got 'a'"),
+    )
+    def test_refused(self, field, value, message):
+        request = engine.Request(0, [3], 4)
+        object.__setattr__(request, field, value)  # past the types of this test run
+        machine = make_engine()
+        with self.assertRaisesRegex(config_lib.InputError, message) as caught:
+            machine.submit(request)
+        self.assertNotIn("\n", str(caught.exception))
+        self.assertEqual(machine.num_pending, 0)
+
+    def test_whole_numbers_of_numpy_are_fine(self):
+        request = engine.Request(4, [5, 6], 6, frozenset({5}))
+        object.__setattr__(request, "prompt", np.array([5, 6, 7]))
+        object.__setattr__(request, "max_new_tokens", np.int32(6))
+        (done,) = engine_test.run_all(make_engine(), [request]).values()
+        plain = engine.Request(4, [5, 6, 7], 6, frozenset({5}))
+        (want,) = engine_test.run_all(make_engine(), [plain]).values()
+        self.assertEqual(done.tokens, want.tokens)
+
+    @parameterized.parameters(
+        {"num_slots": 0}, {"chunk": 0}, {"num_steps": -2}, {"seed": -1}
+    )
+    def test_sizes_of_an_engine(self, **changes):
+        (name,) = changes
+        with self.assertRaisesRegex(config_lib.InputError, f"{name} must"):
+            engine.Engine({}, TINY, **(ENGINE | changes))
+
+
+if __name__ == "__main__":
+    environment.main()
