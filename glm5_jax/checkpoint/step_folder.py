@@ -92,6 +92,24 @@ def missing(folder: epath.Path) -> str:
     return ""
 
 
+def is_whole(folder: epath.PathLike, step: int) -> bool:
+    """Returns whether a run folder has a step, with the files that were written.
+
+    Args:
+        folder: of the run.
+        step: that it should have.
+    """
+    path = absolute(folder) / "checkpoints" / str(step)
+    try:
+        is_there = manifest.is_sealed(path) and not missing(path)
+        if is_there:
+            manifest.verify(path)
+            require_number(path)
+    except config_lib.DamagedError:
+        return False
+    return is_there
+
+
 def require_number(folder: epath.Path) -> None:
     """Checks that a step's metadata are those of the step that its folder is named by.
 

@@ -46,6 +46,13 @@ def _train(
     config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh, began: float
 ) -> dict[str, Any]:
     """`train`, in a folder that is this run's alone."""
+    if summary := run_folder.finished(workdir, config):
+        logging.info(
+            "The run in %s has done its %d steps: nothing is left to do. A larger "
+            "num_steps goes on with it.",
+            *(workdir, summary["steps"]),
+        )
+        return summary
     with run_folder.claimed(workdir, config):
         run = run_lib.start(config, workdir, mesh)
     writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step)

@@ -9,13 +9,14 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import step_folder
+from glm5_jax.checkpoint import manager, step_folder
 from glm5_jax.config import fields
 from glm5_jax.data import cache
 from glm5_jax.processes import folder_lock, simulate, together
@@ -43,7 +44,7 @@ _SHARED_SECONDS = 30  # for a network's file system to show a new file
 def locked(workdir: pathlib.Path) -> Iterator[None]:
     """Makes the folder, and keeps other runs out of it until the block ends.
 
-    Process 0 does, for all of its run.
+    Process 0 does, for all of its run. A folder that stays empty is removed.
 
     Raises:
       InputError: another process is in it, or it cannot be made.
@@ -52,6 +53,7 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
     if not together.is_first():
         yield
         return
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -59,8 +61,13 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
             f"cannot write into {path}: {error.strerror}; give a --workdir in which "
             f"you may create files."
         ) from error
-    with folder_lock.held(path):
-        yield
+    try:
+        with folder_lock.held(path):
+            yield
+    finally:
+        with contextlib.suppress(OSError):  # they are in use
+            for folder in made:
+                folder.rmdir()
 
 
 def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
@@ -87,20 +94,56 @@ def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
 
 @contextlib.contextmanager
 def claimed(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Iterator[None]:
-    """`claim`; config.json is again what it was where the block fails.
+    """`claim`; where the block fails, a new folder is again as empty as it was.
+
+    Of a folder that holds a run config.json is again what it was.
 
     Raises:
       InputError: see `claim`.
     """
     path = workdir / "config.json"
     before = path.read_bytes() if path.is_file() else None
+    there = {p.name for p in workdir.iterdir()} if workdir.is_dir() else set()
     claim(workdir, config)
     try:
         yield
-    except Exception:
+    except BaseException:
         if before is not None and together.is_first():
             cache.write_atomically(path, lambda new: new.write_bytes(before))
+        elif together.is_first() and not _has_checkpoint(workdir):
+            for new in workdir.iterdir():
+                if new.name not in there | _OWN:
+                    shutil.rmtree(new) if new.is_dir() else new.unlink()
         raise
+
+
+def finished(workdir: pathlib.Path, config: config_lib.TrainConfig) -> dict | None:
+    """Returns summary.json of a run that has all of its steps, else None.
+
+    Its last checkpoint must be whole: what is damaged is done again.
+
+    Raises:
+      InputError: the folder belongs to another run.
+    """
+
+    def first() -> str:
+        path = workdir / "summary.json"
+        if not path.is_file():
+            return "null"
+        _require_same_run(workdir / "config.json", config)
+        try:
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            step = int(summary["steps"])
+        except (ValueError, TypeError, KeyError):  # it is written again
+            return "null"
+        if step < config.num_steps or not step_folder.is_whole(workdir, step):
+            return "null"
+        metadata = manager.read_metadata(workdir / "checkpoints" / str(step))
+        if "config" in metadata:  # else it is of an earlier version
+            require_same_run(metadata["config"], config, workdir)
+        return json.dumps(summary)
+
+    return json.loads(together.from_first("finished", first))
 
 
 def require_same_run(

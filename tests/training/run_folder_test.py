@@ -69,6 +69,29 @@ class ClaimTest(parameterized.TestCase):
             raise ZeroDivisionError
         self.assertEqual(self.files(), before)
 
+    def test_a_new_run_that_fails_to_start_leaves_nothing(self):
+        root, folder = self.folder, self.folder / "of" / "mine"
+        with (
+            self.assertRaises(KeyboardInterrupt),
+            run_folder.locked(folder),
+            run_folder.claimed(folder, CONFIG),
+        ):
+            (folder / "checkpoints").mkdir()
+            (folder / "tokenizer.json").touch()
+            raise KeyboardInterrupt
+        self.assertFalse(root.exists())
+
+    def test_a_failed_start_takes_nothing_of_others_along(self):
+        self.folder.mkdir()
+        (self.folder / "logs").mkdir()
+        with (
+            self.assertRaises(ZeroDivisionError),
+            run_folder.locked(self.folder),
+            run_folder.claimed(self.folder, CONFIG),
+        ):
+            raise ZeroDivisionError
+        self.assertEqual([path.name for path in self.folder.iterdir()], ["logs"])
+
     def test_another_model_is_refused_and_nothing_changes(self):
         self.begin()
         before = self.files()
