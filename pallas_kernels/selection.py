@@ -3,13 +3,16 @@
 - mask: Bool[B, S, T], keys first. The form of plain XLA on CPU.
 - bits: UInt32[B, T, W], one bit a key: key s is bit (s % 4096) // 128 of word
   (s // 4096) * 128 + s % 128, so that a vector of 128 lanes holds 32 runs of 128 keys.
-- list: Int32[B, T, K], indices ascending, padded with -1 at the end.
+- list: Int32[B, T, K], indices strictly ascending, padded with -1 at the end. Kernels
+  rely on it: a key listed twice, or a -1 before the end, gives wrong results on some
+  (no error: the values are not known while a program is traced). `check_lists` looks.
 """
 
 from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
@@ -113,6 +116,30 @@ def unpack(bits: UInt32[Array, "B T W"], num_keys: int) -> Bool[Array, "B S T"]:
     shifts = jnp.arange(32, dtype=jnp.uint32)[None, None, None, :, None]
     rows = ((words >> shifts) & 1).astype(bool).reshape(batch, num_queries, -1)
     return rows[..., :num_keys].swapaxes(1, 2)
+
+
+def check_lists(
+    indices: Int[Array, "B T K"] | Int[np.ndarray, "B T K"], num_keys: int
+) -> None:
+    """Checks lists whose values are known, those of a file say.
+
+    Raises:
+      ValueError: if a list is not strictly ascending with -1 at the end alone, or names
+        a key that there is not.
+    """
+    rows = np.asarray(indices)
+    is_key = rows >= 0
+    follows = is_key[..., 1:] & (rows[..., 1:] <= rows[..., :-1])
+    faults = {
+        "names a key twice or falls": follows & is_key[..., :-1],
+        "has -1 before its end": is_key[..., 1:] & ~is_key[..., :-1],
+        f"names a key beyond the {num_keys} keys": rows >= num_keys,
+        "has an entry below -1": rows < -1,
+    }
+    for fault, where in faults.items():
+        if where.any():
+            row = tuple(map(int, np.argwhere(where)[0][:-1]))
+            raise ValueError(f"the list of query {row} {fault}: {rows[row]}.")
 
 
 def to_list(mask: Bool[Array, "B S T"], topk: int) -> Int[Array, "B T K"]:

@@ -6,6 +6,7 @@ its outputs as pointers.
 
 import contextlib
 import dataclasses
+import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import triton
+import triton.language as tl
 
 FORGOTTEN = 77  # what an output holds before an interpreted kernel writes it
 HOPPER = 90  # compute capability; asking the driver would need a GPU while compiling
@@ -88,6 +90,20 @@ def call(
         compute_capability=HOPPER,
         **constants,
     )
+
+
+@triton.jit
+@typing.no_type_check
+def listed(ptr, is_entry):  # noqa: ANN001, ANN201
+    """Entries of a list, 0 where there is none: an early -1 must not be read at."""
+    return tl.maximum(tl.load(ptr, is_entry, 0), 0)
+
+
+@triton.jit
+@typing.no_type_check
+def far(start, STEP: tl.constexpr):  # noqa: ANN001, ANN201
+    """Returns start * STEP in 64 bits: a million rows exceed 2**31 elements."""
+    return start * tl.full((), STEP, tl.int64)
 
 
 def _interpreted(

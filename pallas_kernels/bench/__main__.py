@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels import aot, block_sizes, cases, chips, dispatch
+from pallas_kernels import aot, block_sizes, cases, chips, dispatch, selection
 from pallas_kernels.bench import measure, operations, table
 
 _BLOCKS = "other block sizes, one by one: sparse_mla=32,8,2; a tile's, warps and stages"
@@ -140,6 +140,10 @@ def _lists(
         if lists.dtype != np.int32 or lists.shape != (length, topk):
             given = f"{lists.dtype} {lists.shape}"
             parser.error(f"--lists must be int32 [{length}, {topk}], got {given}")
+        try:
+            selection.check_lists(lists[None], length)
+        except ValueError as error:
+            parser.error(f"--lists: {error}")
     return lists
 
 

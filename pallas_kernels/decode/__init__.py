@@ -5,9 +5,10 @@ what costs is reading them, so kernels split the keys among programs. Not
 differentiable.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import contract, dispatch
 
 IMPLEMENTATIONS = ("reference", "tpu", "gpu")
 
@@ -31,15 +32,25 @@ def decode_indexer_topk(
         B sequences.
       w: head weights, scales included.
       lo: first visible key, counted along the sequence.
-      hi: end of the visible keys, at most n * s.
-      page_table: page of each run of s tokens of a sequence.
+      hi: end of the visible keys; a larger one than n * s is cut to it.
+      page_table: page of each run of s tokens of a sequence, each in 0 .. P - 1.
       topk: keys to select.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Returns:
       Positions along the sequence, ascending, padded with -1.
+
+    Raises:
+      ValueError: if shapes or types do not fit each other.
+      NotImplementedError: if a named implementation cannot take the arguments.
     """
-    args = (q, k, w, lo, hi, page_table, topk)
+    name = "decode_indexer_topk"
+    contract.positive(name, topk=topk)
+    floats = {"q": (q, "B T I J"), "w": (w, "B T I"), "k": (k, "P s J")}
+    integers = {"lo": (lo, "B T"), "hi": (hi, "B T")}
+    num_keys, page_table = _cached(name, floats, integers, page_table)
+    lo, hi = contract.within(lo, hi, num_keys)
+    args = (q, k, w.astype(jnp.float32), lo, hi, page_table, topk)
     run = dispatch.choose(
         "decode", implementation, IMPLEMENTATIONS, *args, function="decode_indexer_topk"
     )
@@ -62,14 +73,41 @@ def decode_sparse_mla(
       q: queries of the new tokens, in the latent space.
       kv: cached rows: P pages of s, or with page_table None a row of s for each of the
         B sequences.
-      indices: positions along the sequence, padded with -1.
-      page_table: page of each run of s tokens of a sequence.
+      indices: positions along the sequence, distinct, with -1 at the end alone; one
+        of n * s or more counts as -1.
+      page_table: page of each run of s tokens of a sequence, each in 0 .. P - 1.
       scale: factor on q . kv.
       value_dim: C; values are the first C of each row.
       implementation: see IMPLEMENTATIONS; None for the best one.
+
+    Raises:
+      ValueError: if shapes or types do not fit each other.
+      NotImplementedError: if a named implementation cannot take the arguments.
     """
+    name = "decode_sparse_mla"
+    contract.value_dim(name, value_dim, q.shape[-1])
+    floats = {"q": (q, "B T N c"), "kv": (kv, "P s c")}
+    integers = {"indices": (indices, "B T K")}
+    _, page_table = _cached(name, floats, integers, page_table)
+    indices = indices.astype(jnp.int32)  # kernels compare them with the last key
     args = (q, kv, indices, page_table, scale, value_dim)
     run = dispatch.choose(
         "decode", implementation, IMPLEMENTATIONS, *args, function="decode_sparse_mla"
     )
     return run(*args)
+
+
+def _cached(
+    op: str,
+    floats: contract.Arrays,
+    integers: contract.Arrays,
+    page_table: Array | None,
+) -> tuple[int, Array | None]:
+    """Keys of a sequence, and the page table in int32, once all shapes fit."""
+    if page_table is None:  # a row of keys for each sequence
+        floats = {n: (x, d.replace("P", "B")) for n, (x, d) in floats.items()}
+        return contract.sizes(op, floats, integers)["s"], None
+    pages = {"page_table": (page_table, "B n")}
+    known = contract.sizes(op, floats, {**integers, **pages})
+    contract.positive(op, n=known["n"])
+    return known["n"] * known["s"], page_table.astype(jnp.int32)

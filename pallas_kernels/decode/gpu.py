@@ -193,8 +193,8 @@ def _part_kernel(
     for first in range(split * KEYS, end, SPLITS * KEYS):
         k = first + tl.arange(0, KEYS)
         s = tl.load(indices_ptr + k, k < end, -1)
-        is_key = s >= 0
-        s = tl.maximum(s, 0)
+        is_key = (s >= 0) & (s < (PAGE * PAGES if PAGES > 0 else PAGE))
+        s = tl.where(is_key, s, 0)
         if PAGES > 0:
             page = tl.load(table_ptr + row // T * PAGES + s // PAGE, is_key, 0)
             key = page.to(tl.int64) * PAGE + s % PAGE

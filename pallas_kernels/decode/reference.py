@@ -40,9 +40,11 @@ def decode_sparse_mla(
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
     """See `pallas_kernels.decode_sparse_mla`: fetches the listed rows alone."""
     sequence = jnp.arange(q.shape[0])[:, None, None]
-    position = jnp.maximum(indices, 0)
+    size = kv.shape[1]
+    num_keys = size * (1 if page_table is None else page_table.shape[1])
+    is_key = (indices >= 0) & (indices < num_keys)
+    position = jnp.where(is_key, indices, 0)
     if page_table is not None:
-        size = kv.shape[1]
         sequence, position = page_table[sequence, position // size], position % size
     rows = kv[sequence, position]  # [B, T, K, c]
-    return attention.attend(q, rows, indices >= 0, scale, value_dim)
+    return attention.attend(q, rows, is_key, scale, value_dim)

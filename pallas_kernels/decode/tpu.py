@@ -147,13 +147,15 @@ def _rows(
 ) -> Int[Array, "B T K"]:
     """Rows of the whole cache that lists name, pages of `size` after each other."""
     sequence = jnp.arange(len(indices))[:, None, None]
-    position = jnp.maximum(indices, 0)
+    num_keys = size * (1 if page_table is None else page_table.shape[1])
+    is_key = (indices >= 0) & (indices < num_keys)
+    position = jnp.where(is_key, indices, 0)
     if page_table is not None:
         page = page_table[sequence, position // size]
         rows = page * size + position % size
     else:
         rows = sequence * size + position
-    return jnp.where(indices < 0, -1, rows)
+    return jnp.where(is_key, rows, -1)
 
 
 def _kernel(

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, Int8
 
-from pallas_kernels import dispatch
+from pallas_kernels import contract, dispatch
 from pallas_kernels.grouped_matmul import reference
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot", "gpu", "reference")
@@ -23,14 +23,19 @@ def grouped_matmul(
     Args:
       x: rows sorted by group.
       w: one matrix a group.
-      group_sizes: rows of each group; sum <= M. Rows after the last group give zeros.
+      group_sizes: rows of each group. Rows after the last group give zeros; groups
+        are cut where the M rows end.
       implementation: "blocked" (CPU: loops over tiles of rows, no wasted product),
         "ragged_dot" (TPU: `jax.lax.ragged_dot`), "gpu" (Hopper: Triton), "reference",
         or None for the best one of this platform.
 
     Raises:
-      NotImplementedError: for an unknown implementation.
+      ValueError: if shapes or types do not fit each other.
+      NotImplementedError: if a named implementation cannot take the arguments.
     """
+    floats, integers = {"x": (x, "M K"), "w": (w, "E K N")}, (group_sizes, "E")
+    contract.sizes("grouped_matmul", floats, {"group_sizes": integers})
+    group_sizes = contract.groups(group_sizes, x.shape[0])
     # On TPU, XLA's own product does exactly the wanted work.
     is_tpu = implementation is None and dispatch.platform() == "tpu"
     name = "ragged_dot" if is_tpu else implementation
@@ -59,14 +64,22 @@ def grouped_matmul_quantized(
       x: rows sorted by group.
       w: codes, float8_e4m3fn or int8.
       scales: k = ceil(K / 128), n = ceil(N / 128).
-      group_sizes: rows of each group; sum <= M. Rows after the last group give zeros.
+      group_sizes: rows of each group. Rows after the last group give zeros; groups
+        are cut where the M rows end.
       implementation: "blocked" (CPU and TPU: a loop), "gpu" (Hopper: Triton),
         "reference", or None for the best one of this platform.
 
     Raises:
-      NotImplementedError: for an unknown implementation.
-      ValueError: if the shape of the scales does not fit w.
+      ValueError: if shapes or types do not fit each other.
+      NotImplementedError: if a named implementation cannot take the arguments.
     """
+    contract.sizes(
+        "grouped_matmul_quantized",
+        {"x": (x, "M K"), "scales": (scales, "E k n")},
+        {"group_sizes": (group_sizes, "E")},
+        {"w": (w, "E K N")},
+    )
+    group_sizes = contract.groups(group_sizes, x.shape[0])
     blocks = tuple(-(-size // reference.SCALE_BLOCK) for size in w.shape[1:])
     if scales.shape[1:] != blocks:
         raise ValueError(

@@ -8,10 +8,11 @@ Gradients reach the indexer alone: q_index, k_index and w.
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import dispatch
+from pallas_kernels import contract, dispatch
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
@@ -34,12 +35,23 @@ def indexer_kl_loss(
         attention over the same keys.
       index: q [B, T, I, J], k [B, S, J] and head weights [B, T, I] of the indexer.
       lo: first visible key.
-      hi: end of the visible keys.
+      hi: end of the visible keys; a larger one than t + 1 + S - T is cut to it.
       selection: a mask or bits, or None for all (the dense warm-up).
       weight: of each query; 0 leaves it out.
       scale: the main attention's factor on q . k.
       implementation: see IMPLEMENTATIONS; None for the best one.
+
+    Raises:
+      ValueError: if shapes or types do not fit each other.
+      NotImplementedError: if a named implementation cannot take the arguments.
     """
+    name, (q, k, lse) = "indexer_kl_loss", main
+    floats = {"main's q": (q, "B T N H"), "main's k": (k, "B S N H")}
+    floats |= _others(lse, index, weight)
+    known = contract.sizes(name, floats, {"lo": (lo, "B T"), "hi": (hi, "B T")})
+    contract.form(name, selection, known)
+    lo, hi = contract.bounds(name, lo, hi, known["S"])
+    index, weight = _exact(index, weight)
     args = (lax.stop_gradient(main), index, lo, hi, selection, weight, scale)
     run = dispatch.choose(
         "indexer_kl",
@@ -66,11 +78,21 @@ def sparse_indexer_kl_loss(
       main: q [B, T, N, c], kv [B, S, c] and log-sum-exp [B, N, T] of `sparse_mla` over
         the same list.
       index: q [B, T, I, J], k [B, S, J] and head weights [B, T, I] of the indexer.
-      indices: keys of each query, padded with -1.
+      indices: keys of each query, strictly ascending, with -1 at the end alone.
       weight: of each query; 0 leaves it out.
       scale: the main attention's factor on q . kv.
       implementation: see IMPLEMENTATIONS; None for the best one.
+
+    Raises:
+      ValueError: if shapes or types do not fit each other.
+      NotImplementedError: if a named implementation cannot take the arguments.
     """
+    name, (q, kv, lse) = "sparse_indexer_kl_loss", main
+    floats = {"main's q": (q, "B T N c"), "main's kv": (kv, "B S c")}
+    floats |= _others(lse, index, weight)
+    known = contract.sizes(name, floats, {"indices": (indices, "B T K")})
+    indices = contract.lists(indices, known["S"])
+    index, weight = _exact(index, weight)
     args = (lax.stop_gradient(main), index, indices, weight, scale)
     run = dispatch.choose(
         "indexer_kl",
@@ -80,3 +102,21 @@ def sparse_indexer_kl_loss(
         function="sparse_indexer_kl_loss",
     )
     return run(*args)
+
+
+def _others(lse: Array, index: tuple, weight: Array) -> dict[str, tuple[Array, str]]:
+    """Arguments that both losses have."""
+    q, k, w = index
+    return {
+        "main's log-sum-exp": (lse, "B N T"),
+        "index's q": (q, "B T I J"),
+        "index's k": (k, "B S J"),
+        "index's w": (w, "B T I"),
+        "weight": (weight, "B T"),
+    }
+
+
+def _exact(index: tuple, weight: Array) -> tuple[tuple, Array]:
+    """Weights of heads and of queries in float32; gradients come back in w's type."""
+    q, k, w = index
+    return (q, k, w.astype(jnp.float32)), weight.astype(jnp.float32)

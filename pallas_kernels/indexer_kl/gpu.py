@@ -213,7 +213,8 @@ def _target_kernel(
     count = tl.load(count_ptr + row)
     for first in range(0, count, KEYS):
         k = first + tl.arange(0, KEYS)
-        key = tl.load(indices_ptr + row * K + k, k < count, 0)[:, None] * (C + R)
+        s = triton_call.listed(indices_ptr + row * K + k, k < count)[:, None]
+        key = s * (C + R)
         kv_c = tl.load(kv_ptr + key + c)
         kv_r = tl.load(kv_ptr + key + r)
         scores = tl.dot(q_c, kv_c.T, input_precision="ieee")
@@ -241,7 +242,7 @@ def _loss_kernel(
     count = tl.load(count_ptr + row)
     for first in range(0, count, KEYS):
         k = first + tl.arange(0, KEYS)
-        key = tl.load(indices_ptr + row * K + k, k < count, 0)[:, None] * J
+        key = triton_call.listed(indices_ptr + row * K + k, k < count)[:, None] * J
         rows = tl.load(k_ptr + key + tl.arange(0, J)[None])
         dots = tl.maximum(tl.dot(rows, q.T, input_precision="ieee"), 0.0)
         scores = tl.where(k < count, tl.sum(dots * w[None], 1), -1e30)
@@ -284,7 +285,7 @@ def _gradient_kernel(
     count = tl.load(count_ptr + row)
     for first in range(0, count, KEYS):
         k = first + tl.arange(0, KEYS)
-        key = tl.load(indices_ptr + row * K + k, k < count, 0)[:, None] * J
+        key = triton_call.listed(indices_ptr + row * K + k, k < count)[:, None] * J
         rows = tl.load(k_ptr + key + j[None])
         dots = tl.maximum(tl.dot(rows, q.T, input_precision="ieee"), 0.0)
         target = tl.load(target_ptr + row * K + k, k < count, 0.0)

@@ -6,10 +6,11 @@ Selection: the larger score first, then the lower index. Not differentiable: gra
 reach the indexer through `indexer_scores_at` and the losses of `indexer_kl` alone.
 """
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import dispatch, selection
+from pallas_kernels import contract, dispatch, selection
 from pallas_kernels.indexer_topk import reference
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
@@ -33,12 +34,16 @@ def indexer_topk(
       k: indexer keys, normalised and rotated.
       w: head weights, scales included.
       lo: first visible key.
-      hi: end of the visible keys; at most t + 1 + S - T.
+      hi: end of the visible keys; a larger one than t + 1 + S - T is cut to it.
       topk: K, keys to select; with fewer visible ones all are.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Returns:
       Indices, ascending, padded with -1 at the end.
+
+    Raises:
+      ValueError: if shapes or types do not fit each other.
+      NotImplementedError: if a named implementation cannot take the arguments.
     """
     return _choose("indexer_topk", implementation, q, k, w, lo, hi, topk)
 
@@ -99,10 +104,20 @@ def indexer_scores_at(
       q: indexer queries, rotated.
       k: indexer keys, normalised and rotated.
       w: head weights, scales included.
-      indices: keys of each query, padded with -1.
+      indices: keys of each query, distinct, with -1 at the end alone.
       implementation: see IMPLEMENTATIONS; None for the best one.
+
+    Raises:
+      ValueError: if shapes or types do not fit each other.
+      NotImplementedError: if a named implementation cannot take the arguments.
     """
-    args = (q, k, w, indices)
+    known = contract.sizes(
+        "indexer_scores_at",
+        {"q": (q, "B T I J"), "k": (k, "B S J"), "w": (w, "B T I")},
+        {"indices": (indices, "B T K")},
+    )
+    indices = contract.lists(indices, known["S"])
+    args = (q, k, w.astype(jnp.float32), indices)
     run = dispatch.choose(
         "indexer_topk",
         implementation,
@@ -114,7 +129,14 @@ def indexer_scores_at(
 
 
 def _choose(function, implementation, q, k, w, lo, hi, topk):  # noqa: ANN001, ANN202
-    args = (*lax.stop_gradient((q, k, w)), lo, hi, topk)
+    contract.positive(function, topk=topk)
+    known = contract.sizes(
+        function,
+        {"q": (q, "B T I J"), "k": (k, "B S J"), "w": (w, "B T I")},
+        {"lo": (lo, "B T"), "hi": (hi, "B T")},
+    )
+    lo, hi = contract.bounds(function, lo, hi, known["S"])
+    args = (*lax.stop_gradient((q, k, w.astype(jnp.float32))), lo, hi, topk)
     run = dispatch.choose(
         "indexer_topk", implementation, IMPLEMENTATIONS, *args, function=function
     )

@@ -7,7 +7,7 @@ the probabilities. A row without any key gives zeros, and a log-sum-exp of zero.
 
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import dispatch
+from pallas_kernels import contract, dispatch
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
@@ -30,7 +30,7 @@ def masked_mla(
       k: keys.
       v: values.
       lo: first visible key.
-      hi: end of the visible keys; at most t + 1 + S - T.
+      hi: end of the visible keys; a larger one than t + 1 + S - T is cut to it.
       selection: a mask or bits (see `pallas_kernels.selection`) that mark visible
         keys alone; None selects all of these. Kernels read bits, plain XLA masks.
       scale: factor on q . k.
@@ -38,7 +38,18 @@ def masked_mla(
 
     Returns:
       The outputs, and the log-sum-exp of the scaled scores in float32.
+
+    Raises:
+      ValueError: if shapes or types do not fit each other.
+      NotImplementedError: if a named implementation cannot take the arguments.
     """
+    known = contract.sizes(
+        "masked_mla",
+        {"q": (q, "B T N H"), "k": (k, "B S N H"), "v": (v, "B S N O")},
+        {"lo": (lo, "B T"), "hi": (hi, "B T")},
+    )
+    contract.form("masked_mla", selection, known)
+    lo, hi = contract.bounds("masked_mla", lo, hi, known["S"])
     args = (q, k, v, lo, hi, selection, scale)
     run = dispatch.choose("masked_mla", implementation, IMPLEMENTATIONS, *args)
     return run(*args)

@@ -8,7 +8,7 @@ rows, so a row is fetched once a query.
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import contract, dispatch
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
@@ -28,8 +28,9 @@ def sparse_mla(
     Args:
       q: queries in the latent space, then their rotated part: c = C + R.
       kv: latent, then rotated key, of each token.
-      indices: rows of kv, strictly ascending, padded with -1 at the end. A query
-        without any gives zeros, and a log-sum-exp of zero.
+      indices: rows of kv, strictly ascending (so distinct), with -1 at the end alone;
+        see `pallas_kernels.selection.check_lists`. A query without any gives zeros,
+        and a log-sum-exp of zero.
       scale: factor on q . kv.
       value_dim: C; values are the first C of each row.
       deterministic: sum the gradient of kv in an order that does not change from run
@@ -38,7 +39,15 @@ def sparse_mla(
 
     Returns:
       The outputs, and the log-sum-exp of the scaled scores in float32.
+
+    Raises:
+      ValueError: if shapes or types do not fit each other.
+      NotImplementedError: if a named implementation cannot take the arguments.
     """
+    floats = {"q": (q, "B T N c"), "kv": (kv, "B S c")}
+    known = contract.sizes("sparse_mla", floats, {"indices": (indices, "B T K")})
+    contract.value_dim("sparse_mla", value_dim, known["c"])
+    indices = contract.lists(indices, known["S"])
     args = (q, kv, indices, scale, value_dim, deterministic)
     run = dispatch.choose("sparse_mla", implementation, IMPLEMENTATIONS, *args)
     return run(*args)

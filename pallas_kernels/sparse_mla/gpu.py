@@ -137,7 +137,7 @@ def _forward_kernel(
     count = tl.load(count_ptr + row)
     for first in range(0, count, KEYS):
         k = first + tl.arange(0, KEYS)
-        key = tl.load(indices_ptr + k, k < count, 0)[:, None]
+        key = triton_call.listed(indices_ptr + k, k < count)[:, None]
         kv_c = tl.load(kv_ptr + key * (C + R) + c)
         kv_r = tl.load(kv_ptr + key * (C + R) + r)
         scores = tl.dot(q_c, kv_c.T, input_precision="ieee")

@@ -186,7 +186,7 @@ def _dq_kernel(
     count = tl.load(count_ptr + row)
     for first in range(0, count, KEYS):
         k = first + tl.arange(0, KEYS)
-        key = tl.load(indices_ptr + k, k < count, 0)[:, None] * (C + R)
+        key = triton_call.listed(indices_ptr + k, k < count)[:, None] * (C + R)
         kv = _load_chunks(kv_ptr + key, None, C, D)
         kv_r = tl.load(kv_ptr + key + r)
         _, d_scores = _d_scores(q, q_r, d_out, lse, shift, kv, kv_r, k < count, SCALE)
@@ -235,7 +235,10 @@ def _dkv_kernel(
             for first in range(start, end, KEYS):
                 k = first + tl.arange(0, KEYS)
                 is_key = (k < end)[:, None]
-                key = tl.load(indices_ptr + row * K + k, k < end, 0)[:, None] * (C + R)
+                s = triton_call.listed(indices_ptr + row * K + k, k < end)[:, None]
+                if RANGE > 0:  # a list that falls would write beyond the array
+                    is_key &= (s >= first_key) & (s < first_key + RANGE)
+                key = s * (C + R)
                 kv = _load_chunks(kv_row_ptr + key, None, C, D)
                 kv_r = tl.load(kv_row_ptr + key + r)
                 probs, d_scores = _d_scores(

@@ -61,6 +61,11 @@ class BenchTest(parameterized.TestCase):
         code, _, err = run(*argv, f"--lists={folder / 'short.npy'}")
         self.assertEqual(code, 2)
         self.assertIn("--lists must be int32 [16, 64], got int32 (9, 64)", err)
+        own[3, 1] = 3
+        np.save(folder / "twice.npy", own)
+        code, _, err = run(*argv, f"--lists={folder / 'twice.npy'}")
+        self.assertEqual(code, 2)
+        self.assertIn("the list of query (0, 3) names a key twice or falls", err)
 
     def test_an_op_that_fails_does_not_stop_the_others(self):
         code, out, _ = run(

@@ -1,0 +1,144 @@
+"""What every op demands of its arguments, whatever implementation runs.
+
+Shapes and types are known while a program is traced: wrong ones raise ValueError.
+Bounds and lists are not: bounds are clamped to the keys that there are, and an entry of
+a list beyond the last key counts as padding. No implementation reads out of bounds.
+"""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels import selection
+
+CODES = ("float8_e4m3fn", "int8")
+Arrays = Mapping[str, tuple[Array, str]]  # by name: the array, and its dims
+
+
+def sizes(
+    op: str, floats: Arrays, integers: Arrays, codes: Arrays | None = None
+) -> dict[str, int]:
+    """Size of each dim; the first array that has a dim says how large it is.
+
+    Args:
+      op: name, for messages.
+      floats: arrays of floats.
+      integers: arrays of signed integers.
+      codes: arrays of 8 bits that scales belong to.
+
+    Raises:
+      ValueError: if an array has another rank, size or type than it must.
+    """
+    known: dict[str, int] = {}
+    kinds = {
+        "floats": (floats, lambda x: jnp.issubdtype(x, jnp.floating)),
+        "signed integers": (integers, lambda x: jnp.issubdtype(x, jnp.signedinteger)),
+        "float8_e4m3fn or int8": (codes or {}, lambda x: x.name in CODES),
+    }
+    for wanted, (arrays, is_kind) in kinds.items():
+        for name, (x, dims) in arrays.items():
+            _check_shape(op, name, x, dims.split(), known)
+            if not is_kind(x.dtype):
+                raise ValueError(f"{op}: {name} must be {wanted}, got {x.dtype}.")
+    return known
+
+
+def _check_shape(
+    op: str, name: str, x: Array, dims: list[str], known: dict[str, int]
+) -> None:
+    """Adds the dims that are new to `known`."""
+    fixed = {d: known[d] for d in dims if d in known}
+    given = dict(zip(dims, x.shape, strict=False))
+    if x.ndim != len(dims) or any(given[d] != size for d, size in fixed.items()):
+        where = ", ".join(f"{d} = {size}" for d, size in fixed.items())
+        raise ValueError(
+            f"{op}: {name} must be [{', '.join(dims)}]"
+            f"{' with ' + where if where else ''}, got {list(x.shape)}."
+        )
+    known.update(given)
+    empty = [d for d in given if d in ("S", "s", "K") and not given[d]]
+    if empty:
+        raise ValueError(f"{op}: {name} must have {empty[0]} >= 1, got {x.shape}.")
+
+
+def bounds(
+    op: str, lo: Int[Array, "B T"], hi: Int[Array, "B T"], num_keys: int
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Int32 bounds of queries that are the last T of S tokens: hi <= t + 1 + S - T.
+
+    Raises:
+      ValueError: if there are more queries than keys.
+    """
+    num_queries = lo.shape[1]
+    if num_queries > num_keys:
+        raise ValueError(
+            f"{op}: queries are the last of the tokens that have keys, so that there "
+            f"may be up to {num_keys}, got {num_queries}."
+        )
+    ends = jnp.arange(num_queries, dtype=jnp.int32)[None] + (num_keys - num_queries + 1)
+    return within(lo, hi, ends)
+
+
+def within(
+    lo: Int[Array, "B T"], hi: Int[Array, "B T"], ends: Int[Array, "1 T"] | int
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Int32 bounds that name the keys 0 .. ends - 1 alone."""
+    lo, hi = lo.astype(jnp.int32), hi.astype(jnp.int32)
+    return jnp.maximum(lo, 0), jnp.minimum(hi, ends)
+
+
+def lists(indices: Int[Array, "B T K"], num_keys: int) -> Int[Array, "B T K"]:
+    """Int32 lists without entries beyond the last key."""
+    indices = indices.astype(jnp.int32)
+    return jnp.where(indices < num_keys, indices, -1)
+
+
+def groups(group_sizes: Int[Array, " E"], num_rows: int) -> Int[Array, " E"]:
+    """Int32 sizes of groups that end where the rows do."""
+    ends = jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0))
+    ends = jnp.minimum(ends, num_rows)
+    return jnp.diff(ends, prepend=0)
+
+
+def form(op: str, selected: Array | None, known: dict[str, int]) -> None:
+    """Checks that a selection is a mask or bits of the queries and keys, or None.
+
+    Raises:
+      ValueError: if it is neither.
+    """
+    if selected is None:
+        return
+    batch, queries, keys = (known[d] for d in ("B", "T", "S"))
+    shapes = {
+        "bool": (batch, keys, queries),
+        "uint32": (batch, queries, selection.num_words(keys)),
+    }
+    if selected.shape != shapes.get(selected.dtype.name):
+        mask, bits = map(list, shapes.values())
+        raise ValueError(
+            f"{op}: selection must be a mask, bool {mask}, keys first, or bits, uint32 "
+            f"{bits}, or None; got {selected.dtype} {list(selected.shape)}. Lists go "
+            "to sparse_mla and sparse_indexer_kl_loss."
+        )
+
+
+def positive(op: str, **values: int) -> None:
+    """Checks counts.
+
+    Raises:
+      ValueError: if one is below 1.
+    """
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{op}: {name} must be at least 1, got {value}.")
+
+
+def value_dim(op: str, size: int, width: int) -> None:
+    """Checks that values are the first entries of rows, and not none of them.
+
+    Raises:
+      ValueError: if they are not.
+    """
+    if not 1 <= size <= width:
+        raise ValueError(f"{op}: value_dim must be in 1 .. {width}, got {size}.")

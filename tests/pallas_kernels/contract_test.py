@@ -1,0 +1,240 @@
+"""Wrong shapes raise, and wrong bounds are clamped, whatever implementation runs."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+from absl.testing import parameterized
+
+import pallas_kernels as pk
+from pallas_kernels import selection
+from tests import environment
+from tests.pallas_kernels import sparse_mla_gpu_test
+
+B, T, S, N, C, R, I, J, K = 1, 4, 50, 8, 128, 64, 8, 128, 16
+SHAPES = {
+    "q": (B, T, N, C + R),
+    "kv": (B, S, C + R),
+    "q_heads": (B, T, N, 128),
+    "k_heads": (B, S, N, 128),
+    "q_index": (B, T, I, J),
+    "k_index": (B, S, J),
+    "w": (B, T, I),
+    "lse": (B, N, T),
+    "weight": (B, T),
+    "pages": (3, 16, C + R),
+    "key_pages": (3, 16, J),
+    "x": (20, 16),
+    "matrices": (3, 16, 32),
+}
+
+
+@contextlib.contextmanager
+def without_type_checks():
+    """As for users: the tests' own checks of annotations would speak first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def inputs(**changed):
+    """Arrays by name, some of another shape."""
+    rng = np.random.default_rng(0)
+    made = {
+        name: jnp.asarray(rng.standard_normal(changed.pop(name, shape)), jnp.float32)
+        for name, shape in SHAPES.items()
+    }
+    rows = [np.sort(rng.choice(S, K, replace=False)) for _ in range(T)]
+    made |= {
+        "indices": jnp.asarray(np.stack(rows)[None], jnp.int32),
+        "lo": jnp.zeros((B, T), jnp.int32),
+        "hi": jnp.full((B, T), S, jnp.int32),
+        "bits": None,
+        "table": jnp.arange(3, dtype=jnp.int32)[None],
+        "sizes": jnp.asarray([3, 0, 17], jnp.int32),
+        "value_dim": C,
+        "topk": K,
+    }
+    return {**made, **changed}
+
+
+def sparse_mla(x, **options):
+    args = (x["q"], x["kv"], x["indices"])
+    return pk.sparse_mla(*args, scale=0.1, value_dim=x["value_dim"], **options)
+
+
+def masked_mla(x, **options):
+    args = [x[n] for n in ("q_heads", "k_heads", "k_heads", "lo", "hi", "bits")]
+    return pk.masked_mla(*args, scale=0.1, **options)
+
+
+def indexer_topk(x, **options):
+    args = [x[n] for n in ("q_index", "k_index", "w", "lo", "hi")]
+    return pk.indexer_topk(*args, topk=x["topk"], **options)
+
+
+def indexer_scores_at(x, **options):
+    args = [x[n] for n in ("q_index", "k_index", "w", "indices")]
+    return pk.indexer_scores_at(*args, **options)
+
+
+def indexer_kl_loss(x, **options):
+    main = (x["q_heads"], x["k_heads"], x["lse"])
+    index = (x["q_index"], x["k_index"], x["w"])
+    rest = [x[n] for n in ("lo", "hi", "bits", "weight")]
+    return pk.indexer_kl_loss(main, index, *rest, scale=0.1, **options)
+
+
+def sparse_indexer_kl_loss(x, **options):
+    main = (x["q"], x["kv"], x["lse"])
+    index = (x["q_index"], x["k_index"], x["w"])
+    rest = (x["indices"], x["weight"])
+    return pk.sparse_indexer_kl_loss(main, index, *rest, scale=0.1, **options)
+
+
+def decode_indexer_topk(x, **options):
+    args = [x[n] for n in ("q_index", "key_pages", "w", "lo", "hi", "table")]
+    return pk.decode_indexer_topk(*args, topk=x["topk"], **options)
+
+
+def decode_sparse_mla(x, **options):
+    args = (x["q"], x["pages"], x["indices"], x["table"])
+    return pk.decode_sparse_mla(*args, scale=0.1, value_dim=x["value_dim"], **options)
+
+
+def grouped_matmul(x, **options):
+    return pk.grouped_matmul(x["x"], x["matrices"], x["sizes"], **options)
+
+
+WRONG = {
+    "rows_wider_than_queries": (
+        sparse_mla,
+        {"kv": (B, S, 256)},
+        "kv must be .*c = 192",
+    ),
+    "lists_of_fewer_queries": (
+        sparse_mla,
+        {"indices": jnp.zeros((B, 3, K), jnp.int32)},
+        "indices must be .*T = 4",
+    ),
+    "lists_of_floats": (
+        sparse_mla,
+        {"indices": jnp.zeros((B, T, K))},
+        "indices must be signed integers",
+    ),
+    "no_values": (sparse_mla, {"value_dim": 193}, "value_dim must be in 1 .. 192"),
+    "empty_lists": (
+        indexer_scores_at,
+        {"indices": jnp.zeros((B, T, 0), jnp.int32)},
+        "indices must have K >= 1",
+    ),
+    "keys_of_other_heads": (
+        masked_mla,
+        {"k_heads": (B, S, 4, 128)},
+        "k must be .*N = 8",
+    ),
+    "mask_queries_first": (
+        masked_mla,
+        {"bits": jnp.ones((B, T, S), bool)},
+        "keys first",
+    ),
+    "more_queries_than_keys": (
+        masked_mla,
+        {"k_heads": (B, 3, N, 128)},
+        "up to 3, got 4",
+    ),
+    "keys_of_another_dim": (indexer_topk, {"k_index": (B, S, 256)}, "k must be .*J"),
+    "weights_of_other_heads": (indexer_topk, {"w": (B, T, 4)}, "w must be .*I = 8"),
+    "no_topk": (indexer_topk, {"topk": 0}, "topk must be at least 1"),
+    "bounds_of_other_queries": (
+        indexer_topk,
+        {"hi": jnp.zeros((B, 3), jnp.int32)},
+        "hi must be .*T = 4",
+    ),
+    "log_sum_exp_turned": (
+        indexer_kl_loss,
+        {"lse": (B, T, N)},
+        "main's log-sum-exp must be .*N = 8",
+    ),
+    "weight_of_other_queries": (
+        sparse_indexer_kl_loss,
+        {"weight": (B, 3)},
+        "weight must be",
+    ),
+    "pages_of_other_sequences": (
+        decode_indexer_topk,
+        {"table": jnp.zeros((2, 3), jnp.int32)},
+        "page_table must be .*B = 1",
+    ),
+    "pages_of_other_width": (decode_sparse_mla, {"pages": (3, 16, 128)}, "kv must be"),
+    "groups_of_other_matrices": (
+        grouped_matmul,
+        {"sizes": jnp.zeros(2, jnp.int32)},
+        "group_sizes must be .*E = 3",
+    ),
+}
+
+
+class StaticTest(parameterized.TestCase):
+    @parameterized.named_parameters((name, *case) for name, case in WRONG.items())
+    def test_wrong_arguments_are_named(self, op, changed, message):
+        x = inputs(**changed)
+        with without_type_checks():
+            for name in (None, "reference", "gpu_interpret"):
+                with self.assertRaisesRegex(ValueError, f"^{op.__name__}: .*{message}"):
+                    jax.eval_shape(lambda: op(x, implementation=name))  # noqa: B023
+
+    def test_lists_are_checked_where_their_values_are_known(self):
+        good = jnp.asarray([[[0, 3, 7, -1], [-1, -1, -1, -1]]])
+        selection.check_lists(good, 8)
+        for row, fault in (
+            ([0, 3, 3, -1], "twice or falls"),
+            ([0, -1, 3, -1], "-1 before its end"),
+            ([0, 3, 8, -1], "beyond the 8 keys"),
+            ([-2, -2, -2, -2], "below -1"),
+        ):
+            with self.assertRaisesRegex(ValueError, rf"\(0, 1\) .*{fault}"):
+                selection.check_lists(good.at[0, 1].set(jnp.asarray(row)), 8)
+
+
+def beyond(x):
+    """Bounds and lists that name keys that there are not."""
+    rows = x["indices"]
+    cut = {"lo": x["lo"] - 3, "hi": x["hi"] + 90, "sizes": x["sizes"] + 1}
+    return x | cut | {"indices": rows.at[:, :, -1].set(S + 10)}
+
+
+def cut(x):
+    """The same as the contract reads it."""
+    ends = S - T + 1 + np.arange(T)[None]
+    sizes = {"sizes": jnp.asarray([4, 1, 15])}
+    lists = x["indices"].at[:, :, -1].set(-1)
+    return x | sizes | {"hi": jnp.asarray(ends, jnp.int32), "indices": lists}
+
+
+class ClampTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (None, (sparse_mla, masked_mla, indexer_topk, grouped_matmul)),
+        ("tpu_interpret", (decode_sparse_mla,)),
+        (
+            "gpu_interpret",
+            (sparse_mla, masked_mla, indexer_topk, decode_sparse_mla, grouped_matmul),
+        ),
+    )
+    def test_what_names_no_key_counts_as_nothing(self, name, ops):
+        if name == "gpu_interpret" and not sparse_mla_gpu_test.CAN_INTERPRET:
+            self.skipTest("needs triton, torch and TRITON_INTERPRET=1")
+        x = inputs()
+        for op in ops:
+            got = op(beyond(x), implementation=name)
+            want = op(cut(x), implementation="reference")
+            for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4)
+
+
+if __name__ == "__main__":
+    environment.main()
