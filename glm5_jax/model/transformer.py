@@ -5,7 +5,6 @@
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth
-from glm5_jax.model import attention, embedding, indexer, layers, mtp
+from glm5_jax.model import attention, embedding, indexer, initial, layers, mtp
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import context as context_lib
 
@@ -109,20 +108,15 @@ def init_params(config: config_lib.ModelConfig, key: Array) -> dict:
 
 
 def _init(config: config_lib.ModelConfig, entry: Any, key: Array) -> Any:
-    """Boxed arrays of a table; one draw for all normals, as each compiles anew."""
-    drawn = [p for p in jax.tree.leaves(entry, is_leaf=_is_param) if p.fill is None]
-    sizes = [math.prod(param.shape) for param in drawn]
-    normals = config.initializer_range * jax.random.normal(key, (sum(sizes),))
-    pieces = iter(jnp.split(normals, np.cumsum(sizes, dtype=int)[:-1]))
-
-    def make(param: layers.Param) -> nn.LogicallyPartitioned:
-        if param.fill is None:
-            value = next(pieces).reshape(param.shape).astype(param.dtype(config))
-        else:
-            value = jnp.full(param.shape, param.fill, param.dtype(config))
-        return nn.LogicallyPartitioned(value, names=param.dims)
-
-    return map_table(make, entry)
+    """Boxed arrays of a table."""
+    params, tree = jax.tree.flatten(entry, is_leaf=_is_param)
+    boxed = [
+        nn.LogicallyPartitioned(value, names=param.dims)
+        for param, value in zip(
+            params, initial.values(params, config, key), strict=True
+        )
+    ]
+    return jax.tree.unflatten(tree, boxed)
 
 
 def _is_param(node: Any) -> bool:

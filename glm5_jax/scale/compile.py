@@ -144,7 +144,10 @@ def _sizes(compiled: Any) -> Sizes:
         outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
-        host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
+        host=stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes
+        + stats.host_temp_size_in_bytes,
     )
 
 

@@ -1,4 +1,4 @@
-"""The programs that can be compiled ahead of time: a training step, the engine's."""
+"""The programs that can be compiled ahead of time: a training run's, the engine's."""
 
 import dataclasses
 import functools
@@ -7,15 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manager
 from glm5_jax.config import checks
 from glm5_jax.inference import engine, placement, steps, weights
 from glm5_jax.model import transformer
 from glm5_jax.training import program as program_lib
 
-NAMES = ("train", "prefill", "extend", "decode")
+OF_A_RUN = ("train", "init", "restore", "save")
+NAMES = (*OF_A_RUN, "prefill", "extend", "decode")
 NUM_STOP_IDS = 4
 
 
@@ -44,9 +46,11 @@ def make(
         raise config_lib.InputError(
             f"program must be one of {', '.join(NAMES)}, got {name!r}."
         )
-    if name != "train":
+    if name not in OF_A_RUN:
         return _serving(config, mesh, name)
     program = program_lib.make_program(config, mesh)
+    if name != "train":
+        return _of_state(program, name)
     return Job(
         name=name,
         mesh=mesh,
@@ -82,6 +86,28 @@ def require_whole_rows(
 ) -> None:
     """A batch must be divisible by the devices that share it."""
     checks.require(config.batch_rule(sizes["data"] * sizes["fsdp"] * sizes["expert"]))
+
+
+def _of_state(program: program_lib.Program, name: str) -> Job:
+    """What a run does with its parameters and moments before and between its steps.
+
+    init draws them. restore has the room for what hosts read and send, and computes
+    nothing. save asks whether they are finite, and copies them into the hosts' memory.
+    """
+    state, names = (program.params, program.opt_state), ("params", "opt_state")
+    places = program_lib.places(state)
+    if name == "init":
+        key = jax.eval_shape(jax.random.key, 0)
+        key = _placed(key, NamedSharding(program.mesh, PartitionSpec()))
+        return Job(name, program.mesh, program.init, (key,), ("key",), num_tokens=0)
+    if name == "restore":
+        empty = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+        step = jax.jit(empty, out_shardings=places)
+        return Job(name, program.mesh, step, (), (), num_tokens=0)
+    on_hosts = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), places)
+    save = lambda *state: (manager.total(state), state)
+    step = jax.jit(save, out_shardings=(None, on_hosts))
+    return Job(name, program.mesh, step, state, names, num_tokens=0)
 
 
 def _serving(

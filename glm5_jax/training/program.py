@@ -27,6 +27,7 @@ class Program:
 
     mesh: Any  # a Mesh; or an AbstractMesh, for shapes alone
     optimizer: optimizer_lib.Optimizer
+    init: jax.stages.Wrapped  # key -> (params, opt_state)
     step: (
         jax.stages.Wrapped
     )  # (params, opt_state, batch) -> (params, opt_state, metrics)
@@ -38,6 +39,12 @@ class Program:
     def arguments(self) -> tuple[Any, Any, Any]:
         """What the step takes, in order; the first two are donated."""
         return self.params, self.opt_state, self.batch
+
+    def initial(self, seed: int) -> tuple[dict, Any]:
+        """Parameters and optimizer state from scratch, where the step takes them."""
+        key = jax.random.key(seed)
+        with jax.set_mesh(self.mesh):
+            return self.init(key)
 
     def lower(self) -> jax.stages.Lowered:
         """The step for the devices of the mesh, present or not."""
@@ -60,10 +67,16 @@ def make_program(config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh) -> P
         out_shardings=(param_places, opt_places, None),
         compiler_options=invariance.compiler_options(config.model),
     )
+
+    def init(key: jax.Array) -> tuple[dict, Any]:
+        params = transformer.init_params(config.model, key)
+        return params, optimizer.init(params)
+
     shapes = batch_shapes(config)
     return Program(
         mesh=mesh,
         optimizer=optimizer,
+        init=jax.jit(init, out_shardings=(param_places, opt_places)),
         step=step,
         params=params,
         opt_state=_place(opt_state, opt_places),

@@ -21,7 +21,6 @@ from glm5_jax.checkpoint import retention, rollback
 from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import carried, loading
-from glm5_jax.model import transformer
 from glm5_jax.processes import together
 from glm5_jax.training import corpus, host_memory, rl, run_folder
 from glm5_jax.training import feed as feed_lib
@@ -197,10 +196,7 @@ def _fill(run: Run) -> None:
     if together.is_first():
         carried.into_training(workdir, config.init_from, run.feed.tokenizer)
     run.tokenizer = _same_tokenizer(workdir, run.feed.tokenizer)
-    run.params = _initial_params(config, program.params)
-    opt_places = program_lib.places(program.opt_state)
-    init = jax.jit(program.optimizer.init, out_shardings=opt_places)
-    run.opt_state = init(run.params)
+    run.params, run.opt_state = _initial(config, program)
 
 
 def _same_tokenizer(
@@ -249,12 +245,16 @@ def _compile(run: Run) -> None:
     logging.info("Compiled the training step in %.1f s.", run.compile_seconds)
 
 
-def _initial_params(config: config_lib.TrainConfig, abstract: Any) -> dict:
-    if config.init_from is not None:
-        return loading.load_params(config.init_from, config.model, abstract)
-    places = program_lib.places(abstract)
-    init = jax.jit(transformer.init_params, static_argnums=0, out_shardings=places)
-    return init(config.model, jax.random.key(config.seed))
+def _initial(
+    config: config_lib.TrainConfig, program: program_lib.Program
+) -> tuple[dict, Any]:
+    """Parameters and optimizer state, drawn or read, before the first step."""
+    if config.init_from is None:
+        return program.initial(config.seed)
+    params = loading.load_params(config.init_from, config.model, program.params)
+    places = program_lib.places(program.opt_state)
+    init = jax.jit(program.optimizer.init, out_shardings=places)
+    return params, init(params)
 
 
 def _require_whole_rows(config: config_lib.TrainConfig, mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""The engine's programs as they are compiled ahead of time."""
+"""A run's and the engine's programs as they are compiled ahead of time."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
+from glm5_jax.scale import compile as compile_lib
 from glm5_jax.scale import hlo, memory, programs
 from tests import environment, tpus
 from tests.model import tiny
@@ -55,6 +56,27 @@ class ServingTest(parameterized.TestCase):
             compiled = job.step.lower(*job.arguments).compile()
         aliased = compiled.memory_analysis().alias_size_in_bytes
         self.assertGreaterEqual(aliased, cache_bytes(job))
+
+
+class StateTest(parameterized.TestCase):
+    def test_what_holds_the_state_holds_little_else(self):
+        """Initialisation, restore and save on 8 devices, of a model with experts."""
+        mesh, sizes = mesh_lib.make_mesh(MESH), {}
+        model = dataclasses.replace(
+            SERVING.model, num_hidden_layers=1, first_k_dense_replace=0
+        )
+        config = dataclasses.replace(SERVING, model=model)
+        for name in ("init", "restore", "save"):
+            job = programs.make(config, mesh, name)
+            sizes[name] = compile_lib.compile(job).sizes
+        state = programs.make(config, mesh).arguments[:2]
+        arrays = memory.arguments(state, ("params", "opt_state"))
+        needed = sum(array.device_bytes for array in arrays)
+        self.assertEqual(sizes["save"].arguments, needed)
+        for name in ("init", "restore"):
+            self.assertAlmostEqual(sizes[name].outputs / needed, 1, delta=0.05)
+        for name in ("restore", "save"):
+            self.assertLess(sizes[name].temporaries, needed / 5)
 
 
 @pytest.mark.aot
