@@ -11,6 +11,7 @@ from glm5_jax.data import cache, shards
 
 NAME = "index.json"
 PLAN = "plan.json"  # of a preparation, finished or not
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Index:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """By what two folders differ; equal ones hold equal rows."""
-        contents = "".join(s.sha256 for s in (*self.train, *self.held_out))
+        shards_of = (*self.train, *self.held_out)
+        contents = "".join(f"{s.sha256} {s.rows} {s.size}\n" for s in shards_of)
         rows = hashlib.sha256(contents.encode()).hexdigest()[:16]
         own = {"corpus": self.corpus, "tokenizer": self.tokenizer, "rows": rows}
         return self.settings | own
@@ -47,8 +49,9 @@ class Index:
         return self.settings.get("kind", "text")
 
     def write(self, folder: pathlib.Path) -> None:
-        """Writes it whole."""
-        text = json.dumps(dataclasses.asdict(self), indent=1)
+        """Writes it whole, with a checksum of itself."""
+        tree = dataclasses.asdict(self)
+        text = json.dumps({**tree, "checksum": _checksum(tree)}, indent=1)
         cache.write_text(folder / NAME, text)
 
 
@@ -83,10 +86,21 @@ def read(folder: pathlib.Path) -> Index:
         )
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
+        checksum = tree.pop("checksum", None)  # an earlier version wrote none
+        if checksum not in (None, _checksum(tree)):
+            raise ValueError("it has another checksum than it says")
         for side in ("train", "held_out"):
             tree[side] = tuple(shards.Shard(**shard) for shard in tree[side])
-        return Index(**tree)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        index = Index(**tree)
+        for shard in (*index.train, *index.held_out):
+            shard.require_plain_name()
+        return index
+    except (*_DAMAGE, RecursionError) as error:
         raise config.InputError(
-            f"{path} cannot be read ({error}); prepare the folder again."
+            f"{path} cannot be read ({error}); run the glm5_jax.prepare of the folder "
+            f"again, which keeps its shards."
         ) from error
+
+
+def _checksum(tree: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()

@@ -4,7 +4,9 @@ import bisect
 import dataclasses
 import hashlib
 import itertools
+import os
 import pathlib
+import re
 import resource
 from collections.abc import Iterable, Sequence
 
@@ -19,6 +21,7 @@ SUFFIX = ".array_record"
 _WRITER_OPTIONS = "group_size:1"
 _ALL_TRAINED, _MASKED = 0, 1
 _OTHER_FILES = 256  # that a process has open
+_END_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Shard:
         targets: trained ones.
         num_bytes: of UTF-8, that the trained targets stand for.
         filled: places that are no padding.
+        ends: SHA-256 of its first and last bytes: what a start of a training run can
+            afford to read of every shard. "": an earlier version did not say.
     """
 
     name: str
@@ -42,6 +47,12 @@ class Shard:
     targets: int
     num_bytes: int
     filled: int
+    ends: str = ""
+
+    def require_plain_name(self) -> None:
+        """Raises ValueError where its name leads to another folder, or to no shard."""
+        if not re.fullmatch(rf"[\w-]+{re.escape(SUFFIX)}", self.name, re.ASCII):
+            raise ValueError(f"{self.name!r} is no name of a shard")
 
 
 class ShardRows:
@@ -58,13 +69,13 @@ class ShardRows:
         eos_id: int,
         sequence_length: int,
     ) -> None:
-        """Checks that the files are there, whole by their sizes.
+        """Checks that the files are there, by their sizes and their ends.
 
         Raises:
             config.InputError: one is not.
         """
         for shard in shards:
-            _require_whole(folder / shard.name, shard.size)
+            _require_whole(folder, shard)
         self._eos_id, self._sequence_length = eos_id, sequence_length
         self._paths = [folder / shard.name for shard in shards]
         self._ends = list(itertools.accumulate(shard.rows for shard in shards))
@@ -135,6 +146,7 @@ def write(
         targets=targets,
         num_bytes=num_bytes,
         filled=filled,
+        ends=ends(path),
     )
 
 
@@ -142,6 +154,14 @@ def digest(path: pathlib.Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def ends(path: pathlib.Path) -> str:
+    """SHA-256 of the first and the last bytes of a file."""
+    with path.open("rb") as file:
+        first = file.read(_END_BYTES)
+        file.seek(max(file.seek(0, os.SEEK_END) - _END_BYTES, 0))
+        return hashlib.sha256(first + file.read(_END_BYTES)).hexdigest()
 
 
 def encode(row: packing.Row) -> bytes:
@@ -218,13 +238,17 @@ class _Instruction:
         return cls(str(folder / shard.name), 0, shard.rows, shard.rows)
 
 
-def _require_whole(path: pathlib.Path, size: int) -> None:
-    got = path.stat().st_size if path.exists() else None
+def _require_whole(folder: pathlib.Path, shard: Shard) -> None:
+    path, size, what = folder / shard.name, shard.size, ""
+    got = path.stat().st_size if path.is_file() else None
     if got != size:
         what = "is missing" if got is None else f"has {got:,} bytes of {size:,}"
+    elif shard.ends and ends(path) != shard.ends:
+        what = "is not the file that was written under this name"
+    if what:
         raise config.InputError(
-            f"{path} {what}; prepare the folder again, which makes only that anew, or "
-            f"copy it whole."
+            f"{path} {what}; prepare the folder again with --check, which makes only "
+            f"that anew, or copy it whole."
         )
 
 

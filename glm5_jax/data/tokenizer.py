@@ -103,9 +103,14 @@ class Tokenizer:
         return len(self.pieces)
 
     @property
+    def text(self) -> str:
+        """Its tokenizer.json, which transformers reads too."""
+        return self._backend.to_str()
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the tokenizer.json that `save` writes."""
-        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without any special token."""
@@ -140,7 +145,7 @@ class Tokenizer:
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes a tokenizer.json, which transformers reads too."""
-        cache.write_text(pathlib.Path(path), self._backend.to_str())
+        cache.write_text(pathlib.Path(path), self.text)
 
 
 def load(path: str | pathlib.Path) -> Tokenizer:
@@ -278,10 +283,10 @@ def for_corpus(data: config.DataConfig, texts: Sequence[str]) -> Tokenizer:
         return trained
 
     return cache.cached(
-        folder / f"tokenizer-{key.hexdigest()[:16]}.json",
+        folder / f"bpe-{key.hexdigest()[:16]}.json",
         make=make,
-        load=load,
-        save=Tokenizer.save,
+        load=_load_proven,
+        save=_save_proven,
     )
 
 
@@ -298,6 +303,19 @@ def check_vocab(tokenizer: Tokenizer, model_vocab_size: int) -> None:
             f"model.vocab_size={tokenizer.vocab_size} (or more), or choose a smaller "
             f"tokenizer (data.tokenizer, data.bpe_vocab_size)."
         )
+
+
+def _save_proven(tokenizer: Tokenizer, path: pathlib.Path) -> None:
+    """Writes the digest of a tokenizer.json, and below it that file."""
+    cache.write_text(path, f"{tokenizer.digest}\n{tokenizer.text}")
+
+
+def _load_proven(path: pathlib.Path) -> Tokenizer:
+    """Raises ValueError where one byte of it is another."""
+    digest, _, text = path.read_text(encoding="utf-8").partition("\n")
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        raise ValueError("its content has another digest than it says")
+    return Tokenizer(tokenizers.Tokenizer.from_str(text))
 
 
 def _special(name: str) -> tokenizers.AddedToken:

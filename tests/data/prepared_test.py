@@ -9,7 +9,8 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import pipeline, prepared
+from glm5_jax.data import index as index_lib
+from glm5_jax.data import pipeline, prepared, shards
 from tests import environment, runs
 from tests.data import corpora
 
@@ -65,6 +66,57 @@ class PreparedTest(runs.FolderTest):
                 for key, value in share.items():
                     got[key][number::num_processes] = value
             self.assert_equal_batches(got, want)
+
+    def test_no_bit_of_an_index_can_change_a_batch(self):
+        whole = (self.folders["web"] / "index.json").read_bytes()
+        want = index_lib.read(self.folders["web"])
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        rng = np.random.default_rng(0)
+        for i in rng.choice(len(whole), 300):
+            content = bytearray(whole)
+            content[i] ^= 1 << rng.integers(8)
+            (folder / "index.json").write_bytes(content)
+            try:
+                self.assertEqual(index_lib.read(folder), want)  # a blank
+            except config.InputError as error:
+                self.assertIn("prepare of the folder again", str(error))
+
+    def test_another_number_of_rows_is_another_fingerprint(self):
+        index = index_lib.read(self.folders["web"])
+        fewer = dataclasses.replace(index.train[0], rows=index.train[0].rows - 1)
+        other = dataclasses.replace(index, train=(fewer, *index.train[1:]))
+        self.assertNotEqual(index.fingerprint["rows"], other.fingerprint["rows"])
+
+    @parameterized.parameters("../web/train-00000.array_record", "/etc/passwd", "")
+    def test_an_index_names_no_file_of_another_folder(self, name):
+        index = index_lib.read(self.folders["web"])
+        shard = dataclasses.replace(index.train[0], name=name)
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        dataclasses.replace(index, train=(shard,)).write(folder)
+        with self.assertRaisesRegex(config.InputError, "no name of a shard"):
+            index_lib.read(folder)
+
+    def test_shards_that_were_exchanged_are_not_read(self):
+        folder = pathlib.Path(self.create_tempdir().full_path) / "copy"
+        shutil.copytree(self.folders["web"], folder)
+        index = index_lib.read(folder)
+        first, second = (folder / shard.name for shard in index.train[:2])
+        size = max(first.stat().st_size, second.stat().st_size)
+        for path in (first, second):  # of the same size, too
+            path.write_bytes(path.read_bytes().ljust(size, b"\0"))
+        same = [
+            dataclasses.replace(
+                shard, size=size, rows=1, ends=shards.ends(folder / shard.name)
+            )
+            for shard in index.train[:2]
+        ]
+        dataclasses.replace(index, train=tuple(same)).write(folder)
+        self.make(source=str(folder))
+        first.rename(folder / "aside")
+        second.rename(first)
+        (folder / "aside").rename(second)
+        with self.assertRaisesRegex(config.InputError, "under this name.*--check"):
+            self.make(source=str(folder))
 
     def test_one_epoch_has_every_row_once(self):
         pipe = self.make()

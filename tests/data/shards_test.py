@@ -1,5 +1,6 @@
 """Rows through records and files, and what damage does."""
 
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -87,6 +88,9 @@ class ShardsTest(parameterized.TestCase):
         place = bytes(content).index(shards.encode(rows[5])[-20:])
         content[place] ^= 1
         (self.folder / "a").write_bytes(content)
+        with self.assertRaisesRegex(config.InputError, "a is not the file"):
+            self.open(before, shard, before)  # the bit is among the first bytes
+        shard = dataclasses.replace(shard, ends="")
         damaged = self.open(before, shard, before)
         message = "/a is damaged.*prepare.*--check"
         with self.assertRaisesRegex(config.DamagedError, message):

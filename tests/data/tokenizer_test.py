@@ -106,12 +106,15 @@ class TokenizerTest(parameterized.TestCase):
         self.assertEqual(file.stat().st_mtime_ns, written)
         tokenizer_lib.for_corpus(data, CORPUS[1:])
         self.assertLen(list(pathlib.Path(cache_dir).iterdir()), 2)
-        file.write_text(file.read_text()[:100])
-        with self.assertLogs(level="WARNING") as logs:
-            again = tokenizer_lib.for_corpus(data, CORPUS)
-        self.assertIn("damaged", logs.output[0])
-        self.assertEqual(again.digest, first.digest)
-        self.assertEqual(tokenizer_lib.load(file).digest, first.digest)
+        whole = file.read_text()
+        other_ids = whole.replace('"z":', '"\u0141":', 1)
+        for damage in (whole[:100], other_ids, "", whole.replace("\n", " ", 1)):
+            file.write_text(damage)
+            with self.assertLogs(level="WARNING") as logs:
+                again = tokenizer_lib.for_corpus(data, CORPUS)
+            self.assertIn("damaged", logs.output[0])
+            self.assertEqual(again.digest, first.digest)
+            self.assertEqual(file.read_text(), whole)
 
     def test_a_cache_that_cannot_be_written_is_no_error(self):
         file = self.create_tempfile().full_path  # a file where a folder should be
