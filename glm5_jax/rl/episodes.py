@@ -5,9 +5,10 @@ In between: prompt -> sample -> parse -> step, turn after turn. How it ends:
     what happens                                            label          reward
     ------------------------------------------------------  -------------  ------------
     the environment terminates                              OK             its own
-    ... after a turn that was cut off by its length         TRUNCATED      its own
-    the environment truncates; a turn is cut off; out of    TRUNCATED      its own, or 0
-      turns; the next prompt does not fit the cache
+    the last turn is cut off by its length                  TRUNCATED      0
+    ... and the task says pays_when_cut                     TRUNCATED      its own, or 0
+    the environment truncates; out of turns; the next       TRUNCATED      its own, or 0
+      prompt does not fit the cache
     the environment raises, breaks its protocol, or gives   ENV_ERROR      none
       a first prompt that does not fit the cache
     the environment takes too long                          TIMEOUT        none
@@ -21,6 +22,7 @@ raises is not the environment's fault, and is not caught.
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import numbers
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,6 +36,7 @@ from glm5_jax.rl import pump as pump_lib
 from glm5_jax.rl.environments import protocol
 
 _MAX_REASON = 300  # characters
+_MAX_PARTS = 16  # of a message, each as large as the cache may be
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,18 +173,22 @@ class _Run:
                     raise _EndError(protocol.Label.ENV_ERROR, reason)
                 return truncated, reward, reason
             is_cut, message = await self._sample(prompt, room, turn)
+            cut = truncated, reward, "a turn was cut off by its length"
+            is_unpaid = is_cut and not self._job.task.pays_when_cut
+            if is_unpaid and not self._settings.continue_truncated:
+                return cut
             result = await self._call(
                 "step", functools.partial(environment.step, message)
             )
             if not isinstance(result, protocol.StepResult):
-                reason = f"step returned {repr(result)[:_MAX_REASON]}"
+                reason = f"step returned {_shown(result)}"
                 raise _EndError(protocol.Label.ENV_ERROR, reason)
             if result.terminated or result.reward is not None:
                 reward = self._checked(result.reward)
             is_over = result.terminated or result.truncated
             self._put(result.messages, "step", may_be_empty=is_over)
             if is_cut and (is_over or not self._settings.continue_truncated):
-                return truncated, reward, "a turn was cut off by its length"
+                return cut if is_unpaid else (truncated, reward, cut[-1])
             if result.terminated:
                 return protocol.Label.OK, reward, ""
             if result.truncated:
@@ -211,22 +218,18 @@ class _Run:
             raise _crash("environment", error) from error
 
     def _put(self, new: Any, call: str, may_be_empty: bool = False) -> None:
-        """Appends copies of messages that an environment returned."""
+        """Appends copies of messages that an environment returned.
+
+        Each takes a token at least, so that one more than the cache holds is enough.
+        """
         try:
-            new = [self._copied(message) for message in new]
+            some = itertools.islice(new, self._context.engine.capacity + 1)
+            new = [_copied(m, self._context.max_characters) for m in some]
         except Exception as error:
             raise _crash(call, error) from error
         if not new and not may_be_empty:
             raise _EndError(protocol.Label.ENV_ERROR, f"{call} returned no message")
         self._messages.extend(new)
-
-    def _copied(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy; a content that cannot fit the cache is cut to what still cannot."""
-        limit = self._context.max_characters
-        content = message.get("content")
-        is_flood = isinstance(content, str) and len(content) > limit
-        cut = {"content": content[:limit]} if is_flood else {}
-        return copy.deepcopy({**message, **cut})
 
     def _prompt(self) -> list[int]:
         try:
@@ -240,7 +243,7 @@ class _Run:
         limit = min(self._settings.call_timeout, self._seconds_left)
         start = clock()
         try:
-            return await pump_lib.bounded(call, limit, clock)
+            return await pump_lib.bounded(call, limit, clock, guest=self)
         except pump_lib.LateError as error:
             reason = f"{name} {error}"
             raise _EndError(protocol.Label.TIMEOUT, reason) from error
@@ -259,8 +262,8 @@ class _Run:
             parts = {str(name): _finite(part) for name, part in reward.parts.items()}
             if abs(total) > limit:
                 raise ValueError(f"more than max_reward={limit:g}")
-        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-            reason = f"the reward is {repr(reward)[:_MAX_REASON]}: {error}"
+        except Exception as error:
+            reason = f"the reward is {_shown(reward)}: {error}"
             raise _EndError(protocol.Label.REWARD_ERROR, reason) from error
         return protocol.Reward(total, parts)
 
@@ -276,6 +279,37 @@ class _Run:
         return ""
 
 
+class _Copy:
+    """Copies a message; texts are cut to `limit` characters, which no cache can fit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._left = limit, _MAX_PARTS * limit
+
+    def of(self, value: Any) -> Any:
+        """A copy, however deep.
+
+        Raises:
+            ValueError: it has more than _MAX_PARTS * limit characters.
+        """
+        if isinstance(value, str):
+            value = value[: self._limit]
+        self._left -= len(value) if isinstance(value, str) else 1
+        if self._left < 0:
+            size = _MAX_PARTS * self._limit
+            raise ValueError(f"a message of more than {size} characters")
+        if isinstance(value, Mapping):
+            return {self.of(key): self.of(x) for key, x in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.of(x) for x in value]
+        return copy.deepcopy(value)
+
+
+def _copied(message: Any, limit: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise TypeError(f"a message must be a mapping, got {_shown(message)}")
+    return _Copy(limit).of(message)
+
+
 def _finite(value: Any) -> float:
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{value!r} is not a number")
@@ -287,4 +321,12 @@ def _finite(value: Any) -> float:
 def _crash(
     name: str, error: Exception, label: protocol.Label = protocol.Label.ENV_ERROR
 ) -> _EndError:
-    return _EndError(label, f"{name}: {error!r}"[:_MAX_REASON])
+    return _EndError(label, f"{name}: {_shown(error)}")
+
+
+def _shown(value: Any) -> str:
+    """A short text of what an environment made, whose __repr__ may raise."""
+    try:
+        return repr(value)[:_MAX_REASON]
+    except Exception:
+        return f"<{type(value).__name__}>"

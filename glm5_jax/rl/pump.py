@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from absl import logging
 
 from glm5_jax.inference import requests
+from glm5_jax.rl import event_loop
 
 # So that who got an answer asks for more before the next step: from the end of an
 # episode to the first prompt of the next it takes 10 rounds, of 2 us.
@@ -101,17 +102,22 @@ class Pump:
 
 
 async def bounded(
-    call: Callable[[], Awaitable[Any]], seconds: float, clock: Callable[[], float]
+    call: Callable[[], Awaitable[Any]],
+    seconds: float,
+    clock: Callable[[], float],
+    guest: object,
 ) -> Any:
     """What `call` returns, unless it takes longer than `seconds` of `clock`.
 
-    A call that ignores being cancelled is left behind, so that nobody waits for it.
+    It is a call of `guest`, which can cancel nothing but what it began itself. A call
+    that ignores being cancelled is left behind, so that nobody waits for it.
 
     Raises:
         LateError: it did not return in time.
         Exception: what the call raised; what is none (SystemExit) as a RuntimeError.
     """
-    task = asyncio.create_task(_contained(call))
+    context = event_loop.context_of(guest)
+    task = asyncio.create_task(_contained(call), context=context)
     task.add_done_callback(_retrieve)
     deadline = clock() + seconds
     try:
@@ -122,6 +128,8 @@ async def bounded(
             await asyncio.wait({task}, timeout=left)
         if task.cancelled():
             raise RuntimeError("the call cancelled itself")
+        if isinstance(task.exception(), GeneratorExit):  # raised, not thrown in
+            raise RuntimeError("the call raised GeneratorExit")
         return task.result()
     finally:
         if not task.done():
@@ -146,7 +154,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
-    loop = asyncio.new_event_loop()
+    loop = event_loop.Loop()
     task = loop.create_task(main)
     task.add_done_callback(_retrieve)
     try:

@@ -75,9 +75,10 @@ class FaultyTaskset:
         self._fault, self._every, self._num_made = fault, every, 0
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
-        """Always the same words."""
+        """Always the same words; a random model's answers are paid however long."""
         messages = ({"role": "user", "content": "say OK"},)
-        return protocol.Task(f"{self.name}/{split}/{seed}/{index}", messages, "OK")
+        id = f"{self.name}/{split}/{seed}/{index}"
+        return protocol.Task(id, messages, "OK", pays_when_cut=True)
 
     def environment(self) -> protocol.Environment:
         """An environment with the fault, or a sound one."""

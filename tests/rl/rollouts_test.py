@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
 import random
 import sys
@@ -56,7 +57,7 @@ def collect(taskset, count=4, answer=answers_ok, settings=SETTINGS, **how):
 class Scripted:
     """A taskset whose environments do what a coroutine function says in `step`."""
 
-    name = "scripted"
+    name, pays_when_cut = "scripted", False
 
     def __init__(self, step, reset=None):
         self.step, self.reset = step, reset
@@ -64,7 +65,7 @@ class Scripted:
 
     def task(self, split, seed, index):
         messages = ({"role": "user", "content": f"task {index}"},)
-        return protocol.Task(str(index), messages)
+        return protocol.Task(str(index), messages, pays_when_cut=self.pays_when_cut)
 
     def environment(self):
         return _Environment(self)
@@ -107,6 +108,12 @@ def goes_on(*contents, role="tool"):
     return protocol.StepResult(new, None, False, False)
 
 
+def goes_on_with(messages):
+    """Whatever `messages` are."""
+    return ends(terminated=False, reward=None, messages=messages)
+
+
+TOOL = {"role": "tool", "content": "more"}
 OUTCOMES = (  # fault, label, reward, turns, reason
     (Fault.NONE, Label.OK, 1.0, 1, ""),
     (Fault.HANG_IN_RESET, Label.TIMEOUT, None, 0, "reset took longer"),
@@ -177,6 +184,7 @@ class FaultTest(parameterized.TestCase):
 
     @parameterized.named_parameters(
         ("beyond_the_limit", ends(1e9), Label.REWARD_ERROR, "max_reward"),
+        ("below_the_limit", ends(-101), Label.REWARD_ERROR, "max_reward"),
         ("too_large_an_integer", ends(10**400), Label.REWARD_ERROR, "too large"),
         (
             "part_not_finite",
@@ -187,6 +195,18 @@ class FaultTest(parameterized.TestCase):
         ("no_step_result", (), Label.ENV_ERROR, "step returned ()"),
         ("no_message", goes_on(), Label.ENV_ERROR, "no message"),
         ("no_role", goes_on("a", role=None), Label.ENV_ERROR, "role must be one of"),
+        ("no_message_but_a_text", goes_on_with(["a"]), Label.ENV_ERROR, "be a mapping"),
+        ("endless", goes_on_with(itertools.repeat(TOOL)), Label.TRUNCATED, "not fit"),
+        (
+            "much_thought",
+            goes_on_with([{"role": "tool", "reasoning_content": "x" * 10**6}]),
+            *(Label.TRUNCATED, "no end"),
+        ),
+        (
+            "many_parts",
+            goes_on_with([{**TOOL, "more": ["x" * 10**5] * 99}]),
+            *(Label.ENV_ERROR, "more than"),
+        ),
         ("no_text", goes_on(5), Label.ENV_ERROR, "must be a string"),
         ("a_text", ends(terminated=False, messages="Hi"), Label.ENV_ERROR, "step"),
         ("cut_off", ends(terminated=False, truncated=True), Label.TRUNCATED, "trunc"),
@@ -199,11 +219,16 @@ class FaultTest(parameterized.TestCase):
         self.assertIs(episode.label, label)
         self.assertIn(reason, episode.reason)
         self.assertEqual(episode.reward is None, label is not Label.TRUNCATED)
+        self.assertLess(len(str(episode.transcript)), 10**5)
 
     @parameterized.named_parameters(
         ("exit", lambda: sys.exit(3), "SystemExit"),
         ("no_exception", lambda: _raise(_Strange), "_Strange"),
         ("cancels_itself", lambda: asyncio.current_task().cancel(), "cancelled itself"),
+        ("generator_exit", lambda: _raise(GeneratorExit), "GeneratorExit"),
+        ("cancels_all", lambda: _cancel(asyncio.all_tasks()), "no task but its own"),
+        ("stops_the_loop", lambda: asyncio.get_running_loop().stop(), "must not stop"),
+        ("cannot_be_shown", lambda: _raise(_Nameless()), "_Nameless"),
         ("its_own_timeout", lambda: _raise(TimeoutError), "TimeoutError"),
     )
     def test_strange_ends(self, act, reason):
@@ -273,6 +298,16 @@ class _Strange(BaseException):
     pass
 
 
+class _Nameless(Exception):
+    def __repr__(self):
+        raise ValueError
+
+
+def _cancel(tasks):
+    for task in sorted(tasks, key=lambda task: task is asyncio.current_task()):
+        task.cancel()
+
+
 def _raise(error):
     raise error
 
@@ -307,15 +342,30 @@ class TurnsTest(parameterized.TestCase):
             return ends() if env.num_turns == 2 else goes_on("go on", role="user")
 
         settings = dataclasses.replace(SETTINGS, continue_truncated=continue_truncated)
-        (episode,) = collect(
-            Scripted(step),
-            1,
-            answer=lambda request: OK if request.id else [65] * 99,
-            settings=settings,
-        )
+        answers = {"answer": lambda request: OK if request.id else [65] * 99}
+        (episode,) = collect(Scripted(step), 1, **answers, settings=settings)
         self.assertIs(episode.label, label)
         self.assertEqual(episode.num_turns, num_turns)
         self.assertEqual(episode.reward.total, num_turns - 1.0)
+
+    @parameterized.named_parameters(
+        ("earns_nothing", False, False, 0.0),
+        ("nor_where_others_go_on", False, True, 0.0),
+        ("earns_what_the_task_says", True, False, 0.7),
+    )
+    def test_the_last_turn_cut_off(self, pays, continue_truncated, reward):
+        async def step(env, message):
+            return ends(0.7)
+
+        taskset, settings = Scripted(step), SETTINGS
+        taskset.pays_when_cut = pays
+        settings = dataclasses.replace(settings, continue_truncated=continue_truncated)
+        answers = {"answer": lambda request: [65] * 99}
+        (episode,) = collect(taskset, 1, **answers, settings=settings)
+        self.assertIs(episode.label, Label.TRUNCATED)
+        self.assertIn("cut off by its length", episode.reason)
+        self.assertEqual(episode.reward.total, reward)
+        self.assertEqual(taskset.num_closed, 1)
 
     def test_an_empty_response_is_an_answer(self):
         seen = []

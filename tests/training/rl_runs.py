@@ -35,7 +35,8 @@ class Lottery:
         self._tasks = environments.ladder.Ladder(name)
 
     def task(self, split, seed, index):
-        return self._tasks.task(split, seed, index)
+        task = self._tasks.task(split, seed, index)
+        return dataclasses.replace(task, pays_when_cut=True)
 
     def environment(self):
         return self
