@@ -158,10 +158,10 @@ def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
     if "factor" not in rope:
         raise config_lib.InputError(f"{name} of rope_type 'yarn' needs a factor.")
     # Where both give the context that was trained on, the outer one counts.
-    context = given.get(_CONTEXT, rope.get(_CONTEXT))
+    whole = given.get("max_position_embeddings")
+    context = given.get(_CONTEXT, rope.get(_CONTEXT, whole))
     scaling = {k: v for k, v in rope.items() if k in _YARN and v is not None}
     scaling |= {"rope_type": "yarn", _CONTEXT: context}
-    whole = given.get("max_position_embeddings")
     are_counts = isinstance(whole, int) and isinstance(context, int) and context > 0
     if rope["factor"] is None and are_counts:
         scaling["factor"] = max(whole / context, 1.0)

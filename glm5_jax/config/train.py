@@ -139,6 +139,8 @@ class TrainConfig:
 
     stage: Stage = "pretrain"
     init_from: str | None = None  # run, step or Hugging Face folder to start from
+    # Fields of model that change the logits, and may differ from those of init_from.
+    init_from_changes: tuple[str, ...] = ()
     seed: int = 0
     num_steps: int = 100
     log_every: int = 1  # steps between lines of metrics.jsonl
@@ -211,6 +213,7 @@ class TrainConfig:
                 f"{self.optim.warmup_steps} of {self.num_updates} updates; shorten "
                 f"the warm-up or train longer.",
             ),
+            *self._init_rules(),
             *self._checkpoint_rules(),
             *self._rl_rules(),
             *self._mesh_rules(),
@@ -228,6 +231,16 @@ class TrainConfig:
         if model.dtype == "bfloat16" and model.attention == "sparse":
             model = dataclasses.replace(model, batch_invariant=True)
             object.__setattr__(self, "model", model)
+
+    def _init_rules(self) -> list[tuple[bool, str]]:
+        """Rules: what may differ from init_from is of the model."""
+        return [
+            (
+                name in ModelConfig.__dataclass_fields__,
+                f"init_from_changes must name fields of model, got {name!r}.",
+            )
+            for name in self.init_from_changes
+        ]
 
     def _checkpoint_rules(self) -> list[tuple[bool, str]]:
         """Rules: what shall be kept, must be written, and be evaluated before."""

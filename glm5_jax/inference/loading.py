@@ -24,6 +24,11 @@ from glm5_jax.model import transformer
 
 Path = str | pathlib.Path
 
+# Fields of a model that change its logits and no parameter's shape.
+MATHEMATICS = (
+    *("rms_norm_eps", "latent_norm_eps", "rope_theta", "rope_scaling"),
+    *("num_experts_per_tok", "routed_scaling_factor", "norm_topk_prob", "index_topk"),
+)
 MAX_CONTEXT = 4096  # tokens read at once where no training run says how many
 DTYPES = ("float32", "bfloat16")
 
@@ -117,6 +122,38 @@ def require_params(path: Path, config: config_lib.ModelConfig) -> None:
         huggingface.open_params(source.weights, config, abstract, config.param_dtype)
     else:
         manager.require_shapes(source.weights, abstract)
+
+
+def require_same_mathematics(config: config_lib.TrainConfig) -> None:
+    """Checks that the weights of init_from meet the model that they were trained in.
+
+    The number of selected keys counts only where both models select.
+
+    Raises:
+      InputError: nothing usable is there, or a field of MATHEMATICS differs that
+        init_from_changes does not name.
+    """
+    if config.init_from is None:
+        return
+    ours, theirs = config.model, read_config(find(config.init_from))
+    is_free = {"index_topk"} if "dense" in (ours.attention, theirs.attention) else set()
+    differing = {
+        name: (getattr(theirs, name), getattr(ours, name))
+        for name in MATHEMATICS
+        if name not in is_free | {*config.init_from_changes}
+        and getattr(theirs, name) != getattr(ours, name)
+    }
+    if differing:
+        lines = [
+            f"\n  {k}: {there} there, {here} here"
+            for k, (there, here) in differing.items()
+        ]
+        raise config_lib.InputError(
+            f"init_from={config.init_from} is a model with other mathematics:"
+            + "".join(lines)
+            + "\nSet --config.model.NAME to its values; or, to change them on purpose, "
+            f'--config.init_from_changes="{tuple(differing)}".'
+        )
 
 
 def find(path: Path) -> Source:

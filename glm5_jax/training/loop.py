@@ -17,6 +17,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from glm5_jax import config as config_lib
+from glm5_jax.inference import loading
 from glm5_jax.processes import together
 from glm5_jax.training import accounting, host_memory, plot, run_folder, signals
 from glm5_jax.training import clock as clock_lib
@@ -37,6 +38,8 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
       SystemExit: 143, after a checkpoint, on SIGTERM or ctrl-C.
     """
     began = time.perf_counter()
+    if not run_folder.has_checkpoint(workdir):
+        loading.require_same_mathematics(config)
     mesh = run_lib.make_mesh(config)  # nothing is written before this has been checked
     with run_folder.locked(workdir):
         return _train(config, workdir, mesh, began)

@@ -35,6 +35,7 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
         errors.append(str(error))
     try:
         if config.init_from is not None:
+            loading.require_same_mathematics(config)
             loading.require_params(config.init_from, config.model)
             found.append(f"init_from: {config.init_from} has every parameter")
     except config_lib.InputError as error:

@@ -110,7 +110,7 @@ def claimed(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Iterator[N
     except BaseException:
         if before is not None and together.is_first():
             cache.write_atomically(path, lambda new: new.write_bytes(before))
-        elif together.is_first() and not _has_checkpoint(workdir):
+        elif together.is_first() and not has_checkpoint(workdir):
             for new in workdir.iterdir():
                 if new.name not in there | _OWN:
                     shutil.rmtree(new) if new.is_dir() else new.unlink()
@@ -159,7 +159,7 @@ def require_same_run(
     Raises:
       InputError: they differ; it names the fields.
     """
-    may_change = MAY_CHANGE + _OF_CONTENT * _has_checkpoint(workdir)
+    may_change = MAY_CHANGE + _OF_CONTENT * has_checkpoint(workdir)
     if differing := _differing(theirs, config, may_change):
         raise config_lib.InputError(
             f"{workdir} belongs to another run; give another --workdir, or its "
@@ -182,7 +182,7 @@ def require_usable(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Non
     if path.exists():
         if (workdir / "metrics.jsonl").exists():
             _require_same_run(path, config)
-        elif _has_checkpoint(workdir) or not _is_of_a_run(path):
+        elif has_checkpoint(workdir) or not _is_of_a_run(path):
             raise config_lib.InputError(
                 f"{workdir} holds a model, not a run; give another --workdir, and "
                 f"--config.init_from={workdir} to start from its parameters."
@@ -215,7 +215,8 @@ def _is_of_a_run(path: pathlib.Path) -> bool:
         return False
 
 
-def _has_checkpoint(workdir: pathlib.Path) -> bool:
+def has_checkpoint(workdir: pathlib.Path) -> bool:
+    """Whether a run is resumed there, and not started."""
     return bool(step_folder.numbers(step_folder.absolute(workdir) / "checkpoints"))
 
 

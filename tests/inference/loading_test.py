@@ -125,6 +125,66 @@ class LoadTest(FolderTest):
         with self.assertRaisesRegex(config_lib.InputError, "embed_tokens.weight .* in"):
             loading.require_params(GOLDEN, dataclasses.replace(config, vocab_size=96))
 
+    def train_config(self, init_from, changes=(), **model):
+        return dataclasses.replace(
+            RUN,
+            model=dataclasses.replace(TINY, **model),
+            init_from=str(init_from),
+            init_from_changes=changes,
+        )
+
+    def test_training_starts_in_the_model_that_the_weights_are_of(self):
+        run = self.make_run()
+        loading.require_same_mathematics(self.train_config(run))
+        loading.require_same_mathematics(
+            self.train_config(run, index_topk=5, attention="dense")
+        )
+        others = {"rope_theta": 5e4, "num_experts_per_tok": 1}
+        for changes in ((), ("rope_theta",)):
+            config = self.train_config(run, changes, **others)
+            with self.assertRaises(config_lib.InputError) as caught:
+                loading.require_same_mathematics(config)
+            message = str(caught.exception)
+            self.assertIn("num_experts_per_tok: 2 there, 1 here", message)
+            self.assertEqual("rope_theta: 10000.0" in message, not changes, message)
+        loading.require_same_mathematics(
+            self.train_config(run, tuple(others), **others)
+        )
+        config = self.train_config("/nonexistent")
+        with self.assertRaisesRegex(config_lib.InputError, "no folder /nonexistent"):
+            loading.require_same_mathematics(config)
+        with self.assertRaisesRegex(config_lib.InputError, "rope_thetta"):
+            self.train_config(run, ("rope_thetta",))
+
+    def test_every_field_of_a_model_is_compared_where_it_matters(self):
+        """Other fields change shapes, which are compared, or no logits."""
+        neutral = {
+            *("attention", "dtype", "param_dtype", "remat_policy", "batch_invariant"),
+            *("expert_transport", "expert_chunks", "eos_token_id", "pad_token_id"),
+            *("mtp_num_steps", "index_share_for_mtp_iteration", "initializer_range"),
+            "max_position_embeddings",
+        }
+        changes = {"index_topk_pattern": "FS", "index_topk_freq": 2} | {
+            "index_skip_topk_offset": 2
+        }
+        model = tiny.model(num_hidden_layers=2, index_skip_topk_offset=1)
+        for field in dataclasses.fields(model):
+            if field.name in neutral or field.name in loading.MATHEMATICS:
+                continue
+            base = model
+            if field.name == "index_skip_topk_offset":
+                base = dataclasses.replace(model, index_topk_freq=2)
+            value = getattr(base, field.name)
+            value = changes.get(field.name, 0 if value == 1 else value)
+            if value == getattr(base, field.name):
+                value += 2
+            other = dataclasses.replace(base, **{field.name: value})
+            shapes = [
+                jax.tree.map(lambda x: x.shape, transformer.abstract_params(c))
+                for c in (base, other)
+            ]
+            self.assertNotEqual(*shapes, field.name)
+
     def test_says_what_is_missing(self):
         empty = self.folder / "empty"
         empty.mkdir()
@@ -264,6 +324,66 @@ class GenerateTest(FolderTest):
         stops = ("model.eos_token_id", str(tuple(range(260))))
         self.generate(run, [stops], prompt="def ", tokens_out=out)
         self.assertEqual(np.load(out).shape, (5,))
+
+    def train_config(self, init_from, changes=(), **model):
+        return dataclasses.replace(
+            RUN,
+            model=dataclasses.replace(TINY, **model),
+            init_from=str(init_from),
+            init_from_changes=changes,
+        )
+
+    def test_training_starts_in_the_model_that_the_weights_are_of(self):
+        run = self.make_run()
+        loading.require_same_mathematics(self.train_config(run))
+        loading.require_same_mathematics(
+            self.train_config(run, index_topk=5, attention="dense")
+        )
+        others = {"rope_theta": 5e4, "num_experts_per_tok": 1}
+        for changes in ((), ("rope_theta",)):
+            config = self.train_config(run, changes, **others)
+            with self.assertRaises(config_lib.InputError) as caught:
+                loading.require_same_mathematics(config)
+            message = str(caught.exception)
+            self.assertIn("num_experts_per_tok: 2 there, 1 here", message)
+            self.assertEqual("rope_theta: 10000.0" in message, not changes, message)
+        loading.require_same_mathematics(
+            self.train_config(run, tuple(others), **others)
+        )
+        config = self.train_config("/nonexistent")
+        with self.assertRaisesRegex(config_lib.InputError, "no folder /nonexistent"):
+            loading.require_same_mathematics(config)
+        with self.assertRaisesRegex(config_lib.InputError, "rope_thetta"):
+            self.train_config(run, ("rope_thetta",))
+
+    def test_every_field_of_a_model_is_compared_where_it_matters(self):
+        """Other fields change shapes, which are compared, or no logits."""
+        neutral = {
+            *("attention", "dtype", "param_dtype", "remat_policy", "batch_invariant"),
+            *("expert_transport", "expert_chunks", "eos_token_id", "pad_token_id"),
+            *("mtp_num_steps", "index_share_for_mtp_iteration", "initializer_range"),
+            "max_position_embeddings",
+        }
+        changes = {"index_topk_pattern": "FS", "index_topk_freq": 2} | {
+            "index_skip_topk_offset": 2
+        }
+        model = tiny.model(num_hidden_layers=2, index_skip_topk_offset=1)
+        for field in dataclasses.fields(model):
+            if field.name in neutral or field.name in loading.MATHEMATICS:
+                continue
+            base = model
+            if field.name == "index_skip_topk_offset":
+                base = dataclasses.replace(model, index_topk_freq=2)
+            value = getattr(base, field.name)
+            value = changes.get(field.name, 0 if value == 1 else value)
+            if value == getattr(base, field.name):
+                value += 2
+            other = dataclasses.replace(base, **{field.name: value})
+            shapes = [
+                jax.tree.map(lambda x: x.shape, transformer.abstract_params(c))
+                for c in (base, other)
+            ]
+            self.assertNotEqual(*shapes, field.name)
 
     def test_says_what_is_missing(self):
         run = self.make_run(tokenizer=None)
