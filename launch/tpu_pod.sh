@@ -5,7 +5,7 @@
 #     --config=configs/NAME.py --workdir=/mnt/shared/run
 #
 # The code lies at FOLDER on every host (first time: SETUP=1 copies and installs it) and
-# --workdir on a file system that all mount (Filestore, Cloud Storage FUSE).
+# --workdir on a file system that all mount (Filestore, for example).
 # jax.distributed asks the metadata server for the hosts: no address is given. Logs:
 # logs/TPU/WORKER.log, of all hosts. Where the run saved and ended by SIGTERM (143),
 # before maintenance say, it starts again.

@@ -6,6 +6,7 @@ parameters in state/. What is renamed to STEP.damaged, STEP.abandoned or STEP.de
 counts no more.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -153,8 +154,12 @@ def remove(folder: epath.Path) -> None:
         folder = set_aside(folder, DELETING)
     if os.path.islink(folder):
         folder.unlink()
-    else:
-        folder.rmtree()
+        return
+    # In a mounted bucket a folder goes with its last file, while it is walked through.
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)  # says what is in the way
 
 
 def free_bytes(folder: epath.Path) -> int:

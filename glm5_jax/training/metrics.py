@@ -37,7 +37,7 @@ class MetricsWriter:
     def __init__(
         self, workdir: str | os.PathLike[str], total_steps: int, start_step: int = 0
     ) -> None:
-        """Opens the file.
+        """Makes the file, or takes up the one that is there.
 
         A run that died had logged steps after its last checkpoint; they will come
         again, so the lines after `start_step` go, and each step stands there once.
@@ -58,7 +58,7 @@ class MetricsWriter:
         if self._path.exists():
             self.before = (read(self._path) or [{}])[-1]
             _truncate(self._path, start_step)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._path.touch()
         self._bar = None
         if sys.stderr.isatty():
             self._bar = tqdm.tqdm(
@@ -78,8 +78,9 @@ class MetricsWriter:
         assert step > self._last_step, f"step {step} comes after {self._last_step}"
         self._last_step = step
         values = {name: _number(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        # Opened for each line: a mounted bucket gets what is written with the close.
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
         self._show(step, values)
 
     def rewind(self, step: int) -> None:
@@ -87,19 +88,15 @@ class MetricsWriter:
         self._last_step = step
         if not self._is_primary:
             return
-        self._file.close()
         _truncate(self._path, step)
-        self._file = self._path.open("a", encoding="utf-8")
         if self._bar is not None:
             self._bar.reset(self._total_steps)
             self._bar.update(step)
 
     def close(self) -> None:
-        """Closes the file and the bar."""
-        if self._is_primary:
-            self._file.close()
-            if self._bar is not None:
-                self._bar.close()
+        """Closes the bar."""
+        if self._is_primary and self._bar is not None:
+            self._bar.close()
 
     def _show(self, step: int, values: Mapping[str, float | int | None]) -> None:
         for name, label, form in _SHOWN_RL if "rollout/reward" in values else _SHOWN:

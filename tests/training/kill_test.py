@@ -70,14 +70,18 @@ def moment(workdir):
     return "between saves"
 
 
-class KillTest(runs.FolderTest):
+class LivesTest(runs.FolderTest):
+    """Lives of one run, each a child process."""
+
+    num_steps = KILLS * STEPS_A_LIFE + 2
+
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
         loop_test.write_corpus(cls.root / "corpus")
         config = dataclasses.replace(
             loop_test.make_config(cls.root / "corpus", cls.root / "cache"),
-            num_steps=KILLS * STEPS_A_LIFE + 2,
+            num_steps=cls.num_steps,
             checkpoint_every=2,
             checkpoints_to_keep=2,
             eval_every=0,
@@ -92,21 +96,33 @@ class KillTest(runs.FolderTest):
         cls.compiled = cls.root / "compiled.pickle"
         cls.compiled.write_bytes(pickle.dumps(executable))
 
-    def start(self, name):
-        given = self.config, self.root / name, self.compiled
+    def start(self, workdir):
+        given = self.config, workdir, self.compiled
         child = PROCESSES.Process(target=live, args=given)
         child.start()
         self.addCleanup(child.kill)
         return child
 
-    def finish(self, name):
-        child = self.start(name)
+    def finish(self, workdir):
+        child = self.start(workdir)
         child.join(SECONDS)
         self.assertEqual(child.exitcode, 0)
 
+    def assert_same_end(self, *workdirs):
+        """The same parameters and losses, bit for bit."""
+        params = [runs.params_of(w, loop_test.MODEL) for w in workdirs]
+        jax.tree.map(np.testing.assert_array_equal, *params)
+        records = [metrics.read(w / "metrics.jsonl") for w in workdirs]
+        self.assertEqual(
+            *([(r["step"], r["train/loss"]) for r in run] for run in records)
+        )
+
+
+class KillTest(LivesTest):
     def kill_once(self, name, num_steps, wait):
         """Kills a life some time after it has done some steps; returns in what."""
-        workdir, child = self.root / name, self.start(name)
+        workdir = self.root / name
+        child = self.start(workdir)
         goal, deadline = num_lines(workdir) + num_steps, time.monotonic() + SECONDS
         while num_lines(workdir) < goal:
             self.assertTrue(child.is_alive(), "it ended by itself")
@@ -119,7 +135,7 @@ class KillTest(runs.FolderTest):
         return moment(workdir)
 
     def test_killed_run_ends_as_if_it_had_not_been(self):
-        self.finish("whole")
+        self.finish(self.root / "whole")
         records = metrics.read(self.root / "whole" / "metrics.jsonl")
         step_seconds = np.median([r["perf/step_seconds"] for r in records])
         rng = np.random.default_rng(0)
@@ -128,19 +144,8 @@ class KillTest(runs.FolderTest):
             for _ in range(KILLS)
         )
         sys.stderr.write(f"{KILLS} kills: {dict(moments)}\n")
-        self.finish("killed")
-        params = [
-            runs.params_of(self.root / n, loop_test.MODEL) for n in ("whole", "killed")
-        ]
-        jax.tree.map(np.testing.assert_array_equal, *params)
-        losses = [
-            [
-                (r["step"], r["train/loss"])
-                for r in metrics.read(self.root / n / "metrics.jsonl")
-            ]
-            for n in ("whole", "killed")
-        ]
-        self.assertEqual(*losses)
+        self.finish(self.root / "killed")
+        self.assert_same_end(self.root / "whole", self.root / "killed")
         left = [path.name for path in (self.root / "killed" / "checkpoints").iterdir()]
         self.assertEmpty([name for name in left if not re.fullmatch(r"\d+", name)])
         self.assertLen(left, 2)
