@@ -92,6 +92,7 @@ class ResolveTest(parameterized.TestCase):
         ("unfinished", "model.eos_token_id", "(1,", "integers such as (1, 2)"),
         ("texts", "data.mixture", "a", "texts such as ('a', 'b')"),
         ("rows", "data.mixture_weights", "(1, 2)", "rows such as ((1, 2), (3, 4))"),
+        ("no_text", "sample_prompt", "\udcff", "must be text, got '\\udcff'"),
         ("typo", "model.hiden_size", "8", "Did you mean model.hidden_size?"),
         ("no_section", "hidden_size", "8", "Did you mean model.hidden_size?"),
         ("other_section", "model.adam_b1", "0", "Did you mean optim.adam_b1?"),

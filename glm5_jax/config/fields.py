@@ -145,6 +145,8 @@ def _typed(value: Any, hint: Any) -> Any:
         value = float(value) if fits else value
     else:
         fits = type(value) is kind  # a bool is no int
+        if kind is str and fits:
+            value.encode()  # a lone surrogate is no text
     if not fits:
         raise TypeError(value)
     return value

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
+from glm5_jax.config import checks
 from glm5_jax.data import pipeline as pipeline_lib
 from glm5_jax.data import prepared, sft
 from glm5_jax.inference import engine, loading
@@ -33,6 +34,8 @@ class Corpus:
         self._batches: tuple[int, Iterator[feed.Batch]] | None = None
         self.tokenizer = self._pipeline.tokenizer
         loading.require_tokenizer(config, self.tokenizer)
+        if config.sample_tokens:  # not found out after hours of training
+            self._require_sample()
         self.fingerprint = self._pipeline.fingerprint
 
     @property
@@ -80,10 +83,7 @@ class Corpus:
     def sample(self, params: dict, step: int) -> str:
         """Continues, or answers, sample_prompt."""
         config, template = self._config, self._pipeline.template
-        prompt = self.tokenizer.encode(config.sample_prompt)
-        if template is not None:
-            question = {"role": "user", "content": config.sample_prompt}
-            prompt = template.render([question], add_generation_prompt=True).tokens
+        prompt = self._prompt()
         completion = engine.generate(
             params,
             config.model,
@@ -95,6 +95,28 @@ class Corpus:
         )[0]
         spell = self.tokenizer.spell if template else self.tokenizer.decode
         return spell([*prompt, *completion.tokens])
+
+    def _prompt(self) -> list[int]:
+        """Returns sample_prompt as ids, in a chat as a user's message."""
+        text, template = self._config.sample_prompt, self._pipeline.template
+        if template is None:
+            return self.tokenizer.encode(text)
+        question = {"role": "user", "content": text}
+        return list(template.render([question], add_generation_prompt=True).tokens)
+
+    def _require_sample(self) -> None:
+        """Checks that sample_prompt can be continued by sample_tokens."""
+        config, size = self._config, len(self._prompt())
+        limit = config.model.max_position_embeddings
+        checks.require(
+            (size > 0, "sample_prompt must not be empty; or set sample_tokens=0."),
+            (
+                size + config.sample_tokens <= limit,
+                f"sample_tokens must leave room for sample_prompt in "
+                f"model.max_position_embeddings={limit}, got {config.sample_tokens} "
+                f"and a prompt of {size} tokens.",
+            ),
+        )
 
     def epochs(self, num_batches: int) -> dict[str, float]:
         """Returns how often each source has been read after so many batches."""

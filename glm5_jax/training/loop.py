@@ -154,17 +154,18 @@ class _Loop:
             with clock.paused("evaluate"):
                 self._last = evaluate(run)
                 metrics |= self._last
-        if "sample" in due:
-            with clock.paused("sample"):
-                write_sample(run)
         if "save" in due:
             with clock.paused("save"), self._watchdog.paused():
                 run.save(metrics)
-        self._watchdog.beat()
         is_due = _is_due(run.step, run.config.log_every)
         if is_due or "evaluate" in due:
             counts = run.health.counts()
             self._writer.write(run.step, metrics | counts | clock.goodput())
+        if "sample" in due:  # last: nothing is lost where it fails
+            self._watchdog.beat()
+            with clock.paused("sample"), self._saves_finished():
+                write_sample(run)
+        self._watchdog.beat()
         return True
 
     def _roll_back(self) -> None:
@@ -179,11 +180,20 @@ class _Loop:
     @contextlib.contextmanager
     def _last_words(self, metrics: dict[str, Any]) -> Iterator[None]:
         """A step that ends the run still gets its line."""
+        with self._saves_finished():
+            try:
+                yield
+            except Exception:
+                self._writer.write(self._run.step, metrics)
+                raise
+
+    @contextlib.contextmanager
+    def _saves_finished(self) -> Iterator[None]:
+        """An error that ends the run waits for the saves that are under way."""
         try:
             yield
         except Exception:
-            self._writer.write(self._run.step, metrics)
-            self._run.checkpoints.close()  # those of earlier steps may be under way
+            self._run.checkpoints.close()
             raise
 
 

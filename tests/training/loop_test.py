@@ -111,6 +111,27 @@ class RunTest(runs.OneDeviceTest):
             values.append([(r["step"], r["train/loss"]) for r in records])
         self.assertEqual(*values)
 
+    def test_a_sample_that_cannot_be_had_is_refused_at_the_start(self):
+        for changes, message in (
+            ({"sample_prompt": ""}, "sample_prompt must not be empty"),
+            ({"sample_tokens": 10**6}, "sample_tokens must leave room .* of 3 tokens"),
+        ):
+            config = dataclasses.replace(self.config, **changes)
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                loop.train(config, self.root / "no_sample")
+        self.assertFalse((self.root / "no_sample" / "checkpoints").exists())
+
+    def test_a_sample_that_fails_loses_nothing(self):
+        folder = self.copy("unsampled")
+        shutil.rmtree(folder / "checkpoints" / "6")
+        (folder / "summary.json").unlink()
+        shutil.rmtree(folder / "samples")
+        (folder / "samples").touch()  # no folder can be made there
+        with self.assertRaises(OSError):
+            loop.train(self.config, folder)
+        self.assertEqual(manager.find_step(folder).name, "6")
+        self.assertEqual(metrics.read(folder / "metrics.jsonl")[-1]["step"], 6)
+
     def test_a_finished_run_stays_as_it_is(self):
         folder = self.copy("finished")
         before = runs.params_of(folder, MODEL)
