@@ -52,7 +52,8 @@ def choose(
     """Finds the function `op` of one of the modules of the folder `op`.
 
     None picks the module named after the platform if it is known and supports the
-    arguments, else the first of `known`. A named one never falls back to another.
+    arguments, else the first of `known`. A named one never falls back to another. Where
+    there is nothing to compute (no queries, no rows) any of them is the definition.
 
     Args:
       op: folder, and function in each of its modules.
@@ -82,6 +83,8 @@ def choose(
             f"implementation {name!r} of {wanted} needs a {name}, this program is for "
             f"{platform()}; use '{name}{INTERPRETED}' to interpret it, slowly."
         )
+    if _is_empty(args):
+        return getattr(_module(op, "reference"), wanted)
     why = _missing(name, is_interpreted) or _unsupported(op, name, wanted, args)
     if why is not None:
         raise NotImplementedError(f"implementation {name!r} of {wanted}: {why}")
@@ -92,6 +95,8 @@ def choose(
 def _best(op: str, known: tuple[str, ...], args: tuple, function: str) -> Callable:
     """The platform's kernel where there is one that runs, else plain XLA."""
     name = platform()
+    if _is_empty(args):
+        return getattr(_module(op, "reference"), function)
     if name in known:
         why = _missing(name)
         if why is not None:  # whatever the op: one warning for all of them
@@ -102,6 +107,11 @@ def _best(op: str, known: tuple[str, ...], args: tuple, function: str) -> Callab
                 return getattr(_module(op, name), function)
             _warn_once(f"{function} runs as {known[0]} instead of {name}: {why}")
     return getattr(_module(op, known[0]), function)
+
+
+def _is_empty(args: tuple) -> bool:
+    """Whether there is nothing to compute, and to cut into tiles."""
+    return any(x.size == 0 for x in jax.tree.leaves(args) if hasattr(x, "size"))
 
 
 def _module(op: str, name: str) -> Any:

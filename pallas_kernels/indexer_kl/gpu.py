@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from pallas_kernels import dispatch, triton_call
 from pallas_kernels.indexer_kl import gpu_dense
+from pallas_kernels.indexer_kl import gradient as gradient_lib
 
 MAX_HEADS = 64  # of the main attention: a program holds them all
 KEYS = 64  # gathered a step: the rows of a wgmma
@@ -88,7 +89,7 @@ def _forward(index, main, rows, scale, interpret):
 
 def _backward(scale, interpret, gradient, factor):
     del scale, interpret
-    return tuple(g * factor.astype(g.dtype) for g in gradient), None, None
+    return gradient_lib.times(factor, gradient), None, None
 
 
 _loss.defvjp(_forward, _backward)

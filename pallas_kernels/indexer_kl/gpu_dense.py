@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels import dispatch, selection, triton_call
+from pallas_kernels.indexer_kl import gradient as gradient_lib
 
 ROWS = 128  # queries times heads of the indexer, of a tile
 QUERIES = 128  # of a tile of probabilities
@@ -81,7 +82,7 @@ def _forward(index, main, rows, scale, interpret):
 
 def _backward(scale, interpret, gradient, factor):
     del scale, interpret
-    return tuple(g * factor.astype(g.dtype) for g in gradient), None, None
+    return gradient_lib.times(factor, gradient), None, None
 
 
 _loss.defvjp(_forward, _backward)

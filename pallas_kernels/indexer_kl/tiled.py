@@ -13,6 +13,7 @@ from jax.scipy import special
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, selection, tiles
+from pallas_kernels.indexer_kl import gradient as gradient_lib
 from pallas_kernels.indexer_topk import tiled as indexer
 from pallas_kernels.masked_mla import tiled as attention
 from pallas_kernels.sparse_mla import tiled as lists
@@ -50,7 +51,7 @@ def _forward(index, main, rows, scale):  # noqa: ANN001, ANN202
 
 
 def _backward(scale, gradient, factor):  # noqa: ANN001, ANN202
-    return tuple(g * factor.astype(g.dtype) for g in gradient), None, None
+    return gradient_lib.times(factor, gradient), None, None
 
 
 _loss.defvjp(_forward, _backward)
@@ -87,7 +88,7 @@ def _tile(
     q, lse, q_index, w, bounds, weight = queries
     k, k_index = keys
     keep = attention.kept(bounds, mask, k_index.shape[0])
-    scores = attention.tile_scores(k, q * scale, keep)
+    scores = attention.tile_scores(k, attention.scaled(q, scale), keep)
     target = jnp.mean(jnp.exp(scores - lse[:, None, :, 0]), axis=0)
     index_scores = indexer.tile_scores(q_index, k_index, w)
     index_scores = jnp.where(keep, index_scores, attention.HIDDEN)

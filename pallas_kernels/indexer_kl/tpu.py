@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import block_pairs, block_sizes, cost, dispatch, selection
+from pallas_kernels.indexer_kl import gradient as gradient_lib
 from pallas_kernels.indexer_kl import tpu_listed
 from pallas_kernels.masked_mla import tpu_blocks as blocks
 
@@ -117,7 +118,7 @@ def _forward(index, main, rows, static):
 
 def _backward(static, gradient, factor):
     del static
-    return tuple(g * factor.astype(g.dtype) for g in gradient), None, None
+    return gradient_lib.times(factor, gradient), None, None
 
 
 _loss.defvjp(_forward, _backward)

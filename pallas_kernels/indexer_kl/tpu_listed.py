@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import cost, dispatch
+from pallas_kernels.indexer_kl import gradient as gradient_lib
 from pallas_kernels.sparse_mla import tpu_rows
 
 HIDDEN = -1e30  # score of padding
@@ -77,7 +78,7 @@ def _forward(index, main, rows, scale, interpret):
 
 def _backward(scale, interpret, gradient, factor):
     del scale, interpret
-    return tuple(g * factor.astype(g.dtype) for g in gradient), None, None
+    return gradient_lib.times(factor, gradient), None, None
 
 
 _loss.defvjp(_forward, _backward)

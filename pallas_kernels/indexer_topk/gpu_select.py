@@ -27,6 +27,8 @@ QUERIES = 8  # of a scoring program
 PROGRAMS = 4 * 132  # two of scoring run on a multiprocessor: two waves
 BLOCK = 2048  # that a selecting program writes at a time
 UNSEEN = tl.constexpr(-0x7F800001)  # what -inf becomes as an integer
+# Counts for a score of -inf, so that a visible key goes before one that is not.
+LEAST = tl.constexpr(-3.4028234663852886e38)
 MOST = 32768  # numbers that a selecting program holds in registers
 
 
@@ -227,7 +229,7 @@ def _scores_kernel(
         tl.store(scores_ptr + row * STRIDE + s[:, None], scores)
         if GROUP > 1:
             visible = (s[:, None] >= lo[None]) & (s[:, None] < hi[None])
-            grouped = tl.where(visible, scores, -float("inf"))
+            grouped = tl.where(visible, _finite(scores), -float("inf"))
             grouped = tl.reshape(grouped, [KEYS // GROUP, GROUP, QUERIES])
             g = step * (KEYS // GROUP) + tl.arange(0, KEYS // GROUP)
             place = row * (STRIDE // GROUP) + g[:, None]
@@ -306,9 +308,17 @@ def _member(
 @typing.no_type_check
 def _visible(ptr, s, lo, hi):
     # Integers that compare like the floats at s; UNSEEN where s is not in lo .. hi.
-    x = tl.load(ptr + s, (s >= lo) & (s < hi), -float("inf"))
+    is_seen = (s >= lo) & (s < hi)
+    x = _finite(tl.load(ptr + s, is_seen, 0.0))
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(is_seen, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), UNSEEN)
+
+
+@triton.jit
+@typing.no_type_check
+def _finite(x):
+    # A NaN stays what it is.
+    return tl.where(x == -float("inf"), LEAST, x)
 
 
 @triton.jit

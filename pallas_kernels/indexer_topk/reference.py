@@ -8,6 +8,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from pallas_kernels import selection
 
 EXACT = lax.Precision.HIGHEST  # else accelerators round float32 operands first
+# Counts for a score of -inf, so that a visible key goes before one that is not.
+LEAST = float(jnp.finfo(jnp.float32).min)
 
 
 def indexer_scores(
@@ -17,6 +19,11 @@ def indexer_scores(
     dots_BTIS = jnp.einsum("btij,bsj->btis", *_exact(q, k), precision=EXACT)
     weights = w.astype(jnp.float32)
     return jnp.einsum("bti,btis->bts", weights, jax.nn.relu(dots_BTIS), precision=EXACT)
+
+
+def ranked(scores: Float[Array, "*n"], seen: Bool[Array, "*n"]) -> Float[Array, "*n"]:
+    """Scores of the visible keys, -inf for the others alone."""
+    return jnp.where(seen, jnp.maximum(scores, LEAST), -jnp.inf)
 
 
 def indexer_mask(
@@ -29,7 +36,7 @@ def indexer_mask(
 ) -> Bool[Array, "B S T"]:
     """The first `topk` of the visible keys in a stable sort by falling score."""
     seen = selection.visible(lo, hi, k.shape[1])
-    scores = jnp.where(seen, indexer_scores(q, k, w), -jnp.inf)
+    scores = ranked(indexer_scores(q, k, w), seen)
     order = jnp.argsort(-scores, axis=-1, stable=True)
     rank = jnp.argsort(order, axis=-1, stable=True)
     return ((rank < topk) & seen).swapaxes(1, 2)
@@ -48,9 +55,8 @@ def indexer_topk(
     The form for decoding, where T is small.
     """
     num_keys = k.shape[1]
-    scores = jnp.where(
-        selection.visible(lo, hi, num_keys), indexer_scores(q, k, w), -jnp.inf
-    )
+    seen = selection.visible(lo, hi, num_keys)
+    scores = ranked(indexer_scores(q, k, w), seen)
     values, indices = lax.top_k(scores, min(topk, num_keys))
     ascending = jnp.sort(jnp.where(values > -jnp.inf, indices, num_keys), axis=-1)
     room = [(0, 0), (0, 0), (0, topk - ascending.shape[-1])]

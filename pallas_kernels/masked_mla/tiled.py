@@ -5,6 +5,7 @@ once: every product but dk and dv then runs along rows, on CPU the fast way.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -39,10 +40,24 @@ def kept(bounds: tuple[Array, Array], mask: Array | None, num_keys: int) -> Arra
     return indexer.visible(*bounds, num_keys) if mask is None else mask
 
 
-def tile_scores(k: Array, q: Array, keep: Array) -> Array:
-    """Scores of a tile in float32, HIDDEN where not kept: [N, S, T]."""
+def scaled(q: Array, scale: float) -> tuple[Array, float]:
+    """The queries times scale, and the factor that is left for the scores.
+
+    In bfloat16 a scale that is no power of two would be rounded away, alike in every
+    score of a query: what is left is multiplied in float32.
+    """
+    is_exact = q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5
+    return (q * scale, 1.0) if is_exact else (q, scale)
+
+
+def tile_scores(k: Array, queries: tuple[Array, float], keep: Array) -> Array:
+    """Scores of a tile in float32, HIDDEN where not kept: [N, S, T].
+
+    `queries` are those of `scaled`.
+    """
+    q, rest = queries
     scores = jnp.einsum("nsh,nth->nst", k, q, preferred_element_type=jnp.float32)
-    return jnp.where(keep[None], scores, HIDDEN)
+    return jnp.where(keep[None], scores if rest == 1 else scores * rest, HIDDEN)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -55,7 +70,7 @@ def _attend(
         _: None, queries: tuple, keys: tuple, mask: Array | None
     ) -> tuple[None, tuple]:
         (q, bounds), (k, v_NOS) = queries, keys
-        scores = tile_scores(k, q * scale, kept(bounds, mask, k.shape[1]))
+        scores = tile_scores(k, scaled(q, scale), kept(bounds, mask, k.shape[1]))
         top = jnp.max(scores, axis=1)
         weights = jnp.exp(scores - top[:, None])
         total = jnp.sum(weights, axis=1)
@@ -91,15 +106,15 @@ def _backward(scale, residuals, cotangents):  # noqa: ANN001, ANN202
         carry: tuple, queries: tuple, keys: tuple, mask: Array | None
     ) -> tuple[tuple, Array]:
         (q, bounds, lse, d_out, shift), (k, v, k_NHS) = queries, keys
-        q = q * scale
-        scores = tile_scores(k, q, kept(bounds, mask, k.shape[1]))
+        q, rest = scaled(q, scale)
+        scores = tile_scores(k, (q, rest), kept(bounds, mask, k.shape[1]))
         probs = jnp.exp(scores - lse[:, None, :, 0])
         d_probs = jnp.einsum(
             "nso,nto->nst", v, d_out, preferred_element_type=jnp.float32
         )
         d_scores = (probs * (d_probs - shift[:, None, :, 0])).astype(q.dtype)
         dq_NHT = scale * jnp.einsum("nhs,nst->nht", k_NHS, d_scores)
-        dk = jnp.einsum("nst,nth->nsh", d_scores, q)
+        dk = rest * jnp.einsum("nst,nth->nsh", d_scores, q)
         dv = jnp.einsum("nst,nto->nso", probs.astype(v.dtype), d_out)
         seen = k.shape[1]
         return tuple(

@@ -131,6 +131,16 @@ class AttentionTest(parameterized.TestCase):
             np.testing.assert_allclose(out[b, t, n], want, rtol=1e-4, atol=1e-6)
             np.testing.assert_allclose(lse[b, n, t], np.log(weights.sum()), rtol=1e-5)
 
+    def test_bfloat16_does_not_round_the_scale(self):
+        """0.1 is 0.1 % too large in bfloat16, and all scores of a query with it."""
+        x = make_inputs(5, 20)
+        q, k, v = (x[name].astype(jnp.bfloat16) for name in "qkv")
+        run = functools.partial(
+            masked_mla, q * 4, k * 4, v, lo=x["lo"], hi=x["hi"], scale=0.1
+        )
+        lse, want = (run(implementation=n)[1] for n in ("tiled", "reference"))
+        np.testing.assert_allclose(lse, want, atol=1e-5)
+
     def test_bfloat16_is_close_to_float32(self):
         x = make_inputs(70, 70)
         args = (x["q"], x["k"], x["v"])

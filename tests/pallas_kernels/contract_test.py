@@ -216,10 +216,38 @@ def cut(x):
     return x | sizes | {"hi": jnp.asarray(ends, jnp.int32), "indices": lists}
 
 
+class EmptyTest(parameterized.TestCase):
+    @parameterized.parameters(None, "tiled")
+    def test_no_queries_give_nothing_with_gradients(self, name):
+        none = {"indices": jnp.zeros((B, 0, K), jnp.int32)}
+        none |= {n: jnp.zeros((B, 0), jnp.int32) for n in ("lo", "hi")}
+        for shape in ("q", "q_heads", "q_index", "w", "weight"):
+            none[shape] = (B, 0, *SHAPES[shape][2:])
+        x = inputs(lse=(B, N, 0), **none)
+        out, lse = sparse_mla(x, implementation=name)
+        self.assertEqual((out.shape, lse.shape), ((B, 0, N, C), (B, N, 0)))
+        self.assertEqual(masked_mla(x, implementation=name)[0].shape, (B, 0, N, 128))
+        self.assertEqual(indexer_topk(x, implementation=name).shape, (B, 0, K))
+        self.assertEqual(indexer_scores_at(x, implementation=name).shape, (B, 0, K))
+
+        def loss(q, k):
+            y = x | {"q_index": q, "k_index": k}
+            losses = indexer_kl_loss, sparse_indexer_kl_loss
+            return sum(op(y, implementation=name) for op in losses)
+
+        value, (dq, dk) = jax.value_and_grad(loss, (0, 1))(x["q_index"], x["k_index"])
+        self.assertEqual((float(value), dq.shape), (0, (B, 0, I, J)))
+        np.testing.assert_array_equal(dk, 0)
+        if name is None:
+            decoded = decode_sparse_mla(x)[0], decode_indexer_topk(x)
+            self.assertEqual([len(y[0]) for y in decoded], [0, 0])
+            empty = x | {"x": jnp.zeros((0, 16)), "sizes": jnp.zeros(3, jnp.int32)}
+            self.assertEqual(grouped_matmul(empty).shape, (0, 32))
+
+
 class ClampTest(parameterized.TestCase):
     @parameterized.parameters(
         (None, (sparse_mla, masked_mla, indexer_topk, grouped_matmul)),
-        ("tpu_interpret", (decode_sparse_mla,)),
         (
             "gpu_interpret",
             (sparse_mla, masked_mla, indexer_topk, decode_sparse_mla, grouped_matmul),

@@ -55,7 +55,9 @@ class DecodeTest(parameterized.TestCase):
         options = {"scale": CASE.scale, "value_dim": CASE.latent}
         want = sparse_mla(q, kv, indices, **options)
         pages, table = paged(kv)
-        for cache in ((kv, indices), (pages, indices, table)):
+        # The same with an entry behind the list that names no key.
+        beyond = indices.at[0, 1, 5].set(CASE.keys + 7)
+        for cache in ((kv, indices), (pages, beyond, table)):
             got = decode_sparse_mla(q, *cache, **options)
             for g, w in zip(got, want, strict=True):
                 np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ from absl.testing import parameterized
 
 from pallas_kernels import cases, indexer_bits, indexer_mask, indexer_topk, selection
 from tests import environment
+from tests.pallas_kernels import sparse_mla_gpu_test
 
 
 class SelectionFormsTest(parameterized.TestCase):
@@ -31,6 +32,25 @@ class SelectionFormsTest(parameterized.TestCase):
         np.testing.assert_array_equal(selection.unpack(bits, case.keys), mask)
         np.testing.assert_array_equal(selection.to_mask(lists, case.keys), mask)
         np.testing.assert_array_equal(selection.to_list(mask, case.topk), lists)
+
+    @parameterized.parameters("reference", "tiled", "gpu_interpret")
+    def test_a_visible_key_counts_even_with_a_score_of_minus_infinity(self, name):
+        """It goes last, but before keys that nobody may see."""
+        if name == "gpu_interpret" and not sparse_mla_gpu_test.CAN_INTERPRET:
+            self.skipTest("needs triton, torch and TRITON_INTERPRET=1")
+        keys = np.ones((1, 130, 128), np.float32)
+        keys[0, ::3] = -1  # their products are cut to zero
+        q = jnp.full((1, 2, 8, 128), 2.0**20)
+        w = jnp.full((1, 2, 8), -(2.0**120))
+        lo, hi = jnp.asarray([[5, 0]]), jnp.asarray([[17, 2]])
+        args = (q, jnp.asarray(keys), w, lo, hi)
+        got = indexer_topk(*args, topk=9, implementation=name)
+        want = [[5, 6, 7, 8, 9, 10, 11, 12, 15], [0, 1, *[-1] * 7]]
+        np.testing.assert_array_equal(got, [want])
+        bits = indexer_bits(*args, topk=9, implementation=name)
+        np.testing.assert_array_equal(
+            selection.unpack(bits, 130), selection.to_mask(got, 130)
+        )
 
     def test_segment_bounds(self):
         lo, hi = selection.segment_bounds(jnp.asarray([[1, 1, 2, 2, 2, 0]]))
