@@ -11,6 +11,7 @@ everything that is wrong with them at once.
 import dataclasses
 import functools
 import json
+import logging as stdlib_logging
 import pathlib
 import re
 import sys
@@ -22,10 +23,13 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_dict
 
+from glm5_jax import backends
 from glm5_jax import config as config_lib
 from glm5_jax.config import fields, files
 
 Config = TypeVar("Config")
+_SOURCES = pathlib.Path(__file__).parent
+_LOG_LINE, _LOG_TIME = "%(levelname).1s%(asctime)s %(message)s", "%m%d %H:%M:%S"
 Override = tuple[str, str]  # dotted path below --config, text of its value
 
 
@@ -136,7 +140,10 @@ def run(main: Callable[[Arguments], int | None], takes_config: bool = True) -> N
     Exit code: what `main` returns; with one message 2 where the user's input is wrong
     (InputError, here or in `main`), 1 where what is on disk is damaged (DamagedError).
     """
-    logging.get_absl_logger().addFilter(_is_ours_or_serious)
+    backends.skip_absent()
+    handler = logging.get_absl_handler()
+    handler.addFilter(_is_ours_or_serious)
+    handler.setFormatter(stdlib_logging.Formatter(_LOG_LINE, _LOG_TIME))
     try:
         parse = functools.partial(_parse_flags, takes_config=takes_config)
         app.run(main, flags_parser=parse)
@@ -146,9 +153,18 @@ def run(main: Callable[[Arguments], int | None], takes_config: bool = True) -> N
         sys.exit(2 if isinstance(error, config_lib.InputError) else 1)
 
 
-def _is_ours_or_serious(record: Any) -> bool:
-    """Leaves out what libraries (Orbax: a page a checkpoint) say through absl."""
-    return record.levelno >= 40 or "glm5_jax" in record.pathname  # 40: ERROR
+def _is_ours_or_serious(record: stdlib_logging.LogRecord) -> bool:
+    """Returns whether a reader needs a line.
+
+    Libraries are heard from warnings on; those that log through absl (Orbax: a page a
+    checkpoint) from errors on.
+    """
+    if pathlib.Path(record.pathname).is_relative_to(_SOURCES):
+        return True
+    is_absl = record.name == logging.get_absl_logger().name
+    return record.levelno >= (
+        stdlib_logging.ERROR if is_absl else stdlib_logging.WARNING
+    )
 
 
 def _parse_flags(argv: Sequence[str], takes_config: bool) -> Arguments:

@@ -8,9 +8,9 @@ bits_per_byte: of a text, as in training; num_bytes: UTF-8 bytes scored.
 
 import json
 
-from absl import flags
+from absl import flags, logging
 
-from glm5_jax import command_line
+from glm5_jax import command_line, compile_cache
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
@@ -26,6 +26,8 @@ def main(arguments: command_line.Arguments) -> None:
     """Prints the scores."""
     from glm5_jax.inference import commands, loading  # import jax: after the flags
 
+    logging.set_verbosity(logging.INFO)  # on stderr
+    compile_cache.enable()
     scores = commands.evaluate(
         _CHECKPOINT.value,
         loading.overrides_of(arguments),

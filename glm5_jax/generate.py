@@ -3,9 +3,9 @@
 python -m glm5_jax.generate --checkpoint=runs/NAME --prompt="class" --max_new_tokens=64
 """
 
-from absl import flags
+from absl import flags, logging
 
-from glm5_jax import command_line
+from glm5_jax import command_line, compile_cache
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
@@ -26,6 +26,8 @@ def main(arguments: command_line.Arguments) -> None:
     """Prints each prompt with its continuation."""
     from glm5_jax.inference import commands, loading  # import jax: after the flags
 
+    logging.set_verbosity(logging.INFO)  # on stderr
+    compile_cache.enable()
     texts = commands.generate(
         _CHECKPOINT.value,
         loading.overrides_of(arguments),

@@ -12,7 +12,7 @@ import pathlib
 
 from absl import flags, logging
 
-from glm5_jax import command_line
+from glm5_jax import command_line, compile_cache
 from glm5_jax.config import checks
 from glm5_jax.processes import group, simulate
 from glm5_jax.training import host_memory
@@ -78,6 +78,7 @@ def main(arguments: command_line.Arguments) -> int | None:
 
         is_first = together.is_first()
         logging.set_verbosity(logging.INFO if is_first else logging.WARNING)
+        compile_cache.enable()
         folder = together.from_first("workdir", lambda: workdir)
         summary = loop.train(config, pathlib.Path(folder).expanduser())
         if is_first:

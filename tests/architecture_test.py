@@ -32,8 +32,8 @@ LAYERS = (
     {"model", "optim", "data", "losses", "checkpoint"},
     {"collectives"},
     {"sharding", "processes"},
-    {"command_line", "depth", "mesh", "presets", "shapes"},
-    {"config"},
+    {"command_line", "compile_cache", "depth", "mesh", "presets", "shapes"},
+    {"config", "backends"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 KERNEL_IMPORTS = {"jax", "jaxtyping", "ml_dtypes", "numpy", "pallas_kernels"}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 from jaxtyping import Int
 
 from glm5_jax import command_line
@@ -47,6 +48,7 @@ def generate(
     else:
         raise _no_tokenizer(checkpoint)
     ends = {*config.eos_token_id, *([tokenizer.eos_id] if tokenizer else [])}
+    logging.info("Compiling and sampling ...")
     stop_ids = {i for i in ends if i < config.vocab_size}  # others are never drawn
     completions = engine.generate(
         params,
@@ -106,6 +108,7 @@ def evaluate(
     if logits_out is not None:
         shape = (*rows["tokens"].shape, config.vocab_size)
         logits = np.lib.format.open_memmap(logits_out, "w+", np.float32, shape)
+    logging.info("Compiling and scoring ...")
     nll = scoring.score(params, config, rows, logits)
     return scoring.summarize(rows, nll)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from absl import logging
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
@@ -69,6 +70,7 @@ def load_model(
     """
     source = find(path)
     config = read_config(source, overrides)
+    logging.info("Reading the parameters of %s ...", source.weights)
     tokenizer = tokenizer_of(source)
     if tokenizer is not None:
         tokenizer_lib.check_vocab(tokenizer, config.vocab_size)

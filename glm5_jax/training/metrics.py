@@ -1,34 +1,16 @@
-"""What a run reports: metrics.jsonl, an object a logged step; and a line to look at."""
+"""What a run reports: metrics.jsonl, an object a logged step."""
 
 import json
 import math
 import os
 import pathlib
-import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import tqdm
 from absl import logging
 
-_SECONDS_BETWEEN_LINES = 10.0
-# What the progress bar or log line shows, under which name, in which format.
-_SHOWN = (
-    ("train/loss", "loss", ".4f"),
-    ("eval/bits_per_byte", "bits/byte", ".3f"),
-    ("train/grad_norm", "grad norm", ".3g"),
-    ("optim/learning_rate", "lr", ".2e"),
-    ("perf/tokens_per_second", "tok/s", ",.0f"),
-)
-_SHOWN_RL = (  # where the loss, whose gradient alone means something, is next to 0
-    ("rollout/reward", "reward", ".3f"),
-    ("eval/success", "success", ".1%"),
-    ("rl/logprob_gap", "gap", ".1e"),
-    ("train/grad_norm", "grad norm", ".3g"),
-    ("perf/sampled_tokens_per_second", "sampled tok/s", ",.0f"),
-)
+from glm5_jax.training import progress
 
 
 class MetricsWriter:
@@ -47,10 +29,8 @@ class MetricsWriter:
             total_steps: of the whole run.
             start_step: updates done: 0, or the step of the restored checkpoint.
         """
-        self._total_steps, self._last_step = total_steps, start_step
+        self._last_step = start_step
         self.before: dict[str, Any] = {}  # the last line of the start before this one
-        self._shown: dict[str, str] = {}
-        self._next_line = 0.0
         self._is_primary = jax.process_index() == 0
         if not self._is_primary:
             return
@@ -59,11 +39,7 @@ class MetricsWriter:
             self.before = (read(self._path) or [{}])[-1]
             _truncate(self._path, start_step)
         self._path.touch()
-        self._bar = None
-        if sys.stderr.isatty():
-            self._bar = tqdm.tqdm(
-                total=total_steps, initial=start_step, unit="step", dynamic_ncols=True
-            )
+        self._progress = progress.Progress(total_steps, start_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Logs one step; all that belongs to it comes in one call.
@@ -81,7 +57,7 @@ class MetricsWriter:
         # Opened for each line: a mounted bucket gets what is written with the close.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
-        self._show(step, values)
+        self._progress.show(step, values)
 
     def rewind(self, step: int) -> None:
         """Drops the lines after a step that the run has been rolled back to."""
@@ -89,29 +65,12 @@ class MetricsWriter:
         if not self._is_primary:
             return
         _truncate(self._path, step)
-        if self._bar is not None:
-            self._bar.reset(self._total_steps)
-            self._bar.update(step)
+        self._progress.rewind(step)
 
     def close(self) -> None:
-        """Closes the bar."""
-        if self._is_primary and self._bar is not None:
-            self._bar.close()
-
-    def _show(self, step: int, values: Mapping[str, float | int | None]) -> None:
-        for name, label, form in _SHOWN_RL if "rollout/reward" in values else _SHOWN:
-            if name in values:
-                value = values[name]
-                self._shown[label] = "nan" if value is None else format(value, form)
-        if self._bar is not None:
-            self._bar.set_postfix(self._shown, refresh=False)
-            self._bar.update(step - self._bar.n)
-        elif time.monotonic() >= self._next_line or step >= self._total_steps:
-            self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-            shown = ", ".join(
-                f"{label} {value}" for label, value in self._shown.items()
-            )
-            logging.info("step %d of %d: %s", step, self._total_steps, shown)
+        """Closes the progress line."""
+        if self._is_primary:
+            self._progress.close()
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -231,6 +231,7 @@ def _same_tokenizer(
 def _compile(run: Run) -> None:
     """Compiles the training step."""
     program, began = run.program, time.perf_counter()
+    logging.info("Compiling the training step ...")
     compiled = program.lower().compile()
     together.meet("compiled")  # one may have found it in its cache
     # Rollouts of which many forked make a larger batch than was compiled for.
@@ -242,7 +243,7 @@ def _compile(run: Run) -> None:
 
     run.train_step = train_step
     run.compile_seconds = time.perf_counter() - began
-    logging.info("Compiled the training step in %.1f s.", run.compile_seconds)
+    logging.info("... compiled in %.1f s.", run.compile_seconds)
 
 
 def _initial(

@@ -1,8 +1,6 @@
 import json
 import math
 import pathlib
-import sys
-from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,42 +65,6 @@ class MetricsWriterTest(absltest.TestCase):
         writer.write(2, {})
         with self.assertRaisesRegex(AssertionError, "step 2 comes after 2"):
             writer.write(2, {})
-        writer.close()
-
-    def test_log_lines_now_and_then_without_a_terminal(self):
-        writer = metrics.MetricsWriter(self.workdir, 10)
-        with (
-            mock.patch.object(metrics.time, "monotonic", side_effect=range(100)),
-            mock.patch.object(metrics, "_SECONDS_BETWEEN_LINES", 4.5),
-            self.assertLogs("absl", "INFO") as logs,
-        ):
-            for step in range(1, 11):
-                more = {"eval/bits_per_byte": 2.0} if step == 5 else {}
-                writer.write(step, {"train/loss": 3.0 / step, **more})
-        writer.close()
-        messages = [record.getMessage() for record in logs.records]
-        self.assertEqual(messages[0], "step 1 of 10: loss 3.0000")
-        self.assertEqual(messages[-1], "step 10 of 10: loss 0.3000, bits/byte 2.000")
-        self.assertBetween(len(messages), 3, 5)
-
-    def test_a_run_on_rollouts_shows_reward_and_success_for_the_loss(self):
-        writer = metrics.MetricsWriter(self.workdir, 1)
-        values = {"train/loss": 1e-9, "rollout/reward": 0.5, "eval/success": 0.25}
-        with self.assertLogs("absl", "INFO") as logs:
-            writer.write(1, values)
-        writer.close()
-        self.assertEqual(
-            logs.records[0].getMessage(), "step 1 of 1: reward 0.500, success 25.0%"
-        )
-
-    def test_bar_in_a_terminal(self):
-        with mock.patch.object(sys.stderr, "isatty", return_value=True):
-            writer = metrics.MetricsWriter(self.workdir, 10, start_step=4)
-        with mock.patch.object(metrics.logging, "info") as info:
-            writer.write(7, {"train/loss": 2.0})
-        self.assertEqual((writer._bar.n, writer._bar.total), (7, 10))
-        self.assertIn("loss=2.0000", writer._bar.postfix)
-        info.assert_not_called()
         writer.close()
 
 

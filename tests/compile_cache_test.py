@@ -1,0 +1,61 @@
+"""Where compiled programs are kept, and how to keep none."""
+
+import os
+import pathlib
+from unittest import mock
+
+import jax
+from absl import flags
+from absl.testing import absltest, flagsaver
+
+from glm5_jax import compile_cache
+from tests import environment
+
+
+class CompileCacheTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path)
+        self.enterContext(mock.patch.dict(os.environ))
+        os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+        self.update = self.enterContext(mock.patch.object(jax.config, "update"))
+
+    def enabled(self, value):
+        """What jax is told."""
+        with flagsaver.flagsaver(compile_cache=value):
+            compile_cache.enable()
+        return dict(call.args for call in self.update.call_args_list)
+
+    def test_programs_of_this_kind_of_cpu_have_a_folder(self):
+        with self.assertLogs("absl", "INFO") as logs:
+            told = self.enabled(str(self.folder / "new"))
+        folder = pathlib.Path(told["jax_compilation_cache_dir"])
+        self.assertTrue(folder.is_dir())
+        self.assertEqual(folder.parent, self.folder / "new")
+        self.assertIn("--compile_cache=none", logs.output[0])
+        again = self.enabled(str(self.folder / "new"))
+        self.assertEqual(again["jax_compilation_cache_dir"], str(folder))
+
+    def test_on_by_default_and_switchable(self):
+        self.assertIn("glm5_jax", flags.FLAGS["compile_cache"].default)
+        self.assertEmpty(self.enabled("none"))
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = "mine"
+        self.assertEmpty(self.enabled(str(self.folder)))
+
+    def test_a_folder_that_cannot_be_made_ends_nothing(self):
+        (self.folder / "file").touch()
+        with self.assertLogs("absl", "WARNING"):
+            self.assertEmpty(self.enabled(str(self.folder / "file")))
+
+    def test_the_oldest_go_where_there_are_too_many(self):
+        for age in range(4):
+            path = self.folder / f"program{age}"
+            path.write_bytes(bytes(10))
+            os.utime(path, (1e9 - age, 1e9 - age))
+        compile_cache.prune(self.folder, max_bytes=25)
+        left = sorted(path.name for path in self.folder.iterdir())
+        self.assertEqual(left, ["program0", "program1"])
+
+
+if __name__ == "__main__":
+    environment.main()
