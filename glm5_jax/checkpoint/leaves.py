@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -133,3 +134,17 @@ def require_finite(values: np.ndarray, name: str) -> None:
         raise config_lib.InputError(
             f"{name} holds a NaN or an infinity; take another checkpoint."
         )
+
+
+def require_finite_params(params: dict) -> None:
+    """No parameter that this process holds is NaN or infinite.
+
+    Raises:
+      InputError: one of these is.
+    """
+    for path, array in flatten(params)[0].items():
+        for shard in array.addressable_shards:
+            part = shard.data
+            if shard.device.platform != "cpu":  # a number comes back, not the weights
+                part = jnp.where(jnp.isfinite(part).all(), 0.0, jnp.nan)
+            require_finite(np.asarray(part), ".".join(path))

@@ -98,7 +98,7 @@ def evaluate(
     written = None if text is None else _read_text(text)
     config, params, tokenizer = loading.load_model(checkpoint, overrides)
     if ids is not None:
-        rows = scoring.rows_of_tokens(ids)
+        rows = scoring.rows_of_tokens(ids, config)
     elif tokenizer is not None:
         length = loading.context_length(checkpoint, config)
         rows = scoring.rows_of_text(written or "", tokenizer, length)
@@ -120,8 +120,9 @@ def read_ids(path: str) -> Int[np.ndarray, "*N T"]:
       InputError: it cannot be read, or holds something else.
     """
     try:
-        ids = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+        # Mapped: a header that promises more than the file has takes no memory.
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, OverflowError) as error:
         raise config_lib.InputError(
             f"Token ids cannot be read from {path}: {error}. Write integers with "
             f"numpy.save."
@@ -132,7 +133,7 @@ def read_ids(path: str) -> Int[np.ndarray, "*N T"]:
         raise config_lib.InputError(
             f"{path} must hold integers of shape [T] or [N, T], got {shown}."
         )
-    return ids
+    return np.array(ids)
 
 
 def _read_text(path: str) -> str:
@@ -153,8 +154,12 @@ def _require_one(**given: str | None) -> None:
 
 def _require_folder_of(path: str | None) -> None:
     """Checks before the work that its result can be written."""
-    if path is not None and not pathlib.Path(path).absolute().parent.is_dir():
+    if path is None:
+        return
+    if not pathlib.Path(path).absolute().parent.is_dir():
         raise config_lib.InputError(f"{path} lies in a folder that does not exist.")
+    if pathlib.Path(path).is_dir():
+        raise config_lib.InputError(f"{path} is a folder; give the name of a file.")
 
 
 def _no_tokenizer(checkpoint: str) -> config_lib.InputError:

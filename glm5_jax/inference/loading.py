@@ -17,6 +17,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import (
     huggingface,
     huggingface_config,
+    leaves,
     manager,
     step_folder,
 )
@@ -79,7 +80,7 @@ def load_model(
         params = huggingface.load_params(source.weights, config, abstract)
     else:
         params = manager.restore_params(source.weights, abstract)
-    return config, params, tokenizer
+    return config, _finite(params, path), tokenizer
 
 
 def load_params(
@@ -97,16 +98,18 @@ def load_params(
     """
     source = find(path)
     if not source.is_huggingface:
-        return manager.restore_params(source.weights, abstract_params)
+        params = manager.restore_params(source.weights, abstract_params)
+        return _finite(params, path)
     places = [leaf.sharding for leaf in jax.tree.leaves(abstract_params)]
     shardings = jax.tree.unflatten(jax.tree.structure(abstract_params), places)
-    return huggingface.load_params(
+    params = huggingface.load_params(
         source.weights,
         config,
         abstract_params,
         config.param_dtype,
         None if None in places else shardings,
     )
+    return _finite(params, path)
 
 
 def require_params(path: Path, config: config_lib.ModelConfig) -> None:
@@ -210,6 +213,15 @@ def read_config(
             config = dataclasses.replace(config, dtype=stored, param_dtype=stored)
         model = command_line.to_json_dict(config)
     return command_line.resolve({"model": model}, overrides, _Overridable).model
+
+
+def _finite(params: dict, path: Path) -> dict:
+    """The parameters, which must be numbers: NaN would go through everything."""
+    try:
+        leaves.require_finite_params(params)
+    except config_lib.InputError as error:
+        raise config_lib.InputError(f"{path}: {error}") from error
+    return params
 
 
 def context_length(path: Path, config: config_lib.ModelConfig) -> int:

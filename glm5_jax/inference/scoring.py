@@ -20,15 +20,23 @@ CHUNK_TOKENS = 1024  # whose logits exist at once
 Rows = dict[str, np.ndarray]  # as of data.packing, stacked
 
 
-def rows_of_tokens(tokens: Int[np.ndarray, "N T"]) -> Rows:
+def rows_of_tokens(
+    tokens: Int[np.ndarray, "N T"], config: config_lib.ModelConfig
+) -> Rows:
     """Rows that are a document each; their first tokens are not scored.
 
     Raises:
-      InputError: there is nothing to score.
+      InputError: there is nothing to score, or an id that the model does not have.
     """
     if tokens.shape[1] < 2:
         raise config_lib.InputError(
             "A row must have at least two tokens: the second is scored after the first."
+        )
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= config.vocab_size:  # before a cast could wrap them
+        raise config_lib.InputError(
+            f"Ids must lie in 0..{config.vocab_size - 1} (model.vocab_size), got "
+            f"{least}..{most}."
         )
     mask = np.ones(tokens.shape, np.float32)
     mask[:, -1] = 0
@@ -75,14 +83,9 @@ def score(
       logits_out: is filled with the logits of every position, if given.
 
     Raises:
-      InputError: an unknown id, or more positions than the model has.
+      InputError: there are more positions than the model has.
     """
     tokens, limit = rows["tokens"], config.max_position_embeddings
-    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
-        raise config_lib.InputError(
-            f"Ids must lie in 0..{config.vocab_size - 1} (model.vocab_size), got "
-            f"{tokens.min()}..{tokens.max()}."
-        )
     if tokens.shape[1] > limit:
         raise config_lib.InputError(
             f"Rows have {tokens.shape[1]} tokens, more than "
