@@ -32,7 +32,15 @@ def run(
     chosen: Int[Array, "B T K"],
     gates: Float[Array, "B T K"],
 ) -> Float[Array, "B T D"]:
-    """Sum of each token's experts, weighted by their gates."""
+    """Sum of each token's experts, weighted by their gates.
+
+    Args:
+      params: of the experts, on a mesh those of this device.
+      config: of the model.
+      x: hidden states.
+      chosen: experts of each token, all different; n_routed_experts for none.
+      gates: their weights.
+    """
     rows = x.reshape(-1, x.shape[-1])
     chosen, gates = (y.reshape(len(rows), -1) for y in (chosen, gates))
     is_decoding = x.shape[1] == 1 and len(x) <= FEW_TOKENS
@@ -87,11 +95,12 @@ def by_exchange(
     """Rows travel to the devices of their experts and back."""
     num_devices, num_here = collectives.size(_AXES), len(params["gate_proj"])
     num_experts, per_token = num_devices * num_here, chosen.shape[-1]
-    order, position = _sorted(chosen.reshape(-1), num_experts)
+    order, position = _sorted(chosen.reshape(-1), num_experts + 1)
     position = position.reshape(chosen.shape)
     rows = _spread(x, order // per_token, position)
-    # counts[i, e]: rows of device i for expert e; sizes[i, j]: from device i to j.
-    counts = jnp.bincount(chosen.reshape(-1), length=num_experts)
+    # counts[i, e]: rows of device i for expert e; sizes[i, j]: from device i to j. What
+    # goes to no expert lies behind, stays here and comes back as zeros.
+    counts = jnp.bincount(chosen.reshape(-1), length=num_experts + 1)[:num_experts]
     counts = collectives.gather(counts[None], _AXES, 0)
     sizes = jnp.sum(counts.reshape(num_devices, num_devices, num_here), axis=2)
     room = num_devices * len(x) * min(per_token, num_here)

@@ -24,7 +24,7 @@ class Routing(NamedTuple):
 
     experts: Int[Array, "B T K"]
     gates: Float[Array, "B T K"]
-    load: Float[Array, " E"]  # tokens each expert got, padding left out
+    load: Float[Array, " E"]  # tokens each expert got: padding goes to none
     balance: Float[Array, ""]  # sequence-level balance loss; 1 when even
 
 
@@ -97,12 +97,18 @@ def moe(
     is_token: Bool[Array, "B T"],
     chosen: Int[Array, "B T K"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Routing]:
-    """Sum of the chosen experts, weighted by their gates, and the shared expert."""
+    """Sum of the chosen experts, weighted by their gates, and the shared expert.
+
+    Padding has the shared expert alone.
+    """
     with jax.named_scope("router"):
         routing = route(params, config, x, is_token, chosen)
     with jax.named_scope("experts"):
         gates = routing.gates.astype(x.dtype)
-        y = experts_lib.run(params["experts"], config, x, routing.experts, gates)
+        # Padding goes to none: all of it would choose the same ones.
+        none = config.n_routed_experts
+        chosen = jnp.where(is_token[..., None], routing.experts, none)
+        y = experts_lib.run(params["experts"], config, x, chosen, gates)
     if "shared_experts" in params:
         y = y + layers.swiglu(params["shared_experts"], x)
     return y, routing

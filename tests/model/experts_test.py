@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from glm5_jax import collectives, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.model import experts
+from glm5_jax.model import experts, layers, moe
 from tests import environment, tpus
 from tests.model import tiny
 
@@ -84,6 +84,47 @@ class TransportTest(parameterized.TestCase):
             lambda a, b: np.testing.assert_allclose(a, b, rtol=ATOL, atol=ATOL),
             *(got, want),
         )
+
+
+class PaddingTest(parameterized.TestCase):
+    @parameterized.parameters("gather", "exchange")
+    def test_it_takes_no_room_from_tokens(self, transport):
+        """4 of 5 positions are padding, replayed as expert 0; a device has one."""
+        config = dataclasses.replace(CONFIG, expert_transport=transport)
+        layer = tiny.params(CONFIG)["mtp"]["block"]["mlp"]
+        _, x, chosen, _ = make_inputs("random")
+        is_token = np.random.default_rng(1).random((B, T)) < 0.2
+        chosen = jnp.where(is_token[..., None], chosen, 0)
+
+        def run(params, x, is_token, chosen):
+            y, routing = moe.moe(params, config, x, is_token, chosen)
+            return y, routing.load
+
+        def loss(local, params, x):
+            y, load = local(params, x, jnp.asarray(is_token), chosen)
+            return jnp.sum(jnp.sin(y) * is_token[..., None]), (y, load)
+
+        rows, whole = sharding.spec(("B", "T")), PartitionSpec()
+        places = jax.tree.map(lambda _: whole, layer)
+        places["experts"] = PartitionSpec("expert")
+        specs = (places, rows, rows, rows), (rows, whole)
+
+        def result():
+            local = collectives.on_shards(run, *specs)
+            gradient = jax.grad(functools.partial(loss, local), (0, 1), has_aux=True)
+            return jax.device_get(jax.jit(gradient)(layer, x))
+
+        want = result()
+        with jax.set_mesh(mesh_lib.make_mesh(config_lib.MeshConfig(expert=8))):
+            got = result()
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=ATOL, atol=ATOL),
+            *(got, want),
+        )
+        (_, (y, load)) = want
+        self.assertEqual(load.sum(), K * is_token.sum())
+        shared = layers.swiglu(layer["shared_experts"], x)
+        np.testing.assert_allclose(y[~is_token], shared[~is_token], atol=ATOL)
 
 
 @pytest.mark.aot

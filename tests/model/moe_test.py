@@ -43,8 +43,8 @@ def swiglu(params, x):
     return (gate * sigmoid(gate) * up) @ params["down_proj"]
 
 
-def loop(params, config, x):
-    """Output and chosen experts; the bias takes part in the choice alone."""
+def loop(params, config, x, is_token):
+    """Output, none of padding, and chosen experts; the bias only helps to choose."""
     params, x = in_float64(params), np.asarray(x, np.float64)
     out = np.zeros_like(x)
     chosen = np.zeros((*x.shape[:2], config.num_experts_per_tok), int)
@@ -57,7 +57,7 @@ def loop(params, config, x):
             gates = gates / gates.sum()
         for e, gate in zip(best, gates * config.routed_scaling_factor, strict=True):
             expert = {name: w[e] for name, w in params["experts"].items()}
-            out[b, t] += gate * swiglu(expert, x[b, t])
+            out[b, t] += gate * swiglu(expert, x[b, t]) * is_token[b, t]
         if "shared_experts" in params:
             out[b, t] += swiglu(params["shared_experts"], x[b, t])
         chosen[b, t] = best
@@ -75,7 +75,7 @@ class MoeTest(parameterized.TestCase):
         config = dataclasses.replace(CONFIG, **changes)
         params, x, is_token = make_inputs(num_tokens)
         got, routing = run_moe(params, config, x, is_token)
-        want, chosen = loop(params, config, x)
+        want, chosen = loop(params, config, x, is_token)
         np.testing.assert_array_equal(np.sort(routing.experts), np.sort(chosen))
         np.testing.assert_allclose(got, want, rtol=RTOL, atol=RTOL)
 
@@ -114,7 +114,7 @@ class MoeTest(parameterized.TestCase):
         del params["shared_experts"]
         got, _ = run_moe(params, CONFIG, x, is_token)
         np.testing.assert_allclose(
-            got, loop(params, CONFIG, x)[0], rtol=RTOL, atol=RTOL
+            got, loop(params, CONFIG, x, is_token)[0], rtol=RTOL, atol=RTOL
         )
 
 
