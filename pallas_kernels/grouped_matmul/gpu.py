@@ -277,10 +277,10 @@ def _rows_times_rows_kernel(
     dy += start.to(tl.int64) * N
     total = tl.zeros((BK, BN), tl.float32)
     for first in range(0, end - start, BM):
-        rows = first + tl.arange(0, BM)
-        is_row = rows < end - start
-        x_at = x + rows[None, :] * K + down_seen[:, None]
-        dy_at = dy + rows[:, None] * N + cols_seen[None, :]
+        rows = tl.arange(0, BM)
+        is_row = first + rows < end - start
+        x_at = x + triton_call.far(first, K) + rows[None, :] * K + down_seen[:, None]
+        dy_at = dy + triton_call.far(first, N) + rows[:, None] * N + cols_seen[None, :]
         x_tile = tl.load(x_at, mask=is_row[None, :], other=0.0)
         dy_tile = tl.load(dy_at, mask=is_row[:, None], other=0.0)
         total = tl.dot(x_tile, dy_tile, total, input_precision="ieee")

@@ -95,8 +95,13 @@ def tile_of(
     ROWS: tl.constexpr, IS_INSIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows start .. start + ROWS of one head: [ROWS, DIM], zeros from SIZE on."""
-    rows, wide = tl.arange(0, ROWS), tl.full((), STEP, tl.int64)
-    at = x + start * wide + rows[:, None] * STEP + tl.arange(0, DIM)[None, :]
+    rows = tl.arange(0, ROWS)
+    at = (
+        x
+        + triton_call.far(start, STEP)
+        + rows[:, None] * STEP
+        + tl.arange(0, DIM)[None, :]
+    )
     if IS_INSIDE or SIZE % ROWS == 0:
         return tl.load(at)
     else:  # Triton compiles no code after a return that it takes
@@ -122,7 +127,7 @@ def kept(
       BN: keys, a multiple of 32 with a selection.
     """
     if WORDS > 0:
-        words += start // 32 * P
+        words += triton_call.far(start // 32, P)
         word = tl.load(words)
         for i in tl.static_range(1, BN // 32):
             word = tl.where(cols < 32 * i, word, tl.load(words + i * P))
@@ -274,6 +279,11 @@ def _store(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Writes rows start .. start + ROWS of one head, up to SIZE."""
-    rows, wide = tl.arange(0, ROWS), tl.full((), STEP, tl.int64)
-    at = x + start * wide + rows[:, None] * STEP + tl.arange(0, DIM)[None, :]
+    rows = tl.arange(0, ROWS)
+    at = (
+        x
+        + triton_call.far(start, STEP)
+        + rows[:, None] * STEP
+        + tl.arange(0, DIM)[None, :]
+    )
     tl.store(at, tile.to(x.dtype.element_ty), mask=(start + rows < SIZE)[:, None])
