@@ -23,7 +23,7 @@ import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax.inference import parts as parts_lib
-from glm5_jax.inference import placement, requests, steps
+from glm5_jax.inference import placement, programs, requests, steps
 from glm5_jax.inference import scheduler as scheduler_lib
 from glm5_jax.inference import weights as weights_lib
 from glm5_jax.inference.requests import Completion, Request, errors
@@ -225,7 +225,7 @@ class Engine:
         """Lets the devices do what the scheduler wants done."""
         if todo.kind == "decode":
             rows = [part.slot.index for part in todo.parts]
-            state, drawn = steps.decode(
+            state, drawn = programs.decode(
                 weights.decode_params,
                 self.config,
                 self._state,
@@ -234,7 +234,7 @@ class Engine:
             )
         else:
             rows, arrays = self._arranged(todo.parts)
-            state, drawn = steps.prefill(
+            state, drawn = programs.prefill(
                 weights.params,
                 self.config,
                 self._state,

@@ -1,8 +1,8 @@
 """The engine's two programs: read a part of some prompts, and draw the next tokens.
 
-Pure functions of parameters and a `State`, which is donated. A state has B slots, each
-with room for one sequence; sequences do not see each other, and what a slot computes
-beyond its end is never read. On a mesh a device runs them on its own slots.
+Pure functions of parameters and a `State`; programs.py has them compiled. A state has B
+slots, each with room for one sequence; sequences do not see each other, and what a slot
+computes beyond its end is never read. On a mesh a device runs them on its own slots.
 """
 
 import dataclasses
@@ -82,11 +82,6 @@ def empty(config: config_lib.ModelConfig, slots: int, capacity: int, n: int) -> 
     )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "is_fresh", "with_experts"),
-    donate_argnames="state",
-)
 def prefill(
     params: dict,
     config: config_lib.ModelConfig,
@@ -101,7 +96,7 @@ def prefill(
     Args:
       params: of `transformer.table`, in their dtypes of computation.
       config: of the model.
-      state: donated.
+      state: of all slots.
       parts: at most one of a slot; on a mesh each device has its slots' rows.
       is_fresh: every part is the first of its prompt (start is 0), and is read in
         expanded form; other parts are read in absorbed form behind the cache.
@@ -156,11 +151,6 @@ def _prefill(
     )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "num_steps", "with_experts"),
-    donate_argnames="state",
-)
 def decode(
     params: dict,
     config: config_lib.ModelConfig,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+import re
 from unittest import mock
 
 import jax
@@ -13,12 +14,13 @@ from absl.testing import absltest, parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import huggingface
-from glm5_jax.inference import engine, steps, weights
+from glm5_jax.inference import engine, weights
 from glm5_jax.model import cached, transformer
 from tests import environment
 from tests.model import tiny
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+COMPILES = re.compile(r"Compiling jit\((prefill|decode)\)")
 LOGPROB_ATOL = 1e-5  # float32 sums in another order
 
 TINY = tiny.model(
@@ -377,39 +379,40 @@ class ContinuousBatchingTest(parameterized.TestCase):
 
 class CompilationTest(absltest.TestCase):
     def test_programs_are_few_and_reused(self):
-        params = tiny.params(TINY)
-        steps.prefill.clear_cache()
-        steps.decode.clear_cache()
-        for length in (1, 5, 11):
-            for n, temperature in ((1, 0.0), (3, 0.5), (7, 1.0)):
-                engine.generate(
-                    params,
-                    TINY,
-                    make_prompts(length),
-                    max_new_tokens=n,
-                    temperature=temperature,
-                    top_p=0.9,
-                )
-        self.assertLessEqual(steps.prefill._cache_size(), 2)  # 16 and 24 tokens
-        self.assertLessEqual(steps.decode._cache_size(), 2)
+        config = dataclasses.replace(TINY, rope_theta=2e4)  # nobody else's programs
+        params = tiny.params(config)
+        with jax.log_compiles(), self.assertLogs("jax", "WARNING") as logs:
+            for length in (1, 5, 11):
+                for n, temperature in ((1, 0.0), (3, 0.5), (7, 1.0)):
+                    engine.generate(
+                        params,
+                        config,
+                        make_prompts(length),
+                        max_new_tokens=n,
+                        temperature=temperature,
+                        top_p=0.9,
+                    )
+        compiled = COMPILES.findall("\n".join(logs.output))
+        self.assertBetween(compiled.count("prefill"), 1, 2)  # 16 and 24 tokens
+        self.assertBetween(compiled.count("decode"), 1, 2)
 
     @pytest.mark.slow  # 16 s
     def test_an_engine_never_exceeds_its_bound(self):
-        params = tiny.params(TINY)
-        machine = engine.Engine(params, TINY, num_slots=4, capacity=64, chunk=24)
+        config = dataclasses.replace(TINY, rope_theta=3e4)  # nobody else's programs
+        params = tiny.params(config)
+        machine = engine.Engine(params, config, num_slots=4, capacity=64, chunk=24)
         self.assertEqual(machine.max_programs, 2 * 2 * 2 + 1)  # 1, 4 rows; 16, 24
-        steps.prefill.clear_cache()
-        steps.decode.clear_cache()
         rng = np.random.default_rng(0)
-        for batch in range(6):
-            lengths = rng.integers(1, 50, rng.integers(1, 9))
-            requests = [
-                engine.Request(100 * batch + i, p, int(rng.integers(1, 12)))
-                for i, p in enumerate(make_prompts(*lengths))
-            ]
-            run_all(machine, requests)
-        programs = steps.prefill._cache_size() + steps.decode._cache_size()
-        self.assertLessEqual(programs, machine.max_programs)
+        with jax.log_compiles(), self.assertLogs("jax", "WARNING") as logs:
+            for batch in range(6):
+                lengths = rng.integers(1, 50, rng.integers(1, 9))
+                requests = [
+                    engine.Request(100 * batch + i, p, int(rng.integers(1, 12)))
+                    for i, p in enumerate(make_prompts(*lengths))
+                ]
+                run_all(machine, requests)
+        compiled = COMPILES.findall("\n".join(logs.output))
+        self.assertBetween(len(compiled), 3, machine.max_programs)
 
     def test_sizes_waste_at_most_half(self):
         sizes = sorted({engine.bucket(n) for n in range(1, 1025)})

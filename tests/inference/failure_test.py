@@ -8,7 +8,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax.inference import engine, steps
+from glm5_jax.inference import engine, programs
 from tests import environment
 from tests.inference import engine_test
 from tests.model import tiny
@@ -92,8 +92,8 @@ class FailureTest(parameterized.TestCase):
         machine = make_engine()
         for request in make_requests():
             machine.submit(request)
-        fault = Fault(getattr(steps, name), at, error, takes_cache)
-        with mock.patch.object(steps, name, fault):
+        fault = Fault(getattr(programs, name), at, error, takes_cache)
+        with mock.patch.object(programs, name, fault):
             done, errors = drain(machine)
         self.assertEqual(errors, [error])
         self.check(done)
@@ -126,8 +126,11 @@ class FailureTest(parameterized.TestCase):
         for request in others:
             machine.submit(request)
         machine.step()
-        fault = Fault(steps.decode, 1, RuntimeError("lost"), True)
-        with mock.patch.object(steps, "decode", fault), self.assertRaises(RuntimeError):
+        fault = Fault(programs.decode, 1, RuntimeError("lost"), True)
+        with (
+            mock.patch.object(programs, "decode", fault),
+            self.assertRaises(RuntimeError),
+        ):
             while True:
                 machine.step()
         aborted = machine.abort(others[0].id)
@@ -155,7 +158,7 @@ class VersionTest(parameterized.TestCase):
     def test_a_token_has_the_version_that_drew_it(self):
         """Others are published while the device is busy."""
         other = jax.tree.map(lambda x: 2 * x, params())
-        machine, decode = make_engine(), steps.decode
+        machine, decode = make_engine(), programs.decode
 
         def meanwhile(*args, **options):
             out = decode(*args, **options)
@@ -163,7 +166,7 @@ class VersionTest(parameterized.TestCase):
             return out
 
         request = engine.Request(0, [5, 6, 7], 12, temperature=0.0)
-        with mock.patch.object(steps, "decode", meanwhile):
+        with mock.patch.object(programs, "decode", meanwhile):
             (done,) = engine_test.run_all(machine, [request]).values()
         self.assertEqual(done.versions, [0] * 6 + [1] * 5 + [2])
 
