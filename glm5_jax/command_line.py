@@ -15,8 +15,9 @@ import logging as stdlib_logging
 import pathlib
 import re
 import sys
+import textwrap
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ml_collections
@@ -25,7 +26,7 @@ from ml_collections import config_dict
 
 from glm5_jax import backends
 from glm5_jax import config as config_lib
-from glm5_jax.config import fields, files
+from glm5_jax.config import explanations, fields, files
 
 Config = TypeVar("Config")
 _SOURCES = pathlib.Path(__file__).parent
@@ -132,10 +133,15 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
     return Arguments(config=config, overrides=tuple(overrides)), rest
 
 
-def run(main: Callable[[Arguments], int | None], takes_config: bool = True) -> None:
+def run(
+    main: Callable[[Arguments], int | None],
+    takes_config: bool = True,
+    only_model: bool = False,
+) -> None:
     """Runs an entry point: parses the command line, calls `main`, exits.
 
-    Where it takes no config, --config is refused, and --help is silent about it.
+    Where it takes no config, --config is refused, and --help is silent about it; where
+    it takes the model's alone, from a folder, --help does not list all the others.
 
     Exit code: what `main` returns; with one message 2 where the user's input is wrong
     (InputError, here or in `main`), 1 where what is on disk is damaged (DamagedError).
@@ -145,7 +151,8 @@ def run(main: Callable[[Arguments], int | None], takes_config: bool = True) -> N
     handler.addFilter(_is_ours_or_serious)
     handler.setFormatter(stdlib_logging.Formatter(_LOG_LINE, _LOG_TIME))
     try:
-        parse = functools.partial(_parse_flags, takes_config=takes_config)
+        kind = "model" if only_model else "run" if takes_config else ""
+        parse = functools.partial(_parse_flags, kind=kind)
         app.run(main, flags_parser=parse)
     except (config_lib.InputError, config_lib.DamagedError) as error:
         lines = "".join(f"error: {line}\n" for line in str(error).splitlines())
@@ -167,16 +174,16 @@ def _is_ours_or_serious(record: stdlib_logging.LogRecord) -> bool:
     )
 
 
-def _parse_flags(argv: Sequence[str], takes_config: bool) -> Arguments:
+def _parse_flags(argv: Sequence[str], kind: str) -> Arguments:
     """Parses the whole command line; absl's flags end up in FLAGS."""
     arguments, rest = parse_command_line(argv)
-    if not takes_config and (arguments.config or arguments.overrides):
+    if not kind and (arguments.config or arguments.overrides):
         raise config_lib.InputError(
             "--config has no effect here; leave it out. --help lists the flags."
         )
     if {"--help", "-help", "-h"} & set(rest):
         app.usage(shorthelp=True, writeto_stdout=True)
-        sys.stdout.write(_config_help() if takes_config else "")
+        sys.stdout.write(_CONFIG_HELP[kind]())
         sys.exit(0)
     flags.FLAGS.set_gnu_getopt()  # a stray word does not end the flags
     try:
@@ -197,13 +204,32 @@ def _parse_flags(argv: Sequence[str], takes_config: bool) -> Arguments:
     return arguments
 
 
-def _config_help() -> str:
-    """Explains --config, and lists every field with its type and default."""
+def _run_help() -> str:
+    """Explains --config, and lists every field with default, type and meaning."""
     lines = [
         "\nThe config:",
         "  --config=FILE.py[:variant]: what get_config of that file returns",
         "  --config.a.b=VALUE: sets one field; those of train.py, with defaults:",
     ]
-    for path, hint, default in fields.of(config_lib.TrainConfig):
-        lines.append(f"    --config.{path}={default}  ({fields.describe(hint)})")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_field_lines(config_lib.TrainConfig, "")]) + "\n"
+
+
+def _model_help() -> str:
+    """Explains --config where a model's folder has the config."""
+    return (
+        "\nThe config is that of the model's folder; one field of it is set by\n"
+        "  --config.model.X=VALUE, e.g. --config.model.index_topk=64\n"
+        "(python -m glm5_jax train --help lists them).\n"
+    )
+
+
+def _field_lines(cls: type, prefix: str) -> Iterator[str]:
+    """Yields a line with default and type for each field, and its explanation."""
+    texts = explanations.of(cls, prefix)
+    for path, hint, default in fields.of(cls, prefix):
+        yield f"    --config.{path}={default}  ({fields.describe(hint)})"
+        text = f"{texts[path]}."
+        yield textwrap.fill(text, 80, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+
+_CONFIG_HELP = {"run": _run_help, "model": _model_help, "": str}

@@ -18,7 +18,10 @@ _SOURCE = flags.DEFINE_string(
 _TARGET = flags.DEFINE_string("target", None, "Folder to make.", required=True)
 _FORMAT = flags.DEFINE_enum("format", None, ["hf", "orbax"], "What to write.")
 _DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16", "fp8"], "Of the weights; fp8 for hf only."
+    "dtype",
+    None,
+    ["float32", "bfloat16", "fp8"],
+    "Number type of the weights; fp8 for hf only.",
 )
 
 
@@ -37,4 +40,4 @@ def main(arguments: command_line.Arguments) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, only_model=True)

@@ -20,6 +20,7 @@ _TEXT = flags.DEFINE_string("text", None, "Text file to score.")
 _LOGITS_OUT = flags.DEFINE_string(
     "logits_out", None, "Where to write the logits: .npy, float32 [N, T, V]."
 )
+flags.adopt_module_key_flags(compile_cache)  # --help shows them
 
 
 def main(arguments: command_line.Arguments) -> None:
@@ -39,4 +40,4 @@ def main(arguments: command_line.Arguments) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, only_model=True)

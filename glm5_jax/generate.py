@@ -15,11 +15,12 @@ _TOKENS = flags.DEFINE_string("tokens", None, "Ids to continue: .npy, [T] or [N,
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Tokens to add.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0 takes the likeliest token.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Probability to sample from; 1 is all.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the random numbers.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the random numbers.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Goes on after the end of text.")
 _TOKENS_OUT = flags.DEFINE_string(
     "tokens_out", None, "Where to write the ids of prompt and continuation: .npy."
 )
+flags.adopt_module_key_flags(compile_cache)  # --help shows them
 
 
 def main(arguments: command_line.Arguments) -> None:
@@ -44,4 +45,4 @@ def main(arguments: command_line.Arguments) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, only_model=True)

@@ -15,32 +15,14 @@ from absl import flags, logging
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.config import checks, fields
+from glm5_jax.config import checks, explanations, fields
 
 _TARGET = flags.DEFINE_string("target", None, "Folder to make.", required=True)
 _WORKERS = flags.DEFINE_integer("workers", 1, "Processes.", lower_bound=1)
 _CHECK = flags.DEFINE_bool(
     "check", False, "Reads finished shards again; damaged ones are made anew."
 )
-# Fields of config.PrepareConfig, which has the defaults and checks the values.
-_FIELDS = {
-    "source": "Folder with documents, or 'python'.",
-    "kind": "What is read; conversations have a mask of what is trained.",
-    "tokenizer": "'bpe', 'byte', 'bpe_chat', 'byte_chat' or a tokenizer.json.",
-    "bpe_vocab_size": "Ids of a 'bpe', which is trained on the source.",
-    "field": "Of JSON objects, or column; '': records of ArrayRecord are texts.",
-    "sequence_length": "Tokens of a row.",
-    "packing": "'truncate': documents joined and cut; 'best_fit': whole.",
-    "buckets": "Lengths, as (4096, 32768): longer documents go into other folders.",
-    "held_out_percent": "Documents kept from training, by the hash of their names.",
-    "fim_rate": "Fraction of documents with their middle at the end; code alone.",
-    "fim_spm_rate": "Fraction of those with the suffix first.",
-    "seed": "Of the order of documents and of the cuts for fill-in-the-middle.",
-    "shard_mib": "Of the source that a worker holds at once.",
-    "chat_template": "Of conversations.",
-    "enable_thinking": "Whether their turns are asked for with a thought.",
-    "clear_thinking": "Whether thoughts before the last user message are left out.",
-}
+_FIELDS = explanations.of(config_lib.PrepareConfig)  # by name
 for _name, _hint, _default in fields.of(config_lib.PrepareConfig):
     _is_required = _name == "source"
     _more = "" if _is_required else f"; default {_default!r}"

@@ -23,10 +23,7 @@ _WORKDIR = flags.DEFINE_string(
     "Folder of the run; default runs/CONFIG-DATE-TIME. A run that is there goes on.",
 )
 _DRY_RUN = flags.DEFINE_bool(
-    "dry_run",
-    False,
-    "Prints config, parameter counts and memory, checks all that a start would (data, "
-    "tokenizer, environment, init_from, workdir), and stops.",
+    "dry_run", False, "Prints parameters and memory, checks all that a start would."
 )
 _COORDINATOR = flags.DEFINE_string(
     "coordinator",
@@ -51,6 +48,7 @@ _HEARTBEAT_SECONDS = flags.DEFINE_integer(
 _SIMULATE = flags.DEFINE_integer(
     "simulate_processes", 0, "Runs as so many processes on this machine's CPU."
 )
+flags.adopt_module_key_flags(compile_cache)  # --help shows them
 
 
 def main(arguments: command_line.Arguments) -> int | None:

@@ -13,7 +13,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from glm5_jax import __main__, command_line, config
-from glm5_jax.config import files
+from glm5_jax.config import explanations, fields, files
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -96,6 +96,7 @@ class ResolveTest(parameterized.TestCase):
         ("typo", "model.hiden_size", "8", "Did you mean model.hidden_size?"),
         ("no_section", "hidden_size", "8", "Did you mean model.hidden_size?"),
         ("other_section", "model.adam_b1", "0", "Did you mean optim.adam_b1?"),
+        ("initials", "optim.lr", "1", "Did you mean optim.learning_rate?"),
         ("nothing_near", "zzz", "8", "--help lists them."),
         ("wiped_section", "optim", "{}", "is a section, not a value"),
         ("below_a_field", "seed.x", "1", "Did you mean seed?"),
@@ -315,9 +316,11 @@ class AddressTest(parameterized.TestCase):
 
 
 ENTRY_POINT = '''"""Trains a line."""
+import sys
 from absl import flags
 from glm5_jax import command_line, config
 
+only_model = "--only_model" in sys.argv
 SIZE = flags.DEFINE_integer("size", 3, "How long the line is.")
 
 def main(arguments):
@@ -328,8 +331,20 @@ def main(arguments):
     print(SIZE.value, arguments.config, arguments.overrides)
     return SIZE.value
 
-command_line.run(main)
+command_line.run(main, only_model=only_model)
 '''
+
+
+class ExplanationsTest(parameterized.TestCase):
+    @parameterized.parameters(config.TrainConfig, config.PrepareConfig)
+    def test_every_field_has_a_sentence(self, cls):
+        texts = explanations.of(cls)
+        self.assertEqual(list(texts), [path for path, *_ in fields.of(cls)])
+        for path, text in texts.items():
+            with self.subTest(path):
+                self.assertRegex(text, '^[A-Z"0-9]')
+                self.assertNotRegex(text, r"^Of |\.\.\.")
+                self.assertGreaterEqual(len(text.split()), 3)
 
 
 class RunTest(absltest.TestCase):
@@ -383,8 +398,12 @@ class RunTest(absltest.TestCase):
             "--config.model.hidden_size=6144  (an integer)",
             "--config.model.attention=sparse  (one of dense, sparse,",
             "--config.init_from=None  (text, or None)",
+            "\n        Share of a weight that is taken off it, times the",
         ):
             self.assertIn(words, out)
+        code, out, _ = self._run("--help", "--only_model")
+        self.assertIn("--config.model.X=VALUE", out)
+        self.assertNotIn("learning_rate", out)
 
 
 if __name__ == "__main__":

@@ -17,24 +17,28 @@ class DataConfig:
     # a file of JSONL with conversations, or "tasks:NAME" for demonstrations.
     # A folder of `glm5_jax.prepare` has its own tokenizer and held-out documents.
     source: str = "python"
-    # Prepared folders instead of `source`, their weights in each stage of the run, and
-    # the steps at which the stages after the first begin.
-    mixture: tuple[str, ...] = ()
-    mixture_weights: tuple[tuple[float, ...], ...] = ()  # default: equal ones
+    mixture: tuple[str, ...] = ()  # prepared folders instead of `source`
+    # Weight of each folder in each stage of the mixture; default: equal ones.
+    mixture_weights: tuple[tuple[float, ...], ...] = ()
+    # Steps at which the stages of the mixture after the first begin.
     mixture_steps: tuple[int, ...] = ()
     # "bpe" (trained on the source), "byte", or the path of a tokenizer.json; for
     # conversations "bpe_chat" or "byte_chat", which have the special tokens.
     tokenizer: str = "bpe"
-    bpe_vocab_size: int = 2048
+    bpe_vocab_size: int = 2048  # ids of a tokenizer that is trained on the source
     sequence_length: int = 256  # tokens that enter the model, per row
     batch_size: int = 16  # rows of a step, over all devices
-    held_out_percent: int = 10  # documents by sha256(name) % 100 below this
-    cache_dir: str = "~/.cache/glm5_jax"  # trained tokenizers, token arrays
-    num_prefetch: int = 2  # batches made ahead by a thread
+    # Share of the documents kept for evaluation: sha256(name) % 100 below this.
+    held_out_percent: int = 10
+    # Folder that keeps trained tokenizers and token arrays.
+    cache_dir: str = "~/.cache/glm5_jax"
+    num_prefetch: int = 2  # batches that a thread makes ahead
+    # Version of the format that conversations are written in.
     chat_template: ChatTemplate = "glm5"
     # Whether turns are asked for with a thought; False where the data has none.
     enable_thinking: bool = True
-    clear_thinking: bool = True  # False: thoughts before the last user message stay
+    # Whether thoughts before the last user message are left out.
+    clear_thinking: bool = True
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -74,27 +78,38 @@ class DataConfig:
 class PrepareConfig:
     """How a corpus becomes rows on disk: `python -m glm5_jax.prepare`."""
 
-    source: str  # "python", or a folder: see DataConfig
+    source: str  # "python", or a folder with documents: see DataConfig
     # "conversations": a .jsonl file or a folder of such, for stage sft; whole ones are
     # packed, with a mask of what is trained.
     kind: DocumentKind = "text"
-    tokenizer: str = "bpe"  # see DataConfig
-    bpe_vocab_size: int = 2048
-    field: str = "text"  # of JSON objects, or column; "": records are the texts
+    # "bpe", "byte", "bpe_chat", "byte_chat" or the path of a tokenizer.json.
+    tokenizer: str = "bpe"
+    bpe_vocab_size: int = 2048  # ids of a tokenizer that is trained on the source
+    # Name of the JSON field or the column that holds the text; "": ArrayRecord's
+    # records are the texts.
+    field: str = "text"
     sequence_length: int = 4096  # tokens that enter the model, per row (paper App. A)
     # "truncate": documents joined and cut where a row ends (GLM-4.5's pre-training);
     # "best_fit": documents whole where they fit, the longest first (its mid-training).
     packing: Literal["truncate", "best_fit"] = "truncate"
-    # Documents of up to so many tokens, and longer ones, go into folders of their own.
+    # Lengths in tokens, as (4096, 32768): longer documents go into folders of their
+    # own.
     buckets: tuple[int, ...] = ()
-    held_out_percent: int = 1  # documents by sha256(name) % 100 below this
-    fim_rate: float = 0.0  # fraction of training documents with their middle at the end
-    fim_spm_rate: float = 0.5  # fraction of those with the suffix first
-    seed: int = 0  # of the order of documents and of fill-in-the-middle
-    shard_mib: float = 128.0  # of the source that a worker holds at once, for one shard
-    # Of conversations; see DataConfig, which must say the same.
+    # Share of the documents kept for evaluation: sha256(name) % 100 below this.
+    held_out_percent: int = 1
+    # Fraction of the training documents whose middle moves to their end; for code.
+    fim_rate: float = 0.0
+    fim_spm_rate: float = 0.5  # fraction of those whose suffix comes first
+    # Number that the order of documents and the cuts of fill-in-the-middle follow from.
+    seed: int = 0
+    # MiB of the source that a worker reads at once, for one shard.
+    shard_mib: float = 128.0
+    # Version of the format that conversations are written in; see DataConfig, which
+    # must say the same.
     chat_template: ChatTemplate = "glm5"
+    # Whether turns of conversations are asked for with a thought.
     enable_thinking: bool = True
+    # Whether thoughts before the last user message are left out.
     clear_thinking: bool = True
 
     def __post_init__(self) -> None:

@@ -171,12 +171,21 @@ def _wrong_type(path: str, value: Any, hint: Any) -> str:
     return f"{path} must be {describe(hint)}, got {shown}.{guess}"
 
 
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _initials(path: str) -> str:
+    """Returns lr for optim.learning_rate."""
+    return "".join(word[:1] for word in _leaf(path).split("_"))
+
+
 def _unknown_field(path: str, known: list[str]) -> str:
     """Says that a path names no field, and which one may be meant."""
     inside = [k for k in known if k.startswith(path + ".")]
     if inside:
         return f"{path} is a section, not a value; set its fields, e.g. {inside[0]}."
-    leaf = path.rpartition(".")[2]
-    same = [k for k in known if k.rpartition(".")[2] == leaf]
+    leaf = _leaf(path)
+    same = [k for k in known if leaf in (_leaf(k), _initials(k))]
     guess = did_you_mean(path, same or known, cutoff=0.0 if same else 0.6)
     return f"{path} is no field of the config.{guess or ' --help lists them.'}"

@@ -14,15 +14,17 @@ class HealthConfig:
     offending one, so that neither it nor those before it since then come again.
     """
 
-    # A spike is a training loss so many nats above the median of the last 64.
+    # A training loss so many nats above the median of the last 64 is a spike.
     spike_nats: float = 2.0
-    on_spike: Literal["count", "roll_back", "abort"] = "count"
-    # Updates that are not finite are skipped; this follows after so many in a row.
+    on_spike: Literal["count", "roll_back", "abort"] = "count"  # what follows a spike
+    # Updates that are not finite are skipped; after so many in a row on_not_finite
+    # follows.
     max_skipped_in_a_row: int = 10
+    # What follows so many skipped updates.
     on_not_finite: Literal["roll_back", "abort"] = "abort"
-    max_rollbacks: int = 3  # of a run; the next accident ends it
-    # Without a step for as long, or 10 times the median step, the run ends with the
-    # stacks of all threads in its folder; 0: waits for ever.
+    max_rollbacks: int = 3  # most rollbacks of a run; the next accident ends it
+    # Without a step for as long, or for 10 times the median step, the run ends, with
+    # the stacks of all threads in its folder; 0: waits for ever.
     watchdog_seconds: float = 600.0
 
     def __post_init__(self) -> None:

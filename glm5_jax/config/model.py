@@ -16,47 +16,56 @@ Dtype = Literal["float32", "bfloat16"]
 class ModelConfig:
     """Architecture; defaults are zai-org/GLM-5 config.json (arXiv 2602.15763)."""
 
-    vocab_size: int = 154880
-    hidden_size: int = 6144
+    vocab_size: int = 154880  # ids that have an embedding; at least the tokenizer's
+    hidden_size: int = 6144  # width of the residual stream
     intermediate_size: int = 12288  # width of a dense layer's SwiGLU
     moe_intermediate_size: int = 2048  # width of one expert, routed or shared
-    num_hidden_layers: int = 78
+    num_hidden_layers: int = 78  # layers, without that of multi-token prediction
     first_k_dense_replace: int = 3  # leading layers without experts
-    num_attention_heads: int = 64
-    q_lora_rank: int = 2048
+    num_attention_heads: int = 64  # heads of the main attention
+    q_lora_rank: int = 2048  # width of the latent that queries are made from
+    # Width of the latent that keys and values are made from, and that is cached.
     kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 192
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 256
-    n_routed_experts: int = 256
-    num_experts_per_tok: int = 8
-    n_shared_experts: int = 1
-    routed_scaling_factor: float = 2.5
+    qk_nope_head_dim: int = 192  # dims of a query or key head without rotation
+    qk_rope_head_dim: int = 64  # dims of a query or key head that RoPE rotates
+    v_head_dim: int = 256  # dims of a value head
+    n_routed_experts: int = 256  # experts of a layer that the router chooses among
+    num_experts_per_tok: int = 8  # routed experts that a token meets
+    n_shared_experts: int = 1  # experts that every token meets
+    routed_scaling_factor: float = 2.5  # factor on the sum of the routed experts
     norm_topk_prob: bool = True  # gates of a token sum to routed_scaling_factor
-    index_n_heads: int = 32
-    index_head_dim: int = 128
+    index_n_heads: int = 32  # heads of the indexer
+    index_head_dim: int = 128  # dims of an indexer head
     index_topk: int = 2048  # keys that a query may attend to
     # Which layers own an indexer ("F") and which reuse the one before them ("S"):
     # a pattern, one letter a layer, or else every index_topk_freq-th layer.
     index_topk_pattern: str | None = None
+    # One layer in so many owns an indexer, where there is no pattern.
     index_topk_freq: int = 1
-    index_skip_topk_offset: int = 2
+    index_skip_topk_offset: int = 2  # leading layers that own an indexer in any case
     index_share_for_mtp_iteration: bool = False  # later MTP steps reuse KV and index
     num_nextn_predict_layers: int = 1  # MTP modules stored: 0 or 1
     mtp_num_steps: int = 3  # times that it is applied in training (paper 2.1)
+    # Added to the mean square in every norm but those of the latents.
     rms_norm_eps: float = 1e-5
     latent_norm_eps: float = 1e-6  # as transformers; vLLM, SGLang: rms_norm_eps
-    rope_theta: float = 1e6
+    rope_theta: float = 1e6  # base of RoPE's wavelengths
     rope_scaling: RopeScaling = RopeScaling()
+    # Longest context that the model is made for, in tokens.
     max_position_embeddings: int = 202752
-    initializer_range: float = 0.02
-    eos_token_id: tuple[int, ...] = (154820, 154827, 154829)
+    initializer_range: float = 0.02  # standard deviation of initial weights
+    eos_token_id: tuple[int, ...] = (154820, 154827, 154829)  # ids that end a text
     pad_token_id: int | None = 154820  # fills rows that stopped; None: 0
-    attention: AttentionMode = "sparse"  # from here: computation, not architecture
-    dtype: Dtype = "bfloat16"  # of activations and matrix products
-    param_dtype: Dtype = "float32"
+    # Keys that a query sees: the indexer's, or all; dense_with_indexer_loss: all, and
+    # the indexer learns from them. This and the fields below are no architecture.
+    attention: AttentionMode = "sparse"
+    dtype: Dtype = "bfloat16"  # number type of activations and matrix products
+    param_dtype: Dtype = "float32"  # number type of parameters and gradients
+    # What the backward pass computes again to save memory: nothing, all but the layers'
+    # inputs, all but matrix products; offload keeps those inputs on the host.
     remat_policy: RematPolicy = "none"
-    # How tokens reach experts on other devices; the numbers are the same.
+    # How tokens reach experts on other devices: everybody gets all, or each gets its
+    # own; the numbers are the same.
     expert_transport: ExpertTransport = "gather"
     expert_chunks: int = 1  # parts of a device's tokens that meet the experts in turn
     # A token's numbers do not depend on what is computed beside it, so that trainer and

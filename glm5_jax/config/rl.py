@@ -25,31 +25,42 @@ class RLConfig:
     """
 
     environment: str = "reverse"  # a name of rl/environments, or "reasoning_gym:NAME"
-    prompts_per_step: int = 32  # each answered group_size times
-    group_size: int = 32  # rollouts of one prompt
-    max_new_tokens: int = 1024  # of a turn
-    max_turns: int = 8  # of an episode
-    temperature: float = 1.0  # of rollouts and of evaluation
-    top_p: float = 1.0  # below 1 the trainer would need to know which ids were kept
+    prompts_per_step: int = 32  # tasks of a step, each answered group_size times
+    group_size: int = 32  # answers to one task, whose rewards are compared
+    max_new_tokens: int = 1024  # longest turn of the model, in tokens
+    max_turns: int = 8  # most turns of an episode
+    temperature: float = 1.0  # temperature of sampling, in rollouts and in evaluation
+    # Must be 1: else the trainer would need to know which ids were kept.
+    top_p: float = 1.0
     slots: int = 32  # sequences that the engine decodes at once
-    prefill_chunk: int = 256  # tokens of a prompt that are read at once
+    prefill_chunk: int = 256  # tokens of a prompt that the engine reads at once
+    # Which loss: GRPO with IcePop (GLM-5), plain GRPO, and two that correct for
+    # rollouts of older weights (objectives.py).
     objective: Objective = "icepop"
     pop_beta: float = 2.0  # a token counts where 1/beta <= pi_train/pi_infer <= beta
+    # The ratio of new to old probability is clipped below 1 - clip_low.
     clip_low: float = 0.2
-    clip_high: float = 0.28
-    dis_low: float = DIS_REASONING[0]  # or of DIS_AGENTIC
+    clip_high: float = 0.28  # that ratio is clipped above 1 + clip_high
+    # In objective dis smaller ratios do not count; 0.8 for agents.
+    dis_low: float = DIS_REASONING[0]
+    # In objective dis larger ratios do not count; 3 for agents.
     dis_high: float = DIS_REASONING[1]
     tis_cap: float = 2.0  # largest weight of truncated importance sampling
+    # Which standard deviation of a group's rewards divides them.
     advantage_std: AdvantageStd = "sample"
-    loss_mean: LossMean = "sequence"
-    updates_per_rollout: int = 1  # a step's samples are cut into as many batches
-    dynamic_sampling: bool = False  # groups of equal rewards are replaced by others
-    max_rounds: int = 4  # of rollouts in a step, with dynamic sampling
-    router_replay: bool = False  # the trainer routes as the engine did
+    loss_mean: LossMean = "sequence"  # whether sequences or tokens have equal weight
+    # Updates of a step: its samples are cut into as many batches.
+    updates_per_rollout: int = 1
+    # Replace groups whose rewards are all equal by others.
+    dynamic_sampling: bool = False
+    max_rounds: int = 4  # most rounds of rollouts in a step, with dynamic sampling
+    router_replay: bool = False  # let the trainer route tokens as the engine did
+    # Weights that the engine samples with: the trainer's, or rounded to int8.
     rollout_weights: RolloutWeights = "same"
-    max_logprob_gap: float = 0.05  # mean |log pi_train / pi_infer| that stops a run
-    step_timeout_seconds: float = 60.0  # of a call of the environment
-    num_eval_tasks: int = 128  # held-out tasks, each answered once
+    # A run stops where the mean |log pi_train / pi_infer| is above it.
+    max_logprob_gap: float = 0.05
+    step_timeout_seconds: float = 60.0  # longest call of the environment
+    num_eval_tasks: int = 128  # held-out tasks of an evaluation, each answered once
 
     def __post_init__(self) -> None:
         """Checks every field."""

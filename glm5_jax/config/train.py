@@ -17,12 +17,17 @@ Stage = Literal["pretrain", "dsa_warmup", "dsa_sparse", "sft", "rl"]
 class LossConfig:
     """Weights of the terms of the training loss."""
 
-    mtp_weight: float = 0.3  # times the mean over MTP steps (GLM-4.5 report)
-    balance_weight: float = 1e-4  # sequence-level balance (GLM-4.5 report)
-    indexer_weight: float = 1e-3  # KL of the indexer; Megatron-Bridge's default
-    z_weight: float = 0.0
-    router_bias_rate: float = 1e-3  # step of the loss-free balance (GLM-4.5 report)
-    chunk_tokens: int = 1024  # tokens whose float32 logits exist at once
+    # Weight of multi-token prediction, on the mean over its steps (GLM-4.5 report).
+    mtp_weight: float = 0.3
+    # Weight of the balance of experts within a sequence (GLM-4.5 report).
+    balance_weight: float = 1e-4
+    # Weight of the indexer's KL divergence; Megatron-Bridge's default.
+    indexer_weight: float = 1e-3
+    z_weight: float = 0.0  # weight of the router's z-loss; 0 turns it off
+    # Step of the router's bias, which balances without a loss (GLM-4.5 report).
+    router_bias_rate: float = 1e-3
+    # Tokens whose float32 logits exist at once; fewer save memory.
+    chunk_tokens: int = 1024
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -45,34 +50,43 @@ class LossConfig:
 class OptimConfig:
     """Muon Split on matrices, AdamW on the rest (paper appendix A; GLM-4.5 report)."""
 
+    # Optimizer of the matrices; all else is AdamW's in either case.
     name: Literal["muon", "adamw"] = "muon"
-    learning_rate: float = 2e-4  # peak
-    end_learning_rate: float = 4e-5
+    learning_rate: float = 2e-4  # the highest one, after the warm-up
+    end_learning_rate: float = 4e-5  # the one of the last step
+    # How the learning rate falls between the two.
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 0
+    warmup_steps: int = 0  # steps in which the learning rate rises from 0
+    # Share of a weight that is taken off it, times the learning rate, each step.
     weight_decay: float = 0.1
-    # Undisclosed in the paper: Muon's coefficients, Nesterov; xtuner's values.
-    muon_split: bool = True  # orthogonalise W_UQ, W_UK, W_UV head by head
-    muon_split_rope: bool = False  # ... and the no-rope and rope parts of W_UQ alone
-    muon_split_kv_a: bool = False  # ... and the latent and rope parts of W_KVa alone
-    muon_lm_head: bool = False
+    # Orthogonalise W_UQ, W_UK and W_UV head by head (Muon Split).
+    muon_split: bool = True
+    # Orthogonalise the no-rope and the rope part of W_UQ apart, too.
+    muon_split_rope: bool = False
+    # Orthogonalise the latent and the rope part of W_KVa apart.
+    muon_split_kv_a: bool = False
+    muon_lm_head: bool = False  # Muon for the output head too, instead of AdamW
+    # Muon's momentum; undisclosed in the paper: xtuner's value.
     muon_momentum: float = 0.95
+    # Nesterov's momentum; undisclosed in the paper: xtuner's value.
     muon_nesterov: bool = True
-    muon_update_rms: float = 0.2
-    ns_steps: int = 5
+    muon_update_rms: float = 0.2  # root mean square that Muon's updates are scaled to
+    ns_steps: int = 5  # Newton-Schulz iterations that orthogonalise an update
+    # Polynomial of those iterations; undisclosed in the paper: xtuner's choice.
     ns_coefficients: Literal["quintic", "polar_express"] = "polar_express"
-    ns_dtype: Dtype = "bfloat16"
-    adam_learning_rate_scale: float = 1.0  # AdamW's rate over learning_rate
-    adam_b1: float = 0.9
-    adam_b2: float = 0.95
-    adam_eps: float = 1e-8
-    # Of Muon's momentum and AdamW's first moment: bfloat16 saves 2 bytes a parameter.
+    ns_dtype: Dtype = "bfloat16"  # number type that those iterations compute in
+    adam_learning_rate_scale: float = 1.0  # AdamW's learning rate over Muon's
+    adam_b1: float = 0.9  # decay of AdamW's mean of gradients
+    adam_b2: float = 0.95  # decay of AdamW's mean of squared gradients
+    adam_eps: float = 1e-8  # added to the root of AdamW's second moment
+    # Number type of Muon's momentum and AdamW's first moment: bfloat16 saves 2 bytes a
+    # parameter.
     moment_dtype: Dtype = "float32"
-    # All moments wait in the host's memory and are fetched leaf by leaf for an update.
+    # Keep all moments in the host's memory; an update fetches them leaf by leaf.
     offload_moments: bool = False
-    # Parts of a batch, one after the other: activations are those of one part.
+    # Parts of a batch, computed in turn: activations are those of one part.
     accumulation_steps: int = 1
-    clip_norm: float = 0.0  # global gradient norm; 0 turns it off
+    clip_norm: float = 0.0  # largest norm of all gradients together; 0 turns it off
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -110,11 +124,13 @@ class MeshConfig:
     # Slices of TPUs: the data axis alone goes across them. Hosts of GPUs may be counted
     # as slices too; with 1 every axis may go across hosts.
     slices: int = 1
+    # Devices that hold whole copies and other rows; -1: all that the other axes leave.
     data: int = -1
-    fsdp: int = 1
-    expert: int = 1
+    fsdp: int = 1  # devices that share rows, parameters and optimizer state
+    expert: int = 1  # devices that share the experts
+    # Devices that share attention heads, hidden dims of experts and the vocabulary.
     tensor: int = 1
-    context: int = 1
+    context: int = 1  # devices that share the tokens of a row
 
     @property
     def slow_axes(self) -> tuple[str, ...]:
@@ -137,22 +153,28 @@ class MeshConfig:
 class TrainConfig:
     """A whole run."""
 
+    # What is trained, and on what: the paper's stages in their order.
     stage: Stage = "pretrain"
-    init_from: str | None = None  # run, step or Hugging Face folder to start from
+    # Run, step or Hugging Face folder whose parameters the run starts from.
+    init_from: str | None = None
     # Fields of model that change the logits, and may differ from those of init_from.
     init_from_changes: tuple[str, ...] = ()
+    # Number that initial parameters, order of data and sampling follow from.
     seed: int = 0
-    num_steps: int = 100
+    num_steps: int = 100  # updates of the whole run
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 50  # steps between held-out evaluations; 0: only at the end
-    eval_batches: int = 8
+    eval_batches: int = 8  # held-out batches of an evaluation
     sample_every: int = 0  # steps between sample texts; 0: only at the end
+    # Text that a sample continues, or in stage sft answers.
     sample_prompt: str = "def __init__(self"
-    sample_tokens: int = 96  # 0: no sample
-    checkpoint_every: int = 100  # 0: only at the end
-    checkpoints_to_keep: int = 3  # newest
-    checkpoints_keep_every: int = 0  # steps divisible by it stay for ever; 0: none
-    # So many more by evaluation: lowest eval/bits_per_byte, in rl highest eval/success.
+    sample_tokens: int = 96  # length of a sample; 0: no sample
+    checkpoint_every: int = 100  # steps between checkpoints; 0: only at the end
+    checkpoints_to_keep: int = 3  # newest checkpoints that stay
+    # Checkpoints of steps divisible by it stay for ever; 0: none.
+    checkpoints_keep_every: int = 0
+    # As many more stay by evaluation: those of the lowest eval/bits_per_byte, in stage
+    # rl of the highest eval/success.
     checkpoints_keep_best: int = 0
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
