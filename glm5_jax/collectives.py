@@ -47,6 +47,11 @@ def size(axes: Sequence[str]) -> int:
     return math.prod(shape[axis] for axis in _live(axes))
 
 
+def num_devices() -> int:
+    """Devices that work on one program; 1 outside of `on_shards`."""
+    return size(jax.sharding.get_abstract_mesh().axis_names)
+
+
 def position(axes: Sequence[str]) -> Array | int:
     """Which of them this device is."""
     live = _live(axes)
@@ -84,6 +89,17 @@ def total(x: Any, axes: Sequence[str]) -> Any:
     """Sums every array of a tree over devices."""
     live = _live(axes)
     return lax.psum(x, live) if live else x
+
+
+def total_of_copies(x: Array, dims: tuple[str, ...]) -> Array:
+    """Sums an array with these dims over the devices that store the same part of it.
+
+    So a gradient is summed that each device took of its share, loss / num_devices, of
+    what is the same on every device: as the transpose of `on_shards` does.
+    """
+    cut = {axis for axes in sharding.axes_of(dims) for axis in axes}
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return total(x, [axis for axis in names if axis not in cut])
 
 
 def largest(x: Array, axes: Sequence[str]) -> Array:

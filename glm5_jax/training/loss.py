@@ -66,14 +66,11 @@ def value_and_grad(
     Means are over the whole batch, however optim.accumulation_steps cut it.
     """
     inputs, local = _make_inputs(config, batch), functools.partial(_local_loss, config)
-    gradient = jax.value_and_grad(
-        inputs_lib.on_shards(local, config.model), has_aux=True
-    )
-    return accumulated(gradient, config, params, inputs)
+    return accumulated(local, config, params, inputs)
 
 
 def accumulated(
-    gradient: Callable,
+    local: Callable,
     config: config_lib.TrainConfig,
     params: dict,
     inputs: inputs_lib.Inputs,
@@ -81,8 +78,12 @@ def accumulated(
 ) -> tuple[Any, dict]:
     """Values and gradient of optim.accumulation_steps parts, one after the other.
 
+    Each device adds up the gradients of its parts. Those of what devices have copies of
+    are summed over these once, at the end.
+
     Args:
-      gradient: of a sum over rows: (params, inputs) -> values, gradient.
+      local: loss, a sum over rows, of what a device has of a part, and other values;
+        the same on every device.
       config: of the run.
       params: that are computed with.
       inputs: of the whole batch.
@@ -91,21 +92,30 @@ def accumulated(
     add = add or functools.partial(jax.tree.map, jnp.add)
     num_parts = config.optim.accumulation_steps
     if num_parts == 1:
-        return gradient(params, inputs)
-    parts = inputs_lib.parts(inputs, num_parts)
-    first = jax.tree.map(lambda x: x[0], parts)
-    shapes, _ = jax.eval_shape(gradient, params, first)
-    values, grads = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.float32), (shapes, abstract_gradients(config))
-    )
-    grads = sharding.constrained(grads, transformer.param_dims(config.model))
+        whole = inputs_lib.on_shards(local, config.model)
+        return jax.value_and_grad(whole, has_aux=True)(params, inputs)
+    dims = transformer.param_dims(config.model)
 
-    def step(total: Any, part: inputs_lib.Inputs) -> tuple[Any, None]:
-        values, grads = gradient(params, part)
-        grads = jax.tree.map(jnp.add, total[1], grads)
-        return (add(total[0], values), grads), None
+    def share(params: dict, part: inputs_lib.Inputs) -> tuple[Array, Any]:
+        loss, others = local(params, part)
+        return loss / collectives.num_devices(), (loss, others)
 
-    return lax.scan(step, (values, grads), parts)[0]
+    def all_parts(params: dict, inputs: inputs_lib.Inputs) -> tuple[Any, dict]:
+        parts = inputs_lib.parts(inputs, num_parts)
+        first = jax.tree.map(lambda x: x[0], parts)
+        shapes = jax.eval_shape(share, params, first)[1], params
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+
+        def step(total: Any, part: inputs_lib.Inputs) -> tuple[Any, None]:
+            grads, values = jax.grad(share, has_aux=True)(params, part)
+            grads = jax.tree.map(jnp.add, total[1], grads)
+            return (add(total[0], values), grads), None
+
+        (values, grads), _ = lax.scan(step, zeros, parts)
+        return values, jax.tree.map(collectives.total_of_copies, grads, dims)
+
+    specs = jax.sharding.PartitionSpec(), sharding.specs(dims)
+    return inputs_lib.on_shards(all_parts, config.model, specs)(params, inputs)
 
 
 def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inputs:

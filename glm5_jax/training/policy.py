@@ -133,12 +133,8 @@ def value_and_grad(
     params: dict, config: config_lib.TrainConfig, batch: inputs_lib.Batch
 ) -> tuple[tuple[Float[Array, ""], loss_lib.Metrics], dict]:
     """sum(weights * objective), what to log; and the gradient."""
-    local = functools.partial(_local_loss, config)
-    gradient = jax.value_and_grad(
-        inputs_lib.on_shards(local, config.model), has_aux=True
-    )
     (loss, measured), grads = loss_lib.accumulated(
-        gradient,
+        functools.partial(_local_loss, config),
         config,
         params,
         inputs_lib.make_inputs(config.model, batch),

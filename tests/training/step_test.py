@@ -11,6 +11,7 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.model import transformer
+from glm5_jax.scale import collectives, hlo
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import step as step_lib
 from tests import environment
@@ -104,18 +105,29 @@ class StepTest(parameterized.TestCase):
             self.assertGreater(moved.max(), 0)
             self.assertLess(moved.min(), 0)
 
-    @parameterized.parameters((2, 1), (8, 1), (2, 4))
-    def test_parts_of_a_batch_give_its_gradient(self, num_parts, fsdp):
-        """Though their rows have more or fewer tokens, and padding."""
+    @parameterized.parameters((8, 1, 1), (4, 2, 1), (2, 2, 2))
+    def test_parts_of_a_batch_give_its_gradient(self, num_parts, data, fsdp):
+        """Though their rows have more or fewer tokens, and padding.
+
+        However many parts: what devices of `data` send each other is one gradient.
+        """
         optim = dataclasses.replace(CONFIG.optim, accumulation_steps=num_parts)
         parted = dataclasses.replace(CONFIG, optim=optim)
-        mesh_config = config_lib.MeshConfig(data=1, fsdp=fsdp)
-        mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[:fsdp])
+        mesh_config = config_lib.MeshConfig(data=data, fsdp=fsdp)
+        mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: data * fsdp])
         params, want = whole_gradient()
+        function = jax.jit(loss_lib.value_and_grad, static_argnums=1)
         with jax.set_mesh(mesh):
-            got = jax.jit(loss_lib.value_and_grad, static_argnums=1)(
-                params, parted, make_batch()
-            )
+            compiled = function.lower(params, parted, make_batch()).compile()
+            got = compiled(params, make_batch())
+        if data > 1:
+            module = hlo.parse(compiled.as_text())
+            sent = collectives.find(module, dict(mesh.shape)).collectives
+            sent = sum(c.wire_bytes for c in sent if c.axes == ("data",))
+            size = 4 * sum(g.size for g in jax.tree.leaves(want[1]))
+            ring = 2 * (data - 1) / data
+            self.assertGreater(sent, 0.9 * ring * size / fsdp)
+            self.assertLess(sent, 1.2 * ring * size / fsdp)
         (loss, (terms, load)), grads = want
         (own_loss, (own_terms, own_load)), own_grads = got
         np.testing.assert_allclose(own_loss, loss, rtol=SUM_RTOL)

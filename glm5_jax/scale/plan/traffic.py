@@ -25,9 +25,10 @@ REDUCE, EXCHANGE = "all-reduce", "all-to-all"
 
 def of(setting: Setting) -> collectives.Traffic:
     """All of a step's collectives that cost anything."""
-    terms = (layers, mtp, tokens, keys, words, shares, replicas)
+    terms = (layers, mtp, tokens, keys, words, shares)
     of_a_part = (c for term in terms for c in term(setting))
-    found = (*(_times(c, setting.parts) for c in of_a_part), *optimizer(setting))
+    of_all = *replicas(setting), *optimizer(setting)
+    found = (*(_times(c, setting.parts) for c in of_a_part), *of_all)
     return collectives.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
 
 
@@ -140,11 +141,14 @@ def shares(s: Setting) -> Iterator[Collective]:
 
 
 def replicas(s: Setting) -> Iterator[Collective]:
-    """Gradients over axes that hold copies of a parameter; data goes over slices."""
+    """Gradients over axes that hold copies of a parameter; data goes over slices.
+
+    Once a step: of parts of the batch what each device has added up, in float32.
+    """
     for weight, count in _all_weights(s):
         kept = weight.stored_axes
         copies = [axis for axis in s.sizes if axis not in kept and s.sizes[axis] > 1]
-        size = s.stored(weight) * weight.item
+        size = s.stored(weight) * (4 if s.parts > 1 else weight.item)
         for axis in copies:
             yield from _reduced(s, axis, size, count)
 
