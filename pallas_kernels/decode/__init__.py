@@ -8,7 +8,7 @@ differentiable.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import contract, dispatch
+from pallas_kernels import contract, dispatch, varying
 
 IMPLEMENTATIONS = ("reference", "tpu", "gpu")
 
@@ -54,7 +54,7 @@ def decode_indexer_topk(
     run = dispatch.choose(
         "decode", implementation, IMPLEMENTATIONS, *args, function="decode_indexer_topk"
     )
-    return run(*args)
+    return run(*varying.alike(args))
 
 
 def decode_sparse_mla(
@@ -94,7 +94,7 @@ def decode_sparse_mla(
     run = dispatch.choose(
         "decode", implementation, IMPLEMENTATIONS, *args, function="decode_sparse_mla"
     )
-    return run(*args)
+    return run(*varying.alike(args))
 
 
 def _cached(

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, Int8
 
-from pallas_kernels import contract, dispatch
+from pallas_kernels import contract, dispatch, varying
 from pallas_kernels.grouped_matmul import reference
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot", "gpu", "reference")
@@ -41,7 +41,7 @@ def grouped_matmul(
     name = "ragged_dot" if is_tpu else implementation
     args = (x, w, group_sizes)
     run = dispatch.choose("grouped_matmul", name, IMPLEMENTATIONS, *args)
-    return run(*args)
+    return run(*varying.alike(args))
 
 
 def grouped_matmul_quantized(
@@ -91,4 +91,4 @@ def grouped_matmul_quantized(
         *("grouped_matmul", implementation, QUANTIZED_IMPLEMENTATIONS, *args),
         function="grouped_matmul_quantized",
     )
-    return run(*args)
+    return run(*varying.alike(args))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, varying
 from pallas_kernels.grouped_matmul import reference
 
 ROWS = 128  # a tile of x, a matrix and the result stay in the L2 cache
@@ -118,7 +118,7 @@ def _rows_times_matrix(
 
     # An empty group needs no matrix; without codes it costs nothing anyway.
     step = group if scales is None else unless_empty
-    out = jnp.zeros((padded.shape[0], width), x.dtype)
+    out = varying.zeros((padded.shape[0], width), x.dtype, (x, w, group_sizes))
     return lax.fori_loop(0, w.shape[0], step, out)[: x.shape[0]]
 
 
@@ -141,7 +141,8 @@ def _rows_times_rows(x: Array, dy: Array, group_sizes: Array) -> Array:
                 preferred_element_type=jnp.float32,
             )
 
-        zeros = jnp.zeros((x.shape[1], dy.shape[1]), jnp.float32)
+        shape = (x.shape[1], dy.shape[1])
+        zeros = varying.zeros(shape, jnp.float32, (x, dy, group_sizes))
         return lax.fori_loop(0, num_tiles, tile, zeros)
 
     return lax.map(group, jnp.arange(group_sizes.shape[0]))

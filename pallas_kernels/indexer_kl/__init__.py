@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import contract, dispatch
+from pallas_kernels import contract, dispatch, varying
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
@@ -60,7 +60,7 @@ def indexer_kl_loss(
         *args,
         function="indexer_kl_loss",
     )
-    return run(*args)
+    return run(*varying.alike(args))
 
 
 def sparse_indexer_kl_loss(
@@ -101,7 +101,7 @@ def sparse_indexer_kl_loss(
         *args,
         function="sparse_indexer_kl_loss",
     )
-    return run(*args)
+    return run(*varying.alike(args))
 
 
 def _others(lse: Array, index: tuple, weight: Array) -> dict[str, tuple[Array, str]]:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.scipy import special
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, selection, tiles
+from pallas_kernels import dispatch, selection, tiles, varying
 from pallas_kernels.indexer_kl import gradient as gradient_lib
 from pallas_kernels.indexer_topk import tiled as indexer
 from pallas_kernels.masked_mla import tiled as attention
@@ -67,7 +67,9 @@ def _over_tiles(
         (q, k, lse), (q_index, k_index, w) = main, index
         bounds, weight, mask = rows
         queries = (q, lse, q_index, w, bounds, weight)
-        dk = jnp.zeros(k_index.shape, jnp.float32) if with_gradient else None
+        args = (index, main, rows)
+        zeros = varying.zeros(k_index.shape, jnp.float32, args)
+        dk = zeros if with_gradient else None
         dk, out = tiles.over_tiles(tile, dk, queries, (k, k_index), mask)
         return (out[0], out[1], dk, out[2]) if with_gradient else out
 
@@ -110,7 +112,8 @@ def _tile(
         dq = jnp.einsum("st,sj->tj", d_dots, k_index)
         return dk, (dq, jnp.sum(dots * d_scores, axis=0))
 
-    dk_tile, (dq, dw) = lax.scan(head, jnp.zeros_like(k_index), (q_index, w.T))
+    zeros = varying.zeros(k_index.shape, jnp.float32, (d_scores, k_index, q_index))
+    dk_tile, (dq, dw) = lax.scan(head, zeros, (q_index, w.T))
     return dk.at[: dk_tile.shape[0]].add(dk_tile), (loss, dq, dw.T)
 
 
@@ -166,7 +169,7 @@ def _over_lists(
         dw = jnp.sum(dots * d_scores[:, :, None], axis=-1)
         return lists.scatter_add(dk, d_rows, indices), (loss, dq, dw)
 
-    zeros = jnp.zeros(k_index.shape, jnp.float32)
+    zeros = varying.zeros(k_index.shape, jnp.float32, (index, main, rows))
     queries = (q, lse.swapaxes(1, 2), q_index, w, indices, weight)
     dk, (loss, dq, dw) = tiles.over_queries(tile, zeros, *queries)
     gradient = [g.astype(x.dtype) for g, x in zip((dq, dk, dw), index, strict=True)]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import contract, dispatch, selection
+from pallas_kernels import contract, dispatch, selection, varying
 from pallas_kernels.indexer_topk import reference
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
@@ -125,7 +125,7 @@ def indexer_scores_at(
         *args,
         function="indexer_scores_at",
     )
-    return run(*args)
+    return run(*varying.alike(args))
 
 
 def _choose(function, implementation, q, k, w, lo, hi, topk):  # noqa: ANN001, ANN202
@@ -140,4 +140,4 @@ def _choose(function, implementation, q, k, w, lo, hi, topk):  # noqa: ANN001, A
     run = dispatch.choose(
         "indexer_topk", implementation, IMPLEMENTATIONS, *args, function=function
     )
-    return dispatch.saved(run(*args))
+    return dispatch.saved(run(*varying.alike(args)))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import selection, tiles
+from pallas_kernels import selection, tiles, varying
 from pallas_kernels.indexer_topk import reference
 
 LOWEST, HIGHEST = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
@@ -27,7 +27,7 @@ def tile_scores(
     def add_head(i: Array, scores: Array) -> Array:
         return scores + head_scores(q[i], k) * weights[i][None]
 
-    zeros = jnp.zeros((k.shape[0], q.shape[1]), jnp.float32)
+    zeros = varying.zeros((k.shape[0], q.shape[1]), jnp.float32, (q, k, w))
     return lax.fori_loop(0, q.shape[0], add_head, zeros)
 
 
@@ -143,7 +143,8 @@ def _kth_largest(
         is_enough = jnp.sum(x >= middle[None], axis=0, dtype=jnp.int32) >= k
         return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle)
 
-    bounds = (jnp.full(k.shape, low, jnp.int32), jnp.full(k.shape, high, jnp.int32))
+    zeros = varying.zeros(k.shape, jnp.int32, (x, k))
+    bounds = (zeros + low, zeros + high)
     return lax.fori_loop(0, (high - low).bit_length(), halve, bounds)[0]
 
 

@@ -7,7 +7,7 @@ the probabilities. A row without any key gives zeros, and a log-sum-exp of zero.
 
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import contract, dispatch
+from pallas_kernels import contract, dispatch, varying
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
@@ -52,4 +52,4 @@ def masked_mla(
     lo, hi = contract.bounds("masked_mla", lo, hi, known["S"])
     args = (q, k, v, lo, hi, selection, scale)
     run = dispatch.choose("masked_mla", implementation, IMPLEMENTATIONS, *args)
-    return run(*args)
+    return run(*varying.alike(args))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, selection, tiles
+from pallas_kernels import dispatch, selection, tiles, varying
 from pallas_kernels.indexer_topk import tiled as indexer
 
 HIDDEN = -1e30  # score of a key that is not selected; exp(HIDDEN - finite) is 0
@@ -122,7 +122,8 @@ def _backward(scale, residuals, cotangents):  # noqa: ANN001, ANN202
         ), dq_NHT
 
     def sequence(k: Array, v: Array, mask: Array | None, *queries: Any) -> tuple:
-        zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+        of_keys = lambda x: varying.zeros(x.shape, jnp.float32, (k, v, queries))
+        zeros = (of_keys(k), of_keys(v))
         keys = (k, v, k.mT)
         (dk, dv), dq_NHT = tiles.over_tiles(
             tile, zeros, queries, keys, mask, out_axis=-1, key_axes=(-2, -2, -1)

@@ -8,7 +8,7 @@ rows, so a row is fetched once a query.
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import contract, dispatch
+from pallas_kernels import contract, dispatch, varying
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
@@ -50,4 +50,4 @@ def sparse_mla(
     indices = contract.lists(indices, known["S"])
     args = (q, kv, indices, scale, value_dim, deterministic)
     run = dispatch.choose("sparse_mla", implementation, IMPLEMENTATIONS, *args)
-    return run(*args)
+    return run(*varying.alike(args))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, tiles
+from pallas_kernels import dispatch, tiles, varying
 from pallas_kernels.sparse_mla import reference
 
 
@@ -74,7 +74,7 @@ def _backward(scale, value_dim, residuals, cotangents):  # noqa: ANN001, ANN202
         )
         return scatter_add(dkv, d_rows, indices), dq
 
-    zeros = jnp.zeros(kv.shape, jnp.float32)
+    zeros = varying.zeros(kv.shape, jnp.float32, residuals)
     dkv, dq = tiles.over_queries(
         tile, zeros, q, indices, lse.swapaxes(1, 2), shift, d_out.astype(q.dtype)
     )

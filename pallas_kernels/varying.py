@@ -1,0 +1,45 @@
+"""Arrays inside `jax.shard_map` that differ between the devices of an axis.
+
+With its default check_vma=True shard_map knows of every array along which axes it
+varies, and wants that of a loop's carry not to change. So ops make their arguments vary
+alike, and begin their sums with zeros that vary like these.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+
+def alike(tree: Any) -> Any:
+    """The same arrays, each varying along every axis that one of them varies along."""
+    axes = _axes_of(tree)
+    return jax.tree.map(lambda x: _along(axes, x) if _is_array(x) else x, tree)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, like: Any) -> Array:
+    """Zeros that vary along the axes that the arrays `like` vary along."""
+    return _along(_axes_of(like), jnp.zeros(shape, dtype))
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
+def _along(axes: frozenset[str], x: Array) -> Array:
+    missing = tuple(sorted(axes - _axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _axes_of(tree: Any) -> frozenset[str]:
+    arrays = filter(_is_array, jax.tree.leaves(tree))
+    return frozenset().union(*map(_axes, arrays))
+
+
+def _axes(x: Array) -> frozenset[str]:
+    """None with check_vma=False, or outside of a shard_map; jax renamed it once."""
+    kind = jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)
+    return getattr(manual, "varying", getattr(kind, "vma", frozenset()))
