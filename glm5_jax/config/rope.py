@@ -40,8 +40,8 @@ class RopeScaling:
                 f"original_max_position_embeddings must be at least 1, got {context}.",
             ),
             (
-                self.beta_fast >= self.beta_slow > 0,
-                f"beta_fast must be at least beta_slow, and both positive, got "
+                self.beta_fast >= self.beta_slow >= 1e-6,
+                f"beta_fast must be at least beta_slow, and that 1e-6, got "
                 f"{self.beta_fast} and {self.beta_slow}.",
             ),
             (

@@ -36,6 +36,9 @@ SPECIAL_TOKENS = (
 RELEASED_IDS = {name: 154820 + i for i, name in enumerate(SPECIAL_TOKENS)}
 _OF_GLM = "[gMASK]"  # no other family has it
 _MAX_SHOWN = 5
+_MAX_IDS = 10_000_000  # a larger id is a damaged one, and would fill the memory
+_PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
+_PANIC = "PanicException"  # of the library, which is in Rust; it names no class
 
 # How GLM-5 cuts text into the words whose bytes are then merged.
 _WORDS = (
@@ -164,9 +167,16 @@ def load(path: str | pathlib.Path) -> Tokenizer:
             f"'bpe_chat', 'byte_chat' for conversations) or the path of a "
             f"tokenizer.json."
         ) from error
+    if _PREFIX.search(text):  # merges that do not fit it abort the process
+        raise config.InputError(
+            f"{file}: continuing_subword_prefix must be empty, or ids do not spell the "
+            f"text that they are of; give another tokenizer.json, 'bpe' or 'byte'."
+        )
     try:
         backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:  # nothing narrower; a panic is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
         raise config.InputError(f"{file} is not a tokenizer.json: {error}.") from error
     tokenizer = Tokenizer(backend)
     check_released(tokenizer, file)
@@ -344,7 +354,11 @@ def _pieces(backend: tokenizers.Tokenizer) -> tuple[bytes, ...]:
     plain = {token: i for token, i in vocab.items() if i not in added}
     is_byte_level = _ALPHABET.keys() >= set().union(*plain)
     spelt = _spelt_by_bytes if is_byte_level else _spelt_by_characters
-    pieces = [b""] * (max(vocab.values()) + 1)
+    if (size := max(vocab.values()) + 1) > _MAX_IDS:
+        raise config.InputError(
+            f"The tokenizer has an id of {size - 1:,}; give one below {_MAX_IDS:,}."
+        )
+    pieces = [b""] * size
     for token, i in plain.items():
         pieces[i] = spelt(token)
     for i, token in added.items():

@@ -11,6 +11,7 @@ import shutil
 from typing import Any
 
 from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import huggingface_config
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import loading
 
@@ -41,7 +42,10 @@ def original_config(source: loading.Source) -> dict[str, Any]:
         return source.settings
     path = source.folder / ORIGINAL_CONFIG
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found = huggingface_config.read_json(path) if path.exists() else {}
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+        return found
     except ValueError as error:
         raise config_lib.InputError(
             f"{path} is damaged ({error}); delete it to do without the keys that "

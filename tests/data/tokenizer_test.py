@@ -274,6 +274,19 @@ class TokenizerErrorTest(parameterized.TestCase):
         with self.assertRaisesRegex(config.InputError, message.replace("|", r"\|")):
             tokenizer_lib.load(path)
 
+    @parameterized.named_parameters(
+        ("huge_id", '"Ā":0', '"Ā":4000000000', "id of 4,000,000,000"),
+        ("prefix", 'prefix":null', 'prefix":"x"', "continuing_subword_prefix must"),
+        ("deep", "{", "[" * 100_000, "is not a tokenizer.json"),
+    )
+    def test_damaged(self, before, after, message):
+        """What would fill the memory, or abort the process, in the library."""
+        text = tokenizer_lib.byte_tokenizer().text
+        self.assertIn(before, text)
+        path = self.create_tempfile(content=text.replace(before, after, 1)).full_path
+        with self.assertRaisesRegex(config.InputError, message):
+            tokenizer_lib.load(path)
+
     def test_model_smaller_than_the_vocabulary(self):
         tokenizer = tokenizer_lib.byte_tokenizer()
         tokenizer_lib.check_vocab(tokenizer, 257)
