@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import logging as stdlib_logging
+import os
 import pathlib
 import re
 import sys
@@ -26,7 +27,7 @@ from ml_collections import config_dict
 
 from glm5_jax import backends
 from glm5_jax import config as config_lib
-from glm5_jax.config import explanations, fields, files
+from glm5_jax.config import explanations, failures, fields, files
 
 Config = TypeVar("Config")
 _SOURCES = pathlib.Path(__file__).parent
@@ -137,14 +138,16 @@ def run(
     main: Callable[[Arguments], int | None],
     takes_config: bool = True,
     only_model: bool = False,
+    interrupted: int = 130,
 ) -> None:
     """Runs an entry point: parses the command line, calls `main`, exits.
 
     Where it takes no config, --config is refused, and --help is silent about it; where
     it takes the model's alone, from a folder, --help does not list all the others.
 
-    Exit code: what `main` returns; with one message 2 where the user's input is wrong
-    (InputError, here or in `main`), 1 where what is on disk is damaged (DamagedError).
+    Exit code: what `main` returns; with one message, not a traceback, 2 where the
+    user's input is wrong and 1 where a disk, the memory or the arithmetic fails, or
+    what is on disk is damaged (config/failures.py); `interrupted` on ctrl-C.
     """
     backends.skip_absent()
     handler = logging.get_absl_handler()
@@ -154,10 +157,19 @@ def run(
         kind = "model" if only_model else "run" if takes_config else ""
         parse = functools.partial(_parse_flags, kind=kind)
         app.run(main, flags_parser=parse)
-    except (config_lib.InputError, config_lib.DamagedError) as error:
-        lines = "".join(f"error: {line}\n" for line in str(error).splitlines())
-        sys.stderr.write(lines)
-        sys.exit(2 if isinstance(error, config_lib.InputError) else 1)
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted.\n")
+        sys.stderr.flush()
+        if "jax" in sys.modules:  # whose threads crash where Python is taken down
+            os._exit(interrupted)
+        sys.exit(interrupted)
+    except Exception as error:
+        described = failures.describe(error)
+        if described is None:
+            raise
+        code, message = described
+        sys.stderr.write("".join(f"error: {line}\n" for line in message.splitlines()))
+        sys.exit(code)
 
 
 def _is_ours_or_serious(record: stdlib_logging.LogRecord) -> bool:

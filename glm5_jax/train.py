@@ -14,7 +14,7 @@ from absl import flags, logging
 
 from glm5_jax import command_line, compile_cache
 from glm5_jax.config import checks
-from glm5_jax.processes import group, simulate
+from glm5_jax.processes import group, interrupts, simulate
 from glm5_jax.training import host_memory
 
 _WORKDIR = flags.DEFINE_string(
@@ -85,4 +85,4 @@ def main(arguments: command_line.Arguments) -> int | None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, interrupted=interrupts.EXIT_TERMINATED)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
 import os
 import pathlib
@@ -13,7 +14,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from glm5_jax import __main__, command_line, config
-from glm5_jax.config import explanations, fields, files
+from glm5_jax.config import explanations, failures, fields, files
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -315,6 +316,42 @@ class AddressTest(parameterized.TestCase):
         self.assertIn(f"error: {given} is no path of a file system", done.stderr)
 
 
+ERRORS = {
+    "disk": OSError(errno.ENOSPC, "No space left on device", "a/b"),
+    "path": OSError(errno.EACCES, "Permission denied", "a/b"),
+    "no_path": OSError("the checkpoint cannot be written"),
+    "memory": MemoryError(),
+    "arithmetic": FloatingPointError("step 3 is\nnot finite"),
+    "value": ValueError("embedded null byte"),
+    "large": OverflowError("int too large to convert to float"),
+    "deep": RecursionError("maximum recursion depth exceeded"),
+    "pages": ValueError("x" * 10**6),
+}
+CODES = {"disk": 1, "no_path": 1, "memory": 1, "arithmetic": 1}  # others: 2
+
+
+class FailuresTest(parameterized.TestCase):
+    @parameterized.parameters(*ERRORS)
+    def test_one_line_and_the_right_code(self, name):
+        code, message = failures.describe(ERRORS[name])
+        self.assertEqual(code, CODES.get(name, 2))
+        self.assertEqual(message.count("\n"), 0)
+        self.assertBetween(len(message), 10, 700)
+
+    @parameterized.parameters(KeyError("x"), TypeError("x"), AssertionError())
+    def test_a_bug_keeps_its_traceback(self, error):
+        self.assertIsNone(failures.describe(error))
+
+    def test_says_where_it_was(self):
+        try:
+            fields._typed("\udcff", str)
+        except ValueError as error:
+            _, message = failures.describe(error)
+            with mock.patch.dict(os.environ, {failures.TRACEBACK: "1"}):
+                self.assertIsNone(failures.describe(error))
+        self.assertRegex(message, r"glm5_jax/config/fields.py:\d+; GLM5_JAX_TRACEBACK")
+
+
 ENTRY_POINT = '''"""Trains a line."""
 import sys
 from absl import flags
@@ -326,6 +363,10 @@ SIZE = flags.DEFINE_integer("size", 3, "How long the line is.")
 def main(arguments):
     if arguments.config == "damaged":
         raise config.DamagedError("checkpoints/5: other content")
+    if arguments.config == "full":
+        raise OSError(28, "No space left on device", "a/b")
+    if arguments.config == "interrupted":
+        raise KeyboardInterrupt
     if arguments.config == "bad":
         raise config.InputError("first\\nsecond")
     print(SIZE.value, arguments.config, arguments.overrides)
@@ -373,6 +414,15 @@ class RunTest(absltest.TestCase):
         code, out, err = self._run("--config=damaged")
         self.assertEqual((code, out), (1, ""))
         self.assertEqual(err, "error: checkpoints/5: other content\n")
+
+    def test_a_full_disk_is_a_message_and_exit_code_1(self):
+        code, _, err = self._run("--config=full")
+        self.assertEqual(code, 1)
+        self.assertEqual(err, "error: [Errno 28] No space left on device: 'a/b'\n")
+
+    def test_ctrl_c_is_a_message_and_exit_code_130(self):
+        code, _, err = self._run("--config=interrupted")
+        self.assertEqual((code, err), (130, "error: interrupted.\n"))
 
     def test_unknown_flags(self):
         code, _, err = self._run("stray", "--siz=3", "--confg.seed=3")

@@ -22,9 +22,9 @@ import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from glm5_jax import config as config_lib
+from glm5_jax.config import failures
 from glm5_jax.processes import group as group_lib
-from glm5_jax.processes import roll_call
+from glm5_jax.processes import interrupts, roll_call
 
 JOIN_SECONDS = 300  # for all processes to come
 HEARTBEAT_SECONDS = 100  # jax's own default
@@ -32,7 +32,6 @@ _PATIENCE_MS = 3_600_000  # for process 0 to say something: it may read a corpus
 _FINISH_MS = 600_000  # for all to come to the end: process 0 draws curves there
 _FAREWELL_MS = 10_000  # for all to hear of a failure
 _WORD, _LEAVING, _DONE = "glm5_jax/word", "glm5_jax/leaving", "glm5_jax/done"
-_CODES = {config_lib.InputError: 2, KeyboardInterrupt: 130}  # others: 1
 
 
 @contextlib.contextmanager
@@ -45,6 +44,7 @@ def joined(
 
     Enter it before the first use of a device. An error inside ends all processes, this
     one included, so that it never comes out; SystemExit is an end that all agreed on.
+    A process that is alone ends at once on SIGTERM or ctrl-C (`interrupts`).
 
     Args:
       group: of this process; None where it is alone.
@@ -56,7 +56,8 @@ def joined(
       InputError: the others do not come, or disagree on the numbers.
     """
     if group is None:
-        yield
+        with interrupts.ending_at_once():
+            yield
         return
     address, count, number = dataclasses.astuple(group)
     is_explicit = None not in (address, count, number)
@@ -177,11 +178,13 @@ class _End:
 
     def take_others_along(self, error: BaseException) -> None:
         """Tells the others and ends this process."""
-        code = next((c for kind, c in _CODES.items() if isinstance(error, kind)), 1)
-        if isinstance(error, config_lib.InputError | config_lib.DamagedError):
-            message = "".join(f"error: {line}\n" for line in str(error).splitlines())
+        if isinstance(error, KeyboardInterrupt):
+            code, message = interrupts.EXIT_TERMINATED, "error: interrupted.\n"
+        elif described := failures.describe(error):
+            code, text = described
+            message = "".join(f"error: {line}\n" for line in text.splitlines())
         else:
-            message = "".join(traceback.format_exception(error))
+            code, message = 1, "".join(traceback.format_exception(error))
         with self._is_failing:  # or never, where another's failure was first
             sys.stderr.write(message)
             self._say(code, message)

@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import multihost_utils
 
-EXIT_TERMINATED = 143  # after a checkpoint
+from glm5_jax.processes import interrupts
+
+EXIT_TERMINATED = interrupts.EXIT_TERMINATED  # after a checkpoint
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[Callable[[int], bool]]:
     """Whether the run shall end after this step, asked after each one.
 
-    A second ctrl-C ends the process at once. In several processes jax.distributed
-    listens for SIGTERM to any of them, and names the step at which all of them stop.
+    A second ctrl-C ends the process at once, with the same exit code. In several
+    processes jax.distributed listens for SIGTERM to any of them, and names the step at
+    which all of them stop.
     Only a main thread can hear signals.
     """
     is_asked = threading.Event()
@@ -27,7 +30,7 @@ def listening() -> Iterator[Callable[[int], bool]]:
         return
 
     def interrupted(*_: object) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, interrupts.end_at_once)
         is_asked.set() if is_alone else os.kill(os.getpid(), signal.SIGTERM)
 
     before = {signal.SIGINT: signal.signal(signal.SIGINT, interrupted)}

@@ -1,0 +1,76 @@
+"""Which errors end a command with one line, and with which exit code."""
+
+import errno
+import os
+import pathlib
+import traceback
+
+from glm5_jax.config import checks
+
+INPUT, FAILED = 2, 1  # exit codes: the user's input is wrong; anything else
+TRACEBACK = "GLM5_JAX_TRACEBACK"  # where it is set, errors keep their tracebacks
+_MAX_SHOWN = 600  # characters: libraries' messages run to pages
+# Of a path that somebody gave; a full or failing disk is nobody's input.
+_OF_PATHS = {
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST),
+    *(errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
+}
+_EXPECTED = (
+    *(OSError, ValueError, FloatingPointError, OverflowError),
+    *(MemoryError, RecursionError),
+)
+_WORDS = {
+    MemoryError: "too little memory",
+    RecursionError: "something that was read is nested too deeply",
+    OverflowError: "a number is too large",
+}
+_PACKAGE = pathlib.Path(__file__).parent.parent
+
+
+def describe(error: BaseException) -> tuple[int, str] | None:
+    """Exit code and message of an error; None where only its traceback says enough.
+
+    What checks and damage say is said as it is. Other errors of input, system and
+    arithmetic become a line with the place in this package that they came from.
+    """
+    if isinstance(error, checks.InputError):
+        return INPUT, str(error)
+    if isinstance(error, checks.DamagedError):
+        return FAILED, str(error)
+    if os.environ.get(TRACEBACK):
+        return None
+    if _is_out_of_device_memory(error):
+        return FAILED, f"the device has too little memory: {_short(error)}"
+    if not isinstance(error, _EXPECTED):
+        return None
+    if isinstance(error, FloatingPointError):
+        return FAILED, _short(error)
+    if isinstance(error, OSError):
+        code = INPUT if error.filename and error.errno in _OF_PATHS else FAILED
+        return code, _short(error)
+    what = next((text for kind, text in _WORDS.items() if isinstance(error, kind)), "")
+    words = ": ".join(filter(None, (what, _short(error))))
+    code = FAILED if isinstance(error, MemoryError) else INPUT
+    return code, f"{words}{_place(error)}"
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of this package, and how to see the whole way there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if _PACKAGE in pathlib.Path(f.filename).parents]
+    if not own:
+        return ""
+    name = pathlib.Path(own[-1].filename).relative_to(_PACKAGE.parent)
+    return f" ({name}:{own[-1].lineno}; {TRACEBACK}=1 shows the traceback)"
+
+
+def _is_out_of_device_memory(error: BaseException) -> bool:
+    """As jax says it, which is not imported for it."""
+    return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(
+        error
+    )

@@ -1,0 +1,50 @@
+"""A process ends at once where it is asked to, with no traceback and no core."""
+
+import signal
+import subprocess
+import sys
+
+from absl.testing import parameterized
+
+from glm5_jax.processes import interrupts
+from tests import environment
+
+# C++ that gives up the interpreter's lock for a minute, as a compilation does.
+COMPILE = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2 * 10**8)"
+TRACE = "while True: pass"
+CHILD = """
+from glm5_jax.processes import interrupts
+with interrupts.ending_at_once():
+    print("ready", flush=True)
+    {work}
+"""
+
+
+class EndingTest(parameterized.TestCase):
+    @parameterized.product(work=[COMPILE, TRACE], number=interrupts.SIGNALS)
+    def test_at_any_moment(self, work, number):
+        with subprocess.Popen(
+            [sys.executable, "-c", CHILD.format(work=work)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as child:
+            child.stdout.readline()
+            child.send_signal(number)
+            _, message = child.communicate(timeout=20)
+        self.assertEqual(child.returncode, interrupts.EXIT_TERMINATED)
+        self.assertEqual(message.count("\n"), 2, message)
+        self.assertIn("error: asked to end", message)
+
+    def test_other_handlers_go_first_and_come_back(self):
+        before = signal.getsignal(signal.SIGTERM)
+        heard = []
+        with interrupts.ending_at_once():
+            signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
+            signal.raise_signal(signal.SIGTERM)
+        self.assertEqual(heard, [True])
+        self.assertEqual(signal.getsignal(signal.SIGTERM), before)
+
+
+if __name__ == "__main__":
+    environment.main()
