@@ -11,7 +11,7 @@ import numpy as np
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.data import chat, formats, messages, tasks
+from glm5_jax.data import chat, formats, messages, records, tasks
 
 _MAX_DEMONSTRATIONS = 4096  # of a task
 _DEMONSTRATIONS_SEED = 0
@@ -46,7 +46,8 @@ def read_conversations(source: str) -> list[Conversation]:
 
     Args:
         source: a .jsonl file, or a folder of such, with a conversation a line:
-            {"messages": [...], "tools": [...]}, tools being optional; or "tasks:NAME",
+            {"messages": [...], "tools": [...]}, tools being optional, or ShareGPT's
+            {"conversations": [{"from", "value"}]}; or "tasks:NAME",
             the demonstrations of a task of data/tasks.py, of its training split alone.
 
     Raises:
@@ -86,9 +87,18 @@ def read_span(root: pathlib.Path, span: formats.Span) -> Iterator[Conversation]:
     Raises:
         config.InputError: a bad line, by file and number.
     """
+    named: set[str] = set()
     for place, line in formats.read_lines(root, span):
         try:
-            yield _conversation(line)
+            conversation = _conversation(line)
+            unread = set().union(*map(messages.unread_keys, conversation.messages))
+            if unread - named:
+                logging.warning(
+                    "%s: messages have keys that are not read: %s.",
+                    *(place, ", ".join(sorted(unread - named))),
+                )
+                named |= unread
+            yield conversation
         except config.InputError as error:
             raise config.InputError(f"{place}: {error}") from error
 
@@ -166,9 +176,4 @@ def _conversation(line: str) -> Conversation:
         json.dumps(record, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise config.InputError(f"this is not JSON in Unicode: {error}.") from error
-    if not isinstance(record, dict) or "messages" not in record:
-        got = sorted(record) if isinstance(record, dict) else type(record).__name__
-        raise config.InputError(f'the field "messages" is missing; got {got}.')
-    tools = record.get("tools") or ()
-    messages.check(record["messages"], tools)
-    return Conversation(record["messages"], tools)
+    return Conversation(*records.read(record))

@@ -1,8 +1,9 @@
 """What a message is, as OpenAI's: its text, its thought, its calls.
 
-A message is a dict: `role` ("system", "user", "assistant" or "tool") and `content`; of
-an assistant also `reasoning_content` and `tool_calls` ([{"function": {"name",
-"arguments": dict}}]). Two keys are ours: `is_masked` (an assistant's error segment:
+A message is a dict: `role` ("system", "user", "assistant" or "tool") and `content`, a
+text or a list of {"type": "text", "text": ...}; of an assistant also
+`reasoning_content` and `tool_calls` ([{"function": {"name", "arguments": dict}}]). Two
+keys are ours: `is_masked` (an assistant's error segment:
 kept, but not trained) and `enable_thinking` (turn-level thinking: on any message, for
 the assistant's turns from there up to the next user message).
 """
@@ -16,6 +17,19 @@ from glm5_jax import config
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions
 ROLES = ("system", "user", "assistant", "tool")
+_KEYS = (
+    *("role", "content", "reasoning_content", "tool_calls"),
+    *("is_masked", "enable_thinking"),
+)
+_NAMES = ("name", "tool_call_id", "id")  # say nothing to train
+# What others call it, and would be lost.
+_MEANT = {
+    **dict.fromkeys(("thinking", "reasoning", "thought"), "reasoning_content"),
+    "function_call": "tool_calls",
+    "weight": "is_masked",
+    **dict.fromkeys(("text", "value"), "content"),
+    "from": "role",
+}
 
 
 def check(messages: Any, tools: Any = ()) -> None:
@@ -39,9 +53,21 @@ def check(messages: Any, tools: Any = ()) -> None:
         )
 
 
+def unread_keys(message: Message) -> list[str]:
+    """Returns the keys that hold something, of which nothing is read."""
+    known = {*_KEYS, *_NAMES, *_MEANT}
+    return [key for key, value in message.items() if key not in known and value]
+
+
 def _check_message(message: Any, known: Collection[str]) -> None:
     if not isinstance(message, Mapping):
         raise config.InputError(f"a message must be an object, got {message!r}.")
+    for key, meant in _MEANT.items():
+        if message.get(key) is not None:
+            raise config.InputError(
+                f"the key {key!r} is not read, so what it says would be lost; call it "
+                f"{meant!r}, or leave it out."
+            )
     role_of(message)
     for key in ("is_masked", "enable_thinking"):
         if not isinstance(message.get(key, False), bool):
@@ -82,9 +108,21 @@ def text_of(message: Message, key: str) -> str:
     text = message.get(key)
     if text is None:
         return ""
+    if isinstance(text, list | tuple):
+        return "".join(_text_of_part(part, key) for part in text)
     if not isinstance(text, str):
         raise config.InputError(
             f"{key} of a message must be a string, got {type(text).__name__}."
+        )
+    return text
+
+
+def _text_of_part(part: Any, key: str) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str) or part.get("type", "text") != "text":
+        raise config.InputError(
+            f'{key} of a message must be a string, or a list of {{"type": "text", '
+            f'"text": string}}, got a part {part!r}.'
         )
     return text
 

@@ -161,12 +161,23 @@ class ConversationsTest(parameterized.TestCase):
     @parameterized.parameters(
         ("{", "a.jsonl:3: this is not JSON"),
         ("[]", "a.jsonl:3: .*messages.* is missing; got list"),
-        ('{"text": "a"}', r"messages\" is missing; got \['text'\]"),
+        ('{"text": "a"}', r"messages\".* is missing; got \['text'\]"),
         ('{"messages": []}', "at least one message"),
         ('{"messages": [1]}', r"messages\[0\]: a message must be an object"),
         ('{"messages": [{"content": "a"}]}', r"messages\[0\]: role.*got None"),
         ('{"messages": [{"role": "bot"}]}', r"a.jsonl:3: messages\[0\].*got 'bot'"),
-        ('{"messages": [{"role": "user", "content": [1]}]}', "must be a string"),
+        ('{"messages": [{"role": "user", "content": [1]}]}', "must be a string, or a"),
+        (
+            json.dumps({"messages": [user([{"type": "image_url"}])]}),
+            "got a part {'type': 'image_url'}",
+        ),
+        (
+            json.dumps({"messages": [assistant("a", thinking="b")]}),
+            r"messages\[0\]: the key 'thinking' is not read.*'reasoning_content'",
+        ),
+        ('{"conversations": [{"from": "me", "value": "a"}]}', r"\[0\]: from must be"),
+        ('{"conversations": [{"from": "human"}]}', r"conversations\[0\] must be"),
+        ('{"conversations": [{"from": "human", "value": "a"}]}', "role 'assistant'"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "role 'assistant'"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON in Uni"),
         (
@@ -189,6 +200,36 @@ class ConversationsTest(parameterized.TestCase):
         self.file.write_text(f"{first}\n\n{line}\n{first}\n", encoding="utf-8")
         with self.assertRaisesRegex(config.InputError, error):
             self.make()
+
+    def test_other_forms_are_the_same_conversation(self):
+        turns = [user("What?"), assistant("So."), user("Why?"), assistant("Because.")]
+        senders = {"user": "human", "assistant": "gpt"}
+        parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "at?"}]
+        shared = [{"from": senders[t["role"]], "value": t["content"]} for t in turns]
+        system = {"role": "system", "content": "Be brief."}
+        template = chat.Template(tokenizer_lib.named("byte_chat"))
+        lines = [
+            {"messages": [system, *turns]},
+            {"messages": [system, user(parts), *turns[1:]]},
+            {"conversations": shared, "system": "Be brief."},
+            {"conversations": [{"from": "system", "value": "Be brief."}, *shared]},
+        ]
+        self.write(lines)
+        found = conversations.read_conversations(str(self.file))
+        rendered = [template.render(c.messages, c.tools, end=True) for c in found]
+        self.assertLen(rendered, 4)
+        self.assertLen({(tuple(r.tokens), tuple(r.mask)) for r in rendered}, 1)
+        self.assertLen({conversation.text for conversation in found}, 1)
+
+    def test_keys_that_are_not_read_are_named_once(self):
+        self.write(
+            {"messages": [user("a"), assistant("b", mood="good", refusal=None)]}
+            for _ in range(3)
+        )
+        with self.assertLogs(level="WARNING") as logs:
+            conversations.read_conversations(str(self.file))
+        self.assertLen(logs.output, 1)
+        self.assertRegex(logs.output[0], r"a\.jsonl:1: .* not read: mood\.")
 
     def test_bad_sources_and_settings(self):
         with self.assertRaisesRegex(config.InputError, "no task 'fly'"):
