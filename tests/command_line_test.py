@@ -93,6 +93,19 @@ class ResolveTest(parameterized.TestCase):
         ("unfinished", "model.eos_token_id", "(1,", "integers such as (1, 2)"),
         ("texts", "data.mixture", "a", "texts such as ('a', 'b')"),
         ("rows", "data.mixture_weights", "(1, 2)", "rows such as ((1, 2), (3, 4))"),
+        ("digits", "num_steps", "9" * 5000, f"an integer, got '{'9' * 59}..."),
+        ("digits_of_a_number", "optim.clip_norm", "9" * 400, "must be a number"),
+        ("signs", "seed", "-" * 100_000, "must be an integer"),
+        ("brackets", "model.eos_token_id", "(" * 9_000, "integers such as"),
+        ("large_seed", "seed", str(2**32), "nor larger than 2147483647"),
+        ("large_size", "model.hidden_size", str(2**62), "at most 16777216"),
+        ("layers", "model.num_hidden_layers", "1000000", "at most 4096"),
+        ("experts", "model.n_routed_experts", "10000000", "at most 65536"),
+        ("no_source", "data.source", "", "name a folder"),
+        ("rate", "optim.adam_learning_rate_scale", "-1", "must be > 0"),
+        ("epsilon", "optim.adam_eps", "-1", "must be > 0"),
+        ("rms", "optim.muon_update_rms", "-1", "must be > 0"),
+        ("range", "model.initializer_range", "-1", "is negative"),
         ("no_text", "sample_prompt", "\udcff", "must be text, got '\\udcff'"),
         ("typo", "model.hiden_size", "8", "Did you mean model.hidden_size?"),
         ("no_section", "hidden_size", "8", "Did you mean model.hidden_size?"),
@@ -107,6 +120,22 @@ class ResolveTest(parameterized.TestCase):
         (line,) = self._errors((path, text))
         self.assertStartsWith(line, path + " ")
         self.assertIn(message, line)
+
+    @parameterized.parameters(
+        ("data.batch_size", 10**9), ("data.sequence_length", 2**31)
+    )
+    def test_sizes_beyond_reason(self, path, size):
+        lines = self._errors((path, str(size)))
+        self.assertStartsWith(lines[0], f"{path} must be at most 16777216, got {size}")
+
+    def test_large_numbers_of_a_file(self):
+        tree = command_line.to_json_dict(SMALL)
+        tree["optim"]["learning_rate"] = 10**400
+        tree["seed"] = 10**5000
+        with self.assertRaises(config.InputError) as caught:
+            command_line.resolve(tree)
+        self.assertIn("optim.learning_rate must be a number", str(caught.exception))
+        self.assertLess(len(str(caught.exception)), 400)
 
     def test_all_errors_at_once(self):
         lines = self._errors(

@@ -4,6 +4,9 @@ import functools
 import re
 import typing
 
+MAX_INT = 2**31 - 1  # of the integers that devices compute with
+MAX_SIZE = 2**24  # of a dim, or a number of rows: beyond it somebody has mistyped
+
 
 class InputError(ValueError):
     """What the user gave is wrong; the message says what, and what to do."""
@@ -17,7 +20,7 @@ def require(*rules: tuple[bool, str]) -> None:
     """Raises one InputError with the message of every rule that does not hold."""
     errors = [message for holds, message in rules if not holds]
     if errors:
-        raise InputError("\n".join(errors))
+        raise InputError("\n".join(dict.fromkeys(errors)))
 
 
 def require_local(path: str, name: str = "") -> None:
@@ -58,10 +61,27 @@ def choices(section: object) -> list[tuple[bool, str]]:
     ]
 
 
-def positive(section: object, *names: str) -> list[tuple[bool, str]]:
-    """Rules: each named field is at least 1."""
+def positive(
+    section: object, *names: str, most: int = MAX_INT
+) -> list[tuple[bool, str]]:
+    """Rules: each named field is at least 1, and no size beyond reason."""
     values = {name: getattr(section, name) for name in names}
-    return [(v >= 1, f"{n} must be at least 1, got {v}.") for n, v in values.items()]
+    return [
+        rule
+        for name, value in values.items()
+        for rule in (
+            (value >= 1, f"{name} must be at least 1, got {value}."),
+            (value <= most, f"{name} must be at most {most}, got {value}."),
+        )
+    ]
+
+
+def seed_rule(seed: int) -> tuple[bool, str]:
+    """Rule: a seed has 31 bits; of a larger one jax and the engine take other bits."""
+    return (
+        0 <= seed <= MAX_INT,
+        f"seed must not be negative, nor larger than {MAX_INT}, got {seed}.",
+    )
 
 
 def whole(

@@ -44,7 +44,20 @@ class DataConfig:
         """Checks every field."""
         checks.require(
             *checks.choices(self),
-            *checks.positive(self, "sequence_length", "batch_size", "num_prefetch"),
+            *checks.positive(
+                self,
+                *("sequence_length", "batch_size", "num_prefetch"),
+                most=checks.MAX_SIZE,
+            ),
+            (
+                self.batch_size * self.sequence_length <= checks.MAX_INT,
+                f"batch_size times sequence_length must be at most {checks.MAX_INT} "
+                f"tokens, got {self.batch_size} times {self.sequence_length}.",
+            ),
+            (
+                bool(self.source or self.mixture),
+                "source is empty; name a folder, or 'python'.",
+            ),
             bpe_rule(self.bpe_vocab_size),
             held_out_rule(self.held_out_percent),
             *self._mixture_rules(),
@@ -117,7 +130,7 @@ class PrepareConfig:
         rates = {name: getattr(self, name) for name in ("fim_rate", "fim_spm_rate")}
         checks.require(
             *checks.choices(self),
-            *checks.positive(self, "sequence_length"),
+            *checks.positive(self, "sequence_length", most=checks.MAX_SIZE),
             (bool(self.source), "source is empty; name a folder, or 'python'."),
             (self.shard_mib > 0, f"shard_mib must be > 0, got {self.shard_mib}."),
             bpe_rule(self.bpe_vocab_size),
@@ -126,7 +139,7 @@ class PrepareConfig:
                 (0 <= rate <= 1, f"{name} must lie in 0..1, got {rate}.")
                 for name, rate in rates.items()
             ),
-            (self.seed >= 0, f"seed must not be negative, got {self.seed}."),
+            checks.seed_rule(self.seed),
             *self._conversation_rules(),
             (
                 all(
@@ -161,9 +174,9 @@ class PrepareConfig:
 def bpe_rule(bpe_vocab_size: int) -> tuple[bool, str]:
     """Rule: a BPE has an id for every byte."""
     return (
-        bpe_vocab_size >= 300,
-        f"bpe_vocab_size must be at least 300 (256 bytes and the special tokens), got "
-        f"{bpe_vocab_size}.",
+        300 <= bpe_vocab_size <= checks.MAX_SIZE,
+        f"bpe_vocab_size must be at least 300 (256 bytes and the special tokens) and "
+        f"at most {checks.MAX_SIZE}, got {bpe_vocab_size}.",
     )
 
 

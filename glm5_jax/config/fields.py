@@ -15,6 +15,15 @@ from glm5_jax.config import checks
 Config = TypeVar("Config")
 
 
+# What `ast` and `math` raise of texts that are no values, or of very large numbers.
+_MISTYPED = (
+    *(TypeError, ValueError, SyntaxError),
+    *(OverflowError, RecursionError, MemoryError),
+)
+_MAX_LENGTH = 10_000  # characters of a number or a tuple
+_MAX_SHOWN = 60
+
+
 class Text(str):
     """A value as the command line gave it: not yet of its field's type."""
 
@@ -37,7 +46,7 @@ def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
             continue
         try:
             values[path] = _typed(value, hints[path])
-        except (TypeError, ValueError, SyntaxError, OverflowError):
+        except _MISTYPED:
             failed.add(path)
             errors.append(_wrong_type(path, value, hints[path]))
     config = _built(cls, "", values, failed, errors)
@@ -147,6 +156,8 @@ def _typed(value: Any, hint: Any) -> Any:
         fits = type(value) is kind  # a bool is no int
         if kind is str and fits:
             value.encode()  # a lone surrogate is no text
+        if kind is int and fits and abs(value) >= 2**63:
+            raise OverflowError(value.bit_length())
     if not fits:
         raise TypeError(value)
     return value
@@ -160,14 +171,19 @@ def _parsed(text: str, kind: Any, is_optional: bool) -> Any:
         return str(text)
     if kind is bool:
         text = text.capitalize()
+    if len(text) > _MAX_LENGTH:
+        raise ValueError("too long")
     return ast.literal_eval(text.strip())
 
 
 def _wrong_type(path: str, value: Any, hint: Any) -> str:
     """Says what the field expects and what it got."""
-    shown = repr(str(value) if isinstance(value, Text) else value)
+    text = str(value) if isinstance(value, str) else _text_of(value)
+    shown = repr(text) if isinstance(value, str) else text
+    if len(shown) > _MAX_SHOWN:
+        shown = f"{shown[:_MAX_SHOWN]}..."
     options = typing.get_args(without_none(hint))
-    guess = did_you_mean(str(value), [o for o in options if isinstance(o, str)])
+    guess = did_you_mean(text[:_MAX_SHOWN], [o for o in options if isinstance(o, str)])
     return f"{path} must be {describe(hint)}, got {shown}.{guess}"
 
 
@@ -178,6 +194,13 @@ def _leaf(path: str) -> str:
 def _initials(path: str) -> str:
     """Returns lr for optim.learning_rate."""
     return "".join(word[:1] for word in _leaf(path).split("_"))
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # an integer of too many digits
+        return f"a large {type(value).__name__}"
 
 
 def _unknown_field(path: str, known: list[str]) -> str:

@@ -87,6 +87,7 @@ class ModelConfig:
                 *("num_experts_per_tok", "index_n_heads", "index_head_dim"),
                 *("index_topk", "index_topk_freq", "max_position_embeddings"),
                 "expert_chunks",
+                most=checks.MAX_SIZE,
             ),
             (
                 self.num_experts_per_tok <= self.n_routed_experts,
@@ -135,6 +136,12 @@ class ModelConfig:
         n, pattern = self.num_hidden_layers, self.index_topk_pattern
         dense = self.first_k_dense_replace
         return [
+            *checks.positive(self, "num_hidden_layers", most=2**12),
+            *checks.positive(self, "n_routed_experts", most=2**16),
+            (
+                self.initializer_range >= 0,
+                f"initializer_range is negative: {self.initializer_range}.",
+            ),
             (
                 0 <= dense <= n,
                 f"first_k_dense_replace must lie in 0..{n} (num_hidden_layers), "

@@ -72,6 +72,7 @@ class RLConfig:
                 *("prompts_per_step", "group_size", "max_new_tokens", "max_turns"),
                 *("slots", "prefill_chunk", "updates_per_rollout", "num_eval_tasks"),
                 "max_rounds",
+                most=checks.MAX_SIZE,
             ),
             (
                 size > 1 or std == "none",

@@ -113,7 +113,11 @@ class OptimConfig:
                 self.clip_norm >= 0,
                 f"clip_norm is negative: {self.clip_norm}; 0 is off.",
             ),
-            *checks.positive(self, "ns_steps", "accumulation_steps"),
+            *(
+                (getattr(self, k) > 0, f"{k} must be > 0, got {getattr(self, k)}.")
+                for k in ("adam_eps", "adam_learning_rate_scale", "muon_update_rms")
+            ),
+            *checks.positive(self, "ns_steps", "accumulation_steps", most=2**20),
         )
 
 
@@ -145,7 +149,11 @@ class MeshConfig:
                 self.data == -1 or self.data >= 1,
                 f"data must be -1 or >= 1: {self.data}",
             ),
-            *checks.positive(self, "slices", "fsdp", "expert", "tensor", "context"),
+            *checks.positive(
+                self,
+                *("slices", "fsdp", "expert", "tensor", "context"),
+                most=checks.MAX_SIZE,
+            ),
         )
 
 
@@ -197,7 +205,7 @@ class TrainConfig:
             *checks.choices(self),
             *checks.positive(self, "num_steps", "log_every", "checkpoints_to_keep"),
             *checks.positive(self, "eval_batches"),
-            (self.seed >= 0, f"seed must not be negative, got {self.seed}."),
+            checks.seed_rule(self.seed),
             (
                 not is_dsa or self.model.attention == mode[self.stage],
                 f"model.attention must be {mode.get(self.stage)!r} in stage "
