@@ -284,7 +284,7 @@ class Engine:
                 if drawn.experts is not None:
                     completion.experts = np.concatenate([piece for _, piece in pieces])
                 self._finished[part.work.request.id] = completion
-                self._scheduler.release(part.work.request.id)
+                self._scheduler.release(part.work.request.id, part.work.request.keep)
         self._result = None
 
     def _is_lost(self) -> bool:

@@ -27,6 +27,9 @@ class Request:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     min_p: float = 0.0
+    # Dispatches for which its slot waits, once it is done, for a prompt that goes on
+    # from there, as a conversation's next turn does; others get it later.
+    keep: int = 0
 
 
 @dataclasses.dataclass
@@ -102,7 +105,8 @@ def _of_settings(request: Request) -> Iterator[str]:
             f"A request's id must lie in 0..2^31 - 1 and be an int, got "
             f"{_shown(request.id)}."
         )
-    for name, least, more in (("max_new_tokens", 1, ""), ("top_k", 0, "; 0 is off")):
+    ints = (("max_new_tokens", 1, ""), ("top_k", 0, "; 0 is off"), ("keep", 0, ""))
+    for name, least, more in ints:
         if wrong := _of_int(name, getattr(request, name), least, more):
             yield wrong
     if not 0 <= _number(request.temperature) <= _MAX_FLOAT:

@@ -3,7 +3,7 @@
 Requests wait in order. A free slot takes the first of them; its prompt is read in parts
 of at most a chunk, and then the slot decodes until the sequence ends. What a slot holds
 stays there until it is taken again: a prompt that goes on from it, as the next turn of
-a conversation does, is read from where it is new.
+a conversation does, goes first, to this slot, and is read from where it is new.
 
 `plan` says what to do and `advance` puts down that it was done. Each may be called
 again where an exception or ctrl-C cut it short, with the same result.
@@ -14,7 +14,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from glm5_jax.inference import prefixes
 from glm5_jax.inference.requests import Completion, Request
+
+MAX_PASSED = 64  # next turns a slot that may go before who has waited longest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Work:
 
     request: Request
     prompt: list[int]  # of the request
+    text: bytes  # the same, encoded
     completion: Completion  # what it has so far
 
 
@@ -37,6 +41,8 @@ class Slot:
     last: int | None = None  # drawn, and not read yet
     version: int = -1  # of the weights that read the oldest of the tokens
     last_used: int = -1
+    kept_until: int = 0  # dispatches, for a next turn
+    text: bytes = b""  # of a free slot: its tokens, where they have been encoded
 
     @property
     def is_reading(self) -> bool:
@@ -85,20 +91,31 @@ class Scheduler:
         self.works: dict[int, Work] = {}
         self.chunk = chunk
         self._clock = 0
+        self._num_done = 0  # dispatches
+        self._num_passed = 0  # next turns that went before who has waited longest
+        self._new: list[int] = []  # requests that no slot has been looked for
         self._has_left_some = False  # the last dispatch read, and not all of it
 
     def submit(self, request: Request) -> None:
         """Lets a request wait for a slot."""
         prompt = [int(token) for token in request.prompt]
-        self.works[request.id] = Work(request, prompt, Completion([], [], None))
+        work = Work(request, prompt, prefixes.encoded(prompt), Completion([], [], None))
+        self.works[request.id] = work
+        self._new.append(request.id)
 
-    def release(self, id: int) -> Slot | None:
-        """Takes a request out; what its slot holds stays until another takes it."""
+    def release(self, id: int, keep: int = 0) -> Slot | None:
+        """Takes a request out; what its slot holds stays until another takes it.
+
+        Args:
+          id: of the request.
+          keep: dispatches for which only a next turn takes it.
+        """
         found = None
         for slot in self.slots:
             if slot.work is not None and slot.work.request.id == id:
                 self._clock += 1
                 slot.last_used, slot.last, found = self._clock, None, slot
+                slot.kept_until = self._num_done + keep
                 slot.work = None
         self.works.pop(id, None)
         return found
@@ -106,7 +123,7 @@ class Scheduler:
     def forget(self) -> None:
         """Reads all that was read again, as the cache is empty."""
         for slot in self.slots:
-            slot.tokens, slot.last = [], None
+            slot.tokens, slot.text, slot.last = [], b"", None
 
     def plan(self, version: int) -> Dispatch | None:
         """Says what to do now; waiting requests get free slots, nothing counts as read.
@@ -147,25 +164,37 @@ class Scheduler:
         is_reading = dispatch.kind != "decode"
         are_last = all(part.is_last for part in dispatch.parts)
         self._has_left_some = is_reading and not are_last
+        self._num_done += 1
 
     def _admit(self, version: int) -> None:
-        """Gives waiting requests the free slots, in order, to all devices alike."""
+        """Gives free slots to waiting requests.
+
+        First to next turns, which find their own slot; then in order, to all devices
+        alike. A slot that is kept for a next turn is given away where all would idle.
+        """
         busy = [slot for slot in self.slots if slot.work is not None]
-        taken = collections.Counter(slot.device for slot in busy)
         running = {slot.work.request.id for slot in busy if slot.work is not None}
-        waiting = [work for id, work in self.works.items() if id not in running]
-        free = [slot for slot in self.slots if slot.work is None]
-        for work in waiting[: len(free)]:
-            kept = {slot.index: _kept(slot, work.prompt, version) for slot in free}
-
-            def rank(s: Slot, kept: dict[int, int] = kept) -> tuple[int, ...]:
-                return kept[s.index], -taken[s.device], -s.last_used, -s.index
-
-            slot = max(free, key=rank)
-            free.remove(slot)
-            taken[slot.device] += 1
-            del slot.tokens[kept[slot.index] :]
-            slot.last, slot.work = None, work
+        waiting = {id: work for id, work in self.works.items() if id not in running}
+        free = {slot.index: slot for slot in self.slots if slot.work is None}
+        if not (waiting and free):
+            return
+        for slot in free.values():
+            slot.text = slot.text or prefixes.encoded(slot.tokens)
+        places = _Places(free, version, collections.Counter(s.device for s in busy))
+        is_fair = self._num_passed < MAX_PASSED * len(self.slots)
+        for id in self._new:
+            if is_fair and id in waiting and places.continues(waiting[id]):
+                del waiting[id]
+                self._num_passed += 1
+        self._new = []
+        if busy:
+            places.leave([s for s in free.values() if s.kept_until > self._num_done])
+        for work in waiting.values():
+            if not places.free:
+                return
+            places.give(work)
+            self._num_passed = 0
+        self._num_passed = 0
 
     def _part(self, slot: Slot) -> Part:
         """What a slot does next."""
@@ -179,22 +208,55 @@ class Scheduler:
         return Part(slot, work, start, text[start:end], end == len(text), num_drawn)
 
 
-def _kept(slot: Slot, prompt: Sequence[int], version: int) -> int:
-    """How many leading tokens of the prompt a slot holds, if that saves half.
+class _Places:
+    """Free slots while they are given away."""
 
-    The last one is read in any case, as the next is drawn from what it gives.
-    """
-    if slot.version != version:
-        return 0
-    size = min(len(prompt) - 1, _common(slot.tokens, prompt))
-    return size if 2 * size >= len(prompt) else 0
+    def __init__(
+        self, free: dict[int, Slot], version: int, taken: collections.Counter
+    ) -> None:
+        """Slots by index; the requests that each device has already."""
+        self.free, self._taken = dict(free), taken
+        held = {i: s.text for i, s in free.items() if s.text and s.version == version}
+        self._texts, self._held = prefixes.Texts(held), held
 
+    def leave(self, slots: Sequence[Slot]) -> None:
+        """Does not give these away."""
+        for slot in slots:
+            if self.free.pop(slot.index, None) and slot.index in self._held:
+                self._texts.remove(self._held.pop(slot.index), slot.index)
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    size = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        size += 1
-    return size
+    def continues(self, work: Work) -> bool:
+        """Gives a request the slot whose whole text its prompt goes on from, if any."""
+        size, found = self._kept(work)
+        whole = [slot for slot in found if len(slot.tokens) == size > 0]
+        if whole:
+            self._put(work, max(whole, key=lambda slot: slot.last_used), size)
+        return bool(whole)
+
+    def give(self, work: Work) -> None:
+        """Gives a request the slot that spares most reading, then most others."""
+        size, found = self._kept(work)
+
+        def rank(slot: Slot) -> tuple[int, ...]:
+            return self._taken[slot.device], slot.last_used, slot.index
+
+        self._put(work, min(found, key=rank), size)
+
+    def _kept(self, work: Work) -> tuple[int, list[Slot]]:
+        """How many leading tokens of the prompt are there, if that saves half, where.
+
+        The last one is read in any case, as the next is drawn from what it gives.
+        """
+        size, found = self._texts.nearest(work.text)
+        size = min(size, len(work.prompt) - 1)
+        if size and 2 * size >= len(work.prompt):
+            return size, [self.free[i] for i in found]
+        return 0, list(self.free.values())
+
+    def _put(self, work: Work, slot: Slot, size: int) -> None:
+        """A slot that already holds `size` tokens of the prompt is the request's."""
+        self.leave([slot])
+        self._taken[slot.device] += 1
+        slot.text, slot.last = b"", None
+        del slot.tokens[size:]
+        slot.work = work

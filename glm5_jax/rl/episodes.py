@@ -36,6 +36,7 @@ from glm5_jax.rl import pump as pump_lib
 from glm5_jax.rl.environments import protocol
 
 _MAX_REASON = 300  # characters
+_KEEP = 4  # dispatches that an environment may take before others get the slot
 _MAX_PARTS = 16  # of a message, each as large as the cache may be
 
 
@@ -205,6 +206,7 @@ class _Run:
             max_new_tokens=min(self._settings.max_new_tokens, room),
             stop_ids=self._context.template.stop_ids,
             temperature=self._settings.temperature,
+            keep=_KEEP if turn + 1 < self._settings.max_turns else 0,
         )
         completion = await self._context.pump.complete(request)
         message = self._session.record(completion)
