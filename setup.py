@@ -109,6 +109,9 @@ setuptools.setup(
         "ray": ["ray>=2.60"],
         # Environments of a hundred procedural tasks.
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
+        # What config.trackers names.
+        "tensorboard": ["tensorboardX>=2.6"],
+        "wandb": ["wandb>=0.22"],
         "test": TEST,
         "dev": DEV,
     },

@@ -18,6 +18,7 @@ from glm5_jax.config.rl import (
 )
 from glm5_jax.config.rope import RopeScaling
 from glm5_jax.config.train import (
+    TRACKERS,
     LossConfig,
     MeshConfig,
     OptimConfig,
@@ -28,6 +29,7 @@ from glm5_jax.config.train import (
 __all__ = [
     "DIS_AGENTIC",
     "DIS_REASONING",
+    "TRACKERS",
     "AdvantageStd",
     "AttentionMode",
     "DamagedError",

@@ -10,6 +10,7 @@ from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.model import Dtype, ModelConfig
 from glm5_jax.config.rl import RLConfig
 
+TRACKERS = ("tensorboard", "wandb")
 Stage = Literal["pretrain", "dsa_warmup", "dsa_sparse", "sft", "rl"]
 
 
@@ -184,6 +185,7 @@ class TrainConfig:
     # As many more stay by evaluation: those of the lowest eval/bits_per_byte, in stage
     # rl of the highest eval/success.
     checkpoints_keep_best: int = 0
+    trackers: tuple[str, ...] = ()  # "tensorboard", "wandb": metrics go there as well
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     loss: LossConfig = LossConfig()
@@ -244,6 +246,10 @@ class TrainConfig:
                 f"the warm-up or train longer.",
             ),
             *self._init_rules(),
+            *(
+                (name in TRACKERS, f"trackers knows {TRACKERS}, got {name!r}.")
+                for name in self.trackers
+            ),
             *self._checkpoint_rules(),
             *self._rl_rules(),
             *self._mesh_rules(),

@@ -19,7 +19,14 @@ from jax.sharding import Mesh
 from glm5_jax import config as config_lib
 from glm5_jax.inference import loading
 from glm5_jax.processes import together
-from glm5_jax.training import accounting, host_memory, plot, run_folder, signals
+from glm5_jax.training import (
+    accounting,
+    host_memory,
+    plot,
+    run_folder,
+    signals,
+    trackers,
+)
 from glm5_jax.training import clock as clock_lib
 from glm5_jax.training import metrics as metrics_lib
 from glm5_jax.training import run as run_lib
@@ -40,7 +47,8 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
     began = time.perf_counter()
     if not run_folder.has_checkpoint(workdir):
         loading.require_same_mathematics(config)
-    mesh = run_lib.make_mesh(config)  # nothing is written before this has been checked
+    trackers.require(config.trackers)  # nothing is written before these are checked
+    mesh = run_lib.make_mesh(config)
     with run_folder.locked(workdir):
         return _train(config, workdir, mesh, began)
 
@@ -58,7 +66,8 @@ def _train(
         return summary
     with run_folder.claimed(workdir, config):
         run = run_lib.start(config, workdir, mesh)
-    writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step)
+        followers = trackers.make(config, workdir, run.step)
+    writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step, followers)
     watched = watchdog_lib.Watchdog(
         workdir / f"stacks_{jax.process_index()}.txt", config.health.watchdog_seconds
     )

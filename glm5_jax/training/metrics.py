@@ -4,20 +4,25 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from absl import logging
 
 from glm5_jax.training import progress
+from glm5_jax.training import trackers as trackers_lib
 
 
 class MetricsWriter:
     """Appends to WORKDIR/metrics.jsonl and shows progress; process 0 only."""
 
     def __init__(
-        self, workdir: str | os.PathLike[str], total_steps: int, start_step: int = 0
+        self,
+        workdir: str | os.PathLike[str],
+        total_steps: int,
+        start_step: int = 0,
+        trackers: Sequence[trackers_lib.Tracker] = (),
     ) -> None:
         """Makes the file, or takes up the one that is there.
 
@@ -28,8 +33,9 @@ class MetricsWriter:
             workdir: an existing folder.
             total_steps: of the whole run.
             start_step: updates done: 0, or the step of the restored checkpoint.
+            trackers: take each step as well, and are closed with this.
         """
-        self._last_step = start_step
+        self._last_step, self._trackers = start_step, trackers
         self.before: dict[str, Any] = {}  # the last line of the start before this one
         self._is_primary = jax.process_index() == 0
         if not self._is_primary:
@@ -57,6 +63,8 @@ class MetricsWriter:
         # Opened for each line: a mounted bucket gets what is written with the close.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
+        for tracker in self._trackers:
+            tracker.write(step, values)
         self._progress.show(step, values)
 
     def rewind(self, step: int) -> None:
@@ -65,11 +73,15 @@ class MetricsWriter:
         if not self._is_primary:
             return
         _truncate(self._path, step)
+        for tracker in self._trackers:
+            tracker.rewind(step)
         self._progress.rewind(step)
 
     def close(self) -> None:
-        """Closes the progress line."""
+        """Closes the trackers and the progress line."""
         if self._is_primary:
+            for tracker in self._trackers:
+                tracker.close()
             self._progress.close()
 
 

@@ -5,7 +5,7 @@ import pathlib
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager
 from glm5_jax.inference import loading
-from glm5_jax.training import corpus, run_folder
+from glm5_jax.training import corpus, run_folder, trackers
 from glm5_jax.training import feed as feed_lib
 from glm5_jax.training import run as run_lib
 
@@ -27,6 +27,10 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
     """
     found: list[str] = []
     errors: list[str] = []
+    try:
+        trackers.require(config.trackers)
+    except config_lib.InputError as error:
+        errors.append(str(error))
     feed: feed_lib.Feed | None = None
     try:
         feed = run_lib.make_feed(config)
