@@ -43,9 +43,12 @@ def require_local(path: str, name: str = "") -> None:
         )
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 def choices(section: object) -> list[tuple[bool, str]]:
     """Rules: each field of a Literal type has one of its values."""
-    hints = typing.get_type_hints(type(section))
+    hints = _hints(type(section))
     options = {
         name: typing.get_args(hint)
         for name, hint in hints.items()

@@ -7,6 +7,7 @@ tpu7x chip is two, which share its links.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
@@ -98,6 +99,7 @@ class Route:
     length: int  # devices along the longest of these axes
 
 
+@functools.lru_cache(maxsize=4096)  # of a large mesh it takes milliseconds
 def route(mesh: Mesh, axes: tuple[str, ...], num_slices: int = 1) -> Route:
     """Where the devices of one group lie that differ along some axes of a mesh.
 

@@ -9,6 +9,7 @@ compiling tells whether a program fits and what it sends.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,8 @@ from glm5_jax.scale.plan import memory, search, torus, traffic, work
 from glm5_jax.scale.plan import setting as setting_lib
 from glm5_jax.training import accounting
 
-# Of the seconds that the slowest resource could hide: so much is taken not to be.
+# Of the seconds that the slowest resource could hide: so much is taken not to be. What
+# no schedule of this program can hide is known: `Plan.waiting`.
 EXPOSED = 0.1
 
 
@@ -63,19 +65,34 @@ class Plan:
     @functools.cached_property
     def roofline(self) -> roofline.Roofline:
         """The least time of a step."""
-        return roofline.roofline(
-            torus.mesh(self.config.mesh, self.topology),
+        return _timed(
+            self,
             sum(work.flops(self.setting).values()),
             work.hbm_bytes(self.setting, self.arguments_gib * chips.GIB),
-            _merged(self.traffic),
-            self.config.mesh.slices,
+            self.traffic,
         )
+
+    @functools.cached_property
+    def waiting(self) -> float:
+        """Seconds of links for which products wait.
+
+        Tokens of a chunk go to their experts, through them and back one after the
+        other, and a chunk begins when the one before has ended (model/experts.py).
+        """
+        sent = traffic.of_tokens(self.setting)
+        return max(_timed(self, 0.0, 0.0, sent).seconds.values())
+
+    @property
+    def seconds(self) -> float:
+        """The least time of a step in which products wait for their tokens."""
+        of = self.roofline.seconds
+        return max(self.roofline.total, max(of["FLOPs"], of["HBM"]) + self.waiting)
 
     @property
     def score(self) -> float:
         """Seconds by which plans are ranked."""
         roof = self.roofline
-        return roof.total + EXPOSED * (sum(roof.seconds.values()) - roof.total)
+        return self.seconds + EXPOSED * (sum(roof.seconds.values()) - roof.total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,19 +192,29 @@ def row(plan: Plan) -> dict[str, Any]:
         "flops": work.flops(setting),
         "seconds": {name: float(f"{s:.4g}") for name, s in roof.seconds.items()},
         "binds": roof.binding,
-        "mfu_bound": round(model / (setting.device.flops * roof.total), 4),
+        "waiting_seconds": float(f"{plan.waiting:.4g}"),
+        "mfu_bound": round(model / (setting.device.flops * plan.seconds), 4),
         "compiled": plan.compiled,
     }
 
 
+def _timed(
+    plan: Plan, flops: float, hbm_bytes: float, sent: collectives.Traffic
+) -> roofline.Roofline:
+    mesh, slices = torus.mesh(plan.config.mesh, plan.topology), plan.config.mesh.slices
+    return roofline.roofline(mesh, flops, hbm_bytes, _merged(sent), slices)
+
+
 def _merged(found: collectives.Traffic) -> collectives.Traffic:
     """One collective of each kind and axes: a route is found once."""
-    sums: dict[tuple, collectives.Collective] = {}
+    sums: dict[tuple, float] = {}
     for c in found.collectives:
-        key = c.kind, c.axes
-        wire = c.wire_bytes + (sums[key].wire_bytes if key in sums else 0.0)
-        sums[key] = dataclasses.replace(c, wire_bytes=wire)
-    return collectives.Traffic(tuple(sums.values()), ())
+        sums[c.kind, c.axes] = sums.get((c.kind, c.axes), 0.0) + c.wire_bytes
+    first = {(c.kind, c.axes): c for c in reversed(found.collectives)}
+    merged = (
+        dataclasses.replace(first[key], wire_bytes=wire) for key, wire in sums.items()
+    )
+    return collectives.Traffic(tuple(merged), ())
 
 
 def _best(config: config_lib.TrainConfig, topology: str) -> Plan:
@@ -197,10 +224,11 @@ def _best(config: config_lib.TrainConfig, topology: str) -> Plan:
     if least.arguments_gib > least.setting.device.hbm_limit_gib:
         return least
     tried = [least]
-    for variant in variants:
-        tried.append(estimate(variant, topology))
-        if tried[-1].fits:
-            return tried[-1]
+    for _, alike in itertools.groupby(variants, lambda variant: variant.optim):
+        own = [estimate(variant, topology) for variant in alike]
+        if fitting := [plan for plan in own if plan.fits]:
+            return min(fitting, key=lambda plan: plan.score)
+        tried += own
     return min(tried, key=lambda plan: plan.needed_gib)
 
 

@@ -70,10 +70,11 @@ def is_too_narrow(model: config_lib.ModelConfig, tensor: int) -> bool:
 
 
 def variants(config: config_lib.TrainConfig) -> Iterator[config_lib.TrainConfig]:
-    """A mesh's knobs, the fastest first; what rounds the moments comes last.
+    """A mesh's knobs; those that round the moments come last.
 
-    More chunks read the experts' weights more often, parts of a batch fetch all weights
-    more often: the first that fits is best.
+    Parts of a batch fetch all weights more often: the fewest that fit are best. Of
+    chunks neither the fewest nor the most need be: they read the experts' weights more
+    often, and buffers of rows less.
     """
     mesh, data, optim = config.mesh, config.data, config.optim
     rounded = dataclasses.replace(optim, moment_dtype="bfloat16")

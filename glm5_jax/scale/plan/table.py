@@ -18,7 +18,17 @@ HEAD = (
         "working",
         "GiB",
     ),
-    *("sent GiB", "FLOPs s", "HBM s", "ICI s", "DCN s", "binds", "MFU", "compiled GiB"),
+    *(
+        "sent GiB",
+        "FLOPs s",
+        "HBM s",
+        "ICI s",
+        "DCN s",
+        "waits s",
+        "binds",
+        "MFU",
+        "compiled GiB",
+    ),
 )
 STANDING = (
     "casts",
@@ -76,6 +86,7 @@ def _rows(ranking: planner.Ranking) -> Iterator[tuple[str, ...]]:
             f"{figures['total_gib']:.1f}",
             f"{sum(figures['wire_gib'].values()):.0f}",
             *(f"{seconds[name]:.2f}" for name in ("FLOPs", "HBM", "ICI", "DCN")),
+            f"{figures['waiting_seconds']:.2f}",
             figures["binds"],
             f"{100 * figures['mfu_bound']:.0f}%",
             _compiled(plan),
@@ -100,7 +111,9 @@ def _notes() -> tuple[str, ...]:
         + ", ".join(STANDING)
         + ". Working: what one layer needs. Parts: optim.accumulation_steps; chunks: "
         "model.expert_chunks. Seconds are rooflines, experts' load even: "
-        "the slowest binds. Ranked by it and "
+        "the slowest binds. Waits: of the links' seconds those in which tokens go to "
+        "their experts and back, which products wait for; MFU counts them. Ranked by "
+        "the slowest, what waits and "
         f"{100 * planner.EXPOSED:.0f}% of the others. A plan fits if it does with "
         f"{100 * memory.TOLERANCE:.0f}% more temporaries "
         f"(limits: {_limits()}).",

@@ -32,6 +32,12 @@ def of(setting: Setting) -> collectives.Traffic:
     return collectives.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
 
 
+def of_tokens(setting: Setting) -> collectives.Traffic:
+    """Those of a step that bring tokens to their experts and back."""
+    found = (_times(c, setting.parts) for c in tokens(setting))
+    return collectives.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
+
+
 def layers(s: Setting) -> Iterator[Collective]:
     """Weights of each layer, fetched for each pass that needs them, and gradients.
 
@@ -220,6 +226,8 @@ def _one(
 
 
 def _times(c: Collective, parts: int) -> Collective:
+    if parts == 1:
+        return c
     return dataclasses.replace(
         c, count=c.count * parts, wire_bytes=c.wire_bytes * parts
     )
