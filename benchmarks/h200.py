@@ -1,149 +1,159 @@
-"""All kernels on one H200 in under ten minutes: values first, then times.
+"""All kernels on one H200: values of small cases, times, then what they are held to.
 
-    XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. python benchmarks/h200.py --out=DIR
+    python benchmarks/h200.py --out=DIR --seconds=540
 
-Needs jax for CUDA, triton and jax-triton (the extra `gpu`); with torch, its own path is
-timed on the same card. Writes rows.json after every row, table.md and times.png; stops
-at --seconds, most wanted rows first, and says what it left out.
+runs what there is time for and, called again with the same DIR, the rest: a machine
+lent for 45 minutes in calls of ten takes five calls. Needs jax for CUDA, triton and
+jax-triton (the extra `gpu`); with torch, its own path is timed on the same card. Where
+they lie in a folder of their own, name it: PYTHONPATH=FOLDER. `--small` rehearses it
+anywhere.
+
+An op runs in a process of its own (h200_child.py), which is ended when a row takes too
+long and started again behind a row that ended it: an illegal address or a hang costs
+one row. Every measured number is on the disk before the next one is begun. DIR holds
+rows/, one file a row, log/, what processes said, and table.md, rows.json and times.png.
 """
 
 import argparse
-import json
+import itertools
+import os
 import pathlib
+import queue
+import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from pallas_kernels import dispatch
-from pallas_kernels.bench import measure, plot, table
+import h200_rows  # noqa: E402
+from h200_rows import Row  # noqa: E402
 
-# Op, lengths, modes, and whether plain XLA is timed beside it; the most wanted first.
-JOBS = (
-    ("sparse_mla", (4096, 32768), ("fwd", "bwd"), True),
-    ("indexer_topk", (4096, 32768), ("fwd",), True),
-    ("indexer_topk", (131072,), ("fwd",), False),
-    ("masked_mla", (4096, 32768), ("fwd", "bwd"), True),
-    ("grouped_matmul", (8192,), ("fwd", "bwd"), False),
-    ("grouped_matmul_fp8", (8192,), ("fwd",), False),
-    ("decode_indexer_topk", (131072,), ("fwd",), True),
-    ("decode_sparse_mla", (131072,), ("fwd",), True),
-    ("sparse_mla", (4096, 32768), ("det",), False),
-    ("sparse_indexer_kl_loss", (4096, 32768), ("bwd",), True),
-    ("masked_mla_bits", (4096, 32768), ("fwd", "bwd"), False),
-    ("sparse_mla", (131072,), ("fwd", "bwd", "det"), False),
-    ("indexer_bits", (4096, 32768), ("fwd",), False),
-    ("indexer_scores_at", (32768,), ("fwd", "bwd"), False),
-    ("indexer_kl_loss", (4096,), ("bwd",), True),
-    ("listed_layer", (4096, 32768, 131072), ("bwd",), False),
-    ("masked_layer", (4096, 32768), ("bwd",), False),
-    ("masked_mla", (131072,), ("fwd",), False),
-)
-# Other block sizes that compile for it; what wins belongs into
-# pallas_kernels/block_sizes.py.
-TRIALS = (
-    ("sparse_mla", 32768, "fwd", ("sparse_mla=32,8,2", "sparse_mla=32,8,3")),
-    ("sparse_mla", 32768, "bwd", ("sparse_mla_dq=32,8,1", "sparse_mla_dq=16,8,3")),
-    ("sparse_mla", 32768, "bwd", ("sparse_mla_dkv=64,8,1",)),
-    ("masked_mla", 32768, "fwd", ("masked_mla=128,32,8,4", "masked_mla=64,64,4,2")),
-    ("masked_mla", 32768, "bwd", ("masked_mla_dq=128,64,8,1",)),
-    ("masked_mla", 32768, "bwd", ("masked_mla_dk=32,128,8,2",)),
-    ("masked_mla", 32768, "bwd", ("masked_mla_dv=32,128,8,3",)),
-    ("indexer_topk", 32768, "fwd", ("indexer_scores=256,8,2",)),
-    ("indexer_topk", 32768, "fwd", ("indexer_scores=128,4,3",)),
-    ("grouped_matmul", 8192, "fwd", ("grouped_matmul=128,256,64,8,3",)),
-    ("grouped_matmul", 8192, "bwd", ("grouped_matmul_dw=128,256,64,8,4",)),
-    ("decode_sparse_mla", 131072, "fwd", ("decode_sparse_mla=32,8,3",)),
-)
-FASTER = 0.97  # than this much of the time: less is noise
-REHEARSED = 64  # tokens, with --small
+CHILD = (sys.executable, str(ROOT / "benchmarks" / "h200_child.py"))
+ROW_SECONDS = 90  # that a row may take, the start of its process included
+AGAIN = h200_rows.AGAIN
 
 
-def main() -> int:
-    """Runs what time allows; 1 if a row failed."""
+def main(argv: list[str] | None = None, child: tuple[str, ...] = CHILD) -> int:
+    """Runs what time allows; 1 if a row failed, else 3 if some are still to be run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="a folder")
-    parser.add_argument("--seconds", type=float, default=480, help="to stop after")
-    parser.add_argument("--small", action="store_true", help="a rehearsal anywhere")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    device = jax.devices()[0].device_kind
-    title, rows = f"{device}, jax {jax.__version__}", []
-    lines = [title, "", table.header(table.TIMED)]
-    print("\n".join(lines))  # noqa: T201
-    for row in _rows(time.monotonic() + args.seconds, args.small):
-        rows.append(row)
-        lines.append(table.line(row, table.TIMED))
-        print(lines[-1], flush=True)  # noqa: T201
-        text = json.dumps({"device": device, "rows": rows}, indent=1)
-        (args.out / "rows.json").write_text(text)
-        (args.out / "table.md").write_text("\n".join(lines) + "\n")
-    winners = [f"- {line}" for line in _winners(rows)]
-    if winners:
-        lines += ["", "Faster than pallas_kernels/block_sizes.py:", "", *winners]
-        (args.out / "table.md").write_text("\n".join(lines) + "\n")
-        print("\n".join(lines[-len(winners) - 1 :]))  # noqa: T201
-    plot.save([r for r in rows if "blocks" not in r], args.out / "times.png", device)
-    return int(any("failure" in row or row.get("is_wrong") for row in rows))
+    add = parser.add_argument
+    add("--out", type=pathlib.Path, required=True, help="a folder; rows in it are kept")
+    add("--seconds", type=float, default=540, help="to stop after")
+    add("--row_seconds", type=float, default=ROW_SECONDS, help="that a row may take")
+    add("--only", default="", help="ops or phases: sparse_mla,values,baseline")
+    add("--retry", action="store_true", help="rows that failed too")
+    add("--small", action="store_true", help="a rehearsal anywhere")
+    args = parser.parse_args(argv)
+    known, wanted = h200_rows.names(), set(filter(None, args.only.split(",")))
+    if wanted - known:
+        parser.error(f"--only must be of {', '.join(sorted(known))}, got {args.only}")
+    for folder in ("rows", "log"):
+        (args.out / folder).mkdir(parents=True, exist_ok=True)
+    phases, ops = wanted & set(h200_rows.PHASES), wanted - set(h200_rows.PHASES)
+    rows = [
+        row
+        for row in h200_rows.plan(args.small)
+        if (not phases or row.phase in phases) and (not ops or row.op in ops)
+    ]
+    waiting = [row for row in rows if _is_waiting(args.out, row, args.retry)]
+    for row in waiting:
+        h200_rows.forget_failure(args.out, row)
+    for row in _run(waiting, args, child):
+        found = h200_rows.read(args.out, row)
+        note = found.get("failure") or h200_rows.brief(found)
+        print(f"{row.name}: {note.splitlines()[0]}", flush=True)  # noqa: T201
+    everything = {row: h200_rows.read(args.out, row) for row in rows}
+    found = {row: values for row, values in everything.items() if values}
+    print(h200_rows.report(args.out, found))  # noqa: T201
+    left = [row for row in rows if not everything[row].get("is_done")]
+    if left:
+        print(f"{len(left)} rows are left: call it again.")  # noqa: T201
+    failed = [r for r in found.values() if "failure" in r or r.get("is_wrong")]
+    return 1 if failed else 3 if left else 0
 
 
-def _rows(deadline: float, is_small: bool) -> Iterator[dict[str, Any]]:
-    for job, with_baseline in _jobs(is_small):
-        name = {"op": job.op, "length": job.length, "mode": job.mode}
-        name |= {"blocks": job.blocks} if job.blocks else {}
-        if time.monotonic() > deadline:
-            yield name | {"failure": "left out: no time"}
-            continue
+def _is_waiting(out: pathlib.Path, row: Row, retry: bool) -> bool:
+    """Whether a row was never ended, or failed and is to be run again."""
+    found = h200_rows.read(out, row)
+    return not found.get("is_done") or (retry and "failure" in found)
+
+
+def _run(
+    rows: list[Row], args: argparse.Namespace, command: tuple[str, ...]
+) -> Iterator[Row]:
+    """Rows as they end, one process for neighbours of one op."""
+    deadline = time.monotonic() + args.seconds
+    while rows and time.monotonic() < deadline:
+        same = list(itertools.takewhile(lambda r: r[:2] == rows[0][:2], rows))
+        options = ["--small"] if args.small else []
+        with (args.out / "log" / f"{same[0].op}.txt").open("a") as log:
+            child = subprocess.Popen(
+                [*command, str(args.out), *(row.name for row in same), *options],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+                # Torch has the same card, and memory of its own.
+                env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},
+            )
+            try:
+                for row in _ended(child, same, args, deadline):
+                    rows.remove(row)
+                    yield row
+            finally:
+                _end(child)
+
+
+def _ended(
+    child: subprocess.Popen, rows: list[Row], args: argparse.Namespace, deadline: float
+) -> Iterator[Row]:
+    """Rows that the child ends, and then the one that ends the child."""
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
+    for row in rows:
+        limit = min(args.row_seconds, max(deadline - time.monotonic(), 0))
         try:
-            row = measure.timed(job, dispatch.chip(), baseline=with_baseline)
-            if not is_small and not job.blocks:
-                row |= _torch(job.op, job.length, job.mode)
-        except Exception as error:  # the others still count
-            row = {"failure": f"{type(error).__name__}: {error}"}
-        yield name | row
+            line = lines.get(timeout=limit)
+        except queue.Empty:
+            if limit < args.row_seconds:
+                return  # it had less time than others: the next call runs it
+            line, why = "", f"no answer after {limit:.0f} s"
+        else:
+            why = f"its process ended with {_reason(child, line)}"
+        if line == AGAIN:
+            return  # the row before this one may have poisoned the process
+        if line != row.name:
+            failure = f"{why}: see log/{row.op}.txt"
+            h200_rows.write(args.out, row, {"failure": failure, "is_done": True})
+            yield row
+            return
+        yield row
 
 
-def _jobs(is_small: bool) -> Iterator[tuple[measure.Job, bool]]:
-    """By the kernels' name: nothing else may run instead."""
-    if is_small:
-        for op, _, modes, with_baseline in JOBS:
-            for mode in modes:
-                yield measure.Job(op, REHEARSED, mode, small=True), with_baseline
-        return
-    for op, lengths, modes, with_baseline in JOBS:
-        for length in lengths:
-            for mode in modes:
-                yield measure.Job(op, length, mode, "gpu"), with_baseline
-    for op, length, mode, entries in TRIALS:
-        for blocks in entries:
-            yield measure.Job(op, length, mode, "gpu", blocks=blocks), False
+def _read(stream: Any, lines: queue.Queue) -> None:
+    for line in stream:
+        lines.put(line.strip())
+    lines.put("")  # its end
 
 
-def _winners(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Block sizes that were faster than what the table has."""
-    names = ("op", "length", "mode")
-    timed = [row for row in rows if "median_ms" in row and not row["is_wrong"]]
-    known = {
-        tuple(r[n] for n in names): r["median_ms"] for r in timed if "blocks" not in r
-    }
-    for row in timed:
-        before = known.get(tuple(row[n] for n in names))
-        if "blocks" in row and before and row["median_ms"] < FASTER * before:
-            share, op = row["median_ms"] / before, f"{row['op']} {row['mode']}"
-            yield f"{row['blocks']}: {share:.2f} of the time of {op}"
+def _reason(child: subprocess.Popen, line: str) -> str:
+    if line:
+        return f"the words {line!r}"
+    code = child.wait()
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _torch(op: str, length: int, mode: str) -> dict[str, float]:
-    """Milliseconds of torch's own way, where it has one and is installed."""
-    try:
-        import h200_torch  # beside this file
-
-        return h200_torch.timed(op, length, mode)
-    except Exception as error:  # ours has been timed
-        print(f"torch: {error}", file=sys.stderr)  # noqa: T201
-        return {}
+def _end(child: subprocess.Popen) -> None:
+    """Ends a process that may hang in a driver, and what it started."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
 
 
 if __name__ == "__main__":

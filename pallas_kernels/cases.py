@@ -137,20 +137,32 @@ def make(case: Case, *names: str, seed: int = 0, pattern: str = "random") -> tup
 
 
 def _lists(case: Case, rng: np.random.Generator, pattern: str) -> np.ndarray:
+    """See `lists`, drawn by numpy."""
+    shape = (case.batch, case.queries, case.topk)
+    uniform = rng.random(shape, np.float32)
+    return lists(case, uniform, pattern, np)
+
+
+def lists(case: Case, uniform: Any, pattern: str, xp: Any = jnp) -> Any:
     """Ascending index lists: a key of each of K equal parts of what a query sees.
 
     A query that sees at most K keys takes them all.
+
+    Args:
+      case: sizes.
+      uniform: numbers [B, T, K] from 0 to 1.
+      pattern: see `make`.
+      xp: jax.numpy, or numpy, which takes seconds where lists are long.
     """
-    lo, hi = (x[..., None] for x in bounds(case))
-    j = np.arange(case.topk, dtype=np.int32)[None, None]
-    num_seen = np.maximum(hi - lo, 0)
+    lo, hi = (xp.asarray(x)[..., None] for x in bounds(case))
+    j = xp.arange(case.topk, dtype=xp.int32)[None, None]
+    num_seen = xp.maximum(hi - lo, 0)
     near = case.topk // 2 if pattern == "local" else 0
-    parts, far = case.topk - near, np.maximum(num_seen - near, 0)
+    parts, far = case.topk - near, xp.maximum(num_seen - near, 0)
     start, end = j * far // parts, (j + 1) * far // parts
-    shape = (*num_seen.shape[:2], case.topk)
-    drawn = start + (rng.random(shape, np.float32) * (end - start)).astype(np.int32)
-    lists = lo + np.where(
-        j < parts, np.minimum(drawn, end - 1), num_seen - case.topk + j
+    drawn = start + (uniform * (end - start)).astype(xp.int32)
+    spread = lo + xp.where(
+        j < parts, xp.minimum(drawn, end - 1), num_seen - case.topk + j
     )
-    all_seen = np.where(j < num_seen, lo + j, -1)
-    return np.where(num_seen <= case.topk, all_seen, lists).astype(np.int32)
+    all_seen = xp.where(j < num_seen, lo + j, -1)
+    return xp.where(num_seen <= case.topk, all_seen, spread).astype(xp.int32)

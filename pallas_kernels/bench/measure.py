@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,6 +21,8 @@ CHECKED_QUERIES = 128  # of the last queries of the full length, against plain X
 DEFINITION_BYTES = 2**30  # of all scores of a layer at once
 SLOW_SECONDS = 0.5  # a call that takes longer is not repeated
 TOLERANCE = 2e-2  # of errors: gradients in bfloat16, keys that rounding may swap
+FLOAT32_TOLERANCE = 1e-3  # of errors of kernels that multiply float32 exactly
+STEPS = 100  # of decoding in a program
 MODES = ("fwd", "bwd", "det")
 
 
@@ -39,11 +41,13 @@ class Job:
     heads: int | None = None  # or under tensor parallelism
     row_multiple: int = 1  # of the numbers of a latent row
     blocks: str = ""  # another entry of the chip's row of `block_sizes`
+    sizes: Case | None = None  # instead of those of the op at a length
+    varied: bool = False  # other cotangents than ones
 
     @property
     def case(self) -> Case:
         """Sizes."""
-        case = operations.at(self.op, self.length, self.small)
+        case = self.sizes or operations.at(self.op, self.length, self.small)
         return dataclasses.replace(
             case,
             queries=min(self.queries or case.queries, case.queries),
@@ -66,10 +70,16 @@ class Job:
 
         def scalar(*args: Any) -> jax.Array:
             leaves = jax.tree.leaves(call(*args))
-            return sum((jnp.sum(x, dtype=jnp.float32) for x in leaves), jnp.zeros(()))
+            weighed = map(_waved, leaves) if self.varied else leaves
+            return sum((jnp.sum(x, dtype=jnp.float32) for x in weighed), jnp.zeros(()))
 
         # With the value, or XLA drops the forward pass where nothing needs it.
         return jax.value_and_grad(scalar, argnums=op.differentiable)
+
+
+def _waved(x: jax.Array) -> jax.Array:
+    """Entries times factors that differ: 1, 0.54, -0.42, ..."""
+    return x.astype(jnp.float32) * jnp.cos(jnp.arange(x.size)).reshape(x.shape)
 
 
 def runnable(op: str, mode: str) -> bool:
@@ -90,37 +100,96 @@ def floor(job: Job, chip: chips.Chip) -> dict[str, Any]:
 
 
 def timed(job: Job, chip: chips.Chip | None, baseline: bool) -> dict[str, Any]:
-    """Runs a job on the device at hand, values first."""
+    """Runs a job on the device at hand; a stage that fails keeps what is measured."""
+    row: dict[str, Any] = {}
+    stages = [kernel(job, chip)]
+    stages += [plain(job, chip)] if baseline else []
+    for stage in stages:
+        try:
+            for measured in stage:
+                row |= measured
+        except Exception as error:  # the rest of the row still counts
+            row["failure"] = f"{type(error).__name__}: {error}"
+    return row | ratio(row)
+
+
+def ratio(row: dict[str, Any]) -> dict[str, float]:
+    """How many times as long plain XLA takes, where both were timed."""
+    both = "xla_ms" in row and "median_ms" in row
+    return {"ratio_to_xla": row["xla_ms"] / row["median_ms"]} if both else {}
+
+
+def kernel(job: Job, chip: chips.Chip | None) -> Iterator[dict[str, Any]]:
+    """Times a job, then looks at its values: one part of a row after the other."""
     with _tried(job, chip):
-        return _timed(job.on(chip), chip, baseline)
+        job = job.on(chip)
+        op, case = operations.OPERATIONS[job.op], job.case
+        args = operations.make(case, op.inputs, job.pattern, job.lists)
+        row = _timed(job, job.implementation, args, SAMPLES)
+        yield row | (worth(job, chip, row["median_ms"]) if chip is not None else {})
+        if job.mode == "fwd" and op.has_rows:
+            out = jax.jit(job.function(job.implementation, case))(*args)
+            error = _error_of_last_rows(job, args, out)
+        else:
+            error = _error(job)
+        yield {"error": error, "is_wrong": not error < TOLERANCE}
 
 
-def _timed(job: Job, chip: chips.Chip | None, baseline: bool) -> dict[str, Any]:
-    op, case = operations.OPERATIONS[job.op], job.case
-    is_whole = job.mode == "fwd" and op.has_rows
-    error = None if is_whole else _error(job)
-    args = operations.make(case, op.inputs, job.pattern, job.lists)
-    run = jax.jit(job.function(job.implementation, case))
-    compiled = run.lower(*args).compile()
-    memory = compiled.memory_analysis()
-    if error is None:
-        error = _error_of_last_rows(job, args, compiled(*args))
-    row: dict[str, Any] = {"error": error, "is_wrong": not error < TOLERANCE}
-    row |= _milliseconds(functools.partial(compiled, *args))
-    row["temp_mib"] = memory.temp_size_in_bytes / 2**20 if memory else None
-    if baseline:
-        plain = jax.jit(job.function(_plain(job.op), case)).lower(*args).compile()
-        plain_ms = _milliseconds(functools.partial(plain, *args), samples=3)
-        row["ratio_to_xla"] = plain_ms["median_ms"] / row["median_ms"]
-    if chip is not None:
-        least = floor(job, chip)
-        seconds = row["median_ms"] / 1e3
-        row |= least | {
-            "tflops": least["flops"] / seconds / 1e12,
-            "gbps": least["bytes"] / seconds / 1e9,
-            "share": least["floor_ms"] / row["median_ms"],
-        }
-    return row
+def plain(job: Job, chip: chips.Chip | None) -> Iterator[dict[str, Any]]:
+    """Times plain XLA at the same job."""
+    job = job.on(chip)
+    names = operations.OPERATIONS[job.op].inputs
+    args = operations.make(job.case, names, job.pattern, job.lists)
+    yield {"xla_ms": _timed(job, _plain(job.op), args, 3)["median_ms"]}
+
+
+def values(job: Job) -> dict[str, Any]:
+    """Compares a job with the definition, all rows and under varied cotangents."""
+    job = dataclasses.replace(job, varied=True)
+    names = operations.OPERATIONS[job.op].inputs
+    args = operations.make(job.case, names, job.pattern, job.lists)
+    got = jax.jit(job.function(job.implementation, job.case))(*args)
+    want = jax.jit(job.function("reference", job.case))(*args)
+    error = _largest(got, want)
+    limit = TOLERANCE if job.case.dtype == "bfloat16" else FLOAT32_TOLERANCE
+    return {"error": error, "is_wrong": not error < limit}
+
+
+def worth(job: Job, chip: chips.Chip, milliseconds: float) -> dict[str, Any]:
+    """What a time is worth: rates, and the share of what the chip could do."""
+    least, seconds = floor(job, chip), milliseconds / 1e3
+    return least | {
+        "tflops": least["flops"] / seconds / 1e12,
+        "gbps": least["bytes"] / seconds / 1e9,
+        "share": least["floor_ms"] / milliseconds,
+    }
+
+
+def _timed(job: Job, implementation: str | None, args: tuple, samples: int) -> Any:
+    """Times an implementation; also the memory of the program that was timed.
+
+    A step of decoding takes some ten microseconds, no longer than to dispatch it, so
+    that many of them are one program.
+    """
+    function = job.function(implementation, job.case)
+    steps = STEPS if job.op.startswith("decode") else 1
+
+    def repeated(q: jax.Array, *cache: jax.Array) -> Any:
+        def step(_: jax.Array, carry: tuple) -> tuple:
+            q, _ = carry
+            # Queries that XLA must take for new ones, or it runs one step.
+            return jax.lax.optimization_barrier((q, function(q, *cache)))
+
+        shapes = jax.eval_shape(function, q, *cache)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.fori_loop(0, steps, step, (q, nothing))[1]
+
+    run = jax.jit(repeated if steps > 1 else function)
+    program = run.lower(*args).compile()
+    times = _milliseconds(functools.partial(program, *args), samples)
+    memory = program.memory_analysis()
+    temp_mib = memory.temp_size_in_bytes / 2**20 if memory else None
+    return {k: v / steps for k, v in times.items()} | {"temp_mib": temp_mib}
 
 
 def compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:

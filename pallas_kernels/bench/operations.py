@@ -87,19 +87,17 @@ def _input(case: Case, name: str, pattern: str, lists: Any) -> jax.Array:
         sizes = np.floor(share * rows).astype(np.int32)
         sizes[0] += rows - sizes.sum()
         return jnp.asarray(sizes)
-    if name in ("indices", "lo", "hi", "weight"):
-        return _drawn(case, name, pattern)
+    if name == "indices":  # a gigabyte at 128K
+        uniform = lambda key: jax.random.uniform(key, wanted.shape)
+        return jax.jit(lambda key: cases.lists(case, uniform(key), pattern))(key)
+    if name in ("lo", "hi", "weight"):
+        return cases.make(case, name, pattern=pattern)[0]
     if name == "experts_int8":
         return jax.random.randint(key, wanted.shape, -127, 128, jnp.int8)
     if name == "scales":
         return jnp.full(wanted.shape, 0.01)
     # Drawn where it will be used: hundreds of megabytes.
     return jax.random.normal(key, wanted.shape, jnp.bfloat16).astype(wanted.dtype)
-
-
-@functools.lru_cache(1)  # a minute's drawing at 128K, for each mode anew
-def _drawn(case: Case, name: str, pattern: str) -> jax.Array:
-    return cases.make(case, name, pattern=pattern)[0]
 
 
 def _call(name: str, **options: Any) -> Callable:

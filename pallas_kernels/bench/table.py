@@ -45,7 +45,9 @@ def _notes(row: dict[str, Any]) -> list[str]:
     """Other block sizes, why it failed, or what a compiler said of each kernel."""
     tried = [row["blocks"]] if "blocks" in row else []
     if "failure" in row:
-        return [*tried, row["failure"].splitlines()[0]]
+        failure = [(row["failure"].splitlines() or ["failed"])[0]]
+    else:
+        failure = []
     wrong = ["WRONG VALUES"] * row.get("is_wrong", False)
     gpu = [
         f"{k['name']} {k['registers']} registers, {k['spill_bytes']} B spilled, "
@@ -54,4 +56,4 @@ def _notes(row: dict[str, Any]) -> list[str]:
         for k in row.get("gpu_kernels", ())
     ]
     tpu = [f"{k['name']} {k['bundles']} bundles" for k in row.get("tpu_kernels", ())]
-    return tried + wrong + gpu + tpu
+    return tried + failure + wrong + gpu + tpu

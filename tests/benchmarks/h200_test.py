@@ -1,0 +1,120 @@
+"""The run of all kernels on a card: what crashes, hangs or fails costs its own row."""
+
+import json
+import os
+import pathlib
+import sys
+from unittest import mock
+
+import pytest
+from absl.testing import absltest
+
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import h200  # noqa: E402
+import h200_rows  # noqa: E402
+
+# A child that measures nothing, and does what FAULTS says of a row.
+CHILD = """
+import json, os, pathlib, sys, time
+out, *names = [a for a in sys.argv[1:] if a != "--small"]
+faults = json.loads(os.environ["FAULTS"])
+for name in names:
+    path, fault = pathlib.Path(out, "rows", name + ".json"), faults.get(name)
+    path.write_text(json.dumps({"median_ms": 1.0}))
+    if fault == "crash":
+        os.abort()
+    if fault == "hang":
+        time.sleep(100)
+    found = {"median_ms": 1.0, "is_done": True}
+    found |= {"failure": "RuntimeError: an illegal address"} if fault == "raise" else {}
+    path.write_text(json.dumps(found))
+    print(name, *["again"] * (fault == "raise"), sep="\\n", flush=True)
+    if fault == "raise":
+        sys.exit(1)
+"""
+TIMES = (
+    "time+sparse_mla+64+fwd+",
+    "time+sparse_mla+64+bwd+",
+    "time+sparse_mla+64+det+",
+)
+NEXT = "time+masked_mla+64+fwd+"
+
+
+class PlanTest(absltest.TestCase):
+    def test_values_go_before_times_and_ours_before_others(self):
+        rows = h200_rows.plan(is_small=False)
+        self.assertLen(set(rows), len(rows))
+        phases = [h200_rows.PHASES.index(row.phase) for row in rows]
+        self.assertEqual(phases, sorted(phases))
+        for row in rows:
+            self.assertEqual(h200_rows.Row.named(row.name), row)
+
+
+class FaultsTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.out = pathlib.Path(self.create_tempdir().full_path)
+
+    def run_with(self, faults, *argv):
+        """Exit code and rows of a run whose children do as `faults` say."""
+        argv = [f"--out={self.out}", "--small", *argv]
+        child = (sys.executable, "-c", CHILD)
+        with mock.patch.dict(os.environ, FAULTS=json.dumps(faults)):
+            code = h200.main(argv, child)
+        files = (self.out / "rows").glob("*.json")
+        return code, {path.stem: json.loads(path.read_text()) for path in files}
+
+    def test_a_fault_costs_one_row(self):
+        faults = dict(zip(TIMES, ("crash", "hang", "raise"), strict=True))
+        only = "--only=time,sparse_mla,masked_mla"
+        code, rows = self.run_with(faults, only, "--row_seconds=1")
+        self.assertEqual(code, 1)
+        for name, words in zip(TIMES, ("SIGABRT", "no answer", "illegal"), strict=True):
+            self.assertIn(words, rows[name]["failure"])
+            self.assertEqual(rows[name]["median_ms"], 1)  # was measured before
+        self.assertNotIn("failure", rows[NEXT])
+        # Another call runs nothing again, or with --retry what failed alone.
+        code, same = self.run_with(dict.fromkeys(rows, "raise"), only)
+        self.assertEqual((code, same), (1, rows))
+        code, mended = self.run_with({NEXT: "raise"}, only, "--retry")
+        self.assertEqual(code, 0)
+        self.assertTrue(all("failure" not in row for row in mended.values()))
+
+    def test_what_time_cut_off_is_run_by_the_next_call(self):
+        only = "--only=time,masked_mla"
+        code, rows = self.run_with({NEXT: "hang"}, only, "--seconds=1")
+        self.assertEqual(code, 3)
+        self.assertNotIn("failure", rows[NEXT])
+        code, rows = self.run_with({}, only)
+        self.assertEqual(code, 0)
+        self.assertTrue(all(row["is_done"] for row in rows.values()))
+
+    def test_unknown_rows_are_named(self):
+        with self.assertRaises(SystemExit) as stop:
+            h200.main(["--out=nowhere", "--only=sparse"])
+        self.assertEqual(stop.exception.code, 2)
+
+    @pytest.mark.slow  # processes that compile every op
+    def test_the_real_rows_rehearsed(self):
+        out = pathlib.Path(self.create_tempdir().full_path)
+        crash, hang, wrong = TIMES[0], NEXT, "values+decode_sparse_mla+0+fwd+"
+        faults = {crash: "crash", hang: "hang", wrong: "wrong"}
+        argv = [f"--out={out}", "--small", "--seconds=1500", "--row_seconds=60"]
+        with mock.patch.dict(os.environ, H200_FAULTS=json.dumps(faults)):
+            self.assertEqual(h200.main(argv), 1)
+        rows = {p.stem: json.loads(p.read_text()) for p in (out / "rows").iterdir()}
+        self.assertLen(rows, len(h200_rows.plan(is_small=True)))
+        failed = {name for name, row in rows.items() if "failure" in row}
+        self.assertEqual(failed, {crash, hang})
+        self.assertGreater(rows[crash]["median_ms"], 0)
+        wrongs = {name for name, row in rows.items() if row.get("is_wrong")}
+        self.assertEqual(wrongs, {wrong})
+        self.assertIn("decode_sparse_mla fwd: WRONG", (out / "table.md").read_text())
+
+
+if __name__ == "__main__":
+    environment.main()
