@@ -185,6 +185,8 @@ class TrainConfig:
     # As many more stay by evaluation: those of the lowest eval/bits_per_byte, in stage
     # rl of the highest eval/success.
     checkpoints_keep_best: int = 0
+    # First and last step of a profile in the run's folder, as (10, 12); (): none.
+    profile_steps: tuple[int, ...] = ()
     trackers: tuple[str, ...] = ()  # "tensorboard", "wandb": metrics go there as well
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -246,10 +248,7 @@ class TrainConfig:
                 f"the warm-up or train longer.",
             ),
             *self._init_rules(),
-            *(
-                (name in TRACKERS, f"trackers knows {TRACKERS}, got {name!r}.")
-                for name in self.trackers
-            ),
+            *self._watching_rules(),
             *self._checkpoint_rules(),
             *self._rl_rules(),
             *self._mesh_rules(),
@@ -276,6 +275,22 @@ class TrainConfig:
                 f"init_from_changes must name fields of model, got {name!r}.",
             )
             for name in self.init_from_changes
+        ]
+
+    def _watching_rules(self) -> list[tuple[bool, str]]:
+        """Rules: trackers are known, and the steps of a profile are there, in order."""
+        steps, last = self.profile_steps, self.num_steps
+        is_range = len(steps) == 2 and 1 <= steps[0] <= steps[1] <= last
+        return [
+            (
+                not steps or is_range,
+                f"profile_steps must be the first and the last step of 1..{last} "
+                f"(num_steps), as (10, 12), got {steps}.",
+            ),
+            *(
+                (name in TRACKERS, f"trackers knows {TRACKERS}, got {name!r}.")
+                for name in self.trackers
+            ),
         ]
 
     def _checkpoint_rules(self) -> list[tuple[bool, str]]:

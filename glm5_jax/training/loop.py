@@ -23,6 +23,7 @@ from glm5_jax.training import (
     accounting,
     host_memory,
     plot,
+    profiling,
     run_folder,
     signals,
     trackers,
@@ -68,16 +69,18 @@ def _train(
         run = run_lib.start(config, workdir, mesh)
         followers = trackers.make(config, workdir, run.step)
     writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step, followers)
+    profiler = profiling.Profiler(config.profile_steps, workdir / "profile")
     watched = watchdog_lib.Watchdog(
         workdir / f"stacks_{jax.process_index()}.txt", config.health.watchdog_seconds
     )
     with (
         jax.set_mesh(mesh),
         contextlib.closing(writer),
+        contextlib.closing(profiler),
         signals.listening() as is_asked_to_end,
         watched as watchdog,
     ):
-        loop = _Loop(run, writer, watchdog)
+        loop = _Loop(run, writer, watchdog, profiler)
         results = loop.run_to_the_end(is_asked_to_end)
     summary = {
         "steps": run.step,
@@ -103,8 +106,10 @@ class _Loop:
         run: run_lib.Run,
         writer: metrics_lib.MetricsWriter,
         watchdog: watchdog_lib.Watchdog,
+        profiler: profiling.Profiler,
     ) -> None:
         self._run, self._writer, self._watchdog = run, writer, watchdog
+        self._profiler = profiler
         self._clock = clock_lib.Clock(run, writer.before)
         self._clock.lose(max(0, writer.before.get("step", 0) - run.step))
         self._pending: dict[str, Any] = {}  # metrics of run.step, not read yet
@@ -114,11 +119,13 @@ class _Loop:
         """Returns the last evaluation, the median speed and the goodput."""
         run, config = self._run, self._run.config
         while run.step < config.num_steps:
-            metrics = self._dispatch()
+            with self._profiler.step(run.step + 1):
+                metrics = self._dispatch()
             if self._pending and not self._settle(set()):
                 continue  # rolled back: what was dispatched is undone as well
             run.step += 1
             self._pending = metrics
+            self._profiler.end_step(run.step, metrics)
             with self._last_words(metrics):
                 run.feed.check(metrics, run.step)
             # By position: it grows whatever is rolled back.

@@ -28,7 +28,7 @@ MAY_CHANGE = (
     *("sample_every", "sample_prompt", "sample_tokens"),
     *("checkpoints_to_keep", "checkpoints_keep_every", "checkpoints_keep_best"),
     *(f"mesh.{field.name}" for field in dataclasses.fields(config_lib.MeshConfig)),
-    *("trackers", "data.cache_dir", "data.num_prefetch"),
+    *("trackers", "profile_steps", "data.cache_dir", "data.num_prefetch"),
     *("rl.max_logprob_gap", "rl.num_eval_tasks"),
     *(f"health.{field.name}" for field in dataclasses.fields(config_lib.HealthConfig)),
 )
