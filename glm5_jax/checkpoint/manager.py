@@ -14,13 +14,12 @@ from concurrent import futures
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import manifest, retention, step_folder, stored
+from glm5_jax.checkpoint import arrays, manifest, retention, step_folder, stored
 from glm5_jax.processes import together
 
 PyTree = Any
@@ -103,7 +102,7 @@ class CheckpointManager:
         if step in self._saved:
             return
         self.wait()
-        if not _is_finite(state):
+        if not arrays.is_finite(state):
             raise FloatingPointError(
                 f"the state of step {step} is not finite, so it was not saved; the "
                 f"newest checkpoint is step {self.latest_step()} in {self._folder}."
@@ -120,21 +119,25 @@ class CheckpointManager:
             write(state)  # it meets the other processes, as only this thread may
             later = lambda: None
         else:
-            later = functools.partial(write, _copied(state))
+            later = functools.partial(write, arrays.copied(state))
         self._pending = self._thread.submit(self._finish, step, later)
 
     def restore(
-        self, abstract_state: PyTree, step: int | None = None
+        self,
+        abstract_state: PyTree,
+        step: int | None = None,
+        before: int | None = None,
     ) -> tuple[int, PyTree, dict[str, Any]]:
         """Reads a step; without a number the newest whose manifest holds.
 
-        Steps without a manifest come last. Those that turn out damaged are renamed to
-        STEP.damaged, if another can be read. Where a step is named, saves will go on
-        from it, and replace later ones.
+        Steps without a manifest come last. Those that turn out damaged, or hold a
+        number that is not finite, are renamed to STEP.damaged, if another can be read.
+        Where a step is named, saves will go on from it, and replace later ones.
 
         Args:
             abstract_state: shapes, types and shardings of the result; arrays will do.
             step: a step that must be read, or None.
+            before: only older steps than this one count.
 
         Returns:
             Step, state, metadata.
@@ -145,6 +148,7 @@ class CheckpointManager:
         """
         self.wait()
         steps = together.numbers_of_first(step_folder.by_trust(self._folder))
+        steps = [n for n in steps if before is None or n < before]
         if not steps or step not in (None, *steps):
             wanted = "checkpoint" if step is None else f"step {step}"
             raise config_lib.InputError(
@@ -155,18 +159,18 @@ class CheckpointManager:
         for candidate in reversed(steps) if step is None else [step]:
             folder = self._folder / str(candidate)
             found, error = _attempt(folder, abstract_state)
-            if together.all_true(found is not None) and found is not None:
+            is_read = together.all_true(found is not None)
+            if is_read and found is not None and arrays.is_finite(found[0]):
                 self._set_aside([*damaged], step_folder.DAMAGED)
                 newer = [n for n in steps if n > candidate and n not in damaged]
                 if newer:  # without a manifest, or rolled back
                     logging.warning("STEPS %s ARE NOT GONE ON FROM.", newer)
                 self._restored = candidate
-                earlier = {saved for saved in self._saved if saved < candidate}
-                self._saved = {*earlier, candidate}
+                self._saved = {n for n in self._saved if n < candidate} | {candidate}
                 return candidate, *found
-            damaged[candidate] = error or config_lib.DamagedError(
-                f"another process cannot read {folder}."
-            )
+            why = "has a number that is not finite" if is_read else "is not read by all"
+            error, found = error or config_lib.DamagedError(f"{folder} {why}."), None
+            damaged[candidate] = error
             logging.error("STEP %d IS DAMAGED: %s", candidate, _short(error))
         if step is not None:
             raise damaged[step]
@@ -176,6 +180,18 @@ class CheckpointManager:
             f"was changed. Give another --workdir, or move checkpoints/ away to start "
             f"afresh.\n  {reasons}"
         )
+
+    def abandon_after(self, step: int) -> None:
+        """Sets aside the steps after one that a run has been rolled back to."""
+        on_disk = together.numbers_of_first(step_folder.numbers(self._folder))
+        self._set_aside([n for n in on_disk if n > step], step_folder.ABANDONED)
+
+    def has_before(self, step: int) -> bool:
+        """Whether a step with a manifest is older, as process 0 sees it; all ask."""
+        steps = step_folder.numbers(self._folder)
+        older = [n for n in steps if n < step]
+        safe = [n for n in older if manifest.is_sealed(self._folder / str(n))]
+        return bool(together.numbers_of_first(safe))
 
     def latest_step(self) -> int | None:
         """The newest step on disk, as process 0 sees it; all must ask."""
@@ -210,6 +226,12 @@ class CheckpointManager:
             self._seal(self._folder / str(step))
             if jax.process_index() == 0:
                 self._delete_old()
+        except (OSError, ValueError) as error:  # TensorStore's of a full disk, say
+            self._saved.discard(step)
+            raise OSError(
+                f"the checkpoint of step {step} cannot be written into {self._folder}: "
+                f"{_short(error)} Older ones are as they were."
+            ) from error
         except BaseException:  # the thread that waits gets it
             self._saved.discard(step)
             raise
@@ -363,28 +385,5 @@ def _verify(folder: epath.Path, without: list[str] | None = None) -> None:
 
 
 def _short(error: Exception | None) -> str:
-    return str(error)[:400]  # TensorStore's messages run to pages
-
-
-def _copied(state: PyTree) -> PyTree:
-    """Copies on the host, which are made while the next step is computed."""
-    places = jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), state)
-    return jax.device_put(state, places, may_alias=False)
-
-
-def _is_finite(state: PyTree) -> bool:
-    return bool(jnp.isfinite(_total(state)))
-
-
-def total(state: PyTree) -> jax.Array:
-    """Sums all floating-point arrays, in float32.
-
-    A sum is finite where all terms are; it compiles 5 times faster than a test.
-    """
-    leaves = jax.tree.leaves(state)
-    floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
-    floats = jax.device_put(floats, jax.memory.Space.Device)  # some wait on the host
-    return sum((jnp.sum(x, dtype=jnp.float32) for x in floats), jnp.float32(0))
-
-
-_total = jax.jit(total)
+    text = str(error)  # TensorStore's run to pages, with the reason at the end
+    return text if len(text) <= 400 else f"{text[:150]} ... {text[-250:]}"

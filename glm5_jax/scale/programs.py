@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import manager
+from glm5_jax.checkpoint import arrays
 from glm5_jax.config import checks
 from glm5_jax.inference import engine, placement, steps, weights
 from glm5_jax.model import transformer
@@ -105,7 +105,7 @@ def _of_state(program: program_lib.Program, name: str) -> Job:
         step = jax.jit(empty, out_shardings=places)
         return Job(name, program.mesh, step, (), (), num_tokens=0)
     on_hosts = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), places)
-    save = lambda *state: (manager.total(state), state)
+    save = lambda *state: (arrays.total(state), state)
     step = jax.jit(save, out_shardings=(None, on_hosts))
     return Job(name, program.mesh, step, state, names, num_tokens=0)
 

@@ -1,6 +1,7 @@
 """Whether a run goes on as it should: spikes of the loss, updates that fail."""
 
 import collections
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +21,18 @@ class Health:
     All processes of a run read the same metrics, so they come to the same verdicts.
     """
 
-    def __init__(self, limits: config_lib.HealthConfig, stage: str) -> None:
-        """Begins a run."""
+    def __init__(
+        self, limits: config_lib.HealthConfig, stage: str, num_steps: int
+    ) -> None:
+        """Begins a run.
+
+        Args:
+          limits: beyond which a step is an accident.
+          stage: of the run.
+          num_steps: of the run; one that skipped them all has failed.
+        """
         self._limits = limits
+        self._max_skipped = min(limits.max_skipped_in_a_row, num_steps)
         # The loss of a policy gradient is near zero and says nothing.
         self._has_loss = stage != "rl"
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
@@ -48,7 +58,7 @@ class Health:
           FloatingPointError: the step ends the run.
         """
         skipped = int(metrics["optim/skipped_in_a_row"])
-        if skipped >= self._limits.max_skipped_in_a_row:
+        if skipped >= self._max_skipped:
             return self._accident(
                 self._limits.on_not_finite,
                 f"the gradients of {skipped} steps in a row, the last being {step}, "
@@ -60,7 +70,7 @@ class Health:
         if skipped or not self._has_loss:
             return False
         usual = statistics.median(self._losses) if self._losses else loss
-        is_spike = loss - usual > self._limits.spike_nats
+        is_spike = not loss - usual <= self._limits.spike_nats  # NaN is one
         if is_spike and len(self._losses) >= MIN_LOSSES:
             self._num_spikes += 1
             return self._accident(
@@ -69,7 +79,8 @@ class Health:
                 f"before {usual:.3f}: more than health.spike_nats="
                 f"{self._limits.spike_nats} apart.",
             )
-        self._losses.append(loss)
+        if math.isfinite(loss):
+            self._losses.append(loss)
         return False
 
     def go_on(self, memory: Mapping[str, Any]) -> None:

@@ -88,12 +88,26 @@ class MetricsWriter:
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The objects of a metrics.jsonl; a line cut off by a crash is left out."""
     records = []
-    for line in pathlib.Path(path).read_text(encoding="utf-8").splitlines():
+    text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise TypeError(line)
+            records.append(record)
+        except (ValueError, KeyError, TypeError, RecursionError):
             logging.warning("%s: skipping half a line: %r", path, line[:80])
     return records
+
+
+def finite(tree: Any) -> Any:
+    """What JSON can hold of a tree: None for a number that is not finite."""
+    if isinstance(tree, Mapping):
+        return {name: finite(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [finite(value) for value in tree]
+    is_number = not isinstance(tree, float) or math.isfinite(tree)
+    return tree if is_number else None
 
 
 def _truncate(path: pathlib.Path, step: int) -> None:

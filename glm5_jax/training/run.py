@@ -25,6 +25,7 @@ from glm5_jax.processes import together
 from glm5_jax.training import corpus, host_memory, rl, run_folder
 from glm5_jax.training import feed as feed_lib
 from glm5_jax.training import health as health_lib
+from glm5_jax.training import metrics as metrics_lib
 from glm5_jax.training import program as program_lib
 from glm5_jax.training import rows as rows_lib
 
@@ -41,6 +42,7 @@ class Run:
     health: health_lib.Health
     rows: Sequence[int]  # of a batch, that this process makes
     tokenizer: str = ""  # SHA-256 of the run's tokenizer.json
+    rolled_back_to: int | None = None  # by the last rollback
     params: dict = dataclasses.field(default_factory=dict)
     opt_state: Any = None
     step: int = 0  # updates done
@@ -79,10 +81,13 @@ class Run:
             "health": self.health.memory(),
             "metrics": {k: v for k, v in metrics.items() if k.startswith("eval/")},
         }
-        self.checkpoints.save(self.step, state, metadata)
+        self.checkpoints.save(self.step, state, metrics_lib.finite(metadata))
 
     def roll_back(self) -> int:
         """Restores the newest checkpoint; the batches drawn since do not come again.
+
+        Where that is where the last rollback went to, it was saved too late to help:
+        the one before it is restored, if there is one.
 
         Returns:
           Updates undone.
@@ -91,18 +96,22 @@ class Run:
           FloatingPointError: there is no checkpoint.
         """
         self.checkpoints.wait()  # one may be on its way to the disk
-        if self.checkpoints.latest_step() is None:
+        newest = self.checkpoints.latest_step()
+        if newest is None:
             raise FloatingPointError(
                 f"step {self.step} went wrong and there is no checkpoint to roll back "
                 f"to. Lower optim.learning_rate or checkpoint_every."
             )
         step, position = self.step, self.position
-        self.health.go_back(self.restore())
+        is_late = newest == self.rolled_back_to and self.checkpoints.has_before(newest)
+        self.health.go_back(self.restore(before=newest if is_late else None))
         self.num_left_out += position - self.position
+        self.rolled_back_to = self.step
         if together.is_first():
             memory = self.health.memory()
             note = rollback.Rollback(self.step, self.num_left_out, memory)
             rollback.write(self.workdir, note)
+        self.checkpoints.abandon_after(self.step)
         return step - self.step
 
     def go_on(self) -> None:
@@ -111,15 +120,20 @@ class Run:
         # One that a later checkpoint has not taken into its metadata.
         if note and note.step == self.step and note.num_left_out > self.num_left_out:
             self.num_left_out, memory = note.num_left_out, note.health or memory
+            self.rolled_back_to = self.step
         self.health.go_on(memory)
 
-    def restore(self) -> Mapping[str, Any]:
-        """Takes up the newest checkpoint; returns what `health` remembered there."""
+    def restore(self, before: int | None = None) -> Mapping[str, Any]:
+        """Takes up the newest checkpoint; returns what `health` remembered there.
+
+        Args:
+          before: a step that it must be older than.
+        """
         began = time.perf_counter()
         self.params, self.opt_state = {}, None  # there is no room for two
         program = self.program
         abstract = {"params": program.params, "opt_state": program.opt_state}
-        self.step, state, metadata = self.checkpoints.restore(abstract)
+        self.step, state, metadata = self.checkpoints.restore(abstract, before=before)
         # Steps of earlier versions hold less. config.json says the same, unless
         # somebody has changed it.
         if "config" in metadata:
@@ -175,7 +189,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
             feed=feed,
             checkpoints=checkpoints,
             program=program,
-            health=health_lib.Health(config.health, config.stage),
+            health=health_lib.Health(config.health, config.stage, config.num_steps),
             rows=rows,
         )
         _fill(run)

@@ -20,6 +20,7 @@ from glm5_jax.checkpoint import manager, step_folder
 from glm5_jax.config import fields
 from glm5_jax.data import cache
 from glm5_jax.processes import folder_lock, simulate, together
+from glm5_jax.training import metrics
 
 # What may differ between two starts of one run: none of it changes what is computed,
 # but for num_steps, which moves the end of the schedule. A mesh changes roundings.
@@ -168,8 +169,9 @@ def require_same_run(
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes a file whole or not at all."""
-    cache.write_text(path, json.dumps(content, indent=2) + "\n")
+    """Writes a file whole or not at all; null for a number that is not finite."""
+    finite = metrics.finite(content)
+    cache.write_text(path, json.dumps(finite, indent=2, allow_nan=False) + "\n")
 
 
 def require_usable(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
@@ -180,7 +182,8 @@ def require_usable(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Non
     """
     path = workdir / "config.json"
     if path.exists():
-        if (workdir / "metrics.jsonl").exists():
+        is_run = has_checkpoint(workdir) and _is_of_a_run(path)
+        if is_run or (workdir / "metrics.jsonl").exists():
             _require_same_run(path, config)
         elif has_checkpoint(workdir) or not _is_of_a_run(path):
             raise config_lib.InputError(
@@ -245,7 +248,9 @@ def _require_shared(path: pathlib.Path, text: str) -> None:
 def _require_same_run(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
     try:
         theirs = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if not isinstance(theirs, dict):
+            raise TypeError("it holds no object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise config_lib.InputError(
             f"{path} cannot be read ({error}); give another --workdir."
         ) from error

@@ -218,6 +218,19 @@ class DamageTest(FaultsTestCase):
         self.assertEqual(self.names(), ["3"])
         self.assertNotEmpty([*elsewhere.iterdir()])
 
+    def test_a_step_that_is_not_finite_is_no_step_to_go_on_from(self):
+        """Sealed by another program, say: its next save would be refused for ever."""
+        state = steps.make_state(3)
+        state["params"]["w"] = state["params"]["w"].at[3, 4].set(jnp.nan)
+        manager = self.open()
+        with mock.patch.object(manager_lib.arrays, "is_finite", return_value=True):
+            manager.save(3, state, steps.METADATA)
+            manager.wait()
+        with self.assertLogs(level="ERROR") as logs:
+            self.assertEqual(self.restored(manager), 2)
+        self.assertIn("not finite", "".join(logs.output))
+        self.assertEqual(self.names(), ["1", "2", "3.damaged"])
+
     def test_messages_name_the_files(self):
         step = self.step_folder(2)
         truncate(largest(step))

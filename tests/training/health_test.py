@@ -22,8 +22,8 @@ from tests.training import loop_test
 NAN = float("nan")
 
 
-def make_health(stage="pretrain", **limits):
-    return health_lib.Health(config_lib.HealthConfig(**limits), stage)
+def make_health(stage="pretrain", num_steps=10**6, **limits):
+    return health_lib.Health(config_lib.HealthConfig(**limits), stage, num_steps)
 
 
 def judge(health, losses, skipped=0):
@@ -67,6 +67,8 @@ class JudgeTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("spike", {"on_spike": "abort"}, [3.0] * 20 + [9.0], 0, "step 21 is 9.000"),
         ("not_finite", {"max_skipped_in_a_row": 2}, [NAN], 2, "of 2 steps in a row"),
+        ("all_of_a_short_run", {"num_steps": 3}, [NAN], 3, "of 3 steps in a row"),
+        ("loss_not_finite", {"on_spike": "abort"}, [3.0] * 20 + [NAN], 0, "21 is nan"),
         (
             "too_many_rollbacks",
             {"on_spike": "roll_back", "max_rollbacks": 0},
@@ -78,6 +80,11 @@ class JudgeTest(parameterized.TestCase):
     def test_what_ends_a_run(self, limits, losses, skipped, message):
         with self.assertRaisesRegex(FloatingPointError, message):
             judge(make_health(**limits), losses, skipped)
+
+    def test_what_it_remembers_is_finite(self):
+        health = make_health()
+        judge(health, [3.0, NAN, float("inf"), 4.0])
+        self.assertEqual(health.memory()["losses"], [3.0, 4.0])
 
     def test_memory_goes_on_where_it_was(self):
         health, other = (make_health(on_spike="roll_back") for _ in range(2))
@@ -210,6 +217,24 @@ class AccidentTest(runs.OneDeviceTest):
         limits["max_rollbacks"] = 2
         self.train("again", spoil, **limits)
         self.assertEqual(self.records("again")[-1][health_lib.ROLLBACKS], 2)
+
+    def test_a_rollback_to_the_same_step_goes_further_back(self):
+        """Step 6 was saved after the blow-up: whatever follows it is a spike."""
+        limits = {"spike_nats": 1.0, "on_spike": "roll_back", "max_rollbacks": 2}
+        seen = []
+
+        def spoil(batch, position):
+            seen.append(position)
+            return with_wrong_targets({7, 9})(batch, position)
+
+        self.train("further", spoil, **limits)
+        # 6 and 7 undone, then what followed; then all since step 3, but for batches.
+        self.assertEqual(seen[-9:], [*range(10, 19)])
+        names = {p.name for p in (self.root / "further" / "checkpoints").iterdir()}
+        self.assertEqual(names, {"6", "9", "12"})
+        self.assertEqual(self.records("further")[-1][health_lib.ROLLBACKS], 2)
+        steps = [record["step"] for record in self.records("further")]
+        self.assertEqual(steps, [*range(1, 13)])
 
     def test_a_rollback_waits_for_the_checkpoint_on_its_way(self):
         seal = manifest.seal

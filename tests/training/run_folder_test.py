@@ -38,6 +38,20 @@ class ClaimTest(parameterized.TestCase):
         written = json.loads((self.folder / "config.json").read_text())
         self.assertEqual(written["eval_every"], 7)
 
+    def test_a_run_without_its_metrics_goes_on(self):
+        run_folder.claim(self.folder, CONFIG)
+        (self.folder / "checkpoints" / "3").mkdir(parents=True)
+        run_folder.claim(self.folder, CONFIG)
+        other = dataclasses.replace(CONFIG, model=presets.GLM5_10M)
+        with self.assertRaisesRegex(config_lib.InputError, r"model\.hidden_size: 96"):
+            run_folder.claim(self.folder, other)
+
+    def test_json_has_no_nan(self):
+        self.folder.mkdir()
+        path = self.folder / "summary.json"
+        run_folder.write_json(path, {"a": float("nan"), "b": [1, float("inf")]})
+        self.assertEqual(json.loads(path.read_text()), {"a": None, "b": [1, None]})
+
     def test_the_same_run_may_go_on_on_another_mesh(self):
         self.begin()
         mesh = config_lib.MeshConfig(fsdp=2, expert=2)
@@ -133,9 +147,10 @@ class ClaimTest(parameterized.TestCase):
         with self.assertRaisesRegex(config_lib.InputError, "--workdir"):
             run_folder.claim(self.folder, CONFIG)
 
-    def test_half_a_config_is_the_users_error(self):
+    @parameterized.parameters('{"model": ', "null", "[]", "[" * 100_000)
+    def test_a_damaged_config_is_the_users_error(self, text):
         self.begin()
-        (self.folder / "config.json").write_text('{"model": ')
+        (self.folder / "config.json").write_text(text)
         with self.assertRaisesRegex(config_lib.InputError, "cannot be read"):
             run_folder.claim(self.folder, CONFIG)
 
