@@ -23,12 +23,15 @@ _ROLL_BACK = flags.DEFINE_integer(
     "roll_back", None, "A step that the run, now stopped, shall go on from."
 )
 _LEAVE_OUT = flags.DEFINE_integer(
-    "leave_out", None, "Batches after it that shall not come; up to the newest step.", 0
+    "leave_out",
+    None,
+    "How many batches after it to skip; default: all up to the newest step.",
+    0,
 )
 _YES = flags.DEFINE_bool("yes", False, "With --prune: deletes.")
 _KEEP = flags.DEFINE_integer("keep", None, "Newest steps that stay; as the run's.")
 _KEEP_EVERY = flags.DEFINE_integer("keep_every", None, "Steps divisible by it stay.")
-_KEEP_BEST = flags.DEFINE_integer("keep_best", None, "So many of the best stay.")
+_KEEP_BEST = flags.DEFINE_integer("keep_best", None, "How many of the best steps stay.")
 
 
 def main(arguments: command_line.Arguments) -> int:

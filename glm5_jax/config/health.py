@@ -10,8 +10,8 @@ from glm5_jax.config import checks
 class HealthConfig:
     """Limits beyond which a step is an accident, and what follows.
 
-    A rollback restores the newest checkpoint and goes on with the batches behind the
-    offending one, so that neither it nor those before it since then come again.
+    A rollback restores the newest checkpoint and goes on with the batch after the
+    offending one: all batches drawn since the checkpoint are skipped for good.
     """
 
     # A training loss so many nats above the median of the last 64 is a spike.
