@@ -11,7 +11,7 @@
 # To end it with a checkpoint: MAX_RESTARTS=0, and SIGTERM to one process on any host.
 #
 # Variables: HOSTS; PORT (8476); LOGS (logs); PYTHON (python); SSH (ssh);
-# MAX_RESTARTS (100); PAUSE (5 s); EXPORT, e.g. EXPORT="NCCL_SOCKET_IFNAME=eth0 JAX_PLATFORMS=cuda".
+# MAX_RESTARTS (100); PAUSE (5 s); CHIP and CACHE (see launch/flags.sh); EXPORT, e.g. EXPORT="NCCL_SOCKET_IFNAME=eth0 JAX_PLATFORMS=cuda".
 set -uo pipefail
 
 : "${HOSTS:?name the hosts: HOSTS=\"host0 host1\" $0 --config=...}"
@@ -27,7 +27,8 @@ run() {  # All processes once; returns the first exit code that is not 0.
   local pids=() number code first=0 show late=
   for number in "${!hosts[@]}"; do
     # A remote shell that loses its connection must not leave its process behind: -tt.
-    "${ssh[@]}" "${hosts[number]}" "cd $here && exec env ${EXPORT:-} \
+    "${ssh[@]}" "${hosts[number]}" "cd $here && CHIP=${CHIP:-} CACHE=${CACHE:-} && \
+      . launch/flags.sh && exec env ${EXPORT:-} \
       JAX_COORDINATOR_ADDRESS=${hosts[0]}:$port JAX_NUM_PROCESSES=${#hosts[@]} \
       JAX_PROCESS_ID=$number PYTHONUNBUFFERED=1 $python -m glm5_jax.train$arguments" \
       >"$logs/process_$number.log" 2>&1 </dev/null &

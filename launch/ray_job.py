@@ -37,7 +37,9 @@ class Host:
 
     def train(self, arguments: list[str], variables: dict[str, str]) -> int:
         """Runs the training command; returns its exit code."""
-        command = [sys.executable, "-m", "glm5_jax.train", *arguments]
+        flags = '. launch/flags.sh && exec "$@"'
+        command = ["sh", "-c", flags, "sh", sys.executable]
+        command += ["-m", "glm5_jax.train", *arguments]
         return subprocess.call(
             command, env=os.environ | variables, preexec_fn=_end_with_parent
         )
@@ -48,6 +50,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--each", default="CPU=1", help="of a node, e.g. TPU=4 GPU=8")
+    parser.add_argument("--chip", default="none", help="see launch/flags.sh")
+    parser.add_argument("--cache", default="", help="a folder that all nodes see")
     parser.add_argument("--max_restarts", type=int, default=100)
     parser.add_argument("arguments", nargs="+", help="of glm5_jax.train, after --")
     options = parser.parse_args()
@@ -56,16 +60,15 @@ def main() -> int:
     ray.init(address="auto")
     code = SAVED
     for _ in range(options.max_restarts + 1):
-        code = _once(options.nodes, resources, options.arguments)
+        code = _once(options, resources)
         if code not in (SAVED, None):
             return code
     return SAVED if code is None else code
 
 
-def _once(
-    num_nodes: int, resources: dict[str, float], arguments: list[str]
-) -> int | None:
+def _once(options: argparse.Namespace, resources: dict[str, float]) -> int | None:
     """The first exit code that is not 0; None where a node went away."""
+    num_nodes, arguments = options.nodes, options.arguments
     group = placement_group([resources] * num_nodes, strategy="STRICT_SPREAD")
     ray.get(group.ready())  # waits until there are as many nodes
     hosts = [
@@ -83,6 +86,8 @@ def _once(
         "JAX_COORDINATOR_ADDRESS": ray.get(hosts[0].address.remote()),
         "JAX_NUM_PROCESSES": str(num_nodes),
         "PYTHONUNBUFFERED": "1",
+        "CHIP": options.chip,
+        "CACHE": options.cache,
     }
     try:
         codes = ray.get(

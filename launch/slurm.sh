@@ -9,6 +9,9 @@
 # with 143; then this job queues again and goes on. Logs: logs/JOB/process_N.log, and
 # slurm-JOB.out of this script, which Slurm opens before a folder could be made.
 #
+# CHIP=h100 chooses the compiler's flags (launch/flags.sh; h200 by default); CACHE is a
+# folder that all nodes see, for compiled programs.
+#
 # IMAGE=REGISTRY/glm5_jax:gpu (launch/gpu.Dockerfile) runs it in a container where the
 # cluster has pyxis; MOUNTS names what the container sees, by default /shared:/shared.
 #
@@ -30,7 +33,10 @@ set -uo pipefail
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-^lo,docker}
 export NCCL_IB_DISABLE=${NCCL_IB_DISABLE:-0}
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
-export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_latency_hiding_scheduler=true"
+# Slurm runs a copy of this file: launch/ is where sbatch was called.
+CHIP=${CHIP:-h200}
+# shellcheck source=launch/flags.sh
+. "${SLURM_SUBMIT_DIR:-.}/launch/flags.sh"
 export JAX_PLATFORMS=cuda PYTHONUNBUFFERED=1
 unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY # jax.distributed may hang on them
 

@@ -10,6 +10,9 @@
 # logs/TPU/WORKER.log, of all hosts. Where the run saved and ended by SIGTERM (143),
 # before maintenance say, it starts again.
 #
+# CHIP=v6e chooses the compiler's flags (launch/flags.sh; v5p by default); CACHE is a
+# folder that all hosts see, for compiled programs.
+#
 # Several slices: TPU="slice-0 slice-1" starts all of them at once. Slices that one
 # queued resource made know of each other (MEGASCALE_* in their metadata).
 set -uo pipefail
@@ -54,7 +57,8 @@ fi
 
 # gcloud does not pass every exit code on, so each host writes its own.
 export_all="PYTHONUNBUFFERED=1 JAX_PLATFORMS=tpu ${EXPORT:-}"
-train="cd $folder && env $export_all .venv/bin/python -m glm5_jax.train$arguments"
+flags="CHIP=${CHIP:-v5p} CACHE=${CACHE:-} && . launch/flags.sh"
+train="cd $folder && $flags && env $export_all .venv/bin/python -m glm5_jax.train$arguments"
 for ((restart = 0; restart <= ${MAX_RESTARTS:-100}; restart++)); do
   everywhere "$train; code=\$?; echo \"glm5_jax exit code \$code\"; exit \$code"
   codes=$(for slice in "${slices[@]}"; do

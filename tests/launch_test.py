@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 from glm5_jax.checkpoint import manager
 from glm5_jax.training import signals
-from tests import environment, runs
+from tests import environment, runs, tpus
 from tests.processes import launch
 
 SCRIPTS = sorted((launch.ROOT / "launch").glob("*.sh"))
@@ -56,6 +56,40 @@ class SourceTest(parameterized.TestCase):
         log = (folder / "log").read_text()
         self.assertIn("sudo apt-get install -y python3.11 python3.11-venv", log)
 
+    @parameterized.parameters("v5p", "v6e", "h200", "none")
+    def test_compilers_know_the_flags_of_a_chip(self, chip):
+        """They refuse to start over one that they do not know."""
+        shown = "echo $JAX_COMPILATION_CACHE_DIR:$LIBTPU_INIT_ARGS:$XLA_FLAGS"
+        kept = {"PATH": os.environ["PATH"], "CHIP": chip, "CACHE": "/shared/programs"}
+        done = subprocess.run(
+            ["sh", "-c", f". launch/flags.sh && {shown}"],
+            env={**kept, "XLA_FLAGS": "--mine"},
+            cwd=launch.ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        cache, tpu, gpu = done.stdout.strip().split(":")
+        self.assertEqual(cache, "/shared/programs")
+        self.assertEqual(gpu.split()[-1], "--mine")  # the last one counts
+        self.assertEqual(len(gpu.split()) > 1, chip == "h200")
+        self.assertEqual(bool(tpu), chip.startswith("v"))
+        if tpu and not tpus.has_libtpu():
+            return
+        start = "mesh.topology('v5p:2x2x1')" if tpu else "jax.devices()"
+        subprocess.run(
+            [sys.executable, "-c", f"import jax; from glm5_jax import mesh; {start}"],
+            env={
+                **os.environ,
+                **environment.VARIABLES,
+                "LIBTPU_INIT_ARGS": tpu,
+                "XLA_FLAGS": gpu.replace("--mine", ""),
+            },
+            cwd=launch.ROOT,
+            capture_output=True,
+            check=True,
+        )
+
     def test_slurm_opens_its_log_in_a_folder_that_is_there(self):
         text = (launch.ROOT / "launch" / "slurm.sh").read_text()
         (output,) = re.findall(r"^#SBATCH --output=(\S+)$", text, re.MULTILINE)
@@ -86,7 +120,7 @@ class SourceTest(parameterized.TestCase):
         hosts = chips // container["resources"]["limits"]["google.com/tpu"]
         self.assertEqual((job["parallelism"], job["completions"]), (hosts, hosts))
         # Python is the pod's first process, or SIGTERM would not reach it.
-        self.assertStartsWith(container["args"][0], "exec python -m glm5_jax.train ")
+        self.assertIn("&& exec python -m glm5_jax.train ", container["args"][0])
         rule = job["podFailurePolicy"]["rules"][0]
         self.assertEqual(rule["onExitCodes"]["values"], [2])
         self.assertEqual(rule["onExitCodes"]["containerName"], container["name"])
