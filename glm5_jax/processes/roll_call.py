@@ -4,6 +4,7 @@ Where the coordinator is not there, or numbers contradict each other, jaxlib abo
 process with a stack trace of C++; here it becomes a message. Imports no jax.
 """
 
+import errno
 import json
 import socket
 import time
@@ -12,6 +13,7 @@ from typing import Any
 from glm5_jax import config as config_lib
 
 _RETRY_SECONDS = 0.2
+_NOT_HERE = errno.EADDRNOTAVAIL
 _MAX_BYTES = 4096  # of a line; whoever sends more is not one of us
 
 
@@ -39,16 +41,16 @@ def _listen(
     coordinator: str, num_processes: int, deadline: float, timeout: float
 ) -> None:
     """Process 0: hears the others, then tells all of them how it went."""
-    port = int(coordinator.rpartition(":")[2])
     here: set[int] = set()
     connections: list[socket.socket] = []
     problem = ""
     try:
-        server = socket.create_server(("", port))
+        server = _server(coordinator)
     except OSError as error:
         raise config_lib.InputError(
-            f"process 0 cannot listen on port {port} of --coordinator={coordinator} "
-            f"({error.strerror}); take another port, or end what holds it."
+            f"process 0 cannot listen on port {coordinator.rpartition(':')[2]} of "
+            f"--coordinator={coordinator} ({error.strerror}); take another port, or "
+            f"end what holds it."
         ) from error
     with server:
         while len(here) < num_processes - 1 and not problem:
@@ -64,7 +66,7 @@ def _listen(
                 )
                 break
             said = _receive(connection, _RETRY_SECONDS * 10)
-            if said.get("glm5_jax") != "here":  # a port scan, say
+            if not _is_member(said):  # a port scan, say
                 connection.close()
                 continue
             problem = _disagreement(said, num_processes, here, host)
@@ -75,6 +77,35 @@ def _listen(
             connection.close()
     if problem:
         raise config_lib.InputError(problem)
+
+
+def _server(coordinator: str) -> socket.socket:
+    """Listens where the others knock and nowhere else, loopback in a simulation.
+
+    On every interface where that address is not one of this machine's, as that of a
+    service in front of it.
+    """
+    host, _, port = coordinator.rpartition(":")
+    try:
+        kind, *_, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        )[0]
+        return socket.create_server(address[:2], family=kind)
+    except OSError as error:
+        if not isinstance(error, socket.gaierror) and error.errno != _NOT_HERE:
+            raise
+        return socket.create_server(("", int(port)))
+
+
+def _is_member(said: dict) -> bool:
+    """Whether it is what a process of a run says; whether of this one, others check."""
+    theirs, number = said.get("num_processes"), said.get("process_id")
+    return (
+        said.get("glm5_jax") == "here"
+        and type(theirs) is int
+        and type(number) is int
+        and 0 < number < theirs
+    )
 
 
 def _disagreement(said: dict, num_processes: int, here: set[int], host: str) -> str:
@@ -141,7 +172,7 @@ def _receive(connection: socket.socket, timeout: float) -> dict[str, Any]:
     try:
         with connection.makefile("rb") as file:
             message = json.loads(file.readline(_MAX_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return message if isinstance(message, dict) else {}
 

@@ -67,6 +67,8 @@ def joined(
         address,
         count,
         number,
+        # A simulation is heard on loopback alone; else on every interface.
+        coordinator_bind_address=address if _is_loopback(address) else None,
         cluster_detection_method="deactivate" if is_explicit else None,
         initialization_timeout=timeout,
         heartbeat_timeout_seconds=heartbeat,
@@ -80,6 +82,10 @@ def joined(
     except BaseException as error:
         end.take_others_along(error)
     end.part()
+
+
+def _is_loopback(address: str | None) -> bool:
+    return (address or "").startswith(("127.", "localhost:", "[::1]:"))
 
 
 def is_first() -> bool:

@@ -64,14 +64,29 @@ class RollCallTest(parameterized.TestCase):
             (message,) = call((2, 0), port=server.getsockname()[1])
         self.assertIn("cannot listen on port", message)
 
-    def test_a_stranger_is_hung_up_on(self):
+    def test_loopback_is_not_heard_elsewhere(self):
+        with roll_call._server(f"127.0.0.1:{launch.free_port()}") as server:
+            self.assertEqual(server.getsockname()[0], "127.0.0.1")
+        # An address of documentation: of no machine.
+        with roll_call._server(f"192.0.2.1:{launch.free_port()}") as server:
+            self.assertEqual(server.getsockname()[0], "0.0.0.0")
+
+    @parameterized.parameters(
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"glm5_jax": "here"}\n',
+        b'{"glm5_jax": "here", "num_processes": "2", "process_id": 1}\n',
+        b'{"glm5_jax": "here", "num_processes": 2, "process_id": 77}\n',
+        b'{"glm5_jax": "here", "num_processes": 2, "process_id": 0}\n',
+        b"[" * 4000 + b"\n",
+    )
+    def test_a_stranger_is_hung_up_on(self, words):
         port = launch.free_port()
 
         def scan():
             for _ in range(100):
                 try:
                     with socket.create_connection(("127.0.0.1", port), 1) as stranger:
-                        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                        stranger.sendall(words)
                         return
                 except OSError:
                     time.sleep(0.01)
