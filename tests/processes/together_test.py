@@ -1,6 +1,7 @@
 """Two real processes: what they agree on, and that they end together."""
 
 import pathlib
+import signal
 import sys
 import time
 
@@ -92,12 +93,22 @@ class TogetherTest(parameterized.TestCase):
             self.assertEqual(code, 0, output)
             self.assertIn(f"experts [{experts}]", output)
 
-    @parameterized.parameters(
-        ("refuse", 2, "error: process 1 finds no corpus."),
-        ("raise_error", 1, "RuntimeError: a bug in process 0"),
-    )
-    @pytest.mark.slow
-    def test_a_failure_of_one_ends_both_alike(self, scenario, code, message):
+    def test_input_that_one_refuses_ends_both_with_2(self):
+        self.assert_both_end("refuse", 2, "error: process 1 finds no corpus.")
+
+    @pytest.mark.slow  # as the one above, but for the code
+    def test_a_bug_in_one_ends_both_with_1(self):
+        self.assert_both_end("raise_error", 1, "RuntimeError: a bug in process 0")
+
+    def test_where_one_is_killed_the_other_ends(self):
+        began = time.monotonic()
+        (first, output), (second, _) = run("die", self.folder)
+        self.assertNotEqual(first, 0, output)
+        self.assertNotIn("done", output)
+        self.assertEqual(second, -signal.SIGKILL)
+        self.assertLess(time.monotonic() - began, SECONDS_TO_LEAVE)
+
+    def assert_both_end(self, scenario, code, message):
         began = time.monotonic()
         for got, output in run(scenario, self.folder):
             self.assertEqual(got, code, output)

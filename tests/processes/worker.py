@@ -4,7 +4,9 @@ python -m tests.processes.worker SCENARIO FOLDER
 """
 
 import dataclasses
+import os
 import pathlib
+import signal
 import sys
 
 import jax
@@ -168,6 +170,14 @@ def refuse(folder):
     """Process 1 does not like its input, while 0 waits in a collective."""
     if jax.process_index() == 1:
         raise config_lib.InputError("process 1 finds no corpus.")
+    together.all_true(True)
+
+
+def die(folder):
+    """Process 1 is killed, while 0 waits in a collective."""
+    together.all_true(True)
+    if jax.process_index() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     together.all_true(True)
 
 

@@ -6,8 +6,9 @@ import pathlib
 
 from absl.testing import parameterized
 
+from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
-from glm5_jax import presets
+from glm5_jax.config import fields
 from glm5_jax.training import run_folder
 from tests import environment
 
@@ -31,6 +32,36 @@ class ClaimTest(parameterized.TestCase):
         run_folder.claim(self.folder, CONFIG)
         written = json.loads((self.folder / "config.json").read_text())
         self.assertEqual(written["model"]["hidden_size"], 96)
+
+    def test_every_other_field_makes_another_run(self):
+        """A closed list: whoever adds a field decides here on which side it is."""
+        free = {
+            *("num_steps", "log_every", "eval_every", "eval_batches"),
+            *("checkpoint_every", "sample_every", "sample_prompt", "sample_tokens"),
+            *("checkpoints_to_keep", "checkpoints_keep_every", "checkpoints_keep_best"),
+            *("mesh.slices", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.tensor"),
+            *("mesh.context", "data.cache_dir", "data.num_prefetch"),
+            *("rl.max_logprob_gap", "rl.num_eval_tasks"),
+            *("health.spike_nats", "health.on_spike", "health.max_skipped_in_a_row"),
+            *("health.on_not_finite", "health.max_rollbacks"),
+            *("health.watchdog_seconds", "trackers", "profile_steps"),
+        }
+        theirs = command_line.to_json_dict(CONFIG)
+        refused = set()
+        for path, _, _ in fields.of(config_lib.TrainConfig):
+            *sections, name = path.split(".")
+            tree = json.loads(json.dumps(theirs))
+            section = tree
+            for key in sections:
+                section = section[key]
+            section[name] = "another"
+            try:
+                run_folder.require_same_run(tree, CONFIG, self.folder)
+            except config_lib.InputError as error:
+                self.assertIn(f"\n  {path}: another there", str(error))
+                refused.add(path)
+        every = {path for path, _, _ in fields.of(config_lib.TrainConfig)}
+        self.assertEqual(every - refused, free)
 
     def test_the_same_run_may_change_what_changes_no_number(self):
         self.begin()
