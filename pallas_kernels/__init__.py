@@ -20,6 +20,8 @@ from pallas_kernels.masked_mla import masked_mla
 from pallas_kernels.selection import segment_bounds
 from pallas_kernels.sparse_mla import sparse_mla
 
+__version__ = "0.1.0"
+
 __all__ = [
     "SAVED",
     "decode_indexer_topk",

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import inspect
 import pathlib
 import re
 import subprocess
@@ -11,11 +12,13 @@ import tomllib
 from absl.testing import absltest
 
 import glm5_jax
+import pallas_kernels
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 FOLDER = ROOT / "pallas_kernels"
-PROJECT = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((FOLDER / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # Of files that run where an extra is installed, by the first word of their names.
 EXTRA_OF = {"gpu": "gpu", "triton": "gpu", "aot": "gpu", "plot": "bench"}
@@ -84,9 +87,20 @@ class RequirementsTest(absltest.TestCase):
 
     def test_the_whole_asks_for_them_too(self):
         self.assertEqual(glm5_jax.__version__, PROJECT["version"])
+        self.assertEqual(pallas_kernels.__version__, PROJECT["version"])
+        self.assertTrue((FOLDER / "py.typed").exists())
+        self.assertIn("py.typed", PYPROJECT["tool"]["hatch"]["build"]["include"])
         whole = (ROOT / "setup.py").read_text()
         for name in names(PROJECT["dependencies"]) | names(EXTRAS["gpu"]):
             self.assertNotRegex(whole, rf'"{name}\b.*[<>=]', "one bound, in one file")
+
+    def test_the_reference_page_is_that_of_the_docstrings(self):
+        page = (ROOT / "docs" / "kernels_reference.md").read_text()
+        for name in pallas_kernels.__all__:
+            if callable(function := getattr(pallas_kernels, name)):
+                made_by = "run benchmarks/kernels_reference.py"
+                self.assertIn(f"## `pallas_kernels.{name}`", page, made_by)
+                self.assertIn(inspect.getdoc(function), page, made_by)
 
     def test_an_op_and_its_benchmark_run_with_nothing_else(self):
         hidden = others(PROJECT["dependencies"]) - {"pallas_kernels"}
