@@ -206,19 +206,19 @@ class Template:
         is_trained, before = False, None
         for i, message in enumerate(messages):
             role = messages_lib.role_of(message)
-            content = messages_lib.text_of(message, "content")
             if role == "system":
                 writer.special(SYSTEM)
-                writer.text(content)
+                writer.text(messages_lib.text_of(message, "content"))
             elif role == "user":
                 writer.special(USER, trained=is_trained)
-                writer.text(content)
+                writer.text(messages_lib.text_of(message, "content"))
             elif role == "tool":
                 if before != "tool":
                     writer.special(OBSERVATION, trained=is_trained)
-                writer.special("<tool_response>")
-                writer.text(content)
-                writer.special("</tool_response>")
+                for result in messages_lib.results_of(message):
+                    writer.special("<tool_response>")
+                    writer.text(result)
+                    writer.special("</tool_response>")
             else:
                 thinking = self._is_thinking(messages[: i + 1])
                 is_trained = self._write_turn(writer, message, thinking, i > last_user)

@@ -74,8 +74,11 @@ def _check_message(message: Any, known: Collection[str]) -> None:
             raise config.InputError(
                 f"{key} must be true or false, got {message[key]!r}."
             )
-    for key in ("content", "reasoning_content"):
-        text_of(message, key)
+    if message["role"] == "tool":
+        results_of(message)
+    else:
+        text_of(message, "content")
+    text_of(message, "reasoning_content")
     for call in calls_in(message):
         name, _ = call_of(call)
         if name not in known:
@@ -100,7 +103,7 @@ def role_of(message: Message) -> str:
 
 
 def text_of(message: Message, key: str) -> str:
-    """A message's text; "" where there is none.
+    """A message's text, or that of its parts; "" where there is none.
 
     Raises:
         config.InputError: it is no text.
@@ -117,9 +120,33 @@ def text_of(message: Message, key: str) -> str:
     return text
 
 
+def results_of(message: Message) -> Sequence[str]:
+    """The results that a tool's message holds: its text, or a list of several.
+
+    Of a list, a string or {"output": string} is a result; parts of text are one.
+
+    Raises:
+        config.InputError: one is neither.
+    """
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return [text_of(message, "content")]
+    if not any(isinstance(part, str) or _is_output(part) for part in content):
+        return [text_of(message, "content")]
+    return [
+        _text_of_part(part["output"] if _is_output(part) else part, "content")
+        for part in content
+    ]
+
+
+def _is_output(part: Any) -> bool:
+    return isinstance(part, Mapping) and "output" in part
+
+
 def _text_of_part(part: Any, key: str) -> str:
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if not isinstance(text, str) or part.get("type", "text") != "text":
+    text = part.get("text") if isinstance(part, Mapping) else part
+    is_other = isinstance(part, Mapping) and part.get("type", "text") != "text"
+    if is_other or not isinstance(text, str):
         raise config.InputError(
             f'{key} of a message must be a string, or a list of {{"type": "text", '
             f'"text": string}}, got a part {part!r}.'
@@ -187,7 +214,8 @@ def thought_and_content(message: Message) -> tuple[str, str]:
     content = text_of(message, "content")
     if message.get("reasoning_content") is not None:
         return text_of(message, "reasoning_content"), content
-    thought, closed, rest = content.partition("</think>")
-    if not closed:
+    if "</think>" not in content:
         return "", content
+    # Of several, the template takes the first for the thought, the last for the rest.
+    thought, *_, rest = content.split("</think>")
     return thought.split("<think>")[-1].strip("\n"), rest.lstrip("\n")

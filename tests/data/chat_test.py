@@ -198,6 +198,31 @@ class TemplateTest(parameterized.TestCase):
         self.assertEqual(ours.bridge([HI], tail[0]), tail[1:])
         self.assertEqual(ours.bridge([HI], ids_of("<|observation|>")[0]), tail)
 
+    def test_content_in_parts(self):
+        """As the release's visible_text, and its loop over a tool's results."""
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        call = {"function": {"name": "f", "arguments": {}}}
+        messages = [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": ["</think>", "c"], "tool_calls": [call]},
+            {"role": "tool", "content": ["1", {"output": "2"}]},
+            {"role": "tool", "content": parts},
+        ]
+        text = template().tokenizer.spell(template().render(messages).tokens)
+        self.assertEqual(
+            text,
+            "[gMASK]<sop><|user|>ab<|assistant|></think>c<tool_call>f</tool_call>"
+            "<|observation|><tool_response>1</tool_response>"
+            "<tool_response>2</tool_response><tool_response>ab</tool_response>",
+        )
+
+    def test_two_closed_thoughts(self):
+        """The first is the thought, the content is what follows the last."""
+        content = "<think>x</think>y</think>\nz"
+        messages = [HI, {"role": "assistant", "content": content}]
+        text = template().tokenizer.spell(template().render(messages).tokens)
+        self.assertTrue(text.endswith("<|assistant|><think>x</think>z"), text)
+
     def test_text_never_becomes_a_special_token(self):
         # As in the released file, where some of these are not declared special.
         backend = json.loads((FOLDER / "chat_tokenizer.json").read_text())
