@@ -20,7 +20,7 @@ class LossConfig:
 
     # Weight of multi-token prediction, on the mean over its steps (GLM-4.5 report).
     mtp_weight: float = 0.3
-    # Weight of the balance of experts within a sequence (GLM-4.5 report).
+    # Weight of each layer's balance of experts within a sequence (GLM-4.5 report).
     balance_weight: float = 1e-4
     # Weight of the indexer's KL divergence; Megatron-Bridge's default.
     indexer_weight: float = 1e-3
@@ -66,7 +66,10 @@ class OptimConfig:
     muon_split_rope: bool = False
     # Orthogonalise the latent and the rope part of W_KVa apart.
     muon_split_kv_a: bool = False
-    muon_lm_head: bool = False  # Muon for the output head too, instead of AdamW
+    # Muon for the output head too, instead of AdamW as in xtuner.
+    muon_lm_head: bool = False
+    # What updates the router's matrix; GLM-4.5 and xtuner have it on Muon.
+    router_gate: Literal["muon", "adamw"] = "muon"
     # Muon's momentum; undisclosed in the paper: xtuner's value.
     muon_momentum: float = 0.95
     # Nesterov's momentum; undisclosed in the paper: xtuner's value.

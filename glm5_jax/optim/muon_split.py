@@ -35,6 +35,7 @@ COEFFICIENTS: dict[str, Coefficients] = {
     ),
 }
 _BATCH_DIMS = ("L", "E")  # layers and experts are never mixed
+_ROUTER = ("D", "E")
 _HEAD_DIMS = ("N", "I")  # heads belong to the dim after them
 _NORM_EPS = 1e-8  # keeps a matrix without gradient at zero
 
@@ -103,7 +104,12 @@ def layout(
     Raises:
         ValueError: the names are not those of a stack of matrices.
     """
-    batch = [axis for axis, name in enumerate(dims) if name in _BATCH_DIMS]
+    is_router = dims[-2:] == _ROUTER  # there experts are the columns of one matrix
+    batch = [
+        axis
+        for axis, name in enumerate(dims)
+        if name in _BATCH_DIMS and not (is_router and name == "E")
+    ]
     sides: list[list[int]] = []
     for axis in sorted(set(range(len(dims))) - set(batch)):
         if sides and dims[sides[-1][-1]] in _HEAD_DIMS:

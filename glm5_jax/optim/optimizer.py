@@ -18,7 +18,6 @@ from glm5_jax.optim import matrix_groups, muon, muon_split, schedule
 
 Path = tuple[str, ...]
 Label = Literal["muon", "adamw", "adamw_no_decay", "frozen"]
-_ADAMW_MATRICES = ("embed_tokens", "lm_head", "gate")  # gate: the router
 
 
 class State(NamedTuple):
@@ -124,9 +123,15 @@ def label_parameters(
 ) -> optax.Params:
     """Which branch updates each parameter: a tree of `Label`s.
 
-    Vectors (per layer) are norms and biases; embeddings, head and router are AdamW's;
-    everything else is a matrix for Muon, so that nothing falls to AdamW unnamed.
+    Vectors (per layer) are norms and biases; the embedding is AdamW's, and head and
+    router where the config says so; everything else is a matrix for Muon, so that
+    nothing falls to AdamW unnamed.
     """
+    on_adamw = {
+        "embed_tokens": True,
+        "lm_head": not config.muon_lm_head,
+        "gate": config.router_gate == "adamw",
+    }
 
     def label(key_path: tuple[jax.tree_util.DictKey, ...], names: Path) -> Label:
         path = tuple(key.key for key in key_path)
@@ -137,8 +142,7 @@ def label_parameters(
             return "adamw_no_decay"
         if config.name == "adamw":
             return "adamw"
-        is_muon_head = path[-1] == "lm_head" and config.muon_lm_head
-        return "adamw" if path[-1] in _ADAMW_MATRICES and not is_muon_head else "muon"
+        return "adamw" if on_adamw.get(path[-1], False) else "muon"
 
     def is_names(node: object) -> bool:
         return isinstance(node, tuple)

@@ -1,7 +1,8 @@
 """The loss of every stage but reinforcement learning, and its gradient.
 
 Next tokens, MTP, balance of the experts, and the indexers' divergence from the
-attention, each a mean over the batch.
+attention, each a mean over the batch. Balance and divergence are sums over layers, as
+each layer's has the coefficient; the MTP module is one layer, by its steps' mean.
 """
 
 import functools
@@ -158,18 +159,18 @@ def _local_loss(
                 out.hidden,
                 ahead.tokens,
                 context,
-                jnp.ones(()) if has_kl else None,
+                jnp.ones(()) / model.mtp_num_steps if has_kl else None,
             )
             loss = losses.mtp_loss(states, head, ahead.targets, ahead.weights, **chunk)
         terms["train/mtp_loss"] = (loss, weights.mtp_weight)
-    blocks = list(_blocks(aux))
-    routings = [b.routing for b in blocks if b.routing is not None]
-    if routings:
-        balance = jnp.mean(jnp.concatenate([r.balance.reshape(-1) for r in routings]))
+    balances = _balances(aux)
+    if balances.size:
+        balance = jnp.mean(balances)
         balance = balance / config.optim.accumulation_steps  # all have as many rows
-        terms["train/balance_loss"] = (balance, weights.balance_weight)
+        weight = balances.size * weights.balance_weight  # the loss has their sum
+        terms["train/balance_loss"] = (balance, weight)
     if has_kl:
-        divergences = [b.indexer_kl for b in blocks if b.indexer_kl is not None]
+        divergences = [x.indexer_kl for x in _blocks(aux) if x.indexer_kl is not None]
         kl = jnp.sum(jnp.concatenate([x.reshape(-1) for x in divergences]))
         share = jnp.sum(batch["token_weights"])  # of the batch's tokens in this part
         kl = kl * collectives.total(share, collectives.TOKENS)
@@ -201,7 +202,20 @@ def loads(aux: dict) -> dict:
     return jax.tree.map(load, aux, is_leaf=_is_block)
 
 
-def _blocks(aux: dict) -> list[block_lib.BlockAux]:
+def _balances(aux: dict) -> Float[Array, " l"]:
+    """Balance loss of every mixture; MTP's, which runs several times, is one."""
+    means = [
+        jnp.mean(block.routing.balance, keepdims=True)
+        if name == "mtp"
+        else jnp.ravel(block.routing.balance)
+        for name, part in aux.items()
+        for block in _blocks(part)
+        if block.routing is not None
+    ]
+    return jnp.concatenate([jnp.zeros(0), *means])
+
+
+def _blocks(aux: Any) -> list[block_lib.BlockAux]:
     """Auxiliary values of every block, the MTP's last."""
     return jax.tree.leaves(aux, is_leaf=_is_block)
 

@@ -37,6 +37,8 @@ MAY_CHANGE = (
 # fingerprint of their content decides.
 _OF_CONTENT = ("data.source", "data.mixture", "data.tokenizer")
 _OWN = {simulate.LOGS, folder_lock.NAME}  # before there is a config.json
+# What runs did before there was a field, where that is not its default.
+_WITHOUT = {"optim.router_gate": "adamw"}
 _MAX_SHOWN = 5
 _SHARED_SECONDS = 30  # for a network's file system to show a new file
 
@@ -264,7 +266,7 @@ def _differing(
     ours = _flat(command_line.to_json_dict(config))
     # An older version had no field, and did what is its default now.
     defaults = {path: d for path, _, d in fields.of(config_lib.TrainConfig)}
-    there = json.loads(json.dumps(defaults)) | _flat(theirs)
+    there = json.loads(json.dumps(defaults)) | _WITHOUT | _flat(theirs)
     differing = [
         f"{key}: {there.get(key, 'absent')} there, {ours.get(key, 'absent')} here"
         for key in sorted(there | ours)

@@ -58,6 +58,7 @@ class LayoutTest(parameterized.TestCase):
         ("index_query", "L Q I J", True, (0,), (1,), (2, 3)),
         ("index_weights", "L D I", True, (0,), (1,), (2,)),
         ("expert", "L E D F", True, (0, 1), (2,), (3,)),
+        ("router", "L D E", True, (0,), (1,), (2,)),
         ("plain", "D+D D", True, (), (0,), (1,)),
     )
     def test_dims_decide(self, dims, split, batch, rows, cols):
@@ -65,7 +66,7 @@ class LayoutTest(parameterized.TestCase):
         layout = muon_split.layout(tuple(dims.split()), config, MODEL)
         self.assertEqual(layout, muon_split.Layout(batch, rows, cols))
 
-    @parameterized.parameters("D", "L D", "D F Q", "L D E")
+    @parameterized.parameters("D", "L D", "D F Q", "L E F")
     def test_what_is_no_matrix_is_refused(self, dims):
         with self.assertRaisesRegex(ValueError, "needs matrices"):
             muon_split.layout(tuple(dims.split()), FLOAT32, MODEL)

@@ -87,9 +87,9 @@ class LabelTest(parameterized.TestCase):
                 "muon": {
                     *("q_a_proj", "q_b_proj", "kv_a_proj", "k_b_proj", "v_b_proj"),
                     *("o_proj", "wq_b", "wk", "weights_proj", "eh_proj"),
-                    *("gate_proj", "up_proj", "down_proj"),
+                    *("gate_proj", "up_proj", "down_proj", "gate"),
                 },
-                "adamw": {"embed_tokens", "lm_head", "gate"},
+                "adamw": {"embed_tokens", "lm_head"},
                 "adamw_no_decay": {
                     *("input_layernorm", "post_attention_layernorm", "norm"),
                     *("q_a_layernorm", "kv_a_layernorm", "enorm", "hnorm"),
@@ -105,6 +105,11 @@ class LabelTest(parameterized.TestCase):
         labels = optimizer.label_parameters(config, DIMS)
         self.assertEqual(labels["lm_head"], expected)
         self.assertEqual(labels["embed_tokens"], "adamw")
+
+    def test_router(self):
+        config = config_lib.OptimConfig(router_gate="adamw")
+        labels = optimizer.label_parameters(config, DIMS)
+        self.assertEqual(labels["mtp"]["block"]["mlp"]["gate"], "adamw")
 
     def test_adamw_takes_every_matrix(self):
         config = config_lib.OptimConfig(name="adamw")
@@ -314,9 +319,8 @@ class StateTest(parameterized.TestCase):
         params = random_tree(0)
         state = jax.eval_shape(opt.init, params)
         total = sum(x.size for x in jax.tree.leaves(state) if x.ndim)
-        muon = params["layers_0"]["q_b_proj"].size
+        muon = sum(params["layers_0"][k].size for k in ("q_b_proj", "gate"))
         adamw = sum(params[k].size for k in ("embed_tokens", "norm"))
-        adamw += params["layers_0"]["gate"].size
         self.assertEqual(total, muon + 2 * adamw)
 
 

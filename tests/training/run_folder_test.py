@@ -88,6 +88,18 @@ class ClaimTest(parameterized.TestCase):
         mesh = config_lib.MeshConfig(fsdp=2, expert=2)
         run_folder.claim(self.folder, dataclasses.replace(CONFIG, mesh=mesh))
 
+    def test_a_run_from_before_a_field_was_goes_on_with_what_it_did(self):
+        self.begin()
+        path = self.folder / "config.json"
+        written = json.loads(path.read_text())
+        del written["optim"]["router_gate"]
+        path.write_text(json.dumps(written))
+        message = r"optim\.router_gate: adamw there, muon here"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            run_folder.claim(self.folder, CONFIG)
+        optim = dataclasses.replace(CONFIG.optim, router_gate="adamw")
+        run_folder.claim(self.folder, dataclasses.replace(CONFIG, optim=optim))
+
     def test_changed_data_is_refused_and_named(self):
         self.begin()
         data = dataclasses.replace(CONFIG.data, sequence_length=128, batch_size=8)

@@ -10,7 +10,8 @@ from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.model import transformer
+from glm5_jax.model import context as context_lib
+from glm5_jax.model import mtp, transformer
 from glm5_jax.scale import collectives, hlo
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import step as step_lib
@@ -81,10 +82,37 @@ class StepTest(parameterized.TestCase):
             self.assertLess(values[-1], 0.8 * values[0], name)
         last, weights = losses[-1], CONFIG.loss
         want = last["train/lm_loss"] + weights.mtp_weight * last["train/mtp_loss"]
-        want += weights.balance_weight * last["train/balance_loss"]
+        want += 2 * weights.balance_weight * last["train/balance_loss"]  # and MTP
         want += weights.indexer_weight * last["train/indexer_kl"]
         self.assertAlmostEqual(last["train/loss"], want, places=5)
         self.assertEqual(int(state.num_updates), 8)
+
+    def test_mtp_counts_as_one_layer_by_the_mean_over_its_steps(self):
+        params, ((_, (metrics, _)), _) = whole_gradient()
+        model, batch = CONFIG.model, make_batch()
+
+        @jax.jit
+        def terms(params, batch):
+            """Divergences and balances of the layer, and of every step of MTP."""
+            ids = (batch["segment_ids"], batch["positions"])
+            context = context_lib.make_context(model, *ids)
+            out = transformer.forward(
+                params, model, batch["tokens"], context=context, with_indexer_loss=True
+            )
+            ahead = mtp.ahead(batch["tokens"], model.mtp_num_steps)
+            _, aux = mtp.steps(
+                *(params["mtp"], model, params["embed_tokens"], out.hidden),
+                *(ahead, context, jnp.ones(())),
+            )
+            (main,) = loss_lib._blocks(out.aux)
+            return [(x.indexer_kl, x.routing.balance) for x in (main, aux)]
+
+        (kl, balance), (mtp_kl, mtp_balance) = terms(params, batch)
+        self.assertLen(mtp_kl, model.mtp_num_steps)
+        want = kl[0] + jnp.mean(mtp_kl)
+        self.assertAlmostEqual(metrics["train/indexer_kl"], want, places=5)
+        want = (balance[0] + jnp.mean(mtp_balance)) / 2
+        self.assertAlmostEqual(metrics["train/balance_loss"], want, places=5)
 
     def test_every_parameter_moves(self):
         step, before, state = make_step(CONFIG)
