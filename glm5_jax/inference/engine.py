@@ -30,6 +30,7 @@ from glm5_jax.inference.requests import Completion, Request, errors
 
 NUM_STEPS = 16  # tokens of a dispatch
 CHUNK = 2048  # tokens of a prompt that are read at once
+PREFILL_TOKENS = 8 * CHUNK  # of a device that are read at once, with their padding
 MAX_STOP_IDS = 8  # of a request, unless the engine is made for more
 
 
@@ -95,15 +96,14 @@ class Engine:
         chunk = min(chunk, capacity)
         self._mesh = placement.in_use()
         placement.require_whole("num_slots", num_slots, self._mesh)
-        self._num_devices = placement.num_shares(self._mesh)
+        num_devices = placement.num_shares(self._mesh)
         self.config, self.capacity, self._seed = config, capacity, seed
         self._with_experts, self._num_steps = with_experts, num_steps
-        self._rows = parts_lib.row_counts(num_slots // self._num_devices)
-        self._sizes = parts_lib.sizes_to(chunk)
+        self._shapes = parts_lib.Shapes(num_slots, num_devices, chunk)
         self._num_stops, room = max_stop_ids, (num_slots, capacity, max_stop_ids)
         self._empty = functools.partial(steps.empty, config, *room)
         self._new_scheduler = functools.partial(
-            scheduler_lib.Scheduler, num_slots, chunk, self._num_devices
+            scheduler_lib.Scheduler, num_slots, chunk, num_devices
         )
         self._scheduler = self._new_scheduler()
         self._experts: dict[int, list] = {i: [] for i in range(num_slots)}
@@ -131,7 +131,7 @@ class Engine:
     @property
     def max_programs(self) -> int:
         """Most programs that will ever be compiled for this engine."""
-        return 2 * len(self._rows) * len(self._sizes) + 1
+        return self._shapes.num_programs
 
     def publish(self, params: dict, version: int) -> None:
         """Continues with other parameters; what running requests have read stays.
@@ -224,16 +224,18 @@ class Engine:
     ) -> _Result:
         """Lets the devices do what the scheduler wants done."""
         if todo.kind == "decode":
-            rows = [part.slot.index for part in todo.parts]
+            rows, chosen = self._shapes.decode(todo.parts)
             state, drawn = programs.decode(
                 weights.decode_params,
                 self.config,
                 self._state,
+                placement.rows(chosen, self._mesh),
                 num_steps=self._num_steps,
                 with_experts=self._with_experts,
             )
         else:
-            rows, arrays = self._arranged(todo.parts)
+            todo = self._shapes.within(todo, PREFILL_TOKENS)
+            rows, arrays = self._shapes.prefill(todo.parts, self._seed, self._num_stops)
             state, drawn = programs.prefill(
                 weights.params,
                 self.config,
@@ -243,18 +245,6 @@ class Engine:
                 with_experts=self._with_experts,
             )
         return _Result(todo, rows, state, jax.device_get(drawn), weights.version)
-
-    def _arranged(
-        self, todo: Sequence[scheduler_lib.Part]
-    ) -> tuple[list[int], steps.Parts]:
-        """Rows for parts of prompts, each on the device of its slot, and the arrays."""
-        places = parts_lib.arrange(todo)
-        num_rows = parts_lib.least(self._rows, 1 + max(row for _, row in places))
-        rows = [device * num_rows + row for device, row in places]
-        size = max(len(part.tokens) for part in todo)
-        shape = self._num_devices * num_rows, parts_lib.least(self._sizes, size)
-        own = len(self._scheduler.slots) // self._num_devices
-        return rows, parts_lib.make(todo, rows, shape, own, self._seed, self._num_stops)
 
     def _settle(self) -> None:
         """Puts down what the last dispatch gave.

@@ -1,5 +1,6 @@
 """What the scheduler wants read, as arrays of one of a few shapes."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,18 +14,79 @@ from glm5_jax.inference import steps
 from glm5_jax.inference.requests import Request
 
 MIN_TOKENS = 16  # shortest part of a prompt that gets a program of its own
+_DECODE_RATIO = 8  # of one number of decoded slots to the next
 _IDLE = Request(id=0, prompt=(), max_new_tokens=0), 0
 
 
-def arrange(todo: Sequence[scheduler_lib.Part]) -> list[tuple[int, int]]:
-    """For each part the device of its slot, and its row among those there."""
-    num_rows: dict[int, int] = {}
-    places = []
-    for part in todo:
-        device = part.slot.device
-        places.append((device, num_rows.get(device, 0)))
-        num_rows[device] = num_rows.get(device, 0) + 1
-    return places
+class Shapes:
+    """The few shapes that there are programs for, on each of some devices.
+
+    Attributes:
+        num_devices: with different slots.
+        num_slots: of each.
+    """
+
+    def __init__(self, num_slots: int, num_devices: int, chunk: int) -> None:
+        """For `num_slots` in all, and parts of at most `chunk` tokens."""
+        self.num_devices, self.num_slots = num_devices, num_slots // num_devices
+        self._rows = row_counts(self.num_slots)
+        self._sizes = sizes_to(chunk)
+        self._decode_rows = decode_counts(self.num_slots)
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that these shapes can lead to."""
+        return 2 * len(self._rows) * len(self._sizes) + len(self._decode_rows)
+
+    def within(
+        self, todo: scheduler_lib.Dispatch, max_tokens: int
+    ) -> scheduler_lib.Dispatch:
+        """As many parts of prompts, at least one, as a device may read at once.
+
+        Args:
+          todo: no decoding.
+          max_tokens: of a device, padding included.
+        """
+        parts = todo.parts[:1]
+        for part in todo.parts[1:]:
+            rows, size = self._shape([*parts, part])
+            if rows * size <= max_tokens:
+                parts.append(part)
+        is_all = len(parts) == len(todo.parts)
+        return dataclasses.replace(todo, parts=parts, is_all=is_all)
+
+    def prefill(
+        self, todo: Sequence[scheduler_lib.Part], seed: int, num_stops: int
+    ) -> tuple[list[int], steps.Parts]:
+        """Rows for parts of prompts, each on its slot's device, and the arrays.
+
+        Args:
+          todo: the parts.
+          seed: of the random numbers.
+          num_stops: stop ids of a request, at most.
+        """
+        num_rows, size = self._shape(todo)
+        rows = [device * num_rows + row for device, row in _arranged(todo)]
+        shape = self.num_devices * num_rows, size
+        return rows, make(todo, rows, shape, self.num_slots, seed, num_stops)
+
+    def decode(
+        self, todo: Sequence[scheduler_lib.Part]
+    ) -> tuple[list[int], steps.Chosen | None]:
+        """Rows for slots that decode, and the slots; None where all have a row."""
+        places = _arranged(todo)
+        num_rows = _least_rows(places, self._decode_rows)
+        if num_rows == self.num_slots:
+            return [part.slot.index for part in todo], None
+        rows = [device * num_rows + row for device, row in places]
+        slots = np.full(self.num_devices * num_rows, self.num_slots, np.int32)
+        slots[rows] = [part.slot.index % self.num_slots for part in todo]
+        return rows, steps.Chosen(jnp.asarray(slots))
+
+    def _shape(self, todo: Sequence[scheduler_lib.Part]) -> tuple[int, int]:
+        """Rows and tokens of a device's arrays for parts of prompts."""
+        size = least(self._sizes, max(len(part.tokens) for part in todo))
+        return _least_rows(_arranged(todo), self._rows), size
 
 
 def make(
@@ -78,9 +140,36 @@ def row_counts(num_slots: int) -> list[int]:
     return counts
 
 
+def decode_counts(num_slots: int) -> list[int]:
+    """Numbers of slots that are decoded at once: num_slots, and far fewer.
+
+    A program each, so they are few: with fewer than 8 slots, one.
+    """
+    counts = [num_slots]
+    while counts[0] >= _DECODE_RATIO:
+        counts.insert(0, counts[0] // _DECODE_RATIO)
+    return counts
+
+
 def least(sizes: Iterable[int], size: int) -> int:
     """The first of the ascending sizes that is enough."""
     return next(s for s in sizes if s >= size)
+
+
+def _arranged(todo: Sequence[scheduler_lib.Part]) -> list[tuple[int, int]]:
+    """For each part the device of its slot, and its row among those there."""
+    num_rows: dict[int, int] = {}
+    places = []
+    for part in todo:
+        device = part.slot.device
+        places.append((device, num_rows.get(device, 0)))
+        num_rows[device] = num_rows.get(device, 0) + 1
+    return places
+
+
+def _least_rows(places: Sequence[tuple[int, int]], counts: Sequence[int]) -> int:
+    """Rows of a device that are enough for all places of `_arranged`."""
+    return least(counts, 1 + max(row for _, row in places))
 
 
 def _plan(

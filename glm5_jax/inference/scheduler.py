@@ -73,6 +73,7 @@ class Dispatch:
 
     kind: Literal["fresh", "behind", "decode"]  # first parts; later ones; draws
     parts: list[Part]
+    is_all: bool = True  # of this kind that there is
 
 
 class Scheduler:
@@ -162,8 +163,8 @@ class Scheduler:
             if ids:
                 slot.last = ids[-1]
         is_reading = dispatch.kind != "decode"
-        are_last = all(part.is_last for part in dispatch.parts)
-        self._has_left_some = is_reading and not are_last
+        is_done = dispatch.is_all and all(part.is_last for part in dispatch.parts)
+        self._has_left_some = is_reading and not is_done
         self._num_done += 1
 
     def _admit(self, version: int) -> None:

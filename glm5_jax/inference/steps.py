@@ -56,6 +56,14 @@ class Parts:
     plan: Plan
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Slots that are decoded while the others wait."""
+
+    slots: Int[Array, " b"]  # of the device; as many as it has: a row of padding
+
+
 class Drawn(NamedTuple):
     """What a dispatch drew."""
 
@@ -155,13 +163,24 @@ def decode(
     params: dict,
     config: config_lib.ModelConfig,
     state: State,
+    chosen: Chosen | None = None,
     *,
     num_steps: int,
     with_experts: bool = False,
 ) -> tuple[State, Drawn]:
-    """Draws the next `num_steps` tokens of every slot that has a budget, or fewer."""
+    """Draws the next `num_steps` tokens of slots that have a budget, or fewer.
+
+    Args:
+      params: of `transformer.table`, or `cached.unstacked`.
+      config: of the model.
+      state: of all slots.
+      chosen: those that are computed, a row each. Default: all of them.
+      num_steps: tokens of a slot.
+      with_experts: returns them.
+    """
     local = functools.partial(_decode, config, num_steps, with_experts)
-    return placement.on_shards(local, config, _DRAWN)(params, state)
+    trees = (state,) if chosen is None else (state, chosen)
+    return placement.on_shards(local, config, _DRAWN)(params, *trees)
 
 
 def _decode(
@@ -170,24 +189,31 @@ def _decode(
     with_experts: bool,
     params: dict,
     state: State,
+    chosen: Chosen | None = None,
 ) -> tuple[State, Drawn]:
     """`decode` of the slots of a device; all devices stop together."""
-    batch = len(state.tokens)
+    slots = None if chosen is None else chosen.slots
+    tokens, plan = state.tokens, state.plan
+    if slots is not None:
+        tokens, plan = jax.tree.map(lambda x: x[slots], (tokens, plan))  # padding: any
+        budget = jnp.where(slots < len(state.tokens), plan.budget, 0)
+        plan = dataclasses.replace(plan, budget=budget)
+    batch = len(tokens)
 
     def step(carry: tuple) -> tuple:
-        n, state, drawn = carry
-        is_running = state.plan.budget > 0
+        n, cache, tokens, plan, drawn = carry
+        is_running = plan.budget > 0
         hidden, cache, choices = cached.decode(
             params,
             config,
-            state.cache,
-            state.tokens[:, None],
+            cache,
+            tokens[:, None],
             is_running.astype(jnp.int32),
+            slots,
         )
-        ids, logprobs, plan = _draw(
-            params, config, hidden[:, 0], cache.lengths, state.plan
-        )
-        tokens = jnp.where(is_running, ids, state.tokens)
+        lengths = cache.lengths if slots is None else cache.lengths[slots]
+        ids, logprobs, plan = _draw(params, config, hidden[:, 0], lengths, plan)
+        tokens = jnp.where(is_running, ids, tokens)
         experts = drawn.experts
         if experts is not None:
             experts = lax.dynamic_update_slice_in_dim(experts, choices.experts, n, 2)
@@ -196,12 +222,12 @@ def _decode(
             drawn.logprobs.at[:, n].set(logprobs),
             experts,
         )
-        return n + 1, State(cache, tokens, plan), drawn
+        return n + 1, cache, tokens, plan, drawn
 
     def goes_on(carry: tuple) -> Bool[Array, ""]:
-        n, state, _ = carry
+        n, _, _, plan, _ = carry
         return (n < num_steps) & collectives.anywhere(
-            jnp.any(state.plan.budget > 0), collectives.ROWS
+            jnp.any(plan.budget > 0), collectives.ROWS
         )
 
     nothing = Drawn(
@@ -209,9 +235,13 @@ def _decode(
         jnp.zeros((batch, num_steps), jnp.float32),
         cached.no_experts(config, (batch, num_steps)) if with_experts else None,
     )
-    carry = (jnp.zeros((), jnp.int32), state, nothing)
-    _, state, drawn = lax.while_loop(goes_on, step, carry)
-    return state, drawn
+    carry = (jnp.zeros((), jnp.int32), state.cache, tokens, plan, nothing)
+    _, cache, tokens, plan, drawn = lax.while_loop(goes_on, step, carry)
+    if slots is not None:  # the budgets of the others stay
+        budget = state.plan.budget.at[slots].set(plan.budget, mode="drop")
+        tokens = state.tokens.at[slots].set(tokens, mode="drop")
+        plan = dataclasses.replace(state.plan, budget=budget)
+    return State(cache, tokens, plan), drawn
 
 
 def _written(

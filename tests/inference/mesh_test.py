@@ -69,13 +69,13 @@ def on_one_device(config):
 
 
 class MeshCase(parameterized.TestCase):
-    def check(self, config, **axes):
+    def check(self, config, num_slots=8, **axes):
         wanted = on_one_device(config)
         mesh = make_mesh(**axes)
         params = jax.device_put(tiny.params(config), placement.params(config, mesh))
         with jax.set_mesh(mesh):
             machine = engine.Engine(
-                params, config, num_slots=8, with_experts=True, **OPTIONS
+                params, config, num_slots=num_slots, with_experts=True, **OPTIONS
             )
         with jax.log_compiles(), self.assertLogs("jax", "WARNING") as logs:
             found = run_all(machine, make_requests())  # the engine knows its mesh
@@ -107,6 +107,9 @@ class OtherMeshesTest(MeshCase):
     )
     def test_all(self, **axes):
         self.check(TINY, **axes)
+
+    def test_few_slots_of_each_device(self):
+        self.check(TINY, num_slots=32, data=2, expert=2, tensor=2)
 
     @parameterized.named_parameters(
         ("exchange", EXCHANGE, {"expert": 4, "fsdp": 2}),

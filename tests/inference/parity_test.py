@@ -45,6 +45,10 @@ class ParityTest(parameterized.TestCase):
     def test_of_a_single_slot(self):
         self.check(num_slots=1, chunk=16)
 
+    @pytest.mark.slow  # 15 s
+    def test_of_few_slots_among_many(self):
+        self.check(num_slots=64, chunk=24)
+
     def check(self, **options):
         requests = engine_test.make_requests(5, 19, 2, 33, 7, 28, n=NUM_TOKENS)
         options |= {"capacity": 64, "num_steps": 5, "with_experts": True}
