@@ -427,6 +427,39 @@ class DiskTest(FaultsTestCase):
             manager_lib.CheckpointManager(folder, 3)
 
 
+class PowerTest(FaultsTestCase):
+    def test_every_file_and_folder_of_a_step_is_synced_before_it_counts(self):
+        """Names as the system has them at the time of the call."""
+        synced = []
+
+        def note(descriptor):
+            synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+        manager = self.open()
+        with mock.patch.object(os, "fsync", note):
+            manager.save(3, steps.make_state(3), steps.METADATA)
+            manager.wait()
+        step = str(self.step_folder(3))
+        wanted = {f"{step}/{name}" for name in manifest.files(epath.Path(step))}
+        wanted |= {f"{step}/{manifest.NAME}.tmp", step}
+        wanted |= {str(pathlib.Path(name).parent) for name in wanted} - {
+            str(self.checkpoints)
+        }
+        self.assertContainsSubset(wanted, synced)
+        files = [i for i, name in enumerate(synced) if name in wanted]
+        sealed = synced.index(f"{step}/{manifest.NAME}.tmp")
+        self.assertEqual(synced[sealed + 1 :], [step])  # its name, last of all
+        self.assertGreater(sealed, min(files))
+
+    def test_the_note_of_a_rollback_is_synced(self):
+        synced = []
+        with mock.patch.object(
+            os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        ):
+            rollback.write(self.folder, rollback.Rollback(1, 2, None))
+        self.assertEqual(synced, [f"{self.folder}/rollback.json.tmp", str(self.folder)])
+
+
 class FormatTest(FaultsTestCase):
     def test_other_programs_can_check_it(self):
         """SHA-256 of the files' bytes, as sha256sum prints them."""

@@ -180,5 +180,13 @@ class BalanceTest(parameterized.TestCase):
             self.assertEqual(mlp["gate"].dtype, "bfloat16")
 
 
+class BiasTest(parameterized.TestCase):
+    def test_it_follows_the_mean_load_not_the_median(self):
+        load = jnp.array([[0.0, 0.0, 0.0, 12.0], [3.0, 3.0, 3.0, 3.0]])
+        got = moe.updated_bias(jnp.zeros((2, 4)), load, 0.5)
+        want = [[0.5, 0.5, 0.5, -0.5], [0.0, 0.0, 0.0, 0.0]]
+        np.testing.assert_array_equal(got, want)
+
+
 if __name__ == "__main__":
     environment.main()

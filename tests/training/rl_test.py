@@ -408,5 +408,18 @@ class KillTest(parameterized.TestCase):
         self.assertEmpty(list((workdir / "checkpoints").iterdir()))
 
 
+class GapTest(parameterized.TestCase):
+    @parameterized.parameters(float("nan"), float("inf"), 0.051)
+    def test_a_gap_that_is_no_small_number_ends_a_run(self, gap):
+        feed = object.__new__(rl_lib.Rollouts)
+        feed._config = config_lib.TrainConfig(
+            stage="rl",
+            rl=config_lib.RLConfig(max_logprob_gap=0.05, max_new_tokens=8),
+        )
+        feed.check({"rl/logprob_gap": 0.05}, 1)
+        with self.assertRaises(rl_lib.GapError):
+            feed.check({"rl/logprob_gap": gap}, 1)
+
+
 if __name__ == "__main__":
     environment.main()
