@@ -35,7 +35,9 @@ class Profiler:
             return
         if not self._is_recording:
             logging.info("Profiling steps %d to %d ...", number, self._steps[-1])
-            jax.profiler.start_trace(self._folder)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # calls of Python: large and slow
+            jax.profiler.start_trace(self._folder, profiler_options=options)
             self._is_recording = True
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             yield
