@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+", metavar="NAME=RUN,RUN", type=_recipe)
     parser.add_argument("--out", type=pathlib.Path, help="the picture to write")
     args = parser.parse_args()
-    recipes = {name: [_read(run) for run in runs] for name, runs in args.recipes}
+    recipes = {name: [read(run) for run in runs] for name, runs in args.recipes}
     if len(recipes) > len(STYLES):
         parser.error(f"at most {len(STYLES)} names can be told apart")
     if args.out:
@@ -95,7 +95,7 @@ def draw(recipes: dict[str, list[Run]]) -> matplotlib.figure.Figure:
 def row(name: str, runs: Sequence[Run]) -> dict[str, object]:
     """What the table says of a recipe; means are over steps, then over seeds."""
     final = [_curve(run, "eval/success")[1][-1] for run in runs]
-    firsts = [_first(*_curve(run, "eval/success")) for run in runs]
+    firsts = [first_solved(run) for run in runs]
     values = (
         name,
         str(len(runs)),
@@ -117,20 +117,27 @@ def table(rows: Sequence[dict[str, object]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _recipe(text: str) -> tuple[str, list[str]]:
-    name, equals, runs = text.partition("=")
-    if not (name and equals and runs):
-        raise argparse.ArgumentTypeError(f"must be NAME=RUN,RUN, got {text!r}")
-    return name, runs.split(",")
-
-
-def _read(folder: str) -> Run:
-    """The records of a run, with the seconds of all steps up to each."""
+def read(folder: str) -> Run:
+    """Returns the records of a run, with the seconds of all steps up to each."""
     records = metrics.read(pathlib.Path(folder) / "metrics.jsonl")
     if not any(r.get("eval/success") is not None for r in records):
         raise SystemExit(f"{folder} has no eval/success: not a run of stage 'rl'")
     spent = itertools.accumulate(r["perf/step_seconds"] for r in records)
     return [r | {"seconds": now} for r, now in zip(records, spent, strict=True)]
+
+
+def first_solved(run: Run) -> float | None:
+    """Returns the first step that was evaluated above SOLVED, or None."""
+    steps, success = _curve(run, "eval/success")
+    above = steps[success > SOLVED]
+    return above[0] if len(above) else None
+
+
+def _recipe(text: str) -> tuple[str, list[str]]:
+    name, equals, runs = text.partition("=")
+    if not (name and equals and runs):
+        raise argparse.ArgumentTypeError(f"must be NAME=RUN,RUN, got {text!r}")
+    return name, runs.split(",")
 
 
 def _curve(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -155,11 +162,6 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     window = np.ones(min(SMOOTHING, values.shape[-1]))
     count = np.convolve(np.ones(values.shape[-1]), window, mode="same")
     return np.stack([np.convolve(v, window, mode="same") / count for v in values])
-
-
-def _first(steps: np.ndarray, success: np.ndarray) -> float | None:
-    above = steps[success > SOLVED]
-    return above[0] if len(above) else None
 
 
 def _draw_band(

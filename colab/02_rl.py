@@ -84,6 +84,7 @@ MODEL = dataclasses.replace(
 )
 SFT_STEPS, SFT_ROWS = 200, 64
 RL_STEPS, PROMPTS, GROUP = 100, 32, 8
+START = 0.05, 0.8  # the least and the largest success that RL starts from
 SHOWN = 8  # held-out tasks that we look at
 
 # %% [markdown]
@@ -281,6 +282,8 @@ rl = config_lib.TrainConfig(
         max_turns=1,
         slots=PROMPTS * GROUP,
         num_eval_tasks=PROMPTS * GROUP,
+        min_start_success=START[0],
+        max_start_success=START[1],
     ),
 )
 summary = loop.train(rl, folder / "rl")

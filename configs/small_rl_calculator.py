@@ -5,7 +5,8 @@ python -m glm5_jax.train --config=configs/small_rl_calculator.py \
     --config.init_from=runs/sft --workdir=runs/rl
 
 The control has the same tasks and no tool:
-    --config.rl.environment=calculator_without_tool:2-3
+    --config.rl.environment=calculator_without_tool:2-3 \
+    --config.rl.min_start_success=0
 
 Hardware: a laptop (2 cores), six to eight minutes with other work beside it.
 Expected: held-out success from 73% to 98% and more, 3 of 3 seeds; without the tool 0%

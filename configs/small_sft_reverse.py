@@ -2,8 +2,9 @@
 
 python -m glm5_jax.train --config=configs/small_sft_reverse.py --workdir=runs/sft
 
-Hardware: a laptop (2 cores), a minute. Expected: held-out bits per byte near 1,
-and 43% of held-out samples right.
+It ends where 50% of held-out words are spelt right, whatever the seed: after how many
+steps is a matter of luck, and RL needs a start that solves some tasks and not all. The
+rate is constant, so that no step depends on where the end would have been.
 """
 
 import ml_collections
@@ -16,9 +17,12 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns the config."""
     config = config_lib.TrainConfig(
         stage="sft",
-        num_steps=300,
-        eval_every=100,
-        eval_batches=2,
+        num_steps=1000,
+        eval_every=10,
+        eval_batches=1,
+        eval_success=True,
+        stop_metric="eval/success",
+        stop_at=0.5,
         sample_prompt="reverse glm",
         sample_tokens=12,
         model=presets.BYTES,
@@ -33,8 +37,11 @@ def get_config() -> ml_collections.ConfigDict:
         optim=config_lib.OptimConfig(
             name="adamw",
             learning_rate=3e-3,
-            end_learning_rate=3e-4,
+            schedule="constant",
             warmup_steps=5,
+        ),
+        rl=config_lib.RLConfig(
+            environment="reverse:3-6", max_new_tokens=8, max_turns=1, slots=128
         ),
     )
     return command_line.to_config_dict(config)

@@ -51,6 +51,7 @@ MODEL = dataclasses.replace(
 )
 SFT_STEPS, SFT_ROWS = 2, 4
 RL_STEPS, PROMPTS, GROUP = 2, 2, 2
+START = 0.0, 1.0
 SHOWN = 2
 """
 TIMEOUT = 300  # seconds of a cell; a hang must not hold the suite

@@ -60,7 +60,16 @@ class RLConfig:
     # A run stops where the mean |log pi_train / pi_infer| is above it.
     max_logprob_gap: float = 0.05
     step_timeout_seconds: float = 60.0  # longest call of the environment
-    num_eval_tasks: int = 128  # held-out tasks of an evaluation, each answered once
+    # Held-out tasks of an evaluation, no two alike, each answered once.
+    num_eval_tasks: int = 128
+    # Least held-out success that a start must have: below it most groups earn nothing.
+    # 0 here and 1 above measure nothing and refuse nothing.
+    min_start_success: float = 0.05
+    # Largest held-out success that a start may have: above it there is little to learn.
+    max_start_success: float = 0.8
+    # Share of prompts_per_step: a step in which fewer groups have rewards that differ
+    # is left out, for Adam makes as large an update of one group as of all.
+    min_used_groups: float = 0.125
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -98,6 +107,15 @@ class RLConfig:
             *(
                 (getattr(self, k) > 0, f"{k} must be > 0, got {getattr(self, k)}.")
                 for k in ("max_logprob_gap", "step_timeout_seconds")
+            ),
+            (
+                0 <= self.min_start_success <= self.max_start_success <= 1,
+                f"min_start_success and max_start_success must lie in 0..1 in this "
+                f"order, got {self.min_start_success} and {self.max_start_success}.",
+            ),
+            (
+                0 <= self.min_used_groups <= 1,
+                f"min_used_groups must lie in 0..1, got {self.min_used_groups}.",
             ),
             (
                 self.num_rows % self.updates_per_rollout == 0,

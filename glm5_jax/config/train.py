@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from glm5_jax.config import checks
 from glm5_jax.config.data import DataConfig
@@ -177,6 +178,12 @@ class TrainConfig:
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 50  # steps between held-out evaluations; 0: only at the end
     eval_batches: int = 8  # held-out batches of an evaluation
+    # Lets evaluations of stage sft play held-out tasks of rl.environment too.
+    eval_success: bool = False
+    # Figure of evaluations that ends the run where it gets to stop_at: eval/success from
+    # below, eval/bits_per_byte from above. The schedule still reaches over num_steps.
+    stop_metric: Literal["", "eval/success", "eval/bits_per_byte"] = ""
+    stop_at: float = 0.0  # value of stop_metric that ends the run
     sample_every: int = 0  # steps between sample texts; 0: only at the end
     # Text that a sample continues, or in stage sft answers.
     sample_prompt: str = "def __init__(self"
@@ -253,6 +260,7 @@ class TrainConfig:
             *self._init_rules(),
             *self._watching_rules(),
             *self._checkpoint_rules(),
+            *self._stop_rules(),
             *self._rl_rules(),
             *self._mesh_rules(),
         )
@@ -262,6 +270,14 @@ class TrainConfig:
         """Updates of the whole run, which the learning rate's schedule counts."""
         is_rl = self.stage == "rl"
         return self.num_steps * (self.rl.updates_per_rollout if is_rl else 1)
+
+    def has_reached(self, evaluation: Mapping[str, Any]) -> bool:
+        """Whether an evaluation ends the run by stop_metric and stop_at."""
+        value = evaluation.get(self.stop_metric)
+        if value is None:
+            return False
+        is_better_below = self.stop_metric == "eval/bits_per_byte"
+        return value <= self.stop_at if is_better_below else value >= self.stop_at
 
     def _make_batch_invariant(self) -> None:
         """Lets trainer and engine agree in bfloat16; in float32 they nearly do."""
@@ -315,6 +331,36 @@ class TrainConfig:
             ),
         ]
 
+    def _stop_rules(self) -> list[tuple[bool, str]]:
+        """Rules: what a run waits for, it must evaluate."""
+        is_rl, is_success = self.stage == "rl", self.stop_metric == "eval/success"
+        return [
+            (
+                not self.eval_success or self.stage == "sft",
+                f"eval_success is for stage 'sft', got stage {self.stage!r}; stage "
+                f"'rl' measures success anyway.",
+            ),
+            (
+                not self.stop_metric or self.eval_every > 0,
+                f"stop_metric {self.stop_metric!r} needs evaluations; set eval_every "
+                f"to the steps between them.",
+            ),
+            (
+                not is_success or is_rl or self.eval_success,
+                "stop_metric 'eval/success' needs stage 'rl', or stage 'sft' with "
+                "eval_success=true and the task in rl.environment.",
+            ),
+            (
+                not is_rl or self.stop_metric != "eval/bits_per_byte",
+                "stage 'rl' has no eval/bits_per_byte; set stop_metric='eval/success'.",
+            ),
+            (
+                not self.stop_metric or 0 < self.stop_at <= (1 if is_success else 99),
+                f"stop_at must lie in 0..1 for eval/success and be > 0 for "
+                f"eval/bits_per_byte, got {self.stop_at}.",
+            ),
+        ]
+
     def _rl_rules(self) -> list[tuple[bool, str]]:
         """Rules: an episode must fit a row, and each update has whole parts."""
         length, new = self.data.sequence_length, self.rl.max_new_tokens
@@ -346,7 +392,7 @@ class TrainConfig:
         known = shares * mesh.context * mesh.tensor  # with data=-1 there are more
         stored = mesh.fsdp * mesh.context  # each matrix is cut into at least as many
         rules = [self.batch_rule(shares), *self._token_rules(known)]
-        if self.stage == "rl":
+        if self.stage == "rl" or self.eval_success:
             axes, parts = "data * fsdp * expert * context", shares * mesh.context
             remedy = "give devices to mesh.tensor"
             rules += [checks.whole("rl.slots", self.rl.slots, axes, parts, remedy)]

@@ -86,6 +86,11 @@ def require_supported(config: config_lib.TrainConfig, group: Group | None) -> No
             "stage 'rl' runs in one process: its rollouts do. Start it on one host, "
             "with as many devices as that has."
         )
+    if config.eval_success:
+        raise config_lib.InputError(
+            "eval_success must be false with several processes: episodes are played in "
+            "one process."
+        )
     if config.sample_tokens:
         raise config_lib.InputError(
             f"sample_tokens must be 0 with several processes, got "

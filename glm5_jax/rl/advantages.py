@@ -99,7 +99,7 @@ def select(
         counts.update(_excluded(episode) for episode in group if not is_valid(episode))
         if 2 * len(valid) <= group_size:
             counts["dropped_invalid_groups"] += 1
-        elif drop_equal and np.std([_total(e) for e in valid]) < _EQUAL:
+        elif drop_equal and not teaches(valid):
             counts["dropped_equal_groups"] += 1
         else:
             missing = max(group_size - len(valid), 0)
@@ -107,6 +107,11 @@ def select(
             counts["kept_groups"] += 1
             kept.append(valid + [valid[i % len(valid)] for i in range(missing)])
     return kept, dict(counts)
+
+
+def teaches(group: Sequence[Episode]) -> bool:
+    """Whether the rewards of a group of valid episodes differ."""
+    return bool(np.std([_total(episode) for episode in group]) >= _EQUAL)
 
 
 def is_valid(episode: Episode) -> bool:

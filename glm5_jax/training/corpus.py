@@ -8,10 +8,12 @@ import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax.config import checks
+from glm5_jax.data import chat, prepared, sft
 from glm5_jax.data import pipeline as pipeline_lib
-from glm5_jax.data import prepared, sft
 from glm5_jax.inference import engine, loading
+from glm5_jax.rl import environments
 from glm5_jax.training import feed
+from glm5_jax.training import player as player_lib
 from glm5_jax.training import step as step_lib
 
 SAMPLE_TEMPERATURE = 0.7
@@ -37,6 +39,11 @@ class Corpus:
         if config.sample_tokens:  # not found out after hours of training
             self._require_sample()
         self.fingerprint = self._pipeline.fingerprint
+        self._player: player_lib.Player | None = None
+        if config.eval_success:
+            taskset = environments.make(config.rl.environment)
+            template = chat.make_template(config.data, self.tokenizer)
+            self._player = player_lib.Player(config, taskset, template)
 
     @property
     def tokens_per_step(self) -> int:
@@ -62,7 +69,8 @@ class Corpus:
     def evaluate(self, params: dict, step: int, place: feed.Place) -> dict[str, float]:
         """Held-out bits per byte: -log2 of the text's probability over its bytes.
 
-        Of a mixture of each source too; in all every source has as many batches.
+        Of a mixture of each source too; in all every source has as many batches. With
+        eval_success, success on held-out tasks beside it.
         """
         names, totals = self._pipeline.held_out_names, {}
         for name in names:
@@ -73,7 +81,9 @@ class Corpus:
         if len(names) > 1:
             for name, total in totals.items():
                 bits[f"eval/bits_per_byte/{name}"] = _bits_per_byte(total)
-        return bits
+        return (
+            bits if self._player is None else bits | self._player.evaluate(params, step)
+        )
 
     def _metrics(self, num_batches: int) -> feed.Metrics:
         """Returns what to log after so many batches."""

@@ -118,7 +118,7 @@ class _Loop:
     def run_to_the_end(self, is_asked_to_end: Callable[[int], bool]) -> dict[str, Any]:
         """Returns the last evaluation, the median speed and the goodput."""
         run, config = self._run, self._run.config
-        while run.step < config.num_steps:
+        while run.step < config.num_steps and not config.has_reached(run.evaluation):
             with self._profiler.step(run.step + 1):
                 metrics = self._dispatch()
             if self._pending and not self._settle(set()):
@@ -168,8 +168,9 @@ class _Loop:
         if "evaluate" in due:
             self._watchdog.beat()
             with clock.paused("evaluate"):
-                self._last = evaluate(run)
+                self._last = run.evaluation = evaluate(run)
                 metrics |= self._last
+            due |= self._end_if_reached()
         if "save" in due:
             with clock.paused("save"), self._watchdog.paused():
                 run.save(metrics)
@@ -183,6 +184,23 @@ class _Loop:
                 write_sample(run)
         self._watchdog.beat()
         return True
+
+    def _end_if_reached(self) -> set[str]:
+        """Returns what is due where the run has come to where it should stop."""
+        run, config = self._run, self._run.config
+        if not config.stop_metric:
+            return set()
+        value = f"{config.stop_metric}={run.evaluation[config.stop_metric]:.3g}"
+        if config.has_reached(run.evaluation):
+            logging.info("%s: stops at step %d (stop_at).", value, run.step)
+            return _due(config.num_steps, config)
+        if run.step == config.num_steps:
+            logging.warning(
+                "%s has not reached stop_at=%g in num_steps=%d; a larger num_steps "
+                "goes on with the run.",
+                *(value, config.stop_at, config.num_steps),
+            )
+        return set()
 
     def _roll_back(self) -> None:
         run = self._run

@@ -8,25 +8,22 @@ again.
 
 import json
 import math
-import sys
 import time
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-import tqdm
+from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax.data import chat
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.inference import engine as engine_lib
 from glm5_jax.inference import loading
-from glm5_jax.rl import advantages, environments, episodes, gateway, publisher, rollouts
+from glm5_jax.rl import advantages, environments, episodes, gateway, rollouts
 from glm5_jax.training import feed, policy, program
+from glm5_jax.training import player as player_lib
 
-NUM_SHOWN = 4  # episodes of a sample
-_Z = 1.959964  # of a two-sided interval of 95%
-_EVAL_IDS = 2**30  # request ids from here on are those of evaluations
+_WARN_EVERY = 25  # steps in a row that teach nothing
 
 
 class GapError(RuntimeError):
@@ -47,9 +44,9 @@ class Rollouts:
         self._config = config
         self._taskset = environments.make(config.rl.environment)
         self.tokenizer = _tokenizer(config)
-        self._template = chat.make_template(config.data, self.tokenizer)
-        self._engine: engine_lib.Engine | None = None
-        self._shown: Sequence[episodes.Episode] = ()
+        template = chat.make_template(config.data, self.tokenizer)
+        self._player = player_lib.Player(config, self._taskset, template)
+        self._idle_steps = 0  # in a row
         settings = {
             "environment": config.rl.environment,
             "tokenizer": self.tokenizer.digest[:16],
@@ -72,13 +69,14 @@ class Rollouts:
         rl = self._config.rl
         jax.block_until_ready(params)  # what they still take is not the rollouts'
         began = time.perf_counter()
-        engine = self._published(params, position, rl.rollout_weights)
+        start = self._require_start(params) if position == 0 else {}
+        self._player.publish(params, position, rl.rollout_weights)
         played: list[episodes.Episode] = []
         kept: list[list[episodes.Episode]] = []
         counts: dict[str, int] = {}
         num_rounds = rl.max_rounds if rl.dynamic_sampling else 1
         for number in range(position * num_rounds, (position + 1) * num_rounds):
-            groups = self._play(engine, number)
+            groups = self._play(number)
             played += [episode for group in groups for episode in group]
             selected, more = advantages.select(
                 groups, group_size=rl.group_size, drop_equal=rl.dynamic_sampling
@@ -87,17 +85,17 @@ class Rollouts:
             counts = {name: n + counts.get(name, 0) for name, n in more.items()}
             if len(kept) >= rl.prompts_per_step:
                 break
+        used = self._used(kept[: rl.prompts_per_step])
         weighted = advantages.weigh(
-            kept[: rl.prompts_per_step],
-            std=rl.advantage_std,
-            aggregation=rl.loss_mean,
+            used, std=rl.advantage_std, aggregation=rl.loss_mean
         )
-        self._shown = played[:NUM_SHOWN]
+        self._player.shown = played[: player_lib.NUM_SHOWN]
         seen, seconds = rollouts.metrics(played), time.perf_counter() - began
         metrics = {
+            **start,
             **seen,
             **{f"rollout/{name}": n for name, n in counts.items()},
-            "rollout/used_groups": min(len(kept), rl.prompts_per_step),
+            "rollout/used_groups": sum(map(advantages.teaches, used)),
             "perf/rollout_seconds": round(seconds, 3),
             "perf/sampled_tokens_per_second": round(
                 seen["rollout/sampled_tokens"] / seconds, 1
@@ -125,56 +123,66 @@ class Rollouts:
             )
 
     def evaluate(self, params: dict, step: int, place: feed.Place) -> dict[str, float]:
-        """Share of held-out tasks solved, each tried once, with its 95% interval.
-
-        By the parameters that are trained and saved, however the rollouts are rounded.
-        """
-        rl = self._config.rl
-        tasks = [
-            self._taskset.task("held_out", 0, index)
-            for index in range(rl.num_eval_tasks)
-        ]
-        jobs = [
-            episodes.Job(task, i, _EVAL_IDS + i * rl.max_turns)
-            for i, task in enumerate(tasks)
-        ]
-        done = self._collect(self._published(params, step, "same"), jobs, "evaluate")
-        valid = [e.reward.total for e in done if advantages.is_valid(e) and e.reward]
-        self._shown = done[:NUM_SHOWN]
-        low, high = wilson_interval(sum(r >= 1 for r in valid), len(valid))
-        return {
-            "eval/success": sum(r >= 1 for r in valid) / max(len(valid), 1),
-            "eval/success_low": low,
-            "eval/success_high": high,
-            "eval/reward": sum(valid) / max(len(valid), 1),
-            "eval/invalid": len(done) - len(valid),
-        }
+        """Success on held-out tasks: see `player.Player.evaluate`."""
+        return self._player.evaluate(params, step)
 
     def sample(self, params: dict, step: int) -> str:
         """The transcripts of a few episodes."""
-        return "\n".join(_shown(episode) for episode in self._shown)
+        return "\n".join(_shown(episode) for episode in self._player.shown)
 
-    def _published(
-        self, params: dict, step: int, weights: config_lib.RolloutWeights
-    ) -> engine_lib.Engine:
-        """The engine with these parameters, as version `step`."""
-        config, rl = self._config, self._config.rl
-        if self._engine is None:
-            self._engine = engine_lib.Engine(
-                params,
-                config.model,
-                num_slots=rl.slots,
-                capacity=config.data.sequence_length,
-                seed=config.seed,
-                chunk=rl.prefill_chunk,
-                with_experts=rl.router_replay,
+    def _require_start(self, params: dict) -> dict[str, float]:
+        """Measures held-out success before the first step; returns what to log.
+
+        Raises:
+          InputError: it is out of the band of the config.
+        """
+        rl, init_from = self._config.rl, self._config.init_from
+        low, high = rl.min_start_success, rl.max_start_success
+        if (low, high) == (0, 1):
+            return {}
+        found = self._player.evaluate(params, 0)
+        share = found["eval/success"]
+        what = (
+            f"the start ({f'init_from={init_from}' if init_from else 'no init_from'}) "
+            f"solves {share:.1%} of {found['eval/tasks']} held-out tasks of "
+            f"{rl.environment!r}"
+        )
+        if share < low:
+            raise config_lib.InputError(
+                f"{what}, less than rl.min_start_success={low:g}: most groups would "
+                f"earn nothing and teach nothing. Train stage 'sft' on such tasks "
+                f"until it solves some (stop_metric=eval/success), take easier tasks, "
+                f"or, where rewards are partial, set rl.min_start_success=0."
             )
-        publisher.publish(self._engine, params, step, weights)
-        return self._engine
+        if share > high:
+            raise config_lib.InputError(
+                f"{what}, more than rl.max_start_success={high:g}: most groups would "
+                f"earn everything and teach nothing. Take harder tasks, an earlier "
+                f"checkpoint, or set rl.max_start_success=1."
+            )
+        return {"rollout/start_success": share}
 
-    def _play(
-        self, engine: engine_lib.Engine, number: int
+    def _used(
+        self, groups: list[list[episodes.Episode]]
     ) -> list[list[episodes.Episode]]:
+        """The groups, or none where too few of them teach anything."""
+        rl = self._config.rl
+        least = max(math.ceil(rl.min_used_groups * rl.prompts_per_step), 1)
+        num_used = sum(map(advantages.teaches, groups))
+        self._idle_steps = 0 if num_used >= least else self._idle_steps + 1
+        if not self._idle_steps:
+            return groups
+        if self._idle_steps % _WARN_EVERY == 1:
+            logging.warning(
+                "%d steps in a row are left out: in the last one the rewards of %d "
+                "groups differ, and an update needs %d (rl.min_used_groups). Take "
+                "tasks of which some are solved and some are not, a larger "
+                "rl.group_size, or rl.dynamic_sampling=true.",
+                *(self._idle_steps, num_used, least),
+            )
+        return []
+
+    def _play(self, number: int) -> list[list[episodes.Episode]]:
         """All groups of a round of rollouts; rounds are numbered through the run."""
         rl, jobs = self._config.rl, []
         for group in range(rl.prompts_per_step):
@@ -182,36 +190,13 @@ class Rollouts:
             task = self._taskset.task("train", self._config.seed, index)
             for member in range(rl.group_size):
                 episode = index * rl.group_size + member
-                request = episode * rl.max_turns % _EVAL_IDS
+                request = episode * rl.max_turns % player_lib.EVAL_IDS
                 jobs.append(episodes.Job(task, group, request))
-        done = iter(self._collect(engine, jobs, "rollouts"))
+        done = iter(self._player.play(jobs, "rollouts"))
         return [
             [next(done) for _ in range(rl.group_size)]
             for _ in range(rl.prompts_per_step)
         ]
-
-    def _collect(
-        self, engine: engine_lib.Engine, jobs: Sequence[episodes.Job], what: str
-    ) -> list[episodes.Episode]:
-        rl = self._config.rl
-        settings = episodes.Settings(
-            max_new_tokens=rl.max_new_tokens,
-            max_turns=rl.max_turns,
-            num_concurrent=2 * rl.slots,
-            temperature=rl.temperature,
-            call_timeout=rl.step_timeout_seconds,
-        )
-        with tqdm.tqdm(
-            desc=what,
-            total=len(jobs),
-            unit=" episodes",
-            leave=False,
-            disable=not sys.stderr.isatty(),
-        ) as bar:
-            return rollouts.collect(
-                *(engine, self._taskset, self._template, jobs, settings),
-                on_episode=lambda *_: bar.update(),
-            )
 
     def _batch(self, weighted: Sequence[advantages.Weighted]) -> feed.Batch:
         """A row for each sample, and rows of padding up to a multiple of num_rows."""
@@ -237,17 +222,6 @@ class Rollouts:
             if "experts" in batch:
                 batch["experts"][row, :n] = sample.experts
         return batch
-
-
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """95% score interval of a share (Wilson 1927); (0, 1) without trials."""
-    if not trials:
-        return 0.0, 1.0
-    share, z = successes / trials, _Z
-    centre = share + z**2 / (2 * trials)
-    spread = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
-    scale = 1 + z**2 / trials
-    return max((centre - spread) / scale, 0.0), min((centre + spread) / scale, 1.0)
 
 
 def _tokenizer(config: config_lib.TrainConfig) -> tokenizer_lib.Tokenizer:

@@ -47,6 +47,7 @@ class Run:
     opt_state: Any = None
     step: int = 0  # updates done
     num_left_out: int = 0  # batches, by rollbacks
+    evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)  # last
     train_step: Callable = lambda *args: None
     compile_seconds: float = 0.0
     restore_seconds: float = 0.0
@@ -142,6 +143,7 @@ class Run:
         self.params, self.opt_state = state["params"], state["opt_state"]
         self.num_left_out = metadata.get("position", self.step) - self.step
         self.tokenizer = metadata.get("tokenizer", "")
+        self.evaluation = metadata.get("metrics", {})
         self.restore_seconds = time.perf_counter() - began
         return metadata.get("health", self.health.memory())
 

@@ -26,11 +26,13 @@ from glm5_jax.training import metrics
 # but for num_steps, which moves the end of the schedule. A mesh changes roundings.
 MAY_CHANGE = (
     *("num_steps", "log_every", "eval_every", "eval_batches", "checkpoint_every"),
+    *("eval_success", "stop_metric", "stop_at"),
     *("sample_every", "sample_prompt", "sample_tokens"),
     *("checkpoints_to_keep", "checkpoints_keep_every", "checkpoints_keep_best"),
     *(f"mesh.{field.name}" for field in dataclasses.fields(config_lib.MeshConfig)),
     *("trackers", "profile_steps", "data.cache_dir", "data.num_prefetch"),
     *("rl.max_logprob_gap", "rl.num_eval_tasks"),
+    *("rl.min_start_success", "rl.max_start_success"),
     *(f"health.{field.name}" for field in dataclasses.fields(config_lib.HealthConfig)),
 )
 # Where data lie may change as well where a checkpoint says what they were: its
@@ -139,7 +141,8 @@ def finished(workdir: pathlib.Path, config: config_lib.TrainConfig) -> dict | No
             step = int(summary["steps"])
         except (ValueError, TypeError, KeyError):  # it is written again
             return "null"
-        if step < config.num_steps or not step_folder.is_whole(workdir, step):
+        is_over = step >= config.num_steps or config.has_reached(summary)
+        if not is_over or not step_folder.is_whole(workdir, step):
             return "null"
         metadata = manager.read_metadata(workdir / "checkpoints" / str(step))
         if "config" in metadata:  # else it is of an earlier version

@@ -78,7 +78,7 @@ class FaultyTaskset:
         """Always the same words; a random model's answers are paid however long."""
         messages = ({"role": "user", "content": "say OK"},)
         id = f"{self.name}/{split}/{seed}/{index}"
-        return protocol.Task(id, messages, "OK", pays_when_cut=True)
+        return protocol.Task(id, messages, id, pays_when_cut=True)
 
     def environment(self) -> protocol.Environment:
         """An environment with the fault, or a sound one."""

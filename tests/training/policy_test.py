@@ -18,7 +18,7 @@ from glm5_jax.data import chat
 from glm5_jax.model import cached, transformer
 from glm5_jax.rl import environments, episodes, gateway
 from glm5_jax.rl.environments import protocol
-from glm5_jax.training import policy
+from glm5_jax.training import player, policy
 from glm5_jax.training import rl as rl_lib
 from glm5_jax.training import step as step_lib
 from tests import environment
@@ -268,7 +268,7 @@ class BatchTest(parameterized.TestCase):
             calculator_episode(template, taskset, i, r) for i, r in enumerate(rewards)
         ]
         with (
-            mock.patch.object(rl_lib.Rollouts, "_published"),
+            mock.patch.object(player.Player, "publish"),
             mock.patch.object(rl_lib.Rollouts, "_play", return_value=[played]),
         ):
             batch, metrics = feed.next({}, 0)

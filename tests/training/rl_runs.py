@@ -70,6 +70,8 @@ def make_config(rl=None, model=None, **changes):
         "prefill_chunk": 16,
         "num_eval_tasks": 8,
         "max_logprob_gap": 1e-5,
+        "min_start_success": 0.0,  # chance pays, so any start will do
+        "max_start_success": 1.0,
     }
     config = config_lib.TrainConfig(
         stage="rl",

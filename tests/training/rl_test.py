@@ -18,7 +18,7 @@ from glm5_jax.checkpoint import manager
 from glm5_jax.rl import environments, publisher, rollouts
 from glm5_jax.rl.environments import protocol
 from glm5_jax.training import health as health_lib
-from glm5_jax.training import loop, metrics, run_folder
+from glm5_jax.training import loop, metrics, player, run_folder
 from glm5_jax.training import rl as rl_lib
 from glm5_jax.training import run as run_lib
 from tests import environment, runs
@@ -96,10 +96,10 @@ class RunTest(runs.OneDeviceTest):
         self.assertLen(scores, self.config.rl.num_eval_tasks)
         self.assertEqual(share, np.mean([score == 1 for score in scores]))
         self.assertEqual(summary["eval/reward"], np.mean(scores))
-        self.assertEqual((low, high), rl_lib.wilson_interval(round(share * 8), 8))
+        self.assertEqual((low, high), player.wilson_interval(round(share * 8), 8))
         self.assertBetween(share, low, high)
         sample = (self.workdir / "samples" / "4.txt").read_text()
-        for episode in self.played[-1][: rl_lib.NUM_SHOWN]:
+        for episode in self.played[-1][: player.NUM_SHOWN]:
             self.assertIn(f"--- {episode.task.id}: {episode.label.value}", sample)
             self.assertIn(f"reward: {episode.reward.total:g}", sample)
 
@@ -254,6 +254,56 @@ class RunTest(runs.OneDeviceTest):
         after = rl_runs.read_state(folder, config)["params"]
         jax.tree.map(np.testing.assert_array_equal, after, before)
 
+    def test_a_start_is_measured_and_a_step_of_too_few_groups_is_left_out(self):
+        """The start solves a part of the tasks; then one group of two teaches."""
+        n, bad = _Fault.NONE, _Fault.ENDLESS
+        plan = [*[n, bad] * 4, *[n] * 4, *[n, bad] * 2]  # eight held out, two groups
+        config = rl_runs.make_config(
+            {
+                "min_start_success": 0.5,
+                "max_start_success": 0.5,
+                "min_used_groups": 1.0,
+            },
+            num_steps=1,
+        )
+        with self.assertLogs(level="WARNING") as logs:
+            self.train(config, self.root / "measured", Mixed(plan))
+        self.assertIn("1 groups differ, and an update needs 2", "".join(logs.output))
+        (record,) = metrics.read(self.root / "measured" / "metrics.jsonl")
+        self.assertEqual(record["rollout/start_success"], 0.5)
+        self.assertEqual(record["rollout/kept_groups"], 2)
+        self.assertEqual(record["rollout/used_groups"], 0)
+        self.assertEqual(record["rl/trained_tokens"], 0)
+        self.assertEqual(record["optim/skipped_total"], 1)
+
+    @parameterized.named_parameters(
+        ("weak", 8, "solves 0.0% of 8 .*min_start_success=0.05.*sft"),
+        ("strong", 0, "solves 100.0% of 8 .*max_start_success=0.8.*harder tasks"),
+    )
+    def test_a_start_out_of_the_band_is_refused(self, num_failures, message):
+        band = {"min_start_success": 0.05, "max_start_success": 0.8}
+        config, folder = rl_runs.make_config(band), self.root / f"band{num_failures}"
+        taskset = Mixed([_Fault.ENDLESS] * num_failures)
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            self.train(config, folder, taskset)
+        self.assertEmpty(metrics.read(folder / "metrics.jsonl"))
+        run_folder.claim(folder, rl_runs.make_config())  # a wider band is the same run
+
+    def test_success_that_is_reached_ends_the_run_and_it_stays_ended(self):
+        stop = {"stop_metric": "eval/success", "stop_at": 0.6, "eval_every": 1}
+        config = rl_runs.make_config(**stop, checkpoint_every=0)
+        bad, n = _Fault.ENDLESS, _Fault.NONE
+        plan = [*[n] * 8, *[bad] * 8, *[n] * 8, *[n] * 8]  # solved after two steps
+        folder = self.root / "reached"
+        summary = self.train(config, folder, Mixed(plan))
+        self.assertEqual((summary["steps"], summary["eval/success"]), (2, 1))
+        self.assertTrue((folder / "samples" / "2.txt").exists())
+        (folder / "summary.json").unlink()  # killed before it was written
+        never = [bad] * 8
+        again = self.train(config, folder, Mixed(never))
+        self.assertEqual(again["steps"], 2)
+        self.assertEqual(self.train(config, folder, Mixed(never)), again)
+
     def test_faults_are_counted_and_not_learned_from(self):
         n = _Fault.NONE
         plan = [
@@ -293,11 +343,13 @@ class RunTest(runs.OneDeviceTest):
         self.assertEqual(repeated, [1, 1, 2, 0])
         norms = [record["train/grad_norm"] > 0 for record in records]
         self.assertEqual(norms, [False, True, False, False])
+        used = [record["rollout/used_groups"] for record in records]
+        self.assertEqual(used, [0, 1, 0, 0])  # the rewards of the others are equal
         skipped = [record["optim/skipped_total"] for record in records]
-        self.assertEqual(skipped, [0, 0, 0, 1])
+        self.assertEqual(skipped, [1, 1, 2, 3])
         self.assertEqual(summary["eval/invalid"], 2)
         self.assertEqual(summary["eval/success"], 1)
-        wanted = rl_lib.wilson_interval(6, 6)
+        wanted = player.wilson_interval(6, 6)
         self.assertEqual(summary["eval/success_low"], wanted[0])
 
 

@@ -23,7 +23,8 @@ class Ladder:
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
         """Problem `index` of the list that `seed` makes of the split."""
         p = tasks.problem(self.name, split, seed, index)
-        return protocol.Task(p.id, p.messages, p.answer, p.tools)
+        asked = p.messages[0]["content"]  # several answers of a countdown are right
+        return protocol.Task(p.id, p.messages, p.answer, p.tools, asked)
 
     def environment(self) -> protocol.Environment:
         """A calculator if the task has one, else one turn that is scored."""

@@ -40,9 +40,8 @@ class Task:
     messages: tuple[Message, ...]  # the conversation so far, ending with the user's
     answer: Any = None  # what a rule compares with; the model never sees it
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of functions
-    pays_when_cut: bool = (
-        False  # scores a turn that its length cut off; else it earns 0
-    )
+    problem: str = ""  # tasks of one problem ask the same; "": told by words and answer
+    pays_when_cut: bool = False  # scores a last turn cut off by its length, else 0
 
 
 @dataclasses.dataclass(frozen=True)
