@@ -139,7 +139,7 @@ class _Loop:
                 logging.warning("Asked to end: step %d is saved, exiting.", run.step)
                 sys.exit(signals.EXIT_TERMINATED)
         # A finished run that is started again reports the same evaluation.
-        last = self._last or evaluate(run)
+        last = self._last or dict(run.evaluation) or evaluate(run)
         with self._clock.paused("save"), self._watchdog.paused():
             run.checkpoints.close()
         return last | self._clock.medians() | self._clock.goodput()

@@ -26,9 +26,23 @@ GAP = "rl/logprob_gap"  # mean |log pi_train - log pi_infer| of the sampled toke
 
 
 def token_logprobs(
-    params: dict, config: config_lib.TrainConfig, batch: inputs_lib.Batch
+    params: dict,
+    config: config_lib.TrainConfig,
+    batch: inputs_lib.Batch,
+    num_parts: int = 1,
 ) -> Float[Array, "B T"]:
-    """Log-probability of every target as the engine samples."""
+    """Log-probability of every target as the engine samples.
+
+    Args:
+      params: of the policy.
+      config: of the run.
+      batch: whole rows.
+      num_parts: that go through the model one after the other; they divide the rows.
+    """
+    if num_parts > 1:
+        one = functools.partial(token_logprobs, params, config)
+        logprobs = lax.map(one, _cut(batch, num_parts))
+        return logprobs.swapaxes(0, 1).reshape(batch["targets"].shape)
 
     def local(params: dict, inputs: inputs_lib.Inputs) -> Array:
         return _local_logprobs(config, params, inputs)[0]
@@ -96,10 +110,10 @@ def make_policy_step(
         if num_updates == 1:
             (params, state), metrics = update((params, state), batch)
             return params, state, metrics
-        old_logprobs = token_logprobs(params, config, batch)
-        parts = jax.tree.map(
-            lambda x: x.reshape(-1, num_updates, *x.shape[1:]).swapaxes(0, 1),
-            {**batch, "old_logprobs": lax.stop_gradient(old_logprobs)},
+        num_parts = num_updates * config.optim.accumulation_steps  # as the updates go
+        old_logprobs = token_logprobs(params, config, batch, num_parts)
+        parts = _cut(
+            {**batch, "old_logprobs": lax.stop_gradient(old_logprobs)}, num_updates
         )
         parts["weights"] *= num_updates  # each part's sum to 1, as the whole's do
         mask = batch["loss_mask"] > 0
@@ -111,6 +125,13 @@ def make_policy_step(
         return params, state, _summary(metrics)
 
     return policy_step
+
+
+def _cut(batch: inputs_lib.Batch, num_parts: int) -> dict[str, Array]:
+    """Parts of the rows, stacked in front; each device has as many rows of each."""
+    return jax.tree.map(
+        lambda x: x.reshape(-1, num_parts, *x.shape[1:]).swapaxes(0, 1), dict(batch)
+    )
 
 
 class Measured(NamedTuple):

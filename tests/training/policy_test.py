@@ -215,6 +215,18 @@ class UpdatesTest(parameterized.TestCase):
         fraction = np.mean([2 / halves[0], 1 / halves[1]])  # rows 0 and 2, row 1
         self.assertAlmostEqual(metrics["rl/masked_fraction"], fraction, places=6)
 
+    def test_log_probs_from_before_take_no_more_rows_at_once_than_an_update(self):
+        optim = dataclasses.replace(CONFIG.optim, accumulation_steps=2)
+        config = dataclasses.replace(CONFIG, optim=optim)
+        optimizer = step_lib.make_optimizer(config)
+        step = policy.make_policy_step(config, optimizer)
+        shapes = jax.eval_shape(optimizer.init, params())
+        text = str(jax.make_jaxpr(step)(params(), shapes, make_batch()))
+        hidden = f"{T},{config.model.hidden_size}]"
+        self.assertIn(f"f32[{ROWS // 4},{hidden}", text)
+        self.assertNotIn(f"f32[{ROWS // 2},{hidden}", text)
+        self.assertNotIn(f"f32[{ROWS},{hidden}", text)
+
     @parameterized.parameters(0, 1)
     def test_one_bad_half_stops_both_updates(self, bad):
         batch = dict(make_batch())
