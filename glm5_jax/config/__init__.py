@@ -8,6 +8,7 @@ from glm5_jax.config.checks import DamagedError, InputError
 from glm5_jax.config.data import DataConfig, DocumentKind, PrepareConfig
 from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
+from glm5_jax.config.optim import LossConfig, OptimConfig
 from glm5_jax.config.rl import (
     DIS_AGENTIC,
     DIS_REASONING,
@@ -19,9 +20,7 @@ from glm5_jax.config.rl import (
 from glm5_jax.config.rope import RopeScaling
 from glm5_jax.config.train import (
     TRACKERS,
-    LossConfig,
     MeshConfig,
-    OptimConfig,
     Stage,
     TrainConfig,
 )

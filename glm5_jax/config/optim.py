@@ -1,0 +1,118 @@
+"""What a run minimises, and by which updates."""
+
+import dataclasses
+from typing import Literal
+
+from glm5_jax.config import checks
+from glm5_jax.config.model import Dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Weights of the terms of the training loss."""
+
+    # Weight of multi-token prediction, on the mean over its steps (GLM-4.5 report).
+    mtp_weight: float = 0.3
+    # Weight of each layer's balance of experts within a sequence (GLM-4.5 report).
+    balance_weight: float = 1e-4
+    # Weight of the indexer's KL divergence; Megatron-Bridge's default.
+    indexer_weight: float = 1e-3
+    z_weight: float = 0.0  # weight of the router's z-loss; 0 turns it off
+    # Step of the router's bias, which balances without a loss (GLM-4.5 report).
+    router_bias_rate: float = 1e-3
+    # Tokens whose float32 logits exist at once; fewer save memory.
+    chunk_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        weights = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name != "chunk_tokens"
+        }
+        checks.require(
+            *checks.choices(self),
+            *checks.positive(self, "chunk_tokens"),
+            *(
+                (v >= 0, f"{k} must not be negative, got {v}.")
+                for k, v in weights.items()
+            ),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Muon Split on matrices, AdamW on the rest (paper appendix A; GLM-4.5 report)."""
+
+    # Optimizer of the matrices; all else is AdamW's in either case.
+    name: Literal["muon", "adamw"] = "muon"
+    learning_rate: float = 2e-4  # the highest one, after the warm-up
+    end_learning_rate: float = 4e-5  # the one of the last step
+    # How the learning rate falls between the two.
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 0  # steps in which the learning rate rises from 0
+    # Share of a weight that is taken off it, times the learning rate, each step.
+    weight_decay: float = 0.1
+    # Orthogonalise W_UQ, W_UK and W_UV head by head (Muon Split).
+    muon_split: bool = True
+    # Orthogonalise the no-rope and the rope part of W_UQ apart, too.
+    muon_split_rope: bool = False
+    # Orthogonalise the latent and the rope part of W_KVa apart.
+    muon_split_kv_a: bool = False
+    # Muon for the output head too, instead of AdamW as in xtuner.
+    muon_lm_head: bool = False
+    # What updates the router's matrix; GLM-4.5 and xtuner have it on Muon.
+    router_gate: Literal["muon", "adamw"] = "muon"
+    # Muon's momentum; undisclosed in the paper: xtuner's value.
+    muon_momentum: float = 0.95
+    # Nesterov's momentum; undisclosed in the paper: xtuner's value.
+    muon_nesterov: bool = True
+    muon_update_rms: float = 0.2  # root mean square that Muon's updates are scaled to
+    ns_steps: int = 5  # Newton-Schulz iterations that orthogonalise an update
+    # Polynomial of those iterations; undisclosed in the paper: xtuner's choice.
+    ns_coefficients: Literal["quintic", "polar_express"] = "polar_express"
+    ns_dtype: Dtype = "bfloat16"  # number type that those iterations compute in
+    adam_learning_rate_scale: float = 1.0  # AdamW's learning rate over Muon's
+    adam_b1: float = 0.9  # decay of AdamW's mean of gradients
+    adam_b2: float = 0.95  # decay of AdamW's mean of squared gradients
+    adam_eps: float = 1e-8  # added to the root of AdamW's second moment
+    # Number type of Muon's momentum and AdamW's first moment: bfloat16 saves 2 bytes a
+    # parameter.
+    moment_dtype: Dtype = "float32"
+    # Keep all moments in the host's memory; an update fetches them leaf by leaf.
+    offload_moments: bool = False
+    # Parts of a batch, computed in turn: activations are those of one part.
+    accumulation_steps: int = 1
+    clip_norm: float = 0.0  # largest norm of all gradients together; 0 turns it off
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        checks.require(
+            *checks.choices(self),
+            (
+                self.learning_rate > 0,
+                f"learning_rate must be > 0: {self.learning_rate}",
+            ),
+            (
+                0 <= self.end_learning_rate <= self.learning_rate,
+                f"end_learning_rate must lie in 0..learning_rate "
+                f"({self.learning_rate}), got {self.end_learning_rate}.",
+            ),
+            (self.warmup_steps >= 0, f"warmup_steps is negative: {self.warmup_steps}."),
+            (self.weight_decay >= 0, f"weight_decay is negative: {self.weight_decay}."),
+            (
+                0 <= self.muon_momentum < 1,
+                f"muon_momentum must lie in [0, 1), got {self.muon_momentum}.",
+            ),
+            (0 <= self.adam_b1 < 1, f"adam_b1 must lie in [0, 1): {self.adam_b1}."),
+            (0 <= self.adam_b2 < 1, f"adam_b2 must lie in [0, 1): {self.adam_b2}."),
+            (
+                self.clip_norm >= 0,
+                f"clip_norm is negative: {self.clip_norm}; 0 is off.",
+            ),
+            *(
+                (getattr(self, k) > 0, f"{k} must be > 0, got {getattr(self, k)}.")
+                for k in ("adam_eps", "adam_learning_rate_scale", "muon_update_rms")
+            ),
+            *checks.positive(self, "ns_steps", "accumulation_steps", most=2**20),
+        )
