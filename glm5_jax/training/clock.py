@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from glm5_jax.training import accounting
+from glm5_jax.training import accounting, hosts
 from glm5_jax.training import run as run_lib
 
 SHARE = "goodput/share"  # seconds of steps that count over all seconds of the run
@@ -47,10 +47,13 @@ class Clock:
         self._since = time.perf_counter(), time.process_time()
         self._waited = 0.0  # for the batch of the step under way
         self._steps: list[tuple[float, float, float, float]] = []
+        self._recent: list[tuple[float, float]] = []  # seconds; without the devices'
 
     def read(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Waits for a step's metrics and adds the time since the one before."""
+        asked = time.perf_counter()
         jax.block_until_ready(metrics["train/loss"])
+        blocked = time.perf_counter() - asked
         now = time.perf_counter(), time.process_time()
         # Rows of rollouts are mostly padding, so there the tokens are counted.
         tokens = float(metrics.get("rollout/tokens", self._tokens))
@@ -61,6 +64,7 @@ class Clock:
         self._seconds["step"] += step[0]
         self._step_seconds = step[0]
         self._steps.append(step)
+        self._recent.append((step[0], step[0] - blocked))
         return metrics | self._rates(*step)
 
     @contextlib.contextmanager
@@ -79,6 +83,11 @@ class Clock:
         yield
         if not self._is_on_policy:
             self._waited += time.perf_counter() - before
+
+    def recent(self) -> hosts.Seconds:
+        """Medians of the steps since this was last asked."""
+        steps, self._recent = self._recent, []
+        return hosts.Seconds(*np.median(steps, axis=0).round(5).tolist())
 
     def lose(self, num_steps: int) -> None:
         """Takes back the last steps: they will be done again."""

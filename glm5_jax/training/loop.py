@@ -22,6 +22,7 @@ from glm5_jax.processes import together
 from glm5_jax.training import (
     accounting,
     host_memory,
+    hosts,
     plot,
     profiling,
     run_folder,
@@ -177,7 +178,8 @@ class _Loop:
         is_due = _is_due(run.step, run.config.log_every)
         if is_due or "evaluate" in due:
             counts = run.health.counts()
-            self._writer.write(run.step, metrics | counts | clock.goodput())
+            own = hosts.tell(run.workdir, run.step, run.position, clock.recent())
+            self._writer.write(run.step, metrics | counts | own | clock.goodput())
         if "sample" in due:  # last: nothing is lost where it fails
             self._watchdog.beat()
             with clock.paused("sample"), self._saves_finished():

@@ -1,5 +1,6 @@
 """The training command in several real processes against the same in one."""
 
+import json
 import os
 import pathlib
 import signal
@@ -89,6 +90,11 @@ class TrainTest(runs.FolderTest):
         self.assertIn("8 x ", (two / "summary.json").read_text())
         names = {path.name for path in (two / "logs").iterdir()}
         self.assertEqual(names, {"process_0.log", "process_1.log"})
+        lines = (two / "hosts.jsonl").read_text().splitlines()
+        for line in map(json.loads, lines):  # every process's seconds of a step
+            self.assertLen(line["step_seconds"], 2)
+            self.assertLessEqual(max(line["own_seconds"]), max(line["step_seconds"]))
+        self.assertIn("hosts/slowest", (two / "metrics.jsonl").read_text())
 
     def test_one_then_two_then_four_are_one_run(self):
         flags = ["--config.optim.schedule=constant", *MESHES["data"]]

@@ -1,0 +1,85 @@
+"""Which process keeps the others waiting: every process's seconds of a step.
+
+All processes end a step together, so their steps take the same time. What differs is
+how much of it a process spends on its own, on data and Python, before it waits for the
+devices. A slow device is none of these: all wait for it alike.
+"""
+
+import dataclasses
+import json
+import pathlib
+import statistics
+from collections.abc import Sequence
+
+import jax
+from absl import logging
+
+from glm5_jax.processes import together
+
+LATE = 0.1  # of a step: so much more of its own than the others names a process
+_FILE = "hosts.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Of a process, medians of the steps since it was last asked."""
+
+    step: float
+    own: float  # without waiting for devices
+
+
+def tell(workdir: pathlib.Path, step: int, position: int, mine: Seconds) -> dict:
+    """Collects the seconds of all processes; process 0 writes them to hosts.jsonl.
+
+    All must call it after the same step.
+
+    Args:
+      workdir: of the run.
+      step: updates done.
+      position: batches drawn, which grows whatever is rolled back.
+      mine: of this process.
+
+    Returns:
+      On process 0 of several what metrics.jsonl holds of them; else nothing.
+    """
+    if jax.process_count() == 1:
+        return {}
+    text = json.dumps(dataclasses.asdict(mine))
+    said = together.to_first(f"hosts/{position}", text)
+    if not said:
+        return {}
+    found = [Seconds(**json.loads(text)) for text in said]
+    by_name = {
+        f"{name}_seconds": [getattr(seconds, name) for seconds in found]
+        for name in ("step", "own")
+    }
+    with (workdir / _FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **by_name}) + "\n")
+    if late := straggler(found):
+        logging.warning("Step %d: %s", step, late)
+    return metrics(found)
+
+
+def metrics(found: Sequence[Seconds]) -> dict[str, int | float]:
+    """The slowest process's number and seconds, and the median's."""
+    own = [seconds.own for seconds in found]
+    return {
+        "hosts/slowest": own.index(max(own)),
+        "hosts/own_seconds_max": round(max(own), 5),
+        "hosts/own_seconds_median": round(statistics.median(own), 5),
+        "hosts/step_seconds_max": round(max(seconds.step for seconds in found), 5),
+    }
+
+
+def straggler(found: Sequence[Seconds]) -> str:
+    """Says which process the others wait for, or nothing."""
+    own = [seconds.own for seconds in found]
+    slowest = own.index(max(own))
+    others = statistics.median(own[:slowest] + own[slowest + 1 :])
+    if own[slowest] - others < LATE * found[slowest].step:
+        return ""
+    return (
+        f"process {slowest} of {len(own)} takes {own[slowest]:.3f} s of its own of a "
+        f"step of {found[slowest].step:.3f}, the others {others:.3f}: all wait for it. "
+        f"Look at its data, its CPU and its host."
+    )
