@@ -11,11 +11,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 EXIT_TERMINATED = 143
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _is_ending = threading.Lock()
+_undone_first: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
@@ -44,9 +45,22 @@ def ending_at_once() -> Iterator[None]:
         os.close(hear)
 
 
+@contextlib.contextmanager
+def undoing(undo: Callable[[], None]) -> Iterator[None]:
+    """Inside, a process that ends at once calls `undo` first; no `finally` is run."""
+    _undone_first.insert(0, undo)
+    try:
+        yield
+    finally:
+        _undone_first.remove(undo)
+
+
 def end_at_once(*_: object) -> None:
     """Ends this process, as a handler of a signal."""
     if _is_ending.acquire(blocking=False):
+        for undo in _undone_first:  # the innermost first
+            with contextlib.suppress(Exception):
+                undo()
         sys.stderr.write("\nerror: asked to end; the same command goes on later.\n")
         sys.stderr.flush()
         os._exit(EXIT_TERMINATED)

@@ -19,7 +19,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, step_folder
 from glm5_jax.config import fields
 from glm5_jax.data import cache
-from glm5_jax.processes import folder_lock, simulate, together
+from glm5_jax.processes import folder_lock, interrupts, simulate, together
 from glm5_jax.training import metrics
 
 # What may differ between two starts of one run: none of it changes what is computed,
@@ -66,13 +66,21 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
             f"cannot write into {path}: {error.strerror}; give a --workdir in which "
             f"you may create files."
         ) from error
-    try:
-        with folder_lock.held(path):
-            yield
-    finally:
+
+    def remove() -> None:
         with contextlib.suppress(OSError):  # they are in use
             for folder in made:
                 folder.rmdir()
+
+    def remove_locked() -> None:
+        (path / folder_lock.NAME).unlink(missing_ok=True)
+        remove()
+
+    try:
+        with folder_lock.held(path), interrupts.undoing(remove_locked):
+            yield
+    finally:
+        remove()
 
 
 def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
@@ -110,15 +118,20 @@ def claimed(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Iterator[N
     before = path.read_bytes() if path.is_file() else None
     there = {p.name for p in workdir.iterdir()} if workdir.is_dir() else set()
     claim(workdir, config)
-    try:
-        yield
-    except BaseException:
+
+    def undo() -> None:
         if before is not None and together.is_first():
             cache.write_atomically(path, lambda new: new.write_bytes(before))
         elif together.is_first() and not has_checkpoint(workdir):
             for new in workdir.iterdir():
                 if new.name not in there | _OWN:
                     shutil.rmtree(new) if new.is_dir() else new.unlink()
+
+    try:
+        with interrupts.undoing(undo):
+            yield
+    except BaseException:
+        undo()
         raise
 
 

@@ -36,6 +36,22 @@ class EndingTest(parameterized.TestCase):
         self.assertEqual(message.count("\n"), 2, message)
         self.assertIn("error: asked to end", message)
 
+    def test_what_was_begun_is_undone_first(self):
+        work = (
+            "with interrupts.undoing(lambda: print('outer', flush=True)):\n"
+            "        with interrupts.undoing(lambda: print('inner', flush=True)):\n"
+            "            with interrupts.undoing(lambda: print('left')): pass\n"
+            "            with interrupts.undoing(lambda: 1 / 0):\n"
+            "                interrupts.end_at_once()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD.format(work=work)],
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(done.returncode, interrupts.EXIT_TERMINATED)
+        self.assertEqual(done.stdout.split(), ["ready", "inner", "outer"])
+
     def test_other_handlers_go_first_and_come_back(self):
         before = signal.getsignal(signal.SIGTERM)
         heard = []
