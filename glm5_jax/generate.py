@@ -13,8 +13,16 @@ _CHECKPOINT = flags.DEFINE_string(
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.")
 _TOKENS = flags.DEFINE_string("tokens", None, "Ids to continue: .npy, [T] or [N, T].")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Tokens to add.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0 takes the likeliest token.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Probability to sample from; 1 is all.")
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature",
+    None,
+    "0 takes the likeliest token; default: generation_config.json's, or 1.",
+)
+_TOP_P = flags.DEFINE_float(
+    "top_p",
+    None,
+    "Probability to sample from; default: generation_config.json's, or 1 (all).",
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random numbers.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Goes on after the end of text.")
 _TOKENS_OUT = flags.DEFINE_string(

@@ -22,11 +22,13 @@ def generate(
     tokens_out: str | None,
     ignore_eos: bool,
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
+    temperature: float | None,
+    top_p: float | None,
     seed: int,
 ) -> list[str]:
     """Continues a text, or every row of ids.npy.
+
+    A temperature or top_p of None is that of the model's generation_config.json.
 
     Writes prompts and continuations to `tokens_out`: as many dims as `tokens` has, one
     for a text; rows that stopped earlier are filled with pad_token_id, or 0.
@@ -47,6 +49,10 @@ def generate(
         prompts = [tokenizer.encode(prompt or "")]
     else:
         raise _no_tokenizer(checkpoint)
+    if temperature is None or top_p is None:
+        defaults = loading.sampling_defaults(checkpoint)
+        temperature = defaults[0] if temperature is None else temperature
+        top_p = defaults[1] if top_p is None else top_p
     ends = {*config.eos_token_id, *([tokenizer.eos_id] if tokenizer else [])}
     logging.info("Compiling and sampling ...")
     stop_ids = {i for i in ends if i < config.vocab_size}  # others are never drawn
@@ -62,13 +68,8 @@ def generate(
     )
     rows = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]
     if tokens_out is not None:
-        length = max(len(row) for row in rows)
-        padding = config.pad_token_id or 0
-        padded = [row + [padding] * (length - len(row)) for row in rows]
         is_single = ids is None or ids.ndim == 1
-        out = np.asarray(padded[0] if is_single else padded, np.int32)
-        with open(tokens_out, "wb") as file:  # np.save would append .npy to a name
-            np.save(file, out)
+        _save_rows(tokens_out, rows, config.pad_token_id or 0, is_single)
     if tokenizer is None:
         return [" ".join(map(str, row)) for row in rows]
     return [tokenizer.decode(row) for row in rows]
@@ -111,6 +112,15 @@ def evaluate(
     logging.info("Compiling and scoring ...")
     nll = scoring.score(params, config, rows, logits)
     return scoring.summarize(rows, nll)
+
+
+def _save_rows(path: str, rows: list[list[int]], padding: int, is_single: bool) -> None:
+    """Writes rows of ids, filled to one length; a single one as it is."""
+    length = max(map(len, rows))
+    padded = [row + [padding] * (length - len(row)) for row in rows]
+    out = np.asarray(padded[0] if is_single else padded, np.int32)
+    with open(path, "wb") as file:  # np.save would append .npy to a name
+        np.save(file, out)
 
 
 def read_ids(path: str) -> Int[np.ndarray, "*N T"]:

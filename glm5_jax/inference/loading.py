@@ -6,6 +6,7 @@ checkpoints/STEP/, or config.json with a "model_type" beside *.safetensors.
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ MATHEMATICS = (
     *("rms_norm_eps", "latent_norm_eps", "rope_theta", "rope_scaling"),
     *("num_experts_per_tok", "routed_scaling_factor", "norm_topk_prob", "index_topk"),
 )
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")  # organisation/model
 MAX_CONTEXT = 4096  # tokens read at once where no training run says how many
 DTYPES = ("float32", "bfloat16")
 
@@ -167,9 +169,16 @@ def find(path: Path) -> Source:
     Raises:
       InputError: nothing, or nothing that holds a model.
     """
-    path = pathlib.Path(step_folder.absolute(path))
+    given, path = str(path), pathlib.Path(step_folder.absolute(path))
     if not path.is_dir():
-        raise config_lib.InputError(f"There is no folder {path}.")
+        hint = ""
+        if _HUB_ID.fullmatch(given):
+            hint = (
+                f" If it is a model of the Hugging Face hub, download it first: "
+                f"pip install huggingface_hub, then hf download {given} --local-dir "
+                f"{given}"
+            )
+        raise config_lib.InputError(f"There is no folder {path}.{hint}")
     is_step = path.parent.name == "checkpoints"
     folder = path.parent.parent if is_step else path
     try:
@@ -213,6 +222,27 @@ def read_config(
             config = dataclasses.replace(config, dtype=stored, param_dtype=stored)
         model = command_line.to_json_dict(config)
     return command_line.resolve({"model": model}, overrides, _Overridable).model
+
+
+def sampling_defaults(path: Path) -> tuple[float, float]:
+    """Temperature and top_p of the model's generation_config.json, or 1 and 1.
+
+    Raises:
+      InputError: it cannot be read, or holds something else.
+    """
+    file = find(path).folder / "generation_config.json"
+    try:
+        given = huggingface_config.read_json(file) if file.exists() else {}
+        if given.get("do_sample") is False:
+            return 0.0, 1.0
+        found = [given.get(name) for name in ("temperature", "top_p")]
+        temperature, top_p = (1.0 if x is None else float(x) for x in found)
+        return temperature, top_p
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise config_lib.InputError(
+            f"{file} cannot be used ({error}); delete it, or give --temperature and "
+            f"--top_p."
+        ) from error
 
 
 def _finite(params: dict, path: Path) -> dict:

@@ -197,6 +197,27 @@ class LoadTest(FolderTest):
         with self.assertRaisesRegex(config_lib.InputError, "nan: lm_head holds a NaN"):
             loading.load_params(folder, config, transformer.abstract_params(config))
 
+    def test_sampling_is_that_of_the_model(self):
+        folder = self.folder / "model"
+        shutil.copytree(GOLDEN, folder)
+        file = folder / "generation_config.json"
+        for text, want in {
+            '{"do_sample": true, "temperature": 0.7, "top_p": 0.95}': (0.7, 0.95),
+            '{"do_sample": false, "temperature": 0.7}': (0.0, 1.0),
+            '{"eos_token_id": 1}': (1.0, 1.0),
+        }.items():
+            file.write_text(text)
+            self.assertEqual(loading.sampling_defaults(folder), want)
+        for text in ("[", "[]", '{"top_p": "x"}', '{"temperature": [1]}'):
+            file.write_text(text)
+            with self.assertRaisesRegex(config_lib.InputError, "cannot be used"):
+                loading.sampling_defaults(folder)
+
+    def test_a_name_of_the_hub_says_how_to_download(self):
+        message = "hf download zai-org/GLM-5 --local-dir zai-org/GLM-5"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loading.find("zai-org/GLM-5")
+
     def test_says_what_is_missing(self):
         empty = self.folder / "empty"
         empty.mkdir()
