@@ -5,10 +5,12 @@ JSONL, Parquet, Arrow (as Hugging Face datasets keep it), ArrayRecord, plain tex
 
 import contextlib
 import dataclasses
+import gzip
 import importlib
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -17,6 +19,8 @@ from array_record.python import array_record_module
 from glm5_jax import config
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
+_UNPACKED = (*TEXT_SUFFIXES, ".jsonl")  # that may have .gz behind them
+_GZIP = ".gz"
 _CHUNK_BYTES = 2**24
 WHOLE = 2**62  # bytes of a span that is a whole file
 _ROWS_AT_ONCE = 256  # of a Parquet file, in memory
@@ -62,7 +66,16 @@ def document_files(root: pathlib.Path) -> list[pathlib.Path]:
     Raises:
         config.InputError: it is a DatasetDict, of which one split must be chosen.
     """
-    found = [path for path in files(root) if path.suffix in _KINDS]
+    found = [path for path in files(root) if is_document(path)]
+    for path in found:
+        if not path.is_file() and path.exists():  # reading a pipe would never end
+            raise config.InputError(f"{path} is no regular file; remove it.")
+        try:
+            path.name.encode()
+        except UnicodeEncodeError as error:
+            raise config.InputError(
+                f"{str(path)!r} is no name in UTF-8; rename it."
+            ) from error
     for path in files(root):
         if path.name == "dataset_dict.json":
             splits = sorted(p.name for p in path.parent.iterdir() if p.is_dir())
@@ -79,7 +92,7 @@ def document_files(root: pathlib.Path) -> list[pathlib.Path]:
 
 def other_files(root: pathlib.Path) -> list[str]:
     """Names of the files below `root` that hold no documents, as far as is known."""
-    paths = (path for path in files(root) if path.suffix not in _KINDS)
+    paths = (path for path in files(root) if not is_document(path))
     names = (path.relative_to(root).as_posix() for path in paths)
     return sorted(name for name in names if not name.endswith(_OF_DATA_SETS))
 
@@ -88,7 +101,8 @@ def cut(root: pathlib.Path, path: pathlib.Path, num_bytes: int) -> list[Span]:
     """A file as spans of about `num_bytes`; a text, or a row group, is never cut."""
     name = path.relative_to(root).as_posix()
     with _readable(path):
-        return [Span(name, *span) for span in _KINDS[path.suffix][0](path, num_bytes)]
+        spans = _KINDS[_suffix(path)][0](path, num_bytes)
+        return [Span(name, *span) for span in spans]
 
 
 def read(root: pathlib.Path, span: Span, field: str) -> Iterator[tuple[str, Any]]:
@@ -106,7 +120,7 @@ def read(root: pathlib.Path, span: Span, field: str) -> Iterator[tuple[str, Any]
     """
     path = root / span.path
     with _readable(path):
-        records = _KINDS[path.suffix][1](path, span, field)
+        records = _KINDS[_suffix(path)][1](path, span, field)
         for number, value in enumerate(records, start=span.first):
             if value is not None:  # an empty line is counted and no document
                 yield f"{span.path}:{number}" if number else span.path, value
@@ -137,8 +151,9 @@ def read_text(path: pathlib.Path) -> str:
         config.InputError: it cannot be read as UTF-8.
     """
     try:
-        return path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        with _open(path) as file:
+            return file.read().decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise config.InputError(
             f"{path} cannot be read as UTF-8 text: {error}. Convert or remove it."
         ) from error
@@ -151,8 +166,26 @@ def _readable(path: pathlib.Path) -> Iterator[None]:
         yield
     except config.InputError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RuntimeError) as error:
         raise config.InputError(f"{path} cannot be read: {error}.") from error
+
+
+def is_document(path: pathlib.Path) -> bool:
+    """Whether a file holds documents, by its name."""
+    return _suffix(path) in _KINDS
+
+
+def _suffix(path: pathlib.Path) -> str:
+    """Of what a file is once it is unpacked: .jsonl of a.jsonl.gz."""
+    inner = pathlib.Path(path.stem).suffix
+    return inner if path.suffix == _GZIP and inner in _UNPACKED else path.suffix
+
+
+def _open(path: pathlib.Path) -> Any:
+    """Its bytes, unpacked; places in it are those of the unpacked file."""
+    if path.suffix == _GZIP:
+        return gzip.open(path, "rb")
+    return path.open("rb")
 
 
 def _data_files(state: pathlib.Path) -> list[str]:
@@ -204,7 +237,7 @@ def _read_text(path: pathlib.Path, span: Span, field: str) -> Iterator[str]:
 def _cut_jsonl(path: pathlib.Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
     """At the ends of lines, which are counted on the way."""
     start, first = 0, 1
-    with path.open("rb") as file:
+    with _open(path) as file:
         while True:
             num_lines, left = 0, num_bytes
             while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
@@ -225,7 +258,7 @@ def _read_jsonl(path: pathlib.Path, span: Span, field: str) -> Iterator[Any]:
 
 def _lines(path: pathlib.Path, span: Span) -> Iterator[tuple[int, bytes]]:
     """Number and bytes of each line of a span."""
-    with path.open("rb") as file:
+    with _open(path) as file:
         file.seek(span.start)
         number = span.first
         while file.tell() < span.stop:

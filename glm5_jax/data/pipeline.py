@@ -114,6 +114,8 @@ def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
         config.InputError: the source or the tokenizer cannot be used.
     """
     documents = sources.read_documents(data.source)
+    if len(documents) == 1:
+        documents = sources.parted(documents[0], data.held_out_percent)
     # The tokenizer must not depend on the seed of the run: it is shared.
     ordered = sources.shuffled(documents, seed=0)
     held_out = [d.name for d in ordered if _is_held_out(d, data)]

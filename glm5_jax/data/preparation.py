@@ -234,6 +234,14 @@ def _write_indices(
         for side, found in zip(documents.SIDES, (train, held_out), strict=True):
             label = os.path.normpath(f"{name}/{side}")
             figures[label] = _figures(found, config.sequence_length)
+    sides = [side for record in whole for side in record["folders"].values()]
+    if not any(documents.SIDES[1] in side for side in sides):
+        logging.warning(
+            "No document of %s is held out, and training needs one to evaluate on: cut "
+            "it into more documents or raise held_out_percent. A lone text can be "
+            "trained on as it is (--config.data.source=%s): its end is held out.",
+            *(config.source, config.source),
+        )
     if len(figures) == num_counts:
         for each in plan.parts:
             part.remove(config, target, each.number)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import pathlib
 import sys
 import sysconfig
@@ -46,10 +47,10 @@ def read_documents(source: str) -> list[Document]:
     """Every document of `source` that is not empty, sorted by name.
 
     Args:
-        source: "python" (the standard library's language reference and modules), or a
-            folder with .txt, .md, .py files (a document each) and .jsonl, .parquet,
-            .arrow, .array_record files (with the field "text"). Hidden files are not
-            read.
+        source: "python" (the standard library's language reference and modules), a
+            file, or a folder with .txt, .md, .py files (a document each) and .jsonl,
+            .parquet, .arrow, .array_record files (with the field "text"); the first
+            four may be compressed (.txt.gz). Hidden files are not read.
 
     Raises:
         config.InputError: there is no such folder, nothing in it, or a bad line.
@@ -103,6 +104,24 @@ def read_span(
         yield Document(name, text)
 
 
+def parted(document: Document, percent: int) -> list[Document]:
+    """A lone document as two, of which the end, from a new line on, is held out.
+
+    Their names are such that the split by names puts them on these sides.
+    """
+    place = len(document.text) * (100 - percent) // 100
+    place = document.text.rfind("\n", 0, place) + 1 or place
+    parts = document.text[:place], document.text[place:]
+    if not all(parts):
+        return [document]
+
+    def name(side: bool) -> str:
+        names = (f"{document.name}#{i}" for i in itertools.count())
+        return next(n for n in names if is_held_out(n, percent) == side)
+
+    return [Document(name(bool(i)), text) for i, text in enumerate(parts)]
+
+
 def is_held_out(name: str, percent: int) -> bool:
     """Whether the document is kept from training: sha256(name) % 100 < percent."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100 < percent
@@ -147,7 +166,12 @@ def _python() -> Iterator[Document]:
 
 
 def _folder(source: str) -> Iterator[Document]:
-    root = folder_of(source)
-    for path in formats.document_files(root):
+    path = pathlib.Path(source).expanduser()
+    if path.is_file() and formats.is_document(path):
+        root, paths = path.parent, [path]
+    else:
+        root = folder_of(source)
+        paths = formats.document_files(root)
+    for path in paths:
         for span in formats.cut(root, path, formats.WHOLE):
             yield from read_span(root, span)

@@ -175,7 +175,7 @@ class PipelineTest(parameterized.TestCase):
 
     def test_a_split_without_documents_is_refused(self):
         folder = pathlib.Path(self.create_tempdir().full_path)
-        (folder / "input.txt").write_text("all in one file")
+        (folder / "input.txt").write_text("x")  # which cannot be parted
         with self.assertRaisesRegex(config.InputError, "no held-out document.*JSONL"):
             self.make(source=str(folder))
 

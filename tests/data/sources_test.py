@@ -1,6 +1,8 @@
 """Documents of a folder and of Python, their split, and what is refused."""
 
+import gzip
 import hashlib
+import os
 import pathlib
 
 from absl.testing import absltest, parameterized
@@ -18,6 +20,50 @@ class FolderTest(parameterized.TestCase):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.encode() if isinstance(content, str) else content)
         return str(folder)
+
+    def test_a_file_and_packed_files(self):
+        lines = "".join(f"line {i}\n" for i in range(99))
+        rows = '{"text": "x"}\n{"text": "y"}\n'
+        folder = self.make_folder(
+            {
+                "a.txt": lines,
+                "b.txt.gz": gzip.compress(lines.encode()),
+                "c.jsonl.gz": gzip.compress(rows.encode()),
+                "d.gz": gzip.compress(b"what?"),
+            }
+        )
+        (document,) = sources.read_documents(f"{folder}/a.txt")
+        self.assertEqual(document, sources.Document("a.txt", lines))
+        found = {d.name: d.text for d in sources.read_documents(folder)}
+        want = {"a.txt": lines, "b.txt.gz": lines}
+        self.assertEqual(found, want | {"c.jsonl.gz:1": "x", "c.jsonl.gz:2": "y"})
+        path = pathlib.Path(folder, "b.txt.gz")
+        path.write_bytes(path.read_bytes()[:-12])
+        with self.assertRaisesRegex(config.InputError, "b.txt.gz cannot be read"):
+            sources.read_documents(folder)
+
+    @parameterized.parameters(1, 10, 50)
+    def test_of_a_lone_document_the_end_is_held_out(self, percent):
+        text = "".join(f"line {i}\n" for i in range(1000))
+        document = sources.Document("input.txt", text)
+        train, held_out = sources.parted(document, percent)
+        self.assertEqual(train.text + held_out.text, text)
+        self.assertEndsWith(train.text, "\n")
+        share = 100 * len(held_out.text) / len(text)
+        self.assertAlmostEqual(share, percent, delta=0.2)
+        self.assertFalse(sources.is_held_out(train.name, percent))
+        self.assertTrue(sources.is_held_out(held_out.name, percent))
+        self.assertLen(sources.parted(sources.Document("a", "x"), percent), 1)
+
+    def test_what_would_never_end_or_has_no_name_is_refused(self):
+        folder = self.make_folder({"a.txt": "a"})
+        os.mkfifo(f"{folder}/b.txt")
+        with self.assertRaisesRegex(config.InputError, "b.txt is no regular file"):
+            sources.read_documents(folder)
+        os.remove(f"{folder}/b.txt")
+        pathlib.Path(os.fsdecode(os.fsencode(folder) + b"/\xff.txt")).write_text("x")
+        with self.assertRaisesRegex(config.InputError, "is no name in UTF-8"):
+            sources.read_documents(folder)
 
     def test_every_kind_of_file(self):
         folder = self.make_folder(
