@@ -24,7 +24,8 @@ class RLConfig:
     advantage_std (the paper says "std"), every limit.
     """
 
-    environment: str = "reverse"  # a name of rl/environments, or "reasoning_gym:NAME"
+    # A name of rl/environments, "reasoning_gym:NAME", or "module:Class" of your own.
+    environment: str = "reverse"
     prompts_per_step: int = 32  # tasks of a step, each answered group_size times
     group_size: int = 32  # answers to one task, whose rewards are compared
     max_new_tokens: int = 1024  # longest turn of the model, in tokens

@@ -11,7 +11,7 @@ import numpy as np
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.data import chat, formats, messages, records, tasks
+from glm5_jax.data import chat, formats, messages, own, records, tasks
 
 _MAX_DEMONSTRATIONS = 4096  # of a task
 _DEMONSTRATIONS_SEED = 0
@@ -48,7 +48,8 @@ def read_conversations(source: str) -> list[Conversation]:
         source: a .jsonl file, or a folder of such, with a conversation a line:
             {"messages": [...], "tools": [...]}, tools being optional, or ShareGPT's
             {"conversations": [{"from", "value"}]}; or "tasks:NAME",
-            the demonstrations of a task of data/tasks.py, of its training split alone.
+            the demonstrations of a task of data/tasks.py, or of one's own as
+            module:Class, of its training split alone.
 
     Raises:
         config.InputError: there is none, no such task, or a bad line, by file and line.
@@ -152,12 +153,32 @@ def pick(source: str, index: int) -> Conversation:
 
 
 def _demonstrations(name: str) -> list[Conversation]:
-    """What solves the first training problems of a task, each problem once."""
+    """What solves the first training problems of a task, each problem once.
+
+    Raises:
+        config.InputError: there is no such task, or nobody knows what solves one.
+    """
+    if own.is_own(name):
+        taskset, found = own.make(name, ("task", "demonstration")), []
+        for index in range(_MAX_DEMONSTRATIONS):
+            task = taskset.task("train", _DEMONSTRATIONS_SEED, index)
+            shown = taskset.demonstration(task)
+            if shown is None:
+                raise config.InputError(
+                    f"{name!r} has no demonstration of its task {task.id!r}; stage "
+                    f"'sft' needs one of each."
+                )
+            found.append(Conversation(tuple(shown), tuple(task.tools)))
+        return _distinct(found)
     problems = [
         tasks.problem(name, "train", _DEMONSTRATIONS_SEED, index)
         for index in range(_MAX_DEMONSTRATIONS)
     ]
     found = [Conversation(p.demonstration, p.tools) for p in problems]
+    return _distinct(found)
+
+
+def _distinct(found: Sequence[Conversation]) -> list[Conversation]:
     return list({conversation.name: conversation for conversation in found}.values())
 
 

@@ -95,6 +95,7 @@ class Rollouts:
             **start,
             **seen,
             **{f"rollout/{name}": n for name, n in counts.items()},
+            "rollout/max_staleness": _staleness(played, position),
             "rollout/used_groups": sum(map(advantages.teaches, used)),
             "perf/rollout_seconds": round(seconds, 3),
             "perf/sampled_tokens_per_second": round(
@@ -222,6 +223,16 @@ class Rollouts:
             if "experts" in batch:
                 batch["experts"][row, :n] = sample.experts
         return batch
+
+
+def _staleness(played: Sequence[episodes.Episode], version: int) -> int:
+    """How many versions the oldest weights that drew a token are behind `version`."""
+    drawn = [
+        np.asarray(sample.versions)[np.asarray(sample.mask, bool)]
+        for episode in played
+        for sample in episode.samples
+    ]
+    return max((version - int(v.min()) for v in drawn if v.size), default=0)
 
 
 def _tokenizer(config: config_lib.TrainConfig) -> tokenizer_lib.Tokenizer:
