@@ -66,7 +66,7 @@ class PublisherTest(parameterized.TestCase):
         before = jax.tree_util.tree_leaves_with_path(params)
         kept = set()
         for (path, old), new in zip(
-            before, jax.tree.leaves(engine._params), strict=True
+            before, jax.tree.leaves(engine._weights.params), strict=True
         ):
             names = [key.key for key in path]
             is_matrix = names[0] == "layers_0" and old.ndim > 2  # L and two more
