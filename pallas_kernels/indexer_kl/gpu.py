@@ -218,9 +218,10 @@ def _target_kernel(
         key = s * (C + R)
         kv_c = tl.load(kv_ptr + key + c)
         kv_r = tl.load(kv_ptr + key + r)
-        scores = tl.dot(q_c, kv_c.T, input_precision="ieee")
-        scores = tl.dot(q_r, kv_r.T, scores, input_precision="ieee")
-        probs = tl.exp2(scores * (SCALE * LOG2_E) - lse)
+        # Each product scaled for itself: else all warps compute both.
+        scores = tl.dot(q_c, kv_c.T, input_precision="ieee") * (SCALE * LOG2_E)
+        scores += tl.dot(q_r, kv_r.T, input_precision="ieee") * (SCALE * LOG2_E)
+        probs = tl.exp2(scores - lse)
         mean = tl.where(k < count, tl.sum(probs, 0) * (1.0 / N), 0.0)
         tl.store(target_ptr + row * K + k, mean, k < K)
 

@@ -119,7 +119,7 @@ def scored(q, k, w, lo, hi, start, table, plan):
     group = group_size(num_keys, plan.topk)
     stride = triton.cdiv(num_keys, KEYS) * KEYS
     rows = plan.sequences * blocks * block
-    splits = triton.cdiv(PROGRAMS, plan.sequences * blocks)
+    splits = max(PROGRAMS // (plan.sequences * blocks), 1)  # no third, partial wave
     return triton_call.call(
         _scores_kernel,
         *(q, k, w, lo, hi, start, start if table is None else table),
