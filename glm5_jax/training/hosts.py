@@ -16,7 +16,8 @@ from absl import logging
 
 from glm5_jax.processes import together
 
-LATE = 0.1  # of a step: so much more of its own than the others names a process
+# More of its own than the others names a process: so much of a step, so many times.
+LATE, TIMES = 0.1, 1.5
 _FILE = "hosts.jsonl"
 
 
@@ -76,7 +77,8 @@ def straggler(found: Sequence[Seconds]) -> str:
     own = [seconds.own for seconds in found]
     slowest = own.index(max(own))
     others = statistics.median(own[:slowest] + own[slowest + 1 :])
-    if own[slowest] - others < LATE * found[slowest].step:
+    late = own[slowest] - others
+    if late < LATE * found[slowest].step or own[slowest] < TIMES * others:
         return ""
     return (
         f"process {slowest} of {len(own)} takes {own[slowest]:.3f} s of its own of a "
