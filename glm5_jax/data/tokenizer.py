@@ -160,6 +160,8 @@ def load(path: str | pathlib.Path) -> Tokenizer:
     path = pathlib.Path(path).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
+        if file.exists() and not file.is_file():  # /dev/zero, say, has no end
+            raise OSError("it is no regular file")
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise config.InputError(

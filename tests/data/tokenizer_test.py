@@ -116,6 +116,10 @@ class TokenizerTest(parameterized.TestCase):
             self.assertEqual(again.digest, first.digest)
             self.assertEqual(file.read_text(), whole)
 
+    def test_what_has_no_end_is_no_tokenizer(self):
+        with self.assertRaisesRegex(config.InputError, "/dev/zero: it is no regular"):
+            tokenizer_lib.load("/dev/zero")
+
     def test_a_cache_that_cannot_be_written_is_no_error(self):
         file = self.create_tempfile().full_path  # a file where a folder should be
         data = config.DataConfig(cache_dir=file, bpe_vocab_size=320)
