@@ -167,6 +167,8 @@ class _Loop:
             self._roll_back()
             return False
         if "evaluate" in due:
+            if not self._last:
+                logging.info("Compiling the evaluation ...")
             self._watchdog.beat()
             with clock.paused("evaluate"):
                 self._last = run.evaluation = evaluate(run)

@@ -41,6 +41,7 @@ class Player:
         """Lets the episodes that follow be played by these parameters."""
         config, rl = self._config, self._config.rl
         if self._engine is None:
+            logging.info("Compiling the engine, then playing the first episodes ...")
             self._engine = engine_lib.Engine(
                 params,
                 config.model,
