@@ -44,7 +44,7 @@ STEPS = 6
 
 def make_config(web, code, **changes):
     """The run of loop_test, whose compiled step it takes, on a mixture."""
-    config = loop_test.make_config("", "", sample_tokens=0, eval_every=0)
+    config = loop_test.make_config("python", "", sample_tokens=0, eval_every=0)
     data = config_lib.DataConfig(
         mixture=(web, code),
         mixture_weights=((0.75, 0.25), (0.25, 0.75)),
@@ -74,6 +74,13 @@ class ChangedDataTest(runs.OneDeviceTest):
         cls.workdir = cls.root / "run"
         cls.summary = loop.train(cls.config, cls.workdir)
 
+    def unfinished(self, name):
+        """A copy of the run without its last step: a finished one reads no data."""
+        workdir = self.root / name
+        shutil.copytree(self.workdir, workdir)
+        shutil.rmtree(workdir / "checkpoints" / str(STEPS))
+        return workdir
+
     def test_epochs_and_waits_are_reported(self):
         last = metrics.read(self.workdir / "metrics.jsonl")[-1]
         # Three steps of each stage, of 8 rows.
@@ -93,8 +100,7 @@ class ChangedDataTest(runs.OneDeviceTest):
         self.assertIn("data.mixture_steps: [3] there, [4] here", message)
 
     def test_the_same_folder_prepared_otherwise_is_refused_by_what_changed(self):
-        workdir, web = self.root / "copy", self.root / "web"
-        shutil.copytree(self.workdir, workdir)
+        workdir, web = self.unfinished("copy"), self.root / "web"
         self.addCleanup(shutil.move, self.root / "aside", web)
         shutil.move(web, self.root / "aside")
         self.addCleanup(shutil.rmtree, web)
@@ -111,12 +117,11 @@ class ChangedDataTest(runs.OneDeviceTest):
         self.assertNotIn("mixture[1]", message)
 
     def test_a_folder_of_another_name_goes_on(self):
-        workdir, web = self.root / "moved_run", self.root / "moved" / "internet"
-        shutil.copytree(self.workdir, workdir)
+        workdir, web = self.unfinished("moved_run"), self.root / "moved" / "internet"
         shutil.copytree(self.web, web)
-        loop.train(make_config(str(web), self.code), workdir)
         with self.assertRaisesRegex(config_lib.InputError, r"mixture\[1\].rows="):
             loop.train(make_config(str(web), self.web), workdir)
+        loop.train(make_config(str(web), self.code), workdir)
 
     def test_weights_are_not_given_other_ids(self):
         data = config_lib.DataConfig(
