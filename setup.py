@@ -34,8 +34,11 @@ KERNELS = tomllib.loads(
 # The lower bounds are the oldest releases that the tests ran with; there are no upper
 # ones. requirements/ holds exact pins.
 ARROW = ["pyarrow>=26"]  # Parquet files and Hugging Face datasets
+TENSORBOARD, WANDB = ["tensorboardX>=2.6"], ["wandb>=0.22"]
 TEST = [
     *ARROW,
+    *TENSORBOARD,
+    *WANDB,
     "beartype",
     "ipykernel",
     "jupytext",
@@ -111,8 +114,8 @@ setuptools.setup(
         # Environments of a hundred procedural tasks.
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
         # What config.trackers names.
-        "tensorboard": ["tensorboardX>=2.6"],
-        "wandb": ["wandb>=0.22"],
+        "tensorboard": TENSORBOARD,
+        "wandb": WANDB,
         "test": TEST,
         "dev": DEV,
     },
