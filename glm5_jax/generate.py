@@ -1,7 +1,10 @@
 """Continues text or token ids.
 
 python -m glm5_jax.generate --checkpoint=runs/NAME --prompt="class" --max_new_tokens=64
+python -m glm5_jax.generate --checkpoint=FOLDER --chat=glm5 --prompt="What is 2 + 3?"
 """
+
+from typing import cast
 
 from absl import flags, logging
 
@@ -11,6 +14,16 @@ _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
 )
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.")
+_CHAT = flags.DEFINE_enum(
+    "chat",
+    None,
+    ["glm5", "glm5.1", "glm5.2"],
+    "Takes --prompt for what a user says, in this version of the chat template, and "
+    "prints the answer.",
+)
+_SPECIAL_TOKENS = flags.DEFINE_bool(
+    "special_tokens", False, "Takes <|user|> and the like in --prompt for their ids."
+)
 _TOKENS = flags.DEFINE_string("tokens", None, "Ids to continue: .npy, [T] or [N, T].")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Tokens to add.")
 _TEMPERATURE = flags.DEFINE_float(
@@ -33,6 +46,7 @@ flags.adopt_module_key_flags(compile_cache)  # --help shows them
 
 def main(arguments: command_line.Arguments) -> None:
     """Prints each prompt with its continuation."""
+    from glm5_jax.data import chat
     from glm5_jax.inference import commands, loading  # import jax: after the flags
 
     logging.set_verbosity(logging.INFO)  # on stderr
@@ -40,14 +54,20 @@ def main(arguments: command_line.Arguments) -> None:
     texts = commands.generate(
         _CHECKPOINT.value,
         loading.overrides_of(arguments),
-        prompt=_PROMPT.value,
-        tokens=_TOKENS.value,
-        tokens_out=_TOKENS_OUT.value,
-        ignore_eos=_IGNORE_EOS.value,
-        max_new_tokens=_MAX_NEW_TOKENS.value,
-        temperature=_TEMPERATURE.value,
-        top_p=_TOP_P.value,
-        seed=_SEED.value,
+        commands.Prompt(
+            text=_PROMPT.value,
+            tokens=_TOKENS.value,
+            chat=cast(chat.Version | None, _CHAT.value),
+            special_tokens=_SPECIAL_TOKENS.value,
+        ),
+        commands.Sampling(
+            max_new_tokens=_MAX_NEW_TOKENS.value,
+            temperature=_TEMPERATURE.value,
+            top_p=_TOP_P.value,
+            seed=_SEED.value,
+            ignore_eos=_IGNORE_EOS.value,
+        ),
+        _TOKENS_OUT.value,
     )
     print(*texts, sep="\n")
 

@@ -119,6 +119,17 @@ class Tokenizer:
         """Token ids of `text`, without any special token."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
+    def encode_spelt(self, text: str) -> list[int]:
+        """Token ids of a text in which special tokens are spelt out, as by `spell`."""
+        names = "|".join(
+            map(re.escape, sorted(self.special_ids, key=len, reverse=True))
+        )
+        ids: list[int] = []
+        for piece in re.split(f"({names})", text) if names else [text]:
+            special = self.special_ids.get(piece)
+            ids += self.encode(piece) if special is None else [special]
+        return ids
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, on all cores."""
         encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)

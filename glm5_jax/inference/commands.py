@@ -1,7 +1,8 @@
 """What generate.py and evaluate.py do with their flags."""
 
+import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,61 +11,108 @@ from jaxtyping import Int
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
+from glm5_jax.data import chat as chat_lib
+from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import engine, loading, scoring
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What is continued: a text, or rows of ids.
+
+    Attributes:
+      text: to continue.
+      tokens: path of an .npy file of ids, [T] or [N, T].
+      chat: version of the chat template; the text is what a user says in it.
+      special_tokens: whether special tokens that the text spells become their ids.
+    """
+
+    text: str | None = None
+    tokens: str | None = None
+    chat: chat_lib.Version | None = None
+    special_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks what goes together.
+
+        Raises:
+          InputError: not one of text and tokens is given, or a form of text for tokens.
+        """
+        _require_one(prompt=self.text, tokens=self.tokens)
+        if self.tokens is not None and (self.chat or self.special_tokens):
+            raise config_lib.InputError(
+                "--chat and --special_tokens are about --prompt; --tokens are ids as "
+                "they are. Leave them out."
+            )
+        if self.chat and self.special_tokens:
+            raise config_lib.InputError(
+                "--chat writes the special tokens itself; leave --special_tokens out."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How it is continued.
+
+    Attributes:
+      max_new_tokens: at most so many.
+      temperature: None is that of the model's generation_config.json.
+      top_p: None is that of the model's generation_config.json.
+      seed: of the random numbers.
+      ignore_eos: whether the end of text, or of the turn, ends nothing.
+    """
+
+    max_new_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int = 0
+    ignore_eos: bool = False
 
 
 def generate(
     checkpoint: str,
     overrides: Sequence[command_line.Override],
-    *,
-    prompt: str | None,
-    tokens: str | None,
-    tokens_out: str | None,
-    ignore_eos: bool,
-    max_new_tokens: int,
-    temperature: float | None,
-    top_p: float | None,
-    seed: int,
+    prompt: Prompt,
+    sampling: Sampling,
+    tokens_out: str | None = None,
 ) -> list[str]:
-    """Continues a text, or every row of ids.npy.
+    """Continues a text, or every row of ids.npy, or answers what a user says.
 
-    A temperature or top_p of None is that of the model's generation_config.json.
-
-    Writes prompts and continuations to `tokens_out`: as many dims as `tokens` has, one
-    for a text; rows that stopped earlier are filled with pad_token_id, or 0.
+    Writes prompts and continuations to `tokens_out`: as many dims as the prompt's ids
+    have, one for a text; rows that stopped earlier are filled with pad_token_id, or 0.
 
     Returns:
-      Each prompt with its continuation, as text, or as ids where there is no tokenizer.
+      Each prompt with its continuation, as text, or as ids where there is no tokenizer;
+      of a chat the answer alone.
 
     Raises:
       InputError: see `loading.load_model` and `engine.generate`.
     """
-    _require_one(prompt=prompt, tokens=tokens)
     _require_folder_of(tokens_out)
-    ids = None if tokens is None else read_ids(tokens)
+    ids = None if prompt.tokens is None else read_ids(prompt.tokens)
     config, params, tokenizer = loading.load_model(checkpoint, overrides)
+    ends: Collection[int] = config.eos_token_id
     if ids is not None:
         prompts = np.atleast_2d(ids).tolist()
     elif tokenizer is not None:
-        prompts = [tokenizer.encode(prompt or "")]
+        ids_of_text, ends = read_prompt(prompt, tokenizer, ends)
+        prompts = [ids_of_text]
     else:
         raise _no_tokenizer(checkpoint)
-    if temperature is None or top_p is None:
-        defaults = loading.sampling_defaults(checkpoint)
-        temperature = defaults[0] if temperature is None else temperature
-        top_p = defaults[1] if top_p is None else top_p
-    ends = {*config.eos_token_id, *([tokenizer.eos_id] if tokenizer else [])}
-    logging.info("Compiling and sampling ...")
+    if tokenizer is not None:
+        ends = {*ends, tokenizer.eos_id}
     stop_ids = {i for i in ends if i < config.vocab_size}  # others are never drawn
+    temperature, top_p = _settled(sampling, checkpoint)
+    logging.info("Compiling and sampling ...")
     completions = engine.generate(
         params,
         config,
         prompts,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=sampling.max_new_tokens,
         temperature=temperature,
         top_p=top_p,
-        stop_ids=() if ignore_eos else stop_ids,
-        seed=seed,
+        stop_ids=() if sampling.ignore_eos else stop_ids,
+        seed=sampling.seed,
     )
     rows = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]
     if tokens_out is not None:
@@ -72,7 +120,51 @@ def generate(
         _save_rows(tokens_out, rows, config.pad_token_id or 0, is_single)
     if tokenizer is None:
         return [" ".join(map(str, row)) for row in rows]
-    return [tokenizer.decode(row) for row in rows]
+    if prompt.chat:
+        answer = completions[0].tokens
+        has_ended = bool(answer) and answer[-1] in stop_ids
+        return [tokenizer.spell(answer[:-1] if has_ended else answer)]
+    show = tokenizer.spell if prompt.special_tokens else tokenizer.decode
+    return [show(row) for row in rows]
+
+
+def _settled(sampling: Sampling, checkpoint: str) -> tuple[float, float]:
+    """Returns temperature and top_p, the model's own where none is given."""
+    temperature, top_p = loading.sampling_defaults(checkpoint)
+    if sampling.temperature is not None:
+        temperature = sampling.temperature
+    if sampling.top_p is not None:
+        top_p = sampling.top_p
+    return temperature, top_p
+
+
+def read_prompt(
+    prompt: Prompt, tokenizer: tokenizer_lib.Tokenizer, ends: Collection[int]
+) -> tuple[list[int], Collection[int]]:
+    """Returns the ids of a prompt's text, and those that end what follows.
+
+    Args:
+      prompt: with a text.
+      tokenizer: of the model.
+      ends: ids that end what follows anyway.
+
+    Raises:
+      InputError: the tokenizer lacks special tokens of the chat template.
+    """
+    text = prompt.text or ""
+    if prompt.chat:
+        missing = set(tokenizer_lib.SPECIAL_TOKENS) - set(tokenizer.special_ids)
+        if missing:
+            raise config_lib.InputError(
+                f"--chat needs special tokens that this model's tokenizer lacks: "
+                f"{' '.join(sorted(missing))}; leave --chat out."
+            )
+        template = chat_lib.Template(tokenizer, prompt.chat)
+        said = [{"role": "user", "content": text}]
+        rendered = template.render(said, add_generation_prompt=True)
+        return rendered.tokens, {*ends, *template.stop_ids}
+    encode = tokenizer.encode_spelt if prompt.special_tokens else tokenizer.encode
+    return encode(text), ends
 
 
 def evaluate(

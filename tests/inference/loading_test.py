@@ -16,6 +16,7 @@ from absl.testing import absltest, parameterized
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager
+from glm5_jax.data import chat
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import commands, conversion, loading
 from glm5_jax.model import transformer
@@ -27,6 +28,7 @@ GOLDEN = ROOT / "tests" / "golden" / "glm5"
 IN_FLOAT32 = (("model.dtype", "float32"),)
 LOGITS_ATOL = 2e-5  # float32 against transformers' float32, as in tests/checkpoint
 BYTES = tokenizer_lib.byte_tokenizer()
+SAMPLING = {"ignore_eos", "max_new_tokens", "temperature", "top_p", "seed"}
 
 TINY = tiny.model(
     vocab_size=260,
@@ -338,15 +340,13 @@ class EvaluateTest(FolderTest):
 
 class GenerateTest(FolderTest):
     def generate(self, checkpoint, overrides=(), **options):
-        defaults = {
-            **dict.fromkeys(("prompt", "tokens", "tokens_out")),
-            "ignore_eos": False,
-            "max_new_tokens": 16,
-            "temperature": 0.0,
-            "top_p": 1.0,
-            "seed": 0,
-        }
-        return commands.generate(str(checkpoint), overrides, **(defaults | options))
+        tokens_out = options.pop("tokens_out", None)
+        settings = {"max_new_tokens": 16, "temperature": 0.0, "top_p": 1.0}
+        settings |= {k: options.pop(k) for k in SAMPLING & options.keys()}
+        prompt, sampling = commands.Prompt(**options), commands.Sampling(**settings)
+        return commands.generate(
+            str(checkpoint), overrides, prompt, sampling, tokens_out
+        )
 
     def test_ids_continue_as_in_transformers(self):
         with np.load(GOLDEN / "reference.npz") as reference:
@@ -363,24 +363,54 @@ class GenerateTest(FolderTest):
     def test_text_continues(self):
         run = self.make_run()
         out = str(self.folder / "out.npy")
-        (text,) = self.generate(run, prompt="def ", tokens_out=out, ignore_eos=True)
+        (text,) = self.generate(run, text="def ", tokens_out=out, ignore_eos=True)
         self.assertStartsWith(text, "def ")
         ids = np.load(out)
         self.assertEqual(ids.shape, (4 + 16,))
         self.assertEqual(BYTES.decode(ids), text)
         # With every id an end of text, the first new token ends it.
         stops = ("model.eos_token_id", str(tuple(range(260))))
-        self.generate(run, [stops], prompt="def ", tokens_out=out)
+        self.generate(run, [stops], text="def ", tokens_out=out)
         self.assertEqual(np.load(out).shape, (5,))
+
+    def test_a_prompt_may_be_what_a_user_says(self):
+        used = tokenizer_lib.named("byte_chat")
+        prompt = commands.Prompt(text="Is <|user|> 2?", chat="glm5.2")
+        ids, ends = commands.read_prompt(prompt, used, (5,))
+        template = chat.Template(used, "glm5.2")
+        said = [{"role": "user", "content": "Is <|user|> 2?"}]
+        rendered = template.render(said, add_generation_prompt=True)
+        self.assertEqual(ids, rendered.tokens)
+        self.assertEqual(ids.count(used.special_ids["<|user|>"]), 1)
+        self.assertEqual(ends, {5, *template.stop_ids})
+        with self.assertRaisesRegex(config_lib.InputError, r"lacks: .*<\|user\|>"):
+            commands.read_prompt(prompt, BYTES, ())
+
+    def test_a_prompt_may_spell_special_tokens(self):
+        used = tokenizer_lib.named("byte_chat")
+        text = "[gMASK]<sop><|user|>2 < 3|><|assistant|>"
+        for special, count in ((False, 0), (True, 4)):
+            prompt = commands.Prompt(text=text, special_tokens=special)
+            ids, _ = commands.read_prompt(prompt, used, ())
+            self.assertLen(set(used.special_ids.values()) & set(ids), count)
+            self.assertEqual(used.spell(ids), text)
+
+    def test_forms_of_a_prompt_exclude_each_other(self):
+        for options, message in (
+            ({"tokens": "x.npy", "chat": "glm5"}, "are about --prompt"),
+            ({"text": "a", "chat": "glm5", "special_tokens": True}, "leave --special"),
+        ):
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                commands.Prompt(**options)
 
     def test_says_what_is_missing(self):
         run = self.make_run(tokenizer=None)
         cases = {
-            "has no tokenizer.json": {"prompt": "a"},
+            "has no tokenizer.json": {"text": "a"},
             "either --prompt or --tokens, got neither": {},
-            "got --prompt and --tokens": {"prompt": "a", "tokens": "b"},
+            "got --prompt and --tokens": {"text": "a", "tokens": "b"},
             "cannot be read from nowhere.npy": {"tokens": "nowhere.npy"},
-            "a folder that does not exist": {"prompt": "a", "tokens_out": "no/x.npy"},
+            "a folder that does not exist": {"text": "a", "tokens_out": "no/x.npy"},
         }
         for message, options in cases.items():
             with self.assertRaisesRegex(config_lib.InputError, message):
