@@ -98,8 +98,7 @@ class RunTest(runs.OneDeviceTest):
         (folder / "tokenizer.json").write_text(ids.replace('"z":122', '"z":123'))
         with self.assertRaisesRegex(config_lib.DamagedError, "tokenizer.json is not"):
             loading.load_model(folder)
-        loop.train(dataclasses.replace(self.config, profile_steps=(4, 5)), folder)
-        self.assertNotEmpty(list((folder / "profile").rglob("*.xplane.pb")))
+        loop.train(self.config, folder)
         self.assertEqual((folder / "tokenizer.json").read_text(), ids)
         jax.tree.map(
             np.testing.assert_array_equal,

@@ -1,6 +1,11 @@
-"""A profile holds the steps that were asked for, where xprof looks for it."""
+"""A profile holds the steps that were asked for, where xprof looks for it.
+
+The profiler runs in a process of its own: where libtpu has compiled ahead of time, it
+ends the process with a segmentation fault.
+"""
 
 import dataclasses
+import multiprocessing
 import pathlib
 
 import jax
@@ -13,18 +18,28 @@ from glm5_jax.training import profiling
 from tests import environment
 
 
+def record(folder):
+    """Six steps, of which the third and the fourth are profiled."""
+    environment.configure()
+    profiler = profiling.Profiler((3, 4), folder)
+    double = jax.jit(lambda x: x * 2)
+    x = jnp.ones(8)
+    for step in range(1, 7):
+        name = f"number_{step}"
+        with profiler.step(step), jax.profiler.TraceAnnotation(name):
+            x = double(x)
+        profiler.end_step(step, x)
+    profiler.close()  # it has ended: this does nothing
+
+
 class ProfilerTest(parameterized.TestCase):
     def test_the_steps_and_no_others(self):
         folder = pathlib.Path(self.create_tempdir().full_path) / "profile"
-        profiler = profiling.Profiler((3, 4), folder)
-        double = jax.jit(lambda x: x * 2)
-        x = jnp.ones(8)
-        for step in range(1, 7):
-            name = f"number_{step}"
-            with profiler.step(step), jax.profiler.TraceAnnotation(name):
-                x = double(x)
-            profiler.end_step(step, x)
-        profiler.close()  # it has ended: this does nothing
+        processes = multiprocessing.get_context("spawn")
+        child = processes.Process(target=record, args=(folder,))
+        child.start()
+        child.join()
+        self.assertEqual(child.exitcode, 0)
         (file,) = (folder / "plugins" / "profile").rglob("*.xplane.pb")
         content = file.read_bytes()
         found = [step for step in range(1, 7) if f"number_{step}".encode() in content]
