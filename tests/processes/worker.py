@@ -190,7 +190,7 @@ def raise_error(folder):
 
 if __name__ == "__main__":
     scenario, path = sys.argv[1:]
-    # Where no connection breaks at once, one that died is missed after 20 s.
-    with together.joined(group.find(), timeout=60, heartbeat=20):
+    # Where no connection breaks at once, one that died is missed after 10 s.
+    with together.joined(group.find(), timeout=60, heartbeat=10):
         globals()[scenario](pathlib.Path(path))
         sys.stdout.write("done\n")
