@@ -34,11 +34,10 @@ KERNELS = tomllib.loads(
 # The lower bounds are the oldest releases that the tests ran with; there are no upper
 # ones. requirements/ holds exact pins.
 ARROW = ["pyarrow>=26"]  # Parquet files and Hugging Face datasets
-TENSORBOARD, WANDB = ["tensorboardX>=2.6"], ["wandb>=0.22"]
+TENSORBOARD = ["tensorboardX>=2.6"]
 TEST = [
     *ARROW,
     *TENSORBOARD,
-    *WANDB,
     "beartype",
     "ipykernel",
     "jupytext",
@@ -115,7 +114,7 @@ setuptools.setup(
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
         # What config.trackers names.
         "tensorboard": TENSORBOARD,
-        "wandb": WANDB,
+        "wandb": ["wandb>=0.22"],
         "test": TEST,
         "dev": DEV,
     },
