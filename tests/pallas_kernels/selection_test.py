@@ -52,6 +52,26 @@ class SelectionFormsTest(parameterized.TestCase):
             selection.unpack(bits, 130), selection.to_mask(got, 130)
         )
 
+    @parameterized.parameters("reference", "tiled")
+    def test_ties_go_to_the_lower_index_in_every_form(self, name):
+        """Of whole numbers the scores are exact, and most are equal."""
+        rng = np.random.default_rng(0)
+        q, k = rng.integers(0, 2, (1, 40, 1, 4)), rng.integers(0, 2, (1, 40, 4))
+        arrays = [jnp.asarray(y, jnp.float32) for y in (q, k, np.ones((1, 40, 1)))]
+        scores = np.einsum("tj,sj->ts", q[0, :, 0], k[0])
+        lo = np.maximum(np.arange(40) - 30, 0)[None]
+        hi = np.arange(1, 41)[None]
+        args = (*arrays, jnp.asarray(lo), jnp.asarray(hi))
+        lists = indexer_topk(*args, topk=6, implementation=name)
+        for t in range(40):
+            s = np.arange(lo[0, t], hi[0, t])
+            best = sorted(s[np.lexsort((s, -scores[t, s]))][:6])
+            np.testing.assert_array_equal(lists[0, t], best + [-1] * (6 - len(best)))
+        mask = indexer_mask(*args, topk=6, implementation=name)
+        np.testing.assert_array_equal(mask, selection.to_mask(lists, 40))
+        bits = indexer_bits(*args, topk=6, implementation=name)
+        np.testing.assert_array_equal(selection.unpack(bits, 40), mask)
+
     def test_segment_bounds(self):
         lo, hi = selection.segment_bounds(jnp.asarray([[1, 1, 2, 2, 2, 0]]))
         np.testing.assert_array_equal(lo, [[0, 0, 2, 2, 2, 5]])
