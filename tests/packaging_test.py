@@ -18,9 +18,13 @@ from tests import environment
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-@pytest.mark.skipif(
+# Python 3.12 brings none into a virtual environment.
+needs_setuptools = pytest.mark.skipif(
     importlib.util.find_spec("setuptools") is None, reason="setuptools is not installed"
 )
+
+
+@needs_setuptools
 class BuiltTest(absltest.TestCase):
     def test_it_holds_the_configs_and_finds_them(self):
         target = pathlib.Path(self.create_tempdir().full_path)
@@ -48,6 +52,7 @@ class BuiltTest(absltest.TestCase):
 
 
 class MetadataTest(absltest.TestCase):
+    @needs_setuptools
     def test_an_old_python_is_refused_in_one_sentence(self):
         with (
             mock.patch.object(sys, "version_info", (3, 10, 12)),
