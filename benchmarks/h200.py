@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None, child: tuple[str, ...] = CHILD) -> int:
 
 
 def _is_waiting(out: pathlib.Path, row: Row, retry: bool) -> bool:
-    """Whether a row was never ended, or failed and is to be run again."""
+    """Returns whether a row was never ended, or failed and is to be run again."""
     found = h200_rows.read(out, row)
     return not found.get("is_done") or (retry and "failure" in found)
 

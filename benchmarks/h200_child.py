@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parts(row: Row, is_small: bool) -> Iterator[dict[str, Any]]:
-    """What is measured of a row, part by part."""
+    """Yields what is measured of a row, part by part."""
     if row.phase == "ceiling":
         yield ceiling(row.op, MATMUL // 64 if is_small else MATMUL)
     elif row.phase == "torch":

@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its file, and on the child's command line."""
+        """Names its file, and itself on the child's command line."""
         return "+".join(map(str, self))
 
     @classmethod
@@ -110,12 +110,12 @@ def _planned() -> Iterator[Row]:
 
 
 def names() -> set[str]:
-    """What --only knows."""
+    """Returns what --only knows."""
     return {name for row in _planned() for name in row[:2]}
 
 
 def read(out: pathlib.Path, row: Row) -> dict[str, Any]:
-    """What is known of a row; nothing where it was not begun."""
+    """Returns what is known of a row; nothing where it was not begun."""
     path = out / "rows" / f"{row.name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -129,7 +129,7 @@ def write(out: pathlib.Path, row: Row, found: dict[str, Any]) -> None:
 
 
 def forget_failure(out: pathlib.Path, row: Row) -> None:
-    """What was measured of a row stays."""
+    """Keeps what was measured of a row, and nothing of how it failed."""
     kept = {k: v for k, v in read(out, row).items() if k not in ("failure", "is_done")}
     (out / "rows" / f"{row.name}.json").unlink(missing_ok=True)
     if kept:

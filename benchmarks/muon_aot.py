@@ -27,7 +27,7 @@ GIBI = 2**30
 
 
 def job(config: config_lib.OptimConfig, mesh: jax.sharding.Mesh) -> programs.Job:
-    """One update of GLM-5."""
+    """Compiles one update of GLM-5."""
     model = presets.GLM5
     dims = transformer.param_dims(model)
     optimizer = optimizer_lib.make_optimizer(config, model, dims, 100)

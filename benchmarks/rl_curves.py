@@ -93,7 +93,7 @@ def draw(recipes: dict[str, list[Run]]) -> matplotlib.figure.Figure:
 
 
 def row(name: str, runs: Sequence[Run]) -> dict[str, object]:
-    """What the table says of a recipe; means are over steps, then over seeds."""
+    """Returns a recipe's row of the table; means are over steps, then over seeds."""
     final = [_curve(run, "eval/success")[1][-1] for run in runs]
     firsts = [first_solved(run) for run in runs]
     values = (

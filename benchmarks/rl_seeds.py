@@ -71,7 +71,7 @@ def train(config: str, workdir: pathlib.Path, *changes: str) -> None:
 
 
 def row(workdir: pathlib.Path, task: str, seed: str) -> list[str]:
-    """What the table says of a seed."""
+    """Returns what the table says of a seed."""
     sft, rl = (workdir / f"{task}_{stage}_{seed}" for stage in ("sft", "rl"))
     taught, learned = rl_curves.read(str(sft)), rl_curves.read(str(rl))
     start, end = taught[-1], learned[-1]

@@ -53,7 +53,7 @@ def num_devices() -> int:
 
 
 def position(axes: Sequence[str]) -> Array | int:
-    """Which of them this device is."""
+    """Returns which of them this device is."""
     live = _live(axes)
     return lax.axis_index(live) if live else 0
 
@@ -78,7 +78,7 @@ def scatter_sum(x: Array, axes: Sequence[str], dim: int) -> Array:
 
 
 def exchange(x: Array, axes: Sequence[str], split: int, joined: int) -> Array:
-    """Each device keeps its share of a dim, and has the others' shares of another."""
+    """Keeps this device's share of a dim, and gets the others' shares of another."""
     live = _live(axes)
     if not live:
         return x
@@ -109,7 +109,7 @@ def largest(x: Array, axes: Sequence[str]) -> Array:
 
 
 def anywhere(x: Array, axes: Sequence[str]) -> Array:
-    """Whether it is true on any device."""
+    """Returns whether it is true on any device."""
     live = _live(axes)
     return lax.psum(x.astype(jnp.int32), live) > 0 if live else x
 
@@ -179,7 +179,7 @@ def _context_size() -> int:
 
 
 def _live(axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of the axes over which this program is one of several."""
+    """Returns those of the axes over which this program is one of several."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     live = {name for name, n, kind in kinds if n > 1 and kind == AxisType.Manual}

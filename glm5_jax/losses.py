@@ -124,7 +124,7 @@ def mtp_targets(
     segment_ids: Int[Array, "B T"],
     num_steps: int,
 ) -> tuple[Int[Array, "k B T"], Float[Array, "k B T"]]:
-    """What the MTP steps predict, and how much each position counts.
+    """Returns what the MTP steps predict, and how much each position counts.
 
     Step k at position i predicts targets[i + k]. Positions whose token i + k lies in
     another document, or beyond the row, do not count.
@@ -194,7 +194,7 @@ def _normaliser(logits: Array) -> Array:
 
 
 def _rows_and_words(logits: Array, targets: Array) -> tuple[Array, Array, Array]:
-    """Where the targets' logits are, as far as they are here."""
+    """Returns where the targets' logits are, as far as they are here."""
     words = targets - collectives.position(collectives.WORDS) * logits.shape[1]
     is_here = (words >= 0) & (words < logits.shape[1])
     return jnp.arange(targets.size), jnp.where(is_here, words, 0), is_here

@@ -111,7 +111,7 @@ def topology(name: str, num_slices: int = 1) -> list[Any]:
 
 
 def num_devices(name: str, num_slices: int = 1) -> int:
-    """How many devices a topology has, by its name alone: no compiler is asked.
+    """Returns how many devices a topology has, by its name alone: no compiler is asked.
 
     Raises:
       InputError: there is no such chip, or no slice of such a shape.
@@ -184,7 +184,7 @@ def _torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def _require_slices(num_slices: int, devices: Sequence[Any]) -> None:
-    """Of TPUs all must be counted; hosts of GPUs may be, as jax numbers them.
+    """Checks that all TPUs are counted; hosts of GPUs may be, as jax numbers them.
 
     Where they are not (slices=1), any axis goes across hosts: devices come host by
     host, so the last axes stay within one.
@@ -223,7 +223,7 @@ def _require_named(name: str) -> str:
 
 
 def _is_slice(shape: Sequence[int]) -> bool:
-    """Whether it is a part of a block or made of whole ones.
+    """Returns whether it is a part of a block or made of whole ones.
 
     libtpu is not asked: it takes 512x1x1, whose chips no machine has in a row, and
     dies of an axis of 0.

@@ -27,7 +27,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def spec(dims: tuple[str, ...]) -> PartitionSpec:
-    """Where an array with these logical dims lies."""
+    """Returns where an array with these logical dims lies."""
     return PartitionSpec(*(axes or None for axes in axes_of(dims)))
 
 

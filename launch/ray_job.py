@@ -31,7 +31,7 @@ class Host:
     """What runs on one node."""
 
     def address(self) -> str:
-        """Of this node, with a port that is free now."""
+        """Returns this node's, with a port that is free now."""
         with socket.create_server(("", 0)) as server:
             return f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
 

@@ -98,7 +98,7 @@ def device_mesh(chip: chips.Chip) -> Mesh:
 
 @contextlib.contextmanager
 def target(chip: chips.Chip) -> Iterator[NamedSharding]:
-    """What is traced inside is meant for the chip; arguments need the sharding."""
+    """Compiles what is traced inside for the chip; arguments need the sharding."""
     mesh = device_mesh(chip)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield NamedSharding(mesh, PartitionSpec())
@@ -142,7 +142,7 @@ def dump_bundles(folder: pathlib.Path) -> None:
 
 
 def _bundle_files() -> Iterator[pathlib.Path]:
-    """What libtpu wrote, if it was told to."""
+    """Yields what libtpu wrote, if it was told to."""
     for option in os.environ.get("LIBTPU_INIT_ARGS", "").split():
         if option.startswith(_DUMP_OPTION):
             folder = pathlib.Path(option.removeprefix(_DUMP_OPTION))

@@ -48,7 +48,7 @@ def has(pair: Array, flag: int) -> Array:
 
 
 def size(num_blocks: tuple[int, int], rows: tuple[int, int], offset: int) -> int:
-    """Most pairs of a sequence: no query t sees beyond key t + offset.
+    """Bounds the pairs of a sequence: no query t sees beyond key t + offset.
 
     Args:
       num_blocks: of queries and of keys.

@@ -71,7 +71,7 @@ def of(chip: str) -> Tpu | Gpu:
 
 
 def tpu() -> Tpu:
-    """Of the chip a program traced now is meant for; an unknown one is as a v5p."""
+    """Returns those of the chip that is traced for; an unknown one is as a v5p."""
     chip = dispatch.chip()
     return TPUS.get("" if chip is None else chip.name, TPUS["v5p"])
 
@@ -83,7 +83,7 @@ def gpu() -> Gpu:
 
 
 def changed(sizes: Tpu | Gpu, entry: str) -> Tpu | Gpu:
-    """With one entry, "NAME=64,8,2": of a tile its sizes, then warps and stages.
+    """Changes one entry, "NAME=64,8,2": of a tile its sizes, then warps and stages.
 
     Raises:
       ValueError: if there is no such entry, or it takes other numbers.
@@ -116,7 +116,7 @@ def _numbers(entry: Tile | tuple[int, ...] | int) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def tried(sizes: Tpu | Gpu) -> Iterator[None]:
-    """What is traced inside, for the first time, takes these, whatever the chip."""
+    """Lets what is traced inside for the first time take these, whatever the chip."""
     table: dict = TPUS if isinstance(sizes, Tpu) else GPUS
     before = dict(table)
     table.update(dict.fromkeys(table, sizes))

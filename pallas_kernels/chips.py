@@ -36,7 +36,7 @@ CHIPS = {
 
 
 def is_hopper(device_kind: str) -> bool:
-    """Whether a GPU runs what is compiled for compute capability 9.0."""
+    """Returns whether a GPU runs what is compiled for compute capability 9.0."""
     return any(name in device_kind for name in ("H100", "H200", "H800", "H20"))
 
 

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 
 def estimate(flops: int, *arrays: Any) -> pl.CostEstimate:
-    """Of matrix products; each array is read or written once."""
+    """Estimates matrix products; each array is read or written once."""
     moved = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
     return pl.CostEstimate(flops=flops, bytes_accessed=int(moved), transcendentals=0)
 
@@ -19,5 +19,5 @@ def seen_pairs(num_queries: int, num_keys: int) -> int:
 
 
 def rows(array: Any, num_rows: int) -> jax.ShapeDtypeStruct:
-    """So many rows fetched of an array."""
+    """Counts so many rows fetched of an array."""
     return jax.ShapeDtypeStruct((num_rows, array.shape[-1]), array.dtype)

@@ -110,7 +110,7 @@ def _best(op: str, known: tuple[str, ...], args: tuple, function: str) -> Callab
 
 
 def _is_empty(args: tuple) -> bool:
-    """Whether there is nothing to compute, and to cut into tiles."""
+    """Returns whether there is nothing to compute, and to cut into tiles."""
     return any(x.size == 0 for x in jax.tree.leaves(args) if hasattr(x, "size"))
 
 
@@ -120,7 +120,7 @@ def _module(op: str, name: str) -> Any:
 
 
 def _missing(name: str, is_interpreted: bool = False) -> str | None:
-    """What all kernels of a platform want and this machine lacks, or None."""
+    """Returns what all kernels of a platform want and this machine lacks, or None."""
     if name != "gpu":
         return None
     kind = _device_kind()
@@ -143,7 +143,7 @@ def _import_error(package: str) -> str | None:
 
 
 def _unsupported(op: str, name: str, function: str, args: tuple) -> str | None:
-    """Why a module cannot take the arguments here, or None."""
+    """Returns why a module cannot take the arguments here, or None."""
     axes = _automatic_axes()
     if name in KERNELS and axes:
         return (

@@ -38,7 +38,7 @@ def segment_bounds(
 
 
 def visible(lo: Int[Array, "*n"], hi: Int[Array, "*n"], num_keys: int) -> Array:
-    """Which keys lie in lo .. hi - 1: [*n, S]."""
+    """Returns which keys lie in lo .. hi - 1: [*n, S]."""
     s = jnp.arange(num_keys).reshape((1,) * lo.ndim + (-1,))
     return (s >= lo[..., None]) & (s < hi[..., None])
 
@@ -61,7 +61,7 @@ def as_mask(
 def as_rows(
     lo: Int[Array, "B T"], hi: Int[Array, "B T"], selected: Array | None, num_keys: int
 ) -> Bool[Array, "B T S"]:
-    """Which keys count for each query: the selected, or all visible ones."""
+    """Returns which keys count for each query: the selected, or all visible ones."""
     mask = as_mask(selected, num_keys)
     return visible(lo, hi, num_keys) if mask is None else mask.swapaxes(1, 2)
 
@@ -89,7 +89,7 @@ def empty(batch: int, num_queries: int, num_keys: int, topk: int) -> jax.Array:
 
 
 def is_list(selected: jax.Array | None) -> TypeGuard[jax.Array]:
-    """Whether a selection is a list of indices."""
+    """Returns whether a selection is a list of indices."""
     return selected is not None and jnp.issubdtype(selected.dtype, jnp.signedinteger)
 
 

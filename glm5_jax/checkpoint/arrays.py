@@ -15,7 +15,7 @@ def copied(state: PyTree) -> PyTree:
 
 
 def is_finite(state: PyTree) -> bool:
-    """Whether no number of a state is a NaN or an infinity."""
+    """Returns whether no number of a state is a NaN or an infinity."""
     return bool(jnp.isfinite(_total(state)))
 
 

@@ -133,12 +133,12 @@ def open_params(
 
 
 def is_quantized(settings: dict[str, Any]) -> bool:
-    """Whether a config.json is of a folder in FP8."""
+    """Returns whether a config.json is of a folder in FP8."""
     return settings.get("quantization_config") is not None
 
 
 def cast(path: leaves_lib.Path, dtype: Any) -> np.dtype | None:
-    """What to cast a parameter to: a bias of float32 decides between close experts."""
+    """Returns a parameter's type: a float32 bias decides between close experts."""
     if dtype is None:
         return None
     is_bias = path[-1] == "e_score_correction_bias"
@@ -148,7 +148,7 @@ def cast(path: leaves_lib.Path, dtype: Any) -> np.dtype | None:
 def _dtype(
     pieces: dict[tuple[int, ...], tuple[Any, Any, int]], config: config_lib.ModelConfig
 ) -> np.dtype:
-    """Of a parameter whose tensors keep theirs."""
+    """Returns the type of a parameter whose tensors keep theirs."""
     tensors = [tensor for tensor, _, _ in pieces.values()]
     if any(isinstance(tensor, quantized.QuantizedTensor) for tensor in tensors):
         return jnp.dtype(config.param_dtype)
@@ -229,7 +229,7 @@ def _open(
 def _without_mtp(
     config: config_lib.ModelConfig, known: dict[str, str]
 ) -> dict[str, str]:
-    """What a model without MTP needs of an index; no layer but MTP has an eh_proj."""
+    """Drops the MTP layer (no other has an eh_proj) from a model's index without it."""
     prefix = names_lib.mtp_prefix(config)
     if config.has_mtp or prefix + "eh_proj.weight" not in known:
         return known
@@ -263,7 +263,7 @@ def _require_equal(
     spare: dict[str, safetensors_file.Tensor],
     tensors: dict[str, safetensors_file.Tensor],
 ) -> None:
-    """What the MTP layer has a copy of must be the same: the model has one of it."""
+    """Checks that the MTP layer's copies equal the model's own: it has one of each."""
     for name, original in names_lib.mtp_copies(config).items():
         if not config.has_mtp or name not in spare:
             continue
@@ -303,7 +303,7 @@ def _read_headers(
 
 
 def _block_size(folder: pathlib.Path) -> tuple[int, int] | None:
-    """Of an FP8 folder, as its config.json says; read_config has checked the rest."""
+    """Reads it off an FP8 folder's config.json; read_config has checked the rest."""
     try:
         settings = huggingface_config.read_json(folder / "config.json")
         return quantized.block_size(settings.get("quantization_config"))
@@ -353,7 +353,7 @@ def _join(names: list[str]) -> str:
 def _remedy(
     config: config_lib.ModelConfig, missing: list[str], needs_scales: bool
 ) -> str:
-    """What to do about tensors that do not fit."""
+    """Returns what to do about tensors that do not fit."""
     prefix = names_lib.mtp_prefix(config)
     if needs_scales:
         return (

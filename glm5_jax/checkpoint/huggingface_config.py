@@ -319,7 +319,7 @@ def write_config(
 
 
 def _rope_parameters(config: config_lib.ModelConfig) -> dict[str, Any]:
-    """What transformers computes the same frequencies from."""
+    """Returns what transformers computes the same frequencies from."""
     scaling = config.rope_scaling
     values = {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta}
     if not scaling.is_yarn:

@@ -105,7 +105,7 @@ class _Plan(NamedTuple):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Returns the bytes of it."""
         return sum(
             math.prod(shape) * kind.itemsize for kind, shape in self.entries.values()
         )

@@ -132,7 +132,7 @@ class Layout:
         return self.shape[0] // self.sizes[self.groups[0][0]]
 
     def window(self, part: int, rows: slice) -> tuple[slice, ...]:
-        """Where whole steps of stored rows lie in a part's natural array."""
+        """Returns where whole steps of stored rows lie in a part's natural array."""
         window = [slice(0, n) for n in self.parts[part]]
         step = self.rows_per_step
         window[self.row_axis] = slice(rows.start // step, rows.stop // step)
@@ -171,7 +171,7 @@ class Slot(NamedTuple):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether an FP8 release holds it in FP8."""
+        """Returns whether an FP8 release holds it in FP8."""
         module = self.name.removesuffix(".weight")
         return len(self.layout.shape) == 2 and not module.endswith(KEPT_IN_BF16)
 
@@ -222,5 +222,5 @@ def mtp_copies(config: config_lib.ModelConfig) -> dict[str, str]:
 
 
 def mtp_prefix(config: config_lib.ModelConfig) -> str:
-    """How the names of the MTP layer's tensors begin."""
+    """Returns how the names of the MTP layer's tensors begin."""
     return f"model.layers.{config.num_hidden_layers}."

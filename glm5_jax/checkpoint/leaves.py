@@ -67,7 +67,7 @@ class CastLeaf(Leaf):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Those of the parameter."""
+        """Returns those of the parameter."""
         return self._leaf.cuts
 
     def read(self, window: Window) -> np.ndarray:
@@ -82,7 +82,7 @@ def flatten(tree: dict) -> tuple[dict[Path, Any], Any]:
 
 
 def stack_depth(path: Path) -> int:
-    """How many leading axes of a parameter are layers and experts: the rest is one."""
+    """Counts the leading axes of a parameter that are layers and experts."""
     is_scanned = any(name.startswith("layers_") for name in path)
     return is_scanned + ("experts" in path)
 
@@ -120,7 +120,7 @@ def windows(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Window]:
 
 
 def require_finite(values: np.ndarray, name: str) -> None:
-    """No weight of a sound checkpoint is NaN or infinite.
+    """Checks that no weight is NaN or infinite.
 
     Raises:
       InputError: one of these is.
@@ -137,7 +137,7 @@ def require_finite(values: np.ndarray, name: str) -> None:
 
 
 def require_finite_params(params: dict) -> None:
-    """No parameter that this process holds is NaN or infinite.
+    """Checks that no parameter that this process holds is NaN or infinite.
 
     Raises:
       InputError: one of these is.

@@ -187,7 +187,7 @@ class CheckpointManager:
         self._set_aside([n for n in on_disk if n > step], step_folder.ABANDONED)
 
     def has_before(self, step: int) -> bool:
-        """Whether a step with a manifest is older, as process 0 sees it; all ask."""
+        """Tells whether an older step has a manifest, as process 0 sees it; all ask."""
         steps = step_folder.numbers(self._folder)
         older = [n for n in steps if n < step]
         safe = [n for n in older if manifest.is_sealed(self._folder / str(n))]
@@ -218,7 +218,7 @@ class CheckpointManager:
         self._orbax.close()
 
     def _finish(self, step: int, write: Callable[[], None]) -> None:
-        """What a save does in the background."""
+        """Writes a save in the background, seals it, and deletes older steps."""
         try:
             write()
             self._orbax.wait_until_finished()
@@ -339,7 +339,7 @@ def find_step(folder: epath.PathLike) -> epath.Path:
 
 
 def describe_steps(checkpoints: epath.Path) -> list[retention.Step]:
-    """What a retention rule looks at, of every folder that looks like a step."""
+    """Describes every folder that looks like a step, for a retention rule."""
     steps = []
     for number in step_folder.numbers(checkpoints):
         folder = checkpoints / str(number)
@@ -372,7 +372,7 @@ def _attempt(
 
 
 def _verify(folder: epath.Path, without: list[str] | None = None) -> None:
-    """Each process hashes a part of the files; what one finds, it raises."""
+    """Hashes this process's part of the files; raises what it finds."""
     count = jax.process_count()
     hashed = manifest.verify(folder, without or (), jax.process_index(), count)
     if hashed is None:

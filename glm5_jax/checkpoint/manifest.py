@@ -87,12 +87,12 @@ def number_of(name: str) -> int | None:
 
 
 def is_sealed(folder: epath.Path) -> bool:
-    """Whether there is a manifest, be it a good one."""
+    """Returns whether there is a manifest, be it a good one."""
     return (folder / NAME).exists()
 
 
 def read(folder: epath.Path) -> Entries | None:
-    """What a step's manifest says; None where it has none.
+    """Returns what a step's manifest says; None where it has none.
 
     Raises:
       DamagedError: it is not what was written, or the manifest of another step.
@@ -218,7 +218,7 @@ def _owner(name: str) -> int:
 
 
 def _share(entries: Entries, process: int, num_processes: int) -> list[str]:
-    """About the same bytes for each process: the largest first, to who has least."""
+    """Deals files out, the largest first, to the process that has least."""
     loads = [0] * num_processes
     mine = []
     for name in sorted(entries, key=lambda name: (-entries[name].size, name)):
@@ -299,12 +299,12 @@ def _render(entries: Entries, step: int | None) -> str:
 
 
 def _entries(files: Mapping[str, Sequence]) -> Entries:
-    """As JSON gives them back: pairs."""
+    """Returns the entries as JSON gives them back: pairs."""
     return {name: Entry(*entry) for name, entry in files.items()}
 
 
 def _sync_folder(folder: epath.Path) -> None:
-    """So that names in it outlive a power cut; some network file systems refuse."""
+    """Syncs a folder, so that names in it outlive a power cut, where it can be."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -39,12 +39,12 @@ class QuantizedTensor:
 
     @property
     def dtype(self) -> str:
-        """As of a tensor that is stored in float32."""
+        """Returns float32, as if it were stored so."""
         return "F32"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Returns the weight's."""
         return self.codes.shape
 
     def __getitem__(self, window: tuple[slice, ...]) -> np.ndarray:
@@ -64,7 +64,7 @@ class QuantizedTensor:
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> list[int]:
-    """How many blocks a weight has in each dim."""
+    """Returns how many blocks a weight has in each dim."""
     return [-(-n // b) for n, b in zip(shape, block, strict=True)]
 
 
@@ -131,7 +131,7 @@ def quantize(
 
 
 def _quantize_blocks(blocks: np.ndarray) -> Quantized:
-    """Of blocks [n, height, width]."""
+    """Quantizes blocks [n, height, width]."""
     largest = np.abs(blocks).max(axis=(1, 2))
     scales = np.maximum(largest / MAX_CODE, _LEAST_SCALE)
     scales[largest == 0] = 1
@@ -175,7 +175,7 @@ def _codes(weights: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def _are_products(
     weights: np.ndarray, codes: np.ndarray, scales: np.ndarray
 ) -> np.ndarray:
-    """Whether codes and scale give exactly the weights, for each scale."""
+    """Returns whether codes and scale give exactly the weights, for each scale."""
     with np.errstate(over="ignore"):
         products = _VALUES[codes.view(np.uint8)] * _beside(scales, weights)
     return (products == weights).all(axis=tuple(range(np.ndim(scales), weights.ndim)))

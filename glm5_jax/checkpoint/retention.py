@@ -45,7 +45,7 @@ class Retention:
         )
 
     def _best(self, steps: list[Step]) -> set[int]:
-        """Of equal ones the newer."""
+        """Returns the best steps, of equal ones the newer."""
         sign = 1 if self.is_lower_better else -1
         ranked = sorted(
             (sign * value, -step.number)

@@ -84,7 +84,7 @@ def find(folder: epath.PathLike) -> epath.Path:
 
 
 def missing(folder: epath.Path) -> str:
-    """What a step folder lacks to be one; empty where it is whole, as far as seen."""
+    """Names what a step folder lacks to be one; empty where it is whole."""
     if not any((folder / part / "_METADATA").exists() for part in (PARAMS, STATE)):
         return f"{PARAMS}/_METADATA"
     for name in (f"{METADATA}/metadata", _MARK):

@@ -39,7 +39,7 @@ class StepLeaf(leaves_lib.Leaf):
 
     @property
     def chunk_bytes(self) -> int:
-        """What must be decoded to read one element."""
+        """Returns what must be decoded to read one element."""
         chunk = self._store.chunk_layout.read_chunk.shape or ()
         sizes = [min(c or n, n) for c, n in zip(chunk, self.shape, strict=True)]
         return math.prod(sizes) * self.dtype.itemsize
@@ -227,7 +227,7 @@ class _WindowHandler(ocp.type_handlers.TypeHandler):
 
 
 def _key(state: epath.Path, path: leaves_lib.Path, is_ocdbt: bool) -> Any:
-    """Where Orbax puts the array of a parameter."""
+    """Returns where Orbax puts the array of a parameter."""
     name = ".".join((_TREE, *path))
     if is_ocdbt:
         return {"driver": "ocdbt", "base": _folder(state), "path": f"{name}/"}

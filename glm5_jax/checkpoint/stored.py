@@ -89,7 +89,7 @@ def stack_axes(path: leaves.Path, shape: Sequence[int], itemsize: int) -> list[i
 
 
 def _cut(path: tuple, array: jax.Array) -> ocp.SaveArgs:
-    """How Orbax is to cut what a device holds of a parameter."""
+    """Returns how Orbax is to cut what a device holds of a parameter."""
     names = tuple(key.key for key in path)
     # Of the whole: who reads an expert touches the chunks of all devices.
     axes = stack_axes(names, array.shape, array.dtype.itemsize)

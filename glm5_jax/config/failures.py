@@ -70,7 +70,7 @@ def _place(error: BaseException) -> str:
 
 
 def _is_out_of_device_memory(error: BaseException) -> bool:
-    """As jax says it, which is not imported for it."""
+    """Tells it by jax's words: jax is not imported for it."""
     return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(
         error
     )

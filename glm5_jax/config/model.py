@@ -176,7 +176,7 @@ class ModelConfig:
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the multi-token-prediction module exists."""
+        """Returns whether the multi-token-prediction module exists."""
         return self.num_nextn_predict_layers > 0
 
     @property

@@ -52,12 +52,12 @@ class RopeScaling:
 
     @property
     def is_yarn(self) -> bool:
-        """Whether anything is stretched."""
+        """Returns whether anything is stretched."""
         return self.rope_type == "yarn"
 
     @property
     def table_factor(self) -> float:
-        """What cosines and sines are multiplied by, in attention and indexer."""
+        """Returns the factor of cosines and sines, in attention and indexer."""
         if not self.is_yarn:
             return 1.0
         if self.attention_factor is not None:
@@ -68,7 +68,7 @@ class RopeScaling:
 
     @property
     def score_factor(self) -> float:
-        """What the scale of the attention scores is multiplied by."""
+        """Returns what the scale of the attention scores is multiplied by."""
         if not (self.is_yarn and self.mscale_all_dim):
             return 1.0
         return self._scale(self.mscale_all_dim) ** 2

@@ -156,7 +156,7 @@ class TrainConfig:
         return self.num_steps * (self.rl.updates_per_rollout if is_rl else 1)
 
     def has_reached(self, evaluation: Mapping[str, Any]) -> bool:
-        """Whether an evaluation ends the run by stop_metric and stop_at."""
+        """Returns whether an evaluation ends the run by stop_metric and stop_at."""
         value = evaluation.get(self.stop_metric)
         if value is None:
             return False

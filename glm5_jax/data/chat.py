@@ -271,7 +271,7 @@ class Template:
     def _write_prompt(
         self, writer: "_Writer", messages: Sequence[messages_lib.Message]
     ) -> None:
-        """What the next turn is sampled from."""
+        """Writes what the next turn is sampled from."""
         thinking = self._is_thinking(messages)
         if thinking or self.version == "glm5.2":
             writer.special(ASSISTANT, "<think>", *["</think>"] * (not thinking))
@@ -279,7 +279,7 @@ class Template:
             writer.special(ASSISTANT, "</think>")
 
     def _is_thinking(self, messages: Sequence[messages_lib.Message]) -> bool:
-        """Whether the turn that ends these messages, or comes next, has a thought."""
+        """Tells whether the last turn of these messages, or the next, has a thought."""
         for message in reversed(messages):
             if "enable_thinking" in message:
                 return bool(message["enable_thinking"])

@@ -82,7 +82,7 @@ def _call(
     tokenizer: tokenizer_lib.Tokenizer,
     types: Mapping[tuple[str, str], Any],
 ) -> dict[str, Any]:
-    """One call; ValueError says what is wrong with it."""
+    """Reads one call; ValueError says what is wrong with it."""
     special = tokenizer.special_ids
     if ids[-1] != special["</tool_call>"]:
         raise ValueError("a tool call is not closed by </tool_call>")
@@ -110,7 +110,7 @@ def _call(
 
 
 def _cut(ids: list[int], at: int) -> tuple[list[int], bool, list[int]]:
-    """What stands before `at`, whether it is there, and what comes after."""
+    """Returns what stands before `at`, whether it is there, and what comes after."""
     if at not in ids:
         return ids, False, []
     i = ids.index(at)
@@ -143,7 +143,7 @@ def _value(text: str) -> Any:
 
 
 def _depth(value: Any) -> int:
-    """How deep lists and objects are nested, without recursion."""
+    """Returns how deep lists and objects are nested, without recursion."""
     depth, level = 0, [value]
     while level:
         depth += 1

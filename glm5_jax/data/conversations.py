@@ -32,7 +32,7 @@ class Conversation:
 
     @property
     def text(self) -> str:
-        """What is said, for a tokenizer to learn from."""
+        """Returns what is said, for a tokenizer to learn from."""
         parts = [json.dumps(tool, ensure_ascii=False) for tool in self.tools]
         for message in self.messages:
             parts += messages.thought_and_content(message)
@@ -105,7 +105,7 @@ def read_span(root: pathlib.Path, span: formats.Span) -> Iterator[Conversation]:
 
 
 def has_thought(conversation: Conversation) -> bool:
-    """Whether a turn has one."""
+    """Returns whether a turn has one."""
     return any(
         messages.thought_and_content(message)[0] for message in conversation.messages
     )
@@ -153,7 +153,7 @@ def pick(source: str, index: int) -> Conversation:
 
 
 def _demonstrations(name: str) -> list[Conversation]:
-    """What solves the first training problems of a task, each problem once.
+    """Returns what solves the first training problems of a task, each problem once.
 
     Raises:
         config.InputError: there is no such task, or nobody knows what solves one.

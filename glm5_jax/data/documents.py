@@ -107,7 +107,7 @@ def read(
 
 
 def is_held_out(config: config_lib.PrepareConfig, document: Document) -> bool:
-    """Whether the document is kept from training, prepared or not."""
+    """Returns whether the document is kept from training, prepared or not."""
     return sources.is_held_out(document.name, config.held_out_percent)
 
 

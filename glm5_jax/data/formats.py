@@ -171,18 +171,18 @@ def _readable(path: pathlib.Path) -> Iterator[None]:
 
 
 def is_document(path: pathlib.Path) -> bool:
-    """Whether a file holds documents, by its name."""
+    """Returns whether a file holds documents, by its name."""
     return _suffix(path) in _KINDS
 
 
 def _suffix(path: pathlib.Path) -> str:
-    """Of what a file is once it is unpacked: .jsonl of a.jsonl.gz."""
+    """Returns what a file is once it is unpacked: .jsonl of a.jsonl.gz."""
     inner = pathlib.Path(path.stem).suffix
     return inner if path.suffix == _GZIP and inner in _UNPACKED else path.suffix
 
 
 def _open(path: pathlib.Path) -> Any:
-    """Its bytes, unpacked; places in it are those of the unpacked file."""
+    """Opens a file, unpacked; places in it are those of the unpacked file."""
     if path.suffix == _GZIP:
         return gzip.open(path, "rb")
     return path.open("rb")
@@ -235,7 +235,7 @@ def _read_text(path: pathlib.Path, span: Span, field: str) -> Iterator[str]:
 
 
 def _cut_jsonl(path: pathlib.Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
-    """At the ends of lines, which are counted on the way."""
+    """Cuts a file at the ends of lines, which are counted on the way."""
     start, first = 0, 1
     with _open(path) as file:
         while True:
@@ -334,7 +334,7 @@ def _array_record(path: pathlib.Path) -> Any:
 
 
 def _opened(path: pathlib.Path, module: str, name: str) -> Any:
-    """What pyarrow, an extra, opens a file with."""
+    """Returns what pyarrow, an extra, opens a file with."""
     try:
         arrow = importlib.import_module(".".join(filter(None, ("pyarrow", module))))
     except ImportError as error:

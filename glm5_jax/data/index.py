@@ -36,7 +36,7 @@ class Index:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """By what two folders differ; equal ones hold equal rows."""
+        """Returns that by which two folders differ; equal ones hold equal rows."""
         shards_of = (*self.train, *self.held_out)
         contents = "".join(f"{s.sha256} {s.rows} {s.size}\n" for s in shards_of)
         rows = hashlib.sha256(contents.encode()).hexdigest()[:16]
@@ -45,7 +45,7 @@ class Index:
 
     @property
     def kind(self) -> config.DocumentKind:
-        """Of what the rows are."""
+        """Returns what the rows are of."""
         return self.settings.get("kind", "text")
 
     def write(self, folder: pathlib.Path) -> None:
@@ -56,7 +56,7 @@ class Index:
 
 
 def is_prepared(source: str) -> bool:
-    """Whether `source` is a folder of `prepare`, finished or not."""
+    """Returns whether `source` is a folder of `prepare`, finished or not."""
     folder = pathlib.Path(source).expanduser()
     return any((folder / name).is_file() for name in (NAME, PLAN))
 

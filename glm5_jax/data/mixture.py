@@ -59,7 +59,7 @@ class Schedule:
         return source, int(self._before[stage][source]) + place
 
     def counts(self, num_rows: int) -> Int[np.ndarray, " sources"]:
-        """How many of the first rows are of each source."""
+        """Returns how many of the first rows are of each source."""
         stage = bisect.bisect_right(self._firsts, num_rows) - 1
         used = self._cycles[stage].counts(num_rows - self._firsts[stage])
         return self._before[stage] + used
@@ -94,7 +94,7 @@ class Mixture:
         return row
 
     def epochs(self, num_rows: int) -> dict[str, float]:
-        """How often each source has been read after so many rows."""
+        """Returns how often each source has been read after so many rows."""
         epochs = self._schedule.counts(num_rows) / self._sizes
         return dict(zip(self._names, epochs.tolist(), strict=True))
 
@@ -162,7 +162,7 @@ class _Cycle:
         return source, int(cycles * self._weights[source] + self._ranks[place])
 
     def counts(self, num_rows: int) -> np.ndarray:
-        """How many of the first rows are of each source."""
+        """Returns how many of the first rows are of each source."""
         cycles, rest = divmod(num_rows, self._order.size)
         some = np.bincount(self._order[:rest], minlength=self._weights.size)
         return cycles * self._weights + some

@@ -15,7 +15,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is one of module:Class, and not "kind:SIZE"."""
+    """Returns whether a name is one of module:Class, and not "kind:SIZE"."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -45,13 +45,13 @@ class Part:
 
     @property
     def digest(self) -> str:
-        """Of all of it."""
+        """Returns that of all of it."""
         whole = json.dumps(dataclasses.asdict(self))
         return hashlib.sha256(whole.encode()).hexdigest()
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "Part":
-        """What `dataclasses.asdict` and JSON made a tree of."""
+        """Returns what `dataclasses.asdict` and JSON made a tree of."""
         spans = tuple(formats.Span(**span) for span in tree["spans"])
         return cls(tree["number"], spans, tuple(tuple(f) for f in tree["files"]))
 
@@ -108,7 +108,7 @@ def make(
 def is_current(
     target: pathlib.Path, part: Part, tokenizer: str, *, check: bool = False
 ) -> bool:
-    """Whether a part is whole, made with the tokenizer of this digest, of files as now.
+    """Tells whether a part is whole, and of this tokenizer and of files as now.
 
     Args:
         target: the folder.
@@ -127,7 +127,7 @@ def is_current(
 def read_record(
     target: pathlib.Path, number: int, *, check: bool = False
 ) -> dict[str, Any] | None:
-    """What `make` left of a part, or None where its shards are not whole."""
+    """Returns what `make` left of a part, or None where its shards are not whole."""
     try:
         record = json.loads(_record_path(target, number).read_text(encoding="utf-8"))
         needed = ("part", "tokenizer", "source_sha256", "folders")
@@ -152,7 +152,7 @@ def remove(config: config_lib.PrepareConfig, target: pathlib.Path, number: int) 
 
 
 def numbers(target: pathlib.Path) -> set[int]:
-    """Of the parts that there is something of."""
+    """Returns those of the parts that there is something of."""
     names = [path.stem for path in (target / RECORDS).glob("*.json")]
     for side in documents.SIDES:
         found = target.rglob(f"{side}-*{shards.SUFFIX}")

@@ -57,7 +57,7 @@ class Pipeline:
         self.take(range(data.batch_size))
 
     def take(self, rows: Sequence[int]) -> None:
-        """From now on batches have these rows of the whole alone, in this order."""
+        """Takes these rows of the whole alone, from now on, in this order."""
         self._rows = tuple(rows)
         # Element k is batch k: the shuffle differs from epoch to epoch, and a batch
         # may hold the end of one epoch and the beginning of the next.
@@ -77,7 +77,7 @@ class Pipeline:
         return iter(self._steps[start_step:].to_iter_dataset(options))
 
     def epochs(self, num_steps: int) -> dict[str, float]:
-        """How often each source has been read after so many steps."""
+        """Returns how often each source has been read after so many steps."""
         return self._train.epochs(num_steps * self._batch_size)
 
     def eval_batches(self, n: int, name: str | None = None) -> Iterator[Batch]:

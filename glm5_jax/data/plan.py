@@ -119,7 +119,7 @@ def _warn_of_others(config: config_lib.PrepareConfig) -> None:
 
 
 def _settings(config: config_lib.PrepareConfig) -> dict[str, Any]:
-    """What decides on the rows, but for the content of the source."""
+    """Returns what decides on the rows, but for the content of the source."""
     settings: dict[str, Any] = {"version": VERSION, **dataclasses.asdict(config)}
     del settings["source"]
     if config.tokenizer in tokenizer_lib.BPE_NAMES:

@@ -74,7 +74,7 @@ def prepare(
 
 
 def _require_apart(config: config_lib.PrepareConfig, target: pathlib.Path) -> None:
-    """What is made must not be read as documents by the next start."""
+    """Checks that the next start would not read what is made as documents."""
     root = pathlib.Path(config.source).expanduser()
     is_folder = config.source != documents.PYTHON
     if is_folder and target.absolute().is_relative_to(root.absolute()):
@@ -120,7 +120,7 @@ def _claimed(target: pathlib.Path) -> Iterator[None]:
 
 
 def _require_own(target: pathlib.Path) -> None:
-    """Nothing of others is written into."""
+    """Checks that nothing of others is written into."""
     if any(path.name not in _OWN for path in target.iterdir()):
         raise config_lib.InputError(
             f"{target} is not empty and holds no preparation (no {index_lib.PLAN}); "
@@ -270,7 +270,7 @@ def _counts(
     records: Sequence[dict[str, Any]],
     tokenizer: tokenizer_lib.Tokenizer,
 ) -> dict[str, Any]:
-    """Of documents; what training will want to know of conversations is warned of."""
+    """Counts documents; warns of what training will want to know of conversations."""
     names = ["documents", *["cut", "dropped"] * (config.kind == "conversations")]
     if config.kind == "conversations":
         conversations.warn_of_missing_thoughts(

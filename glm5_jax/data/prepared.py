@@ -18,7 +18,7 @@ _OF_CONVERSATIONS = ("chat_template", "enable_thinking", "clear_thinking")
 
 
 def is_prepared(data: config.DataConfig) -> bool:
-    """Whether `data` names folders of prepared rows."""
+    """Returns whether `data` names folders of prepared rows."""
     return bool(data.mixture) or index_lib.is_prepared(data.source)
 
 

@@ -34,12 +34,12 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is known by."""
+        """Returns what it is known by."""
         ...
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """Returns what it says."""
         ...
 
 
@@ -123,7 +123,7 @@ def parted(document: Document, percent: int) -> list[Document]:
 
 
 def is_held_out(name: str, percent: int) -> bool:
-    """Whether the document is kept from training: sha256(name) % 100 < percent."""
+    """Tells whether a document is held out: sha256(name) % 100 < percent."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100 < percent
 
 
@@ -133,7 +133,7 @@ def shuffled(documents: Iterable[Document], seed: int) -> list[Document]:
 
 
 def shuffle_key(name: str, seed: int) -> bytes:
-    """What documents in random order are sorted by."""
+    """Returns what documents in random order are sorted by."""
     return hashlib.sha256(f"{seed}:{name}".encode()).digest()
 
 

@@ -112,7 +112,7 @@ def names() -> tuple[str, ...]:
 
 
 def tool(name: str) -> Tool:
-    """What a task has for a tool.
+    """Returns what a task has for a tool.
 
     Raises:
         config.InputError: there is no such task.

@@ -384,7 +384,7 @@ def _spelt_by_bytes(token: str) -> bytes:
 
 
 def _spelt_by_characters(token: str) -> bytes:
-    """As SentencePiece does: a blank is U+2581, and <0x0A> is a byte."""
+    """Spells as SentencePiece: a blank is U+2581, and <0x0A> is a byte."""
     byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
     return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
 

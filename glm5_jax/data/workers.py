@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 def results(
     function: Callable[[_Task], _Result], tasks: Sequence[_Task], num_workers: int
 ) -> Iterator[_Result]:
-    """What a function of the top level of a module gives, in the order of the tasks.
+    """Yields what a top-level function of a module gives, in the order of the tasks.
 
     Raises:
         RuntimeError: a worker has died.
@@ -53,7 +53,7 @@ def bar(label: str, num_bytes: int, *, is_shown: bool = True) -> tqdm.tqdm:
 
 
 def _begin() -> None:
-    """One thread for the tokenizer, and no life without the parent."""
+    """Gives the tokenizer one thread, and the worker no life without the parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -130,7 +130,7 @@ class Engine:
 
     @property
     def max_programs(self) -> int:
-        """Most programs that will ever be compiled for this engine."""
+        """Bounds the programs that will ever be compiled for this engine."""
         return self._shapes.num_programs
 
     def publish(self, params: dict, version: int) -> None:
@@ -278,7 +278,7 @@ class Engine:
         self._result = None
 
     def _is_lost(self) -> bool:
-        """Whether a program took the cache and did not give it back."""
+        """Returns whether a program took the cache and did not give it back."""
         return any(x.is_deleted() for x in jax.tree.leaves(self._state))
 
     def _on_mesh(self) -> contextlib.AbstractContextManager:
@@ -364,7 +364,7 @@ def _slots_for(num_prompts: int) -> int:
 
 
 def _finish_reason(work: scheduler_lib.Work) -> Literal["stop", "length"] | None:
-    """Why a completion has ended, if it has."""
+    """Returns why a completion has ended, if it has."""
     tokens, request = work.completion.tokens, work.request
     if tokens and tokens[-1] in request.stop_ids:
         return "stop"

@@ -46,7 +46,7 @@ class Source(NamedTuple):
 
     @property
     def is_huggingface(self) -> bool:
-        """Whether the weights are safetensors, not Orbax."""
+        """Returns whether the weights are safetensors, not Orbax."""
         return "model_type" in self.settings
 
 

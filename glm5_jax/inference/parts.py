@@ -27,7 +27,7 @@ class Shapes:
     """
 
     def __init__(self, num_slots: int, num_devices: int, chunk: int) -> None:
-        """For `num_slots` in all, and parts of at most `chunk` tokens."""
+        """Makes rooms for `num_slots` in all, and parts of at most `chunk` tokens."""
         self.num_devices, self.num_slots = num_devices, num_slots // num_devices
         self._rows = row_counts(self.num_slots)
         self._sizes = sizes_to(chunk)
@@ -41,7 +41,7 @@ class Shapes:
     def within(
         self, todo: scheduler_lib.Dispatch, max_tokens: int
     ) -> scheduler_lib.Dispatch:
-        """As many parts of prompts, at least one, as a device may read at once.
+        """Takes as many parts of prompts as a device may read at once, at least one.
 
         Args:
           todo: no decoding.
@@ -128,7 +128,7 @@ def sizes() -> Iterator[int]:
 
 
 def sizes_to(chunk: int) -> list[int]:
-    """Those below a chunk, and the chunk."""
+    """Returns those below a chunk, and the chunk."""
     return [*itertools.takewhile(lambda size: size < chunk, sizes()), chunk]
 
 
@@ -157,7 +157,7 @@ def least(sizes: Iterable[int], size: int) -> int:
 
 
 def _arranged(todo: Sequence[scheduler_lib.Part]) -> list[tuple[int, int]]:
-    """For each part the device of its slot, and its row among those there."""
+    """Returns for each part the device of its slot, and its row among those there."""
     num_rows: dict[int, int] = {}
     places = []
     for part in todo:
@@ -175,7 +175,7 @@ def _least_rows(places: Sequence[tuple[int, int]], counts: Sequence[int]) -> int
 def _plan(
     works: Sequence[tuple[Request, int]], seed: int, num_stops: int
 ) -> steps.Plan:
-    """How the engine's programs continue requests that have so many tokens already."""
+    """Plans how requests with so many tokens already are continued."""
     requests = [request for request, _ in works]
 
     def floats(name: str) -> jax.Array:

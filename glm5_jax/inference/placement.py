@@ -65,7 +65,7 @@ def num_shares(mesh: AnyMesh | None) -> int:
 
 
 def require_whole(name: str, num_slots: int, mesh: AnyMesh | None) -> None:
-    """Every device must have as many slots as any other.
+    """Checks that every device has as many slots as any other.
 
     Raises:
       InputError: it cannot.
@@ -106,7 +106,7 @@ def shapes(
 
 
 def made(make: Callable[[], Any], mesh: AnyMesh | None) -> Any:
-    """What `make` makes, each device its share."""
+    """Returns what `make` makes, each device its share."""
     if mesh is None:
         return make()
     leaves, joined = shapes(make, mesh)
@@ -145,7 +145,7 @@ def on_shards(
 
 
 def spec(name: str) -> PartitionSpec:
-    """Where a leaf of `named` lies."""
+    """Returns where a leaf of `named` lies."""
     return LAYERS_OF_ROWS if name.rpartition(".")[2] in _STACKED else ROWS
 
 

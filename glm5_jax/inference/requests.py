@@ -71,7 +71,7 @@ def errors(
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is a whole number of Python or numpy, and no truth value."""
+    """Returns whether it is a whole number of Python or numpy, and no truth value."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -87,7 +87,7 @@ def require_ints(least: int, **values: Any) -> None:
 
 
 def _of_int(name: str, value: Any, least: int, more: str = "") -> str | None:
-    """What is wrong with a field that must be an int from `least` on."""
+    """Returns what is wrong with a field that must be an int from `least` on."""
     if not is_int(value):
         return f"{name} must be an int, got {_shown(value)}."
     if value < least:
@@ -99,7 +99,7 @@ def _of_int(name: str, value: Any, least: int, more: str = "") -> str | None:
 
 
 def _of_settings(request: Request) -> Iterator[str]:
-    """What is wrong with the numbers of a request."""
+    """Yields what is wrong with the numbers of a request."""
     if not (is_int(request.id) and 0 <= request.id <= _MAX_INT):
         yield (
             f"A request's id must lie in 0..2^31 - 1 and be an int, got "
@@ -123,7 +123,7 @@ def _of_settings(request: Request) -> Iterator[str]:
 
 
 def _of_stop_ids(stop_ids: Any, vocab_size: int) -> Iterator[str]:
-    """What is wrong with the stop ids: one beyond 32 bits would be another id."""
+    """Finds faults of the stop ids: one beyond 32 bits would be another id."""
     if not isinstance(stop_ids, Set | list | tuple):
         yield f"stop_ids must be a set of ints, got {_shown(stop_ids)}."
     elif wrong := _not_ids(stop_ids, vocab_size):
@@ -134,7 +134,7 @@ def _of_stop_ids(stop_ids: Any, vocab_size: int) -> Iterator[str]:
 
 
 def _of_prompt(request: Request, vocab_size: int) -> Iterator[str]:
-    """What is wrong with the prompt, but for its length."""
+    """Yields what is wrong with the prompt, but for its length."""
     prompt, name = request.prompt, f"Prompt {_shown(request.id)}"
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence | np.ndarray):
         yield f"{name} must be a list of token ids, got {_shown(prompt)}."
@@ -155,7 +155,7 @@ def _number(value: Any) -> Any:
 
 
 def _not_ids(values: Collection, vocab_size: int) -> list:
-    """Those that are no ids of the vocabulary."""
+    """Returns those that are no ids of the vocabulary."""
     if {type(value) for value in values} == {int}:  # as nearly always: quickly
         return [value for value in values if not 0 <= value < vocab_size]
     return [v for v in values if not (is_int(v) and 0 <= v < vocab_size)]

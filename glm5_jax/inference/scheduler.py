@@ -46,12 +46,12 @@ class Slot:
 
     @property
     def is_reading(self) -> bool:
-        """Whether tokens are still to be read before the next one is drawn."""
+        """Returns whether tokens are still to be read before the next one is drawn."""
         return self.work is not None and self.last is None
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it draws tokens."""
+        """Returns whether it draws tokens."""
         return self.work is not None and self.last is not None
 
 
@@ -86,7 +86,7 @@ class Scheduler:
     """
 
     def __init__(self, num_slots: int, chunk: int, num_devices: int = 1) -> None:
-        """All slots are free; each device has as many, one after the other."""
+        """Frees all slots; each device has as many, one after the other."""
         own = num_slots // num_devices
         self.slots = [Slot(i, i // own) for i in range(num_slots)]
         self.works: dict[int, Work] = {}
@@ -198,7 +198,7 @@ class Scheduler:
         self._num_passed = 0
 
     def _part(self, slot: Slot) -> Part:
-        """What a slot does next."""
+        """Returns what a slot does next."""
         work, start = slot.work, len(slot.tokens)
         assert work is not None
         num_drawn = len(work.completion.tokens)
@@ -244,7 +244,7 @@ class _Places:
         self._put(work, min(found, key=rank), size)
 
     def _kept(self, work: Work) -> tuple[int, list[Slot]]:
-        """How many leading tokens of the prompt are there, if that saves half, where.
+        """Counts the prompt's leading tokens that a slot has, if half; and finds it.
 
         The last one is read in any case, as the next is drawn from what it gives.
         """

@@ -56,7 +56,7 @@ def cast_params(params: dict, config: config_lib.ModelConfig) -> dict:
 
 
 def _decode_params(params: dict, config: config_lib.ModelConfig) -> dict:
-    """On a CPU, where a layer of a stack is copied before use, no stacks."""
+    """Unstacks layers on a CPU, which copies a layer of a stack before use."""
     is_small = config.num_hidden_layers <= MAX_UNSTACKED_LAYERS
     is_alone = placement.in_use() is None
     if dispatch.platform() == "cpu" and is_small and is_alone:

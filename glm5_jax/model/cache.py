@@ -42,7 +42,7 @@ def width(config: config_lib.ModelConfig) -> int:
 
 
 def widened(x: Float[Array, "*b c"], size: int) -> Float[Array, "*b d"]:
-    """With zeros behind."""
+    """Widens it with zeros behind."""
     missing = size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 

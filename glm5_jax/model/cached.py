@@ -199,7 +199,7 @@ def _unit(
 
 
 def _in_turn(unit: Callable, carry: tuple, steps: tuple) -> tuple:
-    """What lax.scan computes, unrolled."""
+    """Returns what lax.scan computes, unrolled."""
     chosen = []
     for step in steps:
         carry, choice = unit(carry, step)

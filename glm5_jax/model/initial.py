@@ -43,7 +43,7 @@ def values(
 
 
 def _packs(params: list[layers.Param]) -> list[list[int]]:
-    """Which are drawn at once: each large one alone, small ones up to as many."""
+    """Groups what is drawn at once: large ones alone, small ones up to as many."""
     packs: list[list[int]] = [[]]
     alone: list[list[int]] = []
     size = 0

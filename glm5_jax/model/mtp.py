@@ -95,7 +95,7 @@ def _step(
     tokens: Int[Array, "B T"],
     shared: tuple | None = None,
 ) -> tuple[Array, block_lib.BlockAux, tuple]:
-    """One step: its normed state, the layer's auxiliary values, its index, latents."""
+    """Runs one step: its normed state, the layer's auxiliary values, index, latents."""
     eps = config.rms_norm_eps
     pair = [
         layers.rms_norm(

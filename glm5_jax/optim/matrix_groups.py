@@ -50,7 +50,7 @@ class Stack:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Which parameter and part."""
+        """Returns which parameter and part."""
         return self.leaf, self.part
 
     @property
@@ -60,7 +60,7 @@ class Stack:
 
     @property
     def is_tall(self) -> bool:
-        """Whether its wide form is the transpose."""
+        """Returns whether its wide form is the transpose."""
         return self.shape[0] > self.shape[1]
 
     @property
@@ -71,7 +71,7 @@ class Stack:
 
     @property
     def form(self) -> tuple:
-        """What says how to put blocks together."""
+        """Returns what says how to put blocks together."""
         return self.row_axes, self.col_axes, self.is_tall
 
 
@@ -115,7 +115,7 @@ class Group:
 
     @functools.cached_property
     def work(self) -> "Work":
-        """Of one device."""
+        """Counts one device's."""
         useful = sum(s.count * newton_schulz_flops(*s.shape) for s in self.stacks)
         num_bytes = float(self.num_rounds * math.prod(self.shape) * ITEM_BYTES)
         return Work(
@@ -148,13 +148,13 @@ class Work:
 
     @property
     def cost(self) -> float:
-        """In FLOPs."""
+        """Returns FLOPs."""
         num_bytes = self.exchanged_bytes + self.gathered_bytes
         return self.flops + FLOPS_PER_BYTE * num_bytes
 
 
 def newton_schulz_flops(rows: int, cols: int) -> float:
-    """Of one matrix: A = X X^T, A A, and (b A + c A A) X, on the short side."""
+    """Counts those of one matrix: X X^T, A A, (b A + c A A) X, on the short side."""
     short, long = sorted((rows, cols))
     return NUM_STEPS * (4.0 * short**2 * long + 2.0 * short**3)
 
@@ -188,7 +188,7 @@ def plan(leaves: Sequence[Leaf], mesh_shape: Mapping[str, int]) -> tuple[Group, 
 
 
 def total(groups: Sequence[Group]) -> Work:
-    """Of one device, for all groups."""
+    """Sums up one device's, for all groups."""
     return sum((group.work for group in groups), Work())
 
 
@@ -207,7 +207,7 @@ def table(groups: Sequence[Group]) -> str:
 
 
 def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack]:
-    """What a device holds of a parameter."""
+    """Returns what a device holds of a parameter."""
     shape, layout, spec = leaf
     cut = layout.cut[0] if layout.cut is not None else None
 
@@ -250,7 +250,7 @@ def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack
 
 
 def _axes(stack: Stack, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Those over which a stack's matrices are cut, in the order of the mesh."""
+    """Returns those that cut a stack's matrices, in the order of the mesh."""
     return tuple(a for a in mesh_shape if a in stack.row_axes + stack.col_axes)
 
 

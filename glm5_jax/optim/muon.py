@@ -78,7 +78,7 @@ def _momentum(config: config_lib.OptimConfig) -> optax.GradientTransformation:
 def _here(
     updates: optax.Updates, layouts: Layouts, config: config_lib.OptimConfig
 ) -> optax.Updates:
-    """Every matrix where its parameter is."""
+    """Orthogonalises every matrix where its parameter is."""
     function = _newton_schulz(config)
 
     def orthogonalized(x: Array) -> Array:
@@ -96,7 +96,7 @@ def _on_mesh(
     config: config_lib.OptimConfig,
     apart: tuple[str, ...],
 ) -> optax.Updates:
-    """Every matrix on one device of the mesh, or of each part of it."""
+    """Orthogonalises every matrix on one device of the mesh, or of each part of it."""
     dtype = jnp.dtype(config.ns_dtype)
     function = _newton_schulz(config)
     leaves, tree = jax.tree.flatten(updates)
@@ -129,7 +129,7 @@ def _newton_schulz(config: config_lib.OptimConfig) -> Callable[[Array], Array]:
 def _rms(
     config: config_lib.OptimConfig, layout: muon_split.Layout, shape: tuple[int, ...]
 ) -> float | np.ndarray:
-    """What gives the update of a parameter its root mean square."""
+    """Returns what gives the update of a parameter its root mean square."""
     scales: list[float] = []
     for part in layout.part_shapes(shape):
         sides = (

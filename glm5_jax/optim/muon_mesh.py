@@ -73,7 +73,7 @@ def map_matrices(
 
 
 def _without_cut(layout: muon_split.Layout, spec: PartitionSpec) -> PartitionSpec:
-    """Where a parameter has to be: an axis that is cut in two stays whole."""
+    """Returns where a parameter has to be: an axis that is cut in two stays whole."""
     if layout.cut is None:
         return spec
     return PartitionSpec(
@@ -82,7 +82,7 @@ def _without_cut(layout: muon_split.Layout, spec: PartitionSpec) -> PartitionSpe
 
 
 def _stacked(x: Array, stack: matrix_groups.Stack) -> Array:
-    """From [..., rows, columns] to [matrices, rows, columns] of the stack's blocks."""
+    """Makes [matrices, rows, columns] of [..., rows, columns], a stack's blocks."""
     x = x.mT if stack.is_transposed else x
     return x.reshape(-1, *x.shape[-2:])
 
@@ -192,7 +192,7 @@ def _parts(
 def _block_order(
     group: matrix_groups.Group, stack: matrix_groups.Stack
 ) -> tuple[int, ...]:
-    """From [*exchanged, rounds, rows, cols] to rounds, all of rows, all of columns."""
+    """Turns [*exchanged, rounds, rows, cols] to rounds, all rows, all columns."""
     n = len(group.exchanged)
     rows = [group.exchanged.index(axis) for axis in stack.row_axes]
     cols = [group.exchanged.index(axis) for axis in stack.col_axes]
@@ -204,7 +204,7 @@ def _axis_sizes(group: matrix_groups.Group) -> tuple[int, ...]:
 
 
 def _own_forms(group: matrix_groups.Group, counts: list[int], rounds: int) -> Array:
-    """Which form each of this device's matrices has."""
+    """Returns which form each of this device's matrices has."""
     forms = list(dict.fromkeys(stack.form for stack in group.stacks))
     each = [forms.index(stack.form) for stack in group.stacks]
     table = np.zeros(rounds * group.num_owners, np.int32)
@@ -214,7 +214,7 @@ def _own_forms(group: matrix_groups.Group, counts: list[int], rounds: int) -> Ar
 
 
 def _select(form: Array, options: list[Array], axis: int) -> Array:
-    """Of arrays with the matrices along an axis: for each matrix that of its form."""
+    """Selects for each matrix, along an axis of the arrays, that of its form."""
     chosen = options[0]
     others = [i for i in range(chosen.ndim) if i != axis]
     for i, option in enumerate(options[1:], start=1):

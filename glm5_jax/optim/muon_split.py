@@ -130,7 +130,7 @@ def layout(
 
 
 def coefficients(config: config_lib.OptimConfig) -> Coefficients:
-    """Of every Newton-Schulz step; past the end of a list its last entry repeats."""
+    """Returns those of every Newton-Schulz step; the last entry of a list repeats."""
     steps = list(COEFFICIENTS[config.ns_coefficients])
     return (steps + steps[-1:] * config.ns_steps)[: config.ns_steps]
 

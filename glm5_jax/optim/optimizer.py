@@ -51,7 +51,7 @@ class Optimizer:
         return State(self.transform.init(_in_float32(params)), *counts)
 
     def kept(self, state: State, places: optax.OptState) -> optax.OptState:
-        """Where a state that is sharded like `places` is kept between updates."""
+        """Returns the places of a state between updates, sharded like `places`."""
         if not self.is_offloaded:
             return places
         return jax.tree.map(
@@ -86,7 +86,7 @@ def make_optimizer(
     labels = label_parameters(config, dims, is_trained)
 
     def of_muon(read: Callable[[Path], Any]) -> optax.Params:
-        """What to read off the dim names of Muon's parameters."""
+        """Returns what to read off the dim names of Muon's parameters."""
         return jax.tree.map(
             lambda label, names: read(names) if label == "muon" else optax.MaskedNode(),
             labels,
@@ -121,7 +121,7 @@ def label_parameters(
     dims: optax.Params,
     is_trained: Callable[[Path], bool] | None = None,
 ) -> optax.Params:
-    """Which branch updates each parameter: a tree of `Label`s.
+    """Returns which branch updates each parameter: a tree of `Label`s.
 
     Vectors (per layer) are norms and biases; the embedding is AdamW's, and head and
     router where the config says so; everything else is a matrix for Muon, so that
@@ -156,7 +156,7 @@ def muon_leaves(
     dims: optax.Params,
     shapes: optax.Params,
 ) -> list[matrix_groups.Leaf]:
-    """What `matrix_groups.plan` needs of the parameters that are Muon's.
+    """Returns what `matrix_groups.plan` needs of the parameters that are Muon's.
 
     Args:
         config: says which these are.
@@ -181,7 +181,7 @@ def update_if_finite(
     params: optax.Params,
     is_allowed: Array | bool = True,
 ) -> tuple[optax.Params, State, dict[str, Array]]:
-    """One step; leaves parameters and the inner state as they are on a NaN or infinity.
+    """Does one step; leaves parameters and state as they are on a NaN or infinity.
 
     So it does where the caller does not allow the update (`is_allowed`), which counts
     as skipped, but not in a row: nothing is wrong with the gradient.

@@ -126,7 +126,7 @@ def _check(coordinator: str, num_processes: int, process_id: int) -> None:
 
 
 def _is_cluster(environ: Mapping[str, str]) -> bool:
-    """Whether jax.distributed.initialize() would find others by itself.
+    """Returns whether jax.distributed.initialize() would find others by itself.
 
     A cluster of one process is none: a laptop, a login node and a single TPU host must
     not wait for anybody.
@@ -140,7 +140,7 @@ def _is_cluster(environ: Mapping[str, str]) -> bool:
 
 
 def _is_tpu_pod(environ: Mapping[str, str]) -> bool:
-    """Whether this is a host of several: of one slice, or of several slices."""
+    """Returns whether this is a host of several: of one slice, or of several slices."""
     if environ.get("JAX_PLATFORMS", "tpu") == "cpu" or not _has_tpu():
         return False
     workers = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES"))
@@ -160,7 +160,7 @@ def _is_tpu_pod(environ: Mapping[str, str]) -> bool:
 
 
 def _has_tpu() -> bool:
-    """Whether the libraries and the device files of a TPU are here."""
+    """Returns whether the libraries and the device files of a TPU are here."""
     if importlib.util.find_spec("libtpu") is None:
         return False
     devices = ("/dev/accel0", "/dev/vfio/0", "/dev/vfio/1")

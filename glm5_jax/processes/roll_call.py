@@ -98,7 +98,7 @@ def _server(coordinator: str) -> socket.socket:
 
 
 def _is_member(said: dict) -> bool:
-    """Whether it is what a process of a run says; whether of this one, others check."""
+    """Tells what a process of a run says from other words; others check the run."""
     theirs, number = said.get("num_processes"), said.get("process_id")
     return (
         said.get("glm5_jax") == "here"
@@ -109,7 +109,7 @@ def _is_member(said: dict) -> bool:
 
 
 def _disagreement(said: dict, num_processes: int, here: set[int], host: str) -> str:
-    """What contradicts what the others say, or nothing."""
+    """Returns what contradicts what the others say, or nothing."""
     theirs, number = said["num_processes"], said["process_id"]
     if theirs != num_processes:
         return (

@@ -119,7 +119,7 @@ def devices_each(mesh: config_lib.MeshConfig, count: int) -> int:
 
 
 def _environ(num_devices: int) -> dict[str, str]:
-    """What the processes get: a CPU that looks like so many devices."""
+    """Returns what the processes get: a CPU that looks like so many devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     return {
         **os.environ,

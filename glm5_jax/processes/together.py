@@ -89,12 +89,12 @@ def _is_loopback(address: str | None) -> bool:
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which alone writes; touches no device if alone."""
+    """Tells whether this is process 0, which alone writes; alone, asks no device."""
     return not jax.distributed.is_initialized() or _number() == 0
 
 
 def from_first(name: str, make: Callable[[], str]) -> str:
-    """What process 0 makes, on all; the others wait for it.
+    """Returns what process 0 makes, on all; the others wait for it.
 
     Args:
       name: of the matter, once a run.
@@ -110,7 +110,7 @@ def from_first(name: str, make: Callable[[], str]) -> str:
 
 
 def to_first(name: str, text: str) -> list[str]:
-    """What every process says, by number, on process 0; the others get nothing.
+    """Returns what every process says, by number, on process 0; the others get nothing.
 
     Args:
       name: of the matter, once a run.
@@ -153,14 +153,14 @@ def numbers_of_first(numbers: list[int]) -> list[int]:
 
 
 def all_true(mine: bool) -> bool:
-    """Whether it is true on all processes; all must call it."""
+    """Returns whether it is true on all processes; all must call it."""
     if not jax.distributed.is_initialized():
         return mine
     return bool(np.all(multihost_utils.process_allgather(np.int32(mine))))
 
 
 def _number() -> int:
-    """Of this process; jax.process_index() would start the devices."""
+    """Returns this process's; jax.process_index() would start the devices."""
     return distributed.global_state.process_id
 
 
@@ -174,7 +174,7 @@ class _End:
         self._listener.start()
 
     def part(self) -> None:
-        """All have come to a good end; waits for them."""
+        """Waits for all, which have come to a good end."""
         with contextlib.suppress(Exception):  # somebody died: so be it
             self._client.wait_at_barrier(_DONE, _FINISH_MS)
         self._say(0, "")

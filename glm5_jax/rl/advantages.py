@@ -27,7 +27,7 @@ class Sample(Protocol):
 
     @property
     def mask(self) -> Sequence[bool]:
-        """Which tokens were sampled and are trained."""
+        """Returns which tokens were sampled and are trained."""
         ...
 
 
@@ -37,12 +37,12 @@ class Episode(Protocol):
 
     @property
     def reward(self) -> protocol.Reward | None:
-        """What it earned."""
+        """Returns what it earned."""
         ...
 
     @property
     def label(self) -> protocol.Label:
-        """How it ended."""
+        """Returns how it ended."""
         ...
 
     @property
@@ -110,12 +110,12 @@ def select(
 
 
 def teaches(group: Sequence[Episode]) -> bool:
-    """Whether the rewards of a group of valid episodes differ."""
+    """Returns whether the rewards of a group of valid episodes differ."""
     return bool(np.std([_total(episode) for episode in group]) >= _EQUAL)
 
 
 def is_valid(episode: Episode) -> bool:
-    """Whether the episode was scored: its label says so and its reward is finite."""
+    """Tells whether the episode was scored, by its label, and its reward is finite."""
     if not episode.label.is_scored or episode.reward is None:
         return False
     total = episode.reward.total

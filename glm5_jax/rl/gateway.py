@@ -153,11 +153,11 @@ class Session:
         return message
 
     def samples(self) -> list[Sample]:
-        """One sample, and one more for each fork; each ends with a sampled token."""
+        """Returns one sample, and one a fork; each ends with a sampled token."""
         return [sample.check() for sample in self._samples]
 
     def _goes_on(self, messages: list[messages_lib.Message]) -> bool:
-        """Whether the template shows `messages` behind an unchanged history."""
+        """Returns whether the template shows `messages` behind an unchanged history."""
         size = len(self._history)
         roles = {message.get("role") for message in messages[size:]}
         if not roles or "assistant" in roles or messages[:size] != self._history:
@@ -183,7 +183,7 @@ class Session:
 
 
 def _drift(completion: requests.Completion, rendered: chat.Rendered) -> int:
-    """How many tokens of a turn are not what its message is tokenised to."""
+    """Returns how many tokens of a turn are not what its message is tokenised to."""
     sampled = completion.tokens[
         : len(completion.tokens) - (completion.finish_reason == "stop")
     ]

@@ -65,7 +65,7 @@ class Pump:
         self._is_asked = asyncio.Event()
 
     async def complete(self, request: requests.Request) -> requests.Completion:
-        """What the engine makes of a request; aborts it if cancelled meanwhile."""
+        """Returns what the engine makes of a request; aborts it if cancelled."""
         self._engine.submit(request)
         answer = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = answer
@@ -107,7 +107,7 @@ async def bounded(
     clock: Callable[[], float],
     guest: object,
 ) -> Any:
-    """What `call` returns, unless it takes longer than `seconds` of `clock`.
+    """Returns what `call` returns, unless it takes longer than `seconds` of `clock`.
 
     It is a call of `guest`, which can cancel nothing but what it began itself. A call
     that ignores being cancelled is left behind, so that nobody waits for it.

@@ -57,7 +57,7 @@ class Listing:
         return [(kind, f"{size / chips.GIB:.4g}") for kind, size in kinds.items()]
 
     def text(self) -> str:
-        """For a terminal."""
+        """Writes it for a terminal."""
         parts = [self.title, markdown.aligned([HEAD, *map(_cells, self.arrays)])]
         parts += [
             markdown.aligned([("kind", "GiB of a device"), *self.sums]),
@@ -177,7 +177,7 @@ def _gradients(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[
 def _activations(
     config: config_lib.TrainConfig, mesh: AbstractMesh
 ) -> Iterator[tuple[str, Dims, jax.ShapeDtypeStruct]]:
-    """What each step of a scan over layers was given, of a part of the batch."""
+    """Yields what each step of a scan over layers was given, of a part of the batch."""
     model, length = config.model, config.data.sequence_length
     rows = config.rl.num_rows if config.stage == "rl" else config.data.batch_size
     batch = rows // config.optim.accumulation_steps
@@ -234,7 +234,7 @@ def _placed(
 
 
 def _notes(config: config_lib.TrainConfig, program: str) -> Iterator[str]:
-    """What the list leaves out."""
+    """Yields what the list leaves out."""
     yield "By name and shape alone: nothing was compiled."
     if program == "train":
         kept = {

@@ -101,7 +101,7 @@ class Route:
 
 @functools.lru_cache(maxsize=4096)  # of a large mesh it takes milliseconds
 def route(mesh: Mesh, axes: tuple[str, ...], num_slices: int = 1) -> Route:
-    """Where the devices of one group lie that differ along some axes of a mesh.
+    """Returns where the devices of one group lie that differ along some axes of a mesh.
 
     A ring sends both ways, a line one way; two cores of a chip count as one link.
     """

@@ -117,7 +117,7 @@ class _Walk:
         return [c for c in out if c.wire_bytes > 0]
 
     def _name_of_loop(self, loop: hlo.Instruction) -> str:
-        """Of the loop's condition, where a loop has lost its own."""
+        """Finds it in the loop's condition, where a loop has lost its own."""
         condition = self.module.computations.get(loop.called("condition")[0], {})
         return next((i.op_name for i in condition.values() if i.op_name), "")
 
@@ -153,7 +153,7 @@ class _Walk:
         )
 
     def across_slices(self, i: hlo.Instruction, times: int, where: str) -> Collective:
-        """What libtpu hands to the data-centre network."""
+        """Returns what libtpu hands to the data-centre network."""
         shape, size, _ = next(hlo.shapes(i.type))
         kind = re.search(r'_transfer_type="(\w+)"', i.rest)
         name = kind.group(1).lower().replace("_", "-") if kind else "send"

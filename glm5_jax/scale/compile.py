@@ -152,7 +152,7 @@ def _sizes(compiled: Any) -> Sizes:
 
 
 def _bytes(text: str) -> float:
-    """Of "51.88G", as libtpu writes GiB."""
+    """Reads "51.88G", as libtpu writes GiB."""
     units = {"K": 2**10, "M": 2**20, "G": chips.GIB, "T": 2**40}
     number, unit = float(text[:-1]), text[-1]
     return number * units[unit] if unit in units else float(text.rstrip("B"))

@@ -31,7 +31,7 @@ class Flops:
         return sum(self.by_kind.values(), 0.0)
 
     def at_even_load(self, num_devices: int) -> "Flops":
-        """Where the experts of so many devices share the rows, not one has them all.
+        """Counts where the experts of so many devices share the rows evenly.
 
         Buffers have room for all rows of these devices. That a grouped product leaves
         out the tiles behind the last group is taken for granted, not seen.
@@ -94,7 +94,7 @@ def _dot(equation: Any) -> float:
 
 
 def _ragged(equation: Any) -> float:
-    """Every row meets one group: rows x columns x contracted, twice."""
+    """Counts a product in which every row meets one group."""
     numbers = equation.params.get("ragged_dot_dimension_numbers")
     lhs, rhs = (v.aval.shape for v in equation.invars[:2])
     if numbers is None:

@@ -64,7 +64,7 @@ class Module:
     entry: str
 
     def trip_count(self, loop: Instruction, caller: str) -> int | None:
-        """How often the body of a while loop runs; None if it is not a constant."""
+        """Returns how often a while loop's body runs; None if it is no constant."""
         known = re.search(r'known_trip_count"?:\s*\{"?n"?:"?(\d+)', loop.rest)
         if known:
             return int(known.group(1))
@@ -95,7 +95,7 @@ class Module:
         return (limits[0] + is_last, indices[0]) if len(indices) == 1 else None
 
     def _initial(self, loop: Instruction, caller: str, index: int) -> int:
-        """What the counter starts from; 0 where that is no constant here."""
+        """Returns what the counter starts from; 0 where that is no constant here."""
         body = self.computations[caller]
         start = body.get(loop.operands[0])
         if start is None or start.opcode != "tuple":
@@ -175,7 +175,7 @@ _QUOTE = re.compile(r"\\.")  # an escaped letter, which opens no quotation
 
 
 def _begins(line: str) -> bool:
-    """Whether a line is no continuation of the one before."""
+    """Returns whether a line is no continuation of the one before."""
     return bool(_is_end(line) or _INSTRUCTION.match(line))
 
 

@@ -41,7 +41,7 @@ def peak(module: hlo.Module) -> Peak:
 
 
 def temporaries(module: hlo.Module) -> list[Temporary]:
-    """What lives at the peak by shape, those that take most first."""
+    """Returns what lives at the peak by shape, those that take most first."""
     found: dict[tuple[str, int], tuple[int, str]] = {}
     for (computation, name), size in peak(module).live.items():
         i = module.computations[computation][name]
@@ -87,7 +87,7 @@ class _Walk:
         return worst
 
     def _inside(self, i: hlo.Instruction) -> Peak:
-        """What lives only inside of a loop's body, a branch or a call."""
+        """Returns what lives only inside of a loop's body, a branch or a call."""
         if i.opcode not in ("while", "conditional", "call"):
             return Peak(0, {})
         peaks = [self.peak(name) for name in i.called()]

@@ -109,7 +109,7 @@ def _traffic(
 
 
 def _is_grouped(i: hlo.Instruction) -> bool:
-    """Whether it is libtpu's kernel for a product of rows in groups."""
+    """Returns whether it is libtpu's kernel for a product of rows in groups."""
     return i.opcode == "custom-call" and "ragged_dot" in i.op_name
 
 
@@ -161,7 +161,7 @@ def _moved(
 def _sizes(
     inner: dict[str, hlo.Instruction], opcode: str, operand: int | None
 ) -> dict[str, int]:
-    """Of slices, by the array they are cut from; of updates, what they write."""
+    """Sizes slices by the array they are cut from, updates by what they write."""
     out: dict[str, int] = {}
     for i in inner.values():
         if i.opcode == opcode:

@@ -89,7 +89,7 @@ def require_whole_rows(
 
 
 def _of_state(program: program_lib.Program, name: str) -> Job:
-    """What a run does with its parameters and moments before and between its steps.
+    """Returns what a run does with its state before and between its steps.
 
     init draws them. restore has the room for what hosts read and send, and computes
     nothing. save asks whether they are finite, and copies them into the hosts' memory.

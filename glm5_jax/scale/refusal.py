@@ -23,7 +23,7 @@ Change = tuple[str, config_lib.TrainConfig]
 def text(
     config: config_lib.TrainConfig, line: dict[str, Any], tables: dict[str, Any]
 ) -> str:
-    """Why it does not fit, the largest arrays, and what to change.
+    """Returns why it does not fit, the largest arrays, and what to change.
 
     Args:
       config: of a run.
@@ -56,7 +56,7 @@ def text(
 
 
 def is_modelled(config: config_lib.TrainConfig) -> bool:
-    """Whether the planner's model of memory knows a training step."""
+    """Returns whether the planner's model of memory knows a training step."""
     is_stage = config.stage in search.STAGES
     return is_stage and config.model.remat_policy in ("full", "offload")
 

@@ -93,7 +93,7 @@ def make(
 def _setting(
     config: config_lib.TrainConfig, config_name: str, topology: str, job: programs.Job
 ) -> dict[str, Any]:
-    """What was compiled, and for what."""
+    """Returns what was compiled, and for what."""
     return {
         "config": config_name,
         "program": job.name,

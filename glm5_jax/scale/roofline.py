@@ -20,7 +20,7 @@ class Roofline:
 
     @property
     def binding(self) -> str:
-        """What takes longest."""
+        """Returns what takes longest."""
         return max(self.seconds, key=lambda name: self.seconds[name])
 
     @property
@@ -36,7 +36,7 @@ def roofline(
     traffic: collectives.Traffic,
     num_slices: int = 1,
 ) -> Roofline:
-    """Of one device.
+    """Computes one device's.
 
     Collectives over different axes of the torus run side by side, those over the same
     one after another; one that lies on several uses all of them.

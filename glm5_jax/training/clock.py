@@ -69,7 +69,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self, kind: str) -> Iterator[None]:
-        """While this lasts no step is under way; its seconds are of that kind."""
+        """Counts the seconds inside as of that kind, and of no step."""
         before = time.perf_counter(), time.process_time()
         yield
         lost = time.perf_counter() - before[0], time.process_time() - before[1]
@@ -78,7 +78,7 @@ class Clock:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """While this lasts a step waits for its batch; rollouts are no waiting."""
+        """Counts the seconds inside as waiting for a batch; rollouts are none."""
         before = time.perf_counter()
         yield
         if not self._is_on_policy:

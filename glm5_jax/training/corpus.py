@@ -52,7 +52,7 @@ class Corpus:
         return data.batch_size * data.sequence_length
 
     def take(self, rows: Sequence[int]) -> None:
-        """From now on batches have these rows of the whole alone."""
+        """Takes these rows of the whole alone, from now on."""
         self._pipeline.take(rows)
 
     def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
@@ -64,7 +64,7 @@ class Corpus:
         return next(batches), self._metrics(position + 1)
 
     def check(self, metrics: feed.Metrics, step: int) -> None:
-        """Nothing but a gradient that is not finite ends a run, which the loop sees."""
+        """Does nothing: a gradient that is not finite alone ends a run, by the loop."""
 
     def evaluate(self, params: dict, step: int, place: feed.Place) -> dict[str, float]:
         """Held-out bits per byte: -log2 of the text's probability over its bytes.
@@ -144,6 +144,6 @@ def _make_pipeline(config: config_lib.TrainConfig) -> pipeline_lib.Pipeline:
 
 
 def _bits_per_byte(total: np.ndarray) -> float:
-    """From nats and bytes."""
+    """Computes it from nats and bytes."""
     nats, num_bytes = total
     return float(nats / math.log(2) / num_bytes)

@@ -26,7 +26,7 @@ class Feed(Protocol):
         ...
 
     def take(self, rows: Sequence[int]) -> None:
-        """From now on batches have these rows of the whole alone: this process's."""
+        """Takes these rows of the whole alone, this process's, from now on."""
         ...
 
     def next(self, params: dict, position: int) -> tuple[Batch, Metrics]:

@@ -39,7 +39,7 @@ class Health:
         self._num_spikes = self._num_rollbacks = 0
 
     def memory(self) -> dict[str, Any]:
-        """What JSON can hold of it."""
+        """Returns what JSON can hold of it."""
         return {
             "losses": list(self._losses),
             "spikes": self._num_spikes,

@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 def make_inputs(
     config: config_lib.ModelConfig, batch: Batch, mtp_steps: int = 0
 ) -> Inputs:
-    """Of whole rows; devices that share a row get parts of it with equal work."""
+    """Makes those of whole rows; devices that share a row get parts of equal work."""
     segments, ahead = batch["segment_ids"], None
     context = context_lib.make_context(config, segments, batch["positions"])
     if mtp_steps:

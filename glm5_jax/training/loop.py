@@ -236,7 +236,7 @@ class _Loop:
 
 
 def evaluate(run: run_lib.Run) -> dict[str, float]:
-    """What the stage says of held-out data, now."""
+    """Returns what the stage says of held-out data, now."""
     return run.feed.evaluate(run.params, run.step, run.place)
 
 
@@ -251,7 +251,7 @@ def write_sample(run: run_lib.Run) -> str:
 
 
 def _due(step: int, config: config_lib.TrainConfig) -> set[str]:
-    """What comes after a step; the last one is evaluated and sampled in any case."""
+    """Tells what comes after a step; the last one is evaluated and sampled anyway."""
     is_last = step == config.num_steps
     due = set()
     if is_last or _is_due(step, config.eval_every):

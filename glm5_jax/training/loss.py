@@ -25,14 +25,14 @@ Metrics = dict[str, Array]
 
 
 def has_indexer_loss(config: config_lib.TrainConfig) -> bool:
-    """Whether the indexers are trained by their divergence from the attention."""
+    """Tells whether the indexers are trained by their divergence from attention."""
     is_rl = config.stage == "rl"  # there the indexers are frozen
     has_indexer = config.model.attention != "dense"
     return has_indexer and config.loss.indexer_weight > 0 and not is_rl
 
 
 def is_trained(config: config_lib.TrainConfig) -> Callable[[tuple[str, ...]], bool]:
-    """Which parameters a stage trains, by path.
+    """Returns which parameters a stage trains, by path.
 
     The DSA warm-up only the indexers; reinforcement learning all but the indexers
     (arXiv 2602.15763, section 3.2) and MTP, which has no term in its loss.
@@ -45,7 +45,7 @@ def is_trained(config: config_lib.TrainConfig) -> Callable[[tuple[str, ...]], bo
 
 
 def num_mtp_steps(config: config_lib.TrainConfig) -> int:
-    """How often the module for later tokens runs for the loss."""
+    """Returns how often the module for later tokens runs for the loss."""
     has_loss = config.model.has_mtp and config.loss.mtp_weight > 0
     return config.model.mtp_num_steps if has_loss and config.stage != "rl" else 0
 
@@ -120,7 +120,7 @@ def accumulated(
 
 
 def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inputs:
-    """With the weight of every position in the means over the batch."""
+    """Adds the weight of every position in the means over the batch."""
     is_token = (batch["segment_ids"] > 0).astype(jnp.float32)
     weights = {
         "weights": losses.mean_weights(batch["loss_mask"]),
@@ -225,7 +225,7 @@ def _is_block(node: Any) -> bool:
 
 
 def load_metrics(load: dict) -> Metrics:
-    """How uneven the experts' load is: largest over mean, worst layer."""
+    """Returns how uneven the experts' load is: largest over mean, worst layer."""
     worst = [
         jnp.max(x / jnp.maximum(x.mean(-1, keepdims=True), 1))
         for x in jax.tree.leaves(load)

@@ -101,7 +101,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def finite(tree: Any) -> Any:
-    """What JSON can hold of a tree: None for a number that is not finite."""
+    """Returns what JSON can hold of a tree: None for a number that is not finite."""
     if isinstance(tree, Mapping):
         return {name: finite(value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -144,7 +144,7 @@ class Measured(NamedTuple):
     largest_gap: Float[Array, ""]
 
     def plus(self, other: "Measured") -> "Measured":
-        """Of both parts."""
+        """Adds both parts."""
         largest = jnp.maximum(self.largest_gap, other.largest_gap)
         added = jax.tree.map(jnp.add, self, other)
         return added._replace(largest_gap=largest)
@@ -217,7 +217,7 @@ def _metrics(measured: Measured) -> loss_lib.Metrics:
 
 
 def _summary(metrics: loss_lib.Metrics) -> loss_lib.Metrics:
-    """Of several updates: means, sums of counts, and the last of what accumulates."""
+    """Sums up several updates: means, sums of counts, the last of what accumulates."""
     out = {}
     for name, values in metrics.items():
         if name.startswith("optim/"):

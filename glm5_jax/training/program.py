@@ -37,7 +37,7 @@ class Program:
 
     @property
     def arguments(self) -> tuple[Any, Any, Any]:
-        """What the step takes, in order; the first two are donated."""
+        """Returns what the step takes, in order; the first two are donated."""
         return self.params, self.opt_state, self.batch
 
     def initial(self, seed: int) -> tuple[dict, Any]:

@@ -62,7 +62,7 @@ class Rollouts:
         return self._config.rl.num_rows * self._config.data.sequence_length
 
     def take(self, rows: Sequence[int]) -> None:
-        """Nothing to do: one process has all rows, and several are refused."""
+        """Does nothing: one process has all rows, and several are refused."""
 
     def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
         """Plays the groups of a batch; all that is counted of them is logged."""
@@ -184,7 +184,7 @@ class Rollouts:
         return []
 
     def _play(self, number: int) -> list[list[episodes.Episode]]:
-        """All groups of a round of rollouts; rounds are numbered through the run."""
+        """Plays all groups of a round; rounds are numbered through the run."""
         rl, jobs = self._config.rl, []
         for group in range(rl.prompts_per_step):
             index = number * rl.prompts_per_step + group
@@ -226,7 +226,7 @@ class Rollouts:
 
 
 def _staleness(played: Sequence[episodes.Episode], version: int) -> int:
-    """How many versions the oldest weights that drew a token are behind `version`."""
+    """Counts the versions that the oldest weights of a token are behind `version`."""
     drawn = [
         np.asarray(sample.versions)[np.asarray(sample.mask, bool)]
         for episode in played

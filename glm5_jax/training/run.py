@@ -275,7 +275,7 @@ def _initial(
 
 
 def _require_whole_rows(config: config_lib.TrainConfig, mesh: Mesh) -> None:
-    """Each device of the batch axes must get as many rows as any other.
+    """Checks that each device of the batch axes gets as many rows as any other.
 
     The config checks this where it says how many devices there are: mesh.data=-1 says
     nothing.
@@ -285,7 +285,7 @@ def _require_whole_rows(config: config_lib.TrainConfig, mesh: Mesh) -> None:
 
 
 def _require_same_feed(ours: str) -> None:
-    """All processes must read the same data."""
+    """Checks that all processes read the same data."""
     theirs = together.from_first("data", lambda: ours)
     if theirs != ours:
         raise config_lib.InputError(
@@ -295,7 +295,7 @@ def _require_same_feed(ours: str) -> None:
 
 
 def _changes(theirs: str, ours: str) -> str:
-    """Of two lists of key=value, those that differ."""
+    """Returns those of two lists of key=value that differ."""
     there, here = _pairs(theirs), _pairs(ours)
     differing = [
         f"{key}={there.get(key, 'absent')} there, {key}={here.get(key, 'absent')} here"

@@ -229,7 +229,7 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
 
 
 def _is_of_a_run(path: pathlib.Path) -> bool:
-    """What `convert` makes, and Hugging Face's folders, have a config.json as well."""
+    """Tells a run's config.json from those of `convert` and of Hugging Face."""
     try:
         return "num_steps" in json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, TypeError):
@@ -237,12 +237,12 @@ def _is_of_a_run(path: pathlib.Path) -> bool:
 
 
 def has_checkpoint(workdir: pathlib.Path) -> bool:
-    """Whether a run is resumed there, and not started."""
+    """Returns whether a run is resumed there, and not started."""
     return bool(step_folder.numbers(step_folder.absolute(workdir) / "checkpoints"))
 
 
 def _require_same_config(theirs: dict, config: config_lib.TrainConfig) -> None:
-    """Of another process of this run."""
+    """Compares it with that of another process of this run."""
     if differing := _differing(theirs, config):
         raise config_lib.InputError(
             "this process has another config than process 0; give all the same. They "
@@ -251,7 +251,7 @@ def _require_same_config(theirs: dict, config: config_lib.TrainConfig) -> None:
 
 
 def _require_shared(path: pathlib.Path, text: str) -> None:
-    """What process 0 has written must be here as well."""
+    """Checks that what process 0 has written is here as well."""
     deadline = time.monotonic() + _SHARED_SECONDS
     while not path.exists() or path.read_text(encoding="utf-8") != text:
         if time.monotonic() > deadline:

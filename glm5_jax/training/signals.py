@@ -16,7 +16,7 @@ EXIT_TERMINATED = interrupts.EXIT_TERMINATED  # after a checkpoint
 
 @contextlib.contextmanager
 def listening() -> Iterator[Callable[[int], bool]]:
-    """Whether the run shall end after this step, asked after each one.
+    """Yields a function that tells, after each step, whether the run shall end.
 
     A second ctrl-C ends the process at once, with the same exit code. In several
     processes jax.distributed listens for SIGTERM to any of them, and names the step at

@@ -57,7 +57,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While this lasts nothing is ended: it takes as long as the disk takes."""
+        """Ends nothing while this lasts: it takes as long as the disk takes."""
         self._is_paused = True
         try:
             yield

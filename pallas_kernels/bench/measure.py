@@ -83,7 +83,7 @@ def _waved(x: jax.Array) -> jax.Array:
 
 
 def runnable(op: str, mode: str) -> bool:
-    """Whether the op has such a mode."""
+    """Returns whether the op has such a mode."""
     has_gradient = bool(operations.OPERATIONS[op].differentiable)
     return mode == "fwd" or (has_gradient and (mode == "bwd" or op == "sparse_mla"))
 
@@ -114,7 +114,7 @@ def timed(job: Job, chip: chips.Chip | None, baseline: bool) -> dict[str, Any]:
 
 
 def ratio(row: dict[str, Any]) -> dict[str, float]:
-    """How many times as long plain XLA takes, where both were timed."""
+    """Returns how many times as long plain XLA takes, where both were timed."""
     both = "xla_ms" in row and "median_ms" in row
     return {"ratio_to_xla": row["xla_ms"] / row["median_ms"]} if both else {}
 
@@ -156,7 +156,7 @@ def values(job: Job) -> dict[str, Any]:
 
 
 def worth(job: Job, chip: chips.Chip, milliseconds: float) -> dict[str, Any]:
-    """What a time is worth: rates, and the share of what the chip could do."""
+    """Returns what a time is worth: rates, and the share of what the chip could do."""
     least, seconds = floor(job, chip), milliseconds / 1e3
     return least | {
         "tflops": least["flops"] / seconds / 1e12,
@@ -255,7 +255,7 @@ def _last(case: Case) -> Case:
 
 
 def _wanted(job: Job, case: Case, args: tuple) -> Any:
-    """By the definition where its scores fit, else by plain XLA."""
+    """Computes it by the definition where its scores fit, else by plain XLA."""
     scores = 4 * case.batch * case.queries * case.keys * case.heads
     name = "reference" if scores < DEFINITION_BYTES else _plain(job.op)
     return jax.jit(job.function(name, case))(*args)

@@ -38,7 +38,7 @@ class Operation:
 
     @property
     def has_rows(self) -> bool:
-        """Whether outputs are rows of queries that do not depend on each other."""
+        """Tells whether outputs are rows of queries that depend on no other."""
         is_loss = "weight" in self.inputs
         return not is_loss and "rows" not in self.inputs
 

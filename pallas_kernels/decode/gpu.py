@@ -37,7 +37,7 @@ def unsupported_decode_indexer_topk(
     page_table: Array | None,
     topk: int,
 ) -> str | None:
-    """Why the kernels cannot take these arguments, or None."""
+    """Returns why the kernels cannot take these arguments, or None."""
     del lo, hi
     pages = 1 if page_table is None else page_table.shape[1]
     return gpu_select.unsupported(q, k, w, k.shape[1] * pages, topk)
@@ -70,7 +70,7 @@ def unsupported_decode_sparse_mla(
     scale: float,
     value_dim: int,
 ) -> str | None:
-    """Why the kernels cannot take these arguments, or None."""
+    """Returns why the kernels cannot take these arguments, or None."""
     del page_table, scale
     latent, rope = value_dim, q.shape[-1] - value_dim
     if latent < 16 or rope < 16 or latent & (latent - 1) or rope & (rope - 1):

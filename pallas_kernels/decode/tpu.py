@@ -128,7 +128,7 @@ def unsupported_decode_sparse_mla(
     scale: float,
     value_dim: int,
 ) -> str | None:
-    """Why shapes or dtypes cannot be taken."""
+    """Returns why shapes or dtypes cannot be taken."""
     del indices, page_table
     if kv.shape[1] % GROUP:
         return f"pages must be multiples of {GROUP} tokens, got {kv.shape[1]}"
@@ -136,7 +136,7 @@ def unsupported_decode_sparse_mla(
 
 
 def _cost(keys: int, q: Array, kv: Array, value_dim: int) -> pl.CostEstimate:
-    """Of so many rows, all that are fetched, listed or not."""
+    """Estimates so many rows, all that are fetched, listed or not."""
     heads, width = q.shape[2:]
     work = 2 * keys * heads * (width + value_dim)
     return cost.estimate(work, cost.rows(kv, keys))

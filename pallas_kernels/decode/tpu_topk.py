@@ -80,7 +80,7 @@ def unsupported_decode_indexer_topk(
     page_table: Array | None,
     topk: int,
 ) -> str | None:
-    """Why shapes or dtypes cannot be taken."""
+    """Returns why shapes or dtypes cannot be taken."""
     del w, lo, hi, topk
     num_keys = k.shape[1] * (1 if page_table is None else page_table.shape[1])
     table = 4 * q.shape[0] * num_keys // math.gcd(k.shape[1], CHUNK)
@@ -155,7 +155,7 @@ def _select(
 
 
 def _cost(keys: int, num_queries: int, k: Array) -> pl.CostEstimate:
-    """Of so many keys, those of full sequences, and as many heads of a sequence."""
+    """Estimates so many keys, of full sequences, and as many heads of a sequence."""
     return cost.estimate(2 * keys * num_queries * k.shape[-1], cost.rows(k, keys))
 
 

@@ -53,7 +53,7 @@ def grouped_matmul_quantized(
 
 
 def unsupported_grouped_matmul(x: Array, w: Array, group_sizes: Array) -> str | None:
-    """Why these arguments cannot be taken, or None."""
+    """Returns why these arguments cannot be taken, or None."""
     del group_sizes
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
         return (
@@ -66,7 +66,7 @@ def unsupported_grouped_matmul(x: Array, w: Array, group_sizes: Array) -> str | 
 def unsupported_grouped_matmul_quantized(
     x: Array, w: Array, scales: Array, group_sizes: Array
 ) -> str | None:
-    """Why these arguments cannot be taken, or None."""
+    """Returns why these arguments cannot be taken, or None."""
     del w, scales, group_sizes
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"x must be bfloat16 or float32, got {x.dtype}."
@@ -133,7 +133,7 @@ def _width(size: int, most: int) -> int:
 
 
 def _tile(is_half: bool, is_quantized: bool) -> block_sizes.Tile:
-    """Of rows, columns and depth. A tile of codes lies in one block of scales."""
+    """Sizes rows, columns and depth. A tile of codes lies in one block of scales."""
     if not is_half:
         return FLOAT32_TILE
     tiles = block_sizes.gpu()

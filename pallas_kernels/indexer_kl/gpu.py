@@ -31,7 +31,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 def unsupported_sparse_indexer_kl_loss(
     main: tuple, index: tuple, indices: Array, weight: Array, scale: float
 ) -> str | None:
-    """Why the kernels cannot take these arguments, or None."""
+    """Returns why the kernels cannot take these arguments, or None."""
     del weight, scale
     (q, kv, _), (q_index, k_index, _) = main, index
     if q.shape[2] > MAX_HEADS:

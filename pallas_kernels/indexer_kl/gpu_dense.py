@@ -31,7 +31,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 def unsupported_indexer_kl_loss(
     main: tuple, index: tuple, *_: typing.Any
 ) -> str | None:
-    """Why the kernels cannot take these arguments, or None."""
+    """Returns why the kernels cannot take these arguments, or None."""
     (q, k, _), (q_index, k_index, _) = main, index
     heads, dim = q_index.shape[2:]
     sizes = (q.shape[3], dim)

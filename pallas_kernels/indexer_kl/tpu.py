@@ -40,7 +40,7 @@ def unsupported_indexer_kl_loss(
     weight: Array,
     scale: float,
 ) -> str | None:
-    """Why the kernels cannot take these shapes, or None."""
+    """Returns why the kernels cannot take these shapes, or None."""
     del lo, hi, selected, weight, scale
     (q, k, _), (q_index, _, _) = main, index
     dims, heads = (q.shape[3], q_index.shape[3]), (q.shape[2], q_index.shape[2])
@@ -145,7 +145,7 @@ class _Specs:
         return pl.BlockSpec((1, *shape), index)
 
     def index(self, index: tuple) -> list[pl.BlockSpec]:
-        """Of the indexer's q, k and w."""
+        """Specifies the indexer's q, k and w."""
         _, heads, _, dim = index[0].shape
         return [
             self.block(heads, self.rows[0], dim, at=lambda b, i, j, g: (b, 0, i, 0)),
@@ -154,7 +154,7 @@ class _Specs:
         ]
 
     def main(self, dim: int) -> list[pl.BlockSpec]:
-        """Of the attention's q, k and log-sum-exp."""
+        """Specifies the attention's q, k and log-sum-exp."""
         rows, keys = self.rows
         return [
             self.block(HEADS, rows, dim, at=lambda b, i, j, g: (b, g, i, 0)),
@@ -163,7 +163,7 @@ class _Specs:
         ]
 
     def mask(self, mask: Array) -> pl.BlockSpec:
-        """Of bits, a run of keys at a time, or of bounds."""
+        """Specifies bits, a run of keys at a time, or bounds."""
         runs = selection.RUN // self.rows[1]
         if mask.dtype == jnp.uint32:
             at = lambda b, i, j, g: (b, i, j // runs)
@@ -171,7 +171,7 @@ class _Specs:
         return self.numbers(2)
 
     def numbers(self, count: int) -> pl.BlockSpec:
-        """Of numbers [B, count, t] of each query."""
+        """Specifies numbers [B, count, t] of each query."""
         return self.block(count, self.rows[0], at=lambda b, i, j, g: (b, 0, i))
 
 

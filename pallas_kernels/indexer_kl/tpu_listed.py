@@ -44,7 +44,7 @@ def sparse_indexer_kl_loss(
 def unsupported_sparse_indexer_kl_loss(
     main: tuple, index: tuple, indices: Array, weight: Array, scale: float
 ) -> str | None:
-    """Why shapes or dtypes cannot be taken."""
+    """Returns why shapes or dtypes cannot be taken."""
     del indices, weight, scale
     (q, kv, _), (q_index, k_index, _) = main, index
     dtypes = {x.dtype for x in (q, kv, q_index, k_index)}

@@ -20,7 +20,7 @@ unsupported_indexer_scores_at = gpu_listed.unsupported
 def unsupported_indexer_topk(
     q: Array, k: Array, w: Array, lo: Array, hi: Array, topk: int
 ) -> str | None:
-    """Why the kernels cannot take these arguments, or None."""
+    """Returns why the kernels cannot take these arguments, or None."""
     del lo, hi
     return gpu_select.unsupported(q, k, w, k.shape[1], topk)
 

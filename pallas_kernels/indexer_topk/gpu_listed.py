@@ -20,7 +20,7 @@ KEYS_BACKWARD = 64
 
 
 def unsupported(q: Array, k: Array, w: Array, indices: Array) -> str | None:
-    """Why the kernels cannot take these arguments, or None."""
+    """Returns why the kernels cannot take these arguments, or None."""
     heads, dim = q.shape[-2:]
     if any(n & (n - 1) or n < 16 for n in (max(heads, 16), dim)) or heads > 128:
         return (
@@ -81,7 +81,7 @@ _scores.defvjp(_forward, _backward)
 
 
 def _options(q: Array, k: Array, indices: Array, keys: int, interpret: bool) -> dict:
-    """What both kernels take beside their arrays."""
+    """Returns what both kernels take beside their arrays."""
     batch, num_queries, heads, dim = q.shape
     return {
         "grid": (batch * num_queries,),

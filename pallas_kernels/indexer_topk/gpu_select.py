@@ -44,7 +44,7 @@ class Plan:
 
 
 def unsupported(q: Array, k: Array, w: Array, num_keys: int, topk: int) -> str | None:
-    """Why the kernels cannot take these arguments, or None."""
+    """Returns why the kernels cannot take these arguments, or None."""
     heads, dim = q.shape[-2:]
     if heads & (heads - 1) or heads > MAX_HEADS or dim & (dim - 1) or dim < 16:
         return (

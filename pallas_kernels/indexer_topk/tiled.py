@@ -39,7 +39,7 @@ def head_scores(q: Float[Array, "T J"], k: Float[Array, "S J"]) -> Float[Array, 
 
 
 def visible(lo: Int[Array, "T 1"], hi: Int[Array, "T 1"], keys: int) -> Array:
-    """Which keys each query of a tile may see: [S, T]."""
+    """Returns which keys each query of a tile may see: [S, T]."""
     s = jnp.arange(keys)[:, None]
     return (s >= lo.T) & (s < hi.T)
 

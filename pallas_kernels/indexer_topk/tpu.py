@@ -29,7 +29,7 @@ LOWEST, HIGHEST = -(1 << 31), (1 << 31) - 1
 def unsupported_indexer_bits(
     q: Array, k: Array, w: Array, lo: Array, hi: Array, topk: int
 ) -> str | None:
-    """Why the kernel cannot take these shapes, or None."""
+    """Returns why the kernel cannot take these shapes, or None."""
     del w, lo, hi, topk
     if q.shape[2] % 8 or q.shape[3] % LANES:
         return f"heads x dim must be multiples of 8 x {LANES}, got {q.shape[2:]}."

@@ -45,7 +45,7 @@ def masked_mla(
 
 
 def unsupported_masked_mla(q: Array, k: Array, v: Array, *_: Any) -> str | None:
-    """Why these arguments cannot be taken, or None."""
+    """Returns why these arguments cannot be taken, or None."""
     dims = (q.shape[-1], v.shape[-1])
     if any(dim not in (16, 32, 64, 128, 256) for dim in dims):
         return f"head dims must be powers of two in 16 .. 256, got {dims}."

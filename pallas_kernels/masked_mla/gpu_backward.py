@@ -114,7 +114,7 @@ def kept(
     words, low, high, cols, start,
     P: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Whether keys start .. start + BN count: [BM, BN] or [BN, BM].
+    """Tells whether keys start .. start + BN count: [BM, BN] or [BN, BM].
 
     Args:
       words: pointers to the first word of each query.

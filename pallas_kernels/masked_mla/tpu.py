@@ -31,7 +31,7 @@ def unsupported_masked_mla(
     selected: Array | None,
     scale: float,
 ) -> str | None:
-    """Why the kernel cannot take these shapes, or None."""
+    """Returns why the kernel cannot take these shapes, or None."""
     del lo, hi, selected, scale
     lengths, dims = (q.shape[1], k.shape[1]), (q.shape[3], v.shape[3])
     if dims[0] % LANES or dims[1] % LANES:

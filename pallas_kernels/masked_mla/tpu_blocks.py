@@ -28,7 +28,7 @@ class Specs:
     rows: tuple[int, int]
 
     def queries(self, dim: int) -> pl.BlockSpec:
-        """Of queries [B, N, t, dim]."""
+        """Specifies queries [B, N, t, dim]."""
 
         def index(b: Array, n: Array, p: Array, pairs: Any) -> tuple:
             return b, n, block_pairs.query_block(pairs[b * self.size + p]), 0
@@ -36,7 +36,7 @@ class Specs:
         return pl.BlockSpec((1, 1, self.rows[0], dim), index)
 
     def keys(self, dim: int) -> pl.BlockSpec:
-        """Of keys [B, N, s, dim]."""
+        """Specifies keys [B, N, s, dim]."""
 
         def index(b: Array, n: Array, p: Array, pairs: Any) -> tuple:
             return b, n, block_pairs.key_block(pairs[b * self.size + p]), 0
@@ -44,7 +44,7 @@ class Specs:
         return pl.BlockSpec((1, 1, self.rows[1], dim), index)
 
     def statistics(self, count: int) -> pl.BlockSpec:
-        """Of numbers [B, N, count, t] of each query."""
+        """Specifies numbers [B, N, count, t] of each query."""
 
         def index(b: Array, n: Array, p: Array, pairs: Any) -> tuple:
             return b, n, 0, block_pairs.query_block(pairs[b * self.size + p])
@@ -52,7 +52,7 @@ class Specs:
         return pl.BlockSpec((1, 1, count, self.rows[0]), index)
 
     def mask(self, is_bits: bool) -> pl.BlockSpec:
-        """Of bits [B, t, W], a run of keys at a time, or of bounds [B, 2, t]."""
+        """Specifies bits [B, t, W], a run of keys at a time, or bounds [B, 2, t]."""
 
         def bits(b: Array, n: Array, p: Array, pairs: Any) -> tuple:
             del n
@@ -70,7 +70,7 @@ class Specs:
 
 
 def parameters() -> pltpu.CompilerParams:
-    """Of a grid whose last axis adds up."""
+    """Returns those of a grid whose last axis adds up."""
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         vmem_limit_bytes=block_sizes.tpu().vmem_bytes,
@@ -138,7 +138,7 @@ def wide(x: Array, size: int) -> Array:
 
 
 def keep(mask_ref: Any, pair: Array, keys: int, key_axis: int) -> Array:
-    """Which keys of the pair's block count, from bits or bounds."""
+    """Returns which keys of the pair's block count, from bits or bounds."""
     j = block_pairs.key_block(pair)
     if mask_ref.dtype == jnp.uint32:
         words = mask_ref[0].astype(jnp.int32)

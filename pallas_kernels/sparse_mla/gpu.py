@@ -27,7 +27,7 @@ LOG2_E = math.log2(math.e)
 def unsupported_sparse_mla(
     q: Array, kv: Array, indices: Array, scale: float, value_dim: int, *_: bool
 ) -> str | None:
-    """Why the kernels cannot take these arguments, or None."""
+    """Returns why the kernels cannot take these arguments, or None."""
     del scale
     latent, rope = value_dim, q.shape[-1] - value_dim
     if latent < 16 or rope < 16 or latent & (latent - 1) or rope & (rope - 1):

@@ -44,7 +44,7 @@ def unsupported_sparse_mla(
     value_dim: int,
     deterministic: bool = False,
 ) -> str | None:
-    """Why shapes or dtypes cannot be taken."""
+    """Returns why shapes or dtypes cannot be taken."""
     del indices, scale, deterministic
     if value_dim % tpu_rows.LANES:
         return f"value_dim must be a multiple of {tpu_rows.LANES}, got {value_dim}"

@@ -35,7 +35,7 @@ class Layout:
 
     @classmethod
     def of(cls, kv: Float[Array, "B S c"]) -> "Layout":
-        """Of kv's rows."""
+        """Returns kv's rows."""
         return cls(kv.shape[1], kv.shape[2], kv.dtype)
 
     @property

@@ -45,11 +45,11 @@ class Calculator:
         return protocol.StepResult(results, None, terminated=False, truncated=False)
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Does nothing: there is nothing to free."""
 
 
 def calc(expression: str) -> str:
-    """What the tool says: the value, or what is wrong in a few words."""
+    """Returns what the tool says: the value, or what is wrong in a few words."""
     try:
         return str(expressions.evaluate(expression))
     except expressions.ExpressionError as error:

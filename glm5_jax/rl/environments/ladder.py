@@ -60,7 +60,7 @@ class SingleTurn:
         return protocol.StepResult((), reward, terminated=True, truncated=False)
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Does nothing: there is nothing to free."""
 
 
 def exact(right: str, said: str) -> float:

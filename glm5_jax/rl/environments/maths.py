@@ -35,7 +35,7 @@ _SPELLINGS = (
 
 
 def is_equal(reference: str, given: object) -> bool:
-    r"""Whether what was given ends in the reference's number, or is the same text.
+    r"""Tells whether the answer ends in the reference's number, or is the same text.
 
     Args:
         reference: what is right; a number, or else compared as text without blanks.
@@ -107,7 +107,7 @@ def _value(found: re.Match[str] | None) -> fractions.Fraction | None:
 
 
 def _boxed(text: str) -> str | None:
-    r"""What is between the braces of the last \boxed, or None."""
+    r"""Returns what is between the braces of the last \boxed, or None."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None

@@ -24,7 +24,7 @@ class Label(enum.Enum):
 
     @property
     def is_scored(self) -> bool:
-        """Whether the reward counts."""
+        """Returns whether the reward counts."""
         return self in (Label.OK, Label.TRUNCATED)
 
 

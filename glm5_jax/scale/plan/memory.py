@@ -48,12 +48,12 @@ class Memory:
 
     @property
     def temporaries(self) -> float:
-        """At the worst moment."""
+        """Returns those of the worst moment."""
         return sum(self.moments[self.worst].values())
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Sums up the step's."""
         return sum(self.arguments.values()) + self.temporaries
 
 
@@ -98,7 +98,7 @@ def arguments(s: Setting) -> dict[str, float]:
 
 
 def gradients(s: Setting) -> float:
-    """Of all parameters, in the type that they are computed in, placed like them.
+    """Counts those of all parameters, in the type they are computed in, placed alike.
 
     Their values in that type take the same, where parameters are kept in another.
     """

@@ -43,18 +43,18 @@ class Plan:
 
     @property
     def needed_gib(self) -> float:
-        """With what the estimate of the temporaries may be short of."""
+        """Adds what the estimate of the temporaries may be short of."""
         margin = memory.TOLERANCE * self.memory.temporaries
         return (self.memory.total + margin) / chips.GIB
 
     @property
     def fits(self) -> bool:
-        """Whether a device has as much."""
+        """Returns whether a device has as much."""
         return self.needed_gib <= self.setting.device.hbm_limit_gib
 
     @functools.cached_property
     def traffic(self) -> collectives.Traffic:
-        """What it sends."""
+        """Returns what it sends."""
         return traffic.of(self.setting)
 
     @property
@@ -206,7 +206,7 @@ def _timed(
 
 
 def _merged(found: collectives.Traffic) -> collectives.Traffic:
-    """One collective of each kind and axes: a route is found once."""
+    """Merges the collectives of a kind and axes: a route is found once."""
     sums: dict[tuple, float] = {}
     for c in found.collectives:
         sums[c.kind, c.axes] = sums.get((c.kind, c.axes), 0.0) + c.wire_bytes
@@ -233,14 +233,14 @@ def _best(config: config_lib.TrainConfig, topology: str) -> Plan:
 
 
 def _verified(plan: Plan, config_name: str, topology: str) -> Plan:
-    """With what the compiler says of it."""
+    """Adds what the compiler says of it."""
     line = report.make(plan.config, config_name, topology).line
     names = ("hbm_args_gib", "hbm_temp_gib", "hbm_total_gib", "collective_gib", "fits")
     return dataclasses.replace(plan, compiled={name: line.get(name) for name in names})
 
 
 def _refusal(config_name: str, least: Plan, topology: str) -> str:
-    """Why nothing fits, and how many chips would do."""
+    """Returns why nothing fits, and how many chips would do."""
     limit, needed = least.setting.device.hbm_limit_gib, least.needed_gib
     kept = least.arguments_gib
     times = 2 ** math.ceil(math.log2(needed / limit))

@@ -64,7 +64,7 @@ def meshes(
 
 
 def is_too_narrow(model: config_lib.ModelConfig, tensor: int) -> bool:
-    """Whether shares of an expert are narrower than a matrix unit, though it is not."""
+    """Tells whether shares of an expert are narrower than a matrix unit is wide."""
     width = model.moe_intermediate_size
     return tensor > 1 and width // tensor < min(LANES, width)
 
@@ -120,7 +120,7 @@ def _refusal(
     num_slices: int,
     broken: dict[str, int],
 ) -> str:
-    """What stands against every mesh, and which batch sizes would do."""
+    """Returns what stands against every mesh, and which batch sizes would do."""
     rows, length = config.data.batch_size, config.data.sequence_length
     head = (
         f"no mesh of {num_devices} devices in {num_slices} slices divides "
@@ -138,7 +138,7 @@ def _refusal(
 def _near_batch_sizes(
     config: config_lib.TrainConfig, num_devices: int, num_slices: int
 ) -> list[int]:
-    """Those nearest to the config's for which some mesh divides everything."""
+    """Finds those nearest to the config's for which some mesh divides everything."""
     wanted = config.data.batch_size
     parts = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     tried = {n * k for n in parts for k in (1, max(wanted // n, 1), wanted // n + 1)}

@@ -43,7 +43,7 @@ class Weight:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is a stack of routed experts."""
+        """Returns whether it is a stack of routed experts."""
         return self.param.dims[0] == "E" and len(self.param.dims) > 1
 
 
@@ -109,18 +109,18 @@ class Setting:
 
     @property
     def has_lists(self) -> bool:
-        """Whether attention gathers listed keys instead of masking all of them."""
+        """Tells whether attention gathers listed keys and masks no others."""
         is_sparse = self.model.attention == "sparse" and self.selects
         return is_sparse and self.keys >= self.device.chip.lists_from
 
     @property
     def selects(self) -> bool:
-        """Whether there are more keys than the indexer keeps."""
+        """Returns whether there are more keys than the indexer keeps."""
         return self.model.attention != "dense" and self.keys > self.model.index_topk
 
     @property
     def has_indexer_loss(self) -> bool:
-        """Whether the divergence of the indexer is computed."""
+        """Returns whether the divergence of the indexer is computed."""
         return loss_lib.has_indexer_loss(self.config)
 
     @property
@@ -135,7 +135,7 @@ class Setting:
 
     @functools.cached_property
     def layer_kinds(self) -> dict[str, int]:
-        """How many layers there are of each kind (glm5_jax/depth.py), without MTP."""
+        """Counts the layers of each kind (glm5_jax/depth.py), without MTP."""
         kinds = depth_lib.layer_kinds(self.model)
         return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 

@@ -39,13 +39,13 @@ STANDING = (
 
 
 def text(ranking: planner.Ranking) -> str:
-    """For a terminal."""
+    """Writes it for a terminal."""
     rows = list(_rows(ranking))
     return "\n\n".join([_title(ranking), markdown.aligned([HEAD, *rows]), *_notes()])
 
 
 def page(ranking: planner.Ranking, command: str) -> str:
-    """For a reader, with the command that made it."""
+    """Writes it for a reader, with the command that made it."""
     parts = [
         f"# {_title(ranking)}",
         f"```\n{command}\n```",
@@ -94,7 +94,7 @@ def _rows(ranking: planner.Ranking) -> Iterator[tuple[str, ...]]:
 
 
 def _compiled(plan: planner.Plan) -> str:
-    """What the compiler said: memory, and what is sent."""
+    """Returns what the compiler said: memory, and what is sent."""
     line = plan.compiled
     if line is None:
         return ""

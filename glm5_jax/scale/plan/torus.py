@@ -26,7 +26,7 @@ class Device:
 
 @functools.cache
 def devices(topology: str, num_slices: int = 1) -> list[Device]:
-    """By slices, then chips with the first coordinate fastest: as they are numbered."""
+    """Lists them as they are numbered: by slices, the first coordinate fastest."""
     kind, _, shape = topology.partition(":")
     lengths = [*map(int, shape.split("x")), 1][:3]
     cores = mesh_lib.DEVICES_OF_A_CHIP.get(kind, 1)

@@ -33,7 +33,7 @@ def of(setting: Setting) -> collectives.Traffic:
 
 
 def of_tokens(setting: Setting) -> collectives.Traffic:
-    """Those of a step that bring tokens to their experts and back."""
+    """Picks those of a step that bring tokens to their experts and back."""
     found = (_times(c, setting.parts) for c in tokens(setting))
     return collectives.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
 
@@ -173,7 +173,7 @@ def optimizer(s: Setting) -> Iterator[Collective]:
 
 
 def groups(s: Setting) -> tuple[matrix_groups.Group, ...]:
-    """How Muon spreads its matrices."""
+    """Returns how Muon spreads its matrices."""
     plain = dataclasses.replace(s.model, expert_chunks=1)  # one plan for all of them
     apart = s.config.mesh.slow_axes
     shared = tuple((axis, n) for axis, n in s.sizes.items() if axis not in apart)
@@ -267,7 +267,7 @@ def _groups(
     model: config_lib.ModelConfig,
     sizes: tuple[tuple[str, int], ...],
 ) -> tuple[matrix_groups.Group, ...]:
-    """How the optimizer spreads its matrices."""
+    """Returns how the optimizer spreads its matrices."""
     dims, shapes = transformer.param_dims(model), transformer.abstract_params(model)
     leaves = optimizer_lib.muon_leaves(optim, model, dims, shapes)
     return matrix_groups.plan(leaves, dict(sizes))

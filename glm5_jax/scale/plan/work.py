@@ -29,7 +29,7 @@ LOGITS_READS = 6  # of a chunk's float32 logits: exponents, sums, gradient
 
 
 def flops(s: Setting) -> dict[str, float]:
-    """Of a device, by what they are for."""
+    """Counts a device's, by what they are for."""
     of_a_part = {
         "dense products": dense_products(s),
         "experts": expert_products(s),
@@ -55,7 +55,7 @@ def dense_products(s: Setting) -> float:
 
 
 def expert_products(s: Setting) -> float:
-    """Of every token's rows."""
+    """Counts those of every token's rows."""
     rows = s.tokens * s.model.num_experts_per_tok
     width = s.model.moe_intermediate_size // s.over("tensor")
     return 2.0 * rows * s.model.hidden_size * width * num_expert_products(s)
@@ -146,7 +146,7 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
 
 
 def unfilled_bytes(s: Setting) -> float:
-    """Of rows that grouped products leave out: those behind the last group."""
+    """Counts rows that grouped products leave out: those behind the last group."""
     rows = s.tokens * s.model.num_experts_per_tok * (s.over("expert") - 1)
     width = s.model.moe_intermediate_size // s.over("tensor")
     a_product = rows * (s.model.hidden_size + width) * s.item
@@ -154,7 +154,7 @@ def unfilled_bytes(s: Setting) -> float:
 
 
 def listed_bytes(s: Setting) -> float:
-    """Of the rows that a layer's kernels fetch one by one, those of the loss too."""
+    """Counts rows that a layer's kernels fetch one by one, those of the loss too."""
     if not s.has_lists:
         return 0.0
     model = s.model
@@ -166,7 +166,7 @@ def listed_bytes(s: Setting) -> float:
 
 
 def newton_schulz_elements(s: Setting) -> float:
-    """Of the whole matrices that a device orthogonalises."""
+    """Counts those of the whole matrices that a device orthogonalises."""
     if s.config.optim.name != "muon":
         return 0.0
     groups = traffic.groups(s)
@@ -174,7 +174,7 @@ def newton_schulz_elements(s: Setting) -> float:
 
 
 def logits_bytes(s: Setting) -> float:
-    """Of one pass over the vocabulary with gradients, in chunks of a group's tokens."""
+    """Counts one pass over the vocabulary with gradients, in chunks of tokens."""
     group = s.tokens * s.over("expert")
     words = s.model.vocab_size // s.over("tensor", "expert")
     head = s.fetched(s.others["lm_head"])
@@ -183,7 +183,7 @@ def logits_bytes(s: Setting) -> float:
 
 
 def rows_bytes(s: Setting) -> float:
-    """Of one expert buffer of hidden size, and its gate, up and product."""
+    """Counts one expert buffer of hidden size, and its gate, up and product."""
     width = s.model.moe_intermediate_size // s.over("tensor")
     return float(s.expert_rows * s.item * (s.model.hidden_size + 3 * width))
 
