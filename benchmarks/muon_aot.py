@@ -42,7 +42,8 @@ def job(config: config_lib.OptimConfig, mesh: jax.sharding.Mesh) -> programs.Job
     places = sharding.shardings(dims, mesh)
     params = place(transformer.abstract_params(model), places)
     state = jax.eval_shape(optimizer.init, params)
-    kept = optimizer.kept(state, sharding.like_params(state, places, mesh))
+    kept = sharding.shardings(optimizer.state_dims(state, params), mesh)
+    kept = optimizer.kept(state, kept)
     step = jax.jit(
         lambda p, s, g: optimizer_lib.update_if_finite(optimizer, g, s, p),
         donate_argnums=(0, 1),

@@ -1,10 +1,10 @@
-"""Placement: one table from logical dims to mesh axes, for parameters and activations.
+"""Shards arrays over a mesh: one table from logical dims to mesh axes.
 
-A mesh axis shards at most one dim of an array: the dims take their axes in the order of
-the table, and one that finds all of its axes taken stays whole. So D of a matrix is
-sharded over fsdp, context and expert, of a stack of experts over the first two, and not
-at all in an activation (B, T, D). A vector is whole everywhere: it costs more to gather
-than to keep.
+A mesh axis shards at most one dim of an array. The dims take their axes in the order of
+the table; a dim whose axes are all taken is not sharded. So D is sharded over fsdp,
+context and expert in a matrix, over fsdp and context in a stack of experts, and not at
+all in an activation (B, T, D). A vector is replicated: gathering it costs more than
+keeping it.
 """
 
 from typing import Any
@@ -22,17 +22,17 @@ RULES: dict[str, tuple[str, ...]] = {
     "D": ("fsdp", "context", "expert"),
     "D+D": ("fsdp", "context", "expert"),
     "Q": ("fsdp", "context", "expert"),
-    "C": ("fsdp", "context"),  # 512 in GLM-5: no more than such devices
+    "C": ("fsdp", "context"),  # 512 in GLM-5: fewer than all devices
 }
 
 
 def spec(dims: tuple[str, ...]) -> PartitionSpec:
-    """Returns where an array with these logical dims lies."""
+    """Returns the PartitionSpec of an array with these logical dims."""
     return PartitionSpec(*(axes or None for axes in axes_of(dims)))
 
 
 def axes_of(dims: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Mesh axes of each dim of an array."""
+    """Returns the mesh axes that shard each dim of an array."""
     taken: set[str] = set()
     parts: list[tuple[str, ...]] = [()] * len(dims)
     order = [dim for dim in RULES if dim in dims]
@@ -46,43 +46,22 @@ def axes_of(dims: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def specs(dims: Any) -> Any:
-    """A PartitionSpec for each tuple of dims in a tree."""
+    """Returns a PartitionSpec for each tuple of dims in a tree."""
     return jax.tree.map(spec, dims, is_leaf=_is_dims)
 
 
 def shardings(dims: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """A NamedSharding for each tuple of dims in a tree."""
+    """Returns a NamedSharding for each tuple of dims in a tree."""
     return jax.tree.map(lambda d: NamedSharding(mesh, spec(d)), dims, is_leaf=_is_dims)
 
 
 def constrained(tree: Any, dims: Any) -> Any:
-    """Arrays of a jitted program, placed by their dims on the mesh in use."""
+    """Constrains arrays of a jitted program to the sharding of their dims."""
     if jax.sharding.get_abstract_mesh().size <= 1:
         return tree
     return jax.lax.with_sharding_constraint(tree, specs(dims))
 
 
-def like_params(tree: Any, param_shardings: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Shardings of a tree in which some leaves mirror parameters (optimizer states).
-
-    A leaf that sits under the same chain of dict keys as a parameter is placed like
-    it; any other is replicated.
-    """
-    flat = jax.tree_util.tree_flatten_with_path(param_shardings)[0]
-    by_path = {_dict_keys(path): value for path, value in flat}
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: by_path.get(_dict_keys(path), everywhere), tree
-    )
-
-
 def _is_dims(node: Any) -> bool:
-    return isinstance(node, tuple) and all(isinstance(d, str) for d in node)
-
-
-def _dict_keys(path: tuple) -> tuple[str, ...]:
-    keys = jax.tree_util.DictKey
-    return tuple(k.key for k in path if isinstance(k, keys) and k.key not in _LABELS)
-
-
-_LABELS = ("muon", "adamw", "adamw_no_decay", "frozen")  # of the optimizer's branches
+    """A plain tuple: a named one, if empty, is a part of an optimizer's state."""
+    return type(node) is tuple and all(isinstance(dim, str) for dim in node)

@@ -1,11 +1,10 @@
-"""The rule table, on a mesh of 8 CPU devices."""
+"""The table of sharding rules."""
 
 import jax
-import numpy as np
+import optax
 from absl.testing import parameterized
+from jax.sharding import PartitionSpec as P
 
-from glm5_jax import config as config_lib
-from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets, sharding
 from glm5_jax.model import transformer
 from tests import environment
@@ -38,14 +37,13 @@ class SpecTest(parameterized.TestCase):
         self.assertContainsSubset(set(dims), set(shapes.ALPHABET))
 
 
-class StateTest(parameterized.TestCase):
-    def test_optimizer_state_lies_where_its_parameter_does(self):
-        mesh = mesh_lib.make_mesh(config_lib.MeshConfig(fsdp=2))
-        places = sharding.shardings({"a": {"w": ("D", "F")}}, mesh)
-        state = {"muon": ({"a": {"w": np.zeros(2)}},), "count": np.zeros(())}
-        got = sharding.like_params(state, places, mesh)
-        self.assertEqual(got["muon"][0]["a"]["w"], places["a"]["w"])
-        self.assertTrue(got["count"].is_fully_replicated)
+class TreeTest(parameterized.TestCase):
+    def test_a_plain_tuple_of_names_is_an_array_and_a_named_one_a_branch(self):
+        tree = ({"w": ("D", "F"), "count": ()}, optax.EmptyState())
+        got = sharding.specs(tree)
+        self.assertEqual(got[0]["w"], P(("fsdp", "context", "expert"), "tensor"))
+        self.assertEqual(got[0]["count"], P())
+        self.assertEqual(got[1], optax.EmptyState())
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Optimizer:
     transform: optax.GradientTransformation  # updates for a learning rate of 1
     learning_rate: optax.Schedule
     labels: optax.Params  # tree of `Label`s
-    specs: optax.Params  # tree of PartitionSpecs
+    dims: optax.Params  # tree of logical dim names
     clip_norm: float  # 0: off
     is_offloaded: bool  # moments wait in the host's memory
 
@@ -49,6 +49,44 @@ class Optimizer:
         """State before the first step."""
         counts = jnp.zeros(3, jnp.int32)
         return State(self.transform.init(_in_float32(params)), *counts)
+
+    def state_dims(self, state: State, params: optax.Params) -> State:
+        """Returns the logical dims of every array of a state, from which its sharding.
+
+        A moment has the dims of its parameter: its path ends with the parameter's.
+        Counts have none, nor has the vector that holds the moments of all norms and
+        biases: they are whole on every device.
+
+        Args:
+            state: from `init`; shapes suffice.
+            params: the parameters; shapes suffice.
+
+        Raises:
+            ValueError: a matrix of the state is at no parameter's path, or has
+                another shape than the parameter.
+        """
+        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+        by_path = {
+            path: (param.shape, dims)
+            for (path, param), dims in zip(
+                leaves, tree.flatten_up_to(self.dims), strict=True
+            )
+        }
+
+        def dims_of(path: tuple, leaf: Any) -> tuple[str, ...]:
+            ends = (path[start:] for start in range(len(path)))
+            found = next((by_path[end] for end in ends if end in by_path), None)
+            if found is not None and found[0] == leaf.shape:
+                return found[1]
+            if leaf.ndim < 2:
+                return ()
+            raise ValueError(
+                f"The optimizer's state{jax.tree_util.keystr(path)} of shape "
+                f"{leaf.shape} mirrors no parameter, so that its sharding is unknown: "
+                "store it under its parameter's path, or extend Optimizer.state_dims."
+            )
+
+        return jax.tree_util.tree_map_with_path(dims_of, state)
 
     def kept(self, state: State, places: optax.OptState) -> optax.OptState:
         """Returns the places of a state between updates, sharded like `places`."""
@@ -110,9 +148,8 @@ def make_optimizer(
     branches = {label: branches[label] for label in branches if label in used}
     transform = optax.partition(branches, labels)
     rate = schedule.learning_rate(config, num_steps)
-    specs = jax.tree.map(lambda _, names: sharding.spec(names), labels, dims)
     return Optimizer(
-        transform, rate, labels, specs, config.clip_norm, config.offload_moments
+        transform, rate, labels, dims, config.clip_norm, config.offload_moments
     )
 
 
@@ -261,12 +298,12 @@ def _trained_norm(optimizer: Optimizer, grads: optax.Updates) -> Float[Array, ""
     On a mesh every device adds up its shards, a replica's as a fraction, so that one
     all-reduce of one number remains instead of one for each parameter.
     """
-    flat = zip(*map(jax.tree.leaves, (grads, optimizer.labels)), strict=True)
     mesh = jax.sharding.get_abstract_mesh()
-    specs = jax.tree.leaves(optimizer.specs, is_leaf=_is_spec)
+    flat, tree = jax.tree.flatten(grads)
+    others = map(tree.flatten_up_to, (optimizer.labels, optimizer.dims))
     trained = [
-        (grad, spec)
-        for (grad, label), spec in zip(flat, specs, strict=True)
+        (grad, sharding.spec(names))
+        for grad, label, names in zip(flat, *others, strict=True)
         if label != "frozen"
     ]
     grads, specs = zip(*trained, strict=True)
@@ -284,10 +321,6 @@ def _trained_norm(optimizer: Optimizer, grads: optax.Updates) -> Float[Array, ""
     return jax.shard_map(
         norm, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
     )(*grads)
-
-
-def _is_spec(node: object) -> bool:
-    return isinstance(node, PartitionSpec)
 
 
 def _in_float32(tree: optax.Params) -> optax.Params:

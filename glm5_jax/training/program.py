@@ -58,7 +58,7 @@ def make_program(config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh) -> P
     param_places = sharding.shardings(transformer.param_dims(config.model), mesh)
     params = _place(transformer.abstract_params(config.model), param_places)
     opt_state = jax.eval_shape(optimizer.init, params)
-    opt_places = sharding.like_params(opt_state, param_places, mesh)
+    opt_places = sharding.shardings(optimizer.state_dims(opt_state, params), mesh)
     opt_places = optimizer.kept(opt_state, opt_places)
     make = policy.make_policy_step if config.stage == "rl" else step_lib.make_train_step
     step = jax.jit(

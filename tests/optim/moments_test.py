@@ -53,8 +53,8 @@ class Run:
         places = sharding.shardings(DIMS, self.mesh)
         self.params = jax.device_put(draw(0), places)
         shapes = jax.eval_shape(self.optimizer.init, self.params)
-        kept = sharding.like_params(shapes, places, self.mesh)
-        kept = self.optimizer.kept(shapes, kept)
+        dims = self.optimizer.state_dims(shapes, self.params)
+        kept = self.optimizer.kept(shapes, sharding.shardings(dims, self.mesh))
         self.state = jax.jit(self.optimizer.init, out_shardings=kept)(self.params)
         self.step = jax.jit(
             lambda p, s, g: optimizer.update_if_finite(self.optimizer, g, s, p)[:2],

@@ -186,7 +186,8 @@ class CompiledTest(parameterized.TestCase):
         shapes = transformer.abstract_params(MODEL)
         params = place(shapes, places)
         state = jax.eval_shape(opt.init, params)
-        state = place(state, sharding.like_params(state, places, mesh))
+        state_dims = opt.state_dims(state, params)
+        state = place(state, sharding.shardings(state_dims, mesh))
         step = jax.jit(lambda *args: update(opt, *args))
         shared = mock.patch.object(matrix_groups, "FLOPS_PER_BYTE", 0)
         with jax.set_mesh(mesh), shared:
@@ -216,7 +217,8 @@ class CompiledTest(parameterized.TestCase):
         shapes = transformer.abstract_params(MODEL)
         params = place(shapes, places)
         state = jax.eval_shape(opt.init, params)
-        state = place(state, sharding.like_params(state, places, mesh))
+        state_dims = opt.state_dims(state, params)
+        state = place(state, sharding.shardings(state_dims, mesh))
         step = jax.jit(lambda *args: update(opt, *args))
         with jax.set_mesh(mesh):
             text = step.lower(params, state, params).compile().as_text()

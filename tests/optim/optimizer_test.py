@@ -1,3 +1,6 @@
+import collections
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glm5_jax import config as config_lib
+from glm5_jax import presets
+from glm5_jax.model import transformer
 from glm5_jax.optim import muon_split, optimizer, schedule
 from tests import environment
 from tests.optim import parameter_tree
@@ -311,6 +316,71 @@ class ShardedTest(parameterized.TestCase):
             moment.sharding.shard_shape(moment.shape),
             shardings["layers_0"]["q_b_proj"].shard_shape(moment.shape),
         )
+
+
+class StateDimsTest(parameterized.TestCase):
+    """The sharding of the optimizer's state, by logical dims."""
+
+    @parameterized.product(
+        fields=[
+            {"name": "adamw"},
+            {},
+            {"muon_split": False, "moment_dtype": "bfloat16"},
+            {"muon_split_rope": True, "muon_lm_head": True, "router_gate": "adamw"},
+        ],
+        trained=["", "indexer"],
+    )
+    def test_every_moment_is_sharded_like_its_parameter(self, fields, trained):
+        model = presets.GLM5_2
+        dims, params = transformer.param_dims(model), transformer.abstract_params(model)
+        is_trained = lambda path: not trained or trained in path
+        config = config_lib.OptimConfig(**fields)
+        opt = optimizer.make_optimizer(config, model, dims, 20, is_trained)
+        state = jax.eval_shape(opt.init, params)
+        got = _flat_dims(opt.state_dims(state, params))
+        arrays = [(path, names) for path, names in got if names]
+        by_names = {_names(path): names for path, names in _flat_dims(dims)}
+        for path, found in arrays:
+            inside = [i for i, key in enumerate(path) if hasattr(key, "name")][-1]
+            self.assertEqual(found, by_names[_names(path[inside + 1 :])])
+        moments = [x for x in jax.tree.leaves(state) if x.ndim > 1]
+        self.assertLen(arrays, len(moments))
+        labels = collections.Counter(jax.tree.leaves(opt.labels))
+        self.assertLen(moments, labels["muon"] + 2 * labels["adamw"])
+
+    def test_the_names_of_branches_do_not_matter(self):
+        opt, params = make(), random_tree(0)
+        other = jax.tree.map(lambda label: f"another {label}", opt.labels)
+        branches = {label: optax.trace(0.9) for label in set(jax.tree.leaves(other))}
+        opt = dataclasses.replace(opt, transform=optax.partition(branches, other))
+        got = opt.state_dims(jax.eval_shape(opt.init, params), params)
+        self.assertEqual(
+            set(jax.tree.leaves(got.inner)), {"V", "D", "L", "Q", "N", "H", "E"}
+        )
+
+    @parameterized.named_parameters(
+        ("path", lambda params: {"factor": {"w": params["embed_tokens"]}}),
+        ("shape", lambda params: {"embed_tokens": params["embed_tokens"].T}),
+    )
+    def test_a_matrix_that_mirrors_no_parameter_is_refused(self, moments):
+        extra = optax.GradientTransformation(
+            moments, lambda updates, state, _: (updates, state)
+        )
+        opt, params = make(), random_tree(0)
+        opt = dataclasses.replace(opt, transform=optax.chain(opt.transform, extra))
+        state = jax.eval_shape(opt.init, params)
+        name = next(iter(moments(params)))
+        with self.assertRaisesRegex(ValueError, rf"\['{name}'\].*mirrors no parameter"):
+            opt.state_dims(state, params)
+
+
+def _flat_dims(dims):
+    is_dims = lambda x: type(x) is tuple and all(isinstance(n, str) for n in x)
+    return jax.tree.leaves_with_path(dims, is_leaf=is_dims)
+
+
+def _names(path):
+    return tuple(key.key for key in path)
 
 
 class StateTest(parameterized.TestCase):

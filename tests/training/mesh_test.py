@@ -82,7 +82,8 @@ class MeshTest(parameterized.TestCase):
         params = tiny.params(config.model)
         places = sharding.shardings(transformer.param_dims(config.model), mesh)
         state = jax.jit(optimizer.init)(params)
-        places = places, sharding.like_params(state, places, mesh)
+        state_dims = optimizer.state_dims(state, params)
+        places = places, sharding.shardings(state_dims, mesh)
         step = jax.jit(
             step_lib.make_train_step(config, optimizer), out_shardings=(*places, None)
         )
