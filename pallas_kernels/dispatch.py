@@ -4,8 +4,9 @@ A program is traced for the device of the mesh in use, present or not; without a
 for jax's default device. Ahead-of-time compiles for other chips rest on this.
 """
 
+import dataclasses
 import functools
-import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 from jax import ad_checkpoint
 
-from pallas_kernels import chips
+from pallas_kernels import chips, varying
 
 SAVED = "pallas_kernels"  # name of what a rematerialisation policy should keep
 KERNELS = ("tpu", "gpu")  # modules of kernels; all others are plain XLA
@@ -42,81 +43,109 @@ def saved(tree: Any) -> Any:
     return jax.tree.map(lambda x: ad_checkpoint.checkpoint_name(x, SAVED), tree)
 
 
-def choose(
-    op: str,
-    implementation: str | None,
-    known: tuple[str, ...],
-    *args: Any,
-    function: str | None = None,
-) -> Callable:
-    """Finds the function `op` of one of the modules of the folder `op`.
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A public function and the modules that implement it."""
 
-    None picks the module named after the platform if it is known and supports the
-    arguments, else the first of `known`. A named one never falls back to another. Where
-    there is nothing to compute (no queries, no rows) any of them is the definition.
+    folder: str  # of pallas_kernels
+    function: str  # of each module in the folder
+    implementations: tuple[str, ...]  # the first is plain XLA and takes everything
+    # "dense" or "listed" where the folder's kernels have a file for each: the TPU's
+    # are then tpu_dense.py and tpu_listed.py. Files of plain XLA hold both forms.
+    form: str | None = None
+
+    def path(self, name: str) -> str:
+        """Returns the full name of the module of one implementation."""
+        file = f"{name}_{self.form}" if self.form and name in KERNELS else name
+        return f"pallas_kernels.{self.folder}.{file}"
+
+    def load(self, name: str) -> Callable:
+        """Imports the function when it is wanted: the GPU's modules need Triton."""
+        return getattr(importlib.import_module(self.path(name)), self.function)
+
+    def unsupported(self, name: str, args: tuple) -> str | None:
+        """Returns why an implementation cannot take the arguments here, or None."""
+        axes = _automatic_axes()
+        if name in KERNELS and axes:
+            return (
+                f"jit cannot split a kernel over the mesh's axes {axes}; call it "
+                "inside jax.shard_map over them"
+            )
+        path = self.path(name)
+        module = importlib.util.find_spec(path) and importlib.import_module(path)
+        if not hasattr(module, self.function):
+            return "there is no such kernel yet"
+        reason = getattr(module, f"unsupported_{self.function}", None)
+        return None if reason is None else reason(*args)
+
+
+def run(op: Op, implementation: str | None, args: tuple) -> Any:
+    """Calls the implementation of an op that fits the platform and the arguments.
+
+    None picks the kernel for the platform if there is one that supports the arguments,
+    else the first of `op.implementations`. A named one never falls back to another.
+    Where there is nothing to compute (no queries, no rows) all of them are the
+    reference.
 
     Args:
-      op: folder, and function in each of its modules.
-      implementation: one of `known`, "tpu_interpret", "gpu_interpret" or None.
-      known: modules of the folder; the first is plain XLA and takes everything.
-      *args: of the op. A module may define `unsupported_OP(*args)`: why it cannot
-        take them, or None.
-      function: the op's name where the folder holds several.
+      op: the function.
+      implementation: one of `op.implementations`, "tpu_interpret", "gpu_interpret" or
+        None.
+      args: of the function. A module may define `unsupported_FUNCTION(*args)`, which
+        returns why it cannot take them, or None.
 
     Raises:
       NotImplementedError: if a named implementation is unknown, is meant for another
         platform or does not support the arguments.
     """
-    wanted = function or op
+    return _choose(op, implementation, args)(*varying.alike(args))
+
+
+def _choose(op: Op, implementation: str | None, args: tuple) -> Callable:
     if implementation is None:
-        return _best(op, known, args, wanted)
+        return _best(op, args)
     name = implementation.removesuffix(INTERPRETED)
     is_interpreted = name != implementation
     is_kernel = name in KERNELS
-    if name not in known or (is_interpreted and not is_kernel):
+    if name not in op.implementations or (is_interpreted and not is_kernel):
         raise NotImplementedError(
-            f"implementation of {wanted} must be one of {', '.join(known)} or None, "
-            f"got {implementation!r}."
+            f"implementation of {op.function} must be one of "
+            f"{', '.join(op.implementations)} or None, got {implementation!r}."
         )
     if is_kernel and not is_interpreted and platform() != name:
         raise NotImplementedError(
-            f"implementation {name!r} of {wanted} needs a {name}, this program is for "
-            f"{platform()}; use '{name}{INTERPRETED}' to interpret it, slowly."
+            f"implementation {name!r} of {op.function} needs a {name}, this program is "
+            f"for {platform()}; use '{name}{INTERPRETED}' to interpret it, slowly."
         )
     if _is_empty(args):
-        return getattr(_module(op, "reference"), wanted)
-    why = _missing(name, is_interpreted) or _unsupported(op, name, wanted, args)
+        return op.load("reference")
+    why = _missing(name, is_interpreted) or op.unsupported(name, args)
     if why is not None:
-        raise NotImplementedError(f"implementation {name!r} of {wanted}: {why}")
-    chosen = getattr(_module(op, name), wanted)
+        raise NotImplementedError(f"implementation {name!r} of {op.function}: {why}")
+    chosen = op.load(name)
     return functools.partial(chosen, interpret=True) if is_interpreted else chosen
 
 
-def _best(op: str, known: tuple[str, ...], args: tuple, function: str) -> Callable:
-    """The platform's kernel where there is one that runs, else plain XLA."""
-    name = platform()
+def _best(op: Op, args: tuple) -> Callable:
+    """Returns the platform's kernel where there is one that runs, else plain XLA."""
+    name, default = platform(), op.implementations[0]
     if _is_empty(args):
-        return getattr(_module(op, "reference"), function)
-    if name in known:
+        return op.load("reference")
+    if name in op.implementations:
         why = _missing(name)
         if why is not None:  # whatever the op: one warning for all of them
             _warn_once(f"plain XLA runs instead of the kernels for {name}: {why}")
         else:
-            why = _unsupported(op, name, function, args)
+            why = op.unsupported(name, args)
             if why is None:
-                return getattr(_module(op, name), function)
-            _warn_once(f"{function} runs as {known[0]} instead of {name}: {why}")
-    return getattr(_module(op, known[0]), function)
+                return op.load(name)
+            _warn_once(f"{op.function} runs as {default} instead of {name}: {why}")
+    return op.load(default)
 
 
 def _is_empty(args: tuple) -> bool:
-    """Returns whether there is nothing to compute, and to cut into tiles."""
+    """Returns whether there is nothing to compute, and so nothing to cut into tiles."""
     return any(x.size == 0 for x in jax.tree.leaves(args) if hasattr(x, "size"))
-
-
-def _module(op: str, name: str) -> Any:
-    """Imported when it is wanted: the GPU's needs Triton."""
-    return importlib.import_module(f"pallas_kernels.{op}.{name}")
 
 
 def _missing(name: str, is_interpreted: bool = False) -> str | None:
@@ -142,21 +171,6 @@ def _import_error(package: str) -> str | None:
     return None
 
 
-def _unsupported(op: str, name: str, function: str, args: tuple) -> str | None:
-    """Returns why a module cannot take the arguments here, or None."""
-    axes = _automatic_axes()
-    if name in KERNELS and axes:
-        return (
-            f"jit cannot split a kernel over the mesh's axes {axes}; call it inside "
-            "jax.shard_map over them"
-        )
-    module = _module(op, name)
-    if not hasattr(module, function):
-        return "there is no such kernel yet"
-    reason = getattr(module, f"unsupported_{function}", None)
-    return None if reason is None else reason(*args)
-
-
 def _automatic_axes() -> tuple[str, ...]:
     """Axes of the mesh that jit, not a shard_map around us, splits arrays over."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -167,4 +181,4 @@ def _automatic_axes() -> tuple[str, ...]:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=5)

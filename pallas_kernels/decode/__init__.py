@@ -8,7 +8,7 @@ differentiable.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import contract, dispatch, varying
+from pallas_kernels import contract, dispatch
 
 IMPLEMENTATIONS = ("reference", "tpu", "gpu")
 
@@ -51,10 +51,8 @@ def decode_indexer_topk(
     num_keys, page_table = _cached(name, floats, integers, page_table)
     lo, hi = contract.within(lo, hi, num_keys)
     args = (q, k, w.astype(jnp.float32), lo, hi, page_table, topk)
-    run = dispatch.choose(
-        "decode", implementation, IMPLEMENTATIONS, *args, function="decode_indexer_topk"
-    )
-    return run(*varying.alike(args))
+    op = dispatch.Op("decode", name, IMPLEMENTATIONS, "dense")
+    return dispatch.run(op, implementation, args)
 
 
 def decode_sparse_mla(
@@ -91,10 +89,8 @@ def decode_sparse_mla(
     _, page_table = _cached(name, floats, integers, page_table)
     indices = indices.astype(jnp.int32)  # kernels compare them with the last key
     args = (q, kv, indices, page_table, scale, value_dim)
-    run = dispatch.choose(
-        "decode", implementation, IMPLEMENTATIONS, *args, function="decode_sparse_mla"
-    )
-    return run(*varying.alike(args))
+    op = dispatch.Op("decode", name, IMPLEMENTATIONS, "listed")
+    return dispatch.run(op, implementation, args)
 
 
 def _cached(

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, Int8
 
-from pallas_kernels import contract, dispatch, varying
+from pallas_kernels import contract, dispatch
 from pallas_kernels.grouped_matmul import reference
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot", "gpu", "reference")
@@ -39,9 +39,8 @@ def grouped_matmul(
     # On TPU, XLA's own product does exactly the wanted work.
     is_tpu = implementation is None and dispatch.platform() == "tpu"
     name = "ragged_dot" if is_tpu else implementation
-    args = (x, w, group_sizes)
-    run = dispatch.choose("grouped_matmul", name, IMPLEMENTATIONS, *args)
-    return run(*varying.alike(args))
+    op = dispatch.Op("grouped_matmul", "grouped_matmul", IMPLEMENTATIONS)
+    return dispatch.run(op, name, (x, w, group_sizes))
 
 
 def grouped_matmul_quantized(
@@ -86,9 +85,6 @@ def grouped_matmul_quantized(
             f"scales must be [{w.shape[0]}, {blocks[0]}, {blocks[1]}] for w "
             f"{w.shape}, got {scales.shape}: one a block of 128 x 128."
         )
-    args = (x, w, scales, group_sizes)
-    run = dispatch.choose(
-        *("grouped_matmul", implementation, QUANTIZED_IMPLEMENTATIONS, *args),
-        function="grouped_matmul_quantized",
-    )
-    return run(*varying.alike(args))
+    function, known = "grouped_matmul_quantized", QUANTIZED_IMPLEMENTATIONS
+    op = dispatch.Op("grouped_matmul", function, known)
+    return dispatch.run(op, implementation, (x, w, scales, group_sizes))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import contract, dispatch, varying
+from pallas_kernels import contract, dispatch
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
@@ -53,14 +53,8 @@ def indexer_kl_loss(
     lo, hi = contract.bounds(name, lo, hi, known["S"])
     index, weight = _exact(index, weight)
     args = (lax.stop_gradient(main), index, lo, hi, selection, weight, scale)
-    run = dispatch.choose(
-        "indexer_kl",
-        implementation,
-        IMPLEMENTATIONS,
-        *args,
-        function="indexer_kl_loss",
-    )
-    return run(*varying.alike(args))
+    op = dispatch.Op("indexer_kl", name, IMPLEMENTATIONS, "dense")
+    return dispatch.run(op, implementation, args)
 
 
 def sparse_indexer_kl_loss(
@@ -94,14 +88,8 @@ def sparse_indexer_kl_loss(
     indices = contract.lists(indices, known["S"])
     index, weight = _exact(index, weight)
     args = (lax.stop_gradient(main), index, indices, weight, scale)
-    run = dispatch.choose(
-        "indexer_kl",
-        implementation,
-        IMPLEMENTATIONS,
-        *args,
-        function="sparse_indexer_kl_loss",
-    )
-    return run(*varying.alike(args))
+    op = dispatch.Op("indexer_kl", name, IMPLEMENTATIONS, "listed")
+    return dispatch.run(op, implementation, args)
 
 
 def _others(lse: Array, index: tuple, weight: Array) -> dict[str, tuple[Array, str]]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import contract, dispatch, selection, varying
+from pallas_kernels import contract, dispatch, selection
 from pallas_kernels.indexer_topk import reference
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
@@ -118,14 +118,8 @@ def indexer_scores_at(
     )
     indices = contract.lists(indices, known["S"])
     args = (q, k, w.astype(jnp.float32), indices)
-    run = dispatch.choose(
-        "indexer_topk",
-        implementation,
-        IMPLEMENTATIONS,
-        *args,
-        function="indexer_scores_at",
-    )
-    return run(*varying.alike(args))
+    op = dispatch.Op("indexer_topk", "indexer_scores_at", IMPLEMENTATIONS, "listed")
+    return dispatch.run(op, implementation, args)
 
 
 def _choose(function, implementation, q, k, w, lo, hi, topk):  # noqa: ANN001, ANN202
@@ -137,7 +131,5 @@ def _choose(function, implementation, q, k, w, lo, hi, topk):  # noqa: ANN001, A
     )
     lo, hi = contract.bounds(function, lo, hi, known["S"])
     args = (*lax.stop_gradient((q, k, w.astype(jnp.float32))), lo, hi, topk)
-    run = dispatch.choose(
-        "indexer_topk", implementation, IMPLEMENTATIONS, *args, function=function
-    )
-    return dispatch.saved(run(*varying.alike(args)))
+    op = dispatch.Op("indexer_topk", function, IMPLEMENTATIONS, "dense")
+    return dispatch.saved(dispatch.run(op, implementation, args))

@@ -19,7 +19,9 @@ KEYS = 128  # gathered a step
 KEYS_BACKWARD = 64
 
 
-def unsupported(q: Array, k: Array, w: Array, indices: Array) -> str | None:
+def unsupported_indexer_scores_at(
+    q: Array, k: Array, w: Array, indices: Array
+) -> str | None:
     """Returns why the kernels cannot take these arguments, or None."""
     heads, dim = q.shape[-2:]
     if any(n & (n - 1) or n < 16 for n in (max(heads, 16), dim)) or heads > 128:

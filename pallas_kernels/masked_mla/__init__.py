@@ -7,7 +7,7 @@ the probabilities. A row without any key gives zeros, and a log-sum-exp of zero.
 
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import contract, dispatch, varying
+from pallas_kernels import contract, dispatch
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
@@ -51,5 +51,5 @@ def masked_mla(
     contract.form("masked_mla", selection, known)
     lo, hi = contract.bounds("masked_mla", lo, hi, known["S"])
     args = (q, k, v, lo, hi, selection, scale)
-    run = dispatch.choose("masked_mla", implementation, IMPLEMENTATIONS, *args)
-    return run(*varying.alike(args))
+    op = dispatch.Op("masked_mla", "masked_mla", IMPLEMENTATIONS)
+    return dispatch.run(op, implementation, args)

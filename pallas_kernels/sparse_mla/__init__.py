@@ -8,7 +8,7 @@ rows, so a row is fetched once a query.
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import contract, dispatch, varying
+from pallas_kernels import contract, dispatch
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
@@ -49,5 +49,5 @@ def sparse_mla(
     contract.value_dim("sparse_mla", value_dim, known["c"])
     indices = contract.lists(indices, known["S"])
     args = (q, kv, indices, scale, value_dim, deterministic)
-    run = dispatch.choose("sparse_mla", implementation, IMPLEMENTATIONS, *args)
-    return run(*varying.alike(args))
+    op = dispatch.Op("sparse_mla", "sparse_mla", IMPLEMENTATIONS)
+    return dispatch.run(op, implementation, args)

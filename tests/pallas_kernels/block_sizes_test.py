@@ -6,7 +6,7 @@ import jax
 from absl.testing import parameterized
 
 from pallas_kernels import block_sizes, chips, selection
-from pallas_kernels.indexer_topk import tpu
+from pallas_kernels.indexer_topk import tpu_dense
 from tests import environment
 from tests.pallas_kernels.dispatch_test import meant_for
 
@@ -34,7 +34,7 @@ class BlockSizesTest(parameterized.TestCase):
             self.assertEqual(size & (size - 1), 0)  # a power of two
         for keys in (row.masked_mla[1], row.indexer_kl[1], row.indexer_keys):
             self.assertEqual(selection.RUN % keys, 0)
-        self.assertEqual(row.indexer_keys % tpu.PRODUCT_KEYS, 0)
+        self.assertEqual(row.indexer_keys % tpu_dense.PRODUCT_KEYS, 0)
 
     @parameterized.parameters((chip,) for chip in block_sizes.GPUS)
     def test_tiles_of_queries_divide_their_padding(self, chip):

@@ -84,25 +84,25 @@ class DecodeGpuTest(parameterized.TestCase):
 
     @parameterized.parameters(1, 2, 4, 8)
     def test_splits_do_not_change_the_result(self, splits):
-        from pallas_kernels.decode import gpu
+        from pallas_kernels.decode import gpu_listed
 
         q, kv, indices = cases.make(CASE, "q_latent", "kv", "indices")
         q, indices = q[:1, :2], indices[:1, :2].at[0, 1, 3:].set(-1)
         args = (q, kv[:1], indices, None, CASE.scale, CASE.latent)
         tile = block_sizes.Tile((16,), 8, 2)
         with block_sizes.tried(block_sizes.Gpu(decode_sparse_mla=tile)):
-            got = gpu.attend(*args, splits, True)
+            got = gpu_listed.attend(*args, splits, True)
         want = decode_sparse_mla(
             *args[:4], scale=args[4], value_dim=args[5], implementation="reference"
         )
         assert_close(got, want, "bfloat16")
 
     def test_splits_fill_the_machine(self):
-        from pallas_kernels.decode import gpu
+        from pallas_kernels.decode import gpu_listed
 
         for batch, want in ((1, 32), (8, 16), (64, 2), (200, 1)):
             q = jnp.zeros((batch, 1, 64, 1))
-            self.assertEqual(gpu.num_splits(q, 2048), want)
+            self.assertEqual(gpu_listed.num_splits(q, 2048), want)
 
     def test_what_is_not_supported_says_so(self):
         q, kv = jnp.zeros((1, 1, 4, 100)), jnp.zeros((1, 9, 100))

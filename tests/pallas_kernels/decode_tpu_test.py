@@ -7,7 +7,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels import block_sizes, decode
-from pallas_kernels.decode import tpu_topk
+from pallas_kernels.decode import tpu_dense
 from tests import environment
 from tests.pallas_kernels import sparse_mla_test
 
@@ -77,7 +77,7 @@ class DecodeTpuTest(parameterized.TestCase):
         lo[0, 0], hi[0, 0], hi[1, 1] = 0, 10, 0  # fewer than top-k keys, and none
         bounds = [jnp.asarray(x, jnp.int32) for x in (lo, hi)]
         args = (q, k, w, *bounds, table)
-        with mock.patch.multiple(tpu_topk, CHUNK=128, COUNTED=512):
+        with mock.patch.multiple(tpu_dense, CHUNK=128, COUNTED=512):
             got = decode.decode_indexer_topk(
                 *args, topk=24, implementation="tpu_interpret"
             )

@@ -105,15 +105,15 @@ class IndexerTopkGpuTest(parameterized.TestCase):
             np.testing.assert_array_equal(got, want)
 
     def test_chunks_and_blocks_of_queries(self):
-        from pallas_kernels.indexer_topk import gpu
+        from pallas_kernels.indexer_topk import gpu_dense
 
-        self.assertEqual(gpu._chunk_rows(4096, 4096, 8), 2048)
-        self.assertEqual(gpu._chunk_rows(202752, 202752, 8), 48)
-        self.assertEqual(gpu._chunk_rows(5, 5, 8), 8)
+        self.assertEqual(gpu_dense._chunk_rows(4096, 4096, 8), 2048)
+        self.assertEqual(gpu_dense._chunk_rows(202752, 202752, 8), 48)
+        self.assertEqual(gpu_dense._chunk_rows(5, 5, 8), 8)
         case = cases.SMALL[2]
         args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
         q, k, w, lo, hi = (x[:, :7] if x.shape[1] == 40 else x for x in args)
-        with mock.patch.object(gpu, "_chunk_rows", return_value=4):
+        with mock.patch.object(gpu_dense, "_chunk_rows", return_value=4):
             got = indexer_topk(q, k, w, lo, hi, topk=50, implementation="gpu_interpret")
         want = indexer_topk(q, k, w, lo, hi, topk=50, implementation="reference")
         np.testing.assert_array_equal(got, want)

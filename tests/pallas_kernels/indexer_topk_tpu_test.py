@@ -15,7 +15,7 @@ from pallas_kernels import (
     indexer_topk,
     selection,
 )
-from pallas_kernels.indexer_topk import tpu
+from pallas_kernels.indexer_topk import tpu_dense
 from tests import environment
 
 HEADS, DIM = 8, 128
@@ -54,7 +54,7 @@ class IndexerTest(parameterized.TestCase):
     def test_lists_name_the_same_keys_part_by_part(self):
         case = cases.SMALL[1]
         args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
-        with mock.patch.object(tpu, "PART_BYTES", 64 * 4 * 128):  # of 64 queries
+        with mock.patch.object(tpu_dense, "PART_BYTES", 64 * 4 * 128):  # of 64 queries
             got = jax.jit(
                 functools.partial(
                     indexer_topk, topk=case.topk, implementation="tpu_interpret"
@@ -71,7 +71,7 @@ class IndexerTest(parameterized.TestCase):
         (997, 100, 112),  # padded: a prime
     )
     def test_parts_are_equal_and_whole_blocks(self, num_queries, most, rows):
-        self.assertEqual(tpu._part_rows(num_queries, most), rows)
+        self.assertEqual(tpu_dense._part_rows(num_queries, most), rows)
 
     @parameterized.named_parameters(("zero", 0), ("few_values", 1), ("values", 9))
     def test_ties_go_to_the_lower_index(self, size):

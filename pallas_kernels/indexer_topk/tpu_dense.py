@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels import block_sizes, cost, selection, tiles
-from pallas_kernels.indexer_topk import tpu_list
+from pallas_kernels.indexer_topk import tpu_list_from_bits
 
 QUERIES = 16  # of a block; one bfloat16 tile of a head
 PRODUCT_KEYS = 256  # of one product: its float32 rows of all heads take 0.5 MB
@@ -55,7 +55,7 @@ def indexer_topk(
 
     def part(_: None, q: Array, w: Array, lo: Array, hi: Array) -> tuple[None, Array]:
         bits = indexer_bits(q, k, w, lo, hi, topk, interpret=interpret)
-        return None, tpu_list.list_from_bits(bits, topk, interpret=interpret)
+        return None, tpu_list_from_bits.list_from_bits(bits, topk, interpret=interpret)
 
     most = max(PART_BYTES // (4 * selection.num_words(k.shape[1])), QUERIES)
     rows = _part_rows(q.shape[1], most)

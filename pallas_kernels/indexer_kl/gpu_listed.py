@@ -16,15 +16,12 @@ import triton.language as tl
 from jaxtyping import Array
 
 from pallas_kernels import dispatch, triton_call
-from pallas_kernels.indexer_kl import gpu_dense
 from pallas_kernels.indexer_kl import gradient as gradient_lib
 
 MAX_HEADS = 64  # of the main attention: a program holds them all
 KEYS = 64  # gathered a step: the rows of a wgmma
 KEYS_FLOAT32 = 16  # for tests
 FLOAT32_WIDTH = 192  # of kv: wider rows do not fit in shared memory
-indexer_kl_loss = gpu_dense.indexer_kl_loss
-unsupported_indexer_kl_loss = gpu_dense.unsupported_indexer_kl_loss
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 

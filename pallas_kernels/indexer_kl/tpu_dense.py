@@ -22,13 +22,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import block_pairs, block_sizes, cost, dispatch, selection
 from pallas_kernels.indexer_kl import gradient as gradient_lib
-from pallas_kernels.indexer_kl import tpu_listed
 from pallas_kernels.masked_mla import tpu_blocks as blocks
 
 HEADS = 8  # of the attention in a step; the least that a block of log-sum-exps takes
 LANES = selection.LANES
-sparse_indexer_kl_loss = tpu_listed.sparse_indexer_kl_loss
-unsupported_sparse_indexer_kl_loss = tpu_listed.unsupported_sparse_indexer_kl_loss
 
 
 def unsupported_indexer_kl_loss(

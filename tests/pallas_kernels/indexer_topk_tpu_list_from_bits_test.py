@@ -5,7 +5,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels import selection
-from pallas_kernels.indexer_topk import tpu_list
+from pallas_kernels.indexer_topk import tpu_list_from_bits
 from tests import environment
 
 
@@ -25,7 +25,9 @@ class ListFromBitsTest(parameterized.TestCase):
         mask[1, :, 7] = np.arange(num_keys) == num_keys - 1
         mask &= np.cumsum(mask, axis=1) <= topk
         mask = jnp.asarray(mask)
-        got = tpu_list.list_from_bits(selection.pack(mask), topk, interpret=True)
+        got = tpu_list_from_bits.list_from_bits(
+            selection.pack(mask), topk, interpret=True
+        )
         np.testing.assert_array_equal(got, selection.to_list(mask, topk))
 
 

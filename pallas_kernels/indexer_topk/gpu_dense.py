@@ -9,12 +9,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels import selection
-from pallas_kernels.indexer_topk import gpu_listed, gpu_select
+from pallas_kernels.indexer_topk import gpu_select
 
 CHUNK_BYTES = 40 * 10**6  # of the 50 MB of the cache
-
-indexer_scores_at = gpu_listed.indexer_scores_at
-unsupported_indexer_scores_at = gpu_listed.unsupported
 
 
 def unsupported_indexer_topk(

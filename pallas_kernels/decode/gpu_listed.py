@@ -1,12 +1,7 @@
-"""Triton kernels for Hopper: few queries, whose keys are split among the programs.
+"""Triton kernels for Hopper: few queries, whose lists are split among the programs.
 
-The indexer is that of `pallas_kernels.indexer_topk` with pages: a row of any length is
-scored by all multiprocessors, and the one program that selects from it looks at S / G
-maxima and K G scores (128 KB at S = 131072), not at the row, so that to split it
-further would cost more in launches than it saves.
-
-A query's list is split likewise: each program attends to every SPLITS-th block of it,
-and a second kernel weighs the parts by their log-sum-exps.
+Each program attends to every SPLITS-th block of a query's list, and a second kernel
+weighs the parts by their log-sum-exps.
 """
 
 import math
@@ -19,47 +14,12 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import block_sizes, triton_call
-from pallas_kernels.indexer_topk import gpu_select
 
 HEADS = 64  # of a program: the least rows of a wgmma
 HEADS_FLOAT32, KEYS_FLOAT32 = 16, 32  # without tensor cores; more would spill
 PROGRAMS = 132  # multiprocessors, each with room for one program
 VALUES = 128  # of a head, that a combining program writes
 LOG2_E = math.log2(math.e)
-
-
-def unsupported_decode_indexer_topk(
-    q: Array,
-    k: Array,
-    w: Array,
-    lo: Array,
-    hi: Array,
-    page_table: Array | None,
-    topk: int,
-) -> str | None:
-    """Returns why the kernels cannot take these arguments, or None."""
-    del lo, hi
-    pages = 1 if page_table is None else page_table.shape[1]
-    return gpu_select.unsupported(q, k, w, k.shape[1] * pages, topk)
-
-
-def decode_indexer_topk(
-    q: Float[Array, "B T I J"],
-    k: Float[Array, "P s J"],
-    w: Float[Array, "B T I"],
-    lo: Int[Array, "B T"],
-    hi: Int[Array, "B T"],
-    page_table: Int[Array, "B n"] | None,
-    topk: int,
-    *,
-    interpret: bool = False,
-) -> Int[Array, "B T K"]:
-    """See `pallas_kernels.decode_indexer_topk`."""
-    batch, num_queries = q.shape[:2]
-    plan = gpu_select.Plan(batch, num_queries, topk, interpret=interpret)
-    start = jnp.zeros(2, jnp.int32)
-    lists = gpu_select.select(q, k, w, lo, hi, start, page_table, plan)
-    return lists.reshape(batch, num_queries, topk)
 
 
 def unsupported_decode_sparse_mla(

@@ -1,13 +1,12 @@
-"""Decoding on TPU, from the cache as it lies: no copy of it is made.
+"""Attention to listed cached rows on TPU, without a copy of the cache.
 
-As long as it lies row by row. As an argument of a program XLA turns an array 576 wide,
-to save padding, and each step would turn it back: let q and the cache have 640 entries,
-the last 64 zero, or pin the layout.
+This holds as long as the cache is stored row by row. XLA transposes an argument that
+is 576 wide to save padding, and each step would have to transpose it back: give q and
+the cache 640 entries, the last 64 zero, or pin the layout.
 
-`decode_sparse_mla`: a DMA cannot cut one row out of a tile of the cache, so it fetches
-the 8 rows around each listed one, 10 KB, and hides 7 of them. Where queries cannot be
-dealt out evenly to a chip's cores, each takes a part of every list.
-`decode_indexer_topk`: see `tpu_topk`.
+A DMA cannot cut one row out of a tile of the cache. It fetches the 8 rows around each
+listed one, 10 KB, and the kernel masks 7 of them. Where the queries cannot be divided
+evenly among a chip's cores, each core takes a part of every list.
 """
 
 import functools
@@ -20,14 +19,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import block_sizes, cost
-from pallas_kernels.decode import tpu_topk
 from pallas_kernels.sparse_mla import tpu as attention
 from pallas_kernels.sparse_mla import tpu_rows
 
 GROUP = 8  # rows of a tile
-
-decode_indexer_topk = tpu_topk.decode_indexer_topk
-unsupported_decode_indexer_topk = tpu_topk.unsupported_decode_indexer_topk
 
 
 def decode_sparse_mla(

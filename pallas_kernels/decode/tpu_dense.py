@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cost, selection
-from pallas_kernels.indexer_topk import tpu_list
+from pallas_kernels.indexer_topk import tpu_list_from_bits
 
 QUERIES = 8  # sublanes of a vector
 LANES = selection.LANES
@@ -67,7 +67,7 @@ def decode_indexer_topk(
         topk,
         interpret,
     )
-    lists = tpu_list.list_from_bits(bits, topk, interpret=interpret)
+    lists = tpu_list_from_bits.list_from_bits(bits, topk, interpret=interpret)
     return lists.reshape(-1, rows, topk)[:batch, :num_queries]
 
 
