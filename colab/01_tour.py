@@ -59,7 +59,8 @@ from glm5_jax import config as config_lib
 from glm5_jax import losses, presets
 from glm5_jax.data import pipeline as pipeline_lib
 from glm5_jax.inference import engine, loading
-from glm5_jax.model import attention, layers, transformer
+from glm5_jax.model import layers, transformer
+from glm5_jax.model.attention import mla
 from glm5_jax.optim import muon_split
 from glm5_jax.training import accounting, loop, metrics
 from pallas_kernels import selection
@@ -137,8 +138,8 @@ def dense_attention(params: dict, out: transformer.Output) -> jax.Array:
     kv = jax.tree.map(lambda x: x[0], out.traces["layers_0"]["block_0"].kv)
     x = params["embed_tokens"][batch["tokens"]]
     h = layers.rms_norm(x, layer["input_layernorm"], MODEL.rms_norm_eps)
-    c_q = attention.query_latent(weights, MODEL, h)
-    _, (q, k, lse) = attention.expanded(weights, MODEL, c_q, kv, context, None)
+    c_q = mla.query_latent(weights, MODEL, h)
+    _, (q, k, lse) = mla.expanded(weights, MODEL, c_q, kv, context, None)
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * MODEL.softmax_scale
     s = jnp.arange(x.shape[1])[None, None]
     visible = (context.lo[..., None] <= s) & (s < context.hi[..., None])
@@ -359,7 +360,7 @@ for name, matrix in head.items():
 # %% [markdown]
 # ## Where to read on
 #
-# - The way of a token: `glm5_jax/model/transformer.py`, `block.py`, `attention.py`,
+# - The way of a token: `glm5_jax/model/transformer.py`, `block.py`, `attention/`,
 #   `indexer.py`, `moe.py`, in this order.
 # - One training step, whole: `glm5_jax/training/step.py`.
 # - Every knob with its unit or source: `glm5_jax/config/`. Models of 1M to 744B:

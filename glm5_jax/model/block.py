@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels
 from glm5_jax import collectives
 from glm5_jax import config as config_lib
-from glm5_jax.model import attention, indexer, layers, moe
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
+from glm5_jax.model import indexer, layers, moe
+from glm5_jax.model.attention import mla
 from pallas_kernels import selection
 
 
@@ -27,7 +28,7 @@ class BlockOutput(NamedTuple):
 
     x: Float[Array, "B T D"]
     index: indexer.Index | None
-    kv: attention.Latent
+    kv: mla.Latent
     aux: BlockAux
 
 
@@ -36,7 +37,7 @@ def table(config: config_lib.ModelConfig, kind: str) -> dict:
     hidden = config.hidden_size
     params = {
         "input_layernorm": layers.scale(hidden, "D"),
-        "self_attn": attention.table(config),
+        "self_attn": mla.table(config),
         "post_attention_layernorm": layers.scale(hidden, "D"),
     }
     if kind[0] == "D":
@@ -66,7 +67,7 @@ def block(
     context: context_lib.Context,
     index: indexer.Index | None = None,
     kl_weight: Float[Array, ""] | None = None,
-    kv: attention.Latent | None = None,
+    kv: mla.Latent | None = None,
     experts: Int[Array, "B T K"] | None = None,
 ) -> BlockOutput:
     """Runs a layer over whole documents.
@@ -82,18 +83,16 @@ def block(
       experts: to send each token to, instead of the router's choice.
     """
     h = layers.rms_norm(x, params["input_layernorm"], config.rms_norm_eps)
-    c_q = attention.query_latent(params["self_attn"], config, h)
+    c_q = mla.query_latent(params["self_attn"], config, h)
     if config.attention != "dense" and index is None:
         with jax.named_scope("indexer"):
             index = indexer.select(params["indexer"], config, h, c_q, context)
     selected = None if index is None else index.selected
     with jax.named_scope("attention"):
         if kv is None:
-            kv = attention.latent(params["self_attn"], config, h, context)
-            kv = attention.Latent(*map(collectives.all_keys, kv))
-        out, main = attention.attend(
-            params["self_attn"], config, c_q, kv, context, selected
-        )
+            kv = mla.latent(params["self_attn"], config, h, context)
+            kv = mla.Latent(*map(collectives.all_keys, kv))
+        out, main = mla.attend(params["self_attn"], config, c_q, kv, context, selected)
     kl = None
     if index is not None and kl_weight is not None:
         with jax.named_scope("indexer_loss"):
@@ -138,15 +137,15 @@ def decode(
     params = fetched(params, config)
     attn = params["self_attn"]
     h = layers.rms_norm(x, params["input_layernorm"], config.rms_norm_eps)
-    c_q = attention.query_latent(attn, config, h)
-    kv = attention.latent(attn, config, h, context)
+    c_q = mla.query_latent(attn, config, h)
+    kv = mla.latent(attn, config, h, context)
     read = read.append(jnp.concatenate(kv, axis=-1))
     if config.attention == "sparse" and "indexer" in params:
         q, k, w = indexer.project(params["indexer"], config, h, c_q, context)
         read = read.select(q, k, w, context, config.index_topk)
-    q = attention.latent_queries(attn, config, c_q, context)
+    q = mla.latent_queries(attn, config, c_q, context)
     out = read.attend(q, context, config.softmax_scale, config.kv_lora_rank)
-    out = attention.from_latent(attn, out)
+    out = mla.from_latent(attn, out)
     out, routing = feed_forward(params, config, x + out, context)
     return out, read.next(), routing
 
@@ -161,12 +160,12 @@ def _indexer_kl(
     projections, scale = (index.q, index.k, index.w), config.softmax_scale
     weight = context.is_token.astype(jnp.float32)
     if selection.is_list(index.selected):
-        main = attention.all_heads(main, is_latent=True)
+        main = mla.all_heads(main, is_latent=True)
         loss = pallas_kernels.sparse_indexer_kl_loss(
             main, projections, index.selected, weight, scale=scale
         )
     else:
-        main = attention.all_heads(main, is_latent=False)
+        main = mla.all_heads(main, is_latent=False)
         bounds = (context.lo, context.hi, index.selected)
         loss = pallas_kernels.indexer_kl_loss(
             main, projections, *bounds, weight, scale=scale

@@ -16,16 +16,17 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth
-from glm5_jax.model import attention, embedding, indexer, initial, layers, mtp
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import context as context_lib
+from glm5_jax.model import embedding, indexer, initial, layers, mtp
+from glm5_jax.model.attention import mla
 
 
 class LayerTrace(NamedTuple):
     """What a layer did, for caches, tests and curious people."""
 
     x: Float[Array, "B T D"]  # its output
-    kv: attention.Latent
+    kv: mla.Latent
     index: indexer.Index | None  # its own, or the one that it reused
 
 

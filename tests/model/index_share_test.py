@@ -8,7 +8,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import pallas_kernels
-from glm5_jax.model import attention, block, indexer, layers, mtp, transformer
+from glm5_jax.model import block, indexer, layers, mtp, transformer
+from glm5_jax.model.attention import mla
 from tests import environment
 from tests.model import tiny
 
@@ -68,8 +69,8 @@ class SharedIndexerLossTest(absltest.TestCase):
             step = max(layer - 1, 0)  # of the scan
             own = jax.tree.map(lambda w, step=step: w[step], block_params)
             h = layers.rms_norm(x, own["input_layernorm"], config.rms_norm_eps)
-            c_q = attention.query_latent(own["self_attn"], config, h)
-            q = attention.queries(own["self_attn"], config, c_q, out.context)
+            c_q = mla.query_latent(own["self_attn"], config, h)
+            q = mla.queries(own["self_attn"], config, c_q, out.context)
             k_nope = np.einsum(
                 "bsc,cnp->bsnp", trace.kv.c, own["self_attn"]["k_b_proj"]
             )

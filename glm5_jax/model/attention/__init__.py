@@ -1,0 +1,1 @@
+"""Attention: one file for each variant."""
