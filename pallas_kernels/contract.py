@@ -62,22 +62,45 @@ def _check_shape(
         raise ValueError(f"{op}: {name} must have {empty[0]} >= 1, got {x.shape}.")
 
 
-def bounds(
-    op: str, lo: Int[Array, "B T"], hi: Int[Array, "B T"], num_keys: int
-) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Int32 bounds of queries that are the last T of S tokens: hi <= t + 1 + S - T.
+def bounded(
+    op: str, floats: Arrays, lo: Int[Array, "B T"], hi: Int[Array, "B T"]
+) -> tuple[dict[str, int], Int[Array, "B T"], Int[Array, "B T"]]:
+    """Checks the arrays of an op over the visible keys of each query.
+
+    The T queries are the last of the S tokens that have keys.
+
+    Returns:
+      Sizes of the dims, and int32 bounds with hi <= t + 1 + S - T.
 
     Raises:
-      ValueError: if there are more queries than keys.
+      ValueError: if an array does not fit the others, or if there are more queries
+        than keys.
     """
-    num_queries = lo.shape[1]
+    known = sizes(op, floats, {"lo": (lo, "B T"), "hi": (hi, "B T")})
+    num_queries, num_keys = known["T"], known["S"]
     if num_queries > num_keys:
         raise ValueError(
             f"{op}: queries are the last of the tokens that have keys, so that there "
             f"may be up to {num_keys}, got {num_queries}."
         )
     ends = jnp.arange(num_queries, dtype=jnp.int32)[None] + (num_keys - num_queries + 1)
-    return within(lo, hi, ends)
+    return known, *within(lo, hi, ends)
+
+
+def listed(
+    op: str, floats: Arrays, indices: Int[Array, "B T K"]
+) -> tuple[dict[str, int], Int[Array, "B T K"]]:
+    """Checks the arrays of an op over a list of keys for each query.
+
+    Returns:
+      Sizes of the dims, and int32 lists, in which entries beyond the last key are -1.
+
+    Raises:
+      ValueError: if an array does not fit the others.
+    """
+    known = sizes(op, floats, {"indices": (indices, "B T K")})
+    indices = indices.astype(jnp.int32)
+    return known, jnp.where(indices < known["S"], indices, -1)
 
 
 def within(
@@ -86,12 +109,6 @@ def within(
     """Int32 bounds that name the keys 0 .. ends - 1 alone."""
     lo, hi = lo.astype(jnp.int32), hi.astype(jnp.int32)
     return jnp.maximum(lo, 0), jnp.minimum(hi, ends)
-
-
-def lists(indices: Int[Array, "B T K"], num_keys: int) -> Int[Array, "B T K"]:
-    """Int32 lists without entries beyond the last key."""
-    indices = indices.astype(jnp.int32)
-    return jnp.where(indices < num_keys, indices, -1)
 
 
 def groups(group_sizes: Int[Array, " E"], num_rows: int) -> Int[Array, " E"]:

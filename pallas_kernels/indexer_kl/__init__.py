@@ -48,9 +48,8 @@ def indexer_kl_loss(
     name, (q, k, lse) = "indexer_kl_loss", main
     floats = {"main's q": (q, "B T N H"), "main's k": (k, "B S N H")}
     floats |= _others(lse, index, weight)
-    known = contract.sizes(name, floats, {"lo": (lo, "B T"), "hi": (hi, "B T")})
+    known, lo, hi = contract.bounded(name, floats, lo, hi)
     contract.form(name, selection, known)
-    lo, hi = contract.bounds(name, lo, hi, known["S"])
     index, weight = _exact(index, weight)
     args = (lax.stop_gradient(main), index, lo, hi, selection, weight, scale)
     op = dispatch.Op("indexer_kl", name, IMPLEMENTATIONS, "dense")
@@ -84,8 +83,7 @@ def sparse_indexer_kl_loss(
     name, (q, kv, lse) = "sparse_indexer_kl_loss", main
     floats = {"main's q": (q, "B T N c"), "main's kv": (kv, "B S c")}
     floats |= _others(lse, index, weight)
-    known = contract.sizes(name, floats, {"indices": (indices, "B T K")})
-    indices = contract.lists(indices, known["S"])
+    _, indices = contract.listed(name, floats, indices)
     index, weight = _exact(index, weight)
     args = (lax.stop_gradient(main), index, indices, weight, scale)
     op = dispatch.Op("indexer_kl", name, IMPLEMENTATIONS, "listed")

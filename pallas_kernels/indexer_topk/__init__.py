@@ -111,12 +111,8 @@ def indexer_scores_at(
       ValueError: if shapes or types do not fit each other.
       NotImplementedError: if a named implementation cannot take the arguments.
     """
-    known = contract.sizes(
-        "indexer_scores_at",
-        {"q": (q, "B T I J"), "k": (k, "B S J"), "w": (w, "B T I")},
-        {"indices": (indices, "B T K")},
-    )
-    indices = contract.lists(indices, known["S"])
+    floats = {"q": (q, "B T I J"), "k": (k, "B S J"), "w": (w, "B T I")}
+    _, indices = contract.listed("indexer_scores_at", floats, indices)
     args = (q, k, w.astype(jnp.float32), indices)
     op = dispatch.Op("indexer_topk", "indexer_scores_at", IMPLEMENTATIONS, "listed")
     return dispatch.run(op, implementation, args)
@@ -124,12 +120,8 @@ def indexer_scores_at(
 
 def _choose(function, implementation, q, k, w, lo, hi, topk):  # noqa: ANN001, ANN202
     contract.positive(function, topk=topk)
-    known = contract.sizes(
-        function,
-        {"q": (q, "B T I J"), "k": (k, "B S J"), "w": (w, "B T I")},
-        {"lo": (lo, "B T"), "hi": (hi, "B T")},
-    )
-    lo, hi = contract.bounds(function, lo, hi, known["S"])
+    floats = {"q": (q, "B T I J"), "k": (k, "B S J"), "w": (w, "B T I")}
+    _, lo, hi = contract.bounded(function, floats, lo, hi)
     args = (*lax.stop_gradient((q, k, w.astype(jnp.float32))), lo, hi, topk)
     op = dispatch.Op("indexer_topk", function, IMPLEMENTATIONS, "dense")
     return dispatch.saved(dispatch.run(op, implementation, args))

@@ -43,13 +43,9 @@ def masked_mla(
       ValueError: if shapes or types do not fit each other.
       NotImplementedError: if a named implementation cannot take the arguments.
     """
-    known = contract.sizes(
-        "masked_mla",
-        {"q": (q, "B T N H"), "k": (k, "B S N H"), "v": (v, "B S N O")},
-        {"lo": (lo, "B T"), "hi": (hi, "B T")},
-    )
+    floats = {"q": (q, "B T N H"), "k": (k, "B S N H"), "v": (v, "B S N O")}
+    known, lo, hi = contract.bounded("masked_mla", floats, lo, hi)
     contract.form("masked_mla", selection, known)
-    lo, hi = contract.bounds("masked_mla", lo, hi, known["S"])
     args = (q, k, v, lo, hi, selection, scale)
     op = dispatch.Op("masked_mla", "masked_mla", IMPLEMENTATIONS)
     return dispatch.run(op, implementation, args)

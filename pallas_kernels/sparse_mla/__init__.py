@@ -45,9 +45,8 @@ def sparse_mla(
       NotImplementedError: if a named implementation cannot take the arguments.
     """
     floats = {"q": (q, "B T N c"), "kv": (kv, "B S c")}
-    known = contract.sizes("sparse_mla", floats, {"indices": (indices, "B T K")})
+    known, indices = contract.listed("sparse_mla", floats, indices)
     contract.value_dim("sparse_mla", value_dim, known["c"])
-    indices = contract.lists(indices, known["S"])
     args = (q, kv, indices, scale, value_dim, deterministic)
     op = dispatch.Op("sparse_mla", "sparse_mla", IMPLEMENTATIONS)
     return dispatch.run(op, implementation, args)
