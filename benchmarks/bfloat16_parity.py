@@ -17,10 +17,10 @@ import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth
-from glm5_jax.data import tasks
-from glm5_jax.inference import loading
+from glm5_jax.environments import tasks
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import cached, head, invariance, transformer
+from glm5_jax.weights import loading
 from pallas_kernels import selection
 
 ARMS = (("float32", False), ("bfloat16", False), ("bfloat16", True))

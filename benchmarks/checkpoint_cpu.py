@@ -26,7 +26,7 @@ from absl import logging
 
 from glm5_jax import command_line
 from glm5_jax.checkpoint import manager, manifest
-from glm5_jax.training import run as run_lib
+from glm5_jax.training.run import state as run_lib
 
 GIB = 2**30
 HASHES = {

@@ -27,10 +27,10 @@ import zlib
 import numpy as np
 
 from glm5_jax import presets
-from glm5_jax.checkpoint import huggingface, huggingface_config, safetensors_file
-from glm5_jax.checkpoint import huggingface_names as names_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.model import transformer
+from glm5_jax.weights import huggingface, huggingface_config, safetensors_file
+from glm5_jax.weights import huggingface_names as names_lib
 
 CONSTANT = 3 * 2**29  # bytes a conversion may need beside its largest tensor
 BF16 = safetensors_file.DTYPES["BF16"]
@@ -114,7 +114,7 @@ def _measure(folder: pathlib.Path, num_layers: int, args: argparse.Namespace) ->
 
 def _convert(source: str, target: str, dtype: str) -> None:
     """The child: converts, and prints seconds and bytes of memory that it took."""
-    from glm5_jax.inference import conversion
+    from glm5_jax.weights import conversion
 
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     before = _status("VmRSS")
@@ -142,7 +142,7 @@ def _save_as_training_does(run: pathlib.Path, target: pathlib.Path) -> None:
     from glm5_jax import mesh as mesh_lib
     from glm5_jax import sharding
     from glm5_jax.checkpoint import manager
-    from glm5_jax.inference import loading
+    from glm5_jax.weights import loading
 
     config = loading.read_config(loading.find(run))
     mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=1, fsdp=jax.device_count()))

@@ -18,8 +18,10 @@ import time
 from typing import Any
 
 from glm5_jax import config
-from glm5_jax.data import preparation, prepared, sources
 from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.preparation import prepare as preparation
+from glm5_jax.data.preparation import reading as prepared
+from glm5_jax.data.sources import documents as sources
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in a worker
 BATCH_SIZE = 64

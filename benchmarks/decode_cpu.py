@@ -17,7 +17,7 @@ import numpy as np
 from glm5_jax import presets
 from glm5_jax.inference import engine
 from glm5_jax.model import transformer
-from glm5_jax.training import host_memory
+from glm5_jax.training.run import host_memory
 
 CONFIG = presets.BENCH
 PROMPT, NEW_TOKENS = 256, 128

@@ -16,7 +16,7 @@ import matplotlib.axes
 import matplotlib.figure
 import numpy as np
 
-from glm5_jax.training import metrics
+from glm5_jax.training.reporting import metrics
 
 SOLVED = 0.95  # the share of held-out tasks whose first step is in the table
 # Apart in grey too: by lightness, dashes and markers.

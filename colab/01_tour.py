@@ -57,12 +57,14 @@ from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax import losses, presets
-from glm5_jax.data import pipeline as pipeline_lib
-from glm5_jax.inference import engine, loading
+from glm5_jax.data.rows import pipeline as pipeline_lib
+from glm5_jax.inference import engine
 from glm5_jax.model import layers, transformer
 from glm5_jax.model.attention import mla
 from glm5_jax.optim import muon_split
-from glm5_jax.training import accounting, loop, metrics
+from glm5_jax.training import loop
+from glm5_jax.training.reporting import accounting, metrics
+from glm5_jax.weights import loading
 from pallas_kernels import selection
 
 print(f"jax {jax.__version__} on {jax.device_count()} x {jax.devices()[0].device_kind}")

@@ -60,12 +60,15 @@ import numpy as np
 from absl import logging
 
 from glm5_jax import config as config_lib
-from glm5_jax import presets
-from glm5_jax.data import chat, chat_view, tokenizer
+from glm5_jax import environments, presets
+from glm5_jax.data import tokenizer
+from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import view as chat_view
 from glm5_jax.inference import engine as engine_lib
-from glm5_jax.inference import loading
-from glm5_jax.rl import environments, episodes, objectives, publisher, rollouts
-from glm5_jax.training import loop, metrics, policy
+from glm5_jax.rl import episodes, objectives, publisher, rollouts
+from glm5_jax.training import loop, policy
+from glm5_jax.training.reporting import metrics
+from glm5_jax.weights import loading
 
 print(f"jax {jax.__version__} on {jax.device_count()} x {jax.devices()[0].device_kind}")
 
@@ -432,6 +435,6 @@ plt.show()
 #
 # ## Where to read on
 #
-# `glm5_jax/training/rl.py` (a step), `rl/gateway.py` (why no token is ever tokenised
-# twice), `rl/advantages.py`, `rl/objectives.py`, `inference/engine.py`. The papers:
-# GLM-5 (arXiv 2602.15763), GRPO (2402.03300), DAPO (2503.14476).
+# `glm5_jax/training/feeds/rollouts.py` (a step), `rl/gateway.py` (why no token is ever
+# tokenised twice), `rl/advantages.py`, `rl/objectives.py`, `inference/engine.py`. The
+# papers: GLM-5 (arXiv 2602.15763), GRPO (2402.03300), DAPO (2503.14476).

@@ -39,7 +39,10 @@ _IDS = flags.DEFINE_bool("ids", False, "Shows the id of each token.")
 def main(arguments: command_line.Arguments) -> None:
     """Prints one conversation."""
     del arguments
-    from glm5_jax.data import chat, chat_view, conversations, tokenizer
+    from glm5_jax.data import tokenizer
+    from glm5_jax.data.chat import conversations
+    from glm5_jax.data.chat import template as chat
+    from glm5_jax.data.chat import view as chat_view
 
     used = tokenizer.named(_TOKENIZER.value)
     version = cast(chat.Version, _TEMPLATE.value)

@@ -27,7 +27,7 @@ _DTYPE = flags.DEFINE_enum(
 
 def main(arguments: command_line.Arguments) -> None:
     """Converts, and says what was written."""
-    from glm5_jax.inference import conversion, loading  # import jax: after the flags
+    from glm5_jax.weights import conversion, loading
 
     written = conversion.convert(
         _SOURCE.value,

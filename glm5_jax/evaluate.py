@@ -25,7 +25,8 @@ flags.adopt_module_key_flags(compile_cache)  # --help shows them
 
 def main(arguments: command_line.Arguments) -> None:
     """Prints the scores."""
-    from glm5_jax.inference import commands, loading  # import jax: after the flags
+    from glm5_jax.inference import commands
+    from glm5_jax.weights import loading
 
     logging.set_verbosity(logging.INFO)  # on stderr
     compile_cache.enable()

@@ -37,7 +37,7 @@ def main(arguments: command_line.Arguments) -> None:
     given = [(name, flags.FLAGS[name].value) for name in _FIELDS]
     given = [(name, text) for name, text in given if text is not None]
     config = command_line.resolve({}, given, config_lib.PrepareConfig)
-    from glm5_jax.data import preparation  # slow imports after the input is checked
+    from glm5_jax.data.preparation import prepare as preparation
 
     logging.set_verbosity(logging.INFO)
     summary = preparation.prepare(

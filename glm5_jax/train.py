@@ -15,7 +15,7 @@ from absl import flags, logging
 from glm5_jax import command_line, compile_cache
 from glm5_jax.config import checks
 from glm5_jax.processes import group, interrupts, simulate
-from glm5_jax.training import host_memory
+from glm5_jax.training.run import host_memory
 
 _WORKDIR = flags.DEFINE_string(
     "workdir",
@@ -57,7 +57,8 @@ def main(arguments: command_line.Arguments) -> int | None:
     if _WORKDIR.value is not None:
         checks.require_local(_WORKDIR.value, "--workdir")
     if _DRY_RUN.value:
-        from glm5_jax.training import preflight, report
+        from glm5_jax.training.reporting import dry_run as report
+        from glm5_jax.training.run import preflight
 
         print(report.dry_run(config), flush=True)
         print(preflight.check(config, _WORKDIR.value))

@@ -29,11 +29,12 @@ LAYERS = (
     {"training"},
     {"rl"},
     {"inference"},
+    {"weights"},
     {"model", "optim", "data", "losses", "checkpoint"},
-    {"collectives"},
-    {"sharding", "processes"},
+    {"collectives", "environments"},
+    {"sharding", "processes", "messages"},
     {"command_line", "compile_cache", "depth", "mesh", "presets", "shapes"},
-    {"config", "backends"},
+    {"config", "backends", "files"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 KERNEL_IMPORTS = {"jax", "jaxtyping", "ml_dtypes", "numpy", "pallas_kernels"}

@@ -11,7 +11,7 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax.checkpoint import manager
-from glm5_jax.training import signals
+from glm5_jax.training.run import signals
 from tests import environment, runs, tpus
 from tests.processes import launch
 

@@ -24,7 +24,7 @@ class RLConfig:
     advantage_std (the paper says "std"), every limit.
     """
 
-    # A name of rl/environments, "reasoning_gym:NAME", or "module:Class" of your own.
+    # A name of environments/, "reasoning_gym:NAME", or "module:Class" of your own.
     environment: str = "reverse"
     prompts_per_step: int = 32  # tasks of a step, each answered group_size times
     group_size: int = 32  # answers to one task, whose rewards are compared

@@ -14,8 +14,7 @@ import tokenizers
 from absl import logging
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from glm5_jax import config
-from glm5_jax.data import cache
+from glm5_jax import config, files
 
 END_OF_TEXT = "<|endoftext|>"
 # GLM-5's, in the order of its ids 154820 to 154855.
@@ -159,7 +158,7 @@ class Tokenizer:
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes a tokenizer.json, which transformers reads too."""
-        cache.write_text(pathlib.Path(path), self.text)
+        files.write_text(pathlib.Path(path), self.text)
 
 
 def load(path: str | pathlib.Path) -> Tokenizer:
@@ -305,7 +304,7 @@ def for_corpus(data: config.DataConfig, texts: Sequence[str]) -> Tokenizer:
         logging.info("... %d tokens in %.1f s.", trained.vocab_size, seconds)
         return trained
 
-    return cache.cached(
+    return files.cached(
         folder / f"bpe-{key.hexdigest()[:16]}.json",
         make=make,
         load=_load_proven,
@@ -330,7 +329,7 @@ def check_vocab(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 
 def _save_proven(tokenizer: Tokenizer, path: pathlib.Path) -> None:
     """Writes the digest of a tokenizer.json, and below it that file."""
-    cache.write_text(path, f"{tokenizer.digest}\n{tokenizer.text}")
+    files.write_text(path, f"{tokenizer.digest}\n{tokenizer.text}")
 
 
 def _load_proven(path: pathlib.Path) -> Tokenizer:

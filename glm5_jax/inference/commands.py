@@ -11,9 +11,10 @@ from jaxtyping import Int
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.data import chat as chat_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.inference import engine, loading, scoring
+from glm5_jax.data.chat import template as chat_lib
+from glm5_jax.inference import engine, scoring
+from glm5_jax.weights import loading
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

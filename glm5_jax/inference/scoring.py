@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax import config as config_lib
 from glm5_jax import losses
-from glm5_jax.data import packing
 from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.rows import packing
 from glm5_jax.inference import weights
 from glm5_jax.model import invariance, transformer
 

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from glm5_jax import config
-from glm5_jax.rl.environments import protocol
+from glm5_jax.environments import protocol
 
 _EPSILON = 1e-6  # added to a standard deviation, as slime and verl do
 _EQUAL = 1e-6  # rewards whose standard deviation is below teach nothing (DAPO)

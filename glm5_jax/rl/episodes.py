@@ -29,11 +29,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from glm5_jax import config
-from glm5_jax.data import chat
+from glm5_jax.data.chat import template as chat
+from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
 from glm5_jax.rl import gateway
 from glm5_jax.rl import pump as pump_lib
-from glm5_jax.rl.environments import protocol
 
 _MAX_REASON = 300  # characters
 _KEEP = 4  # dispatches that an environment may take before others get the slot

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from glm5_jax.data import chat
-from glm5_jax.data import messages as messages_lib
+from glm5_jax import messages as messages_lib
+from glm5_jax.data.chat import template as chat
 from glm5_jax.inference import requests
 
 NOT_SAMPLED = -1  # the version of a token that no weights have drawn

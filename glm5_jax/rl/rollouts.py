@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.data import chat
+from glm5_jax.data.chat import template as chat
+from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
-from glm5_jax.rl.environments import protocol
 
 
 def collect(

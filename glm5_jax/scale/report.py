@@ -12,7 +12,8 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import chips, markdown, memory, programs, roofline
 from glm5_jax.scale import compile as compile_lib
 from glm5_jax.scale import refusal as refusal_lib
-from glm5_jax.training import accounting, host_memory
+from glm5_jax.training.reporting import accounting
+from glm5_jax.training.run import host_memory
 
 NUM_SHOWN = 12  # of the largest arrays
 GIB = chips.GIB

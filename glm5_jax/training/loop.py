@@ -17,22 +17,15 @@ from absl import logging
 from jax.sharding import Mesh
 
 from glm5_jax import config as config_lib
-from glm5_jax.inference import loading
 from glm5_jax.processes import together
-from glm5_jax.training import (
-    accounting,
-    host_memory,
-    hosts,
-    plot,
-    profiling,
-    run_folder,
-    signals,
-    trackers,
-)
-from glm5_jax.training import clock as clock_lib
-from glm5_jax.training import metrics as metrics_lib
-from glm5_jax.training import run as run_lib
-from glm5_jax.training import watchdog as watchdog_lib
+from glm5_jax.training.reporting import accounting, plot, profiling, trackers
+from glm5_jax.training.reporting import metrics as metrics_lib
+from glm5_jax.training.run import clock as clock_lib
+from glm5_jax.training.run import folder as run_folder
+from glm5_jax.training.run import host_memory, hosts, signals
+from glm5_jax.training.run import state as run_lib
+from glm5_jax.training.run import watchdog as watchdog_lib
+from glm5_jax.weights import loading
 
 
 def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from absl.testing import parameterized
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import huggingface, huggingface_export, safetensors_file
 from glm5_jax.model import transformer
+from glm5_jax.weights import huggingface, huggingface_export, safetensors_file
 from tests import environment
-from tests.checkpoint import fp8_folder
+from tests.weights import fp8_folder
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "glm5"
 FUZZ_CASES = 300

@@ -7,8 +7,8 @@ import pathlib
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import chat
 from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import template as chat
 from tests import environment
 
 FOLDER = pathlib.Path(__file__).parent.parent / "golden"

@@ -10,9 +10,13 @@ import sys
 import numpy as np
 from absl.testing import parameterized
 
-from glm5_jax import config
-from glm5_jax.data import chat, chat_view, conversations, messages, sft, tasks
+from glm5_jax import config, messages
 from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import conversations
+from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import view as chat_view
+from glm5_jax.data.rows import conversations as sft
+from glm5_jax.environments import tasks
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 
 from glm5_jax import config
-from glm5_jax.data import preparation
+from glm5_jax.data.preparation import prepare as preparation
 
 WORDS = ("naïve", "漢字", "def", "return", "self", "import", "🙂", "one", "two")
 FIRST_MARK = 0x3400  # a character for each document, before each of its words

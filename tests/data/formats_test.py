@@ -9,7 +9,8 @@ from absl.testing import parameterized
 from array_record.python import array_record_module
 
 from glm5_jax import config
-from glm5_jax.data import formats, sources
+from glm5_jax.data.sources import documents as sources
+from glm5_jax.data.sources import formats
 from tests import environment
 
 WHOLE = 2**62

@@ -3,8 +3,8 @@
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import infill
 from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.rows import infill
 from tests import environment
 
 TEXT = "def f(x):\n    return x + 1  # 漢字\n"

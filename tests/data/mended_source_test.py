@@ -7,8 +7,9 @@ import shutil
 from unittest import mock
 
 from glm5_jax import config
-from glm5_jax.data import index as index_lib
-from glm5_jax.data import part, preparation
+from glm5_jax.data.preparation import index as index_lib
+from glm5_jax.data.preparation import part
+from glm5_jax.data.preparation import prepare as preparation
 from tests import environment, runs
 from tests.data import corpora
 

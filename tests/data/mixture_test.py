@@ -6,7 +6,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import mixture
+from glm5_jax.data.rows import mixture
 from tests import environment
 
 WEIGHTS = [

@@ -3,7 +3,7 @@
 import numpy as np
 from absl.testing import parameterized
 
-from glm5_jax.data import packing
+from glm5_jax.data.rows import packing
 from tests import environment
 
 EOS = 99

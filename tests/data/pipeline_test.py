@@ -9,8 +9,8 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import pipeline as pipeline_lib
-from glm5_jax.data import sources
+from glm5_jax.data.rows import pipeline as pipeline_lib
+from glm5_jax.data.sources import documents as sources
 from tests import environment
 
 WORDS = ("naïve", "漢字", "def", "return", "self", "import", "🙂", "one", "two")

@@ -12,9 +12,12 @@ import time
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import documents, preparation, shards, sources
-from glm5_jax.data import index as index_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.preparation import index as index_lib
+from glm5_jax.data.preparation import prepare as preparation
+from glm5_jax.data.preparation import shards
+from glm5_jax.data.preparation import source as documents
+from glm5_jax.data.sources import documents as sources
 from tests import environment, runs
 from tests.data import corpora
 

@@ -9,7 +9,10 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import conversations, preparation, prepared, sft
+from glm5_jax.data.chat import conversations
+from glm5_jax.data.preparation import prepare as preparation
+from glm5_jax.data.preparation import reading as prepared
+from glm5_jax.data.rows import conversations as sft
 from tests import environment, runs
 from tests.data import conversations_test, corpora
 

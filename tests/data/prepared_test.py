@@ -9,8 +9,10 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import index as index_lib
-from glm5_jax.data import pipeline, prepared, shards
+from glm5_jax.data.preparation import index as index_lib
+from glm5_jax.data.preparation import reading as prepared
+from glm5_jax.data.preparation import shards
+from glm5_jax.data.rows import pipeline
 from tests import environment, runs
 from tests.data import corpora
 

@@ -7,7 +7,8 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import packing, shards
+from glm5_jax.data.preparation import shards
+from glm5_jax.data.rows import packing
 from tests import environment
 
 EOS = 9

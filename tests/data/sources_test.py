@@ -8,7 +8,7 @@ import pathlib
 from absl.testing import absltest, parameterized
 
 from glm5_jax import config
-from glm5_jax.data import sources
+from glm5_jax.data.sources import documents as sources
 from tests import environment
 
 

@@ -13,9 +13,9 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import huggingface
 from glm5_jax.inference import engine, weights
 from glm5_jax.model import cached, transformer
+from glm5_jax.weights import huggingface
 from tests import environment
 from tests.model import tiny
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from glm5_jax.checkpoint import huggingface
 from glm5_jax.model import cached, mtp, transformer
+from glm5_jax.weights import huggingface
 from tests import environment
 from tests.model import tiny
 

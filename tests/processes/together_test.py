@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.checkpoint import manifest
-from glm5_jax.inference import loading
+from glm5_jax.weights import loading
 from tests import environment
 from tests.checkpoint import faults_test
 from tests.processes import launch, worker

@@ -15,7 +15,8 @@ from absl.testing import parameterized
 from glm5_jax import command_line
 from glm5_jax.checkpoint import manager
 from glm5_jax.config import files
-from glm5_jax.training import health, metrics, signals
+from glm5_jax.training.reporting import metrics
+from glm5_jax.training.run import health, signals
 from tests import environment, runs
 from tests.processes import launch
 

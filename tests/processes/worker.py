@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
-from glm5_jax.checkpoint import huggingface, safetensors_file, stored
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager as manager_lib
-from glm5_jax.inference import loading
+from glm5_jax.checkpoint import stored
 from glm5_jax.model import transformer
 from glm5_jax.processes import group, together
-from glm5_jax.training import rows
+from glm5_jax.training.run import rows
+from glm5_jax.weights import huggingface, loading, safetensors_file
 
 SHAPE = (16, 8)
 AXES = ("a", "b")

@@ -8,8 +8,8 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
+from glm5_jax.environments import protocol
 from glm5_jax.rl import advantages
-from glm5_jax.rl.environments import protocol
 from tests import environment
 from tests.rl import faults
 

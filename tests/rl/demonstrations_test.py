@@ -5,11 +5,12 @@ import itertools
 
 from absl.testing import parameterized
 
-from glm5_jax.data import chat
+from glm5_jax import environments
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.rl import environments, rollouts
+from glm5_jax.data.chat import template as chat
+from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl.environments import protocol
+from glm5_jax.rl import rollouts
 from tests import environment
 from tests.rl import scripted
 

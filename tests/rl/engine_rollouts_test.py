@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
+from glm5_jax.environments import protocol
 from glm5_jax.inference import engine as engine_lib
 from glm5_jax.model import cached, transformer
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import rollouts
-from glm5_jax.rl.environments import protocol
 from tests import environment
 from tests.data import chat_test
 from tests.model import tiny

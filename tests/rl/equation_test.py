@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
 
+from glm5_jax.environments import protocol
 from glm5_jax.rl import advantages, objectives
-from glm5_jax.rl.environments import protocol
 from tests import environment
 
 GROUP_SIZES = (4, 2, 5)

@@ -10,7 +10,8 @@ import enum
 import math
 from typing import Any
 
-from glm5_jax.rl.environments import protocol
+from glm5_jax import messages
+from glm5_jax.environments import protocol
 
 FLOOD_CHARACTERS = 1_000_000
 NEVER = 1e9  # seconds
@@ -86,7 +87,7 @@ class FaultyTaskset:
         self._num_made += 1
         return _Faulty(self._fault if is_faulty else Fault.NONE, self.counts)
 
-    def demonstration(self, task: protocol.Task) -> list[protocol.Message]:
+    def demonstration(self, task: protocol.Task) -> list[messages.Message]:
         """The task and its answer."""
         return [*task.messages, {"role": "assistant", "content": "OK"}]
 
@@ -96,14 +97,14 @@ class _Faulty:
         self._fault, self._counts = fault, counts
         self._num_turns = 0
 
-    async def reset(self, task: protocol.Task) -> tuple[protocol.Message, ...]:
+    async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
         self._counts.resets += 1
         await self._fail("reset")
         if self._fault is Fault.FLOOD_IN_RESET:
             return ({"role": "user", "content": "x" * FLOOD_CHARACTERS},)
         return task.messages
 
-    async def step(self, message: protocol.Message) -> protocol.StepResult:
+    async def step(self, message: messages.Message) -> protocol.StepResult:
         self._counts.steps += 1
         self._num_turns += 1
         await self._fail("step")

@@ -8,8 +8,8 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.data import chat
 from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import template as chat
 from glm5_jax.inference import requests
 from glm5_jax.rl import gateway
 from tests import environment

@@ -15,10 +15,10 @@ import tracemalloc
 from absl.testing import absltest, parameterized
 
 from glm5_jax import config
-from glm5_jax.data import messages as messages_lib
+from glm5_jax import messages as messages_lib
+from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump, rollouts
-from glm5_jax.rl.environments import protocol
 from tests import environment
 from tests.data import chat_test
 from tests.rl import faults, scripted

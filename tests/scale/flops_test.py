@@ -137,7 +137,7 @@ class ModelTest(parameterized.TestCase):
         """Up to attention: on rows of one token there is next to none."""
         from glm5_jax import presets
         from glm5_jax.model import transformer
-        from glm5_jax.training import accounting
+        from glm5_jax.training.reporting import accounting
 
         config = presets.GLM5_1M
         params = transformer.abstract_params(config)

@@ -12,7 +12,7 @@ from glm5_jax import command_line
 from glm5_jax.model import block, layers
 from glm5_jax.scale import arrays, chips, programs, report
 from glm5_jax.scale.plan import planner
-from glm5_jax.training import accounting
+from glm5_jax.training.reporting import accounting
 from tests import environment, tpus
 from tests.scale import sharded_step_test
 

@@ -13,7 +13,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
 from glm5_jax.scale import hlo, memory, programs
-from glm5_jax.training import accounting
+from glm5_jax.training.reporting import accounting
 from tests import environment, runs
 
 CONFIG = config_lib.TrainConfig(

@@ -14,8 +14,8 @@ from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.scale import compile as compile_lib
 from glm5_jax.scale import flops, memory, report
-from glm5_jax.training import accounting
 from glm5_jax.training import loss as loss_lib
+from glm5_jax.training.reporting import accounting
 from tests import environment, tpus
 
 TINY = dataclasses.replace(

@@ -8,7 +8,8 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.model import transformer
-from glm5_jax.training import accounting, report
+from glm5_jax.training.reporting import accounting
+from glm5_jax.training.reporting import dry_run as report
 from tests import environment
 
 

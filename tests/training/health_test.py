@@ -12,10 +12,11 @@ from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, manifest, rollback
-from glm5_jax.training import corpus as corpus_lib
-from glm5_jax.training import health as health_lib
-from glm5_jax.training import loop, metrics
-from glm5_jax.training import run as run_lib
+from glm5_jax.training import loop
+from glm5_jax.training.feeds import corpus as corpus_lib
+from glm5_jax.training.reporting import metrics
+from glm5_jax.training.run import health as health_lib
+from glm5_jax.training.run import state as run_lib
 from tests import environment, runs
 from tests.training import loop_test
 

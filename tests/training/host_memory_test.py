@@ -5,7 +5,7 @@ import sys
 
 from absl.testing import absltest, parameterized
 
-from glm5_jax.training import host_memory
+from glm5_jax.training.run import host_memory
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -2,7 +2,7 @@
 
 from absl.testing import parameterized
 
-from glm5_jax.training import hosts
+from glm5_jax.training.run import hosts
 from tests import environment
 
 

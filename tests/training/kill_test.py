@@ -20,8 +20,9 @@ from jax.experimental import serialize_executable
 
 from glm5_jax import command_line
 from glm5_jax.checkpoint import manifest
-from glm5_jax.training import loop, metrics
+from glm5_jax.training import loop
 from glm5_jax.training import program as program_lib
+from glm5_jax.training.reporting import metrics
 from tests import environment, runs
 from tests.training import loop_test
 

@@ -21,9 +21,11 @@ from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, manifest
 from glm5_jax.data import tokenizer
-from glm5_jax.inference import loading
-from glm5_jax.training import loop, metrics, signals
-from glm5_jax.training import run as run_lib
+from glm5_jax.training import loop
+from glm5_jax.training.reporting import metrics
+from glm5_jax.training.run import signals
+from glm5_jax.training.run import state as run_lib
+from glm5_jax.weights import loading
 from tests import environment, runs
 from tests.model import tiny
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
 
-from glm5_jax.training import metrics
+from glm5_jax.training.reporting import metrics
 from tests import environment
 
 

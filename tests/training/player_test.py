@@ -2,8 +2,8 @@
 
 from absl.testing import parameterized
 
-from glm5_jax.rl import environments
-from glm5_jax.training import player
+from glm5_jax import environments
+from glm5_jax.training.feeds import player
 from tests import environment
 
 

@@ -6,7 +6,7 @@ import matplotlib.figure
 import numpy as np
 from absl.testing import absltest
 
-from glm5_jax.training import plot
+from glm5_jax.training.reporting import plot
 from tests import environment
 
 

@@ -12,15 +12,16 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax import environments, sharding
 from glm5_jax import mesh as mesh_lib
-from glm5_jax import sharding
-from glm5_jax.data import chat
+from glm5_jax.data.chat import template as chat
+from glm5_jax.environments import protocol
 from glm5_jax.model import cached, transformer
-from glm5_jax.rl import environments, episodes, gateway
-from glm5_jax.rl.environments import protocol
-from glm5_jax.training import player, policy
-from glm5_jax.training import rl as rl_lib
+from glm5_jax.rl import episodes, gateway
+from glm5_jax.training import policy
 from glm5_jax.training import step as step_lib
+from glm5_jax.training.feeds import player
+from glm5_jax.training.feeds import rollouts as rl_lib
 from tests import environment
 from tests.model import tiny
 from tests.training import rl_runs

@@ -7,7 +7,8 @@ from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import presets
-from glm5_jax.training import preflight, run_folder
+from glm5_jax.training.run import folder as run_folder
+from glm5_jax.training.run import preflight
 from tests import environment, runs
 
 MODEL = dataclasses.replace(presets.GLM5_1M, vocab_size=300, index_topk=8)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from glm5_jax import config as config_lib
-from glm5_jax.training import corpus, loop, metrics
-from glm5_jax.training import health as health_lib
+from glm5_jax.training import loop
+from glm5_jax.training.feeds import corpus
+from glm5_jax.training.reporting import metrics
+from glm5_jax.training.run import health as health_lib
 from tests import environment, runs
 from tests.training import health_test, loop_test, prepared_run_test
 

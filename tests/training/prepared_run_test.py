@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from glm5_jax import config as config_lib
-from glm5_jax.training import corpus, loop, metrics
+from glm5_jax.training import loop
+from glm5_jax.training.feeds import corpus
+from glm5_jax.training.reporting import metrics
 from tests import environment, runs
 from tests.data import corpora
 from tests.processes import launch

@@ -14,7 +14,7 @@ from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import presets
-from glm5_jax.training import profiling
+from glm5_jax.training.reporting import profiling
 from tests import environment
 
 

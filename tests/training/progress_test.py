@@ -6,7 +6,7 @@ from unittest import mock
 import tqdm
 from absl.testing import absltest, parameterized
 
-from glm5_jax.training import progress
+from glm5_jax.training.reporting import progress
 from tests import environment
 
 FULL = {

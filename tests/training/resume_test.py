@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from glm5_jax.checkpoint import manager
-from glm5_jax.training import loop, metrics
+from glm5_jax.training import loop
+from glm5_jax.training.reporting import metrics
 from tests import environment, runs
 from tests.training import loop_test
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from glm5_jax.rl import environments
+from glm5_jax import environments
 from glm5_jax.training import loop
 from tests import environment, runs
 from tests.training import rl_runs

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
+from glm5_jax import environments
 from glm5_jax.checkpoint import manager
+from glm5_jax.environments import protocol
 from glm5_jax.model import transformer
-from glm5_jax.rl import environments
-from glm5_jax.rl.environments import protocol
-from glm5_jax.training import loop, metrics
+from glm5_jax.training import loop
 from glm5_jax.training import step as step_lib
+from glm5_jax.training.reporting import metrics
 from tests import environment, runs
 from tests.model import tiny
 

@@ -14,13 +14,17 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax import environments
 from glm5_jax.checkpoint import manager
-from glm5_jax.rl import environments, publisher, rollouts
-from glm5_jax.rl.environments import protocol
-from glm5_jax.training import health as health_lib
-from glm5_jax.training import loop, metrics, player, run_folder
-from glm5_jax.training import rl as rl_lib
-from glm5_jax.training import run as run_lib
+from glm5_jax.environments import protocol
+from glm5_jax.rl import publisher, rollouts
+from glm5_jax.training import loop
+from glm5_jax.training.feeds import player
+from glm5_jax.training.feeds import rollouts as rl_lib
+from glm5_jax.training.reporting import metrics
+from glm5_jax.training.run import folder as run_folder
+from glm5_jax.training.run import health as health_lib
+from glm5_jax.training.run import state as run_lib
 from tests import environment, runs
 from tests.rl import faults
 from tests.training import rl_runs

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 from glm5_jax.config import fields
-from glm5_jax.training import run_folder
+from glm5_jax.training.run import folder as run_folder
 from tests import environment
 
 CONFIG = config_lib.TrainConfig(model=presets.GLM5_1M)

@@ -9,9 +9,11 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax.data import preparation, sft
+from glm5_jax.data.preparation import prepare as preparation
+from glm5_jax.data.rows import conversations as sft
 from glm5_jax.model import transformer
-from glm5_jax.training import loop, metrics
+from glm5_jax.training import loop
+from glm5_jax.training.reporting import metrics
 from tests import environment, runs
 from tests.model import tiny
 

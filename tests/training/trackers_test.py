@@ -12,7 +12,7 @@ from absl.testing import absltest, parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import presets
-from glm5_jax.training import metrics, trackers
+from glm5_jax.training.reporting import metrics, trackers
 from tests import environment
 
 WAIT = 20  # seconds for wandb's own process, which writes after `finish`

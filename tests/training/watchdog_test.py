@@ -8,7 +8,7 @@ from unittest import mock
 
 from absl.testing import absltest
 
-from glm5_jax.training import watchdog as watchdog_lib
+from glm5_jax.training.run import watchdog as watchdog_lib
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -19,7 +19,7 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import chips, collectives, markdown, report, roofline
 from glm5_jax.scale.plan import memory, search, torus, traffic, work
 from glm5_jax.scale.plan import setting as setting_lib
-from glm5_jax.training import accounting
+from glm5_jax.training.reporting import accounting
 
 # Of the seconds that the slowest resource could hide: so much is taken not to be. What
 # no schedule of this program can hide is known: `Plan.waiting`.

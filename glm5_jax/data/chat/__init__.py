@@ -1,0 +1,1 @@
+"""Conversations as token ids: the chat template, its inverse, messages on disk."""

@@ -1,0 +1,204 @@
+"""Conversations on disk, or of a task, as token ids with a mask of what is trained."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from absl import logging
+
+from glm5_jax import config, messages
+from glm5_jax.config import user_classes
+from glm5_jax.data.chat import records
+from glm5_jax.data.chat import template as chat
+from glm5_jax.data.sources import formats
+from glm5_jax.environments import tasks
+
+_MAX_DEMONSTRATIONS = 4096  # of a task
+_DEMONSTRATIONS_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Messages to learn from, and the tools that they may call."""
+
+    messages: Sequence[messages.Message]
+    tools: messages.Tools = ()
+
+    @functools.cached_property
+    def name(self) -> str:
+        """SHA-256 of what is said: equal ones are on the same side of the split."""
+        whole = json.dumps([self.messages, self.tools], sort_keys=True)
+        return hashlib.sha256(whole.encode()).hexdigest()
+
+    @property
+    def text(self) -> str:
+        """Returns what is said, for a tokenizer to learn from."""
+        parts = [json.dumps(tool, ensure_ascii=False) for tool in self.tools]
+        for message in self.messages:
+            parts += messages.thought_and_content(message)
+            for name, arguments in map(messages.call_of, messages.calls_in(message)):
+                parts += [name, json.dumps(arguments, ensure_ascii=False)]
+        return "\n".join(filter(None, parts))
+
+
+def read_conversations(source: str) -> list[Conversation]:
+    """Every conversation of `source`.
+
+    Args:
+        source: a .jsonl file, or a folder of such, with a conversation a line:
+            {"messages": [...], "tools": [...]}, tools being optional, or ShareGPT's
+            {"conversations": [{"from", "value"}]}; or "tasks:NAME",
+            the demonstrations of a task of environments/tasks.py, or of one's own as
+            module:Class, of its training split alone.
+
+    Raises:
+        config.InputError: there is none, no such task, or a bad line, by file and line.
+    """
+    scheme, _, name = source.partition(":")
+    if scheme == "tasks":
+        return _demonstrations(name)
+    found = [
+        conversation
+        for path in files_of(source)
+        for span in formats.cut(path.parent, path, formats.WHOLE)
+        for conversation in read_span(path.parent, span)
+    ]
+    if not found:
+        raise _no_conversations(source)
+    return found
+
+
+def files_of(source: str) -> list[pathlib.Path]:
+    """The .jsonl file `source`, or those below it.
+
+    Raises:
+        config.InputError: there is none.
+    """
+    root = pathlib.Path(source).expanduser()
+    paths = sorted(formats.files(root)) if root.is_dir() else [root]
+    paths = [path for path in paths if path.suffix == ".jsonl" and path.is_file()]
+    if not paths:
+        raise _no_conversations(source)
+    return paths
+
+
+def read_span(root: pathlib.Path, span: formats.Span) -> Iterator[Conversation]:
+    """The conversations of a span of JSONL.
+
+    Raises:
+        config.InputError: a bad line, by file and number.
+    """
+    named: set[str] = set()
+    for place, line in formats.read_lines(root, span):
+        try:
+            conversation = _conversation(line)
+            unread = set().union(*map(messages.unread_keys, conversation.messages))
+            if unread - named:
+                logging.warning(
+                    "%s: messages have keys that are not read: %s.",
+                    *(place, ", ".join(sorted(unread - named))),
+                )
+                named |= unread
+            yield conversation
+        except config.InputError as error:
+            raise config.InputError(f"{place}: {error}") from error
+
+
+def has_thought(conversation: Conversation) -> bool:
+    """Returns whether a turn has one."""
+    return any(
+        messages.thought_and_content(message)[0] for message in conversation.messages
+    )
+
+
+def render(
+    conversation: Conversation, template: chat.Template, sequence_length: int
+) -> tuple[np.ndarray, np.ndarray, bool] | None:
+    """Token ids that fit a row, which of them are trained, and whether it was cut.
+
+    None where nothing that is trained is left.
+    """
+    whole = template.render(conversation.messages, conversation.tools, end=True)
+    # The last token is a target alone.
+    rendered = template.truncate(whole, sequence_length + 1)
+    if not any(rendered.mask):
+        return None
+    tokens = np.array(rendered.tokens, np.int32)
+    return tokens, np.array(rendered.mask, bool), rendered is not whole
+
+
+def warn_of_missing_thoughts(has_any: bool, template: chat.Template) -> None:
+    """GLM-5 shows a turn without a thought as if none had been asked for."""
+    if template.version == "glm5" and template.enable_thinking and not has_any:
+        logging.warning(
+            "No turn has a thought (reasoning_content), so none is trained behind the "
+            "prompt <|assistant|><think>, which data.enable_thinking=True samples from:"
+            " set it to False."
+        )
+
+
+def pick(source: str, index: int) -> Conversation:
+    """Conversation `index` of `source`, counted from 0 in the order of the files.
+
+    Raises:
+        config.InputError: there is none.
+    """
+    found = read_conversations(source)
+    if not 0 <= index < len(found):
+        raise config.InputError(
+            f"index must lie in 0..{len(found) - 1}: {source!r} has {len(found)} "
+            f"conversations; got {index}."
+        )
+    return found[index]
+
+
+def _demonstrations(name: str) -> list[Conversation]:
+    """Returns what solves the first training problems of a task, each problem once.
+
+    Raises:
+        config.InputError: there is no such task, or nobody knows what solves one.
+    """
+    if user_classes.is_own(name):
+        taskset, found = user_classes.make(name, ("task", "demonstration")), []
+        for index in range(_MAX_DEMONSTRATIONS):
+            task = taskset.task("train", _DEMONSTRATIONS_SEED, index)
+            shown = taskset.demonstration(task)
+            if shown is None:
+                raise config.InputError(
+                    f"{name!r} has no demonstration of its task {task.id!r}; stage "
+                    f"'sft' needs one of each."
+                )
+            found.append(Conversation(tuple(shown), tuple(task.tools)))
+        return _distinct(found)
+    problems = [
+        tasks.problem(name, "train", _DEMONSTRATIONS_SEED, index)
+        for index in range(_MAX_DEMONSTRATIONS)
+    ]
+    found = [Conversation(p.demonstration, p.tools) for p in problems]
+    return _distinct(found)
+
+
+def _distinct(found: Sequence[Conversation]) -> list[Conversation]:
+    return list({conversation.name: conversation for conversation in found}.values())
+
+
+def _no_conversations(source: str) -> config.InputError:
+    return config.InputError(
+        f"data.source holds no conversations: {source!r}. In stage sft it is a .jsonl "
+        f'file, or a folder of such, with lines {{"messages": [...]}}; or '
+        f"'tasks:NAME', which is not prepared."
+    )
+
+
+def _conversation(line: str) -> Conversation:
+    try:
+        record = json.loads(line)
+        line.encode()
+        json.dumps(record, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise config.InputError(f"this is not JSON in Unicode: {error}.") from error
+    return Conversation(*records.read(record))

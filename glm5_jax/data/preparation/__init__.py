@@ -1,0 +1,1 @@
+"""Corpora tokenized and packed ahead of training, and read back."""

@@ -1,0 +1,239 @@
+"""What a preparation will do: its settings, the files of its source, and its parts.
+
+plan.json is there from the beginning, so that a preparation goes on with what it began
+with: with the same settings, and with its source as that is now.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from glm5_jax import config as config_lib
+from glm5_jax import files
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.preparation import index as index_lib
+from glm5_jax.data.preparation import part as part_lib
+from glm5_jax.data.preparation import source as documents
+from glm5_jax.data.preparation import workers
+from glm5_jax.data.sources import formats
+
+VERSION = 1  # raise it when reading, rearranging, shuffling, packing or writing change
+_MIB = 2**20
+_OF_CONVERSATIONS = ("kind", "chat_template", "enable_thinking", "clear_thinking")
+_MAX_SHOWN = 5
+_LINE = "\n  "
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is to be done; equal ones give equal bytes.
+
+    Attributes:
+        settings: what decides on the rows, but for the source.
+        source: where that is.
+        files: all of them, as they were.
+        parts: what they are cut into.
+    """
+
+    settings: dict[str, Any]
+    source: str
+    files: tuple[documents.File, ...]
+    parts: tuple[part_lib.Part, ...]
+
+
+def make(
+    config: config_lib.PrepareConfig,
+    target: pathlib.Path,
+    files: Sequence[documents.File],
+    num_workers: int,
+) -> Plan:
+    """Cuts the source into parts, or takes the plan that is there.
+
+    Where files have changed since, those are cut again; indices, and a BPE that was
+    trained on the source, are removed.
+
+    Raises:
+        config_lib.InputError: the folder was begun with other settings, or of another
+            source; a file cannot be read.
+    """
+    path, settings = target / index_lib.PLAN, _settings(config)
+    source = config.source
+    if source != documents.PYTHON:
+        source = str(pathlib.Path(source).expanduser().resolve())
+    before = _read(path) if path.exists() else None
+    if before is None:
+        _warn_of_others(config)
+    cut: dict[str, list[formats.Span]] = {}
+    if before is not None:
+        changed = _changed(before.files, files)
+        _require_same(target, before, settings, source, changed)
+        if not changed:
+            plan = dataclasses.replace(before, source=source)  # it may have moved
+            _write(path, plan)
+            return plan
+        logging.warning(
+            "Of %d files of the source %d have changed since the preparation began: "
+            "%s. Parts with the same documents as before are kept.",
+            *(len(files), len(changed), _listed(changed, ", ")),
+        )
+        cut = {name: [] for name, *_ in files if name not in changed}
+        for span in (span for part in before.parts for span in part.spans):
+            if span.path in cut:
+                cut[span.path].append(span)
+    plan = Plan(settings, source, tuple(files), _parts(config, files, cut, num_workers))
+    if before is not None:
+        for folder in part_lib.folder_names(config):
+            (target / folder / index_lib.NAME).unlink(missing_ok=True)
+        if config.tokenizer in tokenizer_lib.BPE_NAMES:
+            (target / part_lib.TOKENIZER).unlink(missing_ok=True)
+    _write(path, plan)
+    return plan
+
+
+def require_unchanged(config: config_lib.PrepareConfig, plan: Plan) -> None:
+    """Checks at the end that the source is still what the plan was made for.
+
+    Raises:
+        config_lib.InputError: it is not.
+    """
+    changed = _changed(plan.files, documents.files_of(config))
+    if changed:
+        raise config_lib.InputError(
+            f"files of the source have changed while it was being prepared; run the "
+            f"command again, which makes their parts anew:\n  "
+            f"{_listed(changed, _LINE)}"
+        )
+
+
+def _warn_of_others(config: config_lib.PrepareConfig) -> None:
+    """A corpus in files of another kind is not what somebody wants to leave out."""
+    if config.source == documents.PYTHON or config.kind != "text":
+        return
+    others = formats.other_files(documents.root_of(config))
+    if others:
+        logging.warning(
+            "%d files of the source are of other kinds than %s and are not read: %s.",
+            *(len(others), ", ".join(formats.SUFFIXES), _listed(others, ", ")),
+        )
+
+
+def _settings(config: config_lib.PrepareConfig) -> dict[str, Any]:
+    """Returns what decides on the rows, but for the content of the source."""
+    settings: dict[str, Any] = {"version": VERSION, **dataclasses.asdict(config)}
+    del settings["source"]
+    if config.tokenizer in tokenizer_lib.BPE_NAMES:
+        settings["tokenizer"] += f"_{config.bpe_vocab_size}"
+    else:
+        settings["tokenizer"] = tokenizer_lib.named(config.tokenizer).digest[:16]
+    del settings["bpe_vocab_size"]
+    if config.kind == "text":
+        for name in _OF_CONVERSATIONS:
+            del settings[name]
+    return json.loads(json.dumps(settings))
+
+
+def _write(path: pathlib.Path, plan: Plan) -> None:
+    files.write_text(path, json.dumps(dataclasses.asdict(plan)))
+
+
+def _read(path: pathlib.Path) -> Plan:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        parts = tuple(part_lib.Part.from_json(part) for part in tree["parts"])
+        files = tuple(tuple(file) for file in tree["files"])
+        return Plan(tree["settings"], tree["source"], files, parts)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise config_lib.InputError(
+            f"{path} cannot be read ({error}); give another --target."
+        ) from error
+
+
+def _changed(
+    before: Sequence[documents.File], now: Sequence[documents.File]
+) -> list[str]:
+    """Names of the files that have come, gone or changed."""
+    return sorted({name for name, *_ in set(before) ^ set(now)})
+
+
+def _require_same(
+    target: pathlib.Path,
+    before: Plan,
+    settings: dict[str, Any],
+    source: str,
+    changed: Sequence[str],
+) -> None:
+    """A preparation goes on with its settings, and with its source as it is now."""
+    there = before.settings
+    differing = [
+        f"{key}: {there.get(key, 'absent')} there, {settings.get(key, 'absent')} here"
+        for key in sorted(there | settings)
+        if there.get(key) != settings.get(key)
+    ]
+    if changed and before.source != source:
+        differing += [f"source: {before.source} there, {source} here"]
+        differing += [f"{name} has changed" for name in changed]
+    if differing:
+        raise config_lib.InputError(
+            f"{target} was begun otherwise; give another --target, or the same source "
+            f"and settings. They differ in\n  {_listed(differing, _LINE)}"
+        )
+
+
+def _listed(names: Sequence[str], separator: str) -> str:
+    """The first few."""
+    more = [f"and {len(names) - _MAX_SHOWN} more"] * (len(names) > _MAX_SHOWN)
+    return separator.join([*names[:_MAX_SHOWN], *more])
+
+
+def _parts(
+    config: config_lib.PrepareConfig,
+    files: Sequence[documents.File],
+    cut: Mapping[str, list[formats.Span]],
+    num_workers: int,
+) -> tuple[part_lib.Part, ...]:
+    """Neighbouring spans together have about shard_mib, so that a worker holds them.
+
+    Args:
+        config: the settings.
+        files: of the source.
+        cut: spans of those files that are cut already.
+        num_workers: processes.
+    """
+    limit = int(config.shard_mib * _MIB)
+    if config.source == documents.PYTHON:
+        span = formats.Span(documents.PYTHON, 0, files[0][1], 0, limit)
+        return (part_lib.Part(0, (span,), tuple(files)),)
+    root, todo = documents.root_of(config), [f for f in files if f[0] not in cut]
+    tasks = [(root, root / name, limit) for name, *_ in todo]
+    spans = dict(cut)
+    with workers.bar("scan", sum(size for _, size, _ in todo)) as bar:
+        for found, (name, size, _) in zip(
+            workers.results(_cut, tasks, num_workers), todo, strict=True
+        ):
+            spans[name] = found
+            bar.update(size)
+    by_name = {file[0]: file for file in files}
+    groups: list[list[formats.Span]] = [[]]
+    held = 0  # bytes of the last group
+    for span in (span for name, *_ in files for span in spans[name]):
+        if groups[-1] and held + span.num_bytes > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(span)
+        held += span.num_bytes
+    return tuple(
+        part_lib.Part(
+            number=i,
+            spans=tuple(group),
+            files=tuple(by_name[name] for name in dict.fromkeys(s.path for s in group)),
+        )
+        for i, group in enumerate(groups)
+    )
+
+
+def _cut(task: tuple[pathlib.Path, pathlib.Path, int]) -> list[formats.Span]:
+    return formats.cut(*task)

@@ -1,0 +1,183 @@
+"""Batches from folders that `glm5_jax.prepare` has made: one, or a mixture."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+import grain
+
+from glm5_jax import config
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import template as chat
+from glm5_jax.data.preparation import index as index_lib
+from glm5_jax.data.preparation import part, shards
+from glm5_jax.data.rows import mixture, packing, pipeline
+
+_HELD_OUT_SEED = 0  # evaluation reads the same rows in every run
+_ORDER_VERSION = 1  # raise it when mixing or shuffling changes
+_OF_CONVERSATIONS = ("chat_template", "enable_thinking", "clear_thinking")
+
+
+def is_prepared(data: config.DataConfig) -> bool:
+    """Returns whether `data` names folders of prepared rows."""
+    return bool(data.mixture) or index_lib.is_prepared(data.source)
+
+
+def make_pipeline(
+    data: config.DataConfig, seed: int, kind: config.DocumentKind = "text"
+) -> pipeline.Pipeline:
+    """Opens prepared folders; nothing of them is held in memory.
+
+    Args:
+        data: the section of the config.
+        seed: of the order of rows.
+        kind: of what the stage learns from.
+
+    Raises:
+        config.InputError: a folder cannot be used, or does not fit the others or
+            `data`.
+    """
+    folders = sources(data)
+    indices = {name: index_lib.read(folder) for name, folder in folders.items()}
+    for name, index in indices.items():
+        _require_fit(folders[name], index, data, kind)
+    tokenizer = _tokenizer(data, list(folders.values()), list(indices.values()))
+    is_chat = kind == "conversations"
+
+    def rows(name: str, side: Sequence[shards.Shard]) -> shards.ShardRows:
+        return shards.ShardRows(
+            folders[name],
+            side,
+            eos_id=tokenizer.eos_id,
+            sequence_length=data.sequence_length,
+        )
+
+    train = {name: rows(name, index.train) for name, index in indices.items()}
+    held_out = {
+        name: _Shuffled(rows(name, index.held_out))
+        for name, index in indices.items()
+        if index.held_out
+    }
+    if not held_out:
+        raise config.InputError(
+            f"{', '.join(map(str, folders.values()))} has no held-out document to "
+            f"evaluate on; prepare it with a larger held_out_percent."
+        )
+    return pipeline.Pipeline(
+        data,
+        tokenizer,
+        train=mixture.Mixture(train, mixture.Schedule(stages(data)), seed),
+        held_out=held_out,
+        fingerprint=_fingerprint(data, list(indices.values()), seed),
+        template=chat.make_template(data, tokenizer) if is_chat else None,
+    )
+
+
+def sources(data: config.DataConfig) -> dict[str, pathlib.Path]:
+    """Folders by their names, each with as much of its path as tells them apart."""
+    folders = [pathlib.Path(p).expanduser() for p in data.mixture or (data.source,)]
+    parts = [folder.absolute().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-length:]).replace(" ", "_") for p in parts]
+        if len(set(names)) == len(folders):
+            return dict(zip(names, folders, strict=True))
+    raise config.InputError(f"data.mixture names a folder twice: {data.mixture}.")
+
+
+def stages(data: config.DataConfig) -> list[mixture.Stage]:
+    """Weights of the sources, by the first row that has them."""
+    weights = data.mixture_weights or ((1.0,) * max(len(data.mixture), 1),)
+    firsts = [step * data.batch_size for step in (0, *data.mixture_steps)]
+    return [mixture.Stage(*stage) for stage in zip(firsts, weights, strict=True)]
+
+
+class _Shuffled:
+    """Rows of all shards among each other, the same in every run."""
+
+    def __init__(self, rows: shards.ShardRows) -> None:
+        self._rows = rows
+        self._order = grain.MapDataset.source(range(len(rows))).shuffle(
+            seed=_HELD_OUT_SEED
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> packing.Row:
+        place = self._order[index] if index < len(self) else index
+        assert place is not None  # as only a filter makes it
+        return self._rows[place]
+
+
+def _require_fit(
+    folder: pathlib.Path,
+    index: index_lib.Index,
+    data: config.DataConfig,
+    kind: config.DocumentKind,
+) -> None:
+    """Rows must be of what the stage learns from, and as the run says they are."""
+    if index.kind != kind:
+        who = "stage sft alone learns" if kind == "text" else "stage sft cannot learn"
+        raise config.InputError(
+            f"{folder} was prepared with --kind={index.kind}, from which {who}; name "
+            f"folders prepared with --kind={kind} as data.source or data.mixture, or "
+            f"change stage."
+        )
+    for name in ("sequence_length", *_OF_CONVERSATIONS * (kind == "conversations")):
+        there, here = index.settings[name], getattr(data, name)
+        if there != here:
+            raise config.InputError(
+                f"data.{name} must be {there}, which {folder} was prepared with, got "
+                f"{here}; change it, or prepare a folder with --{name}={here}."
+            )
+
+
+def _tokenizer(
+    data: config.DataConfig,
+    folders: Sequence[pathlib.Path],
+    indices: Sequence[index_lib.Index],
+) -> tokenizer_lib.Tokenizer:
+    """The one that all were prepared with, which is what data.tokenizer names."""
+    tokenizer = tokenizer_lib.load(folders[0] / part.TOKENIZER)
+    for folder, index in zip(folders, indices, strict=True):
+        if tokenizer.digest[:16] != index.tokenizer:
+            raise config.InputError(
+                f"{folder} was prepared with another tokenizer than the "
+                f"{part.TOKENIZER} of {folders[0]}; prepare all with that one: "
+                f"--tokenizer={folders[0] / part.TOKENIZER}."
+            )
+    if data.tokenizer not in tokenizer_lib.BPE_NAMES:
+        asked = tokenizer_lib.named(data.tokenizer)
+        if asked.digest != tokenizer.digest:
+            raise config.InputError(
+                f"data.tokenizer {data.tokenizer!r} is not what {folders[0]} was "
+                f"prepared with; leave it out, which takes the folder's."
+            )
+    return tokenizer
+
+
+def _fingerprint(
+    data: config.DataConfig, indices: Sequence[index_lib.Index], seed: int
+) -> str:
+    """Pairs of what decides on the batches, and its value.
+
+    Sources have numbers: where a folder lies and what it is called decide on nothing.
+    """
+    names = [f"mixture[{i}]" for i in range(len(data.mixture))] or ["source"]
+    settings = {
+        f"{name}.{key}": value
+        for name, index in zip(names, indices, strict=True)
+        for key, value in index.fingerprint.items()
+    }
+    stages_of = [dataclasses.astuple(stage) for stage in stages(data)]
+    settings |= {
+        "mixture": stages_of,
+        "batch_size": data.batch_size,
+        "seed": seed,
+        "order_version": _ORDER_VERSION,
+    }
+    return " ".join(
+        f"{key}={json.dumps(value, separators=(',', ':'))}"
+        for key, value in settings.items()
+    )

@@ -1,0 +1,1 @@
+"""Rows of equal length and the batches of a step: packing, mixtures, pipelines."""

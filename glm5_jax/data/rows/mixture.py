@@ -1,0 +1,168 @@
+"""Rows of several sources in exact proportions, each row a function of (seed, index).
+
+A source's share of a stage is its weight over the sum of weights. Which source comes
+when is no matter of chance: after any number of rows each source has been used within
+one row of its exact share (earliest deadline first on the windows of Baruah et al.
+1996, "Proportionate progress").
+"""
+
+import bisect
+import dataclasses
+import fractions
+import math
+from collections.abc import Mapping, Sequence
+
+import grain
+import numpy as np
+from jaxtyping import Int
+
+from glm5_jax import config
+from glm5_jax.data.rows import packing
+
+_MAX_CYCLE = 100_000  # rows after which the order of sources repeats itself
+_MAX_SEED = 2**32  # Grain's shuffle takes 32 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """From row `first` on, each source has this weight."""
+
+    first: int
+    weights: tuple[float, ...]
+
+
+class Schedule:
+    """Which source a row is of, and which of that source's rows it is.
+
+    A change of weights goes on with each source where it stood.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        """Plans all stages, of which the first begins at row 0.
+
+        Raises:
+            config.InputError: weights that no cycle of a sensible length has.
+        """
+        self._firsts = [stage.first for stage in stages]
+        self._cycles = [_Cycle(shares(stage.weights)) for stage in stages]
+        # How often each source was used before a stage.
+        self._before = [np.zeros(len(stages[0].weights), np.int64)]
+        for cycle, first, last in zip(
+            self._cycles, self._firsts, self._firsts[1:], strict=False
+        ):
+            self._before.append(self._before[-1] + cycle.counts(last - first))
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Source of row `index`, and how many of its rows came before."""
+        stage = bisect.bisect_right(self._firsts, index) - 1
+        source, place = self._cycles[stage].locate(index - self._firsts[stage])
+        return source, int(self._before[stage][source]) + place
+
+    def counts(self, num_rows: int) -> Int[np.ndarray, " sources"]:
+        """Returns how many of the first rows are of each source."""
+        stage = bisect.bisect_right(self._firsts, num_rows) - 1
+        used = self._cycles[stage].counts(num_rows - self._firsts[stage])
+        return self._before[stage] + used
+
+
+class Mixture:
+    """An endless sequence of rows; each source is shuffled anew for each epoch."""
+
+    def __init__(
+        self, sources: Mapping[str, packing.Rows], schedule: Schedule, seed: int
+    ) -> None:
+        """Mixes rows of sources, which have names, by a schedule.
+
+        Args:
+            sources: in the order of the schedule's weights.
+            schedule: which comes when.
+            seed: of the shuffles.
+        """
+        self._names = tuple(sources)
+        self._sizes = np.array([len(rows) for rows in sources.values()])
+        self._schedule = schedule
+        self._ordered = [
+            grain.MapDataset.source(rows).shuffle(seed=seed % _MAX_SEED).repeat()
+            for rows in sources.values()
+        ]
+
+    def __getitem__(self, index: int) -> packing.Row:
+        """Row `index`, counted from 0."""
+        source, place = self._schedule.locate(index)
+        row = self._ordered[source][place]
+        assert row is not None  # as only a filter makes it
+        return row
+
+    def epochs(self, num_rows: int) -> dict[str, float]:
+        """Returns how often each source has been read after so many rows."""
+        epochs = self._schedule.counts(num_rows) / self._sizes
+        return dict(zip(self._names, epochs.tolist(), strict=True))
+
+
+def only(rows: packing.Rows, seed: int) -> Mixture:
+    """One source, without a name."""
+    return Mixture({"": rows}, Schedule([Stage(0, (1.0,))]), seed)
+
+
+def shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """The smallest whole numbers in the proportions of the weights as they are written.
+
+    Raises:
+        config.InputError: their sum is too large.
+    """
+    exact = [fractions.Fraction(repr(float(weight))) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    divisor = math.gcd(*whole)
+    whole = [weight // divisor for weight in whole]
+    if sum(whole) > _MAX_CYCLE:
+        raise config.InputError(
+            f"data.mixture_weights {tuple(weights)} are the proportions of whole "
+            f"numbers whose sum is {sum(whole)}, which may be at most {_MAX_CYCLE}; "
+            f"write them with fewer digits."
+        )
+    return tuple(whole)
+
+
+def even_order(weights: Sequence[int]) -> Int[np.ndarray, " cycle"]:
+    """Source of each row of a cycle, which has every source as often as its weight.
+
+    Row m of a source with weight w of W may come from place floor(m W / w) on and must
+    come before place ceil((m + 1) W / w). Of those that may, the one that must come
+    first is taken: no deadline is missed, as the weights add up to W.
+    """
+    weight = np.array(weights, np.int64)
+    total, used = int(weight.sum()), np.zeros(weight.size, np.int64)
+    safe = np.maximum(weight, 1)
+    order = np.empty(total, np.int64)
+    for place in range(total):
+        may = used * total < (place + 1) * weight
+        deadline = -(-(used + 1) * total // safe)
+        order[place] = np.argmin(np.where(may, deadline, total + 1))
+        used[order[place]] += 1
+    return order
+
+
+class _Cycle:
+    """An order of sources that repeats itself."""
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self._weights = np.array(weights, np.int64)
+        self._order = even_order(weights)
+        # How often the source of each place came before, in the same cycle.
+        self._ranks = np.zeros_like(self._order)
+        for source in range(len(weights)):
+            places = np.flatnonzero(self._order == source)
+            self._ranks[places] = np.arange(places.size)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Source of row `index`, and how many of its rows came before."""
+        cycles, place = divmod(index, self._order.size)
+        source = int(self._order[place])
+        return source, int(cycles * self._weights[source] + self._ranks[place])
+
+    def counts(self, num_rows: int) -> np.ndarray:
+        """Returns how many of the first rows are of each source."""
+        cycles, rest = divmod(num_rows, self._order.size)
+        some = np.bincount(self._order[:rest], minlength=self._weights.size)
+        return cycles * self._weights + some

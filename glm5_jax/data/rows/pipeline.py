@@ -1,0 +1,219 @@
+"""Batches of a run: which rows a step reads is a pure function of (seed, step)."""
+
+import hashlib
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+import grain
+import numpy as np
+import tqdm
+from absl import logging
+
+from glm5_jax import config, files
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import template as chat
+from glm5_jax.data.rows import mixture, packing
+from glm5_jax.data.sources import documents as sources
+
+Batch = dict[str, np.ndarray]
+
+_ORDER_VERSION = 1  # raise it when packing or shuffling changes
+_DOCUMENTS_AT_ONCE = 32  # between two updates of the progress bar
+
+
+class Pipeline:
+    """Training and held-out batches of one corpus.
+
+    A batch has tokens, targets, segment_ids, positions (int32 [B, T]) and loss_mask
+    (float32 [B, T]), as the rows of packing have them. Of several processes each makes
+    its own rows alone (`take`); which row comes when does not depend on their number.
+
+    Attributes:
+        tokenizer: what made the token ids.
+        fingerprint: corpus, tokenizer and settings; equal ones give equal batches.
+        held_out_names: of the sources that have held-out rows.
+        template: of the corpus, if it is one of conversations.
+    """
+
+    def __init__(
+        self,
+        data: config.DataConfig,
+        tokenizer: tokenizer_lib.Tokenizer,
+        *,
+        train: mixture.Mixture,
+        held_out: Mapping[str, packing.Rows],
+        fingerprint: str,
+        template: chat.Template | None = None,
+    ) -> None:
+        """See make_pipeline, and those of conversations and prepared."""
+        self.tokenizer = tokenizer
+        self.fingerprint = fingerprint
+        self.template = template
+        self._held_out = held_out
+        self._batch_size = data.batch_size
+        self._num_prefetch = data.num_prefetch
+        self._piece_sizes = np.array([len(piece) for piece in tokenizer.pieces])
+        self._train = train
+        self.held_out_names = tuple(held_out)
+        self.take(range(data.batch_size))
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Takes these rows of the whole alone, from now on, in this order."""
+        self._rows = tuple(rows)
+        # Element k is batch k: the shuffle differs from epoch to epoch, and a batch
+        # may hold the end of one epoch and the beginning of the next.
+        self._steps = grain.MapDataset.range(sys.maxsize).map(self._make_batch)
+
+    def train_batch(self, step: int) -> Batch:
+        """The batch of step `step`, counted from 0."""
+        batch = self._steps[step]
+        assert batch is not None  # as only a filter makes it
+        return batch
+
+    def train_iterator(self, start_step: int = 0) -> Iterator[Batch]:
+        """Batches from `start_step` on, without end, made ahead by a thread."""
+        options = grain.ReadOptions(
+            num_threads=1, prefetch_buffer_size=self._num_prefetch
+        )
+        return iter(self._steps[start_step:].to_iter_dataset(options))
+
+    def epochs(self, num_steps: int) -> dict[str, float]:
+        """Returns how often each source has been read after so many steps."""
+        return self._train.epochs(num_steps * self._batch_size)
+
+    def eval_batches(self, n: int, name: str | None = None) -> Iterator[Batch]:
+        """The first `n` held-out batches, or all where there are fewer.
+
+        They are the same for every seed. Each has in `num_bytes` (float32 [B, T]) the
+        UTF-8 bytes of every target (0 for eos and padding), so that bits per byte is
+        sum(nll) / ln 2 / sum(num_bytes).
+
+        Args:
+            n: how many.
+            name: of the source; that of the first by default.
+        """
+        size = self._batch_size
+        rows = self._held_out[self.held_out_names[0] if name is None else name]
+        for first in range(0, min(n * size, len(rows)), size):
+            batch = _stack([rows[first + row] for row in self._rows])
+            num_bytes = self._piece_sizes[batch["targets"]] * batch["loss_mask"]
+            yield batch | {"num_bytes": num_bytes.astype(np.float32)}
+
+    def _make_batch(self, step: int) -> Batch:
+        first = step * self._batch_size
+        return _stack([self._train[first + row] for row in self._rows])
+
+
+def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
+    """Reads, splits, tokenizes and packs the corpus.
+
+    Args:
+        data: the section of the config.
+        seed: of the order of documents and of rows.
+
+    Raises:
+        config.InputError: the source or the tokenizer cannot be used.
+    """
+    documents = sources.read_documents(data.source)
+    if len(documents) == 1:
+        documents = sources.parted(documents[0], data.held_out_percent)
+    # The tokenizer must not depend on the seed of the run: it is shared.
+    ordered = sources.shuffled(documents, seed=0)
+    held_out = [d.name for d in ordered if _is_held_out(d, data)]
+    train = [d for d in ordered if not _is_held_out(d, data)]
+    _check_split(len(train), len(held_out), data)
+    tokenizer = tokenizer_lib.for_corpus(data, [d.text for d in train])
+    corpus = sources.corpus_digest(documents)
+    ids = _tokenize(documents, tokenizer, corpus, data.cache_dir)
+
+    def pack(names: Sequence[str]) -> packing.PackedRows:
+        return packing.pack(
+            [ids[name] for name in names],
+            eos_id=tokenizer.eos_id,
+            sequence_length=data.sequence_length,
+        )
+
+    settings = {
+        "corpus": corpus[:16],
+        "tokenizer": tokenizer.digest[:16],
+        "held_out_percent": data.held_out_percent,
+        "sequence_length": data.sequence_length,
+        "batch_size": data.batch_size,
+        "seed": seed,
+        "order_version": _ORDER_VERSION,
+    }
+    return Pipeline(
+        data,
+        tokenizer,
+        train=mixture.only(pack([d.name for d in sources.shuffled(train, seed)]), seed),
+        held_out={"": pack(held_out)},
+        fingerprint=" ".join(f"{key}={value}" for key, value in settings.items()),
+    )
+
+
+def _stack(rows: Sequence[Batch]) -> Batch:
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def _is_held_out(document: sources.Document, data: config.DataConfig) -> bool:
+    return sources.is_held_out(document.name, data.held_out_percent)
+
+
+def _check_split(num_train: int, num_held_out: int, data: config.DataConfig) -> None:
+    """Both sides need a document."""
+    if num_train and num_held_out:
+        return
+    side = "held-out" if num_train else "training"
+    raise config.InputError(
+        f"data.source {data.source!r} leaves no {side} document: its "
+        f"{num_train + num_held_out} are split by the hash of their names, "
+        f"{data.held_out_percent}% held out. Cut it into more documents (a line of "
+        f"JSONL each) or change data.held_out_percent."
+    )
+
+
+def _tokenize(
+    documents: Sequence[sources.Document],
+    tokenizer: tokenizer_lib.Tokenizer,
+    corpus: str,
+    cache_dir: str,
+) -> dict[str, np.ndarray]:
+    """Token ids of each document by name, kept on disk for the next run."""
+    key = hashlib.sha256(f"{corpus} {tokenizer.digest}".encode()).hexdigest()[:16]
+    path = pathlib.Path(cache_dir).expanduser() / f"tokens-{key}.npz"
+    flat, lengths = files.cached(
+        path,
+        make=lambda: _encode(documents, tokenizer),
+        load=_load_tokens,
+        save=lambda arrays, file: np.savez(file, tokens=arrays[0], lengths=arrays[1]),
+    )
+    pieces = np.split(flat, np.cumsum(lengths)[:-1])
+    return {d.name: ids for d, ids in zip(documents, pieces, strict=True)}
+
+
+def _encode(
+    documents: Sequence[sources.Document], tokenizer: tokenizer_lib.Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of all documents in a row, and how many each has."""
+    logging.info("Tokenizing %d documents ...", len(documents))
+    ids = []
+    with tqdm.tqdm(
+        desc="tokenize",
+        unit=" documents",
+        total=len(documents),
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+            some = documents[first : first + _DOCUMENTS_AT_ONCE]
+            encoded = tokenizer.encode_batch([d.text for d in some])
+            ids.extend(np.array(document, np.int32) for document in encoded)
+            bar.update(len(some))
+    lengths = np.array([document.size for document in ids], np.int64)
+    logging.info("... %d tokens.", lengths.sum())
+    return np.concatenate(ids), lengths
+
+
+def _load_tokens(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+    with np.load(path) as arrays:
+        return arrays["tokens"], arrays["lengths"]

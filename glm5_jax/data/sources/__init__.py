@@ -1,0 +1,1 @@
+"""Files of documents: formats, spans that fit into memory, held-out shares."""

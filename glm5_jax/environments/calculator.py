@@ -1,0 +1,79 @@
+"""Products too large for a small model's head, and a tool that knows them.
+
+A turn with tool calls is answered by their results and the episode goes on; a turn
+without ends it, and what it says is scored. What is wrong with a call (an unknown tool,
+a division by zero) comes back as a tool message for the model to read.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from glm5_jax import messages
+from glm5_jax.environments import expressions, maths, protocol
+
+MAX_TURNS = 4
+_MAX_CALLS = 4  # of one turn
+_MAX_ECHO = 40  # characters of the model's words in an error
+
+
+class Calculator:
+    """An environment with the tool `calc`."""
+
+    def __init__(self, max_turns: int = MAX_TURNS) -> None:
+        """Cuts an episode off after `max_turns` turns."""
+        self._max_turns = max_turns
+        self._answer = ""
+        self._num_turns = 0
+
+    async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
+        """The task's messages."""
+        self._answer, self._num_turns = task.answer, 0
+        return task.messages
+
+    async def step(self, message: messages.Message) -> protocol.StepResult:
+        """The results of the turn's calls, or its reward if it has none."""
+        self._num_turns += 1
+        calls = tuple(message.get("tool_calls") or ())
+        if not calls:
+            is_right = maths.is_equal(self._answer, message.get("content"))
+            return _ending(float(is_right), terminated=True)
+        if self._num_turns >= self._max_turns:
+            return _ending(0.0, terminated=False)
+        results = tuple(
+            _tool_message(call, "error: too many calls" if i >= _MAX_CALLS else None)
+            for i, call in enumerate(calls)
+        )
+        return protocol.StepResult(results, None, terminated=False, truncated=False)
+
+    async def close(self) -> None:
+        """Does nothing: there is nothing to free."""
+
+
+def calc(expression: str) -> str:
+    """Returns what the tool says: the value, or what is wrong in a few words."""
+    try:
+        return str(expressions.evaluate(expression))
+    except expressions.ExpressionError as error:
+        return f"error: {error}"
+
+
+def _tool_message(call: Mapping[str, Any], content: str | None) -> messages.Message:
+    """The answer to a call, under its id if it has one."""
+    content = _result(call) if content is None else content
+    message = {"role": "tool", "content": content}
+    return message | ({"tool_call_id": call["id"]} if call.get("id") else {})
+
+
+def _result(call: Mapping[str, Any]) -> str:
+    function = call.get("function") or {}
+    name, arguments = function.get("name"), function.get("arguments")
+    if name != "calc":
+        return f"error: no tool {str(name)[:_MAX_ECHO]!r}, only 'calc'"
+    if not isinstance(arguments, Mapping) or "expression" not in arguments:
+        return "error: calc needs 'expression'"
+    return calc(str(arguments["expression"]))  # "5" may have been read as 5
+
+
+def _ending(score: float, *, terminated: bool) -> protocol.StepResult:
+    reward = protocol.Reward(score, {"correct": score})
+    return protocol.StepResult((), reward, terminated, truncated=not terminated)

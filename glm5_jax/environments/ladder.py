@@ -1,0 +1,100 @@
+"""The tasks of glm5_jax/environments/tasks.py, each with what pays for its answers."""
+
+from collections.abc import Callable, Sequence
+
+from glm5_jax import messages
+from glm5_jax.environments import calculator, expressions, maths, protocol, tasks
+
+Score = Callable[[str, str], float]  # of (what is right, what was said), 0 to 1
+
+
+class Ladder:
+    """The taskset of a name of data.tasks."""
+
+    def __init__(self, name: str) -> None:
+        """Takes a name with its size or without.
+
+        Raises:
+            config.InputError: there is no such task.
+        """
+        self.name = name
+        self._kind, _, _ = tasks.parse(name)
+
+    def task(self, split: str, seed: int, index: int) -> protocol.Task:
+        """Problem `index` of the list that `seed` makes of the split."""
+        p = tasks.problem(self.name, split, seed, index)
+        asked = p.messages[0]["content"]  # several answers of a countdown are right
+        return protocol.Task(p.id, p.messages, p.answer, p.tools, asked)
+
+    def environment(self) -> protocol.Environment:
+        """A calculator if the task has one, else one turn that is scored."""
+        if tasks.tool(self.name) != "none":
+            return calculator.Calculator()
+        return SingleTurn(_SCORES.get(self._kind, exact))
+
+    def demonstration(self, task: protocol.Task) -> Sequence[messages.Message]:
+        """The question, the tool's call and result if it has one, the answer."""
+        split, seed, index = task.id.split("/")[-3:]
+        return tasks.problem(self.name, split, int(seed), int(index)).demonstration
+
+
+class SingleTurn:
+    """An environment that scores the one answer to its task."""
+
+    def __init__(self, score: Score) -> None:
+        """Pays what `score` gives; it must be quick and must not raise."""
+        self._score = score
+        self._answer = ""
+
+    async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
+        """The task's messages."""
+        self._answer = task.answer
+        return task.messages
+
+    async def step(self, message: messages.Message) -> protocol.StepResult:
+        """Scores the content; reasoning and tool calls do not count."""
+        content = message.get("content")
+        said = content if isinstance(content, str) else ""
+        score = self._score(self._answer, said)
+        reward = protocol.Reward(score, {"correct": float(score == 1)})
+        return protocol.StepResult((), reward, terminated=True, truncated=False)
+
+    async def close(self) -> None:
+        """Does nothing: there is nothing to free."""
+
+
+def exact(right: str, said: str) -> float:
+    """1 for the same text."""
+    return float(said.strip() == right)
+
+
+def by_position(right: str, said: str) -> float:
+    """The share of places with the right letter; a place too many counts as wrong."""
+    said = said.strip()
+    same = sum(a == b for a, b in zip(right, said, strict=False))
+    return same / max(len(right), len(said), 1)
+
+
+def same_number(right: str, said: str) -> float:
+    """1 for the same number, however it is written."""
+    return float(maths.is_equal(right, said))
+
+
+def same_countdown(right: str, said: str) -> float:
+    """1 for an expression of the same numbers, each used once, with the same value."""
+    try:
+        is_right = expressions.evaluate(said) == expressions.evaluate(right)
+        same = expressions.integers(said) == expressions.integers(right)
+        return float(is_right and same)
+    except expressions.ExpressionError:
+        return 0.0
+
+
+_SCORES: dict[str, Score] = {
+    "reverse_dense": by_position,
+    "arithmetic": same_number,
+    "chain_sum": same_number,
+    "gcd": same_number,
+    "calculator_without_tool": same_number,
+    "countdown": same_countdown,
+}

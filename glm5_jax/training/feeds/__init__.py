@@ -1,0 +1,1 @@
+"""Feeds: the batches, evaluations, and samples of a stage."""

@@ -1,0 +1,152 @@
+"""What the stages of next-token prediction learn from: texts, or conversations."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from glm5_jax import config as config_lib
+from glm5_jax import environments
+from glm5_jax.config import checks
+from glm5_jax.data.chat import template as chat
+from glm5_jax.data.preparation import reading as prepared
+from glm5_jax.data.rows import conversations as sft
+from glm5_jax.data.rows import pipeline as pipeline_lib
+from glm5_jax.inference import engine
+from glm5_jax.training import step as step_lib
+from glm5_jax.training.feeds import feed
+from glm5_jax.training.feeds import player as player_lib
+from glm5_jax.weights import loading
+
+SAMPLE_TEMPERATURE = 0.7
+
+
+class Corpus:
+    """A pipeline of packed rows as a `feed.Feed`."""
+
+    is_on_policy = False
+
+    def __init__(self, config: config_lib.TrainConfig) -> None:
+        """Reads and packs what config.data names.
+
+        Raises:
+          InputError: source or tokenizer cannot be used.
+        """
+        self._config = config
+        self._pipeline = _make_pipeline(config)
+        self._eval_step = jax.jit(step_lib.make_eval_step(config))
+        self._batches: tuple[int, Iterator[feed.Batch]] | None = None
+        self.tokenizer = self._pipeline.tokenizer
+        loading.require_tokenizer(config, self.tokenizer)
+        if config.sample_tokens:  # not found out after hours of training
+            self._require_sample()
+        self.fingerprint = self._pipeline.fingerprint
+        self._player: player_lib.Player | None = None
+        if config.eval_success:
+            taskset = environments.make(config.rl.environment)
+            template = chat.make_template(config.data, self.tokenizer)
+            self._player = player_lib.Player(config, taskset, template)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a batch, padding included."""
+        data = self._config.data
+        return data.batch_size * data.sequence_length
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Takes these rows of the whole alone, from now on."""
+        self._pipeline.take(rows)
+
+    def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
+        """A batch; those that follow are made ahead by a thread."""
+        if self._batches is None or self._batches[0] != position:
+            self._batches = position, self._pipeline.train_iterator(position)
+        batches = self._batches[1]
+        self._batches = position + 1, batches
+        return next(batches), self._metrics(position + 1)
+
+    def check(self, metrics: feed.Metrics, step: int) -> None:
+        """Does nothing: a gradient that is not finite alone ends a run, by the loop."""
+
+    def evaluate(self, params: dict, step: int, place: feed.Place) -> dict[str, float]:
+        """Held-out bits per byte: -log2 of the text's probability over its bytes.
+
+        Of a mixture of each source too; in all every source has as many batches. With
+        eval_success, success on held-out tasks beside it.
+        """
+        names, totals = self._pipeline.held_out_names, {}
+        for name in names:
+            totals[name] = np.zeros(2)
+            for batch in self._pipeline.eval_batches(self._config.eval_batches, name):
+                totals[name] += jax.device_get(self._eval_step(params, place(batch)))
+        bits = {"eval/bits_per_byte": _bits_per_byte(np.sum([*totals.values()], 0))}
+        if len(names) > 1:
+            for name, total in totals.items():
+                bits[f"eval/bits_per_byte/{name}"] = _bits_per_byte(total)
+        return (
+            bits if self._player is None else bits | self._player.evaluate(params, step)
+        )
+
+    def _metrics(self, num_batches: int) -> feed.Metrics:
+        """Returns what to log after so many batches."""
+        epochs = self.epochs(num_batches)
+        return {f"data/epochs/{name}".rstrip("/"): e for name, e in epochs.items()}
+
+    def sample(self, params: dict, step: int) -> str:
+        """Continues, or answers, sample_prompt."""
+        config, template = self._config, self._pipeline.template
+        prompt = self._prompt()
+        completion = engine.generate(
+            params,
+            config.model,
+            [prompt],
+            max_new_tokens=config.sample_tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            stop_ids=template.stop_ids if template else (),
+            seed=config.seed,
+        )[0]
+        spell = self.tokenizer.spell if template else self.tokenizer.decode
+        return spell([*prompt, *completion.tokens])
+
+    def _prompt(self) -> list[int]:
+        """Returns sample_prompt as ids, in a chat as a user's message."""
+        text, template = self._config.sample_prompt, self._pipeline.template
+        if template is None:
+            return self.tokenizer.encode(text)
+        question = {"role": "user", "content": text}
+        return list(template.render([question], add_generation_prompt=True).tokens)
+
+    def _require_sample(self) -> None:
+        """Checks that sample_prompt can be continued by sample_tokens."""
+        config, size = self._config, len(self._prompt())
+        limit = config.model.max_position_embeddings
+        checks.require(
+            (size > 0, "sample_prompt must not be empty; or set sample_tokens=0."),
+            (
+                size + config.sample_tokens <= limit,
+                f"sample_tokens must leave room for sample_prompt in "
+                f"model.max_position_embeddings={limit}, got {config.sample_tokens} "
+                f"and a prompt of {size} tokens.",
+            ),
+        )
+
+    def epochs(self, num_batches: int) -> dict[str, float]:
+        """Returns how often each source has been read after so many batches."""
+        return self._pipeline.epochs(num_batches)
+
+
+def _make_pipeline(config: config_lib.TrainConfig) -> pipeline_lib.Pipeline:
+    """Rows of the kind that the stage learns from, prepared or read now."""
+    is_chat = config.stage == "sft"
+    if prepared.is_prepared(config.data):
+        kind = "conversations" if is_chat else "text"
+        return prepared.make_pipeline(config.data, config.seed, kind)
+    source = sft if is_chat else pipeline_lib
+    return source.make_pipeline(config.data, config.seed)
+
+
+def _bits_per_byte(total: np.ndarray) -> float:
+    """Computes it from nats and bytes."""
+    nats, num_bytes = total
+    return float(nats / math.log(2) / num_bytes)

@@ -1,0 +1,136 @@
+"""Episodes of a run: the engine that plays them, and success on held-out tasks."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+
+import tqdm
+from absl import logging
+
+from glm5_jax import config as config_lib
+from glm5_jax.data.chat import template as chat
+from glm5_jax.environments import protocol
+from glm5_jax.inference import engine as engine_lib
+from glm5_jax.rl import advantages, episodes, publisher, rollouts
+
+NUM_SHOWN = 4  # episodes of a sample
+EVAL_IDS = 2**30  # request ids from here on are those of evaluations
+_Z = 1.959964  # of a two-sided interval of 95%
+_MAX_DRAWS = 16  # for a held-out task that is unlike the others
+
+
+class Player:
+    """A taskset, a template and an engine, by the settings of config.rl."""
+
+    def __init__(
+        self,
+        config: config_lib.TrainConfig,
+        taskset: protocol.Taskset,
+        template: chat.Template,
+    ) -> None:
+        """Draws the held-out tasks; the engine starts with the first weights."""
+        self._config, self._taskset, self._template = config, taskset, template
+        self._engine: engine_lib.Engine | None = None
+        self._held_out = held_out_tasks(taskset, config.rl.num_eval_tasks)
+        self.shown: Sequence[episodes.Episode] = ()
+
+    def publish(
+        self, params: dict, version: int, weights: config_lib.RolloutWeights
+    ) -> None:
+        """Lets the episodes that follow be played by these parameters."""
+        config, rl = self._config, self._config.rl
+        if self._engine is None:
+            logging.info("Compiling the engine, then playing the first episodes ...")
+            self._engine = engine_lib.Engine(
+                params,
+                config.model,
+                num_slots=rl.slots,
+                capacity=config.data.sequence_length,
+                seed=config.seed,
+                chunk=rl.prefill_chunk,
+                with_experts=rl.router_replay and config.stage == "rl",
+            )
+        publisher.publish(self._engine, params, version, weights)
+
+    def play(self, jobs: Sequence[episodes.Job], what: str) -> list[episodes.Episode]:
+        """Returns the episodes of the jobs; `what` names them where one watches."""
+        assert self._engine is not None, "publish comes first"
+        rl = self._config.rl
+        settings = episodes.Settings(
+            max_new_tokens=rl.max_new_tokens,
+            max_turns=rl.max_turns,
+            num_concurrent=2 * rl.slots,
+            temperature=rl.temperature,
+            call_timeout=rl.step_timeout_seconds,
+        )
+        with tqdm.tqdm(
+            desc=what,
+            total=len(jobs),
+            unit=" episodes",
+            leave=False,
+            disable=not sys.stderr.isatty(),
+        ) as bar:
+            played = rollouts.collect(
+                *(self._engine, self._taskset, self._template, jobs, settings),
+                on_episode=lambda *_: bar.update(),
+            )
+        self.shown = played[:NUM_SHOWN]
+        return played
+
+    def evaluate(self, params: dict, version: int) -> dict[str, float]:
+        """Share of held-out tasks solved, each tried once, with its 95% interval.
+
+        By the parameters that are trained and saved, however rollouts are rounded.
+        """
+        last = 0 if self._engine is None else self._engine.version
+        self.publish(params, max(version, last), "same")  # a rollback counts back
+        turns = self._config.rl.max_turns
+        jobs = [
+            episodes.Job(task, i, EVAL_IDS + i * turns)
+            for i, task in enumerate(self._held_out)
+        ]
+        done = self.play(jobs, "evaluate")
+        valid = [e.reward.total for e in done if advantages.is_valid(e) and e.reward]
+        low, high = wilson_interval(sum(r >= 1 for r in valid), len(valid))
+        return {
+            "eval/success": sum(r >= 1 for r in valid) / max(len(valid), 1),
+            "eval/success_low": low,
+            "eval/success_high": high,
+            "eval/reward": sum(valid) / max(len(valid), 1),
+            "eval/tasks": len(valid),
+            "eval/invalid": len(done) - len(valid),
+        }
+
+
+def held_out_tasks(taskset: protocol.Taskset, count: int) -> list[protocol.Task]:
+    """The first held-out tasks of which no two ask the same, for an interval over them.
+
+    Fewer than `count` where a taskset has no more; a warning says so.
+    """
+    found: dict[str, protocol.Task] = {}
+    for index in range(_MAX_DRAWS * count):
+        task = taskset.task("held_out", 0, index)
+        words = [*task.messages], task.answer
+        said = json.dumps(words, sort_keys=True, default=repr)
+        found.setdefault(task.problem or said, task)
+        if len(found) == count:
+            break
+    else:
+        logging.warning(
+            "%s has %d held-out tasks that differ, fewer than rl.num_eval_tasks=%d; "
+            "evaluations use those.",
+            *(taskset.name, len(found), count),
+        )
+    return [*found.values()]
+
+
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """95% score interval of a share (Wilson 1927); (0, 1) without trials."""
+    if not trials:
+        return 0.0, 1.0
+    share, z = successes / trials, _Z
+    centre = share + z**2 / (2 * trials)
+    spread = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    scale = 1 + z**2 / trials
+    return max((centre - spread) / scale, 0.0), min((centre + spread) / scale, 1.0)

@@ -1,0 +1,262 @@
+"""What reinforcement learning learns from: the policy's own rollouts, step by step.
+
+Synchronous and in one process: the engine gets the step's weights, plays a group of
+episodes of every task, and their rewards become advantages. Tasks, requests and random
+numbers follow from (seed, step) alone, so a run that was killed plays the same rollouts
+again.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from absl import logging
+
+from glm5_jax import config as config_lib
+from glm5_jax import environments
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import template as chat
+from glm5_jax.rl import advantages, episodes, gateway, rollouts
+from glm5_jax.training import policy, program
+from glm5_jax.training.feeds import feed
+from glm5_jax.training.feeds import player as player_lib
+from glm5_jax.weights import loading
+
+_WARN_EVERY = 25  # steps in a row that teach nothing
+
+
+class GapError(RuntimeError):
+    """Rollouts came from another policy than the one that is trained."""
+
+
+class Rollouts:
+    """Tasks, an engine and an objective's weights as a `feed.Feed`."""
+
+    is_on_policy = True
+
+    def __init__(self, config: config_lib.TrainConfig) -> None:
+        """Finds the environment; the engine starts with the first step.
+
+        Raises:
+          InputError: environment or tokenizer cannot be used.
+        """
+        self._config = config
+        self._taskset = environments.make(config.rl.environment)
+        self.tokenizer = _tokenizer(config)
+        template = chat.make_template(config.data, self.tokenizer)
+        self._player = player_lib.Player(config, self._taskset, template)
+        self._idle_steps = 0  # in a row
+        settings = {
+            "environment": config.rl.environment,
+            "tokenizer": self.tokenizer.digest[:16],
+            "prompts_per_step": config.rl.prompts_per_step,
+            "group_size": config.rl.group_size,
+            "seed": config.seed,
+        }
+        self.fingerprint = " ".join(f"{key}={value}" for key, value in settings.items())
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a batch, padding included."""
+        return self._config.rl.num_rows * self._config.data.sequence_length
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Does nothing: one process has all rows, and several are refused."""
+
+    def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
+        """Plays the groups of a batch; all that is counted of them is logged."""
+        rl = self._config.rl
+        jax.block_until_ready(params)  # what they still take is not the rollouts'
+        began = time.perf_counter()
+        start = self._require_start(params) if position == 0 else {}
+        self._player.publish(params, position, rl.rollout_weights)
+        played: list[episodes.Episode] = []
+        kept: list[list[episodes.Episode]] = []
+        counts: dict[str, int] = {}
+        num_rounds = rl.max_rounds if rl.dynamic_sampling else 1
+        for number in range(position * num_rounds, (position + 1) * num_rounds):
+            groups = self._play(number)
+            played += [episode for group in groups for episode in group]
+            selected, more = advantages.select(
+                groups, group_size=rl.group_size, drop_equal=rl.dynamic_sampling
+            )
+            kept += selected
+            counts = {name: n + counts.get(name, 0) for name, n in more.items()}
+            if len(kept) >= rl.prompts_per_step:
+                break
+        used = self._used(kept[: rl.prompts_per_step])
+        weighted = advantages.weigh(
+            used, std=rl.advantage_std, aggregation=rl.loss_mean
+        )
+        self._player.shown = played[: player_lib.NUM_SHOWN]
+        seen, seconds = rollouts.metrics(played), time.perf_counter() - began
+        metrics = {
+            **start,
+            **seen,
+            **{f"rollout/{name}": n for name, n in counts.items()},
+            "rollout/max_staleness": _staleness(played, position),
+            "rollout/used_groups": sum(map(advantages.teaches, used)),
+            "perf/rollout_seconds": round(seconds, 3),
+            "perf/sampled_tokens_per_second": round(
+                seen["rollout/sampled_tokens"] / seconds, 1
+            ),
+        }
+        return self._batch(weighted), metrics
+
+    def check(self, metrics: feed.Metrics, step: int) -> None:
+        """Ends the run where trainer and engine disagree.
+
+        Raises:
+          GapError: rl/logprob_gap is above rl.max_logprob_gap, or no number.
+        """
+        gap, limit = float(metrics[policy.GAP]), self._config.rl.max_logprob_gap
+        if not gap <= limit:
+            raise GapError(
+                f"{policy.GAP} of step {step} is {gap:.3g}, more than "
+                f"rl.max_logprob_gap={limit:g}: the engine that played the rollouts "
+                f"and the trainer disagree about what was sampled. Its update was not "
+                f"applied and not saved. Where nothing is broken, come closer with "
+                f"rl.rollout_weights=same, rl.router_replay=true or "
+                f"model.dtype=float32, or raise rl.max_logprob_gap; the same command "
+                f"then goes on from the last checkpoint or, with other settings than "
+                f"the limit, another run with init_from does."
+            )
+
+    def evaluate(self, params: dict, step: int, place: feed.Place) -> dict[str, float]:
+        """Success on held-out tasks: see `player.Player.evaluate`."""
+        return self._player.evaluate(params, step)
+
+    def sample(self, params: dict, step: int) -> str:
+        """The transcripts of a few episodes."""
+        return "\n".join(_shown(episode) for episode in self._player.shown)
+
+    def _require_start(self, params: dict) -> dict[str, float]:
+        """Measures held-out success before the first step; returns what to log.
+
+        Raises:
+          InputError: it is out of the band of the config.
+        """
+        rl, init_from = self._config.rl, self._config.init_from
+        low, high = rl.min_start_success, rl.max_start_success
+        if (low, high) == (0, 1):
+            return {}
+        found = self._player.evaluate(params, 0)
+        share = found["eval/success"]
+        what = (
+            f"the start ({f'init_from={init_from}' if init_from else 'no init_from'}) "
+            f"solves {share:.1%} of {found['eval/tasks']} held-out tasks of "
+            f"{rl.environment!r}"
+        )
+        if share < low:
+            raise config_lib.InputError(
+                f"{what}, less than rl.min_start_success={low:g}: most groups would "
+                f"earn nothing and teach nothing. Train stage 'sft' on such tasks "
+                f"until it solves some (stop_metric=eval/success), take easier tasks, "
+                f"or, where rewards are partial, set rl.min_start_success=0."
+            )
+        if share > high:
+            raise config_lib.InputError(
+                f"{what}, more than rl.max_start_success={high:g}: most groups would "
+                f"earn everything and teach nothing. Take harder tasks, an earlier "
+                f"checkpoint, or set rl.max_start_success=1."
+            )
+        return {"rollout/start_success": share}
+
+    def _used(
+        self, groups: list[list[episodes.Episode]]
+    ) -> list[list[episodes.Episode]]:
+        """The groups, or none where too few of them teach anything."""
+        rl = self._config.rl
+        least = max(math.ceil(rl.min_used_groups * rl.prompts_per_step), 1)
+        num_used = sum(map(advantages.teaches, groups))
+        self._idle_steps = 0 if num_used >= least else self._idle_steps + 1
+        if not self._idle_steps:
+            return groups
+        if self._idle_steps % _WARN_EVERY == 1:
+            logging.warning(
+                "%d steps in a row are left out: in the last one the rewards of %d "
+                "groups differ, and an update needs %d (rl.min_used_groups). Take "
+                "tasks of which some are solved and some are not, a larger "
+                "rl.group_size, or rl.dynamic_sampling=true.",
+                *(self._idle_steps, num_used, least),
+            )
+        return []
+
+    def _play(self, number: int) -> list[list[episodes.Episode]]:
+        """Plays all groups of a round; rounds are numbered through the run."""
+        rl, jobs = self._config.rl, []
+        for group in range(rl.prompts_per_step):
+            index = number * rl.prompts_per_step + group
+            task = self._taskset.task("train", self._config.seed, index)
+            for member in range(rl.group_size):
+                episode = index * rl.group_size + member
+                request = episode * rl.max_turns % player_lib.EVAL_IDS
+                jobs.append(episodes.Job(task, group, request))
+        done = iter(self._player.play(jobs, "rollouts"))
+        return [
+            [next(done) for _ in range(rl.group_size)]
+            for _ in range(rl.prompts_per_step)
+        ]
+
+    def _batch(self, weighted: Sequence[advantages.Weighted]) -> feed.Batch:
+        """A row for each sample, and rows of padding up to a multiple of num_rows."""
+        config, size = self._config, self._config.rl.num_rows
+        num_rows = max(-(-len(weighted) // size), 1) * size
+        batch: feed.Batch = {
+            name: np.zeros((num_rows, *x.shape[1:]), x.dtype)
+            for name, x in program.batch_shapes(config).items()
+        }
+        for row, item in enumerate(weighted):
+            sample = item.sample
+            assert isinstance(sample, gateway.Sample)
+            n = len(sample.tokens) - 1  # the last token is a target alone
+            mask = np.asarray(sample.mask[1:], np.float32)
+            batch["tokens"][row, :n] = sample.tokens[:-1]
+            batch["targets"][row, :n] = sample.tokens[1:]
+            batch["segment_ids"][row, :n] = 1
+            batch["positions"][row, :n] = np.arange(n)
+            batch["loss_mask"][row, :n] = mask
+            batch["rollout_logprobs"][row, :n] = sample.logprobs[1:]
+            batch["advantages"][row, :n] = item.advantage * mask
+            batch["weights"][row, :n] = item.weight * mask
+            if "experts" in batch:
+                batch["experts"][row, :n] = sample.experts
+        return batch
+
+
+def _staleness(played: Sequence[episodes.Episode], version: int) -> int:
+    """Counts the versions that the oldest weights of a token are behind `version`."""
+    drawn = [
+        np.asarray(sample.versions)[np.asarray(sample.mask, bool)]
+        for episode in played
+        for sample in episode.samples
+    ]
+    return max((version - int(v.min()) for v in drawn if v.size), default=0)
+
+
+def _tokenizer(config: config_lib.TrainConfig) -> tokenizer_lib.Tokenizer:
+    """The tokenizer that config.data names, which must exist already."""
+    if config.data.tokenizer in ("bpe", "bpe_chat"):
+        raise config_lib.InputError(
+            f"data.tokenizer must be 'byte_chat' or the path of a tokenizer.json in "
+            f"stage 'rl', where there is no corpus to train one on, got "
+            f"{config.data.tokenizer!r}; that of init_from is in its folder."
+        )
+    tokenizer = tokenizer_lib.for_corpus(config.data, [])
+    loading.require_tokenizer(config, tokenizer)
+    return tokenizer
+
+
+def _shown(episode: episodes.Episode) -> str:
+    """An episode as a reader wants it."""
+    lines = [f"--- {episode.task.id}: {episode.label.value} {episode.reason}".rstrip()]
+    for message in episode.transcript:
+        rest = {k: v for k, v in message.items() if k not in ("role", "content") and v}
+        more = f" {json.dumps(rest, ensure_ascii=False, default=str)}" if rest else ""
+        lines.append(f"{message['role']}: {message.get('content')}{more}")
+    if episode.reward is not None:
+        lines.append(f"reward: {episode.reward.total:g}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""Reports of a run: metrics, progress, plots, trackers, and accounting."""

@@ -1,0 +1,125 @@
+"""What a run reports: metrics.jsonl, an object a logged step."""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+
+from glm5_jax.training.reporting import progress
+from glm5_jax.training.reporting import trackers as trackers_lib
+
+
+class MetricsWriter:
+    """Appends to WORKDIR/metrics.jsonl and shows progress; process 0 only."""
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        total_steps: int,
+        start_step: int = 0,
+        trackers: Sequence[trackers_lib.Tracker] = (),
+    ) -> None:
+        """Makes the file, or takes up the one that is there.
+
+        A run that died had logged steps after its last checkpoint; they will come
+        again, so the lines after `start_step` go, and each step stands there once.
+
+        Args:
+            workdir: an existing folder.
+            total_steps: of the whole run.
+            start_step: updates done: 0, or the step of the restored checkpoint.
+            trackers: take each step as well, and are closed with this.
+        """
+        self._last_step, self._trackers = start_step, trackers
+        self.before: dict[str, Any] = {}  # the last line of the start before this one
+        self._is_primary = jax.process_index() == 0
+        if not self._is_primary:
+            return
+        self._path = pathlib.Path(workdir) / "metrics.jsonl"
+        if self._path.exists():
+            self.before = (read(self._path) or [{}])[-1]
+            _truncate(self._path, start_step)
+        self._path.touch()
+        self._progress = progress.Progress(total_steps, start_step)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs one step; all that belongs to it comes in one call.
+
+        Args:
+            step: updates done, larger than at the call before.
+            metrics: numbers or arrays of one number, by path. What is not finite
+                becomes null: JSON has no NaN.
+        """
+        if not self._is_primary:
+            return
+        assert step > self._last_step, f"step {step} comes after {self._last_step}"
+        self._last_step = step
+        values = {name: _number(value) for name, value in metrics.items()}
+        # Opened for each line: a mounted bucket gets what is written with the close.
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        for tracker in self._trackers:
+            tracker.write(step, values)
+        self._progress.show(step, values)
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines after a step that the run has been rolled back to."""
+        self._last_step = step
+        if not self._is_primary:
+            return
+        _truncate(self._path, step)
+        for tracker in self._trackers:
+            tracker.rewind(step)
+        self._progress.rewind(step)
+
+    def close(self) -> None:
+        """Closes the trackers and the progress line."""
+        if self._is_primary:
+            for tracker in self._trackers:
+                tracker.close()
+            self._progress.close()
+
+
+def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl; a line cut off by a crash is left out."""
+    records = []
+    text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise TypeError(line)
+            records.append(record)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            logging.warning("%s: skipping half a line: %r", path, line[:80])
+    return records
+
+
+def finite(tree: Any) -> Any:
+    """Returns what JSON can hold of a tree: None for a number that is not finite."""
+    if isinstance(tree, Mapping):
+        return {name: finite(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [finite(value) for value in tree]
+    is_number = not isinstance(tree, float) or math.isfinite(tree)
+    return tree if is_number else None
+
+
+def _truncate(path: pathlib.Path, step: int) -> None:
+    """Drops the lines after a step; the new file replaces the old in one go."""
+    kept = [record for record in read(path) if record["step"] <= step]
+    new = path.with_suffix(".tmp")
+    new.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+    new.replace(path)
+
+
+def _number(value: Any) -> float | int | None:
+    if isinstance(value, int):
+        return value
+    number = value.item() if hasattr(value, "item") else float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,1 @@
+"""One run: its folder, state, checkpoints, signals, and health."""

@@ -1,0 +1,301 @@
+"""A run's folder: whose it is, and the small files in it.
+
+config.json (resolved), metrics.jsonl, summary.json (written last), checkpoints/STEP/,
+samples/STEP.txt, tokenizer.json, loss.png; rollback.json after a rollback, stacks_N.txt
+where process N hung. Process 0 writes all but the checkpoints and the stacks.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from glm5_jax import command_line, files
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manager, step_folder
+from glm5_jax.config import fields
+from glm5_jax.processes import folder_lock, interrupts, simulate, together
+from glm5_jax.training.reporting import metrics
+
+# What may differ between two starts of one run: none of it changes what is computed,
+# but for num_steps, which moves the end of the schedule. A mesh changes roundings.
+MAY_CHANGE = (
+    *("num_steps", "log_every", "eval_every", "eval_batches", "checkpoint_every"),
+    *("eval_success", "stop_metric", "stop_at"),
+    *("sample_every", "sample_prompt", "sample_tokens"),
+    *("checkpoints_to_keep", "checkpoints_keep_every", "checkpoints_keep_best"),
+    *(f"mesh.{field.name}" for field in dataclasses.fields(config_lib.MeshConfig)),
+    *("trackers", "profile_steps", "data.cache_dir", "data.num_prefetch"),
+    *("rl.max_logprob_gap", "rl.num_eval_tasks"),
+    *("rl.min_start_success", "rl.max_start_success"),
+    *(f"health.{field.name}" for field in dataclasses.fields(config_lib.HealthConfig)),
+)
+# Where data lie may change as well where a checkpoint says what they were: its
+# fingerprint of their content decides.
+_OF_CONTENT = ("data.source", "data.mixture", "data.tokenizer")
+_OWN = {simulate.LOGS, folder_lock.NAME}  # before there is a config.json
+# What runs did before there was a field, where that is not its default.
+_WITHOUT = {"optim.router_gate": "adamw"}
+_MAX_SHOWN = 5
+_SHARED_SECONDS = 30  # for a network's file system to show a new file
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+    """Makes the folder, and keeps other runs out of it until the block ends.
+
+    Process 0 does, for all of its run. A folder that stays empty is removed.
+
+    Raises:
+      InputError: another process is in it, or it cannot be made.
+    """
+    path = pathlib.Path(step_folder.absolute(workdir))
+    if not together.is_first():
+        yield
+        return
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise config_lib.InputError(
+            f"cannot write into {path}: {error.strerror}; give a --workdir in which "
+            f"you may create files."
+        ) from error
+
+    def remove() -> None:
+        with contextlib.suppress(OSError):  # they are in use
+            for folder in made:
+                folder.rmdir()
+
+    def remove_locked() -> None:
+        (path / folder_lock.NAME).unlink(missing_ok=True)
+        remove()
+
+    try:
+        with folder_lock.held(path), interrupts.undoing(remove_locked):
+            yield
+    finally:
+        remove()
+
+
+def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
+    """Makes the folder, or checks that it belongs to the same run; writes config.json.
+
+    Process 0 does; the others wait, and check that they run the same in the same place.
+    A run that never came to its first step (its corpus was not found, say) holds
+    nothing, and its folder may be another's.
+
+    Raises:
+      InputError: it cannot be written, belongs to another run, or is not shared.
+    """
+    path = pathlib.Path(step_folder.absolute(workdir)) / "config.json"
+
+    def first() -> str:
+        _claim(path, config)
+        return path.read_text(encoding="utf-8")
+
+    text = together.from_first("config.json", first)
+    if not together.is_first():
+        _require_same_config(json.loads(text), config)
+        _require_shared(path, text)
+
+
+@contextlib.contextmanager
+def claimed(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Iterator[None]:
+    """`claim`; where the block fails, a new folder is again as empty as it was.
+
+    Of a folder that holds a run config.json is again what it was.
+
+    Raises:
+      InputError: see `claim`.
+    """
+    path = workdir / "config.json"
+    before = path.read_bytes() if path.is_file() else None
+    there = {p.name for p in workdir.iterdir()} if workdir.is_dir() else set()
+    claim(workdir, config)
+
+    def undo() -> None:
+        if before is not None and together.is_first():
+            files.write_atomically(path, lambda new: new.write_bytes(before))
+        elif together.is_first() and not has_checkpoint(workdir):
+            for new in workdir.iterdir():
+                if new.name not in there | _OWN:
+                    shutil.rmtree(new) if new.is_dir() else new.unlink()
+
+    try:
+        with interrupts.undoing(undo):
+            yield
+    except BaseException:
+        undo()
+        raise
+
+
+def finished(workdir: pathlib.Path, config: config_lib.TrainConfig) -> dict | None:
+    """Returns summary.json of a run that has all of its steps, else None.
+
+    Its last checkpoint must be whole: what is damaged is done again.
+
+    Raises:
+      InputError: the folder belongs to another run.
+    """
+
+    def first() -> str:
+        path = workdir / "summary.json"
+        if not path.is_file():
+            return "null"
+        _require_same_run(workdir / "config.json", config)
+        try:
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            step = int(summary["steps"])
+        except (ValueError, TypeError, KeyError):  # it is written again
+            return "null"
+        is_over = step >= config.num_steps or config.has_reached(summary)
+        if not is_over or not step_folder.is_whole(workdir, step):
+            return "null"
+        metadata = manager.read_metadata(workdir / "checkpoints" / str(step))
+        if "config" in metadata:  # else it is of an earlier version
+            require_same_run(metadata["config"], config, workdir)
+        return json.dumps(summary)
+
+    return json.loads(together.from_first("finished", first))
+
+
+def require_same_run(
+    theirs: dict, config: config_lib.TrainConfig, workdir: pathlib.Path
+) -> None:
+    """A run may go on with another config only in what changes no number.
+
+    Args:
+      theirs: the config that the folder, or a checkpoint in it, is of; of JSON.
+      config: that it is to go on with.
+      workdir: the folder.
+
+    Raises:
+      InputError: they differ; it names the fields.
+    """
+    may_change = MAY_CHANGE + _OF_CONTENT * has_checkpoint(workdir)
+    if differing := _differing(theirs, config, may_change):
+        raise config_lib.InputError(
+            f"{workdir} belongs to another run; give another --workdir, or its "
+            f"config. They differ in\n  " + "\n  ".join(differing)
+        )
+
+
+def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes a file whole or not at all; null for a number that is not finite."""
+    finite = metrics.finite(content)
+    files.write_text(path, json.dumps(finite, indent=2, allow_nan=False) + "\n")
+
+
+def require_usable(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
+    """Checks that the folder is free, or belongs to the same run.
+
+    Raises:
+      InputError: it holds another run, a model or somebody's files.
+    """
+    path = workdir / "config.json"
+    if path.exists():
+        is_run = has_checkpoint(workdir) and _is_of_a_run(path)
+        if is_run or (workdir / "metrics.jsonl").exists():
+            _require_same_run(path, config)
+        elif has_checkpoint(workdir) or not _is_of_a_run(path):
+            raise config_lib.InputError(
+                f"{workdir} holds a model, not a run; give another --workdir, and "
+                f"--config.init_from={workdir} to start from its parameters."
+            )
+    elif workdir.is_dir() and any(p.name not in _OWN for p in workdir.iterdir()):
+        raise config_lib.InputError(
+            f"{workdir} is not empty and holds no run (no config.json); give another "
+            f"--workdir, so that nothing in it is overwritten."
+        )
+
+
+def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
+    workdir = path.parent
+    require_usable(workdir, config)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        write_json(path, command_line.to_json_dict(config))
+    except OSError as error:
+        raise config_lib.InputError(
+            f"cannot write into {workdir}: {error.strerror}; give a --workdir in which "
+            f"you may create files."
+        ) from error
+
+
+def _is_of_a_run(path: pathlib.Path) -> bool:
+    """Tells a run's config.json from those of `convert` and of Hugging Face."""
+    try:
+        return "num_steps" in json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError):
+        return False
+
+
+def has_checkpoint(workdir: pathlib.Path) -> bool:
+    """Returns whether a run is resumed there, and not started."""
+    return bool(step_folder.numbers(step_folder.absolute(workdir) / "checkpoints"))
+
+
+def _require_same_config(theirs: dict, config: config_lib.TrainConfig) -> None:
+    """Compares it with that of another process of this run."""
+    if differing := _differing(theirs, config):
+        raise config_lib.InputError(
+            "this process has another config than process 0; give all the same. They "
+            "differ in\n  " + "\n  ".join(differing)
+        )
+
+
+def _require_shared(path: pathlib.Path, text: str) -> None:
+    """Checks that what process 0 has written is here as well."""
+    deadline = time.monotonic() + _SHARED_SECONDS
+    while not path.exists() or path.read_text(encoding="utf-8") != text:
+        if time.monotonic() > deadline:
+            raise config_lib.InputError(
+                f"{path}, which process 0 has written, is not to be seen from another "
+                f"process: checkpoints need one folder for all. Give a --workdir on a "
+                f"file system that all hosts share, by an absolute path."
+            )
+        time.sleep(0.2)
+
+
+def _require_same_run(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
+    try:
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(theirs, dict):
+            raise TypeError("it holds no object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise config_lib.InputError(
+            f"{path} cannot be read ({error}); give another --workdir."
+        ) from error
+    require_same_run(theirs, config, path.parent)
+
+
+def _differing(
+    theirs: dict, config: config_lib.TrainConfig, may_change: Sequence[str] = ()
+) -> list[str]:
+    """A line for each field that is there another than here; not more than a few."""
+    ours = _flat(command_line.to_json_dict(config))
+    # An older version had no field, and did what is its default now.
+    defaults = {path: d for path, _, d in fields.of(config_lib.TrainConfig)}
+    there = json.loads(json.dumps(defaults)) | _WITHOUT | _flat(theirs)
+    differing = [
+        f"{key}: {there.get(key, 'absent')} there, {ours.get(key, 'absent')} here"
+        for key in sorted(there | ours)
+        if key not in may_change and there.get(key) != ours.get(key)
+    ]
+    more = len(differing) - _MAX_SHOWN
+    return differing[:_MAX_SHOWN] + [f"and {more} more"] * (more > 0)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[prefix + key] = value
+    return out

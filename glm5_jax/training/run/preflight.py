@@ -1,0 +1,84 @@
+"""What --dry_run checks: everything that a start needs, except its devices."""
+
+import pathlib
+
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manager
+from glm5_jax.training.feeds import corpus
+from glm5_jax.training.feeds import feed as feed_lib
+from glm5_jax.training.reporting import trackers
+from glm5_jax.training.run import folder as run_folder
+from glm5_jax.training.run import state as run_lib
+from glm5_jax.weights import loading
+
+
+def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
+    """Opens data, tokenizer, environment, init_from and workdir as a start would.
+
+    Weights are not read: their names and shapes are compared with the config's.
+
+    Args:
+      config: of the run.
+      workdir: its folder, where one is named; nothing is written there.
+
+    Returns:
+      What was found, a line each.
+
+    Raises:
+      InputError: with the message of everything that a start would refuse.
+    """
+    found: list[str] = []
+    errors: list[str] = []
+    try:
+        trackers.require(config.trackers)
+    except config_lib.InputError as error:
+        errors.append(str(error))
+    feed: feed_lib.Feed | None = None
+    try:
+        feed = run_lib.make_feed(config)
+        found += _feed_lines(config, feed)
+    except config_lib.InputError as error:
+        errors.append(str(error))
+    try:
+        if config.init_from is not None:
+            loading.require_same_mathematics(config)
+            loading.require_params(config.init_from, config.model)
+            found.append(f"init_from: {config.init_from} has every parameter")
+    except config_lib.InputError as error:
+        errors.append(str(error))
+    try:
+        if workdir is not None:
+            folder = pathlib.Path(workdir).expanduser()
+            found.append(f"workdir: {_workdir_state(config, folder, feed)}")
+    except config_lib.InputError as error:
+        errors.append(str(error))
+    if errors:
+        raise config_lib.InputError("\n".join(dict.fromkeys(errors)))
+    return "\n".join(["", "Checked", *(f"  {line}" for line in found)])
+
+
+def _feed_lines(config: config_lib.TrainConfig, feed: feed_lib.Feed) -> list[str]:
+    """Says what the stage learns from, and how large its tokenizer is."""
+    size, room = feed.tokenizer.vocab_size, config.model.vocab_size
+    lines = [f"tokenizer: {size:,} ids; the model has room for {room:,}"]
+    if isinstance(feed, corpus.Corpus):
+        steps = config.num_steps
+        for name, count in feed.epochs(steps).items():
+            source = name or config.data.source
+            lines.append(f"data: {source}, {count:,.3f} epochs in {steps:,} steps")
+    else:
+        lines.append(f"environment: {config.rl.environment}")
+    return lines
+
+
+def _workdir_state(
+    config: config_lib.TrainConfig, workdir: pathlib.Path, feed: feed_lib.Feed | None
+) -> str:
+    """Says what a start would do with the folder."""
+    run_folder.require_usable(workdir, config)
+    if not any((workdir / "checkpoints").glob("[0-9]*")):
+        return f"{workdir} is free"
+    metadata = manager.read_metadata(workdir)
+    if feed is not None:
+        run_lib.require_same_data(metadata["data"], feed.fingerprint, workdir)
+    return f"{workdir} resumes from step {metadata['step']}"

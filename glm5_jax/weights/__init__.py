@@ -1,0 +1,1 @@
+"""Models' weights on disk: Hugging Face folders, run folders, conversion, loading."""

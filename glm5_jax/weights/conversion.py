@@ -1,0 +1,121 @@
+"""Rewrites a model as a Hugging Face folder or as a run folder, window by window."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import leaves as leaves_lib
+from glm5_jax.checkpoint import manager, step_folder, step_windows
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.model import transformer
+from glm5_jax.weights import (
+    companions,
+    huggingface,
+    huggingface_export,
+    loading,
+    new_folder,
+)
+
+FORMATS = ("hf", "orbax")  # a Hugging Face folder, a run folder
+DTYPES = ("float32", "bfloat16", huggingface_export.FP8)
+
+
+def convert(
+    source: loading.Path,
+    target: loading.Path,
+    to: str | None = None,
+    overrides: Sequence[command_line.Override] = (),
+    dtype: str | None = None,
+) -> str:
+    """Writes the model at `source` to the new folder `target`.
+
+    Args:
+      source: a run folder (its newest step), a step folder or a Hugging Face folder.
+      target: a folder that does not exist.
+      to: one of FORMATS; None for the one that the source does not have.
+      overrides: of the config, see `loading.load_model`.
+      dtype: one of DTYPES; None keeps those of the source, and makes FP8 the config's
+        param_dtype where a run folder is written.
+
+    Returns:
+      The format written.
+
+    Raises:
+      InputError: there is no model at `source`, or something at `target`, or the target
+        cannot be of that dtype.
+      DamagedError: the step's files are not what was written.
+    """
+    target = pathlib.Path(step_folder.absolute(target))
+    if target.exists():
+        raise config_lib.InputError(f"{target} exists; choose another target.")
+    found = loading.find(source)
+    to = to or FORMATS[found.is_huggingface]
+    if to not in FORMATS:
+        raise config_lib.InputError(f"The format must be hf or orbax, got {to!r}.")
+    dtypes = DTYPES if to == "hf" else DTYPES[:2]
+    if dtype not in (None, *dtypes):
+        raise config_lib.InputError(
+            f"The format {to} holds {', '.join(dtypes)}, got --dtype={dtype}."
+        )
+    config = loading.read_config(found, overrides)
+    if (tokenizer := loading.tokenizer_of(found)) is not None:
+        tokenizer_lib.check_vocab(tokenizer, config.vocab_size)
+    is_fp8 = found.is_huggingface and huggingface.is_quantized(found.settings)
+    if to == "hf" and dtype is None and is_fp8:
+        dtype = huggingface_export.FP8
+    original = companions.original_config(found)
+    leaves = _open(found, config, dtype)
+    with new_folder.new_folder(target) as partial:
+        if to == "hf":
+            huggingface_export.write_leaves(
+                leaves, config, partial, dtype, extra_config=original
+            )
+            companions.copy_texts(found, partial)
+        else:
+            _write_run(partial, found, config, leaves)
+    return to
+
+
+def _open(
+    found: loading.Source, config: config_lib.ModelConfig, dtype: str | None
+) -> dict[leaves_lib.Path, leaves_lib.Leaf]:
+    """Parameters in their dtype, or in that from which FP8 is made."""
+    kind = "float32" if dtype == huggingface_export.FP8 else dtype
+    abstract = transformer.abstract_params(config)
+    if found.is_huggingface:
+        return dict(huggingface.open_params(found.weights, config, abstract, kind))
+    manager.verify_params(found.weights)
+    stored = step_windows.open_params(found.weights, abstract)
+    kinds = {path: huggingface.cast(path, kind) for path in stored}
+    return {
+        path: leaves_lib.CastLeaf(leaf, kinds[path] or leaf.dtype)
+        for path, leaf in stored.items()
+    }
+
+
+def _write_run(
+    folder: pathlib.Path,
+    found: loading.Source,
+    config: config_lib.ModelConfig,
+    leaves: dict[leaves_lib.Path, leaves_lib.Leaf],
+) -> None:
+    """Writes a run folder of one step, that of the source or 0."""
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+    new_folder.require_space(folder, size)
+    name = found.weights.name  # of a step folder that was copied it may be any
+    step = int(name) if not found.is_huggingface and name.isdecimal() else 0
+    params = leaves_lib.unflatten(leaves)
+    metadata, texts = {}, found.folder / companions.TOKENIZER
+    if texts.exists():
+        metadata["tokenizer"] = tokenizer_lib.digest_of(texts)
+    step_windows.save_params(folder / "checkpoints" / str(step), params, metadata)
+    kind: Any = str(leaves["lm_head",].dtype)
+    config = dataclasses.replace(config, param_dtype=kind)
+    settings = {"model": command_line.to_json_dict(config)}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    companions.into_run(found, folder)

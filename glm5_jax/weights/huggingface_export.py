@@ -1,0 +1,207 @@
+"""Writes the tensors of a Hugging Face folder, some rows at a time."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import leaves as leaves_lib
+from glm5_jax.weights import (
+    huggingface,
+    huggingface_config,
+    new_folder,
+    quantized,
+    safetensors_file,
+)
+from glm5_jax.weights import huggingface_names as names_lib
+
+FP8 = "fp8"
+MAX_SHARD_BYTES = 5 * 10**9
+_QUANTIZATION = "quantization_config"
+_FLOAT32_BYTES = 4
+
+
+def save_params(
+    params: dict,
+    config: config_lib.ModelConfig,
+    folder: str | os.PathLike,
+    dtype: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a folder that transformers reads; it appears whole or not at all.
+
+    Args:
+      params: of the model, on devices of this process.
+      config: of the model; goes into config.json.
+      folder: to make.
+      dtype: of the tensors, see `write_leaves`.
+      max_shard_bytes: of one file, unless a single tensor is larger.
+
+    Raises:
+      InputError: the folder exists, the disk is too small, or a weight is not finite.
+    """
+    arrays, _ = leaves_lib.flatten(params)
+    leaves = {path: leaves_lib.DeviceLeaf(array) for path, array in arrays.items()}
+    with new_folder.new_folder(folder) as partial:
+        write_leaves(leaves, config, partial, dtype, max_shard_bytes)
+
+
+def write_leaves(
+    leaves: Mapping[leaves_lib.Path, leaves_lib.Leaf],
+    config: config_lib.ModelConfig,
+    folder: pathlib.Path,
+    dtype: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra_config: dict[str, Any] | None = None,
+) -> None:
+    """Writes config.json and the tensors into an empty folder.
+
+    Args:
+      leaves: parameters of the model, by path.
+      config: of the model; goes into config.json.
+      folder: that exists.
+      dtype: of the tensors, except the router's bias, which is float32 then; None
+        keeps that of the parameters; "fp8" writes what an FP8 release quantizes so, and
+        the rest in bfloat16.
+      max_shard_bytes: of one file, unless a single tensor is larger.
+      extra_config: more keys of config.json.
+
+    Raises:
+      InputError: the disk is too small, or a weight is not finite.
+    """
+    slots = names_lib.tensor_slots(config, dict(leaves))
+    plans = [_plan(slot, leaves, dtype) for slot in slots]
+    new_folder.require_space(folder, sum(plan.size for plan in plans))
+    extra = {k: v for k, v in (extra_config or {}).items() if k != _QUANTIZATION}
+    kind: Any = "bfloat16"
+    if dtype == FP8:
+        kept = [
+            slot.name.removesuffix(".weight")
+            for slot in slots
+            if len(slot.layout.shape) == 2 and not slot.is_quantized
+        ]
+        extra[_QUANTIZATION] = quantized.quantization_config(kept)
+    else:
+        kind = str(huggingface.cast(("lm_head",), dtype) or leaves["lm_head",].dtype)
+    config = dataclasses.replace(config, param_dtype=kind)
+    huggingface_config.write_config(config, folder, extra)
+    tensors = _create_files(folder, plans, max_shard_bytes)
+    _write_tensors(plans, leaves, tensors)
+
+
+class _Plan(NamedTuple):
+    """What becomes of a slot: one tensor, or codes and scales."""
+
+    slot: names_lib.Slot
+    entries: dict[str, tuple[np.dtype, list[int]]]
+
+    @property
+    def size(self) -> int:
+        """Returns the bytes of it."""
+        return sum(
+            math.prod(shape) * kind.itemsize for kind, shape in self.entries.values()
+        )
+
+
+def _plan(
+    slot: names_lib.Slot, leaves: Mapping[leaves_lib.Path, leaves_lib.Leaf], dtype: Any
+) -> _Plan:
+    path, shape = slot.paths[0], slot.layout.shape
+    if dtype == FP8 and slot.is_quantized:
+        block = (quantized.BLOCK, quantized.BLOCK)
+        scales = quantized.scale_shape(tuple(shape), block)
+        return _Plan(
+            slot,
+            {
+                slot.name: (jnp.dtype("float8_e4m3fn"), shape),
+                slot.name + quantized.SCALE_SUFFIX: (jnp.dtype("float32"), scales),
+            },
+        )
+    kind = huggingface.cast(path, "bfloat16" if dtype == FP8 else dtype)
+    return _Plan(slot, {slot.name: (kind or np.dtype(leaves[path].dtype), shape)})
+
+
+def _create_files(
+    folder: pathlib.Path, plans: list[_Plan], max_bytes: int
+) -> dict[str, safetensors_file.Tensor]:
+    """Files with their headers, and the index where there are several."""
+    files: list[dict[str, tuple[np.dtype, list[int]]]] = [{}]
+    used = 0
+    for plan in plans:
+        if files[-1] and used + plan.size > max_bytes:
+            files.append({})
+            used = 0
+        files[-1] |= plan.entries
+        used += plan.size
+    tensors: dict[str, safetensors_file.Tensor] = {}
+    for i, entries in enumerate(files):
+        name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        name = name if len(files) > 1 else huggingface.SINGLE_FILE
+        tensors |= safetensors_file.create(folder / name, entries)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(plan.size for plan in plans)},
+            "weight_map": {name: tensor.path.name for name, tensor in tensors.items()},
+        }
+        (folder / huggingface.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    return tensors
+
+
+def _write_tensors(
+    plans: list[_Plan],
+    leaves: Mapping[leaves_lib.Path, leaves_lib.Leaf],
+    tensors: dict[str, safetensors_file.Tensor],
+) -> None:
+    """Parameter by parameter, whatever the files: one chunk of a leaf after another."""
+    total = sum(plan.size for plan in plans)
+    with tqdm.tqdm(
+        total=total, unit="B", unit_scale=True, desc="writing", disable=None
+    ) as bar:
+        for slot, entries in sorted(plans, key=lambda p: (p.slot.paths, p.slot.index)):
+            for rows in _row_windows(slot.layout):
+                values = _read_rows(slot, rows, leaves)
+                leaves_lib.require_finite(values, slot.name)
+                tensor = tensors[slot.name]
+                if len(entries) > 1:
+                    codes, scales = quantized.quantize(values.astype(np.float32))
+                    tensor.write(rows.start, codes)
+                    scale = tensors[slot.name + quantized.SCALE_SUFFIX]
+                    scale.write(rows.start // quantized.BLOCK, scales)
+                else:
+                    kind = safetensors_file.DTYPES[tensor.dtype]
+                    tensor.write(rows.start, np.ascontiguousarray(values, kind))
+            bar.update(_Plan(slot, entries).size)
+    for path in {tensor.path for tensor in tensors.values()}:
+        with path.open("rb") as file:  # a rename may reach the disk before the bytes
+            os.fsync(file.fileno())
+
+
+def _row_windows(layout: names_lib.Layout) -> Iterator[slice]:
+    """Stored rows of at most WINDOW_BYTES as float32, in whole steps and blocks."""
+    step = math.lcm(layout.rows_per_step, quantized.BLOCK)
+    row_bytes = math.prod(layout.shape[1:]) * _FLOAT32_BYTES
+    step *= max(1, leaves_lib.WINDOW_BYTES // max(1, step * row_bytes))
+    for start in range(0, layout.shape[0], step):
+        yield slice(start, min(start + step, layout.shape[0]))
+
+
+def _read_rows(
+    slot: names_lib.Slot,
+    rows: slice,
+    leaves: Mapping[leaves_lib.Path, leaves_lib.Leaf],
+) -> np.ndarray:
+    index = tuple(slice(i, i + 1) for i in slot.index)
+    parts = []
+    for part, path in enumerate(slot.paths):
+        window = slot.layout.window(part, rows)
+        values = leaves[path].read((*index, *window))
+        parts.append(values.reshape(values.shape[len(index) :]))
+    return slot.layout.write(parts)

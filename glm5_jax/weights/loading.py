@@ -1,0 +1,312 @@
+"""Finds a model: in a run folder, in a step of one, or in a Hugging Face folder.
+
+Which of them a path is, its content tells: config.json with a "model" section beside
+checkpoints/STEP/, or config.json with a "model_type" beside *.safetensors.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from absl import logging
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import leaves, manager, step_folder
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.model import transformer
+from glm5_jax.weights import huggingface, huggingface_config
+
+Path = str | pathlib.Path
+
+# Fields of a model that change its logits and no parameter's shape.
+MATHEMATICS = (
+    *("rms_norm_eps", "latent_norm_eps", "rope_theta", "rope_scaling"),
+    *("num_experts_per_tok", "routed_scaling_factor", "norm_topk_prob", "index_topk"),
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")  # organisation/model
+MAX_CONTEXT = 4096  # tokens read at once where no training run says how many
+DTYPES = ("float32", "bfloat16")
+
+
+class Source(NamedTuple):
+    """Where the parts of a model lie."""
+
+    folder: pathlib.Path  # with config.json and, perhaps, tokenizer.json
+    weights: pathlib.Path
+    settings: dict[str, Any]  # content of config.json
+
+    @property
+    def is_huggingface(self) -> bool:
+        """Returns whether the weights are safetensors, not Orbax."""
+        return "model_type" in self.settings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Overridable:
+    """What the command line can override where a model is read."""
+
+    model: config_lib.ModelConfig = dataclasses.field(
+        default_factory=config_lib.ModelConfig
+    )
+
+
+def load_model(
+    path: Path, overrides: Sequence[command_line.Override] = ()
+) -> tuple[config_lib.ModelConfig, dict, tokenizer_lib.Tokenizer | None]:
+    """Config, parameters as they are stored, and tokenizer if there is one.
+
+    Args:
+      path: a run folder (its newest step), a step folder or a Hugging Face folder.
+      overrides: pairs such as ("model.index_topk", "32").
+
+    Raises:
+      InputError: nothing usable is there, or its parts do not fit together.
+    """
+    source = find(path)
+    config = read_config(source, overrides)
+    logging.info("Reading the parameters of %s ...", source.weights)
+    tokenizer = tokenizer_of(source)
+    if tokenizer is not None:
+        tokenizer_lib.check_vocab(tokenizer, config.vocab_size)
+    abstract = transformer.abstract_params(config)
+    if source.is_huggingface:
+        params = huggingface.load_params(source.weights, config, abstract)
+    else:
+        params = manager.restore_params(source.weights, abstract)
+    return config, _finite(params, path), tokenizer
+
+
+def load_params(
+    path: Path, config: config_lib.ModelConfig, abstract_params: Any
+) -> dict:
+    """Parameters for a config that is known already, e.g. that of a training stage.
+
+    Args:
+      path: as in `load_model`.
+      config: of the model.
+      abstract_params: shapes, types and shardings of the result.
+
+    Raises:
+      InputError: nothing usable is there, or it has other shapes.
+    """
+    source = find(path)
+    if not source.is_huggingface:
+        params = manager.restore_params(source.weights, abstract_params)
+        return _finite(params, path)
+    places = [leaf.sharding for leaf in jax.tree.leaves(abstract_params)]
+    shardings = jax.tree.unflatten(jax.tree.structure(abstract_params), places)
+    params = huggingface.load_params(
+        source.weights,
+        config,
+        abstract_params,
+        config.param_dtype,
+        None if None in places else shardings,
+    )
+    return _finite(params, path)
+
+
+def require_params(path: Path, config: config_lib.ModelConfig) -> None:
+    """Checks that `load_params` would find every parameter; reads none of them.
+
+    Args:
+      path: as in `load_model`.
+      config: of the model.
+
+    Raises:
+      InputError: nothing usable is there, or it has other shapes.
+    """
+    source, abstract = find(path), transformer.abstract_params(config)
+    if source.is_huggingface:
+        huggingface.open_params(source.weights, config, abstract, config.param_dtype)
+    else:
+        manager.require_shapes(source.weights, abstract)
+
+
+def require_same_mathematics(config: config_lib.TrainConfig) -> None:
+    """Checks that the weights of init_from meet the model that they were trained in.
+
+    The number of selected keys counts only where both models select.
+
+    Raises:
+      InputError: nothing usable is there, or a field of MATHEMATICS differs that
+        init_from_changes does not name.
+    """
+    if config.init_from is None:
+        return
+    ours, theirs = config.model, read_config(find(config.init_from))
+    is_free = {"index_topk"} if "dense" in (ours.attention, theirs.attention) else set()
+    differing = {
+        name: (getattr(theirs, name), getattr(ours, name))
+        for name in MATHEMATICS
+        if name not in is_free | {*config.init_from_changes}
+        and getattr(theirs, name) != getattr(ours, name)
+    }
+    if differing:
+        lines = [
+            f"\n  {k}: {there} there, {here} here"
+            for k, (there, here) in differing.items()
+        ]
+        raise config_lib.InputError(
+            f"init_from={config.init_from} is a model with other mathematics:"
+            + "".join(lines)
+            + "\nSet --config.model.NAME to its values; or, to change them on purpose, "
+            f'--config.init_from_changes="{tuple(differing)}".'
+        )
+
+
+def find(path: Path) -> Source:
+    """Tells what is at `path`.
+
+    Raises:
+      InputError: nothing, or nothing that holds a model.
+    """
+    given, path = str(path), pathlib.Path(step_folder.absolute(path))
+    if not path.is_dir():
+        hint = ""
+        if _HUB_ID.fullmatch(given):
+            hint = (
+                f" If it is a model of the Hugging Face hub, download it first: "
+                f"pip install huggingface_hub, then hf download {given} --local-dir "
+                f"{given}"
+            )
+        raise config_lib.InputError(f"There is no folder {path}.{hint}")
+    is_step = path.parent.name == "checkpoints"
+    folder = path.parent.parent if is_step else path
+    try:
+        settings = huggingface_config.read_json(folder / "config.json")
+    except (OSError, ValueError) as error:
+        raise config_lib.InputError(
+            f"{path} holds no model: {folder / 'config.json'} cannot be read ({error})."
+            f" Give a run folder, a step folder in its checkpoints/, or a Hugging Face "
+            f"folder."
+        ) from error
+    if isinstance(settings, dict) and "model_type" in settings and not is_step:
+        return Source(folder, folder, settings)
+    if not (isinstance(settings, dict) and isinstance(settings.get("model"), dict)):
+        raise config_lib.InputError(
+            f"{folder / 'config.json'} describes no model: it has neither a section "
+            f"'model' (as that of a run) nor a model_type (as Hugging Face's)."
+        )
+    return Source(folder, pathlib.Path(manager.find_step(path)), settings)
+
+
+def read_config(
+    source: Source, overrides: Sequence[command_line.Override] = ()
+) -> config_lib.ModelConfig:
+    """The model's config, with overrides of --config.model.X.
+
+    Raises:
+      InputError: an override is not of the model, or breaks a rule.
+    """
+    errors = [
+        f"--config.{path} has no effect here; only --config.model.X=VALUE has."
+        for path, _ in overrides
+        if not path.startswith("model.")
+    ]
+    if errors:
+        raise config_lib.InputError("\n".join(errors))
+    model = source.settings.get("model")
+    if source.is_huggingface:
+        config = huggingface.read_config(source.folder)
+        stored = source.settings.get("dtype") or source.settings.get("torch_dtype")
+        if stored in DTYPES:
+            config = dataclasses.replace(config, dtype=stored, param_dtype=stored)
+        model = command_line.to_json_dict(config)
+    return command_line.resolve({"model": model}, overrides, _Overridable).model
+
+
+def sampling_defaults(path: Path) -> tuple[float, float]:
+    """Temperature and top_p of the model's generation_config.json, or 1 and 1.
+
+    Raises:
+      InputError: it cannot be read, or holds something else.
+    """
+    file = find(path).folder / "generation_config.json"
+    try:
+        given = huggingface_config.read_json(file) if file.exists() else {}
+        if given.get("do_sample") is False:
+            return 0.0, 1.0
+        found = [given.get(name) for name in ("temperature", "top_p")]
+        temperature, top_p = (1.0 if x is None else float(x) for x in found)
+        return temperature, top_p
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise config_lib.InputError(
+            f"{file} cannot be used ({error}); delete it, or give --temperature and "
+            f"--top_p."
+        ) from error
+
+
+def _finite(params: dict, path: Path) -> dict:
+    """The parameters, which must be numbers: NaN would go through everything."""
+    try:
+        leaves.require_finite_params(params)
+    except config_lib.InputError as error:
+        raise config_lib.InputError(f"{path}: {error}") from error
+    return params
+
+
+def context_length(path: Path, config: config_lib.ModelConfig) -> int:
+    """Tokens of a text that the model should see at once: as many as in training."""
+    trained = find(path).settings.get("data", {}).get("sequence_length", MAX_CONTEXT)
+    return min(trained, config.max_position_embeddings)
+
+
+def tokenizer_of(source: Source) -> tokenizer_lib.Tokenizer | None:
+    """The tokenizer that lies beside a model, if one does.
+
+    Raises:
+      InputError: it cannot be used.
+      DamagedError: it is not the one that the checkpoint says it was trained with.
+    """
+    path = source.folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    if not source.is_huggingface:
+        wanted = manager.read_metadata(source.weights).get("tokenizer")
+        if wanted and wanted != tokenizer_lib.digest_of(path):
+            raise config_lib.DamagedError(
+                f"{path} is not the file that {source.weights} was trained with (its "
+                f"SHA-256 must be {wanted}); copy that one there. A run that is "
+                f"started again mends the tokenizer that it has made itself."
+            )
+    return tokenizer_lib.load(path)
+
+
+def require_tokenizer(
+    config: config_lib.TrainConfig, tokenizer: tokenizer_lib.Tokenizer
+) -> None:
+    """Checks that ids mean what they meant to the weights of init_from.
+
+    Raises:
+      InputError: a tokenizer.json lies beside them, and is another.
+    """
+    if config.init_from is None:
+        return
+    source = find(config.init_from)
+    theirs, found = source.folder / "tokenizer.json", tokenizer_of(source)
+    if found is not None and found.digest != tokenizer.digest:
+        raise config_lib.InputError(
+            f"data.tokenizer={config.data.tokenizer!r} is not the tokenizer of "
+            f"init_from, {theirs}: its ids mean other texts. Set "
+            f"data.tokenizer={str(theirs)!r}; or prepare data.source with it."
+        )
+
+
+def overrides_of(
+    arguments: command_line.Arguments,
+) -> tuple[command_line.Override, ...]:
+    """The overrides of a command that takes its config from a checkpoint.
+
+    Raises:
+      InputError: there is a --config file.
+    """
+    if arguments.config is not None:
+        raise config_lib.InputError(
+            f"--config={arguments.config} is not used here: the config comes from the "
+            f"model's folder. Single fields can be set: --config.model.X=VALUE."
+        )
+    return arguments.overrides

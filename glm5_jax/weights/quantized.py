@@ -1,0 +1,185 @@
+"""FP8 checkpoints: codes of 8 bits (e4m3) and a float32 scale for 128x128 of them.
+
+    w = code * scale              rounded to float32, then to the dtype wanted
+    scale = max |w| / 448         of the block; 448 is the largest code
+    code = e4m3(w / scale)
+
+Blocks at the lower and right border may be smaller. `quantize` finds a scale back from
+weights that are such products in float32: export of an import has the same values, and
+the same bytes where its blocks use the code 448. docs/huggingface.md has the proof.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float
+
+from glm5_jax import config as config_lib
+from glm5_jax.weights import safetensors_file
+
+BLOCK = 128
+MAX_CODE = np.float32(448)
+SCALE_SUFFIX = "_scale_inv"  # after the name of a weight; "inverse", for it multiplies
+_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_VALUES = np.arange(256, dtype=np.uint8).view(_FP8).astype(np.float32)  # of each code
+_LARGEST_CODE = 126  # 127 is NaN
+_LEAST_SCALE = np.float32(2.0**-149)
+_SAMPLE = 4  # weights of a block in which a wrong scale shows
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """Codes and scales of a file, read as the float32 products."""
+
+    codes: safetensors_file.Tensor
+    scales: safetensors_file.Tensor
+    block: tuple[int, int] = (BLOCK, BLOCK)
+
+    @property
+    def dtype(self) -> str:
+        """Returns float32, as if it were stored so."""
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the weight's."""
+        return self.codes.shape
+
+    def __getitem__(self, window: tuple[slice, ...]) -> np.ndarray:
+        """Reads and multiplies a window, which may cut through blocks."""
+        (rows, columns), (height, width) = window, self.block
+        start, stop, _ = rows.indices(self.shape[0])
+        left, right, _ = columns.indices(self.shape[1])
+        scales = self.scales[
+            start // height : -(-stop // height), left // width : -(-right // width)
+        ]
+        across = scales[:, np.arange(left, right) // width - left // width]
+        out = _VALUES[self.codes[rows, columns].view(np.uint8)]
+        for i, scale in enumerate(across):
+            top = (start // height + i) * height
+            out[max(top - start, 0) : top + height - start] *= scale
+        return out
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> list[int]:
+    """Returns how many blocks a weight has in each dim."""
+    return [-(-n // b) for n, b in zip(shape, block, strict=True)]
+
+
+def block_size(config: Any) -> tuple[int, int] | None:
+    """Height and width of a block, from config.json's quantization_config.
+
+    Raises:
+      InputError: the weights are quantized in another way.
+    """
+    if config is None:
+        return None
+    block = config.get("weight_block_size") if isinstance(config, dict) else None
+    known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    is_pair = isinstance(block, list) and [type(b) for b in block] == [int, int]
+    if (
+        not is_pair
+        or min(block) < 1
+        or any(config.get(name, value) != value for name, value in known.items())
+        or "quant_method" not in config
+    ):
+        raise config_lib.InputError(
+            f"quantization_config must have {known} and a weight_block_size such as "
+            f"[{BLOCK}, {BLOCK}], got {config!r:.300}; take the BF16 release."
+        )
+    return tuple(block)
+
+
+def quantization_config(kept: list[str]) -> dict[str, Any]:
+    """The section of config.json that says so; `kept` modules are not quantized."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": kept,
+    }
+
+
+class Quantized(NamedTuple):
+    """Codes [m, n] and the scales of their blocks."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+
+
+def quantize(
+    weights: Float[np.ndarray, "m n"], block: tuple[int, int] = (BLOCK, BLOCK)
+) -> Quantized:
+    """Codes and scales of a float32 matrix.
+
+    The scale is max |w| / 448, unless the weights of the block are the float32 products
+    of codes and some other scale: then they came from there, and lose nothing.
+    """
+    height, width = scale_shape(weights.shape, block)
+    padded = np.zeros((height * block[0], width * block[1]), np.float32)
+    padded[: weights.shape[0], : weights.shape[1]] = weights
+    blocks = padded.reshape(height, block[0], width, block[1]).swapaxes(1, 2)
+    codes = np.empty(blocks.shape, _FP8)
+    scales = np.empty((height, width), np.float32)
+    for row in range(height):  # bounds what is in memory
+        codes[row], scales[row] = _quantize_blocks(blocks[row])
+    whole = codes.swapaxes(1, 2).reshape(padded.shape)
+    return Quantized(whole[: weights.shape[0], : weights.shape[1]], scales)
+
+
+def _quantize_blocks(blocks: np.ndarray) -> Quantized:
+    """Quantizes blocks [n, height, width]."""
+    largest = np.abs(blocks).max(axis=(1, 2))
+    scales = np.maximum(largest / MAX_CODE, _LEAST_SCALE)
+    scales[largest == 0] = 1
+    codes = _codes(blocks, scales)
+    left = np.flatnonzero(~_are_products(blocks, codes, scales))
+    candidates = _possible_scales(largest[left])
+    samples = blocks[left, 0, :_SAMPLE][:, None]
+    fits = _are_products(samples, _codes(samples, candidates), candidates)
+    for i, n in enumerate(left):
+        here = slice(n, n + 1)
+        for scale in candidates[i, fits[i], None]:
+            tried = _codes(blocks[here], scale)
+            if _are_products(blocks[here], tried, scale).all():
+                codes[here], scales[here] = tried, scale
+                break
+    return Quantized(codes, scales)
+
+
+def _possible_scales(largest: np.ndarray) -> np.ndarray:
+    """Scales [n, 378] that can have made a block whose largest weight is this.
+
+    The product was rounded to float32, and so is the quotient: the scale is the
+    quotient or one of its neighbours. Large codes come first: a scale is chosen so
+    that they are used.
+    """
+    with np.errstate(over="ignore"):
+        quotients = largest[:, None] / _VALUES[_LARGEST_CODE:0:-1]
+    above = np.nextafter(quotients, np.float32(np.inf))
+    below = np.nextafter(quotients, np.float32(0))
+    candidates = np.stack([quotients, above, below], axis=-1)
+    candidates = candidates.reshape(len(largest), 3 * _LARGEST_CODE)
+    return np.clip(candidates, _LEAST_SCALE, np.finfo(np.float32).max)
+
+
+def _codes(weights: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Nearest codes; weights may have one dim more, or two."""
+    with np.errstate(over="ignore"):  # of a scale that is too small: NaN
+        return (weights / _beside(scales, weights)).astype(_FP8)
+
+
+def _are_products(
+    weights: np.ndarray, codes: np.ndarray, scales: np.ndarray
+) -> np.ndarray:
+    """Returns whether codes and scale give exactly the weights, for each scale."""
+    with np.errstate(over="ignore"):
+        products = _VALUES[codes.view(np.uint8)] * _beside(scales, weights)
+    return (products == weights).all(axis=tuple(range(np.ndim(scales), weights.ndim)))
+
+
+def _beside(scales: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    return np.reshape(scales, np.shape(scales) + (1,) * (weights.ndim - scales.ndim))

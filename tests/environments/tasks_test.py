@@ -1,0 +1,149 @@
+"""Tasks: the first of each, what is right in general, and no leak between splits."""
+
+import math
+
+from absl.testing import parameterized
+
+from glm5_jax import config
+from glm5_jax.environments import expressions, tasks
+from tests import environment
+
+# The first problems of ("train", seed 0): a change makes old runs incomparable.
+GOLDEN = {
+    "reverse": ["reverse kvhlpy -> yplhvk", "reverse dqx -> xqd"],
+    "sort": ["sort ewdz -> dewz", "sort urm -> mru"],
+    "arithmetic": ["9+25 -> 34", "80+22 -> 102"],
+    "chain_sum": ["3-97 -> -94", "80+8+8 -> 96"],
+    "gcd": ["gcd 58 87 -> 29", "gcd 48 64 -> 16"],
+    "reverse_dense": ["reverse kvhlpy -> yplhvk", "reverse dqx -> xqd"],
+    "countdown": ["make 81 of 1 9 8 -> (1+8)*9", "make 91 of 7 6 7 -> (6+7)*7"],
+    "calculator": ["71*54 -> 3834", "539*990 -> 533610"],
+    "calculator_untold": ["71*54 -> 3834", "539*990 -> 533610"],
+    "calculator_without_tool": ["71*54 -> 3834", "539*990 -> 533610"],
+}
+EACH = tuple((name, name) for name in tasks.names())
+
+
+def prompt(problem):
+    return problem.messages[-1]["content"]
+
+
+def problems(name, split, count, seed=0):
+    return [tasks.problem(name, split, seed, i) for i in range(count)]
+
+
+class TasksTest(parameterized.TestCase):
+    @parameterized.named_parameters(*EACH)
+    def test_golden(self, name):
+        found = [f"{prompt(p)} -> {p.answer}" for p in problems(name, "train", 2)]
+        self.assertEqual(found, GOLDEN[name])
+
+    @parameterized.named_parameters(*EACH)
+    def test_answers_are_right(self, name):
+        for problem in problems(name, "train", 300):
+            text, answer = prompt(problem), problem.answer
+            kind, _, rest = text.partition(" ")
+            if name in ("reverse", "reverse_dense"):
+                self.assertEqual(rest, "".join(reversed(answer)))
+            elif name == "sort":
+                self.assertEqual((kind, "".join(sorted(rest))), ("sort", answer))
+            elif name == "gcd":
+                self.assertEqual(math.gcd(*map(int, rest.split())), int(answer))
+            elif name == "countdown":
+                target, _, *numbers = rest.split()
+                self.assertEqual(expressions.evaluate(answer), int(target))
+                self.assertEqual(
+                    expressions.integers(answer), sorted(map(int, numbers))
+                )
+            else:
+                self.assertEqual(expressions.evaluate(text), int(answer))
+
+    @parameterized.named_parameters(*EACH)
+    def test_a_demonstration_goes_from_the_prompt_to_the_answer(self, name):
+        for problem in problems(name, "held_out", 20):
+            turns = problem.demonstration
+            self.assertEqual(turns[:1], problem.messages)
+            self.assertEqual(turns[-1]["role"], "assistant")
+            self.assertEqual(turns[-1]["content"], problem.answer)
+            tools = (tasks.CALC_TOOL,) if name == "calculator" else ()
+            self.assertEqual(problem.tools, tools)
+            if name not in ("calculator", "calculator_untold"):
+                self.assertLen(turns, 2)
+                continue
+            call = turns[1]["tool_calls"][0]["function"]
+            self.assertEqual(call["name"], tasks.CALC_TOOL["function"]["name"])
+            expression = call["arguments"]["expression"]
+            self.assertEqual(turns[2]["content"], str(expressions.evaluate(expression)))
+
+    @parameterized.named_parameters(*EACH)
+    def test_a_problem_is_a_function_of_its_place(self, name):
+        forwards = problems(name, "train", 30, seed=3)
+        backwards = [tasks.problem(name, "train", 3, i) for i in reversed(range(30))]
+        self.assertEqual(forwards, backwards[::-1])
+        self.assertNotEqual(forwards, problems(name, "train", 30, seed=4))
+        self.assertLen({p.id for p in forwards}, 30)
+
+    @parameterized.named_parameters(
+        *EACH,
+        ("reverse_of_three", "reverse:3"),
+        ("small_gcd", "gcd:1"),
+        ("small_sums", "arithmetic:1"),
+        ("small_products", "calculator:2"),
+    )
+    def test_splits_are_disjoint(self, name):
+        train = [p for seed in (0, 1) for p in problems(name, "train", 2000, seed)]
+        held_out = problems(name, "held_out", 2000, seed=0)
+        asked = [{prompt(p) for p in part} for part in (train, held_out)]
+        self.assertEmpty(asked[0] & asked[1])
+        self.assertGreater(len(asked[1]), 5)
+
+    def test_splits_do_not_depend_on_the_size(self):
+        short = {prompt(p) for p in problems("reverse:2", "held_out", 500)}
+        mixed = {prompt(p) for p in problems("reverse:2-3", "train", 5000)}
+        self.assertEmpty(short & mixed)
+        self.assertTrue(any(len(text) == len("reverse ab") for text in mixed))
+
+    @parameterized.named_parameters(
+        ("reverse", "reverse:2", lambda text: "reverse " + text[:7:-1]),
+        ("sort", "sort:2", lambda text: "sort " + text[:4:-1]),
+        ("product", "calculator:2", lambda text: "*".join(text.split("*")[::-1])),
+        ("sum", "arithmetic:1", lambda text: "+".join(text.split("+")[::-1])),
+        (
+            "gcd",
+            "gcd:1",
+            lambda text: "gcd " + " ".join(text.split()[:0:-1]),
+        ),
+    )
+    def test_the_mirror_image_is_in_the_same_split(self, name, mirrored):
+        train = {prompt(p) for p in problems(name, "train", 5000)}
+        held_out = {prompt(p) for p in problems(name, "held_out", 1000)}
+        self.assertEmpty(train & {mirrored(text) for text in held_out})
+
+    def test_sizes(self):
+        lengths = {len(p.answer) for p in problems("reverse:4-5", "train", 100)}
+        self.assertEqual(lengths, {4, 5})
+        self.assertEqual(tasks.parse("reverse:7"), ("reverse", 7, 7))
+        self.assertEqual(tasks.parse("reverse"), tasks.parse("reverse:3-6"))
+        counts = {prompt(p).count(" ") for p in problems("countdown:5", "train", 20)}
+        self.assertEqual(counts, {7})
+
+    @parameterized.parameters(
+        ("revers", "Did you mean 'reverse'"),
+        ("knitting", "Choose one of reverse, reverse_dense, sort"),
+        ("reverse:6-3", "within 1-256, got '6-3'; e.g. 'reverse:3-6'"),
+        ("reverse:0-3", "got '0-3'"),
+        ("countdown:3-99", "within 2-6"),
+        ("reverse:three", "must be letters"),
+        ("reverse:3-6-9", "got '3-6-9'"),
+    )
+    def test_bad_names(self, name, message):
+        with self.assertRaisesRegex(config.InputError, message):
+            tasks.problem(name, "train", 0, 0)
+
+    def test_bad_split(self):
+        with self.assertRaisesRegex(config.InputError, "split must be one of"):
+            tasks.problem("reverse", "test", 0, 0)
+
+
+if __name__ == "__main__":
+    environment.main()

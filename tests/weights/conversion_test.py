@@ -1,0 +1,359 @@
+"""Whole models from one kind of folder to the other, in windows."""
+
+import json
+import pathlib
+import resource
+import subprocess
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from absl.testing import parameterized
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import leaves as leaves_lib
+from glm5_jax.checkpoint import manager, step_windows, stored
+from glm5_jax.data import tokenizer
+from glm5_jax.model import transformer
+from glm5_jax.weights import (
+    companions,
+    conversion,
+    huggingface,
+    huggingface_export,
+    loading,
+)
+from tests import environment
+from tests.model import tiny
+from tests.weights import fp8_folder
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "glm5"
+# Several blocks of 128, ragged, in both dims of most matrices.
+WIDE = tiny.model(
+    hidden_size=160,
+    intermediate_size=200,
+    q_lora_rank=140,
+    num_hidden_layers=2,
+    n_routed_experts=4,
+)
+
+# CPU time a tensor for 4.2 times the tensors: what is quadratic would take 4 times.
+FLAT = 2.0
+SMALL_FILE = 2**14  # bytes, below those of most matrices
+SMALL_WINDOW = 2**15  # bytes: most matrices are cut, and also between heads
+
+
+class ConversionCase(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path)
+
+    def write(self, name, config=WIDE, dtype=None, **kwargs):
+        """A Hugging Face folder of random weights."""
+        folder = self.folder / name
+        params = tiny.params(config)
+        huggingface_export.save_params(params, config, folder, dtype, **kwargs)
+        return folder
+
+    def assert_same_bytes(self, one, other):
+        before, after = map(fp8_folder.stored_tensors, (one, other))
+        self.assertEqual(set(before), set(after))
+        for name, value in before.items():
+            self.assertEqual(value.dtype, after[name].dtype, name)
+            self.assertEqual(value.tobytes(), after[name].tobytes(), name)
+
+
+class WindowsTest(ConversionCase):
+    """With small windows every way through the code is taken."""
+
+    def setUp(self):
+        super().setUp()
+        for module, name in (
+            (leaves_lib, "WINDOW_BYTES"),
+            (step_windows, "_CHUNK_BYTES"),
+            (stored, "_CHUNK_BYTES"),
+        ):
+            self.enter_context(mock.patch.object(module, name, SMALL_WINDOW))
+
+    @parameterized.parameters("bfloat16", "float32", "fp8")
+    def test_there_and_back_is_the_same_bytes(self, dtype):
+        kind = "float32" if dtype == "fp8" else dtype
+        source = self.write("source", dtype=dtype, max_shard_bytes=200_000)
+        self.assertGreater(len(list(source.glob("*.safetensors"))), 2)
+        run, back = self.folder / "run", self.folder / "back"
+        conversion.convert(source, run, dtype="float32" if dtype == "fp8" else None)
+        conversion.convert(run, back, dtype=dtype)
+        self.assert_same_bytes(source, back)
+        self.assertEqual(loading.load_model(run)[0].param_dtype, kind)
+
+    def test_orbax_restores_what_was_written_in_windows(self):
+        """Against the arrays: by our manager, and on several devices."""
+        params = tiny.params(WIDE)
+        params["layers_1"]["block_0"]["mlp"]["e_score_correction_bias"] *= 0
+        source, run = self.folder / "source", self.folder / "run"
+        huggingface_export.save_params(params, WIDE, source)
+        conversion.convert(source, run)
+        abstract = transformer.abstract_params(WIDE)
+        jax.tree.map(
+            np.testing.assert_array_equal, manager.restore_params(run, abstract), params
+        )
+        mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None))
+        sharded = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            abstract,
+        )
+        jax.tree.map(
+            np.testing.assert_array_equal, manager.restore_params(run, sharded), params
+        )
+
+    def test_a_flipped_bit_of_a_run_is_noticed(self):
+        source, run = self.write("source"), self.folder / "run"
+        conversion.convert(source, run)
+        file = max(run.rglob("params.lm_head/*"), key=lambda path: path.stat().st_size)
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        with self.assertRaisesRegex(config_lib.DamagedError, "lm_head.*other content"):
+            conversion.convert(run, self.folder / "back")
+        self.assertFalse((self.folder / "back").exists())
+
+    @parameterized.parameters(1, 8)
+    def test_a_step_that_training_wrote(self, num_devices):
+        """OCDBT, a chunk for each shard, and more state than parameters."""
+        mesh = jax.make_mesh(
+            (num_devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
+        )
+
+        def put(leaf):
+            axes = [i for i, n in enumerate(leaf.shape) if n % num_devices == 0]
+            spec = ["x" if axes and i == axes[-1] else None for i in range(leaf.ndim)]
+            spec = jax.sharding.PartitionSpec(*spec)
+            return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
+
+        params = jax.tree.map(put, tiny.params(WIDE))
+        run = self.folder / "run"
+        checkpoints = manager.CheckpointManager(run, keep=2)
+        checkpoints.save(7, {"params": params, "step": jnp.int32(7)}, {})
+        checkpoints.close()
+        settings = {"model": command_line.to_json_dict(WIDE)}
+        (run / "config.json").write_text(json.dumps(settings))
+        self.assertEqual(conversion.convert(run, self.folder / "out"), "hf")
+        self.assert_same_bytes(self.write("expected"), self.folder / "out")
+
+    def test_fp8_to_bfloat16_and_to_fp8(self):
+        source = self.write("source", dtype="fp8")
+        copy, run = self.folder / "copy", self.folder / "run"
+        conversion.convert(source, copy, "hf")
+        self.assert_same_bytes(source, copy)
+        conversion.convert(source, run)
+        config, params, _ = loading.load_model(run)
+        self.assertEqual(config.param_dtype, "bfloat16")
+        expected = self.folder / "expected"
+        fp8_folder.write_products(source, expected, "bfloat16")
+        jax.tree.map(
+            np.testing.assert_array_equal, params, loading.load_model(expected)[1]
+        )
+        # As the folder itself does when it is used directly.
+        jax.tree.map(
+            np.testing.assert_array_equal, params, loading.load_model(source)[1]
+        )
+
+
+class FolderTest(ConversionCase):
+    """What goes along with the weights, and what must not remain."""
+
+    def test_text_files_and_keys_of_others_survive(self):
+        source = self.write("source")
+        texts = {name: f'"{name}"' for name in companions.TEXT_FILES}
+        del texts["tokenizer.json"]  # must be one
+        for name, text in texts.items():
+            (source / name).write_text(text)
+        settings = json.loads((source / "config.json").read_text())
+        others = {"ep_size": 1, "pretraining_tp": 1, "a_new_key": {"b": [None]}}
+        old = {"torch_dtype": "float16", "rope_scaling": None}
+        (source / "config.json").write_text(json.dumps(settings | others | old))
+        run, back = self.folder / "run", self.folder / "back"
+        conversion.convert(source, run, dtype="bfloat16")
+        conversion.convert(run, back)
+        for name, text in texts.items():
+            self.assertEqual((back / name).read_text(), text)
+        found = json.loads((back / "config.json").read_text())
+        self.assertEqual(found, settings | others | {"dtype": "bfloat16"})
+
+    def test_a_tokenizer_that_is_another_is_not_exported(self):
+        source, run = self.write("source"), self.folder / "run"
+        names = ("<|endoftext|>", "[MASK]")
+        one, other = map(tokenizer.byte_tokenizer, (names, names[::-1]))
+        with mock.patch.object(tokenizer, "check_vocab"):  # it has more ids
+            one.save(source / "tokenizer.json")
+            conversion.convert(source, run)
+            other.save(run / "tokenizer.json")
+            with self.assertRaisesRegex(config_lib.DamagedError, "trained with"):
+                conversion.convert(run, self.folder / "back")
+
+    def test_mtp_layer_both_ways(self):
+        prefix = f"model.layers.{WIDE.num_hidden_layers}."
+        source = self.write("source")
+        names = fp8_folder.stored_tensors(source)
+        self.assertIn(f"{prefix}mlp.experts.3.down_proj.weight", names)
+        self.assertIn(f"{prefix}self_attn.indexer.wk.weight", names)
+        conversion.convert(source, self.folder / "run")
+        conversion.convert(self.folder / "run", self.folder / "back")
+        self.assert_same_bytes(source, self.folder / "back")
+
+    @parameterized.parameters("hf", "orbax")
+    def test_a_nan_leaves_no_folder(self, to):
+        source = self.write("source")
+        tensors = fp8_folder.stored_tensors(source)
+        name = "model.layers.1.mlp.experts.3.up_proj.weight"
+        tensors[name] = tensors[name] * np.nan
+        safetensors.numpy.save_file(tensors, source / huggingface.SINGLE_FILE)
+        with self.assertRaisesRegex(config_lib.InputError, "NaN"):
+            conversion.convert(source, self.folder / "out", to)
+        self.assertEqual([path.name for path in self.folder.iterdir()], ["source"])
+
+    @parameterized.parameters("hf", "orbax")
+    def test_a_full_disk_is_noticed_before(self, to):
+        source = self.write("source")
+        usage = mock.Mock(free=1000)
+        patch = mock.patch("shutil.disk_usage", return_value=usage)
+        with patch, self.assertRaisesRegex(config_lib.InputError, "1,000 bytes free"):
+            conversion.convert(source, self.folder / "out", to)
+        self.assertEqual([path.name for path in self.folder.iterdir()], ["source"])
+
+    @parameterized.parameters("hf", "orbax")
+    def test_a_disk_that_fills_while_it_is_written_leaves_no_folder(self, to):
+        source = self.write("source")
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, before[1]))
+        try:
+            with self.assertRaisesRegex(Exception, "(?i)file too large|EFBIG"):
+                conversion.convert(source, self.folder / "out", to)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        self.assertEqual([path.name for path in self.folder.iterdir()], ["source"])
+
+    def test_a_target_that_cannot_be_written(self):
+        with self.assertRaisesRegex(config_lib.InputError, "choose another target"):
+            conversion.convert(GOLDEN, "/proc/model")  # nor may root
+
+    @parameterized.parameters("gs://bucket/model", pathlib.Path("s3://bucket/model"))
+    def test_object_stores_are_refused_and_not_taken_for_folders(self, url):
+        message = "no path of a file system"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            conversion.convert(GOLDEN, url)
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            conversion.convert(url, self.folder / "out")
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            manager.CheckpointManager(url, keep=2)
+
+    def test_wrong_dtype_and_shapes(self):
+        source, out = self.write("source"), self.folder / "out"
+        with self.assertRaisesRegex(config_lib.InputError, "--dtype=fp8"):
+            conversion.convert(source, out, dtype="fp8")
+        with self.assertRaisesRegex(config_lib.InputError, "must be hf or orbax"):
+            conversion.convert(source, out, "onnx")
+        conversion.convert(source, out)
+        for override, words in {
+            ("model.vocab_size", "96"): r"embed_tokens: \(80, 160\) there, \(96, 160\)",
+            ("model.num_nextn_predict_layers", "0"): "mtp.*present there, absent here",
+        }.items():
+            with self.assertRaisesRegex(config_lib.InputError, words):
+                conversion.convert(out, self.folder / "x", overrides=[override])
+
+
+class ProcessTest(parameterized.TestCase):
+    """The command, and its memory in a process of its own."""
+
+    def run_python(self, *arguments, timeout=300):
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def test_wrong_input_exits_with_2(self):
+        target = pathlib.Path(self.create_tempdir().full_path) / "run"
+        paths = (f"--source={GOLDEN}", f"--target={target}")
+        done = self.run_python("-m", "glm5_jax.convert", *paths, "--dtype=fp8")
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn("got --dtype=fp8", done.stderr)
+        self.assertFalse(target.exists())
+
+    def test_kill_9_leaves_nothing_that_the_next_does_not_remove(self):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        script = (
+            "import shutil, sys, time\n"
+            "from glm5_jax.inference import conversion\n"
+            "def held(*args): print('here', flush=True), time.sleep(600)\n"
+            "shutil.copyfile = held  # when the weights are written\n"
+            "conversion.convert(*sys.argv[1:])\n"
+        )
+        command = [sys.executable, "-c", script, str(GOLDEN), str(folder / "run")]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
+            try:
+                self.assertEqual(child.stdout.readline(), b"here\n")
+                with self.assertRaisesRegex(config_lib.InputError, "another process"):
+                    conversion.convert(GOLDEN, folder / "run")
+            finally:
+                child.kill()
+        (left,) = folder.iterdir()
+        self.assertStartsWith(left.name, "run.partial-")
+        self.assertTrue((left / "checkpoints" / "0").exists())
+        conversion.convert(GOLDEN, folder / "run")
+        self.assertEqual([path.name for path in folder.iterdir()], ["run"])
+        loading.load_model(folder / "run")
+
+    def stream(self, layers, *flags):
+        """Rows of the benchmark for a model with GLM-5's names, by what was done."""
+        folder = self.create_tempdir().full_path
+        done = self.run_python(
+            "benchmarks/convert_stream.py",
+            f"--folder={folder}",
+            f"--layers={layers}",
+            *flags,
+            timeout=3600,
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        sys.stderr.write(f"\n{done.stdout}")
+        rows = {}
+        for row in map(json.loads, done.stdout.splitlines()):
+            if "peak_bytes" in row:
+                self.assertLess(row["peak_bytes"], row["allowed_bytes"], row)
+                rows.setdefault(row["step"], []).append(row)
+        return rows
+
+    def test_synthetic_checkpoint_there_and_back(self):
+        """Three dense layers, a sparse one and the MTP layer, 256 experts each."""
+        rows = self.stream(4)
+        self.assertEqual([*rows], ["import", "export"])
+        self.assertEqual(rows["import"][0]["tensors"], 1632)
+
+    @pytest.mark.slow
+    def test_memory_and_time_a_tensor_do_not_grow_with_the_model(self):
+        """78 + 1 layers against 20 + 1; the larger is 3.6 times the allowed memory."""
+        for few, many in self.stream("20,78").values():
+            self.assertEqual((few["tensors"], many["tensors"]), (14_224, 59_870))
+            self.assertGreater(many["total_bytes"], 3.5 * many["allowed_bytes"])
+            name = "cpu_microseconds_per_tensor"
+            self.assertLess(many[name], FLAT * few[name])
+
+    @pytest.mark.slow
+    def test_a_step_that_training_wrote_is_exported_in_as_little_memory(self):
+        """Its experts of one kind are 0.9 GB on one device; two would be too much."""
+        rows = self.stream(39, "--trained=1,8")
+        for count in (1, 8):
+            (row,) = rows[f"export of training on {count}"]
+            self.assertGreater(row["total_bytes"], 1.7 * row["allowed_bytes"])
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,485 @@
+"""Models found by path, and the commands that read and rewrite them."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import safetensors.numpy
+from absl.testing import absltest, parameterized
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import manager
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import template as chat
+from glm5_jax.inference import commands
+from glm5_jax.model import transformer
+from glm5_jax.weights import conversion, loading
+from tests import environment
+from tests.model import tiny
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "glm5"
+IN_FLOAT32 = (("model.dtype", "float32"),)
+LOGITS_ATOL = 2e-5  # float32 against transformers' float32, as in tests/checkpoint
+BYTES = tokenizer_lib.byte_tokenizer()
+SAMPLING = {"ignore_eos", "max_new_tokens", "temperature", "top_p", "seed"}
+
+TINY = tiny.model(
+    vocab_size=260,
+    num_hidden_layers=2,
+    num_nextn_predict_layers=0,
+    max_position_embeddings=64,
+    eos_token_id=(256,),
+    pad_token_id=256,
+)
+RUN = config_lib.TrainConfig(
+    model=TINY, data=config_lib.DataConfig(sequence_length=24, tokenizer="byte")
+)
+
+
+class FolderTest(parameterized.TestCase):
+    """Makes run folders."""
+
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path)
+        self.params = tiny.params(TINY)
+
+    def make_run(self, name="run", steps=(3,), tokenizer=BYTES):
+        run = self.folder / name
+        run.mkdir()
+        settings = command_line.to_json_dict(RUN)
+        (run / "config.json").write_text(json.dumps(settings))
+        if tokenizer:
+            tokenizer.save(run / "tokenizer.json")
+        if steps:
+            checkpoints = manager.CheckpointManager(run, keep=9)
+            for step in steps:
+                params = jax.tree.map(lambda x, step=step: x + step, self.params)
+                checkpoints.save(step, {"params": params, "opt_state": {}}, {})
+            checkpoints.close()
+        return run
+
+    def save_ids(self, ids, name="ids.npy"):
+        path = self.folder / name
+        np.save(path, ids)
+        return str(path)
+
+    def assert_trees_equal(self, a, b):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+class LoadTest(FolderTest):
+    def test_run_folder_is_its_newest_step_and_a_step_folder_itself(self):
+        run = self.make_run(steps=(3, 5))
+        config, params, tokenizer = loading.load_model(run)
+        self.assertEqual(config, TINY)
+        self.assertEqual(tokenizer.digest, BYTES.digest)
+        self.assert_trees_equal(params, jax.tree.map(lambda x: x + 5, self.params))
+        config, params, tokenizer = loading.load_model(f"{run}/checkpoints/3/")
+        self.assertEqual(config, TINY)
+        self.assertIsNotNone(tokenizer)
+        self.assert_trees_equal(params, jax.tree.map(lambda x: x + 3, self.params))
+
+    def test_huggingface_folder(self):
+        config, params, tokenizer = loading.load_model(GOLDEN)
+        self.assertEqual((config.dtype, config.param_dtype), ("bfloat16", "bfloat16"))
+        self.assertEqual(params["embed_tokens"].dtype, "bfloat16")
+        self.assertIsNone(tokenizer)
+
+    def test_overrides_reach_the_config(self):
+        run = self.make_run()
+        overrides = [("model.index_topk", "4"), ("model.attention", "dense")]
+        config, _, _ = loading.load_model(run, overrides)
+        self.assertEqual((config.index_topk, config.attention), (4, "dense"))
+
+    @parameterized.named_parameters(
+        ("other_section", "seed", "1", "--config.seed has no effect here"),
+        ("typo", "model.index_topl", "4", "Did you mean model.index_topk"),
+        ("rule", "model.index_topk", "0", "index_topk must be at least 1"),
+        ("shape", "model.hidden_size", "64", r"embed_tokens: \(260, 32\) there"),
+        ("depth", "model.num_hidden_layers", "3", "absent|there"),
+    )
+    def test_bad_override(self, path, value, message):
+        run = self.make_run()
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loading.load_model(run, [(path, value)])
+
+    def test_shape_of_huggingface_tensors(self):
+        with self.assertRaisesRegex(config_lib.InputError, "embed_tokens.weight .* in"):
+            loading.load_model(GOLDEN, [("model.vocab_size", "96")])
+
+    def test_shapes_are_checked_without_reading(self):
+        run, other = self.make_run(), dataclasses.replace(TINY, hidden_size=64)
+        for folder in (run, run / "checkpoints" / "3"):
+            loading.require_params(folder, TINY)
+            message = r"embed_tokens: \(260, 32\) there, \(260, 64\) here"
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                loading.require_params(folder, other)
+        config = loading.read_config(loading.find(GOLDEN))
+        loading.require_params(GOLDEN, config)
+        with self.assertRaisesRegex(config_lib.InputError, "embed_tokens.weight .* in"):
+            loading.require_params(GOLDEN, dataclasses.replace(config, vocab_size=96))
+
+    def train_config(self, init_from, changes=(), **model):
+        return dataclasses.replace(
+            RUN,
+            model=dataclasses.replace(TINY, **model),
+            init_from=str(init_from),
+            init_from_changes=changes,
+        )
+
+    def test_training_starts_in_the_model_that_the_weights_are_of(self):
+        run = self.make_run()
+        loading.require_same_mathematics(self.train_config(run))
+        loading.require_same_mathematics(
+            self.train_config(run, index_topk=5, attention="dense")
+        )
+        others = {"rope_theta": 5e4, "num_experts_per_tok": 1}
+        for changes in ((), ("rope_theta",)):
+            config = self.train_config(run, changes, **others)
+            with self.assertRaises(config_lib.InputError) as caught:
+                loading.require_same_mathematics(config)
+            message = str(caught.exception)
+            self.assertIn("num_experts_per_tok: 2 there, 1 here", message)
+            self.assertEqual("rope_theta: 10000.0" in message, not changes, message)
+        loading.require_same_mathematics(
+            self.train_config(run, tuple(others), **others)
+        )
+        config = self.train_config("/nonexistent")
+        with self.assertRaisesRegex(config_lib.InputError, "no folder /nonexistent"):
+            loading.require_same_mathematics(config)
+        with self.assertRaisesRegex(config_lib.InputError, "rope_thetta"):
+            self.train_config(run, ("rope_thetta",))
+
+    def test_every_field_of_a_model_is_compared_where_it_matters(self):
+        """Other fields change shapes, which are compared, or no logits."""
+        neutral = {
+            *("attention", "dtype", "param_dtype", "remat_policy", "batch_invariant"),
+            *("expert_transport", "expert_chunks", "eos_token_id", "pad_token_id"),
+            *("mtp_num_steps", "index_share_for_mtp_iteration", "initializer_range"),
+            "max_position_embeddings",
+        }
+        changes = {"index_topk_pattern": "FS", "index_topk_freq": 2} | {
+            "index_skip_topk_offset": 2
+        }
+        model = tiny.model(num_hidden_layers=2, index_skip_topk_offset=1)
+        for field in dataclasses.fields(model):
+            if field.name in neutral or field.name in loading.MATHEMATICS:
+                continue
+            base = model
+            if field.name == "index_skip_topk_offset":
+                base = dataclasses.replace(model, index_topk_freq=2)
+            value = getattr(base, field.name)
+            value = changes.get(field.name, 0 if value == 1 else value)
+            if value == getattr(base, field.name):
+                value += 2
+            other = dataclasses.replace(base, **{field.name: value})
+            shapes = [
+                jax.tree.map(lambda x: x.shape, transformer.abstract_params(c))
+                for c in (base, other)
+            ]
+            self.assertNotEqual(*shapes, field.name)
+
+    def test_weights_that_are_no_numbers(self):
+        folder = self.folder / "nan"
+        shutil.copytree(GOLDEN, folder)
+        stored = safetensors.numpy.load_file(folder / "model.safetensors")
+        stored["lm_head.weight"][7, 3] = np.nan
+        safetensors.numpy.save_file(stored, folder / "model.safetensors")
+        config = loading.read_config(loading.find(folder))
+        with self.assertRaisesRegex(config_lib.InputError, "nan: lm_head holds a NaN"):
+            loading.load_model(folder)
+        with self.assertRaisesRegex(config_lib.InputError, "nan: lm_head holds a NaN"):
+            loading.load_params(folder, config, transformer.abstract_params(config))
+
+    def test_sampling_is_that_of_the_model(self):
+        folder = self.folder / "model"
+        shutil.copytree(GOLDEN, folder)
+        file = folder / "generation_config.json"
+        for text, want in {
+            '{"do_sample": true, "temperature": 0.7, "top_p": 0.95}': (0.7, 0.95),
+            '{"do_sample": false, "temperature": 0.7}': (0.0, 1.0),
+            '{"eos_token_id": 1}': (1.0, 1.0),
+        }.items():
+            file.write_text(text)
+            self.assertEqual(loading.sampling_defaults(folder), want)
+        for text in ("[", "[]", '{"top_p": "x"}', '{"temperature": [1]}'):
+            file.write_text(text)
+            with self.assertRaisesRegex(config_lib.InputError, "cannot be used"):
+                loading.sampling_defaults(folder)
+
+    def test_a_name_of_the_hub_says_how_to_download(self):
+        message = "hf download zai-org/GLM-5 --local-dir zai-org/GLM-5"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loading.find("zai-org/GLM-5")
+
+    def test_says_what_is_missing(self):
+        empty = self.folder / "empty"
+        empty.mkdir()
+        for path, message in {
+            self.folder / "nowhere": "There is no folder",
+            empty: "holds no model: .*config.json cannot be read",
+            self.make_run("young", steps=()): "no checkpoint",
+            self.make_run("whole") / "checkpoints": "holds no model",
+            self.folder / "whole" / "checkpoints" / "9": "There is no folder",
+        }.items():
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                loading.load_model(path)
+        (empty / "config.json").write_text("[1]")
+        with self.assertRaisesRegex(config_lib.InputError, "describes no model"):
+            loading.load_model(empty)
+
+    def test_tokenizer_with_more_ids_than_the_model(self):
+        run = self.make_run()
+        with self.assertRaisesRegex(config_lib.InputError, "the tokenizer's 257 ids"):
+            loading.load_model(run, [("model.vocab_size", "200")])
+
+    def test_a_config_file_is_refused(self):
+        arguments = command_line.Arguments(config="configs/quickstart.py")
+        with self.assertRaisesRegex(config_lib.InputError, "not used here"):
+            loading.overrides_of(arguments)
+
+    def test_parameters_for_a_config_that_is_known(self):
+        run = self.make_run()
+        abstract = transformer.abstract_params(TINY)
+        params = loading.load_params(run, TINY, abstract)
+        self.assert_trees_equal(params, jax.tree.map(lambda x: x + 3, self.params))
+
+    @parameterized.parameters("float32", "bfloat16")
+    def test_parameters_have_the_dtype_that_is_asked_for(self, dtype):
+        config, stored, _ = loading.load_model(GOLDEN)
+        config = dataclasses.replace(config, param_dtype=dtype)
+        abstract = transformer.abstract_params(config)
+        params = loading.load_params(GOLDEN, config, abstract)
+        jax.tree.map(lambda x, a: self.assertEqual(x.dtype, a.dtype), params, abstract)
+        wanted = jax.tree.map(lambda x, a: x.astype(a.dtype), stored, abstract)
+        self.assert_trees_equal(params, wanted)
+        bias = params["layers_1"]["block_0"]["mlp"]["e_score_correction_bias"]
+        self.assertEqual(bias.dtype, "float32")  # it decides between close experts
+        self.assertGreater(np.abs(bias - bias.astype("bfloat16")).max(), 0)
+
+
+class EvaluateTest(FolderTest):
+    def test_logits_equal_transformers(self):
+        with np.load(GOLDEN / "reference.npz") as reference:
+            ids, expected = reference["input_ids"], reference["logits"]
+        out = str(self.folder / "logits")  # the very name, without .npy
+        scores = commands.evaluate(
+            str(GOLDEN),
+            IN_FLOAT32,
+            tokens=self.save_ids(ids),
+            text=None,
+            logits_out=out,
+        )
+        logits = np.load(out)
+        self.assertEqual(logits.dtype, np.float32)
+        np.testing.assert_allclose(logits, expected, atol=LOGITS_ATOL)
+        logprobs = np.asarray(jax.nn.log_softmax(expected[:, :-1]))
+        targets = ids[:, 1:, None].astype(np.int64)
+        nll = -np.take_along_axis(logprobs, targets, axis=-1)
+        self.assertEqual(scores["num_tokens"], nll.size)
+        self.assertAlmostEqual(scores["nll"], nll.mean(), places=5)
+        self.assertNotIn("bits_per_byte", scores)
+
+    def test_text_is_scored_in_rows_as_in_training(self):
+        run = self.make_run()
+        text = "def f(x):\n    return 'ä' * x\n" * 2
+        path = self.folder / "text.py"
+        path.write_text(text, encoding="utf-8")
+        scores = commands.evaluate(
+            str(run), (), tokens=None, text=str(path), logits_out=None
+        )
+        data = text.encode()
+        self.assertEqual(scores["num_tokens"], len(data))  # <|endoftext|>, not byte 0
+        self.assertEqual(scores["num_bytes"], len(data) - 1)
+        config, params, _ = loading.load_model(run)
+        rows = np.zeros((-(-len(data) // 24), 24), np.int32)
+        rows.flat[: len(data)] = list(data)  # nobody looks at the padding
+        hidden = jax.jit(transformer.forward, static_argnums=1)(params, config, rows)
+        logits = transformer.logits(params, config, hidden.hidden)
+        logprobs = jax.nn.log_softmax(logits).reshape(rows.size, -1)
+        targets = np.array([*data[1:], BYTES.eos_id])
+        total = -logprobs[np.arange(len(data)), targets].sum()
+        expected = total / np.log(2) / (len(data) - 1)
+        self.assertAlmostEqual(scores["bits_per_byte"], expected, places=4)
+
+    @parameterized.named_parameters(
+        ("floats", np.ones((2, 3)), "must hold integers"),
+        ("cube", np.ones((2, 3, 4), int), r"int64\[2, 3, 4\]"),
+        ("unknown", np.array([[1, 300]]), r"Ids must lie in 0\.\.259"),
+        ("wrapped", np.array([[1, 99 + 2**32]]), "0..259 .* got 1..4294967395"),
+        ("negative", np.array([[1, 99 - 2**32]]), "got -4294967197..1"),
+        ("long", np.ones((1, 65), int), "Rows have 65 tokens"),
+        ("single", np.ones((3, 1), int), "at least two tokens"),
+    )
+    def test_bad_ids(self, ids, message):
+        run, path = str(self.make_run()), self.save_ids(ids)
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            commands.evaluate(run, (), tokens=path, text=None, logits_out=None)
+
+    def test_files_that_are_no_ids(self):
+        run, path = str(self.make_run()), self.folder / "ids.npy"
+        np.save(path, np.arange(4))
+        header = path.read_bytes()[:128]
+        short = b"(%d,)" % 10**13
+        huge = header.replace(b"(4,)", short).replace(b" " * (len(short) - 4), b"", 1)
+        for content in (b"", header, huge, b"\x93NUMPY", b"text"):
+            path.write_bytes(content)
+            with self.assertRaisesRegex(config_lib.InputError, "cannot be read from"):
+                commands.evaluate(run, (), tokens=str(path), text=None, logits_out=None)
+        with self.assertRaisesRegex(config_lib.InputError, "is a folder"):
+            commands.evaluate(run, (), tokens=None, text="x", logits_out=str(run))
+
+
+class GenerateTest(FolderTest):
+    def generate(self, checkpoint, overrides=(), **options):
+        tokens_out = options.pop("tokens_out", None)
+        settings = {"max_new_tokens": 16, "temperature": 0.0, "top_p": 1.0}
+        settings |= {k: options.pop(k) for k in SAMPLING & options.keys()}
+        prompt, sampling = commands.Prompt(**options), commands.Sampling(**settings)
+        return commands.generate(
+            str(checkpoint), overrides, prompt, sampling, tokens_out
+        )
+
+    def test_ids_continue_as_in_transformers(self):
+        with np.load(GOLDEN / "reference.npz") as reference:
+            ids, expected = reference["input_ids"], reference["greedy_ids"]
+        out = str(self.folder / "out.npy")
+        tokens = self.save_ids(ids)
+        texts = self.generate(
+            GOLDEN, IN_FLOAT32, tokens=tokens, tokens_out=out, ignore_eos=True
+        )
+        whole = np.concatenate([ids, expected], axis=1)
+        np.testing.assert_array_equal(np.load(out), whole)
+        self.assertEqual(texts, [" ".join(map(str, row)) for row in whole])
+
+    def test_text_continues(self):
+        run = self.make_run()
+        out = str(self.folder / "out.npy")
+        (text,) = self.generate(run, text="def ", tokens_out=out, ignore_eos=True)
+        self.assertStartsWith(text, "def ")
+        ids = np.load(out)
+        self.assertEqual(ids.shape, (4 + 16,))
+        self.assertEqual(BYTES.decode(ids), text)
+        # With every id an end of text, the first new token ends it.
+        stops = ("model.eos_token_id", str(tuple(range(260))))
+        self.generate(run, [stops], text="def ", tokens_out=out)
+        self.assertEqual(np.load(out).shape, (5,))
+
+    def test_a_prompt_may_be_what_a_user_says(self):
+        used = tokenizer_lib.named("byte_chat")
+        prompt = commands.Prompt(text="Is <|user|> 2?", chat="glm5.2")
+        ids, ends = commands.read_prompt(prompt, used, (5,))
+        template = chat.Template(used, "glm5.2")
+        said = [{"role": "user", "content": "Is <|user|> 2?"}]
+        rendered = template.render(said, add_generation_prompt=True)
+        self.assertEqual(ids, rendered.tokens)
+        self.assertEqual(ids.count(used.special_ids["<|user|>"]), 1)
+        self.assertEqual(ends, {5, *template.stop_ids})
+        with self.assertRaisesRegex(config_lib.InputError, r"lacks: .*<\|user\|>"):
+            commands.read_prompt(prompt, BYTES, ())
+
+    def test_a_prompt_may_spell_special_tokens(self):
+        used = tokenizer_lib.named("byte_chat")
+        text = "[gMASK]<sop><|user|>2 < 3|><|assistant|>"
+        for special, count in ((False, 0), (True, 4)):
+            prompt = commands.Prompt(text=text, special_tokens=special)
+            ids, _ = commands.read_prompt(prompt, used, ())
+            self.assertLen(set(used.special_ids.values()) & set(ids), count)
+            self.assertEqual(used.spell(ids), text)
+
+    def test_forms_of_a_prompt_exclude_each_other(self):
+        for options, message in (
+            ({"tokens": "x.npy", "chat": "glm5"}, "are about --prompt"),
+            ({"text": "a", "chat": "glm5", "special_tokens": True}, "leave --special"),
+        ):
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                commands.Prompt(**options)
+
+    def test_says_what_is_missing(self):
+        run = self.make_run(tokenizer=None)
+        cases = {
+            "has no tokenizer.json": {"text": "a"},
+            "either --prompt or --tokens, got neither": {},
+            "got --prompt and --tokens": {"text": "a", "tokens": "b"},
+            "cannot be read from nowhere.npy": {"tokens": "nowhere.npy"},
+            "a folder that does not exist": {"text": "a", "tokens_out": "no/x.npy"},
+        }
+        for message, options in cases.items():
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                self.generate(run, **options)
+
+
+class ConvertTest(FolderTest):
+    def test_huggingface_to_run_and_back_is_the_same_bytes(self):
+        source = self.folder / "source"
+        shutil.copytree(GOLDEN, source)
+        (source / "chat_template.jinja").write_text("{{ x }}")
+        run, back = self.folder / "run", self.folder / "back"
+        self.assertEqual(conversion.convert(source, run), "orbax")
+        self.assertEqual(conversion.convert(run, back), "hf")
+        tensors = [
+            safetensors.numpy.load_file(folder / "model.safetensors")
+            for folder in (GOLDEN, back)
+        ]
+        self.assertEqual(*[set(x) for x in tensors])
+        for name, value in tensors[0].items():
+            self.assertEqual(value.dtype, tensors[1][name].dtype, name)
+            np.testing.assert_array_equal(value, tensors[1][name], name)
+        self.assertEqual((back / "chat_template.jinja").read_text(), "{{ x }}")
+        configs = [loading.load_model(path)[0] for path in (GOLDEN, run, back)]
+        self.assertEqual(configs[0], configs[1])
+        self.assertEqual(configs[0], configs[2])
+
+    def test_a_step_of_a_run(self):
+        run, target = self.make_run(steps=(3, 5)), self.folder / "new"
+        conversion.convert(run / "checkpoints" / "3", target, "orbax")
+        self.assertTrue((target / "checkpoints" / "3").is_dir())
+        config, params, tokenizer = loading.load_model(target)
+        self.assertEqual(config, TINY)
+        self.assertIsNotNone(tokenizer)
+        self.assert_trees_equal(params, jax.tree.map(lambda x: x + 3, self.params))
+
+    def test_nothing_is_overwritten(self):
+        target = self.folder / "there"
+        target.mkdir()
+        with self.assertRaisesRegex(config_lib.InputError, "exists; choose another"):
+            conversion.convert(GOLDEN, target)
+
+
+class EntryPointTest(absltest.TestCase):
+    def run_module(self, name, *flags):
+        return subprocess.run(
+            [sys.executable, "-m", f"glm5_jax.{name}", *flags],
+            cwd=ROOT,
+            env=os.environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    def test_evaluate_prints_one_json_line(self):
+        folder = self.create_tempdir().full_path
+        ids = os.path.join(folder, "ids.npy")
+        np.save(ids, np.arange(1, 41))
+        done = self.run_module("evaluate", f"--checkpoint={GOLDEN}", f"--tokens={ids}")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(json.loads(done.stdout)["num_tokens"], 39)
+
+    def test_wrong_input_exits_with_2(self):
+        done = self.run_module("generate", "--checkpoint=nowhere", "--prompt=a")
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertStartsWith(done.stderr, "error: There is no folder")
+        self.assertEqual(done.stdout, "")
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,115 @@
+"""Folders that were not finished: whose they are, and who removes them."""
+
+import pathlib
+import subprocess
+import sys
+from unittest import mock
+
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax.weights import new_folder
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+WRITER = """
+import sys, time
+from glm5_jax.checkpoint import new_folder
+with new_folder.new_folder(sys.argv[1]) as partial:
+    (partial / "half").write_text("of it")
+    print(partial.name, flush=True)
+    time.sleep(600)
+"""
+
+
+class NewFolderTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.parent = pathlib.Path(self.create_tempdir().full_path)
+        self.folder = self.parent / "out"
+
+    def names(self):
+        return sorted(path.name for path in self.parent.iterdir())
+
+    def start_writer(self):
+        """A process that is half done, and its folder."""
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(self.folder)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.addCleanup(child.stdout.close)
+        self.addCleanup(child.wait)
+        self.addCleanup(child.kill)
+        return child, child.stdout.readline().strip()
+
+    def make(self):
+        with new_folder.new_folder(self.folder) as partial:
+            (partial / "whole").write_text("all of it")
+
+    def test_what_a_killed_process_left_goes_with_the_next(self):
+        killed = []
+        for _ in range(2):
+            child, partial = self.start_writer()
+            child.kill()
+            child.wait()
+            killed.append(partial)
+            self.assertEqual(self.names(), [partial])  # it removed the one before
+        with self.assertLogs(level="WARNING") as logs:
+            self.make()
+        self.assertIn(f"{killed[1]}, which a killed process", "".join(logs.output))
+        self.assertEqual(self.names(), ["out"])
+        files = [path.name for path in self.folder.iterdir()]
+        self.assertEqual(files, ["whole"])  # without the lock
+
+    def test_a_living_process_is_left_alone(self):
+        _, partial = self.start_writer()
+        with self.assertRaisesRegex(config_lib.InputError, f"writes .*{partial}"):
+            self.make()
+        self.assertEqual(self.names(), [partial])
+        self.assertTrue((self.parent / partial / "half").exists())
+
+    @parameterized.named_parameters(
+        ("of_another_folder", "out2.partial-abcdefgh", True, False),
+        ("somebodys_copy", "out.partial-copy", True, False),
+        ("without_a_lock", "out.partial-abcdefgh", False, True),
+    )
+    def test_what_may_be_of_others_stays(self, name, has_lock, is_named):
+        other = self.parent / name
+        other.mkdir()
+        if has_lock:
+            (other / new_folder._LOCK).touch()
+        if is_named:
+            with self.assertLogs(level="WARNING") as logs:
+                self.make()
+            self.assertIn(f"Delete {other} if nothing", "".join(logs.output))
+        else:
+            self.make()
+        self.assertEqual(self.names(), sorted([name, "out"]))
+
+    def test_where_nothing_can_be_locked_nothing_is_removed(self):
+        child, partial = self.start_writer()
+        child.kill()
+        child.wait()
+        refused = mock.patch("fcntl.flock", side_effect=OSError(37, "No locks"))
+        with refused, self.assertLogs(level="WARNING"):
+            self.make()
+        self.assertEqual(self.names(), ["out", partial])
+
+    def test_a_failure_leaves_nothing(self):
+        with (
+            self.assertRaises(ZeroDivisionError),
+            new_folder.new_folder(self.folder) as partial,
+        ):
+            (partial / "half").write_text(str(1 // 0))
+        self.assertEqual(self.names(), [])
+
+    def test_never_overwrites(self):
+        self.make()
+        with self.assertRaisesRegex(config_lib.InputError, "exists"):
+            self.make()
+
+
+if __name__ == "__main__":
+    environment.main()

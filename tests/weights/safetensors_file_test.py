@@ -1,0 +1,152 @@
+"""Files of the safetensors library, and damaged ones."""
+
+import json
+import os
+import pathlib
+import struct
+
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+from absl.testing import parameterized
+
+from glm5_jax.weights import safetensors_file
+from tests import environment
+from tests.weights import fp8_folder
+
+RNG = np.random.default_rng(0)
+ARRAYS = {
+    "matrix": RNG.normal(size=(37, 50)).astype(np.float32),
+    "half": RNG.normal(size=(7, 3)).astype(ml_dtypes.bfloat16),
+    "codes": RNG.integers(0, 127, (5, 4)).astype(np.uint8).view("V1"),
+    "vector": np.arange(11, dtype=np.int64),
+    "scalar": np.full((), 3, np.float32),
+    "empty": np.zeros((0, 4), np.float16),
+    "wide": RNG.normal(size=(3, 5000)).astype(np.float32),
+}
+ARRAYS["codes"] = ARRAYS["codes"].view(ml_dtypes.float8_e4m3fn)
+
+
+class FileCase(parameterized.TestCase):
+    def path(self):
+        return pathlib.Path(self.create_tempdir().full_path) / "x.safetensors"
+
+    def assert_damaged(self, path, words=""):
+        with self.assertRaisesRegex(safetensors_file.DamagedError, words):
+            safetensors_file.read_header(path)
+
+
+class RoundTripTest(FileCase):
+    def test_reads_what_the_library_writes(self):
+        path = self.path()
+        safetensors.numpy.save_file(ARRAYS, path, metadata={"a": "b"})
+        tensors = safetensors_file.read_header(path)
+        self.assertEqual(set(tensors), set(ARRAYS))
+        for name, array in ARRAYS.items():
+            values = tensors[name][(slice(None),) * array.ndim]
+            self.assertEqual((values.dtype, values.shape), (array.dtype, array.shape))
+            self.assertEqual(values.tobytes(), array.tobytes(), name)
+
+    def test_the_library_reads_what_was_written_in_rows(self):
+        path = self.path()
+        tensors = safetensors_file.create(
+            path, {name: (array.dtype, array.shape) for name, array in ARRAYS.items()}
+        )
+        for name, array in ARRAYS.items():
+            starts = range(0, len(array), 5) if array.ndim else [0]
+            for row in reversed(starts):  # any order
+                part = array[row : row + 5] if array.ndim else array
+                tensors[name].write(row, part)
+        found = fp8_folder.load_file(path)
+        for name, array in ARRAYS.items():
+            self.assertEqual(found[name].tobytes(), array.tobytes(), name)
+        with self.assertRaises(FileExistsError):
+            safetensors_file.create(path, {})
+
+    def test_windows(self):
+        path = self.path()
+        safetensors.numpy.save_file(ARRAYS, path)
+        tensors = safetensors_file.read_header(path)
+        rng = np.random.default_rng(1)
+        for name in ("matrix", "wide", "vector", "half"):
+            array = ARRAYS[name]
+            for _ in range(30):
+                window = tuple(
+                    slice(*sorted(rng.integers(0, n + 1, size=2))) for n in array.shape
+                )
+                np.testing.assert_array_equal(tensors[name][window], array[window])
+
+    def test_a_file_that_shrinks_after_its_check(self):
+        path = self.path()
+        safetensors.numpy.save_file(ARRAYS, path)
+        tensors = safetensors_file.read_header(path)
+        os.truncate(path, 2000)
+        with self.assertRaisesRegex(safetensors_file.DamagedError, "shorter"):
+            for name, array in ARRAYS.items():
+                tensors[name][(slice(None),) * array.ndim]
+
+
+def entry(begin, end, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+class DamageTest(FileCase):
+    def write(self, header, data, length=None):
+        path = self.path()
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        length = len(text) if length is None else length
+        path.write_bytes(struct.pack("<Q", length) + text + bytes(data))
+        return path
+
+    @parameterized.named_parameters(
+        ("overlap", {"a": entry(0, 8), "b": entry(4, 12)}, 12, "b begins at"),
+        ("same_bytes", {"a": entry(0, 8), "b": entry(0, 8)}, 8, "b begins at"),
+        ("gap", {"a": entry(0, 8), "b": entry(12, 20)}, 20, "b begins at"),
+        ("late", {"a": entry(4, 12)}, 12, "a begins at"),
+        ("outside", {"a": entry(0, 8), "b": entry(8, 16)}, 12, "describes"),
+        ("more", {"a": entry(0, 8)}, 12, "describes"),
+        ("shape", {"a": entry(0, 8, (3,))}, 8, "do not fit"),
+        ("huge", {"a": entry(0, 0, (2**62, 4))}, 0, "do not fit"),
+        ("too_huge", {"a": entry(0, 2**70)}, 8, "a is"),
+        ("negative", {"a": entry(0, 8, (-2,))}, 8, "a is"),
+        ("backwards", {"a": entry(8, 0)}, 8, "a is"),
+        ("float", {"a": entry(0, 8.0)}, 8, "a is"),
+        ("bool", {"a": entry(0, 4, (True,))}, 4, "a is"),
+        ("no_shape", {"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8, "has keys"),
+        ("text", {"a": {"dtype": 3, "shape": "2", "data_offsets": [0, 8]}}, 8, ""),
+        ("one_offset", {"a": entry(0, 8) | {"data_offsets": [0]}}, 8, "broken"),
+        ("null", {"a": None}, 8, "broken"),
+        ("list", [1], 8, "broken"),
+        ("json", b"{", 8, "broken"),
+        ("utf8", b'{"\xff": 3}', 8, "broken"),
+        ("deep", b"[" * 10**5, 8, "broken"),
+        ("digits", b'{"a": ' + b"1" * 5000 + b"}", 8, "broken"),
+        ("nothing", b"", 0, "broken"),
+    )
+    def test_header(self, header, size, words):
+        self.assert_damaged(self.write(header, size), words)
+
+    def test_two_tensors_of_one_name(self):
+        """The library reads the last one."""
+        one = json.dumps({"a": entry(0, 8)})[:-1] + ", "
+        text = one + json.dumps({"a": entry(0, 8)})[1:]
+        self.assert_damaged(self.write(text.encode(), 8), "a is named twice")
+
+    @parameterized.parameters(0, 3, 8, 10, 2**40, 2**64 - 1)
+    def test_length(self, length):
+        self.assert_damaged(self.write({"a": entry(0, 8)}, 8, length))
+
+    def test_no_file(self):
+        path = self.path()
+        self.assert_damaged(path, "No such file")
+        self.assert_damaged(path.parent, "no file")
+        os.mkfifo(path)  # opening it would wait for ever
+        self.assert_damaged(path, "no file")
+
+    def test_unknown_dtype_is_left_to_the_reader(self):
+        path = self.write({"a": entry(0, 5, (9,), "F4")}, 5)
+        self.assertEqual(safetensors_file.read_header(path)["a"].dtype, "F4")
+
+
+if __name__ == "__main__":
+    environment.main()
