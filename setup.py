@@ -47,6 +47,7 @@ TEST = [
     "pytest>=8",
     "pytest-xdist",
 ]
+DOCS = ["furo>=2025.9", "myst-parser>=5", "sphinx>=9"]  # docs/conf.py
 DEV = [*TEST, "pre-commit", "pyrefly", "ruff"]
 
 
@@ -116,6 +117,7 @@ setuptools.setup(
         "tensorboard": TENSORBOARD,
         "wandb": ["wandb>=0.22"],
         "test": TEST,
+        "docs": DOCS,
         "dev": DEV,
     },
 )
