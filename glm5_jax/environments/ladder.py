@@ -24,7 +24,7 @@ class Ladder:
         """Problem `index` of the list that `seed` makes of the split."""
         p = tasks.problem(self.name, split, seed, index)
         asked = p.messages[0]["content"]  # several answers of a countdown are right
-        return protocol.Task(p.id, p.messages, p.answer, p.tools, asked)
+        return protocol.Task(p.id, p.messages, p.answer, p.tools, asked, p.tag)
 
     def environment(self) -> protocol.Environment:
         """A calculator if the task has one, else one turn that is scored."""

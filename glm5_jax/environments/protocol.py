@@ -43,6 +43,7 @@ class Task:
     answer: Any = None  # what a rule compares with; the model never sees it
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of functions
     problem: str = ""  # tasks of one problem ask the same; "": told by words and answer
+    tag: str = ""  # success is measured for each tag too, e.g. for a difficulty
     pays_when_cut: bool = False  # scores a last turn cut off by its length, else 0
 
 

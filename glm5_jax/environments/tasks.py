@@ -52,6 +52,7 @@ class Problem:
     answer: str
     demonstration: tuple[Mapping[str, Any], ...]  # starts with the messages
     tools: tuple[Mapping[str, Any], ...] = ()
+    tag: str = ""  # its size, e.g. "6_letters"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ def problem(name: str, split: str, seed: int, index: int) -> Problem:
     kind = _KINDS[kind_name]
     place = f"{split}/{seed}/{index}"
     stream = f"{kind.problems}{name.removeprefix(kind_name)}/{place}"
-    draft = _draw(kind, (low, high), split, stream)
+    draft, size = _draw(kind, (low, high), split, stream)
     messages = ({"role": "user", "content": draft.prompt},)
     answer = ({"role": "assistant", "content": draft.answer},)
     calls = _calls(draft) if kind.tool != "none" else ()
@@ -103,6 +104,7 @@ def problem(name: str, split: str, seed: int, index: int) -> Problem:
         answer=draft.answer,
         demonstration=messages + calls + answer,
         tools=(CALC_TOOL,) if kind.tool == "told" else (),
+        tag=f"{size}_{kind.unit}",
     )
 
 
@@ -154,13 +156,16 @@ def split_of(key: str) -> str:
     return SPLITS[digest % 100 < _HELD_OUT_PERCENT]
 
 
-def _draw(kind: _Kind, sizes: tuple[int, int], split: str, seed: str) -> _Draft:
-    """The first problem of the split among those drawn from `seed`."""
+def _draw(
+    kind: _Kind, sizes: tuple[int, int], split: str, seed: str
+) -> tuple[_Draft, int]:
+    """Draws from `seed` until a problem is of the split; returns it and its size."""
     rng = random.Random(seed)  # seeded by SHA-512 of the text
     for _ in range(_MAX_DRAWS):
-        draft = kind.make(rng, rng.randint(*sizes))
+        size = rng.randint(*sizes)
+        draft = kind.make(rng, size)
         if split_of(f"{kind.problems} {draft.key}") == split:
-            return draft
+            return draft, size
     raise config.InputError(
         f"Task {kind.problems!r} of size {sizes[0]}-{sizes[1]} has no {split} problem; "
         f"take a larger size."

@@ -122,6 +122,8 @@ class TasksTest(parameterized.TestCase):
     def test_sizes(self):
         lengths = {len(p.answer) for p in problems("reverse:4-5", "train", 100)}
         self.assertEqual(lengths, {4, 5})
+        for p in problems("reverse:4-5", "held_out", 10):
+            self.assertEqual(p.tag, f"{len(p.answer)}_letters")
         self.assertEqual(tasks.parse("reverse:7"), ("reverse", 7, 7))
         self.assertEqual(tasks.parse("reverse"), tasks.parse("reverse:3-6"))
         counts = {prompt(p).count(" ") for p in problems("countdown:5", "train", 20)}

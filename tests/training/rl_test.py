@@ -99,6 +99,10 @@ class RunTest(runs.OneDeviceTest):
         scores = [e.reward.total for e in self.played[-1]]
         self.assertLen(scores, self.config.rl.num_eval_tasks)
         self.assertEqual(share, np.mean([score == 1 for score in scores]))
+        for tag in ("2_letters", "3_letters"):
+            of_tag = [e.reward.total for e in self.played[-1] if e.task.tag == tag]
+            expected = np.mean([score == 1 for score in of_tag])
+            self.assertEqual(summary[f"eval/success/{tag}"], expected)
         self.assertEqual(summary["eval/reward"], np.mean(scores))
         self.assertEqual((low, high), player.wilson_interval(round(share * 8), 8))
         self.assertBetween(share, low, high)

@@ -91,13 +91,19 @@ class Player:
             for i, task in enumerate(self._held_out)
         ]
         done = self.play(jobs, "evaluate")
-        valid = [e.reward.total for e in done if advantages.is_valid(e) and e.reward]
-        low, high = wilson_interval(sum(r >= 1 for r in valid), len(valid))
+        valid = [
+            (e.task.tag, e.reward.total)
+            for e in done
+            if advantages.is_valid(e) and e.reward
+        ]
+        is_solved = [reward >= 1 for _, reward in valid]
+        low, high = wilson_interval(sum(is_solved), len(valid))
         return {
-            "eval/success": sum(r >= 1 for r in valid) / max(len(valid), 1),
+            "eval/success": sum(is_solved) / max(len(valid), 1),
             "eval/success_low": low,
             "eval/success_high": high,
-            "eval/reward": sum(valid) / max(len(valid), 1),
+            **_success_by_tag([tag for tag, _ in valid], is_solved),
+            "eval/reward": sum(reward for _, reward in valid) / max(len(valid), 1),
             "eval/tasks": len(valid),
             "eval/invalid": len(done) - len(valid),
         }
@@ -123,6 +129,19 @@ def held_out_tasks(taskset: protocol.Taskset, count: int) -> list[protocol.Task]
             *(taskset.name, len(found), count),
         )
     return [*found.values()]
+
+
+def _success_by_tag(tags: Sequence[str], is_solved: Sequence[bool]) -> dict[str, float]:
+    """Returns the share of tasks solved for every tag; one tag alone says nothing."""
+    by_tag: dict[str, list[bool]] = {}
+    for tag, solved in zip(tags, is_solved, strict=True):
+        by_tag.setdefault(tag, []).append(solved)
+    if len(by_tag) < 2:
+        return {}
+    return {
+        f"eval/success/{tag or 'untagged'}": sum(by_tag[tag]) / len(by_tag[tag])
+        for tag in sorted(by_tag)
+    }
 
 
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
