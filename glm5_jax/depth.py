@@ -1,46 +1,70 @@
-"""How a stack of layers is cut into groups that one scan each can run.
+"""The kinds of layers, and the groups of layers that one scan each runs.
 
-A layer's kind is two letters: its FFN (D dense, M experts) and its index (F owns an
-indexer, S reuses the one before it). A group is a unit of kinds, repeated: GLM-5 is
-DF x 3 and MF x 75; GLM-5.2 is DF x 3, (MS MS MS MF) x 18, MS x 3. Compile time grows
-with the sum of the units, not with the depth.
+A group is a unit of layers, repeated. GLM-5 has two groups: 3 dense layers, then 75
+layers with experts, each with its own indexer. GLM-5.2 repeats a unit of four layers 18
+times; the first three of the unit share the index of an earlier layer. Compile time
+grows with the sum of the units, not with the depth.
 """
 
 import dataclasses
+from typing import Literal, NamedTuple
 
 from glm5_jax import config as config_lib
 
 MAX_UNIT = 8
 
 
+class Kind(NamedTuple):
+    """Tells layers with different parameters apart."""
+
+    feed_forward: Literal["dense", "experts"]
+    index: Literal["own", "shared"]  # whose index its attention reads
+
+    @property
+    def has_experts(self) -> bool:
+        """Returns whether the feed-forward layer is a mixture of experts."""
+        return self.feed_forward == "experts"
+
+    @property
+    def owns_indexer(self) -> bool:
+        """Returns whether the layer has an indexer, and so an index, of its own."""
+        return self.index == "own"
+
+
+MTP = Kind("experts", "own")  # the layer of the multi-token-prediction module
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Layers start .. start + len(unit) * repeats - 1."""
+    """Layers start to start + len(unit) * repeats - 1."""
 
     start: int
-    unit: tuple[str, ...]
+    unit: tuple[Kind, ...]
     repeats: int
 
     @property
     def num_mixtures(self) -> int:
-        """Layers with experts."""
-        return self.repeats * sum(kind[0] == "M" for kind in self.unit)
+        """Number of layers with experts."""
+        return self.repeats * sum(kind.has_experts for kind in self.unit)
 
     def layer(self, repeat: int, position: int) -> int:
-        """Index of a layer in the whole stack."""
+        """Returns the number of a layer in the whole stack."""
         return self.start + repeat * len(self.unit) + position
 
 
-def layer_kinds(config: config_lib.ModelConfig) -> tuple[str, ...]:
-    """Kind of every layer, e.g. ("DF", "MF", "MS")."""
+def layer_kinds(config: config_lib.ModelConfig) -> tuple[Kind, ...]:
+    """Returns the kind of every layer."""
     return tuple(
-        ("D" if i < config.first_k_dense_replace else "M") + ("F" if is_full else "S")
-        for i, is_full in enumerate(config.is_full_index_layer)
+        Kind(
+            "dense" if layer < config.first_k_dense_replace else "experts",
+            "own" if owns_indexer else "shared",
+        )
+        for layer, owns_indexer in enumerate(config.is_full_index_layer)
     )
 
 
 def layer_groups(config: config_lib.ModelConfig) -> tuple[Group, ...]:
-    """Cuts the stack greedily: at each layer, the unit that covers most layers."""
+    """Cuts the stack greedily: each group takes the unit that covers most layers."""
     kinds = layer_kinds(config)
     groups, start = [], 0
     while start < len(kinds):

@@ -6,6 +6,9 @@ from glm5_jax import config as config_lib
 from glm5_jax import depth, presets
 from tests import environment
 
+DENSE = depth.Kind("dense", "own")
+OWN = depth.Kind("experts", "own")
+SHARED = depth.Kind("experts", "shared")
 # Of the training-free search on GLM-5 in IndexCache, arXiv 2603.12201.
 SEARCHED = (
     "FFSFSSSFSSFFFSSSFFFSFSSSSSSFFSFFSFFSSFFFFFFSFFFFFSFFSSSSSSFSFFFSFSSSFSFFSFFSSS"
@@ -15,15 +18,15 @@ SEARCHED = (
 class LayerGroupsTest(parameterized.TestCase):
     def test_glm5(self):
         groups = depth.layer_groups(presets.GLM5)
-        dense, experts = depth.Group(0, ("DF",), 3), depth.Group(3, ("MF",), 75)
+        dense, experts = depth.Group(0, (DENSE,), 3), depth.Group(3, (OWN,), 75)
         self.assertEqual(groups, (dense, experts))
 
     def test_glm5_2(self):
         """Full layers 0, 1, 2, 6, 10, ..., 74; the last three share layer 74's."""
         want = (
-            depth.Group(0, ("DF",), 3),
-            depth.Group(3, ("MS", "MS", "MS", "MF"), 18),
-            depth.Group(75, ("MS",), 3),
+            depth.Group(0, (DENSE,), 3),
+            depth.Group(3, (SHARED, SHARED, SHARED, OWN), 18),
+            depth.Group(75, (SHARED,), 3),
         )
         self.assertEqual(depth.layer_groups(presets.GLM5_2), want)
         is_full = presets.GLM5_2.is_full_index_layer

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels
-from glm5_jax import collectives
+from glm5_jax import collectives, depth
 from glm5_jax import config as config_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
@@ -32,7 +32,7 @@ class BlockOutput(NamedTuple):
     aux: BlockAux
 
 
-def table(config: config_lib.ModelConfig, kind: str) -> dict:
+def table(config: config_lib.ModelConfig, kind: depth.Kind) -> dict:
     """Parameters of a layer of a kind (glm5_jax/depth.py)."""
     hidden = config.hidden_size
     params = {
@@ -40,12 +40,12 @@ def table(config: config_lib.ModelConfig, kind: str) -> dict:
         "self_attn": mla.table(config),
         "post_attention_layernorm": layers.scale(hidden, "D"),
     }
-    if kind[0] == "D":
+    if not kind.has_experts:
         width = config.intermediate_size
         params["mlp"] = layers.swiglu_table(hidden, width)
     else:
         params["mlp"] = moe.table(config)
-    if kind[1] == "F":
+    if kind.owns_indexer:
         params["indexer"] = indexer.table(config)
     return params
 
@@ -56,7 +56,9 @@ def fetched(params: dict, config: config_lib.ModelConfig) -> dict:
     Matrices are in the activations' dtype; norms, router and head weights stay.
     """
     is_dense, has_indexer = "gate" not in params["mlp"], "indexer" in params
-    kind = ("D" if is_dense else "M") + ("F" if has_indexer else "S")
+    kind = depth.Kind(
+        "dense" if is_dense else "experts", "own" if has_indexer else "shared"
+    )
     return layers.fetched(params, table(config, kind), config.dtype)
 
 

@@ -57,7 +57,7 @@ def prefill(
         unit = list(out.traces[f"layers_{g}"].values())
         kv.append(_interleave([jnp.concatenate(t.kv, axis=-1) for t in unit]))
         pairs = zip(unit, group.unit, strict=True)
-        owned = [t.index for t, kind in pairs if kind[1] == "F"]
+        owned = [t.index for t, kind in pairs if kind.owns_indexer]
         full = [index.k for index in owned if index is not None and index.k is not None]
         if full:
             k_index.append(_interleave(full))

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm5_jax import config as config_lib
+from glm5_jax import depth
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import embedding, layers
@@ -26,7 +27,7 @@ def table(config: config_lib.ModelConfig) -> dict:
         "enorm": layers.scale(hidden, "D"),
         "hnorm": layers.scale(hidden, "D"),
         "eh_proj": layers.Param((2 * hidden, hidden), ("D+D", "D")),
-        "block": block_lib.table(config, "MF"),
+        "block": block_lib.table(config, depth.MTP),
         "norm": layers.scale(hidden, "D"),
     }
 

@@ -206,7 +206,7 @@ def kl_weights(config: config_lib.ModelConfig) -> np.ndarray:
 
 def _unit(
     config: config_lib.ModelConfig,
-    kinds: tuple[str, ...],
+    kinds: tuple[depth.Kind, ...],
     context: context_lib.Context,
     with_traces: bool,
     carry: tuple,
@@ -225,9 +225,9 @@ def _unit(
             config,
             x,
             context,
-            index if kind[1] == "S" else None,
+            index if not kind.owns_indexer else None,
             None if weights is None else weights[p],
-            experts=next(replayed, None) if kind[0] == "M" else None,
+            experts=next(replayed, None) if kind.has_experts else None,
         )
         x, index, aux[name] = out.x, out.index, out.aux
         traces[name] = LayerTrace(x, out.kv, index) if with_traces else None

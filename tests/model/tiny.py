@@ -41,7 +41,7 @@ def model(**changes):
 
 
 def index_share(**changes):
-    """A dense layer, then twice a sharing and a selecting one: DF, (MS MF) x 2."""
+    """A dense layer, then twice a sharing and a selecting one."""
     return model(num_hidden_layers=5, index_topk_pattern="FSFSF", **changes)
 
 

@@ -39,7 +39,7 @@ def dim_names(model):
         blocks = {f"block_{p}": _block(kind) for p, kind in enumerate(group.unit)}
         tree[f"layers_{g}"] = map_names(lambda names: ("L", *names), blocks)
     mtp = {"enorm": ("D",), "hnorm": ("D",), "eh_proj": ("D+D", "D"), "norm": ("D",)}
-    return tree | {"mtp": mtp | {"block": _block("MF")}}
+    return tree | {"mtp": mtp | {"block": _block(depth.MTP)}}
 
 
 def shapes(model):
@@ -64,7 +64,7 @@ def shapes(model):
         sizes["L"] = group.repeats
         for p, kind in enumerate(group.unit):
             sizes["F"] = model.intermediate_size
-            if kind[0] == "M":
+            if kind.has_experts:
                 sizes["F"] = model.moe_intermediate_size
             block = tree[f"layers_{g}"][f"block_{p}"]
             tree[f"layers_{g}"][f"block_{p}"] = _shapes(block, dict(sizes))
@@ -85,6 +85,6 @@ def _shapes(tree, sizes):
 
 
 def _block(kind):
-    mlp = SWIGLU if kind[0] == "D" else EXPERTS
-    indexer = {"indexer": INDEXER} if kind[1] == "F" else {}
+    mlp = SWIGLU if not kind.has_experts else EXPERTS
+    indexer = {"indexer": INDEXER} if kind.owns_indexer else {}
     return NORMS | {"self_attn": ATTENTION, "mlp": mlp} | indexer

@@ -9,6 +9,7 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import command_line
+from glm5_jax import depth as depth_lib
 from glm5_jax.model import block, layers
 from glm5_jax.scale import arrays, chips, programs, report
 from glm5_jax.scale.plan import planner
@@ -52,7 +53,7 @@ class ShapesTest(parameterized.TestCase):
     @parameterized.parameters(4, 40, 77)
     def test_a_layer_takes_its_parameters_and_the_states_it_was_given(self, depth):
         found = growth(pretrain, depth, TOPOLOGY)
-        table = block.table(pretrain(depth).model, "MF")
+        table = block.table(pretrain(depth).model, depth_lib.MTP)
         is_param = lambda x: isinstance(x, layers.Param)
         count = sum(
             math.prod(p.shape) for p in jax.tree.leaves(table, is_leaf=is_param)

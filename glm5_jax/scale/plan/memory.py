@@ -12,6 +12,7 @@ import functools
 import jax
 
 from glm5_jax import config as config_lib
+from glm5_jax import depth as depth_lib
 from glm5_jax.scale import chips, memory, programs
 from glm5_jax.scale.plan import setting as setting_lib
 
@@ -106,7 +107,7 @@ def gradients(s: Setting) -> float:
     for kind, count in s.layer_kinds.items():
         total += count * sum(s.stored(w) * w.item for w in s.layer(kind))
     if s.mtp_steps:
-        total += sum(s.stored(w) * w.item for w in s.layer("MF"))
+        total += sum(s.stored(w) * w.item for w in s.layer(depth_lib.MTP))
     return total + sum(s.stored(w) * w.item for w in s.others.values())
 
 
@@ -138,7 +139,7 @@ def sums(s: Setting) -> float:
 
 def expert_buffers(s: Setting) -> float:
     """Rows of a chunk on their way through the experts."""
-    if not any(kind[0] == "M" for kind in s.layer_kinds):
+    if not any(kind.has_experts for kind in s.layer_kinds):
         return 0.0
     width = s.model.moe_intermediate_size // s.over("tensor")
     hidden = s.expert_rows * s.model.hidden_size * s.item
@@ -183,7 +184,7 @@ def optimizer(s: Setting) -> float:
     return 4.0 * largest
 
 
-def _bytes(s: Setting, kind: str) -> int:
+def _bytes(s: Setting, kind: depth_lib.Kind) -> int:
     return sum(s.fetched(w) * w.item for w in s.layer(kind))
 
 

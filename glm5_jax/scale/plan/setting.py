@@ -134,12 +134,12 @@ class Setting:
         return dataclasses.replace(self.model, expert_chunks=1)
 
     @functools.cached_property
-    def layer_kinds(self) -> dict[str, int]:
+    def layer_kinds(self) -> dict[depth_lib.Kind, int]:
         """Counts the layers of each kind (glm5_jax/depth.py), without MTP."""
         kinds = depth_lib.layer_kinds(self.model)
         return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
-    def layer(self, kind: str) -> tuple[Weight, ...]:
+    def layer(self, kind: depth_lib.Kind) -> tuple[Weight, ...]:
         """Parameters of a layer."""
         return _weights(self._plain, kind)
 
@@ -168,7 +168,7 @@ def experts(weights: tuple[Weight, ...]) -> Iterator[Weight]:
 
 
 @functools.cache
-def _weights(model: config_lib.ModelConfig, kind: str) -> tuple[Weight, ...]:
+def _weights(model: config_lib.ModelConfig, kind: depth_lib.Kind) -> tuple[Weight, ...]:
     flat = jax.tree_util.tree_flatten_with_path(
         block.table(model, kind), is_leaf=lambda x: isinstance(x, layers.Param)
     )[0]

@@ -7,6 +7,7 @@ for each token and expert, not the worst case that the buffers hold.
 import math
 from collections.abc import Mapping
 
+from glm5_jax import depth as depth_lib
 from glm5_jax.optim import matrix_groups
 from glm5_jax.scale.plan import setting as setting_lib
 from glm5_jax.scale.plan import traffic
@@ -67,7 +68,7 @@ def num_expert_products(s: Setting) -> int:
     The recomputation of a layer needs no result of the last product; that of MTP's
     does, as a norm follows, and its chunks are then computed once more.
     """
-    count = sum(n for kind, n in s.layer_kinds.items() if kind[0] == "M")
+    count = sum(n for kind, n in s.layer_kinds.items() if kind.has_experts)
     again = _forward(s) - 1
     layer = 3 + 3 * BACKWARD + 2 * again
     module = layer + again * (3 if s.chunks > 1 else 1)
@@ -102,7 +103,7 @@ def indexer(s: Setting) -> float:
     if model.attention == "dense":
         return 0.0
     keys, width = _visible(s), model.index_n_heads * model.index_head_dim
-    layers = sum(n for kind, n in _layers(s).items() if kind[1] == "F")
+    layers = sum(n for kind, n in _layers(s).items() if kind.owns_indexer)
     total = 2.0 * s.tokens * keys * width * layers * s.selects
     if s.has_indexer_loss:
         a_head = model.qk_head_dim
@@ -138,7 +139,7 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
         own = sum(s.fetched(w) * w.item for w in setting_lib.experts(weights))
         a_part += count * (passes * (once + own * s.chunks) + STATE_READS * s.state)
         a_part += count * listed_bytes(s)
-        if kind[0] == "M":
+        if kind.has_experts:
             reads = ROWS_READS * s.chunks if s.chunks > 1 else WHOLE_ROWS_READS
             a_part += count * passes * reads * rows_bytes(s)
     update = 4.0 * arguments + MUON_READS * s.item * newton_schulz_elements(s)
@@ -204,9 +205,9 @@ def _forward(s: Setting) -> int:
     return 2 if s.model.remat_policy == "full" else 1
 
 
-def _layers(s: Setting) -> Mapping[str, int]:
+def _layers(s: Setting) -> Mapping[depth_lib.Kind, int]:
     """Runs of each kind of layer, MTP's among them."""
     kinds = dict(s.layer_kinds)
     if s.mtp_steps:
-        kinds["MF"] = kinds.get("MF", 0) + s.mtp_steps
+        kinds[depth_lib.MTP] = kinds.get(depth_lib.MTP, 0) + s.mtp_steps
     return kinds
