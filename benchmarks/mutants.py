@@ -1,32 +1,42 @@
 """Breaks the code in one place at a time and counts what the default tests notice.
 
-    python benchmarks/mutants.py --seed=1 --count=100 --out=DIR [--jobs=2]
+    python benchmarks/mutants.py --seed=1 --count=100 --out=DIR [--limit=300] [TEST ...]
 
-Draws single edits (an operator, a constant, a condition, a dropped statement) from the
-files of SOURCES, each file as often as it has lines. A first run of the tests finds out
-which files of tests execute which lines; a mutant meets those first, the quick ones
-before the slow ones, then all others, until one fails. Prints the survivors as a diff.
-Every verdict is a line of DIR/verdicts.jsonl; the same command resumes. Needs the
-package `coverage`, a clean checkout, and hours: 100 mutants took 3 on two cores.
+Clones the checkout's commit into DIR/tree and works there. Runs every file of tests (or
+those of the folders and files TEST) once under the package `coverage`, which tells the
+lines that each test executes. Then draws
+single edits (an operator, a constant, a condition, a dropped call) from the files of
+SOURCES, each file as often as it has lines. A mutant meets the tests that execute its
+statement, the quick ones first, then the files of those tests whole, until one fails.
+A mutant that no test fails within --limit seconds of CPU time counts as a survivor, as
+does one that runs in child processes of tests only.
+
+Every verdict is a line of DIR/verdicts.jsonl. The same command resumes; a larger
+--limit or more files of tests continue with the survivors, which are printed as diffs.
 """
 
 import argparse
 import ast
-import concurrent.futures
 import copy
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
+import math
 import os
 import pathlib
-import queue
 import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+
+import coverage
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = (
@@ -39,13 +49,18 @@ SOURCES = (
     "glm5_jax/inference",
     "pallas_kernels",
 )
-# Triton's kernels need Triton: .ci/run tests them in an environment of its own.
-EXCLUDED = (
-    *("gpu", "triton_call", "/bench/", "aot.py"),
-    *("cases.py", "cost.py", "__main__"),
-)
+# Triton's kernels need Triton: .ci/run tests them in an environment of its own. The
+# costs of a kernel are hints to XLA.
+EXCLUDED = ("gpu", "triton_call", "/bench/", "aot.py", "cases.py", "cost.py")
 IGNORED = ("architecture_test.py",)  # it sees style alone
-TIMEOUT = 900  # seconds of a file of tests: a mutant may loop for ever
+STARTUP = 4.0  # seconds of CPU until pytest runs the first test
+FIRST_BATCH = (
+    10.0  # seconds of tests that one process runs; each next one twice as many
+)
+HANG = (60, 10)  # seconds, and how many times as long as expected
+SECONDS_FILE = (
+    "MUTANTS_SECONDS"  # the environment variable that names the plugin's file
+)
 PAIRS = (
     (ast.Lt, ast.LtE),
     (ast.Gt, ast.GtE),
@@ -67,8 +82,17 @@ class Mutant:
 
     file: str
     line: int
+    statement: range  # lines of the innermost statement, without its body
     what: str
-    source: str  # of the whole file, edited
+    source: str  # the whole file, edited
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Tests that one process runs, and the seconds that they take without a mutant."""
+
+    tests: tuple[str, ...]
+    seconds: float
 
 
 def main() -> None:
@@ -76,65 +100,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=300.0)
     parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("tests", nargs="*", default=["tests"])
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    executed, seconds = _coverage(args.out)
-    mutants = list(_draw(args.seed, args.count))
-    done = _verdicts(args.out)
-    copies: queue.Queue[pathlib.Path] = queue.Queue()
-    for job in range(args.jobs):
-        copies.put(_copy(args.out / f"tree_{job}"))
-
-    def judge(number: int) -> None:
-        mutant, tree = mutants[number], copies.get()
-        try:
-            order = _order(mutant, executed, seconds)
-            killer, tried = _killer(mutant, tree, order)
-        finally:
-            copies.put(tree)
-        verdict = {
-            "number": number,
-            "file": mutant.file,
-            "line": mutant.line,
-            "what": mutant.what,
-            "killed_by": killer,
-            "files_run": tried,
-        }
-        with (args.out / "verdicts.jsonl").open("a") as file:
+    out = args.out.resolve()
+    tree = _clone(out)
+    _measure(out, tree, args.tests)
+    mutants = list(_draw(tree, args.seed, args.count))
+    for number, mutant in enumerate(mutants):
+        before = _verdicts(out).get(number, {})
+        verdict = _judge(out, tree, mutant, before, args.limit)
+        verdict = {"number": number, **verdict}
+        if verdict == before:
+            continue
+        with (out / "verdicts.jsonl").open("a") as file:
             file.write(json.dumps(verdict) + "\n")
-        print(json.dumps(verdict), flush=True)  # noqa: T201
-
-    todo = [n for n in range(len(mutants)) if n not in done]
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(judge, todo))
-    verdicts = _verdicts(args.out)
-    survivors = [n for n, v in sorted(verdicts.items()) if v["killed_by"] is None]
-    print(f"killed {len(verdicts) - len(survivors)} of {len(verdicts)}")  # noqa: T201
+        shown = {k: v for k, v in verdict.items() if k != "passed"}
+        print(json.dumps(shown), flush=True)  # noqa: T201
+    verdicts = _verdicts(out)
+    survivors = [n for n, v in sorted(verdicts.items()) if not v["killed_by"]]
     for number in survivors:
-        print(f"\nsurvivor {number}:\n{_diff(mutants[number])}")  # noqa: T201
+        print(f"\nsurvivor {number}:\n{_diff(tree, mutants[number])}")  # noqa: T201
+    print(f"killed {len(verdicts) - len(survivors)} of {len(verdicts)}")  # noqa: T201
 
 
-def _files() -> list[pathlib.Path]:
-    """Files that mutants are drawn from."""
-    found = []
-    for source in SOURCES:
-        path = ROOT / source
-        found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    names = [(p, p.relative_to(ROOT).as_posix()) for p in found]
-    return [p for p, name in names if not any(word in name for word in EXCLUDED)]
+# Drawing
 
 
-def _draw(seed: int, count: int) -> Iterator[Mutant]:
+def _draw(tree: pathlib.Path, seed: int, count: int) -> Iterator[Mutant]:
     """Yields mutants: a file by its lines, then one of its edits."""
     rng = random.Random(seed)
-    files = {path: path.read_text() for path in _files()}
+    files = {path: path.read_text() for path in _files(tree)}
     weights = [text.count("\n") for text in files.values()]
     seen = set()
     while len(seen) < count:
         (path,) = rng.choices(list(files), weights)
-        edits = list(_edits(ast.parse(files[path])))
+        parsed = ast.parse(files[path])
+        edits = list(_edits(parsed))
         index = rng.randrange(len(edits)) if edits else None
         if index is None or (path, index) in seen:
             continue
@@ -147,11 +150,22 @@ def _draw(seed: int, count: int) -> Iterator[Mutant]:
         last = starts[node.end_lineno - 1] + node.end_col_offset
         old = text[first:last].decode()
         yield Mutant(
-            file=path.relative_to(ROOT).as_posix(),
+            file=path.relative_to(tree).as_posix(),
             line=node.lineno,
+            statement=_statement(parsed, node),
             what=f"{' '.join(old.split())} -> {new}",
             source=(text[:first] + new.encode() + text[last:]).decode(),
         )
+
+
+def _files(tree: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files that mutants are drawn from."""
+    found = []
+    for source in SOURCES:
+        path = tree / source
+        found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    names = [(p, p.relative_to(tree).as_posix()) for p in found]
+    return [p for p, name in names if not any(word in name for word in EXCLUDED)]
 
 
 def _edits(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -186,10 +200,12 @@ def _operators(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _silent(tree: ast.AST) -> set[int]:
-    """Nodes that no test should care about: annotations, messages, f-strings."""
+    """Returns the nodes that no test should notice: annotations, messages, logs."""
     found = set()
     for node in ast.walk(tree):
-        values = [node] if isinstance(node, ast.JoinedStr) else []
+        values = [node] if isinstance(node, ast.JoinedStr) or _is_log(node) else []
+        if isinstance(node, ast.FunctionDef) and node.name in ("__repr__", "__str__"):
+            values.append(node)
         for field in ("annotation", "returns", "decorator_list", "exc", "msg"):
             value = getattr(node, field, None)
             values += value if isinstance(value, list) else [value]
@@ -199,102 +215,226 @@ def _silent(tree: ast.AST) -> set[int]:
     return found
 
 
-def _coverage(out: pathlib.Path) -> tuple[dict[str, dict[str, set[int]]], dict]:
-    """Lines of every source that each file of tests executes; and its seconds."""
-    found = out / "coverage.json"
-    if not found.exists():
-        executed, seconds = {}, {}
-        tree = _copy(out / "tree_0")
-        for test in sorted((tree / "tests").rglob("*_test.py")):
-            if test.name in IGNORED:
-                continue
-            name = test.relative_to(tree).as_posix()
-            began = time.monotonic()
-            command = ["-m", "coverage", "run", "--source=glm5_jax,pallas_kernels"]
-            _python(tree, [*command, "-m", "pytest", "-q", name])
-            seconds[name] = time.monotonic() - began
-            _python(tree, ["-m", "coverage", "json", "-q", "-o", "covered.json"])
-            report = tree / "covered.json"
-            files = json.loads(report.read_text())["files"] if report.exists() else {}
-            executed[name] = {f: v["executed_lines"] for f, v in files.items()}
-            print(f"{name}: {seconds[name]:.0f} s", flush=True)  # noqa: T201
-        found.write_text(json.dumps([executed, seconds]))
-    executed, seconds = json.loads(found.read_text())
-    sets = {t: {f: set(v) for f, v in x.items()} for t, x in executed.items()}
-    return sets, seconds
+def _is_log(node: ast.AST) -> bool:
+    """Returns whether the node is a call of absl's logging."""
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    return is_call and ast.unparse(node.value.func).startswith("logging.")
 
 
-def _order(
-    mutant: Mutant, executed: dict[str, dict[str, set[int]]], seconds: dict[str, float]
-) -> list[str]:
-    """Files of tests: those that execute the line, the quick ones first."""
+def _statement(tree: ast.AST, node: ast.AST) -> range:
+    """Returns the lines of the innermost statement around a node."""
+    around = [
+        s
+        for s in ast.walk(tree)
+        if isinstance(s, ast.stmt) and s.lineno <= node.lineno <= s.end_lineno
+    ]
+    inner = min(around, key=lambda s: (s.end_lineno - s.lineno, -s.col_offset))
+    body = getattr(inner, "body", None)
+    end = max(inner.lineno, body[0].lineno - 1) if body else inner.end_lineno
+    return range(inner.lineno, end + 1)
+
+
+# What the tests execute, and how long they take
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes a test's seconds, as a plugin of the first pass."""
+    seconds = pathlib.Path(os.environ[SECONDS_FILE])
+    with seconds.open("a") as file:
+        file.write(json.dumps([report.nodeid, report.duration, report.outcome]) + "\n")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Names the test to `coverage`, as a plugin of the first pass."""
+    coverage.Coverage.current().switch_context(item.nodeid)
+
+
+def _measure(out: pathlib.Path, tree: pathlib.Path, names: list[str]) -> None:
+    """Runs each file of tests once under coverage."""
+    plugin = out / "plugin"
+    plugin.mkdir(exist_ok=True)
+    shutil.copy(__file__, plugin / "mutants.py")
+    (out / "coverage").mkdir(exist_ok=True)
+    paths = [tree / name for name in names]
+    tests = [t for p in paths for t in (sorted(p.rglob("*_test.py")) or [p])]
+    for test in tests:
+        name = test.relative_to(tree).as_posix()
+        data = out / "coverage" / f"{name.replace('/', '+')}.db"
+        seconds, result = data.with_suffix(".lines"), data.with_suffix(".json")
+        if test.name in IGNORED or result.exists():
+            continue
+        data.unlink(missing_ok=True)
+        seconds.unlink(missing_ok=True)
+        packages = "--source=glm5_jax,pallas_kernels"
+        command = ["-m", "coverage", "run", f"--data-file={data}", packages]
+        command += ["-m", "pytest", "-q", "-p", "mutants", name]
+        environ = {"PYTHONPATH": f"{tree}:{plugin}", SECONDS_FILE: str(seconds)}
+        _, used, last = _python(tree, command, None, environ)
+        taken: dict[str, float] = {}
+        lines = seconds.read_text().splitlines() if seconds.exists() else []
+        for test_id, duration, outcome in map(json.loads, lines):
+            failed = outcome == "failed"
+            taken[test_id] = taken.get(test_id, 0) + (math.inf if failed else duration)
+        result.write_text(json.dumps({"name": name, "tests": taken, "cpu": used}))
+        print(f"{name}: {used:.0f} s, {len(taken)} tests, {last}", flush=True)  # noqa: T201
+
+
+@dataclasses.dataclass(frozen=True)
+class Executed:
+    """The tests that execute a file."""
+
+    seconds: dict[str, float]
+    lines: dict[str, set[int]]  # of each test; of a file of tests when it is imported
+    failing: tuple[str, ...]  # without any mutant
+
+
+@functools.cache
+def _executed(out: pathlib.Path, file: str) -> Executed:
+    seconds, lines, failing = {}, {}, []
+    for path in sorted((out / "coverage").glob("*.json")):
+        result = json.loads(path.read_text())
+        if not path.with_suffix(".db").exists():
+            continue
+        data = coverage.CoverageData(str(path.with_suffix(".db")))
+        data.read()
+        taken = {t: s for t, s in result["tests"].items() if s < math.inf}
+        failing += sorted(result["tests"].keys() - taken)
+        seconds |= taken | {result["name"]: sum(taken.values())}
+        for line, contexts in data.contexts_by_lineno(str(out / "tree" / file)).items():
+            for context in contexts:
+                lines.setdefault(context or result["name"], set()).add(line)
+    lines = {test: seen for test, seen in lines.items() if test in seconds}
+    return Executed(seconds, lines, tuple(failing))
+
+
+# Judging
+
+
+def _jobs(out: pathlib.Path, mutant: Mutant, passed: set[str]) -> list[Job]:
+    """Returns batches of the tests that execute the statement, then whole files.
+
+    Lines that run at import alone are for all tests that execute the file.
+    """
+    executed = _executed(out, mutant.file)
+    seconds = executed.seconds
+    span = set(mutant.statement)
+    sees = {test for test, seen in executed.lines.items() if span & seen}
+    tests = {t for t in sees if "::" in t}
+    if not tests and sees:
+        tests = {t for t in executed.lines if "::" in t}
+    files = {t.split("::")[0] for t in tests | sees} - passed
     parts = pathlib.PurePath(mutant.file).with_suffix("").parts[1:]
     mirror = "/".join(("tests", *parts)) + "_test.py"
 
     def rank(test: str) -> tuple:
-        sees = mutant.line in executed[test].get(mutant.file, ())
-        return not (sees and test == mirror), not sees, seconds[test]
+        is_first = test.startswith(mirror) and seconds[test] < FIRST_BATCH
+        return not is_first, seconds[test]
 
-    return sorted(executed, key=rank)
-
-
-def _killer(
-    mutant: Mutant, tree: pathlib.Path, order: list[str]
-) -> tuple[str | None, int]:
-    """The first file of tests that fails under the mutant, and how many were run."""
-    path = tree / mutant.file
-    original = path.read_text()
-    path.write_text(mutant.source)
-    try:
-        for number, test in enumerate(order, start=1):
-            if _python(tree, ["-m", "pytest", "-q", "-x", test]) not in (0, 5):
-                return test, number
-    finally:
-        path.write_text(original)
-    return None, len(order)
+    jobs, batch, size = [], [], FIRST_BATCH
+    for test in sorted(tests - passed, key=rank):
+        if test.split("::")[0] not in files:
+            continue
+        batch.append(test)
+        if sum(seconds[t] for t in batch) >= size:
+            jobs.append(batch)
+            batch, size = [], 2 * size
+    others = {t.split("::")[0] for t in seconds.keys() - tests if "::" in t}
+    whole = sorted(files & others, key=seconds.get)
+    jobs += [batch] * bool(batch) + [[file] for file in whole]
+    return [Job(tuple(b), sum(seconds[t] for t in b) + STARTUP) for b in jobs]
 
 
-def _python(tree: pathlib.Path, arguments: list[str]) -> int:
-    """Runs Python in a copy of the checkout; a timeout counts as a failure."""
-    environment = os.environ | {
-        "PYTHONPATH": str(tree),
-        "PYTHONDONTWRITEBYTECODE": "1",
+def _judge(
+    out: pathlib.Path, tree: pathlib.Path, mutant: Mutant, before: dict, limit: float
+) -> dict:
+    """Runs tests until one fails or the time is spent; `before` is the last verdict."""
+    passed, used = list(before.get("passed", [])), before.get("cpu", 0.0)
+    killer, is_cut = before.get("killed_by"), before.get("is_cut", False)
+    if killer is None:
+        jobs = _jobs(out, mutant, set(passed))
+        is_cut = False
+        skipped = [f"--deselect={t}" for t in _executed(out, mutant.file).failing]
+        path = tree / mutant.file
+        original = path.read_text()
+        path.write_text(mutant.source)
+        try:
+            for job in jobs:
+                if is_cut := used + job.seconds > limit:
+                    break
+                command = ["-m", "pytest", "-q", "-x", "--tb=line", "-rfE"]
+                wall = HANG[0] + HANG[1] * job.seconds
+                command += [*skipped, *job.tests]
+                status, seconds, last = _python(tree, command, wall, {})
+                used += seconds
+                if status not in (0, 5):
+                    killer = last
+                    break
+                passed += job.tests
+        finally:
+            path.write_text(original)
+    return {
+        "file": mutant.file,
+        "line": mutant.line,
+        "what": mutant.what,
+        "killed_by": killer,
+        "is_cut": is_cut,
+        "cpu": round(used, 1),
+        "passed": passed,
     }
-    try:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tree,
-            env=environment,
-            timeout=TIMEOUT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return 1
 
 
-def _copy(target: pathlib.Path) -> pathlib.Path:
-    """A copy of what git tracks here."""
-    if target.exists():
-        shutil.rmtree(target)
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+def _python(
+    tree: pathlib.Path, arguments: list[str], limit: float | None, environ: dict
+) -> tuple[int, float, str]:
+    """Runs Python in the clone: its status, seconds of CPU and failed test."""
+    environ = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"} | environ
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=tree,
+        env=os.environ | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
-    for name in listed.stdout.splitlines():
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, target / name)
-    return target
+    try:
+        output, _ = process.communicate(timeout=limit)
+        lines = [x for x in output.splitlines() if x.startswith(("FAILED", "ERROR"))]
+        last = (lines or output.splitlines() or ["no output"])[-1]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        last = f"timeout after {time.monotonic() - began:.0f} s"
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return process.returncode, used, last[:300]
+
+
+def _clone(out: pathlib.Path) -> pathlib.Path:
+    """Returns the clone of the checkout's commit, without an earlier run's mutant."""
+    tree = out / "tree"
+    if not tree.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        command = ["git", "clone", "--quiet", str(ROOT), str(tree)]
+        subprocess.run(command, check=True)
+    subprocess.run(["git", "checkout", "--quiet", "."], cwd=tree, check=True)
+    return tree
 
 
 def _verdicts(out: pathlib.Path) -> dict[int, dict]:
+    """Returns the last verdict of every mutant."""
     path = out / "verdicts.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return {v["number"]: v for v in map(json.loads, lines)}
 
 
-def _diff(mutant: Mutant) -> str:
-    """The edit with a few lines around it."""
-    texts = (ROOT / mutant.file).read_text(), mutant.source
+def _diff(tree: pathlib.Path, mutant: Mutant) -> str:
+    """Returns the edit with a few lines around it."""
+    texts = (tree / mutant.file).read_text(), mutant.source
     lines = (text.splitlines() for text in texts)
     shown = difflib.unified_diff(*lines, mutant.file, mutant.file, lineterm="", n=2)
     return "\n".join(shown)
