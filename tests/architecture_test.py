@@ -24,7 +24,7 @@ ENTRY_POINTS = {
 # Imports point downwards; names of one row never import each other.
 LAYERS = (
     {"__main__"},
-    ENTRY_POINTS,
+    ENTRY_POINTS | {"api"},
     {"scale"},
     {"training"},
     {"rl"},
@@ -70,6 +70,14 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def _runs(node: ast.stmt) -> bool:
+    """Returns whether a statement of a module runs as the module is imported."""
+    is_for_types = (
+        isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    return not is_for_types and not isinstance(node, ast.FunctionDef)
+
+
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -102,14 +110,21 @@ class ImportsTest(parameterized.TestCase):
     def test_package_imports_point_downwards(self, path):
         here = path.relative_to(ROOT / "glm5_jax").with_suffix("").parts[0]
         if here == "__init__":
-            self.assertEmpty(list(_imports(_parse(path))))
-            return
+            return  # test_the_package_alone_imports_nothing
         self.assertIn(here, RANK, "DESIGN gives every module a layer; add it to LAYERS")
         for name in _imports(_parse(path)):
             head, *tail = name.split(".")
             self.assertNotEqual(head, "tests")
             if head == "glm5_jax" and tail and tail[0] != here:
                 self.assertGreater(RANK[tail[0]], RANK[here], f"{here} imports {name}")
+
+    def test_the_package_alone_imports_nothing(self):
+        """`import glm5_jax` takes no time: the face, and jax, come when it is used."""
+        tree = _parse(ROOT / "glm5_jax" / "__init__.py")
+        at_once = ast.Module([n for n in tree.body if _runs(n)], [])
+        self.assertEqual(set(_imports(at_once)), {"typing.TYPE_CHECKING", "typing.Any"})
+        late = {i for i in _imports(tree) if i.startswith("glm5_jax.")}
+        self.assertEqual({".".join(i.split(".")[:2]) for i in late}, {"glm5_jax.api"})
 
     @parameterized.named_parameters(*_files("pallas_kernels"))
     def test_kernels_import_jax_only(self, path):

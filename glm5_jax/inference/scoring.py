@@ -32,12 +32,7 @@ def rows_of_tokens(
         raise config_lib.InputError(
             "A row must have at least two tokens: the second is scored after the first."
         )
-    least, most = int(tokens.min()), int(tokens.max())
-    if least < 0 or most >= config.vocab_size:  # before a cast could wrap them
-        raise config_lib.InputError(
-            f"Ids must lie in 0..{config.vocab_size - 1} (model.vocab_size), got "
-            f"{least}..{most}."
-        )
+    require_ids(tokens, config)
     mask = np.ones(tokens.shape, np.float32)
     mask[:, -1] = 0
     return {
@@ -47,6 +42,34 @@ def rows_of_tokens(
         "segment_ids": np.ones(tokens.shape, np.int32),
         "positions": np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape),
     }
+
+
+def require_ids(tokens: Int[np.ndarray, "N T"], config: config_lib.ModelConfig) -> None:
+    """Checks that a model has all ids, before a cast could wrap them.
+
+    Raises:
+      InputError: it does not have one.
+    """
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= config.vocab_size:
+        raise config_lib.InputError(
+            f"Ids must lie in 0..{config.vocab_size - 1} (model.vocab_size), got "
+            f"{least}..{most}."
+        )
+
+
+def require_positions(num_tokens: int, config: config_lib.ModelConfig) -> None:
+    """Checks that a model can see as many tokens at once.
+
+    Raises:
+      InputError: it cannot.
+    """
+    limit = config.max_position_embeddings
+    if num_tokens > limit:
+        raise config_lib.InputError(
+            f"Rows have {num_tokens} tokens, more than "
+            f"model.max_position_embeddings={limit}; cut them."
+        )
 
 
 def rows_of_text(
@@ -85,12 +108,8 @@ def score(
     Raises:
       InputError: there are more positions than the model has.
     """
-    tokens, limit = rows["tokens"], config.max_position_embeddings
-    if tokens.shape[1] > limit:
-        raise config_lib.InputError(
-            f"Rows have {tokens.shape[1]} tokens, more than "
-            f"model.max_position_embeddings={limit}; cut them."
-        )
+    tokens = rows["tokens"]
+    require_positions(tokens.shape[1], config)
     params = weights.cast_params(params, config)
     names = ("tokens", "targets", "segment_ids", "positions")
     size = min(len(tokens), max(1, BATCH_TOKENS // tokens.shape[1]))
