@@ -39,6 +39,13 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
+# The smallest topology that each chip's compiler takes, by names in `chips.CHIPS`.
+TOPOLOGIES = {
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+    "h200": "1x1x1",
+}
 PTX_VERSION = 87  # that the assemblers of Triton 3.6 to 3.9 all read
 
 
@@ -82,8 +89,9 @@ def device_mesh(chip: chips.Chip) -> Mesh:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     is_gpu = chip.platform == "gpu"
-    options = {"target_config": _H200, "topology": chip.topology} if is_gpu else {}
-    name = "H200" if is_gpu else chip.topology
+    shape = TOPOLOGIES[chip.name]
+    options = {"target_config": _H200, "topology": shape} if is_gpu else {}
+    name = "H200" if is_gpu else shape
     try:
         topology = topologies.get_topology_desc(
             platform="cuda" if is_gpu else "tpu", topology_name=name, **options
@@ -110,7 +118,7 @@ def compile(function: Callable, args: Any, chip: chips.Chip) -> Report:
     Args:
       function: to trace.
       args: arrays or ShapeDtypeStructs.
-      chip: one of `chips.CHIPS`.
+      chip: one of those in TOPOLOGIES.
     """
     with target(chip) as sharding, _recorded(chip) as launches:
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from pallas_kernels import dispatch
+from pallas_kernels import chips, dispatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,12 @@ class Gpu:
 
 # By the chip's name in `chips.CHIPS`. A v6e has 128 MB of VMEM, the others 64.
 TPUS = {
-    "v5p": Tpu(cores=2),
+    "v5p": Tpu(cores=chips.CHIPS["v5p"].cores),
     "v6e": Tpu(vmem_bytes=112 << 20, indexer_keys=2048),
     "tpu7x": Tpu(indexer_keys=2048),
 }
 GPUS = {"h200": Gpu()}
+NAMES = (*TPUS, *GPUS)
 
 
 def of(chip: str) -> Tpu | Gpu:

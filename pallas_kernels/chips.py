@@ -1,38 +1,162 @@
-"""Chips that the kernels are written for, and the ceilings that they are held against.
+"""What the vendors publish of each chip, and how much of it programs reach.
 
-The rates are what a large product and a large copy reach, not the data sheet's: H200
-measured, TPUs computed from the published peaks. One entry is one device as jax counts
-them: a tpu7x chip is two.
+This is the only table of such numbers: the kernels' benchmark, the planner and the MFU
+of a run read it. An entry is one device as jax counts them: a tpu7x chip is two.
+
+Sources, read in November 2026: cloud.google.com/tpu/docs, pages v5e, v5p, v6e and tpu7x
+(the last compares three generations); NVIDIA's data sheets of the H100 SXM, H200 SXM
+and HGX B200, where rates are those without sparsity.
 """
 
 import dataclasses
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One device."""
+    """One device, as its vendor publishes it."""
 
     name: str
     platform: str  # "tpu" or "gpu"
-    device_kind: str  # as jax names it
-    matrix_tflops: float  # bfloat16 products into float32
-    memory_tbps: float  # bytes read and written of HBM
-    memory_gib: float
-    topology: str  # the least that its compiler takes
-    # Keys from which gathering listed rows should beat a dense product in training:
-    # computed, not timed (docs/design/0004-one-seam-for-kernels.md).
-    lists_from: int
+    device_kinds: tuple[str, ...]  # jax's names; a compiler without devices uses [0]
+    cores: int  # TensorCores of a TPU, multiprocessors of a GPU
+    bf16_tflops: float  # bfloat16 products summed in float32
+    hbm_tbps: float
+    hbm_gib: float  # NVIDIA writes GB
+    interconnect_gbps: float  # GB/s of all ICI or NVLink links, both ways together
+    num_links: int
+    network_gbps: float  # GB/s to other slices or nodes, one way
+
+    @property
+    def device_kind(self) -> str:
+        """The name that a compiler without devices gives it."""
+        return self.device_kinds[0]
+
+    @property
+    def reachable_tflops(self) -> float:
+        """bfloat16 rate that large products reach."""
+        return self.bf16_tflops * _reached(self.name).matrix
+
+    @property
+    def reachable_tbps(self) -> float:
+        """Rate that large copies reach, bytes read and bytes written together."""
+        return self.hbm_tbps * _reached(self.name).memory
+
+    @property
+    def reachable_link_gbps(self) -> float:
+        """GB/s that large collectives reach on one link, one way."""
+        return self.interconnect_gbps / self.num_links / 2 * LINK_SHARE
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5p", "tpu", "TPU v5", 459.0, 2.46, 95.0, "v5p:2x2x1", 36864),
-        Chip("v6e", "tpu", "TPU v6 lite", 920.0, 1.64, 32.0, "v6e:2x2", 131072),
-        Chip("tpu7x", "tpu", "TPU7x", 1155.0, 3.7, 96.0, "tpu7x:2x2x1", 131072),
-        Chip("h200", "gpu", "NVIDIA H200", 790.0, 4.3, 139.0, "1x1x1", 16384),
+        Chip(
+            name="v5e",
+            platform="tpu",
+            device_kinds=("TPU v5 lite", "TPU v5e"),
+            cores=1,
+            bf16_tflops=197.0,
+            hbm_tbps=0.819,
+            hbm_gib=16.0,
+            interconnect_gbps=400.0,
+            num_links=4,
+            network_gbps=3.125,
+        ),
+        Chip(
+            name="v5p",
+            platform="tpu",
+            device_kinds=("TPU v5", "TPU v5p"),
+            cores=2,
+            bf16_tflops=459.0,
+            hbm_tbps=2.765,
+            hbm_gib=95.0,
+            interconnect_gbps=1200.0,
+            num_links=6,
+            network_gbps=6.25,
+        ),
+        Chip(
+            name="v6e",
+            platform="tpu",
+            device_kinds=("TPU v6 lite", "TPU v6e"),
+            cores=1,
+            bf16_tflops=918.0,
+            hbm_tbps=1.638,
+            hbm_gib=32.0,
+            interconnect_gbps=800.0,
+            num_links=4,
+            network_gbps=12.5,
+        ),
+        Chip(  # half a chip: two devices share its links
+            name="tpu7x",
+            platform="tpu",
+            device_kinds=("TPU7x",),
+            cores=1,
+            bf16_tflops=1153.5,
+            hbm_tbps=3.69,
+            hbm_gib=96.0,
+            interconnect_gbps=600.0,
+            num_links=6,
+            network_gbps=6.25,
+        ),
+        Chip(
+            name="h100",
+            platform="gpu",
+            device_kinds=("NVIDIA H100 80GB HBM3",),
+            cores=132,
+            bf16_tflops=989.0,
+            hbm_tbps=3.35,
+            hbm_gib=80.0,
+            interconnect_gbps=900.0,
+            num_links=18,
+            network_gbps=50.0,
+        ),
+        Chip(
+            name="h200",
+            platform="gpu",
+            device_kinds=("NVIDIA H200",),
+            cores=132,
+            bf16_tflops=989.0,
+            hbm_tbps=4.8,
+            hbm_gib=141.0,
+            interconnect_gbps=900.0,
+            num_links=18,
+            network_gbps=50.0,
+        ),
+        Chip(
+            name="b200",
+            platform="gpu",
+            device_kinds=("NVIDIA B200",),
+            cores=148,
+            bf16_tflops=2250.0,
+            hbm_tbps=8.0,
+            hbm_gib=180.0,
+            interconnect_gbps=1800.0,
+            num_links=18,
+            network_gbps=50.0,
+        ),
     )
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """Shares of the published rates that large programs reach."""
+
+    matrix: float
+    memory: float
+    source: str
+
+
+REACHED = {
+    "v5p": Reached(1.0, 2.46 / 2.765, "jax, jax/_src/pallas/mosaic/tpu_info.py"),
+    "h200": Reached(790 / 989, 4.3 / 4.8, "timed on an H200 SXM, November 2026"),
+}
+NOBODY_TIMED = Reached(1.0, 1.0, "the published rates")
+LINK_SHARE = 0.9  # "How to Scale Your Model" (2025), chapter "TPUs"
+
+
+def _reached(name: str) -> Reached:
+    return REACHED.get(name, NOBODY_TIMED)
 
 
 def is_hopper(device_kind: str) -> bool:
@@ -41,5 +165,5 @@ def is_hopper(device_kind: str) -> bool:
 
 
 def find(device_kind: str) -> Chip | None:
-    """The chip that jax calls so, or None if it is not one of CHIPS."""
-    return next((c for c in CHIPS.values() if c.device_kind == device_kind), None)
+    """Returns the chip that jax calls so, or None if it is not one of CHIPS."""
+    return next((c for c in CHIPS.values() if device_kind in c.device_kinds), None)

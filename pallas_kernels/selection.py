@@ -16,10 +16,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
-from pallas_kernels import dispatch
+from pallas_kernels import chips, dispatch
 
 LANES = 128
-UNKNOWN_LISTS_FROM = 32768  # for chips that nobody has put in chips.py
+# Keys from which gathering listed rows should beat a dense product in training, by
+# chip: computed, not timed (docs/design/0004-one-seam-for-kernels.md).
+LISTS_FROM = {"v5p": 36864, "v6e": 131072, "tpu7x": 131072, "h200": 16384}
+UNKNOWN_LISTS_FROM = 32768  # for other chips
 RUN = 32 * LANES  # keys of 128 words
 
 
@@ -74,9 +77,13 @@ def form(num_keys: int) -> str:
     """
     if dispatch.platform() == "cpu":
         return "mask"
-    chip = dispatch.chip()
-    lists_from = UNKNOWN_LISTS_FROM if chip is None else chip.lists_from
-    return "list" if num_keys >= lists_from else "bits"
+    return "list" if num_keys >= lists_from(dispatch.chip()) else "bits"
+
+
+def lists_from(chip: chips.Chip | None) -> int:
+    """Returns the number of keys from which attention on a chip gathers lists."""
+    name = "" if chip is None else chip.name
+    return LISTS_FROM.get(name, UNKNOWN_LISTS_FROM)
 
 
 def empty(batch: int, num_queries: int, num_keys: int, topk: int) -> jax.Array:

@@ -1,9 +1,8 @@
-"""What a device can do: arithmetic, memory, links; and what a mesh axis runs on.
+"""A device of a mesh: its memory, its links, and the torus axes that a mesh axis uses.
 
-Arithmetic and memory rates are those of pallas_kernels/chips.py. The links' are what
-large collectives reach, nine tenths of what the vendor publishes (Scaling Book, 2025,
-chapter "TPUs"; cloud.google.com/tpu/docs). All of one device as jax counts them: a
-tpu7x chip is two, which share its links.
+Rates come from pallas_kernels/chips.py: what large programs reach where somebody timed
+it, else what the vendor publishes. All are of one device as jax counts them: a tpu7x
+chip is two devices, which share its links.
 """
 
 import dataclasses
@@ -21,33 +20,40 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One device and its links."""
+    """A device of a TPU slice."""
 
     chip: chips.Chip
-    hbm_limit_gib: float  # that the compiler fills
-    link_gbps: float  # one link of the torus, one way
-    dcn_gbps: float  # its share of the host's network, one way
+    hbm_limit_gib: float  # the most that the compiler lets a program take
     wraps_at: int  # an axis of the slice is a ring if it is a multiple of this
 
     @property
     def flops(self) -> float:
-        """bfloat16 products a second."""
-        return self.chip.matrix_tflops * 1e12
+        """bfloat16 FLOPs a second."""
+        return self.chip.reachable_tflops * 1e12
 
     @property
     def hbm(self) -> float:
         """Bytes of memory a second."""
-        return self.chip.memory_tbps * 1e12
+        return self.chip.reachable_tbps * 1e12
+
+    @property
+    def link(self) -> float:
+        """Bytes a second on one link of the torus, one way."""
+        return self.chip.reachable_link_gbps * 1e9
+
+    @property
+    def dcn(self) -> float:
+        """Bytes a second of its share of the host's network, one way."""
+        return self.chip.network_gbps * 1e9
 
 
-_V5E = chips.Chip("v5e", "tpu", "TPU v5 lite", 197.0, 0.82, 16.0, "v5e:2x2", 65536)
 DEVICES = {
     device.chip.device_kind: device
     for device in (
-        Device(_V5E, 15.75, 45.0, 3.125, 16),
-        Device(chips.CHIPS["v5p"], 95.74, 90.0, 6.25, 4),
-        Device(chips.CHIPS["v6e"], 31.25, 90.0, 12.5, 16),
-        Device(chips.CHIPS["tpu7x"], 94.75, 45.0, 6.25, 4),
+        Device(chips.CHIPS["v5e"], 15.75, 16),
+        Device(chips.CHIPS["v5p"], 95.74, 4),
+        Device(chips.CHIPS["v6e"], 31.25, 16),
+        Device(chips.CHIPS["tpu7x"], 94.75, 4),
     )
 }
 

@@ -198,10 +198,10 @@ def _rows(items: list[Any], size: str) -> list[dict[str, Any]]:
 def _peaks(device: chips.Device) -> dict[str, Any]:
     return {
         "name": device.chip.name,
-        "bf16_tflops": device.chip.matrix_tflops,
-        "hbm_tbps": device.chip.memory_tbps,
-        "link_gbps": device.link_gbps,
-        "dcn_gbps": device.dcn_gbps,
+        "bf16_tflops": device.chip.reachable_tflops,
+        "hbm_tbps": round(device.chip.reachable_tbps, 3),
+        "link_gbps": device.chip.reachable_link_gbps,
+        "dcn_gbps": device.chip.network_gbps,
     }
 
 

@@ -47,10 +47,10 @@ def roofline(
     dcn = 0.0
     for c in traffic.collectives:
         if c.axes == (collectives.DCN,):
-            seconds = c.wire_bytes / (device.dcn_gbps * 1e9)
+            seconds = c.wire_bytes / device.dcn
             dcn += seconds
         else:
-            seconds, torus = _on_torus(mesh, c, device.link_gbps * 1e9, num_slices)
+            seconds, torus = _on_torus(mesh, c, device.link, num_slices)
             for axis in torus:
                 links[axis] = links.get(axis, 0.0) + seconds
         by_axes[c.axes] = by_axes.get(c.axes, 0.0) + seconds

@@ -93,7 +93,8 @@ def floor(job: Job, chip: chips.Chip) -> dict[str, Any]:
     forward, read, backward, moved = operations.OPERATIONS[job.op].work(job.case)
     if job.mode != "fwd":
         forward, read = forward + backward, read + moved
-    matrix, memory = forward / chip.matrix_tflops / 1e9, read / chip.memory_tbps / 1e9
+    matrix = forward / chip.reachable_tflops / 1e9
+    memory = read / chip.reachable_tbps / 1e9
     bound = "matrix" if matrix > memory else "memory"
     floor_ms = max(matrix, memory)
     return {"flops": forward, "bytes": read, "bound": bound, "floor_ms": floor_ms}

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_sizes, triton_call
+from pallas_kernels import block_sizes, chips, triton_call
 
 HEADS = 64  # of a program: the least rows of a wgmma
 HEADS_FLOAT32, KEYS_FLOAT32 = 16, 32  # without tensor cores; more would spill
-PROGRAMS = 132  # multiprocessors, each with room for one program
+PROGRAMS = chips.CHIPS["h200"].cores  # multiprocessors, each with room for one program
 VALUES = 128  # of a head, that a combining program writes
 LOG2_E = math.log2(math.e)
 

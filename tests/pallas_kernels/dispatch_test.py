@@ -107,7 +107,7 @@ class DispatchTest(parameterized.TestCase):
         specs = cases.shapes(CASE)
         args = [specs[name] for name in ("q_latent", "kv", "indices")]
         run = functools.partial(sparse_mla, scale=0.1, value_dim=CASE.latent)
-        other = dataclasses.replace(chips.CHIPS["h200"], device_kind="NVIDIA L4")
+        other = dataclasses.replace(chips.CHIPS["h200"], device_kinds=("NVIDIA L4",))
         with meant_for(other), self.assertWarnsRegex(UserWarning, "this is NVIDIA L4"):
             jax.eval_shape(run, *args)
 

@@ -5,8 +5,10 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import chips, collectives, roofline
+from pallas_kernels import chips as kernel_chips
 from tests import environment, tpus
 
+V5P = kernel_chips.CHIPS["v5p"]
 LINK = 90e9  # of a v5p, one way
 GB = 1e9
 
@@ -78,7 +80,9 @@ class RooflineTest(parameterized.TestCase):
     def test_the_slowest_binds(self):
         grid = mesh(fsdp=16, expert=4)
         traffic = collectives.Traffic((collective(("expert",), 9 * GB),), ())
-        roof = roofline.roofline(grid, 459e12, 2.46e12 / 2, traffic)
+        roof = roofline.roofline(
+            grid, V5P.bf16_tflops * 1e12, V5P.reachable_tbps * 1e12 / 2, traffic
+        )
         self.assertEqual((roof.binding, roof.total), ("FLOPs", 1.0))
         self.assertAlmostEqual(roof.seconds["HBM"], 0.5)
         self.assertEqual(list(roof.by_axes), [("expert",)])

@@ -14,6 +14,7 @@ from glm5_jax import depth as depth_lib
 from glm5_jax.model import block, layers, transformer
 from glm5_jax.scale import chips
 from glm5_jax.training import loss as loss_lib
+from pallas_kernels import selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Setting:
     def has_lists(self) -> bool:
         """Tells whether attention gathers listed keys and masks no others."""
         is_sparse = self.model.attention == "sparse" and self.selects
-        return is_sparse and self.keys >= self.device.chip.lists_from
+        return is_sparse and self.keys >= selection.lists_from(self.device.chip)
 
     @property
     def selects(self) -> bool:

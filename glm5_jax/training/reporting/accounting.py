@@ -13,18 +13,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import layers, transformer
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import step as step_lib
-
-# Dense bfloat16 FLOP/s of a device as jax names it (vendors' data sheets).
-PEAK_FLOPS = {
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU7x": 1153e12,  # a device is half a chip
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
+from pallas_kernels import chips
 
 
 def count_parameters(config: config_lib.ModelConfig) -> dict[str, int]:
@@ -101,8 +90,8 @@ def cache_bytes_per_token(config: config_lib.ModelConfig) -> int:
 
 def peak_flops() -> float | None:
     """Dense bfloat16 FLOP/s of all devices, or None where the kind is unknown."""
-    peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
-    return None if peak is None else peak * jax.device_count()
+    chip = chips.find(jax.devices()[0].device_kind)
+    return None if chip is None else chip.bf16_tflops * 1e12 * jax.device_count()
 
 
 def _leaves(

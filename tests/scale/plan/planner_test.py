@@ -163,16 +163,14 @@ class RankingTest(parameterized.TestCase):
         of = best.roofline.seconds
         self.assertAlmostEqual(best.seconds, max(of["FLOPs"], of["HBM"]) + best.waiting)
         sent = 2 * (4096 * 8 * 6144 * 7 / 8) * ((75 + 3) * 2 + 2 * 75 + 9 + 75 + 6)
-        ways = 2 * best.setting.device.link_gbps * 1e9  # expert lies on a ring of 8
+        ways = 2 * best.setting.device.link  # expert lies on a ring of 8
         self.assertAlmostEqual(best.waiting, sent / ways, delta=0.01)
 
     def test_more_chunks_are_taken_where_memory_needs_them(self):
         mesh = config_lib.MeshConfig(fsdp=16, expert=8)
         config = dataclasses.replace(LARGE, mesh=mesh)
         plan = planner._best(config, "v5p:4x4x8")
-        limit = chips.Device(
-            plan.setting.device.chip, plan.needed_gib - 1, 90.0, 6.25, 4
-        )
+        limit = chips.Device(plan.setting.device.chip, plan.needed_gib - 1, 4)
         with mock.patch.object(chips, "named", return_value=limit):
             best = planner._best(config, "v5p:4x4x8")
         self.assertGreater(best.setting.chunks, plan.setting.chunks)
