@@ -1,1 +1,1 @@
-"""Parameters on disk: runs of our own, and Hugging Face folders."""
+"""Checkpoints of runs: saving, verifying, restoring, and pruning steps."""

@@ -1,12 +1,12 @@
-"""Lists the checkpoints of a run, proves them, deletes some, or goes back to one.
+"""Lists, verifies, or prunes the checkpoints of a run, or rolls it back to one.
 
 python -m glm5_jax.checkpoint --checkpoint=runs/NAME
 python -m glm5_jax.checkpoint --checkpoint=runs/NAME --verify
 python -m glm5_jax.checkpoint --checkpoint=runs/NAME --prune --keep=2 --yes
 python -m glm5_jax.checkpoint --checkpoint=runs/NAME --roll_back=4000
 
-Exit code 1 where something is damaged. Without --yes, --prune only says what it would
-delete: steps that the rule lets go, and what was set aside. docs/checkpoints.md.
+Exits with 1 if something is damaged. Without --yes, --prune only lists what it would
+delete: steps dropped by the retention rule and set-aside folders. docs/checkpoints.md.
 """
 
 from absl import flags
@@ -35,7 +35,7 @@ _KEEP_BEST = flags.DEFINE_integer("keep_best", None, "How many of the best steps
 
 
 def main(arguments: command_line.Arguments) -> int:
-    """Prints a table; deletes where that is asked for."""
+    """Prints a table of the steps after doing what the flags ask for."""
     _check(arguments)
     from glm5_jax.checkpoint import inspection, rollback  # import jax: after the flags
 

@@ -1,4 +1,4 @@
-"""Lists, verifies and prunes the steps of a run, for the command."""
+"""Lists, verifies and prunes the steps of a run, for the command line."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ NO_MANIFEST = "no manifest"
 
 
 class Row(NamedTuple):
-    """What there is to say of a step, or of a folder that was set aside."""
+    """One line of the table: a step, or a set-aside folder."""
 
     folder: epath.Path
     size: int  # bytes
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 
 def find(path: epath.PathLike) -> list[epath.Path]:
-    """Step folders at a path: a run's, or one alone.
+    """Returns the step folders at a path: all of a run, or a single one.
 
     Raises:
       InputError: there are none.
@@ -42,12 +42,12 @@ def find(path: epath.PathLike) -> list[epath.Path]:
 
 
 def describe(folders: Sequence[epath.Path], is_verified: bool = False) -> list[Row]:
-    """A row for each step that is still there; files are read only to verify them."""
+    """Returns a row for each step; reads files only to verify them."""
     return _rows(folders, functools.partial(_describe, is_verified=is_verified))
 
 
 def describe_set_aside(checkpoints: epath.Path) -> list[Row]:
-    """Rows of what is no step any more."""
+    """Returns a row for each set-aside folder."""
     folders = [
         folder
         for why in step_folder.REASONS
@@ -57,10 +57,10 @@ def describe_set_aside(checkpoints: epath.Path) -> list[Row]:
 
 
 def checkpoints_of(run: epath.PathLike) -> epath.Path:
-    """The folder of a run's steps.
+    """Returns the folder that holds a run's steps.
 
     Raises:
-      InputError: it is none.
+      InputError: the path is no run.
     """
     folder = step_folder.absolute(run)
     for path in (folder / "checkpoints", folder):
@@ -72,14 +72,14 @@ def checkpoints_of(run: epath.PathLike) -> epath.Path:
 
 
 def rule_of(checkpoints: epath.Path, **changes: Any) -> retention.Retention:
-    """The rule that a run keeps to, by its config.json, with changes.
+    """Returns the retention rule of a run's config.json, with changes.
 
     Args:
       checkpoints: its folder of steps.
-      **changes: fields of the rule; None as the run has it.
+      **changes: fields of the rule; None keeps the run's value.
 
     Raises:
-      InputError: the run does not say, or a number is out of range.
+      InputError: config.json has no rule, or a number is out of range.
     """
     given: dict[str, Any] = {
         name: value for name, value in changes.items() if value is not None
@@ -103,18 +103,18 @@ def rule_of(checkpoints: epath.Path, **changes: Any) -> retention.Retention:
 
 
 def to_prune(checkpoints: epath.Path, rule: retention.Retention) -> list[Row]:
-    """Rows of what may go: steps that the rule lets go, and what was set aside."""
+    """Returns rows of what to delete: steps that the rule drops, set-aside folders."""
     going = rule.to_delete(manager.describe_steps(checkpoints))
     steps = describe([checkpoints / str(step) for step in going])
     return steps + describe_set_aside(checkpoints)
 
 
 def prune(checkpoints: epath.Path, rows: Sequence[Row]) -> None:
-    """Deletes folders, after the newest step that has a manifest has proved itself.
+    """Deletes folders, after the newest sealed step has been verified.
 
     Raises:
       InputError: there is no such step.
-      DamagedError: it is not what was written; nothing was deleted.
+      DamagedError: that step fails its checksums; nothing was deleted.
     """
     steps = manager.describe_steps(checkpoints)
     safe = [step.number for step in steps if step.is_safe]
@@ -128,12 +128,12 @@ def prune(checkpoints: epath.Path, rows: Sequence[Row]) -> None:
     except config_lib.DamagedError as error:
         raise config_lib.DamagedError(f"{error} Nothing was deleted.") from error
     for row in tqdm.tqdm(rows, desc="delete", disable=None):
-        with contextlib.suppress(FileNotFoundError):  # the run deletes as well
+        with contextlib.suppress(FileNotFoundError):  # a running job deletes too
             step_folder.remove(row.folder)
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as text: step, size, age, metrics, status."""
+    """Formats rows as text: step, size, age, metrics, status."""
     cells = [("step", "size", "age", "evaluation", "status")]
     for row in rows:
         metrics = [f"{k.removeprefix('eval/')} {v:.4g}" for k, v in row.metrics.items()]
@@ -153,7 +153,7 @@ def table(rows: list[Row]) -> str:
 
 
 def bytes_text(num_bytes: int) -> str:
-    """12.3 MB, by powers of 1000."""
+    """Formats a size as 12.3 MB, by powers of 1000."""
     size = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
@@ -171,7 +171,7 @@ def _rows(
             rows.append(describe_one(folder))
         except FileNotFoundError:
             if folder.exists():
-                raise  # else the run has deleted it meanwhile
+                raise  # otherwise the run has just deleted it
     return rows
 
 

@@ -1,7 +1,7 @@
-"""Parameters as windows: what reads them never holds one whole.
+"""Parameters that are read in windows, so that none is ever in memory whole.
 
-GLM-5's experts of one kind are one stacked leaf of 450 GB. Whatever moves parameters
-from one place to another therefore asks a `Leaf` for windows of a bounded size.
+GLM-5's experts of one kind are one stacked leaf of 450 GB. Code that moves parameters
+therefore asks a `Leaf` for windows of bounded size.
 """
 
 import abc
@@ -20,30 +20,30 @@ from glm5_jax import config as config_lib
 Path = tuple[str, ...]
 Window = tuple[slice, ...]  # one for each dim, with start and stop
 
-WINDOW_BYTES = 2**25  # at most, as float32 where there is arithmetic
+WINDOW_BYTES = 2**25  # upper bound, counted as float32 where values are computed
 
 
 class Leaf(abc.ABC):
-    """One parameter that lies somewhere, readable in windows."""
+    """One parameter, stored anywhere, that can be read in windows."""
 
     shape: tuple[int, ...]
-    dtype: np.dtype  # of what `read` returns
+    dtype: np.dtype  # of the arrays that `read` returns
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Axes in the order in which to cut: windows along the first are cheapest."""
+        """Returns the axes in the order to cut them, the cheapest first."""
         return tuple(range(len(self.shape)))
 
     @abc.abstractmethod
     def read(self, window: Window) -> np.ndarray:
-        """The elements in a window."""
+        """Returns the elements in a window."""
 
 
 class DeviceLeaf(Leaf):
     """A parameter on the devices of this process, or on the host."""
 
     def __init__(self, array: jax.Array | np.ndarray) -> None:
-        """Takes the array as it is, sharded or not."""
+        """Takes the array, sharded or not."""
         self._array = array
         self.shape, self.dtype = array.shape, np.dtype(array.dtype)
 
@@ -51,7 +51,7 @@ class DeviceLeaf(Leaf):
         """Copies a window to the host."""
         if isinstance(self._array, np.ndarray):
             return self._array[window]
-        # Starts are operands: one program reads every window of a size.
+        # The starts are operands, so one program serves all windows of a size.
         starts = [w.start for w in window]
         sizes = [w.stop - w.start for w in window]
         return np.asarray(jax.lax.dynamic_slice(self._array, starts, sizes))
@@ -67,7 +67,7 @@ class CastLeaf(Leaf):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Returns those of the parameter."""
+        """Returns the axes of the wrapped parameter."""
         return self._leaf.cuts
 
     def read(self, window: Window) -> np.ndarray:
@@ -76,7 +76,7 @@ class CastLeaf(Leaf):
 
 
 def flatten(tree: dict) -> tuple[dict[Path, Any], Any]:
-    """Leaves by path, and the structure."""
+    """Returns a tree's leaves by path, and its structure."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return {tuple(key.key for key in path): leaf for path, leaf in pairs}, treedef
 
@@ -88,7 +88,7 @@ def stack_depth(path: Path) -> int:
 
 
 def unflatten(leaves: dict[Path, Any]) -> dict:
-    """The tree of these paths."""
+    """Returns the nested dict with these leaves; the inverse of `flatten`."""
     tree: dict = {}
     for (*parents, name), leaf in leaves.items():
         here = tree
@@ -101,8 +101,8 @@ def unflatten(leaves: dict[Path, Any]) -> dict:
 def chunk_shape(
     shape: Sequence[int], itemsize: int, cuts: Sequence[int], limit: int = WINDOW_BYTES
 ) -> tuple[int, ...]:
-    """The largest windows of at most `limit` bytes, cut along those axes in turn."""
-    chunk = [max(n, 1) for n in shape]  # a chunk of 0 elements is none
+    """Returns the largest window of at most `limit` bytes, cut along `cuts` in turn."""
+    chunk = [max(n, 1) for n in shape]  # a chunk needs an element
     for axis in cuts:
         rest = math.prod(chunk) // chunk[axis] * itemsize
         if rest * chunk[axis] > limit:
@@ -111,7 +111,7 @@ def chunk_shape(
 
 
 def windows(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Window]:
-    """The windows that a grid of chunks cuts an array into, the last axis fastest."""
+    """Yields the windows of a grid of chunks over an array, the last axis fastest."""
     cuts = [
         [slice(start, min(start + step, size)) for start in range(0, size, step)]
         for size, step in zip(shape, chunk, strict=True)
@@ -123,7 +123,7 @@ def require_finite(values: np.ndarray, name: str) -> None:
     """Checks that no weight is NaN or infinite.
 
     Raises:
-      InputError: one of these is.
+      InputError: a weight is not finite.
     """
     if values.dtype == ml_dtypes.bfloat16:  # twice as fast as isfinite
         exponent = np.uint16(0x7F80)
@@ -137,14 +137,14 @@ def require_finite(values: np.ndarray, name: str) -> None:
 
 
 def require_finite_params(params: dict) -> None:
-    """Checks that no parameter that this process holds is NaN or infinite.
+    """Checks that no parameter on this process's devices holds a NaN or infinity.
 
     Raises:
-      InputError: one of these is.
+      InputError: a weight is not finite.
     """
     for path, array in flatten(params)[0].items():
         for shard in array.addressable_shards:
             part = shard.data
-            if shard.device.platform != "cpu":  # a number comes back, not the weights
+            if shard.device.platform != "cpu":  # bring one number to the host
                 part = jnp.where(jnp.isfinite(part).all(), 0.0, jnp.nan)
             require_finite(np.asarray(part), ".".join(path))

@@ -1,10 +1,11 @@
-"""Checkpoints of a run: FOLDER/checkpoints/STEP/, written in the background.
+"""Saves and restores the checkpoints of a run, FOLDER/checkpoints/STEP/.
 
-Orbax writes a step under a temporary name and renames it, so that it exists or does
-not; then its files are hashed and its manifest is written, and only then may an older
-step be deleted. A run goes on from the newest step whose manifest holds. Several
-processes write one step, each its shards, and read the same one: what process 0 sees on
-disk counts, and a step that one of them finds damaged counts for none.
+Orbax writes a step under a temporary name and renames it at the end. Then its files are
+hashed and its manifest is written ("sealed"); only after that are older steps deleted.
+All of this happens in the background. A run resumes from the newest step that matches
+its manifest. Several processes write one step, each its own shards, and all read the
+same one: process 0 decides which steps exist, and a step that any process finds damaged
+is skipped by all.
 """
 
 import functools
@@ -23,7 +24,7 @@ from glm5_jax.checkpoint import arrays, manifest, retention, step_folder, stored
 from glm5_jax.processes import together
 
 PyTree = Any
-# What is not the checkpoint's fault: a wrong config, too little memory.
+# Errors that do not mean a damaged checkpoint: a wrong config, too little memory.
 _NOT_UNREADABLE = (config_lib.InputError, MemoryError, jax.errors.JaxRuntimeError)
 _PARTS = (step_folder.PARAMS, step_folder.STATE, step_folder.METADATA)
 
@@ -34,14 +35,14 @@ class CheckpointManager:
     def __init__(
         self, folder: epath.PathLike, keep: int | retention.Retention = 3
     ) -> None:
-        """Opens a run folder, which need not exist, and removes unfinished saves.
+        """Opens a run folder, which may be missing, and removes unfinished saves.
 
         Args:
             folder: of the run.
-            keep: newest steps to keep, or a whole rule; others go after a save.
+            keep: number of newest steps to keep, or a whole rule, applied after a save.
 
         Raises:
-            InputError: nothing can be written there.
+            InputError: the folder is not writable.
         """
         if isinstance(keep, int):
             keep = retention.Retention(newest=keep)
@@ -68,7 +69,7 @@ class CheckpointManager:
         self._orbax = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                # All: Orbax would delete before there is a manifest.
+                # None is left to Orbax: it would delete before the new step is sealed.
                 preservation_policy=ocp.checkpoint_managers.LatestN(None),
                 cleanup_tmp_directories=True,
                 lightweight_initialize=True,
@@ -77,7 +78,7 @@ class CheckpointManager:
         )
         self._saved: set[int] = set()
         self._restored: int | None = None
-        # One thread for all saves: to start one takes as long as a save blocks.
+        # One thread for all saves: starting one takes as long as a save blocks.
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: futures.Future[None] | None = None
         self._num_sealed = 0
@@ -85,15 +86,15 @@ class CheckpointManager:
     def save(self, step: int, state: PyTree, metadata: dict[str, Any]) -> None:
         """Copies the state and writes it in the background.
 
-        The state may be donated as soon as this returns. Steps that an earlier run, or
-        a branch that was rolled back, left at this step or later are set aside, and
-        deleted when this one is safe; saving a step twice does nothing.
+        The state may be donated as soon as this returns. Existing steps with this or a
+        later number, from an earlier run or from before a rollback, are set aside and
+        deleted once this one is sealed. Saving a step twice does nothing.
 
         Args:
             step: updates done.
             state: dict of arrays, with "params" among its keys.
-            metadata: anything that JSON can hold; numbers in its "metrics" say which
-                steps are the best.
+            metadata: anything that JSON can hold; its "metrics" decide which steps are
+                the best.
 
         Raises:
             FloatingPointError: the state holds a NaN or an infinity.
@@ -116,7 +117,7 @@ class CheckpointManager:
             self._orbax.save(step, args=stored.to_save(state, metadata), force=True)
 
         if jax.process_count() > 1:
-            write(state)  # it meets the other processes, as only this thread may
+            write(state)  # joins the other processes, from the main thread only
             later = lambda: None
         else:
             later = functools.partial(write, arrays.copied(state))
@@ -128,16 +129,16 @@ class CheckpointManager:
         step: int | None = None,
         before: int | None = None,
     ) -> tuple[int, PyTree, dict[str, Any]]:
-        """Reads a step; without a number the newest whose manifest holds.
+        """Restores a step, by default the newest that matches its manifest.
 
-        Steps without a manifest come last. Those that turn out damaged, or hold a
-        number that is not finite, are renamed to STEP.damaged, if another can be read.
-        Where a step is named, saves will go on from it, and replace later ones.
+        Steps without a manifest are tried last. A step that is damaged, or holds a NaN
+        or infinity, is renamed to STEP.damaged if another one can be read. After the
+        restore of a named step, saves continue from it and replace later ones.
 
         Args:
-            abstract_state: shapes, types and shardings of the result; arrays will do.
+            abstract_state: shapes, types and shardings of the result, or such arrays.
             step: a step that must be read, or None.
-            before: only older steps than this one count.
+            before: a step; only older ones are tried.
 
         Returns:
             Step, state, metadata.
@@ -163,7 +164,7 @@ class CheckpointManager:
             if is_read and found is not None and arrays.is_finite(found[0]):
                 self._set_aside([*damaged], step_folder.DAMAGED)
                 newer = [n for n in steps if n > candidate and n not in damaged]
-                if newer:  # without a manifest, or rolled back
+                if newer:  # unsealed, or from before a rollback
                     logging.warning("STEPS %s ARE NOT GONE ON FROM.", newer)
                 self._restored = candidate
                 self._saved = {n for n in self._saved if n < candidate} | {candidate}
@@ -187,14 +188,14 @@ class CheckpointManager:
         self._set_aside([n for n in on_disk if n > step], step_folder.ABANDONED)
 
     def has_before(self, step: int) -> bool:
-        """Tells whether an older step has a manifest, as process 0 sees it; all ask."""
+        """Returns whether an older step is sealed; all processes must call."""
         steps = step_folder.numbers(self._folder)
         older = [n for n in steps if n < step]
         safe = [n for n in older if manifest.is_sealed(self._folder / str(n))]
         return bool(together.numbers_of_first(safe))
 
     def latest_step(self) -> int | None:
-        """The newest step on disk, as process 0 sees it; all must ask."""
+        """Returns the newest step that process 0 sees; all processes must call."""
         steps = together.numbers_of_first(step_folder.numbers(self._folder))
         return max(steps, default=None)
 
@@ -204,13 +205,13 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when all that was saved is safe; raises if a save failed."""
+        """Waits until all saves are sealed; raises if one failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Waits, and stops the threads."""
+        """Waits for saves and stops the threads."""
         try:
             self.wait()
         finally:
@@ -226,13 +227,13 @@ class CheckpointManager:
             self._seal(self._folder / str(step))
             if jax.process_index() == 0:
                 self._delete_old()
-        except (OSError, ValueError) as error:  # TensorStore's of a full disk, say
+        except (OSError, ValueError) as error:  # TensorStore's, of a full disk
             self._saved.discard(step)
             raise OSError(
                 f"the checkpoint of step {step} cannot be written into {self._folder}: "
                 f"{_short(error)} Older ones are as they were."
             ) from error
-        except BaseException:  # the thread that waits gets it
+        except BaseException:  # raised again in the thread that waits
             self._saved.discard(step)
             raise
 
@@ -261,7 +262,7 @@ class CheckpointManager:
             )
 
     def _abandon_from(self, step: int) -> None:
-        """Sets aside what is not of the branch that this step is of."""
+        """Sets aside steps that do not belong to the branch of this step."""
         first = step if self._restored is None else min(step, self._restored + 1)
         on_disk = together.numbers_of_first(step_folder.numbers(self._folder))
         others = [n for n in on_disk if n >= first and n not in self._saved]
@@ -271,21 +272,21 @@ class CheckpointManager:
                 "step %d is safe.",
                 *(others, self._folder, step),
             )
-        if others or step in self._orbax.all_steps():  # deleted, for all it knows
+        if others or step in self._orbax.all_steps():  # so that it forgets them
             self._set_aside(others, step_folder.ABANDONED)
 
     def _set_aside(self, steps: list[int], why: str) -> None:
         if jax.process_index() == 0:
             for step in steps:
                 step_folder.set_aside(self._folder / str(step), why)
-        together.all_true(True)  # who lists the steps now does not find them any more
+        together.all_true(True)  # from here on no process finds them
         self._orbax.reload()
 
 
 def restore_params(folder: epath.PathLike, abstract_params: PyTree) -> PyTree:
-    """Reads the parameters alone, for a stage's start, evaluation or generation.
+    """Reads only the parameters, to start a stage, evaluate, or generate.
 
-    What else is in the step is neither read nor hashed.
+    The rest of the step is neither read nor hashed.
 
     Args:
         folder: a run folder (its newest step) or a step folder.
@@ -293,7 +294,7 @@ def restore_params(folder: epath.PathLike, abstract_params: PyTree) -> PyTree:
 
     Raises:
         InputError: there is no checkpoint, or it is of another model.
-        DamagedError: its files are not what was written.
+        DamagedError: a file fails its checksum.
     """
     path = find_step(folder)
     verify_params(path)
@@ -301,7 +302,7 @@ def restore_params(folder: epath.PathLike, abstract_params: PyTree) -> PyTree:
 
 
 def require_shapes(folder: epath.PathLike, abstract_params: PyTree) -> None:
-    """Checks that `restore_params` would find every parameter; reads none of them.
+    """Checks that `restore_params` would find every parameter, without reading any.
 
     Raises:
         InputError: there is no checkpoint, or it is of another model.
@@ -310,30 +311,30 @@ def require_shapes(folder: epath.PathLike, abstract_params: PyTree) -> None:
 
 
 def verify_params(folder: epath.PathLike) -> None:
-    """Compares a step's files with its manifest, those of its parameters alone.
+    """Verifies a step's parameter files against its manifest.
 
     Raises:
-        DamagedError: its files are not what was written.
+        DamagedError: a file fails its checksum.
     """
     path = step_folder.absolute(folder)
-    # Before there were manifests the parameters were in state/.
+    # Steps from before manifests hold the parameters in state/.
     is_apart = (path / step_folder.PARAMS).exists()
     _verify(path, without=[step_folder.STATE] if is_apart else [])
 
 
 def read_metadata(folder: epath.PathLike) -> dict[str, Any]:
-    """The metadata of a step folder, or of the newest step of a run folder."""
+    """Returns the metadata of a step folder, or of the newest step of a run folder."""
     path = find_step(folder)
     return json.loads((path / step_folder.METADATA / "metadata").read_text())
 
 
 def find_step(folder: epath.PathLike) -> epath.Path:
-    """The step folder itself, or the newest one of a run folder.
+    """Returns a step folder itself, or the newest one of a run folder.
 
-    Newest is that of those with a manifest, where there are such.
+    A run with sealed steps gives the newest of these.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no step.
     """
     return step_folder.find(folder)
 
@@ -343,11 +344,11 @@ def describe_steps(checkpoints: epath.Path) -> list[retention.Step]:
     steps = []
     for number in step_folder.numbers(checkpoints):
         folder = checkpoints / str(number)
-        if step_folder.missing(folder):  # whatever it is, it is not deleted
+        if step_folder.missing(folder):  # not a whole step: never deleted
             continue
         try:
             metrics = read_metadata(folder).get("metrics", {})
-        except (OSError, ValueError, AttributeError):  # then it is none of the best
+        except (OSError, ValueError, AttributeError):  # never among the best
             metrics = {}
         steps.append(retention.Step(number, manifest.is_sealed(folder), metrics))
     return steps
@@ -356,7 +357,7 @@ def describe_steps(checkpoints: epath.Path) -> list[retention.Step]:
 def _attempt(
     folder: epath.Path, abstract_state: PyTree
 ) -> tuple[tuple[PyTree, dict[str, Any]] | None, Exception | None]:
-    """State and metadata of a step, or why they cannot be had."""
+    """Returns state and metadata of a step, or the reason why it cannot be read."""
     try:
         if lacking := step_folder.missing(folder):
             raise config_lib.DamagedError(f"{folder} has no {lacking}.")
@@ -372,7 +373,7 @@ def _attempt(
 
 
 def _verify(folder: epath.Path, without: list[str] | None = None) -> None:
-    """Hashes this process's part of the files; raises what it finds."""
+    """Verifies this process's part of the files."""
     count = jax.process_count()
     hashed = manifest.verify(folder, without or (), jax.process_index(), count)
     if hashed is None:
@@ -385,5 +386,5 @@ def _verify(folder: epath.Path, without: list[str] | None = None) -> None:
 
 
 def _short(error: Exception | None) -> str:
-    text = str(error)  # TensorStore's run to pages, with the reason at the end
+    text = str(error)  # TensorStore's are pages long, the reason last
     return text if len(text) <= 400 else f"{text[:150]} ... {text[-250:]}"

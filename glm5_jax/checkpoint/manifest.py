@@ -1,9 +1,9 @@
-"""A checksum of every file of a step: manifest.json, written when the step is whole.
+"""Checksums of a step's files: manifest.json, written when the step is complete.
 
-Orbax notices a file that is missing or cut short, when it comes to read it; a flipped
-bit it hands on. The manifest has the size and the SHA-256 of every other file under the
-step's folder, the step's number, and a checksum of itself. Why SHA-256, and who hashes
-what: docs/design/0009-a-step-proves-itself.md.
+Orbax notices a missing or truncated file when it reads it, but passes on a flipped bit.
+The manifest holds the size and SHA-256 of every other file in the step's folder, the
+step's number, and a checksum of itself. docs/design/0009-a-step-proves-itself.md says
+why it is SHA-256, and which process hashes which files.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ NAME = "manifest.json"
 FOLDER = "checkpoints"  # of the steps of a run
 HASH = "sha256"
 _VERSION = 2
-_WITHOUT_NUMBER = 1  # of an earlier version, or of a folder that is no run's step
-_THREADS = min(4, os.cpu_count() or 1)  # hashlib gives up the interpreter's lock
+_WITHOUT_NUMBER = 1  # written by earlier versions, or outside of a run
+_THREADS = min(4, os.cpu_count() or 1)  # hashlib releases the GIL
 _CHUNK = 2**20  # bytes
-_MAX_NAMED = 5  # files that a message names
-# As Orbax names what one process wrote: its data, its list of arrays.
+_MAX_NAMED = 5  # files listed in a message
+# Orbax's names for one process's data and list of arrays.
 _OF_PROCESS = re.compile(r"(?:^|/)(?:ocdbt\.)?process_(\d+)(?:/|$)")
 
 
 class Entry(NamedTuple):
-    """What a file was when the step was written."""
+    """Size and digest of a file when it was written."""
 
     size: int  # bytes
     digest: str  # hexadecimal SHA-256
@@ -49,20 +49,20 @@ def seal(
     process: int = 0,
     gather: Callable[[str], Sequence[str]] = lambda text: [text],
 ) -> None:
-    """Hashes what is in a step's folder and writes its manifest, or neither.
+    """Hashes the files of a step and writes its manifest.
 
-    Every process hashes what it wrote, which is still in its page cache: were another
-    to read it from the disk, it would hash what the disk made of it. Process 0 hashes
-    what is nobody's and what somebody did not see, and writes. Files, folders and
-    manifest are on the disk, not only on their way, when process 0 returns.
+    Each process hashes the files that it wrote, from its page cache: another process
+    would hash what the disk made of them. Process 0 hashes the remaining files and
+    those that their writer did not see, and writes the manifest. When process 0
+    returns, files, folders and manifest are synced to disk.
 
     Args:
-      folder: of a step that Orbax has committed; all processes see it.
+      folder: of a step that Orbax has committed, visible to all processes.
       process: number of this process.
-      gather: gives process 0 what each process says, and the others nothing.
+      gather: returns every process's value on process 0, and nothing elsewhere.
 
     Raises:
-      OSError: something cannot be read or written.
+      OSError: a file cannot be read or written.
     """
     mine = [name for name in files(folder) if _owner(name) == process]
     parts = gather(json.dumps(_hash(folder, mine, is_written=True)))
@@ -79,23 +79,20 @@ def seal(
 
 
 def number_of(name: str) -> int | None:
-    """The step that a folder of this name is; None: it is none, as 05 or Arabic digits.
-
-    The same as Orbax would write it.
-    """
+    """Returns the step of a folder name; None unless Orbax would write it so ("05")."""
     return int(name) if re.fullmatch("0|[1-9][0-9]{0,17}", name) else None
 
 
 def is_sealed(folder: epath.Path) -> bool:
-    """Returns whether there is a manifest, be it a good one."""
+    """Returns whether a manifest exists, valid or not."""
     return (folder / NAME).exists()
 
 
 def read(folder: epath.Path) -> Entries | None:
-    """Returns what a step's manifest says; None where it has none.
+    """Returns the entries of a step's manifest, or None without a manifest.
 
     Raises:
-      DamagedError: it is not what was written, or the manifest of another step.
+      DamagedError: the manifest is invalid, or belongs to another step.
     """
     if not is_sealed(folder):
         return None
@@ -116,12 +113,12 @@ def read(folder: epath.Path) -> Entries | None:
 
 
 def require_number(folder: epath.Path, step: int | None) -> None:
-    """Checks that a run's folder has the number of the step in it; None: nothing says.
+    """Checks that a step's folder in a run is named by the step's number.
 
-    A copy that lies elsewhere may have any name.
+    A copy outside of a run may have any name. A `number` of None is not checked.
 
     Raises:
-      DamagedError: it has another, as after a rename.
+      DamagedError: the folder has another number, for example after a rename.
     """
     number = number_of(folder.name)
     is_of_run = folder.parent.name == FOLDER
@@ -141,15 +138,15 @@ def verify(
 
     Args:
       folder: of the step.
-      without: folders in it that are left out, "state" for one.
-      process: of those that share the work; each hashes its part.
-      num_processes: that share it.
+      without: subfolders to skip, such as "state".
+      process: number of this process; each hashes its share.
+      num_processes: processes that share the work.
 
     Returns:
-      Bytes that were hashed here; None where there is no manifest.
+      Bytes that this process hashed; None without a manifest.
 
     Raises:
-      DamagedError: files are missing or differ; it names them.
+      DamagedError: lists files that are missing or differ.
     """
     entries = read(folder)
     if entries is None:
@@ -168,10 +165,10 @@ def verify(
 
 
 def require_sizes(folder: epath.Path, entries: Entries) -> None:
-    """Checks what is seen without reading files: they are there, and as long.
+    """Checks that all files exist with their sizes, without reading them.
 
     Raises:
-      DamagedError: some are not; it names them.
+      DamagedError: lists files that are missing or have another size.
     """
     sizes = files(folder)
     problems = {
@@ -183,7 +180,7 @@ def require_sizes(folder: epath.Path, entries: Entries) -> None:
 
 
 def files(folder: epath.Path) -> dict[str, int]:
-    """Sizes of all files under a folder, its manifest excepted, by relative path."""
+    """Returns the sizes of all files but the manifest, by relative path."""
     found: dict[str, int] = {}
     folders = [(folder, "")]
     while folders:
@@ -197,7 +194,7 @@ def files(folder: epath.Path) -> dict[str, int]:
 
 
 def write_whole(path: epath.Path, text: str) -> None:
-    """Writes a file that is there whole or not at all, and outlives a power cut."""
+    """Writes a file atomically and syncs it, so that it survives a power cut."""
     new = path.parent / f"{path.name}.tmp"
     try:
         with new.open("w") as file:
@@ -218,7 +215,7 @@ def _owner(name: str) -> int:
 
 
 def _share(entries: Entries, process: int, num_processes: int) -> list[str]:
-    """Deals files out, the largest first, to the process that has least."""
+    """Assigns files to processes, the largest first, to balance their bytes."""
     loads = [0] * num_processes
     mine = []
     for name in sorted(entries, key=lambda name: (-entries[name].size, name)):
@@ -235,7 +232,7 @@ def _hash(
     is_written: bool = False,
     is_shown: bool = False,
 ) -> Entries:
-    """Entries of these files; with `is_written` they are on the disk afterwards."""
+    """Hashes files; with `is_written` also syncs them to disk."""
     began = time.perf_counter()
     sizes = [(folder / name).stat().length for name in names]
 
@@ -245,7 +242,7 @@ def _hash(
             while chunk := file.read(_CHUNK):
                 out.update(chunk)
             if is_written:
-                os.fsync(file.fileno())  # Orbax syncs arrays, but no JSON
+                os.fsync(file.fileno())  # Orbax syncs arrays but not JSON
         return out.hexdigest()
 
     entries = {}
@@ -289,7 +286,7 @@ def _require_same(
 
 
 def _render(entries: Entries, step: int | None) -> str:
-    """The text of a manifest; its checksum is that of the text without it."""
+    """Renders a manifest, with the checksum of its text without the checksum."""
     content: dict[str, Any] = {"version": _WITHOUT_NUMBER, "hash": HASH}
     if step is not None:
         content |= {"version": _VERSION, "step": step}
@@ -299,12 +296,12 @@ def _render(entries: Entries, step: int | None) -> str:
 
 
 def _entries(files: Mapping[str, Sequence]) -> Entries:
-    """Returns the entries as JSON gives them back: pairs."""
+    """Returns the entries as pairs, as JSON reads them."""
     return {name: Entry(*entry) for name, entry in files.items()}
 
 
 def _sync_folder(folder: epath.Path) -> None:
-    """Syncs a folder, so that names in it outlive a power cut, where it can be."""
+    """Syncs a folder, if possible, so that names in it survive a power cut."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

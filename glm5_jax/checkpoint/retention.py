@@ -1,4 +1,4 @@
-"""Which steps stay: the newest, every n-th for ever, the best by a metric."""
+"""Retention of checkpoints: the newest, every n-th forever, the best by a metric."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """What the rule looks at."""
+    """The facts about a step that the rule uses."""
 
     number: int
     is_safe: bool  # it has a manifest
@@ -16,19 +16,19 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention:
-    """A rule for what may be deleted."""
+    """A rule for which steps may be deleted."""
 
     newest: int  # steps
-    every: int = 0  # steps divisible by it stay for ever; 0: none
+    every: int = 0  # steps divisible by it stay forever; 0: none
     best: int = 0  # steps with the best metric, beside the newest
     metric: str = "eval/bits_per_byte"
     is_lower_better: bool = True
 
     def to_delete(self, steps: Iterable[Step]) -> list[int]:
-        """Numbers of the steps that may go, in order.
+        """Returns the numbers of the steps to delete, in order.
 
-        A step goes when `newest` safe ones are newer than it: one without a manifest
-        stands for none. The best are chosen among the safe ones.
+        A step is deleted once `newest` safe steps are newer than it. Steps without a
+        manifest are not safe: they neither count as newer nor are among the best.
         """
         steps = list(steps)
         safe = sorted(step.number for step in steps if step.is_safe)
@@ -45,7 +45,7 @@ class Retention:
         )
 
     def _best(self, steps: list[Step]) -> set[int]:
-        """Returns the best steps, of equal ones the newer."""
+        """Returns the best steps; ties go to the newer one."""
         sign = 1 if self.is_lower_better else -1
         ranked = sorted(
             (sign * value, -step.number)
@@ -57,7 +57,7 @@ class Retention:
 
 
 def of_run(config: Mapping[str, Any]) -> Retention:
-    """The rule that a run's config, as of its config.json, asks for."""
+    """Returns the rule of a run, from the content of its config.json."""
     is_rl = config.get("stage") == "rl"
     return Retention(
         newest=config["checkpoints_to_keep"],

@@ -1,8 +1,8 @@
-"""Going back to an older step: what a run must know of it until a checkpoint does.
+"""Rolls a run back to an older step, and remembers which batches to skip.
 
-After a rollback a run goes on with the batches behind those that went wrong. How many
-were left out stands in every later checkpoint; before there is one, in rollback.json of
-the run.
+After a rollback, a run continues with the batches after those that went wrong. Every
+later checkpoint holds the number of skipped batches; until one exists, rollback.json
+in the run's folder does.
 """
 
 import dataclasses
@@ -22,37 +22,37 @@ _NAME = "rollback.json"
 
 @dataclasses.dataclass(frozen=True)
 class Rollback:
-    """The last one of a run."""
+    """The last rollback of a run."""
 
-    step: int  # that it went back to
-    num_left_out: int  # batches, of all rollbacks of the run
-    health: Mapping[str, Any] | None  # its memory; None: that of the step
+    step: int  # rolled back to
+    num_left_out: int  # batches skipped by all rollbacks of the run
+    health: Mapping[str, Any] | None  # its memory; None: take the step's
 
     @property
     def position(self) -> int:
-        """The batch that comes next."""
+        """Returns the position of the next batch."""
         return self.step + self.num_left_out
 
 
 def write(run: epath.PathLike, rollback: Rollback) -> None:
-    """Keeps it in the run's folder, whole or not at all, with a checksum."""
+    """Writes rollback.json atomically, with a checksum."""
     content = dataclasses.asdict(rollback)
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n"
     manifest.write_whole(step_folder.absolute(run) / _NAME, text)
 
 
 def read(run: epath.PathLike) -> Rollback | None:
-    """The last one of a run, if there was one.
+    """Returns the last rollback of a run, or None.
 
     Raises:
-      DamagedError: its file is not what was written.
+      DamagedError: rollback.json fails its checksum.
     """
     path = step_folder.absolute(run) / _NAME
     if not path.exists():
         return None
     try:
         content = json.loads(path.read_text())
-        checksum = content.pop("checksum", None)  # an earlier version wrote none
+        checksum = content.pop("checksum", None)  # earlier versions wrote none
         rollback = Rollback(**content)
         is_whole = checksum in (None, _checksum(content))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
@@ -70,22 +70,22 @@ def read(run: epath.PathLike) -> Rollback | None:
 def by_hand(
     run: epath.PathLike, step: int, num_left_out: int | None = None
 ) -> tuple[Rollback, list[int]]:
-    """Makes a run that has been stopped go on from an older step.
+    """Makes a stopped run resume from an older step.
 
-    Later steps are renamed to STEP.abandoned; the run's next save deletes them.
+    Later steps are renamed to STEP.abandoned and deleted by the run's next save.
 
     Args:
       run: its folder.
-      step: an older one, with a manifest.
-      num_left_out: batches after those of the step that shall not come again; None:
-        those up to the newest step.
+      step: an older step with a manifest.
+      num_left_out: number of batches to skip after those of the step; None skips all
+        up to the newest step.
 
     Returns:
-      What the run will know, and the steps that were set aside.
+      The rollback as written, and the steps that were set aside.
 
     Raises:
-      InputError: there is no such step, nothing would change, or the run goes on.
-      DamagedError: its files are not what was written.
+      InputError: there is no such step, nothing would change, or the run is running.
+      DamagedError: the step fails its checksums.
     """
     checkpoints = inspection.checkpoints_of(run)
     with folder_lock.held(checkpoints.parent):
@@ -114,13 +114,13 @@ def _by_hand(
         num_left_out = _position(checkpoints / str(later[-1]), later[-1]) - here
     rollback = Rollback(step, here - step + num_left_out, None)
     write(checkpoints.parent, rollback)
-    for number in later:  # the newest last: killed in between, this can be said again
+    for number in later:  # newest last, so that a killed command can be rerun
         step_folder.set_aside(checkpoints / str(number), step_folder.ABANDONED)
     return rollback, later
 
 
 def _position(folder: epath.Path, step: int) -> int:
-    """Batches drawn up to a step."""
+    """Returns the number of batches drawn up to a step."""
     step_folder.require_number(folder)
     return manager.read_metadata(folder).get("position", step)
 

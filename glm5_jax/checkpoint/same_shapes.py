@@ -1,4 +1,4 @@
-"""Whether what is stored is what is wanted, leaf by leaf."""
+"""Compares stored shapes with expected ones, leaf by leaf."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,15 @@ _MAX_NAMED = 5  # differing leaves that a message names
 
 
 def require(theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str) -> None:
-    """Compares shapes by name; Orbax would return what it does not find unread.
+    """Checks shapes by name, since Orbax returns missing leaves without an error.
 
     Args:
-      theirs: shape by dotted name of what is stored; a word where it is not known.
-      ours: of what is wanted.
-      what: it is, for the message: "The model in FOLDER".
+      theirs: stored shapes by dotted name; any word for a shape that is unknown.
+      ours: expected shapes by dotted name.
+      what: subject of the message, such as "the model in FOLDER".
 
     Raises:
-      InputError: names are missing or unexpected, or shapes differ; it names them.
+      InputError: lists missing and unexpected names, and shapes that differ.
     """
     there, here = ({k: str(v) for k, v in shapes.items()} for shapes in (theirs, ours))
     differing = [

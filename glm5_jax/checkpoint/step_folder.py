@@ -1,9 +1,8 @@
-"""What lies in a run's checkpoints/: a folder a step, and what was set aside.
+"""Names and contents of the folders in a run's checkpoints/.
 
-STEP/ holds params/ and state/ (arrays: the parameters; all else of the state),
-metadata/ (JSON) and manifest.json. Steps written before there were manifests hold the
-parameters in state/. What is renamed to STEP.damaged, STEP.abandoned or STEP.deleting
-counts no more.
+STEP/ holds params/ (the parameters), state/ (the other arrays), metadata/ (JSON) and
+manifest.json. Steps from before manifests hold the parameters in state/. Folders
+renamed to STEP.damaged, STEP.abandoned or STEP.deleting are set aside: no longer steps.
 """
 
 import contextlib
@@ -18,31 +17,31 @@ from glm5_jax.checkpoint import manifest
 from glm5_jax.config import checks
 
 PARAMS, STATE, METADATA = "params", "state", "metadata"
-DAMAGED = "damaged"  # kept until somebody prunes it
-ABANDONED = "abandoned"  # of a branch that was rolled back; goes with the next save
+DAMAGED = "damaged"  # kept until pruned
+ABANDONED = "abandoned"  # by a rollback; deleted by the next save
 DELETING = "deleting"
 REASONS = (DAMAGED, ABANDONED, DELETING)
 _MARK = "_CHECKPOINT_METADATA"  # Orbax writes it into every step
 
 
 def absolute(folder: epath.PathLike) -> epath.Path:
-    """The path as Orbax takes it.
+    """Returns an absolute path, as Orbax needs it.
 
     Raises:
-      InputError: it is in an object store, where nothing can be renamed or synced.
+      InputError: the path is in an object store, which cannot rename or sync.
     """
     checks.require_local(str(folder))
     return epath.Path(folder).expanduser().absolute()
 
 
 def numbers(checkpoints: epath.Path) -> list[int]:
-    """Steps that have a folder, in order, be it a good one."""
+    """Returns the steps that have a folder, valid or not, in order."""
     found = [manifest.number_of(path.name) for path in _folders(checkpoints)]
     return sorted(number for number in found if number is not None)
 
 
 def strangers(checkpoints: epath.Path) -> list[str]:
-    """Names of folders that look like steps and are none: 007, or Arabic digits."""
+    """Returns names of folders that look like steps but are none, such as 007."""
     return sorted(
         path.name
         for path in _folders(checkpoints)
@@ -51,10 +50,10 @@ def strangers(checkpoints: epath.Path) -> list[str]:
 
 
 def by_trust(checkpoints: epath.Path) -> list[int]:
-    """Steps in the order in which they should be tried, the last one first.
+    """Returns steps in the order in which to try them.
 
-    Newest first, of those with a manifest; then of those without. What lacks a part
-    stands before all: it fails at once, and is not overlooked.
+    Steps with a manifest come before steps without one, each newest first. Steps that
+    lack a part come first of all, so that they fail at once and are reported.
     """
 
     def trust(step: int) -> tuple[bool, bool, int]:
@@ -65,10 +64,10 @@ def by_trust(checkpoints: epath.Path) -> list[int]:
 
 
 def find(folder: epath.PathLike) -> epath.Path:
-    """The step folder itself, or the newest whole one of a run folder.
+    """Returns a step folder itself, or the newest complete one of a run folder.
 
     Raises:
-      InputError: there is none.
+      InputError: there is no step.
     """
     path = absolute(folder)
     if not missing(path):
@@ -84,7 +83,7 @@ def find(folder: epath.PathLike) -> epath.Path:
 
 
 def missing(folder: epath.Path) -> str:
-    """Names what a step folder lacks to be one; empty where it is whole."""
+    """Names the parts that a step folder lacks; empty for a complete one."""
     if not any((folder / part / "_METADATA").exists() for part in (PARAMS, STATE)):
         return f"{PARAMS}/_METADATA"
     for name in (f"{METADATA}/metadata", _MARK):
@@ -94,11 +93,11 @@ def missing(folder: epath.Path) -> str:
 
 
 def is_whole(folder: epath.PathLike, step: int) -> bool:
-    """Returns whether a run folder has a step, with the files that were written.
+    """Returns whether a run folder has a complete step, all files with their sizes.
 
     Args:
         folder: of the run.
-        step: that it should have.
+        step: number of the step.
     """
     path = absolute(folder) / "checkpoints" / str(step)
     try:
@@ -112,10 +111,10 @@ def is_whole(folder: epath.PathLike, step: int) -> bool:
 
 
 def require_number(folder: epath.Path) -> None:
-    """Checks that a step's metadata are those of the step that its folder is named by.
+    """Checks that a step's metadata have the number in its folder's name.
 
     Raises:
-      DamagedError: they are of another, or cannot be read.
+      DamagedError: they have another number, or cannot be read.
     """
     path = folder / METADATA / "metadata"
     try:
@@ -133,7 +132,7 @@ def require_number(folder: epath.Path) -> None:
 
 
 def set_aside(folder: epath.Path, why: str) -> epath.Path:
-    """Renames a step folder, so that it is none; returns where it is now."""
+    """Renames a step folder so that it is no step; returns its new path."""
     target = folder.parent / f"{folder.name}.{why}"
     count = 1
     while target.exists():
@@ -143,27 +142,27 @@ def set_aside(folder: epath.Path, why: str) -> epath.Path:
 
 
 def all_set_aside(checkpoints: epath.Path, why: str) -> list[epath.Path]:
-    """Folders that were renamed for this reason."""
+    """Returns the folders that were set aside for this reason."""
     paths = _folders(checkpoints)
     return sorted(path for path in paths if path.name.split(".")[1:2] == [why])
 
 
 def remove(folder: epath.Path) -> None:
-    """Deletes a folder, of a link the link; half deleted it never passes for a step."""
+    """Deletes a folder or link; a partly deleted one is never taken for a step."""
     if folder.name.isdecimal():
         folder = set_aside(folder, DELETING)
     if os.path.islink(folder):
         folder.unlink()
         return
-    # In a mounted bucket a folder goes with its last file, while it is walked through.
+    # A mounted bucket drops a folder with its last file, while rmtree walks it.
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(folder)  # says what is in the way
+            shutil.rmtree(folder)  # raises the reason
 
 
 def free_bytes(folder: epath.Path) -> int:
-    """Room on the disk."""
+    """Returns the free bytes of the disk."""
     return shutil.disk_usage(folder).free
 
 

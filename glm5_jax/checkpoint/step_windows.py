@@ -1,9 +1,9 @@
-"""A checkpoint's step folder in windows: read by TensorStore, written through Orbax.
+"""Reads and writes a step folder in windows, for models larger than memory.
 
-Orbax asks a TypeHandler to write each leaf; the one here writes windows instead of an
-array in memory, into plain zarr (a file a chunk, not OCDBT, whose every commit rewrites
-part of an index). Names, metadata and the rename at the end are Orbax's, and so is the
-reader: `manager` restores such a step like any other.
+Reading uses TensorStore. Writing goes through Orbax with a TypeHandler of ours, which
+writes windows instead of an array in memory, as plain zarr: one file a chunk, since
+every commit of OCDBT rewrites part of an index. Names, metadata and the final rename
+are Orbax's, so `manager` restores such a step like any other.
 """
 
 import contextlib
@@ -24,28 +24,28 @@ from etils import epath
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manifest, same_shapes, step_folder
 
-_TREE = "params"  # the only name at the top of what is saved as PARAMS
+_TREE = "params"  # top-level name in the item PARAMS
 _CHUNK_BYTES = 2**25
-_CACHE_BYTES = 2**28  # of decoded chunks, if a chunk is not larger
+_CACHE_BYTES = 2**28  # of decoded chunks; more if a chunk is larger
 
 
 class StepLeaf(leaves_lib.Leaf):
     """One parameter of a step."""
 
     def __init__(self, store: tensorstore.TensorStore) -> None:
-        """Takes an open array."""
+        """Takes an open TensorStore array."""
         self._store = store
         self.shape, self.dtype = tuple(store.shape), store.dtype.numpy_dtype
 
     @property
     def chunk_bytes(self) -> int:
-        """Returns what must be decoded to read one element."""
+        """Returns the bytes that must be decoded to read one element."""
         chunk = self._store.chunk_layout.read_chunk.shape or ()
         sizes = [min(c or n, n) for c, n in zip(chunk, self.shape, strict=True)]
         return math.prod(sizes) * self.dtype.itemsize
 
     def read(self, window: leaves_lib.Window) -> np.ndarray:
-        """Reads the chunks that the window touches."""
+        """Reads the window, decoding the chunks that it touches."""
         return self._store[window].read().result()
 
 
@@ -62,7 +62,7 @@ def open_params(
       InputError: the step is of another model.
     """
     state = epath.Path(folder) / step_folder.PARAMS
-    if not state.exists():  # before there were manifests
+    if not state.exists():  # a step from before manifests
         state = epath.Path(folder) / step_folder.STATE
     metadata = json.loads((state / "_METADATA").read_text())
     stored = {
@@ -137,9 +137,9 @@ def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
 
 
 def _needed_cache(path: leaves_lib.Path, leaf: StepLeaf) -> int:
-    """Bytes without which chunks would be decoded again for each window.
+    """Returns the cache that keeps chunks from being decoded again for each window.
 
-    Windows of a tensor may cross all of its chunks, where a mesh has cut another dim.
+    Windows of a tensor can cross all its chunks if a mesh cut another dim.
     """
     tensor = math.prod(leaf.shape[leaves_lib.stack_depth(path) :])
     return max(tensor * leaf.dtype.itemsize, 2 * leaf.chunk_bytes)
@@ -147,9 +147,9 @@ def _needed_cache(path: leaves_lib.Path, leaf: StepLeaf) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax warns that there is no OCDBT to merge, which is as it should be."""
+    """Silences Orbax's warning that there is no OCDBT to merge: none is wanted."""
     logger = logging.get_absl_logger()
-    level = logger.level  # not the verbosity, which a program may have left unset
+    level = logger.level  # not absl's verbosity, which may be unset
     logger.setLevel("ERROR")
     try:
         yield
@@ -158,7 +158,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _WindowHandler(ocp.type_handlers.TypeHandler):
-    """Writes leaves so that Orbax reads them as arrays."""
+    """Writes `Leaf` objects so that Orbax can restore them as arrays."""
 
     def __init__(self, bar: tqdm.tqdm) -> None:
         self._bar = bar
@@ -177,7 +177,7 @@ class _WindowHandler(ocp.type_handlers.TypeHandler):
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
     ) -> Sequence[Any]:
-        # Its thread waits until Orbax has made the folders.
+        # The future's thread waits until Orbax has made the folders.
         return [
             ocp.future.CommitFutureAwaitingContractedSignals(
                 self._write_all(values, infos), name="windows"
@@ -205,18 +205,18 @@ class _WindowHandler(ocp.type_handlers.TypeHandler):
                     "chunks": chunk,
                     "compressor": None,
                 },
-                # Orbax takes an absent chunk for a lost one, not for zeros.
+                # Orbax reads a missing chunk as lost, not as zeros.
                 "store_data_equal_to_fill_value": True,
             },
             create=True,
-            # The manifest's maker flushes the files at the end, at once and faster.
+            # manifest.seal syncs all files at the end, which is faster.
             context=tensorstore.Context({"file_io_sync": False}),
         )
         pending = None
         for window in leaves_lib.windows(leaf.shape, chunk):
             values = leaf.read(window)
             leaves_lib.require_finite(values, info.name)
-            if pending is not None:  # written while the next window was read
+            if pending is not None:  # overlapped with the last read
                 await pending
             pending = store[window].write(
                 values, can_reference_source_data_indefinitely=True
@@ -227,7 +227,7 @@ class _WindowHandler(ocp.type_handlers.TypeHandler):
 
 
 def _key(state: epath.Path, path: leaves_lib.Path, is_ocdbt: bool) -> Any:
-    """Returns where Orbax puts the array of a parameter."""
+    """Returns TensorStore's spec of a parameter's array in Orbax's layout."""
     name = ".".join((_TREE, *path))
     if is_ocdbt:
         return {"driver": "ocdbt", "base": _folder(state), "path": f"{name}/"}

@@ -1,8 +1,8 @@
-"""The arrays of a step: how they are cut, and what of them is read, onto any mesh.
+"""Writes the arrays of a step in chunks, and reads them onto any mesh.
 
-Orbax makes one chunk of what a device holds of an array, up to 2 GiB, and to read one
-element is to decode its chunk. Parameters are cut further, into layers and experts:
-what exports a step, or restores it onto another mesh, reads these one by one.
+Orbax makes one chunk of each device's part of an array, up to 2 GiB, and reading one
+element decodes its whole chunk. Parameters are therefore cut further, into layers and
+experts, which an export or a restore onto another mesh reads one by one.
 """
 
 import math
@@ -21,7 +21,7 @@ _CHUNK_BYTES = 2**26  # at most, of a parameter
 
 
 def to_save(state: PyTree, metadata: dict[str, Any]) -> ocp.args.Composite:
-    """Parameters for themselves: they are read, and verified, without the rest."""
+    """Returns what Orbax saves: parameters apart, to be read and verified alone."""
     rest = {name: tree for name, tree in state.items() if name != "params"}
     params = {"params": state["params"]}
     cuts = jax.tree_util.tree_map_with_path(_cut, params)
@@ -39,15 +39,15 @@ def read(folder: epath.Path, abstract: PyTree, what: str) -> PyTree:
 
     Args:
         folder: of the step.
-        abstract: dict with "params" of shapes, types and shardings; arrays will do.
-        what: it is, for messages.
+        abstract: dict with "params": shapes, types and shardings, or such arrays.
+        what: subject of messages.
 
     Raises:
-        InputError: there are other leaves, or they have other shapes.
+        InputError: the step has other leaves or shapes.
     """
     rest = {name: tree for name, tree in abstract.items() if name != "params"}
     params = {"params": abstract["params"]}
-    if not (folder / step_folder.PARAMS).exists():  # before there were manifests
+    if not (folder / step_folder.PARAMS).exists():  # a step from before manifests
         return _read_part(folder / step_folder.STATE, abstract, what)
     out = _read_part(folder / step_folder.PARAMS, params, what)
     if rest:
@@ -56,15 +56,15 @@ def read(folder: epath.Path, abstract: PyTree, what: str) -> PyTree:
 
 
 def require_shapes(folder: epath.Path, abstract: PyTree, what: str) -> None:
-    """Checks that `read` would find the parameters; reads none of them.
+    """Checks that `read` would find the parameters, without reading any.
 
     Args:
         folder: of the step.
         abstract: the parameters' shapes.
-        what: it is, for messages.
+        what: subject of messages.
 
     Raises:
-        InputError: there are other leaves, or they have other shapes.
+        InputError: the step has other leaves or shapes.
     """
     parts = folder / step_folder.PARAMS, folder / step_folder.STATE
     path = next((part for part in parts if part.exists()), parts[0])
@@ -76,9 +76,9 @@ def require_shapes(folder: epath.Path, abstract: PyTree, what: str) -> None:
 
 
 def stack_axes(path: leaves.Path, shape: Sequence[int], itemsize: int) -> list[int]:
-    """Axes of layers and experts along which a large parameter is cut to one each.
+    """Returns the axes (layers, experts) along which to cut a parameter into ones.
 
-    Orbax would halve the largest dim first: then every expert lies in every chunk.
+    By default Orbax halves the largest dim, which puts every expert in every chunk.
     """
     axes, size = [], math.prod(shape) * itemsize
     for axis in range(leaves.stack_depth(path)):
@@ -89,17 +89,17 @@ def stack_axes(path: leaves.Path, shape: Sequence[int], itemsize: int) -> list[i
 
 
 def _cut(path: tuple, array: jax.Array) -> ocp.SaveArgs:
-    """Returns how Orbax is to cut what a device holds of a parameter."""
+    """Returns Orbax's settings for cutting a device's part of a parameter."""
     names = tuple(key.key for key in path)
-    # Of the whole: who reads an expert touches the chunks of all devices.
+    # By the global shape: reading an expert touches the chunks of all devices.
     axes = stack_axes(names, array.shape, array.dtype.itemsize)
     return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=tuple(axes))
 
 
 def _read_part(path: epath.Path, abstract: PyTree, what: str) -> PyTree:
     abstract = jax.tree.map(_with_sharding, abstract)
-    # Not by a Checkpointer: where one process cannot read, the others would wait for it
-    # at the end of its restore.
+    # Without a Checkpointer: if one process could not read, the others would wait for
+    # it at the end of the restore.
     handler = ocp.PyTreeCheckpointHandler()
     try:
         _require_shapes(handler, path, abstract, what)
@@ -117,7 +117,7 @@ def _require_shapes(
     handler: ocp.PyTreeCheckpointHandler, path: epath.Path, abstract: PyTree, what: str
 ) -> None:
     wanted, name = _shapes(abstract), f"the {what} in {path.parent}"
-    if not path.exists():  # of a model alone, converted
+    if not path.exists():  # a converted model has no such part
         same_shapes.require({}, wanted, name)
     if not ocp.utils.is_checkpoint_finalized(path):
         raise ValueError(f"{path} was not finished.")
@@ -135,7 +135,7 @@ def _with_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStru
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    """Shape by dotted path; named tuples and dicts look the same, as on disk."""
+    """Returns shapes by dotted path; as on disk, named tuples look like dicts."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     name = jax.tree_util.keystr
     return {name(path, simple=True, separator="."): tuple(x.shape) for path, x in flat}

@@ -1,8 +1,8 @@
-"""What a model of others brings beside its weights, and takes along when it leaves.
+"""Companion files of an imported model: all of its folder but the weights.
 
-Tokenizer, chat template, sampling defaults, and keys of config.json that ModelConfig
-does not have. They go from a Hugging Face folder into the run folder that it becomes,
-from there into every run that starts from it, and out again, byte by byte.
+These are the tokenizer, the chat template, sampling defaults, and the keys of
+config.json that ModelConfig lacks. They are copied byte by byte from a Hugging Face
+folder into a run folder, into every run that starts from it, and into the export.
 """
 
 import json
@@ -20,19 +20,19 @@ OF_TOKENIZER = (
     *("added_tokens.json", "vocab.json", "merges.txt"),
 )
 TEXT_FILES = (*OF_TOKENIZER, "chat_template.jinja", "generation_config.json")
-# Of a run folder that was a Hugging Face folder: its config.json.
+# Copy of the Hugging Face config.json in the run folder that was made from it.
 ORIGINAL_CONFIG = "huggingface_config.json"
 
 
 def copy_texts(source: loading.Source, folder: pathlib.Path) -> None:
-    """Copies what belongs to the text as it is."""
+    """Copies the tokenizer, chat template and sampling defaults unchanged."""
     for name in TEXT_FILES:
         if (source.folder / name).exists():
             shutil.copyfile(source.folder / name, folder / name)
 
 
 def original_config(source: loading.Source) -> dict[str, Any]:
-    """The Hugging Face config.json that a model came with, if it did.
+    """Returns the Hugging Face config.json that the model came with, or {}.
 
     Raises:
       InputError: it is damaged.
@@ -53,7 +53,7 @@ def original_config(source: loading.Source) -> dict[str, Any]:
 
 
 def into_run(source: loading.Source, folder: pathlib.Path) -> None:
-    """Copies all of it into a run folder.
+    """Copies the text files and the original config into a run folder.
 
     Raises:
       InputError: the original config is damaged.
@@ -69,20 +69,20 @@ def into_training(
     init_from: str | None,
     tokenizer: tokenizer_lib.Tokenizer,
 ) -> None:
-    """Gives a training run, before its first checkpoint, what its model brought.
+    """Copies a starting model's companions into a new training run.
 
-    Where no tokenizer.json lies beside the weights of init_from, what else is there of
-    a tokenizer may be another's and stays there.
+    A folder without tokenizer.json may hold other tokenizer files that belong to some
+    other tokenizer; these are not copied.
 
     Args:
       workdir: folder of the run.
-      init_from: what its weights start from, if they do; its tokenizer is the run's.
+      init_from: model that the run starts from, or None; it has the run's tokenizer.
       tokenizer: of the run.
 
     Raises:
       InputError: the original config is damaged.
     """
-    for name in (*TEXT_FILES, ORIGINAL_CONFIG):  # of a run that did not come so far
+    for name in (*TEXT_FILES, ORIGINAL_CONFIG):  # left by an earlier, failed start
         (workdir / name).unlink(missing_ok=True)
     if init_from is not None:
         into_run(loading.find(init_from), workdir)

@@ -1,4 +1,4 @@
-"""Rewrites a model as a Hugging Face folder or as a run folder, window by window."""
+"""Converts a model to a Hugging Face folder or a run folder, window by window."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def convert(
     Args:
       source: a run folder (its newest step), a step folder or a Hugging Face folder.
       target: a folder that does not exist.
-      to: one of FORMATS; None for the one that the source does not have.
+      to: one of FORMATS; None for the format that the source is not in.
       overrides: of the config, see `loading.load_model`.
       dtype: one of DTYPES; None keeps those of the source, and makes FP8 the config's
         param_dtype where a run folder is written.
@@ -46,9 +46,9 @@ def convert(
       The format written.
 
     Raises:
-      InputError: there is no model at `source`, or something at `target`, or the target
-        cannot be of that dtype.
-      DamagedError: the step's files are not what was written.
+      InputError: `source` holds no model, `target` exists, or the target's format has
+        no such dtype.
+      DamagedError: a file of the step fails its checksum.
     """
     target = pathlib.Path(step_folder.absolute(target))
     if target.exists():
@@ -84,7 +84,7 @@ def convert(
 def _open(
     found: loading.Source, config: config_lib.ModelConfig, dtype: str | None
 ) -> dict[leaves_lib.Path, leaves_lib.Leaf]:
-    """Parameters in their dtype, or in that from which FP8 is made."""
+    """Opens the parameters in `dtype`; in float32 where FP8 codes are made of them."""
     kind = "float32" if dtype == huggingface_export.FP8 else dtype
     abstract = transformer.abstract_params(config)
     if found.is_huggingface:
@@ -104,10 +104,10 @@ def _write_run(
     config: config_lib.ModelConfig,
     leaves: dict[leaves_lib.Path, leaves_lib.Leaf],
 ) -> None:
-    """Writes a run folder of one step, that of the source or 0."""
+    """Writes a run folder with one step, numbered as in the source or 0."""
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     new_folder.require_space(folder, size)
-    name = found.weights.name  # of a step folder that was copied it may be any
+    name = found.weights.name  # any name, where a step folder was copied
     step = int(name) if not found.is_huggingface and name.isdecimal() else 0
     params = leaves_lib.unflatten(leaves)
     metadata, texts = {}, found.folder / companions.TOKENIZER

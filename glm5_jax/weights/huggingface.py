@@ -32,11 +32,11 @@ write_config = huggingface_config.write_config
 
 @dataclasses.dataclass
 class StoredLeaf(leaves_lib.Leaf):
-    """A parameter that lies in pieces in the files of a folder."""
+    """A parameter stored as one or more tensors in the files of a folder."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    # By index in the parameter's stacks: tensor, its layout, and which part of it.
+    # Index in the parameter's stack -> tensor, its layout, and the part of it.
     pieces: dict[tuple[int, ...], tuple[Any, names_lib.Layout, int]]
 
     @property
@@ -45,7 +45,7 @@ class StoredLeaf(leaves_lib.Leaf):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Between tensors first, then between rows of one."""
+        """Returns the axes in the order to cut them: stacks, stored rows, the rest."""
         _, layout, _ = next(iter(self.pieces.values()))
         stack = range(self._depth)
         rest = [axis for axis in range(len(self.shape)) if axis not in stack]
@@ -53,7 +53,7 @@ class StoredLeaf(leaves_lib.Leaf):
         return (*stack, rows, *(axis for axis in rest if axis != rows))
 
     def read(self, window: leaves_lib.Window) -> np.ndarray:
-        """Reads what the window needs of each tensor in it."""
+        """Reads the window from every tensor that it touches."""
         out = np.empty([w.stop - w.start for w in window], self.dtype)
         stack, rest = window[: self._depth], window[self._depth :]
         for index in itertools.product(*(range(w.start, w.stop) for w in stack)):
@@ -72,7 +72,7 @@ def load_params(
 ) -> dict:
     """Reads a folder's tensors into a parameter tree.
 
-    A process reads only what its devices hold.
+    Each process reads only the shards of its own devices.
 
     Args:
       folder: with model.safetensors, or an index and the files that it names.
@@ -110,8 +110,8 @@ def open_params(
       folder: with model.safetensors, or an index and the files that it names.
       config: of the model.
       abstract_params: the tree, with anything that has a shape as leaves.
-      dtype: of the parameters, except the router's bias, which is float32 then;
-        None keeps what is stored, and makes FP8 the config's param_dtype.
+      dtype: of the parameters, except for the router's bias, which becomes float32;
+        None keeps the stored dtypes, and reads FP8 as the config's param_dtype.
 
     Raises:
       InputError: names whatever is missing, unexpected, damaged or misshapen.
@@ -133,12 +133,12 @@ def open_params(
 
 
 def is_quantized(settings: dict[str, Any]) -> bool:
-    """Returns whether a config.json is of a folder in FP8."""
+    """Returns whether a config.json describes FP8 weights."""
     return settings.get("quantization_config") is not None
 
 
 def cast(path: leaves_lib.Path, dtype: Any) -> np.dtype | None:
-    """Returns a parameter's type: a float32 bias decides between close experts."""
+    """Returns the dtype to read a parameter in; the router's bias needs float32."""
     if dtype is None:
         return None
     is_bias = path[-1] == "e_score_correction_bias"
@@ -148,7 +148,7 @@ def cast(path: leaves_lib.Path, dtype: Any) -> np.dtype | None:
 def _dtype(
     pieces: dict[tuple[int, ...], tuple[Any, Any, int]], config: config_lib.ModelConfig
 ) -> np.dtype:
-    """Returns the type of a parameter whose tensors keep theirs."""
+    """Returns the dtype of a parameter that keeps the dtype of its tensors."""
     tensors = [tensor for tensor, _, _ in pieces.values()]
     if any(isinstance(tensor, quantized.QuantizedTensor) for tensor in tensors):
         return jnp.dtype(config.param_dtype)
@@ -171,7 +171,7 @@ def _open(
     config: config_lib.ModelConfig,
     slots: list[names_lib.Slot],
 ) -> dict[str, Any]:
-    """Lazily readable tensors by name, after a check of all names and shapes."""
+    """Returns tensors by name, to be read lazily; checks all names and shapes first."""
     expected = {slot.name: tuple(slot.layout.shape) for slot in slots}
     index = _weight_map(folder)
     known = _without_mtp(config, index)
@@ -229,7 +229,7 @@ def _open(
 def _without_mtp(
     config: config_lib.ModelConfig, known: dict[str, str]
 ) -> dict[str, str]:
-    """Drops the MTP layer (no other has an eh_proj) from a model's index without it."""
+    """Drops the MTP layer (it alone has eh_proj) from an index if config has none."""
     prefix = names_lib.mtp_prefix(config)
     if config.has_mtp or prefix + "eh_proj.weight" not in known:
         return known
@@ -241,10 +241,10 @@ def _take_spare(
     tensors: dict[str, safetensors_file.Tensor],
     index: dict[str, str],
 ) -> dict[str, safetensors_file.Tensor]:
-    """Takes out the tensors that belong to such a folder but make no parameter.
+    """Removes from `tensors`, and returns, those that make no parameter.
 
-    The MTP layer, where the config leaves it out; copies in it of what it shares with
-    the model; and shared experts of width 0, which transformers writes for none.
+    These are the MTP layer if the config has none, the MTP layer's copies of shared
+    tensors, and shared experts of width 0, which transformers writes for none.
     """
     prefix, spare = names_lib.mtp_prefix(config), set()
     if config.has_mtp:
@@ -263,7 +263,7 @@ def _require_equal(
     spare: dict[str, safetensors_file.Tensor],
     tensors: dict[str, safetensors_file.Tensor],
 ) -> None:
-    """Checks that the MTP layer's copies equal the model's own: it has one of each."""
+    """Checks that the MTP layer's copies equal the tensors that it shares."""
     for name, original in names_lib.mtp_copies(config).items():
         if not config.has_mtp or name not in spare:
             continue
@@ -284,7 +284,7 @@ def _require_equal(
 def _read_headers(
     folder: pathlib.Path, known: dict[str, str]
 ) -> tuple[dict[str, safetensors_file.Tensor], dict[str, str]]:
-    """Tensors found, and what is wrong with files; `known` names those of an index."""
+    """Returns the tensors found, and what is wrong with each bad file."""
     tensors: dict[str, safetensors_file.Tensor] = {}
     bad_files = {}
     for file in sorted({*known.values()} or {SINGLE_FILE}):
@@ -293,7 +293,7 @@ def _read_headers(
         except safetensors_file.DamagedError as error:
             bad_files[file] = str(error).rstrip(".")
             continue
-        # A name in two files is read from the one that the index says.
+        # The index decides which of two files with the same name is read.
         tensors |= {n: x for n, x in found.items() if known.get(n, file) == file}
     if SINGLE_FILE in bad_files:
         raise config_lib.InputError(
@@ -303,7 +303,7 @@ def _read_headers(
 
 
 def _block_size(folder: pathlib.Path) -> tuple[int, int] | None:
-    """Reads it off an FP8 folder's config.json; read_config has checked the rest."""
+    """Reads the FP8 block size of config.json; read_config has checked the rest."""
     try:
         settings = huggingface_config.read_json(folder / "config.json")
         return quantized.block_size(settings.get("quantization_config"))
@@ -314,7 +314,7 @@ def _block_size(folder: pathlib.Path) -> tuple[int, int] | None:
 
 
 def _weight_map(folder: pathlib.Path) -> dict[str, str]:
-    """File of each tensor, as the index says; empty where there is only one file."""
+    """Returns the index's file of each tensor; {} for a folder with a single file."""
     if (folder / SINGLE_FILE).exists():
         return {}
     path = folder / INDEX_FILE
@@ -335,7 +335,7 @@ def _weight_map(folder: pathlib.Path) -> dict[str, str]:
         raise config_lib.InputError(
             f"{path} is no index of safetensors ({error!r}); download it again."
         ) from error
-    # These names come from strangers and become paths.
+    # Untrusted names that become paths.
     bad = {str(f) for f in weight_map.values() if not FILE_NAME.fullmatch(str(f))}
     if bad:
         raise config_lib.InputError(
@@ -353,7 +353,7 @@ def _join(names: list[str]) -> str:
 def _remedy(
     config: config_lib.ModelConfig, missing: list[str], needs_scales: bool
 ) -> str:
-    """Returns what to do about tensors that do not fit."""
+    """Returns advice on tensors that do not fit."""
     prefix = names_lib.mtp_prefix(config)
     if needs_scales:
         return (

@@ -15,19 +15,19 @@ from glm5_jax.config import fields
 from glm5_jax.weights import quantized
 
 MODEL_TYPE = "glm_moe_dsa"
-# Fields of ModelConfig that say how to compute, or how to train: no other program knows
+# Fields of ModelConfig that say how to compute or train. Other programs do not know
 # them, so they are neither written nor read.
 OURS = {
     *("attention", "dtype", "param_dtype", "remat_policy", "batch_invariant"),
     *("expert_transport", "expert_chunks", "mtp_num_steps"),
 }
-# Fields with a spelling of their own there, or written only if they are unusual.
+# Fields that config.json spells differently, or has only for unusual values.
 _SPELT = {"rope_theta", "rope_scaling", "latent_norm_eps"}
 SAME = {f.name for f in dataclasses.fields(config_lib.ModelConfig)} - OURS - _SPELT
-# transformers builds the latent norms without the config's eps: 1e-6, ModelConfig's
-# default. A model that was trained with another says so by this key.
+# transformers builds the latent norms with eps 1e-6, whatever the config says. This
+# key holds the eps of a model that was trained with another one.
 LATENT_NORM_EPS = "latent_norm_eps"
-# Where a key is absent, transformers takes other values than ModelConfig.
+# transformers' defaults of absent keys, where ModelConfig has others.
 DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
     "num_nextn_predict_layers": 0,
@@ -61,13 +61,13 @@ FOREIGN = (
     *("per_layer_config", "sliding_window", "swiglu_limit", "use_qk_norm"),
 )
 LAYER_TYPES = {"indexed_attention", "deepseek_sparse_attention", "full_attention"}
-# Other spellings of what `write_config` says.
+# Other spellings of keys that `write_config` writes.
 SUPERSEDED = {
     *("rope_scaling", "rope_theta", "partial_rotary_factor"),
     *("original_max_position_embeddings", "num_experts", "num_local_experts"),
     *("torch_dtype", LATENT_NORM_EPS),
 }
-# Keys that change no logits; any other that is unknown is warned of.
+# Keys that change no logits; other unknown keys cause a warning.
 HARMLESS = {
     *("architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype"),
     *("ep_size", "head_dim", "id2label", "indexer_types", "is_encoder_decoder"),
@@ -79,12 +79,12 @@ HARMLESS = {
 }
 KNOWN = SAME | OURS | set(FIXED) | set(FOREIGN) | SUPERSEDED | HARMLESS
 _CONTEXT = "original_max_position_embeddings"
-# Of rope_parameters, what ModelConfig says in rope_scaling.
+# Keys of rope_parameters that ModelConfig keeps in rope_scaling.
 _YARN = {f.name for f in dataclasses.fields(config_lib.RopeScaling)} - {"rope_type"}
 
 
 def read_json(path: pathlib.Path) -> Any:
-    """Reads a JSON file that a stranger wrote.
+    """Reads an untrusted JSON file.
 
     Raises:
       ValueError: it is no JSON, or nested deeper than Python can follow.
@@ -100,7 +100,7 @@ def read_config(folder: str | os.PathLike) -> config_lib.ModelConfig:
     """Reads a folder's config.json as transformers reads it.
 
     Raises:
-      InputError: no GLM-5, or a variant that this code does not compute.
+      InputError: it describes no GLM-5, or a variant that this code does not compute.
     """
     path = pathlib.Path(folder) / "config.json"
     try:
@@ -117,7 +117,7 @@ def read_config(folder: str | os.PathLike) -> config_lib.ModelConfig:
             f"{kind!r}."
         )
     if given.get("eos_token_id", 1) is None:
-        given["eos_token_id"] = []  # no end of text, other than where the key is absent
+        given["eos_token_id"] = []  # null means none; an absent key means the default
     given = {name: value for name, value in given.items() if value is not None}
     try:
         _check_variant(given)
@@ -132,10 +132,10 @@ def read_config(folder: str | os.PathLike) -> config_lib.ModelConfig:
 
 
 def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, by the rules of transformers.
+    """Returns rope_theta and rope_scaling by transformers' rules.
 
-    rope_scaling, where it is not empty, replaces rope_parameters as a whole; a
-    rope_theta beside them counts where there is none in them.
+    A rope_scaling that is not empty replaces rope_parameters as a whole. A rope_theta
+    beside them counts if they contain none.
     """
     name = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     rope = given.get(name, {})
@@ -157,7 +157,7 @@ def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
         raise config_lib.InputError(f"{name}: partial_rotary_factor must be 1.0.")
     if "factor" not in rope:
         raise config_lib.InputError(f"{name} of rope_type 'yarn' needs a factor.")
-    # Where both give the context that was trained on, the outer one counts.
+    # The outer original_max_position_embeddings takes precedence.
     whole = given.get("max_position_embeddings")
     context = given.get(_CONTEXT, rope.get(_CONTEXT, whole))
     scaling = {k: v for k, v in rope.items() if k in _YARN and v is not None}
@@ -171,7 +171,7 @@ def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config(given: Mapping[str, Any]) -> config_lib.ModelConfig:
-    """Everything but the explicit lists of layers' types."""
+    """Builds the model's config from the keys of a config.json."""
     values: dict[str, Any] = _DEFAULTS | DEFAULTS
     values |= {k: v for k, v in given.items() if k in SAME}
     for name in ("num_experts", "num_local_experts"):  # the latter wins
@@ -197,7 +197,7 @@ def _config(given: Mapping[str, Any]) -> config_lib.ModelConfig:
 
 
 def _index_pattern_of(given: Mapping[str, Any], num_layers: Any) -> Any:
-    """Letters of the explicit list of layers' indexers, or of the pattern."""
+    """Returns the layers' indexer kinds as letters, from either key that lists them."""
     types = given.get("indexer_types") or given.get("index_topk_pattern")
     if isinstance(types, list):
         letters = {"full": "F", "shared": "S"}
@@ -209,7 +209,7 @@ def _index_pattern_of(given: Mapping[str, Any], num_layers: Any) -> Any:
 def _without_needless_pattern(
     config: config_lib.ModelConfig,
 ) -> config_lib.ModelConfig:
-    """Drops a pattern that the frequency gives as well."""
+    """Drops index_topk_pattern where index_topk_freq describes the same layers."""
     try:
         regular = dataclasses.replace(config, index_topk_pattern=None)
     except config_lib.InputError:
@@ -219,7 +219,7 @@ def _without_needless_pattern(
 
 
 def _num_dense(types: Any, num_layers: Any) -> int:
-    """Leading dense layers of the explicit list of layers' feed-forward parts."""
+    """Counts the leading dense layers of mlp_layer_types."""
     types = types[:num_layers] if isinstance(types, list) else []
     dense = types.count("dense")
     is_in_order = types == ["dense"] * dense + ["sparse"] * (len(types) - dense)
@@ -232,7 +232,7 @@ def _num_dense(types: Any, num_layers: Any) -> int:
 
 
 def _check_variant(given: Mapping[str, Any]) -> None:
-    """Refuses what the model does not compute."""
+    """Refuses configs of variants that the model does not compute."""
     fixed = FIXED | {"num_key_value_heads": given.get("num_attention_heads")}
     if given.get("n_group") == given.get("topk_group"):
         fixed = {k: v for k, v in fixed.items() if k not in ("n_group", "topk_group")}
@@ -259,7 +259,7 @@ def _check_variant(given: Mapping[str, Any]) -> None:
         raise config_lib.InputError("; ".join(problems) + ".")
 
 
-@functools.cache  # says it once of a folder
+@functools.cache  # once a folder
 def _warn(path: pathlib.Path, unknown: tuple[str, ...]) -> None:
     if unknown:
         logging.warning(
@@ -280,10 +280,10 @@ def write_config(
     Args:
       config: of the model.
       folder: to write it into.
-      extra: more keys; those that the model's config decides are left out.
+      extra: more keys; the model's config takes precedence.
 
     Raises:
-      InputError: there is one already.
+      InputError: the folder already has a config.json.
     """
     values = {name: getattr(config, name) for name in sorted(SAME)}
     n, dense = config.num_hidden_layers, config.first_k_dense_replace
@@ -319,7 +319,7 @@ def write_config(
 
 
 def _rope_parameters(config: config_lib.ModelConfig) -> dict[str, Any]:
-    """Returns what transformers computes the same frequencies from."""
+    """Returns the rope_parameters that give transformers the same frequencies."""
     scaling = config.rope_scaling
     values = {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta}
     if not scaling.is_yarn:

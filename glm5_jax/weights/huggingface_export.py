@@ -1,4 +1,4 @@
-"""Writes the tensors of a Hugging Face folder, some rows at a time."""
+"""Writes a model as a Hugging Face folder, some rows of a tensor at a time."""
 
 import dataclasses
 import json
@@ -68,9 +68,9 @@ def write_leaves(
       leaves: parameters of the model, by path.
       config: of the model; goes into config.json.
       folder: that exists.
-      dtype: of the tensors, except the router's bias, which is float32 then; None
-        keeps that of the parameters; "fp8" writes what an FP8 release quantizes so, and
-        the rest in bfloat16.
+      dtype: of the tensors, except for the router's bias, which becomes float32;
+        None keeps the parameters' dtypes. "fp8" writes codes and scales
+        for the matrices that an FP8 release quantizes, and bfloat16 for the rest.
       max_shard_bytes: of one file, unless a single tensor is larger.
       extra_config: more keys of config.json.
 
@@ -98,14 +98,14 @@ def write_leaves(
 
 
 class _Plan(NamedTuple):
-    """What becomes of a slot: one tensor, or codes and scales."""
+    """The tensors written for a slot: one, or codes and scales."""
 
     slot: names_lib.Slot
     entries: dict[str, tuple[np.dtype, list[int]]]
 
     @property
     def size(self) -> int:
-        """Returns the bytes of it."""
+        """Returns the size of these tensors in bytes."""
         return sum(
             math.prod(shape) * kind.itemsize for kind, shape in self.entries.values()
         )
@@ -132,7 +132,7 @@ def _plan(
 def _create_files(
     folder: pathlib.Path, plans: list[_Plan], max_bytes: int
 ) -> dict[str, safetensors_file.Tensor]:
-    """Files with their headers, and the index where there are several."""
+    """Creates the files with their headers, and an index if there are several."""
     files: list[dict[str, tuple[np.dtype, list[int]]]] = [{}]
     used = 0
     for plan in plans:
@@ -160,7 +160,7 @@ def _write_tensors(
     leaves: Mapping[leaves_lib.Path, leaves_lib.Leaf],
     tensors: dict[str, safetensors_file.Tensor],
 ) -> None:
-    """Parameter by parameter, whatever the files: one chunk of a leaf after another."""
+    """Writes the tensors in the order of the parameters, one chunk at a time."""
     total = sum(plan.size for plan in plans)
     with tqdm.tqdm(
         total=total, unit="B", unit_scale=True, desc="writing", disable=None
@@ -180,12 +180,12 @@ def _write_tensors(
                     tensor.write(rows.start, np.ascontiguousarray(values, kind))
             bar.update(_Plan(slot, entries).size)
     for path in {tensor.path for tensor in tensors.values()}:
-        with path.open("rb") as file:  # a rename may reach the disk before the bytes
+        with path.open("rb") as file:  # before the folder's rename can reach the disk
             os.fsync(file.fileno())
 
 
 def _row_windows(layout: names_lib.Layout) -> Iterator[slice]:
-    """Stored rows of at most WINDOW_BYTES as float32, in whole steps and blocks."""
+    """Yields rows of at most WINDOW_BYTES in float32, in whole steps and FP8 blocks."""
     step = math.lcm(layout.rows_per_step, quantized.BLOCK)
     row_bytes = math.prod(layout.shape[1:]) * _FLOAT32_BYTES
     step *= max(1, leaves_lib.WINDOW_BYTES // max(1, step * row_bytes))

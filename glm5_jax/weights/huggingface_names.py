@@ -1,6 +1,6 @@
 """Names and layouts of GLM-5's tensors in a Hugging Face folder.
 
-TABLE is the only place that knows both names of a tensor.
+TABLE is the only place that maps a tensor's Hugging Face name to a parameter's path.
 """
 
 import math
@@ -19,8 +19,8 @@ Path = tuple[str, ...]  # of a parameter in its tree
 class Row(NamedTuple):
     """One stored tensor and the parameters that it holds.
 
-    dims "(NH)Q -> QNH": stored [N*H, Q], here [Q, N, H]. Several parameters lie one
-    after the other along the letter `join`, whose size is their own.
+    dims "(NH)Q -> QNH" means stored as [N*H, Q] and [Q, N, H] here. A tensor of
+    several parameters holds them one after another along the dim `join`.
     """
 
     stored: str
@@ -102,10 +102,10 @@ KEPT_IN_BF16 = (
 
 
 class Layout:
-    """How a row's stored tensor and the natural arrays of its parameters convert."""
+    """Converts between a stored tensor and the arrays of its parameters."""
 
     def __init__(self, row: Row, shapes: list[tuple[int, ...]]) -> None:
-        """Shapes are those of the natural arrays."""
+        """Takes the shapes of the parameters' arrays."""
         stored, natural = row.dims.split(" -> ")
         self.groups = [a or b for a, b in re.findall(r"\((\w+)\)|(\w)", stored)]
         letters = "".join(self.groups)
@@ -123,23 +123,23 @@ class Layout:
 
     @property
     def row_axis(self) -> int:
-        """Axis of the natural array along which stored rows lie."""
+        """Returns the axis of the parameter's array along which the stored rows run."""
         return self.to_natural.index(0)
 
     @property
     def rows_per_step(self) -> int:
-        """Stored rows that one step along `row_axis` covers."""
+        """Returns the number of stored rows that one step along `row_axis` covers."""
         return self.shape[0] // self.sizes[self.groups[0][0]]
 
     def window(self, part: int, rows: slice) -> tuple[slice, ...]:
-        """Returns where whole steps of stored rows lie in a part's natural array."""
+        """Returns the window of a parameter that holds these stored rows."""
         window = [slice(0, n) for n in self.parts[part]]
         step = self.rows_per_step
         window[self.row_axis] = slice(rows.start // step, rows.stop // step)
         return tuple(window)
 
     def read(self, stored: Any, part: int, window: tuple[slice, ...]) -> np.ndarray:
-        """A window of a parameter's natural array, from a sliceable stored tensor."""
+        """Reads a window of a parameter from a stored tensor, which may be lazy."""
         bounds = dict(zip(self.natural, window, strict=True))
         cuts, shape, rest = [], [], []
         for first, *others in self.groups:
@@ -156,13 +156,13 @@ class Layout:
         return array[tuple(rest)].transpose(self.to_natural)
 
     def write(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The stored rows of the same window of each part, see `window`."""
+        """Returns the stored rows of the parts' windows, as `window` gives them."""
         parts = [part.transpose(self.to_stored) for part in parts]
         return np.concatenate(parts, axis=self.join).reshape(-1, *self.shape[1:])
 
 
 class Slot(NamedTuple):
-    """One stored tensor of one model: [index] of each of its parameters."""
+    """One stored tensor of a model: the entry `index` of each of its parameters."""
 
     name: str
     layout: Layout
@@ -177,7 +177,7 @@ class Slot(NamedTuple):
 
 
 def tensor_slots(config: config_lib.ModelConfig, leaves: dict[Path, Any]) -> list[Slot]:
-    """Every stored tensor of the model that has these parameters."""
+    """Lists every stored tensor of a model with these parameters."""
     slots = []
     for section, prefix, root, index in _places(config):
         for row in TABLE[section]:
@@ -201,7 +201,7 @@ def tensor_slots(config: config_lib.ModelConfig, leaves: dict[Path, Any]) -> lis
 def _places(
     config: config_lib.ModelConfig,
 ) -> Iterator[tuple[str, str, Path, tuple[int, ...]]]:
-    """Section of TABLE, prefix of the stored names, subtree, index in its stacks."""
+    """Yields section of TABLE, prefix of stored names, subtree, index in its stacks."""
     yield "model", "", (), ()
     for g, group in enumerate(depth.layer_groups(config)):
         for repeat in range(group.repeats):
@@ -213,7 +213,7 @@ def _places(
 
 
 def mtp_copies(config: config_lib.ModelConfig) -> dict[str, str]:
-    """Tensors that some folders have in the MTP layer, and what each is a copy of."""
+    """Returns the tensors that some folders repeat in the MTP layer, by name."""
     prefix = mtp_prefix(config)
     return {
         prefix + "embed_tokens.weight": "model.embed_tokens.weight",
@@ -222,5 +222,5 @@ def mtp_copies(config: config_lib.ModelConfig) -> dict[str, str]:
 
 
 def mtp_prefix(config: config_lib.ModelConfig) -> str:
-    """Returns how the names of the MTP layer's tensors begin."""
+    """Returns the prefix of the names of the MTP layer's tensors."""
     return f"model.layers.{config.num_hidden_layers}."

@@ -1,7 +1,8 @@
-"""Finds a model: in a run folder, in a step of one, or in a Hugging Face folder.
+"""Loads a model from a run folder, a step folder, or a Hugging Face folder.
 
-Which of them a path is, its content tells: config.json with a "model" section beside
-checkpoints/STEP/, or config.json with a "model_type" beside *.safetensors.
+The content tells which one a path is: a run has a config.json with a "model" section
+beside checkpoints/STEP/, a Hugging Face folder one with a "model_type" beside
+*.safetensors.
 """
 
 import dataclasses
@@ -22,18 +23,18 @@ from glm5_jax.weights import huggingface, huggingface_config
 
 Path = str | pathlib.Path
 
-# Fields of a model that change its logits and no parameter's shape.
+# Fields of a model that change its logits but no parameter's shape.
 MATHEMATICS = (
     *("rms_norm_eps", "latent_norm_eps", "rope_theta", "rope_scaling"),
     *("num_experts_per_tok", "routed_scaling_factor", "norm_topk_prob", "index_topk"),
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")  # organisation/model
-MAX_CONTEXT = 4096  # tokens read at once where no training run says how many
+MAX_CONTEXT = 4096  # tokens read at once if no training run sets a length
 DTYPES = ("float32", "bfloat16")
 
 
 class Source(NamedTuple):
-    """Where the parts of a model lie."""
+    """The places of a model's parts."""
 
     folder: pathlib.Path  # with config.json and, perhaps, tokenizer.json
     weights: pathlib.Path
@@ -47,7 +48,7 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Overridable:
-    """What the command line can override where a model is read."""
+    """The section that --config.model.X overrides when a model is read."""
 
     model: config_lib.ModelConfig = dataclasses.field(
         default_factory=config_lib.ModelConfig
@@ -57,7 +58,7 @@ class _Overridable:
 def load_model(
     path: Path, overrides: Sequence[command_line.Override] = ()
 ) -> tuple[config_lib.ModelConfig, dict, tokenizer_lib.Tokenizer | None]:
-    """Config, parameters as they are stored, and tokenizer if there is one.
+    """Returns config, parameters in their stored dtypes, and tokenizer, or None for it.
 
     Args:
       path: a run folder (its newest step), a step folder or a Hugging Face folder.
@@ -83,7 +84,7 @@ def load_model(
 def load_params(
     path: Path, config: config_lib.ModelConfig, abstract_params: Any
 ) -> dict:
-    """Parameters for a config that is known already, e.g. that of a training stage.
+    """Returns parameters for a config that is already known, e.g. a training stage's.
 
     Args:
       path: as in `load_model`.
@@ -110,7 +111,7 @@ def load_params(
 
 
 def require_params(path: Path, config: config_lib.ModelConfig) -> None:
-    """Checks that `load_params` would find every parameter; reads none of them.
+    """Checks that `load_params` would find every parameter, without reading any.
 
     Args:
       path: as in `load_model`.
@@ -127,9 +128,9 @@ def require_params(path: Path, config: config_lib.ModelConfig) -> None:
 
 
 def require_same_mathematics(config: config_lib.TrainConfig) -> None:
-    """Checks that the weights of init_from meet the model that they were trained in.
+    """Checks that init_from was trained with the same mathematics as this run's model.
 
-    The number of selected keys counts only where both models select.
+    index_topk is compared only if both models select keys.
 
     Raises:
       InputError: nothing usable is there, or a field of MATHEMATICS differs that
@@ -147,11 +148,11 @@ def require_same_mathematics(config: config_lib.TrainConfig) -> None:
     }
     if differing:
         lines = [
-            f"\n  {k}: {there} there, {here} here"
+            f"\n  {k}: {there} in init_from, {here} in this run"
             for k, (there, here) in differing.items()
         ]
         raise config_lib.InputError(
-            f"init_from={config.init_from} is a model with other mathematics:"
+            f"The model at init_from={config.init_from} computes differently:"
             + "".join(lines)
             + "\nSet --config.model.NAME to its values; or, to change them on purpose, "
             f'--config.init_from_changes="{tuple(differing)}".'
@@ -159,10 +160,10 @@ def require_same_mathematics(config: config_lib.TrainConfig) -> None:
 
 
 def find(path: Path) -> Source:
-    """Tells what is at `path`.
+    """Returns where the parts of the model at `path` are.
 
     Raises:
-      InputError: nothing, or nothing that holds a model.
+      InputError: there is no folder, or it holds no model.
     """
     given, path = str(path), pathlib.Path(step_folder.absolute(path))
     if not path.is_dir():
@@ -197,10 +198,10 @@ def find(path: Path) -> Source:
 def read_config(
     source: Source, overrides: Sequence[command_line.Override] = ()
 ) -> config_lib.ModelConfig:
-    """The model's config, with overrides of --config.model.X.
+    """Returns the model's config, with --config.model.X applied.
 
     Raises:
-      InputError: an override is not of the model, or breaks a rule.
+      InputError: an override is of another section, or its value is invalid.
     """
     errors = [
         f"--config.{path} has no effect here; only --config.model.X=VALUE has."
@@ -220,7 +221,7 @@ def read_config(
 
 
 def sampling_defaults(path: Path) -> tuple[float, float]:
-    """Temperature and top_p of the model's generation_config.json, or 1 and 1.
+    """Returns temperature and top_p of generation_config.json; 1 and 1 without one.
 
     Raises:
       InputError: it cannot be read, or holds something else.
@@ -241,7 +242,7 @@ def sampling_defaults(path: Path) -> tuple[float, float]:
 
 
 def _finite(params: dict, path: Path) -> dict:
-    """The parameters, which must be numbers: NaN would go through everything."""
+    """Returns the parameters after a check that they hold no NaN or infinity."""
     try:
         leaves.require_finite_params(params)
     except config_lib.InputError as error:
@@ -250,17 +251,17 @@ def _finite(params: dict, path: Path) -> dict:
 
 
 def context_length(path: Path, config: config_lib.ModelConfig) -> int:
-    """Tokens of a text that the model should see at once: as many as in training."""
+    """Returns how many tokens to read at once: the sequence length of training."""
     trained = find(path).settings.get("data", {}).get("sequence_length", MAX_CONTEXT)
     return min(trained, config.max_position_embeddings)
 
 
 def tokenizer_of(source: Source) -> tokenizer_lib.Tokenizer | None:
-    """The tokenizer that lies beside a model, if one does.
+    """Returns the tokenizer beside a model, or None.
 
     Raises:
       InputError: it cannot be used.
-      DamagedError: it is not the one that the checkpoint says it was trained with.
+      DamagedError: it is not the tokenizer that the checkpoint was trained with.
     """
     path = source.folder / "tokenizer.json"
     if not path.exists():
@@ -279,10 +280,10 @@ def tokenizer_of(source: Source) -> tokenizer_lib.Tokenizer | None:
 def require_tokenizer(
     config: config_lib.TrainConfig, tokenizer: tokenizer_lib.Tokenizer
 ) -> None:
-    """Checks that ids mean what they meant to the weights of init_from.
+    """Checks that a run uses the tokenizer of the weights in init_from.
 
     Raises:
-      InputError: a tokenizer.json lies beside them, and is another.
+      InputError: the tokenizer.json beside them is another one.
     """
     if config.init_from is None:
         return
@@ -299,10 +300,10 @@ def require_tokenizer(
 def overrides_of(
     arguments: command_line.Arguments,
 ) -> tuple[command_line.Override, ...]:
-    """The overrides of a command that takes its config from a checkpoint.
+    """Returns the overrides of a command that takes its config from a checkpoint.
 
     Raises:
-      InputError: there is a --config file.
+      InputError: a --config file was given.
     """
     if arguments.config is not None:
         raise config_lib.InputError(

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""Creates a folder that appears complete or not at all."""
 
 import contextlib
 import fcntl
@@ -14,19 +14,19 @@ from absl import logging
 
 from glm5_jax import config as config_lib
 
-_LOCK = ".being_written"  # held by who writes; the system takes it from the dead
+_LOCK = ".being_written"  # flock of the writer; the kernel frees it when it dies
 _SUFFIX = r"\.partial-[a-z0-9_]{8}"  # mkdtemp's
 
 
 @contextlib.contextmanager
 def new_folder(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """Gives a temporary folder beside it, which becomes `folder` at the end.
+    """Yields a temporary folder, which is renamed to `folder` at the end.
 
-    An exception, a full disk for example, removes it. A killed process leaves it, as
-    FOLDER.partial-*, until somebody makes the same folder.
+    An exception, such as a full disk, removes the temporary folder. A killed process
+    leaves it as FOLDER.partial-*; the next writer of the same folder deletes it.
 
     Raises:
-      InputError: the folder exists, cannot be made, or another process makes it.
+      InputError: the folder exists, cannot be made, or another process is writing it.
     """
     folder = pathlib.Path(folder).absolute()
     if folder.exists():
@@ -51,7 +51,7 @@ def new_folder(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 def require_space(folder: pathlib.Path, needed: int) -> None:
-    """Looks before a long write whether its end will fit.
+    """Checks that a disk has room for a long write.
 
     Raises:
       InputError: the disk has fewer bytes free.
@@ -68,18 +68,18 @@ def _make_partial(folder: pathlib.Path) -> tuple[pathlib.Path, BinaryIO]:
         prefix = f"{folder.name}.partial-"
         partial = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
         lock = (partial / _LOCK).open("xb")
-        with contextlib.suppress(OSError):  # where nothing can be locked
+        with contextlib.suppress(OSError):  # on file systems without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if (partial / _LOCK).exists():  # nobody took it for a dead one's meanwhile
+        if (partial / _LOCK).exists():  # not deleted before it was locked
             return partial, lock
         lock.close()
 
 
 def _remove_those_of_the_dead(folder: pathlib.Path) -> None:
-    """Removes what killed processes have left of a folder, and nothing else.
+    """Removes the partial folders of killed processes.
 
     Raises:
-      InputError: a living process writes it.
+      InputError: a running process is writing the folder.
     """
     name = re.compile(re.escape(folder.name) + _SUFFIX)
     for partial in sorted(folder.parent.iterdir()):
@@ -94,7 +94,7 @@ def _remove_those_of_the_dead(folder: pathlib.Path) -> None:
                 f"another process writes {folder} (into {partial.name}); wait for it "
                 f"or choose another target."
             ) from error
-        except OSError:  # no lock: an earlier version's, or not ours at all
+        except OSError:  # no lock: from an earlier version, or not ours
             logging.warning("Delete %s if nothing writes into it any more.", partial)
         else:
             logging.warning("Removed %s, which a killed process had left.", partial)

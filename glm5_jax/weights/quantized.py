@@ -4,9 +4,10 @@
     scale = max |w| / 448         of the block; 448 is the largest code
     code = e4m3(w / scale)
 
-Blocks at the lower and right border may be smaller. `quantize` finds a scale back from
-weights that are such products in float32: export of an import has the same values, and
-the same bytes where its blocks use the code 448. docs/huggingface.md has the proof.
+Blocks at the lower and right border may be smaller. `quantize` recovers the original
+scale from weights that are such products in float32. The export of an import therefore
+has the same values, and the same bytes where a block uses the code 448. The proof is in
+docs/huggingface.md.
 """
 
 import dataclasses
@@ -21,17 +22,17 @@ from glm5_jax.weights import safetensors_file
 
 BLOCK = 128
 MAX_CODE = np.float32(448)
-SCALE_SUFFIX = "_scale_inv"  # after the name of a weight; "inverse", for it multiplies
+SCALE_SUFFIX = "_scale_inv"  # of the scale's name: it multiplies the codes
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _VALUES = np.arange(256, dtype=np.uint8).view(_FP8).astype(np.float32)  # of each code
 _LARGEST_CODE = 126  # 127 is NaN
 _LEAST_SCALE = np.float32(2.0**-149)
-_SAMPLE = 4  # weights of a block in which a wrong scale shows
+_SAMPLE = 4  # weights of a block that reject most wrong scales
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """Codes and scales of a file, read as the float32 products."""
+    """FP8 codes and scales of a file, read as their float32 products."""
 
     codes: safetensors_file.Tensor
     scales: safetensors_file.Tensor
@@ -39,12 +40,12 @@ class QuantizedTensor:
 
     @property
     def dtype(self) -> str:
-        """Returns float32, as if it were stored so."""
+        """Returns the dtype that `[]` gives, float32."""
         return "F32"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the weight's."""
+        """Returns the shape of the weight."""
         return self.codes.shape
 
     def __getitem__(self, window: tuple[slice, ...]) -> np.ndarray:
@@ -64,15 +65,15 @@ class QuantizedTensor:
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> list[int]:
-    """Returns how many blocks a weight has in each dim."""
+    """Returns the number of blocks along each dim of a weight."""
     return [-(-n // b) for n, b in zip(shape, block, strict=True)]
 
 
 def block_size(config: Any) -> tuple[int, int] | None:
-    """Height and width of a block, from config.json's quantization_config.
+    """Returns height and width of a block, from config.json's quantization_config.
 
     Raises:
-      InputError: the weights are quantized in another way.
+      InputError: the weights are quantized differently.
     """
     if config is None:
         return None
@@ -93,7 +94,7 @@ def block_size(config: Any) -> tuple[int, int] | None:
 
 
 def quantization_config(kept: list[str]) -> dict[str, Any]:
-    """The section of config.json that says so; `kept` modules are not quantized."""
+    """Returns config.json's quantization_config; `kept` modules are not quantized."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -113,10 +114,10 @@ class Quantized(NamedTuple):
 def quantize(
     weights: Float[np.ndarray, "m n"], block: tuple[int, int] = (BLOCK, BLOCK)
 ) -> Quantized:
-    """Codes and scales of a float32 matrix.
+    """Quantizes a float32 matrix to codes and scales.
 
-    The scale is max |w| / 448, unless the weights of the block are the float32 products
-    of codes and some other scale: then they came from there, and lose nothing.
+    The scale is max |w| / 448. Where a block's weights are exact float32 products of
+    codes and another scale, that scale is used, and nothing is lost.
     """
     height, width = scale_shape(weights.shape, block)
     padded = np.zeros((height * block[0], width * block[1]), np.float32)
@@ -124,7 +125,7 @@ def quantize(
     blocks = padded.reshape(height, block[0], width, block[1]).swapaxes(1, 2)
     codes = np.empty(blocks.shape, _FP8)
     scales = np.empty((height, width), np.float32)
-    for row in range(height):  # bounds what is in memory
+    for row in range(height):  # one row of blocks at a time bounds memory
         codes[row], scales[row] = _quantize_blocks(blocks[row])
     whole = codes.swapaxes(1, 2).reshape(padded.shape)
     return Quantized(whole[: weights.shape[0], : weights.shape[1]], scales)
@@ -151,11 +152,10 @@ def _quantize_blocks(blocks: np.ndarray) -> Quantized:
 
 
 def _possible_scales(largest: np.ndarray) -> np.ndarray:
-    """Scales [n, 378] that can have made a block whose largest weight is this.
+    """Returns the scales [n, 378] that can have made a block with this largest weight.
 
-    The product was rounded to float32, and so is the quotient: the scale is the
-    quotient or one of its neighbours. Large codes come first: a scale is chosen so
-    that they are used.
+    Product and quotient are both rounded to float32, so the scale is the quotient or
+    one of its neighbours. Large codes come first, since scales are chosen to use them.
     """
     with np.errstate(over="ignore"):
         quotients = largest[:, None] / _VALUES[_LARGEST_CODE:0:-1]
@@ -167,8 +167,8 @@ def _possible_scales(largest: np.ndarray) -> np.ndarray:
 
 
 def _codes(weights: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Nearest codes; weights may have one dim more, or two."""
-    with np.errstate(over="ignore"):  # of a scale that is too small: NaN
+    """Returns the nearest codes; weights may have one or two more dims than scales."""
+    with np.errstate(over="ignore"):  # too small a scale gives NaN
         return (weights / _beside(scales, weights)).astype(_FP8)
 
 

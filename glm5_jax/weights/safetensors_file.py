@@ -1,9 +1,9 @@
-"""A safetensors file in windows: no tensor need ever be in memory whole.
+"""Reads and writes safetensors files in windows, so that no tensor is ever in memory.
 
-The file is 8 bytes of length, that many bytes of JSON (dtype, shape and offsets of each
-tensor), then the tensors without a gap. The JSON comes from strangers: every number in
-it is checked against the file before one is used. Reads are plain reads, not a mapping:
-mapped pages count as memory of the process, and a file that shrinks kills it.
+The file starts with 8 bytes that hold the length of a JSON header (dtype, shape and
+offsets of each tensor); the tensors follow without gaps. The JSON is untrusted: every
+number in it is checked against the file before use. Windows are read, not mapped:
+mapped pages count as the process's memory, and a file that shrinks would kill it.
 """
 
 import dataclasses
@@ -39,19 +39,19 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 METADATA = "__metadata__"
 _ALIGNMENT = 8  # of the first tensor, in bytes
 _READ_BYTES = 2**24  # rows read at once where only some of their columns are wanted
-_SPARSE = 4  # columns are read one row at a time if they are a smaller part than this
+_SPARSE = 4  # bands narrower than 1/4 of the columns are read row by row
 
 
 class DamagedError(config_lib.InputError):
-    """The file is not what its header says, or has no sound header."""
+    """The file has no valid header, or contradicts it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file: `tensor[rows, columns]` reads that window of it."""
+    """One tensor of a file; `tensor[rows, columns]` reads a window."""
 
     path: pathlib.Path
-    dtype: str  # in the words of the format
+    dtype: str  # in the format's own spelling, such as "BF16"
     shape: tuple[int, ...]
     offset: int  # of its first byte in the file
 
@@ -79,7 +79,7 @@ class Tensor:
         return out.reshape([len(c) for c in cuts] if self.shape else [])
 
     def write(self, row: int, values: np.ndarray) -> None:
-        """Writes whole rows, from this one on; the file was made by `create`."""
+        """Writes whole rows from `row` on into a file that `create` made."""
         assert values.dtype == DTYPES[self.dtype]
         assert values.shape[1:] == self.shape[1:]
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
@@ -93,7 +93,7 @@ class Tensor:
         return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
     def _read(self, file: Any, shape: Sequence[int]) -> np.ndarray:
-        """The next elements of the file, in that shape."""
+        """Reads the next elements of the file into an array of this shape."""
         kind = DTYPES[self.dtype]
         buffer = np.empty(math.prod(shape) * kind.itemsize, np.uint8)
         left = buffer.data
@@ -105,7 +105,7 @@ class Tensor:
         return buffer.view(kind).reshape(shape)
 
     def _read_rows(self, file: Any, rows: range, rest: list[range]) -> np.ndarray:
-        """Whole rows, some at a time, of which the columns are kept."""
+        """Reads whole rows, some at a time, and keeps the columns."""
         out = np.empty([len(rows), *map(len, rest)], DTYPES[self.dtype])
         step = max(1, _READ_BYTES // self._row_bytes)
         columns = tuple(slice(c.start, c.stop) for c in rest)
@@ -117,7 +117,7 @@ class Tensor:
         return out
 
     def _read_columns(self, file: Any, rows: range, columns: range) -> np.ndarray:
-        """A narrow band of columns: one read a row."""
+        """Reads a narrow band of columns, one read a row."""
         kind = DTYPES[self.dtype]
         out = np.empty([len(rows), len(columns)], kind)
         start = self.offset + columns.start * kind.itemsize
@@ -128,9 +128,9 @@ class Tensor:
 
 
 def read_header(path: pathlib.Path) -> dict[str, Tensor]:
-    """Tensors of a file by name.
+    """Returns the tensors of a file by name.
 
-    A symlink is followed: the cache of huggingface_hub is made of them.
+    Symlinks are followed, since huggingface_hub's cache consists of them.
 
     Raises:
       DamagedError: says what is wrong with the file.
@@ -168,7 +168,7 @@ def read_header(path: pathlib.Path) -> dict[str, Tensor]:
 def create(
     path: pathlib.Path, entries: Mapping[str, tuple[np.dtype, Sequence[int]]]
 ) -> dict[str, Tensor]:
-    """Makes a file of these tensors, whose bytes are still to be written.
+    """Creates a file with the header of these tensors; their bytes follow by `write`.
 
     The largest elements come first, so that every tensor is aligned.
     """
@@ -201,10 +201,10 @@ def create(
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two equal names json alone would keep the last.
+    """Builds a JSON object and refuses repeated names, of which json keeps the last.
 
     Raises:
-      ValueError: there are two.
+      ValueError: a name occurs twice.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -235,7 +235,7 @@ def _require_no_gaps(
     start: int,
     size: int,
 ) -> None:
-    """Tensors that overlap would be silently wrong, and bytes of none are odd."""
+    """Checks that the tensors neither overlap nor leave bytes unused."""
     here = start
     for name in sorted(tensors, key=lambda n: tuple(entries[n]["data_offsets"])):
         begin, end = entries[name]["data_offsets"]
