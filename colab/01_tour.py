@@ -61,7 +61,7 @@ from glm5_jax.data.rows import pipeline as pipeline_lib
 from glm5_jax.inference import engine
 from glm5_jax.model import layers, transformer
 from glm5_jax.model.attention import mla
-from glm5_jax.optim import muon_split
+from glm5_jax.optim import newton_schulz
 from glm5_jax.training import loop
 from glm5_jax.training.reporting import accounting, metrics
 from glm5_jax.weights import loading
@@ -339,12 +339,12 @@ def loss(last: dict, params: dict) -> jax.Array:
 
 grads = jax.jit(jax.grad(loss))(params["layers_1"], params)
 q_b = grads["block_0"]["self_attn"]["q_b_proj"][-1]  # [Q, N, H]
-newton_schulz = muon_split.coefficients(config.optim)
+steps = newton_schulz.coefficients(config.optim.ns_coefficients, config.optim.ns_steps)
 
 
 def orthogonalize(matrices: jax.Array) -> jax.Array:
     """Five Newton-Schulz steps: products of matrices only."""
-    return muon_split.orthogonalize(matrices, newton_schulz, jnp.float32)
+    return newton_schulz.orthogonalize(matrices, steps, jnp.float32)
 
 
 together = orthogonalize(q_b.reshape(len(q_b), -1)).reshape(q_b.shape)

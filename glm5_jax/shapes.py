@@ -2,7 +2,7 @@
 
 A parameter's logical dims are a tuple of these letters, and that tuple drives its
 sharding (glm5_jax/sharding.py) and how Muon cuts it into matrices
-(glm5_jax/optim/muon_split.py). Letters are logical dims, never shards.
+(glm5_jax/optim/dimension_numbers.py). Letters are logical dims, never shards.
 """
 
 ALPHABET = {

@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from glm5_jax.optim import muon_split
+from glm5_jax.optim import dimension_numbers
 
-Leaf = tuple[tuple[int, ...], muon_split.Layout, PartitionSpec]  # shape of the whole
+Leaf = tuple[
+    tuple[int, ...], dimension_numbers.Layout, PartitionSpec
+]  # shape of the whole
 NUM_STEPS = 5  # of Newton-Schulz, in the estimates
 ITEM_BYTES = 2  # of an element on the wire, in the estimates
 # v5p: 394 TFLOP/s over 90 GB/s, one direction of one link.

@@ -1,61 +1,153 @@
-"""Muon Split as a transformation of gradients: momentum, orthogonalisation, RMS.
-
-M <- mu M + G;   U = G + mu M (Nesterov) or M;   0.2 sqrt(max(rows, cols)) NS(U)
-"""
+"""Muon Split as a transformation of optax: usable with any dict of parameters."""
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from glm5_jax import config as config_lib
-from glm5_jax.optim import muon_mesh, muon_split
+from glm5_jax.optim import dimension_numbers as numbers_lib
+from glm5_jax.optim import muon_mesh, newton_schulz
 
-Layouts = optax.Params  # tree of muon_split.Layout, or optax.MaskedNode
+Layout = numbers_lib.Layout
+Function = Callable[[Array], Array]  # orthogonalises [..., rows, cols]
+
+
+def muon_split(
+    learning_rate: optax.ScalarOrSchedule,
+    dimension_numbers: optax.Params | None = None,
+    *,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    update_rms: float = 0.2,
+    ns_coefficients: str = "polar_express",
+    ns_steps: int = 5,
+    ns_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    moment_dtype: jax.typing.DTypeLike = jnp.float32,
+) -> optax.GradientTransformation:
+    r"""Muon Split: orthogonalises the momentum of each head as a matrix of its own.
+
+    Every matrix :math:`W` of :math:`r` rows and :math:`c` columns, with gradient G:
+
+    .. math::
+      M &\leftarrow \mu M + G, \quad U = G + \mu M \text{ (Nesterov) or } U = M \\
+      W &\leftarrow (1 - \eta\lambda) W
+           - \eta\rho \sqrt{\max(r, c)} \operatorname{NS}(U / \lVert U \rVert_F)
+
+    NS, a few steps of Newton-Schulz, moves all singular values towards 1. Norms, biases
+    and embeddings belong to another optimizer: combine the two by ``optax.partition``.
+
+    Args:
+      learning_rate: :math:`\eta`, a number or a schedule.
+      dimension_numbers: tree like the parameters, with a ``DimensionNumbers`` for each;
+        a parameter of two dims needs none, it is one matrix.
+      weight_decay: :math:`\lambda`.
+      momentum: :math:`\mu`.
+      nesterov: whether to look one step of momentum ahead.
+      update_rms: :math:`\rho`, root mean square of an update at a learning rate of 1.
+      ns_coefficients: polynomials of Newton-Schulz, "quintic" or "polar_express".
+      ns_steps: number of Newton-Schulz steps.
+      ns_dtype: type of its products.
+      moment_dtype: type of the stored momentum.
+
+    Returns:
+      The corresponding ``optax.GradientTransformation``.
+
+    References:
+      GLM-5: from Vibe Coding to Agentic Engineering, 2026, arXiv 2602.15763, 2.1.
+      Muon: An optimizer for hidden layers in neural networks, Jordan et al., 2024.
+      Muon is Scalable for LLM Training, 2025, arXiv 2502.16982 (update_rms).
+      The Polar Express: Optimal Matrix Sign Methods and Their Application to the Muon
+      Algorithm, 2025, arXiv 2505.16932.
+    """
+    scale = scale_by_muon_split(
+        dimension_numbers,
+        momentum=momentum,
+        nesterov=nesterov,
+        update_rms=update_rms,
+        ns_coefficients=ns_coefficients,
+        ns_steps=ns_steps,
+        ns_dtype=ns_dtype,
+        moment_dtype=moment_dtype,
+    )
+    decay = optax.add_decayed_weights(weight_decay)
+    return optax.chain(scale, decay, optax.scale_by_learning_rate(learning_rate))
 
 
 def scale_by_muon_split(
-    layouts: Layouts,
-    config: config_lib.OptimConfig,
+    dimension_numbers: optax.Params | None = None,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    update_rms: float = 0.2,
+    ns_coefficients: str = "polar_express",
+    ns_steps: int = 5,
+    ns_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    moment_dtype: jax.typing.DTypeLike = jnp.float32,
     specs: optax.Params | None = None,
-    apart: tuple[str, ...] = (),
+    slow_axes: Sequence[str] = (),
 ) -> optax.GradientTransformation:
-    """Momentum, orthogonalisation, and the update RMS; no learning rate, no decay.
+    """Rescales updates by Muon Split: `muon_split` without learning rate and decay.
 
-    On one device all matrices are its own. On a mesh (jax.set_mesh) of several, each
-    matrix is put together on one of them, if `specs` says how parameters are sharded.
+    On a mesh (jax.set_mesh) of several devices, and if `specs` are given, one device
+    computes each matrix: it collects the matrix's shards and sends the results back.
+    Without `specs` the compiler chooses how to compute on shards.
 
     Args:
-        layouts: tree like the parameters; at each leaf a Layout, or an
-            optax.MaskedNode where the parameter is masked.
-        config: the muon_ and ns_ fields are used.
-        specs: tree like the parameters; at each leaf its PartitionSpec.
-        apart: axes of the mesh whose devices do not share the work, as what lies
-            between them is slow.
+      dimension_numbers: see `muon_split`, as for the next seven arguments.
+      momentum: decay of the momentum.
+      nesterov: whether to look one step of momentum ahead.
+      update_rms: root mean square of an update.
+      ns_coefficients: polynomials of Newton-Schulz.
+      ns_steps: number of Newton-Schulz steps.
+      ns_dtype: type of Newton-Schulz's products.
+      moment_dtype: type in which the momentum is stored.
+      specs: tree like the parameters, with a PartitionSpec for each; a parameter
+        without one is replicated.
+      slow_axes: mesh axes over which no matrices are sent, because the network between
+        their devices is slow; these devices repeat the work.
+
+    Returns:
+      The corresponding ``optax.GradientTransformation``. Its update raises a ValueError
+      that names an array without matrices or with impossible dimension numbers.
     """
+    steps = newton_schulz.coefficients(ns_coefficients, ns_steps)
+    dtype = jnp.dtype(ns_dtype)
+    function = functools.partial(newton_schulz.orthogonalize, steps=steps, dtype=dtype)
 
     @jax.named_scope("newton_schulz")
     def update(updates: optax.Updates, _: optax.Params | None) -> optax.Updates:
-        num_devices = jax.sharding.get_abstract_mesh().size
-        if specs is None or num_devices <= 1:
-            return _here(updates, layouts, config)
-        return _on_mesh(updates, layouts, specs, config, apart)
+        leaves, tree = jax.tree.flatten(updates)
+        layouts = _layouts(dimension_numbers, updates)
+        if specs is None or jax.sharding.get_abstract_mesh().size <= 1:
+            here = functools.partial(_orthogonalized, function, update_rms)
+            return tree.unflatten(map(here, leaves, layouts))
+        found = _at_paths(specs, updates, PartitionSpec).values()
+        places = [PartitionSpec() if spec is None else spec for spec in found]
+        cast = [leaf.astype(dtype) for leaf in leaves]
+        narrow = lambda x: function(x).astype(dtype)
+        mapped = muon_mesh.map_matrices(narrow, cast, layouts, places, slow_axes)
+        return tree.unflatten(_scaled(update_rms, layouts, mapped))
 
-    return optax.chain(_momentum(config), optax.stateless(update))
+    return optax.chain(
+        _momentum(momentum, nesterov, jnp.dtype(moment_dtype)), optax.stateless(update)
+    )
 
 
-def _momentum(config: config_lib.OptimConfig) -> optax.GradientTransformation:
-    """Heavy-ball or Nesterov momentum in float32, rounded once to where it is kept.
+def _momentum(
+    mu: float, nesterov: bool, dtype: jnp.dtype
+) -> optax.GradientTransformation:
+    """Heavy-ball or Nesterov momentum in float32, rounded once to its storage type.
 
     optax.trace would round mu M as well, before G is added, if M is kept in bfloat16.
     """
-    dtype, mu = jnp.dtype(config.moment_dtype), config.muon_momentum
 
     def init(params: optax.Params) -> optax.TraceState:
         return optax.TraceState(optax.tree.zeros_like(params, dtype=dtype))
@@ -69,75 +161,70 @@ def _momentum(config: config_lib.OptimConfig) -> optax.GradientTransformation:
         assert isinstance(state, optax.TraceState)
         add = functools.partial(jax.tree.map, lambda g, m: g + mu * m)
         moment = add(updates, optax.tree.cast(state.trace, jnp.float32))
-        updates = add(updates, moment) if config.muon_nesterov else moment
+        updates = add(updates, moment) if nesterov else moment
         return updates, optax.TraceState(optax.tree.cast(moment, dtype))
 
     return optax.GradientTransformation(init, update)
 
 
-def _here(
-    updates: optax.Updates, layouts: Layouts, config: config_lib.OptimConfig
-) -> optax.Updates:
-    """Orthogonalises every matrix where its parameter is."""
-    function = _newton_schulz(config)
+def _layouts(
+    dimension_numbers: optax.Params | None, updates: optax.Updates
+) -> list[Layout]:
+    """Returns the layout of every array of a tree."""
+    kind = numbers_lib.DimensionNumbers
+    given = _at_paths(dimension_numbers, updates, kind)
+    layouts = []
+    for (path, numbers), x in zip(given.items(), jax.tree.leaves(updates), strict=True):
+        if numbers is None and x.ndim == 2:
+            numbers = kind(rows=0, cols=1)
+        if numbers is None:
+            raise ValueError(
+                f"Muon needs the dimension numbers of {jax.tree_util.keystr(path)}, "
+                f"an array of shape {x.shape}: say which of its dims are rows and "
+                "columns, or give it to another optimizer with optax.partition."
+            )
+        try:
+            layouts.append(numbers.layout(x.ndim))
+        except ValueError as error:
+            raise ValueError(f"{jax.tree_util.keystr(path)}: {error}") from error
+    return layouts
 
-    def orthogonalized(x: Array) -> Array:
-        return config.muon_update_rms * max(x.shape[-2:]) ** 0.5 * function(x)
 
-    return jax.tree.map(
-        lambda u, layout: layout.map(orthogonalized, u), updates, layouts
-    )
+def _at_paths(tree: optax.Params | None, updates: optax.Updates, kind: type) -> dict:
+    """Returns the value of a tree at the path of every array of another, or None.
+
+    By path, as optax replaces arrays that another transformation updates by nodes
+    without leaves, while the tree that the user gave has all.
+    """
+    flat = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
+    values: dict[Any, Any] = dict(flat)
+    return {path: values.get(path) for path, _ in jax.tree.leaves_with_path(updates)}
 
 
-def _on_mesh(
-    updates: optax.Updates,
-    layouts: Layouts,
-    specs: optax.Params,
-    config: config_lib.OptimConfig,
-    apart: tuple[str, ...],
-) -> optax.Updates:
-    """Orthogonalises every matrix on one device of the mesh, or of each part of it."""
-    dtype = jnp.dtype(config.ns_dtype)
-    function = _newton_schulz(config)
-    leaves, tree = jax.tree.flatten(updates)
-    flat_layouts, flat_specs = map(tree.flatten_up_to, (layouts, specs))
-    results = muon_mesh.map_matrices(
-        lambda x: function(x).astype(dtype),
-        [leaf.astype(dtype) for leaf in leaves],
-        flat_layouts,
-        flat_specs,
-        apart,
-    )
-    # The barrier keeps the reshape in front of it: behind it all is elementwise and
+def _orthogonalized(function: Function, rms: float, x: Array, layout: Layout) -> Array:
+    """Orthogonalises and scales every matrix of an array, without communication."""
+    return layout.map(lambda m: rms * max(m.shape[-2:]) ** 0.5 * function(m), x)
+
+
+def _scaled(
+    rms: float, layouts: Sequence[Layout], updates: Sequence[Array]
+) -> list[Array]:
+    """Scales arrays of orthogonal matrices to their root mean square, in float32."""
+    # The barrier keeps the reshape in front of it: what follows is elementwise and
     # joins the addition to the parameters, so that no float32 update exists.
-    results = [lax.optimization_barrier(u) for u in results]
-    scaled = [
-        _rms(config, layout, u.shape) * u.astype(jnp.float32)
-        for layout, u in zip(flat_layouts, results, strict=True)
+    updates = [lax.optimization_barrier(u) for u in updates]
+    return [
+        jnp.asarray(_scale(rms, layout, u.shape) * u.astype(jnp.float32))
+        for layout, u in zip(layouts, updates, strict=True)
     ]
-    return tree.unflatten(scaled)
 
 
-def _newton_schulz(config: config_lib.OptimConfig) -> Callable[[Array], Array]:
-    return functools.partial(
-        muon_split.orthogonalize,
-        steps=muon_split.coefficients(config),
-        dtype=jnp.dtype(config.ns_dtype),
-    )
-
-
-def _rms(
-    config: config_lib.OptimConfig, layout: muon_split.Layout, shape: tuple[int, ...]
-) -> float | np.ndarray:
-    """Returns what gives the update of a parameter its root mean square."""
-    scales: list[float] = []
-    for part in layout.part_shapes(shape):
-        sides = (
-            math.prod(part[i] for i in axes) for axes in (layout.rows, layout.cols)
-        )
-        scales.append(config.muon_update_rms * max(sides) ** 0.5)
+def _scale(rms: float, layout: Layout, shape: tuple[int, ...]) -> float | np.ndarray:
+    """Returns the factor that gives the update of an array its root mean square."""
+    parts = layout.part_shapes(shape)
+    scales = [rms * max(layout.sides(part)) ** 0.5 for part in parts]
     if layout.cut is None:
         return scales[0]
-    axis, index = layout.cut
-    vector = np.repeat(np.array(scales, np.float32), [index, shape[axis] - index])
-    return vector.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    dim, index = layout.cut
+    vector = np.repeat(np.array(scales, np.float32), [index, shape[dim] - index])
+    return vector.reshape([-1 if i == dim else 1 for i in range(len(shape))])

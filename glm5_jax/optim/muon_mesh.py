@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from glm5_jax.optim import matrix_groups, muon_split
+from glm5_jax.optim import dimension_numbers, matrix_groups
 
 Function = Callable[[Array], Array]  # of [matrices, rows, cols]
 Parts = dict[tuple[int, int], Array]  # by parameter and part: [matrices, rows, cols]
@@ -25,9 +25,9 @@ Parts = dict[tuple[int, int], Array]  # by parameter and part: [matrices, rows, 
 def map_matrices(
     function: Function,
     arrays: Sequence[Array],
-    layouts: Sequence[muon_split.Layout],
+    layouts: Sequence[dimension_numbers.Layout],
     specs: Sequence[PartitionSpec],
-    apart: Sequence[str] = (),
+    slow_axes: Sequence[str] = (),
 ) -> list[Array]:
     """Applies a function to every matrix, once, on some device of the mesh.
 
@@ -40,12 +40,13 @@ def map_matrices(
         arrays: all in the type that goes over the wires and is returned.
         layouts: which of their axes are rows and columns.
         specs: where they are, and where the results are to be.
-        apart: axes of the mesh whose devices each do all of it: none of the specs'.
+        slow_axes: axes of the mesh, none of the specs', over which no matrices are
+            sent: their devices repeat the work.
     """
     mesh = jax.sharding.get_abstract_mesh()
     shapes = [x.shape for x in arrays]
     leaves = list(zip(shapes, layouts, specs, strict=True))
-    shared = {axis: n for axis, n in mesh.shape.items() if axis not in apart}
+    shared = {axis: n for axis, n in mesh.shape.items() if axis not in slow_axes}
     groups = matrix_groups.plan(leaves, shared)
 
     stacks = {stack.key: stack for group in groups for stack in group.stacks}
@@ -72,7 +73,9 @@ def map_matrices(
     )(*arrays)
 
 
-def _without_cut(layout: muon_split.Layout, spec: PartitionSpec) -> PartitionSpec:
+def _without_cut(
+    layout: dimension_numbers.Layout, spec: PartitionSpec
+) -> PartitionSpec:
     """Returns where a parameter has to be: an axis that is cut in two stays whole."""
     if layout.cut is None:
         return spec

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax import config as config_lib
 from glm5_jax import sharding
-from glm5_jax.optim import matrix_groups, muon, muon_split, schedule
+from glm5_jax.optim import dimension_numbers, matrix_groups, muon, schedule
 
 Path = tuple[str, ...]
 Label = Literal["muon", "adamw", "adamw_no_decay", "frozen"]
@@ -105,7 +105,7 @@ def make_optimizer(
     dims: optax.Params,
     num_steps: int,
     is_trained: Callable[[Path], bool] | None = None,
-    apart: tuple[str, ...] = (),
+    slow_axes: tuple[str, ...] = (),
 ) -> Optimizer:
     """Builds the optimizer for a tree of parameters.
 
@@ -119,26 +119,18 @@ def make_optimizer(
         num_steps: updates of the run, skipped ones too, for the schedule.
         is_trained: says by path whether a parameter is trained; default all. A frozen
             one has no optimizer state, and its gradient does not enter the norm.
-        apart: see `muon.scale_by_muon_split`.
+        slow_axes: see `muon.scale_by_muon_split`.
     """
     labels = label_parameters(config, dims, is_trained)
-
-    def of_muon(read: Callable[[Path], Any]) -> optax.Params:
-        """Returns what to read off the dim names of Muon's parameters."""
-        return jax.tree.map(
-            lambda label, names: read(names) if label == "muon" else optax.MaskedNode(),
-            labels,
-            dims,
-        )
-
-    layouts = of_muon(lambda names: muon_split.layout(names, config, model))
-    muon_branch = optax.chain(
-        muon.scale_by_muon_split(layouts, config, of_muon(sharding.spec), apart),
-        optax.add_decayed_weights(config.weight_decay),
-        optax.scale_by_learning_rate(1.0),
+    numbers = jax.tree.map(
+        lambda label, names: (
+            dimension_numbers_of(names, config, model) if label == "muon" else None
+        ),
+        labels,
+        dims,
     )
     branches: dict[Hashable, optax.GradientTransformation] = {
-        "muon": muon_branch,
+        "muon": _muon(config, numbers, sharding.specs(dims), slow_axes),
         "adamw": _adamw(config, config.weight_decay),
         # Many and tiny: as one vector they take a kernel, not several for each.
         "adamw_no_decay": optax.flatten(_adamw(config, 0.0)),
@@ -193,7 +185,7 @@ def muon_leaves(
     dims: optax.Params,
     shapes: optax.Params,
 ) -> list[matrix_groups.Leaf]:
-    """Returns what `matrix_groups.plan` needs of the parameters that are Muon's.
+    """Returns shape, layout and sharding of the parameters that Muon updates.
 
     Args:
         config: says which these are.
@@ -205,10 +197,26 @@ def muon_leaves(
     flat, tree = jax.tree.flatten(labels)
     leaves = zip(flat, *map(tree.flatten_up_to, (dims, shapes)), strict=True)
     return [
-        (x.shape, muon_split.layout(names, config, model), sharding.spec(names))
+        (
+            x.shape,
+            dimension_numbers_of(names, config, model).layout(len(names)),
+            sharding.spec(names),
+        )
         for label, names, x in leaves
         if label == "muon"
     ]
+
+
+def dimension_numbers_of(
+    names: Path, config: config_lib.OptimConfig, model: config_lib.ModelConfig
+) -> dimension_numbers.DimensionNumbers:
+    """Returns which matrices a parameter with these dim names holds for Muon."""
+    cuts = {}
+    if config.muon_split_rope:
+        cuts["H"] = model.qk_nope_head_dim
+    if config.muon_split_kv_a:
+        cuts["C+R"] = model.kv_lora_rank
+    return dimension_numbers.from_names(names, config.muon_split, cuts)
 
 
 def update_if_finite(
@@ -268,6 +276,28 @@ def update_if_finite(
     }
     state = State(inner, state.num_updates + is_applied, in_a_row, total)
     return new_params, state, metrics
+
+
+def _muon(
+    config: config_lib.OptimConfig,
+    numbers: optax.Params,
+    specs: optax.Params,
+    slow_axes: tuple[str, ...],
+) -> optax.GradientTransformation:
+    scale = muon.scale_by_muon_split(
+        numbers,
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        update_rms=config.muon_update_rms,
+        ns_coefficients=config.ns_coefficients,
+        ns_steps=config.ns_steps,
+        ns_dtype=config.ns_dtype,
+        moment_dtype=config.moment_dtype,
+        specs=specs,
+        slow_axes=slow_axes,
+    )
+    decay = optax.add_decayed_weights(config.weight_decay)
+    return optax.chain(scale, decay, optax.scale_by_learning_rate(1.0))
 
 
 def _adamw(

@@ -15,7 +15,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.model import transformer
-from glm5_jax.optim import matrix_groups, muon_mesh, muon_split, optimizer
+from glm5_jax.optim import dimension_numbers, matrix_groups, muon_mesh, optimizer
 from glm5_jax.scale import collectives as wires
 from tests import environment, runs
 from tests.model import tiny
@@ -138,7 +138,7 @@ class MapMatricesTest(parameterized.TestCase):
             return x @ x.mT @ x / (1 + jnp.sum(x**2, (-2, -1), keepdims=True))
 
         shapes, layouts, specs = zip(*self.LEAVES, strict=True)
-        layouts = [muon_split.Layout(*axes) for axes in layouts]
+        layouts = [dimension_numbers.Layout(*axes) for axes in layouts]
         specs = [P(*axes) for axes in specs]
         rng = np.random.default_rng(0)
         arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
@@ -211,7 +211,7 @@ class CompiledTest(parameterized.TestCase):
         mesh = mesh_of({"data": 2, "fsdp": 4})
         dims = transformer.param_dims(MODEL)
         opt = optimizer.make_optimizer(
-            config_lib.OptimConfig(), MODEL, dims, 20, apart=("data",)
+            config_lib.OptimConfig(), MODEL, dims, 20, slow_axes=("data",)
         )
         places = sharding.shardings(dims, mesh)
         shapes = transformer.abstract_params(MODEL)

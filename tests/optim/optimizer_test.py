@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.model import transformer
-from glm5_jax.optim import muon_split, optimizer, schedule
+from glm5_jax.optim import newton_schulz, optimizer, schedule
 from tests import environment
 from tests.optim import parameter_tree
 
@@ -170,8 +170,8 @@ class MakeOptimizerTest(parameterized.TestCase):
         params, grads = random_tree(0), random_tree(1)
         got, _, _ = run(opt, params, [grads])
         w, g = params["layers_0"]["q_b_proj"], grads["layers_0"]["q_b_proj"]
-        steps = muon_split.coefficients(config_lib.OptimConfig())
-        direction = muon_split.orthogonalize(
+        steps = newton_schulz.coefficients("polar_express", 5)
+        direction = newton_schulz.orthogonalize(
             g.transpose(0, 2, 1, 3), steps, jnp.float32
         ).transpose(0, 2, 1, 3)
         lr = 2e-4

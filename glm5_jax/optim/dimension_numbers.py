@@ -1,0 +1,154 @@
+"""Says which dims of a parameter are the rows and columns of its matrices, for Muon."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+_BATCH_DIMS = ("L", "E")  # layers and experts are never mixed
+_ROUTER = ("D", "E")
+_HEAD_DIMS = ("N", "I")  # a head dim and the dim after it belong together
+
+
+@dataclasses.dataclass(frozen=True)
+class DimensionNumbers:
+    """The dims of an array that are the rows and the columns of its matrices.
+
+    All other dims are batch dims: they count matrices, and Muon orthogonalises each
+    matrix by itself. For a query projection (Q, N, H) with N heads:
+
+        DimensionNumbers(rows=0, cols=(1, 2))   one matrix [Q, N H]
+        DimensionNumbers(rows=0, cols=2)        N matrices [Q, H]: Muon Split
+
+    A side of several dims is their product, in the given order. Negative numbers count
+    from the last dim.
+    """
+
+    rows: int | tuple[int, ...]
+    cols: int | tuple[int, ...]
+    # (dim, index) at which an array of two fused weights is cut; each part has its own
+    # matrices.
+    cut: tuple[int, int] | None = None
+
+    def layout(self, ndim: int) -> "Layout":
+        """Returns the layout of an array with so many dims.
+
+        Raises:
+            ValueError: a dim does not exist, or is named twice.
+        """
+        sides = [(side,) if isinstance(side, int) else side for side in self._sides]
+        named = [dim for side in sides for dim in side]
+        found = [dim % ndim for dim in named if -ndim <= dim < ndim]
+        if len(set(found)) < len(named) or not all(sides):
+            raise ValueError(
+                f"rows and cols must name different dims of an array with {ndim} dims, "
+                f"got {self}."
+            )
+        rows, cols = (tuple(dim % ndim for dim in side) for side in sides)
+        batch = tuple(dim for dim in range(ndim) if dim not in found)
+        cut = self.cut and (self.cut[0] % ndim, self.cut[1])
+        return Layout(batch, rows, cols, cut)
+
+    @property
+    def _sides(self) -> tuple[int | tuple[int, ...], int | tuple[int, ...]]:
+        return self.rows, self.cols
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The dims of one array that are batch, rows and columns of its matrices."""
+
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+    cut: tuple[int, int] | None = None  # (dim, index) at which a fused weight is cut
+
+    def map(self, function: Callable[[Array], Array], x: Array) -> Array:
+        """Applies a function of [..., rows, cols] to the matrices of an array."""
+        return self.join([function(part) for part in self.split(x)], x.shape)
+
+    def split(self, x: Array) -> list[Array]:
+        """Returns the matrices [..., rows, cols] of an array, or of its two parts."""
+        if self.cut is None:
+            return [self._matrices(x)]
+        dim, index = self.cut
+        return [self._matrices(part) for part in jnp.split(x, [index], dim)]
+
+    def join(self, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        """Returns the array of this shape whose matrices `split` returned."""
+        whole = []
+        for part, size in zip(parts, self.part_shapes(shape), strict=True):
+            transposed = [size[dim] for dim in self._order]
+            whole.append(part.reshape(transposed).transpose(np.argsort(self._order)))
+        return whole[0] if self.cut is None else jnp.concatenate(whole, self.cut[0])
+
+    def part_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Returns the shape of an array, or the shapes of its two parts."""
+        if self.cut is None:
+            return [shape]
+        dim, index = self.cut
+        sizes = (index, shape[dim] - index)
+        return [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
+
+    def sides(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns the number of rows and of columns of an array's matrices."""
+        rows, cols = (
+            math.prod(shape[dim] for dim in dims) for dims in (self.rows, self.cols)
+        )
+        return rows, cols
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return self.batch + self.rows + self.cols
+
+    def _matrices(self, x: Array) -> Array:
+        x = x.transpose(self._order)
+        batch = x.shape[: len(self.batch)]
+        rows = math.prod(x.shape[len(batch) :][: len(self.rows)])
+        return x.reshape(*batch, rows, -1)
+
+
+def from_names(
+    names: tuple[str, ...], is_split: bool, cuts: Mapping[str, int]
+) -> DimensionNumbers:
+    """Reads off the dim names of one of GLM-5's parameters which matrices it holds.
+
+    Layers and experts are batch dims. A head dim merges with the dim after it: o_proj
+    (N, O, D) is one matrix [N O, D], and wq_b (Q, I, J) is [Q, I J]. In the attention's
+    up-projections (Q, N, H), (C, N, P) and (C, N, O), the heads lead the columns; there
+    `is_split` makes them a batch dim, one matrix a head, and without it the matrices
+    are [Q, N H], [C, N P] and [C, N O]. The key and value halves of kv_b_proj are two
+    parameters, hence two matrices, where Muon on the fused weight would have one.
+
+    Args:
+        names: logical dim names, see glm5_jax/shapes.py.
+        is_split: whether heads are a batch dim (Muon Split).
+        cuts: the index at which a dim of this name is cut, for fused weights.
+
+    Raises:
+        ValueError: the names are not those of a stack of matrices.
+    """
+    is_router = names[-2:] == _ROUTER  # there experts are the columns of one matrix
+    batch = [
+        dim
+        for dim, name in enumerate(names)
+        if name in _BATCH_DIMS and not (is_router and name == "E")
+    ]
+    sides: list[list[int]] = []
+    for dim in sorted(set(range(len(names))) - set(batch)):
+        if sides and names[sides[-1][-1]] in _HEAD_DIMS:
+            sides[-1].append(dim)
+        else:
+            sides.append([dim])
+    if len(sides) != 2:
+        raise ValueError(f"Muon needs matrices, got a parameter with dims {names}.")
+    rows, cols = sides
+    if is_split and names[cols[0]] == "N" and len(cols) == 2:
+        del cols[0]
+    found = [
+        (names.index(name), index) for name, index in cuts.items() if name in names
+    ]
+    return DimensionNumbers(tuple(rows), tuple(cols), found[0] if found else None)

@@ -1,0 +1,76 @@
+"""Newton-Schulz: replaces a matrix by the nearest orthogonal one, by products alone."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+Coefficients = Sequence[tuple[float, float, float]]  # (a, b, c) of each step
+COEFFICIENTS: dict[str, Coefficients] = {
+    # Jordan's quintic: the same polynomial every step.
+    "quintic": ((3.4445, -4.7750, 2.0315),),
+    # One polynomial a step, as in xtuner; tends to 1 instead of oscillating about it.
+    "polar_express": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+_NORM_EPS = 1e-8  # keeps a matrix without gradient at zero
+
+
+def coefficients(name: str, num_steps: int) -> Coefficients:
+    """Returns (a, b, c) of each step; the last entry of a list repeats.
+
+    Raises:
+        ValueError: there is no such polynomial.
+    """
+    if name not in COEFFICIENTS:
+        raise ValueError(f"ns_coefficients must be of {set(COEFFICIENTS)}, got {name}.")
+    steps = list(COEFFICIENTS[name])
+    return (steps + steps[-1:] * num_steps)[:num_steps]
+
+
+def orthogonalize(
+    x: Float[Array, "*batch a b"], steps: Coefficients, dtype: jax.typing.DTypeLike
+) -> Float[Array, "*batch a b"]:
+    """Moves the singular values of every matrix towards 1, by Newton-Schulz.
+
+    x <- x / |x|_F, then in each step x <- a x + (b A + c A A) x with A = x x^T, on
+    the side where A is smaller. On accelerators all matrices iterate together and
+    batch dims stay as they are, so that a sharded one stays local.
+
+    Args:
+        x: a stack of matrices.
+        steps: (a, b, c) of each step.
+        dtype: of the iteration's products; norm and polynomial are at least float32.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    precision = None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+
+    def step(x: Array, abc: Array) -> tuple[Array, None]:
+        gram = jnp.matmul(x, x.mT, precision=precision)
+        square = jnp.matmul(gram, gram, precision=precision)
+        poly = (abc[1] * gram + abc[2] * square).astype(dtype)
+        x = abc[0] * x + jnp.matmul(poly, x, precision=precision)
+        return x.astype(dtype), None
+
+    def iterate(x: Array) -> Array:
+        if x.shape[-2] > x.shape[-1]:
+            return iterate(x.mT).mT
+        norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+        x = (x / (norm + _NORM_EPS)).astype(dtype)
+        return lax.scan(step, x, jnp.asarray(steps, wide))[0].astype(wide)
+
+    one_by_one = functools.partial(_one_by_one, iterate)
+    return lax.platform_dependent(x.astype(wide), cpu=one_by_one, default=iterate)
+
+
+def _one_by_one(function: Callable[[Array], Array], x: Array) -> Array:
+    """Maps over single matrices: on CPU each stays in cache (79 ms against 157)."""
+    return lax.map(function, x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
