@@ -19,9 +19,8 @@ from typing import Any
 
 from glm5_jax import config
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.preparation import prepare as preparation
-from glm5_jax.data.preparation import reading as prepared
-from glm5_jax.data.sources import documents as sources
+from glm5_jax.data.preparation import prepare, prepared
+from glm5_jax.data.sources import documents as documents_lib
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in a worker
 BATCH_SIZE = 64
@@ -34,10 +33,10 @@ def rates(folder: pathlib.Path, tokenizer: str, length: int) -> dict[str, Any]:
     settings = config.PrepareConfig(
         source="python", tokenizer=tokenizer, sequence_length=length
     )
-    found = sources.read_documents("python")
+    found = documents_lib.read_documents("python")
     size = sum(len(d.text.encode()) for d in found)
     began = time.process_time()
-    written = preparation.prepare(settings, folder)
+    written = prepare.prepare(settings, folder)
     seconds = time.process_time() - began
     tokens = written["train"]["tokens"]
     began = time.process_time()
@@ -72,7 +71,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         bpe = config.PrepareConfig(source="python")
-        preparation.prepare(bpe, folder / "tokenizer")
+        prepare.prepare(bpe, folder / "tokenizer")
         for i in range(args.rounds):
             tokenizer = str(folder / "tokenizer")
             got = rates(folder / str(i), tokenizer, args.sequence_length)

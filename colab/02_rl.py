@@ -61,11 +61,11 @@ from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax import environments, presets
-from glm5_jax.data import tokenizer
-from glm5_jax.data.chat import template as chat
-from glm5_jax.data.chat import view as chat_view
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import templates, view
 from glm5_jax.inference import engine as engine_lib
-from glm5_jax.rl import episodes, objectives, publisher, rollouts
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import objectives, publisher, rollouts
 from glm5_jax.training import loop, policy
 from glm5_jax.training.reporting import metrics
 from glm5_jax.weights import loading
@@ -170,8 +170,8 @@ plt.show()
 # how the model says that it is done.
 
 # %%
-used = tokenizer.named("byte_chat")
-template = chat.Template(used, enable_thinking=False)
+used = tokenizer_lib.named("byte_chat")
+template = templates.Template(used, enable_thinking=False)
 taskset = environments.make(TASK)
 task = taskset.task("train", 0, 0)
 demonstration = taskset.demonstration(task)
@@ -179,7 +179,7 @@ for message in demonstration:
     print(message)
 rendered = template.render(demonstration, end=True)
 print()
-print(chat_view.view(rendered, used, in_color=True, with_ids=True))
+print(view.view(rendered, used, in_color=True, with_ids=True))
 
 # %% [markdown]
 # ## Supervised fine-tuning, a little
@@ -227,7 +227,7 @@ _, before, _ = loading.load_model(folder / "sft")
 engine = engine_lib.Engine(
     before, MODEL, num_slots=PROMPTS * GROUP, capacity=DATA.sequence_length
 )
-settings = episodes.Settings(
+settings = episodes_lib.Settings(
     max_new_tokens=8, max_turns=1, num_concurrent=PROMPTS * GROUP
 )
 
@@ -236,7 +236,9 @@ def play(params, number, weights="same"):
     """Episodes of the first held-out tasks."""
     publisher.publish(engine, params, engine.version + 1, weights)
     tasks = [taskset.task("held_out", 0, i) for i in range(number)]
-    jobs = [episodes.Job(task, group=i, request_id=i) for i, task in enumerate(tasks)]
+    jobs = [
+        episodes_lib.Job(task, group=i, request_id=i) for i, task in enumerate(tasks)
+    ]
     return rollouts.collect(engine, taskset, template, jobs, settings)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import template
+from glm5_jax.data.chat import templates
 from glm5_jax.data.rows import packing
 from glm5_jax.inference import commands, engine, scoring
 from glm5_jax.model import invariance, transformer
@@ -69,7 +69,7 @@ class Model:
         temperature: float | None = None,
         top_p: float | None = None,
         seed: int = 0,
-        chat: template.Version | None = None,
+        chat: templates.Version | None = None,
     ) -> str:
         """Returns what follows a text, without the text.
 

@@ -39,14 +39,12 @@ _IDS = flags.DEFINE_bool("ids", False, "Shows the id of each token.")
 def main(arguments: command_line.Arguments) -> None:
     """Prints one conversation."""
     del arguments
-    from glm5_jax.data import tokenizer
-    from glm5_jax.data.chat import conversations
-    from glm5_jax.data.chat import template as chat
-    from glm5_jax.data.chat import view as chat_view
+    from glm5_jax.data import tokenizer as tokenizer_lib
+    from glm5_jax.data.chat import conversations, templates, view
 
-    used = tokenizer.named(_TOKENIZER.value)
-    version = cast(chat.Version, _TEMPLATE.value)
-    template = chat.Template(
+    used = tokenizer_lib.named(_TOKENIZER.value)
+    version = cast(templates.Version, _TEMPLATE.value)
+    template = templates.Template(
         used, version, _ENABLE_THINKING.value, _CLEAR_THINKING.value
     )
     shown = conversations.pick(_MESSAGES.value, _INDEX.value)
@@ -55,7 +53,7 @@ def main(arguments: command_line.Arguments) -> None:
         rendered = template.truncate(rendered, _LENGTH.value + 1)
     is_terminal = _COLOR.value == "auto" and sys.stdout.isatty()
     in_color = _COLOR.value == "always" or is_terminal
-    print(chat_view.view(rendered, used, in_color=in_color, with_ids=_IDS.value))
+    print(view.view(rendered, used, in_color=in_color, with_ids=_IDS.value))
     size, trained = len(rendered.tokens), sum(rendered.mask)
     print(f"{size} tokens, {trained} of them trained", file=sys.stderr)
 

@@ -46,7 +46,7 @@ flags.adopt_module_key_flags(compile_cache)  # --help shows them
 
 def main(arguments: command_line.Arguments) -> None:
     """Prints each prompt with its continuation."""
-    from glm5_jax.data.chat import template as chat
+    from glm5_jax.data.chat import templates
     from glm5_jax.inference import commands
     from glm5_jax.weights import loading
 
@@ -58,7 +58,7 @@ def main(arguments: command_line.Arguments) -> None:
         commands.Prompt(
             text=_PROMPT.value,
             tokens=_TOKENS.value,
-            chat=cast(chat.Version | None, _CHAT.value),
+            chat=cast(templates.Version | None, _CHAT.value),
             special_tokens=_SPECIAL_TOKENS.value,
         ),
         commands.Sampling(

@@ -37,10 +37,10 @@ def main(arguments: command_line.Arguments) -> None:
     given = [(name, flags.FLAGS[name].value) for name in _FIELDS]
     given = [(name, text) for name, text in given if text is not None]
     config = command_line.resolve({}, given, config_lib.PrepareConfig)
-    from glm5_jax.data.preparation import prepare as preparation
+    from glm5_jax.data.preparation import prepare
 
     logging.set_verbosity(logging.INFO)
-    summary = preparation.prepare(
+    summary = prepare.prepare(
         config, pathlib.Path(_TARGET.value), _WORKERS.value, check=_CHECK.value
     )
     print(json.dumps(summary, indent=2))

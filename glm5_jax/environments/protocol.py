@@ -37,9 +37,7 @@ class Task:
     """One thing to do; the same (environment, seed, index) is always the same task."""
 
     id: str
-    messages: tuple[
-        messages_lib.Message, ...
-    ]  # the conversation so far, ending with the user's
+    messages: tuple[messages_lib.Message, ...]  # the conversation; the user's is last
     answer: Any = None  # what a rule compares with; the model never sees it
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of functions
     problem: str = ""  # tasks of one problem ask the same; "": told by words and answer
@@ -59,9 +57,7 @@ class Reward:
 class StepResult:
     """Gymnasium's five values, with messages for observations."""
 
-    messages: tuple[
-        messages_lib.Message, ...
-    ]  # to put behind the model's turn; () at the end
+    messages: tuple[messages_lib.Message, ...]  # after the model's turn; () at the end
     reward: Reward | None  # of the episode, when it is over
     terminated: bool  # the task is over
     truncated: bool  # cut off

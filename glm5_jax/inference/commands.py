@@ -12,7 +12,7 @@ from jaxtyping import Int
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import template as chat_lib
+from glm5_jax.data.chat import templates
 from glm5_jax.inference import engine, scoring
 from glm5_jax.weights import loading
 
@@ -30,7 +30,7 @@ class Prompt:
 
     text: str | None = None
     tokens: str | None = None
-    chat: chat_lib.Version | None = None
+    chat: templates.Version | None = None
     special_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ def read_prompt(
                 f"--chat needs special tokens that this model's tokenizer lacks: "
                 f"{' '.join(sorted(missing))}; leave --chat out."
             )
-        template = chat_lib.Template(tokenizer, prompt.chat)
+        template = templates.Template(tokenizer, prompt.chat)
         said = [{"role": "user", "content": text}]
         rendered = template.render(said, add_generation_prompt=True)
         return rendered.tokens, {*ends, *template.stop_ids}

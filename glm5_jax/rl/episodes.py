@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from glm5_jax import config
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
 from glm5_jax.rl import gateway
@@ -100,7 +100,7 @@ class Context:
     engine: pump_lib.Engine
     pump: pump_lib.Pump
     taskset: protocol.Taskset
-    template: chat.Template
+    template: templates.Template
     settings: Settings
 
     @functools.cached_property

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from glm5_jax import messages as messages_lib
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 from glm5_jax.inference import requests
 
 NOT_SAMPLED = -1  # the version of a token that no weights have drawn
@@ -84,7 +84,9 @@ class Session:
         num_truncated: turns that were cut off by their length.
     """
 
-    def __init__(self, template: chat.Template, tools: messages_lib.Tools = ()) -> None:
+    def __init__(
+        self, template: templates.Template, tools: messages_lib.Tools = ()
+    ) -> None:
         """A conversation that has not begun; `tools` are shown to the model."""
         self._template, self._tools = template, tuple(tools)
         self.num_turns = self.num_forks = 0
@@ -182,7 +184,7 @@ class Session:
         ).tokens
 
 
-def _drift(completion: requests.Completion, rendered: chat.Rendered) -> int:
+def _drift(completion: requests.Completion, rendered: templates.Rendered) -> int:
     """Returns how many tokens of a turn are not what its message is tokenised to."""
     sampled = completion.tokens[
         : len(completion.tokens) - (completion.finish_reason == "stop")

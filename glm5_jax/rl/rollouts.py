@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
@@ -21,7 +21,7 @@ from glm5_jax.rl import pump as pump_lib
 def collect(
     engine: pump_lib.Engine,
     taskset: protocol.Taskset,
-    template: chat.Template,
+    template: templates.Template,
     jobs: Sequence[episodes_lib.Job],
     settings: episodes_lib.Settings,
     on_episode: Callable[[int, episodes_lib.Episode], object] | None = None,

@@ -12,10 +12,8 @@ from absl.testing import parameterized
 
 from glm5_jax import config, messages
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import conversations
-from glm5_jax.data.chat import template as chat
-from glm5_jax.data.chat import view as chat_view
-from glm5_jax.data.rows import conversations as sft
+from glm5_jax.data.chat import conversations, templates, view
+from glm5_jax.data.rows import sft
 from glm5_jax.environments import tasks
 from tests import environment
 
@@ -94,7 +92,7 @@ class ConversationsTest(parameterized.TestCase):
         train = self.documents(itertools.islice(pipeline.train_iterator(), 40))
         held_out = self.documents(pipeline.eval_batches(100))
         self.assertEmpty(set(train) & set(held_out))
-        template = chat.Template(pipeline.tokenizer, enable_thinking=False)
+        template = templates.Template(pipeline.tokenizer, enable_thinking=False)
         expected = set()
         for record in self.records:
             rendered = template.render(record["messages"], record["tools"], end=True)
@@ -211,7 +209,7 @@ class ConversationsTest(parameterized.TestCase):
         parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "at?"}]
         shared = [{"from": senders[t["role"]], "value": t["content"]} for t in turns]
         system = {"role": "system", "content": "Be brief."}
-        template = chat.Template(tokenizer_lib.named("byte_chat"))
+        template = templates.Template(tokenizer_lib.named("byte_chat"))
         lines = [
             {"messages": [system, *turns]},
             {"messages": [system, user(parts), *turns[1:]]},
@@ -274,16 +272,16 @@ class ConversationsTest(parameterized.TestCase):
 class ViewTest(parameterized.TestCase):
     def test_trained_and_special_tokens_are_told_apart(self):
         tokenizer = tokenizer_lib.named("byte_chat")
-        template = chat.Template(tokenizer)
+        template = templates.Template(tokenizer)
         said = [user("é\n\x1b[m"), assistant("b", reasoning_content="a")]
         rendered = template.render(said, end=True)
-        plain = chat_view.view(rendered, tokenizer, in_color=False, with_ids=False)
+        plain = view.view(rendered, tokenizer, in_color=False, with_ids=False)
         self.assertEqual(
             plain,
             "  [gMASK]<sop><|user|>é\\n\\x1b[m<|assistant|><think>\n"
             "+ a</think>b<|endoftext|>",
         )
-        color = chat_view.view(rendered, tokenizer, in_color=True, with_ids=False)
+        color = view.view(rendered, tokenizer, in_color=True, with_ids=False)
         self.assertIn("é\n\\x1b[m\x1b[0m", color)  # data does not steer the terminal
         self.assertIn("\x1b[32ma\x1b[0m\x1b[32m\x1b[1;4m</think>\x1b[0m", color)
         path = self.create_tempfile("a.jsonl", json.dumps({"messages": said}))
@@ -295,7 +293,7 @@ class ViewTest(parameterized.TestCase):
         ]
         printed = subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
         self.assertEqual(printed.stdout.decode(), plain + "\n")
-        ids = chat_view.view(rendered, tokenizer, in_color=False, with_ids=True)
+        ids = view.view(rendered, tokenizer, in_color=False, with_ids=True)
         self.assertIn("<|user|>·263 ", ids)
         self.assertIn("+ a·97 ", ids)
 

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 
 from glm5_jax import config
-from glm5_jax.data.preparation import prepare as preparation
+from glm5_jax.data.preparation import prepare
 
 WORDS = ("naïve", "漢字", "def", "return", "self", "import", "🙂", "one", "two")
 FIRST_MARK = 0x3400  # a character for each document, before each of its words
@@ -39,9 +39,9 @@ def settings(source, **changes):
     return config.PrepareConfig(source=str(source), **defaults | changes)
 
 
-def prepare(source, target, num_workers=1, **changes):
+def make_prepared(source, target, num_workers=1, **changes):
     """The folder, prepared."""
-    preparation.prepare(settings(source, **changes), target, num_workers)
+    prepare.prepare(settings(source, **changes), target, num_workers)
     return target
 
 

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from array_record.python import array_record_module
 
 from glm5_jax import config
-from glm5_jax.data.sources import documents as sources
+from glm5_jax.data.sources import documents as documents_lib
 from glm5_jax.data.sources import formats
 from tests import environment
 
@@ -83,7 +83,7 @@ class FormatsTest(parameterized.TestCase):
                 sizes = [span.num_bytes for span in spans]
                 self.assertLess(max(sizes), 1200 + num_bytes)
         self.assertEqual(self.read(path, 500), whole)
-        found = sources.read_documents(str(self.root))
+        found = documents_lib.read_documents(str(self.root))
         self.assertCountEqual([(d.name, d.text) for d in found], whole)
 
     def test_empty_lines_count_and_are_no_documents(self):

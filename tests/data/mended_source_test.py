@@ -8,8 +8,8 @@ from unittest import mock
 
 from glm5_jax import config
 from glm5_jax.data.preparation import index as index_lib
-from glm5_jax.data.preparation import part
-from glm5_jax.data.preparation import prepare as preparation
+from glm5_jax.data.preparation import part as part_lib
+from glm5_jax.data.preparation import prepare
 from tests import environment, runs
 from tests.data import corpora
 
@@ -26,10 +26,10 @@ class MendedSourceTest(runs.FolderTest):
         self.target = self.folder / "target"
 
     def prepare(self, **changes):
-        corpora.prepare(self.source, self.target, **changes)
+        corpora.make_prepared(self.source, self.target, **changes)
 
     def assert_as_if_new(self, **changes):
-        new = corpora.prepare(self.source, self.folder / "new", **changes)
+        new = corpora.make_prepared(self.source, self.folder / "new", **changes)
         self.assertEqual(corpora.contents(self.target), corpora.contents(new))
         self.assertEmpty([p for p in self.target.rglob("*/") if not any(p.iterdir())])
 
@@ -114,7 +114,7 @@ class MendedSourceTest(runs.FolderTest):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
         os.utime(self.source / "0.jsonl")
-        preparation.prepare(corpora.settings(self.source), self.target, check=True)
+        prepare.prepare(corpora.settings(self.source), self.target, check=True)
         self.assert_as_if_new()
 
     def test_a_source_that_has_moved_may_be_mended_there(self):
@@ -127,7 +127,7 @@ class MendedSourceTest(runs.FolderTest):
         self.assert_as_if_new()
 
     def test_what_changes_meanwhile_is_named_and_made_again(self):
-        make = part.make
+        make = part_lib.make
 
         def change(*args, **kwargs):
             make(*args, **kwargs)
@@ -135,7 +135,7 @@ class MendedSourceTest(runs.FolderTest):
                 file.write('{"text": "more"}\n')
 
         refused = self.assertRaisesRegex(config.InputError, "again.*\n  2.jsonl")
-        with mock.patch.object(part, "make", change), refused:
+        with mock.patch.object(part_lib, "make", change), refused:
             self.prepare()
         self.assertFalse((self.target / "index.json").exists())
         self.prepare()

@@ -10,7 +10,7 @@ from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.data.rows import pipeline as pipeline_lib
-from glm5_jax.data.sources import documents as sources
+from glm5_jax.data.sources import documents as documents_lib
 from tests import environment
 
 WORDS = ("naïve", "漢字", "def", "return", "self", "import", "🙂", "one", "two")
@@ -53,9 +53,9 @@ class PipelineTest(parameterized.TestCase):
         return pipeline_lib.make_pipeline(data, seed)
 
     def split(self):
-        documents = sources.read_documents(str(self.folder))
+        documents = documents_lib.read_documents(str(self.folder))
         percent = self.data.held_out_percent
-        held_out = [d for d in documents if sources.is_held_out(d.name, percent)]
+        held_out = [d for d in documents if documents_lib.is_held_out(d.name, percent)]
         return [d for d in documents if d not in held_out], held_out
 
     def assert_equal_batches(self, first, second):

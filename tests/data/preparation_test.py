@@ -14,10 +14,8 @@ from absl.testing import parameterized
 from glm5_jax import config
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.preparation import index as index_lib
-from glm5_jax.data.preparation import prepare as preparation
-from glm5_jax.data.preparation import shards
-from glm5_jax.data.preparation import source as documents
-from glm5_jax.data.sources import documents as sources
+from glm5_jax.data.preparation import inputs, prepare, shards
+from glm5_jax.data.sources import documents as documents_lib
 from tests import environment, runs
 from tests.data import corpora
 
@@ -48,13 +46,13 @@ class PreparationTest(runs.FolderTest):
     def setUpClass(cls):
         super().setUpClass()
         cls.source = corpora.write_jsonl(cls.root / "corpus")
-        cls.whole = corpora.prepare(cls.source, cls.root / "whole")
+        cls.whole = corpora.make_prepared(cls.source, cls.root / "whole")
 
     def target(self):
         return pathlib.Path(self.create_tempdir().full_path) / "target"
 
     def documents(self):
-        return sources.read_documents(str(self.source))
+        return documents_lib.read_documents(str(self.source))
 
     def test_what_is_there(self):
         names = set(corpora.contents(self.whole))
@@ -68,22 +66,22 @@ class PreparationTest(runs.FolderTest):
 
     def test_every_document_is_there_once_on_its_side(self):
         tokenizer = tokenizer_lib.named("byte")
-        for side in documents.SIDES:
+        for side in inputs.SIDES:
             ids = [i for s in segments(rows_of(self.whole, side)) for i in s[1:]]
             want = [
                 i
                 for d in self.documents()
-                if sources.is_held_out(d.name, 20) == (side == "held_out")
+                if documents_lib.is_held_out(d.name, 20) == (side == "held_out")
                 for i in [*tokenizer.encode(d.text)[1:], tokenizer.eos_id]
             ]
             self.assertCountEqual(ids, want)
 
     def test_any_number_of_workers_writes_the_same_bytes(self):
-        again = corpora.prepare(self.source, self.target(), num_workers=3)
+        again = corpora.make_prepared(self.source, self.target(), num_workers=3)
         self.assertEqual(corpora.contents(again), corpora.contents(self.whole))
 
     def test_what_is_damaged_is_made_again_and_nothing_else(self):
-        folder = corpora.prepare(self.source, self.target())
+        folder = corpora.make_prepared(self.source, self.target())
         want = corpora.contents(folder)
         times = {p: p.stat().st_mtime_ns for p in folder.glob("train-*")}
         (folder / "train-00001.array_record").unlink()
@@ -95,7 +93,7 @@ class PreparationTest(runs.FolderTest):
         content[len(content) // 2] ^= 1
         flipped.write_bytes(content)
         (folder / ".train-00001-abc.array_record").write_text("half")
-        preparation.prepare(corpora.settings(self.source), folder, check=True)
+        prepare.prepare(corpora.settings(self.source), folder, check=True)
         self.assertEqual(corpora.contents(folder), want)
         kept = {p.name for p, t in times.items() if p.stat().st_mtime_ns == t}
         made = {f"train-{i:05d}.array_record" for i in (1, 2, 3, 4)}
@@ -119,7 +117,7 @@ class PreparationTest(runs.FolderTest):
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         self.wait_until_alone(child.pid)
-        corpora.prepare(self.source, folder)
+        corpora.make_prepared(self.source, folder)
         self.assertEqual(corpora.contents(folder), corpora.contents(self.whole))
 
     def wait_until_alone(self, group):
@@ -146,7 +144,7 @@ used = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1])
 before = used()
 source, target, mib = sys.argv[1:]
 settings = {"shard_mib": float(mib), "sequence_length": 4096}
-corpora.prepare(source, pathlib.Path(target), **settings)
+corpora.make_prepared(source, pathlib.Path(target), **settings)
 print((used() - before) / 1024)
 """
         grown = {}
@@ -165,26 +163,26 @@ print((used() - before) / 1024)
         folder = self.target()
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
         with self.assertRaisesRegex(OSError, "train-00000.* cannot be written"):
-            corpora.prepare(self.source, folder)
+            corpora.make_prepared(self.source, folder)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         self.assertEmpty(list(folder.rglob("*.array_record")))
-        corpora.prepare(self.source, folder)
+        corpora.make_prepared(self.source, folder)
         self.assertEqual(corpora.contents(folder), corpora.contents(self.whole))
 
     def test_other_settings_and_sources_are_refused(self):
         with self.assertRaisesRegex(config.InputError, "seed: 0 there, 1 here"):
-            corpora.prepare(self.source, self.whole, seed=1)
+            corpora.make_prepared(self.source, self.whole, seed=1)
         before = corpora.contents(self.whole)
         other = corpora.write_jsonl(self.root / "other", seed=1)
         with self.assertRaisesRegex(config.InputError, "corpus there, .*other here"):
-            corpora.prepare(other, self.whole)
+            corpora.make_prepared(other, self.whole)
         self.assertEqual(corpora.contents(self.whole), before)
 
     def test_a_folder_of_others_is_left_alone(self):
         folder = pathlib.Path(self.create_tempdir().full_path)
         (folder / "mine.txt").write_text("mine")
         with self.assertRaisesRegex(config.InputError, "not empty"):
-            corpora.prepare(self.source, folder)
+            corpora.make_prepared(self.source, folder)
 
     def test_a_bad_line_is_named_and_the_rest_is_kept(self):
         source = corpora.write_jsonl(pathlib.Path(self.create_tempdir().full_path))
@@ -193,18 +191,18 @@ print((used() - before) / 1024)
         (source / "2.jsonl").write_text("\n".join(lines))
         folder = self.target()
         with self.assertRaisesRegex(config.InputError, r"2.jsonl:31 must.*\['body'\]"):
-            corpora.prepare(source, folder, num_workers=2)
+            corpora.make_prepared(source, folder, num_workers=2)
         self.assertNotEmpty(list(folder.glob("parts/*.json")))
         with self.assertRaisesRegex(config.InputError, "not prepared to the end"):
             index_lib.read(folder)
 
     def test_a_bpe_is_trained_on_training_documents_and_kept(self):
-        folder = corpora.prepare(
+        folder = corpora.make_prepared(
             self.source, self.target(), tokenizer="bpe", bpe_vocab_size=320
         )
         tokenizer = tokenizer_lib.load(folder)
         self.assertEqual(index_lib.read(folder).tokenizer, tokenizer.digest[:16])
-        again = corpora.prepare(
+        again = corpora.make_prepared(
             self.source, self.target(), 2, tokenizer="bpe", bpe_vocab_size=320
         )
         self.assertEqual(corpora.contents(again), corpora.contents(folder))
@@ -216,19 +214,21 @@ class PackingTest(runs.FolderTest):
         super().setUpClass()
         cls.source = corpora.write_jsonl(cls.root / "corpus")
         cls.tokenizer = tokenizer_lib.named("byte_chat")
-        cls.texts = {d.name: d.text for d in sources.read_documents(str(cls.source))}
+        cls.texts = {
+            d.name: d.text for d in documents_lib.read_documents(str(cls.source))
+        }
 
     def prepare(self, **changes):
         folder = pathlib.Path(self.create_tempdir().full_path) / "target"
         changes = {"tokenizer": "byte_chat", **changes}
-        return corpora.prepare(self.source, folder, **changes)
+        return corpora.make_prepared(self.source, folder, **changes)
 
     def ids(self, is_held_out=False):
         """Of each document, with <|endoftext|>."""
         return [
             (*self.tokenizer.encode(text), self.tokenizer.eos_id)
             for name, text in self.texts.items()
-            if sources.is_held_out(name, 20) == is_held_out
+            if documents_lib.is_held_out(name, 20) == is_held_out
         ]
 
     def test_best_fit_leaves_documents_whole_that_fit(self):
@@ -274,7 +274,9 @@ class PackingTest(runs.FolderTest):
             }
             prefix, suffix, middle = (parts[name] for name in names)
             undone.append((prefix + middle + suffix).decode())
-        train = [t for n, t in self.texts.items() if not sources.is_held_out(n, 20)]
+        train = [
+            t for n, t in self.texts.items() if not documents_lib.is_held_out(n, 20)
+        ]
         self.assertCountEqual(undone, train)
         self.assertEqual(modes, {names, (names[1], names[0], names[2])})
         for ids in segments(rows_of(folder, "held_out")):
@@ -318,7 +320,7 @@ class ErrorTest(parameterized.TestCase):
         (folder / "documents" / "h.jsonl").write_text('{"text": "a text"}')
         settings = corpora.settings(folder / "documents", **changes)
         with self.assertRaisesRegex(config.InputError, message):
-            preparation.prepare(settings, folder / target)
+            prepare.prepare(settings, folder / target)
         self.assertEqual([path.name for path in folder.iterdir()], ["documents"])
         self.assertEqual(os.listdir(folder / "documents"), ["h.jsonl"])
 
@@ -327,7 +329,7 @@ class ErrorTest(parameterized.TestCase):
         (folder / "corpus").mkdir()
         (folder / "corpus" / "a.jsonl").symlink_to(folder / "nowhere")
         with self.assertRaisesRegex(config.InputError, "a.jsonl cannot be read: No"):
-            corpora.prepare(folder / "corpus", folder / "rows")
+            corpora.make_prepared(folder / "corpus", folder / "rows")
         self.assertFalse((folder / "rows").exists())
 
     def test_command(self):

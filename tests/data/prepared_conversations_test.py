@@ -10,9 +10,8 @@ from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.data.chat import conversations
-from glm5_jax.data.preparation import prepare as preparation
-from glm5_jax.data.preparation import reading as prepared
-from glm5_jax.data.rows import conversations as sft
+from glm5_jax.data.preparation import prepare, prepared
+from glm5_jax.data.rows import sft
 from tests import environment, runs
 from tests.data import conversations_test, corpora
 
@@ -70,7 +69,7 @@ class PreparedConversationsTest(runs.FolderTest):
         }
         changes = {"source": cls.source, **changes}
         settings = corpora.settings(**defaults | changes)
-        cls.written = preparation.prepare(settings, target, num_workers)
+        cls.written = prepare.prepare(settings, target, num_workers)
         return target
 
     def target(self):
@@ -190,7 +189,7 @@ class PreparedConversationsTest(runs.FolderTest):
         with self.assertRaisesRegex(config.InputError, message):
             prepared.make_pipeline(data, 0)
         texts = corpora.write_jsonl(self.root / "texts")
-        folder = corpora.prepare(
+        folder = corpora.make_prepared(
             texts, self.target(), tokenizer="byte_chat", sequence_length=LENGTH
         )
         message = "--kind=text, from which stage sft cannot learn"

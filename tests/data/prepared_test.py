@@ -10,9 +10,8 @@ from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.data.preparation import index as index_lib
-from glm5_jax.data.preparation import reading as prepared
-from glm5_jax.data.preparation import shards
-from glm5_jax.data.rows import pipeline
+from glm5_jax.data.preparation import prepared, shards
+from glm5_jax.data.rows import pipeline as pipeline_lib
 from tests import environment, runs
 from tests.data import corpora
 
@@ -28,7 +27,7 @@ class PreparedTest(runs.FolderTest):
         cls.folders = {}
         for seed, name in enumerate(("web", "code")):
             source = corpora.write_jsonl(cls.root / f"{name}_corpus", 2, 30, seed)
-            cls.folders[name] = corpora.prepare(source, cls.root / name)
+            cls.folders[name] = corpora.make_prepared(source, cls.root / name)
         cls.data = config.DataConfig(
             source=str(cls.folders["web"]), sequence_length=32, batch_size=BATCH
         )
@@ -139,7 +138,7 @@ class PreparedTest(runs.FolderTest):
             self.data, source=source, tokenizer="byte", held_out_percent=20
         )
         data = dataclasses.replace(data, cache_dir=self.create_tempdir().full_path)
-        memory, disk = pipeline.make_pipeline(data, 0), self.make()
+        memory, disk = pipeline_lib.make_pipeline(data, 0), self.make()
         totals = []
         for each in (memory, disk):
             batches = list(each.eval_batches(10**6))
@@ -185,7 +184,7 @@ class PreparedTest(runs.FolderTest):
         base = self.mix()
         self.assertEqual(self.mix().fingerprint, base.fingerprint)
         source = self.root / "web_corpus"
-        other = corpora.prepare(
+        other = corpora.make_prepared(
             source, pathlib.Path(self.create_tempdir().full_path) / "web", seed=1
         )
         changed = (str(other), str(self.folders["code"]))
@@ -207,7 +206,7 @@ class PreparedTest(runs.FolderTest):
         web = str(self.folders["web"])
         with self.assertRaisesRegex(config.InputError, "names a folder twice"):
             self.make(mixture=(web, web))
-        other = corpora.prepare(
+        other = corpora.make_prepared(
             self.root / "web_corpus",
             pathlib.Path(self.create_tempdir().full_path) / "other",
             tokenizer="byte_chat",

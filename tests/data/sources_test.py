@@ -8,7 +8,7 @@ import pathlib
 from absl.testing import absltest, parameterized
 
 from glm5_jax import config
-from glm5_jax.data.sources import documents as sources
+from glm5_jax.data.sources import documents as documents_lib
 from tests import environment
 
 
@@ -32,38 +32,40 @@ class FolderTest(parameterized.TestCase):
                 "d.gz": gzip.compress(b"what?"),
             }
         )
-        (document,) = sources.read_documents(f"{folder}/a.txt")
-        self.assertEqual(document, sources.Document("a.txt", lines))
-        found = {d.name: d.text for d in sources.read_documents(folder)}
+        (document,) = documents_lib.read_documents(f"{folder}/a.txt")
+        self.assertEqual(document, documents_lib.Document("a.txt", lines))
+        found = {d.name: d.text for d in documents_lib.read_documents(folder)}
         want = {"a.txt": lines, "b.txt.gz": lines}
         self.assertEqual(found, want | {"c.jsonl.gz:1": "x", "c.jsonl.gz:2": "y"})
         path = pathlib.Path(folder, "b.txt.gz")
         path.write_bytes(path.read_bytes()[:-12])
         with self.assertRaisesRegex(config.InputError, "b.txt.gz cannot be read"):
-            sources.read_documents(folder)
+            documents_lib.read_documents(folder)
 
     @parameterized.parameters(1, 10, 50)
     def test_of_a_lone_document_the_end_is_held_out(self, percent):
         text = "".join(f"line {i}\n" for i in range(1000))
-        document = sources.Document("input.txt", text)
-        train, held_out = sources.parted(document, percent)
+        document = documents_lib.Document("input.txt", text)
+        train, held_out = documents_lib.parted(document, percent)
         self.assertEqual(train.text + held_out.text, text)
         self.assertEndsWith(train.text, "\n")
         share = 100 * len(held_out.text) / len(text)
         self.assertAlmostEqual(share, percent, delta=0.2)
-        self.assertFalse(sources.is_held_out(train.name, percent))
-        self.assertTrue(sources.is_held_out(held_out.name, percent))
-        self.assertLen(sources.parted(sources.Document("a", "x"), percent), 1)
+        self.assertFalse(documents_lib.is_held_out(train.name, percent))
+        self.assertTrue(documents_lib.is_held_out(held_out.name, percent))
+        self.assertLen(
+            documents_lib.parted(documents_lib.Document("a", "x"), percent), 1
+        )
 
     def test_what_would_never_end_or_has_no_name_is_refused(self):
         folder = self.make_folder({"a.txt": "a"})
         os.mkfifo(f"{folder}/b.txt")
         with self.assertRaisesRegex(config.InputError, "b.txt is no regular file"):
-            sources.read_documents(folder)
+            documents_lib.read_documents(folder)
         os.remove(f"{folder}/b.txt")
         pathlib.Path(os.fsdecode(os.fsencode(folder) + b"/\xff.txt")).write_text("x")
         with self.assertRaisesRegex(config.InputError, "is no name in UTF-8"):
-            sources.read_documents(folder)
+            documents_lib.read_documents(folder)
 
     def test_every_kind_of_file(self):
         folder = self.make_folder(
@@ -79,7 +81,7 @@ class FolderTest(parameterized.TestCase):
                 ".h.txt": "hidden",
             }
         )
-        found = {d.name: d.text for d in sources.read_documents(folder)}
+        found = {d.name: d.text for d in documents_lib.read_documents(folder)}
         self.assertEqual(
             found,
             {
@@ -104,26 +106,26 @@ class FolderTest(parameterized.TestCase):
     def test_bad_line(self, content, message):
         folder = self.make_folder({"e.jsonl": content})
         with self.assertRaisesRegex(config.InputError, message):
-            sources.read_documents(folder)
+            documents_lib.read_documents(folder)
 
     @parameterized.named_parameters(
         ("empty", {}), ("other_kinds", {"a.csv": "1,2"}), ("no_text", {"a.txt": ""})
     )
     def test_nothing_to_read(self, files):
         with self.assertRaisesRegex(config.InputError, r"holds no text.*\.jsonl"):
-            sources.read_documents(self.make_folder(files))
+            documents_lib.read_documents(self.make_folder(files))
 
     def test_no_folder(self):
         with self.assertRaisesRegex(config.InputError, "'pyhton' does not exist"):
-            sources.read_documents("pyhton")
+            documents_lib.read_documents("pyhton")
         file = self.create_tempfile().full_path
         with self.assertRaisesRegex(config.InputError, "is a file"):
-            sources.read_documents(file)
+            documents_lib.read_documents(file)
 
 
 class PythonTest(absltest.TestCase):
     def test_the_corpus_that_every_python_carries(self):
-        documents = sources.read_documents("python")
+        documents = documents_lib.read_documents("python")
         names = [d.name for d in documents]
         self.assertLen(set(names), len(names))
         for name in ("topics/lambda", "ast.py", "json/decoder.py"):
@@ -132,7 +134,7 @@ class PythonTest(absltest.TestCase):
             self.assertNotRegex(name, r"(^|/)(tests?|site-packages|encodings)/")
         num_bytes = sum(len(d.text.encode()) for d in documents)
         self.assertBetween(num_bytes, 5e6, 20e6)
-        held_out = [d for d in documents if sources.is_held_out(d.name, 10)]
+        held_out = [d for d in documents if documents_lib.is_held_out(d.name, 10)]
         self.assertBetween(len(held_out) / len(documents), 0.05, 0.15)
         # Modules in site-packages come and go; the corpus must not.
         self.assertNotIn("pip/__init__.py", names)
@@ -142,20 +144,22 @@ class SplitTest(absltest.TestCase):
     def test_held_out_by_the_hash_of_the_name(self):
         for name in ("a", "ast.py", "漢"):
             bucket = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100
-            self.assertFalse(sources.is_held_out(name, bucket))
-            self.assertTrue(sources.is_held_out(name, bucket + 1))
+            self.assertFalse(documents_lib.is_held_out(name, bucket))
+            self.assertTrue(documents_lib.is_held_out(name, bucket + 1))
 
     def test_shuffle_depends_on_names_and_seed_alone(self):
-        documents = [sources.Document(str(i), "text") for i in range(50)]
-        first = sources.shuffled(documents, 0)
-        self.assertEqual(sources.shuffled(documents[::-1], 0), first)
+        documents = [documents_lib.Document(str(i), "text") for i in range(50)]
+        first = documents_lib.shuffled(documents, 0)
+        self.assertEqual(documents_lib.shuffled(documents[::-1], 0), first)
         self.assertCountEqual(first, documents)
         self.assertNotEqual(first, documents)
-        self.assertNotEqual(sources.shuffled(documents, 1), first)
+        self.assertNotEqual(documents_lib.shuffled(documents, 1), first)
 
     def test_digest_sees_every_change(self):
         def digest(*pairs):
-            return sources.corpus_digest(sources.Document(*pair) for pair in pairs)
+            return documents_lib.corpus_digest(
+                documents_lib.Document(*pair) for pair in pairs
+            )
 
         corpora = (
             [("a", "b")],

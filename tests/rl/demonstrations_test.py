@@ -7,7 +7,7 @@ from absl.testing import parameterized
 
 from glm5_jax import environments
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import rollouts
@@ -37,7 +37,7 @@ class DemonstrationsTest(parameterized.TestCase):
     )
     def test_a_demonstration_is_an_episode(self, name, version, thinking):
         taskset = environments.make(name)
-        template = chat.Template(TOKENIZER, version, thinking)
+        template = templates.Template(TOKENIZER, version, thinking)
         tasks = [taskset.task("train", 0, i) for i in range(NUM_TASKS)]
         rendered = [
             template.render(self.thought(taskset, task, thinking), task.tools, end=True)
@@ -74,7 +74,7 @@ class DemonstrationsTest(parameterized.TestCase):
         ]
 
     def test_saying_something_else_earns_nothing(self):
-        template = chat.Template(TOKENIZER, enable_thinking=False)
+        template = templates.Template(TOKENIZER, enable_thinking=False)
         said = [*TOKENIZER.encode("who knows"), TOKENIZER.eos_id]
         for name in environments.names():
             taskset = environments.make(name)

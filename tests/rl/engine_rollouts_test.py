@@ -14,13 +14,13 @@ from glm5_jax.model import cached, transformer
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import rollouts
 from tests import environment
-from tests.data import chat_test
+from tests.data import templates_test
 from tests.model import tiny
 
 CAPACITY = 96
 LOGPROB_ATOL = 1e-5  # float32 sums in another order
 MODEL = tiny.model(
-    vocab_size=chat_test.TOKENIZER.vocab_size,
+    vocab_size=templates_test.TOKENIZER.vocab_size,
     num_hidden_layers=2,
     num_nextn_predict_layers=0,
     max_position_embeddings=CAPACITY,
@@ -75,7 +75,7 @@ def collect(role, clear=True, num_concurrent=3, indices=range(5)):
         with_experts=True,
     )
     engine.publish(params(), 5)
-    taskset, template = Talk(role), chat_test.template(clear=clear)
+    taskset, template = Talk(role), templates_test.template(clear=clear)
     todo = [
         episodes_lib.Job(taskset.task("train", 0, i), 0, 1000 + i * SETTINGS.max_turns)
         for i in indices

@@ -9,19 +9,19 @@ from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 from glm5_jax.inference import requests
 from glm5_jax.rl import gateway
 from tests import environment
-from tests.data import chat_test
+from tests.data import templates_test
 
-TOKENIZER = chat_test.TOKENIZER
+TOKENIZER = templates_test.TOKENIZER
 SPECIAL = TOKENIZER.special_ids
 HI = {"role": "user", "content": "Hi"}
 TOOL = {"role": "tool", "content": "4"}
 VERSIONS = ("glm5", "glm5.1", "glm5.2")
 WORDS = ("so", " the", " añb", "\n\n", " 12", " 🙂", " <|user|>", "漢字", " x y")
-ADD = chat_test.ADD
+ADD = templates_test.ADD
 
 
 def completion(tokens, reason="stop", first=0):
@@ -59,9 +59,11 @@ class Conversation:
         tokens = self.ids(thought) + [SPECIAL["</think>"]] * is_thinking
         tokens += self.ids(f"c{self.words()}c" if self.random.random() < 0.9 else "")
         if call:
-            tokens += chat_test.ids_of("<tool_call>add<arg_key>x</arg_key><arg_value>")
+            tokens += templates_test.ids_of(
+                "<tool_call>add<arg_key>x</arg_key><arg_value>"
+            )
             tokens += self.ids(str(self.random.randint(0, 9999)))
-            tokens += chat_test.ids_of("</arg_value></tool_call>")
+            tokens += templates_test.ids_of("</arg_value></tool_call>")
         stop = "<|observation|>" if call else "<|user|>"
         tokens.append(SPECIAL["<|endoftext|>" if is_last else stop])
         first = sum(map(len, self.sampled))
@@ -120,7 +122,7 @@ class PropertyTest(parameterized.TestCase):
     def test_with_preserved_thoughts_ids_are_only_appended(
         self, version, thinking, canonical
     ):
-        template = chat_test.template(version, thinking, clear=False)
+        template = templates_test.template(version, thinking, clear=False)
         for seed in range(10):
             talk = Conversation(template, seed, canonical)
             for turn in range(6):
@@ -145,7 +147,7 @@ class PropertyTest(parameterized.TestCase):
         version=VERSIONS, thinking=(True, False), canonical=(True, False)
     )
     def test_hidden_thoughts_fork(self, version, thinking, canonical):
-        template = chat_test.template(version, thinking, clear=True)
+        template = templates_test.template(version, thinking, clear=True)
         for seed in range(10):
             talk = Conversation(template, seed, canonical)
             for turn in range(6):
@@ -161,7 +163,7 @@ class PropertyTest(parameterized.TestCase):
 
     def test_any_ids_keep_their_places(self):
         # Not even halves of characters and torn calls are written anew.
-        template = chat_test.template(clear=False)
+        template = templates_test.template(clear=False)
         stops = sorted(template.stop_ids)
         others = sorted({*range(TOKENIZER.vocab_size)} - template.stop_ids)
         for seed in range(30):
@@ -185,13 +187,13 @@ class PropertyTest(parameterized.TestCase):
 
 class BoundaryTest(parameterized.TestCase):
     def test_a_stop_that_is_the_next_role_is_not_repeated(self):
-        session = gateway.Session(chat_test.template(clear=False))
+        session = gateway.Session(templates_test.template(clear=False))
         prompt = session.prompt([HI])
-        tokens = chat_test.ids_of("a</think>b<|user|>")
+        tokens = templates_test.ids_of("a</think>b<|user|>")
         message = session.record(completion(tokens))
         following = session.prompt([HI, message, HI])
         self.assertEqual(
-            following, prompt + tokens + chat_test.ids_of("Hi<|assistant|><think>")
+            following, prompt + tokens + templates_test.ids_of("Hi<|assistant|><think>")
         )
 
     @parameterized.named_parameters(
@@ -199,11 +201,11 @@ class BoundaryTest(parameterized.TestCase):
         ("behind_the_thought", "a</think>b", "<|endoftext|>"),
     )
     def test_a_turn_that_was_cut_off_is_ended_untrained(self, text, end):
-        session = gateway.Session(chat_test.template(clear=False))
-        prompt, tokens = session.prompt([HI]), chat_test.ids_of(text)
+        session = gateway.Session(templates_test.template(clear=False))
+        prompt, tokens = session.prompt([HI]), templates_test.ids_of(text)
         message = session.record(completion(tokens, "length"))
         following = session.prompt([HI, message, HI])
-        bridge = chat_test.ids_of(f"{end}<|user|>Hi<|assistant|><think>")
+        bridge = templates_test.ids_of(f"{end}<|user|>Hi<|assistant|><think>")
         self.assertEqual(following, prompt + tokens + bridge)
         session.record(completion([SPECIAL["<|user|>"]]))
         (sample,) = session.samples()
@@ -212,7 +214,7 @@ class BoundaryTest(parameterized.TestCase):
         self.assertEqual(session.num_truncated, 1)
 
     def test_an_empty_response_is_a_turn(self):
-        session = gateway.Session(chat_test.template(thinking=False))
+        session = gateway.Session(templates_test.template(thinking=False))
         session.prompt([HI])
         message = session.record(completion([SPECIAL["<|user|>"]]))
         self.assertEqual(message["content"], "")
@@ -221,7 +223,7 @@ class BoundaryTest(parameterized.TestCase):
         self.assertEqual(session.num_turns, 1)
 
     def test_tool_results_go_on_with_the_switch_of_their_user(self):
-        template = chat_test.template(clear=False)
+        template = templates_test.template(clear=False)
         session = gateway.Session(template)
         messages = [HI | {"enable_thinking": False}]
         session.prompt(messages)
@@ -240,10 +242,10 @@ class BoundaryTest(parameterized.TestCase):
         ("words_put_into_its_mouth", lambda m: [*m, {**m[1], "content": "c"}, TOOL]),
     )
     def test_another_history_forks(self, change):
-        template = chat_test.template(clear=False)
+        template = templates_test.template(clear=False)
         session = gateway.Session(template)
         session.prompt([HI])
-        tokens = chat_test.ids_of("a</think>b<|observation|>")
+        tokens = templates_test.ids_of("a</think>b<|observation|>")
         messages = change([HI, session.record(completion(tokens))])
         ids = session.prompt(messages)
         self.assertEqual(ids, template.render(messages, (), True).tokens)
@@ -256,7 +258,7 @@ class BoundaryTest(parameterized.TestCase):
         self.assertEqual(second.tokens, ids + tokens)
 
     def test_a_prompt_may_be_asked_for_again(self):
-        session = gateway.Session(chat_test.template())
+        session = gateway.Session(templates_test.template())
         self.assertEqual(session.prompt([HI]), session.prompt([HI]))
         ids = session.prompt([HI])
         ids.clear()  # the caller's own list
@@ -265,11 +267,11 @@ class BoundaryTest(parameterized.TestCase):
             session.record(completion([SPECIAL["<|user|>"]]))
 
     def test_drift_is_counted_from_where_it_begins(self):
-        session = gateway.Session(chat_test.template())
+        session = gateway.Session(templates_test.template())
         session.prompt([HI])
         word = max(TOKENIZER.pieces, key=len)  # one token
         split = [TOKENIZER.pieces.index(bytes([byte])) for byte in word]
-        head = chat_test.ids_of("a</think>")
+        head = templates_test.ids_of("a</think>")
         session.record(completion([*head, *split, SPECIAL["<|user|>"]]))
         self.assertEqual(session.num_drift_tokens, len(split))
 
@@ -288,7 +290,7 @@ class MisalignedTest(parameterized.TestCase):
         ("experts", {"experts": np.zeros((2, 1, 1), np.int32)}, "experts of 2 tokens"),
     )
     def test_raises(self, changes, message):
-        session = gateway.Session(chat_test.template())
+        session = gateway.Session(templates_test.template())
         session.prompt([HI])
         good = completion([65, SPECIAL["<|user|>"]])
         with self.assertRaisesRegex(gateway.MisalignedError, message):
@@ -296,7 +298,7 @@ class MisalignedTest(parameterized.TestCase):
         self.assertEmpty(session.samples())
 
     def test_experts_are_the_last_turn_s(self):
-        session = gateway.Session(chat_test.template())
+        session = gateway.Session(templates_test.template())
         size = len(session.prompt([HI])) + 1
         experts = np.arange(size)[:, None, None]
         turn = completion([65, SPECIAL["<|user|>"]])
@@ -311,13 +313,13 @@ class MisalignedTest(parameterized.TestCase):
 
 class BadInputTest(parameterized.TestCase):
     def test_messages_without_roles(self):
-        session = gateway.Session(chat_test.template())
+        session = gateway.Session(templates_test.template())
         with self.assertRaisesRegex(config.InputError, "role must be one of"):
             session.prompt([{"content": "Hi"}])
 
     def test_a_tokenizer_without_roles(self):
         with self.assertRaisesRegex(config.InputError, "special tokens"):
-            chat.Template(tokenizer_lib.byte_tokenizer())
+            templates.Template(tokenizer_lib.byte_tokenizer())
 
 
 if __name__ == "__main__":

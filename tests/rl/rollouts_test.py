@@ -18,13 +18,14 @@ from glm5_jax import config
 from glm5_jax import messages as messages_lib
 from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import pump, rollouts
+from glm5_jax.rl import pump as pump_lib
+from glm5_jax.rl import rollouts
 from tests import environment
-from tests.data import chat_test
+from tests.data import templates_test
 from tests.rl import faults, scripted
 
-TEMPLATE = chat_test.template(clear=False)
-OK = chat_test.ids_of("</think>OK<|user|>")
+TEMPLATE = templates_test.template(clear=False)
+OK = templates_test.ids_of("</think>OK<|user|>")
 SETTINGS = episodes_lib.Settings(
     max_new_tokens=16,
     max_turns=3,
@@ -289,7 +290,7 @@ class FaultTest(parameterized.TestCase):
         # The second is still decoded while the first's environment is at work.
         engine.step = slow_step
         settings = dataclasses.replace(SETTINGS, max_new_tokens=2)
-        with absltest.mock.patch.object(pump, "_LONG_STEP", SETTINGS.call_timeout):
+        with absltest.mock.patch.object(pump_lib, "_LONG_STEP", SETTINGS.call_timeout):
             found = collect(Scripted(step), 6, engine=engine, settings=settings)
         self.assertEqual({episode.label for episode in found}, {Label.TRUNCATED})
 
@@ -374,7 +375,7 @@ class TurnsTest(parameterized.TestCase):
             seen.append(message["content"])
             return ends(0.5)
 
-        answer = chat_test.ids_of("<|user|>")
+        answer = templates_test.ids_of("<|user|>")
         (episode,) = collect(Scripted(step), 1, answer=lambda request: answer)
         self.assertEqual(seen, [""])
         self.assertIs(episode.label, Label.OK)
@@ -493,7 +494,7 @@ class ManyTest(parameterized.TestCase):
             names = [thread.name for thread in threading.enumerate()]
 
 
-_LEFT_BEHIND = (asyncio.Task, pump.Pump, episodes_lib.Episode, _Environment)
+_LEFT_BEHIND = (asyncio.Task, pump_lib.Pump, episodes_lib.Episode, _Environment)
 MAX_EPISODE_BYTES = 64  # no object of its own; caches may still grow by a few entries
 
 

@@ -20,7 +20,7 @@ from absl.testing import parameterized
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, manifest
-from glm5_jax.data import tokenizer
+from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.training import loop
 from glm5_jax.training.reporting import metrics
 from glm5_jax.training.run import signals
@@ -185,9 +185,9 @@ class RunTest(runs.OneDeviceTest):
         self.assertEqual(steps, [1, 2, 3, 4, 5, 6, 7])
         before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         (corpus / "40.txt").write_text("One more document. " * 40)
-        names = (tokenizer.END_OF_TEXT, "[MASK]")
+        names = (tokenizer_lib.END_OF_TEXT, "[MASK]")
         path = self.root / "elsewhere.json"
-        tokenizer.byte_tokenizer(names).save(path)
+        tokenizer_lib.byte_tokenizer(names).save(path)
         data = dataclasses.replace(data, tokenizer=str(path))
         config = dataclasses.replace(config, data=data, num_steps=8)
         with self.assertRaisesRegex(

@@ -14,10 +14,11 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import environments, sharding
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.model import cached, transformer
-from glm5_jax.rl import episodes, gateway
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import gateway
 from glm5_jax.training import policy
 from glm5_jax.training import step as step_lib
 from glm5_jax.training.feeds import player
@@ -253,7 +254,7 @@ def calculator_episode(template, taskset, index, reward):
     logprobs = [-0.5 * sampled for sampled in mask]
     versions = [0 if sampled else gateway.NOT_SAMPLED for sampled in mask]
     sample = gateway.Sample(rendered.tokens[:size], mask, logprobs, versions).check()
-    return episodes.Episode(
+    return episodes_lib.Episode(
         task=task,
         group=0,
         samples=[sample],
@@ -274,7 +275,7 @@ class BatchTest(parameterized.TestCase):
             ),
         )
         feed = rl_lib.Rollouts(config)
-        template = chat.make_template(config.data, feed.tokenizer)
+        template = templates.make_template(config.data, feed.tokenizer)
         taskset = environments.make(config.rl.environment)
         rewards = [1.0, 0.0, 0.0, 0.0]
         played = [

@@ -61,7 +61,7 @@ def prepare(root):
     folders = []
     for seed, name in enumerate(("web", "code")):
         source = corpora.write_jsonl(root / f"{name}_corpus", 2, 30, seed)
-        folder = corpora.prepare(source, root / name, sequence_length=24)
+        folder = corpora.make_prepared(source, root / name, sequence_length=24)
         folders.append(str(folder))
     return folders
 
@@ -106,7 +106,7 @@ class ChangedDataTest(runs.OneDeviceTest):
         self.addCleanup(shutil.move, self.root / "aside", web)
         shutil.move(web, self.root / "aside")
         self.addCleanup(shutil.rmtree, web)
-        corpora.prepare(
+        corpora.make_prepared(
             self.root / "web_corpus", web, packing="best_fit", sequence_length=24
         )
         with self.assertRaises(config_lib.InputError) as caught:

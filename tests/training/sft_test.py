@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax.data.preparation import prepare as preparation
-from glm5_jax.data.rows import conversations as sft
+from glm5_jax.data.preparation import prepare
+from glm5_jax.data.rows import sft
 from glm5_jax.model import transformer
 from glm5_jax.training import loop
 from glm5_jax.training.reporting import metrics
@@ -122,7 +122,7 @@ class SftTest(runs.OneDeviceTest):
             held_out_percent=data.held_out_percent,
             enable_thinking=False,
         )
-        preparation.prepare(settings, self.root / "prepared")
+        prepare.prepare(settings, self.root / "prepared")
         data = dataclasses.replace(data, source=str(self.root / "prepared"))
         loop.train(make_config(self.root, data=data), self.root / "from_disk")
         here, there = (lines_of(self.root / name) for name in ("from_disk", "run"))

@@ -18,7 +18,7 @@ from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager, step_windows, stored
-from glm5_jax.data import tokenizer
+from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.model import transformer
 from glm5_jax.weights import (
     companions,
@@ -189,8 +189,8 @@ class FolderTest(ConversionCase):
     def test_a_tokenizer_that_is_another_is_not_exported(self):
         source, run = self.write("source"), self.folder / "run"
         names = ("<|endoftext|>", "[MASK]")
-        one, other = map(tokenizer.byte_tokenizer, (names, names[::-1]))
-        with mock.patch.object(tokenizer, "check_vocab"):  # it has more ids
+        one, other = map(tokenizer_lib.byte_tokenizer, (names, names[::-1]))
+        with mock.patch.object(tokenizer_lib, "check_vocab"):  # it has more ids
             one.save(source / "tokenizer.json")
             conversion.convert(source, run)
             other.save(run / "tokenizer.json")
@@ -292,7 +292,7 @@ class ProcessTest(parameterized.TestCase):
         folder = pathlib.Path(self.create_tempdir().full_path)
         script = (
             "import shutil, sys, time\n"
-            "from glm5_jax.inference import conversion\n"
+            "from glm5_jax.weights import conversion\n"
             "def held(*args): print('here', flush=True), time.sleep(600)\n"
             "shutil.copyfile = held  # when the weights are written\n"
             "conversion.convert(*sys.argv[1:])\n"

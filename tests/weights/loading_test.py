@@ -17,7 +17,7 @@ from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 from glm5_jax.inference import commands
 from glm5_jax.model import transformer
 from glm5_jax.weights import conversion, loading
@@ -378,7 +378,7 @@ class GenerateTest(FolderTest):
         used = tokenizer_lib.named("byte_chat")
         prompt = commands.Prompt(text="Is <|user|> 2?", chat="glm5.2")
         ids, ends = commands.read_prompt(prompt, used, (5,))
-        template = chat.Template(used, "glm5.2")
+        template = templates.Template(used, "glm5.2")
         said = [{"role": "user", "content": "Is <|user|> 2?"}]
         rendered = template.render(said, add_generation_prompt=True)
         self.assertEqual(ids, rendered.tokens)

@@ -12,8 +12,7 @@ from absl import logging
 
 from glm5_jax import config, messages
 from glm5_jax.config import user_classes
-from glm5_jax.data.chat import records
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import records, templates
 from glm5_jax.data.sources import formats
 from glm5_jax.environments import tasks
 
@@ -116,7 +115,7 @@ def has_thought(conversation: Conversation) -> bool:
 
 
 def render(
-    conversation: Conversation, template: chat.Template, sequence_length: int
+    conversation: Conversation, template: templates.Template, sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray, bool] | None:
     """Token ids that fit a row, which of them are trained, and whether it was cut.
 
@@ -131,7 +130,7 @@ def render(
     return tokens, np.array(rendered.mask, bool), rendered is not whole
 
 
-def warn_of_missing_thoughts(has_any: bool, template: chat.Template) -> None:
+def warn_of_missing_thoughts(has_any: bool, template: templates.Template) -> None:
     """GLM-5 shows a turn without a thought as if none had been asked for."""
     if template.version == "glm5" and template.enable_thinking and not has_any:
         logging.warning(

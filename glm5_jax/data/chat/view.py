@@ -3,13 +3,13 @@
 import itertools
 
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 
 _RESET, _TRAINED, _SPECIAL = "\x1b[0m", "\x1b[32m", "\x1b[1;4m"
 
 
 def view(
-    rendered: chat.Rendered,
+    rendered: templates.Rendered,
     tokenizer: tokenizer_lib.Tokenizer,
     *,
     in_color: bool,

@@ -18,10 +18,9 @@ import numpy as np
 from glm5_jax import config as config_lib
 from glm5_jax import files
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.preparation import shards
-from glm5_jax.data.preparation import source as documents
+from glm5_jax.data.preparation import inputs, shards
 from glm5_jax.data.rows import packing
-from glm5_jax.data.sources import documents as sources
+from glm5_jax.data.sources import documents as documents_lib
 from glm5_jax.data.sources import formats
 
 TOKENIZER = "tokenizer.json"
@@ -41,7 +40,7 @@ class Part:
 
     number: int
     spans: tuple[formats.Span, ...]
-    files: tuple[documents.File, ...]
+    files: tuple[inputs.File, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +92,7 @@ def make(
     remove(config, target, part.number)
     content, found = _Content(), []
     for some in content.batches(config, part):
-        found += documents.tokenize(config, tokenizer, some)
+        found += inputs.tokenize(config, tokenizer, some)
     found.sort(key=lambda document: document.key)
     _write_record(
         target,
@@ -152,14 +151,14 @@ def read_record(
 def remove(config: config_lib.PrepareConfig, target: pathlib.Path, number: int) -> None:
     """Removes what there is of a part."""
     _record_path(target, number).unlink(missing_ok=True)
-    for folder, side in itertools.product(folder_names(config), documents.SIDES):
+    for folder, side in itertools.product(folder_names(config), inputs.SIDES):
         (target / folder / _shard_name(side, number)).unlink(missing_ok=True)
 
 
 def numbers(target: pathlib.Path) -> set[int]:
     """Returns those of the parts that there is something of."""
     names = [path.stem for path in (target / RECORDS).glob("*.json")]
-    for side in documents.SIDES:
+    for side in inputs.SIDES:
         found = target.rglob(f"{side}-*{shards.SUFFIX}")
         names += [path.stem.rpartition("-")[2] for path in found]
     return {int(name) for name in names if name.isdecimal()}
@@ -185,10 +184,10 @@ class _Content:
 
     def batches(
         self, config: config_lib.PrepareConfig, part: Part
-    ) -> Iterator[list[documents.Document]]:
-        stream = documents.read(config, part.spans)
+    ) -> Iterator[list[inputs.Document]]:
+        stream = inputs.read(config, part.spans)
         while some := list(itertools.islice(stream, _DOCUMENTS_AT_ONCE)):
-            self._digest.update(bytes.fromhex(sources.corpus_digest(some)))
+            self._digest.update(bytes.fromhex(documents_lib.corpus_digest(some)))
             self.num_documents += len(some)
             yield some
 
@@ -211,12 +210,12 @@ def _write_shards(
     target: pathlib.Path,
     part: Part,
     tokenizer: tokenizer_lib.Tokenizer,
-    found: Sequence[documents.Tokenized],
+    found: Sequence[inputs.Tokenized],
 ) -> dict[str, dict[str, Any]]:
     """Returns what was written, by folder and side."""
     sizes = [len(piece) for piece in tokenizer.pieces]
     folders: dict[str, dict[str, Any]] = {}
-    for folder, side in itertools.product(folder_names(config), documents.SIDES):
+    for folder, side in itertools.product(folder_names(config), inputs.SIDES):
         chosen = [
             document
             for document in found
@@ -231,7 +230,7 @@ def _write_shards(
     return folders
 
 
-def _folder(config: config_lib.PrepareConfig, document: documents.Tokenized) -> str:
+def _folder(config: config_lib.PrepareConfig, document: inputs.Tokenized) -> str:
     """The first bucket that is long enough."""
     names = folder_names(config)
     length = document.ids.size - 1
@@ -239,7 +238,7 @@ def _folder(config: config_lib.PrepareConfig, document: documents.Tokenized) -> 
 
 
 def _pack(
-    found: Sequence[documents.Tokenized],
+    found: Sequence[inputs.Tokenized],
     config: config_lib.PrepareConfig,
     eos_id: int,
 ) -> packing.Rows:

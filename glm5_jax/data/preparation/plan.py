@@ -16,9 +16,8 @@ from glm5_jax import config as config_lib
 from glm5_jax import files
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.preparation import index as index_lib
+from glm5_jax.data.preparation import inputs, workers
 from glm5_jax.data.preparation import part as part_lib
-from glm5_jax.data.preparation import source as documents
-from glm5_jax.data.preparation import workers
 from glm5_jax.data.sources import formats
 
 VERSION = 1  # raise it when reading, rearranging, shuffling, packing or writing change
@@ -41,14 +40,14 @@ class Plan:
 
     settings: dict[str, Any]
     source: str
-    files: tuple[documents.File, ...]
+    files: tuple[inputs.File, ...]
     parts: tuple[part_lib.Part, ...]
 
 
 def make(
     config: config_lib.PrepareConfig,
     target: pathlib.Path,
-    files: Sequence[documents.File],
+    files: Sequence[inputs.File],
     num_workers: int,
 ) -> Plan:
     """Cuts the source into parts, or takes the plan that is there.
@@ -62,7 +61,7 @@ def make(
     """
     path, settings = target / index_lib.PLAN, _settings(config)
     source = config.source
-    if source != documents.PYTHON:
+    if source != inputs.PYTHON:
         source = str(pathlib.Path(source).expanduser().resolve())
     before = _read(path) if path.exists() else None
     if before is None:
@@ -100,7 +99,7 @@ def require_unchanged(config: config_lib.PrepareConfig, plan: Plan) -> None:
     Raises:
         config_lib.InputError: it is not.
     """
-    changed = _changed(plan.files, documents.files_of(config))
+    changed = _changed(plan.files, inputs.files_of(config))
     if changed:
         raise config_lib.InputError(
             f"files of the source have changed while it was being prepared; run the "
@@ -111,9 +110,9 @@ def require_unchanged(config: config_lib.PrepareConfig, plan: Plan) -> None:
 
 def _warn_of_others(config: config_lib.PrepareConfig) -> None:
     """A corpus in files of another kind is not what somebody wants to leave out."""
-    if config.source == documents.PYTHON or config.kind != "text":
+    if config.source == inputs.PYTHON or config.kind != "text":
         return
-    others = formats.other_files(documents.root_of(config))
+    others = formats.other_files(inputs.root_of(config))
     if others:
         logging.warning(
             "%d files of the source are of other kinds than %s and are not read: %s.",
@@ -152,9 +151,7 @@ def _read(path: pathlib.Path) -> Plan:
         ) from error
 
 
-def _changed(
-    before: Sequence[documents.File], now: Sequence[documents.File]
-) -> list[str]:
+def _changed(before: Sequence[inputs.File], now: Sequence[inputs.File]) -> list[str]:
     """Names of the files that have come, gone or changed."""
     return sorted({name for name, *_ in set(before) ^ set(now)})
 
@@ -191,7 +188,7 @@ def _listed(names: Sequence[str], separator: str) -> str:
 
 def _parts(
     config: config_lib.PrepareConfig,
-    files: Sequence[documents.File],
+    files: Sequence[inputs.File],
     cut: Mapping[str, list[formats.Span]],
     num_workers: int,
 ) -> tuple[part_lib.Part, ...]:
@@ -204,10 +201,10 @@ def _parts(
         num_workers: processes.
     """
     limit = int(config.shard_mib * _MIB)
-    if config.source == documents.PYTHON:
-        span = formats.Span(documents.PYTHON, 0, files[0][1], 0, limit)
+    if config.source == inputs.PYTHON:
+        span = formats.Span(inputs.PYTHON, 0, files[0][1], 0, limit)
         return (part_lib.Part(0, (span,), tuple(files)),)
-    root, todo = documents.root_of(config), [f for f in files if f[0] not in cut]
+    root, todo = inputs.root_of(config), [f for f in files if f[0] not in cut]
     tasks = [(root, root / name, limit) for name, *_ in todo]
     spans = dict(cut)
     with workers.bar("scan", sum(size for _, size, _ in todo)) as bar:

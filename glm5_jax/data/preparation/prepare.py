@@ -20,16 +20,15 @@ from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import conversations
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import conversations, templates
 from glm5_jax.data.preparation import index as index_lib
-from glm5_jax.data.preparation import part, shards, workers
+from glm5_jax.data.preparation import inputs, shards, workers
+from glm5_jax.data.preparation import part as part_lib
 from glm5_jax.data.preparation import plan as plan_lib
-from glm5_jax.data.preparation import source as documents
 
 _PARTS_FOR_BPE = 16  # of the source, evenly spread, that a BPE is trained on
 _LOCK = ".lock"
-_OWN = {part.RECORDS, _LOCK}  # that a preparation killed at its beginning leaves
+_OWN = {part_lib.RECORDS, _LOCK}  # that a preparation killed at its beginning leaves
 
 
 def prepare(
@@ -56,14 +55,14 @@ def prepare(
     """
     began = time.perf_counter()
     target = target.expanduser()
-    files = documents.files_of(config)
+    files = inputs.files_of(config)
     _require_apart(config, target)
-    documents.check_tokenizer(config)
+    inputs.check_tokenizer(config)
     with _claimed(target):
         plan = plan_lib.make(config, target, files, num_workers)
         tokenizer = _tokenizer(config, target, plan.parts)
-        for number in part.numbers(target) - set(range(len(plan.parts))):
-            part.remove(config, target, number)  # of a source that was longer
+        for number in part_lib.numbers(target) - set(range(len(plan.parts))):
+            part_lib.remove(config, target, number)  # of a source that was longer
         todo = _todo(target, plan.parts, tokenizer, check=check)
         logging.info("%d parts, of which %d are to do.", len(plan.parts), len(todo))
         tasks = [(config, target, p, check) for p in todo]
@@ -79,7 +78,7 @@ def prepare(
 def _require_apart(config: config_lib.PrepareConfig, target: pathlib.Path) -> None:
     """Checks that the next start would not read what is made as documents."""
     root = pathlib.Path(config.source).expanduser()
-    is_folder = config.source != documents.PYTHON
+    is_folder = config.source != inputs.PYTHON
     if is_folder and target.absolute().is_relative_to(root.absolute()):
         raise config_lib.InputError(
             f"--target={target} lies inside --source={config.source}, and would be "
@@ -98,7 +97,7 @@ def _claimed(target: pathlib.Path) -> Iterator[None]:
         missing = [path for path in (target, *target.parents) if not path.exists()]
         if is_new and target.is_dir():
             _require_own(target)
-        (target / part.RECORDS).mkdir(parents=True, exist_ok=True)
+        (target / part_lib.RECORDS).mkdir(parents=True, exist_ok=True)
         lock = (target / _LOCK).open("w")
     except OSError as error:
         raise config_lib.InputError(
@@ -117,7 +116,7 @@ def _claimed(target: pathlib.Path) -> Iterator[None]:
         try:
             yield
         except config_lib.InputError:
-            if is_new and not part.numbers(target):
+            if is_new and not part_lib.numbers(target):
                 _remove(target, missing)
             raise
 
@@ -133,18 +132,20 @@ def _require_own(target: pathlib.Path) -> None:
 
 def _remove(target: pathlib.Path, folders: Sequence[pathlib.Path]) -> None:
     """Removes what there is before the first part, and those folders if empty."""
-    for name in (index_lib.PLAN, part.TOKENIZER, _LOCK):
+    for name in (index_lib.PLAN, part_lib.TOKENIZER, _LOCK):
         (target / name).unlink(missing_ok=True)
-    for folder in (target / part.RECORDS, *folders):
+    for folder in (target / part_lib.RECORDS, *folders):
         with contextlib.suppress(OSError):  # somebody else's files are in it
             folder.rmdir()
 
 
 def _tokenizer(
-    config: config_lib.PrepareConfig, target: pathlib.Path, parts: Sequence[part.Part]
+    config: config_lib.PrepareConfig,
+    target: pathlib.Path,
+    parts: Sequence[part_lib.Part],
 ) -> tokenizer_lib.Tokenizer:
     """The tokenizer that is asked for; a BPE is trained once and kept."""
-    path = target / part.TOKENIZER
+    path = target / part_lib.TOKENIZER
     if config.tokenizer not in tokenizer_lib.BPE_NAMES:
         tokenizer = tokenizer_lib.named(config.tokenizer)
     elif path.exists():
@@ -160,15 +161,15 @@ def _tokenizer(
 
 
 def _sample(
-    config: config_lib.PrepareConfig, parts: Sequence[part.Part]
+    config: config_lib.PrepareConfig, parts: Sequence[part_lib.Part]
 ) -> Iterator[str]:
     """Training texts of parts that are evenly spread over the source."""
     chosen = parts[:: -(-len(parts) // _PARTS_FOR_BPE)]
     limit = tokenizer_lib.MAX_TRAINING_BYTES // len(chosen)
     for each in chosen:
         size = 0
-        for document in documents.read(config, each.spans):
-            if not documents.is_held_out(config, document):
+        for document in inputs.read(config, each.spans):
+            if not inputs.is_held_out(config, document):
                 yield document.text
                 size += len(document.text)
             if size >= limit:
@@ -177,27 +178,27 @@ def _sample(
 
 def _todo(
     target: pathlib.Path,
-    parts: Sequence[part.Part],
+    parts: Sequence[part_lib.Part],
     tokenizer: tokenizer_lib.Tokenizer,
     *,
     check: bool,
-) -> list[part.Part]:
+) -> list[part_lib.Part]:
     """The parts that are not there as they would be made now."""
     digest, todo = tokenizer.digest, []
     total = sum(each.num_bytes for each in parts)
     with workers.bar("check", total, is_shown=check) as bar:
         for each in parts:
-            if not part.is_current(target, each, digest, check=check):
+            if not part_lib.is_current(target, each, digest, check=check):
                 todo.append(each)
             bar.update(each.num_bytes)
     return todo
 
 
 def _make(
-    task: tuple[config_lib.PrepareConfig, pathlib.Path, part.Part, bool],
+    task: tuple[config_lib.PrepareConfig, pathlib.Path, part_lib.Part, bool],
 ) -> int:
     config, target, each, check = task
-    part.make(config, target, each, check=check)
+    part_lib.make(config, target, each, check=check)
     return each.num_bytes
 
 
@@ -208,23 +209,23 @@ def _write_indices(
     tokenizer: tokenizer_lib.Tokenizer,
 ) -> dict[str, Any]:
     """An index for each bucket that has rows to train on; returns their figures."""
-    records = [part.read_record(target, p.number) for p in plan.parts]
+    records = [part_lib.read_record(target, p.number) for p in plan.parts]
     whole = [record for record in records if record is not None]
     assert len(whole) == len(plan.parts)
     corpus = hashlib.sha256("".join(r["source_sha256"] for r in whole).encode())
     figures = _counts(config, whole, tokenizer)
     num_counts = len(figures)
-    for name in part.folder_names(config):
+    for name in part_lib.folder_names(config):
         sides = [record["folders"].get(name, {}) for record in whole]
         train, held_out = (
             tuple(shards.Shard(**s[side]) for s in sides if side in s)
-            for side in documents.SIDES
+            for side in inputs.SIDES
         )
         if not train:
             _forget(target, name)
             continue
         if name != ".":
-            tokenizer.save(target / name / part.TOKENIZER)
+            tokenizer.save(target / name / part_lib.TOKENIZER)
         index = index_lib.Index(
             settings=plan.settings | {"bucket": name},
             corpus=corpus.hexdigest()[:16],
@@ -234,11 +235,11 @@ def _write_indices(
             held_out=held_out,
         )
         index.write(target / name)
-        for side, found in zip(documents.SIDES, (train, held_out), strict=True):
+        for side, found in zip(inputs.SIDES, (train, held_out), strict=True):
             label = os.path.normpath(f"{name}/{side}")
             figures[label] = _figures(found, config.sequence_length)
     sides = [side for record in whole for side in record["folders"].values()]
-    if not any(documents.SIDES[1] in side for side in sides):
+    if not any(inputs.SIDES[1] in side for side in sides):
         logging.warning(
             "No document of %s is held out, and training needs one to evaluate on: cut "
             "it into more documents or raise held_out_percent. A lone text can be "
@@ -247,8 +248,8 @@ def _write_indices(
         )
     if len(figures) == num_counts:
         for each in plan.parts:
-            part.remove(config, target, each.number)
-        for name in part.folder_names(config):
+            part_lib.remove(config, target, each.number)
+        for name in part_lib.folder_names(config):
             _forget(target, name)
         raise config_lib.InputError(
             f"source {config.source!r} leaves nothing to train on: all of its "
@@ -262,7 +263,7 @@ def _write_indices(
 def _forget(target: pathlib.Path, bucket: str) -> None:
     """A bucket has nothing to train on, or no more; where it is empty, it goes."""
     if bucket != ".":
-        for name in (index_lib.NAME, part.TOKENIZER):
+        for name in (index_lib.NAME, part_lib.TOKENIZER):
             (target / bucket / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             (target / bucket).rmdir()
@@ -278,7 +279,7 @@ def _counts(
     if config.kind == "conversations":
         conversations.warn_of_missing_thoughts(
             any(record["thoughtful"] for record in records),
-            chat.make_template(config, tokenizer),
+            templates.make_template(config, tokenizer),
         )
     return {name: sum(record[name] for record in records) for name in names}
 

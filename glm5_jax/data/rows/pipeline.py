@@ -12,9 +12,9 @@ from absl import logging
 
 from glm5_jax import config, files
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 from glm5_jax.data.rows import mixture, packing
-from glm5_jax.data.sources import documents as sources
+from glm5_jax.data.sources import documents as documents_lib
 
 Batch = dict[str, np.ndarray]
 
@@ -44,7 +44,7 @@ class Pipeline:
         train: mixture.Mixture,
         held_out: Mapping[str, packing.Rows],
         fingerprint: str,
-        template: chat.Template | None = None,
+        template: templates.Template | None = None,
     ) -> None:
         """See make_pipeline, and those of conversations and prepared."""
         self.tokenizer = tokenizer
@@ -115,16 +115,16 @@ def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
     Raises:
         config.InputError: the source or the tokenizer cannot be used.
     """
-    documents = sources.read_documents(data.source)
+    documents = documents_lib.read_documents(data.source)
     if len(documents) == 1:
-        documents = sources.parted(documents[0], data.held_out_percent)
+        documents = documents_lib.parted(documents[0], data.held_out_percent)
     # The tokenizer must not depend on the seed of the run: it is shared.
-    ordered = sources.shuffled(documents, seed=0)
+    ordered = documents_lib.shuffled(documents, seed=0)
     held_out = [d.name for d in ordered if _is_held_out(d, data)]
     train = [d for d in ordered if not _is_held_out(d, data)]
     _check_split(len(train), len(held_out), data)
     tokenizer = tokenizer_lib.for_corpus(data, [d.text for d in train])
-    corpus = sources.corpus_digest(documents)
+    corpus = documents_lib.corpus_digest(documents)
     ids = _tokenize(documents, tokenizer, corpus, data.cache_dir)
 
     def pack(names: Sequence[str]) -> packing.PackedRows:
@@ -146,7 +146,9 @@ def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
     return Pipeline(
         data,
         tokenizer,
-        train=mixture.only(pack([d.name for d in sources.shuffled(train, seed)]), seed),
+        train=mixture.only(
+            pack([d.name for d in documents_lib.shuffled(train, seed)]), seed
+        ),
         held_out={"": pack(held_out)},
         fingerprint=" ".join(f"{key}={value}" for key, value in settings.items()),
     )
@@ -156,8 +158,8 @@ def _stack(rows: Sequence[Batch]) -> Batch:
     return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-def _is_held_out(document: sources.Document, data: config.DataConfig) -> bool:
-    return sources.is_held_out(document.name, data.held_out_percent)
+def _is_held_out(document: documents_lib.Document, data: config.DataConfig) -> bool:
+    return documents_lib.is_held_out(document.name, data.held_out_percent)
 
 
 def _check_split(num_train: int, num_held_out: int, data: config.DataConfig) -> None:
@@ -174,7 +176,7 @@ def _check_split(num_train: int, num_held_out: int, data: config.DataConfig) -> 
 
 
 def _tokenize(
-    documents: Sequence[sources.Document],
+    documents: Sequence[documents_lib.Document],
     tokenizer: tokenizer_lib.Tokenizer,
     corpus: str,
     cache_dir: str,
@@ -193,7 +195,7 @@ def _tokenize(
 
 
 def _encode(
-    documents: Sequence[sources.Document], tokenizer: tokenizer_lib.Tokenizer
+    documents: Sequence[documents_lib.Document], tokenizer: tokenizer_lib.Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of all documents in a row, and how many each has."""
     logging.info("Tokenizing %d documents ...", len(documents))

@@ -9,10 +9,10 @@ import numpy as np
 from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.config import checks
-from glm5_jax.data.chat import template as chat
-from glm5_jax.data.preparation import reading as prepared
-from glm5_jax.data.rows import conversations as sft
+from glm5_jax.data.chat import templates
+from glm5_jax.data.preparation import prepared
 from glm5_jax.data.rows import pipeline as pipeline_lib
+from glm5_jax.data.rows import sft
 from glm5_jax.inference import engine
 from glm5_jax.training import step as step_lib
 from glm5_jax.training.feeds import feed
@@ -45,7 +45,7 @@ class Corpus:
         self._player: player_lib.Player | None = None
         if config.eval_success:
             taskset = environments.make(config.rl.environment)
-            template = chat.make_template(config.data, self.tokenizer)
+            template = templates.make_template(config.data, self.tokenizer)
             self._player = player_lib.Player(config, taskset, template)
 
     @property

@@ -9,10 +9,11 @@ import tqdm
 from absl import logging
 
 from glm5_jax import config as config_lib
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import engine as engine_lib
-from glm5_jax.rl import advantages, episodes, publisher, rollouts
+from glm5_jax.rl import advantages, publisher, rollouts
+from glm5_jax.rl import episodes as episodes_lib
 
 NUM_SHOWN = 4  # episodes of a sample
 EVAL_IDS = 2**30  # request ids from here on are those of evaluations
@@ -27,13 +28,13 @@ class Player:
         self,
         config: config_lib.TrainConfig,
         taskset: protocol.Taskset,
-        template: chat.Template,
+        template: templates.Template,
     ) -> None:
         """Draws the held-out tasks; the engine starts with the first weights."""
         self._config, self._taskset, self._template = config, taskset, template
         self._engine: engine_lib.Engine | None = None
         self._held_out = held_out_tasks(taskset, config.rl.num_eval_tasks)
-        self.shown: Sequence[episodes.Episode] = ()
+        self.shown: Sequence[episodes_lib.Episode] = ()
 
     def publish(
         self, params: dict, version: int, weights: config_lib.RolloutWeights
@@ -53,11 +54,13 @@ class Player:
             )
         publisher.publish(self._engine, params, version, weights)
 
-    def play(self, jobs: Sequence[episodes.Job], what: str) -> list[episodes.Episode]:
+    def play(
+        self, jobs: Sequence[episodes_lib.Job], what: str
+    ) -> list[episodes_lib.Episode]:
         """Returns the episodes of the jobs; `what` names them where one watches."""
         assert self._engine is not None, "publish comes first"
         rl = self._config.rl
-        settings = episodes.Settings(
+        settings = episodes_lib.Settings(
             max_new_tokens=rl.max_new_tokens,
             max_turns=rl.max_turns,
             num_concurrent=2 * rl.slots,
@@ -87,7 +90,7 @@ class Player:
         self.publish(params, max(version, last), "same")  # a rollback counts back
         turns = self._config.rl.max_turns
         jobs = [
-            episodes.Job(task, i, EVAL_IDS + i * turns)
+            episodes_lib.Job(task, i, EVAL_IDS + i * turns)
             for i, task in enumerate(self._held_out)
         ]
         done = self.play(jobs, "evaluate")

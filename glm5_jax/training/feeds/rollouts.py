@@ -18,8 +18,9 @@ from absl import logging
 from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import template as chat
-from glm5_jax.rl import advantages, episodes, gateway, rollouts
+from glm5_jax.data.chat import templates
+from glm5_jax.rl import advantages, gateway, rollouts
+from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.training import policy, program
 from glm5_jax.training.feeds import feed
 from glm5_jax.training.feeds import player as player_lib
@@ -46,7 +47,7 @@ class Rollouts:
         self._config = config
         self._taskset = environments.make(config.rl.environment)
         self.tokenizer = _tokenizer(config)
-        template = chat.make_template(config.data, self.tokenizer)
+        template = templates.make_template(config.data, self.tokenizer)
         self._player = player_lib.Player(config, self._taskset, template)
         self._idle_steps = 0  # in a row
         settings = {
@@ -73,8 +74,8 @@ class Rollouts:
         began = time.perf_counter()
         start = self._require_start(params) if position == 0 else {}
         self._player.publish(params, position, rl.rollout_weights)
-        played: list[episodes.Episode] = []
-        kept: list[list[episodes.Episode]] = []
+        played: list[episodes_lib.Episode] = []
+        kept: list[list[episodes_lib.Episode]] = []
         counts: dict[str, int] = {}
         num_rounds = rl.max_rounds if rl.dynamic_sampling else 1
         for number in range(position * num_rounds, (position + 1) * num_rounds):
@@ -166,8 +167,8 @@ class Rollouts:
         return {"rollout/start_success": share}
 
     def _used(
-        self, groups: list[list[episodes.Episode]]
-    ) -> list[list[episodes.Episode]]:
+        self, groups: list[list[episodes_lib.Episode]]
+    ) -> list[list[episodes_lib.Episode]]:
         """The groups, or none where too few of them teach anything."""
         rl = self._config.rl
         least = max(math.ceil(rl.min_used_groups * rl.prompts_per_step), 1)
@@ -185,7 +186,7 @@ class Rollouts:
             )
         return []
 
-    def _play(self, number: int) -> list[list[episodes.Episode]]:
+    def _play(self, number: int) -> list[list[episodes_lib.Episode]]:
         """Plays all groups of a round; rounds are numbered through the run."""
         rl, jobs = self._config.rl, []
         for group in range(rl.prompts_per_step):
@@ -194,7 +195,7 @@ class Rollouts:
             for member in range(rl.group_size):
                 episode = index * rl.group_size + member
                 request = episode * rl.max_turns % player_lib.EVAL_IDS
-                jobs.append(episodes.Job(task, group, request))
+                jobs.append(episodes_lib.Job(task, group, request))
         done = iter(self._player.play(jobs, "rollouts"))
         return [
             [next(done) for _ in range(rl.group_size)]
@@ -227,7 +228,7 @@ class Rollouts:
         return batch
 
 
-def _staleness(played: Sequence[episodes.Episode], version: int) -> int:
+def _staleness(played: Sequence[episodes_lib.Episode], version: int) -> int:
     """Counts the versions that the oldest weights of a token are behind `version`."""
     drawn = [
         np.asarray(sample.versions)[np.asarray(sample.mask, bool)]
@@ -250,7 +251,7 @@ def _tokenizer(config: config_lib.TrainConfig) -> tokenizer_lib.Tokenizer:
     return tokenizer
 
 
-def _shown(episode: episodes.Episode) -> str:
+def _shown(episode: episodes_lib.Episode) -> str:
     """An episode as a reader wants it."""
     lines = [f"--- {episode.task.id}: {episode.label.value} {episode.reason}".rstrip()]
     for message in episode.transcript:

@@ -10,20 +10,20 @@ from absl import logging
 
 from glm5_jax import config
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import conversations
-from glm5_jax.data.chat import template as chat
-from glm5_jax.data.rows import mixture, packing, pipeline
-from glm5_jax.data.sources import documents as sources
+from glm5_jax.data.chat import conversations, templates
+from glm5_jax.data.rows import mixture, packing
+from glm5_jax.data.rows import pipeline as pipeline_lib
+from glm5_jax.data.sources import documents as documents_lib
 
 _Conversations = Sequence[conversations.Conversation]
 _ORDER_VERSION = 1  # raise it when rendering, packing or shuffling changes
 
 
-def make_pipeline(data: config.DataConfig, seed: int) -> pipeline.Pipeline:
+def make_pipeline(data: config.DataConfig, seed: int) -> pipeline_lib.Pipeline:
     """Reads, splits, renders and packs conversations.
 
-    One that is longer than a row is cut by chat.Template.truncate; where nothing that
-    is trained is left of it, it is dropped. Both are counted in the log.
+    A conversation longer than a row is cut by templates.Template.truncate, and dropped
+    if no trained token is left. The log counts both.
 
     Args:
         data: the section of the config.
@@ -35,13 +35,13 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline.Pipeline:
     found = conversations.read_conversations(data.source)
     ordered = sorted(found, key=lambda c: c.name)
     names = [conversation.name for conversation in ordered]
-    sides = [sources.is_held_out(name, data.held_out_percent) for name in names]
+    sides = [documents_lib.is_held_out(name, data.held_out_percent) for name in names]
     held_out = [c for c, is_held_out in zip(ordered, sides, strict=True) if is_held_out]
     train = [
         c for c, is_held_out in zip(ordered, sides, strict=True) if not is_held_out
     ]
     tokenizer = tokenizer_lib.for_corpus(data, [c.text for c in train])
-    template = chat.make_template(data, tokenizer)
+    template = templates.make_template(data, tokenizer)
     has_any = any(map(conversations.has_thought, train))
     conversations.warn_of_missing_thoughts(has_any, template)
 
@@ -71,7 +71,7 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline.Pipeline:
         "clear_thinking": data.clear_thinking,
         "order_version": _ORDER_VERSION,
     }
-    return pipeline.Pipeline(
+    return pipeline_lib.Pipeline(
         data,
         tokenizer,
         train=mixture.only(pack("training", train), seed),
@@ -82,7 +82,7 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline.Pipeline:
 
 
 def _render(
-    some: _Conversations, template: chat.Template, length: int
+    some: _Conversations, template: templates.Template, length: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens and mask of each conversation that has something to train."""
     documents, num_cut, num_dropped = [], 0, 0

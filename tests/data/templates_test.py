@@ -8,7 +8,7 @@ from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 from tests import environment
 
 FOLDER = pathlib.Path(__file__).parent.parent / "golden"
@@ -28,7 +28,7 @@ ADD = {
 
 
 def template(version="glm5", thinking=True, clear=True):
-    return chat.Template(TOKENIZER, version, thinking, clear)
+    return templates.Template(TOKENIZER, version, thinking, clear)
 
 
 def ids_of(text):
@@ -245,7 +245,7 @@ class TemplateTest(parameterized.TestCase):
             with self.assertRaisesRegex(
                 config.InputError, "lacks:.* ?<think>"
             ) as caught:
-                chat.Template(tokenizer)
+                templates.Template(tokenizer)
         self.assertNotIn("<|user|>", str(caught.exception))
 
     @parameterized.parameters(

@@ -11,16 +11,15 @@ import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import conversations
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import conversations, templates
 from glm5_jax.data.rows import infill
-from glm5_jax.data.sources import documents as sources
+from glm5_jax.data.sources import documents as documents_lib
 from glm5_jax.data.sources import formats
 
 PYTHON = "python"  # path of a span of the corpus that every Python carries
 SIDES = ("train", "held_out")
 File = tuple[str, int, int | str]  # path from the root, size, time of change
-Document = sources.Document | conversations.Conversation
+Document = documents_lib.Document | conversations.Conversation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ def check_tokenizer(config: config_lib.PrepareConfig) -> None:
     if config.fim_rate:
         infill.check(names)
     if config.kind == "conversations":
-        chat.check(names, "tokenizer")
+        templates.check(names, "tokenizer")
 
 
 def root_of(config: config_lib.PrepareConfig) -> pathlib.Path:
@@ -64,7 +63,7 @@ def root_of(config: config_lib.PrepareConfig) -> pathlib.Path:
     path = pathlib.Path(config.source).expanduser()
     if config.kind == "conversations" and path.is_file():
         return path.parent
-    return sources.folder_of(config.source)
+    return documents_lib.folder_of(config.source)
 
 
 def files_of(config: config_lib.PrepareConfig) -> list[File]:
@@ -76,10 +75,10 @@ def files_of(config: config_lib.PrepareConfig) -> list[File]:
     if config.kind == "conversations":
         paths = conversations.files_of(config.source)
     elif config.source == PYTHON:
-        found = sources.read_documents(config.source)
-        return [(PYTHON, len(found), sources.corpus_digest(found))]
+        found = documents_lib.read_documents(config.source)
+        return [(PYTHON, len(found), documents_lib.corpus_digest(found))]
     else:
-        paths = formats.document_files(sources.folder_of(config.source))
+        paths = formats.document_files(documents_lib.folder_of(config.source))
     if not paths:
         kinds = ", ".join(formats.SUFFIXES)
         raise config_lib.InputError(
@@ -99,20 +98,20 @@ def read(
         config_lib.InputError: by file and number, what cannot be read.
     """
     if config.source == PYTHON:
-        yield from sources.read_documents(PYTHON)  # of one span
+        yield from documents_lib.read_documents(PYTHON)  # of one span
         return
     root = root_of(config)
     for span in spans:
         if config.kind == "conversations":
             yield from conversations.read_span(root, span)
         else:
-            found = sources.read_span(root, span, config.field)
+            found = documents_lib.read_span(root, span, config.field)
             yield from (document for document in found if document.text)
 
 
 def is_held_out(config: config_lib.PrepareConfig, document: Document) -> bool:
     """Returns whether the document is kept from training, prepared or not."""
-    return sources.is_held_out(document.name, config.held_out_percent)
+    return documents_lib.is_held_out(document.name, config.held_out_percent)
 
 
 def tokenize(
@@ -121,10 +120,12 @@ def tokenize(
     some: Sequence[Document],
 ) -> Iterator[Tokenized]:
     """Documents as ids; conversations of which nothing is trained are left out."""
-    texts = [document for document in some if isinstance(document, sources.Document)]
+    texts = [
+        document for document in some if isinstance(document, documents_lib.Document)
+    ]
     yield from _texts(config, tokenizer, texts)
     if config.kind == "conversations":
-        template = chat.make_template(config, tokenizer)
+        template = templates.make_template(config, tokenizer)
         for document in some:
             assert isinstance(document, conversations.Conversation)
             packable = conversations.render(document, template, config.sequence_length)
@@ -151,7 +152,7 @@ def _file(root: pathlib.Path, path: pathlib.Path) -> File:
 def _texts(
     config: config_lib.PrepareConfig,
     tokenizer: tokenizer_lib.Tokenizer,
-    some: Sequence[sources.Document],
+    some: Sequence[documents_lib.Document],
 ) -> Iterator[Tokenized]:
     arrange = infill.Infill(config.fim_rate, config.fim_spm_rate, config.seed).arrange
     arranged = [
@@ -170,7 +171,7 @@ def _texts(
                 whole.append(tokenizer.special_ids[special])
             whole += next(encoded)
         yield Tokenized(
-            sources.shuffle_key(document.name, config.seed),
+            documents_lib.shuffle_key(document.name, config.seed),
             SIDES[is_held_out(config, document)],
             np.array([*whole, tokenizer.eos_id], np.int32),
         )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from glm5_jax import config
 from glm5_jax import messages as messages_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import parsing as chat_parse
+from glm5_jax.data.chat import parsing
 
 Version = Literal["glm5", "glm5.1", "glm5.2"]
 
@@ -159,9 +159,9 @@ class Template:
     def parse(
         self, ids: Sequence[int], tools: messages_lib.Tools = ()
     ) -> dict[str, Any]:
-        """The assistant's message that sampled ids spell: see chat_parse.parse."""
+        """The assistant's message that sampled ids spell: see parsing.parse."""
         stop = next((i for i, x in enumerate(ids) if x in self.stop_ids), len(ids))
-        return chat_parse.parse(
+        return parsing.parse(
             ids[:stop], self.tokenizer, is_thinking=self.enable_thinking, tools=tools
         )
 

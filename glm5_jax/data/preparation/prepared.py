@@ -9,10 +9,12 @@ import grain
 
 from glm5_jax import config
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import template as chat
+from glm5_jax.data.chat import templates
 from glm5_jax.data.preparation import index as index_lib
-from glm5_jax.data.preparation import part, shards
-from glm5_jax.data.rows import mixture, packing, pipeline
+from glm5_jax.data.preparation import part as part_lib
+from glm5_jax.data.preparation import shards
+from glm5_jax.data.rows import mixture, packing
+from glm5_jax.data.rows import pipeline as pipeline_lib
 
 _HELD_OUT_SEED = 0  # evaluation reads the same rows in every run
 _ORDER_VERSION = 1  # raise it when mixing or shuffling changes
@@ -26,7 +28,7 @@ def is_prepared(data: config.DataConfig) -> bool:
 
 def make_pipeline(
     data: config.DataConfig, seed: int, kind: config.DocumentKind = "text"
-) -> pipeline.Pipeline:
+) -> pipeline_lib.Pipeline:
     """Opens prepared folders; nothing of them is held in memory.
 
     Args:
@@ -64,13 +66,13 @@ def make_pipeline(
             f"{', '.join(map(str, folders.values()))} has no held-out document to "
             f"evaluate on; prepare it with a larger held_out_percent."
         )
-    return pipeline.Pipeline(
+    return pipeline_lib.Pipeline(
         data,
         tokenizer,
         train=mixture.Mixture(train, mixture.Schedule(stages(data)), seed),
         held_out=held_out,
         fingerprint=_fingerprint(data, list(indices.values()), seed),
-        template=chat.make_template(data, tokenizer) if is_chat else None,
+        template=templates.make_template(data, tokenizer) if is_chat else None,
     )
 
 
@@ -139,13 +141,13 @@ def _tokenizer(
     indices: Sequence[index_lib.Index],
 ) -> tokenizer_lib.Tokenizer:
     """The one that all were prepared with, which is what data.tokenizer names."""
-    tokenizer = tokenizer_lib.load(folders[0] / part.TOKENIZER)
+    tokenizer = tokenizer_lib.load(folders[0] / part_lib.TOKENIZER)
     for folder, index in zip(folders, indices, strict=True):
         if tokenizer.digest[:16] != index.tokenizer:
             raise config.InputError(
                 f"{folder} was prepared with another tokenizer than the "
-                f"{part.TOKENIZER} of {folders[0]}; prepare all with that one: "
-                f"--tokenizer={folders[0] / part.TOKENIZER}."
+                f"{part_lib.TOKENIZER} of {folders[0]}; prepare all with that one: "
+                f"--tokenizer={folders[0] / part_lib.TOKENIZER}."
             )
     if data.tokenizer not in tokenizer_lib.BPE_NAMES:
         asked = tokenizer_lib.named(data.tokenizer)
