@@ -1,1 +1,1 @@
-"""What a model with given weights does: sampled continuations and scores."""
+"""Inference: the engine that samples continuations, and scoring of given tokens."""

@@ -1,4 +1,4 @@
-"""What generate.py and evaluate.py do with their flags."""
+"""Implements the commands generate and evaluate."""
 
 import dataclasses
 import pathlib
@@ -19,13 +19,13 @@ from glm5_jax.weights import loading
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What is continued: a text, or rows of ids.
+    """The prompt to continue: a text, or rows of ids.
 
     Attributes:
-      text: to continue.
+      text: the prompt as text.
       tokens: path of an .npy file of ids, [T] or [N, T].
-      chat: version of the chat template; the text is what a user says in it.
-      special_tokens: whether special tokens that the text spells become their ids.
+      chat: version of the chat template in which the text is a user's message.
+      special_tokens: whether special tokens spelt out in the text become their ids.
     """
 
     text: str | None = None
@@ -34,10 +34,11 @@ class Prompt:
     special_tokens: bool = False
 
     def __post_init__(self) -> None:
-        """Checks what goes together.
+        """Checks that the flags go together.
 
         Raises:
-          InputError: not one of text and tokens is given, or a form of text for tokens.
+          InputError: not exactly one of text and tokens is given, or an option of texts
+            is given for tokens.
         """
         _require_one(prompt=self.text, tokens=self.tokens)
         if self.tokens is not None and (self.chat or self.special_tokens):
@@ -53,14 +54,14 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How it is continued.
+    """The settings of a continuation.
 
     Attributes:
-      max_new_tokens: at most so many.
-      temperature: None is that of the model's generation_config.json.
-      top_p: None is that of the model's generation_config.json.
+      max_new_tokens: upper bound on the new tokens.
+      temperature: None takes the value of the model's generation_config.json.
+      top_p: None takes the value of the model's generation_config.json.
       seed: of the random numbers.
-      ignore_eos: whether the end of text, or of the turn, ends nothing.
+      ignore_eos: whether to continue past the end of the text or turn.
     """
 
     max_new_tokens: int
@@ -77,14 +78,14 @@ def generate(
     sampling: Sampling,
     tokens_out: str | None = None,
 ) -> list[str]:
-    """Continues a text, or every row of ids.npy, or answers what a user says.
+    """Continues a text or every row of an .npy file, or answers a chat message.
 
-    Writes prompts and continuations to `tokens_out`: as many dims as the prompt's ids
-    have, one for a text; rows that stopped earlier are filled with pad_token_id, or 0.
+    Writes prompts and continuations to `tokens_out`, with as many dims as the prompt's
+    ids have (one for a text). Shorter rows are padded with pad_token_id, or 0.
 
     Returns:
-      Each prompt with its continuation, as text, or as ids where there is no tokenizer;
-      of a chat the answer alone.
+      Each prompt with its continuation, as text, or as ids if the model has no
+      tokenizer; in a chat only the answer.
 
     Raises:
       InputError: see `loading.load_model` and `engine.generate`.
@@ -102,7 +103,7 @@ def generate(
         raise _no_tokenizer(checkpoint)
     if tokenizer is not None:
         ends = {*ends, tokenizer.eos_id}
-    stop_ids = {i for i in ends if i < config.vocab_size}  # others are never drawn
+    stop_ids = {i for i in ends if i < config.vocab_size}  # larger ids are never drawn
     temperature, top_p = _settled(sampling, checkpoint)
     logging.info("Compiling and sampling ...")
     completions = engine.generate(
@@ -130,7 +131,7 @@ def generate(
 
 
 def _settled(sampling: Sampling, checkpoint: str) -> tuple[float, float]:
-    """Returns temperature and top_p, the model's own where none is given."""
+    """Returns temperature and top_p, with the model's own as defaults."""
     temperature, top_p = loading.sampling_defaults(checkpoint)
     if sampling.temperature is not None:
         temperature = sampling.temperature
@@ -142,12 +143,12 @@ def _settled(sampling: Sampling, checkpoint: str) -> tuple[float, float]:
 def read_prompt(
     prompt: Prompt, tokenizer: tokenizer_lib.Tokenizer, ends: Collection[int]
 ) -> tuple[list[int], Collection[int]]:
-    """Returns the ids of a prompt's text, and those that end what follows.
+    """Returns the ids of a prompt's text, and the ids that end its continuation.
 
     Args:
       prompt: with a text.
       tokenizer: of the model.
-      ends: ids that end what follows anyway.
+      ends: the model's own stop ids.
 
     Raises:
       InputError: the tokenizer lacks special tokens of the chat template.
@@ -176,12 +177,12 @@ def evaluate(
     text: str | None,
     logits_out: str | None,
 ) -> dict[str, Any]:
-    """Scores every row of ids.npy after its first token, or a text file as in training.
+    """Scores the rows of an .npy file from their second token on, or a text file.
 
     Writes the logits of every position to `logits_out`, float32 [N, T, V].
 
     Returns:
-      What evaluate.py prints.
+      The figures that evaluate.py prints.
 
     Raises:
       InputError: see `loading.load_model` and `scoring.score`.
@@ -208,7 +209,7 @@ def evaluate(
 
 
 def _save_rows(path: str, rows: list[list[int]], padding: int, is_single: bool) -> None:
-    """Writes rows of ids, filled to one length; a single one as it is."""
+    """Writes rows of ids, padded to one length; a single row as [T]."""
     length = max(map(len, rows))
     padded = [row + [padding] * (length - len(row)) for row in rows]
     out = np.asarray(padded[0] if is_single else padded, np.int32)
@@ -217,13 +218,13 @@ def _save_rows(path: str, rows: list[list[int]], padding: int, is_single: bool) 
 
 
 def read_ids(path: str) -> Int[np.ndarray, "*N T"]:
-    """Token ids of an .npy file, [T] or [N, T].
+    """Reads token ids of an .npy file, [T] or [N, T].
 
     Raises:
-      InputError: it cannot be read, or holds something else.
+      InputError: the file cannot be read, or holds something else.
     """
     try:
-        # Mapped: a header that promises more than the file has takes no memory.
+        # Mapped, so that a header with too large a shape takes no memory.
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, OverflowError) as error:
         raise config_lib.InputError(
@@ -247,7 +248,7 @@ def _read_text(path: str) -> str:
 
 
 def _require_one(**given: str | None) -> None:
-    """Checks that one of two flags has a value."""
+    """Checks that exactly one of two flags has a value."""
     values = [name for name, value in given.items() if value is not None]
     if len(values) != 1:
         names = " or ".join(f"--{name}" for name in given)
@@ -256,7 +257,7 @@ def _require_one(**given: str | None) -> None:
 
 
 def _require_folder_of(path: str | None) -> None:
-    """Checks before the work that its result can be written."""
+    """Checks that a result can be written, before it is computed."""
     if path is None:
         return
     if not pathlib.Path(path).absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""Continues prompts: slots that are refilled while others decode.
+"""Continues prompts with continuous batching: freed slots are refilled at once.
 
     engine = Engine(params, config, num_slots=8, capacity=256)
     engine.submit(Request(id=0, prompt=ids, max_new_tokens=64))
@@ -6,10 +6,11 @@
         for id, completion in engine.step():
             ...
 
-Parameters are arguments of the compiled programs, so new ones are taken between two
-steps (`publish`); every token says which version drew it. What a request gets depends
-on its id, its prompt and the engine's seed, not on what runs beside it, nor on how many
-devices: an engine made under `jax.set_mesh` uses all of them (inference/placement.py).
+Parameters are arguments of the compiled programs, so `publish` can replace them between
+two steps; each token records the version that drew it. A completion depends on the
+request's id, its prompt and the engine's seed, not on other requests or on the number
+of devices. An engine made under `jax.set_mesh` uses all devices of the mesh
+(inference/placement.py).
 """
 
 import contextlib
@@ -29,29 +30,29 @@ from glm5_jax.inference import weights as weights_lib
 from glm5_jax.inference.requests import Completion, Request, errors
 
 NUM_STEPS = 16  # tokens of a dispatch
-CHUNK = 2048  # tokens of a prompt that are read at once
-PREFILL_TOKENS = 8 * CHUNK  # of a device that are read at once, with their padding
-MAX_STOP_IDS = 8  # of a request, unless the engine is made for more
+CHUNK = 2048  # tokens of a prompt that one dispatch reads
+PREFILL_TOKENS = 8 * CHUNK  # that a device reads in a dispatch, padding included
+MAX_STOP_IDS = 8  # of a request, by default
 
 
 @dataclasses.dataclass(frozen=True)
 class _Result:
-    """A dispatch that has run, until it is put down."""
+    """The result of a dispatch, until the engine's state takes it in."""
 
     dispatch: scheduler_lib.Dispatch
-    rows: list[int]  # of its parts, in what was drawn
+    rows: list[int]  # of its parts, in the arrays of `drawn`
     state: steps.State
-    drawn: steps.Drawn  # on the host
+    drawn: steps.Drawn  # host arrays
     version: int  # of the weights that drew
 
 
 class Engine:
-    """A model, a cache, and the requests that it works on.
+    """A model, a cache, and the requests under way.
 
     One thread submits, steps and aborts; another may publish meanwhile. A step that
-    raises has changed nothing: the next one does the same work. Programs take the cache
-    and give it back, so where one fails with the cache in its hands, an empty one takes
-    its place and what the running requests have so far is read again.
+    raises changes nothing, so the next step repeats its work. Programs donate the
+    cache: if one fails and loses it, the engine makes an empty cache and reads the
+    tokens of the running requests again.
     """
 
     def __init__(
@@ -67,22 +68,22 @@ class Engine:
         max_stop_ids: int = MAX_STOP_IDS,
         with_experts: bool = False,
     ) -> None:
-        """An engine without requests.
+        """Makes an engine without requests.
 
         Args:
           params: of `transformer.table`.
           config: of the model.
-          num_slots: sequences that are decoded at once.
-          capacity: tokens of a sequence, prompt and completion.
+          num_slots: sequences decoded at the same time.
+          capacity: most tokens of a sequence, prompt and completion.
           seed: of the random numbers, from 0 on.
-          chunk: tokens of a prompt that are read at once.
-          num_steps: tokens of a sequence that are drawn in one dispatch.
-          max_stop_ids: of a request.
-          with_experts: records which experts each token went to.
+          chunk: tokens of a prompt that one dispatch reads.
+          num_steps: tokens of a sequence that one dispatch draws.
+          max_stop_ids: most stop ids of a request.
+          with_experts: whether to record the experts of each token.
 
         Raises:
-          InputError: a number is none or too small, the model cannot see as many
-            tokens, or the devices of the mesh in use cannot have equally many slots.
+          InputError: a number is no integer or too small, `capacity` exceeds the
+            model's positions, or the mesh's devices cannot share the slots equally.
         """
         sizes = {"num_slots": num_slots, "capacity": capacity, "chunk": chunk}
         requests.require_ints(1, **sizes, num_steps=num_steps)
@@ -108,45 +109,45 @@ class Engine:
         self._scheduler = self._new_scheduler()
         self._experts: dict[int, list] = {i: [] for i in range(num_slots)}
         self._result: _Result | None = None
-        self._finished: dict[int, Completion] = {}  # not returned yet
+        self._finished: dict[int, Completion] = {}  # not yet returned
         with self._on_mesh():
             self._state = placement.made(self._empty, self._mesh)
             self._weights = weights_lib.make(params, 0, config, self._mesh)
 
     @property
     def running(self) -> dict[int, Completion]:
-        """Completions under way, by request."""
+        """Returns the completions under way, by request id."""
         return {id: work.completion for id, work in self._scheduler.works.items()}
 
     @property
     def num_pending(self) -> int:
-        """Requests that `step` has not returned yet."""
+        """Returns the number of requests that `step` has not returned yet."""
         return len(self._scheduler.works.keys() | self._finished.keys())
 
     @property
     def version(self) -> int:
-        """Number of the parameters that the next dispatch computes with."""
+        """Returns the version of the parameters that the next dispatch uses."""
         return self._weights.version
 
     @property
     def max_programs(self) -> int:
-        """Bounds the programs that will ever be compiled for this engine."""
+        """Returns an upper bound on the programs that this engine ever compiles."""
         return self._shapes.num_programs
 
     def publish(self, params: dict, version: int) -> None:
-        """Continues with other parameters; what running requests have read stays.
+        """Replaces the parameters; running requests keep their caches.
 
-        They must not be donated to anyone while they are in use here. A dispatch under
-        way ends with those that it began with. Between requests all slots are emptied,
-        so that what follows does not depend on what came before.
+        The parameters must not be donated while the engine uses them. A dispatch under
+        way ends with the parameters that it began with. If no request is running, all
+        slots are emptied, so that later results do not depend on earlier requests.
 
         Args:
           params: of `transformer.table`.
-          version: of the parameters; above the last one, or the last one again where no
-            request is running. A token's version says which weights drew it.
+          version: of the parameters, above the last one; or equal to it if no request
+            is running. Each token records the version that drew it.
 
         Raises:
-          InputError: the version says nothing new.
+          InputError: the version does not increase.
         """
         requests.require_ints(0, version=version)
         is_running, last = bool(self.num_pending), self._weights.version
@@ -163,10 +164,10 @@ class Engine:
         self._weights = weights
 
     def submit(self, request: Request) -> None:
-        """Lets a request wait for a slot.
+        """Queues a request.
 
         Raises:
-          InputError: it cannot be continued.
+          InputError: the request is invalid, or too long for the engine.
         """
         self._settle()
         found = errors(request, self.config, self.capacity)
@@ -182,7 +183,7 @@ class Engine:
         self._scheduler.submit(request)
 
     def abort(self, id: int) -> Completion:
-        """Stops a request; returns what it has so far.
+        """Stops a request and returns its completion so far.
 
         Raises:
           InputError: there is no such request.
@@ -201,10 +202,10 @@ class Engine:
         return completion
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Runs one dispatch; returns the requests that it finished.
+        """Runs one dispatch and returns the requests that it finished.
 
         Raises:
-          Exception: whatever the dispatch raises. It may be tried again.
+          Exception: any error of the dispatch; the step may be retried.
         """
         self._settle()
         with self._on_mesh():
@@ -222,7 +223,7 @@ class Engine:
     def _run(
         self, todo: scheduler_lib.Dispatch, weights: weights_lib.Weights
     ) -> _Result:
-        """Lets the devices do what the scheduler wants done."""
+        """Runs the scheduler's next dispatch on the devices."""
         if todo.kind == "decode":
             rows, chosen = self._shapes.decode(todo.parts)
             state, drawn = programs.decode(
@@ -247,10 +248,10 @@ class Engine:
         return _Result(todo, rows, state, jax.device_get(drawn), weights.version)
 
     def _settle(self) -> None:
-        """Puts down what the last dispatch gave.
+        """Takes the last dispatch's result into the engine's state.
 
-        Each assignment may be done twice: where ctrl-C comes between two of them, the
-        next call does all of them again.
+        Each assignment may be repeated: after ctrl-C between two of them, the next call
+        does all of them again.
         """
         if self._result is None:
             return
@@ -278,11 +279,11 @@ class Engine:
         self._result = None
 
     def _is_lost(self) -> bool:
-        """Returns whether a program took the cache and did not give it back."""
+        """Returns whether a failed program has consumed the cache."""
         return any(x.is_deleted() for x in jax.tree.leaves(self._state))
 
     def _on_mesh(self) -> contextlib.AbstractContextManager:
-        """The mesh that the engine was made on, whatever thread asks it."""
+        """Enters the engine's mesh, in whatever thread calls."""
         return (
             contextlib.nullcontext()
             if self._mesh is None
@@ -302,13 +303,13 @@ def generate(
     seed: int = 0,
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> list[Completion]:
-    """Continues every prompt, all at once.
+    """Continues all prompts together.
 
     Args:
       params: of `transformer.table`.
       config: of the model.
       prompts: token ids.
-      max_new_tokens: of each completion.
+      max_new_tokens: upper bound for each completion.
       temperature: 0 takes the most likely token.
       top_p: samples among the most likely tokens that together have this probability.
       stop_ids: tokens that end a completion.
@@ -316,7 +317,7 @@ def generate(
       on_tokens: called with the index of a prompt and its new tokens, as they come.
 
     Raises:
-      InputError: an empty prompt, an unknown id, too many tokens, no distribution.
+      InputError: a prompt or a sampling setting cannot be used; see `requests`.
     """
     stop_ids = frozenset(stop_ids)
     requests = [
@@ -353,18 +354,18 @@ def generate(
 
 
 def bucket(num_tokens: int) -> int:
-    """The least 2^n or 1.5 * 2^n that is enough."""
+    """Returns the smallest 2^n or 1.5 * 2^n that is at least `size`."""
     return parts_lib.least(parts_lib.sizes(), num_tokens)
 
 
 def _slots_for(num_prompts: int) -> int:
-    """Enough for all at once, 2^n on a device."""
+    """Returns slots for all requests at once, 2^n on each device."""
     num_devices = placement.num_shares(placement.in_use())
     return num_devices << (-(-num_prompts // num_devices) - 1).bit_length()
 
 
 def _finish_reason(work: scheduler_lib.Work) -> Literal["stop", "length"] | None:
-    """Returns why a completion has ended, if it has."""
+    """Returns why a completion has ended, or None."""
     tokens, request = work.completion.tokens, work.request
     if tokens and tokens[-1] in request.stop_ids:
         return "stop"
@@ -372,7 +373,7 @@ def _finish_reason(work: scheduler_lib.Work) -> Literal["stop", "length"] | None
 
 
 def _put(pieces: list[tuple[int, np.ndarray]], start: int, new: np.ndarray) -> None:
-    """Puts rows from `start` on in the place of what was there; pieces know theirs."""
+    """Replaces rows from `start` on by these pieces, each at its own place."""
     while pieces and pieces[-1][0] >= start:
         pieces.pop()
     if pieces:

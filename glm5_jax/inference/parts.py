@@ -1,4 +1,4 @@
-"""What the scheduler wants read, as arrays of one of a few shapes."""
+"""Turns the scheduler's parts of prompts into arrays of a few fixed shapes."""
 
 import dataclasses
 import itertools
@@ -13,21 +13,21 @@ from glm5_jax.inference import scheduler as scheduler_lib
 from glm5_jax.inference import steps
 from glm5_jax.inference.requests import Request
 
-MIN_TOKENS = 16  # shortest part of a prompt that gets a program of its own
-_DECODE_RATIO = 8  # of one number of decoded slots to the next
+MIN_TOKENS = 16  # length of the shortest prefill program
+_DECODE_RATIO = 8  # between the slots of two neighbouring decode programs
 _IDLE = Request(id=0, prompt=(), max_new_tokens=0), 0
 
 
 class Shapes:
-    """The few shapes that there are programs for, on each of some devices.
+    """The shapes that programs are compiled for.
 
     Attributes:
-        num_devices: with different slots.
-        num_slots: of each.
+        num_devices: number of devices with slots of their own.
+        num_slots: slots of each device.
     """
 
     def __init__(self, num_slots: int, num_devices: int, chunk: int) -> None:
-        """Makes rooms for `num_slots` in all, and parts of at most `chunk` tokens."""
+        """Divides all slots among the devices; `chunk`: tokens of the longest part."""
         self.num_devices, self.num_slots = num_devices, num_slots // num_devices
         self._rows = row_counts(self.num_slots)
         self._sizes = sizes_to(chunk)
@@ -35,17 +35,17 @@ class Shapes:
 
     @property
     def num_programs(self) -> int:
-        """Programs that these shapes can lead to."""
+        """Returns the number of programs that these shapes can lead to."""
         return 2 * len(self._rows) * len(self._sizes) + len(self._decode_rows)
 
     def within(
         self, todo: scheduler_lib.Dispatch, max_tokens: int
     ) -> scheduler_lib.Dispatch:
-        """Takes as many parts of prompts as a device may read at once, at least one.
+        """Returns the leading parts that fit into one dispatch, at least one.
 
         Args:
-          todo: no decoding.
-          max_tokens: of a device, padding included.
+          todo: parts of prompts to read.
+          max_tokens: upper bound for a device, padding included.
         """
         parts = todo.parts[:1]
         for part in todo.parts[1:]:
@@ -58,12 +58,12 @@ class Shapes:
     def prefill(
         self, todo: Sequence[scheduler_lib.Part], seed: int, num_stops: int
     ) -> tuple[list[int], steps.Parts]:
-        """Rows for parts of prompts, each on its slot's device, and the arrays.
+        """Returns the row of each part, on its slot's device, and the arrays.
 
         Args:
-          todo: the parts.
+          todo: parts of prompts to read.
           seed: of the random numbers.
-          num_stops: stop ids of a request, at most.
+          num_stops: most stop ids of a request.
         """
         num_rows, size = self._shape(todo)
         rows = [device * num_rows + row for device, row in _arranged(todo)]
@@ -73,7 +73,7 @@ class Shapes:
     def decode(
         self, todo: Sequence[scheduler_lib.Part]
     ) -> tuple[list[int], steps.Chosen | None]:
-        """Rows for slots that decode, and the slots; None where all have a row."""
+        """Returns the rows of slots to decode, and the slots; None for all slots."""
         places = _arranged(todo)
         num_rows = _least_rows(places, self._decode_rows)
         if num_rows == self.num_slots:
@@ -84,7 +84,7 @@ class Shapes:
         return rows, steps.Chosen(jnp.asarray(slots))
 
     def _shape(self, todo: Sequence[scheduler_lib.Part]) -> tuple[int, int]:
-        """Rows and tokens of a device's arrays for parts of prompts."""
+        """Returns rows and tokens of a device's arrays for parts of prompts."""
         size = least(self._sizes, max(len(part.tokens) for part in todo))
         return _least_rows(_arranged(todo), self._rows), size
 
@@ -97,15 +97,15 @@ def make(
     seed: int,
     num_stops: int,
 ) -> steps.Parts:
-    """Arrays of parts of prompts; what is no part is padding.
+    """Returns the arrays of parts of prompts, padded.
 
     Args:
-      todo: the parts.
-      rows: of each part in the arrays.
+      todo: parts of prompts to read.
+      rows: row of each part in the arrays.
       shape: rows and tokens of the arrays.
-      num_slots: of a device.
+      num_slots: slots of a device.
       seed: of the random numbers.
-      num_stops: stop ids of a request, at most.
+      num_stops: most stop ids of a request.
     """
     num_rows, size = shape
     padding = [0] * size, 0, num_slots, 0, False
@@ -120,7 +120,7 @@ def make(
 
 
 def sizes() -> Iterator[int]:
-    """16, 24, 32, 48, 64, ..."""
+    """Yields the sizes 16, 24, 32, 48, 64, ..."""
     size = MIN_TOKENS
     while True:
         yield from (size, size * 3 // 2)
@@ -128,12 +128,12 @@ def sizes() -> Iterator[int]:
 
 
 def sizes_to(chunk: int) -> list[int]:
-    """Returns those below a chunk, and the chunk."""
+    """Returns the sizes below a chunk, and the chunk."""
     return [*itertools.takewhile(lambda size: size < chunk, sizes()), chunk]
 
 
 def row_counts(num_slots: int) -> list[int]:
-    """Numbers of prompts that are read at once: 1 to num_slots in steps of about 4."""
+    """Returns row counts of prefill programs: 1 to num_slots, in steps of about 4."""
     counts = [num_slots]
     while counts[0] > 1:
         counts.insert(0, -(-counts[0] // 4))
@@ -141,9 +141,9 @@ def row_counts(num_slots: int) -> list[int]:
 
 
 def decode_counts(num_slots: int) -> list[int]:
-    """Numbers of slots that are decoded at once: num_slots, and far fewer.
+    """Returns slot counts of decode programs: num_slots, and far smaller ones.
 
-    A program each, so they are few: with fewer than 8 slots, one.
+    Each count is a program of its own, so there are few: one below 8 slots.
     """
     counts = [num_slots]
     while counts[0] >= _DECODE_RATIO:
@@ -152,12 +152,12 @@ def decode_counts(num_slots: int) -> list[int]:
 
 
 def least(sizes: Iterable[int], size: int) -> int:
-    """The first of the ascending sizes that is enough."""
+    """Returns the first of ascending sizes that is at least `size`."""
     return next(s for s in sizes if s >= size)
 
 
 def _arranged(todo: Sequence[scheduler_lib.Part]) -> list[tuple[int, int]]:
-    """Returns for each part the device of its slot, and its row among those there."""
+    """Returns for each part the device of its slot, and its row on that device."""
     num_rows: dict[int, int] = {}
     places = []
     for part in todo:
@@ -168,14 +168,14 @@ def _arranged(todo: Sequence[scheduler_lib.Part]) -> list[tuple[int, int]]:
 
 
 def _least_rows(places: Sequence[tuple[int, int]], counts: Sequence[int]) -> int:
-    """Rows of a device that are enough for all places of `_arranged`."""
+    """Returns the rows that every device needs for the places of `_arranged`."""
     return least(counts, 1 + max(row for _, row in places))
 
 
 def _plan(
     works: Sequence[tuple[Request, int]], seed: int, num_stops: int
 ) -> steps.Plan:
-    """Plans how requests with so many tokens already are continued."""
+    """Returns how to continue requests that already have some tokens."""
     requests = [request for request, _ in works]
 
     def floats(name: str) -> jax.Array:

@@ -1,8 +1,9 @@
-"""Where the engine's arrays lie on a mesh: each device has slots of its own.
+"""Shards the engine's arrays over a mesh: each device has slots of its own.
 
-Parameters lie as in training, so weights pass from trainer to engine without moving.
-The cache of a slot is whole on its device and on those that share its heads and widths
-with it (the tensor axis). A context axis holds more slots: no sequence is cut.
+Parameters are sharded as in training, so that weights pass from trainer to engine
+without moving. A slot's cache lies on one device, or on the devices of its tensor axis,
+which share heads and widths. Devices of the context axis hold more slots: no sequence
+is cut.
 """
 
 import math
@@ -26,15 +27,15 @@ _STACKED = ("kv", "k_index")  # leaves whose first dim is the layers
 
 
 def in_use() -> AnyMesh | None:
-    """The mesh of `jax.set_mesh` as an engine uses it; None for a single device."""
+    """Returns the mesh of `jax.set_mesh` as an engine uses it; None for one device."""
     mesh = jax.sharding.get_mesh()
     return None if mesh.empty or mesh.size == 1 else engine_mesh(mesh)
 
 
 def engine_mesh(mesh: AnyMesh) -> AnyMesh:
-    """The same devices, those of the context axis as more of the fsdp axis.
+    """Returns the mesh with its context axis merged into the fsdp axis.
 
-    Parameters are cut over both in training, so their parts stay where they are.
+    In training, parameters are cut over both axes, so they stay where they are.
     """
     names = mesh.axis_names
     merged = mesh.shape["fsdp"] * mesh.shape["context"]
@@ -53,41 +54,41 @@ def engine_mesh(mesh: AnyMesh) -> AnyMesh:
 
 
 def using(mesh: AnyMesh) -> AbstractContextManager:
-    """Makes it the one in use, with devices or without."""
+    """Sets a mesh, concrete or abstract, as the current one."""
     if isinstance(mesh, AbstractMesh):
         return jax.sharding.use_abstract_mesh(mesh)
     return jax.set_mesh(mesh)
 
 
 def num_shares(mesh: AnyMesh | None) -> int:
-    """Devices with different slots."""
+    """Returns the number of devices with different slots."""
     return 1 if mesh is None else math.prod(mesh.shape[a] for a in collectives.ROWS)
 
 
 def require_whole(name: str, num_slots: int, mesh: AnyMesh | None) -> None:
-    """Checks that every device has as many slots as any other.
+    """Checks that all devices have equally many slots.
 
     Raises:
-      InputError: it cannot.
+      InputError: the slots cannot be divided so.
     """
     axes, remedy = "data * fsdp * expert * context", "give devices to mesh.tensor"
     checks.require(checks.whole(name, num_slots, axes, num_shares(mesh), remedy))
 
 
 def params(config: config_lib.ModelConfig, mesh: AnyMesh) -> dict:
-    """A sharding for every parameter, as in training."""
+    """Returns a sharding for every parameter, as in training."""
     return sharding.shardings(transformer.param_dims(config), mesh)
 
 
 def rows(tree: Any, mesh: AnyMesh | None) -> Any:
-    """Puts arrays whose first dim is rows where their slots are."""
+    """Puts arrays of rows on the devices of their slots."""
     return tree if mesh is None else jax.device_put(tree, _sharding(mesh, ROWS))
 
 
 def shapes(
     make: Callable[[], Any], mesh: AnyMesh
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], Callable[[dict], Any]]:
-    """Leaves of what `make` makes, by name, with shardings, and what joins leaves."""
+    """Returns shapes and shardings of `make`'s leaves by name, and their tree."""
     structures = []
 
     def leaves() -> dict[str, Any]:
@@ -106,7 +107,7 @@ def shapes(
 
 
 def made(make: Callable[[], Any], mesh: AnyMesh | None) -> Any:
-    """Returns what `make` makes, each device its share."""
+    """Returns what `make` returns, with each device making its shard."""
     if mesh is None:
         return make()
     leaves, joined = shapes(make, mesh)
@@ -117,17 +118,17 @@ def made(make: Callable[[], Any], mesh: AnyMesh | None) -> Any:
 def on_shards(
     function: Callable[..., tuple[Any, Any]], config: config_lib.ModelConfig, out: Any
 ) -> Callable[..., tuple[Any, Any]]:
-    """(params, state, ...) -> (state, others), run by each device on what it has.
+    """Runs (params, state, ...) -> (state, others) on each device's shards.
 
     Args:
-      function: of parameters, and of trees whose leaves lie as `spec` says.
+      function: of parameters, and of trees that are sharded as `spec` says.
       config: of the model.
-      out: specs of what it returns besides the state.
+      out: specs of the outputs besides the state.
     """
     weights = sharding.specs(transformer.param_dims(config))
 
     def run(params: dict, *trees: Any) -> tuple[Any, Any]:
-        # A tree of specs cannot be made where types are checked: dicts can.
+        # Type-checked dataclasses cannot hold specs, dicts can.
         structures = [jax.tree.structure(tree) for tree in trees]
         specs = [{name: spec(name) for name in named(tree)} for tree in trees]
 
@@ -145,20 +146,20 @@ def on_shards(
 
 
 def spec(name: str) -> PartitionSpec:
-    """Returns where a leaf of `named` lies."""
+    """Returns the spec of a leaf of `named`."""
     return LAYERS_OF_ROWS if name.rpartition(".")[2] in _STACKED else ROWS
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """Leaves of a tree of dataclasses by their path, e.g. "cache.kv"."""
+    """Returns the leaves of a tree of dataclasses by path, e.g. "cache.kv"."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {".".join(key.name for key in path): x for path, x in flat}
 
 
 def _sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
-    """Without axes of one device, as jit says where a result is.
+    """Returns a sharding without axes of size one, as jit describes its outputs.
 
-    Else a state that went through a program would look new to it, and be compiled for.
+    Otherwise a state that a program returned would count as new and be recompiled for.
     """
     dims = [
         tuple(axis for axis in axes or () if mesh.shape[axis] > 1) or None

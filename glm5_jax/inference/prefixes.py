@@ -1,34 +1,34 @@
-"""Which texts begin most like another: token ids as bytes, compared as memory is."""
+"""Finds texts with the longest common prefix, by comparing token ids as bytes."""
 
 import bisect
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-_WORD = 4  # bytes of an id
+_WORD = 4  # bytes per id
 
 
 def encoded(tokens: Sequence[int]) -> bytes:
-    """Ids as bytes that are ordered as the ids are: of 32 bits, the highest first."""
+    """Encodes ids as big-endian 32-bit words, whose bytes sort as the ids do."""
     return np.asarray(tokens, ">u4").tobytes()
 
 
 class Texts:
-    """Some texts in order, so that those with a common beginning are neighbours."""
+    """Texts in sorted order, so that those with a common prefix are neighbours."""
 
     def __init__(self, texts: Mapping[int, bytes]) -> None:
-        """Texts of `encoded`, each with a key."""
+        """Takes encoded texts by key."""
         self._ordered = sorted((text, key) for key, text in texts.items())
 
     def remove(self, text: bytes, key: int) -> None:
-        """Takes one out."""
+        """Removes a text."""
         del self._ordered[bisect.bisect_left(self._ordered, (text, key))]
 
     def nearest(self, text: bytes) -> tuple[int, list[int]]:
-        """Tokens of the longest beginning that any shares with this one, and which do.
+        """Returns the length of the longest common prefix, and the keys that share it.
 
         Returns:
-          0 and all keys where no text begins with the same token.
+          Tokens and keys; 0 and all keys if no text begins with the same token.
         """
         at = bisect.bisect_left(self._ordered, (text,))
         near = self._ordered[max(at - 1, 0) : at + 1]
@@ -40,7 +40,7 @@ class Texts:
 
 
 def _common(a: bytes, b: bytes) -> int:
-    """Tokens of the longest common beginning."""
+    """Returns the tokens of the longest common prefix."""
     size = min(len(a), len(b)) // _WORD
     x, y = (np.frombuffer(text, np.uint32, size) for text in (a, b))
     different = np.flatnonzero(x != y)

@@ -1,7 +1,6 @@
-"""The engine's programs, compiled as the model asks: see model/invariance.py.
+"""Compiles the engine's programs of steps.py, as model/invariance.py requires.
 
-Those of steps.py, for whoever has no program around them. They take the state and give
-it back: its buffers are donated.
+The programs take the state, whose buffers are donated, and return it.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What the engine is asked for, and what it gives."""
+"""Requests to the engine, their checks, and completions."""
 
 import dataclasses
 import math
@@ -11,13 +11,13 @@ from jaxtyping import Int
 
 from glm5_jax import config as config_lib
 
-_MAX_INT = 2**31 - 1  # of the int32 that the devices compute with
+_MAX_INT = 2**31 - 1  # largest int32, which devices compute with
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt to continue, and how."""
+    """A prompt and the settings of its continuation."""
 
     id: int  # the random numbers of its tokens depend on it, and on their positions
     prompt: Sequence[int]
@@ -27,30 +27,30 @@ class Request:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     min_p: float = 0.0
-    # Dispatches for which its slot waits, once it is done, for a prompt that goes on
-    # from there, as a conversation's next turn does; others get it later.
+    # Number of dispatches for which the slot is held after the request, for a prompt
+    # that extends this text, as a conversation's next turn does.
     keep: int = 0
 
 
 @dataclasses.dataclass
 class Completion:
-    """What followed a prompt."""
+    """The continuation of a prompt."""
 
-    tokens: list[int]  # the one that stopped it included
+    tokens: list[int]  # including the stop id
     logprobs: list[float]  # of each token, in the distribution that it was drawn from
     finish_reason: Literal["stop", "length"] | None  # None: not finished
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights
-    # Where the engine records them: experts that each token of prompt and completion
-    # went to, but for the last, which was never read. [T, M, K], M layers with experts.
+    # With with_experts: the experts of each token of prompt and completion except the
+    # last, which was never read. [T, M, K] for M mixture layers.
     experts: Int[np.ndarray, "T M K"] | None = None
 
 
 def errors(
     request: Request, config: config_lib.ModelConfig, capacity: int
 ) -> list[str]:
-    """Says what keeps a request from being continued in a cache of `capacity` tokens.
+    """Returns what is wrong with a request for a cache of `capacity` tokens.
 
-    Nothing of the request is believed: it may come from a user. One message a field.
+    The request may come from a user, so every field is checked; one message a field.
     """
     found = [
         *_of_settings(request),
@@ -71,15 +71,15 @@ def errors(
 
 
 def is_int(value: Any) -> bool:
-    """Returns whether it is a whole number of Python or numpy, and no truth value."""
+    """Returns whether a value is an integer of Python or numpy, and not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def require_ints(least: int, **values: Any) -> None:
-    """Checks that each value is an int from `least` on that fits 32 bits.
+    """Checks that each value is an int of at least `least` that fits 32 bits.
 
     Raises:
-      InputError: one is not; it names all that are not.
+      InputError: lists all values that are not.
     """
     found = [_of_int(name, value, least) for name, value in values.items()]
     if any(found):
@@ -87,7 +87,7 @@ def require_ints(least: int, **values: Any) -> None:
 
 
 def _of_int(name: str, value: Any, least: int, more: str = "") -> str | None:
-    """Returns what is wrong with a field that must be an int from `least` on."""
+    """Returns what is wrong with a field that must be an int of at least `least`."""
     if not is_int(value):
         return f"{name} must be an int, got {_shown(value)}."
     if value < least:
@@ -99,7 +99,7 @@ def _of_int(name: str, value: Any, least: int, more: str = "") -> str | None:
 
 
 def _of_settings(request: Request) -> Iterator[str]:
-    """Yields what is wrong with the numbers of a request."""
+    """Yields what is wrong with the sampling settings of a request."""
     if not (is_int(request.id) and 0 <= request.id <= _MAX_INT):
         yield (
             f"A request's id must lie in 0..2^31 - 1 and be an int, got "
@@ -123,7 +123,7 @@ def _of_settings(request: Request) -> Iterator[str]:
 
 
 def _of_stop_ids(stop_ids: Any, vocab_size: int) -> Iterator[str]:
-    """Finds faults of the stop ids: one beyond 32 bits would be another id."""
+    """Returns what is wrong with the stop ids; beyond 32 bits they would wrap."""
     if not isinstance(stop_ids, Set | list | tuple):
         yield f"stop_ids must be a set of ints, got {_shown(stop_ids)}."
     elif wrong := _not_ids(stop_ids, vocab_size):
@@ -134,7 +134,7 @@ def _of_stop_ids(stop_ids: Any, vocab_size: int) -> Iterator[str]:
 
 
 def _of_prompt(request: Request, vocab_size: int) -> Iterator[str]:
-    """Yields what is wrong with the prompt, but for its length."""
+    """Yields what is wrong with the prompt, apart from its length."""
     prompt, name = request.prompt, f"Prompt {_shown(request.id)}"
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence | np.ndarray):
         yield f"{name} must be a list of token ids, got {_shown(prompt)}."
@@ -149,13 +149,13 @@ def _of_prompt(request: Request, vocab_size: int) -> Iterator[str]:
 
 
 def _number(value: Any) -> Any:
-    """It, or NaN for what is no number: NaN lies in no interval."""
+    """Returns a number as it is and anything else as NaN, which is in no interval."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return value if is_number else math.nan
 
 
 def _not_ids(values: Collection, vocab_size: int) -> list:
-    """Returns those that are no ids of the vocabulary."""
+    """Returns the values that are no ids of the vocabulary."""
     if {type(value) for value in values} == {int}:  # as nearly always: quickly
         return [value for value in values if not 0 <= value < vocab_size]
     return [v for v in values if not (is_int(v) and 0 <= v < vocab_size)]

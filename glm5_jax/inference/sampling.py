@@ -14,12 +14,12 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How each sequence of a batch is sampled; arrays, so no value recompiles."""
+    """Sampling settings of a batch, as arrays so that new values recompile nothing."""
 
     temperature: Float[Array, " B"]  # 0 takes the most likely token
-    top_p: Float[Array, " B"]  # least mass that is kept, in (0, 1]; 1 is off
-    top_k: Int[Array, " B"]  # tokens that are kept; 0 is off
-    min_p: Float[Array, " B"]  # least probability, relative to the largest; 0 is off
+    top_p: Float[Array, " B"]  # probability mass to keep, in (0, 1]; 1 is off
+    top_k: Int[Array, " B"]  # tokens to keep; 0 is off
+    min_p: Float[Array, " B"]  # least share of the largest probability; 0 is off
 
 
 def make_sampling(
@@ -29,7 +29,7 @@ def make_sampling(
     top_k: int = 0,
     min_p: float = 0.0,
 ) -> Sampling:
-    """The same for every sequence."""
+    """Returns the same settings for every sequence."""
     return Sampling(
         temperature=jnp.full(batch, temperature, jnp.float32),
         top_p=jnp.full(batch, top_p, jnp.float32),
@@ -39,7 +39,7 @@ def make_sampling(
 
 
 def request_keys(seed: int, requests: Int[ArrayLike, " B"]) -> Key[Array, " B"]:
-    """A key for each request, by its number."""
+    """Returns a key for each request, derived from its id."""
     return jax.vmap(jax.random.fold_in, (None, 0))(
         jax.random.key(seed), jnp.asarray(requests)
     )
@@ -55,13 +55,13 @@ def sample(
 
     Args:
       logits: float32.
-      keys: of the requests.
-      positions: that the tokens will have in their sequences.
-      sampling: how.
+      keys: of `request_keys`.
+      positions: positions of the new tokens in their sequences.
+      sampling: settings.
 
     Returns:
       The ids, and the log-probability of each in the distribution that it was drawn
-      from. Of a greedy choice that is the model's own, at temperature 1.
+      from; for a greedy choice in the model's own, at temperature 1.
     """
     logits = scaled_logits(logits, sampling)
     is_greedy = sampling.temperature <= 0
@@ -80,11 +80,11 @@ def sample(
 def scaled_logits(
     logits: Float[Array, "B V"], sampling: Sampling
 ) -> Float[Array, "B V"]:
-    """Logits of the distribution that is sampled; -inf for what is left out."""
+    """Returns the logits to sample from, -inf for tokens that the filters drop."""
     is_greedy = sampling.temperature <= 0
     logits = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
     is_filtered = (sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0)
-    return jax.lax.cond(  # sorting the vocabulary is worth avoiding
+    return jax.lax.cond(  # skip the sort when no filter is on
         jnp.any(is_filtered & ~is_greedy),
         lambda x: jnp.where(is_greedy[:, None], x, _filtered(x, sampling)),
         lambda x: x,
@@ -93,13 +93,13 @@ def scaled_logits(
 
 
 def _filtered(logits: Array, sampling: Sampling) -> Array:
-    """Keeps what is as likely as the least likely token that passes all filters."""
+    """Keeps all tokens as likely as the least likely one that passes all filters."""
     top_p, top_k = sampling.top_p[:, None], sampling.top_k[:, None]
     ordered = jnp.sort(logits, axis=-1, descending=True)
     is_kept = (jnp.arange(logits.shape[-1])[None] < top_k) | (top_k <= 0)
     probs = jax.nn.softmax(jnp.where(is_kept, ordered, -jnp.inf), axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
-    is_kept &= (before < top_p) | (top_p >= 1)  # a sum of all may exceed 1
+    is_kept &= (before < top_p) | (top_p >= 1)  # sums may round above 1
     is_kept &= probs >= sampling.min_p[:, None] * probs[:, :1]
     least = jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= least, logits, -jnp.inf)

@@ -1,12 +1,12 @@
-"""Who is read and who is decoded next: a state machine without any array.
+"""Decides what each dispatch does: a state machine without arrays.
 
 Requests wait in order. A free slot takes the first of them; its prompt is read in parts
-of at most a chunk, and then the slot decodes until the sequence ends. What a slot holds
-stays there until it is taken again: a prompt that goes on from it, as the next turn of
-a conversation does, goes first, to this slot, and is read from where it is new.
+of at most a chunk, then the slot decodes until the sequence ends. A slot keeps its
+tokens until its next request. A prompt that extends them, such as a conversation's next
+turn, is admitted first, to this slot, and only its new tokens are read.
 
-`plan` says what to do and `advance` puts down that it was done. Each may be called
-again where an exception or ctrl-C cut it short, with the same result.
+`plan` returns what to do and `advance` records that it was done. Either can be called
+again after an exception or ctrl-C, with the same result.
 """
 
 import collections
@@ -17,7 +17,7 @@ from typing import Literal
 from glm5_jax.inference import prefixes
 from glm5_jax.inference.requests import Completion, Request
 
-MAX_PASSED = 64  # next turns a slot that may go before who has waited longest
+MAX_PASSED = 64  # next turns per slot that may overtake the oldest request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,28 +25,28 @@ class Work:
     """A request under way."""
 
     request: Request
-    prompt: list[int]  # of the request
-    text: bytes  # the same, encoded
-    completion: Completion  # what it has so far
+    prompt: list[int]  # prompt and, on a restart, drawn tokens
+    text: bytes  # the prompt, encoded
+    completion: Completion  # so far
 
 
 @dataclasses.dataclass
 class Slot:
-    """Room for one sequence."""
+    """The place of one sequence."""
 
     index: int
-    device: int = 0  # of those that have different slots
+    device: int = 0  # device that holds it
     work: Work | None = None  # None: free
-    tokens: list[int] = dataclasses.field(default_factory=list)  # read, in the cache
-    last: int | None = None  # drawn, and not read yet
-    version: int = -1  # of the weights that read the oldest of the tokens
+    tokens: list[int] = dataclasses.field(default_factory=list)  # in the cache
+    last: int | None = None  # drawn, not yet in the cache
+    version: int = -1  # of the weights that read its oldest token
     last_used: int = -1
-    kept_until: int = 0  # dispatches, for a next turn
-    text: bytes = b""  # of a free slot: its tokens, where they have been encoded
+    kept_until: int = 0  # dispatch until which it waits for a next turn
+    text: bytes = b""  # encoded tokens of a free slot, once needed
 
     @property
     def is_reading(self) -> bool:
-        """Returns whether tokens are still to be read before the next one is drawn."""
+        """Returns whether tokens remain to be read before the next one is drawn."""
         return self.work is not None and self.last is None
 
     @property
@@ -57,23 +57,23 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Tokens that a slot reads behind `start` others."""
+    """Tokens that a slot reads, from position `start` on."""
 
     slot: Slot
     work: Work
     start: int
     tokens: Sequence[int]
-    is_last: bool  # a token is drawn behind them
+    is_last: bool  # a token is drawn after them
     num_drawn: int  # tokens of the completion so far
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """What the device does next, for some slots."""
+    """The next work of the devices, for some slots."""
 
     kind: Literal["fresh", "behind", "decode"]  # first parts; later ones; draws
     parts: list[Part]
-    is_all: bool = True  # of this kind that there is
+    is_all: bool = True  # whether it is all the work of its kind
 
 
 class Scheduler:
@@ -86,30 +86,30 @@ class Scheduler:
     """
 
     def __init__(self, num_slots: int, chunk: int, num_devices: int = 1) -> None:
-        """Frees all slots; each device has as many, one after the other."""
+        """Makes free slots, equally many on each device."""
         own = num_slots // num_devices
         self.slots = [Slot(i, i // own) for i in range(num_slots)]
         self.works: dict[int, Work] = {}
         self.chunk = chunk
         self._clock = 0
-        self._num_done = 0  # dispatches
-        self._num_passed = 0  # next turns that went before who has waited longest
-        self._new: list[int] = []  # requests that no slot has been looked for
-        self._has_left_some = False  # the last dispatch read, and not all of it
+        self._num_done = 0  # dispatches done
+        self._num_passed = 0  # next turns that overtook the oldest request
+        self._new: list[int] = []  # requests not yet matched with slots
+        self._has_left_some = False  # the last dispatch left prompts unread
 
     def submit(self, request: Request) -> None:
-        """Lets a request wait for a slot."""
+        """Queues a request."""
         prompt = [int(token) for token in request.prompt]
         work = Work(request, prompt, prefixes.encoded(prompt), Completion([], [], None))
         self.works[request.id] = work
         self._new.append(request.id)
 
     def release(self, id: int, keep: int = 0) -> Slot | None:
-        """Takes a request out; what its slot holds stays until another takes it.
+        """Removes a request; its slot keeps the tokens until the next request.
 
         Args:
           id: of the request.
-          keep: dispatches for which only a next turn takes it.
+          keep: number of dispatches for which only a next turn may take the slot.
         """
         found = None
         for slot in self.slots:
@@ -122,18 +122,18 @@ class Scheduler:
         return found
 
     def forget(self) -> None:
-        """Reads all that was read again, as the cache is empty."""
+        """Marks all tokens as unread, after the cache was lost."""
         for slot in self.slots:
             slot.tokens, slot.text, slot.last = [], b"", None
 
     def plan(self, version: int) -> Dispatch | None:
-        """Says what to do now; waiting requests get free slots, nothing counts as read.
+        """Admits waiting requests to free slots and returns the next dispatch.
 
-        Reading goes first, as slots that decode are then more; but a prompt of many
-        chunks lets the others decode in between.
+        Reading comes before decoding, so that more slots decode together; between the
+        chunks of a long prompt the other slots decode.
 
         Args:
-          version: of the weights that will do it.
+          version: of the weights that will run the dispatch.
         """
         decoding = [slot for slot in self.slots if slot.is_decoding]
         if not (self._has_left_some and decoding):
@@ -148,12 +148,12 @@ class Scheduler:
         return Dispatch("decode", parts) if parts else None
 
     def advance(self, dispatch: Dispatch, drawn: list[list[int]], version: int) -> None:
-        """Puts down that a dispatch was done.
+        """Records that a dispatch was done.
 
         Args:
           dispatch: of `plan`.
-          drawn: tokens, of each part.
-          version: of the weights that did it.
+          drawn: tokens drawn for each part.
+          version: of the weights that ran the dispatch.
         """
         for part, ids in zip(dispatch.parts, drawn, strict=True):
             slot, read = part.slot, [*part.tokens, *ids[:-1]]
@@ -168,10 +168,10 @@ class Scheduler:
         self._num_done += 1
 
     def _admit(self, version: int) -> None:
-        """Gives free slots to waiting requests.
+        """Assigns free slots to waiting requests.
 
-        First to next turns, which find their own slot; then in order, to all devices
-        alike. A slot that is kept for a next turn is given away where all would idle.
+        Next turns come first, each to its own slot; then the others in order, spread
+        over the devices. A held slot is assigned to others only if all would idle.
         """
         busy = [slot for slot in self.slots if slot.work is not None]
         running = {slot.work.request.id for slot in busy if slot.work is not None}
@@ -198,7 +198,7 @@ class Scheduler:
         self._num_passed = 0
 
     def _part(self, slot: Slot) -> Part:
-        """Returns what a slot does next."""
+        """Returns the next part of a slot."""
         work, start = slot.work, len(slot.tokens)
         assert work is not None
         num_drawn = len(work.completion.tokens)
@@ -210,24 +210,24 @@ class Scheduler:
 
 
 class _Places:
-    """Free slots while they are given away."""
+    """The free slots during an admission."""
 
     def __init__(
         self, free: dict[int, Slot], version: int, taken: collections.Counter
     ) -> None:
-        """Slots by index; the requests that each device has already."""
+        """Takes slots by index, and the number of requests on each device."""
         self.free, self._taken = dict(free), taken
         held = {i: s.text for i, s in free.items() if s.text and s.version == version}
         self._texts, self._held = prefixes.Texts(held), held
 
     def leave(self, slots: Sequence[Slot]) -> None:
-        """Does not give these away."""
+        """Withholds these slots."""
         for slot in slots:
             if self.free.pop(slot.index, None) and slot.index in self._held:
                 self._texts.remove(self._held.pop(slot.index), slot.index)
 
     def continues(self, work: Work) -> bool:
-        """Gives a request the slot whose whole text its prompt goes on from, if any."""
+        """Assigns the slot whose whole text the prompt extends, if there is one."""
         size, found = self._kept(work)
         whole = [slot for slot in found if len(slot.tokens) == size > 0]
         if whole:
@@ -235,7 +235,7 @@ class _Places:
         return bool(whole)
 
     def give(self, work: Work) -> None:
-        """Gives a request the slot that spares most reading, then most others."""
+        """Assigns the slot that saves most reading; ties go to the least used."""
         size, found = self._kept(work)
 
         def rank(slot: Slot) -> tuple[int, ...]:
@@ -244,9 +244,10 @@ class _Places:
         self._put(work, min(found, key=rank), size)
 
     def _kept(self, work: Work) -> tuple[int, list[Slot]]:
-        """Counts the prompt's leading tokens that a slot has, if half; and finds it.
+        """Returns the tokens of the prompt that a slot already holds, and the slot.
 
-        The last one is read in any case, as the next is drawn from what it gives.
+        Fewer than half count as none. The last token of a prompt is always read, since
+        the next one is drawn from its output.
         """
         size, found = self._texts.nearest(work.text)
         size = min(size, len(work.prompt) - 1)
@@ -255,7 +256,7 @@ class _Places:
         return 0, list(self.free.values())
 
     def _put(self, work: Work, slot: Slot, size: int) -> None:
-        """A slot that already holds `size` tokens of the prompt is the request's."""
+        """Assigns a slot that already holds `size` tokens of the prompt."""
         self.leave([slot])
         self._taken[slot.device] += 1
         slot.text, slot.last = b"", None

@@ -1,4 +1,4 @@
-"""How likely a model finds what is there: log-likelihoods of given tokens."""
+"""Scores given tokens: their log-likelihoods under a model."""
 
 import functools
 import math
@@ -14,19 +14,19 @@ from glm5_jax.data.rows import packing
 from glm5_jax.inference import weights
 from glm5_jax.model import invariance, transformer
 
-BATCH_TOKENS = 4096  # of a forward pass
-CHUNK_TOKENS = 1024  # whose logits exist at once
+BATCH_TOKENS = 4096  # tokens of a forward pass
+CHUNK_TOKENS = 1024  # tokens whose logits are in memory at once
 
-Rows = dict[str, np.ndarray]  # as of data.packing, stacked
+Rows = dict[str, np.ndarray]  # stacked rows of data/rows/packing.py
 
 
 def rows_of_tokens(
     tokens: Int[np.ndarray, "N T"], config: config_lib.ModelConfig
 ) -> Rows:
-    """Rows that are a document each; their first tokens are not scored.
+    """Makes a document of each row; first tokens are not scored.
 
     Raises:
-      InputError: there is nothing to score, or an id that the model does not have.
+      InputError: there is nothing to score, or the model lacks an id.
     """
     if tokens.shape[1] < 2:
         raise config_lib.InputError(
@@ -45,10 +45,10 @@ def rows_of_tokens(
 
 
 def require_ids(tokens: Int[np.ndarray, "N T"], config: config_lib.ModelConfig) -> None:
-    """Checks that a model has all ids, before a cast could wrap them.
+    """Checks that all ids are in the vocabulary, before a cast could wrap them.
 
     Raises:
-      InputError: it does not have one.
+      InputError: one is not.
     """
     least, most = int(tokens.min()), int(tokens.max())
     if least < 0 or most >= config.vocab_size:
@@ -59,10 +59,10 @@ def require_ids(tokens: Int[np.ndarray, "N T"], config: config_lib.ModelConfig) 
 
 
 def require_positions(num_tokens: int, config: config_lib.ModelConfig) -> None:
-    """Checks that a model can see as many tokens at once.
+    """Checks that a model has enough positions for a row.
 
     Raises:
-      InputError: it cannot.
+      InputError: the row is too long.
     """
     limit = config.max_position_embeddings
     if num_tokens > limit:
@@ -75,7 +75,7 @@ def require_positions(num_tokens: int, config: config_lib.ModelConfig) -> None:
 def rows_of_text(
     text: str, tokenizer: tokenizer_lib.Tokenizer, sequence_length: int
 ) -> Rows:
-    """Rows of one document, as in training: <|endoftext|> is its last target.
+    """Packs a text as one document, as in training: its last target is <|endoftext|>.
 
     Raises:
       InputError: the text is empty.
@@ -97,16 +97,16 @@ def score(
     rows: Rows,
     logits_out: Float[np.ndarray, "N T V"] | None = None,
 ) -> Float[np.ndarray, "N T"]:
-    """-log p(target) of every position, in nats.
+    """Computes -log p(target) at every position, in nats.
 
     Args:
       params: of `transformer.table`.
       config: of the model.
-      rows: what to read.
-      logits_out: is filled with the logits of every position, if given.
+      rows: tokens, targets and masks.
+      logits_out: if given, filled with the logits of every position.
 
     Raises:
-      InputError: there are more positions than the model has.
+      InputError: a row is longer than the model's positions.
     """
     tokens = rows["tokens"]
     require_positions(tokens.shape[1], config)
@@ -126,7 +126,7 @@ def score(
 
 
 def summarize(rows: Rows, nll: Float[np.ndarray, "N T"]) -> dict[str, Any]:
-    """Mean negative log-likelihood of a token in nats; bits per byte of a text."""
+    """Returns the mean nats per token, and for a text the bits per byte."""
     mask = rows["loss_mask"]
     total, count = float(np.sum(nll * mask, dtype=np.float64)), int(mask.sum())
     summary = {"nll": total / count, "num_tokens": count}
@@ -141,7 +141,7 @@ def summarize(rows: Rows, nll: Float[np.ndarray, "N T"]) -> dict[str, Any]:
 
 
 def _take(array: np.ndarray, first: int, size: int) -> np.ndarray:
-    """Rows first .. first + size; below the last one zeros, which are padding."""
+    """Returns rows first .. first + size, padded with zeros after the last one."""
     part = array[first : first + size]
     return np.pad(part, [(0, size - len(part)), (0, 0)])
 
@@ -155,7 +155,7 @@ def _score(
     segment_ids: Int[Array, "B T"],
     positions: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T D"]]:
-    """Negative log-likelihoods, and the states that the logits come from."""
+    """Computes the losses of a batch, and the states that its logits come from."""
     out = transformer.forward(params, config, tokens, segment_ids, positions)
     head = params["lm_head"]
     return losses.token_nll(out.hidden, head, targets, CHUNK_TOKENS), out.hidden

@@ -1,4 +1,4 @@
-"""Parameters as the engine computes with them: made once, used for whole dispatches."""
+"""The engine's copy of the parameters, made once for each published version."""
 
 import dataclasses
 import functools
@@ -10,15 +10,15 @@ from glm5_jax.inference import placement
 from glm5_jax.model import cached, transformer
 from pallas_kernels import dispatch
 
-MAX_UNSTACKED_LAYERS = 32  # compile time grows with them
+MAX_UNSTACKED_LAYERS = 32  # each adds compile time
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What a dispatch computes with; never changed, only replaced as a whole."""
+    """The immutable parameters of a dispatch, replaced as a whole."""
 
     params: dict  # in their dtypes of computation
-    decode_params: dict  # the same, as decoding wants them
+    decode_params: dict  # the same, laid out for decoding
     version: int
 
 
@@ -28,13 +28,13 @@ def make(
     config: config_lib.ModelConfig,
     mesh: placement.AnyMesh | None,
 ) -> Weights:
-    """Casts parameters and puts them where they belong: no copy, where they are there.
+    """Casts and places parameters, without a copy where nothing changes.
 
     Args:
       params: of `transformer.table`.
-      version: of them.
+      version: of the parameters.
       config: of the model.
-      mesh: of the engine, which is in use; None for a single device.
+      mesh: the engine's mesh, which must be set; None for a single device.
     """
 
     def placed(params: dict) -> dict:
@@ -48,7 +48,7 @@ def make(
 
 @functools.partial(jax.jit, static_argnames="config")
 def cast_params(params: dict, config: config_lib.ModelConfig) -> dict:
-    """Parameters in the dtypes that they are computed in, once instead of every token.
+    """Casts parameters to their dtypes of computation, once for all tokens.
 
     Matrices become config.dtype; norms, router and head weights float32.
     """
@@ -56,7 +56,7 @@ def cast_params(params: dict, config: config_lib.ModelConfig) -> dict:
 
 
 def _decode_params(params: dict, config: config_lib.ModelConfig) -> dict:
-    """Unstacks layers on a CPU, which copies a layer of a stack before use."""
+    """Unstacks layers on CPUs, which would copy each layer of a stack before use."""
     is_small = config.num_hidden_layers <= MAX_UNSTACKED_LAYERS
     is_alone = placement.in_use() is None
     if dispatch.platform() == "cpu" and is_small and is_alone:
