@@ -1,4 +1,4 @@
-"""Compiles GLM-5's optimizer alone for TPUs that are not there: memory and wires.
+"""Compiles GLM-5's optimizer alone for absent TPUs: memory and communication.
 
     python benchmarks/muon_aot.py --topology=v5p:8x8x8 --fsdp=64 --expert=8
 
@@ -70,7 +70,7 @@ def main() -> None:
     shapes = transformer.abstract_params(presets.GLM5)
     leaves = optimizer_lib.muon_leaves(config, presets.GLM5, dims, shapes)
     groups = matrix_groups.plan(leaves, mesh.shape)
-    print(matrix_groups.table(groups), flush=True)  # noqa: T201
+    print(matrix_groups.markdown(groups), flush=True)  # noqa: T201
     began = time.process_time()
     compiled = compile_lib.compile(job(config, mesh))
     assert isinstance(compiled, compile_lib.Compiled)

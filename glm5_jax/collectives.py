@@ -1,13 +1,12 @@
-"""What a program of one device's shards says to the others.
+"""Collectives of the per-device program: gathers, sums and exchanges over mesh axes.
 
-The model is written for the shards of one device and runs under one `jax.shard_map`
-over all mesh axes (`on_shards`); these functions are its only words to other devices.
-Where a mesh axis has one device, and outside of `on_shards`, they do nothing, so the
-same code is the program of a laptop.
+The model computes on the shards of one device, under one `jax.shard_map` over all mesh
+axes (`on_shards`), and communicates by these functions alone. Over an axis of one
+device, and outside `on_shards`, they are no-ops, so that a laptop runs the same code.
 
-Gradients follow by transposition: of a gather a scattered sum, and the other way round.
-check_vma is off: the loops of the kernels start from constants, which a check would
-have to be told to vary over devices (docs/design/0007-a-local-program.md).
+Gradients follow by transposition: a gather's is a scattered sum, and the reverse.
+check_vma is off: the kernels' loops start from constants, which that check would need
+to be told to vary over devices (docs/design/0007-a-local-program.md).
 """
 
 import math
@@ -24,15 +23,15 @@ from glm5_jax import sharding
 
 ROWS = sharding.RULES["B"]  # axes that hold different rows of a batch
 CONTEXT = sharding.RULES["T"]
-TOKENS = (*ROWS, *CONTEXT)  # ... or different tokens of a row
-SHARES = ("tensor",)  # axes that hold shares of the heads and of the widths
-WORDS = sharding.RULES["V"]  # axes that hold different words of the vocabulary ...
-WORD_ROWS = tuple(axis for axis in WORDS if axis in ROWS)  # ... and different rows
-_KEPT = ("N", "F", "V")  # dims that a device computes a share of
+TOKENS = (*ROWS, *CONTEXT)  # axes that hold different tokens of a batch
+SHARES = ("tensor",)  # axes that shard heads and feed-forward widths
+WORDS = sharding.RULES["V"]  # axes that shard the vocabulary
+WORD_ROWS = tuple(axis for axis in WORDS if axis in ROWS)  # those of different rows
+_KEPT = ("N", "F", "V")  # dims that stay sharded while a device computes
 
 
 def on_shards(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` on every device's shards, if the mesh in use has several devices."""
+    """Maps a function over the devices' shards, if the mesh has several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function
@@ -42,18 +41,18 @@ def on_shards(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
 
 
 def size(axes: Sequence[str]) -> int:
-    """Devices along these axes that work on one program; 1 outside of `on_shards`."""
+    """Returns the number of devices along these axes; 1 outside `on_shards`."""
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape[axis] for axis in _live(axes))
 
 
 def num_devices() -> int:
-    """Devices that work on one program; 1 outside of `on_shards`."""
+    """Returns the number of devices of the program; 1 outside `on_shards`."""
     return size(jax.sharding.get_abstract_mesh().axis_names)
 
 
-def position(axes: Sequence[str]) -> Array | int:
-    """Returns which of them this device is."""
+def index(axes: Sequence[str]) -> Array | int:
+    """Returns this device's index along these axes."""
     live = _live(axes)
     return lax.axis_index(live) if live else 0
 
@@ -61,8 +60,8 @@ def position(axes: Sequence[str]) -> Array | int:
 def gather(x: Array, axes: Sequence[str], dim: int) -> Array:
     """Joins the shards of a dim.
 
-    Axis by axis, the minor one first: libtpu 0.0.51 makes an all-reduce, twice the
-    traffic, of a gather over all chips of a slice at once.
+    It gathers over one axis after the other, the minor one first: libtpu 0.0.51 turns a
+    gather over all chips of a slice into an all-reduce, which has twice the traffic.
     """
     for axis in reversed(_live(axes)):
         x = lax.all_gather(x, axis, axis=dim, tiled=True)
@@ -70,7 +69,7 @@ def gather(x: Array, axes: Sequence[str], dim: int) -> Array:
 
 
 def scatter_sum(x: Array, axes: Sequence[str], dim: int) -> Array:
-    """Sums over devices; each keeps its share of a dim."""
+    """Sums over devices, and keeps this device's shard of a dim."""
     live = _live(axes)
     if not live:
         return x
@@ -78,7 +77,7 @@ def scatter_sum(x: Array, axes: Sequence[str], dim: int) -> Array:
 
 
 def exchange(x: Array, axes: Sequence[str], split: int, joined: int) -> Array:
-    """Keeps this device's share of a dim, and gets the others' shares of another."""
+    """Shards the dim `split` and joins the shards of the dim `joined`: all-to-all."""
     live = _live(axes)
     if not live:
         return x
@@ -92,10 +91,10 @@ def total(x: Any, axes: Sequence[str]) -> Any:
 
 
 def total_of_copies(x: Array, dims: tuple[str, ...]) -> Array:
-    """Sums an array with these dims over the devices that store the same part of it.
+    """Sums an array with these dims over the devices that store the same shard.
 
-    So a gradient is summed that each device took of its share, loss / num_devices, of
-    what is the same on every device: as the transpose of `on_shards` does.
+    It sums gradients that each device took of its share, loss / num_devices, of a loss
+    that is equal on all devices; the transpose of `on_shards` does the same.
     """
     cut = {axis for axes in sharding.axes_of(dims) for axis in axes}
     names = jax.sharding.get_abstract_mesh().axis_names
@@ -103,27 +102,27 @@ def total_of_copies(x: Array, dims: tuple[str, ...]) -> Array:
 
 
 def largest(x: Array, axes: Sequence[str]) -> Array:
-    """Maximum over devices; not for gradients."""
+    """Returns the maximum over devices, without a gradient."""
     live = _live(axes)
     return lax.pmax(lax.stop_gradient(x), live) if live else x
 
 
 def anywhere(x: Array, axes: Sequence[str]) -> Array:
-    """Returns whether it is true on any device."""
+    """Returns whether a condition is true on any device."""
     live = _live(axes)
     return lax.psum(x.astype(jnp.int32), live) > 0 if live else x
 
 
 def mean(x: Array, axes: Sequence[str]) -> Array:
-    """Mean over devices of what counts the same on each."""
+    """Returns the mean over devices, each with equal weight."""
     return total(x, axes) / size(axes)
 
 
-def whole(x: Array, dims: tuple[str, ...], dtype: str | None = None) -> Array:
-    """A parameter without its storage's cuts: its heads, experts and words stay cut.
+def fetched(x: Array, dims: tuple[str, ...], dtype: str | None = None) -> Array:
+    """Returns a parameter gathered over its storage axes, sent as `dtype`.
 
-    Only where E leads is it a stack of experts, which stay where they are; a router's
-    columns are gathered. What is sent is sent as `dtype`.
+    Heads, feed-forward widths and words stay sharded, and so do experts where E is the
+    first dim; a router's columns, also E, are gathered.
     """
     for dim, axes in enumerate(fetched_axes(dims)):
         if size(axes) > 1:
@@ -132,22 +131,23 @@ def whole(x: Array, dims: tuple[str, ...], dtype: str | None = None) -> Array:
 
 
 def fetched_axes(dims: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Mesh axes along which `whole` gathers each dim of a parameter."""
+    """Returns the mesh axes over which `fetched` gathers each dim of a parameter."""
     kept = (*_KEPT, "E") if dims[0] == "E" else _KEPT
     pairs = zip(dims, sharding.axes_of(dims), strict=True)
     return [() if dim in kept else axes for dim, axes in pairs]
 
 
 def all_keys(x: Array, dim: int = 1) -> Array:
-    """Joins the tokens of all devices of a row, in the order of the text."""
+    """Gathers the tokens of a row, in the order of the text."""
     return _in_order(gather(x, CONTEXT, dim), size(CONTEXT), dim)
 
 
 def balanced(x: Array, dim: int) -> Array:
-    """Reorders tokens so that devices with a part of each row have equal work.
+    """Reorders the tokens of rows that n devices share, for equal work.
 
-    Of 2n pieces device i gets i and 2n - 1 - i: an early one, with few keys before it,
-    and a late one. Outside of `on_shards`; `all_keys` and `in_order` undo it.
+    Device i gets pieces i and 2n - 1 - i of 2n: an early one, which attends to few
+    keys, and a late one. Call it outside `on_shards`; `all_keys` and `in_order` undo
+    it.
     """
     num = _context_size()
     if num == 1:
@@ -173,13 +173,13 @@ def _in_order(x: Array, num: int, dim: int) -> Array:
 
 
 def _context_size() -> int:
-    """Devices that share a row, in the mesh in use."""
+    """Returns the number of devices that share a row, in the mesh in use."""
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape.get(axis, 1) for axis in CONTEXT)
 
 
 def _live(axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns those of the axes over which this program is one of several."""
+    """Returns those of the axes over which the program is mapped on several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     live = {name for name, n, kind in kinds if n > 1 and kind == AxisType.Manual}

@@ -1,8 +1,8 @@
-"""Terms of the training loss; each is a function of arrays, in float32.
+"""Losses of next tokens and of multi-token prediction, in float32.
 
-The vocabulary's logits exist for `chunk_tokens` tokens at a time. A sum of
-log-likelihoods is a scalar, so its gradient is computed beside it, chunk by chunk, up
-to the factor that the backward pass brings (GLM-5 report 2.4: sequence-chunked head).
+Logits exist for `chunk_tokens` tokens at a time. As the loss is a scalar, the forward
+pass computes its gradient too, chunk by chunk, and the backward pass only multiplies it
+by the incoming factor (GLM-5 report 2.4: sequence-chunked head).
 """
 
 import functools
@@ -25,15 +25,15 @@ def next_token_loss(
     chunk_tokens: int,
     z_weight: float = 0.0,
 ) -> Float[Array, ""]:
-    """Weighted sum of -log softmax(hidden head)[target] + z_weight * logsumexp^2.
+    """Returns sum w (-log softmax(hidden head)[target] + z_weight * logsumexp^2).
 
     Args:
       hidden: states after the last norm.
-      head: output matrix [D, V], of which a device may have a part.
+      head: output matrix [D, V], or this device's shard of it.
       targets: ids of the tokens to predict.
-      weights: of each position, e.g. `mean_weights`.
+      weights: w of each token, e.g. `mean_weights`.
       chunk_tokens: tokens whose logits exist at once.
-      z_weight: of the squared normaliser (PaLM, arXiv 2204.02311); 0 is off.
+      z_weight: weight of the squared normaliser (PaLM, arXiv 2204.02311); 0 is off.
     """
     chunks = _chunked(hidden, targets, weights, chunk_tokens)
     total = _total(_head(head, hidden.dtype), z_weight, *chunks)
@@ -41,7 +41,7 @@ def next_token_loss(
 
 
 def mean_weights(mask: Float[Array, "*k B T"]) -> Float[Array, "*k B T"]:
-    """Weights with which a sum over a batch is the mean over its mask."""
+    """Returns the weights that make a sum over a batch the mean over its mask."""
     return mask / jnp.maximum(jnp.sum(mask, axis=(-2, -1), keepdims=True), 1)
 
 
@@ -51,7 +51,7 @@ def token_nll(
     targets: Int[Array, "B T"],
     chunk_tokens: int,
 ) -> Float[Array, "B T"]:
-    """-log softmax(hidden head)[target] of every token; not for gradients."""
+    """Returns -log softmax(hidden head)[target] of every token, without gradients."""
     mask = jnp.ones(targets.shape, jnp.float32)
     hidden, targets, _ = _chunked(hidden, targets, mask, chunk_tokens)
     head = _head(head, hidden.dtype)
@@ -73,9 +73,9 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
 ) -> Float[Array, "B T"]:
-    """Log softmax(hidden head / temperature)[target] of every token, differentiable.
+    """Returns log softmax(hidden head / temperature)[target], differentiable.
 
-    The backward pass computes each chunk's logits anew.
+    The backward pass recomputes the logits of each chunk.
     """
     mask = jnp.ones(targets.shape, jnp.float32)
     hidden, targets, _ = _chunked(hidden, targets, mask, chunk_tokens)
@@ -99,13 +99,13 @@ def mtp_loss(
     *,
     chunk_tokens: int,
 ) -> Float[Array, ""]:
-    """Mean over steps of their next-token losses (arXiv 2412.19437, section 2.2).
+    """Returns the mean of all MTP steps' losses (arXiv 2412.19437, section 2.2).
 
     Args:
-      states: of the MTP steps k = 1, 2, ...
-      head: output matrix [D, V], of which a device may have a part.
-      targets: of each step, see `mtp_targets`.
-      weights: likewise, of each position.
+      states: hidden states of the MTP steps k = 1, 2, ...
+      head: output matrix [D, V], or this device's shard of it.
+      targets: ids to predict in each step, see `mtp_targets`.
+      weights: weight of each token in each step.
       chunk_tokens: tokens whose logits exist at once.
     """
 
@@ -124,22 +124,22 @@ def mtp_targets(
     segment_ids: Int[Array, "B T"],
     num_steps: int,
 ) -> tuple[Int[Array, "k B T"], Float[Array, "k B T"]]:
-    """Returns what the MTP steps predict, and how much each position counts.
+    """Returns the ids that the MTP steps predict, and the weight of each.
 
-    Step k at position i predicts targets[i + k]. Positions whose token i + k lies in
-    another document, or beyond the row, do not count.
+    In step k, token i of a row predicts targets[i + k], with weight 0 where token i + k
+    belongs to another document or is beyond the row.
 
     Args:
-      targets: next token of every position.
-      mask: weight of each position's target.
-      segment_ids: document of each position.
-      num_steps: of MTP.
+      targets: the token after each token.
+      mask: weight of each target.
+      segment_ids: number of each token's document.
+      num_steps: number of MTP steps.
     """
-    position, size = jnp.arange(targets.shape[1])[None], targets.shape[1]
+    index, size = jnp.arange(targets.shape[1])[None], targets.shape[1]
 
     def step(k: int) -> tuple[Array, Array]:
         is_same = jnp.roll(segment_ids, -k, axis=1) == segment_ids
-        counts = (position < size - k) & is_same
+        counts = (index < size - k) & is_same
         return jnp.roll(targets, -k, axis=1), jnp.roll(mask, -k, axis=1) * counts
 
     ahead, weights = zip(*map(step, range(1, num_steps + 1)), strict=True)
@@ -147,9 +147,9 @@ def mtp_targets(
 
 
 def _chunked(hidden: Array, targets: Array, mask: Array, size: int) -> tuple:
-    """Flattens tokens and cuts them into chunks [n, size, ...], zero padded.
+    """Flattens tokens and cuts them into zero-padded chunks [n, size, ...].
 
-    `size` counts the tokens of all devices that share the words.
+    `size` counts the tokens of all devices that share the vocabulary.
     """
     size = min(max(size // collectives.size(collectives.WORD_ROWS), 1), targets.size)
     padding = -targets.size % size
@@ -163,29 +163,30 @@ def _chunked(hidden: Array, targets: Array, mask: Array, size: int) -> tuple:
 
 
 def _head(head: Array, dtype: jax.typing.DTypeLike) -> Array:
-    """This device's words of the output matrix."""
-    return collectives.whole(head, ("D", "V"), jnp.dtype(dtype).name)
+    """Returns the output matrix for this device's vocabulary shard."""
+    return collectives.fetched(head, ("D", "V"), jnp.dtype(dtype).name)
 
 
 def _all_rows(xs: Any) -> Any:
-    """Tokens of all devices that share the words; `_own_rows` are this device's."""
+    """Gathers the tokens of all devices that share the vocabulary."""
     return jax.tree.map(lambda x: collectives.gather(x, collectives.WORD_ROWS, 0), xs)
 
 
 def _own_rows(x: Array) -> Array:
+    """Returns this device's part of what `_all_rows` gathered."""
     size = len(x) // collectives.size(collectives.WORD_ROWS)
-    first = collectives.position(collectives.WORD_ROWS) * size
+    first = collectives.index(collectives.WORD_ROWS) * size
     return lax.dynamic_slice_in_dim(x, first, size)
 
 
 def _logits(hidden: Array, head: Array) -> Array:
-    """Float32 logits of a chunk for this device's words."""
+    """Returns a chunk's float32 logits on this device's vocabulary shard."""
     head = head.astype(hidden.dtype)
     return jnp.einsum("td,dv->tv", hidden, head, preferred_element_type=jnp.float32)
 
 
 def _normaliser(logits: Array) -> Array:
-    """Log-sum-exp over the words of all devices."""
+    """Returns the log-sum-exp over the whole vocabulary."""
     norm = jax.nn.logsumexp(logits, axis=-1)
     if collectives.size(collectives.WORDS) == 1:
         return norm
@@ -194,14 +195,14 @@ def _normaliser(logits: Array) -> Array:
 
 
 def _rows_and_words(logits: Array, targets: Array) -> tuple[Array, Array, Array]:
-    """Returns where the targets' logits are, as far as they are here."""
-    words = targets - collectives.position(collectives.WORDS) * logits.shape[1]
+    """Returns row, column and presence of targets on this device's vocabulary shard."""
+    words = targets - collectives.index(collectives.WORDS) * logits.shape[1]
     is_here = (words >= 0) & (words < logits.shape[1])
     return jnp.arange(targets.size), jnp.where(is_here, words, 0), is_here
 
 
 def _at(logits: Array, targets: Array) -> Array:
-    """The targets' logits."""
+    """Returns the targets' logits."""
     rows, words, is_here = _rows_and_words(logits, targets)
     return collectives.total(
         jnp.where(is_here, logits[rows, words], 0), collectives.WORDS
@@ -212,10 +213,10 @@ def _at(logits: Array, targets: Array) -> Array:
 def _total(
     head: Array, z_weight: float, hidden: Array, targets: Array, mask: Array
 ) -> Array:
-    """Sum over all chunks of the weighted losses.
+    """Returns the sum over all chunks of the weighted losses.
 
-    Devices that share the words compute all of their losses together; each returns an
-    equal part of the sum.
+    Devices that share the vocabulary compute the losses of all their tokens together,
+    and each returns an equal part of the sum.
     """
 
     def chunk(total: Array, xs: tuple) -> tuple[Array, None]:
@@ -230,7 +231,7 @@ def _total(
 
 
 def _forward(head, z_weight, hidden, targets, mask):  # noqa: ANN001, ANN202
-    """Loss and gradient of each chunk together: dlogits = softmax - one-hot."""
+    """Computes loss and gradient of each chunk: dlogits = softmax - one-hot."""
 
     def chunk(carry: tuple, xs: tuple) -> tuple[tuple, Array]:
         total, d_head = carry
@@ -256,7 +257,7 @@ def _forward(head, z_weight, hidden, targets, mask):  # noqa: ANN001, ANN202
 
 
 def _backward(z_weight, gradient, factor):  # noqa: ANN001, ANN202
-    # Each device's part of the sum depends on the words of all.
+    # Each device's part of the sum depends on the vocabulary shards of all.
     factor = collectives.total(factor, collectives.WORDS)
     factor = factor / collectives.size(collectives.WORD_ROWS)
     d_head, d_hidden = (g * factor.astype(g.dtype) for g in gradient)

@@ -17,12 +17,12 @@ def embed(
     Devices that share the words look up each other's tokens, as far as they have them,
     and sum what they found, in the activations' dtype.
     """
-    table = collectives.whole(table, ("V", "D"), config.dtype)
+    table = collectives.fetched(table, ("V", "D"), config.dtype)
     table = table.astype(jnp.float32)  # so its gradient's sums: words come up often
     if collectives.size(collectives.WORDS) == 1:
         return table[tokens].astype(config.dtype)
     ids = collectives.gather(tokens, collectives.WORD_ROWS, 0)
-    ids = ids - collectives.position(collectives.WORDS) * len(table)
+    ids = ids - collectives.index(collectives.WORDS) * len(table)
     is_here = (ids >= 0) & (ids < len(table))
     x = table[jnp.where(is_here, ids, 0)].astype(config.dtype)
     x = jnp.where(is_here[..., None], x, 0)

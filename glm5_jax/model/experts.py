@@ -81,7 +81,7 @@ def by_gather(
 ) -> Float[Array, "t D"]:
     """Devices see each other's tokens and sum what they made of them."""
     x, chosen, gates = (collectives.gather(y, _AXES, 0) for y in (x, chosen, gates))
-    first = collectives.position(_AXES) * len(params["gate_proj"])
+    first = collectives.index(_AXES) * len(params["gate_proj"])
     y = grouped(params, x, chosen - first, gates)
     return collectives.scatter_sum(y, _AXES, 0)
 
@@ -105,7 +105,7 @@ def by_exchange(
     sizes = jnp.sum(counts.reshape(num_devices, num_devices, num_here), axis=2)
     room = num_devices * len(x) * min(per_token, num_here)
     received = _exchange(rows, sizes, room)
-    mine = collectives.position(_AXES) * num_here
+    mine = collectives.index(_AXES) * num_here
     counts = lax.dynamic_slice_in_dim(counts, mine, num_here, axis=1)
     # What came lies by sender, then by expert.
     ends = jnp.cumsum(counts.reshape(-1))
@@ -231,7 +231,7 @@ def _exchange(
 
     They leave in the order of the receivers and arrive in that of the senders.
     """
-    me = collectives.position(_AXES)
+    me = collectives.index(_AXES)
     sent, got = sizes[me], sizes[:, me]
     starts, arrivals = jnp.cumsum(sent) - sent, jnp.cumsum(got) - got
     empty = jnp.zeros((room, rows.shape[1]), rows.dtype)

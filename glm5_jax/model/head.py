@@ -15,7 +15,7 @@ def logits(
     Devices that share the words score each other's rows, each for the words that it
     has, and send back what they found: B V numbers to a device, however many share.
     """
-    head = collectives.whole(params["lm_head"], ("D", "V"), config.dtype)
+    head = collectives.fetched(params["lm_head"], ("D", "V"), config.dtype)
     hidden = collectives.gather(hidden, collectives.WORD_ROWS, 0)
     scores = transformer.logits({"lm_head": head}, config, hidden)
     # The table of rules gives V to SHARES first: a share is a run of words.

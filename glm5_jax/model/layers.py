@@ -76,7 +76,7 @@ def fetched(params: Any, table: Any, dtype: str) -> Any:
     """`cast`, then joined with what other devices store of them."""
 
     def join(param: Param, x: Array) -> Array:
-        return collectives.whole(x, param.dims)
+        return collectives.fetched(x, param.dims)
 
     params = cast(params, table, dtype)
     return jax.tree.map(join, table, params, is_leaf=lambda x: isinstance(x, Param))

@@ -1,10 +1,11 @@
-"""Which matrices each device of a mesh orthogonalises: a plan from shapes alone.
+"""Plans which device of a mesh orthogonalises which matrices, from shapes alone.
 
-Every device holds a block of each matrix of a stack: the axes that shard rows or
-columns are exchanged, so that each device gets whole matrices; those that shard the
-batch have other matrices already; replicas take a share each. As n matrices on k
-devices take ceil(n / k) rounds, stacks with few matrices form groups, in which smaller
-ones are filled up with zeros (rows and columns of zeros stay zero in Newton-Schulz).
+Every device holds a block of each matrix. Over mesh axes that shard rows or columns,
+devices exchange blocks, so that each gets whole matrices. Devices along axes that shard
+the batch dims hold different matrices already, and replicas divide the matrices among
+them. As n matrices on k devices take ceil(n / k) rounds, stacks with few matrices form
+groups, in which the smaller ones are zero-padded (rows and columns of zeros stay zero
+in Newton-Schulz).
 """
 
 import collections
@@ -18,31 +19,30 @@ from jax.sharding import PartitionSpec
 
 from glm5_jax.optim import dimension_numbers
 
-Leaf = tuple[
-    tuple[int, ...], dimension_numbers.Layout, PartitionSpec
-]  # shape of the whole
-NUM_STEPS = 5  # of Newton-Schulz, in the estimates
-ITEM_BYTES = 2  # of an element on the wire, in the estimates
-# v5p: 394 TFLOP/s over 90 GB/s, one direction of one link.
+# Unsharded shape, layout and sharding of a parameter.
+Leaf = tuple[tuple[int, ...], dimension_numbers.Layout, PartitionSpec]
+NUM_STEPS = 5  # Newton-Schulz steps that the estimates assume
+ITEM_BYTES = 2  # bytes of an element that is sent, in the estimates
+# Cost of sending a byte in FLOPs; v5p: 394 TFLOP/s over 90 GB/s, one link, one way.
 FLOPS_PER_BYTE = 4400
-# What a group costs besides: two latencies, and 3.5 s of a CPU to compile it.
+# Fixed cost of a group in FLOPs: two latencies, and 3.5 s of a CPU to compile it.
 GROUP_FLOPS = 5e10
-# Whole matrices that a device has at a time; Newton-Schulz needs about 5 times that.
+# Whole matrices that a device holds at once; Newton-Schulz needs about 5 times that.
 PIECE_BYTES = 2**27
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Blocks that a device has of the matrices of a parameter, or of a part of it.
+    """A device's blocks of the matrices of a parameter, or of a part of it.
 
-    Those that are higher than wide are transposed: accelerators fill up the last dim to
+    Blocks that are taller than wide are transposed: accelerators pad the last dim to
     128 elements, and choose layouts in which it is a long one.
     """
 
     leaf: int  # index of the parameter
-    part: int  # 0, or 1 for the second part of one that is cut
-    start: int  # the first of its matrices
-    count: int  # of matrices
+    part: int  # 0, or 1 for the second part of a fused weight
+    start: int  # index of the first matrix
+    count: int  # number of matrices
     block: tuple[int, int]  # rows and columns of a block
     batch_axes: tuple[str, ...]
     row_axes: tuple[str, ...]
@@ -52,50 +52,50 @@ class Stack:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Returns which parameter and part."""
+        """Returns the index of the parameter and of its part."""
         return self.leaf, self.part
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of a whole matrix."""
+        """Returns the rows and columns of a whole matrix."""
         return self.block[0] * self.shards[0], self.block[1] * self.shards[1]
 
     @property
     def is_tall(self) -> bool:
-        """Returns whether its wide form is the transpose."""
+        """Returns whether a matrix is taller than wide."""
         return self.shape[0] > self.shape[1]
 
     @property
     def wide_shards(self) -> tuple[int, int]:
-        """Blocks along the short and along the long side."""
+        """Returns the number of blocks along the short and along the long side."""
         rows, cols = self.shards
         return (cols, rows) if self.is_tall else (rows, cols)
 
     @property
     def form(self) -> tuple:
-        """Returns what says how to put blocks together."""
+        """Returns all that decides how blocks are put together."""
         return self.row_axes, self.col_axes, self.is_tall
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Stacks whose matrices are spread over the devices together."""
+    """Stacks whose matrices are distributed over the devices together."""
 
     stacks: tuple[Stack, ...]
     exchanged: tuple[str, ...]  # mesh axes that hold blocks of one matrix
-    shared: tuple[str, ...]  # ... that hold replicas, and share the matrices
-    num_exchanged: int  # devices
-    num_shared: int
-    num_pieces: int = 1  # that are exchanged one after the other
+    shared: tuple[str, ...]  # mesh axes of replicas, which divide the matrices
+    num_exchanged: int  # devices along `exchanged`
+    num_shared: int  # devices along `shared`
+    num_pieces: int = 1  # parts of the stack that are exchanged in turn
 
     @property
     def num_owners(self) -> int:
-        """Devices that share the matrices."""
+        """Returns the number of devices that divide the matrices among them."""
         return self.num_exchanged * self.num_shared
 
     @functools.cached_property
     def shape(self) -> tuple[int, int]:
-        """Wide form that holds a matrix of every stack, and divides like all."""
+        """Returns the wide shape to which the matrices of all stacks are padded."""
         sides = []
         for side in (0, 1):
             size = max(sorted(stack.shape)[side] for stack in self.stacks)
@@ -104,7 +104,7 @@ class Group:
         return sides[0], sides[1]
 
     def block(self, stack: Stack) -> tuple[int, int]:
-        """Rows and columns of a stack's block, filled up to the group's shape."""
+        """Returns the rows and columns of a stack's block, padded."""
         short, long = (
             n // k for n, k in zip(self.shape, stack.wide_shards, strict=True)
         )
@@ -112,12 +112,12 @@ class Group:
 
     @functools.cached_property
     def num_rounds(self) -> int:
-        """Matrices that a device gets, with those that only fill up."""
+        """Returns the number of matrices of a device, padding included."""
         return -(-sum(stack.count for stack in self.stacks) // self.num_owners)
 
     @functools.cached_property
     def work(self) -> "Work":
-        """Counts one device's."""
+        """Returns the work of one device."""
         useful = sum(s.count * newton_schulz_flops(*s.shape) for s in self.stacks)
         num_bytes = float(self.num_rounds * math.prod(self.shape) * ITEM_BYTES)
         return Work(
@@ -130,33 +130,33 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Of one device in one update."""
+    """The work of one device in one update."""
 
     useful_flops: float = 0.0
-    flops: float = 0.0  # with those on zeros
+    flops: float = 0.0  # with those on padding
     exchanged_bytes: float = 0.0  # sent in the all-to-alls
     gathered_bytes: float = 0.0  # received from the other replicas
 
     def __add__(self, other: "Work") -> "Work":
-        """Field by field."""
+        """Adds field by field."""
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         return Work(**{name: mine[name] + theirs[name] for name in mine})
 
     def __str__(self) -> str:
-        """Cells of a table."""
+        """Returns the cells of a Markdown row."""
         flops = f"{self.flops / 1e12:.2f} | {self.useful_flops / 1e12:.2f}"
         sent, gathered = self.exchanged_bytes / 2**30, self.gathered_bytes / 2**30
         return f"{flops} | {sent:.2f} | {gathered:.2f}"
 
     @property
     def cost(self) -> float:
-        """Returns FLOPs."""
+        """Returns the cost in FLOPs, communication included."""
         num_bytes = self.exchanged_bytes + self.gathered_bytes
         return self.flops + FLOPS_PER_BYTE * num_bytes
 
 
 def newton_schulz_flops(rows: int, cols: int) -> float:
-    """Counts those of one matrix: X X^T, A A, (b A + c A A) X, on the short side."""
+    """Returns the FLOPs of X X^T, A A, (b A + c A A) X, on the short side."""
     short, long = sorted((rows, cols))
     return NUM_STEPS * (4.0 * short**2 * long + 2.0 * short**3)
 
@@ -165,7 +165,7 @@ def plan(leaves: Sequence[Leaf], mesh_shape: Mapping[str, int]) -> tuple[Group, 
     """Groups the matrices of all parameters.
 
     Args:
-        leaves: whole shape, layout and sharding of every parameter.
+        leaves: unsharded shape, layout and sharding of every parameter.
         mesh_shape: devices along each mesh axis.
     """
     alike = collections.defaultdict(list)
@@ -190,14 +190,14 @@ def plan(leaves: Sequence[Leaf], mesh_shape: Mapping[str, int]) -> tuple[Group, 
 
 
 def total(groups: Sequence[Group]) -> Work:
-    """Sums up one device's, for all groups."""
+    """Returns the work of one device for all groups."""
     return sum((group.work for group in groups), Work())
 
 
-def table(groups: Sequence[Group]) -> str:
-    """The plan in Markdown, a row a group and the sum; all figures of one device."""
+def markdown(groups: Sequence[Group]) -> str:
+    """Returns the plan of one device in Markdown, a row for each group and the sum."""
     rows = [
-        "| matrices | filled up to | rounds | TFLOP | useful | sent GiB | gathered |",
+        "| matrices | padded to | rounds | TFLOP | useful | sent GiB | gathered |",
         "|---|---|---|---|---|---|---|",
     ]
     for group in groups:
@@ -209,7 +209,7 @@ def table(groups: Sequence[Group]) -> str:
 
 
 def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack]:
-    """Returns what a device holds of a parameter."""
+    """Returns the blocks that a device holds of a parameter."""
     shape, layout, spec = leaf
     cut = layout.cut[0] if layout.cut is not None else None
 
@@ -252,14 +252,14 @@ def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack
 
 
 def _axes(stack: Stack, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns those that cut a stack's matrices, in the order of the mesh."""
+    """Returns the axes that shard a stack's matrices, in the order of the mesh."""
     return tuple(a for a in mesh_shape if a in stack.row_axes + stack.col_axes)
 
 
 def _shared_or_repeated(
     stacks: tuple[Stack, ...], exchanged: tuple[str, ...], mesh_shape: Mapping[str, int]
 ) -> Group:
-    """A group whose replicas share the work, unless to repeat it is cheaper."""
+    """Returns a group whose replicas divide the work, or repeat it if cheaper."""
     taken = (*exchanged, *stacks[0].batch_axes)
     free = tuple(a for a, n in mesh_shape.items() if n > 1 and a not in taken)
 
@@ -271,11 +271,11 @@ def _shared_or_repeated(
 
 
 def _pieces(group: Group) -> tuple[list[Group], list[Group]]:
-    """Groups of one large stack each, worked through in pieces; and the rest.
+    """Returns groups of one large stack each, computed in pieces; and the rest.
 
-    As many matrices at once as fit in PIECE_BYTES; of the upper half of these numbers
-    the one that leaves the smallest rest. What a large stack leaves is filled up with
-    small stacks if that goes without zeros: it then waits for no other large one.
+    A piece has at most as many matrices as fit in PIECE_BYTES, and at least half as
+    many: the number that leaves the smallest remainder. The remainder is grouped with
+    small stacks if they divide exactly, so that it waits for no other large stack.
     """
     most = max(PIECE_BYTES // (math.prod(group.shape) * ITEM_BYTES), 1)
     is_large = lambda stack: stack.count // group.num_owners > most
@@ -302,7 +302,7 @@ def _pieces(group: Group) -> tuple[list[Group], list[Group]]:
 def _filled(
     stack: Stack, others: Sequence[Stack], num_owners: int
 ) -> tuple[Stack, ...] | None:
-    """A stack and others that divide exactly among the owners, if that is found."""
+    """Returns a stack and others that together divide exactly among the owners."""
     filled = [stack]
     for other in others:
         missing = -sum(stack.count for stack in filled) % num_owners
@@ -313,7 +313,7 @@ def _filled(
 
 
 def _saving(one: Group, other: Group) -> float:
-    """FLOPs that a device saves if two groups become one."""
+    """Returns the FLOPs that a device saves if two groups become one."""
     if _placement(one) != _placement(other):
         return -math.inf
     merged = _merged(one, other)

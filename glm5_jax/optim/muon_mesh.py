@@ -1,4 +1,4 @@
-"""Newton-Schulz on a mesh: whole matrices, each of them on one device.
+"""Newton-Schulz on a mesh: collects each matrix on one device and sends it back.
 
     blocks of all matrices --all_to_all--> whole matrices --Newton-Schulz-->
     whole matrices --all_to_all--> blocks
@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from glm5_jax.optim import dimension_numbers, matrix_groups
 
-Function = Callable[[Array], Array]  # of [matrices, rows, cols]
+Function = Callable[[Array], Array]  # of arrays [matrices, rows, cols]
 Parts = dict[tuple[int, int], Array]  # by parameter and part: [matrices, rows, cols]
 
 
@@ -31,15 +31,15 @@ def map_matrices(
 ) -> list[Array]:
     """Applies a function to every matrix, once, on some device of the mesh.
 
-    Called under jax.set_mesh, or inside of a jit that is.
+    Call it under jax.set_mesh, or inside a jit that is.
 
     Args:
-        function: of [matrices, rows, cols] that commutes with the transposition and
-            with permutations of rows and of columns, and keeps rows and columns of
-            zeros; so does Newton-Schulz.
-        arrays: all in the type that goes over the wires and is returned.
-        layouts: which of their axes are rows and columns.
-        specs: where they are, and where the results are to be.
+        function: maps [matrices, rows, cols]. Like Newton-Schulz, it must commute with
+            transposition and with permutations of rows and of columns, and keep rows
+            and columns of zeros.
+        arrays: parameters, in the type in which they are sent and returned.
+        layouts: the dims of each array that are rows and columns.
+        specs: the sharding of each array and of its result.
         slow_axes: axes of the mesh, none of the specs', over which no matrices are
             sent: their devices repeat the work.
     """
@@ -76,7 +76,7 @@ def map_matrices(
 def _without_cut(
     layout: dimension_numbers.Layout, spec: PartitionSpec
 ) -> PartitionSpec:
-    """Returns where a parameter has to be: an axis that is cut in two stays whole."""
+    """Returns the sharding of a parameter without that of a fused dim."""
     if layout.cut is None:
         return spec
     return PartitionSpec(
@@ -85,13 +85,13 @@ def _without_cut(
 
 
 def _stacked(x: Array, stack: matrix_groups.Stack) -> Array:
-    """Makes [matrices, rows, columns] of [..., rows, columns], a stack's blocks."""
+    """Reshapes a stack's blocks [..., rows, columns] to [matrices, rows, columns]."""
     x = x.mT if stack.is_transposed else x
     return x.reshape(-1, *x.shape[-2:])
 
 
 def _unstacked(x: Array, stack: matrix_groups.Stack, shape: tuple[int, ...]) -> Array:
-    """The inverse."""
+    """Undoes `_stacked`."""
     *batch, rows, cols = shape
     if stack.is_transposed:
         return x.reshape(*batch, cols, rows).mT
@@ -99,7 +99,7 @@ def _unstacked(x: Array, stack: matrix_groups.Stack, shape: tuple[int, ...]) -> 
 
 
 def _mapped(function: Function, group: matrix_groups.Group, parts: Parts) -> Parts:
-    """The parameters of a group, in which its matrices are replaced."""
+    """Returns the parts of a group with its matrices mapped."""
     if group.num_pieces > 1:
         (stack,) = group.stacks
         return {stack.key: _in_pieces(function, group, parts[stack.key])}
@@ -118,7 +118,7 @@ def _mapped(function: Function, group: matrix_groups.Group, parts: Parts) -> Par
 
 
 def _in_pieces(function: Function, group: matrix_groups.Group, x: Array) -> Array:
-    """Works through a large stack in place, so that few whole matrices exist."""
+    """Maps a large stack piece by piece in place, so that few whole matrices exist."""
     size = group.stacks[0].count // group.num_pieces
 
     def piece(i: Array, x: Array) -> Array:
@@ -132,7 +132,7 @@ def _in_pieces(function: Function, group: matrix_groups.Group, x: Array) -> Arra
 def _exchanged(
     function: Function, group: matrix_groups.Group, blocks: list[Array]
 ) -> list[Array]:
-    """Exchanges blocks of matrices for whole matrices, and back."""
+    """Exchanges blocks for whole matrices, maps these, and exchanges them back."""
     forms = {stack.form: stack for stack in group.stacks}
     padded = []
     for stack, x in zip(group.stacks, blocks, strict=True):
@@ -163,14 +163,14 @@ def _exchanged(
 
 
 def _all_to_all(x: Array, axes: tuple[str, ...]) -> Array:
-    """Sends x[i] to device i of the axes; gets as many."""
+    """Sends x[i] to device i of the axes, and receives as many."""
     # Without the barrier XLA's simplifier on CPU (jax 0.10.2) moves a transposition
     # into one of the operands, whose layouts then differ: the verifier refuses.
     return lax.all_to_all(lax.optimization_barrier(x), axes, 0, 0) if axes else x
 
 
 def _whole(x: Array, group: matrix_groups.Group, stack: matrix_groups.Stack) -> Array:
-    """Wide matrices [rounds, rows, cols] of blocks [devices, rounds, ...]."""
+    """Joins blocks [devices, rounds, ...] to wide matrices [rounds, rows, cols]."""
     x = x.reshape(*_axis_sizes(group), x.shape[1], *group.block(stack))
     x = x.transpose(_block_order(group, stack))
     rows, cols = reversed(group.shape) if stack.is_tall else group.shape
@@ -184,7 +184,7 @@ def _parts(
     stack: matrix_groups.Stack,
     shape: tuple[int, ...],
 ) -> Array:
-    """The inverse of `_whole`, to blocks of this shape."""
+    """Undoes `_whole`: returns blocks of this shape."""
     x = whole.mT if stack.is_tall else whole
     order = _block_order(group, stack)
     blocked = (*_axis_sizes(group), shape[1], *group.block(stack))
@@ -195,7 +195,7 @@ def _parts(
 def _block_order(
     group: matrix_groups.Group, stack: matrix_groups.Stack
 ) -> tuple[int, ...]:
-    """Turns [*exchanged, rounds, rows, cols] to rounds, all rows, all columns."""
+    """Returns the order that turns [*exchanged, rounds, rows, cols] into matrices."""
     n = len(group.exchanged)
     rows = [group.exchanged.index(axis) for axis in stack.row_axes]
     cols = [group.exchanged.index(axis) for axis in stack.col_axes]
@@ -207,17 +207,17 @@ def _axis_sizes(group: matrix_groups.Group) -> tuple[int, ...]:
 
 
 def _own_forms(group: matrix_groups.Group, counts: list[int], rounds: int) -> Array:
-    """Returns which form each of this device's matrices has."""
+    """Returns the index of the form of each of this device's matrices."""
     forms = list(dict.fromkeys(stack.form for stack in group.stacks))
     each = [forms.index(stack.form) for stack in group.stacks]
-    table = np.zeros(rounds * group.num_owners, np.int32)
-    table[: sum(counts)] = np.repeat(each, counts)
-    table = table.reshape(group.num_shared, group.num_exchanged, rounds)
-    return jnp.asarray(table)[_index(group.shared), _index(group.exchanged)]
+    indices = np.zeros(rounds * group.num_owners, np.int32)
+    indices[: sum(counts)] = np.repeat(each, counts)
+    indices = indices.reshape(group.num_shared, group.num_exchanged, rounds)
+    return jnp.asarray(indices)[_index(group.shared), _index(group.exchanged)]
 
 
 def _select(form: Array, options: list[Array], axis: int) -> Array:
-    """Selects for each matrix, along an axis of the arrays, that of its form."""
+    """Selects for each matrix, along an axis of the options, the one of its form."""
     chosen = options[0]
     others = [i for i in range(chosen.ndim) if i != axis]
     for i, option in enumerate(options[1:], start=1):
@@ -230,6 +230,6 @@ def _index(axes: tuple[str, ...]) -> Array | int:
 
 
 def _resized(x: Array, shape: tuple[int, ...]) -> Array:
-    """Cuts off, or fills up with zeros, at the end of every axis."""
+    """Truncates or zero-pads the end of every axis."""
     x = x[tuple(slice(size) for size in shape)]
     return jnp.pad(x, [(0, n - size) for n, size in zip(shape, x.shape, strict=True)])

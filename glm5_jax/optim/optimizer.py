@@ -24,38 +24,38 @@ class State(NamedTuple):
     """State of an Optimizer."""
 
     inner: optax.OptState
-    num_updates: Int[Array, ""]  # applied ones
+    num_updates: Int[Array, ""]  # updates that were applied
     skipped_in_a_row: Int[Array, ""]
     skipped_total: Int[Array, ""]
 
     @property
     def num_calls(self) -> Int[Array, ""]:
-        """Updates that were asked for: a skipped one takes its turn in the schedule."""
+        """Returns the number of updates, skipped ones included."""
         return self.num_updates + self.skipped_total
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """What `update_if_finite` needs: the update rule and what surrounds it."""
+    """The update rule of a run, and the settings of `update_if_finite`."""
 
     transform: optax.GradientTransformation  # updates for a learning rate of 1
     learning_rate: optax.Schedule
     labels: optax.Params  # tree of `Label`s
     dims: optax.Params  # tree of logical dim names
-    clip_norm: float  # 0: off
-    is_offloaded: bool  # moments wait in the host's memory
+    clip_norm: float  # largest norm of the gradient; 0: no clipping
+    is_offloaded: bool  # whether moments are kept in the host's memory
 
     def init(self, params: optax.Params) -> State:
-        """State before the first step."""
+        """Returns the state before the first update."""
         counts = jnp.zeros(3, jnp.int32)
         return State(self.transform.init(_in_float32(params)), *counts)
 
     def state_dims(self, state: State, params: optax.Params) -> State:
-        """Returns the logical dims of every array of a state, from which its sharding.
+        """Returns the logical dims of every array of a state, for `sharding.shardings`.
 
         A moment has the dims of its parameter: its path ends with the parameter's.
-        Counts have none, nor has the vector that holds the moments of all norms and
-        biases: they are whole on every device.
+        Counts have no dims, and neither has the vector that holds the moments of all
+        norms and biases: both are replicated.
 
         Args:
             state: from `init`; shapes suffice.
@@ -89,7 +89,7 @@ class Optimizer:
         return jax.tree_util.tree_map_with_path(dims_of, state)
 
     def kept(self, state: State, places: optax.OptState) -> optax.OptState:
-        """Returns the places of a state between updates, sharded like `places`."""
+        """Returns `places` with the moments on the host, if they are offloaded."""
         if not self.is_offloaded:
             return places
         return jax.tree.map(
@@ -109,16 +109,16 @@ def make_optimizer(
 ) -> Optimizer:
     """Builds the optimizer for a tree of parameters.
 
-    The decay W <- (1 - lr wd) W is on both branches, as in xtuner, but not on norms
-    and biases, as in Megatron (in which GLM was trained).
+    The weight decay W <- (1 - lr wd) W applies to Muon and AdamW, as in xtuner, but not
+    to norms and biases, as in Megatron (in which GLM was trained).
 
     Args:
-        config: every knob.
+        config: settings of the optimizer.
         model: sizes at which fused weights are cut.
-        dims: tree of logical dim names, as the parameters.
-        num_steps: updates of the run, skipped ones too, for the schedule.
-        is_trained: says by path whether a parameter is trained; default all. A frozen
-            one has no optimizer state, and its gradient does not enter the norm.
+        dims: tree of logical dim names, like the parameters.
+        num_steps: updates of the run, skipped ones included, for the schedule.
+        is_trained: returns by path whether a parameter is trained; default: all are. A
+            frozen parameter has no state, and its gradient is not part of the norm.
         slow_axes: see `muon.scale_by_muon_split`.
     """
     labels = label_parameters(config, dims, is_trained)
@@ -132,7 +132,7 @@ def make_optimizer(
     branches: dict[Hashable, optax.GradientTransformation] = {
         "muon": _muon(config, numbers, sharding.specs(dims), slow_axes),
         "adamw": _adamw(config, config.weight_decay),
-        # Many and tiny: as one vector they take a kernel, not several for each.
+        # Many tiny arrays: joined to one vector, they need one kernel instead of many.
         "adamw_no_decay": optax.flatten(_adamw(config, 0.0)),
         "frozen": optax.set_to_zero(),
     }
@@ -150,11 +150,11 @@ def label_parameters(
     dims: optax.Params,
     is_trained: Callable[[Path], bool] | None = None,
 ) -> optax.Params:
-    """Returns which branch updates each parameter: a tree of `Label`s.
+    """Returns a tree of `Label`s: the branch that updates each parameter.
 
-    Vectors (per layer) are norms and biases; the embedding is AdamW's, and head and
-    router where the config says so; everything else is a matrix for Muon, so that
-    nothing falls to AdamW unnamed.
+    Vectors (of one layer) are norms and biases. AdamW updates the embedding, and the
+    output head and the router if the config says so. Muon updates all other matrices,
+    so that AdamW updates only those that are named here.
     """
     on_adamw = {
         "embed_tokens": True,
@@ -165,7 +165,7 @@ def label_parameters(
     def label(key_path: tuple[jax.tree_util.DictKey, ...], names: Path) -> Label:
         path = tuple(key.key for key in key_path)
         is_frozen = is_trained is not None and not is_trained(path)
-        if is_frozen or path[-1] == "e_score_correction_bias":  # moved by the load
+        if is_frozen or path[-1] == "e_score_correction_bias":  # follows the load
             return "frozen"
         if len([name for name in names if name != "L"]) < 2:
             return "adamw_no_decay"
@@ -188,10 +188,10 @@ def muon_leaves(
     """Returns shape, layout and sharding of the parameters that Muon updates.
 
     Args:
-        config: says which these are.
+        config: decides which parameters these are.
         model: sizes at which fused weights are cut.
-        dims: tree of logical dim names, as the parameters.
-        shapes: likewise, of anything that has a shape.
+        dims: tree of logical dim names, like the parameters.
+        shapes: the parameters, or anything with their shapes.
     """
     labels = label_parameters(config, dims)
     flat, tree = jax.tree.flatten(labels)
@@ -226,21 +226,21 @@ def update_if_finite(
     params: optax.Params,
     is_allowed: Array | bool = True,
 ) -> tuple[optax.Params, State, dict[str, Array]]:
-    """Does one step; leaves parameters and state as they are on a NaN or infinity.
+    """Updates parameters and state, or skips the update on a NaN or infinity.
 
-    So it does where the caller does not allow the update (`is_allowed`), which counts
-    as skipped, but not in a row: nothing is wrong with the gradient.
+    An update that the caller forbids (`is_allowed`) is skipped too. It does not count
+    as skipped in a row, as its gradient is sound.
 
-    The caller counts: health.max_skipped_in_a_row ends the run.
-    The schedule counts skipped updates too, so that its end is the end of the run.
+    The caller aborts the run after health.max_skipped_in_a_row skipped updates.
+    The schedule counts skipped updates, so that it ends with the run.
     Arithmetic is float32 whatever the types of parameters and gradients.
 
-    The choice is a lax.cond around update and addition: both branches then work in
-    place on donated buffers. Choosing elementwise with jnp.where keeps the old and the
-    new moments alive together: on 9 M parameters AdamW takes 10 ms bare, 14 ms so, and
-    54 ms with jnp.where. In place also means that the jitted step takes (params,
-    state) in the order in which it returns them: jax pairs donated with returned
-    buffers by shape and order (52 ms when crossed).
+    A lax.cond around update and addition makes the choice, so that both branches work
+    in place on donated buffers. An elementwise jnp.where would keep old and new moments
+    alive together: on 9 M parameters AdamW takes 10 ms without the choice, 14 ms with
+    lax.cond and 54 ms with jnp.where. In place also requires that the jitted step takes
+    (params, state) in the order in which it returns them, since jax pairs donated with
+    returned buffers by shape and order (52 ms in the other order).
 
     Returns:
         Parameters, state, and metrics: train/grad_norm (before clipping),
@@ -250,7 +250,7 @@ def update_if_finite(
     norm = _trained_norm(optimizer, grads)
     is_finite = jnp.isfinite(norm)
     is_applied = is_finite & is_allowed
-    # Outside of the cond, or every parameter's kernel computes the schedule anew.
+    # Outside the cond, or every parameter's kernel recomputes the schedule.
     rate = jnp.asarray(optimizer.learning_rate(state.num_calls))
 
     def apply() -> tuple[optax.Params, optax.OptState]:
@@ -316,17 +316,17 @@ def _adamw(
 def _moved(
     optimizer: Optimizer, state: optax.OptState, space: jax.memory.Space
 ) -> optax.OptState:
-    """Moments in the device's or in the host's memory, if they are offloaded."""
+    """Moves offloaded moments to the device's or the host's memory."""
     if not optimizer.is_offloaded:
         return state
     return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, state)
 
 
 def _trained_norm(optimizer: Optimizer, grads: optax.Updates) -> Float[Array, ""]:
-    """Euclidean norm of all gradients but those of frozen parameters.
+    """Returns the Euclidean norm of all gradients but those of frozen parameters.
 
-    On a mesh every device adds up its shards, a replica's as a fraction, so that one
-    all-reduce of one number remains instead of one for each parameter.
+    On a mesh every device sums over its shards, replicated ones as a fraction, so that
+    one all-reduce of one number suffices instead of one for each parameter.
     """
     mesh = jax.sharding.get_abstract_mesh()
     flat, tree = jax.tree.flatten(grads)

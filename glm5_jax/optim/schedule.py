@@ -1,4 +1,4 @@
-"""The learning rate as a function of the number of updates done or skipped."""
+"""The learning rate's schedule over a run's updates, skipped ones included."""
 
 import optax
 
@@ -6,14 +6,14 @@ from glm5_jax import config as config_lib
 
 
 def learning_rate(config: config_lib.OptimConfig, num_steps: int) -> optax.Schedule:
-    """Linear warm-up from 0 to the peak, then cosine, linear or constant.
+    """Returns a schedule: linear warm-up to the peak, then cosine, linear or constant.
 
     With w = warmup_steps and x = (step - w) / (num_steps - w) the decay is
     end + (peak - end) * (1 + cos(pi x)) / 2, or peak + (end - peak) * x, or the peak.
 
     Args:
-        config: peak, end, shape and length of the warm-up.
-        num_steps: updates of the whole run; the end value belongs to step num_steps.
+        config: peak and end value, shape of the decay and length of the warm-up.
+        num_steps: updates of the whole run; the schedule ends at step num_steps.
     """
     warmup, peak, end = (
         config.warmup_steps,

@@ -66,7 +66,7 @@ class PlanTest(parameterized.TestCase):
     )
     def test_little_is_filled_up(self, model, mesh_shape, useful, flops, sent):
         _, groups = plan(model, mesh_shape)
-        logging.info("%s", matrix_groups.table(groups))
+        logging.info("%s", matrix_groups.markdown(groups))
         work = matrix_groups.total(groups)
         self.assertAlmostEqual(work.useful_flops / TERA, useful, delta=0.01)
         self.assertLess(work.flops / TERA, flops)
@@ -87,7 +87,7 @@ class PlanTest(parameterized.TestCase):
 
     def test_the_table_names_every_group_and_the_sum(self):
         _, groups = plan(presets.GLM5, V5P_512)
-        lines = matrix_groups.table(groups).splitlines()
+        lines = matrix_groups.markdown(groups).splitlines()
         self.assertLen(lines, len(groups) + 3)
         self.assertIn("71.52", lines[-1])
 
