@@ -49,7 +49,8 @@ def main() -> None:
     # Imports of what runs in MaxText's environment alone, after the variables.
     from maxtext.trainers.pre_train import train_compile
 
-    from glm5_jax.scale import collectives, hlo
+    from glm5_jax.scale.hlo import collectives
+    from glm5_jax.scale.hlo import parser as hlo
 
     found: dict[str, Any] = {}
     compile_step = train_compile.jit_and_compile

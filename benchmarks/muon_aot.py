@@ -20,8 +20,8 @@ from glm5_jax import presets, sharding
 from glm5_jax.model import transformer
 from glm5_jax.optim import matrix_groups
 from glm5_jax.optim import optimizer as optimizer_lib
-from glm5_jax.scale import compile as compile_lib
 from glm5_jax.scale import programs
+from glm5_jax.scale.compiled import compile as compile_lib
 
 GIBI = 2**30
 

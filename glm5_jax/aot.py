@@ -42,7 +42,8 @@ def main(arguments: command_line.Arguments) -> int:
     topology = command.require_topology(_TOPOLOGY.value)
     config = arguments.train_config()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips are those of --topology
-    from glm5_jax.scale import arrays, report  # jax: after the input is checked
+    # These import jax, after the input is checked.
+    from glm5_jax.scale.compiled import arrays, report
 
     of_what = config, str(arguments.config), topology
     how: dict[str, Any] = {"program": _PROGRAM.value, "num_slices": _SLICES.value}

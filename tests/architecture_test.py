@@ -1,9 +1,10 @@
 """The shape of the code base, checked like any other behaviour."""
 
 import ast
+import graphlib
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from absl.testing import parameterized
 
@@ -78,6 +79,32 @@ def _runs(node: ast.stmt) -> bool:
     return not is_for_types and not isinstance(node, ast.FunctionDef)
 
 
+def _modules() -> dict[str, pathlib.Path]:
+    """Files of the packages by the name that imports give them."""
+    return {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+        for name, path in _files("glm5_jax", "pallas_kernels")
+    }
+
+
+def _edges() -> Iterator[tuple[str, str]]:
+    """Modules of the packages, and those that they import, also inside functions."""
+    modules = _modules()
+    for name, path in modules.items():
+        for imported in _imports(_parse(path)):
+            target = imported if imported in modules else imported.rpartition(".")[0]
+            if target in modules and target != name:
+                yield name, target
+
+
+def _acyclic(edges: Iterable[tuple[str, str]]) -> None:
+    """Raises CycleError, which names a cycle."""
+    graph = graphlib.TopologicalSorter()
+    for name, target in edges:
+        graph.add(name, target)
+    graph.prepare()
+
+
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -135,6 +162,23 @@ class ImportsTest(parameterized.TestCase):
         if path.stem == "plot":
             allowed |= {"matplotlib"}
         self.assertEmpty(heads - allowed)
+
+    def test_no_modules_import_each_other(self):
+        _acyclic(_edges())
+
+    def test_no_parts_of_a_folder_import_each_other(self):
+        """A part is a file, or a folder with all that it holds."""
+        between: dict[str, set[tuple[str, str]]] = {}
+        for name, target in _edges():
+            ours, theirs = name.split("."), target.split(".")
+            pairs = enumerate(zip(ours, theirs, strict=False))
+            depth = next((i for i, (a, b) in pairs if a != b), 0)
+            if depth:  # else one is the folder of the other
+                folder = ".".join(ours[:depth])
+                between.setdefault(folder, set()).add((ours[depth], theirs[depth]))
+        self.assertContainsSubset({"glm5_jax", "glm5_jax.scale"}, between)
+        for edges in between.values():
+            _acyclic(edges)
 
     def test_configs_import_the_schema_only(self):
         for name, path in _files("configs"):

@@ -1,1 +1,4 @@
-"""What a program costs on chips that are not there: memory, traffic, work, time."""
+"""Costs of programs on chips that are not there.
+
+Imports go plan -> compiled -> estimate -> the files beside this one -> hlo.
+"""

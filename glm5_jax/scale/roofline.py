@@ -8,7 +8,8 @@ import dataclasses
 
 from jax.sharding import Mesh
 
-from glm5_jax.scale import chips, collectives
+from glm5_jax.scale import chips
+from glm5_jax.scale.hlo import collectives
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ from absl.testing import parameterized
 from glm5_jax import command_line
 from glm5_jax import depth as depth_lib
 from glm5_jax.model import block, layers
-from glm5_jax.scale import arrays, chips, programs, report
+from glm5_jax.scale import chips, programs
+from glm5_jax.scale.compiled import arrays, report
 from glm5_jax.scale.plan import planner
 from glm5_jax.training.reporting import accounting
 from tests import environment, tpus

@@ -9,8 +9,9 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
-from glm5_jax.scale import compile as compile_lib
-from glm5_jax.scale import hlo, memory, programs
+from glm5_jax.scale import inputs, programs
+from glm5_jax.scale.compiled import compile as compile_lib
+from glm5_jax.scale.hlo import parser as hlo
 from tests import environment, tpus
 from tests.model import tiny
 
@@ -35,7 +36,7 @@ GLM5 = config_lib.TrainConfig(
 
 
 def cache_bytes(job):
-    return memory.by_kind(memory.arguments(job.arguments, job.names))["cache"]
+    return inputs.by_kind(inputs.arguments(job.arguments, job.names))["cache"]
 
 
 class ServingTest(parameterized.TestCase):
@@ -70,7 +71,7 @@ class StateTest(parameterized.TestCase):
             job = programs.make(config, mesh, name)
             sizes[name] = compile_lib.compile(job).sizes
         state = programs.make(config, mesh).arguments[:2]
-        arrays = memory.arguments(state, ("params", "opt_state"))
+        arrays = inputs.arguments(state, ("params", "opt_state"))
         needed = sum(array.device_bytes for array in arrays)
         self.assertEqual(sizes["save"].arguments, needed)
         for name in ("init", "restore"):

@@ -4,7 +4,8 @@ from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips, collectives, roofline
+from glm5_jax.scale import chips, roofline
+from glm5_jax.scale.hlo import collectives
 from pallas_kernels import chips as kernel_chips
 from tests import environment, tpus
 

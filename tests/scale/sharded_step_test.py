@@ -9,7 +9,9 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
-from glm5_jax.scale import collectives, hlo, memory, programs
+from glm5_jax.scale import inputs, programs
+from glm5_jax.scale.hlo import collectives
+from glm5_jax.scale.hlo import parser as hlo
 from tests import environment, tpus
 from tests.model import tiny
 
@@ -67,8 +69,8 @@ class ExpertsStayTest(parameterized.TestCase):
             job.arguments,
             compiled.input_shardings[0],
         )
-        arrays = memory.arguments(arguments, job.names)
-        self.assertEmpty(memory.replicated(arrays, least_bytes=most_copied))
+        arrays = inputs.arguments(arguments, job.names)
+        self.assertEmpty(inputs.replicated(arrays, least_bytes=most_copied))
         try:
             text = compiled.as_text()
         except jax.errors.JaxRuntimeError:

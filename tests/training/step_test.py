@@ -12,7 +12,8 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import mtp, transformer
-from glm5_jax.scale import collectives, hlo
+from glm5_jax.scale.hlo import collectives
+from glm5_jax.scale.hlo import parser as hlo
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import step as step_lib
 from tests import environment

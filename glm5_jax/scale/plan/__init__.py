@@ -1,1 +1,1 @@
-"""A simulation: which mesh is worth compiling, from sizes alone."""
+"""Ranks meshes for a training step, and compiles the best of them."""

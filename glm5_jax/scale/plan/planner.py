@@ -3,7 +3,7 @@
     meshes --memory--> the fastest knobs of each that fit --roofline--> order
     --compile--> what the compiler says of the first few
 
-The rooflines are of figures from shapes (memory.py, work.py, traffic.py); only
+The rooflines are of figures from shapes (glm5_jax/scale/estimate); only
 compiling tells whether a program fits and what it sends.
 """
 
@@ -16,9 +16,11 @@ from typing import Any
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips, collectives, markdown, report, roofline
-from glm5_jax.scale.plan import memory, search, torus, traffic, work
-from glm5_jax.scale.plan import setting as setting_lib
+from glm5_jax.scale import chips, markdown, roofline
+from glm5_jax.scale.compiled import report
+from glm5_jax.scale.estimate import memory, search, torus, traffic, work
+from glm5_jax.scale.estimate import setting as setting_lib
+from glm5_jax.scale.hlo import collectives
 from glm5_jax.training.reporting import accounting
 
 # Of the seconds that the slowest resource could hide: so much is taken not to be. What

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import chips, markdown
-from glm5_jax.scale.plan import memory, planner
+from glm5_jax.scale.estimate import memory
+from glm5_jax.scale.plan import planner
 
 HEAD = (
     *(

@@ -11,8 +11,10 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
-from glm5_jax.scale import arrays, chips, report
-from glm5_jax.scale.plan import memory, planner, search, setting, table, torus
+from glm5_jax.scale import chips
+from glm5_jax.scale.compiled import arrays, report
+from glm5_jax.scale.estimate import memory, search, setting, torus
+from glm5_jax.scale.plan import planner, table
 from tests import environment, tpus
 
 SMALL = config_lib.TrainConfig(

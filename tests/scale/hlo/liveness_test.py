@@ -4,7 +4,8 @@ import pathlib
 
 from absl.testing import parameterized
 
-from glm5_jax.scale import hlo, liveness
+from glm5_jax.scale.hlo import liveness
+from glm5_jax.scale.hlo import parser as hlo
 from tests import environment
 
 TEXTS = pathlib.Path(__file__).parent / "texts"

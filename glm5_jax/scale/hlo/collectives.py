@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from glm5_jax.scale import hlo
+from glm5_jax.scale.hlo import parser as hlo
 
 KINDS = {
     "all-gather": 1,

@@ -10,7 +10,8 @@ total was between 20% less and 9% more on programs of some GiB.
 import dataclasses
 import functools
 
-from glm5_jax.scale import collectives, hlo
+from glm5_jax.scale.hlo import collectives
+from glm5_jax.scale.hlo import parser as hlo
 
 Buffer = tuple[str, str]  # computation, instruction
 _VIEWS = ("get-tuple-element", "tuple", "bitcast", "opt-barrier", "while")

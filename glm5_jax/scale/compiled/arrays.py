@@ -19,7 +19,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
 from glm5_jax import sharding
 from glm5_jax.model import indexer, transformer
-from glm5_jax.scale import chips, markdown, memory, programs
+from glm5_jax.scale import chips, inputs, markdown, programs
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import program as program_lib
 
@@ -33,7 +33,7 @@ _CACHE_DIMS = {"kv": ("L", "B", "S", "C+R"), "k_index": ("L", "B", "S", "J")}
 
 
 @dataclasses.dataclass(frozen=True)
-class Array(memory.Array):
+class Array(inputs.Array):
     """An array and the logical dims (glm5_jax/shapes.py) that its spec follows from."""
 
     dims: Dims
@@ -51,7 +51,7 @@ class Listing:
     @property
     def sums(self) -> list[tuple[str, str]]:
         """GiB of a device by kind, then of the arguments and of all."""
-        kinds = memory.by_kind(list(self.arrays))
+        kinds = inputs.by_kind(list(self.arrays))
         given = sum(n for k, n in kinds.items() if not k.startswith(MADE_BY_THE_STEP))
         kinds |= {"all arguments": given, "all of these": sum(kinds.values())}
         return [(kind, f"{size / chips.GIB:.4g}") for kind, size in kinds.items()]
@@ -125,7 +125,7 @@ def of_program(
 ) -> list[Array]:
     """Arguments of a program, and for a training step what it is known to keep."""
     job = programs.make(config, mesh, program)
-    arguments = memory.arguments(job.arguments, job.names)
+    arguments = inputs.arguments(job.arguments, job.names)
     table = dict(_parameters(config.model))
     arrays = [_with_dims(array, table) for array in arguments]
     if program == "train":
@@ -142,7 +142,7 @@ def _parameters(config: config_lib.ModelConfig) -> Iterator[tuple[str, Dims]]:
     return ((".".join(key.key for key in path), dims) for path, dims in flat)
 
 
-def _with_dims(array: memory.Array, table: dict[str, Dims]) -> Array:
+def _with_dims(array: inputs.Array, table: dict[str, Dims]) -> Array:
     """Moments have the dims of their parameter, whose path ends their own."""
     first, *words = array.name.split(".")
     if first == "batch":

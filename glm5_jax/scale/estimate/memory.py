@@ -3,7 +3,7 @@
 Arguments are exact. Temporaries are what lives at the worst of three moments: a layer's
 backward pass, that of MTP's layer, the update. Each term is one function of shapes; how
 many copies of a buffer live at once is the compiler's choice: the constants, fitted to
-what libtpu 0.0.51 says (tests/scale/plan/compiled.json).
+what libtpu 0.0.51 says (tests/scale/estimate/compiled.json).
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ import jax
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
-from glm5_jax.scale import chips, memory, programs
-from glm5_jax.scale.plan import setting as setting_lib
+from glm5_jax.scale import chips, inputs, programs
+from glm5_jax.scale.estimate import setting as setting_lib
 
 Setting = setting_lib.Setting
 TOLERANCE = 0.1  # of the temporaries, as tested
@@ -195,7 +195,7 @@ def _arguments(
     """Kind, bytes and mesh axes of every argument."""
     mesh = chips.abstract_mesh(config.mesh, "v5e:1x1")
     job = programs.make(config, mesh)
-    arrays = memory.arguments(job.arguments, job.names)
+    arrays = inputs.arguments(job.arguments, job.names)
     leaves = jax.tree.leaves(job.arguments)
     sums: dict[tuple[str, tuple[str, ...]], int] = {}
     for array, x in zip(arrays, leaves, strict=True):

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 
-from glm5_jax.scale import flops
+from glm5_jax.scale.compiled import flops
 from tests import environment
 
 A, B, C = 8, 16, 32

@@ -1,83 +1,29 @@
-"""Arguments of a program by kind, replicas among them, and bytes that HBM moves."""
+"""Bytes that a compiled program moves to and from HBM."""
 
-import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any
 
-import jax
-import numpy as np
+from glm5_jax.scale.hlo import parser as hlo
 
-from glm5_jax.scale import hlo
-
-# What moves nothing by itself: views, and loops over what was allocated before.
+# Instructions that move nothing: views, and loops over what is allocated already.
 _VIEWS = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while"),
     *("conditional", "call", "after-all", "optimization-barrier", "opt-barrier"),
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """An argument of the program."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: str
-    device_bytes: int
-    num_copies: int  # devices that hold the same part
-
-
-def arguments(tree: Any, names: tuple[str, ...]) -> list[Array]:
-    """Every array of a program's arguments, from shapes with shardings.
-
-    Args:
-      tree: the tuple of arguments.
-      names: of the arguments, e.g. ("params", "opt_state", "batch").
-    """
-    out = []
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        words = [names[path[0].idx], *(_word(key) for key in path[1:])]
-        local = x.sharding.shard_shape(x.shape)
-        num_parts = round(x.size / max(np.prod(local), 1))
-        out.append(
-            Array(
-                name=".".join(words),
-                kind=_kind(words),
-                shape=x.shape,
-                dtype=str(x.dtype),
-                spec=str(tuple(x.sharding.spec)),
-                device_bytes=int(np.prod(local)) * x.dtype.itemsize,
-                num_copies=x.sharding.mesh.size // max(num_parts, 1),
-            )
-        )
-    return out
-
-
-def by_kind(arrays: list[Array]) -> dict[str, int]:
-    """Bytes of a device by kind of array, largest first."""
-    sums: dict[str, int] = {}
-    for array in arrays:
-        sums[array.kind] = sums.get(array.kind, 0) + array.device_bytes
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-
-def replicated(arrays: list[Array], least_bytes: int = 0) -> list[Array]:
-    """Arrays that more than one device holds the same part of, largest first."""
-    found = [a for a in arrays if a.num_copies > 1 and a.device_bytes > least_bytes]
-    return sorted(found, key=lambda a: -a.device_bytes)
-
-
 def traffic(module: hlo.Module, num_sharing: int = 1) -> float:
     """Bytes that a device reads from and writes to HBM in a run.
 
-    Operands and results of every scheduled instruction, once each, times the loops
-    around it; of an operand that is only sliced and of a result that is only updated,
-    the slice; of a kernel what it says of itself, if it does; of a grouped product the
-    rows at an even load, as its FLOPs (flops.py). What else moves the experts' rows is
-    XLA's, whose shapes do not depend on the load: it moves the buffers whole.
+    The operands and results of every scheduled instruction count once, times the runs
+    of the loops around it. Exceptions:
+
+    - An operand that is only sliced, and a result that is only updated, count as the
+      slice.
+    - A kernel that declares what it moves counts as that.
+    - A grouped product counts the rows at an even load, as compiled/flops.py does.
+      All other operations on the experts' rows have shapes that do not depend on the
+      load, so they move whole buffers.
 
     Args:
       module: as compiled.
@@ -173,30 +119,3 @@ def _sizes(
 
 def _hbm(text: str) -> int:
     return sum(size for _, size, is_hbm in hlo.shapes(text) if is_hbm)
-
-
-def _kind(words: list[str]) -> str:
-    """The kind of an argument by its path."""
-    if words[0] == "opt_state":
-        return "optimizer moments"
-    if words[0] != "params":
-        return words[0]
-    for kind, parts in _KINDS.items():
-        if set(parts) & set(words):
-            return f"parameters: {kind}"
-    return "parameters: norms and biases"
-
-
-_KINDS = {
-    "experts": ("experts",),
-    "attention": ("self_attn", "indexer"),
-    "embeddings": ("embed_tokens", "lm_head"),
-    "dense": ("mlp", "shared_experts", "eh_proj", "gate"),
-}
-
-
-def _word(key: Any) -> str:
-    for name in ("key", "name", "idx"):
-        if hasattr(key, name):
-            return str(getattr(key, name))
-    return str(key)

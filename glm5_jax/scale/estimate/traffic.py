@@ -1,7 +1,8 @@
 """What a training step sends, collective by collective, from shapes alone.
 
-Bytes as in glm5_jax/scale/collectives.py: those that a device puts on its links. Every
-function is one reason to send; gradients go the way back: of a gather a scattered sum.
+Bytes are those that a device puts on its links, as in ../hlo/collectives.py.
+Every function is one reason to send. Gradients go back the same way: the gradient of a
+gather is a scattered sum.
 """
 
 import dataclasses
@@ -14,8 +15,8 @@ from glm5_jax import depth as depth_lib
 from glm5_jax.model import transformer
 from glm5_jax.optim import matrix_groups
 from glm5_jax.optim import optimizer as optimizer_lib
-from glm5_jax.scale import collectives
-from glm5_jax.scale.plan import setting as setting_lib
+from glm5_jax.scale.estimate import setting as setting_lib
+from glm5_jax.scale.hlo import collectives
 from glm5_jax.training import loss
 
 Setting = setting_lib.Setting

@@ -12,8 +12,9 @@ from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import presets
-from glm5_jax.scale import compile as compile_lib
-from glm5_jax.scale import flops, memory, report
+from glm5_jax.scale import inputs
+from glm5_jax.scale.compiled import compile as compile_lib
+from glm5_jax.scale.compiled import flops, report
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training.reporting import accounting
 from tests import environment, tpus
@@ -140,7 +141,7 @@ class OverflowTest(parameterized.TestCase):
             self.skipTest("no libtpu: pip install -e '.[aot]'")
 
         def refuse(job, num_slices):
-            arrays = memory.arguments(job.arguments, job.names)
+            arrays = inputs.arguments(job.arguments, job.names)
             message = OVERFLOWS["short"][0]
             return compile_lib.overflow(message, arrays, flops.Flops(), (1.0, 2.0))
 

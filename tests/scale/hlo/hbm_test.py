@@ -1,26 +1,14 @@
-"""Arguments by kind, replicas, and bytes that go through HBM."""
-
-import dataclasses
-import functools
+"""Bytes that go through HBM."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl.testing import parameterized
 from jax import lax
 
-from glm5_jax import config as config_lib
-from glm5_jax import mesh as mesh_lib
-from glm5_jax import presets
-from glm5_jax.scale import hlo, memory, programs
-from glm5_jax.training.reporting import accounting
-from tests import environment, runs
+from glm5_jax.scale.hlo import hbm
+from glm5_jax.scale.hlo import parser as hlo
+from tests import environment
 
-CONFIG = config_lib.TrainConfig(
-    model=presets.GLM5_1M,
-    data=config_lib.DataConfig(sequence_length=128, batch_size=8),
-    mesh=config_lib.MeshConfig(fsdp=4, expert=2),
-)
 # What TPUs' modules have: a write in place, and a kernel that says what it moves.
 WRITE_AND_KERNEL = """HloModule m, is_scheduled=true
 
@@ -63,51 +51,15 @@ metadata={op_name="jit(f)/moe/experts/ragged_dot_general/ragged-dot-none"}
 SIZE = 4 * 256 * 256  # bytes of a float32 matrix
 
 
-@functools.cache
-def arrays(config=CONFIG):
-    job = programs.make(config, mesh_lib.make_mesh(config.mesh))
-    return memory.arguments(job.arguments, job.names)
-
-
 def module_of(function, *shapes):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return hlo.parse(jax.jit(function).lower(*args).compile().as_text())
 
 
-class ArgumentsTest(parameterized.TestCase):
-    def test_on_one_device_they_are_the_state(self):
-        config = dataclasses.replace(CONFIG, mesh=config_lib.MeshConfig())
-        job = programs.make(config, runs.first_devices())
-        kinds = memory.by_kind(memory.arguments(job.arguments, job.names))
-        counts = accounting.count_parameters(config.model)
-        experts = 4 * counts["routed experts"]
-        mtp = 4 * 8 * 3 * 96 * 32  # the experts of MTP's block, counted under mtp
-        self.assertEqual(kinds["parameters: experts"], experts + mtp)
-        params = sum(v for k, v in kinds.items() if k.startswith("parameters"))
-        self.assertEqual(params, accounting.state_bytes(config)["parameters"])
-        self.assertEqual(
-            kinds["optimizer moments"],
-            accounting.state_bytes(config)["optimizer state"],
-        )
-        self.assertEqual(kinds["batch"], 5 * 4 * 8 * 128)
-
-    def test_a_device_holds_its_part_and_copies_are_counted(self):
-        found = {a.name: a for a in arrays()}
-        for a in found.values():
-            whole = np.prod(a.shape, dtype=int) * np.dtype(a.dtype).itemsize
-            self.assertEqual(a.device_bytes * 8, whole * a.num_copies, a.name)
-        self.assertEqual(found["batch.tokens"].num_copies, 1)
-        self.assertEqual(found["opt_state.num_updates"].num_copies, 8)
-        names = [a.name for a in memory.replicated(arrays())]
-        self.assertIn("opt_state.num_updates", names)
-        self.assertNotIn("batch.tokens", names)
-        self.assertEmpty(memory.replicated(arrays(), least_bytes=2**30))
-
-
 class TrafficTest(parameterized.TestCase):
     def test_operands_and_results(self):
         module = module_of(lambda x, y: jnp.dot(x, y), (256, 256), (256, 256))
-        self.assertEqual(memory.traffic(module), 3 * SIZE)
+        self.assertEqual(hbm.traffic(module), 3 * SIZE)
 
     def test_of_a_stack_in_a_loop_only_the_slice(self):
         """A scan over 6 matrices reads each once, however long the stack."""
@@ -115,14 +67,14 @@ class TrafficTest(parameterized.TestCase):
         def f(x, stack):
             return lax.scan(lambda x, w: (jnp.dot(x, w), None), x, stack)[0]
 
-        got = memory.traffic(module_of(f, (256, 256), (6, 256, 256)))
+        got = hbm.traffic(module_of(f, (256, 256), (6, 256, 256)))
         # A product is 3, the slice of the stack 2, a copy of the carry 2.
         self.assertBetween(got, 6 * 3 * SIZE, (6 * 7 + 3) * SIZE)
 
     def test_a_write_in_place_and_a_kernel_that_says_what_it_moves(self):
         rows = 4 * 8 * 128  # read once, written once
         want = 2 * rows + 4 * 8 + 777
-        self.assertEqual(memory.traffic(hlo.parse(WRITE_AND_KERNEL)), want)
+        self.assertEqual(hbm.traffic(hlo.parse(WRITE_AND_KERNEL)), want)
 
     @parameterized.parameters(1, 4)
     def test_grouped_products_move_the_rows_of_an_even_load(self, num_sharing):
@@ -130,7 +82,7 @@ class TrafficTest(parameterized.TestCase):
         moved = 2 * narrow + 4 * 64 + narrow  # all rows, whoever they are for
         products = (narrow + wide) / num_sharing + matrices
         products += wide / num_sharing + matrices
-        got = memory.traffic(hlo.parse(GROUPED), num_sharing)
+        got = hbm.traffic(hlo.parse(GROUPED), num_sharing)
         self.assertEqual(got, moved + products)
 
 

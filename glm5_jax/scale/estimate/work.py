@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from glm5_jax import depth as depth_lib
 from glm5_jax.optim import matrix_groups
-from glm5_jax.scale.plan import setting as setting_lib
-from glm5_jax.scale.plan import traffic
+from glm5_jax.scale.estimate import setting as setting_lib
+from glm5_jax.scale.estimate import traffic
 
 Setting = setting_lib.Setting
 BACKWARD = 2  # products of a backward pass: for what came in, and for the weights

@@ -11,8 +11,9 @@ from typing import Any
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import arrays, chips
-from glm5_jax.scale.plan import memory, search, setting
+from glm5_jax.scale import chips
+from glm5_jax.scale.compiled import arrays
+from glm5_jax.scale.estimate import memory, search, setting
 
 NUM_NAMED = 4  # arrays of a kind
 WORTH = 0.02  # of the whole: what saves less is not named

@@ -9,9 +9,9 @@ import jax
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips, markdown, memory, programs, roofline
-from glm5_jax.scale import compile as compile_lib
-from glm5_jax.scale import refusal as refusal_lib
+from glm5_jax.scale import chips, inputs, markdown, programs, roofline
+from glm5_jax.scale.compiled import compile as compile_lib
+from glm5_jax.scale.compiled import refusal as refusal_lib
 from glm5_jax.training.reporting import accounting
 from glm5_jax.training.run import host_memory
 
@@ -66,9 +66,9 @@ def make(
     line = {"command": command} if command else {}
     line |= _setting(config, config_name, topology, job)
     tables: dict[str, Any] = {
-        "arguments_gib": _in_gib(memory.by_kind(made.arrays)),
+        "arguments_gib": _in_gib(inputs.by_kind(made.arrays)),
         "largest_arguments": _rows(made.arrays, "device_bytes"),
-        "largest_replicated": _rows(memory.replicated(made.arrays), "device_bytes"),
+        "largest_replicated": _rows(inputs.replicated(made.arrays), "device_bytes"),
         "flops_by_kind": made.flops.by_kind,
         "device": _peaks(chips.of_mesh(mesh)),
         "versions": _versions(),

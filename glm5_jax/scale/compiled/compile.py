@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 
-from glm5_jax.scale import chips, collectives, flops, hlo, liveness, memory, programs
+from glm5_jax.scale import chips, inputs, programs
+from glm5_jax.scale.compiled import flops
+from glm5_jax.scale.hlo import collectives, hbm, liveness
+from glm5_jax.scale.hlo import parser as hlo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Compiled:
     """What is known of a program that fits."""
 
     sizes: Sizes
-    arrays: list[memory.Array]
+    arrays: list[inputs.Array]
     peak: liveness.Peak  # an estimate of what `temporaries` hold
     temporaries: list[liveness.Temporary]
     traffic: collectives.Traffic
@@ -58,7 +61,7 @@ class Overflow:
     needed: float  # bytes, of temporaries alone or of all; 0 where it is not said
     is_temporaries: bool
     allocations: list[Allocation]
-    arrays: list[memory.Array]
+    arrays: list[inputs.Array]
     flops: flops.Flops
     trace_seconds: float
     compile_seconds: float
@@ -73,7 +76,7 @@ def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
         work = flops.of_traced(traced, job.mesh.size)
         work = work.at_even_load(job.mesh.shape["expert"])
         lowered = traced.lower()
-        arrays = memory.arguments(job.arguments, job.names)
+        arrays = inputs.arguments(job.arguments, job.names)
         traced_at = time.perf_counter()
         try:
             compiled = lowered.compile()
@@ -94,7 +97,7 @@ def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
         peak=liveness.peak(module),
         temporaries=liveness.temporaries(module),
         traffic=collectives.find(module, dict(job.mesh.shape), num_slices),
-        hbm_bytes=memory.traffic(module, job.mesh.shape["expert"]),
+        hbm_bytes=hbm.traffic(module, job.mesh.shape["expert"]),
         flops=work,
         trace_seconds=traced_at - began,
         compile_seconds=seconds,
@@ -104,7 +107,7 @@ def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
 
 def overflow(
     message: str,
-    arrays: list[memory.Array],
+    arrays: list[inputs.Array],
     work: flops.Flops,
     seconds: tuple[float, float],
 ) -> Overflow:

@@ -11,7 +11,8 @@ from absl.testing import parameterized
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from glm5_jax.scale import collectives, hlo
+from glm5_jax.scale.hlo import collectives
+from glm5_jax.scale.hlo import parser as hlo
 from tests import environment
 
 TEXTS = pathlib.Path(__file__).parent / "texts"

@@ -7,11 +7,12 @@ import re
 from absl.testing import parameterized
 
 from glm5_jax import command_line
-from glm5_jax.scale import chips, memory, programs, refusal
+from glm5_jax.scale import chips, inputs, programs
+from glm5_jax.scale.compiled import refusal
 from glm5_jax.scale.plan import planner
 from tests import environment
 
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 TOPOLOGY = "v6e:8x8"
 # libtpu says 118.9 GiB of temporaries, and lists nothing.
 EIGHT_ROWS = {"mesh.fsdp": "8", "mesh.expert": "8", "model.expert_chunks": "1"}
@@ -27,7 +28,7 @@ def config_of(depth=5, name="glm5_pretrain.py", **overrides):
 def refused(config, topology=TOPOLOGY, program="train", **tables):
     mesh = chips.abstract_mesh(config.mesh, topology)
     job = programs.make(config, mesh, program)
-    found = memory.arguments(job.arguments, job.names)
+    found = inputs.arguments(job.arguments, job.names)
     found.sort(key=lambda array: -array.device_bytes)
     line = {
         "config": "glm5",

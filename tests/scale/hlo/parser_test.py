@@ -2,7 +2,7 @@
 
 from absl.testing import parameterized
 
-from glm5_jax.scale import hlo
+from glm5_jax.scale.hlo import parser as hlo
 from tests import environment
 
 # Metadata of a Mosaic kernel has line breaks, and a line that begins with braces.

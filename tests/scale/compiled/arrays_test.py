@@ -12,7 +12,8 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
-from glm5_jax.scale import arrays, chips, memory, programs
+from glm5_jax.scale import chips, inputs, programs
+from glm5_jax.scale.compiled import arrays
 from glm5_jax.training.reporting import accounting
 from tests import environment
 
@@ -49,7 +50,7 @@ class ArraysTest(parameterized.TestCase):
 
     def test_arguments_are_those_of_devices_that_are_here(self):
         job = programs.make(CONFIG, mesh_lib.make_mesh(MESH))
-        here = memory.arguments(job.arguments, job.names)
+        here = inputs.arguments(job.arguments, job.names)
         found = [a for a in listed() if a.kind not in arrays.MADE_BY_THE_STEP]
         size = {array.name: array.device_bytes for array in found}
         self.assertEqual(

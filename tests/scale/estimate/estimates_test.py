@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from glm5_jax import command_line
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import chips, programs
-from glm5_jax.scale.plan import memory, setting, traffic, work
+from glm5_jax.scale.estimate import memory, setting, traffic, work
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -1,0 +1,1 @@
+"""Compiled programs: their sizes, their costs, and reports of both."""

@@ -1,0 +1,1 @@
+"""A training step's memory, work and traffic on a mesh, from shapes alone."""

@@ -1,0 +1,1 @@
+"""Reads the text of compiled programs: memory, traffic and collectives."""
