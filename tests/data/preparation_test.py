@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.preparation import index as index_lib
-from glm5_jax.data.preparation import inputs, prepare, shards
+from glm5_jax.data.preparation import inputs, prepare, shards, workers
 from glm5_jax.data.sources import documents as documents_lib
 from tests import environment, runs
 from tests.data import corpora
@@ -347,6 +348,17 @@ class ErrorTest(parameterized.TestCase):
             self.assertEqual(got.returncode, 2, got.stderr)
             self.assertIn(message, got.stderr)
             self.assertNotIn("Traceback", got.stderr)
+
+
+class BarTest(parameterized.TestCase):
+    @parameterized.product(is_shown=(True, False), is_terminal=(True, False))
+    def test_only_a_terminal_shows_it(self, is_shown, is_terminal):
+        with (
+            mock.patch.object(sys.stderr, "isatty", return_value=is_terminal),
+            mock.patch.object(sys.stderr, "write"),
+            workers.bar("read", 9, is_shown=is_shown) as bar,
+        ):
+            self.assertEqual(bar.disable, not (is_shown and is_terminal))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Tasksets of the user's own, by module:Class: those of docs/rl.md, and broken ones."""
 
+import os
 import pathlib
 import re
 import sys
+from unittest import mock
 
 from absl.testing import parameterized
 
@@ -89,6 +91,14 @@ class OwnTest(parameterized.TestCase):
         with self.assertRaisesRegex(config.InputError, message) as caught:
             environments.make(f"{name}:Bits")
         self.assertLen(str(caught.exception).splitlines(), 1)
+
+    def test_a_module_of_the_current_folder_needs_no_path(self):
+        name = self.module(HEAD)
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(sys.path[-1])
+        others = [path for path in sys.path[:-1] if path]
+        with mock.patch.object(sys, "path", others):
+            self.assertEqual(environments.make(f"{name}:Base").name, "base")
 
     def test_no_such_module(self):
         with self.assertRaisesRegex(config.InputError, "there is none.*PYTHONPATH"):
