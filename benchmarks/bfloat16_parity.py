@@ -17,7 +17,7 @@ import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth
-from glm5_jax.environments import tasks
+from glm5_jax.environments.tasks import problems
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import cached, head, invariance, transformer
 from glm5_jax.weights import loading
@@ -60,7 +60,7 @@ def main() -> None:
 
 def _demonstration(name: str, index: int, tokenizer, length: int) -> list[int]:  # noqa: ANN001
     """Ids of a question and its answer, over and over."""
-    problem = tasks.problem(name, "train", 5, index)
+    problem = problems.problem(name, "train", 5, index)
     text = f"{problem.messages[0]['content']} {problem.answer} "
     ids = tokenizer.encode(text)
     return (ids * length)[:length]

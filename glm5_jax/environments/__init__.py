@@ -4,7 +4,8 @@ import inspect
 
 from glm5_jax import config
 from glm5_jax.config import checks, user_classes
-from glm5_jax.environments import ladder, protocol, reasoning_gym, tasks
+from glm5_jax.environments import protocol
+from glm5_jax.environments.tasks import ladder, problems, reasoning_gym
 
 _CALLS = ("reset", "step", "close")  # of an environment
 
@@ -28,7 +29,7 @@ def make(name: str) -> protocol.Taskset:
 
 def names() -> tuple[str, ...]:
     """Every kind of taskset that needs no extra."""
-    return tasks.names()
+    return problems.names()
 
 
 def _own(name: str) -> protocol.Taskset:

@@ -14,7 +14,7 @@ from glm5_jax import config, messages
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import conversations, templates, view
 from glm5_jax.data.rows import sft
-from glm5_jax.environments import tasks
+from glm5_jax.environments.tasks import problems
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -247,18 +247,18 @@ class ConversationsTest(parameterized.TestCase):
         with self.assertRaisesRegex(config.InputError, r"0\.\.4: .* got 5"):
             conversations.pick(str(self.file), 5)
 
-    @parameterized.parameters(*tasks.names())
+    @parameterized.parameters(*problems.names())
     def test_demonstrations_of_tasks_are_conversations(self, name):
         found = conversations.read_conversations(f"tasks:{name}")
         self.assertBetween(len(found), 10, 4096)
         self.assertLen({c.name for c in found}, len(found))
         asked = {c.messages[0]["content"] for c in found}
         for index in range(50):
-            held_out = tasks.problem(name, "held_out", 0, index)
+            held_out = problems.problem(name, "held_out", 0, index)
             self.assertNotIn(held_out.messages[0]["content"], asked)
         for conversation in found[:50]:
             # A tool that is there but not told of is called all the same.
-            tools = conversation.tools or (tasks.CALC_TOOL,)
+            tools = conversation.tools or (problems.CALC_TOOL,)
             messages.check(conversation.messages, tools)
 
     def test_a_folder_is_its_files(self):

@@ -15,7 +15,8 @@ from tests.environments import episodes
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "rl.md"
 HEAD = """
-from glm5_jax.environments import ladder, protocol
+from glm5_jax.environments import protocol
+from glm5_jax.environments.tasks import ladder
 class Base:
     name = "base"
     def task(self, split, seed, index):

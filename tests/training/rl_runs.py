@@ -13,6 +13,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.checkpoint import manager
 from glm5_jax.environments import protocol
+from glm5_jax.environments.tasks import ladder
 from glm5_jax.model import transformer
 from glm5_jax.training import loop
 from glm5_jax.training import step as step_lib
@@ -33,7 +34,7 @@ class Lottery:
     def __init__(self, name="reverse_dense:2-3", seconds=0.0):
         """`seconds` is how long an environment thinks about an answer."""
         self.name, self._seconds = name, seconds
-        self._tasks = environments.ladder.Ladder(name)
+        self._tasks = ladder.Ladder(name)
 
     def task(self, split, seed, index):
         task = self._tasks.task(split, seed, index)

@@ -14,7 +14,7 @@ from glm5_jax import config, messages
 from glm5_jax.config import user_classes
 from glm5_jax.data.chat import records, templates
 from glm5_jax.data.sources import formats
-from glm5_jax.environments import tasks
+from glm5_jax.environments.tasks import problems
 
 _MAX_DEMONSTRATIONS = 4096  # of a task
 _DEMONSTRATIONS_SEED = 0
@@ -50,9 +50,9 @@ def read_conversations(source: str) -> list[Conversation]:
     Args:
         source: a .jsonl file, or a folder of such, with a conversation a line:
             {"messages": [...], "tools": [...]}, tools being optional, or ShareGPT's
-            {"conversations": [{"from", "value"}]}; or "tasks:NAME",
-            the demonstrations of a task of environments/tasks.py, or of one's own as
-            module:Class, of its training split alone.
+            {"conversations": [{"from", "value"}]}; or "tasks:NAME", the demonstrations
+            of a task's training split: one of environments/tasks/problems.py, or your
+            own as module:Class.
 
     Raises:
         config.InputError: there is none, no such task, or a bad line, by file and line.
@@ -173,12 +173,11 @@ def _demonstrations(name: str) -> list[Conversation]:
                 )
             found.append(Conversation(tuple(shown), tuple(task.tools)))
         return _distinct(found)
-    problems = [
-        tasks.problem(name, "train", _DEMONSTRATIONS_SEED, index)
+    drawn = (
+        problems.problem(name, "train", _DEMONSTRATIONS_SEED, index)
         for index in range(_MAX_DEMONSTRATIONS)
-    ]
-    found = [Conversation(p.demonstration, p.tools) for p in problems]
-    return _distinct(found)
+    )
+    return _distinct([Conversation(p.demonstration, p.tools) for p in drawn])
 
 
 def _distinct(found: Sequence[Conversation]) -> list[Conversation]:

@@ -6,7 +6,7 @@ import time
 
 from absl.testing import parameterized
 
-from glm5_jax.environments import maths
+from glm5_jax.environments.tasks import maths
 from tests import environment
 
 EQUAL = (

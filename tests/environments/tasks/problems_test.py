@@ -5,7 +5,7 @@ import math
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.environments import expressions, tasks
+from glm5_jax.environments.tasks import expressions, problems
 from tests import environment
 
 # The first problems of ("train", seed 0): a change makes old runs incomparable.
@@ -21,26 +21,26 @@ GOLDEN = {
     "calculator_untold": ["71*54 -> 3834", "539*990 -> 533610"],
     "calculator_without_tool": ["71*54 -> 3834", "539*990 -> 533610"],
 }
-EACH = tuple((name, name) for name in tasks.names())
+EACH = tuple((name, name) for name in problems.names())
 
 
 def prompt(problem):
     return problem.messages[-1]["content"]
 
 
-def problems(name, split, count, seed=0):
-    return [tasks.problem(name, split, seed, i) for i in range(count)]
+def draw(name, split, count, seed=0):
+    return [problems.problem(name, split, seed, i) for i in range(count)]
 
 
-class TasksTest(parameterized.TestCase):
+class ProblemsTest(parameterized.TestCase):
     @parameterized.named_parameters(*EACH)
     def test_golden(self, name):
-        found = [f"{prompt(p)} -> {p.answer}" for p in problems(name, "train", 2)]
+        found = [f"{prompt(p)} -> {p.answer}" for p in draw(name, "train", 2)]
         self.assertEqual(found, GOLDEN[name])
 
     @parameterized.named_parameters(*EACH)
     def test_answers_are_right(self, name):
-        for problem in problems(name, "train", 300):
+        for problem in draw(name, "train", 300):
             text, answer = prompt(problem), problem.answer
             kind, _, rest = text.partition(" ")
             if name in ("reverse", "reverse_dense"):
@@ -60,27 +60,27 @@ class TasksTest(parameterized.TestCase):
 
     @parameterized.named_parameters(*EACH)
     def test_a_demonstration_goes_from_the_prompt_to_the_answer(self, name):
-        for problem in problems(name, "held_out", 20):
+        for problem in draw(name, "held_out", 20):
             turns = problem.demonstration
             self.assertEqual(turns[:1], problem.messages)
             self.assertEqual(turns[-1]["role"], "assistant")
             self.assertEqual(turns[-1]["content"], problem.answer)
-            tools = (tasks.CALC_TOOL,) if name == "calculator" else ()
+            tools = (problems.CALC_TOOL,) if name == "calculator" else ()
             self.assertEqual(problem.tools, tools)
             if name not in ("calculator", "calculator_untold"):
                 self.assertLen(turns, 2)
                 continue
             call = turns[1]["tool_calls"][0]["function"]
-            self.assertEqual(call["name"], tasks.CALC_TOOL["function"]["name"])
+            self.assertEqual(call["name"], problems.CALC_TOOL["function"]["name"])
             expression = call["arguments"]["expression"]
             self.assertEqual(turns[2]["content"], str(expressions.evaluate(expression)))
 
     @parameterized.named_parameters(*EACH)
     def test_a_problem_is_a_function_of_its_place(self, name):
-        forwards = problems(name, "train", 30, seed=3)
-        backwards = [tasks.problem(name, "train", 3, i) for i in reversed(range(30))]
+        forwards = draw(name, "train", 30, seed=3)
+        backwards = [problems.problem(name, "train", 3, i) for i in reversed(range(30))]
         self.assertEqual(forwards, backwards[::-1])
-        self.assertNotEqual(forwards, problems(name, "train", 30, seed=4))
+        self.assertNotEqual(forwards, draw(name, "train", 30, seed=4))
         self.assertLen({p.id for p in forwards}, 30)
 
     @parameterized.named_parameters(
@@ -91,15 +91,15 @@ class TasksTest(parameterized.TestCase):
         ("small_products", "calculator:2"),
     )
     def test_splits_are_disjoint(self, name):
-        train = [p for seed in (0, 1) for p in problems(name, "train", 2000, seed)]
-        held_out = problems(name, "held_out", 2000, seed=0)
+        train = [p for seed in (0, 1) for p in draw(name, "train", 2000, seed)]
+        held_out = draw(name, "held_out", 2000, seed=0)
         asked = [{prompt(p) for p in part} for part in (train, held_out)]
         self.assertEmpty(asked[0] & asked[1])
         self.assertGreater(len(asked[1]), 5)
 
     def test_splits_do_not_depend_on_the_size(self):
-        short = {prompt(p) for p in problems("reverse:2", "held_out", 500)}
-        mixed = {prompt(p) for p in problems("reverse:2-3", "train", 5000)}
+        short = {prompt(p) for p in draw("reverse:2", "held_out", 500)}
+        mixed = {prompt(p) for p in draw("reverse:2-3", "train", 5000)}
         self.assertEmpty(short & mixed)
         self.assertTrue(any(len(text) == len("reverse ab") for text in mixed))
 
@@ -115,18 +115,18 @@ class TasksTest(parameterized.TestCase):
         ),
     )
     def test_the_mirror_image_is_in_the_same_split(self, name, mirrored):
-        train = {prompt(p) for p in problems(name, "train", 5000)}
-        held_out = {prompt(p) for p in problems(name, "held_out", 1000)}
+        train = {prompt(p) for p in draw(name, "train", 5000)}
+        held_out = {prompt(p) for p in draw(name, "held_out", 1000)}
         self.assertEmpty(train & {mirrored(text) for text in held_out})
 
     def test_sizes(self):
-        lengths = {len(p.answer) for p in problems("reverse:4-5", "train", 100)}
+        lengths = {len(p.answer) for p in draw("reverse:4-5", "train", 100)}
         self.assertEqual(lengths, {4, 5})
-        for p in problems("reverse:4-5", "held_out", 10):
+        for p in draw("reverse:4-5", "held_out", 10):
             self.assertEqual(p.tag, f"{len(p.answer)}_letters")
-        self.assertEqual(tasks.parse("reverse:7"), ("reverse", 7, 7))
-        self.assertEqual(tasks.parse("reverse"), tasks.parse("reverse:3-6"))
-        counts = {prompt(p).count(" ") for p in problems("countdown:5", "train", 20)}
+        self.assertEqual(problems.parse("reverse:7"), ("reverse", 7, 7))
+        self.assertEqual(problems.parse("reverse"), problems.parse("reverse:3-6"))
+        counts = {prompt(p).count(" ") for p in draw("countdown:5", "train", 20)}
         self.assertEqual(counts, {7})
 
     @parameterized.parameters(
@@ -140,11 +140,11 @@ class TasksTest(parameterized.TestCase):
     )
     def test_bad_names(self, name, message):
         with self.assertRaisesRegex(config.InputError, message):
-            tasks.problem(name, "train", 0, 0)
+            problems.problem(name, "train", 0, 0)
 
     def test_bad_split(self):
         with self.assertRaisesRegex(config.InputError, "split must be one of"):
-            tasks.problem("reverse", "test", 0, 0)
+            problems.problem("reverse", "test", 0, 0)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""The tasks of glm5_jax/environments/tasks.py, each with what pays for its answers."""
+"""The taskset of every kind of problem, each with the score of its answers."""
 
 from collections.abc import Callable, Sequence
 
 from glm5_jax import messages
-from glm5_jax.environments import calculator, expressions, maths, protocol, tasks
+from glm5_jax.environments import protocol
+from glm5_jax.environments.tasks import calculator, expressions, maths, problems
 
 Score = Callable[[str, str], float]  # of (what is right, what was said), 0 to 1
 
 
 class Ladder:
-    """The taskset of a name of data.tasks."""
+    """The taskset of a kind of problem."""
 
     def __init__(self, name: str) -> None:
         """Takes a name with its size or without.
@@ -18,24 +19,24 @@ class Ladder:
             config.InputError: there is no such task.
         """
         self.name = name
-        self._kind, _, _ = tasks.parse(name)
+        self._kind, _, _ = problems.parse(name)
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
         """Problem `index` of the list that `seed` makes of the split."""
-        p = tasks.problem(self.name, split, seed, index)
+        p = problems.problem(self.name, split, seed, index)
         asked = p.messages[0]["content"]  # several answers of a countdown are right
         return protocol.Task(p.id, p.messages, p.answer, p.tools, asked, p.tag)
 
     def environment(self) -> protocol.Environment:
         """A calculator if the task has one, else one turn that is scored."""
-        if tasks.tool(self.name) != "none":
+        if problems.tool(self.name) != "none":
             return calculator.Calculator()
         return SingleTurn(_SCORES.get(self._kind, exact))
 
     def demonstration(self, task: protocol.Task) -> Sequence[messages.Message]:
         """The question, the tool's call and result if it has one, the answer."""
         split, seed, index = task.id.split("/")[-3:]
-        return tasks.problem(self.name, split, int(seed), int(index)).demonstration
+        return problems.problem(self.name, split, int(seed), int(index)).demonstration
 
 
 class SingleTurn:

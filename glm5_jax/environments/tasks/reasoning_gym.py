@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5_jax import config, messages
-from glm5_jax.environments import protocol, tasks
+from glm5_jax.environments import protocol
+from glm5_jax.environments.tasks import problems
 
 PREFIX = "reasoning_gym:"
 
@@ -41,14 +42,14 @@ class ReasoningGym:
 
         Which split an entry may be in is decided by a hash of its question.
         """
-        if split not in tasks.SPLITS:
+        if split not in problems.SPLITS:
             raise config.InputError(
-                f"split must be one of {tasks.SPLITS}, got {split!r}."
+                f"split must be one of {problems.SPLITS}, got {split!r}."
             )
         dataset = self._at(seed)
         for i in range(index * _MAX_DRAWS, (index + 1) * _MAX_DRAWS):
             entry = dataset[i % _SIZE]
-            if tasks.split_of(f"{self.name} {entry['question']}") == split:
+            if problems.split_of(f"{self.name} {entry['question']}") == split:
                 id = f"{self.name}/{split}/{seed}/{index}"
                 messages = ({"role": "user", "content": entry["question"]},)
                 return protocol.Task(id, messages, entry)

@@ -3,7 +3,7 @@
 from absl.testing import parameterized
 
 from glm5_jax import environments
-from glm5_jax.environments import tasks
+from glm5_jax.environments.tasks import problems
 from tests import environment
 from tests.environments import episodes
 
@@ -108,7 +108,7 @@ class WithoutToolTest(parameterized.TestCase):
             self.assertEqual(told.messages, none.messages)
             self.assertEqual(told.messages, untold.messages)
             self.assertEqual(told.answer, none.answer)
-            self.assertEqual(told.tools, (tasks.CALC_TOOL,))
+            self.assertEqual(told.tools, (problems.CALC_TOOL,))
             self.assertEqual((untold.tools, none.tools), ((), ()))
 
     def test_a_call_gets_nothing(self):

@@ -7,11 +7,12 @@ import re
 from absl.testing import parameterized
 
 from glm5_jax import config, environments
-from glm5_jax.environments import ladder, protocol, tasks
+from glm5_jax.environments import protocol
+from glm5_jax.environments.tasks import ladder, problems
 from tests import environment
 from tests.environments import episodes
 
-EACH = tuple((name, name) for name in tasks.names())
+EACH = tuple((name, name) for name in problems.names())
 
 
 def reward_of(name, said, index=0):
@@ -76,7 +77,7 @@ class TasksetTest(parameterized.TestCase):
         self.assertIsInstance(first.environment(), protocol.Environment)
         ids = {
             first.task(split, seed, i).id
-            for split in tasks.SPLITS
+            for split in problems.SPLITS
             for seed in range(3)
             for i in range(10)
         }
@@ -134,7 +135,7 @@ class ScoreTest(parameterized.TestCase):
             self.assertEqual(score_countdown(said), 0)
 
     def test_rewards_are_finite_floats(self):
-        for name in tasks.names():
+        for name in problems.names():
             for said in ("1", "nan", "inf", "-inf", "1/0", "\\boxed{nan}"):
                 total = reward_of(name, said)
                 self.assertTrue(isinstance(total, float) and math.isfinite(total))
@@ -142,7 +143,7 @@ class ScoreTest(parameterized.TestCase):
 
 class DocsTest(parameterized.TestCase):
     def test_the_environment_of_docs_rl_runs(self):
-        docs = pathlib.Path(__file__).parents[2] / "docs" / "rl.md"
+        docs = pathlib.Path(__file__).parents[3] / "docs" / "rl.md"
         (code,) = re.findall(r"```python\n(.*?)```", docs.read_text(), re.DOTALL)
         scope = {}
         exec(code, scope)  # our own page
@@ -150,7 +151,7 @@ class DocsTest(parameterized.TestCase):
         self.assertIsInstance(taskset, protocol.Taskset)
         splits = [
             {taskset.task(split, 0, i).messages[0]["content"] for i in range(100)}
-            for split in tasks.SPLITS
+            for split in problems.SPLITS
         ]
         self.assertEmpty(splits[0] & splits[1])
         task = taskset.task("train", 1, 2)

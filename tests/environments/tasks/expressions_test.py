@@ -5,7 +5,7 @@ import time
 
 from absl.testing import parameterized
 
-from glm5_jax.environments import expressions
+from glm5_jax.environments.tasks import expressions
 from tests import environment
 
 SECONDS = 0.2  # on a loaded core; a tenth of a millisecond otherwise

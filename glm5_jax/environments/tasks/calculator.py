@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from glm5_jax import messages
-from glm5_jax.environments import expressions, maths, protocol
+from glm5_jax.environments import protocol
+from glm5_jax.environments.tasks import expressions, maths
 
 MAX_TURNS = 4
 _MAX_CALLS = 4  # of one turn
