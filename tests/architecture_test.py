@@ -49,6 +49,8 @@ MAX_FUNCTION_LINES = 60
 MAX_ARGUMENTS = 10
 MAX_TRITON_POINTERS = 13  # a Triton kernel gets every array by itself: no tuples
 MAX_COLUMNS = 88
+# 155 of a run and 16 of prepare, of which 49 are the model's, as Hugging Face has them.
+MAX_CONFIG_FIELDS = 171
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 
@@ -223,6 +225,64 @@ class BudgetTest(parameterized.TestCase):
             lines = path.read_text(encoding="utf-8").splitlines()
             long = [i for i, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS]
             self.assertEmpty(long, f"too long lines in {name}")
+
+
+class ConfigFieldsTest(parameterized.TestCase):
+    """The settings of a run: few, and none that nobody reads."""
+
+    def test_their_number_is_bounded(self):
+        fields = [name for section in _sections().values() for name in section]
+        self.assertLessEqual(len(fields), MAX_CONFIG_FIELDS)
+
+    def test_every_one_is_read_outside_of_the_config(self):
+        """By name; a property that is read counts for the fields that it reads."""
+        read = set()
+        for name, path in _files("glm5_jax"):
+            if not name.startswith("glm5_jax/config/"):
+                tree = _parse(path)
+                read |= _attributes(tree)
+                read |= {
+                    node.value
+                    for node in ast.walk(tree)
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                }
+        methods = {}
+        for _, path in _files("glm5_jax/config"):
+            for function in _functions(_parse(path)):
+                if not function.name.startswith("__"):
+                    methods[function.name] = _attributes(function)
+        reached = set()
+        while found := (read & set(methods)) - reached:
+            reached |= found
+            read |= set().union(*(methods[name] for name in found))
+        for section, fields in _sections().items():
+            self.assertEmpty(fields - read, section)
+
+
+def _sections() -> dict[str, set[str]]:
+    """The fields of each dataclass of glm5_jax/config that are not sections."""
+    sections = {}
+    for _, path in _files("glm5_jax/config"):
+        for node in _parse(path).body:
+            if isinstance(node, ast.ClassDef) and node.decorator_list:
+                sections[node.name] = {
+                    field.target.id: ast.unparse(field.annotation)
+                    for field in node.body
+                    if isinstance(field, ast.AnnAssign)
+                }
+    return {
+        name: {field for field, kind in fields.items() if kind not in sections}
+        for name, fields in sections.items()
+    }
+
+
+def _attributes(tree: ast.AST) -> set[str]:
+    """The names of the attributes that a piece of code reads."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
 
 
 class MarksTest(parameterized.TestCase):
