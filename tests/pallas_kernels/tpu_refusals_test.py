@@ -1,0 +1,82 @@
+"""Each shape or dtype that a TPU kernel cannot take is refused with its reason.
+
+Interpreted on a CPU the kernels would take some of them.
+"""
+
+import dataclasses
+
+import jax
+from absl.testing import parameterized
+
+import pallas_kernels
+from pallas_kernels import cases
+from tests import environment
+
+CASE = cases.SMALL[0]
+# Of each op: the names of its inputs, and its options.
+OPS = {
+    "indexer_bits": (("q_index", "k_index", "w", "lo", "hi"), {"topk": 4}),
+    "indexer_topk": (("q_index", "k_index", "w", "lo", "hi"), {"topk": 4}),
+    "masked_mla": (("q", "k", "v", "lo", "hi"), {"scale": 0.1}),
+    "sparse_mla": (("q_latent", "kv", "indices"), {"scale": 0.1}),
+    "decode_sparse_mla": (("q_latent", "kv", "indices"), {"scale": 0.1}),
+    "decode_indexer_topk": (("q_index", "k_index", "w", "lo", "hi"), {"topk": 4}),
+    "indexer_kl_loss": (("q", "k", "lo", "hi"), {"scale": 0.1}),
+    "sparse_indexer_kl_loss": (("q_latent", "kv", "indices"), {"scale": 0.1}),
+}
+PAGES = {"keys": 64}  # the decode ops take whole pages
+FLOAT32 = {"kv": "float32"}
+BOTH_FLOAT16 = {"q_latent": "float16", "kv": "float16"}
+REFUSED = (
+    ("indexer_bits", {"index_heads": 12}, {}, r"8 x 128, got \(12, 128\)"),
+    ("indexer_topk", {"index_dim": 64}, {}, r"8 x 128, got \(8, 64\)"),
+    ("indexer_bits", {"keys": 2**19 + 1}, {}, "scores of 524289 keys do not fit"),
+    ("masked_mla", {"head_dim": 64}, {}, r"multiples of 128, got \(64, 128\)"),
+    ("masked_mla", {"value_dim": 64}, {}, r"multiples of 128, got \(128, 64\)"),
+    ("masked_mla", {"batch": 2**18}, {}, "262144 pairs of blocks do not fit"),
+    ("sparse_mla", {"latent": 64}, {}, "multiple of 128, got 64"),
+    ("sparse_mla", {}, FLOAT32, "got bfloat16, float32"),
+    ("sparse_mla", {}, BOTH_FLOAT16, "got float16, float16"),
+    ("decode_sparse_mla", {"keys": 12}, {}, "multiples of 8 tokens, got 12"),
+    ("decode_sparse_mla", PAGES | {"latent": 64}, {}, "multiple of 128, got 64"),
+    ("decode_indexer_topk", {"queries": 9}, {}, "at most 8 queries .* got 9"),
+    ("decode_indexer_topk", {"keys": 24}, {}, "multiples of 16 tokens, got 24"),
+    ("decode_indexer_topk", {"keys": 2**20 + 16}, {}, "at most 1048576 keys"),
+    ("indexer_kl_loss", {"head_dim": 64}, {}, r"multiples of 128, got \(64, 128\)"),
+    ("indexer_kl_loss", {"index_dim": 64}, {}, r"multiples of 128, got \(128, 64\)"),
+    ("indexer_kl_loss", {"heads": 12}, {}, r"multiples of 8 and 8, got \(12, 8\)"),
+    ("indexer_kl_loss", {"index_heads": 4}, {}, r"of 8 and 8, got \(16, 4\)"),
+    ("indexer_kl_loss", {"batch": 2**18}, {}, "pairs of blocks do not fit"),
+    ("sparse_indexer_kl_loss", {}, FLOAT32, r"got \['bfloat16', 'float32'\]"),
+    ("sparse_indexer_kl_loss", {"index_dim": 64}, {}, "at most .* got 64"),
+    ("sparse_indexer_kl_loss", {"index_dim": 512}, {}, "at most .* got 512"),
+)
+
+
+class RefusalsTest(parameterized.TestCase):
+    @parameterized.parameters(*REFUSED)
+    def test_refused(self, name, sizes, dtypes, message):
+        case = dataclasses.replace(CASE, **sizes)
+        specs = cases.shapes(case)
+        for of, dtype in dtypes.items():
+            specs[of] = jax.ShapeDtypeStruct(specs[of].shape, dtype)
+        names, options = OPS[name]
+        args = [specs[of] for of in names]
+        if name.endswith("kl_loss"):
+            main = (args[0], args[1], specs["lse"])
+            index = tuple(specs[of] for of in ("q_index", "k_index", "w"))
+            none = [None] if name == "indexer_kl_loss" else []
+            args = [main, index, *args[2:], *none, specs["weight"]]
+        if name.endswith("sparse_mla"):
+            options = options | {"value_dim": case.latent}
+
+        def run(*args):
+            op = getattr(pallas_kernels, name)
+            return op(*args, **options, implementation="tpu_interpret")
+
+        with self.assertRaisesRegex(NotImplementedError, message):
+            jax.eval_shape(run, *args)
+
+
+if __name__ == "__main__":
+    environment.main()
