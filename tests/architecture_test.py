@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from absl.testing import parameterized
 
+from glm5_jax.config import stages
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -262,7 +263,9 @@ class ConfigFieldsTest(parameterized.TestCase):
 def _sections() -> dict[str, set[str]]:
     """The fields of each dataclass of glm5_jax/config that are not sections."""
     sections = {}
-    for _, path in _files("glm5_jax/config"):
+    for name, path in _files("glm5_jax/config"):
+        if name.startswith("glm5_jax/config/stages/"):  # no settings: facts
+            continue
         for node in _parse(path).body:
             if isinstance(node, ast.ClassDef) and node.decorator_list:
                 sections[node.name] = {
@@ -283,6 +286,26 @@ def _attributes(tree: ast.AST) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
+
+
+class StagesTest(parameterized.TestCase):
+    @parameterized.named_parameters(*_files("glm5_jax"))
+    def test_records_alone_know_the_stages_by_name(self, path):
+        """Other code asks config.stage_record, so that a new stage is a new file."""
+        names = {stage.name for stage in stages.STAGES}
+        if (ROOT / "glm5_jax" / "config" / "stages") in path.parents:
+            return
+        for node in ast.walk(_parse(path)):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+            elif isinstance(node, ast.Match):
+                sides = [node.subject, *(case.pattern for case in node.cases)]
+            else:
+                continue
+            for part in (part for side in sides for part in ast.walk(side)):
+                value = part.value if isinstance(part, ast.Constant) else None
+                is_named = isinstance(value, str) and value in names
+                self.assertFalse(is_named, f"line {node.lineno} asks for {value!r}")
 
 
 class MarksTest(parameterized.TestCase):

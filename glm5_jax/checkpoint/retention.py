@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from glm5_jax.config import stages
+
 
 class Step(NamedTuple):
     """The facts about a step that the rule uses."""
@@ -58,11 +60,11 @@ class Retention:
 
 def of_run(config: Mapping[str, Any]) -> Retention:
     """Returns the rule of a run, from the content of its config.json."""
-    is_rl = config.get("stage") == "rl"
+    stage = stages.BY_NAME.get(config.get("stage", ""), stages.pretrain.STAGE)
     return Retention(
         newest=config["checkpoints_to_keep"],
         every=config.get("checkpoints_keep_every", 0),
         best=config.get("checkpoints_keep_best", 0),
-        metric="eval/success" if is_rl else "eval/bits_per_byte",
-        is_lower_better=not is_rl,
+        metric=stage.best.name,
+        is_lower_better=not stage.best.is_higher_better,
     )

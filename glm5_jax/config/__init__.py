@@ -21,7 +21,7 @@ from glm5_jax.config.rope import RopeScaling
 from glm5_jax.config.train import (
     TRACKERS,
     MeshConfig,
-    Stage,
+    StageName,
     TrainConfig,
 )
 
@@ -47,6 +47,6 @@ __all__ = [
     "RematPolicy",
     "RolloutWeights",
     "RopeScaling",
-    "Stage",
+    "StageName",
     "TrainConfig",
 ]

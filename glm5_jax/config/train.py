@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from glm5_jax.config import checks
+from glm5_jax.config import checks, stages
 from glm5_jax.config.data import DataConfig
 from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.model import ModelConfig
@@ -13,7 +14,10 @@ from glm5_jax.config.optim import LossConfig, OptimConfig
 from glm5_jax.config.rl import RLConfig
 
 TRACKERS = ("tensorboard", "wandb")
-Stage = Literal["pretrain", "dsa_warmup", "dsa_sparse", "sft", "rl"]
+if TYPE_CHECKING:
+    StageName = str
+else:
+    StageName = Literal[*stages.BY_NAME]  # so that --help and messages list them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,7 @@ class TrainConfig:
     """A whole run."""
 
     # What is trained, and on what: the paper's stages in their order.
-    stage: Stage = "pretrain"
+    stage: StageName = "pretrain"
     # Run, step or Hugging Face folder whose parameters the run starts from.
     init_from: str | None = None
     # Fields of model that change the logits, and may differ from those of init_from.
@@ -97,31 +101,30 @@ class TrainConfig:
     health: HealthConfig = HealthConfig()
 
     def __post_init__(self) -> None:
-        """Decides on batch invariance, and checks what involves several sections."""
-        if self.stage == "rl" and self.model.batch_invariant is None:
-            self._make_batch_invariant()
+        """Takes the defaults of the stage, and checks what involves several sections.
+
+        Raises:
+          InputError: with the message of every broken rule.
+        """
+        if self.stage not in stages.BY_NAME:
+            checks.require(*checks.choices(self))  # the other rules ask the record
+        stage = self.stage_record
+        object.__setattr__(self, "model", stage.model_defaults(self.model))
         length, topk = self.data.sequence_length, self.model.index_topk
-        has_kl = self.model.attention != "dense" and self.loss.indexer_weight > 0
-        has_kl &= self.stage != "rl"  # there the indexer is frozen
-        is_dsa = self.stage in ("dsa_warmup", "dsa_sparse")
-        mode = {"dsa_warmup": "dense_with_indexer_loss", "dsa_sparse": "sparse"}
+        has_kl = self.has_indexer_loss or stage.attention is not None
         checks.require(
             *checks.choices(self),
             *checks.positive(self, "num_steps", "log_every", "checkpoints_to_keep"),
             *checks.positive(self, "eval_batches"),
             checks.seed_rule(self.seed),
             (
-                not is_dsa or self.model.attention == mode[self.stage],
-                f"model.attention must be {mode.get(self.stage)!r} in stage "
+                stage.attention in (None, self.model.attention),
+                f"model.attention must be {stage.attention!r} in stage "
                 f"{self.stage!r}, got {self.model.attention!r}.",
             ),
+            *stage.rules(self),
             (
-                not is_dsa or self.loss.indexer_weight > 0,
-                f"loss.indexer_weight must be > 0 in stage {self.stage!r}: it is "
-                f"what trains the indexer.",
-            ),
-            (
-                not (has_kl or is_dsa) or topk < length,
+                not has_kl or topk < length,
                 f"model.index_topk must be smaller than data.sequence_length where "
                 f"the indexer is trained by its KL, got {topk} >= {length}: there "
                 f"would be nothing to select. Lower model.index_topk, or set "
@@ -145,30 +148,61 @@ class TrainConfig:
             *self._watching_rules(),
             *self._checkpoint_rules(),
             *self._stop_rules(),
-            *self._rl_rules(),
             *self._mesh_rules(),
         )
 
     @property
+    def stage_record(self) -> stages.Stage:
+        """All that is particular to the stage."""
+        return stages.BY_NAME[self.stage]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step, over all devices."""
+        return math.prod(operator.attrgetter(p)(self) for p in self.stage_record.rows)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates of a step, each on an equal part of its rows."""
+        path = self.stage_record.updates
+        return operator.attrgetter(path)(self) if path else 1
+
+    @property
     def num_updates(self) -> int:
         """Updates of the whole run, which the learning rate's schedule counts."""
-        is_rl = self.stage == "rl"
-        return self.num_steps * (self.rl.updates_per_rollout if is_rl else 1)
+        return self.num_steps * self.updates_per_step
+
+    @property
+    def has_indexer_loss(self) -> bool:
+        """True where the indexers learn from their divergence from the attention."""
+        has_indexer = self.model.attention != "dense"
+        has_weight = self.loss.indexer_weight > 0
+        return has_indexer and has_weight and self.stage_record.computes("indexer_kl")
+
+    @property
+    def num_mtp_steps(self) -> int:
+        """Runs of the module for later tokens in the loss of a step."""
+        has_loss = self.model.has_mtp and self.loss.mtp_weight > 0
+        is_computed = self.stage_record.computes("mtp")
+        return self.model.mtp_num_steps if has_loss and is_computed else 0
+
+    @property
+    def replays_routing(self) -> bool:
+        """True where the trainer routes tokens to the experts that the engine chose."""
+        return self.rl.router_replay and self.stage_record.can_replay_routing
+
+    @property
+    def plays_episodes(self) -> bool:
+        """True where an engine of the run plays episodes, to learn or to evaluate."""
+        return self.stage_record.plays_episodes or self.eval_success
 
     def has_reached(self, evaluation: Mapping[str, Any]) -> bool:
-        """Returns whether an evaluation ends the run by stop_metric and stop_at."""
+        """Tells whether an evaluation ends the run by stop_metric and stop_at."""
         value = evaluation.get(self.stop_metric)
-        if value is None:
+        metric = stages.METRICS.get(self.stop_metric)
+        if value is None or metric is None:
             return False
-        is_better_below = self.stop_metric == "eval/bits_per_byte"
-        return value <= self.stop_at if is_better_below else value >= self.stop_at
-
-    def _make_batch_invariant(self) -> None:
-        """Lets trainer and engine agree in bfloat16; in float32 they nearly do."""
-        model = self.model
-        if model.dtype == "bfloat16" and model.attention == "sparse":
-            model = dataclasses.replace(model, batch_invariant=True)
-            object.__setattr__(self, "model", model)
+        return metric.is_reached(value, self.stop_at)
 
     def _init_rules(self) -> list[tuple[bool, str]]:
         """Rules: what may differ from init_from is of the model."""
@@ -217,7 +251,11 @@ class TrainConfig:
 
     def _stop_rules(self) -> list[tuple[bool, str]]:
         """Rules: a warm-up ends before the run; what a run waits for, it evaluates."""
-        is_rl, is_success = self.stage == "rl", self.stop_metric == "eval/success"
+        stage, metric = self.stage_record, stages.METRICS.get(self.stop_metric)
+        is_success = metric is stages.SUCCESS
+        is_measured = metric in stage.measures or (is_success and self.eval_success)
+        plays = _named([s for s in stages.STAGES if stages.SUCCESS in s.measures])
+        can = _named([s for s in stages.STAGES if s.can_measure_success])
         return [
             (
                 self.optim.warmup_steps < self.num_updates,
@@ -226,9 +264,9 @@ class TrainConfig:
                 f"the warm-up or train longer.",
             ),
             (
-                not self.eval_success or self.stage == "sft",
-                f"eval_success is for stage 'sft', got stage {self.stage!r}; stage "
-                f"'rl' measures success anyway.",
+                not self.eval_success or stage.can_measure_success,
+                f"eval_success is for stage {can}, got stage {self.stage!r}; stage "
+                f"{plays} measures success anyway.",
             ),
             (
                 not self.stop_metric or self.eval_every > 0,
@@ -236,41 +274,31 @@ class TrainConfig:
                 f"to the steps between them.",
             ),
             (
-                not is_success or is_rl or self.eval_success,
-                "stop_metric 'eval/success' needs stage 'rl', or stage 'sft' with "
-                "eval_success=true and the task in rl.environment.",
+                is_measured or not is_success,
+                f"stop_metric 'eval/success' needs stage {plays}, or stage {can} with "
+                f"eval_success=true and the task in rl.environment.",
             ),
             (
-                not is_rl or self.stop_metric != "eval/bits_per_byte",
-                "stage 'rl' has no eval/bits_per_byte; set stop_metric='eval/success'.",
+                is_measured or metric is None or is_success,
+                f"stage {self.stage!r} has no {self.stop_metric}; set "
+                f"stop_metric={stage.best.name!r}.",
             ),
             (
-                not self.stop_metric or 0 < self.stop_at <= (1 if is_success else 99),
+                metric is None or 0 < self.stop_at <= metric.most,
                 f"stop_at must lie in 0..1 for eval/success and be > 0 for "
                 f"eval/bits_per_byte, got {self.stop_at}.",
             ),
         ]
 
-    def _rl_rules(self) -> list[tuple[bool, str]]:
-        """Rules: an episode must fit a row, and each update has whole parts."""
-        length, new = self.data.sequence_length, self.rl.max_new_tokens
-        return [
-            (
-                self.stage != "rl" or new < length,
-                f"rl.max_new_tokens must be smaller than data.sequence_length, which "
-                f"has to hold prompt and answers, got {new} >= {length}.",
-            ),
-        ]
-
     def batch_rule(self, num_shares: int) -> tuple[bool, str]:
-        """Rule: so many devices of data * fsdp * expert get as many rows each."""
-        is_rl, parts = self.stage == "rl", self.optim.accumulation_steps
-        updates = self.rl.updates_per_rollout if is_rl else 1
+        """Rule: devices of data * fsdp * expert get the same number of rows each."""
+        parts, updates = self.optim.accumulation_steps, self.updates_per_step
         axes = "data * fsdp * expert" + " * accumulation_steps" * (parts > 1)
+        field = self.stage_record.updates.rpartition(".")[2]
         return checks.whole(
-            "rl.prompts_per_step * rl.group_size" if is_rl else "data.batch_size",
-            self.rl.num_rows if is_rl else self.data.batch_size,
-            axes + " * updates_per_rollout" * (updates > 1),
+            " * ".join(self.stage_record.rows),
+            self.num_rows,
+            axes + f" * {field}" * (updates > 1),
             num_shares * parts * updates,
             "give devices to mesh.tensor or mesh.context",
         )
@@ -282,7 +310,7 @@ class TrainConfig:
         known = shares * mesh.context * mesh.tensor  # with data=-1 there are more
         stored = mesh.fsdp * mesh.context  # each matrix is cut into at least as many
         rules = [self.batch_rule(shares), *self._token_rules(known)]
-        if self.stage == "rl" or self.eval_success:
+        if self.plays_episodes:
             axes, parts = "data * fsdp * expert * context", shares * mesh.context
             remedy = "give devices to mesh.tensor"
             rules += [checks.whole("rl.slots", self.rl.slots, axes, parts, remedy)]
@@ -318,3 +346,8 @@ class TrainConfig:
             remedy = f"context to {checks.listed(near)}"
             rules.append(checks.whole(name, length, "2 * context", 2 * context, remedy))
         return rules
+
+
+def _named(found: list[stages.Stage]) -> str:
+    """Returns the names of stages as a message gives them: "'sft' or 'rl'"."""
+    return " or ".join(repr(stage.name) for stage in found)

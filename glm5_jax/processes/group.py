@@ -81,10 +81,10 @@ def require_supported(config: config_lib.TrainConfig, group: Group | None) -> No
     """
     if group is None:
         return
-    if config.stage == "rl":
+    if config.stage_record.plays_episodes:
         raise config_lib.InputError(
-            "stage 'rl' runs in one process: its rollouts do. Start it on one host, "
-            "with as many devices as that has."
+            f"stage {config.stage!r} runs in one process: its rollouts do. Start it on "
+            f"one host, with as many devices as that has."
         )
     if config.eval_success:
         raise config_lib.InputError(

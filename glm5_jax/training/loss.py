@@ -22,32 +22,12 @@ from glm5_jax.training import inputs as inputs_lib
 
 Batch = inputs_lib.Batch
 Metrics = dict[str, Array]
-
-
-def has_indexer_loss(config: config_lib.TrainConfig) -> bool:
-    """Tells whether the indexers are trained by their divergence from attention."""
-    is_rl = config.stage == "rl"  # there the indexers are frozen
-    has_indexer = config.model.attention != "dense"
-    return has_indexer and config.loss.indexer_weight > 0 and not is_rl
-
-
-def is_trained(config: config_lib.TrainConfig) -> Callable[[tuple[str, ...]], bool]:
-    """Returns which parameters a stage trains, by path.
-
-    The DSA warm-up only the indexers; reinforcement learning all but the indexers
-    (arXiv 2602.15763, section 3.2) and MTP, which has no term in its loss.
-    """
-    if config.stage == "dsa_warmup":
-        return lambda path: "indexer" in path
-    if config.stage == "rl":
-        return lambda path: "indexer" not in path and "mtp" not in path
-    return lambda path: True
-
-
-def num_mtp_steps(config: config_lib.TrainConfig) -> int:
-    """Returns how often the module for later tokens runs for the loss."""
-    has_loss = config.model.has_mtp and config.loss.mtp_weight > 0
-    return config.model.mtp_num_steps if has_loss and config.stage != "rl" else 0
+METRIC_NAMES = {
+    "next_token": "train/lm_loss",
+    "mtp": "train/mtp_loss",
+    "balance": "train/balance_loss",
+    "indexer_kl": "train/indexer_kl",
+}
 
 
 def abstract_gradients(config: config_lib.TrainConfig) -> dict:
@@ -127,17 +107,17 @@ def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inp
         "token_weights": losses.mean_weights(is_token),
     }
     batch = {**batch, **weights}
-    return inputs_lib.make_inputs(config.model, batch, num_mtp_steps(config))
+    return inputs_lib.make_inputs(config.model, batch, config.num_mtp_steps)
 
 
 def _local_loss(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
 ) -> tuple[Float[Array, ""], tuple[Metrics, dict]]:
     """Weighted sum of the terms for what a device has of a part; terms; loads."""
-    model, weights, params = config.model, config.loss, _held(config, params)
+    model, weights, params = config.model, config.loss, _with_constants(config, params)
     chunk = {"chunk_tokens": weights.chunk_tokens}
     batch, context, ahead = inputs
-    has_kl = has_indexer_loss(config)
+    has_kl = config.has_indexer_loss
     out = transformer.forward(
         params, model, batch["tokens"], context=context, with_indexer_loss=has_kl
     )
@@ -149,7 +129,7 @@ def _local_loss(
             z_weight=weights.z_weight,
             **chunk,
         )
-    terms = {"train/lm_loss": (lm_loss, 1.0)}
+    terms: dict[str, tuple[Array, float]] = {"next_token": (lm_loss, 1.0)}
     if ahead is not None:
         with jax.named_scope("mtp"):
             states, aux["mtp"] = mtp.steps(
@@ -162,33 +142,34 @@ def _local_loss(
                 jnp.ones(()) / model.mtp_num_steps if has_kl else None,
             )
             loss = losses.mtp_loss(states, head, ahead.targets, ahead.weights, **chunk)
-        terms["train/mtp_loss"] = (loss, weights.mtp_weight)
+        terms["mtp"] = (loss, weights.mtp_weight)
     balances = _balances(aux)
     if balances.size:
         balance = jnp.mean(balances)
         balance = balance / config.optim.accumulation_steps  # all have as many rows
         weight = balances.size * weights.balance_weight  # the loss has their sum
-        terms["train/balance_loss"] = (balance, weight)
+        terms["balance"] = (balance, weight)
     if has_kl:
         divergences = [x.indexer_kl for x in _blocks(aux) if x.indexer_kl is not None]
         kl = jnp.sum(jnp.concatenate([x.reshape(-1) for x in divergences]))
         share = jnp.sum(batch["token_weights"])  # of the batch's tokens in this part
         kl = kl * collectives.total(share, collectives.TOKENS)
-        terms["train/indexer_kl"] = (kl, weights.indexer_weight)
-    if config.stage == "dsa_warmup":  # the base is frozen: only the indexer's term
-        only = terms["train/indexer_kl"]
-        terms = {k: (value, 0.0) for k, (value, _) in terms.items()}
-        terms["train/indexer_kl"] = only
-    loss = functools.reduce(jnp.add, [value * w for value, w in terms.values()])
-    return loss, ({k: value for k, (value, _) in terms.items()}, loads(aux))
+        terms["indexer_kl"] = (kl, weights.indexer_weight)
+    minimised = config.stage_record.losses
+    weighted = [
+        value * (weight if name in minimised else 0.0)
+        for name, (value, weight) in terms.items()
+    ]
+    metrics = {METRIC_NAMES[name]: value for name, (value, _) in terms.items()}
+    return functools.reduce(jnp.add, weighted), (metrics, loads(aux))
 
 
-def _held(config: config_lib.TrainConfig, params: dict) -> dict:
-    """The parameters, frozen ones as constants: no backward pass goes for them."""
-    trained = is_trained(config)
+def _with_constants(config: config_lib.TrainConfig, params: dict) -> dict:
+    """Returns the parameters, frozen ones as constants without a backward pass."""
+    is_trained = config.stage_record.trains
 
     def hold(path: tuple, x: Array) -> Array:
-        return x if trained(tuple(k.key for k in path)) else lax.stop_gradient(x)
+        return x if is_trained(tuple(k.key for k in path)) else lax.stop_gradient(x)
 
     return jax.tree_util.tree_map_with_path(hold, params)
 

@@ -5,6 +5,7 @@ chips that are not there.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,12 +14,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth, sharding
+from glm5_jax.config import stages
 from glm5_jax.model import invariance, transformer
 from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.training import policy
 from glm5_jax.training import step as step_lib
 
 BATCH_DIMS = ("B", "T")
+# What makes the step of each kind of update: config -> optimizer -> step.
+STEPS: dict[stages.Update, Callable] = {
+    "losses": step_lib.make_train_step,
+    "policy": policy.make_policy_step,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +67,8 @@ def make_program(config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh) -> P
     opt_state = jax.eval_shape(optimizer.init, params)
     opt_places = sharding.shardings(optimizer.state_dims(opt_state, params), mesh)
     opt_places = optimizer.kept(opt_state, opt_places)
-    make = policy.make_policy_step if config.stage == "rl" else step_lib.make_train_step
     step = jax.jit(
-        make(config, optimizer),
+        STEPS[config.stage_record.update](config, optimizer),
         donate_argnums=(0, 1),
         out_shardings=(param_places, opt_places, None),
         compiler_options=invariance.compiler_options(config.model),
@@ -96,15 +102,10 @@ def batch_place(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 def batch_shapes(config: config_lib.TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Every array of the batch that a stage learns from."""
-    is_rl = config.stage == "rl"
-    rows = config.rl.num_rows if is_rl else config.data.batch_size
-    shape = rows, config.data.sequence_length
-    integers, floats = ["tokens", "targets", "segment_ids", "positions"], ["loss_mask"]
-    if is_rl:
-        floats += ["rollout_logprobs", "advantages", "weights"]
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in integers}
-    batch |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in floats}
-    if is_rl and config.rl.router_replay:
+    shape, stage = (config.num_rows, config.data.sequence_length), config.stage_record
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in stage.integers}
+    batch |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in stage.floats}
+    if config.replays_routing:
         groups = depth.layer_groups(config.model)
         num_mixtures = sum(group.num_mixtures for group in groups)
         chosen = config.model.num_experts_per_tok

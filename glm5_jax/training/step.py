@@ -21,13 +21,12 @@ Metrics = loss_lib.Metrics
 def make_optimizer(config: config_lib.TrainConfig) -> optimizer_lib.Optimizer:
     """The optimizer of a stage."""
     dims = transformer.param_dims(config.model)
-    trained = loss_lib.is_trained(config)
     return optimizer_lib.make_optimizer(
         config.optim,
         config.model,
         dims,
         config.num_updates,
-        trained,
+        config.stage_record.trains,
         config.mesh.slow_axes,
     )
 
@@ -39,7 +38,8 @@ def make_train_step(
 
     Donate the first two: the update then works in place.
     """
-    rate = 0.0 if config.stage == "dsa_warmup" else config.loss.router_bias_rate
+    has_moving_bias = config.stage_record.moves_router_bias
+    rate = config.loss.router_bias_rate if has_moving_bias else 0.0
 
     def train_step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, Metrics]:
         computed = transformer.cast(params, config.model)

@@ -185,14 +185,14 @@ class PreparedConversationsTest(runs.FolderTest):
 
     def test_stages_learn_from_their_kind_alone(self):
         data = dataclasses.replace(self.data, source=str(self.whole))
-        message = "--kind=conversations, from which stage sft alone learns"
+        message = "--kind=conversations, from which stage sft can learn"
         with self.assertRaisesRegex(config.InputError, message):
             prepared.make_pipeline(data, 0)
         texts = corpora.write_jsonl(self.root / "texts")
         folder = corpora.make_prepared(
             texts, self.target(), tokenizer="byte_chat", sequence_length=LENGTH
         )
-        message = "--kind=text, from which stage sft cannot learn"
+        message = "--kind=text, from which stages pretrain, dsa_warmup, "
         with self.assertRaisesRegex(config.InputError, message):
             self.open(folder)
         with self.assertRaisesRegex(config.InputError, message):

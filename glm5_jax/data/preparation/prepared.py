@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import grain
 
 from glm5_jax import config
+from glm5_jax.config import stages as stages_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.data.preparation import index as index_lib
@@ -120,11 +121,12 @@ def _require_fit(
 ) -> None:
     """Rows must be of what the stage learns from, and as the run says they are."""
     if index.kind != kind:
-        who = "stage sft alone learns" if kind == "text" else "stage sft cannot learn"
+        able = [stage.name for stage in stages_lib.STAGES if stage.feed == index.kind]
         raise config.InputError(
-            f"{folder} was prepared with --kind={index.kind}, from which {who}; name "
-            f"folders prepared with --kind={kind} as data.source or data.mixture, or "
-            f"change stage."
+            f"{folder} was prepared with --kind={index.kind}, from which "
+            f"{'stage' if len(able) == 1 else 'stages'} {', '.join(able)} can learn; "
+            f"name folders prepared with --kind={kind} as data.source or "
+            f"data.mixture, or change stage."
         )
     for name in ("sequence_length", *_OF_CONVERSATIONS * (kind == "conversations")):
         there, here = index.settings[name], getattr(data, name)

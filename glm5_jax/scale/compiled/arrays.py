@@ -157,7 +157,7 @@ def _with_dims(array: inputs.Array, table: dict[str, Dims]) -> Array:
 
 def _gradients(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[Array]:
     """Placed like the parameters."""
-    is_trained = loss_lib.is_trained(config)
+    is_trained = config.stage_record.trains
     flat = jax.tree_util.tree_flatten_with_path(loss_lib.abstract_gradients(config))[0]
     dtypes = {".".join(key.key for key in path): x.dtype for path, x in flat}
     for array in arrays:
@@ -179,10 +179,9 @@ def _activations(
 ) -> Iterator[tuple[str, Dims, jax.ShapeDtypeStruct]]:
     """Yields what each step of a scan over layers was given, of a part of the batch."""
     model, length = config.model, config.data.sequence_length
-    rows = config.rl.num_rows if config.stage == "rl" else config.data.batch_size
-    batch = rows // config.optim.accumulation_steps
+    batch = config.num_rows // config.optim.accumulation_steps
     state = (batch, length, model.hidden_size)
-    has_kl = loss_lib.has_indexer_loss(config)
+    has_kl = config.has_indexer_loss
     index = None
     if model.attention != "dense" and not all(model.is_full_index_layer):
         with jax.sharding.use_abstract_mesh(mesh):  # for what chips is a selection
@@ -195,7 +194,7 @@ def _activations(
                 dims = ("L", *_INDEX_DIMS[part][: len(x.shape)])
                 yield f"{name}.index.{part}", dims, _shape((repeats, *x.shape), x.dtype)
     yield "hidden", ("B", "T", "D"), _shape(state, model.dtype)
-    if num_steps := loss_lib.num_mtp_steps(config):
+    if num_steps := config.num_mtp_steps:
         for name in ("x", "hidden"):  # of each of its steps: before and after
             shape = _shape((num_steps, *state), model.dtype)
             yield f"mtp.{name}", ("k", "B", "T", "D"), shape

@@ -13,7 +13,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import chips
 from glm5_jax.scale.compiled import arrays
-from glm5_jax.scale.estimate import memory, search, setting
+from glm5_jax.scale.estimate import memory, setting
 
 NUM_NAMED = 4  # arrays of a kind
 WORTH = 0.02  # of the whole: what saves less is not named
@@ -58,8 +58,8 @@ def text(
 
 def is_modelled(config: config_lib.TrainConfig) -> bool:
     """Returns whether the planner's model of memory knows a training step."""
-    is_stage = config.stage in search.STAGES
-    return is_stage and config.model.remat_policy in ("full", "offload")
+    is_known = config.stage_record.trains_everything
+    return is_known and config.model.remat_policy in ("full", "offload")
 
 
 def settings(
@@ -163,20 +163,17 @@ def _smaller(
     config: config_lib.TrainConfig, mesh: Mapping[str, int]
 ) -> Iterator[Change]:
     """Half the rows: fewer of a device, or each on twice as many devices."""
-    if config.stage == "rl":
-        prompts = config.rl.prompts_per_step // 2
-        name = f"rl.prompts_per_step={prompts}"
-        yield from _changed(config, name, "rl", prompts_per_step=prompts)
-        return
-    rows = config.data.batch_size // 2
-    name = f"data.batch_size={rows}"
-    found = [*_changed(config, name, "data", batch_size=rows)]
+    path = config.stage_record.rows[0]
+    section, field = path.split(".")
+    rows = getattr(getattr(config, section), field) // 2
+    name = f"{path}={rows}"
+    found = [*_changed(config, name, section, **{field: rows})]
     if not found and mesh["fsdp"] % 2 == 0:
         sizes = {**mesh, "fsdp": mesh["fsdp"] // 2, "context": 2 * mesh["context"]}
         wider = dataclasses.replace(config.mesh, **sizes)
         name += f" with mesh.context={sizes['context']} and mesh.fsdp={sizes['fsdp']}"
-        data = dataclasses.replace(config.data, batch_size=rows)
-        found = [*_replaced(config, name, mesh=wider, data=data)]
+        changed = dataclasses.replace(getattr(config, section), **{field: rows})
+        found = [*_replaced(config, name, mesh=wider, **{section: changed})]
     yield from found
 
 

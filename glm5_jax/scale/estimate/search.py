@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
+from glm5_jax.config import stages
 
 CHUNKS = (1, 2, 4, 8)  # model.expert_chunks
 PARTS = (1, 2, 4, 8)  # optim.accumulation_steps
 LANES = 128  # of a matrix unit: products of narrower shares leave it idle
-STAGES = ("pretrain", "dsa_sparse", "sft")  # whose step trains all of the model
 NUM_NEAR = 4  # batch sizes that a message names
 
 
@@ -21,13 +21,14 @@ def candidates(
     """Configs that differ from one in their mesh; `variants` turns the knobs of each.
 
     Raises:
-      InputError: there is no such topology, the stage is none of STAGES, layers
-        keep more than their inputs, or nothing divides.
+      InputError: there is no such topology, the stage does not train the whole model,
+        layers keep more than their inputs, or nothing divides.
     """
     num_devices = mesh_lib.num_devices(topology, num_slices)
-    if config.stage not in STAGES:
+    if not config.stage_record.trains_everything:
+        known = [stage.name for stage in stages.STAGES if stage.trains_everything]
         raise config_lib.InputError(
-            f"stage must be one of {', '.join(STAGES)}, got {config.stage!r}: the plan "
+            f"stage must be one of {', '.join(known)}, got {config.stage!r}: the plan "
             "knows steps that train the whole model; compile others with "
             "python -m glm5_jax.aot."
         )

@@ -13,7 +13,6 @@ from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
 from glm5_jax.model import block, layers, transformer
 from glm5_jax.scale import chips
-from glm5_jax.training import loss as loss_lib
 from pallas_kernels import selection
 
 
@@ -122,12 +121,12 @@ class Setting:
     @property
     def has_indexer_loss(self) -> bool:
         """Returns whether the divergence of the indexer is computed."""
-        return loss_lib.has_indexer_loss(self.config)
+        return self.config.has_indexer_loss
 
     @property
     def mtp_steps(self) -> int:
         """Times that the module for later tokens runs."""
-        return loss_lib.num_mtp_steps(self.config)
+        return self.config.num_mtp_steps
 
     @functools.cached_property
     def _plain(self) -> config_lib.ModelConfig:

@@ -17,7 +17,6 @@ from glm5_jax.optim import matrix_groups
 from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.scale.estimate import setting as setting_lib
 from glm5_jax.scale.hlo import collectives
-from glm5_jax.training import loss
 
 Setting = setting_lib.Setting
 Collective = collectives.Collective
@@ -142,7 +141,7 @@ def shares(s: Setting) -> Iterator[Collective]:
         has_shared = kind.has_experts and s.model.n_shared_experts > 0
         sums = count * (2 + again + 2 + has_shared)
         yield _one(s, REDUCE, "tensor", "forward", s.state, sums, "shares")
-        if loss.has_indexer_loss(s.config):
+        if s.has_indexer_loss:
             for size in (queries, keys):
                 times = count * (1 + again)
                 yield _one(s, GATHER, "tensor", "forward", size, times, "shares")

@@ -138,11 +138,11 @@ class Corpus:
 
 def _make_pipeline(config: config_lib.TrainConfig) -> pipeline_lib.Pipeline:
     """Rows of the kind that the stage learns from, prepared or read now."""
-    is_chat = config.stage == "sft"
+    kind = config.stage_record.feed
+    assert kind != "rollouts", "rollouts are no corpus"
     if prepared.is_prepared(config.data):
-        kind = "conversations" if is_chat else "text"
         return prepared.make_pipeline(config.data, config.seed, kind)
-    source = sft if is_chat else pipeline_lib
+    source = {"text": pipeline_lib, "conversations": sft}[kind]
     return source.make_pipeline(config.data, config.seed)
 
 

@@ -50,7 +50,7 @@ class Player:
                 capacity=config.data.sequence_length,
                 seed=config.seed,
                 chunk=rl.prefill_chunk,
-                with_experts=rl.router_replay and config.stage == "rl",
+                with_experts=config.replays_routing,
             )
         publisher.publish(self._engine, params, version, weights)
 

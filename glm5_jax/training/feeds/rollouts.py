@@ -62,7 +62,7 @@ class Rollouts:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a batch, padding included."""
-        return self._config.rl.num_rows * self._config.data.sequence_length
+        return self._config.num_rows * self._config.data.sequence_length
 
     def take(self, rows: Sequence[int]) -> None:
         """Does nothing: one process has all rows, and several are refused."""
@@ -204,7 +204,7 @@ class Rollouts:
 
     def _batch(self, weighted: Sequence[advantages.Weighted]) -> feed.Batch:
         """A row for each sample, and rows of padding up to a multiple of num_rows."""
-        config, size = self._config, self._config.rl.num_rows
+        config, size = self._config, self._config.num_rows
         num_rows = max(-(-len(weighted) // size), 1) * size
         batch: feed.Batch = {
             name: np.zeros((num_rows, *x.shape[1:]), x.dtype)

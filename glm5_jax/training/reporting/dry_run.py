@@ -13,8 +13,7 @@ def dry_run(config: config_lib.TrainConfig) -> str:
     counts = accounting.count_parameters(model)
     memory = accounting.state_bytes(config)
     flops = accounting.flops_per_token(model, data.sequence_length)
-    rows = config.rl.num_rows if config.stage == "rl" else data.batch_size
-    tokens = rows * data.sequence_length
+    tokens = config.num_rows * data.sequence_length
     width = max(map(len, counts))
     lines = [
         json.dumps(command_line.to_json_dict(config), indent=2),

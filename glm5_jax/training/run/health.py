@@ -22,19 +22,19 @@ class Health:
     """
 
     def __init__(
-        self, limits: config_lib.HealthConfig, stage: str, num_steps: int
+        self, limits: config_lib.HealthConfig, num_steps: int, has_loss: bool = True
     ) -> None:
         """Begins a run.
 
         Args:
           limits: beyond which a step is an accident.
-          stage: of the run.
           num_steps: of the run; one that skipped them all has failed.
+          has_loss: whether the training loss says how training goes. The loss of a
+            policy gradient is near zero and says nothing.
         """
         self._limits = limits
         self._max_skipped = min(limits.max_skipped_in_a_row, num_steps)
-        # The loss of a policy gradient is near zero and says nothing.
-        self._has_loss = stage != "rl"
+        self._has_loss = has_loss
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._num_spikes = self._num_rollbacks = 0
 

@@ -18,7 +18,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.checkpoint import retention, rollback
-from glm5_jax.config import checks
+from glm5_jax.config import checks, stages
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.processes import together
 from glm5_jax.training import program as program_lib
@@ -31,6 +31,13 @@ from glm5_jax.training.run import health as health_lib
 from glm5_jax.training.run import host_memory
 from glm5_jax.training.run import rows as rows_lib
 from glm5_jax.weights import companions, loading
+
+# What makes the batches of each kind of feed.
+FEEDS: dict[stages.Feed, Callable[[config_lib.TrainConfig], feed_lib.Feed]] = {
+    "text": corpus.Corpus,
+    "conversations": corpus.Corpus,
+    "rollouts": rl.Rollouts,
+}
 
 
 @dataclasses.dataclass
@@ -65,7 +72,7 @@ class Run:
         where = program_lib.batch_place(self.program.mesh)
         if jax.process_count() == 1:  # rollouts vary in number
             return jax.device_put(batch, where)
-        return rows_lib.place(batch, where, self.rows, self.config.data.batch_size)
+        return rows_lib.place(batch, where, self.rows, self.config.num_rows)
 
     def save(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Starts to write a checkpoint of this step.
@@ -168,7 +175,7 @@ def make_feed(config: config_lib.TrainConfig) -> feed_lib.Feed:
     Raises:
       InputError: it cannot be used, or the model has too few ids for its tokenizer.
     """
-    feed = rl.Rollouts(config) if config.stage == "rl" else corpus.Corpus(config)
+    feed = FEEDS[config.stage_record.feed](config)
     tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
     return feed
 
@@ -194,7 +201,9 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
             feed=feed,
             checkpoints=checkpoints,
             program=program,
-            health=health_lib.Health(config.health, config.stage, config.num_steps),
+            health=health_lib.Health(
+                config.health, config.num_steps, config.stage_record.is_loss_telling
+            ),
             rows=rows,
         )
         _fill(run)

@@ -1,0 +1,10 @@
+"""Sparse adaptation: the whole model learns to attend to selected tokens."""
+
+from glm5_jax.config.stages import dsa_warmup, record
+
+STAGE = record.Stage(
+    name="dsa_sparse",
+    losses=("next_token", "mtp", "balance", "indexer_kl"),
+    attention="sparse",
+    rules=dsa_warmup.needs_indexer_loss,
+)

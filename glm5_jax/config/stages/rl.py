@@ -1,0 +1,52 @@
+"""RL with the rollouts of the policy itself (arXiv 2602.15763, section 3.2).
+
+The indexers are frozen, as in the paper; MTP has no term in the loss and stays.
+"""
+
+import dataclasses
+
+from glm5_jax.config.model import ModelConfig
+from glm5_jax.config.stages import record
+
+
+def _is_trained(path: record.Path) -> bool:
+    return "indexer" not in path and "mtp" not in path
+
+
+def _rules(config: record.Config) -> list[record.Rule]:
+    """Returns the rule that an episode fits a row."""
+    length, new = config.data.sequence_length, config.rl.max_new_tokens
+    return [
+        (
+            new < length,
+            f"rl.max_new_tokens must be smaller than data.sequence_length, which has "
+            f"to hold prompt and answers, got {new} >= {length}.",
+        )
+    ]
+
+
+def _batch_invariant(model: ModelConfig) -> ModelConfig:
+    """Makes trainer and engine agree in bfloat16; in float32 they nearly do."""
+    is_open = model.batch_invariant is None
+    if is_open and model.dtype == "bfloat16" and model.attention == "sparse":
+        return dataclasses.replace(model, batch_invariant=True)
+    return model
+
+
+STAGE = record.Stage(
+    name="rl",
+    feed="rollouts",
+    rows=("rl.prompts_per_step", "rl.group_size"),
+    updates="rl.updates_per_rollout",
+    floats=("loss_mask", "rollout_logprobs", "advantages", "weights"),
+    can_replay_routing=True,
+    plays_episodes=True,
+    update="policy",
+    losses=("policy",),
+    trains=_is_trained,
+    moves_router_bias=False,
+    measures=(record.SUCCESS,),
+    best=record.SUCCESS,
+    rules=_rules,
+    model_defaults=_batch_invariant,
+)
