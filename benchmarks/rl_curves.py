@@ -4,7 +4,8 @@
         IcePop=runs/a0,runs/a1,runs/a2 GRPO=runs/b0,runs/b1,runs/b2
 
 The runs of a name differ in their seed. Lines are means over them, bands reach from the
-least to the largest. Prints a Markdown table.
+least to the largest; a run that ended early keeps its last value. Prints a Markdown
+table.
 """
 
 import argparse
@@ -147,14 +148,24 @@ def _curve(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _joined(runs: Sequence[Run], name: str) -> tuple[np.ndarray, ...]:
-    """Steps that all runs have, mean seconds up to them, and values [runs, steps]."""
-    found = [{r["step"]: r for r in run if r.get(name) is not None} for run in runs]
-    steps = sorted(set.intersection(*map(set, found)))
-    if not steps:
-        raise SystemExit(f"the runs of one name have no step with {name} in common")
-    seconds = np.mean([[one[s]["seconds"] for s in steps] for one in found], axis=0)
-    values = np.array([[one[s][name] for s in steps] for one in found])
-    return np.array(steps), seconds, values
+    """Returns steps, mean seconds up to them, and values [runs, steps].
+
+    The steps are those of the longest run; a run that ended earlier keeps its last
+    value and its seconds.
+    """
+    found = [[r for r in run if r.get(name) is not None] for run in runs]
+    if not all(found):
+        raise SystemExit(f"a run has no {name}")
+    places = [_curve(run, name)[0] for run in runs]
+    steps = max(places, key=lambda one: one[-1])
+
+    def held(key: str) -> np.ndarray:
+        values = [_curve(run, key)[1] for run in found]
+        return np.stack(
+            [np.interp(steps, *pair) for pair in zip(places, values, strict=True)]
+        )
+
+    return steps, held("seconds").mean(axis=0), held(name)
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
