@@ -1,11 +1,11 @@
-"""What a message is, as OpenAI's: its text, its thought, its calls.
+"""The messages of a conversation, in OpenAI's form.
 
-A message is a dict: `role` ("system", "user", "assistant" or "tool") and `content`, a
-text or a list of {"type": "text", "text": ...}; of an assistant also
-`reasoning_content` and `tool_calls` ([{"function": {"name", "arguments": dict}}]). Two
-keys are ours: `is_masked` (an assistant's error segment:
-kept, but not trained) and `enable_thinking` (turn-level thinking: on any message, for
-the assistant's turns from there up to the next user message).
+A message is a dict with a `role` ("system", "user", "assistant" or "tool") and a
+`content`: a string, or a list of {"type": "text", "text": ...}. An assistant's message
+may also have `reasoning_content` and `tool_calls` ([{"function": {"name", "arguments":
+dict}}]). Two keys are our own. `is_masked` keeps an assistant's turn, such as an error,
+but does not train it. `enable_thinking`, on any message, switches thinking for the
+assistant's turns from there to the next user message.
 """
 
 import json
@@ -21,8 +21,8 @@ _KEYS = (
     *("role", "content", "reasoning_content", "tool_calls"),
     *("is_masked", "enable_thinking"),
 )
-_NAMES = ("name", "tool_call_id", "id")  # say nothing to train
-# What others call it, and would be lost.
+_NAMES = ("name", "tool_call_id", "id")  # known, but never trained
+# Names that others use for our keys; their content would be lost.
 _MEANT = {
     **dict.fromkeys(("thinking", "reasoning", "thought"), "reasoning_content"),
     "function_call": "tool_calls",
@@ -33,11 +33,11 @@ _MEANT = {
 
 
 def check(messages: Any, tools: Any = ()) -> None:
-    """Checks a conversation to learn from.
+    """Checks a conversation for training.
 
     Raises:
-        config.InputError: a message has no role or an unknown one, a text is none, a
-            call is none or of a tool that is not there, nobody answers.
+        config.InputError: a role is missing or unknown, a text or a call is malformed,
+            a called tool is not among the tools, or there is no assistant's message.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise config.InputError("messages must be a list with at least one message.")
@@ -54,7 +54,7 @@ def check(messages: Any, tools: Any = ()) -> None:
 
 
 def unread_keys(message: Message) -> list[str]:
-    """Returns the keys that hold something, of which nothing is read."""
+    """Returns the keys that have a value but are not read."""
     known = {*_KEYS, *_NAMES, *_MEANT}
     return [key for key, value in message.items() if key not in known and value]
 
@@ -65,8 +65,8 @@ def _check_message(message: Any, known: Collection[str]) -> None:
     for key, meant in _MEANT.items():
         if message.get(key) is not None:
             raise config.InputError(
-                f"the key {key!r} is not read, so what it says would be lost; call it "
-                f"{meant!r}, or leave it out."
+                f"the key {key!r} is not read, so its content would be lost; rename "
+                f"it to {meant!r}, or remove it."
             )
     role_of(message)
     for key in ("is_masked", "enable_thinking"):
@@ -84,15 +84,15 @@ def _check_message(message: Any, known: Collection[str]) -> None:
         if name not in known:
             have = ", ".join(sorted(known)) or "none"
             raise config.InputError(
-                f"the tool {name!r} is called but not among tools ({have})."
+                f"the tool {name!r} is called but is not among the tools ({have})."
             )
 
 
 def role_of(message: Message) -> str:
-    """The role of a message.
+    """Returns the role of a message.
 
     Raises:
-        config.InputError: it has none of ROLES.
+        config.InputError: it is not one of ROLES.
     """
     role = message.get("role")
     if role not in ROLES:
@@ -103,10 +103,10 @@ def role_of(message: Message) -> str:
 
 
 def text_of(message: Message, key: str) -> str:
-    """A message's text, or that of its parts; "" where there is none.
+    """Returns the text of a key, joined from its parts; "" if it is missing.
 
     Raises:
-        config.InputError: it is no text.
+        config.InputError: the value is no text.
     """
     text = message.get(key)
     if text is None:
@@ -121,12 +121,13 @@ def text_of(message: Message, key: str) -> str:
 
 
 def results_of(message: Message) -> Sequence[str]:
-    """The results that a tool's message holds: its text, or a list of several.
+    """Returns the results in a tool's message: its text, or several from a list.
 
-    Of a list, a string or {"output": string} is a result; parts of text are one.
+    In a list, each string or {"output": string} is one result. A list that has only
+    parts of text is one result.
 
     Raises:
-        config.InputError: one is neither.
+        config.InputError: an item of the list is neither.
     """
     content = message.get("content")
     if not isinstance(content, list | tuple):
@@ -155,10 +156,10 @@ def _text_of_part(part: Any, key: str) -> str:
 
 
 def calls_in(message: Message) -> Sequence[Any]:
-    """A message's tool calls.
+    """Returns a message's tool calls.
 
     Raises:
-        config.InputError: they are no list.
+        config.InputError: tool_calls is no list.
     """
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
@@ -167,10 +168,10 @@ def calls_in(message: Message) -> Sequence[Any]:
 
 
 def call_of(call: Any) -> tuple[str, Mapping[str, Any]]:
-    """Name and arguments of a tool call; arguments may be JSON, as OpenAI's are.
+    """Returns name and arguments of a tool call; arguments may be a JSON string.
 
     Raises:
-        config.InputError: it is no call.
+        config.InputError: the call is malformed.
     """
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name, arguments = None, None
@@ -190,10 +191,10 @@ def call_of(call: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def tool_names(tools: Any) -> Collection[str]:
-    """Names of the functions that the tools describe.
+    """Returns the names of the functions that the tools describe.
 
     Raises:
-        config.InputError: one of them is no JSON schema of a function.
+        config.InputError: a tool is no JSON schema of a function.
     """
     if not isinstance(tools, list | tuple):
         raise config.InputError(f"tools must be a list, got {tools!r}.")
@@ -210,12 +211,15 @@ def tool_names(tools: Any) -> Collection[str]:
 
 
 def thought_and_content(message: Message) -> tuple[str, str]:
-    """An assistant's thought may also stand in its content, closed by </think>."""
+    """Returns an assistant's thought and content.
+
+    The thought may also be at the start of the content, closed by </think>.
+    """
     content = text_of(message, "content")
     if message.get("reasoning_content") is not None:
         return text_of(message, "reasoning_content"), content
     if "</think>" not in content:
         return "", content
-    # Of several, the template takes the first for the thought, the last for the rest.
+    # The template ends the thought at the first </think>, and content follows the last.
     thought, *_, rest = content.split("</think>")
     return thought.split("<think>")[-1].strip("\n"), rest.lstrip("\n")

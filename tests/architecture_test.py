@@ -42,6 +42,10 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 KERNEL_IMPORTS = {"jax", "jaxtyping", "ml_dtypes", "numpy", "pallas_kernels"}
 TRITON_IMPORTS = {"jax_triton", "torch", "triton"}  # of files for GPUs alone
 TRITON_FILES = {"aot", "gpu", "triton"}  # by the first word of their names
+# An environment knows messages, and neither tokens nor models.
+ENVIRONMENT_IMPORTS = {"messages", "config", "environments"}
+DATA_LAYERS = ({"preparation"}, {"rows"}, {"chat"}, {"sources", "tokenizer"})
+DATA_RANK = {name: rank for rank, layer in enumerate(DATA_LAYERS) for name in layer}
 CONFIG_IMPORTS = {"glm5_jax.config", "glm5_jax.presets", "glm5_jax.command_line"}
 
 MAX_FILE_LINES = {"glm5_jax": 400, "pallas_kernels": 600, "configs": 60}
@@ -155,6 +159,21 @@ class ImportsTest(parameterized.TestCase):
         self.assertEqual(set(_imports(at_once)), {"typing.TYPE_CHECKING", "typing.Any"})
         late = {i for i in _imports(tree) if i.startswith("glm5_jax.")}
         self.assertEqual({".".join(i.split(".")[:2]) for i in late}, {"glm5_jax.api"})
+
+    @parameterized.named_parameters(*_files("glm5_jax/environments"))
+    def test_environments_know_messages_only(self, path):
+        names = [name.split(".") for name in _imports(_parse(path))]
+        ours = {name[1] for name in names if name[0] == "glm5_jax"}
+        self.assertEmpty(ours - ENVIRONMENT_IMPORTS)
+        self.assertEmpty({"jax", "tokenizers"} & {name[0] for name in names})
+
+    @parameterized.named_parameters(*_files("glm5_jax/data"))
+    def test_folders_of_data_import_downwards(self, path):
+        here = path.relative_to(ROOT / "glm5_jax/data").with_suffix("").parts[0]
+        for name in _imports(_parse(path)):
+            package, folder, *rest = [*name.split("."), "", ""]
+            if (package, folder) == ("glm5_jax", "data") and rest[0] != here:
+                self.assertGreater(DATA_RANK[rest[0]], DATA_RANK[here], name)
 
     @parameterized.named_parameters(*_files("pallas_kernels"))
     def test_kernels_import_jax_only(self, path):

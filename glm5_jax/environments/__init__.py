@@ -1,4 +1,8 @@
-"""Environments: what a model is asked to do, and what it earns."""
+"""Environments: tasks for a model, and the rewards of its answers.
+
+protocol.py defines tasks, environments and rewards; read it first. tasks/ has those
+that come with the package. Environments exchange messages and never see tokens.
+"""
 
 import inspect
 
@@ -11,16 +15,16 @@ _CALLS = ("reset", "step", "close")  # of an environment
 
 
 def make(name: str) -> protocol.Taskset:
-    """The taskset of a name.
+    """Returns the taskset of a name.
 
     Args:
-        name: of `names()`, with its size or without ("reverse", "reverse:3-6",
-            "calculator_untold:2"), "reasoning_gym:NAME", or "module:Class" of a
-            taskset of the user's own.
+        name: one of `names()`, with or without a size ("reverse", "reverse:3-6",
+            "calculator_untold:2"), "reasoning_gym:NAME", or the user's own taskset as
+            "module:Class".
 
     Raises:
-        config.InputError: there is no such taskset or size, an extra is missing, or a
-            class of the user's own breaks the protocol.
+        config.InputError: the taskset or size does not exist, an extra is not
+            installed, or the user's class breaks the protocol.
     """
     if name.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.ReasoningGym(name)
@@ -28,12 +32,12 @@ def make(name: str) -> protocol.Taskset:
 
 
 def names() -> tuple[str, ...]:
-    """Every kind of taskset that needs no extra."""
+    """Returns every kind of taskset that needs no extra."""
     return problems.names()
 
 
 def _own(name: str) -> protocol.Taskset:
-    """A taskset of the user's own; its first task and environment are tried."""
+    """Returns the user's own taskset after trying its first task and environment."""
     taskset = user_classes.make(name, ("task", "environment"))
     try:
         task, environment = taskset.task("train", 0, 0), taskset.environment()
@@ -51,7 +55,7 @@ def _own(name: str) -> protocol.Taskset:
     checks.require(
         (
             isinstance(getattr(taskset, "name", None), str),
-            f"{name!r}: its attribute `name` must be a text.",
+            f"{name!r}: its attribute `name` must be a string.",
         ),
         (
             isinstance(task, protocol.Task),

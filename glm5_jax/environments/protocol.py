@@ -1,8 +1,8 @@
-"""What an environment is: one episode, asynchronous, in messages and never in tokens.
+"""The protocol of environments: a taskset gives tasks, an environment runs one episode.
 
-Its calls must not block: what computes for long, or waits for a process, belongs into
-`asyncio.to_thread` or a subprocess. Whoever runs an episode sets time limits on every
-call and always calls `close`.
+Environments are asynchronous and exchange messages, never tokens. Their calls must not
+block: run long computations in `asyncio.to_thread` or in a subprocess. The caller
+limits the time of every call and always calls `close`.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from glm5_jax import messages as messages_lib
 
 
 class Label(enum.Enum):
-    """How an episode ended; its reward counts only if OK or TRUNCATED."""
+    """The way an episode ended; its reward counts only for OK and TRUNCATED."""
 
     OK = "ok"
-    TRUNCATED = "truncated"  # out of tokens or turns: scored as it stands
-    ENV_ERROR = "env_error"  # the environment failed, not the model: left out
-    REWARD_ERROR = "reward_error"  # no finite reward: left out
-    TIMEOUT = "timeout"  # the environment did not answer in time: left out
+    TRUNCATED = "truncated"  # out of tokens or turns: scored as it is
+    ENV_ERROR = "env_error"  # the environment failed, not the model: excluded
+    REWARD_ERROR = "reward_error"  # no finite reward: excluded
+    TIMEOUT = "timeout"  # the environment was too slow: excluded
 
     @property
     def is_scored(self) -> bool:
@@ -29,25 +29,25 @@ class Label(enum.Enum):
 
 
 class RewardError(Exception):
-    """Scoring failed, not the episode: `step` raises it to be told from a crash."""
+    """Raised by `step` if only the scoring failed, to tell it from a crash."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One thing to do; the same (environment, seed, index) is always the same task."""
+    """A task; the same (taskset, split, seed, index) always gives the same one."""
 
     id: str
-    messages: tuple[messages_lib.Message, ...]  # the conversation; the user's is last
-    answer: Any = None  # what a rule compares with; the model never sees it
+    messages: tuple[messages_lib.Message, ...]  # the last one is the user's
+    answer: Any = None  # for the scorer; the model never sees it
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of functions
-    problem: str = ""  # tasks of one problem ask the same; "": told by words and answer
+    problem: str = ""  # tasks of one problem ask the same; "": messages and answer tell
     tag: str = ""  # success is measured for each tag too, e.g. for a difficulty
-    pays_when_cut: bool = False  # scores a last turn cut off by its length, else 0
+    pays_when_cut: bool = False  # a last turn cut off by its length is scored, not 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """What an episode earned."""
+    """The reward of an episode."""
 
     total: float
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -55,12 +55,12 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """Gymnasium's five values, with messages for observations."""
+    """Gymnasium's five values, with messages as observations."""
 
-    messages: tuple[messages_lib.Message, ...]  # after the model's turn; () at the end
-    reward: Reward | None  # of the episode, when it is over
+    messages: tuple[messages_lib.Message, ...]  # follow the model's turn; () at the end
+    reward: Reward | None  # of the episode, at its end
     terminated: bool  # the task is over
-    truncated: bool  # cut off
+    truncated: bool  # the episode was cut off
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -69,15 +69,15 @@ class Environment(Protocol):
     """One episode of one task."""
 
     async def reset(self, task: Task) -> tuple[messages_lib.Message, ...]:
-        """Sets the task up; returns the first messages."""
+        """Sets up the task and returns the first messages."""
         ...
 
     async def step(self, message: messages_lib.Message) -> StepResult:
-        """Takes the assistant's turn: content, reasoning_content, tool_calls."""
+        """Answers the assistant's turn: content, reasoning_content, tool_calls."""
         ...
 
     async def close(self) -> None:
-        """Frees everything; called once, after whatever happened."""
+        """Frees all resources; called once, also after a failure."""
         ...
 
 
@@ -88,13 +88,13 @@ class Taskset(Protocol):
     name: str
 
     def task(self, split: str, seed: int, index: int) -> Task:
-        """A task of a split, "train" or "held_out"; no task is in both."""
+        """Returns a task of a split, "train" or "held_out"; no task is in both."""
         ...
 
     def environment(self) -> Environment:
-        """A fresh environment for one episode."""
+        """Returns a new environment for one episode."""
         ...
 
     def demonstration(self, task: Task) -> Sequence[messages_lib.Message] | None:
-        """A whole conversation that solves the task, for SFT; None if unknown."""
+        """Returns a conversation that solves the task, for SFT; None if unknown."""
         ...

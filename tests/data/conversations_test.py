@@ -184,7 +184,7 @@ class ConversationsTest(parameterized.TestCase):
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON in Uni"),
         (
             json.dumps({"messages": [assistant("", tool_calls=[CALL])]}),
-            r"tool 'add' is called but not among tools \(none\)",
+            r"tool 'add' is called but is not among the tools \(none\)",
         ),
         (
             json.dumps({"messages": [assistant("", tool_calls=["add"])]}),

@@ -1,10 +1,10 @@
-"""Plays whole episodes with turns that are known beforehand."""
+"""Plays whole episodes with given turns."""
 
 import asyncio
 
 
 def play(taskset, task, *turns):
-    """The results of the turns' steps; each turn a message, or its content."""
+    """Returns the step results of the turns, each a message or its content."""
 
     async def episode():
         environment = taskset.environment()
@@ -24,6 +24,6 @@ def as_message(turn):
 
 
 def demonstrated(taskset, task):
-    """The assistant's turns of the demonstration."""
+    """Returns the assistant's turns of the demonstration."""
     turns = taskset.demonstration(task)
     return [message for message in turns if message["role"] == "assistant"]

@@ -1,4 +1,4 @@
-"""Tasksets of the user's own, by module:Class: those of docs/rl.md, and broken ones."""
+"""The user's own tasksets, by module:Class: the example of docs and broken ones."""
 
 import os
 import pathlib
@@ -58,13 +58,13 @@ BROKEN = (
         "class Bits(Base):\n    def task(self, split, seed, index): raise KeyError(7)",
         "first task or environment raised KeyError: 7",
     ),
-    ("no_name", "class Bits(Base): name = None", "`name` must be a text"),
+    ("no_name", "class Bits(Base): name = None", "`name` must be a string"),
 )
 
 
 class OwnTest(parameterized.TestCase):
     def module(self, text):
-        """A module of this text, in a folder that is on the path; its name."""
+        """Writes a module into a folder on the path; returns its name."""
         folder = self.create_tempdir().full_path
         name = "my_env_" + re.sub(r"\W", "_", self.id().split(".")[-1])
         (pathlib.Path(folder) / f"{name}.py").write_text(text)

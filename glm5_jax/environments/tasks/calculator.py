@@ -1,8 +1,8 @@
-"""Products too large for a small model's head, and a tool that knows them.
+"""The calculator: products too large for a small model, and a tool that computes them.
 
-A turn with tool calls is answered by their results and the episode goes on; a turn
-without ends it, and what it says is scored. What is wrong with a call (an unknown tool,
-a division by zero) comes back as a tool message for the model to read.
+The environment answers a turn that has tool calls with their results. A turn without
+calls ends the episode, and its content is scored. The model reads the errors of its
+calls, such as an unknown tool or a division by zero, in tool messages.
 """
 
 from collections.abc import Mapping
@@ -14,25 +14,25 @@ from glm5_jax.environments.tasks import expressions, maths
 
 MAX_TURNS = 4
 _MAX_CALLS = 4  # of one turn
-_MAX_ECHO = 40  # characters of the model's words in an error
+_MAX_ECHO = 40  # characters of the model's text in an error
 
 
 class Calculator:
     """An environment with the tool `calc`."""
 
     def __init__(self, max_turns: int = MAX_TURNS) -> None:
-        """Cuts an episode off after `max_turns` turns."""
+        """Makes an environment that cuts off an episode after `max_turns` turns."""
         self._max_turns = max_turns
         self._answer = ""
         self._num_turns = 0
 
     async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
-        """The task's messages."""
+        """Returns the task's messages."""
         self._answer, self._num_turns = task.answer, 0
         return task.messages
 
     async def step(self, message: messages.Message) -> protocol.StepResult:
-        """The results of the turn's calls, or its reward if it has none."""
+        """Returns the results of the turn's calls, or the reward if it has none."""
         self._num_turns += 1
         calls = tuple(message.get("tool_calls") or ())
         if not calls:
@@ -47,11 +47,11 @@ class Calculator:
         return protocol.StepResult(results, None, terminated=False, truncated=False)
 
     async def close(self) -> None:
-        """Does nothing: there is nothing to free."""
+        """Does nothing: there are no resources to free."""
 
 
 def calc(expression: str) -> str:
-    """Returns what the tool says: the value, or what is wrong in a few words."""
+    """Returns the value of an expression, or a short error message."""
     try:
         return str(expressions.evaluate(expression))
     except expressions.ExpressionError as error:
@@ -59,7 +59,7 @@ def calc(expression: str) -> str:
 
 
 def _tool_message(call: Mapping[str, Any], content: str | None) -> messages.Message:
-    """The answer to a call, under its id if it has one."""
+    """Returns the answer to a call, with the id of the call if it has one."""
     content = _result(call) if content is None else content
     message = {"role": "tool", "content": content}
     return message | ({"tool_call_id": call["id"]} if call.get("id") else {})
@@ -72,7 +72,7 @@ def _result(call: Mapping[str, Any]) -> str:
         return f"error: no tool {str(name)[:_MAX_ECHO]!r}, only 'calc'"
     if not isinstance(arguments, Mapping) or "expression" not in arguments:
         return "error: calc needs 'expression'"
-    return calc(str(arguments["expression"]))  # "5" may have been read as 5
+    return calc(str(arguments["expression"]))  # JSON may have turned "5" into 5
 
 
 def _ending(score: float, *, terminated: bool) -> protocol.StepResult:

@@ -1,4 +1,4 @@
-"""Integer arithmetic from a string that nobody vouches for; nothing is executed."""
+"""Integer arithmetic on untrusted strings; nothing is executed."""
 
 import ast
 import operator
@@ -23,23 +23,23 @@ _UNARY: Mapping[type, Callable[[int], int]] = {
 
 
 class ExpressionError(ValueError):
-    """The text is no expression of integers; a few words that a model may read."""
+    """Raised for a text that is no integer expression; the model may read why."""
 
 
 def evaluate(text: str) -> int:
-    """The value of an expression of integers, + - * // % and parentheses.
+    """Returns the value of an expression of integers, + - * // % and parentheses.
 
     Raises:
-        ExpressionError: it is something else, or too large.
+        ExpressionError: the text is no such expression, or a value is too large.
     """
     return _value(_parse(text))
 
 
 def integers(text: str) -> list[int]:
-    """The integers that an expression is made of, in ascending order.
+    """Returns the integers in an expression, in ascending order.
 
     Raises:
-        ExpressionError: it is no expression.
+        ExpressionError: the text is no expression.
     """
     tree = _parse(text)
     found = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
@@ -54,14 +54,14 @@ def _parse(text: str) -> ast.expr:
         raise ExpressionError("only integers, + - * // % and parentheses")
     try:
         return ast.parse(text, mode="eval").body
-    # Nothing else is known to come out of so few characters; a limit of the parser
-    # must not look like a fault of the environment, though.
+    # So short a text is not known to raise anything else. A limit of the parser must
+    # not look like an error of the environment.
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ExpressionError("not an expression") from error
 
 
 def _value(node: ast.expr) -> int:
-    """The value of a node; as deep as the text is long, at most."""
+    """Returns the value of a node; the length of the text bounds the recursion."""
     match node:
         case ast.Constant(value=int(value)):
             result = value

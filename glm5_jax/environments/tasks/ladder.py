@@ -6,35 +6,35 @@ from glm5_jax import messages
 from glm5_jax.environments import protocol
 from glm5_jax.environments.tasks import calculator, expressions, maths, problems
 
-Score = Callable[[str, str], float]  # of (what is right, what was said), 0 to 1
+Score = Callable[[str, str], float]  # (right answer, given answer) -> 0 to 1
 
 
 class Ladder:
     """The taskset of a kind of problem."""
 
     def __init__(self, name: str) -> None:
-        """Takes a name with its size or without.
+        """Takes a name with or without a size.
 
         Raises:
-            config.InputError: there is no such task.
+            config.InputError: the task does not exist.
         """
         self.name = name
         self._kind, _, _ = problems.parse(name)
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
-        """Problem `index` of the list that `seed` makes of the split."""
+        """Returns problem `index` of the list that `seed` gives for the split."""
         p = problems.problem(self.name, split, seed, index)
-        asked = p.messages[0]["content"]  # several answers of a countdown are right
+        asked = p.messages[0]["content"]  # a countdown has several right answers
         return protocol.Task(p.id, p.messages, p.answer, p.tools, asked, p.tag)
 
     def environment(self) -> protocol.Environment:
-        """A calculator if the task has one, else one turn that is scored."""
+        """Returns a calculator if the task has one, else one scored turn."""
         if problems.tool(self.name) != "none":
             return calculator.Calculator()
         return SingleTurn(_SCORES.get(self._kind, exact))
 
     def demonstration(self, task: protocol.Task) -> Sequence[messages.Message]:
-        """The question, the tool's call and result if it has one, the answer."""
+        """Returns the question, the tool's call and result if any, and the answer."""
         split, seed, index = task.id.split("/")[-3:]
         return problems.problem(self.name, split, int(seed), int(index)).demonstration
 
@@ -43,17 +43,17 @@ class SingleTurn:
     """An environment that scores the one answer to its task."""
 
     def __init__(self, score: Score) -> None:
-        """Pays what `score` gives; it must be quick and must not raise."""
+        """Takes the score to pay; it must be fast and must not raise."""
         self._score = score
         self._answer = ""
 
     async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
-        """The task's messages."""
+        """Returns the task's messages."""
         self._answer = task.answer
         return task.messages
 
     async def step(self, message: messages.Message) -> protocol.StepResult:
-        """Scores the content; reasoning and tool calls do not count."""
+        """Scores the content; ignores reasoning and tool calls."""
         content = message.get("content")
         said = content if isinstance(content, str) else ""
         score = self._score(self._answer, said)
@@ -61,28 +61,28 @@ class SingleTurn:
         return protocol.StepResult((), reward, terminated=True, truncated=False)
 
     async def close(self) -> None:
-        """Does nothing: there is nothing to free."""
+        """Does nothing: there are no resources to free."""
 
 
 def exact(right: str, said: str) -> float:
-    """1 for the same text."""
+    """Returns 1 for the same text, else 0."""
     return float(said.strip() == right)
 
 
 def by_position(right: str, said: str) -> float:
-    """The share of places with the right letter; a place too many counts as wrong."""
+    """Returns the fraction of positions with the right letter; extra ones are wrong."""
     said = said.strip()
     same = sum(a == b for a, b in zip(right, said, strict=False))
     return same / max(len(right), len(said), 1)
 
 
 def same_number(right: str, said: str) -> float:
-    """1 for the same number, however it is written."""
+    """Returns 1 for the same number in any notation, else 0."""
     return float(maths.is_equal(right, said))
 
 
 def same_countdown(right: str, said: str) -> float:
-    """1 for an expression of the same numbers, each used once, with the same value."""
+    """Returns 1 for an expression of the same numbers with the same value, else 0."""
     try:
         is_right = expressions.evaluate(said) == expressions.evaluate(right)
         same = expressions.integers(said) == expressions.integers(right)

@@ -1,13 +1,13 @@
-r"""Whether two answers are the same number: integers, decimals, fractions, LaTeX.
+r"""Comparison of answers that are numbers: integers, decimals, fractions, LaTeX.
 
-Exact, in microseconds, and never raises. Percent and dollar signs and the commas of
-thousands do not count: "$1,234.50" is 1234.5 and "50\%" is 50.
+The comparison is exact, takes microseconds and never raises. It ignores percent signs,
+dollar signs and the commas of thousands: "$1,234.50" is 1234.5 and "50\%" is 50.
 """
 
 import fractions
 import re
 
-_MAX_CHARACTERS = 4000  # the end of a longer text; int() takes as many digits
+_MAX_CHARACTERS = 4000  # read from the end of a text; int() takes as many digits
 
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _NUMBER = (
@@ -16,7 +16,7 @@ _NUMBER = (
     rf"|(?P<decimal>{_DECIMAL}(?:[eE][-+]?[0-9]{{1,2}})?))"
 )
 _WHOLE = re.compile(_NUMBER)
-# Not the end of a name or the middle of an expression: "x2", "5-3", "2^10".
+# Does not match the end of a name or parts of an expression: "x2", "5-3", "2^10".
 _WITHIN = re.compile(rf"(?<![\w.^/*+)-]){_NUMBER}(?![\w^*/(]|\.[0-9])")
 _SAYS_ANSWER = re.compile(r"answer *(?:is|:|=)[ :=]*", re.IGNORECASE)
 _BOXED = "\\boxed{"
@@ -38,9 +38,10 @@ def is_equal(reference: str, given: object) -> bool:
     r"""Tells whether the answer ends in the reference's number, or is the same text.
 
     Args:
-        reference: what is right; a number, or else compared as text without blanks.
-        given: an answer; a sentence, an equation or LaTeX with \boxed is fine. Nothing
-            but a string is right.
+        reference: the right answer. If it is no number, the texts are compared without
+            whitespace.
+        given: the answer to check. It may be a sentence, an equation, or LaTeX with
+            \boxed. A value that is no string is wrong.
     """
     if not isinstance(given, str):
         return False
@@ -53,16 +54,16 @@ def is_equal(reference: str, given: object) -> bool:
 
 
 def number(text: str) -> fractions.Fraction | None:
-    """The number that the whole text is, or None."""
+    """Returns the number that the whole text spells, or None."""
     if len(text) > _MAX_CHARACTERS:
         return None
     return _value(_WHOLE.fullmatch(_spelt(text).rstrip(". ")))
 
 
 def final_number(text: str) -> fractions.Fraction | None:
-    r"""The number that a text gives as its answer, or None.
+    r"""Returns the number that a text gives as its answer, or None.
 
-    It is in the last \boxed, else behind the last "answer is", else the last one.
+    It is in the last \boxed, else after the last "answer is", else the last number.
     """
     text = text[-_MAX_CHARACTERS:]
     boxed = _boxed(text)
@@ -81,14 +82,14 @@ def final_number(text: str) -> fractions.Fraction | None:
 
 
 def _spelt(text: str) -> str:
-    """The text with its numbers spelt in the one way that _NUMBER knows."""
+    """Returns the text with its numbers rewritten in the notation of _NUMBER."""
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     return text.strip()
 
 
 def _value(found: re.Match[str] | None) -> fractions.Fraction | None:
-    """The number that was matched; None if there is none or it divides by zero."""
+    """Returns the matched number; None without a match or if it divides by zero."""
     if found is None:
         return None
     parts = found.groupdict()
@@ -107,7 +108,7 @@ def _value(found: re.Match[str] | None) -> fractions.Fraction | None:
 
 
 def _boxed(text: str) -> str | None:
-    r"""Returns what is between the braces of the last \boxed, or None."""
+    r"""Returns the text between the braces of the last \boxed, or None."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None

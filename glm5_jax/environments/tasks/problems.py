@@ -1,11 +1,11 @@
 """Small tasks with one right answer, for models whose tokens are bytes.
 
-A name is a kind and, if one likes, its size: "reverse", "reverse:3-6", "countdown:3".
-A problem is a pure function of (name, split, seed, index). Which split it may be in is
-decided by a hash of what it asks, whatever the seed, the size and the order of what
-commutes: no training problem of a kind is held out, under any size. Some kinds are the
-problems of another: "reverse_dense" pays differently (ladder.py), and
-the calculators differ in their tool.
+A name is a kind with an optional size: "reverse", "reverse:3-6", "countdown:3". A
+problem is a pure function of (name, split, seed, index). A hash of its question decides
+which split it is in, for every seed and size and for every order of commuting operands,
+so no training problem of a kind is held out under another size. Some kinds share their
+problems: "reverse_dense" pays differently (ladder.py), and the calculators differ in
+their tool.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from glm5_jax import config
+from glm5_jax import config, messages
 
-# "told": the prompt describes the tool. "untold": it is there, but the prompt is spared
-# the bytes of its description; demonstrations teach the call. "none": there is no tool.
+# "told": the prompt describes the tool. "untold": the tool exists, but the prompt does
+# not describe it, to save bytes; demonstrations teach the call. "none": no tool.
 Tool = Literal["told", "untold", "none"]
 
 SPLITS = ("train", "held_out")
@@ -38,19 +38,19 @@ CALC_TOOL: Mapping[str, Any] = {
 }
 
 _HELD_OUT_PERCENT = 20
-_MAX_DRAWS = 10_000  # until a problem of the split is found
+_MAX_DRAWS = 10_000  # to find a problem of the split
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _LARGEST_TARGET = 100  # of countdown
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A conversation to continue, what is right, and one way to get there."""
+    """A conversation to continue, its answer, and a conversation that solves it."""
 
     id: str
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[messages.Message, ...]
     answer: str
-    demonstration: tuple[Mapping[str, Any], ...]  # starts with the messages
+    demonstration: tuple[messages.Message, ...]  # starts with the messages
     tools: tuple[Mapping[str, Any], ...] = ()
     tag: str = ""  # its size, e.g. "6_letters"
 
@@ -59,16 +59,16 @@ class Problem:
 class _Draft:
     """A problem before its split is known."""
 
-    key: str  # what is asked; the split is decided by it
+    key: str  # the question in one normal form; decides the split
     prompt: str
     answer: str
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    problems: str  # the name that they are drawn under
+    problems: str  # the name that seeds them
     make: Callable[[random.Random, int], _Draft]  # of a size
-    low: int  # sizes drawn from unless the name says which
+    low: int  # sizes without one in the name
     high: int
     smallest: int
     largest: int
@@ -77,16 +77,16 @@ class _Kind:
 
 
 def problem(name: str, split: str, seed: int, index: int) -> Problem:
-    """Problem `index` of the endless list that `seed` makes of a task's split.
+    """Returns problem `index` of the endless list that `seed` gives for a split.
 
     Args:
-        name: of `names()`, with its size or without.
+        name: one of `names()`, with or without a size.
         split: "train" or "held_out".
         seed: of the list.
-        index: in the list, from 0. Lists of small tasks repeat problems.
+        index: position in the list, from 0. Lists of small tasks repeat problems.
 
     Raises:
-        config.InputError: there is no such task, size or split.
+        config.InputError: the task, size or split does not exist.
     """
     kind_name, low, high = parse(name)
     if split not in SPLITS:
@@ -95,38 +95,38 @@ def problem(name: str, split: str, seed: int, index: int) -> Problem:
     place = f"{split}/{seed}/{index}"
     stream = f"{kind.problems}{name.removeprefix(kind_name)}/{place}"
     draft, size = _draw(kind, (low, high), split, stream)
-    messages = ({"role": "user", "content": draft.prompt},)
+    question = ({"role": "user", "content": draft.prompt},)
     answer = ({"role": "assistant", "content": draft.answer},)
     calls = _calls(draft) if kind.tool != "none" else ()
     return Problem(
         id=f"{name}/{place}",
-        messages=messages,
+        messages=question,
         answer=draft.answer,
-        demonstration=messages + calls + answer,
+        demonstration=question + calls + answer,
         tools=(CALC_TOOL,) if kind.tool == "told" else (),
         tag=f"{size}_{kind.unit}",
     )
 
 
 def names() -> tuple[str, ...]:
-    """Every kind of task."""
+    """Returns every kind of task."""
     return tuple(_KINDS)
 
 
 def tool(name: str) -> Tool:
-    """Returns what a task has for a tool.
+    """Returns how a task presents its tool.
 
     Raises:
-        config.InputError: there is no such task.
+        config.InputError: the task does not exist.
     """
     return _KINDS[parse(name)[0]].tool
 
 
 def parse(name: str) -> tuple[str, int, int]:
-    """The kind that a name means, and its smallest and largest size.
+    """Returns the kind of a name, and its smallest and largest size.
 
     Raises:
-        config.InputError: there is no such kind or size.
+        config.InputError: the kind or size does not exist.
     """
     kind_name, _, size = name.partition(":")
     kind = _KINDS.get(kind_name)
@@ -151,7 +151,7 @@ def parse(name: str) -> tuple[str, int, int]:
 
 
 def split_of(key: str) -> str:
-    """The split of what a problem asks: sha256(key) % 100 < 20 is held out."""
+    """Returns the split of a question: held out if sha256(key) % 100 < 20."""
     digest = int(hashlib.sha256(key.encode()).hexdigest(), 16)
     return SPLITS[digest % 100 < _HELD_OUT_PERCENT]
 
@@ -172,8 +172,8 @@ def _draw(
     )
 
 
-def _calls(draft: _Draft) -> tuple[Mapping[str, Any], ...]:
-    """The call of the calculator that solves a problem, and what comes back."""
+def _calls(draft: _Draft) -> tuple[messages.Message, ...]:
+    """Returns the calculator call that solves a problem, and its result."""
     call = {"function": {"name": "calc", "arguments": {"expression": draft.prompt}}}
     return (
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -193,7 +193,7 @@ def _sort(rng: random.Random, size: int) -> _Draft:
 
 
 def _arithmetic(rng: random.Random, size: int) -> _Draft:
-    """a+b or a-b of numbers with at most `size` digits, one of them with as many."""
+    """Makes a+b or a-b; one number has `size` digits, the other at most as many."""
     a, b = _number(rng, size), _number(rng, rng.randint(1, size))
     if rng.random() < 0.5:
         a, b = b, a
@@ -203,7 +203,7 @@ def _arithmetic(rng: random.Random, size: int) -> _Draft:
 
 
 def _chain_sum(rng: random.Random, size: int) -> _Draft:
-    """Sum and difference of `size` numbers of one or two digits."""
+    """Makes sums and differences of `size` numbers of one or two digits."""
     terms = [_number(rng, rng.randint(1, 2)) for _ in range(size)]
     signed = [terms[0], *(rng.choice((-1, 1)) * t for t in terms[1:])]
     text = str(signed[0]) + "".join(f"{t:+d}" for t in signed[1:])
@@ -211,7 +211,7 @@ def _chain_sum(rng: random.Random, size: int) -> _Draft:
 
 
 def _gcd(rng: random.Random, size: int) -> _Draft:
-    """Numbers of at most `size` digits whose greatest common divisor is uniform."""
+    """Makes two numbers of at most `size` digits with a uniform common divisor."""
     limit = 10**size - 1
     divisor = rng.randint(1, limit // 3)
     while True:
@@ -223,7 +223,7 @@ def _gcd(rng: random.Random, size: int) -> _Draft:
 
 
 def _countdown(rng: random.Random, size: int) -> _Draft:
-    """A target and the `size` numbers that make it, each used once, by + - and *."""
+    """Makes a target and the `size` numbers that give it by + - *, each used once."""
     while True:
         numbers = [rng.randint(1, 9) for _ in range(size)]
         value, text = numbers[0], str(numbers[0])
@@ -241,7 +241,7 @@ def _countdown(rng: random.Random, size: int) -> _Draft:
 
 
 def _calculator(rng: random.Random, size: int) -> _Draft:
-    """A product of two numbers of `size` digits: too much for a small model's head."""
+    """Makes a product of two numbers of `size` digits, too hard without a tool."""
     a, b = _number(rng, size), _number(rng, size)
     return _Draft(f"{min(a, b)}*{max(a, b)}", f"{a}*{b}", str(a * b))
 

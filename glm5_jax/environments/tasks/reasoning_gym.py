@@ -1,8 +1,8 @@
 """The hundred procedural tasks of PyPI's reasoning-gym, an extra.
 
-Its scores give some credit to many wrong answers (0.01 for any number, say), which
-would make a group of wrong answers look as if one had been better. Here the reward is 1
-for a full score and 0 otherwise; the score itself is in the reward's parts.
+Its scores give some credit to many wrong answers (0.01 for any number, for example), so
+one wrong answer of a group would look better than the others. Here the reward is 1 for
+a full score and 0 otherwise; the reward's parts contain the score itself.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from glm5_jax.environments.tasks import problems
 
 PREFIX = "reasoning_gym:"
 
-_MAX_DRAWS = 1000  # entries tried for one of the split
-_SIZE = 2**31 - 1  # of a dataset, which makes its entries when asked
+_MAX_DRAWS = 1000  # entries tried to find one of the split
+_SIZE = 2**31 - 1  # of a dataset, which makes its entries on demand
 
 
 class ReasoningGym:
@@ -35,12 +35,12 @@ class ReasoningGym:
         self._dataset = name.removeprefix(PREFIX)
         self._gym = _imported()
         self._at = functools.lru_cache(maxsize=4)(self._make)
-        self._at(0)  # an unknown name is told now
+        self._at(0)  # an unknown name raises now
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
-        """The index-th run of entries of a dataset; the first of it in the split.
+        """Returns the first entry of the split in the index-th block of a dataset.
 
-        Which split an entry may be in is decided by a hash of its question.
+        A hash of its question decides which split an entry is in.
         """
         if split not in problems.SPLITS:
             raise config.InputError(
@@ -59,19 +59,19 @@ class ReasoningGym:
         )
 
     def environment(self) -> protocol.Environment:
-        """Takes one turn and scores it."""
+        """Returns an environment that scores one turn."""
         return _SingleTurn(self._at(0))
 
     def demonstration(self, task: protocol.Task) -> Sequence[messages.Message] | None:
-        """The question and the answer, where the entry's answer scores 1."""
+        """Returns question and answer; None if the entry's answer does not score 1."""
         answer = task.answer["answer"]
         if answer is None or self._at(0).score_answer(answer, task.answer) != 1:
             return None
         return (*task.messages, {"role": "assistant", "content": str(answer)})
 
     def _make(self, seed: int) -> Any:
-        # Entry i of a dataset is seeded by seed + i: neighbouring seeds would share
-        # almost all of their entries.
+        # Entry i of a dataset has the seed `seed + i`, so neighbouring seeds would
+        # share almost all entries.
         digest = hashlib.sha256(str(seed).encode()).digest()
         start = int.from_bytes(digest[:4], "big")
         try:
@@ -98,7 +98,7 @@ class _SingleTurn:
             score = await asyncio.to_thread(
                 self._dataset.score_answer, answer=answer, entry=self._entry
             )
-        except Exception as error:  # a hundred scorers, and any may fall over
+        except Exception as error:  # one of a hundred scorers may fail
             raise protocol.RewardError(str(error)) from error
         correct = float(score == 1)
         reward = protocol.Reward(correct, {"correct": correct, "score": float(score)})

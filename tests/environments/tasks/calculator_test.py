@@ -1,4 +1,4 @@
-"""The calculator: calls over several turns, what is wrong with them, and no tool."""
+"""The calculator: calls over several turns, wrong calls, the task without a tool."""
 
 from absl.testing import parameterized
 

@@ -1,4 +1,4 @@
-"""The evaluator against Python's own, and what a hostile model may write."""
+"""The evaluator against Python's own, and hostile inputs."""
 
 import random
 import time

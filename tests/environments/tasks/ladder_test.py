@@ -1,4 +1,4 @@
-"""Every taskset: names, splits, demonstrations that earn 1, answers that do not."""
+"""Every taskset: names, splits, demonstrations that earn 1, wrong answers."""
 
 import math
 import pathlib
@@ -16,7 +16,7 @@ EACH = tuple((name, name) for name in problems.names())
 
 
 def reward_of(name, said, index=0):
-    """The reward of an answer to a task, and the task."""
+    """Returns the reward of an answer to a task, and the task."""
     taskset = environments.make(name)
     task = taskset.task("train", 0, index)
     (result,) = episodes.play(taskset, task, said)

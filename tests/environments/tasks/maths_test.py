@@ -1,4 +1,4 @@
-"""Which answers are the same number; whatever comes in, only a bool comes out."""
+"""Equality of numbers in answers; every input gives a bool."""
 
 import fractions
 import random

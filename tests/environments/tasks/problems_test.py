@@ -1,4 +1,4 @@
-"""Tasks: the first of each, what is right in general, and no leak between splits."""
+"""Problems: the first of each kind, correct answers, no leak between splits."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The adapter, with a stand-in for the library and, where it is installed, with it."""
+"""The adapter, with a substitute for the library, and with it where installed."""
 
 import importlib.util
 import random
@@ -18,7 +18,7 @@ IS_INSTALLED = importlib.util.find_spec("reasoning_gym") is not None
 
 
 class Dataset:
-    """Sums; like the library's, entry i depends on seed + i and scores are partial."""
+    """Sums. As in the library, entry i depends on seed + i, and scores are partial."""
 
     def __init__(self, seed):
         self._seed = seed
