@@ -477,7 +477,7 @@ class RunTest(absltest.TestCase):
             "--config.model.hidden_size=6144  (an integer)",
             "--config.model.attention=sparse  (one of dense, sparse,",
             "--config.init_from=None  (text, or None)",
-            "\n        Share of a weight that is taken off it, times the",
+            "\n        Share of a weight, times the learning rate, that is subtracted",
         ):
             self.assertIn(words, out)
         code, out, _ = self._run("--help", "--only_model")

@@ -1,7 +1,7 @@
-"""Every knob of a run: frozen dataclasses that check themselves.
+"""All settings of a run: frozen dataclasses that check themselves.
 
-Fields of ModelConfig bear the names of the Hugging Face config.json, and its defaults
-are GLM-5 (zai-org/GLM-5). A default lives here and nowhere else.
+The fields of ModelConfig have the names of the Hugging Face config.json, and its
+defaults are GLM-5 (zai-org/GLM-5). All defaults of a run are defined here.
 """
 
 from glm5_jax.config.checks import DamagedError, InputError

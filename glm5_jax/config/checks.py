@@ -1,19 +1,19 @@
-"""How a section of the config checks itself: every broken rule in one error."""
+"""Rules with which a section of the config checks itself, all in one error."""
 
 import functools
 import re
 import typing
 
-MAX_INT = 2**31 - 1  # of the integers that devices compute with
-MAX_SIZE = 2**24  # of a dim, or a number of rows: beyond it somebody has mistyped
+MAX_INT = 2**31 - 1  # largest integer that devices compute with
+MAX_SIZE = 2**24  # largest dim or number of rows; a larger one is a typing error
 
 
 class InputError(ValueError):
-    """What the user gave is wrong; the message says what, and what to do."""
+    """An error in the user's input; the message says what is wrong and what to do."""
 
 
 class DamagedError(RuntimeError):
-    """What is on disk is not what was written; the message names the files."""
+    """Damaged data on disk; the message names the files."""
 
 
 def require(*rules: tuple[bool, str]) -> None:
@@ -24,14 +24,15 @@ def require(*rules: tuple[bool, str]) -> None:
 
 
 def require_local(path: str, name: str = "") -> None:
-    """A folder must be one of a file system, where things are renamed and synced.
+    """Checks that a folder is on a file system, which can rename and sync files.
 
     Args:
-      path: of the folder.
-      name: of the flag that it was given by.
+      path: the folder.
+      name: the flag that gave it.
 
     Raises:
-      InputError: it is an object store's address, as gs://bucket/folder, or empty.
+      InputError: it is the address of an object store, e.g. gs://bucket/folder, or
+        empty.
     """
     given = f"{name}={path}" if name else path
     if not path:
@@ -47,7 +48,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def choices(section: object) -> list[tuple[bool, str]]:
-    """Rules: each field of a Literal type has one of its values."""
+    """Returns rules: each field of a Literal type has one of its values."""
     hints = _hints(type(section))
     options = {
         name: typing.get_args(hint)
@@ -67,7 +68,7 @@ def choices(section: object) -> list[tuple[bool, str]]:
 def positive(
     section: object, *names: str, most: int = MAX_INT
 ) -> list[tuple[bool, str]]:
-    """Rules: each named field is at least 1, and no size beyond reason."""
+    """Returns rules: each named field lies between 1 and `most`."""
     values = {name: getattr(section, name) for name in names}
     return [
         rule
@@ -80,7 +81,7 @@ def positive(
 
 
 def seed_rule(seed: int) -> tuple[bool, str]:
-    """Rule: a seed has 31 bits; of a larger one jax and the engine take other bits."""
+    """Returns the rule that a seed has 31 bits: jax and the engine cut larger ones."""
     return (
         0 <= seed <= MAX_INT,
         f"seed must not be negative, nor larger than {MAX_INT}, got {seed}.",
@@ -90,14 +91,14 @@ def seed_rule(seed: int) -> tuple[bool, str]:
 def whole(
     name: str, number: int, axes: str, parts: int, remedy: str
 ) -> tuple[bool, str]:
-    """Rule: what the devices of some mesh axes share must be divisible by them.
+    """Returns the rule that a number is divisible by the devices that share it.
 
     Args:
       name: field that is shared, e.g. "data.batch_size".
       number: its value.
-      axes: whose devices share it, e.g. "data * fsdp * expert".
-      parts: how many these are.
-      remedy: what to do besides another number.
+      axes: mesh axes whose devices share it, e.g. "data * fsdp * expert".
+      parts: number of these devices.
+      remedy: what to do other than changing the number.
     """
     return (
         number % parts == 0,
@@ -107,13 +108,13 @@ def whole(
 
 
 def nearest_multiples(number: int, of: int) -> list[int]:
-    """The positive multiples of `of` next to a number, below and above."""
+    """Returns the positive multiples of `of` next to a number, below and above."""
     below = number // of * of
     return [n for n in dict.fromkeys((below, -(-number // of) * of)) if n > 0]
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of a number next to `wanted`, below and above, or itself."""
+    """Returns the divisors of a number next to `wanted`, below and above, or itself."""
     found = _divisors(number)
     if wanted in found:
         return [wanted]
@@ -122,7 +123,7 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
 
 
 def listed(choices: list[int]) -> str:
-    """Choices as a message gives them: "4 or 8"."""
+    """Returns choices in the words of a message: "4 or 8"."""
     return " or ".join(map(str, choices))
 
 

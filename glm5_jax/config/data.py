@@ -1,4 +1,4 @@
-"""Where tokens come from."""
+"""Settings of the training data, and of the command that prepares it."""
 
 import dataclasses
 from typing import Literal
@@ -11,33 +11,33 @@ DocumentKind = Literal["text", "conversations"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from. Order is a pure function of (seed, step)."""
+    """The tokens of a run; their order is a pure function of (seed, step)."""
 
-    # "python": the corpus every CPython carries; or a folder. In stage sft a folder or
-    # a file of JSONL with conversations, or "tasks:NAME" for demonstrations.
-    # A folder of `glm5_jax.prepare` has its own tokenizer and held-out documents.
+    # "python": the corpus that every CPython contains; or a folder. In stage sft a
+    # folder or a file of JSONL with conversations, or "tasks:NAME" for demonstrations.
+    # A folder that glm5_jax.prepare made has its own tokenizer and held-out documents.
     source: str = "python"
-    mixture: tuple[str, ...] = ()  # prepared folders instead of `source`
-    # Weight of each folder in each stage of the mixture; default: equal ones.
+    mixture: tuple[str, ...] = ()  # prepared folders that replace source
+    # Weight of each folder in each stage of the mixture; (): equal weights.
     mixture_weights: tuple[tuple[float, ...], ...] = ()
-    # Steps at which the stages of the mixture after the first begin.
+    # Steps at which the second and later stages of the mixture begin.
     mixture_steps: tuple[int, ...] = ()
     # "bpe" (trained on the source), "byte", or the path of a tokenizer.json; for
     # conversations "bpe_chat" or "byte_chat", which have the special tokens.
     tokenizer: str = "bpe"
     bpe_vocab_size: int = 2048  # ids of a tokenizer that is trained on the source
-    sequence_length: int = 256  # tokens that enter the model, per row
+    sequence_length: int = 256  # tokens of a row
     batch_size: int = 16  # rows of a step, over all devices
-    # Share of the documents kept for evaluation: sha256(name) % 100 below this.
+    # Percentage of the documents that are held out: sha256(name) % 100 below it.
     held_out_percent: int = 10
-    # Folder that keeps trained tokenizers and token arrays.
+    # Folder for trained tokenizers and token arrays.
     cache_dir: str = "~/.cache/glm5_jax"
-    num_prefetch: int = 2  # batches that a thread makes ahead
-    # Version of the format that conversations are written in.
+    num_prefetch: int = 2  # batches that a thread prepares in advance
+    # Version of the chat template of conversations.
     chat_template: ChatTemplate = "glm5"
-    # Whether turns are asked for with a thought; False where the data has none.
+    # Ask for turns with a thought; set it to false if the data has no thoughts.
     enable_thinking: bool = True
-    # Whether thoughts before the last user message are left out.
+    # Omit thoughts before the last user message.
     clear_thinking: bool = True
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class DataConfig:
         )
 
     def _mixture_rules(self) -> list[tuple[bool, str]]:
-        """Rules: every stage has a weight for every source."""
+        """Returns the rules that every stage has a weight for every folder."""
         steps, weights = self.mixture_steps, self.mixture_weights
         shape = len(steps) + 1, len(self.mixture)
         given = [len(stage) for stage in weights]
@@ -89,40 +89,40 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """How a corpus becomes rows on disk: `python -m glm5_jax.prepare`."""
+    """Settings of `python -m glm5_jax.prepare`, which makes rows of a corpus."""
 
     source: str  # "python", or a folder with documents: see DataConfig
-    # "conversations": a .jsonl file or a folder of such, for stage sft; whole ones are
-    # packed, with a mask of what is trained.
+    # "text", or "conversations" for stage sft: a .jsonl file or a folder of such, which
+    # is packed uncut, with a mask of the trained tokens.
     kind: DocumentKind = "text"
     # "bpe", "byte", "bpe_chat", "byte_chat" or the path of a tokenizer.json.
     tokenizer: str = "bpe"
     bpe_vocab_size: int = 2048  # ids of a tokenizer that is trained on the source
-    # Name of the JSON field or the column that holds the text; "": ArrayRecord's
-    # records are the texts.
+    # Name of the JSON field or the column that holds the text; "": each record of
+    # ArrayRecord is a text.
     field: str = "text"
-    sequence_length: int = 4096  # tokens that enter the model, per row (paper App. A)
-    # "truncate": documents joined and cut where a row ends (GLM-4.5's pre-training);
-    # "best_fit": documents whole where they fit, the longest first (its mid-training).
+    sequence_length: int = 4096  # tokens of a row (paper App. A)
+    # "truncate": documents are joined, and cut at the end of a row (GLM-4.5's
+    # pre-training); "best_fit": documents that fit a row stay whole, the longest are
+    # placed first (its mid-training).
     packing: Literal["truncate", "best_fit"] = "truncate"
-    # Lengths in tokens, as (4096, 32768): longer documents go into folders of their
-    # own.
+    # Lengths in tokens, e.g. (4096, 32768); documents longer than each go into a folder
+    # of their own.
     buckets: tuple[int, ...] = ()
-    # Share of the documents kept for evaluation: sha256(name) % 100 below this.
+    # Percentage of the documents that are held out: sha256(name) % 100 below it.
     held_out_percent: int = 1
-    # Fraction of the training documents whose middle moves to their end; for code.
+    # Fraction of the training documents whose middle moves to the end, for code.
     fim_rate: float = 0.0
-    fim_spm_rate: float = 0.5  # fraction of those whose suffix comes first
-    # Number that the order of documents and the cuts of fill-in-the-middle follow from.
+    fim_spm_rate: float = 0.5  # fraction of those documents that begin with the suffix
+    # Seed of the order of documents and of the cuts of fill-in-the-middle.
     seed: int = 0
     # MiB of the source that a worker reads at once, for one shard.
     shard_mib: float = 128.0
-    # Version of the format that conversations are written in; see DataConfig, which
-    # must say the same.
+    # Version of the chat template of conversations; DataConfig must have the same.
     chat_template: ChatTemplate = "glm5"
-    # Whether turns of conversations are asked for with a thought.
+    # Ask for turns of conversations with a thought.
     enable_thinking: bool = True
-    # Whether thoughts before the last user message are left out.
+    # Omit thoughts before the last user message.
     clear_thinking: bool = True
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class PrepareConfig:
         )
 
     def _conversation_rules(self) -> list[tuple[bool, str]]:
-        """Rules: what is done to texts alone is not asked for."""
+        """Returns the rules that options of texts are not set for conversations."""
         is_text = self.kind == "text"
         return [
             (
@@ -172,7 +172,7 @@ class PrepareConfig:
 
 
 def bpe_rule(bpe_vocab_size: int) -> tuple[bool, str]:
-    """Rule: a BPE has an id for every byte."""
+    """Returns the rule that a BPE has an id for every byte."""
     return (
         300 <= bpe_vocab_size <= checks.MAX_SIZE,
         f"bpe_vocab_size must be at least 300 (256 bytes and the special tokens) and "
@@ -181,7 +181,7 @@ def bpe_rule(bpe_vocab_size: int) -> tuple[bool, str]:
 
 
 def held_out_rule(held_out_percent: int) -> tuple[bool, str]:
-    """Rule: some documents are held out, and most are not."""
+    """Returns the rule that some documents are held out, but fewer than are trained."""
     return (
         1 <= held_out_percent <= 50,
         f"held_out_percent must lie in 1..50, got {held_out_percent}.",

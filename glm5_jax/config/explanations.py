@@ -1,4 +1,4 @@
-"""What each field of a config is, in the words of the comment that stands by it."""
+"""Reads the explanation of each config field from its comment, for `--help`."""
 
 import ast
 import dataclasses
@@ -11,9 +11,9 @@ import typing
 
 
 def of(cls: type, prefix: str = "") -> dict[str, str]:
-    """Returns the explanation of every field that is no section, by dotted path.
+    """Returns the explanation of every field by dotted path; sections have none.
 
-    It is the comment behind the field, else the one that stands above it.
+    It is the comment on the field's line, or else the one above it.
     """
     hints = typing.get_type_hints(cls)
     texts, found = _comments(cls), {}
@@ -28,7 +28,7 @@ def of(cls: type, prefix: str = "") -> dict[str, str]:
 
 @functools.cache
 def _comments(cls: type) -> dict[str, str]:
-    """Returns the comment of each field of one class; empty where it has none."""
+    """Returns the comment of each field of one class, or an empty text."""
     source = textwrap.dedent(inspect.getsource(cls))
     lines = {
         token.start[0]: (token.string.lstrip("# "), token.line.lstrip()[0] == "#")
@@ -42,10 +42,10 @@ def _comments(cls: type) -> dict[str, str]:
         if not isinstance(node, ast.AnnAssign):
             continue
         assert isinstance(node.target, ast.Name)
-        behind = lines.get(node.end_lineno or 0)
+        beside = lines.get(node.end_lineno or 0)
         above, line = [], node.lineno - 1
         while line in lines and lines[line][1]:
             above.insert(0, lines[line][0])
             line -= 1
-        found[node.target.id] = behind[0] if behind else " ".join(above)
+        found[node.target.id] = beside[0] if beside else " ".join(above)
     return found

@@ -1,4 +1,4 @@
-"""Which errors end a command with one line, and with which exit code."""
+"""Turns errors into a one-line message and an exit code, instead of a traceback."""
 
 import errno
 import os
@@ -8,9 +8,9 @@ import traceback
 from glm5_jax.config import checks
 
 INPUT, FAILED = 2, 1  # exit codes: the user's input is wrong; anything else
-TRACEBACK = "GLM5_JAX_TRACEBACK"  # where it is set, errors keep their tracebacks
-_MAX_SHOWN = 600  # characters: libraries' messages run to pages
-# Of a path that somebody gave; a full or failing disk is nobody's input.
+TRACEBACK = "GLM5_JAX_TRACEBACK"  # if it is set, errors keep their tracebacks
+_MAX_SHOWN = 600  # characters of a message; some libraries write pages
+# Errors of a path that the user gave; a full or failing disk is no input error.
 _OF_PATHS = {
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST),
     *(errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
@@ -28,10 +28,10 @@ _PACKAGE = pathlib.Path(__file__).parent.parent
 
 
 def describe(error: BaseException) -> tuple[int, str] | None:
-    """Exit code and message of an error; None where only its traceback says enough.
+    """Returns exit code and message of an error, or None if it needs its traceback.
 
-    What checks and damage say is said as it is. Other errors of input, system and
-    arithmetic become a line with the place in this package that they came from.
+    InputError and DamagedError keep their message. Other errors of input, system and
+    arithmetic become one line, with the place in this package where they arose.
     """
     if isinstance(error, checks.InputError):
         return INPUT, str(error)
@@ -60,7 +60,7 @@ def _short(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of this package, and how to see the whole way there."""
+    """Returns the innermost line of this package, and how to see the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if _PACKAGE in pathlib.Path(f.filename).parents]
     if not own:
@@ -70,7 +70,7 @@ def _place(error: BaseException) -> str:
 
 
 def _is_out_of_device_memory(error: BaseException) -> bool:
-    """Tells it by jax's words: jax is not imported for it."""
+    """Recognises jax's error by its name and text, without importing jax."""
     return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(
         error
     )

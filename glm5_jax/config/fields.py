@@ -1,4 +1,4 @@
-"""Typed configs from trees of values: types checked, names suggested, all at once."""
+"""Builds typed configs from trees of values, and reports all errors at once."""
 
 import ast
 import dataclasses
@@ -15,28 +15,28 @@ from glm5_jax.config import checks
 Config = TypeVar("Config")
 
 
-# What `ast` and `math` raise of texts that are no values, or of very large numbers.
+# Errors that `ast` and `math` raise for malformed values and very large numbers.
 _MISTYPED = (
     *(TypeError, ValueError, SyntaxError),
     *(OverflowError, RecursionError, MemoryError),
 )
 _MAX_LENGTH = 10_000  # characters of a number or a tuple
-_MAX_SHOWN = 60
+_MAX_SHOWN = 60  # characters of a value in a message
 
 
 class Text(str):
-    """A value as the command line gave it: not yet of its field's type."""
+    """A value from the command line, not yet converted to its field's type."""
 
 
 def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
     """Checks values and builds the dataclass `cls` from them.
 
     Args:
-        cls: a dataclass, whose sections are dataclasses.
+        cls: a dataclass whose sections are dataclasses.
         given: values by dotted path; a missing one takes its default.
 
     Raises:
-        InputError: with a line for every unknown field, wrong type and broken rule.
+        InputError: has a line for every unknown field, wrong type and broken rule.
     """
     hints = {path: hint for path, hint, _ in of(cls)}
     values, failed, errors = {}, set(), []
@@ -56,7 +56,7 @@ def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
 
 
 def of(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted path, type and default of every field that is no section."""
+    """Yields dotted path, type and default of every field; sections have none."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         path, hint = prefix + field.name, hints[field.name]
@@ -67,7 +67,7 @@ def of(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of every leaf."""
+    """Yields dotted path and value of every leaf."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}.")
@@ -76,7 +76,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def without_none(hint: Any) -> Any:
-    """X of `X | None`; any other type as it is."""
+    """Returns X for `X | None`, and any other type unchanged."""
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return hint
     (kind,) = (t for t in typing.get_args(hint) if t is not type(None))
@@ -84,7 +84,7 @@ def without_none(hint: Any) -> Any:
 
 
 def describe(hint: Any) -> str:
-    """A type in words."""
+    """Returns a type in words."""
     kind = without_none(hint)
     if typing.get_origin(kind) is Literal:
         words = "one of " + ", ".join(typing.get_args(kind))
@@ -100,7 +100,7 @@ def describe(hint: Any) -> str:
 def did_you_mean(
     given: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6
 ) -> str:
-    """A blank and the question whether the nearest name is meant, or nothing."""
+    """Returns " Did you mean ...?" with the nearest name, or an empty text."""
     close = difflib.get_close_matches(given, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {prefix}{close[0]}?" if close else ""
 
@@ -108,10 +108,11 @@ def did_you_mean(
 def _built(
     cls: type, prefix: str, values: dict[str, Any], failed: set[str], errors: list[str]
 ) -> Any:
-    """Builds `cls` and its sections; adds to `failed` and `errors`.
+    """Builds `cls` and its sections, and adds to `failed` and `errors`.
 
-    A field or section that failed is left at its default, so that the rules for the
-    others are checked as well; messages that mention it could be about the default.
+    A field or section that failed keeps its default, so that the rules of the others
+    are checked too. Messages that mention it are dropped, as they may be about the
+    default.
     """
     hints = typing.get_type_hints(cls)
     kwargs = {}
@@ -137,7 +138,7 @@ def _built(
 
 
 def _typed(value: Any, hint: Any) -> Any:
-    """`value` as `hint` wants it; raises TypeError or ValueError where it cannot be."""
+    """Converts a value to a type; raises TypeError or ValueError if it cannot."""
     kind = without_none(hint)
     if isinstance(value, Text):
         value = _parsed(value, kind, is_optional=kind is not hint)
@@ -164,7 +165,7 @@ def _typed(value: Any, hint: Any) -> Any:
 
 
 def _parsed(text: str, kind: Any, is_optional: bool) -> Any:
-    """The Python value that the text spells."""
+    """Returns the Python value that a text spells."""
     if is_optional and text in ("None", "none", "null"):
         return None
     if kind is str or typing.get_origin(kind) is Literal:
@@ -177,7 +178,7 @@ def _parsed(text: str, kind: Any, is_optional: bool) -> Any:
 
 
 def _wrong_type(path: str, value: Any, hint: Any) -> str:
-    """Says what the field expects and what it got."""
+    """Returns a message with the type that a field expects and the value it got."""
     text = str(value) if isinstance(value, str) else _text_of(value)
     shown = repr(text) if isinstance(value, str) else text
     if len(shown) > _MAX_SHOWN:
@@ -192,7 +193,7 @@ def _leaf(path: str) -> str:
 
 
 def _initials(path: str) -> str:
-    """Returns lr for optim.learning_rate."""
+    """Returns the initials of a field's name: "lr" for optim.learning_rate."""
     return "".join(word[:1] for word in _leaf(path).split("_"))
 
 
@@ -204,7 +205,7 @@ def _text_of(value: Any) -> str:
 
 
 def _unknown_field(path: str, known: list[str]) -> str:
-    """Says that a path names no field, and which one may be meant."""
+    """Returns a message that a path names no field, with the nearest one."""
     inside = [k for k in known if k.startswith(path + ".")]
     if inside:
         return f"{path} is a section, not a value; set its fields, e.g. {inside[0]}."

@@ -1,7 +1,7 @@
-"""Config files: which file a --config means, and what its get_config returns.
+"""Finds and runs the config file that --config names.
 
-A name is looked for as it is given, then among the files that come with the package:
-configs/ of the checkout, which a wheel carries as glm5_jax/configs/.
+The name is first taken as a path, then looked up among the files that come with the
+package: configs/ in the repository, glm5_jax/configs/ in a wheel.
 """
 
 import pathlib
@@ -26,8 +26,8 @@ def load(spec: str) -> ml_collections.ConfigDict:
     """Runs get_config of a config file.
 
     Args:
-        spec: "path/to/file.py" or "path/to/file.py:variant"; of the files that come
-            with the package "configs/NAME.py", "NAME.py" or "NAME" do as well.
+        spec: "path/to/file.py" or "path/to/file.py:variant"; for a file that comes
+            with the package, "configs/NAME.py", "NAME.py" or "NAME" suffices.
 
     Raises:
         InputError: no such file, no such variant, or an exception inside the file.
@@ -55,7 +55,7 @@ def load(spec: str) -> ml_collections.ConfigDict:
 
 
 def those_in(folder: str | pathlib.Path, given: str = "") -> str:
-    """Says which config files a folder holds; the package's, where it is not there."""
+    """Returns a sentence with the config files of a folder, or else the package's."""
     folder = pathlib.Path(folder)
     if str(folder) in (".", "configs") and not _names(folder):
         folder = bundled()
@@ -72,7 +72,7 @@ def _names(folder: pathlib.Path) -> list[str]:
 
 
 def _find(given: str) -> pathlib.Path:
-    """Returns the file that a name means."""
+    """Returns the path of the config file with a name."""
     file = pathlib.Path(given)
     if file.is_file():
         return file

@@ -1,4 +1,4 @@
-"""What a run does when it does not go on as it should."""
+"""Settings of a run's health checks: loss spikes, NaNs and steps that hang."""
 
 import dataclasses
 from typing import Literal
@@ -8,23 +8,23 @@ from glm5_jax.config import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """Limits beyond which a step is an accident, and what follows.
+    """Limits of a healthy run, and reactions to a step that exceeds them.
 
-    A rollback restores the newest checkpoint and goes on with the batch after the
-    offending one: all batches drawn since the checkpoint are skipped for good.
+    A rollback restores the newest checkpoint and resumes with the batch after the
+    offending one: every batch since the checkpoint is skipped for good.
     """
 
-    # A training loss so many nats above the median of the last 64 is a spike.
+    # Nats above the median of the last 64 training losses that make a loss a spike.
     spike_nats: float = 2.0
-    on_spike: Literal["count", "roll_back", "abort"] = "count"  # what follows a spike
-    # Updates that are not finite are skipped; after so many in a row on_not_finite
-    # follows.
+    on_spike: Literal["count", "roll_back", "abort"] = "count"  # reaction to a spike
+    # Skipped updates in a row that trigger on_not_finite; an update is skipped if its
+    # gradient is not finite.
     max_skipped_in_a_row: int = 10
-    # What follows so many skipped updates.
+    # Reaction to max_skipped_in_a_row skipped updates.
     on_not_finite: Literal["roll_back", "abort"] = "abort"
-    max_rollbacks: int = 3  # most rollbacks of a run; the next accident ends it
-    # Without a step for as long, or for 10 times the median step, the run ends, with
-    # the stacks of all threads in its folder; 0: waits for ever.
+    max_rollbacks: int = 3  # most rollbacks of a run; the next failure ends it
+    # Seconds after which a run ends if no step finishes, or 10 times the median step if
+    # that is longer; the stacks of all threads go to its folder. 0: waits for ever.
     watchdog_seconds: float = 600.0
 
     def __post_init__(self) -> None:

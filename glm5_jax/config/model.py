@@ -1,4 +1,4 @@
-"""The architecture, by the names of the Hugging Face config.json."""
+"""Settings of the model, with the names of the Hugging Face config.json."""
 
 import dataclasses
 from typing import Literal
@@ -16,61 +16,67 @@ Dtype = Literal["float32", "bfloat16"]
 class ModelConfig:
     """Architecture; defaults are zai-org/GLM-5 config.json (arXiv 2602.15763)."""
 
-    vocab_size: int = 154880  # ids that have an embedding; at least the tokenizer's
+    vocab_size: int = 154880  # rows of the embedding; at least the tokenizer's ids
     hidden_size: int = 6144  # width of the residual stream
     intermediate_size: int = 12288  # width of a dense layer's SwiGLU
     moe_intermediate_size: int = 2048  # width of one expert, routed or shared
-    num_hidden_layers: int = 78  # layers, without that of multi-token prediction
+    num_hidden_layers: int = 78  # layers, without the one of multi-token prediction
     first_k_dense_replace: int = 3  # leading layers without experts
     num_attention_heads: int = 64  # heads of the main attention
-    q_lora_rank: int = 2048  # width of the latent that queries are made from
-    # Width of the latent that keys and values are made from, and that is cached.
+    q_lora_rank: int = 2048  # width of the queries' latent
+    # Width of the latent of keys and values, which is cached.
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 192  # dims of a query or key head without rotation
     qk_rope_head_dim: int = 64  # dims of a query or key head that RoPE rotates
     v_head_dim: int = 256  # dims of a value head
     n_routed_experts: int = 256  # experts of a layer that the router chooses among
-    num_experts_per_tok: int = 8  # routed experts that a token meets
-    n_shared_experts: int = 1  # experts that every token meets
+    num_experts_per_tok: int = 8  # routed experts that process a token
+    n_shared_experts: int = 1  # experts that process every token
     routed_scaling_factor: float = 2.5  # factor on the sum of the routed experts
     norm_topk_prob: bool = True  # gates of a token sum to routed_scaling_factor
     index_n_heads: int = 32  # heads of the indexer
     index_head_dim: int = 128  # dims of an indexer head
     index_topk: int = 2048  # keys that a query may attend to
-    # Which layers own an indexer ("F") and which reuse the one before them ("S"):
-    # a pattern, one letter a layer, or else every index_topk_freq-th layer.
+    # One letter a layer: "F" has an indexer of its own, "S" reuses the keys of the one
+    # before it. None: index_topk_freq decides.
     index_topk_pattern: str | None = None
-    # One layer in so many owns an indexer, where there is no pattern.
+    # Layers per indexer, if index_topk_pattern is None.
     index_topk_freq: int = 1
-    index_skip_topk_offset: int = 2  # leading layers that own an indexer in any case
-    index_share_for_mtp_iteration: bool = False  # later MTP steps reuse KV and index
-    num_nextn_predict_layers: int = 1  # MTP modules stored: 0 or 1
-    mtp_num_steps: int = 3  # times that it is applied in training (paper 2.1)
-    # Added to the mean square in every norm but those of the latents.
+    index_skip_topk_offset: int = 2  # leading layers that always have an indexer
+    # Later MTP steps reuse the first one's keys, values and index.
+    index_share_for_mtp_iteration: bool = False
+    num_nextn_predict_layers: int = 1  # stored MTP modules: 0 or 1
+    mtp_num_steps: int = 3  # times that training applies the MTP module (paper 2.1)
+    # Added to the mean square in every norm except those of the latents.
     rms_norm_eps: float = 1e-5
-    latent_norm_eps: float = 1e-6  # as transformers; vLLM, SGLang: rms_norm_eps
+    # Added to the mean square in the latents' norms: 1e-6 in transformers, rms_norm_eps
+    # in vLLM and SGLang.
+    latent_norm_eps: float = 1e-6
     rope_theta: float = 1e6  # base of RoPE's wavelengths
     rope_scaling: RopeScaling = RopeScaling()
-    # Longest context that the model is made for, in tokens.
+    # Longest context that the model supports, in tokens.
     max_position_embeddings: int = 202752
     initializer_range: float = 0.02  # standard deviation of initial weights
     eos_token_id: tuple[int, ...] = (154820, 154827, 154829)  # ids that end a text
-    pad_token_id: int | None = 154820  # fills rows that stopped; None: 0
-    # Keys that a query sees: the indexer's, or all; dense_with_indexer_loss: all, and
-    # the indexer learns from them. This and the fields below are no architecture.
+    pad_token_id: int | None = 154820  # id that pads finished rows; None: 0
+    # Keys that a query attends to. "sparse": those that the indexer selects; "dense":
+    # all; "dense_with_indexer_loss": all, while the indexer is trained. This and the
+    # fields below are not part of the architecture.
     attention: AttentionMode = "sparse"
     dtype: Dtype = "bfloat16"  # number type of activations and matrix products
     param_dtype: Dtype = "float32"  # number type of parameters and gradients
-    # What the backward pass computes again to save memory: nothing, all but the layers'
-    # inputs, all but matrix products; offload keeps those inputs on the host.
+    # What the backward pass recomputes to save memory. "none": nothing; "full": all but
+    # the layers' inputs; "dots": all but matrix products; "offload": as full, with the
+    # inputs in the host's memory.
     remat_policy: RematPolicy = "none"
-    # How tokens reach experts on other devices: everybody gets all, or each gets its
-    # own; the numbers are the same.
+    # How tokens reach experts on other devices. "gather": every device gets all tokens;
+    # "exchange": each gets those of its experts. The results are the same.
     expert_transport: ExpertTransport = "gather"
-    expert_chunks: int = 1  # parts of a device's tokens that meet the experts in turn
-    # A token's numbers do not depend on what is computed beside it, so that trainer and
-    # engine choose the same keys and experts (glm5_jax/model/invariance.py). None: in
-    # stage rl with bfloat16.
+    # Parts of a device's tokens that the experts process in turn.
+    expert_chunks: int = 1
+    # Makes a token's results independent of the rest of the batch, so that trainer and
+    # engine select the same keys and experts (glm5_jax/model/invariance.py). None: true
+    # in stage rl with bfloat16.
     batch_invariant: bool | None = None
 
     def __post_init__(self) -> None:
@@ -132,7 +138,7 @@ class ModelConfig:
         )
 
     def _layer_rules(self) -> list[tuple[bool, str]]:
-        """Rules of the fields that say what kind each layer is."""
+        """Returns the rules of the fields that decide the kind of each layer."""
         n, pattern = self.num_hidden_layers, self.index_topk_pattern
         dense = self.first_k_dense_replace
         return [
@@ -166,12 +172,12 @@ class ModelConfig:
 
     @property
     def qk_head_dim(self) -> int:
-        """Dims of a query or key head: no-rope part, then rope part."""
+        """Returns the dims of a query or key head: no-rope part, then rope part."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def softmax_scale(self) -> float:
-        """Factor on the attention scores."""
+        """Returns the factor on the attention scores."""
         return self.qk_head_dim**-0.5 * self.rope_scaling.score_factor
 
     @property
@@ -181,7 +187,7 @@ class ModelConfig:
 
     @property
     def is_full_index_layer(self) -> tuple[bool, ...]:
-        """Per layer: does it own an indexer (else it reuses an earlier one's keys).
+        """Returns for each layer whether it has an indexer, or else reuses keys.
 
         IndexShare, arXiv 2603.12201: layer i is full iff
         max(i - index_skip_topk_offset + 1, 0) % index_topk_freq == 0.

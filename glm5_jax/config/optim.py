@@ -1,4 +1,4 @@
-"""What a run minimises, and by which updates."""
+"""Settings of the training loss and of the optimizer."""
 
 import dataclasses
 from typing import Literal
@@ -20,7 +20,7 @@ class LossConfig:
     z_weight: float = 0.0  # weight of the router's z-loss; 0 turns it off
     # Step of the router's bias, which balances without a loss (GLM-4.5 report).
     router_bias_rate: float = 1e-3
-    # Tokens whose float32 logits exist at once; fewer save memory.
+    # Tokens whose float32 logits exist at once; a smaller number saves memory.
     chunk_tokens: int = 1024
 
     def __post_init__(self) -> None:
@@ -44,35 +44,35 @@ class LossConfig:
 class OptimConfig:
     """Muon Split on matrices, AdamW on the rest (paper appendix A; GLM-4.5 report)."""
 
-    # Optimizer of the matrices; all else is AdamW's in either case.
+    # Optimizer of the matrices; AdamW updates everything else in either case.
     name: Literal["muon", "adamw"] = "muon"
-    learning_rate: float = 2e-4  # the highest one, after the warm-up
-    end_learning_rate: float = 4e-5  # the one of the last step
-    # How the learning rate falls between the two.
+    learning_rate: float = 2e-4  # peak of the schedule, after the warm-up
+    end_learning_rate: float = 4e-5  # end of the schedule, at the last step
+    # Shape of the schedule between peak and end.
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = 0  # steps in which the learning rate rises from 0
-    # Share of a weight that is taken off it, times the learning rate, each step.
+    # Share of a weight, times the learning rate, that is subtracted in each step.
     weight_decay: float = 0.1
     # Orthogonalise W_UQ, W_UK and W_UV head by head (Muon Split).
     muon_split: bool = True
-    # Orthogonalise the no-rope and the rope part of W_UQ apart, too.
+    # Orthogonalise the no-rope and the rope part of W_UQ separately, too.
     muon_split_rope: bool = False
-    # Orthogonalise the latent and the rope part of W_KVa apart.
+    # Orthogonalise the latent and the rope part of W_KVa separately.
     muon_split_kv_a: bool = False
-    # Muon for the output head too, instead of AdamW as in xtuner.
+    # Use Muon for the output head too, instead of AdamW as in xtuner.
     muon_lm_head: bool = False
-    # What updates the router's matrix; GLM-4.5 and xtuner have it on Muon.
+    # Optimizer of the router's matrix; GLM-4.5 and xtuner use Muon.
     router_gate: Literal["muon", "adamw"] = "muon"
-    # Muon's momentum; undisclosed in the paper: xtuner's value.
+    # Momentum of Muon; undisclosed in the paper, so xtuner's value.
     muon_momentum: float = 0.95
-    # Nesterov's momentum; undisclosed in the paper: xtuner's value.
+    # Use Nesterov's momentum; undisclosed in the paper, so xtuner's value.
     muon_nesterov: bool = True
-    muon_update_rms: float = 0.2  # root mean square that Muon's updates are scaled to
+    muon_update_rms: float = 0.2  # root mean square to which Muon scales its updates
     ns_steps: int = 5  # Newton-Schulz iterations that orthogonalise an update
-    # Polynomial of those iterations; undisclosed in the paper: xtuner's choice.
+    # Polynomial of those iterations; undisclosed in the paper, so xtuner's choice.
     ns_coefficients: Literal["quintic", "polar_express"] = "polar_express"
-    ns_dtype: Dtype = "bfloat16"  # number type that those iterations compute in
-    adam_learning_rate_scale: float = 1.0  # AdamW's learning rate over Muon's
+    ns_dtype: Dtype = "bfloat16"  # number type of those iterations' products
+    adam_learning_rate_scale: float = 1.0  # ratio of AdamW's learning rate to Muon's
     adam_b1: float = 0.9  # decay of AdamW's mean of gradients
     adam_b2: float = 0.95  # decay of AdamW's mean of squared gradients
     adam_eps: float = 1e-8  # added to the root of AdamW's second moment
@@ -81,9 +81,9 @@ class OptimConfig:
     moment_dtype: Dtype = "float32"
     # Keep all moments in the host's memory; an update fetches them leaf by leaf.
     offload_moments: bool = False
-    # Parts of a batch, computed in turn: activations are those of one part.
+    # Parts of a batch that are computed in turn, to save memory for activations.
     accumulation_steps: int = 1
-    clip_norm: float = 0.0  # largest norm of all gradients together; 0 turns it off
+    clip_norm: float = 0.0  # largest norm of the whole gradient; 0: no clipping
 
     def __post_init__(self) -> None:
         """Checks every field."""

@@ -1,4 +1,4 @@
-"""Reinforcement learning: rollouts, objective, and what stops a run."""
+"""Settings of reinforcement learning: rollouts, objective and limits."""
 
 import dataclasses
 from typing import Literal
@@ -18,58 +18,59 @@ DIS_AGENTIC = (0.8, 3.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLConfig:
-    """GRPO with IcePop (arXiv 2602.15763, section 3.2); its values where disclosed.
+    """GRPO with IcePop (arXiv 2602.15763, section 3.2), with the paper's values.
 
-    Undisclosed there, so chosen here: max_new_tokens, temperature, updates_per_rollout,
-    advantage_std (the paper says "std"), every limit.
+    The paper does not disclose, so this project chose: max_new_tokens, temperature,
+    updates_per_rollout, advantage_std (the paper says "std") and every limit.
     """
 
-    # A name of environments/, "reasoning_gym:NAME", or "module:Class" of your own.
+    # Name of a task in environments/, "reasoning_gym:NAME", or "module:Class" of yours.
     environment: str = "reverse"
     prompts_per_step: int = 32  # tasks of a step, each answered group_size times
     group_size: int = 32  # answers to one task, whose rewards are compared
     max_new_tokens: int = 1024  # longest turn of the model, in tokens
     max_turns: int = 8  # most turns of an episode
-    temperature: float = 1.0  # temperature of sampling, in rollouts and in evaluation
-    # Must be 1: else the trainer would need to know which ids were kept.
+    temperature: float = 1.0  # temperature of sampling, in rollouts and evaluations
+    # Must be 1, as the ids that a smaller value keeps are not recorded.
     top_p: float = 1.0
     slots: int = 32  # sequences that the engine decodes at once
     prefill_chunk: int = 256  # tokens of a prompt that the engine reads at once
-    # Which loss: GRPO with IcePop (GLM-5), plain GRPO, and two that correct for
-    # rollouts of older weights (objectives.py).
+    # Loss: GRPO with IcePop (GLM-5), plain GRPO, or two that correct for rollouts of
+    # older weights (objectives.py).
     objective: Objective = "icepop"
-    pop_beta: float = 2.0  # a token counts where 1/beta <= pi_train/pi_infer <= beta
-    # The ratio of new to old probability is clipped below 1 - clip_low.
+    # Bound of pi_train / pi_infer: tokens outside 1/pop_beta..pop_beta do not count.
+    pop_beta: float = 2.0
+    # Clips the ratio of new to old probability below 1 - clip_low.
     clip_low: float = 0.2
-    clip_high: float = 0.28  # that ratio is clipped above 1 + clip_high
-    # In objective dis smaller ratios do not count; 0.8 for agents.
+    clip_high: float = 0.28  # clips the same ratio above 1 + clip_high
+    # Smallest ratio that counts in objective dis; 0.8 for agents.
     dis_low: float = DIS_REASONING[0]
-    # In objective dis larger ratios do not count; 3 for agents.
+    # Largest ratio that counts in objective dis; 3 for agents.
     dis_high: float = DIS_REASONING[1]
     tis_cap: float = 2.0  # largest weight of truncated importance sampling
-    # Which standard deviation of a group's rewards divides them.
+    # Standard deviation of a group's rewards that divides its advantages.
     advantage_std: AdvantageStd = "sample"
-    loss_mean: LossMean = "sequence"  # whether sequences or tokens have equal weight
-    # Updates of a step: its samples are cut into as many batches.
+    loss_mean: LossMean = "sequence"  # unit of equal weight: a sequence or a token
+    # Updates of a step, each with an equal part of its rollouts.
     updates_per_rollout: int = 1
-    # Replace groups whose rewards are all equal by others.
+    # Replace groups whose rewards are all equal by new ones.
     dynamic_sampling: bool = False
     max_rounds: int = 4  # most rounds of rollouts in a step, with dynamic sampling
-    router_replay: bool = False  # let the trainer route tokens as the engine did
-    # Weights that the engine samples with: the trainer's, or rounded to int8.
+    router_replay: bool = False  # make the trainer route tokens as the engine did
+    # Weights that the engine samples with: the trainer's, or these rounded to int8.
     rollout_weights: RolloutWeights = "same"
-    # A run stops where the mean |log pi_train / pi_infer| is above it.
+    # Mean of |log pi_train / pi_infer| above which a run stops.
     max_logprob_gap: float = 0.05
     step_timeout_seconds: float = 60.0  # longest call of the environment
-    # Held-out tasks of an evaluation, no two alike, each answered once.
+    # Held-out tasks of an evaluation, all different, each answered once.
     num_eval_tasks: int = 128
-    # Least held-out success that a start must have: below it most groups earn nothing.
-    # 0 here and 1 above measure nothing and refuse nothing.
+    # Lowest held-out success at which a run may start: below it, most groups have no
+    # reward. With 0 here and max_start_success=1, nothing is measured.
     min_start_success: float = 0.05
-    # Largest held-out success that a start may have: above it there is little to learn.
+    # Highest held-out success at which a run may start: above it, little is to learn.
     max_start_success: float = 0.8
-    # Share of prompts_per_step: a step in which fewer groups have rewards that differ
-    # is left out, for Adam makes as large an update of one group as of all.
+    # Share of a step's groups that must have rewards that differ, or the step's update
+    # is skipped: Adam's update is as large for one group as for all.
     min_used_groups: float = 0.125
 
     def __post_init__(self) -> None:
@@ -127,5 +128,5 @@ class RLConfig:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a batch: one for each rollout."""
+        """Returns the rows of a batch: one for each rollout."""
         return self.prompts_per_step * self.group_size

@@ -1,4 +1,4 @@
-"""How rotary positions are stretched to contexts longer than those trained on."""
+"""Settings of YaRN, which extends RoPE to contexts longer than those trained on."""
 
 import dataclasses
 import math
@@ -11,20 +11,25 @@ from glm5_jax.config import checks
 class RopeScaling:
     """YaRN (arXiv 2309.00071), by the names of Hugging Face's rope_parameters.
 
-    What transformers computes from the same values, to its last convention: `mscale`
-    and `mscale_all_dim` change the factor of the cosines only together, and
+    The factors equal those of transformers, its conventions included: `mscale` and
+    `mscale_all_dim` change the factor of the cosines only together, and
     `mscale_all_dim` alone changes the scale of the scores.
     """
 
-    rope_type: Literal["default", "yarn"] = "default"  # "default": nothing below acts
-    factor: float = 1.0  # context wanted over context trained on
-    original_max_position_embeddings: int | None = None  # None: the model's
-    beta_fast: float = 32.0  # turns over that context; dims with more stay as they are
-    beta_slow: float = 1.0  # dims with fewer are stretched by the whole factor
-    attention_factor: float | None = None  # on cosines and sines; None: from the rest
-    mscale: float = 0.0  # 0: not given
-    mscale_all_dim: float = 0.0  # 0: not given
-    truncate: bool = True  # the range between the betas is rounded to whole dims
+    # Use of the fields below: "default" ignores them.
+    rope_type: Literal["default", "yarn"] = "default"
+    factor: float = 1.0  # ratio of the wanted context to the one trained on
+    # Context trained on, in tokens; None: max_position_embeddings.
+    original_max_position_embeddings: int | None = None
+    # Turns over the context trained on, above which a dim keeps its wavelength.
+    beta_fast: float = 32.0
+    # Turns below which a dim's wavelength is multiplied by the whole factor.
+    beta_slow: float = 1.0
+    # Factor on cosines and sines; None: computed from the fields below.
+    attention_factor: float | None = None
+    mscale: float = 0.0  # weight in the factor on cosines and sines; 0: not given
+    mscale_all_dim: float = 0.0  # weight in the factor on the scores; 0: not given
+    truncate: bool = True  # round the range between the betas to whole dims
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -52,12 +57,12 @@ class RopeScaling:
 
     @property
     def is_yarn(self) -> bool:
-        """Returns whether anything is stretched."""
+        """Returns whether wavelengths are extended."""
         return self.rope_type == "yarn"
 
     @property
-    def table_factor(self) -> float:
-        """Returns the factor of cosines and sines, in attention and indexer."""
+    def rotation_factor(self) -> float:
+        """Returns the factor on cosines and sines, in attention and indexer."""
         if not self.is_yarn:
             return 1.0
         if self.attention_factor is not None:
@@ -68,7 +73,7 @@ class RopeScaling:
 
     @property
     def score_factor(self) -> float:
-        """Returns what the scale of the attention scores is multiplied by."""
+        """Returns the factor on the scale of the attention scores."""
         if not (self.is_yarn and self.mscale_all_dim):
             return 1.0
         return self._scale(self.mscale_all_dim) ** 2

@@ -1,4 +1,4 @@
-"""A whole run: its mesh, and the stage that uses every section."""
+"""Settings of a whole run: its stage, mesh, schedule and checkpoints."""
 
 import dataclasses
 import math
@@ -22,12 +22,12 @@ else:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each mesh axis; data = -1 takes what the others leave."""
+    """Number of devices along each mesh axis."""
 
-    # Slices of TPUs: the data axis alone goes across them. Hosts of GPUs may be counted
-    # as slices too; with 1 every axis may go across hosts.
+    # Slices of TPUs, which only the data axis may span. Hosts of GPUs may be counted as
+    # slices too; with 1, every axis may span hosts.
     slices: int = 1
-    # Devices that hold whole copies and other rows; -1: all that the other axes leave.
+    # Devices that hold replicas and different rows; -1: all that the other axes leave.
     data: int = -1
     fsdp: int = 1  # devices that share rows, parameters and optimizer state
     expert: int = 1  # devices that share the experts
@@ -37,7 +37,7 @@ class MeshConfig:
 
     @property
     def slow_axes(self) -> tuple[str, ...]:
-        """Axes that go across slices, over a network slower than links."""
+        """Returns the axes that span slices, over a network slower than links."""
         return ("data",) if self.slices > 1 else ()
 
     def __post_init__(self) -> None:
@@ -60,38 +60,38 @@ class MeshConfig:
 class TrainConfig:
     """A whole run."""
 
-    # What is trained, and on what: the paper's stages in their order.
+    # Kind of training; the paper's stages, in their order.
     stage: StageName = "pretrain"
     # Run, step or Hugging Face folder whose parameters the run starts from.
     init_from: str | None = None
-    # Fields of model that change the logits, and may differ from those of init_from.
+    # Fields of model that change the logits and may differ from those of init_from.
     init_from_changes: tuple[str, ...] = ()
-    # Number that initial parameters, order of data and sampling follow from.
+    # Seed of initial parameters, order of data and sampling.
     seed: int = 0
     num_steps: int = 100  # updates of the whole run
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 50  # steps between held-out evaluations; 0: only at the end
     eval_batches: int = 8  # held-out batches of an evaluation
-    # Lets evaluations of stage sft play held-out tasks of rl.environment too.
+    # Let evaluations of stage sft play held-out tasks of rl.environment too.
     eval_success: bool = False
-    # Figure of evaluations that ends the run where it gets to stop_at: eval/success
-    # from below, eval/bits_per_byte from above. The schedule is laid over num_steps.
+    # Metric of evaluations that ends the run once it reaches stop_at: eval/success from
+    # below, eval/bits_per_byte from above. The learning rate still follows num_steps.
     stop_metric: Literal["", "eval/success", "eval/bits_per_byte"] = ""
     stop_at: float = 0.0  # value of stop_metric that ends the run
     sample_every: int = 0  # steps between sample texts; 0: only at the end
-    # Text that a sample continues, or in stage sft answers.
+    # Text that a sample continues, or answers in stage sft.
     sample_prompt: str = "def __init__(self"
     sample_tokens: int = 96  # length of a sample; 0: no sample
     checkpoint_every: int = 100  # steps between checkpoints; 0: only at the end
-    checkpoints_to_keep: int = 3  # newest checkpoints that stay
-    # Checkpoints of steps divisible by it stay for ever; 0: none.
+    checkpoints_to_keep: int = 3  # newest checkpoints that are kept
+    # Keep every checkpoint of a step divisible by it; 0: none.
     checkpoints_keep_every: int = 0
-    # As many more stay by evaluation: those of the lowest eval/bits_per_byte, in stage
-    # rl of the highest eval/success.
+    # Also keep the N best by evaluation: lowest eval/bits_per_byte, or in stage rl
+    # highest eval/success.
     checkpoints_keep_best: int = 0
-    # First and last step of a profile in the run's folder, as (10, 12); (): none.
+    # First and last step of a profile in the run's folder, e.g. (10, 12); (): none.
     profile_steps: tuple[int, ...] = ()
-    trackers: tuple[str, ...] = ()  # "tensorboard", "wandb": metrics go there as well
+    trackers: tuple[str, ...] = ()  # further places for metrics: "tensorboard", "wandb"
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     loss: LossConfig = LossConfig()
@@ -101,7 +101,7 @@ class TrainConfig:
     health: HealthConfig = HealthConfig()
 
     def __post_init__(self) -> None:
-        """Takes the defaults of the stage, and checks what involves several sections.
+        """Takes the defaults of the stage, and checks rules between sections.
 
         Raises:
           InputError: with the message of every broken rule.
@@ -153,7 +153,7 @@ class TrainConfig:
 
     @property
     def stage_record(self) -> stages.Stage:
-        """All that is particular to the stage."""
+        """The record of the stage: all that is particular to it."""
         return stages.BY_NAME[self.stage]
 
     @property
@@ -169,7 +169,7 @@ class TrainConfig:
 
     @property
     def num_updates(self) -> int:
-        """Updates of the whole run, which the learning rate's schedule counts."""
+        """Updates of the whole run, which the learning rate follows."""
         return self.num_steps * self.updates_per_step
 
     @property
@@ -205,7 +205,7 @@ class TrainConfig:
         return metric.is_reached(value, self.stop_at)
 
     def _init_rules(self) -> list[tuple[bool, str]]:
-        """Rules: what may differ from init_from is of the model."""
+        """Returns the rules that init_from_changes names fields of the model."""
         return [
             (
                 name in ModelConfig.__dataclass_fields__,
@@ -215,7 +215,7 @@ class TrainConfig:
         ]
 
     def _watching_rules(self) -> list[tuple[bool, str]]:
-        """Rules: trackers are known, and the steps of a profile are there, in order."""
+        """Returns the rules that trackers are known and profiled steps in order."""
         steps, last = self.profile_steps, self.num_steps
         is_range = len(steps) == 2 and 1 <= steps[0] <= steps[1] <= last
         return [
@@ -231,7 +231,7 @@ class TrainConfig:
         ]
 
     def _checkpoint_rules(self) -> list[tuple[bool, str]]:
-        """Rules: what shall be kept, must be written, and be evaluated before."""
+        """Returns the rules that kept checkpoints are written and evaluated."""
         saves, keeps = self.checkpoint_every, self.checkpoints_keep_every
         evaluates = self.eval_every
         return [
@@ -304,7 +304,7 @@ class TrainConfig:
         )
 
     def _mesh_rules(self) -> list[tuple[bool, str]]:
-        """Rules: what a mesh axis shards, it must divide."""
+        """Returns the rules that mesh axes divide what they shard."""
         mesh, model = self.mesh, self.model
         shares = mesh.fsdp * mesh.expert * max(mesh.data, 1)
         known = shares * mesh.context * mesh.tensor  # with data=-1 there are more
@@ -331,7 +331,7 @@ class TrainConfig:
         return rules
 
     def _token_rules(self, num_devices: int) -> list[tuple[bool, str]]:
-        """Rules: tokens of a row are cut over context, and then into chunks."""
+        """Returns the rules that context, then expert_chunks divide a row's tokens."""
         length, context = self.data.sequence_length, self.mesh.context
         chunks, rules = self.model.expert_chunks, []
         name = "data.sequence_length"

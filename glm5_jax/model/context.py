@@ -26,7 +26,7 @@ def make_context(
 ) -> Context:
     """Context of rows of packed documents; segment 0 is padding."""
     cos, sin = rope.tables(
-        positions, rope.frequencies(config), config.rope_scaling.table_factor
+        positions, rope.frequencies(config), config.rope_scaling.rotation_factor
     )
     lo, hi = pallas_kernels.segment_bounds(segment_ids)
     return Context(cos=cos, sin=sin, lo=lo, hi=hi, is_token=segment_ids > 0)

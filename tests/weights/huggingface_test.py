@@ -494,7 +494,7 @@ class RopeScalingTest(FolderCase):
         config = huggingface.read_config(folder)
         self.assertEqual(config.rope_theta, case["rope_theta"])
         self.assertAlmostEqual(config.softmax_scale, case["softmax_scale"], places=12)
-        factor = config.rope_scaling.table_factor
+        factor = config.rope_scaling.rotation_factor
         self.assertAlmostEqual(factor, case["table_factor"], places=12)
         got = rope.frequencies(config)
         np.testing.assert_allclose(got, case["frequencies"], rtol=RTOL)
