@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
+from glm5_jax.config import stages
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import mtp, transformer
 from glm5_jax.scale.hlo import collectives
@@ -202,6 +204,43 @@ class StepTest(parameterized.TestCase):
                 self.assertGreater(np.abs(after[path] - old).max(), 0, path)
             else:
                 np.testing.assert_array_equal(after[path], old, err_msg=str(path))
+
+
+class NewStageTest(absltest.TestCase):
+    """A record is all that a stage of text needs: no code knows this one."""
+
+    STAGE = stages.Stage(
+        name="head_alone",
+        losses=("next_token",),
+        monitored=("balance",),
+        trains=lambda path: path == ("lm_head",),
+        moves_router_bias=False,
+        attention="dense",
+    )
+
+    def test_a_step_obeys_its_record(self):
+        self.enterContext(
+            mock.patch.dict(stages.BY_NAME, {self.STAGE.name: self.STAGE})
+        )
+        sections = {s: getattr(CONFIG, s) for s in ("data", "loss", "optim")}
+        model = dataclasses.replace(CONFIG.model, attention="dense")
+        config = _ConfigOfAnyStage(stage=self.STAGE.name, model=model, **sections)
+        step, before, state = make_step(config)
+        after, _, metrics = step(before, state, make_batch())
+        moved = {
+            path
+            for path, old in by_path(before).items()
+            if np.abs(by_path(after)[path] - old).max() > 0
+        }
+        self.assertEqual(moved, {("lm_head",)})
+        terms = {name for name in metrics if name in loss_lib.METRIC_NAMES.values()}
+        self.assertEqual(terms, {"train/lm_loss", "train/balance_loss"})
+        self.assertEqual(metrics["train/loss"], metrics["train/lm_loss"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ConfigOfAnyStage(config_lib.TrainConfig):
+    stage: str = ""
 
 
 class DepthTest(parameterized.TestCase):
