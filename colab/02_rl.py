@@ -114,16 +114,6 @@ SHOWN = 8  # held-out tasks that we look at
 
 
 # %%
-SETTINGS = {
-    "beta": 2.0,
-    "clip_low": 0.2,
-    "clip_high": 0.28,
-    "dis_low": 0.3,
-    "dis_high": 5.0,
-    "tis_cap": 2.0,
-}
-
-
 def icepop(logprobs, old, rollout, advantages, beta=2.0, low=0.2, high=0.28):
     """The loss of every token."""
     rho = np.exp(old - rollout)
@@ -135,7 +125,8 @@ def icepop(logprobs, old, rollout, advantages, beta=2.0, low=0.2, high=0.28):
 
 rng = np.random.default_rng(0)
 random = (rng.normal(-1, 0.5, (4, 1000)) - [[0], [0], [0], [-1]]).astype(np.float32)
-ours = objectives.named("icepop", **SETTINGS)(*random, np.ones(1000, bool)).loss
+objective = objectives.of(config_lib.RLConfig(objective="icepop"))
+ours = objective(*random, np.ones(1000, bool)).loss
 print(f"largest difference of 1000 losses: {np.abs(ours - icepop(*random)).max():.1e}")
 
 # %% [markdown]
@@ -147,7 +138,7 @@ gaps = jnp.linspace(-2.2, 2.2, 221)
 zeros, ones = jnp.zeros_like(gaps), jnp.ones_like(gaps)
 plt.figure(figsize=(7, 3), layout="constrained")
 for name in ("grpo", "tis", "dis", "icepop"):
-    objective = objectives.named(name, **SETTINGS)
+    objective = objectives.of(config_lib.RLConfig(objective=name))
 
     def total(logprobs, objective=objective):
         """All losses at once; their slopes do not mix."""

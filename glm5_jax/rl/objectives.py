@@ -50,33 +50,17 @@ class TokenLoss(NamedTuple):
 Objective = Callable[[Array, Array | None, Array, Array, Array], TokenLoss]
 
 
-def named(
-    name: str,
-    *,
-    beta: float,
-    clip_low: float,
-    clip_high: float,
-    dis_low: float,
-    dis_high: float,
-    tis_cap: float,
-) -> Objective:
-    """The objective "grpo", "icepop", "tis" or "dis" with its settings bound.
-
-    Raises:
-        config.InputError: there is none of that name.
-    """
-    clip = {"clip_low": clip_low, "clip_high": clip_high}
+def of(settings: config.RLConfig) -> Objective:
+    """Returns the objective that the config names, with its settings bound."""
+    clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
+    band = {"dis_low": settings.dis_low, "dis_high": settings.dis_high}
     objectives: dict[str, Objective] = {
         "grpo": functools.partial(grpo, **clip),
-        "icepop": functools.partial(icepop, beta=beta, **clip),
-        "tis": functools.partial(tis, tis_cap=tis_cap, **clip),
-        "dis": functools.partial(dis, dis_low=dis_low, dis_high=dis_high),
+        "icepop": functools.partial(icepop, beta=settings.pop_beta, **clip),
+        "tis": functools.partial(tis, tis_cap=settings.tis_cap, **clip),
+        "dis": functools.partial(dis, **band),
     }
-    if name not in objectives:
-        raise config.InputError(
-            f"There is no objective {name!r}; choose one of {', '.join(objectives)}."
-        )
-    return objectives[name]
+    return objectives[settings.objective]
 
 
 def grpo(

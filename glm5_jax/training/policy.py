@@ -168,16 +168,7 @@ def _local_loss(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
 ) -> tuple[Float[Array, ""], Measured]:
     """The loss of what a device has; sums go over all of them."""
-    rl, batch = config.rl, inputs.batch
-    objective = objectives.named(
-        rl.objective,
-        beta=rl.pop_beta,
-        clip_low=rl.clip_low,
-        clip_high=rl.clip_high,
-        dis_low=rl.dis_low,
-        dis_high=rl.dis_high,
-        tis_cap=rl.tis_cap,
-    )
+    batch, objective = inputs.batch, objectives.of(config.rl)
     logprobs, load = _local_logprobs(config, params, inputs)
     mask = batch["loss_mask"] > 0
     tokens = objective(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
 
+from glm5_jax import config
 from glm5_jax.environments import protocol
 from glm5_jax.rl import advantages, objectives
 from tests import environment
@@ -83,15 +84,7 @@ class EquationTest(absltest.TestCase):
     def test_icepop_is_equation_1(self):
         groups = make_groups()
         weighted = advantages.weigh(groups, std="sample", aggregation="sequence")
-        icepop = objectives.named(
-            "icepop",
-            beta=2.0,
-            clip_low=0.2,
-            clip_high=0.28,
-            dis_low=0.0,
-            dis_high=0.0,
-            tis_cap=2.0,
-        )
+        icepop = objectives.of(config.RLConfig(objective="icepop"))
         for width in (PROMPT + LONGEST, PROMPT + LONGEST + 7):
             samples = [w.sample for w in weighted]
             mask = padded([s.mask[PROMPT:] for s in samples], width)
@@ -121,9 +114,9 @@ class EstimatorTest(absltest.TestCase):
 
     def expected_gradient(self, name, **settings):
         """sum_y pi_infer(y) d/dlogits loss(y): the probabilities are the weights."""
-        narrow = {"clip_low": 0.2, "clip_high": 0.28, "dis_low": 1.0, "dis_high": 1e3}
-        wide = narrow | {"beta": 1e3, "tis_cap": 1e3}
-        objective = objectives.named(name, **(wide | settings))
+        wide = {"pop_beta": 1e3, "tis_cap": 1e3, "dis_low": 1.0, "dis_high": 1e3}
+        rl = config.RLConfig(objective=name, **(wide | settings))
+        objective = objectives.of(rl)
 
         def loss(logits):
             logprobs = jax.nn.log_softmax(logits)
@@ -146,8 +139,8 @@ class EstimatorTest(absltest.TestCase):
 
         size = float(jnp.linalg.norm(self.exact))
         self.assertGreater(error("grpo"), 0.1 * size)
-        self.assertGreater(error("icepop", beta=1.2), 0.1 * size)
-        self.assertLess(error("icepop", beta=4.0), 1e-5 * size)  # all are inside
+        self.assertGreater(error("icepop", pop_beta=1.2), 0.1 * size)
+        self.assertLess(error("icepop", pop_beta=4.0), 1e-5 * size)  # all are inside
 
 
 KEYS = ("trained", "old", "rollout")

@@ -1,6 +1,7 @@
 """Objectives against float64 loops, and the identities that hold among them."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +9,10 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
+from glm5_jax.config import rl
 from glm5_jax.rl import objectives
 from tests import environment
 
-SETTINGS = {
-    "beta": 2.0,
-    "clip_low": 0.2,
-    "clip_high": 0.28,
-    "dis_low": 0.3,
-    "dis_high": 5.0,
-    "tis_cap": 2.0,
-}
 NAMES = ("grpo", "icepop", "tis", "dis")
 EACH = tuple((name, name) for name in NAMES)
 FLOAT32 = 1e-5  # relative: differences of log-probs of order 1, then an exp
@@ -27,7 +21,7 @@ SPLITS = 1e-6  # absolute, of sums of order 0.1 in another order
 
 @functools.cache
 def objective(name):
-    return jax.jit(objectives.named(name, **SETTINGS))
+    return jax.jit(objectives.of(config.RLConfig(objective=name)))
 
 
 def make_tokens(seed=0, shape=(6, 40), gap=0.5, moved=0.3):
@@ -406,10 +400,9 @@ class InvarianceTest(parameterized.TestCase):
         self.check(name, *both(tokens["logprobs"], name, tokens, weights))
 
 
-class NamedTest(parameterized.TestCase):
-    def test_an_unknown_name(self):
-        with self.assertRaisesRegex(config.InputError, "'ppo'; choose one of grpo"):
-            objective("ppo")
+class NamesTest(parameterized.TestCase):
+    def test_all_that_a_config_can_name_are_tested(self):
+        self.assertSameElements(NAMES, typing.get_args(rl.Objective))
 
 
 if __name__ == "__main__":
