@@ -19,7 +19,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import depth
 from glm5_jax.environments.tasks import problems
 from glm5_jax.model import cache as cache_lib
-from glm5_jax.model import cached, head, invariance, transformer
+from glm5_jax.model import cached, invariance, transformer
 from glm5_jax.weights import loading
 from pallas_kernels import selection
 
@@ -82,7 +82,11 @@ def _whole(params: dict, config: config_lib.ModelConfig, rows: np.ndarray) -> Ch
             )
             for layer in _selections(config, out.traces)
         ]
-        return jnp.stack(selected), experts, head.logits(params, config, out.hidden)
+        return (
+            jnp.stack(selected),
+            experts,
+            transformer.logits(params, config, out.hidden),
+        )
 
     keys, experts, logits = _compiled(run, config)(params, rows)
     return np.asarray(keys), np.asarray(experts), _logprobs(logits, rows)
@@ -94,7 +98,8 @@ def _selections(config: config_lib.ModelConfig, traces: dict) -> Iterator[jax.Ar
         unit = traces[f"layers_{g}"].values()
         for repeat in range(group.repeats):
             for layer in unit:
-                yield layer.index.selected[repeat]
+                (keys,) = layer.attended.index.selection  # in the form of this chip
+                yield keys[repeat]
 
 
 def _in_chunks(
@@ -105,10 +110,10 @@ def _in_chunks(
     def run(params: dict, tokens: jax.Array) -> tuple:
         def read(cache: cache_lib.Cache, chunk: jax.Array) -> tuple:
             hidden, cache, choices = cached.decode(params, config, cache, chunk)
-            logits = head.logits(params, config, hidden)
-            return cache, (choices.selected, choices.experts, logits)
+            logits = transformer.logits(params, config, hidden)
+            return cache, (choices.selection.indices, choices.experts, logits)
 
-        cache = cache_lib.empty(config, len(tokens), tokens.shape[1])
+        cache = cached.empty(config, len(tokens), tokens.shape[1])
         chunks = jnp.stack(jnp.split(tokens, tokens.shape[1] // size, axis=1))
         _, (keys, experts, logits) = jax.lax.scan(read, cache, chunks)
         keys, experts = (jnp.concatenate(list(x), axis=2) for x in (keys, experts))

@@ -60,6 +60,7 @@ from glm5_jax import losses, presets
 from glm5_jax.data.rows import pipeline as pipeline_lib
 from glm5_jax.inference import engine
 from glm5_jax.model import layers, transformer
+from glm5_jax.model import selection as selection_lib
 from glm5_jax.model.attention import mla
 from glm5_jax.optim import newton_schulz
 from glm5_jax.training import loop
@@ -137,11 +138,13 @@ def dense_attention(params: dict, out: transformer.Output) -> jax.Array:
     """The first layer's attention without selection, mean over heads: [B, T, S]."""
     layer = jax.tree.map(lambda x: x[0], params["layers_0"]["block_0"])
     weights, context = layer["self_attn"], out.context
-    kv = jax.tree.map(lambda x: x[0], out.traces["layers_0"]["block_0"].kv)
+    attended = out.traces["layers_0"]["block_0"].attended
+    kv = jax.tree.map(lambda x: x[0], attended.kv)
     x = params["embed_tokens"][batch["tokens"]]
     h = layers.rms_norm(x, layer["input_layernorm"], MODEL.rms_norm_eps)
     c_q = mla.query_latent(weights, MODEL, h)
-    _, (q, k, lse) = mla.expanded(weights, MODEL, c_q, kv, context, None)
+    every = selection_lib.AllVisible()
+    _, (q, k, lse) = mla.expanded(weights, MODEL, c_q, kv, context, every)
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * MODEL.softmax_scale
     s = jnp.arange(x.shape[1])[None, None]
     visible = (context.lo[..., None] <= s) & (s < context.hi[..., None])
@@ -152,8 +155,9 @@ def dense_attention(params: dict, out: transformer.Output) -> jax.Array:
 def look(params: dict, out: transformer.Output) -> None:
     """Draws attention and selection of a row, and says how much the selection holds."""
     dense = np.asarray(jax.jit(dense_attention)(params, out))
-    selected = out.traces["layers_0"]["block_0"].index.selected[0]
-    mask = selection.as_mask(selected, dense.shape[-1])  # keys first: [B, S, T]
+    attended = out.traces["layers_0"]["block_0"].attended
+    (keys,) = attended.index.selection  # a mask, bits or lists
+    mask = selection.as_mask(keys[0], dense.shape[-1])  # keys first: [B, S, T]
     chosen = np.asarray(mask).swapaxes(1, 2)
     num_visible = np.asarray(out.context.hi - out.context.lo)
     relative = np.where(dense > 0, dense * num_visible[..., None], np.nan)[0]

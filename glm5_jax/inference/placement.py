@@ -23,7 +23,7 @@ from glm5_jax.model import transformer
 AnyMesh = Mesh | AbstractMesh
 ROWS: Any = PartitionSpec(collectives.ROWS)
 LAYERS_OF_ROWS: Any = PartitionSpec(None, collectives.ROWS)
-_STACKED = ("kv", "k_index")  # leaves whose first dim is the layers
+_STACKED = "cache.entries."  # prefix of leaves whose first dim is the layers
 
 
 def in_use() -> AnyMesh | None:
@@ -147,13 +147,14 @@ def on_shards(
 
 def spec(name: str) -> PartitionSpec:
     """Returns the spec of a leaf of `named`."""
-    return LAYERS_OF_ROWS if name.rpartition(".")[2] in _STACKED else ROWS
+    return LAYERS_OF_ROWS if name.startswith(_STACKED) else ROWS
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree of dataclasses by path, e.g. "cache.kv"."""
+    """Returns the leaves of a tree by path, e.g. "cache.entries.kv"."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(key.name for key in path): x for path, x in flat}
+    names = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat)
+    return {name: x for name, (_, x) in zip(names, flat, strict=True)}
 
 
 def _sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:

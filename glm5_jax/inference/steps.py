@@ -19,7 +19,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.inference import placement
 from glm5_jax.inference import sampling as sampling_lib
 from glm5_jax.model import cache as cache_lib
-from glm5_jax.model import cached, head
+from glm5_jax.model import cached, transformer
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +79,7 @@ def empty(config: config_lib.ModelConfig, slots: int, capacity: int, n: int) -> 
     """A state in which nothing runs, for sequences of `capacity`, with n stop ids."""
     zeros = jnp.zeros(slots, jnp.int32)
     return State(
-        cache=cache_lib.empty(config, slots, capacity),
+        cache=cached.empty(config, slots, capacity),
         tokens=zeros,
         plan=Plan(
             keys=sampling_lib.request_keys(0, zeros),
@@ -251,12 +251,13 @@ def _written(
     num_tokens: Int[Array, " b"],
 ) -> cache_lib.Cache:
     """The cache with whole sequences in some of its slots."""
-    size = new.kv.shape[2]
-    return cache_lib.Cache(
-        kv=cache.kv.at[:, slots, :size].set(new.kv, mode="drop"),
-        k_index=cache.k_index.at[:, slots, :size].set(new.k_index, mode="drop"),
-        lengths=cache.lengths.at[slots].set(num_tokens, mode="drop"),
-    )
+    entries = {
+        name: stack.at[:, slots, : part.shape[2]].set(part, mode="drop")
+        for name, stack in cache.entries.items()
+        for part in (new.entries[name],)
+    }
+    lengths = cache.lengths.at[slots].set(num_tokens, mode="drop")
+    return dataclasses.replace(cache, entries=entries, lengths=lengths)
 
 
 def _draw(
@@ -267,7 +268,7 @@ def _draw(
     plan: Plan,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Plan]:
     """Ids for the positions, their log-probs, and what is left of the budgets."""
-    logits = head.logits(params, config, hidden)
+    logits = transformer.logits(params, config, hidden)
     ids, logprobs = sampling_lib.sample(logits, plan.keys, positions, plan.sampling)
     is_stop = jnp.any(plan.stop_ids == ids[:, None], axis=1)
     budget = jnp.where(is_stop, 0, jnp.maximum(plan.budget - 1, 0))

@@ -1,13 +1,14 @@
-"""GLM-5 with a cache of what it has read: prompts at once, then token by token.
+"""The model with a cache: whole prompts first, then token by token.
 
-`prefill` runs whole prompts in expanded form, as training does. `decode` runs new
-tokens behind cached ones in absorbed form: one a sequence, or a chunk of a prompt.
+`prefill` runs whole prompts as training does. `decode` runs new tokens of cached
+sequences: one token of each, or a chunk of a prompt. Both take parameters as they are
+stored, and end with the last norm, as `transformer.forward` does.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth
+from glm5_jax.model import attention as attention_lib
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
@@ -25,8 +27,43 @@ from glm5_jax.model import embedding, layers, transformer
 class Choices(NamedTuple):
     """What each layer chose for the new tokens, in the stack's order."""
 
-    experts: Int[Array, "M B T K"]  # M layers with experts
-    selected: Int[Array, "L B T K"] | None  # keys; None: every visible one
+    experts: Int[Array, "m B T K"]
+    selection: Any  # the attention's carry after each layer, stacked over all layers
+
+
+def empty(config: config_lib.ModelConfig, batch: int, capacity: int) -> cache_lib.Cache:
+    """Makes a cache for `batch` sequences of up to `capacity` tokens."""
+    return cache_lib.Cache(
+        entries={
+            name: jnp.zeros((count, batch, *entry.shape), entry.dtype)
+            for name, (count, entry) in _entries(config, capacity).items()
+        },
+        lengths=jnp.zeros(batch, jnp.int32),
+        capacity=capacity,
+    )
+
+
+def bytes_per_token(config: config_lib.ModelConfig) -> int:
+    """Counts what the cache of a sequence grows by with every token."""
+
+    def size(capacity: int) -> int:
+        entries = _entries(config, capacity).values()
+        return sum(count * x.size * x.dtype.itemsize for count, x in entries)
+
+    return size(2) - size(1)
+
+
+def _entries(
+    config: config_lib.ModelConfig, capacity: int
+) -> dict[str, tuple[int, jax.ShapeDtypeStruct]]:
+    """Returns how many layers have each entry, and what it is of one sequence."""
+    found: dict[str, tuple[int, jax.ShapeDtypeStruct]] = {}
+    for kind in depth.layer_kinds(config):
+        entries = attention_lib.make(config, kind).cache_entries(capacity)
+        for name, entry in entries.items():
+            count, _ = found.get(name, (0, entry))
+            found[name] = count + 1, entry
+    return found
 
 
 def prefill(
@@ -35,13 +72,13 @@ def prefill(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     capacity: int,
-) -> tuple[Float[Array, "B T D"], cache_lib.Cache, Int[Array, "M B T K"]]:
+) -> tuple[Float[Array, "B T D"], cache_lib.Cache, Int[Array, "m B T K"]]:
     """Runs prompts, padded on the right, and fills a cache with them.
 
     Args:
       params: of `transformer.table`.
       config: of the model.
-      tokens: prompts; what lies beyond `lengths` is ignored.
+      tokens: prompts; tokens beyond `lengths` are ignored.
       lengths: tokens of each prompt, at least 1.
       capacity: rows of the cache, at least T.
 
@@ -52,24 +89,22 @@ def prefill(
     segments = is_token.astype(jnp.int32)
     out = transformer.forward(params, config, tokens, segments, with_traces=True)
     assert out.traces is not None
-    kv, k_index = [], []
+    stacks: dict[str, list[Array]] = {}
     for g, group in enumerate(depth.layer_groups(config)):
-        unit = list(out.traces[f"layers_{g}"].values())
-        kv.append(_interleave([jnp.concatenate(t.kv, axis=-1) for t in unit]))
-        pairs = zip(unit, group.unit, strict=True)
-        owned = [t.index for t, kind in pairs if kind.owns_indexer]
-        full = [index.k for index in owned if index is not None and index.k is not None]
-        if full:
-            k_index.append(_interleave(full))
-    room = [(0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0)]
-    empty = cache_lib.empty(config, tokens.shape[0], capacity)
-    cache = cache_lib.Cache(
-        kv=jnp.pad(
-            cache_lib.widened(jnp.concatenate(kv), cache_lib.width(config)), room
-        ),
-        k_index=jnp.pad(jnp.concatenate(k_index), room) if k_index else empty.k_index,
-        lengths=lengths,
-    )
+        found: dict[str, list[Array]] = {}
+        traces = out.traces[f"layers_{g}"].values()
+        for kind, trace in zip(group.unit, traces, strict=True):
+            entries = attention_lib.make(config, kind).cached(trace.attended)
+            for name, entry in entries.items():
+                found.setdefault(name, []).append(entry)
+        for name, unit in found.items():
+            stacks.setdefault(name, []).append(_interleave(unit))
+    cache = empty(config, tokens.shape[0], capacity)
+    filled = {
+        name: _padded(jnp.concatenate(stack), cache.entries[name].shape)
+        for name, stack in stacks.items()
+    }
+    cache = dataclasses.replace(cache, entries=cache.entries | filled, lengths=lengths)
     return out.hidden, cache, chosen_experts(config, out.aux, tokens.shape)
 
 
@@ -81,17 +116,17 @@ def decode(
     num_tokens: Int[Array, " b"] | None = None,
     slots: Int[Array, " b"] | None = None,
 ) -> tuple[Float[Array, "b T D"], cache_lib.Cache, Choices]:
-    """Runs new tokens behind the cached ones.
+    """Runs the next tokens of cached sequences.
 
     Args:
       params: of `transformer.table`, or `unstacked`.
       config: of the model.
       cache: of B sequences, with room for the new tokens.
       tokens: of each sequence, padded on the right.
-      num_tokens: that are no padding. Default: all. What padding writes is never
-        read: later tokens are written over it.
-      slots: the sequences in the cache that the tokens belong to; what names none (B
-        or more) is computed and thrown away. Default: all of them.
+      num_tokens: of each sequence, without padding. Default: all. Entries of padding
+        are never read: later tokens overwrite them.
+      slots: the sequences in the cache that the tokens belong to; those of no sequence
+        (B or more) are computed and dropped. Default: all of them.
 
     Returns:
       Hidden states after the last norm, the cache with the tokens in it, and the
@@ -99,34 +134,53 @@ def decode(
     """
     if config.batch_invariant and tokens.size == 1:
         return _beside_padding(params, config, cache, tokens, num_tokens, slots)
-    batch, num_new = tokens.shape
+    num_new = tokens.shape[1]
     lengths = cache.lengths if slots is None else cache.lengths[slots]
     positions = lengths[:, None] + jnp.arange(num_new)[None]
     context = context_lib.make_context(config, jnp.ones_like(tokens), positions)
     # Padding may lie beyond the cache, where a kernel must not look.
-    hi = jnp.minimum(positions + 1, cache.kv.shape[2])
+    hi = jnp.minimum(positions + 1, cache.capacity)
     context = context._replace(lo=jnp.zeros_like(tokens), hi=hi)
     x = embedding.embed(params["embed_tokens"], config, tokens)
-    carry = (x, cache_lib.reader(config, cache, (batch, num_new), slots))
+    carry = (x, _first_reader(config, cache, tokens, slots))
     found = []
     for g, group in enumerate(depth.layer_groups(config)):
-        unit = functools.partial(_unit, config, len(group.unit), context)
+        blocks = tuple(block_lib.make(config, kind) for kind in group.unit)
+        unit = functools.partial(_unit, blocks, context)
         stack = params[f"layers_{g}"]
         run = _in_turn if isinstance(stack, tuple) else lax.scan
         carry, chosen = run(unit, carry, stack)
         found.append(chosen)
-    x, read = carry
+    x, reader = carry
     hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
     new = num_new if num_tokens is None else num_tokens
     everyone = slice(None) if slots is None else slots
     lengths = cache.lengths.at[everyone].add(new, mode="drop")
-    cache = dataclasses.replace(read.cache, lengths=lengths)
+    cache = dataclasses.replace(reader.cache, lengths=lengths)
     experts = [_interleave(e) for e, _ in found if e]
-    selected = None
-    if read.selected is not None:
-        selected = jnp.concatenate([_interleave(s) for _, s in found])
     none = no_experts(config, tokens.shape)
-    return hidden, cache, Choices(jnp.concatenate([none[:0], *experts]), selected)
+    carries = [
+        jax.tree.map(lambda *layers: _interleave([*layers]), *unit) for _, unit in found
+    ]
+    stacked = jax.tree.map(lambda *units: jnp.concatenate(units), *carries)
+    return hidden, cache, Choices(jnp.concatenate([none[:0], *experts]), stacked)
+
+
+def _first_reader(
+    config: config_lib.ModelConfig,
+    cache: cache_lib.Cache,
+    tokens: Int[Array, "b T"],
+    slots: Int[Array, " b"] | None,
+) -> cache_lib.Reader:
+    """Returns the reader at the first layer, for these new tokens."""
+    return cache_lib.Reader(
+        cache=cache,
+        slots=slots,
+        layers={name: jnp.zeros((), jnp.int32) for name in cache.entries},
+        carry=attention_lib.first_cached_carry(
+            config, tokens.shape[0], tokens.shape[1], cache.capacity
+        ),
+    )
 
 
 def _beside_padding(
@@ -137,7 +191,7 @@ def _beside_padding(
     num_tokens: Int[Array, " 1"] | None,
     slots: Int[Array, " 1"] | None,
 ) -> tuple[Float[Array, "1 1 D"], cache_lib.Cache, Choices]:
-    """`decode` of a lone token: XLA on CPU adds up a product of one row otherwise."""
+    """Decodes a lone token in two rows: XLA on CPU sums a single row differently."""
     tokens = jnp.pad(token, ((0, 0), (0, 1)))
     new = jnp.ones(1, jnp.int32) if num_tokens is None else num_tokens
     hidden, cache, choices = decode(params, config, cache, tokens, new, slots)
@@ -146,8 +200,8 @@ def _beside_padding(
 
 def chosen_experts(
     config: config_lib.ModelConfig, aux: dict, shape: tuple[int, ...]
-) -> Int[Array, "M B T K"]:
-    """The experts of `Choices`, from what `transformer.forward` tells of its layers."""
+) -> Int[Array, "m B T K"]:
+    """Collects the experts of `Choices` from outputs of `transformer.forward`."""
     experts = []
     for g, _ in enumerate(depth.layer_groups(config)):
         routings = [block.routing for block in aux[f"layers_{g}"].values()]
@@ -159,14 +213,14 @@ def chosen_experts(
 
 def no_experts(
     config: config_lib.ModelConfig, shape: tuple[int, ...]
-) -> Int[Array, "M B T K"]:
-    """The experts of `Choices` before any token was read."""
+) -> Int[Array, "m B T K"]:
+    """Returns zeros of the shape of the experts of `Choices`."""
     num_mixtures = sum(group.num_mixtures for group in depth.layer_groups(config))
     return jnp.zeros((num_mixtures, *shape, config.num_experts_per_tok), jnp.int32)
 
 
 def unstacked(params: dict, config: config_lib.ModelConfig) -> dict:
-    """Parameters with a tuple, a step of the scan each, in place of every stack."""
+    """Replaces every stack of layers by a tuple, with an entry a step of the scan."""
     out = dict(params)
     for g, group in enumerate(depth.layer_groups(config)):
         name = f"layers_{g}"
@@ -178,28 +232,25 @@ def unstacked(params: dict, config: config_lib.ModelConfig) -> dict:
 
 
 def _unit(
-    config: config_lib.ModelConfig,
-    size: int,
+    blocks: tuple[block_lib.Block, ...],
     context: context_lib.Context,
     carry: tuple,
     params: dict,
 ) -> tuple[tuple, tuple]:
-    """The layers of one step of a scan; returns their choices too."""
-    experts, selected = [], []
-    for p in range(size):
-        x, read = carry
-        x, read, routing = block_lib.decode(
-            params[f"block_{p}"], config, x, context, read
-        )
-        carry = x, read
-        selected.append(read.selected)
+    """Runs the layers of one step of a scan; returns their choices too."""
+    experts, carries = [], []
+    x, reader = carry
+    for p, block in enumerate(blocks):
+        own = block.fetched(params[f"block_{p}"])
+        x, reader, routing = block.decode(own, x, context, reader)
+        carries.append(reader.carry)
         if routing is not None:
             experts.append(routing.experts)
-    return carry, (experts, selected)
+    return (x, reader), (experts, carries)
 
 
 def _in_turn(unit: Callable, carry: tuple, steps: tuple) -> tuple:
-    """Returns what lax.scan computes, unrolled."""
+    """Computes what lax.scan computes, unrolled."""
     chosen = []
     for step in steps:
         carry, choice = unit(carry, step)
@@ -208,6 +259,11 @@ def _in_turn(unit: Callable, carry: tuple, steps: tuple) -> tuple:
 
 
 def _interleave(arrays: list[Array]) -> Array:
-    """Layers of a unit's positions, each [repeats, ...], in the stack's order."""
+    """Joins arrays [repeats, ...], one for each layer of a unit, in layer order."""
     stacked = jnp.stack(arrays, axis=1)
     return stacked.reshape(-1, *stacked.shape[2:])
+
+
+def _padded(x: Array, shape: tuple[int, ...]) -> Array:
+    """Zero-pads at the end of each dim."""
+    return jnp.pad(x, [(0, to - size) for size, to in zip(x.shape, shape, strict=True)])

@@ -12,27 +12,36 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-import pallas_kernels
 from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import layers, rope
-from pallas_kernels import selection
+from glm5_jax.model import selection as selection_lib
 
 K_NORM_EPS = 1e-6
 
 
-class Index(NamedTuple):
-    """An indexer's outputs; IndexShare layers reuse those of the layer before them."""
+class Projections(NamedTuple):
+    """What an indexer's scores are made of."""
 
-    q: Float[Array, "B T I J"] | None
-    k: Float[Array, "B S J"] | None
-    w: Float[Array, "B T I"] | None
-    selected: Array | None  # a form of pallas_kernels.selection; None: all visible keys
+    q: Float[Array, "B T I J"]  # rotated
+    k: Float[Array, "B S J"]  # normalised and rotated
+    w: Float[Array, "B T I"]  # head weights with both scales folded in
+
+
+class Index(NamedTuple):
+    """An indexer's outputs, which layers without an indexer share (IndexShare)."""
+
+    projections: Projections | None  # None where no loss and no cache needs them
+    selection: selection_lib.Selection
+
+    def without_projections(self) -> "Index":
+        """Returns the selection alone."""
+        return Index(None, self.selection)
 
 
 def table(config: config_lib.ModelConfig) -> dict:
-    """Parameters of one indexer."""
+    """Declares the parameters of one indexer."""
     heads, dim = config.index_n_heads, config.index_head_dim
     hidden = config.hidden_size
     return {
@@ -50,8 +59,8 @@ def project(
     x: Float[Array, "B T D"],
     c_q: Float[Array, "B T Q"],
     context: context_lib.Context,
-) -> tuple[Float[Array, "B T I J"], Float[Array, "B T J"], Float[Array, "B T I"]]:
-    """Rotated queries and keys, and head weights with both scales folded in."""
+) -> Projections:
+    """Projects hidden states and query latents, without gradients for either."""
     x, c_q = lax.stop_gradient((x, c_q))
     rotated = config.qk_rope_head_dim
 
@@ -76,7 +85,8 @@ def project(
     exact = lax.Precision.HIGHEST
     w = layers.linear(x.astype(jnp.float32), params["weights_proj"], precision=exact)
     w = w * (config.index_n_heads * config.index_head_dim) ** -0.5
-    return turn(q, cos[:, :, None], sin[:, :, None]), turn(k, cos, sin), w
+    q = turn(q, cos[:, :, None], sin[:, :, None])
+    return Projections(q, turn(k, cos, sin), w)
 
 
 def select(
@@ -86,23 +96,27 @@ def select(
     c_q: Float[Array, "B T Q"],
     context: context_lib.Context,
 ) -> Index:
-    """Scores the keys of whole documents and selects; everything where S <= top-k."""
+    """Selects keys of whole documents by their scores; all keys where S <= K."""
     q, k, w = project(params, config, x, c_q, context)
-    k, selected = collectives.all_keys(k), None
+    k = collectives.all_keys(k)
+    selection: selection_lib.Selection = selection_lib.AllVisible()
     if selects(config, k.shape[1]):
-        # Decoding reads lists; elsewhere attention has the form that is fastest.
-        is_list = config.batch_invariant
-        choose = (
-            pallas_kernels.indexer_topk if is_list else pallas_kernels.indexer_select
+        selection = selection_lib.top_keys(
+            q,
+            k,
+            w,
+            lo=context.lo,
+            hi=context.hi,
+            topk=config.index_topk,
+            is_listed=bool(config.batch_invariant),  # as decoding lists them
         )
-        selected = choose(q, k, w, context.lo, context.hi, topk=config.index_topk)
-    return Index(q, k, w, selected)
+    return Index(Projections(q, k, w), selection)
 
 
 def selects(config: config_lib.ModelConfig, num_keys: int) -> bool:
-    """Returns whether attention reads selected keys alone, of so many at most.
+    """Returns whether attention reads only selected ones of at most `num_keys` keys.
 
-    A batch-invariant one always does: with all of them it would have another form.
+    Batch-invariant attention always does: over all keys it would have another form.
     """
     has_choice = bool(config.batch_invariant) or config.index_topk < num_keys
     return config.attention == "sparse" and has_choice
@@ -111,17 +125,20 @@ def selects(config: config_lib.ModelConfig, num_keys: int) -> bool:
 def empty(
     config: config_lib.ModelConfig, batch: int, tokens: int, with_projections: bool
 ) -> Index:
-    """Zeros of the shape that `select` returns: the start of a scan that shares it."""
+    """Returns zeros with the structure of what `select` returns: a scan's start."""
     heads, dim = config.index_n_heads, config.index_head_dim
     num_keys = tokens * collectives.size(collectives.CONTEXT)
-    q = k = w = selected = None
+    projections = None
     if with_projections:  # the loss of later layers needs them
-        q = jnp.zeros((batch, tokens, heads, dim), config.dtype)
-        k = jnp.zeros((batch, num_keys, dim), config.dtype)
-        w = jnp.zeros((batch, tokens, heads), jnp.float32)
+        projections = Projections(
+            q=jnp.zeros((batch, tokens, heads, dim), config.dtype),
+            k=jnp.zeros((batch, num_keys, dim), config.dtype),
+            w=jnp.zeros((batch, tokens, heads), jnp.float32),
+        )
+    selection: selection_lib.Selection = selection_lib.AllVisible()
     if selects(config, num_keys):
-        if config.batch_invariant:
-            selected = jnp.zeros((batch, tokens, config.index_topk), jnp.int32)
-        else:
-            selected = selection.empty(batch, tokens, num_keys, config.index_topk)
-    return Index(q, k, w, selected)
+        is_listed = bool(config.batch_invariant)
+        selection = selection_lib.empty(
+            batch, tokens, num_keys, config.index_topk, is_listed
+        )
+    return Index(projections, selection)

@@ -7,6 +7,7 @@ after its last norm, h_k is passed on after shared_head.norm (Megatron, SGLang).
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,13 @@ from glm5_jax.model import embedding, layers
 
 
 def table(config: config_lib.ModelConfig) -> dict:
-    """Parameters of the module; embedding and head are the main model's."""
+    """Declares the module's parameters; embedding and head are the main model's."""
     hidden = config.hidden_size
     return {
         "enorm": layers.scale(hidden, "D"),
         "hnorm": layers.scale(hidden, "D"),
         "eh_proj": layers.Param((2 * hidden, hidden), ("D+D", "D")),
-        "block": block_lib.table(config, depth.MTP),
+        "block": block_lib.make(config, depth.MTP).table(),
         "norm": layers.scale(hidden, "D"),
     }
 
@@ -41,62 +42,65 @@ def steps(
     context: context_lib.Context,
     kl_weight: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "k B T D"], block_lib.BlockAux]:
-    """Hidden states of config.mtp_num_steps steps, ready for the head.
+    """Runs config.mtp_num_steps steps after `transformer.forward`.
 
     Near the end of a document the token ahead belongs to the next one; those
     positions see only the past and the losses leave them out.
 
     Args:
-      params: of `table`.
+      params: of `table`, as stored.
       config: of the model.
-      embed_tokens: the main model's embedding [V, D].
+      embed_tokens: the main model's embedding [V, D], as stored.
       hidden: the main model's states after its last norm.
       tokens_ahead: `ahead` of the tokens.
       context: positions and documents.
       kl_weight: of the indexer's loss; None computes none.
 
     Returns:
-      States [steps, B, T, D], and the layer's auxiliary values, stacked over steps.
+      States for the head, and the layer's auxiliary outputs, stacked over steps.
     """
-    # The module's gradients are done before the layers' begin: else they wait, whole.
+    # The module's gradients are finished before the layers' begin: otherwise they stay
+    # live, unsharded.
     params, hidden = lax.optimization_barrier((params, hidden))
     own = {name: p for name, p in table(config).items() if name != "block"}
-    # Once for all steps: else XLA sums their gradients in float32, as whole matrices.
+    # Fetched once for all steps: otherwise XLA sums their gradients in float32, as
+    # unsharded matrices.
     own = layers.fetched({name: params[name] for name in own}, own, config.dtype)
-    params = {**own, "block": block_lib.fetched(params["block"], config)}
-    step = functools.partial(_step, params, config, embed_tokens, context, kl_weight)
+    block = block_lib.make(config, depth.MTP)
+    params = {**own, "block": block.fetched(params["block"])}
+    step = functools.partial(_step, params, block, embed_tokens, context, kl_weight)
     step = layers.rematerialized(step, config.remat_policy)
 
-    def later(
-        h: Array, tokens: Array, shared: tuple | None = None
-    ) -> tuple[Array, tuple]:
-        h, aux, _ = step(h, tokens, shared)
+    def later(h: Array, tokens: Array, attended: Any = None) -> tuple[Array, tuple]:
+        h, aux, _ = step(h, tokens, attended)
         return h, (h, aux)
 
     if not config.index_share_for_mtp_iteration:
         return lax.scan(later, hidden, tokens_ahead)[1]
-    # The first step's index and latents serve the later ones.
-    h, aux, shared = step(hidden, tokens_ahead[0])
-    rest = lax.scan(functools.partial(later, shared=shared), h, tokens_ahead[1:])[1]
+    # Later steps read the latents of the first step, with its index.
+    h, aux, attended = step(hidden, tokens_ahead[0])
+    later = functools.partial(later, attended=attended)
+    rest = lax.scan(later, h, tokens_ahead[1:])[1]
     return jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), (h, aux), rest)
 
 
 def ahead(x: Array, num_steps: int) -> Array:
-    """Entry k - 1 holds at position i what x [B, T] holds at i + k."""
+    """Returns num_steps copies of x [B, T]; copy k - 1 has x[i + k] at i."""
     return jnp.stack([jnp.roll(x, -k, axis=1) for k in range(1, num_steps + 1)])
 
 
 def _step(
     params: dict,
-    config: config_lib.ModelConfig,
+    block: block_lib.Block,
     embed_tokens: Float[Array, "v d"],
     context: context_lib.Context,
     kl_weight: Float[Array, ""] | None,
     h: Float[Array, "B T D"],
     tokens: Int[Array, "B T"],
-    shared: tuple | None = None,
-) -> tuple[Array, block_lib.BlockAux, tuple]:
-    """Runs one step: its normed state, the layer's auxiliary values, index, latents."""
+    attended: Any = None,
+) -> tuple[Array, block_lib.BlockAux, Any]:
+    """Runs one step: its normed state, auxiliary outputs, and what its queries read."""
+    config = block.config
     eps = config.rms_norm_eps
     pair = [
         layers.rms_norm(
@@ -106,7 +110,7 @@ def _step(
     ]
     joined = jnp.concatenate(pair, axis=-1)
     x = layers.linear(joined, params["eh_proj"])
-    index, kv = shared or (None, None)
-    out = block_lib.block(params["block"], config, x, context, index, kl_weight, kv)
-    state = layers.rms_norm(out.x, params["norm"], eps)
-    return state, out.aux, (out.index, out.kv)
+    out = block.forward(
+        params["block"], x, context, kl_weight=kl_weight, attended=attended
+    )
+    return layers.rms_norm(out.x, params["norm"], eps), out.aux, out.attended

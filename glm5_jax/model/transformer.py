@@ -1,7 +1,11 @@
-"""GLM-5 whole: embedding, groups of scanned layers, last norm, MTP, head.
+"""The whole model: embedding, groups of scanned layers, last norm, head.
 
-`Transformer` is a thin Linen module: it declares the parameters of `table` and calls
-`forward`. Everything else here is a function of a plain dict of arrays.
+`forward` ends with the last norm, `logits` is the head. Multi-token prediction (mtp.py)
+has its parameters in `table`, but runs after `forward`, for the losses only.
+
+Functions here, in mtp.py and in cached.py take parameters as they are stored: sharded,
+in any dtype. Each fetches what it computes with, a layer at a time. `Transformer` is a
+thin Linen module that declares the parameters and calls the functions.
 """
 
 import functools
@@ -14,24 +18,23 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from glm5_jax import collectives, depth
 from glm5_jax import config as config_lib
-from glm5_jax import depth
+from glm5_jax.model import attention as attention_lib
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import context as context_lib
-from glm5_jax.model import embedding, indexer, initial, layers, mtp
-from glm5_jax.model.attention import mla
+from glm5_jax.model import embedding, initial, layers, mtp
 
 
 class LayerTrace(NamedTuple):
-    """What a layer did, for caches, tests and curious people."""
+    """A layer's intermediate results, for caches and tests."""
 
     x: Float[Array, "B T D"]  # its output
-    kv: mla.Latent
-    index: indexer.Index | None  # its own, or the one that it reused
+    attended: Any  # what its queries read, see the attention's file
 
 
 class Output(NamedTuple):
-    """Of a forward pass over whole rows."""
+    """The outputs of `forward`."""
 
     hidden: Float[Array, "B T D"]  # after the last norm
     aux: dict[str, dict[str, block_lib.BlockAux]]  # stacked over the scanned layers
@@ -44,8 +47,10 @@ def table(config: config_lib.ModelConfig) -> dict:
     vocab, hidden = config.vocab_size, config.hidden_size
     params: dict[str, Any] = {"embed_tokens": layers.Param((vocab, hidden), ("V", "D"))}
     for g, group in enumerate(depth.layer_groups(config)):
-        blocks = enumerate(group.unit)
-        unit = {f"block_{p}": block_lib.table(config, kind) for p, kind in blocks}
+        unit = {
+            f"block_{p}": block_lib.make(config, kind).table()
+            for p, kind in enumerate(group.unit)
+        }
         stack = functools.partial(layers.Param.stacked, repeats=group.repeats)
         params[f"layers_{g}"] = map_table(stack, unit)
     params["norm"] = layers.scale(hidden, "D")
@@ -145,53 +150,83 @@ def forward(
       segment_ids: document of each token, contiguous; 0 is padding. Default: one
         document a row.
       positions: of each token in its document. Default: 0, 1, 2, ...
-      context: what would be made of the two, where these are not whole rows.
+      context: replaces the two where a device has only a part of each row, of which it
+        cannot be made. Default: it is made here, of whole rows.
       experts: those that each mixture's router chose before, in the stack's order, to
         choose them again (router replay, arXiv 2510.11370). Default: it chooses.
       with_indexer_loss: computes each indexer's KL divergence.
-      with_traces: returns every layer's output, latents and selection.
+      with_traces: returns every layer's output and what its queries read.
+
+    Raises:
+      ValueError: if there is a context besides segment_ids or positions.
     """
     if context is None:
-        if segment_ids is None:
-            segment_ids = jnp.ones_like(tokens)
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        context = context_lib.make_context(config, segment_ids, positions)
+        context = _whole_rows(config, tokens, segment_ids, positions)
+    elif segment_ids is not None or positions is not None:
+        raise ValueError("context replaces segment_ids and positions; leave them out.")
     x = embedding.embed(params["embed_tokens"], config, tokens)
-    index = None
-    if config.attention != "dense" and not all(config.is_full_index_layer):
-        index = indexer.empty(config, *tokens.shape, with_projections=with_indexer_loss)
+    carry = attention_lib.first_carry(
+        config, len(tokens), tokens.shape[1], with_indexer_loss
+    )
     weights = kl_weights(config) if with_indexer_loss else None
     aux, traces, first = {}, {}, 0
     for g, group in enumerate(depth.layer_groups(config)):
         name = f"layers_{g}"
-        unit = functools.partial(_unit, config, group.unit, context, with_traces)
+        blocks = tuple(block_lib.make(config, kind) for kind in group.unit)
+        unit = functools.partial(_unit, blocks, context, with_traces)
         unit = layers.rematerialized(unit, config.remat_policy)
-        own = None
+        layer_weights = replayed = None
         if weights is not None:
-            own = weights[group.start :][: group.repeats * len(group.unit)]
-            own = jnp.asarray(own.reshape(group.repeats, -1), jnp.float32)
-        replayed = None
+            end = group.start + group.repeats * len(group.unit)
+            layer_weights = _by_step(group, weights[group.start : end])
         if experts is not None:
-            last = first + group.num_mixtures
-            replayed = experts[first:last].reshape(
-                group.repeats, -1, *experts.shape[1:]
-            )
-            first = last
+            replayed = _by_step(group, experts[first : first + group.num_mixtures])
+        first += group.num_mixtures
         with jax.named_scope(name):
-            (x, index), (aux[name], traces[name]) = lax.scan(
-                unit, (x, index), (params[name], own, replayed)
+            (x, carry), (aux[name], traces[name]) = lax.scan(
+                unit, (x, carry), (params[name], layer_weights, replayed)
             )
     hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
     return Output(hidden, aux, traces if with_traces else None, context)
 
 
+def _by_step(group: depth.Group, values: Array | np.ndarray) -> Array:
+    """Cuts values of layers for a scan: [repeats, layers of a step, ...]."""
+    return jnp.asarray(values.reshape(group.repeats, -1, *values.shape[1:]))
+
+
+def _whole_rows(
+    config: config_lib.ModelConfig,
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None,
+    positions: Int[Array, "B T"] | None,
+) -> context_lib.Context:
+    """Makes the context of whole rows, with the defaults of `forward`."""
+    if segment_ids is None:
+        segment_ids = jnp.ones_like(tokens)
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return context_lib.make_context(config, segment_ids, positions)
+
+
 def logits(
-    params: dict, config: config_lib.ModelConfig, hidden: Float[Array, "*b D"]
-) -> Float[Array, "*b V"]:
-    """Scores of the next token, float32."""
-    head = params["lm_head"].astype(config.dtype)
-    return jnp.einsum("...d,dv->...v", hidden, head, preferred_element_type=jnp.float32)
+    params: dict, config: config_lib.ModelConfig, hidden: Float[Array, "B *n D"]
+) -> Float[Array, "B *n V"]:
+    """Scores of every word, float32.
+
+    On a mesh, devices that share the vocabulary exchange their rows, score them with
+    their words, and send the scores back: B V numbers to a device, however many share.
+    """
+    head = collectives.fetched(params["lm_head"], ("D", "V"), config.dtype)
+    head = head.astype(config.dtype)
+    hidden = collectives.gather(hidden, collectives.WORD_ROWS, 0)
+    scores = jnp.einsum(
+        "...d,dv->...v", hidden, head, preferred_element_type=jnp.float32
+    )
+    # The table of rules gives V to SHARES first: a share is a run of words.
+    last = scores.ndim - 1
+    scores = collectives.exchange(scores, collectives.WORD_ROWS, split=0, joined=last)
+    return collectives.gather(scores, collectives.SHARES, last)
 
 
 def kl_weights(config: config_lib.ModelConfig) -> np.ndarray:
@@ -201,38 +236,32 @@ def kl_weights(config: config_lib.ModelConfig) -> np.ndarray:
     1 / (m + 1) of each one's divergence has that gradient (arXiv 2603.12201).
     """
     owner = np.cumsum(config.is_full_index_layer) - 1
-    return 1 / np.bincount(owner)[owner]
+    return (1 / np.bincount(owner)[owner]).astype(np.float32)
 
 
 def _unit(
-    config: config_lib.ModelConfig,
-    kinds: tuple[depth.Kind, ...],
+    blocks: tuple[block_lib.Block, ...],
     context: context_lib.Context,
     with_traces: bool,
     carry: tuple,
     xs: tuple,
 ) -> tuple[tuple, tuple]:
-    """The layers of one step of a scan."""
+    """Runs the layers of one step of a scan."""
     x, shared = carry
     x = layers.named_input(x)
     params, weights, experts = xs
-    aux, traces, index = {}, {}, shared
+    aux, traces = {}, {}
     replayed = iter(() if experts is None else experts)
-    for p, kind in enumerate(kinds):
+    for p, block in enumerate(blocks):
         name = f"block_{p}"
-        out = block_lib.block(
-            block_lib.fetched(params[name], config),
-            config,
+        out = block.forward(
+            block.fetched(params[name]),
             x,
             context,
-            index if not kind.owns_indexer else None,
-            None if weights is None else weights[p],
-            experts=next(replayed, None) if kind.has_experts else None,
+            shared,
+            kl_weight=None if weights is None else weights[p],
+            experts=next(replayed, None) if block.has_experts else None,
         )
-        x, index, aux[name] = out.x, out.index, out.aux
-        traces[name] = LayerTrace(x, out.kv, index) if with_traces else None
-    if shared is None:  # no layer shares an index: nothing to hand on
-        index = None
-    elif index is not None and weights is None:
-        index = index._replace(q=None, k=None, w=None)
-    return (x, index), (aux, traces)
+        x, shared, aux[name] = out.x, out.carry, out.aux
+        traces[name] = LayerTrace(x, out.attended) if with_traces else None
+    return (x, shared), (aux, traces)

@@ -43,8 +43,12 @@ def run(params, config, tokens, segment_ids, positions):
         params, config, tokens, segment_ids, positions, with_traces=True
     )
     states, _ = mtp.steps(
-        *(params["mtp"], config, params["embed_tokens"], out.hidden),
-        *(mtp.ahead(tokens, config.mtp_num_steps), out.context),
+        params["mtp"],
+        config,
+        params["embed_tokens"],
+        out.hidden,
+        mtp.ahead(tokens, config.mtp_num_steps),
+        out.context,
     )
     logits = transformer.logits(params, config, out.hidden)
     return out, logits, transformer.logits(params, config, states)
@@ -94,7 +98,7 @@ class ForwardTest(parameterized.TestCase):
         config, _, reference = load(name)
         traces = tiny.by_layer(config, outputs(name)[0].traces)
         full = [
-            trace.index.selected[:2]
+            trace.attended.index.selection.keep[:2]
             for trace, is_full in zip(traces, config.is_full_index_layer, strict=True)
             if is_full
         ]

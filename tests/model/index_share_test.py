@@ -8,6 +8,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import pallas_kernels
+from glm5_jax import depth
 from glm5_jax.model import block, indexer, layers, mtp, transformer
 from glm5_jax.model.attention import mla
 from tests import environment
@@ -40,7 +41,8 @@ class SharedIndexerLossTest(absltest.TestCase):
         grads, out = jax.jit(jax.grad(of_the_model, has_aux=True))(params)
         got = grads["layers_0"]["block_0"]["indexer"]
         target, h, c_q = self._mean_attention(params, config, batch, out)
-        mask = out.traces["layers_0"]["block_0"].index.selected[0].swapaxes(1, 2)
+        mask = out.traces["layers_0"]["block_0"].attended.index.selection.keep
+        mask = mask[0].swapaxes(1, 2)
         np.testing.assert_allclose(np.where(mask, 0, target), 0)
 
         def kl(own):
@@ -72,11 +74,11 @@ class SharedIndexerLossTest(absltest.TestCase):
             c_q = mla.query_latent(own["self_attn"], config, h)
             q = mla.queries(own["self_attn"], config, c_q, out.context)
             k_nope = np.einsum(
-                "bsc,cnp->bsnp", trace.kv.c, own["self_attn"]["k_b_proj"]
+                "bsc,cnp->bsnp", trace.attended.kv.c, own["self_attn"]["k_b_proj"]
             )
             scores = np.einsum("btnp,bsnp->bnts", q[0], k_nope)
-            scores += np.einsum("btnr,bsr->bnts", q[1], trace.kv.k_rope)
-            keep = np.swapaxes(trace.index.selected, 1, 2)[:, None]
+            scores += np.einsum("btnr,bsr->bnts", q[1], trace.attended.kv.k_rope)
+            keep = np.swapaxes(trace.attended.index.selection.keep, 1, 2)[:, None]
             scores = np.where(keep, scores * config.softmax_scale, -np.inf)
             top = scores.max(-1, keepdims=True)
             weights = np.exp(scores - np.where(np.isfinite(top), top, 0))
@@ -100,29 +102,39 @@ class MtpTest(parameterized.TestCase):
         run = jax.jit(mtp.steps, static_argnums=1)
         embedding, module = params["embed_tokens"], params["mtp"]
         states, aux = run(
-            *(module, config, embedding, out.hidden),
-            *(mtp.ahead(args[0], config.mtp_num_steps), out.context, jnp.ones(())),
+            module,
+            config,
+            embedding,
+            out.hidden,
+            mtp.ahead(args[0], config.mtp_num_steps),
+            out.context,
+            jnp.ones(()),
         )
 
         @jax.jit
-        def step(h, ahead, index, kv):
+        def step(h, ahead, attended):
             norm = lambda x, name: layers.rms_norm(x, module[name], config.rms_norm_eps)
             pair = [norm(ahead, "enorm"), norm(h, "hnorm")]
             x = jnp.concatenate(pair, axis=-1) @ module["eh_proj"]
-            args = module["block"], config, x, out.context, index, jnp.ones(()), kv
-            result = block.block(*args)
+            result = block.make(config, depth.MTP).forward(
+                module["block"],
+                x,
+                out.context,
+                kl_weight=jnp.ones(()),
+                attended=attended,
+            )
             return norm(result.x, "norm"), result
 
-        h, index, kv = out.hidden, None, None
+        h, attended = out.hidden, None
         for k in range(1, 4):
             ahead = np.asarray(embedding)[np.roll(batch["tokens"], -k, axis=1)]
-            h, result = step(h, jnp.asarray(ahead), index, kv)
+            h, result = step(h, jnp.asarray(ahead), attended)
             np.testing.assert_allclose(states[k - 1], h, rtol=0, atol=2e-5)
             np.testing.assert_allclose(
                 aux.indexer_kl[k - 1], result.aux.indexer_kl, rtol=RTOL
             )
             if is_shared and k == 1:
-                index, kv = result.index, result.kv
+                attended = result.attended
 
     def test_sharing_changes_the_later_steps_alone(self):
         config = tiny.model(mtp_num_steps=3)

@@ -8,8 +8,8 @@ import numpy as np
 from absl.testing import parameterized
 from jax import lax
 
-from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import cached, invariance, transformer
+from glm5_jax.model import selection as selection_lib
 from pallas_kernels import selection
 from tests import environment
 from tests.model import tiny
@@ -34,17 +34,17 @@ def whole(config, tokens):
     params, tokens = tiny.params(config), np.array(tokens, np.int32)
     hidden, traces, experts = jit(run, config)(params, tokens)
     selected = [
-        as_list(t.index.selected, config) for t in tiny.by_layer(config, traces)
+        as_list(t.attended.index.selection, config)
+        for t in tiny.by_layer(config, traces)
     ]
     return np.stack(selected), np.asarray(experts), np.asarray(hidden, np.float32)
 
 
 def as_list(selected, config):
-    """A selection in any form as a list of keys."""
-    selected = jnp.asarray(selected)
-    if selection.is_list(selected):
-        return selected
-    return selection.to_list(selected, config.index_topk)  # a mask
+    """A selection in either form of a CPU as a list of keys."""
+    if isinstance(selected, selection_lib.Listed):
+        return selected.indices
+    return selection.to_list(jnp.asarray(selected.keep), config.index_topk)
 
 
 def in_chunks(config, tokens, size):
@@ -53,9 +53,9 @@ def in_chunks(config, tokens, size):
     def run(params, tokens):
         def read(cache, chunk):
             hidden, cache, choices = cached.decode(params, config, cache, chunk)
-            return cache, (choices.selected, choices.experts, hidden)
+            return cache, (choices.selection.indices, choices.experts, hidden)
 
-        cache = cache_lib.empty(config, len(tokens), CAPACITY)
+        cache = cached.empty(config, len(tokens), CAPACITY)
         chunks = jnp.stack(jnp.split(tokens, tokens.shape[1] // size, axis=1))
         _, (selected, experts, hidden) = lax.scan(read, cache, chunks)
         join = functools.partial(jnp.concatenate, axis=2)

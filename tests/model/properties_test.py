@@ -12,6 +12,7 @@ from absl.testing import parameterized
 
 from glm5_jax import losses
 from glm5_jax.model import cached, mtp, transformer
+from glm5_jax.model import selection as selection_lib
 from pallas_kernels import selection
 from tests import environment
 from tests.model import tiny
@@ -37,8 +38,12 @@ def forward(params, config, batch, **kwargs):
     args = batch["tokens"], batch["segment_ids"], batch["positions"]
     out = transformer.forward(params, config, *args, **kwargs)
     states, aux = mtp.steps(
-        *(params["mtp"], config, params["embed_tokens"]),
-        *(out.hidden, mtp.ahead(batch["tokens"], config.mtp_num_steps), out.context),
+        params["mtp"],
+        config,
+        params["embed_tokens"],
+        out.hidden,
+        mtp.ahead(batch["tokens"], config.mtp_num_steps),
+        out.context,
         jnp.ones(()) if kwargs else None,
     )
     return out, states, aux
@@ -230,13 +235,15 @@ class DecodeTest(parameterized.TestCase):
         want = [np.sort(routing.experts[row, cut]) for routing in routings]
         np.testing.assert_array_equal(np.sort(choices.experts[:, row]), want)
         for layer, trace in enumerate(traces):
-            if choices.selected is None or trace.index is None:
+            index = trace.attended.index
+            is_sparse = isinstance(choices.selection, selection_lib.Listed)
+            if index is None or not is_sparse:
                 continue
-            for t, keys in zip(
-                range(cut.start, cut.stop), choices.selected[layer, row], strict=True
-            ):
+            selected = choices.selection.indices[layer, row]
+            mask = index.selection.keep[row]
+            for t, keys in zip(range(cut.start, cut.stop), selected, strict=True):
                 # Where fewer keys are visible than are selected, all of them are.
-                kept = np.flatnonzero(trace.index.selected[row, : t + 1, t])
+                kept = np.flatnonzero(mask[: t + 1, t])
                 self.assertEqual([k for k in keys.tolist() if k >= 0], kept.tolist())
 
 

@@ -1,1 +1,33 @@
-"""Attention: one file for each variant."""
+"""Attention: one file for each variant, behind the interface of protocol.py."""
+
+from typing import Any
+
+from glm5_jax import config as config_lib
+from glm5_jax import depth
+from glm5_jax.model.attention import dsa, protocol
+
+
+def make(config: config_lib.ModelConfig, kind: depth.Kind) -> protocol.Attention:
+    """Returns the attention of a layer of this kind."""
+    return dsa.SparseLatentAttention(config, kind.owns_indexer)
+
+
+def first_carry(
+    config: config_lib.ModelConfig,
+    batch: int,
+    num_tokens: int,
+    with_indexer_loss: bool = False,
+) -> Any:
+    """Returns what the first layer is given over whole rows of this shape.
+
+    It is the start of a scan over layers, so that it has the structure of the carry
+    between any two of them.
+    """
+    return dsa.first_carry(config, batch, num_tokens, with_indexer_loss)
+
+
+def first_cached_carry(
+    config: config_lib.ModelConfig, batch: int, num_tokens: int, capacity: int
+) -> Any:
+    """Returns the same for new tokens of sequences in a cache of this capacity."""
+    return dsa.first_cached_carry(config, batch, num_tokens, capacity)

@@ -1,8 +1,8 @@
 """Multi-head Latent Attention in both of its forms.
 
 Expanded (training, prefill): keys and values are restored from the latent for every
-head. Absorbed (decode): W_UK moves into the query and W_UV behind the sum, so that
-only C + R numbers a token are cached and read, whatever the number of heads
+head. Absorbed (decoding, and lists of keys): W_UK is applied to the query and W_UV to
+the weighted sum, so that C + R numbers a token are read for all heads together
 (DeepSeek-V2, arXiv 2405.04434; MLA-256 and its dims: GLM-5, arXiv 2602.15763).
 """
 
@@ -10,25 +10,37 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import pallas_kernels
 from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import layers, rope
-from pallas_kernels import selection
+from glm5_jax.model import selection as selection_lib
 
 
 class Latent(NamedTuple):
-    """What is cached of a token."""
+    """What keys and values of all heads are made of."""
 
     c: Float[Array, "B S C"]  # normalised
     k_rope: Float[Array, "B S R"]  # rotated, shared by the heads
 
 
+class Softmax(NamedTuple):
+    """What restores the probabilities of every head: exp(scale * q . k - lse).
+
+    Keys are of each head in the expanded form, and rows [latent | rotated key] that the
+    heads share in the absorbed form.
+    """
+
+    q: Float[Array, "B T N H"] | Float[Array, "B T N c"]
+    k: Float[Array, "B S N H"] | Float[Array, "B S c"]
+    lse: Float[Array, "B N T"]  # log of the sum of the exponentials
+
+
 def table(config: config_lib.ModelConfig) -> dict:
-    """Parameters of one attention."""
+    """Declares the parameters of one attention."""
     d, n = config.hidden_size, config.num_attention_heads
     q, c = config.q_lora_rank, config.kv_lora_rank
     p, r, o = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
@@ -47,7 +59,7 @@ def table(config: config_lib.ModelConfig) -> dict:
 def query_latent(
     params: dict[str, Array], config: config_lib.ModelConfig, x: Float[Array, "B T D"]
 ) -> Float[Array, "B T Q"]:
-    """c_q, from which the attention's and the indexer's queries come."""
+    """Returns c_q, of which the attention's and the indexer's queries are made."""
     c_q = layers.linear(x, params["q_a_proj"])
     return layers.rms_norm(c_q, params["q_a_layernorm"], config.latent_norm_eps)
 
@@ -58,7 +70,7 @@ def queries(
     c_q: Float[Array, "B T Q"],
     context: context_lib.Context,
 ) -> tuple[Float[Array, "B T N P"], Float[Array, "B T N R"]]:
-    """Queries of every head: the part without positions, and the rotated part."""
+    """Returns the queries of every head: the part without RoPE, the rotated part."""
     nope = config.qk_nope_head_dim
     weight = params["q_b_proj"]
     q_nope = layers.linear_to(lambda y: y[..., :nope], c_q, weight)
@@ -73,7 +85,7 @@ def latent(
     x: Float[Array, "B T D"],
     context: context_lib.Context,
 ) -> Latent:
-    """The latent and the shared rotated key of every token."""
+    """Returns the latent and the shared rotated key of every token."""
     rank, weight = config.kv_lora_rank, params["kv_a_proj"]
     c = layers.linear_to(lambda y: y[..., :rank], x, weight)
     k_rope = layers.linear_to(lambda y: rope.halves(y[..., rank:]), x, weight)
@@ -89,12 +101,12 @@ def attend(
     c_q: Float[Array, "B T Q"],
     kv: Latent,
     context: context_lib.Context,
-    selected: Array | None,
-) -> tuple[Float[Array, "B T D"], tuple[Array, Array, Array]]:
-    """Attention over whole documents, in the form that the selection asks for.
+    selection: selection_lib.Selection,
+) -> tuple[Float[Array, "B T D"], Softmax]:
+    """Attends over whole documents, in the form that fits the selection.
 
-    Listed keys are gathered as latents, which all heads share; under a mask, bits or no
-    selection a dense product over keys of each head costs less.
+    Listed keys are gathered as latents, which all heads share. For the other selections
+    a dense product over the keys of each head costs less.
 
     Args:
       params: of the attention.
@@ -102,14 +114,14 @@ def attend(
       c_q: query latents.
       kv: latents of all tokens.
       context: positions and documents.
-      selected: keys of each query, a form of `pallas_kernels.selection`; None for all.
+      selection: keys of each query.
 
     Returns:
-      The output, and (q, k, log-sum-exp): what the indexer's loss compares with.
+      The output, and the probabilities, with which the indexer's loss compares.
     """
-    if selection.is_list(selected):
-        return listed(params, config, c_q, kv, context, selected)
-    return expanded(params, config, c_q, kv, context, selected)
+    if isinstance(selection, selection_lib.Listed):
+        return listed(params, config, c_q, kv, context, selection)
+    return expanded(params, config, c_q, kv, context, selection)
 
 
 def listed(
@@ -118,14 +130,18 @@ def listed(
     c_q: Float[Array, "B T Q"],
     kv: Latent,
     context: context_lib.Context,
-    indices: Int[Array, "B T K"],
-) -> tuple[Float[Array, "B T D"], tuple[Array, Array, Array]]:
-    """Absorbed attention over listed keys; see `attend`."""
+    selection: selection_lib.Listed,
+) -> tuple[Float[Array, "B T D"], Softmax]:
+    """Runs the absorbed form over listed keys; see `attend`."""
     q, rows = latent_queries(params, config, c_q, context), jnp.concatenate(kv, axis=-1)
     c, lse = pallas_kernels.sparse_mla(
-        *(q, rows, indices), scale=config.softmax_scale, value_dim=config.kv_lora_rank
+        q,
+        rows,
+        selection.indices,
+        scale=config.softmax_scale,
+        value_dim=config.kv_lora_rank,
     )
-    return from_latent(params, c), (q, rows, lse)
+    return from_latent(params, c), Softmax(q, rows, lse)
 
 
 def latent_queries(
@@ -134,7 +150,7 @@ def latent_queries(
     c_q: Float[Array, "B T Q"],
     context: context_lib.Context,
 ) -> Float[Array, "B T N c"]:
-    """Queries that meet cached rows: W_UK moved into their part without positions."""
+    """Returns queries for rows [latent | rotated key]: W_UK applied, then rotated."""
     q_nope, q_rope = queries(params, config, c_q, context)
     q_latent = jnp.einsum("btnp,cnp->btnc", q_nope, params["k_b_proj"])
     return jnp.concatenate([q_latent, q_rope], axis=-1)
@@ -143,7 +159,7 @@ def latent_queries(
 def from_latent(
     params: dict[str, Array], c: Float[Array, "B T N C"]
 ) -> Float[Array, "B T D"]:
-    """W_UV behind the sum, then the output projection."""
+    """Applies W_UV to the weighted sum of latents, then the output projection."""
     return _output(params, jnp.einsum("btnc,cno->btno", c, params["v_b_proj"]))
 
 
@@ -153,9 +169,9 @@ def expanded(
     c_q: Float[Array, "B T Q"],
     kv: Latent,
     context: context_lib.Context,
-    selected: Array | None,
-) -> tuple[Float[Array, "B T D"], tuple[Array, Array, Array]]:
-    """Attention with a key and a value a head; see `attend`."""
+    selection: selection_lib.Selection,
+) -> tuple[Float[Array, "B T D"], Softmax]:
+    """Runs the form with keys and values of each head; see `attend`."""
     q = jnp.concatenate(queries(params, config, c_q, context), axis=-1)
     k_nope = layers.linear(kv.c, params["k_b_proj"])
     k_rope = jnp.broadcast_to(
@@ -164,25 +180,31 @@ def expanded(
     k = jnp.concatenate([k_nope, k_rope], axis=-1)
     v = layers.linear(kv.c, params["v_b_proj"])
     out, lse = pallas_kernels.masked_mla(
-        q, k, v, context.lo, context.hi, selected, scale=config.softmax_scale
+        q,
+        k,
+        v,
+        context.lo,
+        context.hi,
+        selection_lib.dense_argument(selection),
+        scale=config.softmax_scale,
     )
-    return _output(params, out), (q, k, lse)
+    return _output(params, out), Softmax(q, k, lse)
 
 
-def all_heads(
-    main: tuple[Array, Array, Array], is_latent: bool
-) -> tuple[Array, Array, Array]:
-    """(q, k, log-sum-exp) of `attend` for the heads of all devices; no gradients."""
-    q, k, lse = lax.stop_gradient(main)
+def all_heads(softmax: Softmax, is_latent: bool) -> Softmax:
+    """Gathers the heads of all devices, without gradients."""
+    q, k, lse = lax.stop_gradient(softmax)
     q, lse = (
         collectives.gather(x, collectives.SHARES, dim) for x, dim in ((q, 2), (lse, 1))
     )
-    return q, k if is_latent else collectives.gather(k, collectives.SHARES, 2), lse
+    if not is_latent:
+        k = collectives.gather(k, collectives.SHARES, 2)
+    return Softmax(q, k, lse)
 
 
 def _output(
     params: dict[str, Array], out: Float[Array, "B T N O"]
 ) -> Float[Array, "B T D"]:
-    """The sum over heads, of which each device may have a share."""
+    """Projects and sums over heads, also over those of other devices."""
     y = layers.linear(out, params["o_proj"], num_in=2)
     return collectives.total(y, collectives.SHARES)

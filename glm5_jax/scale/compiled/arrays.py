@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
 from glm5_jax import sharding
-from glm5_jax.model import indexer, transformer
+from glm5_jax.model import attention, transformer
 from glm5_jax.scale import chips, inputs, markdown, programs
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import program as program_lib
@@ -182,17 +182,17 @@ def _activations(
     batch = config.num_rows // config.optim.accumulation_steps
     state = (batch, length, model.hidden_size)
     has_kl = config.has_indexer_loss
-    index = None
-    if model.attention != "dense" and not all(model.is_full_index_layer):
-        with jax.sharding.use_abstract_mesh(mesh):  # for what chips is a selection
-            index = jax.eval_shape(lambda: indexer.empty(model, batch, length, has_kl))
+    with jax.sharding.use_abstract_mesh(mesh):  # a selection's form depends on chips
+        carry = jax.eval_shape(
+            lambda: attention.first_carry(model, batch, length, has_kl)
+        )
     for g, group in enumerate(depth_lib.layer_groups(model)):
         name, repeats = f"layers_{g}", group.repeats
         yield f"{name}.x", ("L", "B", "T", "D"), _shape((repeats, *state), model.dtype)
-        for part, x in (index._asdict() if index else {}).items():
-            if x is not None:
-                dims = ("L", *_INDEX_DIMS[part][: len(x.shape)])
-                yield f"{name}.index.{part}", dims, _shape((repeats, *x.shape), x.dtype)
+        for path, x in jax.tree_util.tree_flatten_with_path(carry)[0]:
+            part = jax.tree_util.keystr(path, simple=True, separator=".")
+            dims = ("L", *_CARRY_DIMS[part.rpartition(".")[2]])
+            yield f"{name}.{part}", dims, _shape((repeats, *x.shape), x.dtype)
     yield "hidden", ("B", "T", "D"), _shape(state, model.dtype)
     if num_steps := config.num_mtp_steps:
         for name in ("x", "hidden"):  # of each of its steps: before and after
@@ -200,12 +200,14 @@ def _activations(
             yield f"mtp.{name}", ("k", "B", "T", "D"), shape
 
 
-# Of an index that layers share; a selection's last dim is a list, or words of bits.
-_INDEX_DIMS = {
+# Dims of an index that layers share, by the names of its fields.
+_CARRY_DIMS = {
     "q": ("B", "T", "I", "J"),
     "k": ("B", "S", "J"),
     "w": ("B", "T", "I"),
-    "selected": ("B", "T", "S"),
+    "keep": ("B", "S", "T"),
+    "words": ("B", "T", "W"),
+    "indices": ("B", "T", "K"),
 }
 
 

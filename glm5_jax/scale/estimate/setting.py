@@ -170,7 +170,7 @@ def experts(weights: tuple[Weight, ...]) -> Iterator[Weight]:
 @functools.cache
 def _weights(model: config_lib.ModelConfig, kind: depth_lib.Kind) -> tuple[Weight, ...]:
     flat = jax.tree_util.tree_flatten_with_path(
-        block.table(model, kind), is_leaf=lambda x: isinstance(x, layers.Param)
+        block.make(model, kind).table(), is_leaf=lambda x: isinstance(x, layers.Param)
     )[0]
     item = jnp.dtype(model.dtype).itemsize
     return tuple(

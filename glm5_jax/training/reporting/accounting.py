@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 
 from glm5_jax import config as config_lib
-from glm5_jax.model import layers, transformer
+from glm5_jax import depth
+from glm5_jax.model import attention, cached, layers, transformer
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import step as step_lib
 from pallas_kernels import chips
@@ -39,9 +39,9 @@ def count_parameters(config: config_lib.ModelConfig) -> dict[str, int]:
 def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
     """FLOPs of a training step for one token: 6 per active weight, and attention.
 
-    Attention: scores and values of the selected keys for every head, and the
-    indexer's scores of all visible keys; forward once, backward twice. MTP counts
-    once a step. Recomputation is not counted: this is the numerator of MFU.
+    The attention of each layer says what it computes without weights; forward once,
+    backward twice. MTP counts once a step. Recomputation is not counted: this is the
+    numerator of MFU.
     """
     counts = count_parameters(config)
     weights = counts["active"]
@@ -51,17 +51,12 @@ def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
         module = counts["mtp"] - idle * expert
         head = config.vocab_size * config.hidden_size
         weights += config.mtp_num_steps * (module + head)
-    visible = (length + 1) / 2
-    keys = visible
-    if config.attention == "sparse":
-        keys = min(visible, config.index_topk)
-    num_layers = config.num_hidden_layers + config.has_mtp * config.mtp_num_steps
-    width = config.qk_head_dim + config.v_head_dim
-    attention = 2 * keys * config.num_attention_heads * width * num_layers
-    indexers = sum(config.is_full_index_layer) + config.has_mtp
-    scores = 2 * visible * config.index_n_heads * config.index_head_dim * indexers
-    scores *= config.attention != "dense"
-    return 6 * weights + 3 * (attention + scores)
+    kinds = [*depth.layer_kinds(config)]
+    if config.has_mtp and config.mtp_num_steps:
+        later = depth.MTP._replace(index="shared")  # whose indexer counts once
+        kinds += [depth.MTP, *[later] * (config.mtp_num_steps - 1)]
+    layers_flops = [attention.make(config, kind).flops(length) for kind in kinds]
+    return 6 * weights + 3 * sum(layers_flops)
 
 
 def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
@@ -82,10 +77,7 @@ def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
 
 def cache_bytes_per_token(config: config_lib.ModelConfig) -> int:
     """Bytes that decoding keeps of one token: latents, and indexer keys."""
-    latent = config.kv_lora_rank + config.qk_rope_head_dim
-    keys = sum(config.is_full_index_layer) * config.index_head_dim
-    width = latent * config.num_hidden_layers + keys
-    return width * jnp.dtype(config.dtype).itemsize
+    return cached.bytes_per_token(config)
 
 
 def peak_flops() -> float | None:

@@ -96,9 +96,9 @@ class ArraysTest(parameterized.TestCase):
     def test_layers_that_share_an_index_keep_it(self):
         model = dataclasses.replace(CONFIG.model, index_topk_freq=2, index_topk=32)
         found = {array.name: array for array in listed(model=model)}
-        selected = [n for n in found if n.endswith("index.selected")]
-        self.assertNotEmpty(selected)
-        bits = found[selected[0]]  # a TPU's: 128 words of 32 bits hold 4096 keys
+        names = [name for name in found if name.endswith("selection.words")]
+        self.assertNotEmpty(names)
+        bits = found[names[0]]  # a TPU's: 128 words of 32 bits hold 4096 keys
         self.assertEqual((bits.dtype, bits.shape[-1]), ("uint32", 128))
 
     def test_a_warm_up_trains_the_indexers_alone(self):

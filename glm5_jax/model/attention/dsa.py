@@ -1,0 +1,177 @@
+"""DeepSeek Sparse Attention: MLA over the keys that an indexer selects.
+
+Layers may share an index (IndexShare, arXiv 2603.12201), so that the index is what one
+layer hands to the next. The cached form is in dsa_cached.py.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import pallas_kernels
+from glm5_jax import collectives
+from glm5_jax import config as config_lib
+from glm5_jax.model import cache as cache_lib
+from glm5_jax.model import context as context_lib
+from glm5_jax.model import indexer
+from glm5_jax.model import selection as selection_lib
+from glm5_jax.model.attention import dsa_cached, mla, protocol
+
+
+class Attended(NamedTuple):
+    """What the queries of a layer read."""
+
+    kv: mla.Latent
+    index: indexer.Index | None  # None: attention is dense
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseLatentAttention:
+    """The attention of GLM-5; see `protocol.Attention` for the methods."""
+
+    config: config_lib.ModelConfig
+    owns_indexer: bool  # otherwise it uses the index of an earlier layer
+
+    def table(self) -> dict[str, Any]:
+        """Declares the projections, and the indexer where the layer owns one."""
+        params = {"self_attn": mla.table(self.config)}
+        if self.owns_indexer:
+            params["indexer"] = indexer.table(self.config)
+        return params
+
+    def forward(
+        self,
+        params: dict,
+        x: Float[Array, "B T D"],
+        context: context_lib.Context,
+        carry: indexer.Index | None = None,
+        kl_weight: Float[Array, ""] | None = None,
+        attended: Attended | None = None,
+    ) -> protocol.Output:
+        """Selects keys, attends to them, and compares the indexer with the attention.
+
+        The carry is the index of the layer before; None where no layers share one.
+        """
+        config, attn = self.config, params["self_attn"]
+        c_q = mla.query_latent(attn, config, x)
+        index = carry if attended is None else attended.index
+        if attended is None and self.owns_indexer and config.attention != "dense":
+            with jax.named_scope("indexer"):
+                index = indexer.select(params["indexer"], config, x, c_q, context)
+        selection = selection_lib.AllVisible() if index is None else index.selection
+        with jax.named_scope("attention"):
+            if attended is None:
+                kv = mla.latent(attn, config, x, context)
+                kv = mla.Latent(*map(collectives.all_keys, kv))
+            else:
+                kv = attended.kv
+            out, softmax = mla.attend(attn, config, c_q, kv, context, selection)
+        kl = None
+        if index is not None and kl_weight is not None:
+            with jax.named_scope("indexer_loss"):
+                kl = kl_weight * _indexer_kl(config, softmax, index, context)
+        carry = None
+        if index is not None and _is_shared(config):
+            carry = index if kl_weight is not None else index.without_projections()
+        return protocol.Output(out, carry, Attended(kv, index), kl)
+
+    def decode(
+        self,
+        params: dict,
+        x: Float[Array, "b T D"],
+        context: context_lib.Context,
+        reader: cache_lib.Reader,
+    ) -> tuple[Float[Array, "b T D"], cache_lib.Reader]:
+        """Runs the absorbed form; the reader's carry is the shared selection."""
+        own = params.get("indexer") if self.config.attention == "sparse" else None
+        return dsa_cached.decode(
+            params["self_attn"], own, self.config, x, context, reader
+        )
+
+    def cache_entries(self, capacity: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Declares a latent row for each token, and its indexer key if there is one."""
+        return dsa_cached.entries(self.config, self.owns_indexer, capacity)
+
+    def cached(self, attended: Attended) -> dict[str, Array]:
+        """Joins latent and rotated key to one row."""
+        rows = {"kv": jnp.concatenate(attended.kv, axis=-1)}
+        index = attended.index
+        if self.owns_indexer and index is not None and index.projections is not None:
+            rows["k_index"] = index.projections.k
+        return rows
+
+    def flops(self, length: int) -> float:
+        """Counts scores and values of every head, and the indexer's scores.
+
+        The indexer scores all visible keys, half of the document in the mean.
+        """
+        config = self.config
+        keys = visible = (length + 1) / 2
+        if config.attention == "sparse":
+            keys = min(visible, config.index_topk)
+        width = config.qk_head_dim + config.v_head_dim
+        total = 2.0 * keys * config.num_attention_heads * width
+        if self.owns_indexer and config.attention != "dense":
+            total += 2.0 * visible * config.index_n_heads * config.index_head_dim
+        return total
+
+
+def first_carry(
+    config: config_lib.ModelConfig,
+    batch: int,
+    num_tokens: int,
+    with_indexer_loss: bool = False,
+) -> indexer.Index | None:
+    """Returns an empty index, or None where no layers share one."""
+    if not _is_shared(config):
+        return None
+    return indexer.empty(config, batch, num_tokens, with_projections=with_indexer_loss)
+
+
+def first_cached_carry(
+    config: config_lib.ModelConfig, batch: int, num_tokens: int, capacity: int
+) -> selection_lib.Selection:
+    """Returns empty lists of cached keys, or all keys where there is no choice."""
+    if not indexer.selects(config, capacity):
+        return selection_lib.AllVisible()
+    shape = batch, num_tokens, config.index_topk
+    return selection_lib.Listed(jnp.full(shape, -1, jnp.int32))
+
+
+def _is_shared(config: config_lib.ModelConfig) -> bool:
+    """Returns whether some layer uses the index of another one."""
+    return config.attention != "dense" and not all(config.is_full_index_layer)
+
+
+def _indexer_kl(
+    config: config_lib.ModelConfig,
+    softmax: mla.Softmax,
+    index: indexer.Index,
+    context: context_lib.Context,
+) -> Float[Array, ""]:
+    """KL of the indexer from the attention, mean over the tokens of the batch."""
+    weight = context.is_token.astype(jnp.float32)
+    assert index.projections is not None
+    if isinstance(index.selection, selection_lib.Listed):
+        loss = pallas_kernels.sparse_indexer_kl_loss(
+            tuple(mla.all_heads(softmax, is_latent=True)),
+            tuple(index.projections),
+            indices=index.selection.indices,
+            weight=weight,
+            scale=config.softmax_scale,
+        )
+    else:
+        loss = pallas_kernels.indexer_kl_loss(
+            tuple(mla.all_heads(softmax, is_latent=False)),
+            tuple(index.projections),
+            lo=context.lo,
+            hi=context.hi,
+            selection=selection_lib.dense_argument(index.selection),
+            weight=weight,
+            scale=config.softmax_scale,
+        )
+    loss, weight = collectives.total((loss, jnp.sum(weight)), collectives.TOKENS)
+    return loss / jnp.maximum(weight, 1)
