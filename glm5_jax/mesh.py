@@ -1,8 +1,8 @@
-"""Devices in a grid with named axes: those of this machine, or of a TPU topology.
+"""Arranges devices in a mesh with named axes: this machine's, or an absent TPU's.
 
-A topology is named as its chips lie, e.g. "v5p:8x8x8". libtpu compiles for one without
-any chip: `pip install 'glm5_jax[aot]'`. Over several slices only the data axis goes:
-between them is a data-centre network, within one a torus.
+The name of a TPU topology has the shape of its torus, e.g. "v5p:8x8x8". libtpu compiles
+for it without any chip: `pip install 'glm5_jax[aot]'`. Only the data axis spans several
+slices, which a data-centre network connects; within a slice the network is a torus.
 """
 
 import math
@@ -20,8 +20,8 @@ from glm5_jax import config as config_lib
 from glm5_jax.config import checks
 
 AXES = ("data", "fsdp", "expert", "tensor", "context")
-# Slices that are sold (cloud.google.com/tpu/docs), smallest first, to name near ones:
-# libtpu takes others. A tpu7x chip is two devices.
+# Slices that are sold (cloud.google.com/tpu/docs), smallest first, for suggestions:
+# libtpu accepts others too. A tpu7x chip is two devices.
 _SQUARES = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = (
     *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
@@ -33,12 +33,12 @@ TOPOLOGIES = {
     "v6e": _SQUARES,
     "tpu7x": (*_CUBES, "16x24x32"),
 }
-DEVICES_OF_A_CHIP = {"tpu7x": 2}  # of the others: one
-_BLOCK = 4  # chips along each axis of what larger slices are put together from
+DEVICES_OF_A_CHIP = {"tpu7x": 2}  # every other chip is one device
+_BLOCK = 4  # chips along each side of the cubes that make up larger slices
 
 
-# So that libtpu neither looks for chips, nor complains that it finds none, nor locks
-# other processes out.
+# They keep libtpu from looking for chips, from complaining that there are none, and
+# from locking out other processes.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
@@ -50,14 +50,14 @@ _LIBTPU = {
 def make_mesh(
     config: config_lib.MeshConfig, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """The mesh of some devices, axis types Auto.
+    """Returns a mesh of devices, with axis types Auto.
 
-    The last axes are laid first, so that expert and tensor lie on whole axes of a
-    torus where its shape allows.
+    It places the last axes first, so that expert and tensor get whole axes of the torus
+    if its shape permits.
 
     Args:
       config: sizes of the axes.
-      devices: of `topology`; default: those that jax finds.
+      devices: devices of `topology`; default: those that jax finds.
 
     Raises:
       InputError: the axes' product is not the number of devices, or they are not
@@ -80,11 +80,11 @@ def make_mesh(
 
 
 def topology(name: str, num_slices: int = 1) -> list[Any]:
-    """The devices of slices that are not there.
+    """Returns the devices of absent slices.
 
     Args:
-      name: e.g. "v5p:8x8x8".
-      num_slices: as many of that shape.
+      name: topology of a slice, e.g. "v5p:8x8x8".
+      num_slices: number of slices of that shape.
 
     Raises:
       InputError: there is no such topology, or no compiler for it.
@@ -111,7 +111,7 @@ def topology(name: str, num_slices: int = 1) -> list[Any]:
 
 
 def num_devices(name: str, num_slices: int = 1) -> int:
-    """Returns how many devices a topology has, by its name alone: no compiler is asked.
+    """Returns the number of devices of a topology by its name, without a compiler.
 
     Raises:
       InputError: there is no such chip, or no slice of such a shape.
@@ -122,7 +122,7 @@ def num_devices(name: str, num_slices: int = 1) -> int:
 
 
 def axis_sizes(config: config_lib.MeshConfig, num_devices: int) -> dict[str, int]:
-    """Devices along each axis; data takes what is left.
+    """Returns the devices along each axis; data = -1 takes those that are left.
 
     Raises:
       InputError: the axes' product is not the number of devices, or data does not go
@@ -158,7 +158,7 @@ def axis_sizes(config: config_lib.MeshConfig, num_devices: int) -> dict[str, int
 
 
 def _fitting(config: config_lib.MeshConfig, num_devices: int) -> str:
-    """Changes of one axis that make the product right, nearest sizes first."""
+    """Returns changes of one axis that make the product right, nearest sizes first."""
     sizes = {axis: getattr(config, axis) for axis in AXES[1:]}
     others = math.prod(sizes.values())
     if num_devices % others == 0:
@@ -174,20 +174,20 @@ def _fitting(config: config_lib.MeshConfig, num_devices: int) -> str:
 
 
 def _torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """Lays the axes on those of the torus, whole ones where it can."""
+    """Places the mesh axes on those of the torus, on whole ones if possible."""
     try:
         return mesh_utils.create_device_mesh(sizes, devices)
-    except NotImplementedError:  # an axis has to share one of the torus's
+    except NotImplementedError:  # two mesh axes must share an axis of the torus
         return mesh_utils.create_device_mesh(
             sizes, devices, allow_split_physical_axes=True
         )
 
 
 def _require_slices(num_slices: int, devices: Sequence[Any]) -> None:
-    """Checks that all TPUs are counted; hosts of GPUs may be, as jax numbers them.
+    """Checks the number of slices, of TPUs or, optionally, of GPU hosts.
 
-    Where they are not (slices=1), any axis goes across hosts: devices come host by
-    host, so the last axes stay within one.
+    jax numbers hosts of GPUs as slices. With slices=1 any axis may span them: devices
+    are ordered by host, so that the last axes stay within one.
     """
     found = len({getattr(device, "slice_index", None) for device in devices})
     allowed = {found} if devices[0].platform == "tpu" else {1, found}
@@ -200,7 +200,7 @@ def _require_slices(num_slices: int, devices: Sequence[Any]) -> None:
 
 
 def _require_named(name: str) -> str:
-    """The kind of chip of a topology's name; InputError where it has none."""
+    """Returns the chip of a topology's name, or raises InputError."""
     kind, _, shape = name.partition(":")
     if kind not in TOPOLOGIES:
         raise config_lib.InputError(
@@ -223,10 +223,10 @@ def _require_named(name: str) -> str:
 
 
 def _is_slice(shape: Sequence[int]) -> bool:
-    """Returns whether it is a part of a block or made of whole ones.
+    """Returns whether a shape is a part of a block or consists of whole blocks.
 
-    libtpu is not asked: it takes 512x1x1, whose chips no machine has in a row, and
-    dies of an axis of 0.
+    libtpu cannot tell: it accepts 512x1x1, a shape that no machine has, and crashes on
+    a side of 0.
     """
     if max(shape) <= _BLOCK:
         return all(n > 0 and _BLOCK % n == 0 for n in shape)
@@ -234,7 +234,7 @@ def _is_slice(shape: Sequence[int]) -> bool:
 
 
 def _near(kind: str, shape: str) -> str:
-    """The three topologies of a chip nearest in size."""
+    """Returns the three topologies of a chip that are nearest in size."""
     wanted = math.prod(int(n) or 1 for n in re.findall(r"\d+", shape))
     size = lambda known: math.prod(map(int, known.split("x")))
     distance = lambda known: abs(math.log(size(known) / wanted))

@@ -1,1 +1,1 @@
-"""Several processes as one run: who belongs to it, how they meet, how they end."""
+"""Runs of several processes: how they find each other, agree and end together."""

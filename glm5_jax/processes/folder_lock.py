@@ -1,7 +1,7 @@
-"""One process at a time writes a run's folder. Imports no jax.
+"""Locks a run's folder, so that one process at a time writes it. Imports no jax.
 
-The lock is the system's (flock), which takes it from the dead: a killed process keeps
-nobody out. RUN/.lock, which holds it, says who has it.
+The operating system (flock) releases the lock of a killed process. The locked file,
+RUN/.lock, names its owner.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ NAME = ".lock"
 
 @contextlib.contextmanager
 def held(folder: str | os.PathLike) -> Iterator[None]:
-    """Keeps other processes out of a folder, which must exist, until the block ends.
+    """Locks an existing folder until the block ends.
 
-    On a file system without locks it warns, and keeps nobody out.
+    On a file system without locks, it warns and locks nothing.
 
     Raises:
-      InputError: another process is in it, or nothing can be written there.
+      InputError: another process holds the lock, or the folder is not writable.
     """
     path = pathlib.Path(folder).expanduser().absolute() / NAME
     file = _locked(path)
@@ -37,7 +37,7 @@ def held(folder: str | os.PathLike) -> Iterator[None]:
             file.flush()
             yield
         finally:
-            path.unlink(missing_ok=True)  # while it is still held
+            path.unlink(missing_ok=True)  # before the lock is released
 
 
 def _locked(path: pathlib.Path) -> TextIO:
@@ -62,7 +62,7 @@ def _locked(path: pathlib.Path) -> TextIO:
         except OSError as error:
             logging.warning("%s cannot be locked: %s.", path, error.strerror)
             return file
-        if _is_at(path, file):  # else who had it took the name away meanwhile
+        if _is_at(path, file):  # else its last owner has deleted the file meanwhile
             return file
         file.close()
 

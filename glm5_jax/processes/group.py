@@ -1,7 +1,7 @@
-"""Whether this process is one of several: what flags, environment or cluster say.
+"""Finds out whether this process is one of several, by flags, environment or cluster.
 
-Explicit is HOST:PORT of process 0, the number of processes and the number of this one,
-by flag or by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID. Slurm, Open
+Flags or the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID
+give HOST:PORT of process 0, the number of processes and this one's number. Slurm, Open
 MPI and TPU pods need none of them: jax.distributed asks the cluster. Imports no jax.
 """
 
@@ -19,14 +19,14 @@ VARIABLES = {
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-# What jax's detection of Slurm wants, all of it (jax/_src/clusters/slurm_cluster.py).
+# All variables that jax needs to detect Slurm (jax/_src/clusters/slurm_cluster.py).
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
 _METADATA_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """The processes of a run; what is None, jax.distributed asks the cluster for."""
+    """The processes of a run; jax.distributed finds fields that are None."""
 
     coordinator: str | None = None  # HOST:PORT of process 0
     num_processes: int | None = None
@@ -39,13 +39,13 @@ def find(
     process_id: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Group | None:
-    """The group that this process belongs to, or None where it is alone.
+    """Returns the group that this process belongs to, or None if it is alone.
 
     Args:
-      coordinator: HOST:PORT of process 0; None: as the environment has it.
-      num_processes: in all; None: as the environment has it.
-      process_id: of this process, from 0; None: as the environment has it.
-      environ: the environment.
+      coordinator: HOST:PORT of process 0; None: the environment's.
+      num_processes: number of all processes; None: the environment's.
+      process_id: number of this process, from 0; None: the environment's.
+      environ: environment variables.
 
     Raises:
       InputError: some of the three are missing, or they contradict each other.
@@ -67,7 +67,7 @@ def find(
         names = ", ".join(f"--{n} (or {VARIABLES[n]})" for n in missing)
         raise config_lib.InputError(
             f"several processes need --coordinator=HOST:PORT, --num_processes and "
-            f"--process_id, and no cluster was found that says them; missing: {names}."
+            f"--process_id, and no cluster was found that has them; missing: {names}."
         )
     _check(str(group.coordinator), group.num_processes or 0, group.process_id or 0)
     return group
@@ -126,10 +126,10 @@ def _check(coordinator: str, num_processes: int, process_id: int) -> None:
 
 
 def _is_cluster(environ: Mapping[str, str]) -> bool:
-    """Returns whether jax.distributed.initialize() would find others by itself.
+    """Returns whether jax.distributed.initialize() would find other processes itself.
 
-    A cluster of one process is none: a laptop, a login node and a single TPU host must
-    not wait for anybody.
+    A cluster of one process does not count: a laptop, a login node and a single TPU
+    host must not wait for others.
     """
     is_slurm = all(name in environ for name in _SLURM)
     if is_slurm and int(environ.get("SLURM_NTASKS", "1")) > 1:
@@ -140,7 +140,7 @@ def _is_cluster(environ: Mapping[str, str]) -> bool:
 
 
 def _is_tpu_pod(environ: Mapping[str, str]) -> bool:
-    """Returns whether this is a host of several: of one slice, or of several slices."""
+    """Returns whether this is one of several hosts, of one slice or of several."""
     if environ.get("JAX_PLATFORMS", "tpu") == "cpu" or not _has_tpu():
         return False
     workers = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES"))
@@ -160,7 +160,7 @@ def _is_tpu_pod(environ: Mapping[str, str]) -> bool:
 
 
 def _has_tpu() -> bool:
-    """Returns whether the libraries and the device files of a TPU are here."""
+    """Returns whether this machine has libtpu and the device files of a TPU."""
     if importlib.util.find_spec("libtpu") is None:
         return False
     devices = ("/dev/accel0", "/dev/vfio/0", "/dev/vfio/1")
@@ -168,7 +168,7 @@ def _has_tpu() -> bool:
 
 
 def _metadata(key: str, environ: Mapping[str, str]) -> str:
-    """An attribute of this virtual machine; empty where there is no such server."""
+    """Returns an attribute of this virtual machine, or an empty text."""
     host = environ.get("GCE_METADATA_IP", "metadata.google.internal")
     request = urllib.request.Request(
         f"http://{host}/computeMetadata/v1/instance/attributes/{key}",

@@ -1,9 +1,9 @@
 """Ends a process at once on SIGTERM or ctrl-C, whatever it does. Imports no jax.
 
-Python runs a handler between two of its instructions: not while XLA compiles, which
-takes a minute, and whose threads crash where Python is taken down beside them. A thread
-hears of the signal at once and ends the process without taking anything down. Nothing
-is lost by that: what is written, is written whole or not at all.
+Python runs signal handlers between two of its instructions, hence not while XLA
+compiles, which takes a minute; and XLA's threads crash if Python shuts down beside
+them. Here a thread receives the signal at once and ends the process without a shutdown.
+Nothing is lost: files are written whole or not at all.
 """
 
 import contextlib
@@ -21,9 +21,10 @@ _undone_first: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Inside, the signals end the process with 143, unless other handlers are set.
+    """Makes the signals end the process with exit code 143 until the block ends.
 
-    Only a main thread can hear signals.
+    Handlers that are set inside the block take precedence. Outside the main thread,
+    which alone receives signals, this is a no-op.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -47,7 +48,7 @@ def ending_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undoing(undo: Callable[[], None]) -> Iterator[None]:
-    """Inside, a process that ends at once calls `undo` first; no `finally` is run."""
+    """Makes a process that ends at once call `undo` first; no `finally` block runs."""
     _undone_first.insert(0, undo)
     try:
         yield
@@ -56,18 +57,18 @@ def undoing(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def end_at_once(*_: object) -> None:
-    """Ends this process, as a handler of a signal."""
+    """Ends this process; a signal handler."""
     if _is_ending.acquire(blocking=False):
         for undo in _undone_first:  # the innermost first
             with contextlib.suppress(Exception):
                 undo()
-        sys.stderr.write("\nerror: asked to end; the same command goes on later.\n")
+        sys.stderr.write("\nerror: interrupted; rerun the same command to resume.\n")
         sys.stderr.flush()
         os._exit(EXIT_TERMINATED)
 
 
 def _listen(hear: int) -> None:
-    """Python writes the number of each signal into the pipe, when it comes."""
+    """Reads the pipe into which Python writes the number of each signal."""
     while number := os.read(hear, 1):
         if signal.getsignal(number[0]) is end_at_once:
             end_at_once()

@@ -1,7 +1,7 @@
-"""All processes meet at the coordinator's port before jax does.
+"""Lets all processes meet at the coordinator's port, before jax does. Imports no jax.
 
-Where the coordinator is not there, or numbers contradict each other, jaxlib aborts the
-process with a stack trace of C++; here it becomes a message. Imports no jax.
+If the coordinator is absent, or processes disagree on their numbers, jaxlib aborts with
+a C++ stack trace; the roll call finds this first and says so in a message.
 """
 
 import errno
@@ -14,7 +14,7 @@ from glm5_jax import config as config_lib
 
 _RETRY_SECONDS = 0.2
 _NOT_HERE = errno.EADDRNOTAVAIL
-_MAX_BYTES = 4096  # of a line; whoever sends more is not one of us
+_MAX_BYTES = 4096  # of a line; no process of a run sends more
 
 
 def hold(coordinator: str, num_processes: int, process_id: int, timeout: float) -> None:
@@ -22,13 +22,13 @@ def hold(coordinator: str, num_processes: int, process_id: int, timeout: float) 
 
     Args:
       coordinator: HOST:PORT of process 0.
-      num_processes: in all.
-      process_id: of this process.
-      timeout: seconds until somebody who is missing is an error.
+      num_processes: number of all processes.
+      process_id: number of this process.
+      timeout: seconds to wait for missing processes.
 
     Raises:
-      InputError: the coordinator is not reached, somebody does not come, or two
-        processes disagree on the numbers.
+      InputError: the coordinator is not reachable, a process is missing, or two
+        disagree on the numbers.
     """
     deadline = time.monotonic() + timeout
     if process_id == 0:
@@ -40,7 +40,7 @@ def hold(coordinator: str, num_processes: int, process_id: int, timeout: float) 
 def _listen(
     coordinator: str, num_processes: int, deadline: float, timeout: float
 ) -> None:
-    """Process 0: hears the others, then tells all of them how it went."""
+    """Collects the reports of all others, then sends them the result: process 0."""
     here: set[int] = set()
     connections: list[socket.socket] = []
     problem = ""
@@ -80,10 +80,10 @@ def _listen(
 
 
 def _server(coordinator: str) -> socket.socket:
-    """Listens where the others knock and nowhere else, loopback in a simulation.
+    """Listens at the coordinator's address only: loopback in a simulation.
 
-    On every interface where that address is not one of this machine's, as that of a
-    service in front of it.
+    If this machine does not have that address, e.g. as it is a load balancer's, it
+    listens on every interface.
     """
     host, _, port = coordinator.rpartition(":")
     try:
@@ -98,7 +98,7 @@ def _server(coordinator: str) -> socket.socket:
 
 
 def _is_member(said: dict) -> bool:
-    """Tells what a process of a run says from other words; others check the run."""
+    """Returns whether a message is a report of a process of this project."""
     theirs, number = said.get("num_processes"), said.get("process_id")
     return (
         said.get("glm5_jax") == "here"
@@ -109,7 +109,7 @@ def _is_member(said: dict) -> bool:
 
 
 def _disagreement(said: dict, num_processes: int, here: set[int], host: str) -> str:
-    """Returns what contradicts what the others say, or nothing."""
+    """Returns how a report contradicts the others, or an empty text."""
     theirs, number = said["num_processes"], said["process_id"]
     if theirs != num_processes:
         return (
@@ -131,7 +131,7 @@ def _report(
     deadline: float,
     timeout: float,
 ) -> None:
-    """The others: knock until process 0 opens, then wait for its word."""
+    """Reports to process 0, and waits for its answer: all other processes."""
     host, _, port = coordinator.rpartition(":")
     reason = "it never answered"
     while time.monotonic() < deadline:
@@ -167,7 +167,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket, timeout: float) -> dict[str, Any]:
-    """A line of JSON; empty where none came."""
+    """Returns a line of JSON, or an empty dict if none arrived."""
     connection.settimeout(max(timeout, 0.001))
     try:
         with connection.makefile("rb") as file:

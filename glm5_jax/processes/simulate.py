@@ -1,7 +1,8 @@
-"""Several real processes on this machine: jax.distributed on loopback, gloo between.
+"""Simulates several hosts: real processes on this machine, joined by jax.distributed.
 
-For tests and for finding faults of several hosts without them. What it costs in time
-says nothing about a cluster. Imports no jax.
+It serves tests, and the search for faults of several hosts without them. They
+communicate over loopback with gloo, so that their speed says nothing about a cluster.
+Imports no jax.
 """
 
 import contextlib
@@ -19,20 +20,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from glm5_jax import config as config_lib
 from glm5_jax.processes import folder_lock, group
 
-MAX_PROCESSES = 64  # each of them a whole Python with jax
-LOGS = "logs"  # in the run's folder: process_0.log, ...
-_LAST_LINES = 20  # of the process that failed, to show
+MAX_PROCESSES = 64  # each is a whole Python with jax
+LOGS = "logs"  # folder in the run's folder, with process_0.log, ...
+_LAST_LINES = 20  # lines that are shown of the process that failed
 _POLL_SECONDS = 0.1
-_GRACE_SECONDS = 20.0  # for the others to notice that one has failed
+_GRACE_SECONDS = 20.0  # time for the others to notice that one has failed
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
 
 
 def run(config: config_lib.TrainConfig, workdir: pathlib.Path, count: int) -> int:
-    """Starts this program anew as `count` processes and shows what process 0 says.
+    """Restarts this program as `count` processes, and shows the output of process 0.
 
-    The devices that the mesh asks for are shared out; mesh.data=-1 takes as few as can
-    be.
+    The processes get equal parts of the mesh's devices; mesh.data=-1 takes the fewest
+    possible.
 
     Returns:
       The exit code: that of the first process that failed, or 0.
@@ -73,7 +74,7 @@ def start(
     Args:
       command: program and arguments.
       environ: its environment.
-      path: of the log.
+      path: file of the log.
     """
     parent, is_linux = os.getpid(), sys.platform == "linux"
     libc = ctypes.CDLL(None) if is_linux else None
@@ -96,10 +97,10 @@ def start(
 
 
 def devices_each(mesh: config_lib.MeshConfig, count: int) -> int:
-    """Devices of each of `count` processes.
+    """Returns the number of devices of each of `count` processes.
 
     Raises:
-      InputError: there is no whole number of them.
+      InputError: it is not a whole number.
     """
     if not 1 <= count <= MAX_PROCESSES:
         raise config_lib.InputError(
@@ -119,7 +120,7 @@ def devices_each(mesh: config_lib.MeshConfig, count: int) -> int:
 
 
 def _environ(num_devices: int) -> dict[str, str]:
-    """Returns what the processes get: a CPU that looks like so many devices."""
+    """Returns the environment of the processes: a CPU split into devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     return {
         **os.environ,
@@ -137,7 +138,7 @@ def _free_port() -> int:
 
 
 def _watch(children: Sequence[subprocess.Popen], paths: Sequence[pathlib.Path]) -> int:
-    """Shows process 0's log as it grows, until all have ended or one has failed."""
+    """Shows the log of process 0 until all processes have ended or one has failed."""
     failed, deadline = None, math.inf
     with paths[0].open("r", encoding="utf-8", errors="replace") as log:
         while True:
@@ -165,7 +166,7 @@ def _watch(children: Sequence[subprocess.Popen], paths: Sequence[pathlib.Path]) 
 
 @contextlib.contextmanager
 def _passed_on(children: Sequence[subprocess.Popen]) -> Iterator[None]:
-    """SIGTERM and a first ctrl-C ask the children to save and end."""
+    """Passes SIGTERM and a first ctrl-C to the children, so that they save and end."""
 
     def ask(*_: object) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,8 +1,8 @@
-"""Joining jax.distributed, agreeing on small things, and ending together.
+"""Joins processes with jax.distributed, lets them agree, and ends them together.
 
-A process that fails while the others sit in a collective leaves them there for ever. So
-each waits in a thread for word of a failure, over the service that jax.distributed
-starts anyway, and leaves with the one that failed: same exit code, its message.
+A process that fails while the others wait in a collective would leave them there for
+ever. So each listens in a thread for another's failure, over the service that
+jax.distributed starts anyway, and ends with the same message and exit code.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from glm5_jax.config import failures
 from glm5_jax.processes import group as group_lib
 from glm5_jax.processes import interrupts, roll_call
 
-JOIN_SECONDS = 300  # for all processes to come
+JOIN_SECONDS = 300  # time for all processes to start
 HEARTBEAT_SECONDS = 100  # jax's own default
-_PATIENCE_MS = 3_600_000  # for process 0 to say something: it may read a corpus first
-_FINISH_MS = 600_000  # for all to come to the end: process 0 draws curves there
-_FAREWELL_MS = 10_000  # for all to hear of a failure
+_PATIENCE_MS = 3_600_000  # time for a value of process 0, which may read a corpus first
+_FINISH_MS = 600_000  # time for all to finish: process 0 draws curves at the end
+_FAREWELL_MS = 10_000  # time for all to learn of a failure
 _WORD, _LEAVING, _DONE = "glm5_jax/word", "glm5_jax/leaving", "glm5_jax/done"
 
 
@@ -40,20 +40,20 @@ def joined(
     timeout: int = JOIN_SECONDS,
     heartbeat: int = HEARTBEAT_SECONDS,
 ) -> Iterator[None]:
-    """Inside, this process and the others of its group are one run.
+    """Joins the processes of a group to one run until the block ends.
 
     Enter it before the first use of a device. An error inside ends all processes, this
-    one included, so that it never comes out; SystemExit is an end that all agreed on.
-    A process that is alone ends at once on SIGTERM or ctrl-C (`interrupts`).
+    one included, and is never raised to the caller; SystemExit is an end on which all
+    agreed. A process that is alone ends at once on SIGTERM or ctrl-C (`interrupts`).
 
     Args:
-      group: of this process; None where it is alone.
+      group: the processes of the run; None if this one is alone.
       timeout: seconds that processes wait for each other.
-      heartbeat: seconds without a sign of life after which a process counts as dead,
-        and the others end.
+      heartbeat: seconds without a sign of life after which a process counts as dead and
+        the others end.
 
     Raises:
-      InputError: the others do not come, or disagree on the numbers.
+      InputError: other processes are missing, or disagree on the numbers.
     """
     if group is None:
         with interrupts.ending_at_once():
@@ -67,7 +67,7 @@ def joined(
         address,
         count,
         number,
-        # A simulation is heard on loopback alone; else on every interface.
+        # A simulation listens on loopback only, a real run on every interface.
         coordinator_bind_address=address if _is_loopback(address) else None,
         cluster_detection_method="deactivate" if is_explicit else None,
         initialization_timeout=timeout,
@@ -89,16 +89,16 @@ def _is_loopback(address: str | None) -> bool:
 
 
 def is_first() -> bool:
-    """Tells whether this is process 0, which alone writes; alone, asks no device."""
+    """Returns whether this is process 0, which alone writes; starts no device."""
     return not jax.distributed.is_initialized() or _number() == 0
 
 
 def from_first(name: str, make: Callable[[], str]) -> str:
-    """Returns what process 0 makes, on all; the others wait for it.
+    """Returns the text that process 0 makes, on all processes; the others wait.
 
     Args:
-      name: of the matter, once a run.
-      make: called on process 0 alone.
+      name: a name that is used once in a run.
+      make: makes the text, on process 0 only.
     """
     if not jax.distributed.is_initialized():
         return make()
@@ -110,11 +110,11 @@ def from_first(name: str, make: Callable[[], str]) -> str:
 
 
 def to_first(name: str, text: str) -> list[str]:
-    """Returns what every process says, by number, on process 0; the others get nothing.
+    """Returns the texts of all processes on process 0, and nothing on the others.
 
     Args:
-      name: of the matter, once a run.
-      text: what this process says.
+      name: a name that is used once in a run.
+      text: the text of this process.
     """
     if not jax.distributed.is_initialized():
         return [text]
@@ -131,10 +131,10 @@ def to_first(name: str, text: str) -> list[str]:
 
 
 def meet(name: str) -> None:
-    """Returns when all have come; gloo gives a first collective 30 s to gather.
+    """Returns when all processes have called it: gloo's first collective waits 30 s.
 
     Args:
-      name: of the place, once a run.
+      name: a name that is used once in a run.
     """
     if jax.distributed.is_initialized():
         client: Any = distributed.global_state.client
@@ -142,7 +142,7 @@ def meet(name: str) -> None:
 
 
 def numbers_of_first(numbers: list[int]) -> list[int]:
-    """The numbers that process 0 has, on all; all must call it."""
+    """Returns the numbers of process 0 on all processes; all must call it."""
     if not jax.distributed.is_initialized():
         return numbers
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(numbers))))
@@ -153,37 +153,37 @@ def numbers_of_first(numbers: list[int]) -> list[int]:
 
 
 def all_true(mine: bool) -> bool:
-    """Returns whether it is true on all processes; all must call it."""
+    """Returns whether a condition is true on all processes; all must call it."""
     if not jax.distributed.is_initialized():
         return mine
     return bool(np.all(multihost_utils.process_allgather(np.int32(mine))))
 
 
 def _number() -> int:
-    """Returns this process's; jax.process_index() would start the devices."""
+    """Returns this process's number; jax.process_index() would start the devices."""
     return distributed.global_state.process_id
 
 
 class _End:
-    """How a process learns of another's failure, and how it tells of its own."""
+    """Tells the other processes of a failure of this one, and learns of theirs."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._is_failing = threading.Lock()  # held by whoever ends this process
+        self._is_failing = threading.Lock()  # held by the thread that ends the process
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
     def part(self) -> None:
-        """Waits for all, which have come to a good end."""
-        with contextlib.suppress(Exception):  # somebody died: so be it
+        """Waits until all processes have finished without a failure."""
+        with contextlib.suppress(Exception):  # another process has died
             self._client.wait_at_barrier(_DONE, _FINISH_MS)
         self._say(0, "")
-        # A thread that waits in C++ while Python ends takes the process down with it.
+        # A thread that still waits in C++ when Python ends would crash the process.
         self._listener.join()
         jax.distributed.shutdown()
 
     def take_others_along(self, error: BaseException) -> None:
-        """Tells the others and ends this process."""
+        """Ends the other processes and this one."""
         if isinstance(error, KeyboardInterrupt):
             code, message = interrupts.EXIT_TERMINATED, "error: interrupted.\n"
         elif described := failures.describe(error):
@@ -191,19 +191,19 @@ class _End:
             message = "".join(f"error: {line}\n" for line in text.splitlines())
         else:
             code, message = 1, "".join(traceback.format_exception(error))
-        with self._is_failing:  # or never, where another's failure was first
+        with self._is_failing:  # blocks for ever if another's failure was first
             sys.stderr.write(message)
             self._say(code, message)
             self._leave(code)
 
     def _listen(self) -> None:
-        """Waits for the word that ends the run; leaves where it is a failure."""
+        """Waits for the message that ends the run; on a failure, ends this process."""
         word = None
         while word is None:
             try:
                 text = self._client.blocking_key_value_get(_WORD, _PATIENCE_MS)
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" in str(error):  # nothing for an hour
+                if "DEADLINE_EXCEEDED" in str(error):  # no message for an hour
                     continue
                 return  # the service is gone: jax ends this process
             word = json.loads(text)
@@ -213,14 +213,14 @@ class _End:
             self._leave(word["code"])
 
     def _say(self, code: int, message: str) -> None:
-        """The first word that anybody says is the one that all hear."""
+        """Sends the message that ends the run; only the first one counts."""
         word = {"process": _number(), "code": code, "message": message}
         with contextlib.suppress(Exception):
             self._client.key_value_set(_WORD, json.dumps(word))
 
     def _leave(self, code: int) -> None:
-        """Without clean-up, which would wait for a collective that never ends."""
-        with contextlib.suppress(Exception):  # somebody is gone already
+        """Ends without clean-up, which would wait for a collective that never ends."""
+        with contextlib.suppress(Exception):  # another process has ended already
             self._client.wait_at_barrier(_LEAVING, _FAREWELL_MS)
         if _number() == 0:  # without its service the others would abort
             threading.Event().wait(1.0)

@@ -34,7 +34,7 @@ class EndingTest(parameterized.TestCase):
             _, message = child.communicate(timeout=20)
         self.assertEqual(child.returncode, interrupts.EXIT_TERMINATED)
         self.assertEqual(message.count("\n"), 2, message)
-        self.assertIn("error: asked to end", message)
+        self.assertIn("error: interrupted; rerun the same command to resume", message)
 
     def test_what_was_begun_is_undone_first(self):
         work = (
