@@ -121,6 +121,8 @@ class ConversationsTest(parameterized.TestCase):
         (from_5,) = itertools.islice(second.train_iterator(5), 1)
         np.testing.assert_array_equal(from_5["tokens"], first.train_batch(5)["tokens"])
         self.assertEqual(first.fingerprint, second.fingerprint)
+        # Another version ends every run that has begun: for another order alone.
+        self.assertIn("order_version=1", first.fingerprint.split())
         self.assertNotEqual(first.fingerprint, other.fingerprint)
         for changes in ({"chat_template": "glm5.2"}, {"clear_thinking": False}):
             self.assertNotEqual(self.make(1, **changes).fingerprint, first.fingerprint)

@@ -149,6 +149,8 @@ class PipelineTest(parameterized.TestCase):
     def test_fingerprint_names_what_differs(self):
         base = self.make()
         self.assertEqual(self.make().fingerprint, base.fingerprint)
+        # Another version ends every run that has begun: for another order alone.
+        self.assertIn("order_version=1", base.fingerprint.split())
         for part, changed in (
             ("seed", self.make(seed=1)),
             ("sequence_length", self.make(sequence_length=16)),

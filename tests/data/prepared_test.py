@@ -183,6 +183,8 @@ class PreparedTest(runs.FolderTest):
     def test_fingerprint_names_what_differs(self):
         base = self.mix()
         self.assertEqual(self.mix().fingerprint, base.fingerprint)
+        # Another version ends every run that has begun: for another order alone.
+        self.assertIn("order_version=1", base.fingerprint.split())
         source = self.root / "web_corpus"
         other = corpora.make_prepared(
             source, pathlib.Path(self.create_tempdir().full_path) / "web", seed=1
