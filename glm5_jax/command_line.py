@@ -1,11 +1,11 @@
-"""The command line that every entry point shares, and typed configs behind it.
+"""Parses the command line of all entry points, and builds typed configs from it.
 
     --config=configs/NAME.py[:variant] --config.a.b=value --flag=value
 
 A config file defines `get_config(variant: str = "")` and returns a ConfigDict made by
-`to_config_dict`; where it has a mapping VARIANTS, a variant must be one of its keys.
-`resolve` turns a ConfigDict and the overrides into a frozen dataclass and reports
-everything that is wrong with them at once.
+`to_config_dict`; if it has a mapping VARIANTS, a variant must be one of its keys.
+`resolve` turns a ConfigDict and the overrides into a frozen dataclass, and reports all
+errors at once.
 """
 
 import dataclasses
@@ -37,14 +37,14 @@ Override = tuple[str, str]  # dotted path below --config, text of its value
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the command line says about the config; other flags are in absl's FLAGS."""
+    """The config's part of the command line; other flags are in absl's FLAGS."""
 
     config: str | None = None  # "configs/x.py:variant"
     overrides: tuple[Override, ...] = ()
 
     @property
     def name(self) -> str:
-        """The config file's name, without folder, suffix and variant."""
+        """Returns the config file's name, without folder, suffix and variant."""
         return pathlib.Path(str(self.config).partition(":")[0]).stem
 
     def train_config(self) -> config_lib.TrainConfig:
@@ -62,7 +62,7 @@ class Arguments:
 
 
 def to_config_dict(config: Any) -> ml_collections.ConfigDict:
-    """Frozen dataclasses as a locked ConfigDict, which a config file can adjust."""
+    """Converts frozen dataclasses to a locked ConfigDict, for config files."""
     hints = typing.get_type_hints(type(config))
     out = ml_collections.ConfigDict()
     for name, hint in hints.items():
@@ -88,7 +88,7 @@ def resolve(
         cls: the dataclass to build.
 
     Raises:
-        InputError: with a line for every unknown field, wrong type and broken rule.
+        InputError: has a line for every unknown field, wrong type and broken rule.
     """
     if isinstance(tree, ml_collections.ConfigDict):
         tree = tree.to_dict()
@@ -98,15 +98,15 @@ def resolve(
 
 
 def to_json_dict(config: Any) -> dict[str, Any]:
-    """Dataclasses as what `json.load` would give back; `resolve` is the inverse."""
+    """Converts dataclasses to the values of JSON; `resolve` is the inverse."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def parse_command_line(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
-    """Takes --config and --config.a.b=v (or --config.a.b v) out of `argv`.
+    """Separates --config and --config.a.b=v (or --config.a.b v) from other flags.
 
     Returns:
-        What was taken, and the rest of `argv`: the flags that absl parses.
+        The config's arguments, and the rest of `argv`: the flags that absl parses.
 
     Raises:
         InputError: a value is missing, or --config is given twice.
@@ -142,12 +142,15 @@ def run(
 ) -> None:
     """Runs an entry point: parses the command line, calls `main`, exits.
 
-    Where it takes no config, --config is refused, and --help is silent about it; where
-    it takes the model's alone, from a folder, --help does not list all the others.
+    The exit code is the value that `main` returns. Errors print one message instead of
+    a traceback (config/failures.py): 2 for wrong input; 1 for a failure of disk, memory
+    or arithmetic, and for damaged data; `interrupted` for ctrl-C.
 
-    Exit code: what `main` returns; with one message, not a traceback, 2 where the
-    user's input is wrong and 1 where a disk, the memory or the arithmetic fails, or
-    what is on disk is damaged (config/failures.py); `interrupted` on ctrl-C.
+    Args:
+        main: the entry point.
+        takes_config: whether --config is accepted, and explained by --help.
+        only_model: whether --config sets the model's fields only, those of a folder.
+        interrupted: exit code on ctrl-C.
     """
     backends.skip_absent()
     handler = logging.get_absl_handler()
@@ -160,7 +163,7 @@ def run(
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted.\n")
         sys.stderr.flush()
-        if "jax" in sys.modules:  # whose threads crash where Python is taken down
+        if "jax" in sys.modules:  # its threads would crash while Python shuts down
             os._exit(interrupted)
         sys.exit(interrupted)
     except Exception as error:
@@ -173,10 +176,10 @@ def run(
 
 
 def _is_ours_or_serious(record: stdlib_logging.LogRecord) -> bool:
-    """Returns whether a reader needs a line.
+    """Returns whether a line of the log is shown.
 
-    Libraries are heard from warnings on; those that log through absl (Orbax: a page a
-    checkpoint) from errors on.
+    Libraries' warnings and errors are shown; of those that log through absl (Orbax: a
+    page a checkpoint), errors only.
     """
     if pathlib.Path(record.pathname).is_relative_to(_SOURCES):
         return True
@@ -191,13 +194,13 @@ def _parse_flags(argv: Sequence[str], kind: str) -> Arguments:
     arguments, rest = parse_command_line(argv)
     if not kind and (arguments.config or arguments.overrides):
         raise config_lib.InputError(
-            "--config has no effect here; leave it out. --help lists the flags."
+            "--config has no effect here; omit it. --help lists the flags."
         )
     if {"--help", "-help", "-h"} & set(rest):
         app.usage(shorthelp=True, writeto_stdout=True)
         sys.stdout.write(_CONFIG_HELP[kind]())
         sys.exit(0)
-    flags.FLAGS.set_gnu_getopt()  # a stray word does not end the flags
+    flags.FLAGS.set_gnu_getopt()  # accepts flags after a stray word
     try:
         _, *extra = flags.FLAGS(rest, known_only=True)
     except flags.Error as error:
@@ -227,7 +230,7 @@ def _run_help() -> str:
 
 
 def _model_help() -> str:
-    """Explains --config where a model's folder has the config."""
+    """Explains --config for a model whose folder has the config."""
     return (
         "\nThe config is that of the model's folder; one field of it is set by\n"
         "  --config.model.X=VALUE, e.g. --config.model.index_topk=64\n"

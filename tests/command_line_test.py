@@ -1,4 +1,4 @@
-"""The config bridge and the command line: what they accept, and what they say."""
+"""The command line and its configs: accepted values, messages and help."""
 
 import contextlib
 import dataclasses

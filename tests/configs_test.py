@@ -1,4 +1,4 @@
-"""Every file in configs/ resolves, in every variant; and configs check themselves."""
+"""Every file in configs/ resolves in every variant, and configs check themselves."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""What a message about a mesh that does not divide names as the nearest choice fits."""
+"""Messages about a mesh that does not divide name choices that fit."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ from glm5_jax import presets
 from glm5_jax.config import checks
 from tests import environment
 
-# One that nothing stands against but what a case changes.
+# A config that keeps every rule until a case changes it.
 CONFIG = config_lib.TrainConfig(
     model=dataclasses.replace(presets.GLM5_1M, max_position_embeddings=8192),
     data=config_lib.DataConfig(batch_size=512, sequence_length=256),
@@ -18,7 +18,7 @@ CONFIG = config_lib.TrainConfig(
 
 
 def changed(changes):
-    """The config with fields changed by their paths."""
+    """Returns the config with fields changed by their paths."""
     config = CONFIG
     sections: dict[str, dict] = {}
     for path, value in changes.items():

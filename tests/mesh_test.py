@@ -1,4 +1,4 @@
-"""Grids of devices: of this machine's 8 CPUs, and of TPU slices that are not there."""
+"""Meshes of this machine's 8 CPUs and of absent TPU slices."""
 
 import math
 import pathlib
@@ -104,7 +104,7 @@ class TopologyTest(parameterized.TestCase):
         ("tpu7x:4x4x10", "tpu7x:4x4x8"),
     )
     def test_a_shape_that_no_slice_has_names_near_ones(self, name, near):
-        """Before libtpu is asked: an axis of 0 ends its process."""
+        """Checked before libtpu is asked: a side of 0 would crash it."""
         for ask in (mesh_lib.topology, mesh_lib.num_devices):
             with self.assertRaisesRegex(config_lib.InputError, f"no slice.* {near}"):
                 ask(name)

@@ -174,7 +174,7 @@ class TrainConfig:
 
     @property
     def has_indexer_loss(self) -> bool:
-        """True where the indexers learn from their divergence from the attention."""
+        """Returns whether the indexers learn by their KL divergence."""
         has_indexer = self.model.attention != "dense"
         has_weight = self.loss.indexer_weight > 0
         return has_indexer and has_weight and self.stage_record.computes("indexer_kl")
@@ -188,12 +188,12 @@ class TrainConfig:
 
     @property
     def replays_routing(self) -> bool:
-        """True where the trainer routes tokens to the experts that the engine chose."""
+        """Returns whether the trainer repeats the routing of the engine."""
         return self.rl.router_replay and self.stage_record.can_replay_routing
 
     @property
     def plays_episodes(self) -> bool:
-        """True where an engine of the run plays episodes, to learn or to evaluate."""
+        """Returns whether the run plays episodes, to learn or to evaluate."""
         return self.stage_record.plays_episodes or self.eval_success
 
     def has_reached(self, evaluation: Mapping[str, Any]) -> bool:
@@ -250,7 +250,7 @@ class TrainConfig:
         ]
 
     def _stop_rules(self) -> list[tuple[bool, str]]:
-        """Rules: a warm-up ends before the run; what a run waits for, it evaluates."""
+        """Returns the rules that a warm-up ends and that stop_metric is evaluated."""
         stage, metric = self.stage_record, stages.METRICS.get(self.stop_metric)
         is_success = metric is stages.SUCCESS
         is_measured = metric in stage.measures or (is_success and self.eval_success)
@@ -291,7 +291,7 @@ class TrainConfig:
         ]
 
     def batch_rule(self, num_shares: int) -> tuple[bool, str]:
-        """Rule: devices of data * fsdp * expert get the same number of rows each."""
+        """Returns the rule that data * fsdp * expert devices get equal rows."""
         parts, updates = self.optim.accumulation_steps, self.updates_per_step
         axes = "data * fsdp * expert" + " * accumulation_steps" * (parts > 1)
         field = self.stage_record.updates.rpartition(".")[2]

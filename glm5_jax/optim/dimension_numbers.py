@@ -1,4 +1,4 @@
-"""Says which dims of a parameter are the rows and columns of its matrices, for Muon."""
+"""Dimension numbers: the dims of a parameter that are rows and columns, for Muon."""
 
 import dataclasses
 import math
@@ -114,7 +114,7 @@ class Layout:
 def from_names(
     names: tuple[str, ...], is_split: bool, cuts: Mapping[str, int]
 ) -> DimensionNumbers:
-    """Reads off the dim names of one of GLM-5's parameters which matrices it holds.
+    """Returns which matrices one of GLM-5's parameters holds, by its dim names.
 
     Layers and experts are batch dims. A head dim merges with the dim after it: o_proj
     (N, O, D) is one matrix [N O, D], and wq_b (Q, I, J) is [Q, I J]. In the attention's

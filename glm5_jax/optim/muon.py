@@ -1,4 +1,4 @@
-"""Muon Split as a transformation of optax: usable with any dict of parameters."""
+"""Muon Split as an optax transformation, for any dict of parameters."""
 
 import functools
 from collections.abc import Callable, Sequence

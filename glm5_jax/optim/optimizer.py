@@ -1,4 +1,4 @@
-"""The optimizer of a run: Muon Split on matrices, AdamW on the rest, a finite guard."""
+"""The optimizer of a run: Muon Split, AdamW, and a guard against NaNs."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ Label = Literal["muon", "adamw", "adamw_no_decay", "frozen"]
 
 
 class State(NamedTuple):
-    """State of an Optimizer."""
+    """The state of an Optimizer."""
 
     inner: optax.OptState
     num_updates: Int[Array, ""]  # updates that were applied

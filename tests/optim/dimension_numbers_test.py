@@ -1,3 +1,5 @@
+"""Which matrices an array holds, by dimension numbers and by dim names."""
+
 import jax
 import numpy as np
 from absl.testing import parameterized

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def in_float64(matrix, steps):
-    """Newton-Schulz on one matrix."""
+    """Returns one matrix after Newton-Schulz."""
     x = np.float64(matrix)
     x /= np.linalg.norm(x)
     for a, b, c in steps:

@@ -1,4 +1,4 @@
-"""The plan for GLM-5 on the meshes that it is to be trained on."""
+"""The plan of Muon's matrices for GLM-5 on large meshes."""
 
 import collections
 import math
@@ -27,7 +27,7 @@ def plan(model, mesh_shape):
 
 
 def matrices(leaves):
-    """Number of matrices of each shape, and the FLOPs of all."""
+    """Returns the number of matrices of each shape, and the FLOPs of all."""
     counts, flops = collections.Counter(), 0.0
     for shape, layout, _ in leaves:
         sizes = (layout.batch, layout.rows, layout.cols)

@@ -1,4 +1,4 @@
-"""What the optimizer keeps between updates: in bfloat16, and on the host."""
+"""The optimizer's moments in bfloat16 and in the host's memory."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def make(**fields):
 
 
 class Run:
-    """Updates on a mesh, from a state that is kept as the optimizer says."""
+    """Updates on a mesh, with the state where the optimizer keeps it."""
 
     def __init__(self, axes, **fields):
         self.optimizer = make(**fields)
@@ -70,7 +70,7 @@ class Run:
 
 
 def moments_of(state):
-    """Muon's momentum, AdamW's first and second moment."""
+    """Returns Muon's momentum and AdamW's first and second moment."""
     inner = {k: v.inner_state[0] for k, v in state.inner.inner_states.items()}
     return inner["muon"][0].trace["block"], inner["adamw"].mu, inner["adamw"].nu
 

@@ -1,3 +1,5 @@
+"""Muon on a mesh: the same updates as on one device, and its collectives."""
+
 import collections
 import functools
 import math
@@ -51,7 +53,7 @@ def update(opt, params, state, grads):
 
 
 def run(opt, trees):
-    """Parameters, state and metrics after as many updates as there are gradients."""
+    """Returns parameters, state and metrics after an update with each gradient."""
     params, *grads = trees
     step = jax.jit(lambda *args: update(opt, *args))
     state = jax.jit(opt.init)(params)
@@ -83,7 +85,7 @@ def muon_leaves(model):
 
 
 def difference(got, expected):
-    """The largest over all arrays, relative to the array's norm."""
+    """Returns the largest difference of all arrays, relative to the array's norm."""
     norms = jax.tree.map(
         lambda a, b: np.linalg.norm(a - b) / max(np.linalg.norm(b), 1), got, expected
     )
@@ -91,7 +93,7 @@ def difference(got, expected):
 
 
 def collectives(text):
-    """Kind, devices of a group, bytes on each device and scope of collectives."""
+    """Yields kind, devices of a group, bytes of a device and scope of collectives."""
     pattern = r"= (.*?) (all-[a-z-]+|reduce-scatter|collective-permute)\((?!.*-done)"
     for line in text.splitlines():
         if (match := re.search(pattern, line)) is None:
@@ -106,7 +108,7 @@ def collectives(text):
 
 
 class MapMatricesTest(parameterized.TestCase):
-    """Matrices of all shapes, cut in all ways, each mapped once."""
+    """Matrices of all shapes and shardings, each mapped once."""
 
     LEAVES = (  # shape; batch, rows, columns, cut; sharding
         ((3, 16, 24), ((0,), (1,), (2,)), (None, ("fsdp", "expert"))),
@@ -178,7 +180,7 @@ class UpdateTest(parameterized.TestCase):
 
 
 class CompiledTest(parameterized.TestCase):
-    """What is on the wires, by the compiled program."""
+    """The collectives of the compiled program."""
 
     def test_whole_matrices_by_all_to_all_and_one_number_besides(self):
         opt, mesh = make(), mesh_of({"data": 2, "fsdp": 2, "expert": 2})
@@ -207,7 +209,7 @@ class CompiledTest(parameterized.TestCase):
         self.assertEqual(sent["all-gather"], work.gathered_bytes * wider)
 
     def test_slices_send_each_other_no_matrices(self):
-        """Groups along data, the axis between slices: none but that of the norm."""
+        """Over data, the axis between slices, only the norm is summed."""
         mesh = mesh_of({"data": 2, "fsdp": 4})
         dims = transformer.param_dims(MODEL)
         opt = optimizer.make_optimizer(

@@ -1,3 +1,5 @@
+"""Muon Split against optax, closed forms and a float64 loop."""
+
 import dataclasses
 import functools
 import inspect
@@ -65,8 +67,8 @@ class ScaleByMuonSplitTest(parameterized.TestCase):
             np.testing.assert_allclose(got[head], rms * alone, atol=ROUNDING)
 
     def test_equals_optax_with_dimension_numbers_over_steps(self):
-        # Without Nesterov: optax weighs the newest gradient by its bias correction,
-        # which plain momentum does not have; a common factor alone drops out.
+        # Without Nesterov, where optax's bias correction weighs the newest gradient
+        # differently; without it, the correction is a common factor, which drops out.
         config = dataclasses.replace(FLOAT32, muon_nesterov=False)
         grads = [normal(2, 12, 3, 10, seed=i) for i in range(4)]
         oracle = contrib.scale_by_muon(

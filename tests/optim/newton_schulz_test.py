@@ -1,3 +1,5 @@
+"""Newton-Schulz against a float64 loop and the singular values."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

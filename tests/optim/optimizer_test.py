@@ -1,3 +1,5 @@
+"""The optimizer of a run: labels, updates, skipped updates and sharding."""
+
 import collections
 import dataclasses
 

@@ -33,7 +33,7 @@ EXPERTS = {
 
 
 def dim_names(model):
-    """The tree of logical dim names of a model."""
+    """Returns the tree of logical dim names of a model."""
     tree = {"embed_tokens": ("V", "D"), "lm_head": ("D", "V"), "norm": ("D",)}
     for g, group in enumerate(depth.layer_groups(model)):
         blocks = {f"block_{p}": _block(kind) for p, kind in enumerate(group.unit)}
@@ -43,7 +43,7 @@ def dim_names(model):
 
 
 def shapes(model):
-    """The tree of shapes of a model."""
+    """Returns the tree of shapes of a model."""
     sizes = {
         "V": model.vocab_size,
         "D": model.hidden_size,

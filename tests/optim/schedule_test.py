@@ -1,3 +1,5 @@
+"""The learning rate's schedule against its closed form."""
+
 import numpy as np
 from absl.testing import parameterized
 

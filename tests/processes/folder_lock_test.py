@@ -1,4 +1,4 @@
-"""Two processes never write one run's folder; the dead keep nobody out."""
+"""One process at a time writes a run's folder; a dead one holds no lock."""
 
 import os
 import pathlib
@@ -64,7 +64,7 @@ class LockTest(absltest.TestCase):
             pass
 
     def test_a_name_that_was_taken_away_meanwhile_is_no_lock(self):
-        """Its holder has left between our opening the file and our locking it."""
+        """Its owner deletes the file after we open it and before we lock it."""
         path, taken = self.folder / folder_lock.NAME, []
 
         def take_away(*args):

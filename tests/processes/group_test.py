@@ -1,4 +1,4 @@
-"""Who is one of several, by flags, environment and cluster; nobody is asked in vain."""
+"""Groups of processes, found by flags, environment and cluster."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ AUTOMATIC = group.Group()
 
 @contextlib.contextmanager
 def metadata_server(attributes):
-    """Compute Engine's, for a TPU VM with these attributes."""
+    """Returns Compute Engine's metadata of a TPU VM with these attributes."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):

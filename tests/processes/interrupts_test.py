@@ -1,4 +1,4 @@
-"""A process ends at once where it is asked to, with no traceback and no core."""
+"""A signal ends a process at once, without a traceback or a core dump."""
 
 import signal
 import subprocess
@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from glm5_jax.processes import interrupts
 from tests import environment
 
-# C++ that gives up the interpreter's lock for a minute, as a compilation does.
+# C++ code that holds the main thread for a minute, as a compilation does.
 COMPILE = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2 * 10**8)"
 TRACE = "while True: pass"
 CHILD = """

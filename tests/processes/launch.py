@@ -41,7 +41,7 @@ def get_config():
 
 
 def write_config(folder):
-    """A tiny run with experts, sparse attention, MTP, packing and Muon Split."""
+    """Writes a tiny run: experts, sparse attention, MTP, packing and Muon Split."""
     corpus = folder / "corpus"
     corpus.mkdir()
     for i in range(40):
@@ -54,7 +54,7 @@ def write_config(folder):
 
 
 def environ(num_devices=4):
-    """Of a child: so many CPU devices, and no second start for large pages."""
+    """Returns a child's environment: CPU devices, no restart for large pages."""
     return {
         **os.environ,
         **environment.VARIABLES,
@@ -66,14 +66,14 @@ def environ(num_devices=4):
 
 
 def train(config, workdir, *flags, wait=True):
-    """The training command with these flags."""
+    """Returns the training command with these flags."""
     command = [sys.executable, "-m", "glm5_jax.train", f"--config={config}"]
     child = start([*command, f"--workdir={workdir}", *flags])
     return finish(child) if wait else child
 
 
 def start(command, **variables):
-    """A process from the root of the repository, its output in one pipe."""
+    """Starts a process in the root of the repository, with its output in one pipe."""
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -85,7 +85,7 @@ def start(command, **variables):
 
 
 def finish(child, timeout=600):
-    """Its exit code and its output."""
+    """Returns the exit code and the output of a process."""
     try:
         output, _ = child.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -95,7 +95,7 @@ def finish(child, timeout=600):
 
 
 def together(command, count=2, **variables):
-    """The same command in `count` processes that find each other by the environment.
+    """Starts a command as `count` processes that find each other by the environment.
 
     Args:
       command: one for all, or a list of one each.
@@ -118,6 +118,6 @@ def together(command, count=2, **variables):
 
 
 def free_port():
-    """A port that nobody listens on."""
+    """Returns a free port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]

@@ -1,4 +1,4 @@
-"""All come, or all learn who does not; the processes are threads here."""
+"""All processes meet, or all learn who is missing; here they are threads."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ SECONDS = 1.5
 
 
 def call(*numbers, port=None):
-    """What each (num_processes, process_id) gets to hear; None if all is well."""
+    """Returns the error of each (num_processes, process_id), or None."""
     address = f"127.0.0.1:{port or launch.free_port()}"
     heard = [None] * len(numbers)
 
@@ -67,7 +67,7 @@ class RollCallTest(parameterized.TestCase):
     def test_loopback_is_not_heard_elsewhere(self):
         with roll_call._server(f"127.0.0.1:{launch.free_port()}") as server:
             self.assertEqual(server.getsockname()[0], "127.0.0.1")
-        # An address of documentation: of no machine.
+        # An address reserved for documentation: no machine has it.
         with roll_call._server(f"192.0.2.1:{launch.free_port()}") as server:
             self.assertEqual(server.getsockname()[0], "0.0.0.0")
 

@@ -1,4 +1,4 @@
-"""How the mesh's devices are shared out among simulated processes."""
+"""The division of the mesh's devices among simulated processes."""
 
 from absl.testing import parameterized
 

@@ -1,4 +1,4 @@
-"""Two real processes: what they agree on, and that they end together."""
+"""Two real processes agree on values and end together."""
 
 import pathlib
 import signal
@@ -55,7 +55,7 @@ class TogetherTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_damage_that_one_finds_counts_for_all(self):
-        """Each hashes a part of the files; with the largest flipped it is process 0."""
+        """Each process hashes a part of the files; process 0 finds the damaged one."""
         folder = self.folder / "given/checkpoints"
         faults_test.flip(faults_test.largest(folder / "2", "params"))
         for code, output in run("go_on", self.folder):

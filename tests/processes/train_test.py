@@ -1,4 +1,4 @@
-"""The training command in several real processes against the same in one."""
+"""The training command in several real processes equals that in one."""
 
 import json
 import os
@@ -28,7 +28,7 @@ MESHES = {
     "data": ["--config.mesh.data=8"],
     "mixed": [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "expert")],
 }
-# Of a config file: the fifth batch has no finite gradient.
+# Part of a config file: the gradient of the fifth batch is not finite.
 SPOIL = """
 import numpy as np
 from glm5_jax.training import corpus
@@ -124,7 +124,7 @@ class TrainTest(runs.FolderTest):
             self.assertEqual((metadata["step"], metadata["position"]), (5, 6))
 
     def two(self, name, *flags):
-        """Two processes of a long run that have come to its first steps."""
+        """Starts two processes of a long run, and waits for its first steps."""
         workdir = self.root / name
         command = [sys.executable, "-m", "glm5_jax.train", *flags, *MESHES["mixed"]]
         command += [f"--config={self.config}", f"--workdir={workdir}"]
@@ -148,7 +148,7 @@ class TrainTest(runs.FolderTest):
 
     @parameterized.parameters("SIGTERM", "SIGINT")
     def test_asked_to_end_both_save_the_same_step_and_the_run_goes_on(self, name):
-        """By one process then, on the same devices: to the end that one would reach."""
+        """Resumes with one process on the same devices, to the same end."""
         workdir, children = self.two(name)
         os.kill(children[1].pid, getattr(signal, name))
         for child in children:
@@ -196,7 +196,7 @@ class TrainTest(runs.FolderTest):
             self.assertIn("seed: 0 there, 7 here", output)
 
     def test_failure_in_a_simulation_ends_it(self):
-        """A process is killed: the others leave, and its number is named."""
+        """A process is killed: the others end, and its number is named."""
         workdir = self.root / "killed"
         flags = ["--config.num_steps=4000", "--simulate_processes=2"]
         child = launch.train(self.config, workdir, *flags, *MESHES["data"], wait=False)

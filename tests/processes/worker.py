@@ -1,4 +1,4 @@
-"""What the processes of together_test.py do: one function a scenario.
+"""Scenarios for the processes of together_test.py, one function each.
 
 python -m tests.processes.worker SCENARIO FOLDER
 """
@@ -31,14 +31,14 @@ METADATA = {"data": "corpus=1"}
 
 
 def values(step):
-    """What a checkpoint of this step holds."""
+    """Returns the contents of this step's checkpoint."""
     rng = np.random.default_rng(step)
     w = rng.normal(size=(32, 64)).astype(np.float32)
     return {"params": {"w": w, "b": rng.integers(0, 99, 3, np.int32)}}
 
 
 def abstract_state():
-    """Its shapes, sharded over all devices and over none."""
+    """Returns its shapes, sharded over all devices and replicated."""
     mesh = make_mesh()
     places = {"w": P("b", "a"), "b": P()}
     return {
@@ -52,7 +52,7 @@ def abstract_state():
 
 
 def placed(step):
-    """The same on the devices of all processes."""
+    """Places the contents on the devices of all processes."""
     return jax.tree.map(
         lambda x, like: jax.make_array_from_callback(
             x.shape, like.sharding, lambda index: x[index]
@@ -63,19 +63,19 @@ def placed(step):
 
 
 def assert_equal(state, step):
-    """Every shard that is here holds what it must, to the bit."""
+    """Checks this process's shards bit for bit."""
     for name, want in values(step)["params"].items():
         for shard in state["params"][name].addressable_shards:
             np.testing.assert_array_equal(shard.data, want[shard.index])
 
 
 def make_mesh():
-    """All devices, 8 of them, as 4 x 2."""
+    """Returns a mesh of all 8 devices as 4 x 2."""
     return jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 def agree(folder):
-    """Small agreements, and a batch of which each process makes its rows."""
+    """Agrees on values, and on a batch of which each process makes its rows."""
     number = jax.process_index()
     assert together.is_first() == (number == 0)
     assert together.from_first("greeting", lambda: f"I am {number}") == "I am 0"
@@ -104,7 +104,7 @@ def agree(folder):
 
 
 def fall_back(folder):
-    """Process 1 alone cannot read step 2: no process takes it."""
+    """Hides step 2 from process 1 only: no process restores it."""
     manager = manager_lib.CheckpointManager(folder / "given", keep=3)
     if jax.process_index() == 1:
         read = stored.read
@@ -123,7 +123,7 @@ def fall_back(folder):
 
 
 def go_on(folder):
-    """Reads the newest step that is good, and saves one more."""
+    """Restores the newest sound step, and saves another."""
     manager = manager_lib.CheckpointManager(folder / "given", keep=9)
     step, state, _ = manager.restore(abstract_state())
     assert_equal(state, step)
@@ -132,7 +132,7 @@ def go_on(folder):
 
 
 def import_shards(folder):
-    """Loads a Hugging Face folder; says of which experts this process read a byte."""
+    """Loads a Hugging Face folder, and returns the experts that this process read."""
     reads, read = [], safetensors_file.Tensor._read
 
     def noted(tensor, file, shape):
@@ -167,14 +167,14 @@ def import_shards(folder):
 
 
 def refuse(folder):
-    """Process 1 does not like its input, while 0 waits in a collective."""
+    """Process 1 refuses its input while process 0 waits in a collective."""
     if jax.process_index() == 1:
         raise config_lib.InputError("process 1 finds no corpus.")
     together.all_true(True)
 
 
 def die(folder):
-    """Process 1 is killed, while 0 waits in a collective."""
+    """Process 1 is killed while process 0 waits in a collective."""
     together.all_true(True)
     if jax.process_index() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -182,7 +182,7 @@ def die(folder):
 
 
 def raise_error(folder):
-    """Process 0, whose service all others need, meets a bug."""
+    """Process 0, whose service all others need, raises an error."""
     if jax.process_index() == 0:
         raise RuntimeError("a bug in process 0")
     together.all_true(True)
