@@ -1,11 +1,15 @@
 """Floating-point operations of matrix products, counted in the traced program.
 
-The compiler's own count takes a loop's body once and a kernel for nothing. Here scans
-count as often as they run, a shard_map by its local shapes, what jit splits by itself
-as split evenly, a kernel by its cost estimate or else by its body times its grid, and
-of a conditional the dearer branch. Rows of a grouped product count whether a group
-has them or not: what that is at an even load says `at_even_load`. What the compiler
-then finds unused is still in the trace.
+The compiler's own count takes a loop's body once and a kernel for nothing. Here:
+
+- A scan counts as often as it runs, a shard_map by its local shapes, and an array that
+  jit splits by itself as split evenly.
+- A kernel counts by its cost estimate, or else by its body times its grid.
+- A conditional counts as the more expensive branch.
+- A grouped product counts all rows of its buffer; `at_even_load` counts those that are
+  in use when every expert has equally many.
+- An operation whose results nobody reads does not count, as the compiler removes it.
+  jax keeps every kernel in a trace, also where recomputation does not need it.
 """
 
 import dataclasses
@@ -20,7 +24,7 @@ GROUPED = "grouped products"
 
 @dataclasses.dataclass
 class Flops:
-    """Of one device and one run of the program."""
+    """The FLOPs of one device in one run of the program."""
 
     by_kind: dict[str, float] = dataclasses.field(default_factory=dict)
     num_unknown_loops: int = 0  # whose trip count is data: counted once
@@ -31,10 +35,10 @@ class Flops:
         return sum(self.by_kind.values(), 0.0)
 
     def at_even_load(self, num_devices: int) -> "Flops":
-        """Counts where the experts of so many devices share the rows evenly.
+        """Returns the count where the experts of some devices share the rows evenly.
 
-        Buffers have room for all rows of these devices. That a grouped product leaves
-        out the tiles behind the last group is taken for granted, not seen.
+        Buffers have room for all rows of these devices. We assume that a grouped
+        product skips the tiles after the last group; no chip has shown it.
         """
         by_kind = dict(self.by_kind)
         if GROUPED in by_kind:
@@ -53,7 +57,7 @@ class Flops:
 
 
 def count(jaxpr: Any, num_devices: int) -> Flops:
-    """Counts a jaxpr whose products jit splits over so many devices."""
+    """Counts a jaxpr whose products jit splits over `num_devices`."""
     total = Flops()
     _walk(getattr(jaxpr, "jaxpr", jaxpr), 1.0, num_devices, total)
     return total
@@ -61,7 +65,7 @@ def count(jaxpr: Any, num_devices: int) -> Flops:
 
 def _walk(jaxpr: Any, times: float, num_devices: int, total: Flops) -> None:
     """Adds `times` runs of a jaxpr, split over the devices that are not manual."""
-    for equation in jaxpr.eqns:
+    for equation in _live(jaxpr):
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
             total.add("dense products", times * _dot(equation) / num_devices)
@@ -84,6 +88,16 @@ def _walk(jaxpr: Any, times: float, num_devices: int, total: Flops) -> None:
                 _walk(sub, times * runs, num_devices, total)
             if name == "while" and total.total > before:
                 total.num_unknown_loops += 1
+
+
+def _live(jaxpr: Any) -> list[Any]:
+    """Equations with an effect, or with a result that the body's results need."""
+    needed, found = set(map(id, jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(id(x) in needed for x in equation.outvars):
+            needed.update(map(id, equation.invars))
+            found.append(equation)
+    return found[::-1]
 
 
 def _dot(equation: Any) -> float:
@@ -110,7 +124,7 @@ def _ragged(equation: Any) -> float:
 
 
 def _kernel(equation: Any, times: float, total: Flops) -> None:
-    """A Pallas kernel: what it says of itself, or its body for each of its programs."""
+    """Adds a Pallas kernel: its own estimate, or its body for each of its programs."""
     estimate = equation.params.get("cost_estimate")
     kind = f"kernel {equation.params.get('name') or 'without a name'}"
     if estimate is not None:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
-from jax import lax
+from jax import ad_checkpoint, lax
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 
@@ -125,6 +125,29 @@ class KernelTest(parameterized.TestCase):
 
     def test_body_times_grid(self):
         self.assertEqual(count(self.kernel(), X, W).by_kind, {UNNAMED: PRODUCT})
+
+    def test_one_whose_results_nobody_reads_does_not_count(self):
+        """Recomputing it brings nothing: what the gradient reads was kept."""
+
+        @jax.custom_vjp
+        def f(x, w):
+            return self.kernel()(x, w)
+
+        def forward(x, w):
+            out = ad_checkpoint.checkpoint_name(self.kernel()(x, w), "kept")
+            return out, (w, out)
+
+        def backward(kept, d):
+            w, out = kept
+            return (d * out) @ w.T, jnp.zeros_like(w)
+
+        f.defvjp(forward, backward)
+        policy = jax.checkpoint_policies.save_only_these_names("kept")
+        run = lambda x, w: jnp.sum(jax.checkpoint(f, policy=policy)(x, w))
+        traced = jax.jit(jax.grad(run)).trace(X, W)
+        self.assertEqual(str(traced.jaxpr).count("pallas_call"), 2)
+        found = flops.of_traced(traced, 1).by_kind
+        self.assertEqual(found, {UNNAMED: PRODUCT, "dense products": PRODUCT})
 
     def test_or_what_it_says_of_itself(self):
         said = pl.CostEstimate(flops=77, transcendentals=0, bytes_accessed=0)
