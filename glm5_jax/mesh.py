@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 from glm5_jax import config as config_lib
 from glm5_jax.config import checks
+from pallas_kernels import chips
 
 AXES = ("data", "fsdp", "expert", "tensor", "context")
 # Slices that are sold (cloud.google.com/tpu/docs), smallest first, for suggestions:
@@ -117,8 +118,8 @@ def num_devices(name: str, num_slices: int = 1) -> int:
       InputError: there is no such chip, or no slice of such a shape.
     """
     kind = _require_named(name)
-    chips = math.prod(map(int, name.partition(":")[2].split("x")))
-    return chips * DEVICES_OF_A_CHIP.get(kind, 1) * num_slices
+    num_chips = math.prod(map(int, name.partition(":")[2].split("x")))
+    return num_chips * DEVICES_OF_A_CHIP.get(kind, 1) * num_slices
 
 
 def axis_sizes(config: config_lib.MeshConfig, num_devices: int) -> dict[str, int]:
@@ -202,6 +203,14 @@ def _require_slices(num_slices: int, devices: Sequence[Any]) -> None:
 def _require_named(name: str) -> str:
     """Returns the chip of a topology's name, or raises InputError."""
     kind, _, shape = name.partition(":")
+    chip = chips.CHIPS.get(kind.lower())
+    if chip is not None and chip.platform == "gpu":
+        raise config_lib.InputError(
+            f"topology must name a slice of TPUs, got {name!r}: programs are compiled "
+            f"ahead of time, and meshes planned, for {', '.join(TOPOLOGIES)} alone. On "
+            "GPUs, ask for the memory of a run on the machine itself: python -m "
+            "glm5_jax.train --dry_run."
+        )
     if kind not in TOPOLOGIES:
         raise config_lib.InputError(
             f"topology must be CHIP:SHAPE with a chip of {', '.join(TOPOLOGIES)}, got "

@@ -36,6 +36,7 @@ class PlanTest(parameterized.TestCase):
             ),
             "leave out --config.mesh.fsdp, --config.model.expert_chunks (slices",
         ),
+        ("gpus", ("--topology=h200:8",), "for v5e, v5p, v6e, tpu7x alone. On GPUs"),
         ("unknown_chip", ("--topology=v9:2x2",), "chip of v5e, v5p, v6e, tpu7x"),
         (
             "rows",

@@ -1,9 +1,9 @@
-"""What a training step needs of a device's memory, from shapes alone.
+"""The memory that a training step needs on a device, from shapes alone.
 
-Arguments are exact. Temporaries are what lives at the worst of three moments: a layer's
-backward pass, that of MTP's layer, the update. Each term is one function of shapes; how
-many copies of a buffer live at once is the compiler's choice: the constants, fitted to
-what libtpu 0.0.51 says (tests/scale/estimate/compiled.json).
+Arguments are exact. Temporaries are those of the worst of four moments: a layer's
+backward pass, that of MTP's layer, the head, the update. Each term is a function of
+shapes. How many copies of a buffer live at once is the compiler's choice; the constants
+are fitted to what libtpu 0.0.51 reports (tests/scale/estimate/compiled.json).
 """
 
 import dataclasses

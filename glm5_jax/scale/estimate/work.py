@@ -13,8 +13,7 @@ from glm5_jax.scale.estimate import setting as setting_lib
 from glm5_jax.scale.estimate import traffic
 
 Setting = setting_lib.Setting
-BACKWARD = 2  # products of a backward pass: for what came in, and for the weights
-KERNEL_BACKWARD = 2.5  # of attention: scores again, dv, dp, dq, dk over two forward
+BACKWARD = 2  # products of a backward pass: for the input, and for the weights
 KEY_BLOCK = 512  # keys that a kernel of attention masks or skips together
 # What a layer reads and writes of its hidden states besides its large buffers: norms,
 # residuals, projections; times the states' size, in one forward pass.
@@ -82,15 +81,24 @@ def vocabulary(s: Setting) -> float:
 
 
 def attention(s: Setting) -> float:
-    """Scores and values: of all visible keys, or of the listed ones as latents."""
+    """Attention to all visible keys, or to the listed ones as latents.
+
+    Forward: scores and outputs. Backward, as the kernels report it: scores, the
+    gradients of the probabilities (as wide as the values), dq, dk and dv. The kernel
+    for lists computes each of them once. Over all keys a second kernel computes dk and
+    dv, and the scores and the gradients of the probabilities again.
+    """
     model, keys = s.model, _visible(s)
-    width = model.qk_head_dim + model.v_head_dim
+    score, value = model.qk_head_dim, model.v_head_dim
+    backward = 4 * score + 3 * value
     if s.has_lists:
         keys = min(keys, model.index_topk)
-        width = 2 * model.kv_lora_rank + model.qk_rope_head_dim
+        value = model.kv_lora_rank
+        score = value + model.qk_rope_head_dim
+        backward = 3 * score + 2 * value
     heads = model.num_attention_heads // s.over("tensor")
-    once = 2.0 * s.tokens * keys * heads * width
-    return once * (_forward(s) + KERNEL_BACKWARD) * sum(_layers(s).values())
+    width = _forward(s) * (score + value) + backward
+    return 2.0 * s.tokens * keys * heads * width * sum(_layers(s).values())
 
 
 def indexer(s: Setting) -> float:

@@ -29,6 +29,11 @@ SUMMED_WHOLE = ("depth_8_fsdp_16_expert_4_one_chunk", "v5p_2048")
 WIRE_SUMMED_WHOLE = 0.2
 IS_LARGE = 0.05  # share of the traffic below which axes are not compared
 PROGRAMS = [(entry["name"], entry) for entry in COMPILED]
+KERNELS = [  # some reports sum all of them up
+    (entry["name"], entry)
+    for entry in COMPILED
+    if any(name.endswith("_backward") for name in entry["flops_by_kind"])
+]
 MODELS = [(entry["name"], entry) for entry in COMPILED if entry["depth"] is None]
 
 
@@ -89,6 +94,16 @@ class CompiledTest(parameterized.TestCase):
         if not entry["is_even_load"]:  # reports counted the buffers' rows before
             rows *= s.over("expert")
         self.assert_near(rows, counted["grouped products"], PRODUCTS)
+
+    @parameterized.named_parameters(KERNELS)
+    def test_attention(self, entry):
+        """By the kernels' own counts; they take of the last block half."""
+        s, counted = setting_of_entry(entry), entry["flops_by_kind"]
+        name = "sparse_mla" if s.has_lists else "masked_mla"
+        want = counted[f"kernel {name}"] + counted[f"kernel {name}_backward"]
+        if not s.has_lists:
+            want *= (s.keys + work.KEY_BLOCK) / (s.keys + 1)
+        self.assert_near(work.attention(s) * s.parts, want, PRODUCTS)
 
     @parameterized.named_parameters(MODELS)
     def test_bytes_of_hbm(self, entry):
