@@ -234,6 +234,8 @@ def _model_help() -> str:
     return (
         "\nThe config is that of the model's folder; one field of it is set by\n"
         "  --config.model.X=VALUE, e.g. --config.model.index_topk=64\n"
+        "Several devices share the model where generate or evaluate is given\n"
+        "  --config.mesh.X=VALUE, e.g. --config.mesh.fsdp=8\n"
         "(python -m glm5_jax train --help lists them).\n"
     )
 

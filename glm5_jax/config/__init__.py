@@ -7,6 +7,7 @@ defaults are GLM-5 (zai-org/GLM-5). All defaults of a run are defined here.
 from glm5_jax.config.checks import DamagedError, InputError
 from glm5_jax.config.data import DataConfig, DocumentKind, PrepareConfig
 from glm5_jax.config.health import HealthConfig
+from glm5_jax.config.mesh import MeshConfig
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
 from glm5_jax.config.optim import LossConfig, OptimConfig
 from glm5_jax.config.rl import (
@@ -20,7 +21,6 @@ from glm5_jax.config.rl import (
 from glm5_jax.config.rope import RopeScaling
 from glm5_jax.config.train import (
     TRACKERS,
-    MeshConfig,
     StageName,
     TrainConfig,
 )

@@ -1,4 +1,4 @@
-"""Settings of a whole run: its stage, mesh, schedule and checkpoints."""
+"""A whole run: every section, and what involves several of them."""
 
 import dataclasses
 import math
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from glm5_jax.config import checks, stages
 from glm5_jax.config.data import DataConfig
 from glm5_jax.config.health import HealthConfig
+from glm5_jax.config.mesh import MeshConfig
 from glm5_jax.config.model import ModelConfig
 from glm5_jax.config.optim import LossConfig, OptimConfig
 from glm5_jax.config.rl import RLConfig
@@ -21,77 +22,41 @@ else:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """Number of devices along each mesh axis."""
-
-    # Slices of TPUs, which only the data axis may span. Hosts of GPUs may be counted as
-    # slices too; with 1, every axis may span hosts.
-    slices: int = 1
-    # Devices that hold replicas and different rows; -1: all that the other axes leave.
-    data: int = -1
-    fsdp: int = 1  # devices that share rows, parameters and optimizer state
-    expert: int = 1  # devices that share the experts
-    # Devices that share attention heads, hidden dims of experts and the vocabulary.
-    tensor: int = 1
-    context: int = 1  # devices that share the tokens of a row
-
-    @property
-    def slow_axes(self) -> tuple[str, ...]:
-        """Returns the axes that span slices, over a network slower than links."""
-        return ("data",) if self.slices > 1 else ()
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        checks.require(
-            *checks.choices(self),
-            (
-                self.data == -1 or self.data >= 1,
-                f"data must be -1 or >= 1: {self.data}",
-            ),
-            *checks.positive(
-                self,
-                *("slices", "fsdp", "expert", "tensor", "context"),
-                most=checks.MAX_SIZE,
-            ),
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A whole run."""
 
-    # Kind of training; the paper's stages, in their order.
+    # What is trained, and on what: the paper's stages in their order.
     stage: StageName = "pretrain"
     # Run, step or Hugging Face folder whose parameters the run starts from.
     init_from: str | None = None
-    # Fields of model that change the logits and may differ from those of init_from.
+    # Fields of model that change the logits, and may differ from those of init_from.
     init_from_changes: tuple[str, ...] = ()
-    # Seed of initial parameters, order of data and sampling.
+    # Number that initial parameters, order of data and sampling follow from.
     seed: int = 0
     num_steps: int = 100  # updates of the whole run
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 50  # steps between held-out evaluations; 0: only at the end
     eval_batches: int = 8  # held-out batches of an evaluation
-    # Let evaluations of stage sft play held-out tasks of rl.environment too.
+    # Lets evaluations of stage sft play held-out tasks of rl.environment too.
     eval_success: bool = False
-    # Metric of evaluations that ends the run once it reaches stop_at: eval/success from
-    # below, eval/bits_per_byte from above. The learning rate still follows num_steps.
+    # Figure of evaluations that ends the run where it gets to stop_at: eval/success
+    # from below, eval/bits_per_byte from above. The schedule is laid over num_steps.
     stop_metric: Literal["", "eval/success", "eval/bits_per_byte"] = ""
     stop_at: float = 0.0  # value of stop_metric that ends the run
     sample_every: int = 0  # steps between sample texts; 0: only at the end
-    # Text that a sample continues, or answers in stage sft.
+    # Text that a sample continues, or in stage sft answers.
     sample_prompt: str = "def __init__(self"
     sample_tokens: int = 96  # length of a sample; 0: no sample
     checkpoint_every: int = 100  # steps between checkpoints; 0: only at the end
-    checkpoints_to_keep: int = 3  # newest checkpoints that are kept
-    # Keep every checkpoint of a step divisible by it; 0: none.
+    checkpoints_to_keep: int = 3  # newest checkpoints that stay
+    # Checkpoints of steps divisible by it stay for ever; 0: none.
     checkpoints_keep_every: int = 0
-    # Also keep the N best by evaluation: lowest eval/bits_per_byte, or in stage rl
-    # highest eval/success.
+    # As many more stay by evaluation: those of the lowest eval/bits_per_byte, in stage
+    # rl of the highest eval/success.
     checkpoints_keep_best: int = 0
-    # First and last step of a profile in the run's folder, e.g. (10, 12); (): none.
+    # First and last step of a profile in the run's folder, as (10, 12); (): none.
     profile_steps: tuple[int, ...] = ()
-    trackers: tuple[str, ...] = ()  # further places for metrics: "tensorboard", "wandb"
+    trackers: tuple[str, ...] = ()  # "tensorboard", "wandb": metrics go there as well
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     loss: LossConfig = LossConfig()
@@ -101,7 +66,7 @@ class TrainConfig:
     health: HealthConfig = HealthConfig()
 
     def __post_init__(self) -> None:
-        """Takes the defaults of the stage, and checks rules between sections.
+        """Takes the defaults of the stage, and checks what involves several sections.
 
         Raises:
           InputError: with the message of every broken rule.
@@ -153,7 +118,7 @@ class TrainConfig:
 
     @property
     def stage_record(self) -> stages.Stage:
-        """The record of the stage: all that is particular to it."""
+        """All that is particular to the stage."""
         return stages.BY_NAME[self.stage]
 
     @property
@@ -169,12 +134,12 @@ class TrainConfig:
 
     @property
     def num_updates(self) -> int:
-        """Updates of the whole run, which the learning rate follows."""
+        """Updates of the whole run, which the learning rate's schedule counts."""
         return self.num_steps * self.updates_per_step
 
     @property
     def has_indexer_loss(self) -> bool:
-        """Returns whether the indexers learn by their KL divergence."""
+        """True where the indexers learn from their divergence from the attention."""
         has_indexer = self.model.attention != "dense"
         has_weight = self.loss.indexer_weight > 0
         return has_indexer and has_weight and self.stage_record.computes("indexer_kl")
@@ -188,12 +153,12 @@ class TrainConfig:
 
     @property
     def replays_routing(self) -> bool:
-        """Returns whether the trainer repeats the routing of the engine."""
+        """True where the trainer routes tokens to the experts that the engine chose."""
         return self.rl.router_replay and self.stage_record.can_replay_routing
 
     @property
     def plays_episodes(self) -> bool:
-        """Returns whether the run plays episodes, to learn or to evaluate."""
+        """True where an engine of the run plays episodes, to learn or to evaluate."""
         return self.stage_record.plays_episodes or self.eval_success
 
     def has_reached(self, evaluation: Mapping[str, Any]) -> bool:
@@ -205,7 +170,7 @@ class TrainConfig:
         return metric.is_reached(value, self.stop_at)
 
     def _init_rules(self) -> list[tuple[bool, str]]:
-        """Returns the rules that init_from_changes names fields of the model."""
+        """Rules: what may differ from init_from is of the model."""
         return [
             (
                 name in ModelConfig.__dataclass_fields__,
@@ -215,7 +180,7 @@ class TrainConfig:
         ]
 
     def _watching_rules(self) -> list[tuple[bool, str]]:
-        """Returns the rules that trackers are known and profiled steps in order."""
+        """Rules: trackers are known, and the steps of a profile are there, in order."""
         steps, last = self.profile_steps, self.num_steps
         is_range = len(steps) == 2 and 1 <= steps[0] <= steps[1] <= last
         return [
@@ -231,7 +196,7 @@ class TrainConfig:
         ]
 
     def _checkpoint_rules(self) -> list[tuple[bool, str]]:
-        """Returns the rules that kept checkpoints are written and evaluated."""
+        """Rules: what shall be kept, must be written, and be evaluated before."""
         saves, keeps = self.checkpoint_every, self.checkpoints_keep_every
         evaluates = self.eval_every
         return [
@@ -250,7 +215,7 @@ class TrainConfig:
         ]
 
     def _stop_rules(self) -> list[tuple[bool, str]]:
-        """Returns the rules that a warm-up ends and that stop_metric is evaluated."""
+        """Rules: a warm-up ends before the run; what a run waits for, it evaluates."""
         stage, metric = self.stage_record, stages.METRICS.get(self.stop_metric)
         is_success = metric is stages.SUCCESS
         is_measured = metric in stage.measures or (is_success and self.eval_success)
@@ -291,7 +256,7 @@ class TrainConfig:
         ]
 
     def batch_rule(self, num_shares: int) -> tuple[bool, str]:
-        """Returns the rule that data * fsdp * expert devices get equal rows."""
+        """Rule: devices of data * fsdp * expert get the same number of rows each."""
         parts, updates = self.optim.accumulation_steps, self.updates_per_step
         axes = "data * fsdp * expert" + " * accumulation_steps" * (parts > 1)
         field = self.stage_record.updates.rpartition(".")[2]
@@ -304,34 +269,19 @@ class TrainConfig:
         )
 
     def _mesh_rules(self) -> list[tuple[bool, str]]:
-        """Returns the rules that mesh axes divide what they shard."""
-        mesh, model = self.mesh, self.model
+        """Returns the rules that mesh axes divide the rows, tokens, and slots."""
+        mesh = self.mesh
         shares = mesh.fsdp * mesh.expert * max(mesh.data, 1)
         known = shares * mesh.context * mesh.tensor  # with data=-1 there are more
-        stored = mesh.fsdp * mesh.context  # each matrix is cut into at least as many
         rules = [self.batch_rule(shares), *self._token_rules(known)]
         if self.plays_episodes:
             axes, parts = "data * fsdp * expert * context", shares * mesh.context
             remedy = "give devices to mesh.tensor"
             rules += [checks.whole("rl.slots", self.rl.slots, axes, parts, remedy)]
-        for name, axes, parts in (
-            ("hidden_size", "fsdp * context * expert", stored * mesh.expert),
-            ("q_lora_rank", "fsdp * context * expert", stored * mesh.expert),
-            ("kv_lora_rank", "fsdp * context", stored),
-            ("n_routed_experts", "expert", mesh.expert),
-            ("vocab_size", "tensor * expert", mesh.tensor * mesh.expert),
-            ("num_attention_heads", "tensor", mesh.tensor),
-            ("intermediate_size", "tensor", mesh.tensor),
-            ("moe_intermediate_size", "tensor", mesh.tensor),
-        ):
-            size = getattr(model, name)
-            near = checks.nearest_divisors(math.gcd(size, known), parts)
-            remedy = f"{axes} to {checks.listed(near)}"
-            rules.append(checks.whole(f"model.{name}", size, axes, parts, remedy))
-        return rules
+        return [*rules, *mesh.model_rules(self.model)]
 
     def _token_rules(self, num_devices: int) -> list[tuple[bool, str]]:
-        """Returns the rules that context, then expert_chunks divide a row's tokens."""
+        """Rules: tokens of a row are cut over context, and then into chunks."""
         length, context = self.data.sequence_length, self.mesh.context
         chunks, rules = self.model.expert_chunks, []
         name = "data.sequence_length"

@@ -13,7 +13,7 @@ from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
-from glm5_jax.inference import engine, scoring
+from glm5_jax.inference import engine, placement, scoring
 from glm5_jax.weights import loading
 
 
@@ -92,7 +92,8 @@ def generate(
     """
     _require_folder_of(tokens_out)
     ids = None if prompt.tokens is None else read_ids(prompt.tokens)
-    config, params, tokenizer = loading.load_model(checkpoint, overrides)
+    mesh, overrides = loading.mesh_of(overrides)
+    config, params, tokenizer = loading.load_model(checkpoint, overrides, mesh)
     ends: Collection[int] = config.eos_token_id
     if ids is not None:
         prompts = np.atleast_2d(ids).tolist()
@@ -106,16 +107,17 @@ def generate(
     stop_ids = {i for i in ends if i < config.vocab_size}  # larger ids are never drawn
     temperature, top_p = _settled(sampling, checkpoint)
     logging.info("Compiling and sampling ...")
-    completions = engine.generate(
-        params,
-        config,
-        prompts,
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        stop_ids=() if sampling.ignore_eos else stop_ids,
-        seed=sampling.seed,
-    )
+    with placement.using(mesh):
+        completions = engine.generate(
+            params,
+            config,
+            prompts,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            stop_ids=() if sampling.ignore_eos else stop_ids,
+            seed=sampling.seed,
+        )
     rows = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]
     if tokens_out is not None:
         is_single = ids is None or ids.ndim == 1
@@ -191,7 +193,8 @@ def evaluate(
     _require_folder_of(logits_out)
     ids = None if tokens is None else np.atleast_2d(read_ids(tokens))
     written = None if text is None else _read_text(text)
-    config, params, tokenizer = loading.load_model(checkpoint, overrides)
+    mesh, overrides = loading.mesh_of(overrides)
+    config, params, tokenizer = loading.load_model(checkpoint, overrides, mesh)
     if ids is not None:
         rows = scoring.rows_of_tokens(ids, config)
     elif tokenizer is not None:
@@ -204,7 +207,8 @@ def evaluate(
         shape = (*rows["tokens"].shape, config.vocab_size)
         logits = np.lib.format.open_memmap(logits_out, "w+", np.float32, shape)
     logging.info("Compiling and scoring ...")
-    nll = scoring.score(params, config, rows, logits)
+    with placement.using(mesh):
+        nll = scoring.score(params, config, rows, logits)
     return scoring.summarize(rows, nll)
 
 

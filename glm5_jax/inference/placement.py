@@ -6,6 +6,7 @@ which share heads and widths. Devices of the context axis hold more slots: no se
 is cut.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -53,8 +54,10 @@ def engine_mesh(mesh: AnyMesh) -> AnyMesh:
     return Mesh(devices, names, axis_types=mesh.axis_types)
 
 
-def using(mesh: AnyMesh) -> AbstractContextManager:
-    """Sets a mesh, concrete or abstract, as the current one."""
+def using(mesh: AnyMesh | None) -> AbstractContextManager:
+    """Sets a mesh, concrete or abstract, as the current one; None changes nothing."""
+    if mesh is None:
+        return contextlib.nullcontext()
     if isinstance(mesh, AbstractMesh):
         return jax.sharding.use_abstract_mesh(mesh)
     return jax.set_mesh(mesh)

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from glm5_jax import collectives, losses, sharding
 from glm5_jax import config as config_lib
-from glm5_jax import losses
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.rows import packing
-from glm5_jax.inference import weights
+from glm5_jax.inference import placement, weights
+from glm5_jax.model import context as context_lib
 from glm5_jax.model import invariance, transformer
 
 BATCH_TOKENS = 4096  # tokens of a forward pass
@@ -99,6 +100,8 @@ def score(
 ) -> Float[np.ndarray, "N T"]:
     """Computes -log p(target) at every position, in nats.
 
+    The devices of the mesh in use share the rows and the parameters.
+
     Args:
       params: of `transformer.table`.
       config: of the model.
@@ -110,18 +113,22 @@ def score(
     """
     tokens = rows["tokens"]
     require_positions(tokens.shape[1], config)
-    params = weights.cast_params(params, config)
+    mesh = placement.in_use()
     names = ("tokens", "targets", "segment_ids", "positions")
     size = min(len(tokens), max(1, BATCH_TOKENS // tokens.shape[1]))
+    shares = placement.num_shares(mesh)
+    size = -(-size // shares) * shares  # as many rows on every device
     nll = np.empty(tokens.shape, np.float32)
-    for first in range(0, len(tokens), size):
-        batch = [_take(rows[name], first, size) for name in names]
-        part = slice(first, first + size)
-        count = len(tokens[part])
-        result, hidden = _score(params, config, *batch)
-        nll[part] = result[:count]
-        if logits_out is not None:
-            logits_out[part] = _logits(params, config, hidden)[:count]
+    with placement.using(mesh):
+        params = weights.computed(params, config, mesh)
+        for first in range(0, len(tokens), size):
+            batch = [_take(rows[name], first, size) for name in names]
+            part = slice(first, first + size)
+            count = len(tokens[part])
+            result, hidden = _score(params, config, *batch)
+            nll[part] = result[:count]
+            if logits_out is not None:
+                logits_out[part] = _logits(params, config, hidden)[:count]
     return nll
 
 
@@ -156,9 +163,19 @@ def _score(
     positions: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T D"]]:
     """Computes the losses of a batch, and the states that its logits come from."""
-    out = transformer.forward(params, config, tokens, segment_ids, positions)
-    head = params["lm_head"]
-    return losses.token_nll(out.hidden, head, targets, CHUNK_TOKENS), out.hidden
+    context = context_lib.make_context(config, segment_ids, positions)
+
+    def local(
+        params: dict, tokens: Array, targets: Array, context: context_lib.Context
+    ) -> tuple[Array, Array]:
+        out = transformer.forward(params, config, tokens, context=context)
+        head = params["lm_head"]
+        return losses.token_nll(out.hidden, head, targets, CHUNK_TOKENS), out.hidden
+
+    specs = sharding.specs(transformer.param_dims(config))
+    arguments = specs, placement.ROWS, placement.ROWS, placement.ROWS
+    run = collectives.on_shards(local, arguments, placement.ROWS)
+    return run(params, tokens, targets, context)
 
 
 _logits = invariance.jit(transformer.logits, static_argnames="config")

@@ -36,14 +36,21 @@ def make(
       config: of the model.
       mesh: the engine's mesh, which must be set; None for a single device.
     """
+    params = computed(params, config, mesh)
+    return Weights(params, _decode_params(params, config), version)
+
+
+def computed(
+    params: dict, config: config_lib.ModelConfig, mesh: placement.AnyMesh | None
+) -> dict:
+    """Returns parameters in their dtypes of computation, sharded over the mesh."""
 
     def placed(params: dict) -> dict:
         if mesh is None:
             return params
         return jax.device_put(params, placement.params(config, mesh))
 
-    params = placed(cast_params(placed(params), config))
-    return Weights(params, _decode_params(params, config), version)
+    return placed(cast_params(placed(params), config))
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 from absl import logging
+from jax.sharding import Mesh
 
-from glm5_jax import command_line
+from glm5_jax import command_line, sharding
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from glm5_jax.checkpoint import leaves, manager, step_folder
+from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.model import transformer
 from glm5_jax.weights import huggingface, huggingface_config
@@ -48,34 +51,46 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Overridable:
-    """The section that --config.model.X overrides when a model is read."""
+    """The sections that the command line overrides when a model is read."""
 
     model: config_lib.ModelConfig = dataclasses.field(
         default_factory=config_lib.ModelConfig
     )
+    mesh: config_lib.MeshConfig = dataclasses.field(
+        default_factory=config_lib.MeshConfig
+    )
 
 
 def load_model(
-    path: Path, overrides: Sequence[command_line.Override] = ()
+    path: Path,
+    overrides: Sequence[command_line.Override] = (),
+    mesh: Mesh | None = None,
 ) -> tuple[config_lib.ModelConfig, dict, tokenizer_lib.Tokenizer | None]:
-    """Returns config, parameters in their stored dtypes, and tokenizer, or None for it.
+    """Returns config, parameters in their stored dtypes, and tokenizer or None.
 
     Args:
       path: a run folder (its newest step), a step folder or a Hugging Face folder.
       overrides: pairs such as ("model.index_topk", "32").
+      mesh: devices that share the parameters; None puts them on the first device.
 
     Raises:
       InputError: nothing usable is there, or its parts do not fit together.
     """
     source = find(path)
     config = read_config(source, overrides)
+    abstract, places = transformer.abstract_params(config), None
+    if mesh is not None:
+        checks.require(*config_lib.MeshConfig(**mesh.shape).model_rules(config))
+        places = sharding.shardings(transformer.param_dims(config), mesh)
+        abstract = jax.tree.map(lambda x, s: x.update(sharding=s), abstract, places)
     logging.info("Reading the parameters of %s ...", source.weights)
     tokenizer = tokenizer_of(source)
     if tokenizer is not None:
         tokenizer_lib.check_vocab(tokenizer, config.vocab_size)
-    abstract = transformer.abstract_params(config)
     if source.is_huggingface:
-        params = huggingface.load_params(source.weights, config, abstract)
+        params = huggingface.load_params(
+            source.weights, config, abstract, shardings=places
+        )
     else:
         params = manager.restore_params(source.weights, abstract)
     return config, _finite(params, path), tokenizer
@@ -204,7 +219,8 @@ def read_config(
       InputError: an override is of another section, or its value is invalid.
     """
     errors = [
-        f"--config.{path} has no effect here; only --config.model.X=VALUE has."
+        f"--config.{path} has no effect here; only --config.model.X=VALUE has, and "
+        f"where the model runs --config.mesh.X=VALUE."
         for path, _ in overrides
         if not path.startswith("model.")
     ]
@@ -295,6 +311,24 @@ def require_tokenizer(
             f"init_from, {theirs}: its ids mean other texts. Set "
             f"data.tokenizer={str(theirs)!r}; or prepare data.source with it."
         )
+
+
+def mesh_of(
+    overrides: Sequence[command_line.Override],
+) -> tuple[Mesh | None, list[command_line.Override]]:
+    """Splits off the overrides of the mesh.
+
+    Returns:
+      The mesh that --config.mesh.X asks for, None without any, and other overrides.
+
+    Raises:
+      InputError: there is no such axis, or the devices do not fill the mesh.
+    """
+    ours = [o for o in overrides if o[0].partition(".")[0] == "mesh"]
+    if not ours:
+        return None, [*overrides]
+    config = command_line.resolve({}, ours, _Overridable).mesh
+    return mesh_lib.make_mesh(config), [o for o in overrides if o not in ours]
 
 
 def overrides_of(

@@ -148,7 +148,7 @@ class LoadTest(FolderTest):
             with self.assertRaises(config_lib.InputError) as caught:
                 loading.require_same_mathematics(config)
             message = str(caught.exception)
-            self.assertIn("num_experts_per_tok: 2 there, 1 here", message)
+            self.assertIn("num_experts_per_tok: 2 in init_from, 1 in this run", message)
             self.assertEqual("rope_theta: 10000.0" in message, not changes, message)
         loading.require_same_mathematics(
             self.train_config(run, tuple(others), **others)
