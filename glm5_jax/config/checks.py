@@ -88,7 +88,7 @@ def seed_rule(seed: int) -> tuple[bool, str]:
     )
 
 
-def whole(
+def divisible(
     name: str, number: int, axes: str, parts: int, remedy: str
 ) -> tuple[bool, str]:
     """Returns the rule that a number is divisible by the devices that share it.

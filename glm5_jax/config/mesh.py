@@ -61,5 +61,5 @@ class MeshConfig:
             size = getattr(model, name)
             near = checks.nearest_divisors(math.gcd(size, known), parts)
             remedy = f"{axes} to {checks.listed(near)}"
-            rules.append(checks.whole(f"model.{name}", size, axes, parts, remedy))
+            rules.append(checks.divisible(f"model.{name}", size, axes, parts, remedy))
         return rules

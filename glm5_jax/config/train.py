@@ -260,7 +260,7 @@ class TrainConfig:
         parts, updates = self.optim.accumulation_steps, self.updates_per_step
         axes = "data * fsdp * expert" + " * accumulation_steps" * (parts > 1)
         field = self.stage_record.updates.rpartition(".")[2]
-        return checks.whole(
+        return checks.divisible(
             " * ".join(self.stage_record.rows),
             self.num_rows,
             axes + f" * {field}" * (updates > 1),
@@ -277,7 +277,7 @@ class TrainConfig:
         if self.plays_episodes:
             axes, parts = "data * fsdp * expert * context", shares * mesh.context
             remedy = "give devices to mesh.tensor"
-            rules += [checks.whole("rl.slots", self.rl.slots, axes, parts, remedy)]
+            rules += [checks.divisible("rl.slots", self.rl.slots, axes, parts, remedy)]
         return [*rules, *mesh.model_rules(self.model)]
 
     def _token_rules(self, num_devices: int) -> list[tuple[bool, str]]:
@@ -289,12 +289,14 @@ class TrainConfig:
             near = checks.nearest_divisors(max(length // context, 1), chunks)
             remedy = f"model.expert_chunks to {checks.listed(near)}"
             axes, parts = "context * expert_chunks", context * chunks
-            rules.append(checks.whole(name, length, axes, parts, remedy))
+            rules.append(checks.divisible(name, length, axes, parts, remedy))
         if context > 1:  # a device has an early and a late part of each row
             halves = 1 if length % 2 else math.gcd(length // 2, num_devices)
             near = checks.nearest_divisors(halves, context)
             remedy = f"context to {checks.listed(near)}"
-            rules.append(checks.whole(name, length, "2 * context", 2 * context, remedy))
+            rules.append(
+                checks.divisible(name, length, "2 * context", 2 * context, remedy)
+            )
         return rules
 
 

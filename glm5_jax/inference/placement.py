@@ -75,7 +75,7 @@ def require_whole(name: str, num_slots: int, mesh: AnyMesh | None) -> None:
       InputError: the slots cannot be divided so.
     """
     axes, remedy = "data * fsdp * expert * context", "give devices to mesh.tensor"
-    checks.require(checks.whole(name, num_slots, axes, num_shares(mesh), remedy))
+    checks.require(checks.divisible(name, num_slots, axes, num_shares(mesh), remedy))
 
 
 def params(config: config_lib.ModelConfig, mesh: AnyMesh) -> dict:

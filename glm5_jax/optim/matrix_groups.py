@@ -226,8 +226,8 @@ def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack
         return math.prod(mesh_shape[name] for name in names)
 
     stacks = []
-    for part, whole in enumerate(layout.part_shapes(shape)):
-        local = [n // size(axes[i]) for i, n in enumerate(whole)]
+    for part, part_shape in enumerate(layout.part_shapes(shape)):
+        local = [n // size(axes[i]) for i, n in enumerate(part_shape)]
         count, height, width = (math.prod(local[i] for i in part) for part in dims)
         sides = [(height, rows), (width, cols)]
         if is_transposed := height > width:
@@ -236,16 +236,16 @@ def _stacks(index: int, leaf: Leaf, mesh_shape: Mapping[str, int]) -> list[Stack
         shards = (size(names[0]), size(names[1]))
         stacks.append(
             Stack(
-                index,
-                part,
-                0,
-                count,
-                block,
-                batch,
-                names[0],
-                names[1],
-                shards,
-                is_transposed,
+                leaf=index,
+                part=part,
+                start=0,
+                count=count,
+                block=block,
+                batch_axes=batch,
+                row_axes=names[0],
+                col_axes=names[1],
+                shards=shards,
+                is_transposed=is_transposed,
             )
         )
     return stacks
