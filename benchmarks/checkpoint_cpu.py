@@ -86,7 +86,7 @@ def _train(run: run_lib.Run, num_saves: int) -> dict[str, float]:
 def _step(run: run_lib.Run) -> None:
     batch, _ = run.feed.next(run.params, run.step)
     run.params, run.opt_state, metrics = run.train_step(
-        run.params, run.opt_state, run.place(batch)
+        run.params, run.opt_state, run.to_devices(batch)
     )
     run.step += 1
     jax.block_until_ready((run.params, metrics))

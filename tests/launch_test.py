@@ -162,7 +162,7 @@ class RunTest(runs.FolderTest):
         self.assertEqual(code, 0, output)
         self.assertIn(f"ended with code {signals.EXIT_TERMINATED}", output)
         self.assertIn("saved and ended by SIGTERM; restart 1", output)
-        self.assertIn("Goes on from step", output)
+        self.assertIn("Resumes from step", output)
         self.assertEqual(manager.find_step(workdir).name, "60")
         names = {path.name for path in pathlib.Path(f"{workdir}_logs").iterdir()}
         self.assertEqual(names, {"process_0.log", "process_1.log"})

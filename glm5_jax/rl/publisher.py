@@ -26,7 +26,8 @@ def publish(
     Args:
       engine: whose tokens will bear `version`.
       params: of the trainer; they are copied.
-      version: of the parameters: batches behind them.
+      version: of the parameters: the batches drawn before them (`position` in
+        training/feeds/feed.py).
       weights: "int8" rounds the matrices of the layers, as an engine that serves
         quantised weights would; the trainer's stay as they are.
     """

@@ -144,7 +144,7 @@ class _Loop:
         with self._clock.waiting():
             batch, seen = run.feed.next(run.params, run.position)
         run.params, run.opt_state, metrics = run.train_step(
-            run.params, run.opt_state, run.place(batch)
+            run.params, run.opt_state, run.to_devices(batch)
         )
         return {**metrics, **seen}
 
@@ -229,13 +229,13 @@ class _Loop:
 
 
 def evaluate(run: run_lib.Run) -> dict[str, float]:
-    """Returns what the stage says of held-out data, now."""
-    return run.feed.evaluate(run.params, run.step, run.place)
+    """Returns the held-out figures of the stage, for the parameters of now."""
+    return run.feed.evaluate(run.params, run.position, run.to_devices)
 
 
 def write_sample(run: run_lib.Run) -> str:
-    """Writes what the stage has to show to samples/STEP.txt."""
-    text = run.feed.sample(run.params, run.step)
+    """Writes a sample text of the stage to samples/STEP.txt."""
+    text = run.feed.sample(run.params)
     folder = run.workdir / "samples"
     folder.mkdir(exist_ok=True)
     (folder / f"{run.step}.txt").write_text(text, encoding="utf-8")

@@ -86,7 +86,7 @@ class PipelineTest(parameterized.TestCase):
         """As two processes take them, which then make one batch between them."""
         whole, part = self.make(), self.make()
         for rows in ([0], [1, 2], [2]):
-            part.take(rows)
+            part.restrict_to(rows)
             for step in (0, 7, 1000):
                 want = {k: v[rows] for k, v in whole.train_batch(step).items()}
                 self.assert_equal_batches(part.train_batch(step), want)

@@ -86,9 +86,11 @@ def agree(folder):
     whole = np.arange(np.prod(SHAPE)).reshape(SHAPE)
     for spec, num_own in ((P("a"), 8), (P("b", "a"), 16), (P("a", "b"), 8), (P(), 16)):
         where = NamedSharding(make_mesh(), spec)
-        mine = rows.own(jax.ShapeDtypeStruct(SHAPE, np.int32, sharding=where))
+        mine = rows.of_this_process(
+            jax.ShapeDtypeStruct(SHAPE, np.int32, sharding=where)
+        )
         assert len(mine) == num_own, (spec, mine)
-        batch = rows.place({"x": whole[mine]}, where, mine, SHAPE[0])
+        batch = rows.to_global_arrays({"x": whole[mine]}, where, mine, SHAPE[0])
         assert batch["x"].shape == SHAPE
         for shard in batch["x"].addressable_shards:
             np.testing.assert_array_equal(shard.data, whole[shard.index])

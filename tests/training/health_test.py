@@ -90,8 +90,8 @@ class JudgeTest(parameterized.TestCase):
     def test_memory_goes_on_where_it_was(self):
         health, other = (make_health(on_spike="roll_back") for _ in range(2))
         judge(health, [3.0] * 20 + [9.0])
-        health.go_back(health.memory())
-        other.go_on(health.memory())
+        health.roll_back(health.memory())
+        other.resume(health.memory())
         self.assertEqual(other.memory(), health.memory())
         self.assertEqual(other.counts()[health_lib.ROLLBACKS], 1)
         self.assertTrue(*judge(other, [9.0]))

@@ -56,10 +56,10 @@ class Pipeline:
         self._piece_sizes = np.array([len(piece) for piece in tokenizer.pieces])
         self._train = train
         self.held_out_names = tuple(held_out)
-        self.take(range(data.batch_size))
+        self.restrict_to(range(data.batch_size))
 
-    def take(self, rows: Sequence[int]) -> None:
-        """Takes these rows of the whole alone, from now on, in this order."""
+    def restrict_to(self, rows: Sequence[int]) -> None:
+        """Makes only these rows of each batch from now on, in this order."""
         self._rows = tuple(rows)
         # Element k is batch k: the shuffle differs from epoch to epoch, and a batch
         # may hold the end of one epoch and the beginning of the next.

@@ -1,4 +1,4 @@
-"""What the stages of next-token prediction learn from: texts, or conversations."""
+"""The feed of the stages that predict next tokens: texts, or conversations."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,12 +23,12 @@ SAMPLE_TEMPERATURE = 0.7
 
 
 class Corpus:
-    """A pipeline of packed rows as a `feed.Feed`."""
+    """A pipeline of packed rows, as a `feed.Feed`."""
 
     is_on_policy = False
 
     def __init__(self, config: config_lib.TrainConfig) -> None:
-        """Reads and packs what config.data names.
+        """Opens the corpus that config.data names.
 
         Raises:
           InputError: source or tokenizer cannot be used.
@@ -39,7 +39,7 @@ class Corpus:
         self._batches: tuple[int, Iterator[feed.Batch]] | None = None
         self.tokenizer = self._pipeline.tokenizer
         loading.require_tokenizer(config, self.tokenizer)
-        if config.sample_tokens:  # not found out after hours of training
+        if config.sample_tokens:  # an error now, not after hours of training
             self._require_sample()
         self.fingerprint = self._pipeline.fingerprint
         self._player: player_lib.Player | None = None
@@ -54,12 +54,12 @@ class Corpus:
         data = self._config.data
         return data.batch_size * data.sequence_length
 
-    def take(self, rows: Sequence[int]) -> None:
-        """Takes these rows of the whole alone, from now on."""
-        self._pipeline.take(rows)
+    def restrict_to(self, rows: Sequence[int]) -> None:
+        """Makes only these rows of each batch from now on."""
+        self._pipeline.restrict_to(rows)
 
     def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
-        """A batch; those that follow are made ahead by a thread."""
+        """Returns a batch; a thread makes the next ones ahead."""
         if self._batches is None or self._batches[0] != position:
             self._batches = position, self._pipeline.train_iterator(position)
         batches = self._batches[1]
@@ -67,34 +67,38 @@ class Corpus:
         return next(batches), self._metrics(position + 1)
 
     def check(self, metrics: feed.Metrics, step: int) -> None:
-        """Does nothing: a gradient that is not finite alone ends a run, by the loop."""
+        """Does nothing: the loop itself catches gradients that are not finite."""
 
-    def evaluate(self, params: dict, step: int, place: feed.Place) -> dict[str, float]:
-        """Held-out bits per byte: -log2 of the text's probability over its bytes.
+    def evaluate(
+        self, params: dict, position: int, to_devices: feed.ToDevices
+    ) -> dict[str, float]:
+        """Returns held-out bits per byte: -log2 of a text's probability over its bytes.
 
-        Of a mixture of each source too; in all every source has as many batches. With
-        eval_success, success on held-out tasks beside it.
+        A mixture also has the figure of each source; every source gives the same number
+        of batches to the total. With eval_success, success on held-out tasks is added.
         """
         names, totals = self._pipeline.held_out_names, {}
         for name in names:
             totals[name] = np.zeros(2)
             for batch in self._pipeline.eval_batches(self._config.eval_batches, name):
-                totals[name] += jax.device_get(self._eval_step(params, place(batch)))
+                totals[name] += jax.device_get(
+                    self._eval_step(params, to_devices(batch))
+                )
         bits = {"eval/bits_per_byte": _bits_per_byte(np.sum([*totals.values()], 0))}
         if len(names) > 1:
             for name, total in totals.items():
                 bits[f"eval/bits_per_byte/{name}"] = _bits_per_byte(total)
-        return (
-            bits if self._player is None else bits | self._player.evaluate(params, step)
-        )
+        if self._player is None:
+            return bits
+        return bits | self._player.evaluate(params, position)
 
     def _metrics(self, num_batches: int) -> feed.Metrics:
-        """Returns what to log after so many batches."""
+        """Returns what to log after `num_batches` batches."""
         epochs = self.epochs(num_batches)
         return {f"data/epochs/{name}".rstrip("/"): e for name, e in epochs.items()}
 
-    def sample(self, params: dict, step: int) -> str:
-        """Continues, or answers, sample_prompt."""
+    def sample(self, params: dict) -> str:
+        """Returns sample_prompt with its continuation, or with the answer to it."""
         config, template = self._config, self._pipeline.template
         prompt = self._prompt()
         completion = engine.generate(
@@ -110,7 +114,7 @@ class Corpus:
         return spell([*prompt, *completion.tokens])
 
     def _prompt(self) -> list[int]:
-        """Returns sample_prompt as ids, in a chat as a user's message."""
+        """Returns the ids of sample_prompt; in a chat it is a user's message."""
         text, template = self._config.sample_prompt, self._pipeline.template
         if template is None:
             return self.tokenizer.encode(text)
@@ -132,12 +136,12 @@ class Corpus:
         )
 
     def epochs(self, num_batches: int) -> dict[str, float]:
-        """Returns how often each source has been read after so many batches."""
+        """Returns how often `num_batches` batches have read each source."""
         return self._pipeline.epochs(num_batches)
 
 
 def _make_pipeline(config: config_lib.TrainConfig) -> pipeline_lib.Pipeline:
-    """Rows of the kind that the stage learns from, prepared or read now."""
+    """Opens rows of the kind that the stage learns from, prepared or read now."""
     kind = config.stage_record.feed
     assert kind != "rollouts", "rollouts are no corpus"
     if prepared.is_prepared(config.data):
@@ -147,6 +151,6 @@ def _make_pipeline(config: config_lib.TrainConfig) -> pipeline_lib.Pipeline:
 
 
 def _bits_per_byte(total: np.ndarray) -> float:
-    """Computes it from nats and bytes."""
+    """Returns bits per byte, from nats and bytes."""
     nats, num_bytes = total
     return float(nats / math.log(2) / num_bytes)

@@ -1,4 +1,13 @@
-"""What the loop asks of whatever a stage learns from: a corpus, or rollouts."""
+"""What the loop asks of the feed of a stage: a corpus, or rollouts.
+
+Three counts have these names everywhere:
+  step: steps done. A step learns from one batch, in config.updates_per_step updates. A
+    rollback lowers it.
+  position: batches drawn from the feed: those of the steps done, and those that
+    rollbacks skipped. It never falls, so no batch comes twice.
+  version: of weights that an engine samples with: the position that they were published
+    at, where one set of parameters is trained.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -9,12 +18,12 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 
 Batch = dict[str, np.ndarray]
 Metrics = Mapping[str, Any]
-Place = Callable[[Batch], Mapping[str, Any]]  # puts a batch on the devices
+ToDevices = Callable[[Batch], Mapping[str, Any]]  # puts a batch on the devices
 
 
 @runtime_checkable
 class Feed(Protocol):
-    """Batches, evaluation and samples of a stage."""
+    """Batches, evaluations and samples of a stage."""
 
     tokenizer: tokenizer_lib.Tokenizer
     fingerprint: str  # equal ones give equal batches
@@ -25,30 +34,28 @@ class Feed(Protocol):
         """Tokens of a batch, padding included."""
         ...
 
-    def take(self, rows: Sequence[int]) -> None:
-        """Takes these rows of the whole alone, this process's, from now on."""
+    def restrict_to(self, rows: Sequence[int]) -> None:
+        """Makes only these rows of each batch from now on: those of this process."""
         ...
 
     def next(self, params: dict, position: int) -> tuple[Batch, Metrics]:
-        """A batch by its place in the stream, from 0, and what to log of it.
-
-        `position` counts the updates behind the run and the batches that rollbacks
-        have left out, so that none of them comes again.
-        """
+        """Returns the batch at a position, and what to log about it."""
         ...
 
     def check(self, metrics: Metrics, step: int) -> None:
-        """Raises where what update `step` measured must end the run.
+        """Raises an error if the measurements of a step must end the run.
 
-        It is asked before anything is done with the new parameters; who looks at
-        `metrics` waits for the device.
+        The loop asks before it uses the new parameters. Reading a value of `metrics`
+        waits for the device.
         """
         ...
 
-    def evaluate(self, params: dict, step: int, place: Place) -> dict[str, float]:
-        """Held-out figures after `step` updates."""
+    def evaluate(
+        self, params: dict, position: int, to_devices: ToDevices
+    ) -> dict[str, float]:
+        """Returns held-out figures of the parameters at a position."""
         ...
 
-    def sample(self, params: dict, step: int) -> str:
-        """A text that shows what the model does after `step` updates."""
+    def sample(self, params: dict) -> str:
+        """Returns a text that shows what the model does."""
         ...

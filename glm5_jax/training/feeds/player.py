@@ -18,11 +18,11 @@ from glm5_jax.rl import episodes as episodes_lib
 NUM_SHOWN = 4  # episodes of a sample
 EVAL_IDS = 2**30  # request ids from here on are those of evaluations
 _Z = 1.959964  # of a two-sided interval of 95%
-_MAX_DRAWS = 16  # for a held-out task that is unlike the others
+_MAX_DRAWS = 16  # draws per held-out task, to find one unlike the others
 
 
 class Player:
-    """A taskset, a template and an engine, by the settings of config.rl."""
+    """Plays tasks with an engine, by the settings of config.rl."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Player:
         taskset: protocol.Taskset,
         template: templates.Template,
     ) -> None:
-        """Draws the held-out tasks; the engine starts with the first weights."""
+        """Draws the held-out tasks; the first weights start the engine."""
         self._config, self._taskset, self._template = config, taskset, template
         self._engine: engine_lib.Engine | None = None
         self._held_out = held_out_tasks(taskset, config.rl.num_eval_tasks)
@@ -39,7 +39,7 @@ class Player:
     def publish(
         self, params: dict, version: int, weights: config_lib.RolloutWeights
     ) -> None:
-        """Lets the episodes that follow be played by these parameters."""
+        """Plays the next episodes with these parameters."""
         config, rl = self._config, self._config.rl
         if self._engine is None:
             logging.info("Compiling the engine, then playing the first episodes ...")
@@ -57,7 +57,7 @@ class Player:
     def play(
         self, jobs: Sequence[episodes_lib.Job], what: str
     ) -> list[episodes_lib.Episode]:
-        """Returns the episodes of the jobs; `what` names them where one watches."""
+        """Returns the episodes of the jobs; `what` is the label of the progress bar."""
         assert self._engine is not None, "publish comes first"
         rl = self._config.rl
         settings = episodes_lib.Settings(
@@ -82,12 +82,12 @@ class Player:
         return played
 
     def evaluate(self, params: dict, version: int) -> dict[str, float]:
-        """Share of held-out tasks solved, each tried once, with its 95% interval.
+        """Returns the share of held-out tasks solved, each tried once, and more.
 
-        By the parameters that are trained and saved, however rollouts are rounded.
+        The interval is one of 95%. The engine samples with the parameters that are
+        trained and saved, even if rollouts use rounded ones.
         """
-        last = 0 if self._engine is None else self._engine.version
-        self.publish(params, max(version, last), "same")  # a rollback counts back
+        self.publish(params, version, "same")
         turns = self._config.rl.max_turns
         jobs = [
             episodes_lib.Job(task, i, EVAL_IDS + i * turns)
@@ -113,9 +113,10 @@ class Player:
 
 
 def held_out_tasks(taskset: protocol.Taskset, count: int) -> list[protocol.Task]:
-    """The first held-out tasks of which no two ask the same, for an interval over them.
+    """Returns the first `count` held-out tasks of which no two ask the same.
 
-    Fewer than `count` where a taskset has no more; a warning says so.
+    An interval over equal tasks would be too narrow. Logs a warning and returns fewer
+    tasks if the taskset has no more.
     """
     found: dict[str, protocol.Task] = {}
     for index in range(_MAX_DRAWS * count):
@@ -148,7 +149,7 @@ def _success_by_tag(tags: Sequence[str], is_solved: Sequence[bool]) -> dict[str,
 
 
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """95% score interval of a share (Wilson 1927); (0, 1) without trials."""
+    """Returns the 95% score interval of a share (Wilson 1927); (0, 1) for no trials."""
     if not trials:
         return 0.0, 1.0
     share, z = successes / trials, _Z

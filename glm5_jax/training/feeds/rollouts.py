@@ -1,9 +1,9 @@
-"""What reinforcement learning learns from: the policy's own rollouts, step by step.
+"""The feed of reinforcement learning: rollouts of the policy itself, step by step.
 
-Synchronous and in one process: the engine gets the step's weights, plays a group of
-episodes of every task, and their rewards become advantages. Tasks, requests and random
-numbers follow from (seed, step) alone, so a run that was killed plays the same rollouts
-again.
+It is synchronous and in one process: the engine gets the weights of the step and plays
+a group of episodes of every task, whose rewards become advantages. Tasks, requests and
+random numbers are functions of the seed and the position, so a run that was killed
+plays the same rollouts again.
 """
 
 import json
@@ -30,19 +30,19 @@ _WARN_EVERY = 25  # steps in a row that teach nothing
 
 
 class GapError(RuntimeError):
-    """Rollouts came from another policy than the one that is trained."""
+    """The rollouts came from another policy than the one that is trained."""
 
 
 class Rollouts:
-    """Tasks, an engine and an objective's weights as a `feed.Feed`."""
+    """Rollouts of an engine and their weights in the objective, as a `feed.Feed`."""
 
     is_on_policy = True
 
     def __init__(self, config: config_lib.TrainConfig) -> None:
-        """Finds the environment; the engine starts with the first step.
+        """Opens the environment; the first batch starts the engine.
 
         Raises:
-          InputError: environment or tokenizer cannot be used.
+          InputError: the environment or the tokenizer is unusable.
         """
         self._config = config
         self._taskset = environments.make(config.rl.environment)
@@ -64,13 +64,13 @@ class Rollouts:
         """Tokens of a batch, padding included."""
         return self._config.num_rows * self._config.data.sequence_length
 
-    def take(self, rows: Sequence[int]) -> None:
-        """Does nothing: one process has all rows, and several are refused."""
+    def restrict_to(self, rows: Sequence[int]) -> None:
+        """Does nothing: a run has one process here, which makes all rows."""
 
     def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
-        """Plays the groups of a batch; all that is counted of them is logged."""
+        """Plays the groups of a batch; returns its rows, and what to log about it."""
         rl = self._config.rl
-        jax.block_until_ready(params)  # what they still take is not the rollouts'
+        jax.block_until_ready(params)  # do not bill pending updates to the rollouts
         began = time.perf_counter()
         start = self._require_start(params) if position == 0 else {}
         self._player.publish(params, position, rl.rollout_weights)
@@ -108,37 +108,39 @@ class Rollouts:
         return self._batch(weighted), metrics
 
     def check(self, metrics: feed.Metrics, step: int) -> None:
-        """Ends the run where trainer and engine disagree.
+        """Ends the run if trainer and engine disagree.
 
         Raises:
-          GapError: rl/logprob_gap is above rl.max_logprob_gap, or no number.
+          GapError: rl/logprob_gap is above rl.max_logprob_gap, or not a number.
         """
         gap, limit = float(metrics[policy.GAP]), self._config.rl.max_logprob_gap
         if not gap <= limit:
             raise GapError(
                 f"{policy.GAP} of step {step} is {gap:.3g}, more than "
                 f"rl.max_logprob_gap={limit:g}: the engine that played the rollouts "
-                f"and the trainer disagree about what was sampled. Its update was not "
-                f"applied and not saved. Where nothing is broken, come closer with "
-                f"rl.rollout_weights=same, rl.router_replay=true or "
-                f"model.dtype=float32, or raise rl.max_logprob_gap; the same command "
-                f"then goes on from the last checkpoint or, with other settings than "
-                f"the limit, another run with init_from does."
+                f"and the trainer disagree about what was sampled. The update of this "
+                f"step was neither applied nor saved. If nothing is broken, reduce the "
+                f"gap with rl.rollout_weights=same, rl.router_replay=true or "
+                f"model.dtype=float32, in a new run with init_from; or raise "
+                f"rl.max_logprob_gap, with which the same command resumes from the "
+                f"last checkpoint."
             )
 
-    def evaluate(self, params: dict, step: int, place: feed.Place) -> dict[str, float]:
-        """Success on held-out tasks: see `player.Player.evaluate`."""
-        return self._player.evaluate(params, step)
+    def evaluate(
+        self, params: dict, position: int, to_devices: feed.ToDevices
+    ) -> dict[str, float]:
+        """Returns success on held-out tasks: see `player.Player.evaluate`."""
+        return self._player.evaluate(params, position)
 
-    def sample(self, params: dict, step: int) -> str:
-        """The transcripts of a few episodes."""
+    def sample(self, params: dict) -> str:
+        """Returns the transcripts of a few episodes."""
         return "\n".join(_shown(episode) for episode in self._player.shown)
 
     def _require_start(self, params: dict) -> dict[str, float]:
         """Measures held-out success before the first step; returns what to log.
 
         Raises:
-          InputError: it is out of the band of the config.
+          InputError: it is outside of rl.min_start_success..rl.max_start_success.
         """
         rl, init_from = self._config.rl, self._config.init_from
         low, high = rl.min_start_success, rl.max_start_success
@@ -169,7 +171,7 @@ class Rollouts:
     def _used(
         self, groups: list[list[episodes_lib.Episode]]
     ) -> list[list[episodes_lib.Episode]]:
-        """The groups, or none where too few of them teach anything."""
+        """Returns the groups, or none if too few of them have a gradient."""
         rl = self._config.rl
         least = max(math.ceil(rl.min_used_groups * rl.prompts_per_step), 1)
         num_used = sum(map(advantages.teaches, groups))
@@ -178,7 +180,7 @@ class Rollouts:
             return groups
         if self._idle_steps % _WARN_EVERY == 1:
             logging.warning(
-                "%d steps in a row are left out: in the last one the rewards of %d "
+                "%d steps in a row are skipped: in the last one the rewards of %d "
                 "groups differ, and an update needs %d (rl.min_used_groups). Take "
                 "tasks of which some are solved and some are not, a larger "
                 "rl.group_size, or rl.dynamic_sampling=true.",
@@ -187,7 +189,7 @@ class Rollouts:
         return []
 
     def _play(self, number: int) -> list[list[episodes_lib.Episode]]:
-        """Plays all groups of a round; rounds are numbered through the run."""
+        """Plays all groups of a round; a run counts its rounds from 0."""
         rl, jobs = self._config.rl, []
         for group in range(rl.prompts_per_step):
             index = number * rl.prompts_per_step + group
@@ -203,7 +205,7 @@ class Rollouts:
         ]
 
     def _batch(self, weighted: Sequence[advantages.Weighted]) -> feed.Batch:
-        """A row for each sample, and rows of padding up to a multiple of num_rows."""
+        """Returns a row for each sample, padded to a multiple of num_rows rows."""
         config, size = self._config, self._config.num_rows
         num_rows = max(-(-len(weighted) // size), 1) * size
         batch: feed.Batch = {
@@ -213,7 +215,7 @@ class Rollouts:
         for row, item in enumerate(weighted):
             sample = item.sample
             assert isinstance(sample, gateway.Sample)
-            n = len(sample.tokens) - 1  # the last token is a target alone
+            n = len(sample.tokens) - 1  # the last token is only a target
             mask = np.asarray(sample.mask[1:], np.float32)
             batch["tokens"][row, :n] = sample.tokens[:-1]
             batch["targets"][row, :n] = sample.tokens[1:]
@@ -229,7 +231,7 @@ class Rollouts:
 
 
 def _staleness(played: Sequence[episodes_lib.Episode], version: int) -> int:
-    """Counts the versions that the oldest weights of a token are behind `version`."""
+    """Returns how many versions the oldest weights of a token are behind `version`."""
     drawn = [
         np.asarray(sample.versions)[np.asarray(sample.mask, bool)]
         for episode in played
@@ -239,7 +241,7 @@ def _staleness(played: Sequence[episodes_lib.Episode], version: int) -> int:
 
 
 def _tokenizer(config: config_lib.TrainConfig) -> tokenizer_lib.Tokenizer:
-    """The tokenizer that config.data names, which must exist already."""
+    """Returns the tokenizer that config.data names, which must exist already."""
     if config.data.tokenizer in ("bpe", "bpe_chat"):
         raise config_lib.InputError(
             f"data.tokenizer must be 'byte_chat' or the path of a tokenizer.json in "
@@ -252,7 +254,7 @@ def _tokenizer(config: config_lib.TrainConfig) -> tokenizer_lib.Tokenizer:
 
 
 def _shown(episode: episodes_lib.Episode) -> str:
-    """An episode as a reader wants it."""
+    """Returns the transcript of an episode."""
     lines = [f"--- {episode.task.id}: {episode.label.value} {episode.reason}".rstrip()]
     for message in episode.transcript:
         rest = {k: v for k, v in message.items() if k not in ("role", "content") and v}

@@ -83,14 +83,17 @@ class Health:
             self._losses.append(loss)
         return False
 
-    def go_on(self, memory: Mapping[str, Any]) -> None:
-        """Takes up what `memory` returned at a checkpoint."""
+    def resume(self, memory: Mapping[str, Any]) -> None:
+        """Restores the `memory` of a checkpoint."""
         self._losses = collections.deque(memory["losses"], WINDOW)
         self._num_spikes = memory["spikes"]
         self._num_rollbacks = memory["rollbacks"]
 
-    def go_back(self, memory: Mapping[str, Any]) -> None:
-        """Takes up the losses of a checkpoint; accidents since stay counted."""
+    def roll_back(self, memory: Mapping[str, Any]) -> None:
+        """Restores the losses of a checkpoint and counts a rollback.
+
+        Spikes and rollbacks since that checkpoint stay counted.
+        """
         self._losses = collections.deque(memory["losses"], WINDOW)
         self._num_rollbacks += 1
 

@@ -1,4 +1,4 @@
-"""Which rows of a batch a process makes, and how they become one global array."""
+"""The rows of a batch that a process makes, and the global arrays made of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,28 +7,31 @@ import jax
 import numpy as np
 
 
-def own(batch: jax.ShapeDtypeStruct) -> list[int]:
-    """Rows of an array [B, T] that this process's devices hold some part of, in order.
+def of_this_process(batch: jax.ShapeDtypeStruct) -> list[int]:
+    """Returns the rows of which the devices of this process hold a part, in order.
 
-    All of them where there is one process.
+    With one process these are all rows.
+
+    Args:
+      batch: an array [B, T] with its sharding.
     """
     places: Any = batch.sharding.addressable_devices_indices_map(batch.shape)
     spans = {index[0].indices(batch.shape[0]) for index in places.values()}
     return sorted({row for span in spans for row in range(*span)})
 
 
-def place(
+def to_global_arrays(
     batch: Mapping[str, np.ndarray],
-    where: jax.sharding.Sharding,
+    sharding: jax.sharding.Sharding,
     rows: Sequence[int],
     num_rows: int,
 ) -> dict[str, jax.Array]:
-    """Puts a process's rows on its devices; all processes' make one batch.
+    """Puts the rows of each process on its devices, as arrays of the whole batch.
 
     Args:
       batch: arrays [rows of this process, T].
-      where: of the whole batch.
-      rows: which they are; what `own` says.
+      sharding: of the whole batch.
+      rows: numbers of the rows of this process, see `of_this_process`.
       num_rows: of the whole batch.
     """
     first = {row: i for i, row in enumerate(rows)}
@@ -39,6 +42,6 @@ def place(
             return mine[first[start] : first[start] + stop - start, index[1]]
 
         shape = num_rows, *mine.shape[1:]
-        return jax.make_array_from_callback(shape, where, part)
+        return jax.make_array_from_callback(shape, sharding, part)
 
     return {name: array(mine) for name, mine in batch.items()}

@@ -1,4 +1,4 @@
-"""What a run is made of: data, mesh, parameters, optimizer, compiled steps."""
+"""A run: its data, mesh, parameters, optimizer state and compiled step."""
 
 import contextlib
 import dataclasses
@@ -50,13 +50,13 @@ class Run:
     checkpoints: manager_lib.CheckpointManager
     program: program_lib.Program
     health: health_lib.Health
-    rows: Sequence[int]  # of a batch, that this process makes
+    rows: Sequence[int]  # rows of a batch that this process makes
     tokenizer: str = ""  # SHA-256 of the run's tokenizer.json
     rolled_back_to: int | None = None  # by the last rollback
     params: dict = dataclasses.field(default_factory=dict)
     opt_state: Any = None
-    step: int = 0  # updates done
-    num_left_out: int = 0  # batches, by rollbacks
+    step: int = 0  # steps done, see feeds/feed.py
+    num_left_out: int = 0  # batches that rollbacks skipped
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)  # last
     train_step: Callable = lambda *args: None
     compile_seconds: float = 0.0
@@ -64,21 +64,22 @@ class Run:
 
     @property
     def position(self) -> int:
-        """Batches behind this run: those of its updates, and those left out."""
+        """Batches drawn so far: those of the steps done, and the skipped ones."""
         return self.step + self.num_left_out
 
-    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Puts this process's rows of a batch on its devices."""
+    def to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Puts the rows of this process on its devices."""
         where = program_lib.batch_place(self.program.mesh)
         if jax.process_count() == 1:  # rollouts vary in number
             return jax.device_put(batch, where)
-        return rows_lib.place(batch, where, self.rows, self.config.num_rows)
+        num_rows = self.config.num_rows
+        return rows_lib.to_global_arrays(batch, where, self.rows, num_rows)
 
     def save(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Starts to write a checkpoint of this step.
 
         Args:
-          metrics: of this step; an evaluation among them says how good it is.
+          metrics: of this step; an evaluation in them ranks the checkpoint.
         """
         metrics = metrics or {}
         state = {"params": self.params, "opt_state": self.opt_state}
@@ -95,18 +96,18 @@ class Run:
         self.checkpoints.save(self.step, state, metrics_lib.finite(metadata))
 
     def roll_back(self) -> int:
-        """Restores the newest checkpoint; the batches drawn since do not come again.
+        """Restores the newest checkpoint and skips every batch drawn since.
 
-        Where that is where the last rollback went to, it was saved too late to help:
+        If the last rollback went to the same checkpoint, it was saved too late to help:
         the one before it is restored, if there is one.
 
         Returns:
-          Updates undone.
+          The number of steps undone.
 
         Raises:
           FloatingPointError: there is no checkpoint.
         """
-        self.checkpoints.wait()  # one may be on its way to the disk
+        self.checkpoints.wait()  # for one that is being written
         newest = self.checkpoints.latest_step()
         if newest is None:
             raise FloatingPointError(
@@ -115,7 +116,7 @@ class Run:
             )
         step, position = self.step, self.position
         is_late = newest == self.rolled_back_to and self.checkpoints.has_before(newest)
-        self.health.go_back(self.restore(before=newest if is_late else None))
+        self.health.roll_back(self.restore(before=newest if is_late else None))
         self.num_left_out += position - self.position
         self.rolled_back_to = self.step
         if together.is_first():
@@ -125,28 +126,30 @@ class Run:
         self.checkpoints.abandon_after(self.step)
         return step - self.step
 
-    def go_on(self) -> None:
-        """Restores the newest checkpoint at the start; knows of a rollback to it."""
+    def resume(self) -> None:
+        """Restores the newest checkpoint and, if the run rolled back to it, the note.
+
+        The note in rollback.json counts until a later checkpoint's metadata has it.
+        """
         memory, note = self.restore(), rollback.read(self.workdir)
-        # One that a later checkpoint has not taken into its metadata.
         if note and note.step == self.step and note.num_left_out > self.num_left_out:
             self.num_left_out, memory = note.num_left_out, note.health or memory
             self.rolled_back_to = self.step
-        self.health.go_on(memory)
+        self.health.resume(memory)
 
     def restore(self, before: int | None = None) -> Mapping[str, Any]:
-        """Takes up the newest checkpoint; returns what `health` remembered there.
+        """Restores the newest checkpoint; returns the memory of `health` in it.
 
         Args:
           before: a step that it must be older than.
         """
         began = time.perf_counter()
-        self.params, self.opt_state = {}, None  # there is no room for two
+        self.params, self.opt_state = {}, None  # memory has no room for two states
         program = self.program
         abstract = {"params": program.params, "opt_state": program.opt_state}
         self.step, state, metadata = self.checkpoints.restore(abstract, before=before)
-        # Steps of earlier versions hold less. config.json says the same, unless
-        # somebody has changed it.
+        # Checkpoints of earlier versions hold less. config.json is equal to this
+        # config unless somebody has edited it.
         if "config" in metadata:
             run_folder.require_same_run(metadata["config"], self.config, self.workdir)
         require_same_data(metadata["data"], self.feed.fingerprint, self.workdir)
@@ -159,10 +162,10 @@ class Run:
 
 
 def make_mesh(config: config_lib.TrainConfig) -> Mesh:
-    """The devices of a run, in its mesh.
+    """Returns the mesh of a run.
 
     Raises:
-      InputError: they do not fit it, or a batch cannot be shared among them.
+      InputError: the devices do not fit it, or cannot share a batch.
     """
     mesh = mesh_lib.make_mesh(config.mesh)
     _require_whole_rows(config, mesh)
@@ -170,10 +173,10 @@ def make_mesh(config: config_lib.TrainConfig) -> Mesh:
 
 
 def make_feed(config: config_lib.TrainConfig) -> feed_lib.Feed:
-    """Opens what the stage learns from: a corpus, or the tasks of an environment.
+    """Opens the feed of a stage: a corpus, or the tasks of an environment.
 
     Raises:
-      InputError: it cannot be used, or the model has too few ids for its tokenizer.
+      InputError: it is unusable, or its tokenizer has more ids than the model.
     """
     feed = FEEDS[config.stage_record.feed](config)
     tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
@@ -191,10 +194,10 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
     keep = retention.of_run(command_line.to_json_dict(config))
     checkpoints = manager_lib.CheckpointManager(workdir, keep)
     with contextlib.ExitStack() as undo:
-        undo.callback(checkpoints.close)  # its threads outlive a start that fails
+        undo.callback(checkpoints.close)  # a failed start must not leave its threads
         program = program_lib.make_program(config, mesh)
-        rows = rows_lib.own(program.batch["tokens"])
-        feed.take(rows)
+        rows = rows_lib.of_this_process(program.batch["tokens"])
+        feed.restrict_to(rows)
         run = Run(
             config=config,
             workdir=workdir,
@@ -214,12 +217,12 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
 
 
 def _fill(run: Run) -> None:
-    """Restores the newest checkpoint, or makes the state before the first step."""
+    """Restores the newest checkpoint, or makes the state of step 0."""
     config, workdir, program = run.config, run.workdir, run.program
     if run.checkpoints.latest_step() is not None:
-        run.go_on()
+        run.resume()
         run.tokenizer = _same_tokenizer(workdir, run.feed.tokenizer, run.tokenizer)
-        logging.info("Goes on from step %d in %s.", run.step, workdir)
+        logging.info("Resumes from step %d in %s.", run.step, workdir)
         return
     if together.is_first():
         companions.into_training(workdir, config.init_from, run.feed.tokenizer)
@@ -230,16 +233,21 @@ def _fill(run: Run) -> None:
 def _same_tokenizer(
     workdir: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, wanted: str = ""
 ) -> str:
-    """SHA-256 of the run's tokenizer.json, which must be what a checkpoint says.
+    """Returns the SHA-256 of the run's tokenizer.json; repairs the file if needed.
 
-    Whoever evaluates or exports the run reads that file. Where it is the run's own, and
-    not one that came with init_from, it is written anew.
+    Evaluations and exports of the run read that file. A damaged one is written again if
+    the feed's tokenizer is the same; one that came with init_from cannot be.
+
+    Args:
+      workdir: folder of the run.
+      tokenizer: of the feed.
+      wanted: SHA-256 that the checkpoint holds; "": any.
 
     Raises:
-      DamagedError: it is another, and cannot be written anew.
+      DamagedError: the file is another, and cannot be written again.
     """
 
-    def mended() -> str:
+    def repaired() -> str:
         path = workdir / companions.TOKENIZER
         found = tokenizer_lib.digest_of(path) if path.exists() else ""
         if not wanted or found == wanted:
@@ -250,10 +258,10 @@ def _same_tokenizer(
                 f"{wanted}; copy it there from init_from or data.tokenizer."
             )
         tokenizer.save(path)
-        logging.error("%s WAS DAMAGED and is written anew.", path)
+        logging.error("%s WAS DAMAGED and is written again.", path)
         return wanted
 
-    return together.from_first("tokenizer.json", mended)
+    return together.from_first("tokenizer.json", repaired)
 
 
 def _compile(run: Run) -> None:
@@ -261,8 +269,8 @@ def _compile(run: Run) -> None:
     program, began = run.program, time.perf_counter()
     logging.info("Compiling the training step ...")
     compiled = program.lower().compile()
-    together.meet("compiled")  # one may have found it in its cache
-    # Rollouts of which many forked make a larger batch than was compiled for.
+    together.meet("compiled")  # some processes may have found it in their cache
+    # Episodes that forked make a batch with more rows than the compiled step takes.
     shape = program.batch["tokens"].shape
 
     def train_step(params: dict, state: Any, batch: dict) -> tuple:
@@ -277,7 +285,7 @@ def _compile(run: Run) -> None:
 def _initial(
     config: config_lib.TrainConfig, program: program_lib.Program
 ) -> tuple[dict, Any]:
-    """Parameters and optimizer state, drawn or read, before the first step."""
+    """Returns the parameters, drawn or read, and the optimizer state of step 0."""
     if config.init_from is None:
         return program.initial(config.seed)
     params = loading.load_params(config.init_from, config.model, program.params)
@@ -287,10 +295,9 @@ def _initial(
 
 
 def _require_whole_rows(config: config_lib.TrainConfig, mesh: Mesh) -> None:
-    """Checks that each device of the batch axes gets as many rows as any other.
+    """Checks that all devices of the batch axes get the same number of rows.
 
-    The config checks this where it says how many devices there are: mesh.data=-1 says
-    nothing.
+    With mesh.data=-1 the config alone could not check this.
     """
     names = sharding.RULES["B"]
     checks.require(config.batch_rule(math.prod(mesh.shape[name] for name in names)))
@@ -307,7 +314,7 @@ def _require_same_feed(ours: str) -> None:
 
 
 def _changes(theirs: str, ours: str) -> str:
-    """Returns those of two lists of key=value that differ."""
+    """Returns the pairs key=value in which two fingerprints differ."""
     there, here = _pairs(theirs), _pairs(ours)
     differing = [
         f"{key}={there.get(key, 'absent')} there, {key}={here.get(key, 'absent')} here"
@@ -323,7 +330,7 @@ def _pairs(fingerprint: str) -> dict[str, str]:
 
 
 def require_same_data(theirs: str, ours: str, workdir: pathlib.Path) -> None:
-    """Checks that the stream of batches can go on where it stopped.
+    """Checks that the stream of batches can resume at its position.
 
     Args:
       theirs: fingerprint of the data that the run in `workdir` has read.
@@ -331,12 +338,12 @@ def require_same_data(theirs: str, ours: str, workdir: pathlib.Path) -> None:
       workdir: folder of the run, for the message.
 
     Raises:
-      InputError: they differ.
+      InputError: the fingerprints differ.
     """
     if theirs == ours:
         return
     raise config_lib.InputError(
-        f"the data of the run in {workdir} has changed: {_changes(theirs, ours)}. Go "
-        f"on where that corpus is (the same Python, the same files), or give another "
-        f"--workdir."
+        f"the data of the run in {workdir} has changed: {_changes(theirs, ours)}. "
+        f"Resume on a machine with that corpus (the same Python, the same files), or "
+        f"give another --workdir."
     )
