@@ -5,8 +5,10 @@ import re
 import sys
 
 from docutils import nodes
+from docutils.utils import math
 from docutils.utils.math import latex2mathml
 from sphinx import application
+from sphinx.util import logging
 from sphinx.writers import html5
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -57,6 +59,8 @@ autodoc_preserve_defaults = True
 # A name that two modules have (config.DamagedError is checks.DamagedError) is no error.
 suppress_warnings = ["ref.python"]
 
+_LOGGER = logging.getLogger(__name__)
+_MARKUP = re.compile(r"``|:math:|^ *\.\. \w+::")
 _SECTION = re.compile(
     r"(Args|Attributes|Raises|Returns|Yields|References?|Examples?):$"
 )
@@ -75,6 +79,8 @@ def plain_docstring(
     `code` stays code, other marks are what they are, and an indented paragraph that no
     section explains keeps its line breaks.
     """
+    if any(_MARKUP.search(line) for line in lines):
+        return  # it is reStructuredText already
     in_section, was_indented, new = False, False, []
     for line in lines:
         is_indented = line.startswith(" ")
@@ -102,7 +108,13 @@ def _escaped(line: str) -> str:
 
 def mathml(writer: html5.HTML5Translator, node: nodes.Element, block: bool) -> None:
     """Writes a formula in the markup that browsers draw by themselves."""
-    writer.body.append(latex2mathml.tex2mathml(node.astext(), as_block=block))
+    tex = node.astext()
+    if r"\\" in tex and r"\begin" not in tex:
+        tex = rf"\begin{{aligned}}{tex}\end{{aligned}}"
+    try:
+        writer.body.append(latex2mathml.tex2mathml(tex, as_block=block))
+    except math.MathError as error:
+        _LOGGER.warning("%s in %r", error, tex, location=node)
     raise nodes.SkipNode
 
 

@@ -1,0 +1,55 @@
+"""The documents' pictures and the reading track are those of the code as it stands."""
+
+import importlib.util
+import json
+import pathlib
+import re
+
+from absl.testing import absltest
+
+from tests import environment
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+MAX_TRACK_LINES = 1500  # thirty minutes, at fifty lines a minute
+
+
+class ArchitectureTest(absltest.TestCase):
+    def test_the_picture_is_of_these_imports(self):
+        path = DOCS / "figures" / "architecture.py"
+        spec = importlib.util.spec_from_file_location("architecture", path)
+        architecture = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(architecture)
+        parts = architecture.graph(ROOT)
+        renew = "Imports have changed: run python docs/figures/architecture.py"
+        self.assertEqual(
+            json.loads((DOCS / "architecture.json").read_text()), parts, renew
+        )
+        drawn = (DOCS / "architecture.svg").read_text(encoding="utf-8")
+        self.assertEqual(drawn, architecture.svg(parts), renew)
+
+    def test_every_part_has_its_line(self):
+        text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+        parts = json.loads((DOCS / "architecture.json").read_text())
+        missing = [p for p, part in parts.items() if part["folders"] and p not in text]
+        self.assertEmpty(missing)
+
+    def test_the_figures_of_the_concepts_are_there(self):
+        script = (DOCS / "figures" / "draw.py").read_text(encoding="utf-8")
+        for page in sorted((DOCS / "concepts").glob("*.md")):
+            self.assertIn(f'"{page.stem}": ', script)
+            self.assertIn(f"(../figures/{page.stem}.png)", page.read_text("utf-8"))
+
+    def test_thirty_minutes_are_thirty_minutes(self):
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        track = readme.partition("<!-- track: thirty minutes -->")[2]
+        track = track.partition("<!-- end of track -->")[0]
+        items = [line for line in track.splitlines() if line]
+        files = [re.fullmatch(r"\d+\. `([\w/.]+)`: .+", line) for line in items]
+        self.assertNotIn(None, files, "one file a line, and one sentence of it")
+        sizes = {m[1]: (ROOT / m[1]).read_text().count("\n") for m in files}
+        self.assertLessEqual(sum(sizes.values()), MAX_TRACK_LINES, sizes)
+
+
+if __name__ == "__main__":
+    environment.main()
