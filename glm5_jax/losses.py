@@ -40,7 +40,7 @@ def next_token_loss(
     return collectives.total(total, collectives.TOKENS)
 
 
-def mean_weights(mask: Float[Array, "*k B T"]) -> Float[Array, "*k B T"]:
+def mean_weights(mask: Float[Array, "*n B T"]) -> Float[Array, "*n B T"]:
     """Returns the weights that make a sum over a batch the mean over its mask."""
     return mask / jnp.maximum(jnp.sum(mask, axis=(-2, -1), keepdims=True), 1)
 

@@ -2,7 +2,8 @@
 
 A parameter's logical dims are a tuple of these letters, and that tuple drives its
 sharding (glm5_jax/sharding.py) and how Muon cuts it into matrices
-(glm5_jax/optim/dimension_numbers.py). Letters are logical dims, never shards.
+(glm5_jax/optim/dimension_numbers.py). Capital letters are logical dims, never shards.
+A dim without a letter is a word, such as "pages". pallas_kernels uses the same letters.
 """
 
 ALPHABET = {
@@ -23,9 +24,19 @@ ALPHABET = {
     "I": "indexer heads",
     "J": "indexer head dim",
     "K": "selected keys, or experts of a token",
+    "W": "32-bit words of a selection in bits",
     "E": "experts",
     "M": "rows sent to experts",
     "G": "rollouts of one prompt",
     "C+R": "what MLA caches of a token: latent, then rotated key",
     "D+D": "input of the MTP projection: embedding, then hidden state",
+    "b": "those of the B sequences that a call works on",
+    "c": "C + R, on a TPU with padding to whole tiles",
+    "d": "D, as a device stores it",
+    "k": "steps of multi-token prediction",
+    "n": "a number that the text beside it explains; *n: any leading dims",
+    "r": "pairs of dims that RoPE rotates: R / 2",
+    "s": "keys of a page, or keys with padding to whole tiles",
+    "t": "tokens of all rows in one dim, or queries with padding to whole tiles",
+    "v": "V, as a device stores it",
 }

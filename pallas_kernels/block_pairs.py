@@ -99,8 +99,8 @@ def make(
 
 
 def _lists(
-    meets: Bool[Array, "B q k"],
-    is_whole: Bool[Array, "B q k"],
+    meets: Bool[Array, "B query_blocks key_blocks"],
+    is_whole: Bool[Array, "B query_blocks key_blocks"],
     limit: int,
     major: str,
     parts: int,

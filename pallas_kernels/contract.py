@@ -57,7 +57,7 @@ def _check_shape(
             f"{' with ' + where if where else ''}, got {list(x.shape)}."
         )
     known.update(given)
-    empty = [d for d in given if d in ("S", "s", "K") and not given[d]]
+    empty = [d for d in given if d in ("S", "s", "K", "D") and not given[d]]
     if empty:
         raise ValueError(f"{op}: {name} must have {empty[0]} >= 1, got {x.shape}.")
 

@@ -3,11 +3,14 @@
 import ast
 import graphlib
 import pathlib
+import re
 import sys
 from collections.abc import Iterable, Iterator
 
+import jaxtyping
 from absl.testing import parameterized
 
+from glm5_jax import shapes
 from glm5_jax.config import stages
 from tests import environment
 
@@ -325,6 +328,27 @@ class StagesTest(parameterized.TestCase):
                 value = part.value if isinstance(part, ast.Constant) else None
                 is_named = isinstance(value, str) and value in names
                 self.assertFalse(is_named, f"line {node.lineno} asks for {value!r}")
+
+
+def _dims(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of every dim in an array's type."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Tuple):
+            continue
+        *_, dims = node.slice.elts
+        kind = ast.unparse(node.value).removeprefix("jaxtyping.")
+        if hasattr(jaxtyping, kind) and isinstance(dims, ast.Constant):
+            yield from ((node.lineno, name) for name in dims.value.split())
+
+
+class ShapesTest(parameterized.TestCase):
+    @parameterized.named_parameters(*_files("glm5_jax", "pallas_kernels"))
+    def test_every_dim_is_in_the_alphabet_or_a_word(self, path):
+        """A word has three letters or more, so that no letter is without an entry."""
+        for line, name in _dims(_parse(path)):
+            names = re.findall(r"[A-Za-z]\w*", name)
+            unknown = [x for x in names if x not in shapes.ALPHABET and len(x) < 3]
+            self.assertEmpty(unknown, f"line {line}: {name}")
 
 
 class MarksTest(parameterized.TestCase):

@@ -221,7 +221,7 @@ def _save_rows(path: str, rows: list[list[int]], padding: int, is_single: bool) 
         np.save(file, out)
 
 
-def read_ids(path: str) -> Int[np.ndarray, "*N T"]:
+def read_ids(path: str) -> Int[np.ndarray, "*n T"]:
     """Reads token ids of an .npy file, [T] or [N, T].
 
     Raises:

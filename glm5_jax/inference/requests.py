@@ -42,7 +42,7 @@ class Completion:
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights
     # With with_experts: the experts of each token of prompt and completion except the
     # last, which was never read. [T, M, K] for M mixture layers.
-    experts: Int[np.ndarray, "T M K"] | None = None
+    experts: Int[np.ndarray, "T mixtures K"] | None = None
 
 
 def errors(

@@ -22,7 +22,7 @@ Rows = dict[str, np.ndarray]  # stacked rows of data/rows/packing.py
 
 
 def rows_of_tokens(
-    tokens: Int[np.ndarray, "N T"], config: config_lib.ModelConfig
+    tokens: Int[np.ndarray, "rows T"], config: config_lib.ModelConfig
 ) -> Rows:
     """Makes a document of each row; first tokens are not scored.
 
@@ -45,7 +45,9 @@ def rows_of_tokens(
     }
 
 
-def require_ids(tokens: Int[np.ndarray, "N T"], config: config_lib.ModelConfig) -> None:
+def require_ids(
+    tokens: Int[np.ndarray, "rows T"], config: config_lib.ModelConfig
+) -> None:
     """Checks that all ids are in the vocabulary, before a cast could wrap them.
 
     Raises:
@@ -96,8 +98,8 @@ def score(
     params: dict,
     config: config_lib.ModelConfig,
     rows: Rows,
-    logits_out: Float[np.ndarray, "N T V"] | None = None,
-) -> Float[np.ndarray, "N T"]:
+    logits_out: Float[np.ndarray, "rows T V"] | None = None,
+) -> Float[np.ndarray, "rows T"]:
     """Computes -log p(target) at every position, in nats.
 
     The devices of the mesh in use share the rows and the parameters.
@@ -132,7 +134,7 @@ def score(
     return nll
 
 
-def summarize(rows: Rows, nll: Float[np.ndarray, "N T"]) -> dict[str, Any]:
+def summarize(rows: Rows, nll: Float[np.ndarray, "rows T"]) -> dict[str, Any]:
     """Returns the mean nats per token, and for a text the bits per byte."""
     mask = rows["loss_mask"]
     total, count = float(np.sum(nll * mask, dtype=np.float64)), int(mask.sum())

@@ -69,7 +69,9 @@ class Drawn(NamedTuple):
 
     ids: Int[Array, "b n"]  # -1: nothing
     logprobs: Float[Array, "b n"]  # in the distribution that was sampled
-    experts: Int[Array, "M b t K"] | None  # that the tokens which were read went to
+    experts: (
+        Int[Array, "mixtures b t K"] | None
+    )  # that the tokens which were read went to
 
 
 _DRAWN = Drawn(placement.ROWS, placement.ROWS, placement.LAYERS_OF_ROWS)

@@ -34,7 +34,7 @@ class Reader:
     layers: dict[str, Int[Array, ""]]  # for each entry, how many layers before have it
     carry: Any  # handed from layer to layer, as that of `Attention.forward`
 
-    def append(self, name: str, rows: Float[Array, "b T x"]) -> "Reader":
+    def append(self, name: str, rows: Float[Array, "b T width"]) -> "Reader":
         """Writes rows of the new tokens after the rows of each sequence."""
         cache, (slots, places) = self.cache, self._places(rows.shape[1])
         stack = cache.entries[name]
@@ -42,12 +42,14 @@ class Reader:
         cache = dataclasses.replace(cache, entries=cache.entries | {name: stack})
         return dataclasses.replace(self, cache=cache)
 
-    def sequences(self, name: str) -> Float[Array, "b S x"]:
+    def sequences(self, name: str) -> Float[Array, "b S width"]:
         """Copies the layer's rows; worth it where many tokens read them."""
         rows = self.cache.entries[name][self.layers[name]]
         return rows if self.slots is None else rows[self.slots]
 
-    def pages(self, name: str) -> tuple[Float[Array, "n S x"], Int[Array, "b 1"]]:
+    def pages(
+        self, name: str
+    ) -> tuple[Float[Array, "pages S width"], Int[Array, "b 1"]]:
         """Returns the rows of all layers as pages, and the layer's pages; no copy."""
         stack = self.cache.entries[name]
         batch = stack.shape[1]

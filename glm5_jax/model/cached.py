@@ -27,7 +27,7 @@ from glm5_jax.model import embedding, layers, transformer
 class Choices(NamedTuple):
     """What each layer chose for the new tokens, in the stack's order."""
 
-    experts: Int[Array, "m B T K"]
+    experts: Int[Array, "mixtures B T K"]
     selection: Any  # the attention's carry after each layer, stacked over all layers
 
 
@@ -72,7 +72,7 @@ def prefill(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     capacity: int,
-) -> tuple[Float[Array, "B T D"], cache_lib.Cache, Int[Array, "m B T K"]]:
+) -> tuple[Float[Array, "B T D"], cache_lib.Cache, Int[Array, "mixtures B T K"]]:
     """Runs prompts, padded on the right, and fills a cache with them.
 
     Args:
@@ -200,7 +200,7 @@ def _beside_padding(
 
 def chosen_experts(
     config: config_lib.ModelConfig, aux: dict, shape: tuple[int, ...]
-) -> Int[Array, "m B T K"]:
+) -> Int[Array, "mixtures B T K"]:
     """Collects the experts of `Choices` from outputs of `transformer.forward`."""
     experts = []
     for g, _ in enumerate(depth.layer_groups(config)):
@@ -213,7 +213,7 @@ def chosen_experts(
 
 def no_experts(
     config: config_lib.ModelConfig, shape: tuple[int, ...]
-) -> Int[Array, "m B T K"]:
+) -> Int[Array, "mixtures B T K"]:
     """Returns zeros of the shape of the experts of `Choices`."""
     num_mixtures = sum(group.num_mixtures for group in depth.layer_groups(config))
     return jnp.zeros((num_mixtures, *shape, config.num_experts_per_tok), jnp.int32)

@@ -225,8 +225,8 @@ _gather_sum.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _exchange(
-    rows: Float[Array, "M D"], sizes: Int[Array, "n n"], room: int
-) -> Float[Array, "m D"]:
+    rows: Float[Array, "M D"], sizes: Int[Array, "devices devices"], room: int
+) -> Float[Array, "room D"]:
     """Sends sizes[i, j] rows from device i to j.
 
     They leave in the order of the receivers and arrive in that of the senders.

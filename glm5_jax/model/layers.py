@@ -100,11 +100,11 @@ def named_input(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
 
 
 def linear(
-    x: Float[Array, "*b"],
-    w: Float[Array, "*io"],
+    x: Float[Array, "*input"],
+    w: Float[Array, "*weight"],
     num_in: int = 1,
     precision: lax.Precision | None = None,
-) -> Float[Array, "*bo"]:
+) -> Float[Array, "*output"]:
     """Contracts the last `num_in` dims of x with the first of w.
 
     On CPU as one product of two matrices: XLA lays out the gradient of a product with
@@ -120,8 +120,10 @@ def linear(
 
 
 def linear_to(
-    arrange: Callable[[Array], Array], x: Float[Array, "*b"], w: Float[Array, "*io"]
-) -> Float[Array, "*bo"]:
+    arrange: Callable[[Array], Array],
+    x: Float[Array, "*input"],
+    w: Float[Array, "*weight"],
+) -> Float[Array, "*output"]:
     """Product with some columns of w: `arrange` takes and orders them.
 
     It is applied to w or, in decoding, to the product: to what has fewer rows.
@@ -132,8 +134,8 @@ def linear_to(
 
 
 def rms_norm(
-    x: Float[Array, "*b D"], weight: Float[Array, " D"], eps: float
-) -> Float[Array, "*b D"]:
+    x: Float[Array, "*n D"], weight: Float[Array, " D"], eps: float
+) -> Float[Array, "*n D"]:
     """Divides x by its root mean square, in float32: bfloat16 squares are coarse."""
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
@@ -141,11 +143,11 @@ def rms_norm(
 
 
 def layer_norm(
-    x: Float[Array, "*b D"],
+    x: Float[Array, "*n D"],
     weight: Float[Array, " D"],
     shift: Float[Array, " D"],
     eps: float,
-) -> Float[Array, "*b D"]:
+) -> Float[Array, "*n D"]:
     """(x - mean) / std * weight + shift, in float32."""
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -153,7 +155,7 @@ def layer_norm(
     return (y * _last(weight, y) + _last(shift, y)).astype(x.dtype)
 
 
-def _last(vector: Float[Array, " D"], x: Float[Array, "*b D"]) -> Array:
+def _last(vector: Float[Array, " D"], x: Float[Array, "*n D"]) -> Array:
     """The vector with the rank of x."""
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
@@ -167,7 +169,7 @@ def swiglu_table(hidden: int, width: int) -> dict[str, Param]:
     }
 
 
-def swiglu(params: dict[str, Array], x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+def swiglu(params: dict[str, Array], x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
     """W_down (silu(W_gate x) * W_up x)."""
     gate = jax.nn.silu(linear(x, params["gate_proj"]))
     y = linear(gate * linear(x, params["up_proj"]), params["down_proj"])

@@ -115,8 +115,8 @@ def moe(
 
 
 def updated_bias(
-    bias: Float[Array, "*l E"], load: Float[Array, "*l E"], rate: float | Array
-) -> Float[Array, "*l E"]:
+    bias: Float[Array, "*n E"], load: Float[Array, "*n E"], rate: float | Array
+) -> Float[Array, "*n E"]:
     """Raises the bias of experts below the mean load, lowers it above."""
     error = jnp.mean(load, axis=-1, keepdims=True) - load
     return bias + rate * jnp.sign(error)

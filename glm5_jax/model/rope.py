@@ -55,12 +55,12 @@ def tables(
     return tiles.over_sequences(row, positions)
 
 
-def halves(weight: Float[Array, "*b R"]) -> Float[Array, "*b R"]:
+def halves(weight: Float[Array, "*n R"]) -> Float[Array, "*n R"]:
     """Columns (0, 2, ..., 1, 3, ...): pairs become two halves."""
     return jnp.concatenate([weight[..., ::2], weight[..., 1::2]], axis=-1)
 
 
-def rotate(x: Float[Array, "*b R"], cos: Array, sin: Array) -> Float[Array, "*b R"]:
+def rotate(x: Float[Array, "*n R"], cos: Array, sin: Array) -> Float[Array, "*n R"]:
     """Turns the pairs (x_i, x_{i + R/2}); cos and sin broadcast against a half."""
     a, b = jnp.split(x, 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

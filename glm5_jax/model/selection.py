@@ -22,19 +22,19 @@ class AllVisible(NamedTuple):
 class Mask(NamedTuple):
     """A boolean for each pair, keys first: the form of plain XLA on a CPU."""
 
-    keep: Bool[Array, "*l B S T"]
+    keep: Bool[Array, "*n B S T"]
 
 
 class Bits(NamedTuple):
     """A bit for each pair, in the layout that kernels for dense products read."""
 
-    words: UInt32[Array, "*l B T W"]
+    words: UInt32[Array, "*n B T W"]
 
 
 class Listed(NamedTuple):
     """The indices of the keys, ascending, with -1 as padding at the end."""
 
-    indices: Int[Array, "*l B T K"]
+    indices: Int[Array, "*n B T K"]
 
 
 Selection = AllVisible | Mask | Bits | Listed

@@ -137,7 +137,7 @@ def forward(
     positions: Int[Array, "B T"] | None = None,
     *,
     context: context_lib.Context | None = None,
-    experts: Int[Array, "M B T K"] | None = None,
+    experts: Int[Array, "mixtures B T K"] | None = None,
     with_indexer_loss: bool = False,
     with_traces: bool = False,
 ) -> Output:

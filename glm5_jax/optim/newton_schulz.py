@@ -37,8 +37,8 @@ def coefficients(name: str, num_steps: int) -> Coefficients:
 
 
 def orthogonalize(
-    x: Float[Array, "*batch a b"], steps: Coefficients, dtype: jax.typing.DTypeLike
-) -> Float[Array, "*batch a b"]:
+    x: Float[Array, "*n rows columns"], steps: Coefficients, dtype: jax.typing.DTypeLike
+) -> Float[Array, "*n rows columns"]:
     """Moves the singular values of every matrix towards 1, by Newton-Schulz.
 
     x <- x / |x|_F, then in each step x <- a x + (b A + c A A) x with A = x x^T, on

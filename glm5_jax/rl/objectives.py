@@ -43,7 +43,7 @@ class Metrics(NamedTuple):
 class TokenLoss(NamedTuple):
     """Loss of every token, zero where the mask is, and what to log."""
 
-    loss: Float[Array, "*b"]
+    loss: Float[Array, "*n"]
     metrics: Metrics
 
 
@@ -64,11 +64,11 @@ def of(settings: config.RLConfig) -> Objective:
 
 
 def grpo(
-    logprobs: Float[Array, "*b"],
-    old_logprobs: Float[Array, "*b"] | None,
-    rollout_logprobs: Float[Array, "*b"],
-    advantages: Float[Array, "*b"],
-    mask: Bool[Array, "*b"],
+    logprobs: Float[Array, "*n"],
+    old_logprobs: Float[Array, "*n"] | None,
+    rollout_logprobs: Float[Array, "*n"],
+    advantages: Float[Array, "*n"],
+    mask: Bool[Array, "*n"],
     *,
     clip_low: float,
     clip_high: float,
@@ -85,11 +85,11 @@ def grpo(
 
 
 def icepop(
-    logprobs: Float[Array, "*b"],
-    old_logprobs: Float[Array, "*b"] | None,
-    rollout_logprobs: Float[Array, "*b"],
-    advantages: Float[Array, "*b"],
-    mask: Bool[Array, "*b"],
+    logprobs: Float[Array, "*n"],
+    old_logprobs: Float[Array, "*n"] | None,
+    rollout_logprobs: Float[Array, "*n"],
+    advantages: Float[Array, "*n"],
+    mask: Bool[Array, "*n"],
     *,
     beta: float,
     clip_low: float,
@@ -111,11 +111,11 @@ def icepop(
 
 
 def tis(
-    logprobs: Float[Array, "*b"],
-    old_logprobs: Float[Array, "*b"] | None,
-    rollout_logprobs: Float[Array, "*b"],
-    advantages: Float[Array, "*b"],
-    mask: Bool[Array, "*b"],
+    logprobs: Float[Array, "*n"],
+    old_logprobs: Float[Array, "*n"] | None,
+    rollout_logprobs: Float[Array, "*n"],
+    advantages: Float[Array, "*n"],
+    mask: Bool[Array, "*n"],
     *,
     tis_cap: float,
     clip_low: float,
@@ -135,11 +135,11 @@ def tis(
 
 
 def dis(
-    logprobs: Float[Array, "*b"],
-    old_logprobs: Float[Array, "*b"] | None,
-    rollout_logprobs: Float[Array, "*b"],
-    advantages: Float[Array, "*b"],
-    mask: Bool[Array, "*b"],
+    logprobs: Float[Array, "*n"],
+    old_logprobs: Float[Array, "*n"] | None,
+    rollout_logprobs: Float[Array, "*n"],
+    advantages: Float[Array, "*n"],
+    mask: Bool[Array, "*n"],
     *,
     dis_low: float,
     dis_high: float,
@@ -161,10 +161,10 @@ def dis(
 
 
 def distillation_advantages(
-    teacher_logprobs: Float[Array, "*b"],
-    logprobs: Float[Array, "*b"],
-    mask: Bool[Array, "*b"],
-) -> Float[Array, "*b"]:
+    teacher_logprobs: Float[Array, "*n"],
+    logprobs: Float[Array, "*n"],
+    mask: Bool[Array, "*n"],
+) -> Float[Array, "*n"]:
     """sg(log pi_teacher - log pi_train(theta)): on-policy distillation's advantage.
 
     GLM-5 (arXiv 2602.15763) 3.5: it stands for the group advantage, so groups have one
@@ -175,9 +175,9 @@ def distillation_advantages(
 
 
 def gap(
-    logprobs: Float[Array, "*b"],
-    rollout_logprobs: Float[Array, "*b"],
-    mask: Bool[Array, "*b"],
+    logprobs: Float[Array, "*n"],
+    rollout_logprobs: Float[Array, "*n"],
+    mask: Bool[Array, "*n"],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum and maximum of |log pi_train - log pi_infer| over the sampled tokens.
 

@@ -34,7 +34,7 @@ def publish(
     engine.publish(_copy(params, engine.config, weights), version)
 
 
-def rounded_to_int8(weight: Float[Array, "*d n"]) -> Float[Array, "*d n"]:
+def rounded_to_int8(weight: Float[Array, "*n width"]) -> Float[Array, "*n width"]:
     """The nearest multiples -127 .. 127 of a scale for each vector of the last dim."""
     largest = jnp.max(jnp.abs(weight), axis=-1, keepdims=True)
     # Below tiny a scale is flushed to 0, and vectors of zeros would become NaN.

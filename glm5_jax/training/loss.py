@@ -183,7 +183,7 @@ def loads(aux: dict) -> dict:
     return jax.tree.map(load, aux, is_leaf=_is_block)
 
 
-def _balances(aux: dict) -> Float[Array, " l"]:
+def _balances(aux: dict) -> Float[Array, " mixtures"]:
     """Balance loss of every mixture; MTP's, which runs several times, is one."""
     means = [
         jnp.mean(block.routing.balance, keepdims=True)

@@ -112,7 +112,7 @@ class Quantized(NamedTuple):
 
 
 def quantize(
-    weights: Float[np.ndarray, "m n"], block: tuple[int, int] = (BLOCK, BLOCK)
+    weights: Float[np.ndarray, "rows columns"], block: tuple[int, int] = (BLOCK, BLOCK)
 ) -> Quantized:
     """Quantizes a float32 matrix to codes and scales.
 

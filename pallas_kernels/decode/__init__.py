@@ -15,7 +15,7 @@ IMPLEMENTATIONS = ("reference", "tpu", "gpu")
 
 def decode_indexer_topk(
     q: Float[Array, "B T I J"],
-    k: Float[Array, "P s J"],
+    k: Float[Array, "pages s J"],
     w: Float[Array, "B T I"],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
@@ -28,12 +28,12 @@ def decode_indexer_topk(
 
     Args:
       q: indexer queries of the new tokens.
-      k: cached keys: P pages of s, or with page_table None a row of s for each of the
-        B sequences.
+      k: cached keys: pages of s keys each, or with page_table None a row of s for each
+        of the B sequences.
       w: head weights, scales included.
       lo: first visible key, counted along the sequence.
       hi: end of the visible keys; a larger one than n * s is cut to it.
-      page_table: page of each run of s tokens of a sequence, each in 0 .. P - 1.
+      page_table: page of each run of s tokens of a sequence.
       topk: keys to select.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
@@ -46,7 +46,7 @@ def decode_indexer_topk(
     """
     name = "decode_indexer_topk"
     contract.positive(name, topk=topk)
-    floats = {"q": (q, "B T I J"), "w": (w, "B T I"), "k": (k, "P s J")}
+    floats = {"q": (q, "B T I J"), "w": (w, "B T I"), "k": (k, "pages s J")}
     integers = {"lo": (lo, "B T"), "hi": (hi, "B T")}
     num_keys, page_table = _cached(name, floats, integers, page_table)
     lo, hi = contract.within(lo, hi, num_keys)
@@ -57,7 +57,7 @@ def decode_indexer_topk(
 
 def decode_sparse_mla(
     q: Float[Array, "B T N c"],
-    kv: Float[Array, "P s c"],
+    kv: Float[Array, "pages s c"],
     indices: Int[Array, "B T K"],
     page_table: Int[Array, "B n"] | None = None,
     *,
@@ -69,11 +69,11 @@ def decode_sparse_mla(
 
     Args:
       q: queries of the new tokens, in the latent space.
-      kv: cached rows: P pages of s, or with page_table None a row of s for each of the
-        B sequences.
+      kv: cached rows: pages of s rows each, or with page_table None s rows for each of
+        the B sequences.
       indices: positions along the sequence, distinct, with -1 at the end alone; one
         of n * s or more counts as -1.
-      page_table: page of each run of s tokens of a sequence, each in 0 .. P - 1.
+      page_table: page of each run of s tokens of a sequence.
       scale: factor on q . kv.
       value_dim: C; values are the first C of each row.
       implementation: see IMPLEMENTATIONS; None for the best one.
@@ -84,7 +84,7 @@ def decode_sparse_mla(
     """
     name = "decode_sparse_mla"
     contract.value_dim(name, value_dim, q.shape[-1])
-    floats = {"q": (q, "B T N c"), "kv": (kv, "P s c")}
+    floats = {"q": (q, "B T N c"), "kv": (kv, "pages s c")}
     integers = {"indices": (indices, "B T K")}
     _, page_table = _cached(name, floats, integers, page_table)
     indices = indices.astype(jnp.int32)  # kernels compare them with the last key
@@ -101,7 +101,7 @@ def _cached(
 ) -> tuple[int, Array | None]:
     """Keys of a sequence, and the page table in int32, once all shapes fit."""
     if page_table is None:  # a row of keys for each sequence
-        floats = {n: (x, d.replace("P", "B")) for n, (x, d) in floats.items()}
+        floats = {n: (x, d.replace("pages", "B")) for n, (x, d) in floats.items()}
         return contract.sizes(op, floats, integers)["s"], None
     pages = {"page_table": (page_table, "B n")}
     known = contract.sizes(op, floats, {**integers, **pages})

@@ -28,7 +28,7 @@ def unsupported_decode_indexer_topk(
 
 def decode_indexer_topk(
     q: Float[Array, "B T I J"],
-    k: Float[Array, "P s J"],
+    k: Float[Array, "pages s J"],
     w: Float[Array, "B T I"],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],

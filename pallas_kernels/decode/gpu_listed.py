@@ -47,7 +47,7 @@ def unsupported_decode_sparse_mla(
 
 def decode_sparse_mla(
     q: Float[Array, "B T N c"],
-    kv: Float[Array, "P s c"],
+    kv: Float[Array, "pages s c"],
     indices: Int[Array, "B T K"],
     page_table: Int[Array, "B n"] | None,
     scale: float,

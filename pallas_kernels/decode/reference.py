@@ -9,8 +9,8 @@ from pallas_kernels.sparse_mla import reference as attention
 
 
 def rows(
-    pages: Float[Array, "P s x"], page_table: Int[Array, "B n"] | None
-) -> Float[Array, "B S x"]:
+    pages: Float[Array, "pages s width"], page_table: Int[Array, "B n"] | None
+) -> Float[Array, "B S width"]:
     """The cache of every sequence in one piece."""
     if page_table is None:
         return pages
@@ -19,7 +19,7 @@ def rows(
 
 def decode_indexer_topk(
     q: Float[Array, "B T I J"],
-    k: Float[Array, "P s J"],
+    k: Float[Array, "pages s J"],
     w: Float[Array, "B T I"],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
@@ -32,7 +32,7 @@ def decode_indexer_topk(
 
 def decode_sparse_mla(
     q: Float[Array, "B T N c"],
-    kv: Float[Array, "P s c"],
+    kv: Float[Array, "pages s c"],
     indices: Int[Array, "B T K"],
     page_table: Int[Array, "B n"] | None,
     scale: float,

@@ -32,7 +32,7 @@ LOWEST, HIGHEST = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
 
 def decode_indexer_topk(
     q: Float[Array, "B T I J"],
-    k: Float[Array, "P s J"],
+    k: Float[Array, "pages s J"],
     w: Float[Array, "B T I"],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
@@ -97,7 +97,7 @@ def unsupported_decode_indexer_topk(
 
 def _select(
     queries: tuple[Array, Array],
-    k: Float[Array, "P s J"],
+    k: Float[Array, "pages s J"],
     bounds: tuple[Array, Array],
     pages: Int[Array, "B n"],
     topk: int,

@@ -84,8 +84,8 @@ def decode_sparse_mla(
 
 
 def _groups(
-    rows: Int[Array, "n 1 k"], chunk: int
-) -> tuple[Int[Array, "n 1 k"], Float[Array, "n 1 8*k"]]:
+    rows: Int[Array, "parts 1 fetched"], chunk: int
+) -> tuple[Int[Array, "parts 1 fetched"], Float[Array, "parts 1 8*fetched"]]:
     """Groups to fetch, -1 where a list has ended, and which of their rows are meant."""
     is_row = rows[..., None] % GROUP == jnp.arange(GROUP)[None, None, None]
     is_row = (is_row & (rows >= 0)[..., None]).astype(jnp.float32)
@@ -99,11 +99,11 @@ def _groups(
 
 
 def _combined(
-    out: Float[Array, "n N C"],
-    lse: Float[Array, "n 1 N"],
+    out: Float[Array, "parts N C"],
+    lse: Float[Array, "parts 1 N"],
     has_rows: Array,
     parts: int,
-) -> tuple[Float[Array, "m N C"], Float[Array, "m N"]]:
+) -> tuple[Float[Array, "lists N C"], Float[Array, "lists N"]]:
     """Softmax over lists of the softmax over their parts; zeros of an empty list."""
     of_list = lambda x: x.reshape(-1, parts, *x.shape[1:])
     lse = of_list(jnp.where(has_rows, lse, -jnp.inf)[:, 0])

@@ -10,12 +10,12 @@ QUANTIZED_IMPLEMENTATIONS = ("blocked", "gpu", "reference")
 
 
 def grouped_matmul(
-    x: Float[Array, "M K"],
-    w: Float[Array, "E K N"],
+    x: Float[Array, "M D"],
+    w: Float[Array, "E D F"],
     group_sizes: Int[Array, " E"],
     *,
     implementation: str | None = None,
-) -> Float[Array, "M N"]:
+) -> Float[Array, "M F"]:
     """Multiplies the rows of group e by w[e]; differentiable in x and w.
 
     Shapes do not depend on the routing, so new group sizes never recompile.
@@ -33,7 +33,7 @@ def grouped_matmul(
       ValueError: if shapes or types do not fit each other.
       NotImplementedError: if a named implementation cannot take the arguments.
     """
-    floats, integers = {"x": (x, "M K"), "w": (w, "E K N")}, (group_sizes, "E")
+    floats, integers = {"x": (x, "M D"), "w": (w, "E D F")}, (group_sizes, "E")
     contract.sizes("grouped_matmul", floats, {"group_sizes": integers})
     group_sizes = contract.groups(group_sizes, x.shape[0])
     # On TPU, XLA's own product does exactly the wanted work.
@@ -44,13 +44,13 @@ def grouped_matmul(
 
 
 def grouped_matmul_quantized(
-    x: Float[Array, "M K"],
-    w: Float8e4m3fn[Array, "E K N"] | Int8[Array, "E K N"],
-    scales: Float32[Array, "E k n"],
+    x: Float[Array, "M D"],
+    w: Float8e4m3fn[Array, "E D F"] | Int8[Array, "E D F"],
+    scales: Float32[Array, "E row_blocks column_blocks"],
     group_sizes: Int[Array, " E"],
     *,
     implementation: str | None = None,
-) -> Float[Array, "M N"]:
+) -> Float[Array, "M F"]:
     """Multiplies the rows of group e by w[e] * scales[e]; differentiable in x alone.
 
     A scale belongs to a block of 128 x 128 codes, the last ones may be smaller: the
@@ -74,9 +74,9 @@ def grouped_matmul_quantized(
     """
     contract.sizes(
         "grouped_matmul_quantized",
-        {"x": (x, "M K"), "scales": (scales, "E k n")},
+        {"x": (x, "M D"), "scales": (scales, "E row_blocks column_blocks")},
         {"group_sizes": (group_sizes, "E")},
-        {"w": (w, "E K N")},
+        {"w": (w, "E D F")},
     )
     group_sizes = contract.groups(group_sizes, x.shape[0])
     blocks = tuple(-(-size // reference.SCALE_BLOCK) for size in w.shape[1:])

@@ -22,19 +22,19 @@ MIN_ROWS = 8
 
 @jax.custom_vjp
 def grouped_matmul(
-    x: Float[Array, "M K"], w: Float[Array, "E K N"], group_sizes: Int[Array, " E"]
-) -> Float[Array, "M N"]:
+    x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "M F"]:
     """See `pallas_kernels.grouped_matmul`."""
     return _rows_times_matrix(x, w, None, group_sizes, "mk,kn->mn")
 
 
 @jax.custom_vjp
 def grouped_matmul_quantized(
-    x: Float[Array, "M K"],
+    x: Float[Array, "M D"],
     w: Array,
-    scales: Float[Array, "E k n"],
+    scales: Float[Array, "E row_blocks column_blocks"],
     group_sizes: Int[Array, " E"],
-) -> Float[Array, "M N"]:
+) -> Float[Array, "M F"]:
     """See `pallas_kernels.grouped_matmul_quantized`; rounds weights to x's type."""
     return _rows_times_matrix(x, w, scales, group_sizes, "mk,kn->mn")
 
@@ -82,7 +82,7 @@ def _tiles(group_sizes: Int[Array, " E"], e: Int[Array, ""], size: int) -> tuple
 
 
 def _tile(
-    x: Float[Array, "M K"], row: Int[Array, ""], end: Int[Array, ""], size: int
+    x: Float[Array, "M D"], row: Int[Array, ""], end: Int[Array, ""], size: int
 ) -> Array:
     """Rows row .. row + size of x, zero from `end` on."""
     tile = lax.dynamic_slice_in_dim(x, row, size)

@@ -26,24 +26,24 @@ FLOAT32_TILE = block_sizes.Tile((64, 64, 32), 8, 3)
 
 
 def grouped_matmul(
-    x: Float[Array, "M K"],
-    w: Float[Array, "E K N"],
+    x: Float[Array, "M D"],
+    w: Float[Array, "E D F"],
     group_sizes: Int[Array, " E"],
     *,
     interpret: bool = False,
-) -> Float[Array, "M N"]:
+) -> Float[Array, "M F"]:
     """See `pallas_kernels.grouped_matmul`."""
     return _grouped(x, w, group_sizes, interpret)
 
 
 def grouped_matmul_quantized(
-    x: Float[Array, "M K"],
+    x: Float[Array, "M D"],
     w: Array,
-    scales: Float[Array, "E k n"],
+    scales: Float[Array, "E row_blocks column_blocks"],
     group_sizes: Int[Array, " E"],
     *,
     interpret: bool = False,
-) -> Float[Array, "M N"]:
+) -> Float[Array, "M F"]:
     """See `pallas_kernels.grouped_matmul_quantized`.
 
     Codes of 8 bits are exact in bfloat16, so each block of 128 x 128 is multiplied as

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 
 def grouped_matmul(
-    x: Float[Array, "M K"], w: Float[Array, "E K N"], group_sizes: Int[Array, " E"]
-) -> Float[Array, "M N"]:
+    x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "M F"]:
     """See `pallas_kernels.grouped_matmul`."""
     return jax.lax.ragged_dot(x, w, group_sizes)

@@ -8,8 +8,8 @@ SCALE_BLOCK = 128  # rows and columns of a matrix that share a scale
 
 
 def grouped_matmul(
-    x: Float[Array, "M K"], w: Float[Array, "E K N"], group_sizes: Int[Array, " E"]
-) -> Float[Array, "M N"]:
+    x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "M F"]:
     """y[m] = x[m] @ w[e] where group e holds row m; zeros after the last group."""
     ends = jnp.cumsum(group_sizes)
     rows = jnp.arange(x.shape[0])[:, None]
@@ -19,17 +19,19 @@ def grouped_matmul(
 
 
 def grouped_matmul_quantized(
-    x: Float[Array, "M K"],
+    x: Float[Array, "M D"],
     w: Array,
-    scales: Float[Array, "E k n"],
+    scales: Float[Array, "E row_blocks column_blocks"],
     group_sizes: Int[Array, " E"],
-) -> Float[Array, "M N"]:
+) -> Float[Array, "M F"]:
     """The same with the matrices of codes and scales, in float32."""
     matrices = lax.stop_gradient(dequantized(w, scales))
     return grouped_matmul(x.astype(jnp.float32), matrices, group_sizes).astype(x.dtype)
 
 
-def dequantized(w: Array, scales: Float[Array, "*E k n"]) -> Float[Array, "*E K N"]:
+def dequantized(
+    w: Array, scales: Float[Array, "*n row_blocks column_blocks"]
+) -> Float[Array, "*n D F"]:
     """w[i, j] scales[i // 128, j // 128] of every matrix, in float32."""
     rows = jnp.repeat(scales, SCALE_BLOCK, axis=-2)[..., : w.shape[-2], :]
     each = jnp.repeat(rows, SCALE_BLOCK, axis=-1)[..., : w.shape[-1]]

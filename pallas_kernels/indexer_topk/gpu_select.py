@@ -62,14 +62,14 @@ def unsupported(q: Array, k: Array, w: Array, num_keys: int, topk: int) -> str |
 
 def select(
     q: Float[Array, "B T I J"],
-    k: Float[Array, "P s J"],
+    k: Float[Array, "pages s J"],
     w: Float[Array, "B T I"],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
     start: Int[Array, "2"],
     table: Int[Array, "B n"] | None,
     plan: Plan,
-) -> Int[Array, "A K"] | UInt32[Array, "A W"]:
+) -> Int[Array, "sequences K"] | UInt32[Array, "sequences W"]:
     """Lists or bits of `plan.rows` queries of each of `plan.sequences` sequences.
 
     Args:

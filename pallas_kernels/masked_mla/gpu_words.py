@@ -27,7 +27,7 @@ def padded(x: Array) -> Array:
 
 def row_words(
     selected: Array | None, num_keys: int, interpret: bool
-) -> UInt32[Array, "B w P"] | None:
+) -> UInt32[Array, "B words padded_queries"] | None:
     """Key s of a mask or of bits as bit s % 32 of word s // 32; whole runs of keys."""
     if selected is None:
         return None

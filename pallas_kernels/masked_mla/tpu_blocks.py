@@ -116,7 +116,7 @@ def masks(
     return pad(bounds, rows, 2), pad(bits, rows, 1)
 
 
-def contract(a: Array, b: Array, axes: tuple[int, int]) -> Float[Array, "m n"]:
+def contract(a: Array, b: Array, axes: tuple[int, int]) -> Float[Array, "rows columns"]:
     """Matrix product over one axis of each, into float32."""
     return lax.dot_general(
         a,

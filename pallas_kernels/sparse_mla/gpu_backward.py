@@ -98,7 +98,7 @@ def _dkv(
     units: int,
     sizes: dict,
     interpret: bool,
-) -> Float[Array, "x y c"]:
+) -> Float[Array, "sequences rows c"]:
     """Sums the rows' gradients into zeros of `shape`.
 
     Args:

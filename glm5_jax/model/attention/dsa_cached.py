@@ -129,7 +129,7 @@ def _attend(
     return jnp.einsum("btns,bsc->btnc", probs, kv[..., :value_dim])
 
 
-def _padded(x: Float[Array, "*n c"], size: int) -> Float[Array, "*n d"]:
+def _padded(x: Float[Array, "*n c"], size: int) -> Float[Array, "*n width"]:
     """Zero-pads the last axis."""
     missing = size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
