@@ -1,4 +1,4 @@
-"""What a checkpoint costs a step: how long a save blocks it, and slows the next one.
+"""Measures how long a save blocks a step and slows the next one.
 
     python benchmarks/checkpoint_cpu.py
 

@@ -6,7 +6,7 @@ Writes 78 + 1 layers of 256 experts (59,870 tensors; every width divided by 16) 
 several files, converts them to a run folder and back, each in a process of its own, and
 compares every tensor. Prints one JSON line a conversion, for a quarter, half and all of
 the layers: the time per tensor should not depend on their number, nor the memory.
---trained also exports a step that training's manager saved from so many devices (it
+--trained also exports a step that training's manager saved from that many devices (it
 needs memory for the model, and a little more of the disk).
 DIR needs three times the bytes of the model (6 GB for the largest) and is left empty.
 """

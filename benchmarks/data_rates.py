@@ -1,4 +1,4 @@
-"""How fast a corpus is prepared and its rows are read, by CPU seconds of one process.
+"""Measures how fast one process prepares a corpus and reads its rows.
 
     python benchmarks/data_rates.py [--sequence_length=4096] [--rounds=3]
 

@@ -1,4 +1,4 @@
-"""All kernels on one H200: values of small cases, times, then what they are held to.
+"""Runs all kernels on one H200: values of small cases, times, and comparisons.
 
     python benchmarks/h200.py --out=DIR --seconds=540
 

@@ -105,7 +105,7 @@ def ceiling(op: str, side: int) -> dict[str, float]:
 
 
 def _seconds(run: Any, x: jax.Array, calls: int = 20) -> float:
-    """Median of five samples of so many calls."""
+    """Returns the median of five samples of a number of calls."""
     jax.block_until_ready(run(x))
     times = []
     for _ in range(5):

@@ -57,7 +57,7 @@ AGAIN = "again"  # that a child prints after a row that may have poisoned it
 
 
 class Row(NamedTuple):
-    """One row: what runs in one go."""
+    """A row: one run of the child process."""
 
     phase: str  # of PHASES, in this order
     op: str
@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
 
 def plan(is_small: bool) -> list[Row]:
-    """All rows, values before times, ours before others'."""
+    """Lists all rows, values before times, ours before others'."""
     rows = list(_planned())
     if is_small:
         small = [r._replace(length=REHEARSED if r.length else 0) for r in rows]

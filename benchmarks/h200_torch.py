@@ -1,4 +1,4 @@
-"""What torch does by itself where we have a kernel: same shapes, same card.
+"""Times torch where we have a kernel, with the same shapes on the same card.
 
 Dense attention through scaled_dot_product_attention; the indexer's scores a chunk at a
 time with torch.topk, and sparse attention by gathering rows, as transformers' own code

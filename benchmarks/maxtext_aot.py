@@ -1,4 +1,4 @@
-"""What MaxText's DeepSeek-V3.2 needs and sends in a step, by the same compiler.
+"""Compiles MaxText's DeepSeek-V3.2 with the same compiler: memory and traffic.
 
     python3.12 -m venv /tmp/maxtext
     /tmp/maxtext/bin/pip install "maxtext[tpu]==0.2.5"

@@ -78,7 +78,7 @@ SWAPPED = {a: b for x, y in PAIRS for a, b in ((x, y), (y, x))}
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One edit of one file."""
+    """An edit of a file."""
 
     file: str
     line: int

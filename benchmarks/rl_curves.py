@@ -28,7 +28,7 @@ STYLES = (
     {"color": "#6b7280", "linestyle": (0, (5, 1.5, 1, 1.5)), "marker": "D"},
     {"color": "#db2777", "linestyle": (0, (8, 2)), "marker": "v"},
 )
-SMOOTHING = 5  # rewards of so many steps are averaged
+SMOOTHING = 5  # steps whose rewards are averaged
 GREY, PALE = "#6b7280", "#e5e7eb"
 COLUMNS = {
     "recipe": str,

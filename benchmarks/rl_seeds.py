@@ -5,7 +5,7 @@
 
 Seed i of RL starts from seed i of SFT, so that data order, initial values and rollouts
 all differ. Runs that are done are not repeated, those that were stopped resume: typed
-again, the command goes on. --report_only draws what is there. Prints a Markdown table:
+again, the command resumes. --report_only draws what is there. Prints a Markdown table:
 CPU seconds are those of the processes, compiling included, and do not grow with what
 else the machine does; they are of all starts of a run.
 """
@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Runs what is not done yet, draws the picture and prints the table."""
+    """Runs the missing seeds, draws the picture and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +71,7 @@ def train(config: str, workdir: pathlib.Path, *changes: str) -> None:
 
 
 def row(workdir: pathlib.Path, task: str, seed: str) -> list[str]:
-    """Returns what the table says of a seed."""
+    """Returns a seed's row of the table."""
     sft, rl = (workdir / f"{task}_{stage}_{seed}" for stage in ("sft", "rl"))
     taught, learned = rl_curves.read(str(sft)), rl_curves.read(str(rl))
     start, end = taught[-1], learned[-1]

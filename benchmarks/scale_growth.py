@@ -1,4 +1,4 @@
-"""How a step's cost grows with length, chips and experts: a plot from aot reports.
+"""Plots a step's cost against length, chips and experts, from aot reports.
 
     python benchmarks/scale_growth.py --out=docs/scale_growth.png
 
@@ -83,7 +83,7 @@ def flops_by_part(report: Report) -> dict[str, float]:
 
 
 def table(reports: dict[str, list[Report]]) -> str:
-    """All points, a row each."""
+    """Formats all points, a row each."""
     header = (
         "arguments GiB",
         "temporaries GiB",

@@ -3,9 +3,9 @@
 #
 #   CHIP=v5p; . launch/flags.sh     # v5e, v5p, v6e, tpu7x, h100, h200; else none
 #
-# They let collectives run beside products: without them a layer's gathers may wait for
-# the layer before. What is set already comes last, and counts. The compilers know all of
-# them (tests/launch_test.py); what they gain was not timed.
+# They let collectives run beside products: without them the gathers of a layer may wait
+# for the layer before. Flags that are set already come last and win. The compilers accept
+# all of them (tests/launch_test.py); nobody timed the gain.
 #
 # CACHE=/shared/programs, a folder that all hosts see, keeps compiled programs for a
 # restart: process 0 writes, all others read.
@@ -14,7 +14,7 @@ tpu="--xla_tpu_overlap_compute_collective_tc=true
   --xla_enable_async_all_gather=true
   --xla_enable_async_collective_permute=true
   --xla_tpu_enable_ag_backward_pipelining=true"
-# Gradients over data, and over slices, while the backward pass goes on.
+# Gradients over data, and over slices, while the backward pass runs.
 tpu="$tpu
   --xla_tpu_enable_data_parallel_all_reduce_opt=true
   --xla_tpu_data_parallel_opt_different_sized_ops=true"

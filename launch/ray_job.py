@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux: a signal at the death of the parent
 
 @ray.remote(max_restarts=0)
 class Host:
-    """What runs on one node."""
+    """The run's processes on one node."""
 
     def address(self) -> str:
         """Returns this node's, with a port that is free now."""

@@ -6,7 +6,7 @@
 # jax.distributed reads everything else from Slurm (SLURM_JOB_ID, SLURM_STEP_NODELIST,
 # SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID): no address, port or number is given. Two
 # minutes before the time limit all processes get SIGTERM, save the same step and exit
-# with 143; then this job queues again and goes on. Logs: logs/JOB/process_N.log, and
+# with 143; then this job queues again and resumes. Logs: logs/JOB/process_N.log, and
 # slurm-JOB.out of this script, which Slurm opens before a folder could be made.
 #
 # CHIP=h100 chooses the compiler's flags (launch/flags.sh; h200 by default); CACHE is a

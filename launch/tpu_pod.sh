@@ -4,8 +4,8 @@
 #   TPU=my-pod ZONE=us-east5-a launch/tpu_pod.sh \
 #     --config=configs/NAME.py --workdir=/mnt/shared/run
 #
-# The code lies at FOLDER on every host (first time: SETUP=1 copies and installs it) and
-# --workdir on a file system that all mount (Filestore, for example).
+# Every host has the code in FOLDER (the first time, SETUP=1 copies and installs it), and
+# --workdir is on a file system that all of them mount, such as Filestore.
 # jax.distributed asks the metadata server for the hosts: no address is given. Logs:
 # logs/TPU/WORKER.log, of all hosts. Where the run saved and ended by SIGTERM (143),
 # before maintenance say, it starts again.

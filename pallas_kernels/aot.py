@@ -1,4 +1,4 @@
-"""Compiles for chips that are not there, and says what the compiler made of it.
+"""Compiles for chips that are not there, and reports the sizes of the programs.
 
 TPUs need libtpu from PyPI beside a CPU build of jax; an H200 needs jax-cuda13-plugin,
 triton and jax-triton: the extra `aot` brings all of it. No driver and no device.
@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import chips
 
-# What XLA asks the driver about a GPU, of an H200 SXM.
+# The answers of an H200 SXM's driver to what XLA asks.
 _H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -51,7 +51,7 @@ PTX_VERSION = 87  # that the assemblers of Triton 3.6 to 3.9 all read
 
 @dataclasses.dataclass(frozen=True)
 class GpuKernel:
-    """What ptxas says of a Triton kernel."""
+    """A Triton kernel as ptxas reports it."""
 
     name: str
     registers: int  # of a thread
@@ -62,7 +62,7 @@ class GpuKernel:
 
 @dataclasses.dataclass(frozen=True)
 class TpuKernel:
-    """What the TPU's compiler made of a Pallas kernel."""
+    """A Pallas kernel as the TPU's compiler reports it."""
 
     name: str
     bundles: int  # instructions as they are issued together; a loop's body counts once

@@ -1,4 +1,4 @@
-"""Which blocks of queries meet which blocks of keys: the grid of a TPU's kernel.
+"""Pairs of blocks of queries and keys that meet: the grid of a TPU's kernel.
 
 A kernel visits a list of pairs instead of all of them: what no query of a block sees is
 neither fetched nor counted as a step. A pair is one int32, read in scalar memory, with

@@ -1,10 +1,9 @@
-"""Sizes of blocks that are chosen by chip: one table, read while an op is traced.
+"""Block sizes by chip: one table, which an op reads while it is traced.
 
-What a compiler or a clock found best on a chip is written here, and nowhere else. So
-far no clock did: entries are those that compile without spills and, of these, cost the
-fewest bundles (docs/kernels.md). `python -m pallas_kernels.bench OP --blocks NAME=...`
-tries other entries. Sizes that the hardware or a layout dictates stay in their kernels,
-as do those of float32, which nobody trains in.
+The entries compile without spills and, among those that do, cost the fewest bundles
+(docs/kernels.md); none was chosen by timing. Try another entry with
+`python -m pallas_kernels.bench OP --blocks NAME=...`. Sizes that the hardware or a
+layout dictates stay in their kernels, as do those for float32, which nobody trains in.
 """
 
 import contextlib
@@ -18,9 +17,9 @@ from pallas_kernels import chips, dispatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tpu:
-    """Of Pallas kernels."""
+    """Block sizes of the Pallas kernels on one chip."""
 
-    cores: int = 1  # of a device; of the queries so many parts add up on their own
+    cores: int = 1  # of a device; each sums a part of the queries
     vmem_bytes: int = 56 << 20  # that a kernel may take: 64 MB less what XLA keeps
     masked_mla: tuple[int, int] = (1024, 1024)  # queries, keys: powers of two
     indexer_kl: tuple[int, int] = (512, 1024)  # queries, keys
@@ -31,7 +30,7 @@ class Tpu:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Of a Triton kernel in bfloat16."""
+    """The tile of a Triton kernel in bfloat16."""
 
     sizes: tuple[int, ...]
     warps: int
@@ -40,7 +39,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Of Triton kernels on Hopper."""
+    """Tiles of the Triton kernels on a Hopper GPU."""
 
     sparse_mla: Tile = Tile((64,), 8, 2)  # keys gathered a step
     sparse_mla_dq: Tile = Tile((32,), 8, 2)
@@ -67,18 +66,18 @@ NAMES = (*TPUS, *GPUS)
 
 
 def of(chip: str) -> Tpu | Gpu:
-    """The row of a chip by its name in `chips.CHIPS`."""
+    """Returns the row of a chip by its name in `chips.CHIPS`."""
     return (TPUS | GPUS)[chip]
 
 
 def tpu() -> Tpu:
-    """Returns those of the chip that is traced for; an unknown one is as a v5p."""
+    """Returns the row of the TPU that a program is traced for, else that of v5p."""
     chip = dispatch.chip()
     return TPUS.get("" if chip is None else chip.name, TPUS["v5p"])
 
 
 def gpu() -> Gpu:
-    """The same of GPUs; every Hopper is as an H200."""
+    """Returns the row of GPUs; every Hopper uses that of the H200."""
     chip = dispatch.chip()
     return GPUS.get("" if chip is None else chip.name, GPUS["h200"])
 
@@ -100,7 +99,7 @@ def changed(sizes: Tpu | Gpu, entry: str) -> Tpu | Gpu:
     if len(given) != len(before) or not all(n.isdigit() for n in given):
         example = ",".join(map(str, before))
         raise ValueError(
-            f"{name} wants {len(before)} numbers, as in {example}, got {values!r}"
+            f"{name} takes {len(before)} numbers, as in {example}, got {values!r}"
         )
     numbers = tuple(map(int, given))
     new: Any = numbers if isinstance(old, tuple) else numbers[0]
@@ -117,7 +116,7 @@ def _numbers(entry: Tile | tuple[int, ...] | int) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def tried(sizes: Tpu | Gpu) -> Iterator[None]:
-    """Lets what is traced inside for the first time take these, whatever the chip."""
+    """Makes programs traced inside use these sizes, whatever the chip."""
     table: dict = TPUS if isinstance(sizes, Tpu) else GPUS
     before = dict(table)
     table.update(dict.fromkeys(table, sizes))

@@ -1,4 +1,4 @@
-"""What the vendors publish of each chip, and how much of it programs reach.
+"""Rates and sizes of each chip as vendors publish them, and the shares reached.
 
 This is the only table of such numbers: the kernels' benchmark, the planner and the MFU
 of a run read it. An entry is one device as jax counts them: a tpu7x chip is two.
@@ -13,7 +13,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One device, as its vendor publishes it."""
+    """A device as its vendor publishes it."""
 
     name: str
     platform: str  # "tpu" or "gpu"

@@ -1,8 +1,9 @@
-"""What every op demands of its arguments, whatever implementation runs.
+"""Checks of arguments that all implementations of an op share.
 
-Shapes and types are known while a program is traced: wrong ones raise ValueError.
-Bounds and lists are not: bounds are clamped to the keys that there are, and an entry of
-a list beyond the last key counts as padding. No implementation reads out of bounds.
+Shapes and types are known while a program is traced: wrong ones raise ValueError. The
+values of bounds and lists are not. Bounds are clamped to the existing keys, and entries
+of a list beyond the last key count as padding, so that no implementation reads out of
+bounds.
 """
 
 from collections.abc import Mapping

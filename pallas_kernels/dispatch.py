@@ -1,7 +1,7 @@
-"""Which implementation of an op runs, and for which chip a program is meant.
+"""Chooses the implementation of an op by the chip that a program is traced for.
 
-A program is traced for the device of the mesh in use, present or not; without a mesh
-for jax's default device. Ahead-of-time compiles for other chips rest on this.
+This is the device of the mesh in use, present or not, and without a mesh jax's default
+device. So programs can be compiled ahead of time for chips that are not there.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ INTERPRETED = "_interpret"  # suffix: the kernel runs on a CPU, slowly, for its 
 
 
 def platform() -> str:
-    """Platform that a program traced now is meant for: "cpu", "gpu" or "tpu"."""
+    """Returns the platform that a program is traced for: "cpu", "gpu" or "tpu"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform
     return "gpu" if name in ("cuda", "rocm") else name
 
 
 def chip() -> chips.Chip | None:
-    """Chip that a program traced now is meant for; None if it is not a known one."""
+    """Returns the chip that a program is traced for, or None if it is unknown."""
     return chips.find(_device_kind())
 
 
@@ -39,7 +39,7 @@ def _device_kind() -> str:
 
 
 def saved(tree: Any) -> Any:
-    """Marks arrays that cost much more to compute again than to keep."""
+    """Names arrays that are cheaper to keep than to compute again."""
     return jax.tree.map(lambda x: ad_checkpoint.checkpoint_name(x, SAVED), tree)
 
 
@@ -149,7 +149,7 @@ def _is_empty(args: tuple) -> bool:
 
 
 def _missing(name: str, is_interpreted: bool = False) -> str | None:
-    """Returns what all kernels of a platform want and this machine lacks, or None."""
+    """Returns what this machine lacks to run the kernels of a platform, or None."""
     if name != "gpu":
         return None
     kind = _device_kind()
@@ -172,7 +172,7 @@ def _import_error(package: str) -> str | None:
 
 
 def _automatic_axes() -> tuple[str, ...]:
-    """Axes of the mesh that jit, not a shard_map around us, splits arrays over."""
+    """Returns the mesh axes over which jit, not a shard_map, splits arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     manual = jax.sharding.AxisType.Manual

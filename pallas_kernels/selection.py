@@ -1,4 +1,4 @@
-"""Which keys a query may see, and the three forms of a selection among them.
+"""The keys that a query may see, and the three forms of a selection among them.
 
 - mask: Bool[B, S, T], keys first. The form of plain XLA on CPU.
 - bits: UInt32[B, T, W], one bit a key: key s is bit (s % 4096) // 128 of word
@@ -41,7 +41,7 @@ def segment_bounds(
 
 
 def visible(lo: Int[Array, "*n"], hi: Int[Array, "*n"], num_keys: int) -> Array:
-    """Returns which keys lie in lo .. hi - 1: [*n, S]."""
+    """Marks the keys in lo .. hi - 1: [*n, S]."""
     s = jnp.arange(num_keys).reshape((1,) * lo.ndim + (-1,))
     return (s >= lo[..., None]) & (s < hi[..., None])
 
@@ -53,7 +53,7 @@ def as_mask(
     | None,
     num_keys: int,
 ) -> Bool[Array, "B S T"] | None:
-    """The mask of a selection in any form."""
+    """Returns the mask of a selection in any form."""
     if selected is None or selected.dtype == bool:
         return selected
     if is_list(selected):
@@ -64,16 +64,16 @@ def as_mask(
 def as_rows(
     lo: Int[Array, "B T"], hi: Int[Array, "B T"], selected: Array | None, num_keys: int
 ) -> Bool[Array, "B T S"]:
-    """Returns which keys count for each query: the selected, or all visible ones."""
+    """Marks the keys that count for each query: the selected, or all visible ones."""
     mask = as_mask(selected, num_keys)
     return visible(lo, hi, num_keys) if mask is None else mask.swapaxes(1, 2)
 
 
 def form(num_keys: int) -> str:
-    """The form that attention wants on the chip a program is meant for.
+    """Returns the form that attention reads on the chip that a program is traced for.
 
-    Plain XLA on CPU reads masks. Kernels read bits in a dense product while that costs
-    less than to gather the listed rows, which it does for short contexts.
+    Plain XLA on CPU reads masks. Kernels read bits in a dense product for short
+    contexts, where that costs less than gathering the listed rows.
     """
     if dispatch.platform() == "cpu":
         return "mask"

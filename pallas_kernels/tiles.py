@@ -86,7 +86,7 @@ def over_tiles(
 def over_queries(
     body: Callable, carry: Any, *queries: jax.Array, rows: int = GATHERING_ROWS
 ) -> tuple[Any, Any]:
-    """Scans `carry, outs = body(carry, *tiles)` over tiles of so many rows of queries.
+    """Scans `carry, outs = body(carry, *tiles)` over tiles of `rows` queries.
 
     For tiles that see all keys, or gather their own. Arrays of queries and outputs are
     [B, T, ...]; padding is -1 in integers and 0 in floats.

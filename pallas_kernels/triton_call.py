@@ -23,7 +23,7 @@ HOPPER = 90  # compute capability; asking the driver would need a GPU while comp
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A call as it was traced, for who wants to know what the compiler made of it."""
+    """A call as it was traced, to be compiled and inspected."""
 
     kernel: Any
     dtypes: tuple[str, ...]  # of inputs and outputs

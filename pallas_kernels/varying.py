@@ -1,8 +1,8 @@
 """Arrays inside `jax.shard_map` that differ between the devices of an axis.
 
-With its default check_vma=True shard_map knows of every array along which axes it
-varies, and wants that of a loop's carry not to change. So ops make their arguments vary
-alike, and begin their sums with zeros that vary like these.
+With its default check_vma=True shard_map tracks the axes along which each array varies,
+and requires that a loop's carry keeps its own. So ops make their arguments vary alike,
+and start their sums with zeros that vary like the arguments.
 """
 
 from typing import Any

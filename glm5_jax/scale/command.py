@@ -1,6 +1,6 @@
-"""What the commands aot and plan share: the chips they are asked for, and themselves.
+"""The flag --topology and the typed command, for the commands aot and plan.
 
-Without jax: it is imported after the input is checked.
+This file does not import jax, which the commands import after checking the input.
 """
 
 import pathlib
@@ -11,7 +11,7 @@ from glm5_jax import config as config_lib
 
 
 def require_topology(given: str | None) -> str:
-    """The value of --topology.
+    """Returns the value of --topology.
 
     Raises:
       InputError: there is none.
@@ -25,6 +25,6 @@ def require_topology(given: str | None) -> str:
 
 
 def typed() -> str:
-    """The command that runs now, to be typed again."""
+    """Returns the command that is running, as it can be typed again."""
     name = pathlib.Path(sys.argv[0]).stem
     return f"python -m glm5_jax.{name} {shlex.join(sys.argv[1:])}"

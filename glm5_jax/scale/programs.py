@@ -39,7 +39,7 @@ def make(
     """Builds one of NAMES; for an abstract mesh its shapes, not to be compiled.
 
     The engine's programs are for a cache of data.batch_size sequences, of
-    data.sequence_length tokens each. prefill reads the first tokens of as many prompts,
+    data.sequence_length tokens each. prefill reads the first tokens of these prompts,
     a chunk of each; extend a later chunk of each; decode draws a token for each.
     """
     if name not in NAMES:
@@ -89,10 +89,10 @@ def require_whole_rows(
 
 
 def _of_state(program: program_lib.Program, name: str) -> Job:
-    """Returns what a run does with its state before and between its steps.
+    """Returns a program that a run applies to its state outside of its steps.
 
-    init draws them. restore has the room for what hosts read and send, and computes
-    nothing. save asks whether they are finite, and copies them into the hosts' memory.
+    init draws the state. restore allocates it for the hosts to fill, and computes
+    nothing. save tests whether it is finite and copies it to the hosts' memory.
     """
     state, names = (program.params, program.opt_state), ("params", "opt_state")
     places = program_lib.places(state)
@@ -113,7 +113,7 @@ def _of_state(program: program_lib.Program, name: str) -> Job:
 def _serving(
     config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh, name: str
 ) -> Job:
-    """The engine's two programs; every slot is in use."""
+    """Builds one of the engine's programs; every slot is in use."""
     model, data = config.model, config.data
     batch, length = data.batch_size, data.sequence_length
     mesh = placement.engine_mesh(mesh)

@@ -1,7 +1,7 @@
 """The least time that a step can take: arithmetic, memory, links, data-centre network.
 
-Each alone at its peak, all at once: seconds = max(FLOPs / peak, bytes / HBM, ICI, DCN).
-A real step takes longer; so its MFU lies below this one.
+All work at once, each at its peak: seconds = max(FLOPs / peak, bytes / HBM, ICI, DCN).
+A real step takes longer, so its MFU is lower than the roofline's.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ from glm5_jax.scale.hlo import collectives
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds of a step by what they are spent on."""
+    """Seconds of a step by resource."""
 
     seconds: dict[str, float]  # "FLOPs", "HBM", "ICI", "DCN"
     by_axes: dict[tuple[str, ...], float]  # of the links, mesh axes one by one
 
     @property
     def binding(self) -> str:
-        """Returns what takes longest."""
+        """The resource that takes longest."""
         return max(self.seconds, key=lambda name: self.seconds[name])
 
     @property
     def total(self) -> float:
-        """Its time."""
+        """Seconds of the resource that takes longest."""
         return max(self.seconds.values())
 
 
@@ -37,10 +37,10 @@ def roofline(
     traffic: collectives.Traffic,
     num_slices: int = 1,
 ) -> Roofline:
-    """Computes one device's.
+    """Computes the roofline of one device.
 
     Collectives over different axes of the torus run side by side, those over the same
-    one after another; one that lies on several uses all of them.
+    one after another. A collective over several axes uses the links of all.
     """
     device = chips.of_mesh(mesh)
     links: dict[int, float] = {}

@@ -29,7 +29,7 @@ _BLOCKS = "other block sizes, one by one: sparse_mla=32,8,2; a tile's, warps and
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the jobs one by one; a job that fails is reported and the rest go on."""
+    """Runs the jobs one by one; a job that fails is reported and the others run."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 def _jobs(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> list[measure.Job]:
-    """The product of what was asked for; exits with 2 on a wrong value."""
+    """Returns the product of all requested values; exits with 2 on a wrong one."""
     for op in args.ops:
         if op not in operations.OPERATIONS:
             close = difflib.get_close_matches(op, operations.OPERATIONS, 1)
@@ -129,7 +129,7 @@ def _jobs(
 def _lists(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> np.ndarray | None:
-    """Captured lists, of as many queries as there are tokens."""
+    """Reads captured lists, one for each token."""
     if args.lists is None:
         return None
     if not args.lists.is_file():
@@ -150,7 +150,7 @@ def _lists(
 def _chip(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> chips.Chip | None:
-    """The chip that is meant; a time needs the chip itself."""
+    """Returns the chip to compile for, or the one at hand, which a time needs."""
     if args.aot:
         if args.chip is None:
             parser.error(f"--aot needs --chip, one of {', '.join(aot.TOPOLOGIES)}")

@@ -1,4 +1,4 @@
-"""One row of a benchmark: a time and what it is worth, or what a compiler said."""
+"""A row of a benchmark: a time and the rates that follow, or a compiler's report."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ MODES = ("fwd", "bwd", "det")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run."""
+    """An op with its sizes and its implementation."""
 
     op: str
     length: int
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def case(self) -> Case:
-        """Sizes."""
+        """The sizes of the op's arguments."""
         case = self.sizes or operations.at(self.op, self.length, self.small)
         return dataclasses.replace(
             case,
@@ -56,7 +56,7 @@ class Job:
         )
 
     def on(self, chip: chips.Chip | None) -> "Job":
-        """The same as a model has it there: a cache's rows fill the tiles of a TPU."""
+        """Returns the job as a model runs it: cached rows fill a TPU's tiles."""
         is_tpu = chip is not None and chip.platform == "tpu"
         is_padded = is_tpu and self.op == "decode_sparse_mla"
         return dataclasses.replace(self, row_multiple=128) if is_padded else self
@@ -89,7 +89,7 @@ def runnable(op: str, mode: str) -> bool:
 
 
 def floor(job: Job, chip: chips.Chip) -> dict[str, Any]:
-    """FLOPs and bytes that the op needs, and the time below which no chip can be."""
+    """Returns the FLOPs and bytes that an op needs, and the least time on a chip."""
     forward, read, backward, moved = operations.OPERATIONS[job.op].work(job.case)
     if job.mode != "fwd":
         forward, read = forward + backward, read + moved
@@ -157,7 +157,7 @@ def values(job: Job) -> dict[str, Any]:
 
 
 def worth(job: Job, chip: chips.Chip, milliseconds: float) -> dict[str, Any]:
-    """Returns what a time is worth: rates, and the share of what the chip could do."""
+    """Returns the rates of a measured time, and their share of the chip's."""
     least, seconds = floor(job, chip), milliseconds / 1e3
     return least | {
         "tflops": least["flops"] / seconds / 1e12,
@@ -167,10 +167,10 @@ def worth(job: Job, chip: chips.Chip, milliseconds: float) -> dict[str, Any]:
 
 
 def _timed(job: Job, implementation: str | None, args: tuple, samples: int) -> Any:
-    """Times an implementation; also the memory of the program that was timed.
+    """Times an implementation, and reads the memory of the timed program.
 
-    A step of decoding takes some ten microseconds, no longer than to dispatch it, so
-    that many of them are one program.
+    A step of decoding takes some ten microseconds, as long as its dispatch, so one
+    program runs many of them.
     """
     function = job.function(implementation, job.case)
     steps = STEPS if job.op.startswith("decode") else 1

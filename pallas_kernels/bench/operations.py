@@ -25,7 +25,7 @@ LATENT_BYTES = 2  # bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One op.
+    """An op as the benchmark calls it.
 
     `call(case, implementation, deterministic)` returns a function of the inputs;
     `work(case)` the FLOPs and bytes of the forward and of the backward pass.

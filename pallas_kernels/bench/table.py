@@ -33,7 +33,7 @@ def header(columns: tuple) -> str:
 
 
 def line(row: dict[str, Any], columns: tuple) -> str:
-    """One row; what it does not have stays empty."""
+    """Formats a row; missing figures stay empty."""
     cells = [str(row[name]) for name in _NAMES]
     for key, _, form in columns:
         value = row.get(key)

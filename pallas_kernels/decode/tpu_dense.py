@@ -155,7 +155,7 @@ def _select(
 
 
 def _cost(keys: int, num_queries: int, k: Array) -> pl.CostEstimate:
-    """Estimates so many keys, of full sequences, and as many heads of a sequence."""
+    """Estimates the cost of scoring `keys` keys of full sequences."""
     return cost.estimate(2 * keys * num_queries * k.shape[-1], cost.rows(k, keys))
 
 

@@ -131,7 +131,7 @@ def unsupported_decode_sparse_mla(
 
 
 def _cost(keys: int, q: Array, kv: Array, value_dim: int) -> pl.CostEstimate:
-    """Estimates so many rows, all that are fetched, listed or not."""
+    """Estimates the cost of all fetched rows, listed or not."""
     heads, width = q.shape[2:]
     work = 2 * keys * heads * (width + value_dim)
     return cost.estimate(work, cost.rows(kv, keys))

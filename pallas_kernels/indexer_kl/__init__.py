@@ -1,4 +1,4 @@
-"""What trains the indexer: its KL divergence from the main attention.
+"""The loss that trains the indexer: its KL divergence from the main attention.
 
 L = sum_t weight[t] KL(p_t || softmax_s I_t) over the selected keys, where
 p_t is the mean of the attention's heads, restored from its log-sum-exp

@@ -222,7 +222,7 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
-    """What a query's gradient needs, for its whole list at once.
+    """Values that a query's gradient needs, for its whole list at once.
 
     Padding names the row before the sequence, which no key shares, and adds zeros.
     """

@@ -34,7 +34,7 @@ MOST = 32768  # numbers that a selecting program holds in registers
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a call of `select` covers."""
+    """The queries that a call of `select` covers, and the form of its result."""
 
     sequences: int
     rows: int  # queries of each sequence
@@ -344,7 +344,7 @@ def _threshold(x, K: tl.constexpr):
 @triton.jit
 @typing.no_type_check
 def _take(x, low, room, taken, ties):
-    # Which of a block are taken, and as the how-manieth; counts to go on with.
+    # Marks of the taken keys of a block, their ranks, and the counts to resume with.
     at = x == low
     rank = ties + tl.cumsum(at.to(tl.int32), 0)
     best = (x > low) | (at & (rank <= room))

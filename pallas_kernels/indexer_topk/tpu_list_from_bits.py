@@ -99,7 +99,7 @@ def _marks(words, first):
 
 
 def _close_gaps(marks, first, counter, count):
-    """Puts the marked keys of GROUP vectors into the lanes where the list wants them.
+    """Puts the marked keys of GROUP vectors into their lanes of the list.
 
     Args:
       marks: [GROUP * QUERIES, LANES].

@@ -1,4 +1,4 @@
-"""What the kernels of attention on TPUs share: blocks, masks and products of them."""
+"""Blocks, masks and products of blocks that the TPU's kernels of attention share."""
 
 import dataclasses
 from typing import Any

@@ -27,7 +27,7 @@ UNROLL = 128  # copies issued between two branches: a tile of SMEM, plain addres
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Of the rows of sequences."""
+    """The layout of the rows of sequences."""
 
     num_keys: int  # of a sequence
     width: int  # c: entries of a row

@@ -90,7 +90,7 @@ class BenchTest(parameterized.TestCase):
         ),
         (
             ("--aot", "--chip=h200", "--blocks", "sparse_mla=32,8"),
-            "sparse_mla wants 3 numbers, as in 64,8,2, got '32,8'",
+            "sparse_mla takes 3 numbers, as in 64,8,2, got '32,8'",
         ),
     )
     def test_wrong_input_exits_with_2(self, argv, message):

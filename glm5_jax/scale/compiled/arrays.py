@@ -1,4 +1,4 @@
-"""Every array of a program by name: where it lies, and what it takes of a device.
+"""Lists every array of a program: its place on the mesh and its bytes of a device.
 
 Nothing is compiled and no compiler is needed: shapes and dims follow from the table of
 parameters, placement from the rule table. What a step makes for itself is listed as far
@@ -41,7 +41,7 @@ class Array(inputs.Array):
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """All arrays of a program on a mesh."""
+    """The arrays of a program on a mesh."""
 
     title: str
     setting: dict[str, Any]  # what the arrays follow from

@@ -1,4 +1,4 @@
-"""Compiles a program and collects what the compiler and the trace say of it."""
+"""Compiles a program and collects its sizes and counts."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ from glm5_jax.scale.hlo import parser as hlo
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes that a device needs, of HBM unless it says otherwise, by the compiler."""
+    """Bytes that a device needs according to the compiler, of HBM but for `host`."""
 
     arguments: int
     outputs: int  # that do not reuse a donated argument
@@ -25,13 +25,13 @@ class Sizes:
 
     @property
     def total(self) -> int:
-        """All of it on the device."""
+        """The sum of all bytes on the device."""
         return self.arguments + self.outputs + self.temporaries + self.code
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What is known of a program that fits."""
+    """The figures of a program that fits."""
 
     sizes: Sizes
     arrays: list[inputs.Array]
@@ -47,7 +47,7 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """One of the compiler's largest buffers where a program does not fit."""
+    """A buffer of a program that does not fit, one of the largest."""
 
     num_bytes: float
     shape: str
@@ -56,7 +56,7 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class Overflow:
-    """What is known of a program that does not fit."""
+    """The figures of a program that does not fit."""
 
     needed: float  # bytes, of temporaries alone or of all; 0 where it is not said
     is_temporaries: bool
@@ -111,7 +111,7 @@ def overflow(
     work: flops.Flops,
     seconds: tuple[float, float],
 ) -> Overflow:
-    """Reads libtpu's message: two forms, with and without a list of allocations."""
+    """Reads libtpu's message, which may or may not list allocations."""
     needed = re.search(r"Used ([\d.]+\w) of [\d.]+\w hbm", message)
     temporaries = re.search(r"temporaries \(([\d.]+\w)\) exceeds", message)
     found = needed or temporaries

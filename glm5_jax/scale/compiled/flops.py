@@ -31,7 +31,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """All kinds together."""
+        """The sum of all kinds."""
         return sum(self.by_kind.values(), 0.0)
 
     def at_even_load(self, num_devices: int) -> "Flops":
@@ -46,7 +46,7 @@ class Flops:
         return Flops(by_kind, self.num_unknown_loops)
 
     def add(self, kind: str, flops: float) -> None:
-        """Adds to a kind."""
+        """Adds FLOPs to a kind."""
         self.by_kind[kind] = self.by_kind.get(kind, 0.0) + flops
 
     def merge(self, other: "Flops") -> None:
@@ -101,7 +101,7 @@ def _live(jaxpr: Any) -> list[Any]:
 
 
 def _dot(equation: Any) -> float:
-    """Twice the product of all sizes that the contraction runs over."""
+    """Returns twice the product of all sizes that the contraction runs over."""
     (lhs_contract, _), _ = equation.params["dimension_numbers"]
     lhs, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     return 2.0 * math.prod(out) * math.prod(lhs[d] for d in lhs_contract)
@@ -165,5 +165,5 @@ def _inner(item: Any) -> Any:
 
 
 def of_traced(traced: jax.stages.Traced, num_devices: int) -> Flops:
-    """Counts what `jax.jit(f).trace(...)` gives."""
+    """Counts the program that `jax.jit(f).trace(...)` returns."""
     return count(traced.jaxpr, num_devices)

@@ -162,7 +162,7 @@ def _meshes(
 def _smaller(
     config: config_lib.TrainConfig, mesh: Mapping[str, int]
 ) -> Iterator[Change]:
-    """Half the rows: fewer of a device, or each on twice as many devices."""
+    """Yields half the rows: fewer a device, or each on twice as many devices."""
     path = config.stage_record.rows[0]
     section, field = path.split(".")
     rows = getattr(getattr(config, section), field) // 2

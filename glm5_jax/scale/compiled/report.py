@@ -1,4 +1,4 @@
-"""What the aot command says of a program: one line of JSON, a page, or a refusal."""
+"""The aot command's report of a program: a line of JSON, a page, or a refusal."""
 
 import dataclasses
 import importlib.metadata
@@ -21,7 +21,7 @@ GIB = chips.GIB
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All that is written; `line` is what is printed."""
+    """A report; `line` is printed, the rest is written to files."""
 
     line: dict[str, Any]
     tables: dict[str, Any]
@@ -190,7 +190,7 @@ def _traffic_rows(totals: dict[tuple[str, ...], tuple[int, float]]) -> list[list
 
 
 def _rows(items: list[Any], size: str) -> list[dict[str, Any]]:
-    """The largest of some dataclasses."""
+    """Returns the largest of some dataclasses as dicts."""
     ordered = sorted(items, key=lambda item: -getattr(item, size))
     return [dataclasses.asdict(item) for item in ordered[:NUM_SHOWN]]
 

@@ -44,22 +44,22 @@ class Memory:
 
     @property
     def worst(self) -> str:
-        """The moment that takes most."""
+        """The name of the moment that takes most."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def temporaries(self) -> float:
-        """Returns those of the worst moment."""
+        """The temporaries of the worst moment."""
         return sum(self.moments[self.worst].values())
 
     @property
     def total(self) -> float:
-        """Sums up the step's."""
+        """Arguments and temporaries together."""
         return sum(self.arguments.values()) + self.temporaries
 
 
 def of(s: Setting) -> Memory:
-    """The estimate for a candidate."""
+    """Estimates the memory of a candidate."""
     computed = gradients(s)
     standing = {
         "casts": computed if s.model.param_dtype != s.model.dtype else 0.0,
@@ -124,7 +124,7 @@ def carries(s: Setting) -> float:
 
 
 def fetched(s: Setting) -> float:
-    """All weights of a layer with experts, whole but for the experts elsewhere."""
+    """Bytes of a layer's weights as gathered, of experts those on this device."""
     return float(max(_bytes(s, kind) for kind in s.layer_kinds))
 
 

@@ -71,7 +71,7 @@ def is_too_narrow(model: config_lib.ModelConfig, tensor: int) -> bool:
 
 
 def variants(config: config_lib.TrainConfig) -> Iterator[config_lib.TrainConfig]:
-    """A mesh's knobs; those that round the moments come last.
+    """Yields the settings of a mesh; those that round the moments come last.
 
     Parts of a batch fetch all weights more often: the fewest that fit are best. Of
     chunks neither the fewest nor the most need be: they read the experts' weights more
@@ -105,7 +105,7 @@ def _with_mesh(
 
 
 def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as an ordered product."""
+    """Yields every way to write a number as an ordered product."""
     if count == 1:
         yield (number,)
         return
@@ -121,7 +121,7 @@ def _refusal(
     num_slices: int,
     broken: dict[str, int],
 ) -> str:
-    """Returns what stands against every mesh, and which batch sizes would do."""
+    """Says why no mesh divides the config, and names batch sizes that would do."""
     rows, length = config.data.batch_size, config.data.sequence_length
     head = (
         f"no mesh of {num_devices} devices in {num_slices} slices divides "

@@ -1,4 +1,4 @@
-"""A candidate, and what every term of the model asks of it: sizes of its shards."""
+"""A candidate mesh of a config, and the sizes of its shards."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from pallas_kernels import selection
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter of one layer, and what becomes of it on a mesh."""
+    """A parameter of one layer, and the mesh axes that it is split over."""
 
     name: str
     param: layers.Param
@@ -31,7 +31,7 @@ class Weight:
 
     @functools.cached_property
     def stored_axes(self) -> tuple[str, ...]:
-        """Mesh axes that it is cut over where it is kept."""
+        """Mesh axes that its stored form is split over."""
         parts = sharding.axes_of(self.param.dims)
         return tuple(axis for axes in parts for axis in axes)
 
@@ -66,7 +66,7 @@ class Setting:
 
     @property
     def parts(self) -> int:
-        """Parts of the batch that are worked on one after the other."""
+        """Parts of the batch, computed one after the other."""
         return self.config.optim.accumulation_steps
 
     @property
@@ -109,7 +109,7 @@ class Setting:
 
     @property
     def has_lists(self) -> bool:
-        """Tells whether attention gathers listed keys and masks no others."""
+        """Whether attention gathers listed keys instead of masking the others."""
         is_sparse = self.model.attention == "sparse" and self.selects
         return is_sparse and self.keys >= selection.lists_from(self.device.chip)
 
@@ -130,7 +130,7 @@ class Setting:
 
     @functools.cached_property
     def _plain(self) -> config_lib.ModelConfig:
-        """The architecture: what candidates have in common."""
+        """The architecture that all candidates share."""
         return dataclasses.replace(self.model, expert_chunks=1)
 
     @functools.cached_property
@@ -145,7 +145,7 @@ class Setting:
 
     @property
     def others(self) -> dict[str, Weight]:
-        """Embedding, head and what MTP has besides its layer."""
+        """Embedding, head, and the parameters of MTP outside its layer."""
         return _others(self._plain)
 
     def stored(self, weight: Weight) -> int:

@@ -13,7 +13,7 @@ from glm5_jax.scale import chips
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What laying a mesh asks of a TPU."""
+    """A TPU with the attributes that building a mesh reads."""
 
     id: int
     coords: tuple[int, ...]

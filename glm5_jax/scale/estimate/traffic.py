@@ -1,4 +1,4 @@
-"""What a training step sends, collective by collective, from shapes alone.
+"""Collectives of a training step and their bytes, from shapes alone.
 
 Bytes are those that a device puts on its links, as in ../hlo/collectives.py.
 Every function is one reason to send. Gradients go back the same way: the gradient of a
@@ -25,7 +25,7 @@ REDUCE, EXCHANGE = "all-reduce", "all-to-all"
 
 
 def of(setting: Setting) -> collectives.Traffic:
-    """All of a step's collectives that cost anything."""
+    """Returns all collectives of a step that send anything."""
     terms = (layers, mtp, tokens, keys, words, shares)
     of_a_part = (c for term in terms for c in term(setting))
     of_all = *replicas(setting), *optimizer(setting)
@@ -34,7 +34,7 @@ def of(setting: Setting) -> collectives.Traffic:
 
 
 def of_tokens(setting: Setting) -> collectives.Traffic:
-    """Picks those of a step that bring tokens to their experts and back."""
+    """Returns the collectives that bring tokens to their experts and back."""
     found = (_times(c, setting.parts) for c in tokens(setting))
     return collectives.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
 
@@ -63,11 +63,12 @@ def mtp(s: Setting) -> Iterator[Collective]:
 
 
 def tokens(s: Setting) -> Iterator[Collective]:
-    """Tokens to the experts and what became of them, over the expert axis.
+    """Tokens to their experts and the results back, over the expert axis.
 
-    By gather: there and back; the backward pass once more there, back and there; of
-    MTP, whose output is needed again, once more back, and of chunks, which are computed
-    anew by themselves, there. By exchange: rows for each of a token's experts.
+    With gathers, the forward pass sends there and back, the backward pass there, back
+    and there again. MTP sends back once more, as its output is needed again, and there
+    once more where chunks are recomputed one by one. With an exchange, each of a
+    token's experts gets a row.
     """
     group, count = s.state * s.over("expert"), _mixtures(s)
     chunk = group // s.chunks
@@ -174,7 +175,7 @@ def optimizer(s: Setting) -> Iterator[Collective]:
 
 
 def groups(s: Setting) -> tuple[matrix_groups.Group, ...]:
-    """Returns how Muon spreads its matrices."""
+    """Returns the groups in which Muon distributes its matrices."""
     plain = dataclasses.replace(s.model, expert_chunks=1)  # one plan for all of them
     apart = s.config.mesh.slow_axes
     shared = tuple((axis, n) for axis, n in s.sizes.items() if axis not in apart)
@@ -254,7 +255,7 @@ def _mixtures(s: Setting) -> int:
 
 
 def _all_weights(s: Setting) -> Iterator[tuple[setting_lib.Weight, int]]:
-    """Every parameter, and how many layers have it."""
+    """Yields every parameter with the number of layers that have it."""
     for kind, count in (*s.layer_kinds.items(), (depth_lib.MTP, int(s.mtp_steps > 0))):
         for weight in s.layer(kind):
             yield weight, count
@@ -268,7 +269,7 @@ def _groups(
     model: config_lib.ModelConfig,
     sizes: tuple[tuple[str, int], ...],
 ) -> tuple[matrix_groups.Group, ...]:
-    """Returns how the optimizer spreads its matrices."""
+    """Returns the groups in which the optimizer distributes its matrices."""
     dims, shapes = transformer.param_dims(model), transformer.abstract_params(model)
     leaves = optimizer_lib.muon_leaves(optim, model, dims, shapes)
     return matrix_groups.plan(leaves, dict(sizes))

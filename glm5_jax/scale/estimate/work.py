@@ -1,7 +1,7 @@
-"""What a training step computes, and what it reads and writes: from shapes alone.
+"""FLOPs of a training step and its bytes of HBM, from shapes alone.
 
-FLOPs are of matrix products, recomputation included, with the experts' load even: a row
-for each token and expert, not the worst case that the buffers hold.
+FLOPs are those of matrix products, recomputation included. Experts have equal loads: a
+row for each token and chosen expert, not the worst case that the buffers hold.
 """
 
 import math
@@ -15,8 +15,8 @@ from glm5_jax.scale.estimate import traffic
 Setting = setting_lib.Setting
 BACKWARD = 2  # products of a backward pass: for the input, and for the weights
 KEY_BLOCK = 512  # keys that a kernel of attention masks or skips together
-# What a layer reads and writes of its hidden states besides its large buffers: norms,
-# residuals, projections; times the states' size, in one forward pass.
+# Times that a layer reads or writes its hidden states in a forward pass, besides its
+# large buffers: norms, residuals, projections.
 STATE_READS = 30
 # Of an expert buffer: spread, products in and out, gates, sum back; times its rows.
 ROWS_READS = 5
@@ -29,7 +29,7 @@ LOGITS_READS = 6  # of a chunk's float32 logits: exponents, sums, gradient
 
 
 def flops(s: Setting) -> dict[str, float]:
-    """Counts a device's, by what they are for."""
+    """Counts the FLOPs of a device by purpose."""
     of_a_part = {
         "dense products": dense_products(s),
         "experts": expert_products(s),
@@ -55,7 +55,7 @@ def dense_products(s: Setting) -> float:
 
 
 def expert_products(s: Setting) -> float:
-    """Counts those of every token's rows."""
+    """Counts the products of every token's rows."""
     rows = s.tokens * s.model.num_experts_per_tok
     width = s.model.moe_intermediate_size // s.over("tensor")
     return 2.0 * rows * s.model.hidden_size * width * num_expert_products(s)
@@ -124,7 +124,7 @@ def indexer(s: Setting) -> float:
 
 
 def newton_schulz(s: Setting) -> float:
-    """Muon's, with those on zeros that fill up (glm5_jax/optim/matrix_groups.py)."""
+    """Counts Muon's products, padding included (glm5_jax/optim/matrix_groups.py)."""
     if s.config.optim.name != "muon":
         return 0.0
     return matrix_groups.total(traffic.groups(s)).flops
@@ -155,7 +155,7 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
 
 
 def unfilled_bytes(s: Setting) -> float:
-    """Counts rows that grouped products leave out: those behind the last group."""
+    """Bytes of the rows after the last group, which grouped products skip."""
     rows = s.tokens * s.model.num_experts_per_tok * (s.over("expert") - 1)
     width = s.model.moe_intermediate_size // s.over("tensor")
     a_product = rows * (s.model.hidden_size + width) * s.item
@@ -175,7 +175,7 @@ def listed_bytes(s: Setting) -> float:
 
 
 def newton_schulz_elements(s: Setting) -> float:
-    """Counts those of the whole matrices that a device orthogonalises."""
+    """Counts the elements of the matrices that a device orthogonalises."""
     if s.config.optim.name != "muon":
         return 0.0
     groups = traffic.groups(s)
@@ -204,12 +204,12 @@ def _tokens_of(s: Setting, weight: setting_lib.Weight) -> int:
 
 
 def _visible(s: Setting) -> float:
-    """Keys before a query, on average; of the last block all."""
+    """Keys that a query meets on average; the last block counts whole."""
     return min((s.keys + KEY_BLOCK) / 2, float(s.keys))
 
 
 def _forward(s: Setting) -> int:
-    """Forward passes of a layer's products: a second one where they are not kept."""
+    """Forward passes of a layer's products: two where they are recomputed."""
     return 2 if s.model.remat_policy == "full" else 1
 
 

@@ -34,7 +34,7 @@ _ANONYMOUS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One instruction, all of its runs in a step."""
+    """A collective instruction with all of its runs in a step."""
 
     kind: str
     axes: tuple[str, ...]  # of the mesh, along which its groups lie
@@ -48,7 +48,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """All collectives of a step, and what could not be counted."""
+    """The collectives of a step, and the loops that could not be counted."""
 
     collectives: tuple[Collective, ...]
     uncounted_loops: tuple[str, ...]  # that ran an unknown number of times: once here
@@ -153,7 +153,7 @@ class _Walk:
         )
 
     def across_slices(self, i: hlo.Instruction, times: int, where: str) -> Collective:
-        """Returns what libtpu hands to the data-centre network."""
+        """Returns the transfer that libtpu hands to the data-centre network."""
         shape, size, _ = next(hlo.shapes(i.type))
         kind = re.search(r'_transfer_type="(\w+)"', i.rest)
         name = kind.group(1).lower().replace("_", "-") if kind else "send"
@@ -228,14 +228,14 @@ def _of_mesh(sizes: Mapping[str, int], along: str) -> list[int]:
 
 
 def phase(op_name: str) -> str:
-    """The part of the step that jax's name of an operation tells."""
+    """Returns the part of the step that an operation belongs to, by its name."""
     if re.search(r"(^|/)optimizer(/|$)", op_name):
         return "optimizer"
     return "backward" if "transpose(" in op_name else "forward"
 
 
 def scope(op_name: str) -> str:
-    """Named scopes of an operation, without what jax and XLA add to them."""
+    """Returns the named scopes of an operation, without jax's and XLA's own."""
     parts = []
     for part in op_name.split("/")[:-1]:  # the last one is the primitive
         if not _ANONYMOUS.fullmatch(part):

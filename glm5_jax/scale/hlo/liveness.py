@@ -1,4 +1,4 @@
-"""Which buffers live at once where a program needs most memory: an estimate.
+"""Estimates the buffers that live where a program needs most memory.
 
 The schedule is walked once: a buffer lives from the instruction that makes it to the
 last one that reads it or a view of it. A loop's carry lives in its caller and is
@@ -20,7 +20,7 @@ _NOTHING = ("parameter", "constant", "after-all", "iota")
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """What lives at a program's worst instruction."""
+    """Buffers that live at a program's worst instruction."""
 
     num_bytes: int
     live: dict[Buffer, int]  # bytes of each
@@ -37,12 +37,12 @@ class Temporary:
 
 
 def peak(module: hlo.Module) -> Peak:
-    """The worst moment of a run, loops and branches included."""
+    """Finds the worst moment of a run, loops and branches included."""
     return _Walk(module).peak(module.entry)
 
 
 def temporaries(module: hlo.Module) -> list[Temporary]:
-    """Returns what lives at the peak by shape, those that take most first."""
+    """Returns the buffers at the peak by shape, the largest sums first."""
     found: dict[tuple[str, int], tuple[int, str]] = {}
     for (computation, name), size in peak(module).live.items():
         i = module.computations[computation][name]
@@ -55,7 +55,7 @@ def temporaries(module: hlo.Module) -> list[Temporary]:
 
 
 class _Walk:
-    """One look at every computation."""
+    """A walk that looks at every computation once."""
 
     def __init__(self, module: hlo.Module) -> None:
         self._module = module
@@ -88,7 +88,7 @@ class _Walk:
         return worst
 
     def _inside(self, i: hlo.Instruction) -> Peak:
-        """Returns what lives only inside of a loop's body, a branch or a call."""
+        """Returns the buffers that live only inside a loop, a branch or a call."""
         if i.opcode not in ("while", "conditional", "call"):
             return Peak(0, {})
         peaks = [self.peak(name) for name in i.called()]

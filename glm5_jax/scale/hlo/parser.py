@@ -23,7 +23,7 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: %name = type opcode(operands), attributes."""
+    """A line: %name = type opcode(operands), attributes."""
 
     name: str
     type: str
@@ -107,7 +107,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Reads what `compiled.as_text()` gives."""
+    """Parses the text that `compiled.as_text()` returns."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
     for line in _joined(text):

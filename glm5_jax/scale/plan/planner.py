@@ -1,7 +1,7 @@
 """Ranks every mesh of some chips for a training step: prune by memory, then by time.
 
     meshes --memory--> the fastest knobs of each that fit --roofline--> order
-    --compile--> what the compiler says of the first few
+    --compile--> the compiler's figures of the first few
 
 The rooflines are of figures from shapes (glm5_jax/scale/estimate); only
 compiling tells whether a program fits and what it sends.
@@ -23,14 +23,14 @@ from glm5_jax.scale.estimate import setting as setting_lib
 from glm5_jax.scale.hlo import collectives
 from glm5_jax.training.reporting import accounting
 
-# Of the seconds that the slowest resource could hide: so much is taken not to be. What
-# no schedule of this program can hide is known: `Plan.waiting`.
+# Share of the seconds that the slowest resource could hide and, we assume, does not.
+# `Plan.waiting` is what no schedule of this program can hide.
 EXPOSED = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A candidate and what is expected of it."""
+    """A candidate with its estimates."""
 
     topology: str
     config: config_lib.TrainConfig
@@ -45,18 +45,18 @@ class Plan:
 
     @property
     def needed_gib(self) -> float:
-        """Adds what the estimate of the temporaries may be short of."""
+        """GiB with a margin for the error of the estimated temporaries."""
         margin = memory.TOLERANCE * self.memory.temporaries
         return (self.memory.total + margin) / chips.GIB
 
     @property
     def fits(self) -> bool:
-        """Returns whether a device has as much."""
+        """Whether a device has enough memory."""
         return self.needed_gib <= self.setting.device.hbm_limit_gib
 
     @functools.cached_property
     def traffic(self) -> collectives.Traffic:
-        """Returns what it sends."""
+        """The collectives of a step."""
         return traffic.of(self.setting)
 
     @property
@@ -134,7 +134,7 @@ def make(
       config: its mesh, expert_chunks and moment_dtype are varied, all else stays.
       config_name: what it is called.
       topology: of a slice, see glm5_jax/mesh.py.
-      num_slices: as many of that shape.
+      num_slices: number of slices of that shape.
       num_shown: plans to keep; more where more are verified.
       num_verified: plans to compile, some minutes each; needs libtpu.
 
@@ -173,7 +173,7 @@ def estimate(config: config_lib.TrainConfig, topology: str) -> Plan:
 
 
 def row(plan: Plan) -> dict[str, Any]:
-    """All figures of a plan, of one device and step."""
+    """Returns all figures of a plan, for one device and step."""
     roof, setting = plan.roofline, plan.setting
     tokens = setting.parts * setting.tokens / setting.over("tensor")
     model = accounting.flops_per_token(setting.model, setting.keys) * tokens
@@ -235,7 +235,7 @@ def _best(config: config_lib.TrainConfig, topology: str) -> Plan:
 
 
 def _verified(plan: Plan, config_name: str, topology: str) -> Plan:
-    """Adds what the compiler says of it."""
+    """Adds the compiler's figures to a plan."""
     line = report.make(plan.config, config_name, topology).line
     names = ("hbm_args_gib", "hbm_temp_gib", "hbm_total_gib", "collective_gib", "fits")
     return dataclasses.replace(plan, compiled={name: line.get(name) for name in names})
