@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns the config."""
     config = config_lib.TrainConfig(
         stage="rl",
-        num_steps=400,
+        num_steps=300,
         eval_every=25,
         model=presets.BYTES,
         data=config_lib.DataConfig(
