@@ -35,9 +35,11 @@ KERNELS = tomllib.loads(
 # ones. requirements/ holds exact pins.
 ARROW = ["pyarrow>=26"]  # Parquet files and Hugging Face datasets
 TENSORBOARD = ["tensorboardX>=2.6"]
+ZSTD = ["zstandard>=0.23"]  # compressed corpora, .zst
 TEST = [
     *ARROW,
     *TENSORBOARD,
+    *ZSTD,
     "beartype",
     "ipykernel",
     "jupytext",
@@ -116,6 +118,7 @@ setuptools.setup(
         # What config.trackers names.
         "tensorboard": TENSORBOARD,
         "wandb": ["wandb>=0.22"],
+        "zstd": ZSTD,
         "test": TEST,
         "docs": DOCS,
         "dev": DEV,

@@ -2,10 +2,10 @@
 
 python -m glm5_jax.prepare --source=corpus --target=prepared --workers=8
 
-Then train with --config.data.source=prepared. The source is a folder of JSONL, Parquet,
-Arrow (Hugging Face datasets), ArrayRecord or text files; with --kind=conversations one
-of JSONL for stage sft. A preparation that was killed, or stopped at a bad line, goes on
-where the same command is run again. docs/data.md has the rest.
+Then train with --config.data.source=prepared. The source is a file, or a folder, of
+JSONL, Parquet, Arrow (Hugging Face datasets), ArrayRecord or text; with
+--kind=conversations it is JSONL for stage sft. If the command was killed or stopped at
+a bad line, run it again to resume. docs/data.md has the details.
 """
 
 import json
@@ -17,10 +17,10 @@ from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.config import checks, explanations, fields
 
-_TARGET = flags.DEFINE_string("target", None, "Folder to make.", required=True)
+_TARGET = flags.DEFINE_string("target", None, "Folder to write.", required=True)
 _WORKERS = flags.DEFINE_integer("workers", 1, "Processes.", lower_bound=1)
 _CHECK = flags.DEFINE_bool(
-    "check", False, "Reads finished shards again; damaged ones are made anew."
+    "check", False, "Reads finished shards and makes damaged ones again."
 )
 _FIELDS = explanations.of(config_lib.PrepareConfig)  # by name
 for _name, _hint, _default in fields.of(config_lib.PrepareConfig):
@@ -31,7 +31,7 @@ for _name, _hint, _default in fields.of(config_lib.PrepareConfig):
 
 
 def main(arguments: command_line.Arguments) -> None:
-    """Prepares, and prints what was written."""
+    """Prepares a corpus and prints its figures."""
     del arguments
     checks.require_local(_TARGET.value, "--target")
     given = [(name, flags.FLAGS[name].value) for name in _FIELDS]

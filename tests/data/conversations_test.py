@@ -1,6 +1,7 @@
-"""Conversations on disk to batches: what is trained, what is cut, what is refused."""
+"""Conversations on disk to batches: trained tokens, truncation, refused input."""
 
 import dataclasses
+import gzip
 import itertools
 import json
 import pathlib
@@ -61,6 +62,14 @@ class ConversationsTest(parameterized.TestCase):
     def make(self, seed=0, **changes):
         data = dataclasses.replace(self.data, **changes)
         return sft.make_pipeline(data, seed)
+
+    def test_a_compressed_file_holds_the_same_conversations(self):
+        found = conversations.read_conversations(str(self.file))
+        packed = self.file.with_name("a.jsonl.gz")
+        packed.write_bytes(gzip.compress(self.file.read_bytes()))
+        self.file.unlink()
+        for source in (packed, packed.parent):
+            self.assertEqual(conversations.read_conversations(str(source)), found)
 
     def documents(self, batches):
         """(inputs and last target, trained positions) of every packed document."""

@@ -1,11 +1,16 @@
-"""Every kind of file, whole and cut into spans, and what is refused."""
+"""Every format, whole and cut into spans, compressed files, and refused ones."""
 
+import gzip
+import importlib
 import json
 import pathlib
+import sys
+import unittest
+from importlib import util
 
 import pyarrow
 import pyarrow.parquet
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from array_record.python import array_record_module
 
 from glm5_jax import config
@@ -28,7 +33,7 @@ def write_parquet(path):
 
 
 def write_arrow_stream(path):
-    """As Hugging Face datasets keep it."""
+    """Writes a file as Hugging Face datasets do."""
     table = pyarrow.table({"id": range(60), "text": TEXTS})
     with pyarrow.ipc.new_stream(path, table.schema) as writer:
         writer.write_table(table, max_chunksize=7)
@@ -46,6 +51,21 @@ def write_array_record(path, records=None):
     for record in records:
         writer.write(record)
     writer.close()
+
+
+def write_gzip(path, data):
+    path.write_bytes(gzip.compress(data))
+
+
+def write_zstandard(path, data):
+    """Writes two frames, as parallel compressors do, the first without its size."""
+    zstandard = importlib.import_module("zstandard")
+    half = len(data) // 2
+    options = ({"write_content_size": False}, {"write_checksum": True})
+    frames = zip((data[:half], data[half:]), options, strict=True)
+    path.write_bytes(
+        b"".join(zstandard.ZstdCompressor(**o).compress(part) for part, o in frames)
+    )
 
 
 class FormatsTest(parameterized.TestCase):
@@ -106,7 +126,7 @@ class FormatsTest(parameterized.TestCase):
         self.assertEqual([text for _, text in got], ["{no json", "é"])
 
     def test_a_hugging_face_folder_knows_its_files(self):
-        """As Dataset.save_to_disk leaves it, with the file of another beside."""
+        """The folder is as Dataset.save_to_disk leaves it, with an unrelated file."""
         write_arrow_stream(self.root / "data-00000-of-00001.arrow")
         write_arrow_stream(self.root / "cache-1234.arrow")
         state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
@@ -146,6 +166,56 @@ class FormatsTest(parameterized.TestCase):
         pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
         with self.assertRaisesRegex(config.InputError, "a.parquet has null"):
             self.read(path)
+
+
+class CompressedTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.root = pathlib.Path(self.create_tempdir().full_path)
+
+    def write(self, suffix, write):
+        if suffix == ".zst" and util.find_spec("zstandard") is None:
+            raise unittest.SkipTest("the extra zstd is not installed")
+        plain = self.root / "plain.jsonl"
+        write_jsonl(plain)
+        write(self.root / f"a.jsonl{suffix}", plain.read_bytes())
+        write(self.root / f"b.txt{suffix}", "naïve\n".encode() * 70_000)
+        plain.unlink()
+
+    @parameterized.parameters((".gz", write_gzip), (".zst", write_zstandard))
+    def test_a_compressed_file_is_its_content(self, suffix, write):
+        self.write(suffix, write)
+        path = self.root / f"a.jsonl{suffix}"
+        for num_bytes in (500, WHOLE):
+            spans = formats.cut(self.root, path, num_bytes)
+            got = [p for span in spans for p in formats.read(self.root, span, "text")]
+            names = [f"a.jsonl{suffix}:{i}" for i in range(1, 61)]
+            self.assertEqual(got, list(zip(names, TEXTS, strict=True)))
+        self.assertEqual(len(spans), 1)
+        found = {d.name: d.text for d in documents_lib.read_documents(str(self.root))}
+        self.assertLen(found, 61)
+        self.assertEqual(found[f"b.txt{suffix}"], "naïve\n" * 70_000)
+
+    @parameterized.parameters((".gz", write_gzip), (".zst", write_zstandard))
+    def test_half_a_file_is_refused(self, suffix, write):
+        self.write(suffix, write)
+        for name in (f"a.jsonl{suffix}", f"b.txt{suffix}"):
+            path = self.root / name
+            path.write_bytes(path.read_bytes()[:-20])
+            with self.assertRaisesRegex(config.InputError, f"{name} cannot be read"):
+                documents_lib.read_documents(str(path))
+
+    def test_no_such_file(self):
+        """A file of another format under the name is refused."""
+        self.write(".zst", write_gzip)
+        with self.assertRaisesRegex(config.InputError, r"zst cannot be read"):
+            documents_lib.read_documents(str(self.root))
+
+    def test_the_message_without_zstandard_names_the_extra(self):
+        (self.root / "a.jsonl.zst").write_bytes(b"")
+        hidden = absltest.mock.patch.dict(sys.modules, {"zstandard": None})
+        with hidden, self.assertRaisesRegex(config.InputError, r"\[zstd\]"):
+            documents_lib.read_documents(str(self.root))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Training from prepared folders: order, sharing among processes, what is refused."""
+"""Training from prepared folders: order, sharing among processes, refusals."""
 
 import dataclasses
+import gzip
 import itertools
 import pathlib
 import shutil
@@ -67,6 +68,27 @@ class PreparedTest(runs.FolderTest):
                 for key, value in share.items():
                     got[key][number::num_processes] = value
             self.assert_equal_batches(got, want)
+
+    @parameterized.parameters("a.txt", "a.txt.gz", "")
+    def test_a_single_text_gives_the_batches_of_a_run_without_preparation(self, name):
+        """The source is a file or the folder of one; its end is held out."""
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        text = "".join(f"line {i} of the text\n" for i in range(300)).encode()
+        packed = gzip.compress(text) if name.endswith(".gz") else text
+        (folder / (name or "a.txt")).write_bytes(packed)
+        source = str(folder / name)
+        target = corpora.make_prepared(source, folder.parent / f"p_{folder.name}")
+        rest = {"tokenizer": "byte", "held_out_percent": 20}
+        data = dataclasses.replace(self.data, source=source, **rest)
+        memory = pipeline_lib.make_pipeline(data, 0)
+        ready = self.make(source=str(target))
+        for step in (0, 40):
+            self.assert_equal_batches(ready.train_batch(step), memory.train_batch(step))
+        held_out = [list(pipe.eval_batches(99)) for pipe in (ready, memory)]
+        num_bytes = sum(batch["num_bytes"].sum() for batch in held_out[0])
+        self.assertAlmostEqual(num_bytes / len(text), 0.2, delta=0.01)
+        total = [sum(b["num_bytes"].sum() for b in side) for side in held_out]
+        self.assertEqual(total[0], total[1])
 
     def test_no_bit_of_an_index_can_change_a_batch(self):
         whole = (self.folders["web"] / "index.json").read_bytes()

@@ -60,11 +60,11 @@ class FolderTest(parameterized.TestCase):
     def test_what_would_never_end_or_has_no_name_is_refused(self):
         folder = self.make_folder({"a.txt": "a"})
         os.mkfifo(f"{folder}/b.txt")
-        with self.assertRaisesRegex(config.InputError, "b.txt is no regular file"):
+        with self.assertRaisesRegex(config.InputError, "b.txt is not a regular file"):
             documents_lib.read_documents(folder)
         os.remove(f"{folder}/b.txt")
         pathlib.Path(os.fsdecode(os.fsencode(folder) + b"/\xff.txt")).write_text("x")
-        with self.assertRaisesRegex(config.InputError, "is no name in UTF-8"):
+        with self.assertRaisesRegex(config.InputError, "is not UTF-8"):
             documents_lib.read_documents(folder)
 
     def test_every_kind_of_file(self):

@@ -79,7 +79,7 @@ def files_of(source: str) -> list[pathlib.Path]:
     """
     root = pathlib.Path(source).expanduser()
     paths = sorted(formats.files(root)) if root.is_dir() else [root]
-    paths = [path for path in paths if path.suffix == ".jsonl" and path.is_file()]
+    paths = [p for p in paths if formats.suffix_of(p) == formats.JSONL and p.is_file()]
     if not paths:
         raise _no_conversations(source)
     return paths

@@ -1,6 +1,7 @@
-"""What is prepared: texts, or conversations; where they are, and as token ids.
+"""The input of a preparation: its files, its documents, and their token ids.
 
-`sources` and `conversations` read them, for training from memory too.
+Documents are texts or conversations. data/sources and data/chat read them, for training
+from memory too.
 """
 
 import dataclasses
@@ -16,23 +17,23 @@ from glm5_jax.data.rows import infill
 from glm5_jax.data.sources import documents as documents_lib
 from glm5_jax.data.sources import formats
 
-PYTHON = "python"  # path of a span of the corpus that every Python carries
+PYTHON = "python"  # path of the span of Python's own corpus
 SIDES = ("train", "held_out")
-File = tuple[str, int, int | str]  # path from the root, size, time of change
+File = tuple[str, int, int | str]  # path from the root, size, time of modification
 Document = documents_lib.Document | conversations.Conversation
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenized:
-    """A document as token ids, of which the first is never a target.
+    """A document as token ids; the first one is never a target.
 
     Attributes:
-        key: what documents are put in order by.
-        side: of SIDES.
-        ids: of a text with <|endoftext|> as the last.
-        mask: which ids are trained; None: all of them.
-        is_cut: whether its end is missing.
-        is_thoughtful: whether it is a conversation to train on with a thought.
+        key: sorts the documents.
+        side: one of SIDES.
+        ids: token ids; those of a text end with <|endoftext|>.
+        mask: which ids are trained; None for all.
+        is_cut: whether the end of the document is missing.
+        is_thoughtful: whether it is a training conversation with a thought.
     """
 
     key: str | bytes
@@ -44,10 +45,10 @@ class Tokenized:
 
 
 def check_tokenizer(config: config_lib.PrepareConfig) -> None:
-    """Checks that the tokenizer can be had and has the special tokens that it needs.
+    """Checks that the tokenizer exists and has the special tokens that it needs.
 
     Raises:
-        config_lib.InputError: there is none, or it lacks one.
+        config_lib.InputError: it does not exist, or lacks a token.
     """
     names = tokenizer_lib.BPE_NAMES.get(config.tokenizer)
     if names is None:
@@ -59,18 +60,18 @@ def check_tokenizer(config: config_lib.PrepareConfig) -> None:
 
 
 def root_of(config: config_lib.PrepareConfig) -> pathlib.Path:
-    """The folder that the paths of files are below; "python" has none."""
+    """Returns the folder that paths of files start from; "python" has none."""
     path = pathlib.Path(config.source).expanduser()
-    if config.kind == "conversations" and path.is_file():
+    if path.is_file() and formats.is_document(path):
         return path.parent
     return documents_lib.folder_of(config.source)
 
 
 def files_of(config: config_lib.PrepareConfig) -> list[File]:
-    """Every file that will be read, by name.
+    """Returns every file to read, sorted by name.
 
     Raises:
-        config_lib.InputError: there is none.
+        config_lib.InputError: there are none.
     """
     if config.kind == "conversations":
         paths = conversations.files_of(config.source)
@@ -78,7 +79,8 @@ def files_of(config: config_lib.PrepareConfig) -> list[File]:
         found = documents_lib.read_documents(config.source)
         return [(PYTHON, len(found), documents_lib.corpus_digest(found))]
     else:
-        paths = formats.document_files(documents_lib.folder_of(config.source))
+        path = pathlib.Path(config.source).expanduser()
+        paths = [path] if path.is_file() else formats.document_files(root_of(config))
     if not paths:
         kinds = ", ".join(formats.SUFFIXES)
         raise config_lib.InputError(
@@ -92,25 +94,31 @@ def files_of(config: config_lib.PrepareConfig) -> list[File]:
 def read(
     config: config_lib.PrepareConfig, spans: Iterable[formats.Span]
 ) -> Iterator[Document]:
-    """The documents of spans of the source one by one, without empty texts.
+    """Yields the documents of spans of the source, without empty texts.
+
+    A source with a single text gives two documents: its end is held out.
 
     Raises:
-        config_lib.InputError: by file and number, what cannot be read.
+        config_lib.InputError: a document cannot be read; names its file and number.
     """
     if config.source == PYTHON:
-        yield from documents_lib.read_documents(PYTHON)  # of one span
+        yield from documents_lib.read_documents(PYTHON)  # its only span
         return
-    root = root_of(config)
+    root, spans = root_of(config), tuple(spans)
+    is_lone_text = _is_lone_text(config, spans)
     for span in spans:
         if config.kind == "conversations":
             yield from conversations.read_span(root, span)
-        else:
-            found = documents_lib.read_span(root, span, config.field)
-            yield from (document for document in found if document.text)
+            continue
+        for document in documents_lib.read_span(root, span, config.field):
+            if is_lone_text:
+                yield from documents_lib.parted(document, config.held_out_percent)
+            elif document.text:
+                yield document
 
 
 def is_held_out(config: config_lib.PrepareConfig, document: Document) -> bool:
-    """Returns whether the document is kept from training, prepared or not."""
+    """Tells whether a document is held out; the same as without a preparation."""
     return documents_lib.is_held_out(document.name, config.held_out_percent)
 
 
@@ -119,7 +127,7 @@ def tokenize(
     tokenizer: tokenizer_lib.Tokenizer,
     some: Sequence[Document],
 ) -> Iterator[Tokenized]:
-    """Documents as ids; conversations of which nothing is trained are left out."""
+    """Yields documents as ids, without conversations that have nothing to train."""
     texts = [
         document for document in some if isinstance(document, documents_lib.Document)
     ]
@@ -132,19 +140,32 @@ def tokenize(
             if packable is not None:
                 is_kept = is_held_out(config, document)
                 yield Tokenized(
-                    document.name,  # a digest: in order of those they are shuffled
+                    document.name,  # a digest, so that sorting shuffles
                     SIDES[is_kept],
                     *packable,
                     is_thoughtful=not is_kept and conversations.has_thought(document),
                 )
 
 
+def _is_lone_text(
+    config: config_lib.PrepareConfig, spans: Sequence[formats.Span]
+) -> bool:
+    """Tells whether the whole source is one text, as one file of text is."""
+    paths = [pathlib.PurePath(span.path) for span in spans]
+    return (
+        config.kind == "text"
+        and len(paths) == 1
+        and formats.suffix_of(paths[0]) in formats.TEXT_SUFFIXES
+        and len(files_of(config)) == 1
+    )
+
+
 def _file(root: pathlib.Path, path: pathlib.Path) -> File:
     try:
         stat = path.stat()
-    except OSError as error:  # a link to nowhere
+    except OSError as error:  # a broken link
         raise config_lib.InputError(
-            f"{path} cannot be read: {error.strerror}. Mend or remove it."
+            f"{path} cannot be read: {error.strerror}. Correct or remove it."
         ) from error
     return path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns
 
@@ -156,7 +177,7 @@ def _texts(
 ) -> Iterator[Tokenized]:
     arrange = infill.Infill(config.fim_rate, config.fim_spm_rate, config.seed).arrange
     arranged = [
-        # What is held out stays as it is: its bits per byte are comparable.
+        # Held-out texts stay unchanged, so that bits per byte are comparable.
         [(None, document.text)]
         if is_held_out(config, document)
         else arrange(document.name, document.text)

@@ -109,8 +109,9 @@ def require_unchanged(config: config_lib.PrepareConfig, plan: Plan) -> None:
 
 
 def _warn_of_others(config: config_lib.PrepareConfig) -> None:
-    """A corpus in files of another kind is not what somebody wants to leave out."""
-    if config.source == inputs.PYTHON or config.kind != "text":
+    """Warns of files of other formats, which would be skipped silently."""
+    is_folder = pathlib.Path(config.source).expanduser().is_dir()
+    if not is_folder or config.kind != "text":
         return
     others = formats.other_files(inputs.root_of(config))
     if others:

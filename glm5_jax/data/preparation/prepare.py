@@ -242,9 +242,8 @@ def _write_indices(
     if not any(inputs.SIDES[1] in side for side in sides):
         logging.warning(
             "No document of %s is held out, and training needs one to evaluate on: cut "
-            "it into more documents or raise held_out_percent. A lone text can be "
-            "trained on as it is (--config.data.source=%s): its end is held out.",
-            *(config.source, config.source),
+            "it into more documents or raise held_out_percent.",
+            config.source,
         )
     if len(figures) == num_counts:
         for each in plan.parts:

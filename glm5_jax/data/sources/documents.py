@@ -1,4 +1,4 @@
-"""Documents: what every Python carries, or the files of a folder."""
+"""Documents of a source: Python's own texts, one file, or the files of a folder."""
 
 import dataclasses
 import hashlib
@@ -16,13 +16,13 @@ _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages"),
     *("test", "tests", "idle_test"),
     *("encodings", "idlelib", "turtledemo"),  # character tables, programs
-    *("distutils", "lib2to3"),  # gone from later Pythons
+    *("distutils", "lib2to3"),  # removed from later Pythons
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text and the name that decides on its side of the split."""
+    """A text and its name, which decides whether it is held out."""
 
     name: str
     text: str
@@ -30,30 +30,31 @@ class Document:
 
 @runtime_checkable
 class Named(Protocol):
-    """A document of any kind."""
+    """A document of any kind, such as a text or a conversation."""
 
     @property
     def name(self) -> str:
-        """Returns what it is known by."""
+        """Returns the name of the document."""
         ...
 
     @property
     def text(self) -> str:
-        """Returns what it says."""
+        """Returns the text of the document."""
         ...
 
 
 def read_documents(source: str) -> list[Document]:
-    """Every document of `source` that is not empty, sorted by name.
+    """Returns every document of `source` that is not empty, sorted by name.
 
     Args:
         source: "python" (the standard library's language reference and modules), a
-            file, or a folder with .txt, .md, .py files (a document each) and .jsonl,
-            .parquet, .arrow, .array_record files (with the field "text"); the first
-            four may be compressed (.txt.gz). Hidden files are not read.
+            file, or a folder. Each .txt, .md or .py file is a document; .jsonl,
+            .parquet, .arrow and .array_record files have documents in the field
+            "text". The first four may be compressed (.txt.gz, .jsonl.zst). Hidden
+            files are skipped.
 
     Raises:
-        config.InputError: there is no such folder, nothing in it, or a bad line.
+        config.InputError: the source does not exist, is empty, or has a bad line.
     """
     documents = _python() if source == "python" else _folder(source)
     found = sorted((d for d in documents if d.text), key=lambda d: d.name)
@@ -67,10 +68,10 @@ def read_documents(source: str) -> list[Document]:
 
 
 def folder_of(source: str) -> pathlib.Path:
-    """The folder `source`.
+    """Returns the folder `source`.
 
     Raises:
-        config.InputError: there is none.
+        config.InputError: it does not exist.
     """
     root = pathlib.Path(source).expanduser()
     if not root.is_dir():
@@ -84,10 +85,10 @@ def folder_of(source: str) -> pathlib.Path:
 def read_span(
     root: pathlib.Path, span: formats.Span, field: str = "text"
 ) -> Iterator[Document]:
-    """The documents of a span, one after the other, empty ones too.
+    """Yields the documents of a span in order, including empty ones.
 
     Raises:
-        config.InputError: by file and number, what is no text.
+        config.InputError: a document is no text; names its file and number.
     """
     for name, text in formats.read(root, span, field):
         if not isinstance(text, str):
@@ -105,9 +106,9 @@ def read_span(
 
 
 def parted(document: Document, percent: int) -> list[Document]:
-    """A lone document as two, of which the end, from a new line on, is held out.
+    """Splits a single document into a training and a held-out one, at a new line.
 
-    Their names are such that the split by names puts them on these sides.
+    Their names are chosen so that `is_held_out` puts them on these sides.
     """
     place = len(document.text) * (100 - percent) // 100
     place = document.text.rfind("\n", 0, place) + 1 or place
@@ -128,17 +129,17 @@ def is_held_out(name: str, percent: int) -> bool:
 
 
 def shuffled(documents: Iterable[Document], seed: int) -> list[Document]:
-    """The documents in an order that depends on their names and the seed alone."""
+    """Returns the documents in an order that depends on names and seed only."""
     return sorted(documents, key=lambda d: shuffle_key(d.name, seed))
 
 
 def shuffle_key(name: str, seed: int) -> bytes:
-    """Returns what documents in random order are sorted by."""
+    """Returns the key that sorts documents into a random order."""
     return hashlib.sha256(f"{seed}:{name}".encode()).digest()
 
 
 def corpus_digest(documents: Iterable[Named]) -> str:
-    """SHA-256 of the names and the texts."""
+    """Returns the SHA-256 of the names and texts of documents."""
     digest = hashlib.sha256()
     for document in documents:
         for part in (document.name, document.text):
@@ -147,8 +148,8 @@ def corpus_digest(documents: Iterable[Named]) -> str:
 
 
 def _python() -> Iterator[Document]:
-    """The language reference in pydoc_data.topics and the modules without tests."""
-    from pydoc_data import topics  # half a megabyte that folders do without
+    """Yields the language reference in pydoc_data.topics and the modules, no tests."""
+    from pydoc_data import topics  # half a megabyte, needed only here
 
     for name, text in topics.topics.items():
         yield Document(f"topics/{name}", text)

@@ -1,32 +1,32 @@
-"""Kinds of files that hold documents, and spans of them that fit into memory.
+"""Formats of files with documents, and spans of such files that fit into memory.
 
-JSONL, Parquet, Arrow (as Hugging Face datasets keep it), ArrayRecord, plain text.
+The formats are JSONL, Parquet, Arrow (Hugging Face datasets), ArrayRecord and plain
+text. JSONL and text may be compressed.
 """
 
 import contextlib
 import dataclasses
-import gzip
 import importlib
 import json
 import os
 import pathlib
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from array_record.python import array_record_module
 
 from glm5_jax import config
+from glm5_jax.data.sources import compression
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-_UNPACKED = (*TEXT_SUFFIXES, ".jsonl")  # that may have .gz behind them
-_GZIP = ".gz"
+JSONL = ".jsonl"
+_COMPRESSIBLE = (*TEXT_SUFFIXES, JSONL)
 _CHUNK_BYTES = 2**24
-WHOLE = 2**62  # bytes of a span that is a whole file
+WHOLE = 2**62  # bytes of a span, to have a whole file in one
 _ROWS_AT_ONCE = 256  # of a Parquet file, in memory
 _ARROW_FILE_MAGIC = b"ARROW1"
 _BOM = b"\xef\xbb\xbf"
-_OF_DATA_SETS = ("state.json", "dataset_info.json")  # of Hugging Face
+_OF_DATA_SETS = ("state.json", "dataset_info.json")  # Hugging Face's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Span:
     """Some documents of one file.
 
     Attributes:
-        path: of the file, from the root of the source.
-        start: where it begins: a byte of JSONL, a row group of Parquet, a batch of
-            Arrow, a record of ArrayRecord; 0 of a text.
-        stop: where it ends, in the same unit.
-        first: number of its first document in the file, from 1; 0 of a text.
-        num_bytes: about so many are read.
+        path: the file, relative to the root of the source.
+        start: the first byte of JSONL, row group of Parquet, batch of Arrow or record
+            of ArrayRecord; 0 for a text.
+        stop: the end, in the same unit.
+        first: number of the first document in the file, from 1; 0 for a text.
+        num_bytes: approximate number of bytes to read.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Span:
 
 
 def files(root: pathlib.Path, skipped: Collection[str] = ()) -> Iterator[pathlib.Path]:
-    """Every file below `root` that is not hidden nor in a folder of a skipped name."""
+    """Yields the files below `root`, without hidden ones and skipped folders."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
             name for name in subfolders if name[0] != "." and name not in skipped
@@ -61,80 +61,82 @@ def files(root: pathlib.Path, skipped: Collection[str] = ()) -> Iterator[pathlib
 
 
 def document_files(root: pathlib.Path) -> list[pathlib.Path]:
-    """The files below `root` that hold documents, by name.
+    """Returns the files below `root` that contain documents, sorted by name.
 
     Raises:
-        config.InputError: it is a DatasetDict, of which one split must be chosen.
+        config.InputError: `root` contains several splits of a Hugging Face data set, or
+            a file that cannot be used.
     """
     found = [path for path in files(root) if is_document(path)]
     for path in found:
-        if not path.is_file() and path.exists():  # reading a pipe would never end
-            raise config.InputError(f"{path} is no regular file; remove it.")
+        if not path.is_file() and path.exists():  # reading a pipe would not end
+            raise config.InputError(f"{path} is not a regular file; remove it.")
         try:
             path.name.encode()
         except UnicodeEncodeError as error:
             raise config.InputError(
-                f"{str(path)!r} is no name in UTF-8; rename it."
+                f"the name {str(path)!r} is not UTF-8; rename the file."
             ) from error
     for path in files(root):
         if path.name == "dataset_dict.json":
             splits = sorted(p.name for p in path.parent.iterdir() if p.is_dir())
             raise config.InputError(
-                f"{path.parent} holds the splits {', '.join(splits)} of a data set; "
+                f"{path.parent} contains the splits {', '.join(splits)} of a data set; "
                 f"give the folder of one: {path.parent / (splits or ['train'])[0]}."
             )
         if path.name == "state.json" and (names := _data_files(path)):
-            # A Hugging Face data set says which of the files beside it are its own.
+            # A Hugging Face data set lists its own files.
             own = {path.parent / name for name in names}
             found = [p for p in found if p.parent != path.parent or p in own]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def other_files(root: pathlib.Path) -> list[str]:
-    """Names of the files below `root` that hold no documents, as far as is known."""
+    """Returns the names of the files below `root` of no known format."""
     paths = (path for path in files(root) if not is_document(path))
     names = (path.relative_to(root).as_posix() for path in paths)
     return sorted(name for name in names if not name.endswith(_OF_DATA_SETS))
 
 
 def cut(root: pathlib.Path, path: pathlib.Path, num_bytes: int) -> list[Span]:
-    """A file as spans of about `num_bytes`; a text, or a row group, is never cut."""
+    """Returns a file as spans of about `num_bytes`; texts and row groups stay whole."""
     name = path.relative_to(root).as_posix()
     with _readable(path):
-        spans = _KINDS[_suffix(path)][0](path, num_bytes)
+        spans = _KINDS[suffix_of(path)][0](path, num_bytes)
         return [Span(name, *span) for span in spans]
 
 
 def read(root: pathlib.Path, span: Span, field: str) -> Iterator[tuple[str, Any]]:
-    """Name and value of the field of each document of a span.
+    """Yields name and value of the field of each document of a span.
 
-    The name is path:number, counted from 1; of a text, which is one document, its path.
+    The name is PATH:NUMBER, counted from 1, or the path of a text.
 
     Args:
-        root: of the source.
-        span: what to read.
-        field: of a JSON object, or column; "" where records of ArrayRecord are texts.
+        root: folder of the source.
+        span: documents to read.
+        field: key of a JSON object, or column; "" if the records of ArrayRecord are
+            texts.
 
     Raises:
-        config.InputError: by file and number, what cannot be read.
+        config.InputError: a document cannot be read; names its file and number.
     """
     path = root / span.path
     with _readable(path):
-        records = _KINDS[_suffix(path)][1](path, span, field)
+        records = _KINDS[suffix_of(path)][1](path, span, field)
         for number, value in enumerate(records, start=span.first):
-            if value is not None:  # an empty line is counted and no document
+            if value is not None:  # an empty line counts but is no document
                 yield f"{span.path}:{number}" if number else span.path, value
 
 
 def read_lines(root: pathlib.Path, span: Span) -> Iterator[tuple[str, str]]:
-    """Place and text of each line of a span of JSONL that is not blank.
+    """Yields place (PATH:NUMBER) and text of each line of JSONL that is not blank.
 
     Args:
-        root: of the source.
-        span: what to read.
+        root: folder of the source.
+        span: lines to read.
 
     Raises:
-        config.InputError: one is no UTF-8.
+        config.InputError: the file cannot be read, or a line is not UTF-8.
     """
     path = root / span.path
     with _readable(path):
@@ -145,15 +147,15 @@ def read_lines(root: pathlib.Path, span: Span) -> Iterator[tuple[str, str]]:
 
 
 def read_text(path: pathlib.Path) -> str:
-    """The text of a file, line ends as they are.
+    """Returns the text of a file with its line ends unchanged.
 
     Raises:
-        config.InputError: it cannot be read as UTF-8.
+        config.InputError: the file cannot be read as UTF-8.
     """
     try:
-        with _open(path) as file:
+        with compression.open_file(path) as file:
             return file.read().decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (*compression.ERRORS, UnicodeDecodeError) as error:
         raise config.InputError(
             f"{path} cannot be read as UTF-8 text: {error}. Convert or remove it."
         ) from error
@@ -161,35 +163,28 @@ def read_text(path: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def _readable(path: pathlib.Path) -> Iterator[None]:
-    """Names the file where a library finds that it is not what its name says."""
+    """Names the file in the errors of the library that reads it."""
     try:
         yield
     except config.InputError:
         raise
-    except (OSError, EOFError, zlib.error, ValueError, RuntimeError) as error:
+    except (*compression.ERRORS, ValueError, RuntimeError) as error:
         raise config.InputError(f"{path} cannot be read: {error}.") from error
 
 
 def is_document(path: pathlib.Path) -> bool:
-    """Returns whether a file holds documents, by its name."""
-    return _suffix(path) in _KINDS
+    """Tells by its name whether a file contains documents."""
+    return suffix_of(path) in _KINDS
 
 
-def _suffix(path: pathlib.Path) -> str:
-    """Returns what a file is once it is unpacked: .jsonl of a.jsonl.gz."""
-    inner = pathlib.Path(path.stem).suffix
-    return inner if path.suffix == _GZIP and inner in _UNPACKED else path.suffix
-
-
-def _open(path: pathlib.Path) -> Any:
-    """Opens a file, unpacked; places in it are those of the unpacked file."""
-    if path.suffix == _GZIP:
-        return gzip.open(path, "rb")
-    return path.open("rb")
+def suffix_of(path: pathlib.PurePath) -> str:
+    """Returns the suffix of the uncompressed file: .jsonl for a.jsonl.gz."""
+    inner = pathlib.PurePath(compression.name_inside(path)).suffix
+    return inner if inner in _COMPRESSIBLE else path.suffix
 
 
 def _data_files(state: pathlib.Path) -> list[str]:
-    """Names in the state.json of a Hugging Face data set; none of another's."""
+    """Returns the files that the state.json of a Hugging Face data set lists."""
     try:
         return [
             entry["filename"] for entry in json.loads(read_text(state))["_data_files"]
@@ -199,7 +194,7 @@ def _data_files(state: pathlib.Path) -> list[str]:
 
 
 def _parsed(record: bytes, place: str, field: str) -> Any:
-    """The field of a JSON object."""
+    """Returns the field of a JSON object."""
     text = _decoded(record, place)
     try:
         value = json.loads(text)
@@ -209,7 +204,7 @@ def _parsed(record: bytes, place: str, field: str) -> Any:
         got = sorted(value) if isinstance(value, dict) else type(value).__name__
         raise config.InputError(
             f'{place} must be an object with a string in the field "{field}", got '
-            f"{got}. Mend it, or prepare the corpus with another --field."
+            f"{got}. Correct it, or prepare the corpus with another --field."
         )
     if value[field] is None:
         raise config.InputError(f'{place} has null in the field "{field}".')
@@ -235,20 +230,23 @@ def _read_text(path: pathlib.Path, span: Span, field: str) -> Iterator[str]:
 
 
 def _cut_jsonl(path: pathlib.Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
-    """Cuts a file at the ends of lines, which are counted on the way."""
+    """Cuts a file at line ends and counts its lines."""
     start, first = 0, 1
-    with _open(path) as file:
+    with compression.open_file(path) as file:
         while True:
-            num_lines, left = 0, num_bytes
-            while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            num_lines, size = 0, 0
+            while size < num_bytes and (
+                chunk := file.read(min(num_bytes - size, _CHUNK_BYTES))
+            ):
                 num_lines += chunk.count(b"\n")
-                left -= len(chunk)
-            num_lines += file.readline().endswith(b"\n")
-            stop = file.tell()
-            if stop == start:
+                size += len(chunk)
+            rest = file.readline()
+            num_lines += rest.endswith(b"\n")
+            size += len(rest)
+            if not size:
                 return
-            yield start, stop, first, stop - start
-            start, first = stop, first + num_lines
+            yield start, start + size, first, size
+            start, first = start + size, first + num_lines
 
 
 def _read_jsonl(path: pathlib.Path, span: Span, field: str) -> Iterator[Any]:
@@ -257,12 +255,12 @@ def _read_jsonl(path: pathlib.Path, span: Span, field: str) -> Iterator[Any]:
 
 
 def _lines(path: pathlib.Path, span: Span) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line of a span."""
-    with _open(path) as file:
-        file.seek(span.start)
-        number = span.first
-        while file.tell() < span.stop:
-            line = file.readline()
+    """Yields number and bytes of each line of a span."""
+    with compression.open_file(path) as file:
+        compression.skip(file, span.start)
+        place, number = span.start, span.first
+        while place < span.stop and (line := file.readline()):
+            place += len(line)
             yield number, line.removeprefix(_BOM) if number == 1 else line
             number += 1
 
@@ -299,7 +297,7 @@ def _read_arrow(path: pathlib.Path, span: Span, field: str) -> Iterator[Any]:
 
 
 def _arrow_batches(path: pathlib.Path) -> Iterator[Any]:
-    """Batches of a stream (Hugging Face's) or a file of Arrow, mapped into memory."""
+    """Yields the batches of an Arrow stream (Hugging Face's) or file, memory-mapped."""
     with _opened(path, "", "memory_map") as source:
         ipc = importlib.import_module("pyarrow.ipc")
         magic = source.read(len(_ARROW_FILE_MAGIC))
@@ -334,19 +332,19 @@ def _array_record(path: pathlib.Path) -> Any:
 
 
 def _opened(path: pathlib.Path, module: str, name: str) -> Any:
-    """Returns what pyarrow, an extra, opens a file with."""
+    """Opens a file with pyarrow, an extra."""
     try:
         arrow = importlib.import_module(".".join(filter(None, ("pyarrow", module))))
     except ImportError as error:
         raise config.InputError(
-            f"{path} is read with pyarrow, which is not here: pip install "
+            f"{path} is read with pyarrow, which is not installed: pip install "
             f"'glm5_jax[arrow]'."
         ) from error
     return getattr(arrow, name)(str(path))
 
 
 def _joined(sizes: list[tuple[int, int]], limit: int) -> Iterator[tuple[int, ...]]:
-    """Neighbours, each of so many rows and bytes, until they have `limit` bytes."""
+    """Joins neighbours of (rows, bytes) until they have `limit` bytes."""
     start, first, rows, size = 0, 1, 0, 0
     for i, (num_rows, num_bytes) in enumerate(sizes):
         rows, size = rows + num_rows, size + num_bytes
