@@ -1,3 +1,5 @@
+"""The manager of checkpoints: what it saves, restores and deletes."""
+
 import shutil
 from unittest import mock
 

@@ -9,26 +9,25 @@ from glm5_jax import config as config_lib
 from glm5_jax.config import fields, stages
 from glm5_jax.training import loss, program
 from glm5_jax.training.run import state
-from tests import environment
+from tests import environment, small_configs
 from tests.model import tiny
 
 INDEXER = ("layers_0", "block_0", "self_attn", "indexer", "wk")
 MTP = ("mtp", "eh_proj")
 QUERY = ("layers_0", "block_0", "self_attn", "q_b_proj")
-ATTENTION = {"dsa_warmup": "dense_with_indexer_loss"}
 
 
 def make_config(stage, **changes):
     """A config of a stage that keeps all of its rules."""
-    settings = {
-        "stage": stage,
-        "model": tiny.model(attention=ATTENTION.get(stage, "sparse")),
-        "data": config_lib.DataConfig(sequence_length=32, batch_size=6),
-        "rl": config_lib.RLConfig(
+    config = config_lib.TrainConfig(
+        model=tiny.model(),
+        data=config_lib.DataConfig(sequence_length=32, batch_size=6),
+        rl=config_lib.RLConfig(
             prompts_per_step=2, group_size=4, updates_per_rollout=2, max_new_tokens=8
         ),
-    }
-    return config_lib.TrainConfig(**(settings | changes))
+    )
+    config = small_configs.of_stage(config, stage)
+    return dataclasses.replace(config, **changes)
 
 
 class StagesTest(parameterized.TestCase):

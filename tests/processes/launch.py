@@ -10,32 +10,27 @@ from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CONFIG = """
+import dataclasses
+
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from tests.model import tiny
+from tests import small_configs
 
 def get_config():
-    config = config_lib.TrainConfig(
+    config = small_configs.text_run(
+        {corpus!r},
+        {cache!r},
         num_steps=5,
         eval_every=0,
-        eval_batches=1,
         checkpoint_every=2,
         sample_tokens=0,
-        model=tiny.model(
-            num_hidden_layers=1, first_k_dense_replace=0, vocab_size=260
-        ),
-        data=config_lib.DataConfig(
-            source={corpus!r},
-            tokenizer="byte",
-            sequence_length=24,
-            batch_size=16,
-            cache_dir={cache!r},
-        ),
         loss=config_lib.LossConfig(indexer_weight=0.1),
         optim=config_lib.OptimConfig(
             learning_rate=1e-2, end_learning_rate=1e-3, ns_dtype="float32"
         ),
     )
+    data = dataclasses.replace(config.data, batch_size=16)
+    config = dataclasses.replace(config, data=data)
     return command_line.to_config_dict(config)
 """
 

@@ -8,8 +8,7 @@ import shutil
 from glm5_jax import config as config_lib
 from glm5_jax.training import loop
 from glm5_jax.weights import companions, conversion, loading
-from tests import environment, runs
-from tests.training import sft_test
+from tests import environment, runs, small_configs
 
 RELEASE = pathlib.Path(__file__).parent.parent / "golden" / "chat_model"
 TEXTS = (
@@ -24,7 +23,7 @@ class CarriedTest(runs.OneDeviceTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        sft_test.write_conversations(cls.root / "data.jsonl")
+        small_configs.write_conversations(cls.root / "data.jsonl")
         conversion.convert(RELEASE, cls.root / "imported")
         cls.config = cls.make_config(cls.root / "imported")
         cls.enterClassContext(runs.compile_once(cls.config))
@@ -32,7 +31,7 @@ class CarriedTest(runs.OneDeviceTest):
 
     @classmethod
     def make_config(cls, init_from, **changes):
-        config = sft_test.make_config(cls.root, num_steps=1, sample_tokens=0)
+        config = small_configs.chat_run(cls.root, num_steps=1, sample_tokens=0)
         model = loading.read_config(loading.find(init_from))
         model = dataclasses.replace(model, dtype="float32", param_dtype="float32")
         tokenizer = str(pathlib.Path(init_from) / "tokenizer.json")

@@ -17,8 +17,7 @@ from glm5_jax.training.feeds import corpus as corpus_lib
 from glm5_jax.training.reporting import metrics
 from glm5_jax.training.run import health as health_lib
 from glm5_jax.training.run import state as run_lib
-from tests import environment, runs
-from tests.training import loop_test
+from tests import environment, runs, small_configs
 
 NAN = float("nan")
 
@@ -112,8 +111,8 @@ class AccidentTest(runs.OneDeviceTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        loop_test.write_corpus(cls.root / "corpus")
-        config = loop_test.make_config(cls.root / "corpus", cls.root / "cache")
+        small_configs.write_corpus(cls.root / "corpus")
+        config = small_configs.text_run(cls.root / "corpus", cls.root / "cache")
         cls.config = dataclasses.replace(
             config, num_steps=12, eval_every=0, sample_tokens=0
         )
@@ -137,7 +136,7 @@ class AccidentTest(runs.OneDeviceTest):
         return metrics.read(self.root / name / "metrics.jsonl")
 
     def params(self, name):
-        return runs.params_of(self.root / name, loop_test.MODEL)
+        return runs.params_of(self.root / name, small_configs.TEXT_MODEL)
 
     def test_one_gradient_that_is_not_finite_is_skipped(self):
         self.train("nan", without_a_number({5}))

@@ -1,3 +1,5 @@
+"""Memory of the host: large pages for a step, and its return to the system."""
+
 import os
 import pathlib
 import subprocess

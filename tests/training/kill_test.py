@@ -23,8 +23,7 @@ from glm5_jax.checkpoint import manifest
 from glm5_jax.training import loop
 from glm5_jax.training import program as program_lib
 from glm5_jax.training.reporting import metrics
-from tests import environment, runs
-from tests.training import loop_test
+from tests import environment, runs, small_configs
 
 KILLS = int(os.environ.get("GLM5_JAX_KILLS", "10"))
 STEPS_A_LIFE = 3  # at most, and some of them lost
@@ -79,9 +78,9 @@ class LivesTest(runs.FolderTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        loop_test.write_corpus(cls.root / "corpus")
+        small_configs.write_corpus(cls.root / "corpus")
         config = dataclasses.replace(
-            loop_test.make_config(cls.root / "corpus", cls.root / "cache"),
+            small_configs.text_run(cls.root / "corpus", cls.root / "cache"),
             num_steps=cls.num_steps,
             checkpoint_every=2,
             checkpoints_to_keep=2,
@@ -111,7 +110,7 @@ class LivesTest(runs.FolderTest):
 
     def assert_same_end(self, *workdirs):
         """The same parameters and losses, bit for bit."""
-        params = [runs.params_of(w, loop_test.MODEL) for w in workdirs]
+        params = [runs.params_of(w, small_configs.TEXT_MODEL) for w in workdirs]
         jax.tree.map(np.testing.assert_array_equal, *params)
         records = [metrics.read(w / "metrics.jsonl") for w in workdirs]
         self.assertEqual(

@@ -26,48 +26,18 @@ from glm5_jax.training.reporting import metrics
 from glm5_jax.training.run import signals
 from glm5_jax.training.run import state as run_lib
 from glm5_jax.weights import loading
-from tests import environment, runs
-from tests.model import tiny
+from tests import environment, runs, small_configs
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-MODEL = tiny.model(num_hidden_layers=1, first_k_dense_replace=0, vocab_size=260)
-SENTENCE = "def f{}(x):\n    '''Adds {} to x, and nothing else.'''\n    return x + {}\n"
-
-
-def write_corpus(folder):
-    folder.mkdir()
-    for i in range(40):
-        text = "".join(SENTENCE.format(i, j, j) for j in range(i, i + 12))
-        (folder / f"{i}.txt").write_text(text)
-
-
-def make_config(corpus, cache_dir, **changes):
-    config = config_lib.TrainConfig(
-        num_steps=6,
-        eval_every=2,
-        eval_batches=1,
-        checkpoint_every=3,
-        sample_prompt="def",
-        sample_tokens=4,
-        model=MODEL,
-        data=config_lib.DataConfig(
-            source=str(corpus),
-            tokenizer="byte",
-            sequence_length=24,
-            batch_size=8,
-            cache_dir=str(cache_dir),
-        ),
-        optim=config_lib.OptimConfig(learning_rate=1e-2, end_learning_rate=1e-3),
-    )
-    return dataclasses.replace(config, **changes)
+MODEL = small_configs.TEXT_MODEL
 
 
 class RunTest(runs.OneDeviceTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        write_corpus(cls.root / "corpus")
-        cls.config = make_config(cls.root / "corpus", cls.root / "cache")
+        small_configs.write_corpus(cls.root / "corpus")
+        cls.config = small_configs.text_run(cls.root / "corpus", cls.root / "cache")
         cls.enterClassContext(runs.compile_once(cls.config))
         cls.workdir = cls.root / "run"
         cls.summary = loop.train(cls.config, cls.workdir)
@@ -191,7 +161,7 @@ class RunTest(runs.OneDeviceTest):
         data = dataclasses.replace(data, tokenizer=str(path))
         config = dataclasses.replace(config, data=data, num_steps=8)
         with self.assertRaisesRegex(
-            config_lib.InputError, "changed: corpus=.*, tokenizer=.* here. Go on"
+            config_lib.InputError, "changed: corpus=.*, tokenizer=.* here. Resume"
         ):
             loop.train(config, folder)
         after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -264,7 +234,7 @@ class RefusalTest(runs.FolderTest):
         ("rows", {}, "data.batch_size must be divisible by"),
     )
     def test_a_mesh_that_does_not_fit_leaves_no_folder(self, changes, message):
-        config = make_config(self.root / "corpus", self.root / "cache")
+        config = small_configs.text_run(self.root / "corpus", self.root / "cache")
         data = dataclasses.replace(config.data, batch_size=9)
         config = dataclasses.replace(config, data=data, **changes)
         with self.assertRaisesRegex(config_lib.InputError, message):
@@ -275,9 +245,8 @@ class RefusalTest(runs.FolderTest):
 @pytest.mark.slow
 class KillTest(parameterized.TestCase):
     def test_killed_quickstart_ends_as_if_it_had_not_been(self):
-        """SIGKILL at a random step; the same command again; the same bits."""
+        """SIGKILL between two checkpoints; the same command again; the same bits."""
         root = pathlib.Path(self.create_tempdir().full_path)
-        step = int(np.random.default_rng().integers(4, 16))
         config = "--config=configs/quickstart.py"
         shorter = ["num_steps=18", "checkpoint_every=3", "eval_every=0"]
         command = [sys.executable, "-m", "glm5_jax.train", config]
@@ -285,7 +254,7 @@ class KillTest(parameterized.TestCase):
         a, b = ([*command, f"--workdir={root / name}"] for name in "ab")
         subprocess.run(a, check=True, cwd=ROOT)
         process = subprocess.Popen(b, cwd=ROOT)
-        runs.wait_for_steps(root / "b", process, step)
+        runs.wait_for_steps(root / "b", process, num_steps=8)
         process.kill()
         process.wait()
         subprocess.run(b, check=True, cwd=ROOT)

@@ -14,21 +14,17 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.model import transformer
 from glm5_jax.training import step as step_lib
-from tests import environment
+from tests import environment, small_configs
 from tests.model import tiny
 
-T, BATCH, NUM_STEPS = 32, 8, 5
+T, NUM_STEPS = 32, 5
 # Float32 sums over devices in another order, for five steps. Muon and Adam divide a
 # gradient by its size, so a rounding may move what has next to no gradient.
 ATOL = 1e-5
-CONFIG = config_lib.TrainConfig(
-    num_steps=100,
-    model=tiny.model(num_hidden_layers=2, kv_lora_rank=16),
-    data=config_lib.DataConfig(sequence_length=T, batch_size=BATCH),
-    loss=config_lib.LossConfig(indexer_weight=0.1, chunk_tokens=40),
-    optim=config_lib.OptimConfig(
-        learning_rate=1e-2, end_learning_rate=1e-3, ns_dtype="float32", adam_eps=1e-4
-    ),
+CONFIG = small_configs.step(
+    *(T, tiny.model(num_hidden_layers=2, kv_lora_rank=16)),
+    chunk_tokens=40,
+    adam_eps=1e-4,
 )
 SMALL = dataclasses.replace(
     CONFIG,
@@ -39,11 +35,7 @@ SMALL = dataclasses.replace(
 EXCHANGE = dataclasses.replace(
     CONFIG, model=dataclasses.replace(CONFIG.model, expert_transport="exchange")
 )
-WARMUP = dataclasses.replace(
-    CONFIG,
-    stage="dsa_warmup",
-    model=dataclasses.replace(CONFIG.model, attention="dense_with_indexer_loss"),
-)
+WARMUP = small_configs.of_stage(CONFIG, "dsa_warmup")
 SHARED = dataclasses.replace(
     CONFIG,
     model=tiny.index_share(kv_lora_rank=16, index_share_for_mtp_iteration=True),

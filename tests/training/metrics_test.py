@@ -1,3 +1,5 @@
+"""metrics.jsonl: what is written, cut off by a crash, and read again."""
+
 import json
 import math
 import pathlib

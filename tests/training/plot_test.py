@@ -1,3 +1,5 @@
+"""loss.png: the panels that a run has, and what is drawn in them."""
+
 import json
 import pathlib
 from unittest import mock

@@ -12,8 +12,8 @@ from glm5_jax.training import loop
 from glm5_jax.training.feeds import corpus
 from glm5_jax.training.reporting import metrics
 from glm5_jax.training.run import health as health_lib
-from tests import environment, runs
-from tests.training import health_test, loop_test, prepared_run_test
+from tests import environment, runs, small_configs
+from tests.training import health_test, prepared_run_test
 
 BAD = 7  # position of the batch; the mixture's weights change at 3 and at 8
 
@@ -21,7 +21,7 @@ BAD = 7  # position of the batch; the mixture's weights change at 3 and at 8
 class PreparedRollbackTest(runs.OneDeviceTest):
     def setUp(self):
         super().setUp()
-        config = prepared_run_test.make_config(
+        config = small_configs.mixture_run(
             *prepared_run_test.prepare(self.root),
             mixture_weights=((0.75, 0.25), (0.25, 0.75), (0.5, 0.5)),
             mixture_steps=(3, 8),
@@ -66,7 +66,7 @@ class PreparedRollbackTest(runs.OneDeviceTest):
             np.testing.assert_array_equal(batch["tokens"], same["tokens"])
         self.train("wanted", without_6_and_7)
         ended = [
-            runs.params_of(self.root / name, loop_test.MODEL)
+            runs.params_of(self.root / name, small_configs.TEXT_MODEL)
             for name in ("bad", "wanted")
         ]
         jax.tree.map(np.testing.assert_array_equal, *ended)

@@ -14,20 +14,19 @@ from glm5_jax import config as config_lib
 from glm5_jax.training import loop
 from glm5_jax.training.feeds import corpus
 from glm5_jax.training.reporting import metrics
-from tests import environment, runs
+from tests import environment, runs, small_configs
 from tests.data import corpora
 from tests.processes import launch
-from tests.training import loop_test
 
 CONFIG = """
 import dataclasses
 
 from glm5_jax import command_line
+from tests import small_configs
 from tests.model import tiny
-from tests.training import prepared_run_test
 
 def get_config():
-    config = prepared_run_test.make_config({web!r}, {code!r})
+    config = small_configs.mixture_run({web!r}, {code!r})
     # Nothing is chosen by a largest value, which the last bit can decide.
     model = tiny.model(
         num_hidden_layers=1,
@@ -44,19 +43,6 @@ LOSS_RTOL = 1e-5
 STEPS = 6
 
 
-def make_config(web, code, **changes):
-    """The run of loop_test, whose compiled step it takes, on a mixture."""
-    config = loop_test.make_config("python", "", sample_tokens=0, eval_every=0)
-    data = config_lib.DataConfig(
-        mixture=(web, code),
-        mixture_weights=((0.75, 0.25), (0.25, 0.75)),
-        mixture_steps=(3,),
-        sequence_length=24,
-        batch_size=8,
-    )
-    return dataclasses.replace(config, data=dataclasses.replace(data, **changes))
-
-
 def prepare(root):
     folders = []
     for seed, name in enumerate(("web", "code")):
@@ -71,7 +57,7 @@ class ChangedDataTest(runs.OneDeviceTest):
     def setUpClass(cls):
         super().setUpClass()
         cls.web, cls.code = prepare(cls.root)
-        cls.config = make_config(cls.web, cls.code)
+        cls.config = small_configs.mixture_run(cls.web, cls.code)
         cls.enterClassContext(runs.compile_once(cls.config))
         cls.workdir = cls.root / "run"
         cls.summary = loop.train(cls.config, cls.workdir)
@@ -94,7 +80,9 @@ class ChangedDataTest(runs.OneDeviceTest):
         self.assertBetween(self.summary["perf/data_wait"], 0, 1)
 
     def test_another_mixture_is_refused_by_its_fields(self):
-        config = make_config(self.web, self.code, mixture_steps=(4,), batch_size=16)
+        config = small_configs.mixture_run(
+            self.web, self.code, mixture_steps=(4,), batch_size=16
+        )
         with self.assertRaises(config_lib.InputError) as caught:
             loop.train(config, self.workdir)
         message = str(caught.exception)
@@ -110,7 +98,7 @@ class ChangedDataTest(runs.OneDeviceTest):
             self.root / "web_corpus", web, packing="best_fit", sequence_length=24
         )
         with self.assertRaises(config_lib.InputError) as caught:
-            loop.train(make_config(self.web, self.code), workdir)
+            loop.train(small_configs.mixture_run(self.web, self.code), workdir)
         message = str(caught.exception)
         name = "mixture[0].packing"
         self.assertIn(f'{name}="truncate" there, {name}="best_fit" here', message)
@@ -122,8 +110,8 @@ class ChangedDataTest(runs.OneDeviceTest):
         workdir, web = self.unfinished("moved_run"), self.root / "moved" / "internet"
         shutil.copytree(self.web, web)
         with self.assertRaisesRegex(config_lib.InputError, r"mixture\[1\].rows="):
-            loop.train(make_config(str(web), self.web), workdir)
-        loop.train(make_config(str(web), self.code), workdir)
+            loop.train(small_configs.mixture_run(str(web), self.web), workdir)
+        loop.train(small_configs.mixture_run(str(web), self.code), workdir)
 
     def test_weights_are_not_given_other_ids(self):
         data = config_lib.DataConfig(
@@ -144,7 +132,7 @@ class ChangedDataTest(runs.OneDeviceTest):
 class FeedTest(runs.FolderTest):
     def test_one_then_two_then_four_processes_make_the_rows_of_one(self):
         """Two steps each, the weights of the mixture changing on the way."""
-        config = make_config(*prepare(self.root))
+        config = small_configs.mixture_run(*prepare(self.root))
         size = config.data.batch_size
         whole = corpus.Corpus(config)
         whole.restrict_to(range(size))

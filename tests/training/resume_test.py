@@ -8,8 +8,7 @@ import pytest
 from glm5_jax.checkpoint import manager
 from glm5_jax.training import loop
 from glm5_jax.training.reporting import metrics
-from tests import environment, runs
-from tests.training import loop_test
+from tests import environment, runs, small_configs
 
 # Float32 sums over devices in another order, for six steps (as in mesh_test.py).
 LOSS_ATOL = 1e-4
@@ -19,8 +18,8 @@ MESHES = {2: {"fsdp": 8}, 4: {"fsdp": 2, "data": 2}, 6: {}}
 class ResumeTest(runs.FolderTest):
     @pytest.mark.slow
     def test_from_8_devices_to_4_to_1(self):
-        loop_test.write_corpus(self.root / "corpus")
-        config = loop_test.make_config(self.root / "corpus", self.root / "cache")
+        small_configs.write_corpus(self.root / "corpus")
+        config = small_configs.text_run(self.root / "corpus", self.root / "cache")
         model = dataclasses.replace(config.model, kv_lora_rank=16)
         optim = dataclasses.replace(
             config.optim,

@@ -1,7 +1,6 @@
 """Stage sft: a whole run on conversations, and its resumption."""
 
 import dataclasses
-import json
 import math
 import shutil
 
@@ -14,44 +13,9 @@ from glm5_jax.data.rows import sft
 from glm5_jax.model import transformer
 from glm5_jax.training import loop
 from glm5_jax.training.reporting import metrics
-from tests import environment, runs
-from tests.model import tiny
+from tests import environment, runs, small_configs
 
 FLOAT32_TOLERANCE = 1e-5  # relative; sums of a few hundred terms in another order
-
-
-def write_conversations(path):
-    lines = []
-    for i in range(30):
-        question = {"role": "user", "content": f"Reverse {i}"}
-        answer = {"role": "assistant", "content": f"{i}"[::-1]}
-        lines.append(json.dumps({"messages": [question, answer] * (1 + i % 3)}))
-    path.write_text("\n".join(lines))
-
-
-def make_config(root, **changes):
-    settings = {
-        "stage": "sft",
-        "num_steps": 2,
-        "eval_every": 1,
-        "eval_batches": 1,
-        "checkpoint_every": 1,
-        "sample_prompt": "Reverse 12",
-        "sample_tokens": 4,
-        "model": tiny.model(
-            num_hidden_layers=1, first_k_dense_replace=0, vocab_size=292
-        ),
-        "data": config_lib.DataConfig(
-            source=str(root / "data.jsonl"),
-            tokenizer="byte_chat",
-            sequence_length=64,
-            batch_size=8,
-            held_out_percent=20,
-            cache_dir=str(root / "cache"),
-            enable_thinking=False,
-        ),
-    }
-    return config_lib.TrainConfig(**(settings | changes))
 
 
 def lines_of(workdir):
@@ -64,8 +28,8 @@ class SftTest(runs.OneDeviceTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        write_conversations(cls.root / "data.jsonl")
-        cls.config = make_config(cls.root)
+        small_configs.write_conversations(cls.root / "data.jsonl")
+        cls.config = small_configs.chat_run(cls.root)
         cls.enterClassContext(runs.compile_once(cls.config))
         cls.workdir = cls.root / "run"
         cls.summary = loop.train(cls.config, cls.workdir)
@@ -124,7 +88,9 @@ class SftTest(runs.OneDeviceTest):
         )
         prepare.prepare(settings, self.root / "prepared")
         data = dataclasses.replace(data, source=str(self.root / "prepared"))
-        loop.train(make_config(self.root, data=data), self.root / "from_disk")
+        loop.train(
+            small_configs.chat_run(self.root, data=data), self.root / "from_disk"
+        )
         here, there = (lines_of(self.root / name) for name in ("from_disk", "run"))
         self.assertEqual([line[:3] for line in here], [line[:3] for line in there])
         bits = [[line[3] for line in lines] for lines in (here, there)]
@@ -140,7 +106,7 @@ class SftTest(runs.OneDeviceTest):
             **(vars(self.config.data) | {"chat_template": "glm5.2"})
         )
         with self.assertRaisesRegex(config_lib.InputError, "chat_template"):
-            loop.train(make_config(self.root, data=data), folder)
+            loop.train(small_configs.chat_run(self.root, data=data), folder)
 
 
 if __name__ == "__main__":

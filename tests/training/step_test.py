@@ -18,27 +18,17 @@ from glm5_jax.scale.hlo import collectives
 from glm5_jax.scale.hlo import parser as hlo
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import step as step_lib
-from tests import environment
+from tests import environment, small_configs
 from tests.model import tiny
 
-T, BATCH = 24, 8
+T = 24
 SUM_RTOL = 1e-5  # float32 sums in another order
 # Pre-training runs the same step: tests/training/loop_test.py.
-CONFIG = config_lib.TrainConfig(
-    stage="dsa_sparse",
-    num_steps=100,
-    model=tiny.model(num_hidden_layers=1, first_k_dense_replace=0),
-    data=config_lib.DataConfig(sequence_length=T, batch_size=BATCH),
-    loss=config_lib.LossConfig(indexer_weight=0.1, chunk_tokens=50),
-    optim=config_lib.OptimConfig(
-        learning_rate=1e-2, end_learning_rate=1e-3, ns_dtype="float32"
-    ),
+CONFIG = small_configs.of_stage(
+    small_configs.step(T, tiny.model(num_hidden_layers=1, first_k_dense_replace=0)),
+    "dsa_sparse",
 )
-WARMUP = dataclasses.replace(
-    CONFIG,
-    stage="dsa_warmup",
-    model=dataclasses.replace(CONFIG.model, attention="dense_with_indexer_loss"),
-)
+WARMUP = small_configs.of_stage(CONFIG, "dsa_warmup")
 
 
 @functools.cache
