@@ -20,6 +20,7 @@ project = "glm5_jax"
 html_title = "glm5_jax"
 html_theme = "furo"
 html_math_renderer = "mathml"
+html_static_path, html_css_files = ["_static"], ["formulas.css"]
 html_copy_source = html_show_copyright = False
 extensions = [
     "myst_parser",
