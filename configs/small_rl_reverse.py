@@ -6,7 +6,8 @@ python -m glm5_jax.train --config=configs/small_rl_reverse.py \
 
 The number of steps is fixed: a run that ends at its first good evaluation ends at a
 lucky one (docs/rl.md, Curves, with what was seen over seeds).
-Hardware: a laptop (2 cores), about five minutes with SFT.
+Hardware: a laptop (2 cores), about five minutes with SFT at 0.6 s a step. Seen: 97 to
+99% of held-out words, three seeds of both stages; two others have not been run yet.
 """
 
 import ml_collections
