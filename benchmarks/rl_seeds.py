@@ -42,8 +42,11 @@ def main() -> None:
         sft, rl = (workdir / f"{args.task}_{stage}_{seed}" for stage in ("sft", "rl"))
         train(f"small_sft_{args.task}", sft, f"--config.seed={seed}")
         train(
-            *(f"small_rl_{args.task}", rl, f"--config.seed={seed}"),
-            *(f"--config.init_from={sft}", *args.overrides),
+            f"small_rl_{args.task}",
+            rl,
+            f"--config.seed={seed}",
+            f"--config.init_from={sft}",
+            *args.overrides,
         )
     done = [s for s in seeds if (workdir / f"{args.task}_rl_{s}/summary.json").exists()]
     lines = [list(COLUMNS), ["---"] * len(COLUMNS)]

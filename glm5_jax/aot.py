@@ -27,7 +27,8 @@ _TOPOLOGY = flags.DEFINE_string(
 )
 _SLICES = flags.DEFINE_integer("slices", None, "Slices; default: mesh.slices.")
 _PROGRAM = flags.DEFINE_string(
-    *("program", "train"),
+    "program",
+    "train",
     "train (any stage), init, restore or save of its state, prefill, extend or decode.",
 )
 _DEPTH = flags.DEFINE_integer(

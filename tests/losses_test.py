@@ -39,7 +39,10 @@ class NextTokenLossTest(parameterized.TestCase):
 
         def chunked(hidden, head):
             return losses.next_token_loss(
-                *(hidden, head, targets, losses.mean_weights(mask)),
+                hidden,
+                head,
+                targets,
+                losses.mean_weights(mask),
                 chunk_tokens=chunk_tokens,
                 z_weight=z_weight,
             )

@@ -64,7 +64,8 @@ class CheckpointManager:
             if strangers := step_folder.strangers(self._folder):
                 logging.warning(
                     "%s in %s are no numbers of steps and are ignored.",
-                    *(strangers, self._folder),
+                    strangers,
+                    self._folder,
                 )
         self._orbax = ocp.CheckpointManager(
             self._folder,
@@ -270,7 +271,9 @@ class CheckpointManager:
             logging.warning(
                 "Steps %s in %s are of a branch that is not gone on with; they go when "
                 "step %d is safe.",
-                *(others, self._folder, step),
+                others,
+                self._folder,
+                step,
             )
         if others or step in self._orbax.all_steps():  # so that it forgets them
             self._set_aside(others, step_folder.ABANDONED)

@@ -269,7 +269,11 @@ def _hash(
     logging.log(
         logging.INFO if names else logging.DEBUG,
         "Hashed %d files of %s: %.1f MB in %.3f s, %.2f GB/s.",
-        *(len(names), folder, sum(sizes) / 1e6, seconds, sum(sizes) / seconds / 1e9),
+        len(names),
+        folder,
+        sum(sizes) / 1e6,
+        seconds,
+        sum(sizes) / seconds / 1e9,
     )
     return entries
 

@@ -46,7 +46,9 @@ class DataConfig:
             *checks.choices(self),
             *checks.positive(
                 self,
-                *("sequence_length", "batch_size", "num_prefetch"),
+                "sequence_length",
+                "batch_size",
+                "num_prefetch",
                 most=checks.MAX_SIZE,
             ),
             (

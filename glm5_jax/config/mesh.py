@@ -37,7 +37,11 @@ class MeshConfig:
             ),
             *checks.positive(
                 self,
-                *("slices", "fsdp", "expert", "tensor", "context"),
+                "slices",
+                "fsdp",
+                "expert",
+                "tensor",
+                "context",
                 most=checks.MAX_SIZE,
             ),
         )

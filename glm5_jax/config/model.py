@@ -11,6 +11,29 @@ ExpertTransport = Literal["gather", "exchange"]
 RematPolicy = Literal["none", "full", "dots", "offload"]
 Dtype = Literal["float32", "bfloat16"]
 
+# Fields that count something.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "index_topk_freq",
+    "max_position_embeddings",
+    "expert_chunks",
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -84,17 +107,7 @@ class ModelConfig:
         checks.require(
             *checks.choices(self),
             *self._layer_rules(),
-            *checks.positive(
-                self,
-                *("vocab_size", "hidden_size", "intermediate_size"),
-                *("moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
-                *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
-                *("qk_rope_head_dim", "v_head_dim", "n_routed_experts"),
-                *("num_experts_per_tok", "index_n_heads", "index_head_dim"),
-                *("index_topk", "index_topk_freq", "max_position_embeddings"),
-                "expert_chunks",
-                most=checks.MAX_SIZE,
-            ),
+            *checks.positive(self, *_SIZES, most=checks.MAX_SIZE),
             (
                 self.num_experts_per_tok <= self.n_routed_experts,
                 f"num_experts_per_tok must not exceed n_routed_experts, got "

@@ -137,7 +137,10 @@ def _serving(
 
     def prefill(params: Any, state: Any, parts: Any) -> tuple[Any, Any]:
         out, drawn = steps.prefill(
-            *(params, model, to_state(state), to_parts(parts)),
+            params,
+            model,
+            to_state(state),
+            to_parts(parts),
             is_fresh=name == "prefill",
         )
         return placement.named(out), drawn.ids

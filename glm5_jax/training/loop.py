@@ -56,7 +56,8 @@ def _train(
         logging.info(
             "The run in %s has done its %d steps: nothing is left to do. A larger "
             "num_steps goes on with it.",
-            *(workdir, summary["steps"]),
+            workdir,
+            summary["steps"],
         )
         return summary
     with run_folder.claimed(workdir, config):
@@ -195,7 +196,9 @@ class _Loop:
             logging.warning(
                 "%s has not reached stop_at=%g in num_steps=%d; a larger num_steps "
                 "goes on with the run.",
-                *(value, config.stop_at, config.num_steps),
+                value,
+                config.stop_at,
+                config.num_steps,
             )
         return set()
 

@@ -125,7 +125,10 @@ def _local_loss(
     head = params["lm_head"]
     with jax.named_scope("head"):
         lm_loss = losses.next_token_loss(
-            *(out.hidden, head, batch["targets"], batch["weights"]),
+            out.hidden,
+            head,
+            batch["targets"],
+            batch["weights"],
             z_weight=weights.z_weight,
             **chunk,
         )

@@ -80,7 +80,10 @@ def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):
     is_whole = splits == 1
     out, lse = triton_call.call(
         _part_kernel,
-        *(q, kv, indices, indices if page_table is None else page_table),
+        q,
+        kv,
+        indices,
+        indices if page_table is None else page_table,
         out_shape=[
             jax.ShapeDtypeStruct(
                 (rows, splits, num_heads, value_dim), q.dtype if is_whole else "float32"
@@ -108,7 +111,8 @@ def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):
         values = min(VALUES, value_dim)
         out, lse = triton_call.call(
             _combine_kernel,
-            *(out, lse),
+            out,
+            lse,
             out_shape=[
                 jax.ShapeDtypeStruct((rows, num_heads, value_dim), q.dtype),
                 jax.ShapeDtypeStruct((rows, num_heads), jnp.float32),

@@ -171,7 +171,10 @@ def _rows_times_matrix(
     }  # fmt: skip
     [y] = triton_call.call(
         _rows_times_matrix_kernel,
-        *(x, w, table if scales is None else scales, table),
+        x,
+        w,
+        table if scales is None else scales,
+        table,
         out_shape=[jax.ShapeDtypeStruct((num_rows, width), x.dtype)],
         grid=(num_tiles * triton.cdiv(width, cols),),
         num_warps=tile.warps if is_full else 4,
@@ -191,7 +194,9 @@ def _rows_times_rows(x: Array, dy: Array, group_sizes: Array, interpret: bool) -
     ends = jnp.cumsum(group_sizes.astype(jnp.int32))
     [dw] = triton_call.call(
         _rows_times_rows_kernel,
-        *(x, dy, jnp.concatenate([jnp.zeros_like(ends[:1]), ends])),
+        x,
+        dy,
+        jnp.concatenate([jnp.zeros_like(ends[:1]), ends]),
         out_shape=[jax.ShapeDtypeStruct((num_groups, depth, width), x.dtype)],
         grid=(triton.cdiv(depth, rows) * triton.cdiv(width, cols), num_groups),
         num_warps=tile.warps,

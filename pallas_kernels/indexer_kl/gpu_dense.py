@@ -142,7 +142,13 @@ def _compared(
     given = jnp.zeros((1, 1, 1), jnp.uint32) if bits is None else bits
     target = triton_call.call(
         _target_kernel,
-        *(q, k, lse, lo, hi, given, start),
+        q,
+        k,
+        lse,
+        lo,
+        hi,
+        given,
+        start,
         out_shape=[jax.ShapeDtypeStruct((chunk, sizes["STRIDE"]), jnp.float32)],
         grid=(chunk // QUERIES, sizes["STRIDE"] // KEYS),
         num_warps=8,
@@ -160,7 +166,12 @@ def _compared(
     )[0]
     loss, norm, total = triton_call.call(
         _loss_kernel,
-        *(*index, lo, hi, weight, start, target),
+        *index,
+        lo,
+        hi,
+        weight,
+        start,
+        target,
         out_shape=[jax.ShapeDtypeStruct((chunk,), jnp.float32)] * 3,
         grid=(chunk // sizes["QUERIES"],),
         num_warps=8,
@@ -183,7 +194,12 @@ def _gradient(
     )
     dq, dw, d_scores = launch(
         _gradient_kernel,
-        *(*index, lo, hi, weight, start, *sums),
+        *index,
+        lo,
+        hi,
+        weight,
+        start,
+        *sums,
         out_shape=[
             jax.ShapeDtypeStruct((chunk, heads, dim), q_index.dtype),
             jax.ShapeDtypeStruct((chunk, heads), jnp.float32),
@@ -194,7 +210,12 @@ def _gradient(
     )
     (dk,) = launch(
         _dk_kernel,
-        *(*index, lo, hi, start, d_scores, *_groups(lo, hi, start, chunk, sizes)),
+        *index,
+        lo,
+        hi,
+        start,
+        d_scores,
+        *_groups(lo, hi, start, chunk, sizes),
         out_shape=[jax.ShapeDtypeStruct(k_index.shape[1:], jnp.float32)],
         grid=(sizes["STRIDE"] // KEYS,),
         num_stages=2,

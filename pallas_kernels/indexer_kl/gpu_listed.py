@@ -103,7 +103,11 @@ def _compared(
     exact = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32)
     target = triton_call.call(
         _target_kernel,
-        *(q, kv, lse.swapaxes(1, 2), indices, count),
+        q,
+        kv,
+        lse.swapaxes(1, 2),
+        indices,
+        count,
         out_shape=[exact(indices)],
         grid=(indices.shape[0] * indices.shape[1],),
         num_warps=8,
@@ -121,7 +125,13 @@ def _compared(
     )[0]
     loss, norm, total = triton_call.call(
         _loss_kernel,
-        *(q_index, k_index, w, indices, count, weight, target),
+        q_index,
+        k_index,
+        w,
+        indices,
+        count,
+        weight,
+        target,
         out_shape=[exact(weight)] * 3,
         grid=(indices.shape[0] * indices.shape[1],),
         num_warps=4,
@@ -138,7 +148,13 @@ def _gradient(index: tuple, sums: tuple, rows: tuple, interpret: bool) -> tuple:
     count = _count(indices, weight)
     dq, dw, dk = triton_call.call(
         _gradient_kernel,
-        *(q_index, k_index, w, indices, count, weight, *sums),
+        q_index,
+        k_index,
+        w,
+        indices,
+        count,
+        weight,
+        *sums,
         out_shape=[
             jax.ShapeDtypeStruct(q_index.shape, q_index.dtype),
             jax.ShapeDtypeStruct(w.shape, w.dtype),

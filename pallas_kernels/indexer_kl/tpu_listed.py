@@ -114,11 +114,11 @@ def _call(
         out_specs = (*(of_part(*x.shape[2:]) for x in out_shape[:2]), _anywhere())
     main_work, index_work = (math.prod(x.shape[2:]) for x in (q, q_index))
     work = main_work + index_work * (3 if with_gradient else 1)
+    fetched = cost.rows(packed, indices.size)
     return pl.pallas_call(
         functools.partial(_kernel, scale=scale, layout=layout),
         cost_estimate=cost.estimate(
-            2 * indices.size * work,
-            *(indices, queries, cost.rows(packed, indices.size), out_shape),
+            2 * indices.size * work, indices, queries, fetched, out_shape
         ),
         grid=(parts, len(q), tiles // parts),
         in_specs=[

@@ -53,7 +53,10 @@ def indexer_scores_at(
 def _scores(q, k, w, indices, interpret):
     return triton_call.call(
         _forward_kernel,
-        *(q, k, w, indices),
+        q,
+        k,
+        w,
+        indices,
         out_shape=[jax.ShapeDtypeStruct(indices.shape, jnp.float32)],
         **_options(q, k, indices, KEYS, interpret),
     )[0]
@@ -67,7 +70,11 @@ def _backward(interpret, residuals, d_scores):
     q, k, w, indices = residuals
     dq, dw, dk = triton_call.call(
         _backward_kernel,
-        *(q, k, w, indices, d_scores),
+        q,
+        k,
+        w,
+        indices,
+        d_scores,
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(w.shape, w.dtype),

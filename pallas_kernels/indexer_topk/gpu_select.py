@@ -122,7 +122,13 @@ def scored(q, k, w, lo, hi, start, table, plan):
     splits = max(PROGRAMS // (plan.sequences * blocks), 1)  # no third, partial wave
     return triton_call.call(
         _scores_kernel,
-        *(q, k, w, lo, hi, start, start if table is None else table),
+        q,
+        k,
+        w,
+        lo,
+        hi,
+        start,
+        start if table is None else table,
         out_shape=[
             jax.ShapeDtypeStruct((rows, stride), jnp.float32),
             # Groups of one need no maxima.
@@ -160,7 +166,11 @@ def chosen(scores, maxima, lo, hi, start, num_keys, plan):
     rows = plan.sequences * plan.rows
     return triton_call.call(
         _select_kernel,
-        *(scores, maxima, lo, hi, start),
+        scores,
+        maxima,
+        lo,
+        hi,
+        start,
         out_shape=[
             jax.ShapeDtypeStruct((rows, out[0]), out[1]),
             jax.ShapeDtypeStruct((rows if group > 1 else 1, plan.topk), jnp.int32),

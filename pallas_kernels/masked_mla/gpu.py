@@ -80,7 +80,12 @@ def _attend(
     }  # fmt: skip
     out, lse = triton_call.call(
         _forward_kernel,
-        *(q, k, v, lo, hi, lo if words is None else words),
+        q,
+        k,
+        v,
+        lo,
+        hi,
+        lo if words is None else words,
         out_shape=[
             jax.ShapeDtypeStruct((batch, num_queries, heads, value_dim), v.dtype),
             jax.ShapeDtypeStruct((batch, heads, num_queries), jnp.float32),

@@ -55,7 +55,10 @@ def gradients(
         spans = () if by_queries else (_spans(stats, num_keys, rows, cols),)
         return triton_call.call(
             kernel,
-            *(*queries, words, *spans, *ins),
+            *queries,
+            words,
+            *spans,
+            *ins,
             out_shape=[jax.ShapeDtypeStruct(out.shape, out.dtype)],
             grid=(triton.cdiv(size, step), heads, batch),
             num_warps=tile.warps if is_half else 4,

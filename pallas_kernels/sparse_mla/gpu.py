@@ -72,7 +72,10 @@ def _attend(q, kv, indices, scale, value_dim, deterministic, interpret):
     tile = block_sizes.gpu().sparse_mla
     out, lse_BTN = triton_call.call(
         _forward_kernel,
-        *(q, kv, indices, jnp.sum(indices >= 0, axis=-1, dtype=jnp.int32)),
+        q,
+        kv,
+        indices,
+        jnp.sum(indices >= 0, axis=-1, dtype=jnp.int32),
         out_shape=[
             jax.ShapeDtypeStruct((*q.shape[:3], value_dim), q.dtype),
             jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),

@@ -79,7 +79,8 @@ def _dq(inputs: tuple, count: Array, sizes: dict, interpret: bool) -> Array:
     q, tile = inputs[0], block_sizes.gpu().sparse_mla_dq
     return triton_call.call(
         _dq_kernel,
-        *(*inputs, count),
+        *inputs,
+        count,
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
         grid=(q.shape[0] * q.shape[1] * triton.cdiv(sizes["N"], sizes["HEADS"]),),
         num_warps=tile.warps,
@@ -114,7 +115,9 @@ def _dkv(
     is_own, tile = shape != inputs[1].shape, block_sizes.gpu().sparse_mla_dkv
     return triton_call.call(
         _dkv_kernel,
-        *(*inputs, first, *bounds),
+        *inputs,
+        first,
+        *bounds,
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32)],
         grid=(shape[0] if is_own else units,),
         num_warps=tile.warps,

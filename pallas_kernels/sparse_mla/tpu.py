@@ -123,7 +123,9 @@ def _call(
         ],
         cost_estimate=cost.estimate(
             2 * pairs * heads * (width + value_dim),
-            *(q, indices, cost.rows(q, pairs)),
+            q,
+            indices,
+            cost.rows(q, pairs),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"),

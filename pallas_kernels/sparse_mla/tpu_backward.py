@@ -49,6 +49,8 @@ def gradients(
     chunk = tpu_rows.chunk_size(indices.shape[-1])
     buffer = pltpu.VMEM((chunk * sums.lines, tpu_rows.LANES), jnp.float32)
     semaphores = pltpu.SemaphoreType.DMA((2,))
+    work = 2 * indices.size * heads * (3 * width + 2 * value_dim)
+    fetched = [cost.rows(kv, indices.size)] * 4
     dq, dkv = pl.pallas_call(
         functools.partial(_kernel, scale=scale, layout=layout),
         grid=(parts, len(indices), steps),
@@ -68,10 +70,7 @@ def gradients(
             semaphores,
             (pltpu.VMEM((heads, width), jnp.float32), buffer, semaphores),
         ],
-        cost_estimate=cost.estimate(
-            2 * indices.size * heads * (3 * width + 2 * value_dim),
-            *(queries, indices, [cost.rows(kv, indices.size)] * 4),
-        ),
+        cost_estimate=cost.estimate(work, queries, indices, fetched),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             disable_bounds_checks=True,

@@ -82,7 +82,8 @@ class TransportTest(parameterized.TestCase):
             got = gradients(config)(*inputs)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=ATOL, atol=ATOL),
-            *(got, want),
+            got,
+            want,
         )
 
 
@@ -119,7 +120,8 @@ class PaddingTest(parameterized.TestCase):
             got = result()
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=ATOL, atol=ATOL),
-            *(got, want),
+            got,
+            want,
         )
         (_, (y, load)) = want
         self.assertEqual(load.sum(), K * is_token.sum())

@@ -98,7 +98,12 @@ class AttentionTest(parameterized.TestCase):
 
         def loss(q, k, v, implementation, mask):
             out, lse = masked_mla(
-                *(q, k, v, x["lo"], x["hi"], mask),
+                q,
+                k,
+                v,
+                x["lo"],
+                x["hi"],
+                mask,
                 scale=0.3,
                 implementation=implementation,
             )
@@ -162,7 +167,12 @@ class IndexerLossTest(parameterized.TestCase):
         def loss(index, q, keep, implementation):
             _, lse = masked_mla(q, x["k"], x["v"], x["lo"], x["hi"], keep, scale=0.3)
             return 2 * indexer_kl_loss(
-                *((q, x["k"], lse), index, x["lo"], x["hi"], keep, weight),
+                (q, x["k"], lse),
+                index,
+                x["lo"],
+                x["hi"],
+                keep,
+                weight,
                 scale=0.3,
                 implementation=implementation,
             )

@@ -29,8 +29,13 @@ class BenchTest(parameterized.TestCase):
         folder = pathlib.Path(self.create_tempdir().full_path)
         files = folder / "new" / "rows.json", folder / "times.png"
         code, out, err = run(
-            *("sparse_mla", "grouped_matmul", "--size=small", "--length=32"),
-            *("--mode=fwd,bwd", f"--json={files[0]}", f"--plot={files[1]}"),
+            "sparse_mla",
+            "grouped_matmul",
+            "--size=small",
+            "--length=32",
+            "--mode=fwd,bwd",
+            f"--json={files[0]}",
+            f"--plot={files[1]}",
         )
         self.assertEqual(code, 0, out + err)
         rows = json.loads(files[0].read_text())["rows"]
@@ -54,7 +59,9 @@ class BenchTest(parameterized.TestCase):
         self.assertEqual(code, 0, out + err)
         args = operations.make(
             operations.at("sparse_mla", 16, small=True),
-            *(("indices",), "captured", own),
+            ("indices",),
+            "captured",
+            own,
         )
         np.testing.assert_array_equal(args[0][0], own)
         np.save(folder / "short.npy", own[:9])
@@ -69,7 +76,10 @@ class BenchTest(parameterized.TestCase):
 
     def test_an_op_that_fails_does_not_stop_the_others(self):
         code, out, _ = run(
-            *("sparse_mla", "masked_mla", "--size=small", "--length=16"),
+            "sparse_mla",
+            "masked_mla",
+            "--size=small",
+            "--length=16",
             "--implementation=gpu",
         )
         self.assertEqual(code, 1)

@@ -59,7 +59,7 @@ class DecodeGpuTest(parameterized.TestCase):
             k, table = paged(k, page)
             table = table.at[1, -1].set(10**6)
         got = decode_indexer_topk(
-            *(q, k, *args[2:], table), topk=CASE.topk, implementation="gpu_interpret"
+            q, k, *args[2:], table, topk=CASE.topk, implementation="gpu_interpret"
         )
         np.testing.assert_array_equal(got, want)
 
@@ -71,12 +71,10 @@ class DecodeGpuTest(parameterized.TestCase):
         q, kv, indices = cases.make(case, "q_latent", "kv", "indices")
         indices = indices.at[0, 1, 70:].set(-1).at[1, 2].set(-1)
         options = {"scale": case.scale, "value_dim": case.latent}
-        want = decode_sparse_mla(
-            *(q, kv, indices), **options, implementation="reference"
-        )
+        want = decode_sparse_mla(q, kv, indices, **options, implementation="reference")
         kv, table = paged(kv, page) if page else (kv, None)
         got = decode_sparse_mla(
-            *(q, kv, indices, table), **options, implementation="gpu_interpret"
+            q, kv, indices, table, **options, implementation="gpu_interpret"
         )
         assert_close(got, want, dtype)
         np.testing.assert_array_equal(got[0][1, 2], 0)
@@ -108,7 +106,9 @@ class DecodeGpuTest(parameterized.TestCase):
         q, kv = jnp.zeros((1, 1, 4, 100)), jnp.zeros((1, 9, 100))
         with self.assertRaisesRegex(NotImplementedError, "powers of two"):
             decode_sparse_mla(
-                *(q, kv, jnp.zeros((1, 1, 3), jnp.int32)),
+                q,
+                kv,
+                jnp.zeros((1, 1, 3), jnp.int32),
                 **{"scale": 1.0, "value_dim": 64},
                 implementation="gpu_interpret",
             )

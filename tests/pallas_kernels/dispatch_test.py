@@ -30,7 +30,9 @@ def meant_for(chip, num_devices=1):
 def attend(implementation=None):
     q, kv, indices = cases.make(CASE, "q_latent", "kv", "indices")
     return sparse_mla(
-        *(q, kv, indices),
+        q,
+        kv,
+        indices,
         scale=CASE.scale,
         value_dim=CASE.latent,
         implementation=implementation,

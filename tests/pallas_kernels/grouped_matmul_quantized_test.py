@@ -48,7 +48,7 @@ def value_and_gradient(x, w, scales, dy, implementation):
     """y and dx."""
     sizes = jnp.asarray(SIZES)
     run = lambda x: grouped_matmul_quantized(
-        *(x, w, scales, sizes), implementation=implementation
+        x, w, scales, sizes, implementation=implementation
     )
     y, pull = jax.vjp(run, x)
     return y, *pull(dy)

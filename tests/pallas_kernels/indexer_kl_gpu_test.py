@@ -42,7 +42,9 @@ def run(case, implementation):
     names = ("q_latent", "kv", "indices")
     q, kv, indices = cases.make(case, *names)
     _, lse = sparse_mla(
-        *(q, kv, indices),
+        q,
+        kv,
+        indices,
         scale=case.scale,
         value_dim=case.latent,
         implementation="reference",
@@ -50,7 +52,10 @@ def run(case, implementation):
     return differentiated(
         case,
         lambda index, weight: sparse_indexer_kl_loss(
-            *((q, kv, lse), index, indices, weight),
+            (q, kv, lse),
+            index,
+            indices,
+            weight,
             scale=case.scale,
             implementation=implementation,
         ),
@@ -67,12 +72,17 @@ def run_dense(case, implementation, is_selected):
         mask &= selection.visible(lo, hi, case.keys).swapaxes(1, 2)
         bits = selection.pack(mask)
     _, lse = masked_mla(
-        *(q, k, k, lo, hi, bits), scale=case.scale, implementation="reference"
+        q, k, k, lo, hi, bits, scale=case.scale, implementation="reference"
     )
     return differentiated(
         case,
         lambda index, weight: indexer_kl_loss(
-            *((q, k, lse), index, lo, hi, bits, weight),
+            (q, k, lse),
+            index,
+            lo,
+            hi,
+            bits,
+            weight,
             scale=case.scale,
             implementation=implementation,
         ),

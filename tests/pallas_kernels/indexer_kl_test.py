@@ -87,7 +87,12 @@ class LoopTest(parameterized.TestCase):
         lse = masked_mla(q, k, v, lo, hi, keep, scale=CASE.scale)[1]
         got = jax.value_and_grad(
             lambda index: indexer_kl_loss(
-                *((q, k, lse), index, lo, hi, keep, weight),
+                (q, k, lse),
+                index,
+                lo,
+                hi,
+                keep,
+                weight,
                 scale=CASE.scale,
                 implementation=implementation,
             )

@@ -53,7 +53,12 @@ class IndexerKlTest(parameterized.TestCase):
 
         def loss(index, implementation):
             return 2 * indexer_kl_loss(
-                *((q, k, lse), tuple(index), lo, hi, selected, weight),
+                (q, k, lse),
+                tuple(index),
+                lo,
+                hi,
+                selected,
+                weight,
                 scale=case.scale,
                 implementation=implementation,
             )

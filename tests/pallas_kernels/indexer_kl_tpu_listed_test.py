@@ -32,7 +32,9 @@ def run(case, implementation, with_gradient=True):
     index[2] = index[2] / 8  # scores of the size of logits
     weight = weight.at[:, 1].set(0)
     _, lse = sparse_mla(
-        *(q, kv, indices),
+        q,
+        kv,
+        indices,
         scale=case.scale,
         value_dim=case.latent,
         implementation="reference",
@@ -40,7 +42,10 @@ def run(case, implementation, with_gradient=True):
 
     def loss(index):
         return 2 * sparse_indexer_kl_loss(
-            *((q, kv, lse), tuple(index), indices, weight),
+            (q, kv, lse),
+            tuple(index),
+            indices,
+            weight,
             scale=case.scale,
             implementation=implementation,
         )

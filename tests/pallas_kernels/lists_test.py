@@ -40,7 +40,10 @@ def loss_and_gradients(case, implementation):
 
     def loss(index, q):
         return sparse_indexer_kl_loss(
-            *((q, kv, lse), index, indices, weight),
+            (q, kv, lse),
+            index,
+            indices,
+            weight,
             implementation=implementation,
             **options,
         )
@@ -124,7 +127,10 @@ class LossTest(parameterized.TestCase):
         q = x[:, :, None]
         lse = sparse_mla(q, x, indices, scale=1.0, value_dim=8)[1]
         loss = sparse_indexer_kl_loss(
-            *((q, x, lse), (q, x, jnp.ones((1, 6, 1))), indices, jnp.ones((1, 6))),
+            (q, x, lse),
+            (q, x, jnp.ones((1, 6, 1))),
+            indices,
+            jnp.ones((1, 6)),
             scale=1.0,
         )
         np.testing.assert_allclose(loss, 0, atol=1e-5)

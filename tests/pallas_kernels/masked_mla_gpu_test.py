@@ -56,7 +56,7 @@ def value_and_gradients(inputs, selected, implementation):
 
     def loss(q, k, v):
         out, lse = masked_mla(
-            *(q, k, v, lo, hi, selected), scale=SCALE, implementation=implementation
+            q, k, v, lo, hi, selected, scale=SCALE, implementation=implementation
         )
         value = jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
         return value, (out, lse)

@@ -43,7 +43,7 @@ class MaskedMlaTest(parameterized.TestCase):
 
         def loss(q, k, v, implementation):
             out, lse = masked_mla(
-                *(q, k, v, lo, hi, selected), scale=scale, implementation=implementation
+                q, k, v, lo, hi, selected, scale=scale, implementation=implementation
             )
             value = jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
             return value, (out, lse)
@@ -88,7 +88,11 @@ class BlockPairsTest(parameterized.TestCase):
         lo = np.maximum(hi - rng.integers(0, 12, hi.shape), 0)
         lo[0, 2:4] = hi[0, 2:4]  # a block that sees nothing
         pairs = block_pairs.make(
-            *(jnp.asarray(lo), jnp.asarray(hi), 18, (2, 3), 10),
+            jnp.asarray(lo),
+            jnp.asarray(hi),
+            18,
+            (2, 3),
+            10,
             major=major,
             parts=parts,
         )

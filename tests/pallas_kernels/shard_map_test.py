@@ -37,7 +37,7 @@ def layer(x, lo, hi, sum_over):
     weight = jnp.ones(lo.shape)
     loss = pk.sparse_indexer_kl_loss((q, kv, lse), x["index"], lists, weight, scale=0.2)
     loss += pk.indexer_kl_loss(
-        *((q, k, dense_lse), x["index"], lo, hi, mask, weight), scale=0.2
+        (q, k, dense_lse), x["index"], lo, hi, mask, weight, scale=0.2
     )
     loss += jnp.sum(jnp.sin(pk.indexer_scores_at(*x["index"], lists)))
     rows = (out + dense).reshape(-1, C)

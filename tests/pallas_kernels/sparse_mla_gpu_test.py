@@ -104,7 +104,9 @@ def shuffled(n):
 
 def attend(q, kv, indices, value_dim):
     return sparse_mla(
-        *(q, kv, indices),
+        q,
+        kv,
+        indices,
         scale=1.0,
         value_dim=value_dim,
         implementation="gpu_interpret",

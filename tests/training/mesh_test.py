@@ -22,7 +22,8 @@ T, NUM_STEPS = 32, 5
 # gradient by its size, so a rounding may move what has next to no gradient.
 ATOL = 1e-5
 CONFIG = small_configs.step(
-    *(T, tiny.model(num_hidden_layers=2, kv_lora_rank=16)),
+    T,
+    tiny.model(num_hidden_layers=2, kv_lora_rank=16),
     chunk_tokens=40,
     adam_eps=1e-4,
 )
@@ -94,7 +95,7 @@ class MeshTest(parameterized.TestCase):
         paths = jax.tree_util.tree_flatten_with_path(wanted)[0]
         for (path, want), found in zip(paths, jax.tree.leaves(got), strict=True):
             np.testing.assert_allclose(
-                *(found, want), rtol=0, atol=ATOL, err_msg=jax.tree_util.keystr(path)
+                found, want, rtol=0, atol=ATOL, err_msg=jax.tree_util.keystr(path)
             )
 
     def test_data_fsdp_expert(self):

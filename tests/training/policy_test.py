@@ -328,8 +328,11 @@ def routed(batch):
     logprobs = logprobs_function()(params(), CONFIG, batch)
     replayed = batch.get("experts")
     out = jax.jit(transformer.forward, static_argnums=1)(
-        *(params(), CONFIG.model, batch["tokens"]),
-        *(batch["segment_ids"], batch["positions"]),
+        params(),
+        CONFIG.model,
+        batch["tokens"],
+        batch["segment_ids"],
+        batch["positions"],
         experts=None if replayed is None else jnp.moveaxis(replayed, 2, 0),
     )
     experts = cached.chosen_experts(CONFIG.model, out.aux, batch["tokens"].shape)

@@ -412,7 +412,7 @@ class BadInputTest(parameterized.TestCase):
         config = rl_runs.make_config({"group_size": 8}, num_steps=1)
         with (
             mock.patch.object(
-                *(manager.CheckpointManager, "close"), autospec=True, side_effect=close
+                manager.CheckpointManager, "close", autospec=True, side_effect=close
             ) as closed,
             mock.patch.object(run_lib, "_compile", side_effect=MemoryError),
             self.assertRaises(MemoryError),

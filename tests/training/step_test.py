@@ -94,8 +94,13 @@ class StepTest(parameterized.TestCase):
             )
             ahead = mtp.ahead(batch["tokens"], model.mtp_num_steps)
             _, aux = mtp.steps(
-                *(params["mtp"], model, params["embed_tokens"], out.hidden),
-                *(ahead, context, jnp.ones(())),
+                params["mtp"],
+                model,
+                params["embed_tokens"],
+                out.hidden,
+                ahead,
+                context,
+                jnp.ones(()),
             )
             (main,) = loss_lib._blocks(out.aux)
             return [(x.indexer_kl, x.routing.balance) for x in (main, aux)]

@@ -99,7 +99,8 @@ def read_span(root: pathlib.Path, span: formats.Span) -> Iterator[Conversation]:
             if unread - named:
                 logging.warning(
                     "%s: messages have keys that are not read: %s.",
-                    *(place, ", ".join(sorted(unread - named))),
+                    place,
+                    ", ".join(sorted(unread - named)),
                 )
                 named |= unread
             yield conversation

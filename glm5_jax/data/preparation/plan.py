@@ -77,7 +77,9 @@ def make(
         logging.warning(
             "Of %d files of the source %d have changed since the preparation began: "
             "%s. Parts with the same documents as before are kept.",
-            *(len(files), len(changed), _listed(changed, ", ")),
+            len(files),
+            len(changed),
+            _listed(changed, ", "),
         )
         cut = {name: [] for name, *_ in files if name not in changed}
         for span in (span for part in before.parts for span in part.spans):
@@ -117,7 +119,9 @@ def _warn_of_others(config: config_lib.PrepareConfig) -> None:
     if others:
         logging.warning(
             "%d files of the source are of other kinds than %s and are not read: %s.",
-            *(len(others), ", ".join(formats.SUFFIXES), _listed(others, ", ")),
+            len(others),
+            ", ".join(formats.SUFFIXES),
+            _listed(others, ", "),
         )
 
 

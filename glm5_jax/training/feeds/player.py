@@ -75,7 +75,11 @@ class Player:
             disable=not sys.stderr.isatty(),
         ) as bar:
             played = rollouts.collect(
-                *(self._engine, self._taskset, self._template, jobs, settings),
+                self._engine,
+                self._taskset,
+                self._template,
+                jobs,
+                settings,
                 on_episode=lambda *_: bar.update(),
             )
         self.shown = played[:NUM_SHOWN]
@@ -130,7 +134,9 @@ def held_out_tasks(taskset: protocol.Taskset, count: int) -> list[protocol.Task]
         logging.warning(
             "%s has %d held-out tasks that differ, fewer than rl.num_eval_tasks=%d; "
             "evaluations use those.",
-            *(taskset.name, len(found), count),
+            taskset.name,
+            len(found),
+            count,
         )
     return [*found.values()]
 

@@ -184,7 +184,9 @@ class Rollouts:
                 "groups differ, and an update needs %d (rl.min_used_groups). Take "
                 "tasks of which some are solved and some are not, a larger "
                 "rl.group_size, or rl.dynamic_sampling=true.",
-                *(self._idle_steps, num_used, least),
+                self._idle_steps,
+                num_used,
+                least,
             )
         return []
 

@@ -220,7 +220,8 @@ def _draw_curve(
         axes.plot(steps, values, color=series.colour, alpha=0.25, linewidth=0.8)
         values = _running_mean(values, len(values) // 40)
     axes.plot(
-        *(steps, values),
+        steps,
+        values,
         color=series.colour,
         linewidth=1.8,
         marker="o" if series.is_sparse or len(steps) == 1 else None,
