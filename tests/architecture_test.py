@@ -24,7 +24,6 @@ ENTRY_POINTS = {
     "aot",
     "plan",
     "prepare",
-    "serve",
 }
 # Imports point downwards; names of one row never import each other.
 LAYERS = (
