@@ -25,38 +25,40 @@ else:
 class TrainConfig:
     """A whole run."""
 
-    # What is trained, and on what: the paper's stages in their order.
+    # Stage of training: what it learns from, and what it trains (config/stages/).
     stage: StageName = "pretrain"
-    # Run, step or Hugging Face folder whose parameters the run starts from.
+    # Run, step or Hugging Face folder that the run takes its first parameters from.
     init_from: str | None = None
-    # Fields of model that change the logits, and may differ from those of init_from.
+    # Fields of model that change the logits and may still differ from init_from's.
     init_from_changes: tuple[str, ...] = ()
-    # Number that initial parameters, order of data and sampling follow from.
+    # Seed of the initial parameters, the order of the data and the sampling.
     seed: int = 0
-    num_steps: int = 100  # updates of the whole run
+    num_steps: int = 100  # steps of the whole run, a batch each
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 50  # steps between held-out evaluations; 0: only at the end
     eval_batches: int = 8  # held-out batches of an evaluation
-    # Lets evaluations of stage sft play held-out tasks of rl.environment too.
+    # Evaluations of stage sft also play held-out tasks of rl.environment.
     eval_success: bool = False
-    # Figure of evaluations that ends the run where it gets to stop_at: eval/success
-    # from below, eval/bits_per_byte from above. The schedule is laid over num_steps.
+    # Figure of the evaluations that ends the run once it reaches stop_at: eval/success
+    # from below, eval/bits_per_byte from above. The schedule still spans num_steps.
     stop_metric: Literal["", "eval/success", "eval/bits_per_byte"] = ""
     stop_at: float = 0.0  # value of stop_metric that ends the run
     sample_every: int = 0  # steps between sample texts; 0: only at the end
-    # Text that a sample continues, or in stage sft answers.
+    # Text that a sample continues; in stage sft a question that it answers.
     sample_prompt: str = "def __init__(self"
     sample_tokens: int = 96  # length of a sample; 0: no sample
     checkpoint_every: int = 100  # steps between checkpoints; 0: only at the end
-    checkpoints_to_keep: int = 3  # newest checkpoints that stay
-    # Checkpoints of steps divisible by it stay for ever; 0: none.
+    checkpoints_to_keep: int = 3  # number of newest checkpoints to keep
+    # Also keep for ever the checkpoints of steps divisible by it; 0: none.
     checkpoints_keep_every: int = 0
-    # As many more stay by evaluation: those of the lowest eval/bits_per_byte, in stage
-    # rl of the highest eval/success.
+    # Also keep the N best by evaluation: of the lowest eval/bits_per_byte, in stage rl
+    # of the highest eval/success.
     checkpoints_keep_best: int = 0
-    # First and last step of a profile in the run's folder, as (10, 12); (): none.
+    # First and last step of a profile, which goes into the run's folder, as (10, 12);
+    # (): no profile.
     profile_steps: tuple[int, ...] = ()
-    trackers: tuple[str, ...] = ()  # "tensorboard", "wandb": metrics go there as well
+    # "tensorboard", "wandb": trackers that get the metrics as well.
+    trackers: tuple[str, ...] = ()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     loss: LossConfig = LossConfig()
@@ -170,7 +172,7 @@ class TrainConfig:
         return metric.is_reached(value, self.stop_at)
 
     def _init_rules(self) -> list[tuple[bool, str]]:
-        """Rules: what may differ from init_from is of the model."""
+        """Returns the rule that init_from_changes names fields of the model."""
         return [
             (
                 name in ModelConfig.__dataclass_fields__,
@@ -180,7 +182,7 @@ class TrainConfig:
         ]
 
     def _watching_rules(self) -> list[tuple[bool, str]]:
-        """Rules: trackers are known, and the steps of a profile are there, in order."""
+        """Returns rules: trackers are known, and the steps of a profile are."""
         steps, last = self.profile_steps, self.num_steps
         is_range = len(steps) == 2 and 1 <= steps[0] <= steps[1] <= last
         return [
@@ -196,26 +198,26 @@ class TrainConfig:
         ]
 
     def _checkpoint_rules(self) -> list[tuple[bool, str]]:
-        """Rules: what shall be kept, must be written, and be evaluated before."""
+        """Returns rules: a kept checkpoint must be written, and evaluated before."""
         saves, keeps = self.checkpoint_every, self.checkpoints_keep_every
         evaluates = self.eval_every
         return [
             (
                 keeps <= 0 or (saves > 0 and keeps % saves == 0),
                 f"checkpoints_keep_every must be a multiple of checkpoint_every, or 0, "
-                f"got {keeps} and {saves}: other steps are not saved.",
+                f"got {keeps} and {saves}: only those steps are saved.",
             ),
             (
                 self.checkpoints_keep_best <= 0
                 or (saves > 0 and evaluates > 0 and saves % evaluates == 0),
-                f"checkpoints_keep_best needs evaluations of the steps that are saved: "
+                f"checkpoints_keep_best needs an evaluation of each saved step: "
                 f"checkpoint_every must be a multiple of eval_every, got {saves} and "
                 f"{evaluates}.",
             ),
         ]
 
     def _stop_rules(self) -> list[tuple[bool, str]]:
-        """Rules: a warm-up ends before the run; what a run waits for, it evaluates."""
+        """Returns rules: the warm-up ends before the run; stop_metric is evaluated."""
         stage, metric = self.stage_record, stages.METRICS.get(self.stop_metric)
         is_success = metric is stages.SUCCESS
         is_measured = metric in stage.measures or (is_success and self.eval_success)
@@ -256,7 +258,7 @@ class TrainConfig:
         ]
 
     def batch_rule(self, num_shares: int) -> tuple[bool, str]:
-        """Rule: devices of data * fsdp * expert get the same number of rows each."""
+        """Returns the rule that devices of data * fsdp * expert get equal rows."""
         parts, updates = self.optim.accumulation_steps, self.updates_per_step
         axes = "data * fsdp * expert" + " * accumulation_steps" * (parts > 1)
         field = self.stage_record.updates.rpartition(".")[2]
@@ -281,7 +283,7 @@ class TrainConfig:
         return [*rules, *mesh.model_rules(self.model)]
 
     def _token_rules(self, num_devices: int) -> list[tuple[bool, str]]:
-        """Rules: tokens of a row are cut over context, and then into chunks."""
+        """Returns rules: context, then expert_chunks, divide the tokens of a row."""
         length, context = self.data.sequence_length, self.mesh.context
         chunks, rules = self.model.expert_chunks, []
         name = "data.sequence_length"
@@ -290,7 +292,7 @@ class TrainConfig:
             remedy = f"model.expert_chunks to {checks.listed(near)}"
             axes, parts = "context * expert_chunks", context * chunks
             rules.append(checks.divisible(name, length, axes, parts, remedy))
-        if context > 1:  # a device has an early and a late part of each row
+        if context > 1:  # a device gets an early and a late part of each row
             halves = 1 if length % 2 else math.gcd(length // 2, num_devices)
             near = checks.nearest_divisors(halves, context)
             remedy = f"context to {checks.listed(near)}"

@@ -1,7 +1,7 @@
-"""What a loss reads of a batch, laid out for the devices that share it.
+"""The inputs of a loss, laid out for the devices that share a batch.
 
-What looks beyond a token (bounds of documents, tokens ahead) is made of whole rows
-here; behind this everything is a function of the tokens that a device has.
+Whatever depends on other tokens of a row (bounds of documents, tokens ahead) is
+computed here from whole rows. All later code is a function of the tokens on one device.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ Batch = Mapping[str, Array]
 
 
 class Ahead(NamedTuple):
-    """For each step of MTP: the tokens it reads, what it predicts, its weights."""
+    """Tokens, targets and weights of each step of MTP."""
 
     tokens: Int[Array, "k B T"]
     targets: Int[Array, "k B T"]
@@ -29,7 +29,7 @@ class Ahead(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A batch [B, T, ...], its context, and what MTP reads."""
+    """A batch [B, T, ...], its context, and the inputs of MTP."""
 
     batch: Batch
     context: context_lib.Context
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 def make_inputs(
     config: config_lib.ModelConfig, batch: Batch, mtp_steps: int = 0
 ) -> Inputs:
-    """Makes those of whole rows; devices that share a row get parts of equal work."""
+    """Returns the inputs of whole rows; devices of a row get parts of equal work."""
     segments, ahead = batch["segment_ids"], None
     context = context_lib.make_context(config, segments, batch["positions"])
     if mtp_steps:
@@ -56,7 +56,7 @@ def make_inputs(
 
 
 def parts(inputs: Inputs, num_parts: int) -> Inputs:
-    """Cuts rows into parts, stacked in front, of which each device has its own."""
+    """Returns the rows cut into parts, stacked first; a device keeps its own rows."""
 
     def cut(x: Array, dim: int) -> Array:
         shape = *x.shape[:dim], -1, num_parts, *x.shape[dim + 1 :]
@@ -74,9 +74,12 @@ def on_shards(
     config: config_lib.ModelConfig,
     out_specs: Any = None,
 ) -> Callable[[dict, Inputs], Any]:
-    """A function of parameters and inputs, run by each device on what it has.
+    """Returns a function that runs `function` on each device's shards.
 
-    Without `out_specs` what it returns is the same on every device.
+    Args:
+      function: of parameters and inputs.
+      config: of the model.
+      out_specs: of what it returns; None: it is equal on every device.
     """
     params = sharding.specs(transformer.param_dims(config))
     rows: Any = sharding.spec(("B", "T"))

@@ -1,8 +1,9 @@
 """The loss of every stage but reinforcement learning, and its gradient.
 
-Next tokens, MTP, balance of the experts, and the indexers' divergence from the
-attention, each a mean over the batch. Balance and divergence are sums over layers, as
-each layer's has the coefficient; the MTP module is one layer, by its steps' mean.
+Its terms are next tokens, MTP, balance of the experts, and the divergence of the
+indexers from the attention; each is a mean over the batch. Balance and divergence are
+summed over layers, since the coefficient is that of one layer. The MTP module counts as
+one layer, by the mean over its steps.
 """
 
 import functools
@@ -31,7 +32,7 @@ METRIC_NAMES = {
 
 
 def abstract_gradients(config: config_lib.TrainConfig) -> dict:
-    """Shapes of the gradients, in the types that the optimizer gets them in."""
+    """Returns the shapes of the gradients, in the dtypes that the optimizer gets."""
     params = transformer.abstract_params(config.model)
     computed = jax.eval_shape(lambda p: transformer.cast(p, config.model), params)
     if config.optim.accumulation_steps == 1:
@@ -42,9 +43,9 @@ def abstract_gradients(config: config_lib.TrainConfig) -> dict:
 def value_and_grad(
     params: dict, config: config_lib.TrainConfig, batch: Batch
 ) -> tuple[tuple[Float[Array, ""], tuple[Metrics, dict]], dict]:
-    """The loss, its terms, the load of every router's experts; and the gradient.
+    """Returns the loss, its terms and the load of the experts; and the gradient.
 
-    Means are over the whole batch, however optim.accumulation_steps cut it.
+    Means are over the whole batch, whatever optim.accumulation_steps is.
     """
     inputs, local = _make_inputs(config, batch), functools.partial(_local_loss, config)
     return accumulated(local, config, params, inputs)
@@ -57,18 +58,18 @@ def accumulated(
     inputs: inputs_lib.Inputs,
     add: Callable | None = None,
 ) -> tuple[Any, dict]:
-    """Values and gradient of optim.accumulation_steps parts, one after the other.
+    """Returns values and gradient of optim.accumulation_steps parts, done in turn.
 
-    Each device adds up the gradients of its parts. Those of what devices have copies of
-    are summed over these once, at the end.
+    Each device adds up the gradients of its parts. Gradients of replicated parameters
+    are summed over the replicas once, at the end.
 
     Args:
-      local: loss, a sum over rows, of what a device has of a part, and other values;
-        the same on every device.
+      local: function of a device's shard of a part; returns the loss, a sum over rows,
+        and other values, both equal on every device.
       config: of the run.
-      params: that are computed with.
+      params: in the dtype of the computation.
       inputs: of the whole batch.
-      add: of two parts' values, in float32, from zeros; None: sums.
+      add: adds the values of two parts, in float32, from zeros; None: sums them.
     """
     add = add or functools.partial(jax.tree.map, jnp.add)
     num_parts = config.optim.accumulation_steps
@@ -100,7 +101,7 @@ def accumulated(
 
 
 def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inputs:
-    """Adds the weight of every position in the means over the batch."""
+    """Adds to a batch the weight of every position in the means over it."""
     is_token = (batch["segment_ids"] > 0).astype(jnp.float32)
     weights = {
         "weights": losses.mean_weights(batch["loss_mask"]),
@@ -113,7 +114,7 @@ def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inp
 def _local_loss(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
 ) -> tuple[Float[Array, ""], tuple[Metrics, dict]]:
-    """Weighted sum of the terms for what a device has of a part; terms; loads."""
+    """Returns the weighted sum of the terms of a device's shard; terms; loads."""
     model, weights, params = config.model, config.loss, _with_constants(config, params)
     chunk = {"chunk_tokens": weights.chunk_tokens}
     batch, context, ahead = inputs
@@ -149,13 +150,13 @@ def _local_loss(
     balances = _balances(aux)
     if balances.size:
         balance = jnp.mean(balances)
-        balance = balance / config.optim.accumulation_steps  # all have as many rows
+        balance = balance / config.optim.accumulation_steps  # parts of equal rows
         weight = balances.size * weights.balance_weight  # the loss has their sum
         terms["balance"] = (balance, weight)
     if has_kl:
         divergences = [x.indexer_kl for x in _blocks(aux) if x.indexer_kl is not None]
         kl = jnp.sum(jnp.concatenate([x.reshape(-1) for x in divergences]))
-        share = jnp.sum(batch["token_weights"])  # of the batch's tokens in this part
+        share = jnp.sum(batch["token_weights"])  # this part's share of all tokens
         kl = kl * collectives.total(share, collectives.TOKENS)
         terms["indexer_kl"] = (kl, weights.indexer_weight)
     minimised = config.stage_record.losses
@@ -178,7 +179,7 @@ def _with_constants(config: config_lib.TrainConfig, params: dict) -> dict:
 
 
 def loads(aux: dict) -> dict:
-    """Tokens that every router gave each expert, as the tree of its layers."""
+    """Returns the tokens that every router gave each expert, as a tree of layers."""
 
     def load(block: block_lib.BlockAux) -> Array | None:
         return None if block.routing is None else block.routing.load
@@ -187,7 +188,7 @@ def loads(aux: dict) -> dict:
 
 
 def _balances(aux: dict) -> Float[Array, " mixtures"]:
-    """Balance loss of every mixture; MTP's, which runs several times, is one."""
+    """Returns the balance loss of every mixture; MTP has the mean of its steps."""
     means = [
         jnp.mean(block.routing.balance, keepdims=True)
         if name == "mtp"
@@ -200,7 +201,7 @@ def _balances(aux: dict) -> Float[Array, " mixtures"]:
 
 
 def _blocks(aux: Any) -> list[block_lib.BlockAux]:
-    """Auxiliary values of every block, the MTP's last."""
+    """Returns the auxiliary outputs of every block; the block of MTP is last."""
     return jax.tree.leaves(aux, is_leaf=_is_block)
 
 
@@ -209,7 +210,7 @@ def _is_block(node: Any) -> bool:
 
 
 def load_metrics(load: dict) -> Metrics:
-    """Returns how uneven the experts' load is: largest over mean, worst layer."""
+    """Returns the largest load of an expert over the mean load, of the worst layer."""
     worst = [
         jnp.max(x / jnp.maximum(x.mean(-1, keepdims=True), 1))
         for x in jax.tree.leaves(load)

@@ -1,7 +1,7 @@
 """The training step of reinforcement learning: objective, gradient, update.
 
-The objectives are in glm5_jax/rl/objectives.py. A batch has what a text's batch has,
-and for every target: rollout_logprobs, advantages, weights, and where the trainer
+The objectives are in glm5_jax/rl/objectives.py. A batch has the arrays of a batch of
+text, and for every target: rollout_logprobs, advantages, weights, and if the trainer
 replays the engine's routing, experts [B, T, M, K].
 """
 
@@ -31,13 +31,13 @@ def token_logprobs(
     batch: inputs_lib.Batch,
     num_parts: int = 1,
 ) -> Float[Array, "B T"]:
-    """Log-probability of every target as the engine samples.
+    """Returns the log-probability of every target at the engine's temperature.
 
     Args:
       params: of the policy.
       config: of the run.
       batch: whole rows.
-      num_parts: that go through the model one after the other; they divide the rows.
+      num_parts: parts that go through the model in turn; a divisor of the rows.
     """
     if num_parts > 1:
         one = functools.partial(token_logprobs, params, config)
@@ -56,7 +56,7 @@ def token_logprobs(
 def _local_logprobs(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
 ) -> tuple[Float[Array, "B T"], dict]:
-    """`token_logprobs` of what a device has, and the load of every router's experts."""
+    """Returns `token_logprobs` of a device's shard, and the load of the experts."""
     batch, context, _ = inputs
     experts = batch.get("experts")
     out = transformer.forward(
@@ -82,9 +82,9 @@ def make_policy_step(
 ) -> Callable[[dict, Any, inputs_lib.Batch], tuple[dict, Any, loss_lib.Metrics]]:
     """Builds (params, optimizer state, batch) -> (params, optimizer state, metrics).
 
-    One call is all updates of a batch of rollouts. They are left out where the
-    trainer's log-probs and the engine's are too far apart (rl.max_logprob_gap); an
-    update is where nothing was sampled.
+    One call makes all updates of a batch of rollouts. All are skipped if the log-probs
+    of trainer and engine are too far apart (rl.max_logprob_gap); one is skipped if its
+    rows have no sampled token.
     """
     num_updates = config.rl.updates_per_rollout
 
@@ -94,7 +94,7 @@ def make_policy_step(
         params, state = carry
         computed = transformer.cast(params, config.model)
         (loss, metrics), grads = value_and_grad(computed, config, batch)
-        if gap is not None:  # of all the rollouts: no part is applied if another fails
+        if gap is not None:  # of all rollouts: either every part is applied or none
             metrics[GAP] = gap
         is_allowed = metrics["rl/trained_tokens"] > 0
         is_allowed &= metrics[GAP] <= config.rl.max_logprob_gap
@@ -110,12 +110,12 @@ def make_policy_step(
         if num_updates == 1:
             (params, state), metrics = update((params, state), batch)
             return params, state, metrics
-        num_parts = num_updates * config.optim.accumulation_steps  # as the updates go
+        num_parts = num_updates * config.optim.accumulation_steps  # as in the updates
         old_logprobs = token_logprobs(params, config, batch, num_parts)
         parts = _cut(
             {**batch, "old_logprobs": lax.stop_gradient(old_logprobs)}, num_updates
         )
-        parts["weights"] *= num_updates  # each part's sum to 1, as the whole's do
+        parts["weights"] *= num_updates  # the weights of each part sum to 1
         mask = batch["loss_mask"] > 0
         gap, _ = objectives.gap(old_logprobs, batch["rollout_logprobs"], mask)
         gap = gap / jnp.maximum(jnp.sum(mask), 1)
@@ -128,14 +128,14 @@ def make_policy_step(
 
 
 def _cut(batch: inputs_lib.Batch, num_parts: int) -> dict[str, Array]:
-    """Parts of the rows, stacked in front; each device has as many rows of each."""
+    """Returns parts of the rows, stacked first; devices have equal rows of each."""
     return jax.tree.map(
         lambda x: x.reshape(-1, num_parts, *x.shape[1:]).swapaxes(0, 1), dict(batch)
     )
 
 
 class Measured(NamedTuple):
-    """Of a part of a batch: sums over its sampled tokens, but for the largest gap."""
+    """Sums over the sampled tokens of a part of a batch, and its largest gap."""
 
     sums: objectives.Metrics
     gap: Float[Array, ""]
@@ -144,7 +144,7 @@ class Measured(NamedTuple):
     largest_gap: Float[Array, ""]
 
     def plus(self, other: "Measured") -> "Measured":
-        """Adds both parts."""
+        """Returns the measurements of both parts together."""
         largest = jnp.maximum(self.largest_gap, other.largest_gap)
         added = jax.tree.map(jnp.add, self, other)
         return added._replace(largest_gap=largest)
@@ -153,7 +153,7 @@ class Measured(NamedTuple):
 def value_and_grad(
     params: dict, config: config_lib.TrainConfig, batch: inputs_lib.Batch
 ) -> tuple[tuple[Float[Array, ""], loss_lib.Metrics], dict]:
-    """sum(weights * objective), what to log; and the gradient."""
+    """Returns sum(weights * objective) and what to log; and the gradient."""
     (loss, measured), grads = loss_lib.accumulated(
         functools.partial(_local_loss, config),
         config,
@@ -167,7 +167,7 @@ def value_and_grad(
 def _local_loss(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
 ) -> tuple[Float[Array, ""], Measured]:
-    """The loss of what a device has; sums go over all of them."""
+    """Returns the loss and the measurements, summed over the shards of all devices."""
     batch, objective = inputs.batch, objectives.of(config.rl)
     logprobs, load = _local_logprobs(config, params, inputs)
     mask = batch["loss_mask"] > 0
@@ -178,7 +178,7 @@ def _local_loss(
         batch["advantages"],
         mask,
     )
-    # Not the objective's own ratio: that of dis holds what updates have moved as well.
+    # Not the objective's own ratio: in dis it also holds the change by the updates.
     old_logprobs = batch.get("old_logprobs", logprobs)
     gap, largest_gap = objectives.gap(old_logprobs, batch["rollout_logprobs"], mask)
     surprise = jnp.sum(jnp.where(mask, -lax.stop_gradient(logprobs), 0))
@@ -201,14 +201,14 @@ def _metrics(measured: Measured) -> loss_lib.Metrics:
         f"{GAP}_max": measured.largest_gap,
         "rl/ratio": values["ratio_mean"],
         "rl/kl": values["kl_k3"],
-        # E[-log pi] under what was sampled is the policy's entropy.
+        # The mean of -log pi over sampled tokens estimates the policy's entropy.
         "rl/entropy": measured.surprise / num_tokens,
     }
     return metrics | loss_lib.load_metrics(measured.load)
 
 
 def _summary(metrics: loss_lib.Metrics) -> loss_lib.Metrics:
-    """Sums up several updates: means, sums of counts, the last of what accumulates."""
+    """Returns the metrics of several updates: means, sums of counts, last totals."""
     out = {}
     for name, values in metrics.items():
         if name.startswith("optim/"):

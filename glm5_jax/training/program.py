@@ -1,7 +1,7 @@
-"""The training step of a run as a program: compiled, placed, and without any array.
+"""The training step of a run as a program: a jitted step and the shapes that it takes.
 
-`run.start` compiles it for this machine and feeds it; `glm5_jax.aot` compiles it for
-chips that are not there.
+`run.start` compiles it for this machine; `glm5_jax.aot` compiles it for chips that this
+machine does not have.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ STEPS: dict[stages.Update, Callable] = {
 class Program:
     """A jitted step and the arrays it takes, as shapes with their shardings."""
 
-    mesh: Any  # a Mesh; or an AbstractMesh, for shapes alone
+    mesh: Any  # a Mesh; or an AbstractMesh, for shapes only
     optimizer: optimizer_lib.Optimizer
     init: jax.stages.Wrapped  # key -> (params, opt_state)
     step: (
@@ -44,23 +44,23 @@ class Program:
 
     @property
     def arguments(self) -> tuple[Any, Any, Any]:
-        """Returns what the step takes, in order; the first two are donated."""
+        """The arguments of the step; the first two are donated."""
         return self.params, self.opt_state, self.batch
 
     def initial(self, seed: int) -> tuple[dict, Any]:
-        """Parameters and optimizer state from scratch, where the step takes them."""
+        """Returns new parameters and optimizer state, sharded for the step."""
         key = jax.random.key(seed)
         with jax.set_mesh(self.mesh):
             return self.init(key)
 
     def lower(self) -> jax.stages.Lowered:
-        """The step for the devices of the mesh, present or not."""
+        """Returns the step, lowered for the devices of the mesh."""
         with jax.set_mesh(self.mesh):
             return self.step.lower(*self.arguments)
 
 
 def make_program(config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh) -> Program:
-    """The step of any stage; it keeps its outputs where its inputs are."""
+    """Returns the program of a stage; outputs are sharded as the inputs are."""
     optimizer = step_lib.make_optimizer(config)
     param_places = sharding.shardings(transformer.param_dims(config.model), mesh)
     params = _place(transformer.abstract_params(config.model), param_places)
@@ -91,17 +91,17 @@ def make_program(config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh) -> P
 
 
 def places(tree: Any) -> Any:
-    """The shardings of a tree of shapes."""
+    """Returns the shardings of a tree of shapes."""
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def batch_place(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Rows over the batch axes, tokens over the context axis."""
+    """Returns the sharding of a batch: rows over batch axes, tokens over context."""
     return NamedSharding(mesh, sharding.spec(BATCH_DIMS))
 
 
 def batch_shapes(config: config_lib.TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every array of the batch that a stage learns from."""
+    """Returns the shape of every array of a stage's batch."""
     shape, stage = (config.num_rows, config.data.sequence_length), config.stage_record
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in stage.integers}
     batch |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in stage.floats}

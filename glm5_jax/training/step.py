@@ -19,7 +19,7 @@ Metrics = loss_lib.Metrics
 
 
 def make_optimizer(config: config_lib.TrainConfig) -> optimizer_lib.Optimizer:
-    """The optimizer of a stage."""
+    """Returns the optimizer of a stage."""
     dims = transformer.param_dims(config.model)
     return optimizer_lib.make_optimizer(
         config.optim,
@@ -36,7 +36,7 @@ def make_train_step(
 ) -> Callable[[dict, Any, Batch], tuple[dict, Any, Metrics]]:
     """Builds (params, optimizer state, batch) -> (params, optimizer state, metrics).
 
-    Donate the first two: the update then works in place.
+    Donate the first two, so that the update is in place.
     """
     has_moving_bias = config.stage_record.moves_router_bias
     rate = config.loss.router_bias_rate if has_moving_bias else 0.0
@@ -59,7 +59,7 @@ def make_train_step(
 def make_eval_step(
     config: config_lib.TrainConfig,
 ) -> Callable[[dict, Batch], tuple[Float[Array, ""], Float[Array, ""]]]:
-    """Builds (params, batch) -> summed nats and summed bytes of the scored tokens."""
+    """Builds (params, batch) -> sums of nats and of bytes over the scored tokens."""
 
     def local(params: dict, inputs: inputs_lib.Inputs) -> tuple[Array, Array]:
         batch = inputs.batch
