@@ -6,10 +6,10 @@ step's number, and a checksum of itself. docs/design/0009-a-step-proves-itself.m
 why it is SHA-256, and which process hashes which files.
 """
 
-import contextlib
 import hashlib
 import json
 import os
+import pathlib
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +21,7 @@ from absl import logging
 from etils import epath
 
 from glm5_jax import config as config_lib
+from glm5_jax import files as files_lib
 
 NAME = "manifest.json"
 FOLDER = "checkpoints"  # of the steps of a run
@@ -30,6 +31,8 @@ _WITHOUT_NUMBER = 1  # written by earlier versions, or outside of a run
 _THREADS = min(4, os.cpu_count() or 1)  # hashlib releases the GIL
 _CHUNK = 2**20  # bytes
 _MAX_NAMED = 5  # files listed in a message
+# The manifest, and the temporary file that a killed process may leave.
+_OWN = re.compile(r"manifest\.json(\.tmp)?|\.manifest-\w+\.json")
 # Orbax's names for one process's data and list of arrays.
 _OF_PROCESS = re.compile(r"(?:^|/)(?:ocdbt\.)?process_(\d+)(?:/|$)")
 
@@ -75,7 +78,9 @@ def seal(
     rest = [n for n, size in sizes.items() if n not in entries or entries[n][0] != size]
     entries |= _hash(folder, rest, is_written=True)
     entries = {name: entries[name] for name in sorted(sizes)}
-    write_whole(folder / NAME, _render(entries, number_of(folder.name)))
+    files_lib.write_text(
+        pathlib.Path(folder / NAME), _render(entries, number_of(folder.name))
+    )
 
 
 def number_of(name: str) -> int | None:
@@ -190,23 +195,7 @@ def files(folder: epath.Path) -> dict[str, int]:
                 folders.append((path, f"{prefix}{path.name}/"))
             else:
                 found[prefix + path.name] = path.stat().length
-    return {k: v for k, v in found.items() if k not in (NAME, f"{NAME}.tmp")}
-
-
-def write_whole(path: epath.Path, text: str) -> None:
-    """Writes a file atomically and syncs it, so that it survives a power cut."""
-    new = path.parent / f"{path.name}.tmp"
-    try:
-        with new.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise
-    _sync_folder(path.parent)
+    return {k: v for k, v in found.items() if not _OWN.fullmatch(k)}
 
 
 def _owner(name: str) -> int:
@@ -264,7 +253,7 @@ def _hash(
             bar.update(size)
     if is_written:
         for parent in {(folder / name).parent for name in names} | {folder.parent}:
-            _sync_folder(parent)
+            files_lib.sync_folder(parent)
     seconds = time.perf_counter() - began
     logging.log(
         logging.INFO if names else logging.DEBUG,
@@ -302,13 +291,3 @@ def _render(entries: Entries, step: int | None) -> str:
 def _entries(files: Mapping[str, Sequence]) -> Entries:
     """Returns the entries as pairs, as JSON reads them."""
     return {name: Entry(*entry) for name, entry in files.items()}
-
-
-def _sync_folder(folder: epath.Path) -> None:
-    """Syncs a folder, if possible, so that names in it survive a power cut."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -8,13 +8,15 @@ in the run's folder does.
 import dataclasses
 import hashlib
 import json
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import inspection, manager, manifest, step_folder
+from glm5_jax import files
+from glm5_jax.checkpoint import inspection, manager, step_folder
 from glm5_jax.processes import folder_lock
 
 _NAME = "rollback.json"
@@ -38,7 +40,7 @@ def write(run: epath.PathLike, rollback: Rollback) -> None:
     """Writes rollback.json atomically, with a checksum."""
     content = dataclasses.asdict(rollback)
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n"
-    manifest.write_whole(step_folder.absolute(run) / _NAME, text)
+    files.write_text(pathlib.Path(step_folder.absolute(run) / _NAME), text)
 
 
 def read(run: epath.PathLike) -> Rollback | None:

@@ -170,6 +170,21 @@ def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
+def _check_ids(given: Mapping[str, Any], vocab_size: Any) -> None:
+    """Checks that the ids which a config.json names are in the vocabulary."""
+    if not isinstance(vocab_size, int):
+        return  # ModelConfig refuses it
+    for name in ("eos_token_id", "pad_token_id"):
+        ids = given.get(name, [])
+        ids = ids if isinstance(ids, list) else [ids]
+        wrong = [i for i in ids if isinstance(i, int) and not 0 <= i < vocab_size]
+        if wrong:
+            raise config_lib.InputError(
+                f"{name} must lie in 0..{vocab_size - 1} (vocab_size is {vocab_size}), "
+                f"got {', '.join(map(str, wrong))}; correct {name} or vocab_size."
+            )
+
+
 def _config(given: Mapping[str, Any]) -> config_lib.ModelConfig:
     """Builds the model's config from the keys of a config.json."""
     values: dict[str, Any] = _DEFAULTS | DEFAULTS
@@ -181,6 +196,7 @@ def _config(given: Mapping[str, Any]) -> config_lib.ModelConfig:
         values[LATENT_NORM_EPS] = given[LATENT_NORM_EPS]
     eos = values["eos_token_id"]
     values["eos_token_id"] = eos if isinstance(eos, list) else [eos]
+    _check_ids(given, values["vocab_size"])
     if values.get("index_topk_freq") == 0:
         values["index_topk_freq"] = 1
     if pattern := _index_pattern_of(given, values["num_hidden_layers"]):

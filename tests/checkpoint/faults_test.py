@@ -273,9 +273,9 @@ class KilledTest(FaultsTestCase):
         self.assertEqual(self.restored(), 2)
 
     def test_within_a_manifest(self):
-        (self.step_folder(2) / manifest.NAME).rename(
-            self.step_folder(2) / f"{manifest.NAME}.tmp"
-        )
+        step = self.step_folder(2)
+        (step / manifest.NAME).rename(step / ".manifest-a1b2c3d4.json")
+        self.assertNotIn(".manifest-a1b2c3d4.json", manifest.files(epath.Path(step)))
         self.assertEqual(self.restored(), 1)
 
     def test_within_a_deletion(self):
@@ -441,13 +441,14 @@ class PowerTest(FaultsTestCase):
             manager.wait()
         step = str(self.step_folder(3))
         wanted = {f"{step}/{name}" for name in manifest.files(epath.Path(step))}
-        wanted |= {f"{step}/{manifest.NAME}.tmp", step}
+        (written,) = (n for n in synced if n.startswith(f"{step}/.manifest-"))
+        wanted |= {written, step}
         wanted |= {str(pathlib.Path(name).parent) for name in wanted} - {
             str(self.checkpoints)
         }
         self.assertContainsSubset(wanted, synced)
         files = [i for i, name in enumerate(synced) if name in wanted]
-        sealed = synced.index(f"{step}/{manifest.NAME}.tmp")
+        sealed = synced.index(written)
         self.assertEqual(synced[sealed + 1 :], [step])  # its name, last of all
         self.assertGreater(sealed, min(files))
 
@@ -457,7 +458,9 @@ class PowerTest(FaultsTestCase):
             os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         ):
             rollback.write(self.folder, rollback.Rollback(1, 2, None))
-        self.assertEqual(synced, [f"{self.folder}/rollback.json.tmp", str(self.folder)])
+        written, folder = synced
+        self.assertStartsWith(written, f"{self.folder}/.rollback-")
+        self.assertEqual(folder, str(self.folder))
 
 
 class FormatTest(FaultsTestCase):

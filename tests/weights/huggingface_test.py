@@ -391,6 +391,18 @@ class ConfigTest(FolderCase):
         self.assertEqual(config.first_k_dense_replace, 1)
         self.assertEqual(self.changed(latent_norm_eps=1e-5).latent_norm_eps, 1e-5)
 
+    def test_ids_outside_the_vocabulary_are_refused(self):
+        message = r"config.json: {} must lie in 0..511 .*got {};"
+        for name, ids, got in (
+            ("eos_token_id", [0, 512, 900], "512, 900"),
+            ("eos_token_id", -1, "-1"),
+            ("pad_token_id", 512, "512"),
+        ):
+            with self.assertRaisesRegex(
+                config_lib.InputError, message.format(name, got)
+            ):
+                self.changed(**{"vocab_size": 512, "eos_token_id": 0, name: ids})
+
     def test_defaults_of_transformers(self):
         """Values that its GlmMoeDsaConfig 5.23.0 has for the same config.json."""
         config = self.changed(rope_parameters=None, index_skip_topk_offset=0)

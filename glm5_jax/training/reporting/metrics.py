@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from absl import logging
 
+from glm5_jax import files
 from glm5_jax.training.reporting import progress
 from glm5_jax.training.reporting import trackers as trackers_lib
 
@@ -111,11 +112,9 @@ def finite(tree: Any) -> Any:
 
 
 def _truncate(path: pathlib.Path, step: int) -> None:
-    """Drops the lines after a step; the new file replaces the old in one go."""
+    """Drops the lines after a step."""
     kept = [record for record in read(path) if record["step"] <= step]
-    new = path.with_suffix(".tmp")
-    new.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-    new.replace(path)
+    files.write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
 
 
 def _number(value: Any) -> float | int | None:
