@@ -1,7 +1,7 @@
-"""An event loop that its guests can neither stop nor cancel as a whole.
+"""An event loop that its guests cannot stop.
 
-A guest is an environment. Whatever it calls runs in its context, and so do the tasks
-that it makes: those it may cancel, and nobody else's.
+A guest is an environment. Its calls, and the tasks that it makes, run in its context.
+It can cancel only these tasks.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ _GUEST: contextvars.ContextVar[object] = contextvars.ContextVar("guest", default
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """The loop of an engine and of the environments that it works for."""
+    """The event loop of an engine and its environments."""
 
     def __init__(self) -> None:
-        """Lets every task know whose it is."""
+        """Makes tasks that know their guest."""
         super().__init__()
         self.set_task_factory(_make_task)
 
@@ -24,7 +24,7 @@ class Loop(asyncio.SelectorEventLoop):
         """Stops the loop.
 
         Raises:
-            RuntimeError: a guest asks for it.
+            RuntimeError: a guest called it.
         """
         if _GUEST.get() is not None:
             raise RuntimeError("an environment must not stop the event loop")
@@ -32,14 +32,14 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 def context_of(guest: object) -> contextvars.Context:
-    """Returns a context whose code is that of `guest`."""
+    """Returns a context for the code of `guest`."""
     context = contextvars.copy_context()
     context.run(_GUEST.set, guest)
     return context
 
 
 class _Task(asyncio.Task):
-    """A task that no guest but the one that made it can cancel."""
+    """A task that a guest can cancel only if it made it."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], **how: Any) -> None:
         context = how.get("context") or contextvars.copy_context()

@@ -1,7 +1,6 @@
-"""Weights on their way from the trainer to the engine: a copy with a version.
+"""Publication of the trainer's weights to the engine: a copy with a version.
 
-The trainer's next update takes its buffers back (they are donated), so the engine gets
-its own.
+The engine needs a copy because the trainer's next update donates its own buffers.
 """
 
 import functools
@@ -21,23 +20,23 @@ def publish(
     version: int,
     weights: config_lib.RolloutWeights = "same",
 ) -> None:
-    """Lets an engine draw from `params` from its next step on.
+    """Makes an engine sample with `params` from its next step on.
 
     Args:
-      engine: whose tokens will bear `version`.
-      params: of the trainer; they are copied.
-      version: of the parameters: the batches drawn before them (`position` in
-        training/feeds/feed.py).
-      weights: "int8" rounds the matrices of the layers, as an engine that serves
-        quantised weights would; the trainer's stay as they are.
+      engine: records `version` with every token that it samples.
+      params: the trainer's parameters; they are copied.
+      version: the position at which the parameters are published, which is the number
+        of batches drawn before (training/feeds/feed.py).
+      weights: "int8" rounds the copied matrices of the layers, as an engine with
+        quantised weights would. The trainer's parameters do not change.
     """
     engine.publish(_copy(params, engine.config, weights), version)
 
 
 def rounded_to_int8(weight: Float[Array, "*n width"]) -> Float[Array, "*n width"]:
-    """The nearest multiples -127 .. 127 of a scale for each vector of the last dim."""
+    """Rounds each vector of the last dim to multiples -127 .. 127 of a scale."""
     largest = jnp.max(jnp.abs(weight), axis=-1, keepdims=True)
-    # Below tiny a scale is flushed to 0, and vectors of zeros would become NaN.
+    # A scale below tiny is flushed to 0, and vectors of zeros would become NaN.
     scale = jnp.maximum(largest / 127, jnp.finfo(weight.dtype).tiny)
     return jnp.round(weight / scale) * scale
 
@@ -46,7 +45,7 @@ def rounded_to_int8(weight: Float[Array, "*n width"]) -> Float[Array, "*n width"
 def _copy(
     params: dict, config: config_lib.ModelConfig, weights: config_lib.RolloutWeights
 ) -> dict:
-    """A copy; embeddings, head, norms and routers are never rounded."""
+    """Returns a copy; never rounds embeddings, head, norms and routers."""
 
     def one(path: tuple, weight: Array, param: layers.Param) -> Array:
         is_layer = path[0].key.startswith("layers")

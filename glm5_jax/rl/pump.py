@@ -1,7 +1,7 @@
-"""Lets coroutines share an engine and call environments without being held up.
+"""Lets coroutines share an engine and call environments without blocking each other.
 
-One thread does everything. The engine's steps are short and run between those of the
-coroutines; what an environment does is awaited under a limit of time.
+Everything runs in one thread. The engine's short steps alternate with the coroutines,
+and calls of environments are awaited with a time limit.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from absl import logging
 from glm5_jax.inference import requests
 from glm5_jax.rl import event_loop
 
-# So that who got an answer asks for more before the next step: from the end of an
-# episode to the first prompt of the next it takes 10 rounds, of 2 us.
+# Yields so that finished episodes can submit their next request before the next step.
+# From the end of an episode to the first prompt of the next takes 10 rounds of 2 us.
 _NUM_YIELDS = 16
-_LONG_STEP = 1.0  # seconds; only a step that compiles takes as long
+_LONG_STEP = 1.0  # seconds; only a step that compiles takes longer
 _CANCEL_SECONDS = 1.0  # for a cancelled call to clean up
 _CLEAN_SECONDS = 10.0  # for all episodes to close after ctrl-C
 
@@ -28,21 +28,21 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Engine(Protocol):
-    """What is needed of inference.engine.Engine."""
+    """The part of inference.engine.Engine that a pump needs."""
 
     capacity: int  # tokens of a sequence, prompt and completion
 
     @property
     def num_pending(self) -> int:
-        """Requests that have not finished."""
+        """Number of requests that have not finished."""
         ...
 
     def submit(self, request: requests.Request) -> None:
-        """Lets a request wait for a slot."""
+        """Queues a request for a slot."""
         ...
 
     def step(self) -> list[tuple[int, requests.Completion]]:
-        """Runs one dispatch; returns the requests that it finished."""
+        """Runs one dispatch and returns the requests that finished."""
         ...
 
     def abort(self, id: int) -> Any:
@@ -51,21 +51,21 @@ class Engine(Protocol):
 
 
 class LateError(Exception):
-    """A call did not return in time."""
+    """Raised if a call does not return in time."""
 
 
 class Pump:
-    """Steps an engine for as long as someone waits for it."""
+    """Steps an engine while requests wait for it."""
 
     def __init__(self, engine: Engine) -> None:
         """Serves requests to `engine` while `run` is running."""
         self._engine = engine
-        self._held_seconds = 0.0  # when long steps let nobody else run
+        self._held_seconds = 0.0  # in long steps, which block the coroutines
         self._waiting: dict[int, asyncio.Future[requests.Completion]] = {}
         self._is_asked = asyncio.Event()
 
     async def complete(self, request: requests.Request) -> requests.Completion:
-        """Returns what the engine makes of a request; aborts it if cancelled."""
+        """Returns the engine's completion of a request; aborts it if cancelled."""
         self._engine.submit(request)
         answer = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = answer
@@ -77,7 +77,7 @@ class Pump:
                 self._engine.abort(request.id)
 
     async def run(self) -> None:
-        """Steps the engine until cancelled; what it raises comes out here."""
+        """Steps the engine until cancelled; raises the engine's errors."""
         while True:
             await self._is_asked.wait()
             while self._waiting:
@@ -97,7 +97,7 @@ class Pump:
             self._is_asked.clear()
 
     def clock(self) -> float:
-        """Seconds, without those in which the engine was compiling."""
+        """Returns a time in seconds that stands still while the engine compiles."""
         return time.monotonic() - self._held_seconds
 
 
@@ -107,14 +107,14 @@ async def bounded(
     clock: Callable[[], float],
     guest: object,
 ) -> Any:
-    """Returns what `call` returns, unless it takes longer than `seconds` of `clock`.
+    """Returns the result of `call` if it arrives within `seconds` of `clock`.
 
-    It is a call of `guest`, which can cancel nothing but what it began itself. A call
-    that ignores being cancelled is left behind, so that nobody waits for it.
+    The call belongs to `guest`, which can cancel only its own tasks. A call that
+    ignores its cancellation is abandoned.
 
     Raises:
-        LateError: it did not return in time.
-        Exception: what the call raised; what is none (SystemExit) as a RuntimeError.
+        LateError: the call did not return in time.
+        Exception: the call raised it. A SystemExit and the like become RuntimeErrors.
     """
     context = event_loop.context_of(guest)
     task = asyncio.create_task(_contained(call), context=context)
@@ -140,10 +140,10 @@ async def bounded(
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end, in a loop of its own.
+    """Runs a coroutine to its end in a new event loop.
 
-    Unlike asyncio.run it does not wait for what ignores being cancelled, and it works
-    where a loop is running already, as in a notebook.
+    Unlike asyncio.run, it does not wait for tasks that ignore their cancellation. It
+    also works while another loop is running, as in a notebook.
     """
     try:
         asyncio.get_running_loop()
@@ -160,7 +160,7 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
     try:
         return loop.run_until_complete(task)
     finally:
-        if not task.done():  # ctrl-C: whoever cleans up gets to do so
+        if not task.done():  # ctrl-C: lets the coroutines clean up
             task.cancel()
             with contextlib.suppress(KeyboardInterrupt):
                 loop.run_until_complete(asyncio.wait({task}, timeout=_CLEAN_SECONDS))
@@ -178,6 +178,6 @@ async def _contained(call: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Marks an exception as seen; asyncio complains of one that nobody looked at."""
+    """Marks an exception as retrieved; asyncio would log one that is not."""
     if not task.cancelled():
         task.exception()

@@ -1,7 +1,7 @@
-"""Runs many episodes at once on one engine.
+"""Runs many episodes concurrently on one engine.
 
-A failure stays in its episode: see episodes.py for how each one ends. What the engine
-raises stops all of them.
+A failure ends only its own episode (episodes.py lists how each one ends). An error of
+the engine ends all of them.
 """
 
 import asyncio
@@ -28,20 +28,20 @@ def collect(
 ) -> list[episodes_lib.Episode]:
     """Runs all jobs; returns their episodes in the order of the jobs.
 
-    What an episode samples depends on its request ids, its messages and the engine's
-    seed and weights, not on what runs beside it.
+    The samples of an episode depend on its request ids, its messages and the engine's
+    seed and weights, not on concurrent episodes.
 
     Args:
-        engine: without pending requests.
+        engine: an engine without pending requests.
         taskset: makes an environment for each job.
-        template: of the conversations.
-        jobs: admitted in this order.
+        template: renders the conversations.
+        jobs: the episodes to run, admitted in this order.
         settings: how to run them.
-        on_episode: called with the index of a job when its episode has ended.
+        on_episode: called with the index of a job when its episode ends.
 
     Raises:
         InputError: request ids overlap, or the engine refuses a request.
-        Exception: what the engine or `on_episode` raises.
+        Exception: the engine or `on_episode` raised it.
     """
     _check_ids(jobs, settings.max_turns)
     pump = pump_lib.Pump(engine)
@@ -54,7 +54,7 @@ def collect(
 
 
 def metrics(episodes: Sequence[episodes_lib.Episode]) -> dict[str, float]:
-    """Counts and means; every episode is in exactly one of the rollout/label counts."""
+    """Returns counts and means; rollout/label/* counts every episode once."""
     labels = collections.Counter(episode.label for episode in episodes)
     rewards = [e.reward.total for e in episodes if e.reward is not None]
     num_turns = sum(episode.num_turns for episode in episodes)
@@ -86,7 +86,7 @@ async def _collect(
     jobs: Sequence[episodes_lib.Job],
     on_episode: Callable[[int, episodes_lib.Episode], object] | None,
 ) -> list[episodes_lib.Episode]:
-    """Lets workers take one job after another while the engine is pumped."""
+    """Runs workers that take one job after another, while the engine is pumped."""
     episodes: dict[int, episodes_lib.Episode] = {}
     todo = iter(enumerate(jobs))
 
@@ -111,7 +111,7 @@ async def _collect(
 
 
 def _check_ids(jobs: Sequence[episodes_lib.Job], max_turns: int) -> None:
-    """Raises InputError where two turns would have one request id."""
+    """Raises InputError if two turns would have the same request id."""
     ids = sorted(job.request_id for job in jobs)
     for one, other in itertools.pairwise(ids):
         if other - one < max_turns:
