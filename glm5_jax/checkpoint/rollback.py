@@ -16,7 +16,7 @@ from etils import epath
 
 from glm5_jax import config as config_lib
 from glm5_jax import files
-from glm5_jax.checkpoint import inspection, manager, step_folder
+from glm5_jax.checkpoint import inspection, manager, manifest, step_folder
 from glm5_jax.processes import folder_lock
 
 _NAME = "rollback.json"

@@ -1,8 +1,8 @@
-"""From rewards to an advantage and a weight for every trained token, on the host.
+"""Advantages and weights of trained tokens from rewards, computed on the host.
 
-A group is the episodes of one task. In order: `select` leaves out what the environment
-spoilt and what teaches nothing, `group_advantages` compares the episodes of a group,
-`token_weights` makes the denominators; `weigh` does the last two for whole groups.
+A group is the episodes of one task. `select` drops episodes that the environment failed
+and groups that teach nothing. `group_advantages` compares the episodes of a group, and
+`token_weights` gives the denominators; `weigh` does both for whole groups.
 """
 
 import collections
@@ -18,12 +18,12 @@ from glm5_jax import config
 from glm5_jax.environments import protocol
 
 _EPSILON = 1e-6  # added to a standard deviation, as slime and verl do
-_EQUAL = 1e-6  # rewards whose standard deviation is below teach nothing (DAPO)
+_EQUAL = 1e-6  # rewards with a smaller standard deviation teach nothing (DAPO)
 
 
 @runtime_checkable
 class Sample(Protocol):
-    """Token ids of one conversation; an episode has more than one if it forked."""
+    """The token ids of one conversation; an episode that forked has several."""
 
     @property
     def mask(self) -> Sequence[bool]:
@@ -33,11 +33,11 @@ class Sample(Protocol):
 
 @runtime_checkable
 class Episode(Protocol):
-    """What of an episode counts here."""
+    """The parts of an episode that advantages need."""
 
     @property
     def reward(self) -> protocol.Reward | None:
-        """Returns what it earned."""
+        """Returns the reward."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Episode(Protocol):
 
     @property
     def samples(self) -> Sequence[Sample]:
-        """Its conversations; every sampled token is trained in one of them."""
+        """Returns its conversations; each sampled token is trained in one of them."""
         ...
 
 
@@ -56,7 +56,7 @@ E = TypeVar("E", bound=Episode)
 
 @dataclasses.dataclass(frozen=True)
 class Weighted:
-    """A sample with what each of its trained tokens has."""
+    """A sample with the advantage and weight of its trained tokens."""
 
     sample: Sample
     advantage: float
@@ -66,18 +66,17 @@ class Weighted:
 def select(
     groups: Sequence[Sequence[E]], *, group_size: int, drop_equal: bool
 ) -> tuple[list[list[E]], Mapping[str, int]]:
-    """The groups to train on, each of `group_size` episodes, and counts of the rest.
+    """Returns the groups to train on, each of `group_size` episodes, and counts.
 
-    Group hygiene of GLM-5 (arXiv 2602.15763) 4.1: an episode that the environment
-    spoilt is left out, never counted as reward 0. If more than half of a group's
-    `group_size` is valid, valid episodes are repeated in turn until it is full, and
-    from there on count like any others; else the group is dropped. Dynamic sampling
-    (DAPO, arXiv 2503.14476) then drops groups of equal rewards, whose advantages are
-    all zero.
+    GLM-5 (arXiv 2602.15763) 4.1: an episode that the environment failed is dropped and
+    never counts as reward 0. If more than half of `group_size` episodes are valid, they
+    are repeated in turn until the group is full, and the copies count like the others.
+    Otherwise the group is dropped. Dynamic sampling (DAPO, arXiv 2503.14476) then drops
+    groups of equal rewards, whose advantages are all zero.
 
     Args:
-        groups: episodes of each task.
-        group_size: episodes that were wanted of each.
+        groups: the episodes of each task.
+        group_size: the intended number of episodes of each task.
         drop_equal: whether to drop groups of equal rewards.
     """
     counts = collections.Counter(
@@ -110,7 +109,7 @@ def select(
 
 
 def teaches(group: Sequence[Episode]) -> bool:
-    """Returns whether the rewards of a group of valid episodes differ."""
+    """Tells whether the rewards of a group of valid episodes differ."""
     return bool(np.std([_total(episode) for episode in group]) >= _EQUAL)
 
 
@@ -123,9 +122,9 @@ def is_valid(episode: Episode) -> bool:
 
 
 def group_advantages(rewards: Sequence[float], std: config.AdvantageStd) -> np.ndarray:
-    """(R_i - mean R) / (std R + 1e-6) over the episodes of one group, float64.
+    """Returns (R_i - mean R) / (std R + 1e-6) over one group, in float64.
 
-    GLM-5 (arXiv 2602.15763), Eq. 1, says std and not which one: "sample" divides by
+    GLM-5 (arXiv 2602.15763), Eq. 1, does not define std: "sample" divides by
     G - 1 (slime), "population" by G, "none" does not divide (Dr. GRPO, arXiv
     2503.20783).
 
@@ -150,7 +149,7 @@ def group_advantages(rewards: Sequence[float], std: config.AdvantageStd) -> np.n
 def token_weights(
     num_tokens: Sequence[Sequence[int]], aggregation: config.LossMean
 ) -> list[list[float]]:
-    """Weight of each trained token of an episode; times its tokens they sum to 1.
+    """Returns the weight of a trained token of each episode; all tokens sum to 1.
 
     "sequence": 1 / (groups * G * |y_i|), the mean over an episode's tokens, then over
     its group, then over groups (GLM-5, Eq. 1). "token": 1 / (tokens of all groups)
@@ -160,8 +159,8 @@ def token_weights(
 
     Args:
         num_tokens: trained tokens of each episode of each group, by the original mask:
-            what a trust region leaves out later stays in the denominator.
-        aggregation: which mean.
+            a token that a trust region drops later stays in the denominator.
+        aggregation: the kind of mean.
     """
     if aggregation == "token":
         count = max(sum(map(sum, num_tokens)), 1)
@@ -178,7 +177,7 @@ def weigh(
     std: config.AdvantageStd,
     aggregation: config.LossMean,
 ) -> list[Weighted]:
-    """Every sample of the groups, in order, with its advantage and weight."""
+    """Returns every sample of the groups, in order, with advantage and weight."""
     counts = [[_num_trained(episode) for episode in group] for group in groups]
     weights = token_weights(counts, aggregation)
     weighted = []
@@ -200,7 +199,7 @@ def _num_trained(episode: Episode) -> int:
 
 
 def _excluded(episode: Episode) -> str:
-    """The count that an episode without a usable reward belongs to."""
+    """Returns the name of the count of an episode without a usable reward."""
     label = episode.label
     if label.is_scored:
         label = protocol.Label.REWARD_ERROR

@@ -1,17 +1,18 @@
-"""Token in, token out: the ids of an episode, each written down once.
+"""Token in, token out: the ids of an episode, each recorded once.
 
-What was sampled reaches the learner as it left the engine, stop token included. The
-next prompt is the last one, the sampled ids, and a bridge, the ids of the new messages:
+The learner gets the sampled ids exactly as the engine returned them, with the stop
+token. The next prompt is the last prompt, the sampled ids, and a bridge, which has the
+ids of the new messages:
 
     prompt_{t+1} = prompt_t + sampled_t + bridge_t
 
-Nothing is tokenised twice: the second time, a text may be cut into other tokens than
-were sampled, whose log-probs nobody has.
+Nothing is tokenised twice, because the second time a text may give other tokens than
+the sampled ones, and those have no log-probs.
 
-Where the conversation that is wanted does not go on from what was sampled (reasoning of
-earlier turns is hidden, or someone rewrote the history), the episode forks: what was
-sampled so far is one sample, and the new prompt, rendered as a whole, begins another in
-which only what is sampled from then on is trained.
+If the conversation does not continue the sampled ids (the template hides the reasoning
+of earlier turns, or someone rewrote the history), the episode forks. The ids so far are
+one sample. The new prompt, rendered as a whole, begins another sample, in which only
+the ids sampled from then on are trained.
 """
 
 import dataclasses
@@ -26,22 +27,22 @@ from glm5_jax import messages as messages_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.inference import requests
 
-NOT_SAMPLED = -1  # the version of a token that no weights have drawn
+NOT_SAMPLED = -1  # the version of a token that was not sampled
 _MAX_LOGPROB = 1e-3  # 0 but for rounding
 
 
 class MisalignedError(Exception):
-    """What the engine returned does not describe one token after another."""
+    """Raised if the lengths of an engine's results do not match."""
 
 
 @dataclasses.dataclass
 class Sample:
-    """Token ids of one conversation, and what is known of each of them."""
+    """The token ids of one conversation, with the data of each token."""
 
     tokens: list[int]
     mask: list[bool]  # sampled, and so trained
     logprobs: list[float]  # 0 where nothing was sampled
-    versions: list[int]  # of the weights that drew them; NOT_SAMPLED elsewhere
+    versions: list[int]  # of the weights that sampled them; else NOT_SAMPLED
     # Experts of all tokens but the last, where the engine records them: [T-1, M, K].
     experts: np.ndarray | None = None
 
@@ -66,7 +67,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class _Prompt:
-    """What the engine was asked, until it has answered."""
+    """A prompt that waits for the engine's answer."""
 
     ids: list[int]
     messages: list[messages_lib.Message]
@@ -74,20 +75,20 @@ class _Prompt:
 
 
 class Session:
-    """The ids of one episode: `prompt`, then `record`, turn after turn.
+    """The ids of one episode: call `prompt`, then `record`, for every turn.
 
     Attributes:
         num_turns: turns that were sampled.
-        num_forks: prompts that did not go on from what was sampled.
-        num_drift_tokens: sampled tokens that would be others if the turn's text were
-            tokenised again, counted from the first such token to the turn's end.
+        num_forks: prompts that did not continue the sampled ids.
+        num_drift_tokens: sampled tokens that tokenising the turn's text would change,
+            counted from the first such token to the turn's end.
         num_truncated: turns that were cut off by their length.
     """
 
     def __init__(
         self, template: templates.Template, tools: messages_lib.Tools = ()
     ) -> None:
-        """A conversation that has not begun; `tools` are shown to the model."""
+        """Starts an empty conversation; the prompt shows `tools` to the model."""
         self._template, self._tools = template, tuple(tools)
         self.num_turns = self.num_forks = 0
         self.num_drift_tokens = self.num_truncated = 0
@@ -98,15 +99,15 @@ class Session:
         self._is_open = False  # ... and was cut off in it
 
     def prompt(self, messages: Sequence[messages_lib.Message]) -> list[int]:
-        """Ids of the prompt for the next turn.
+        """Returns the ids of the prompt for the next turn.
 
-        Nothing is counted until `record`, so a prompt may be asked for again.
+        Only `record` counts a turn, so `prompt` may be called again.
 
         Args:
             messages: the whole conversation, with the turns that `record` returned.
 
         Raises:
-            InputError: the template cannot show a message.
+            InputError: the template cannot render a message.
         """
         messages = list(messages)
         if self._samples and self._goes_on(messages):
@@ -118,10 +119,10 @@ class Session:
         return list(ids)
 
     def record(self, completion: requests.Completion) -> dict[str, Any]:
-        """Keeps what the engine sampled for the last prompt; returns its message.
+        """Records the completion of the last prompt; returns its message.
 
         Raises:
-            MisalignedError: it is not a turn, or not one value a token.
+            MisalignedError: it is not one turn with one value for each token.
         """
         assert self._prompt is not None, "record needs a prompt before it"
         prompt, self._prompt = self._prompt, None
@@ -155,11 +156,11 @@ class Session:
         return message
 
     def samples(self) -> list[Sample]:
-        """Returns one sample, and one a fork; each ends with a sampled token."""
+        """Returns one sample, and one for each fork; each ends with a sampled id."""
         return [sample.check() for sample in self._samples]
 
     def _goes_on(self, messages: list[messages_lib.Message]) -> bool:
-        """Returns whether the template shows `messages` behind an unchanged history."""
+        """Tells whether the template renders `messages` after an unchanged history."""
         size = len(self._history)
         roles = {message.get("role") for message in messages[size:]}
         if not roles or "assistant" in roles or messages[:size] != self._history:
@@ -170,7 +171,7 @@ class Session:
         return self._render(messages)[: len(shown)] == shown
 
     def _bridge(self, new: list[messages_lib.Message]) -> list[int]:
-        """Ids between the last turn and the next one."""
+        """Returns the ids between the last turn and the next one."""
         tokens = self._samples[-1].tokens
         if new[0].get("role") != "user":  # the switch of the user's message still holds
             new = [{"enable_thinking": self._is_thinking, **new[0]}, *new[1:]]
@@ -185,7 +186,7 @@ class Session:
 
 
 def _drift(completion: requests.Completion, rendered: templates.Rendered) -> int:
-    """Returns how many tokens of a turn are not what its message is tokenised to."""
+    """Returns how many tokens of a turn differ from its message tokenised again."""
     sampled = completion.tokens[
         : len(completion.tokens) - (completion.finish_reason == "stop")
     ]

@@ -1,20 +1,21 @@
-"""What reinforcement learning minimises, token by token: one function an objective.
+"""The objectives of reinforcement learning: one function each, one loss a token.
 
-All have one signature, objective(logprobs, old_logprobs, rollout_logprobs, advantages,
-mask), of arrays of any one shape [*b], and give the loss of every token; the learner
-minimises sum(weights * loss) with weights made on the host from the original mask
+All have the signature objective(logprobs, old_logprobs, rollout_logprobs, advantages,
+mask), with arrays of one shape [*n], and return the loss of every token. The learner
+minimises sum(weights * loss). The host makes the weights from the original mask
 (glm5_jax/rl/advantages.py), so a loss does not depend on padding, microbatches, shards
-or on how many tokens a band leaves out.
+or the number of tokens outside a band.
 
-  logprobs: log pi_train(theta), what is differentiated.
-  old_logprobs: log pi_train(theta_old), before the first update on these rollouts; None
-    where there is one update only: theta_old = theta, so they are sg(logprobs).
-  rollout_logprobs: log pi_infer(theta_old), what the engine recorded as it sampled.
-  advantages: of the token's episode, or of the token.
-  mask: which tokens were sampled; nothing else enters a value or a gradient.
+  logprobs: log pi_train(theta), which is differentiated.
+  old_logprobs: log pi_train(theta_old), before the first update on these rollouts. None
+    if there is only one update: then theta_old = theta, and they are sg(logprobs).
+  rollout_logprobs: log pi_infer(theta_old), as the engine recorded them.
+  advantages: the advantage of the token, or of its episode.
+  mask: which tokens were sampled. Other tokens change no value and no gradient.
 
-sg is stop-gradient, r = exp(logprobs - old_logprobs) how far the policy has moved and
-rho = sg(exp(old_logprobs - rollout_logprobs)) how far trainer and engine are apart.
+sg is stop-gradient. r = exp(logprobs - old_logprobs) measures how far the policy has
+moved. rho = sg(exp(old_logprobs - rollout_logprobs)) measures the mismatch between
+trainer and engine.
 """
 
 import functools
@@ -27,21 +28,21 @@ from jaxtyping import Array, Bool, Float
 
 from glm5_jax import config
 
-_MAX_LOG_RATIO = 20.0  # exp of it is finite, and far beyond every band
+_MAX_LOG_RATIO = 20.0  # its exp is finite and far outside every band
 
 
 class Metrics(NamedTuple):
-    """Sums over the sampled tokens: those of microbatches add up, for `means`."""
+    """Sums over the sampled tokens, which microbatches add; `means` divides them."""
 
     num_tokens: Float[Array, ""]
-    num_masked: Float[Array, ""]  # out of the band of rho (of r for dis), or capped
-    num_clipped: Float[Array, ""]  # no gradient as r has moved too far
+    num_masked: Float[Array, ""]  # outside the band of rho (dis: of r), or capped
+    num_clipped: Float[Array, ""]  # no gradient because r moved too far
     sum_ratio: Float[Array, ""]  # rho; dis: r
     sum_kl: Float[Array, ""]  # rho - 1 - log rho: k3 estimate of KL(engine || trainer)
 
 
 class TokenLoss(NamedTuple):
-    """Loss of every token, zero where the mask is, and what to log."""
+    """The loss of every token, zero outside the mask, and the metrics."""
 
     loss: Float[Array, "*n"]
     metrics: Metrics
@@ -73,7 +74,7 @@ def grpo(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): no care for the mismatch.
+    """Returns -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); ignores rho.
 
     Group-relative policy optimisation (arXiv 2402.03300) without its KL term and with
     the two clips of DAPO (arXiv 2503.14476).
@@ -95,7 +96,7 @@ def icepop(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """-pop(rho, 1/beta, beta) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    """Returns -pop(rho, 1/beta, beta) min(r A, clip(r, 1-clip_low, 1+clip_high) A).
 
     pop(rho, a, b) = rho if a <= rho <= b else 0: inside the band the mismatch is an
     importance weight, outside it the token is dropped. GLM-5 (arXiv 2602.15763), Eq. 1:
@@ -121,7 +122,7 @@ def tis(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """-min(rho, tis_cap) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    """Returns -min(rho, tis_cap) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
     Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework
     secretly brings you off-policy RL training"): no token is dropped; the cap is 2 in
@@ -144,11 +145,11 @@ def dis(
     dis_low: float,
     dis_high: float,
 ) -> TokenLoss:
-    """-sg(f(r)) A logprobs, f(r) = r if 1 - dis_low < r < 1 + dis_high else 0.
+    """Returns -sg(f(r)) A logprobs, f(r) = r if 1-dis_low < r < 1+dis_high else 0.
 
     Direct double-sided importance sampling, GLM-5 (arXiv 2602.15763) 4.1.2: here r is
-    exp(logprobs - rollout_logprobs), so `old_logprobs` is not needed and not read, and
-    one band holds both the mismatch and the staleness of rollouts. The interval is
+    exp(logprobs - rollout_logprobs), so `old_logprobs` is not read, and
+    one band limits both the mismatch and the staleness of rollouts. The interval is
     open; without sg the gradient would have another factor 1 + logprobs.
     """
     del old_logprobs
@@ -165,10 +166,10 @@ def distillation_advantages(
     logprobs: Float[Array, "*n"],
     mask: Bool[Array, "*n"],
 ) -> Float[Array, "*n"]:
-    """sg(log pi_teacher - log pi_train(theta)): on-policy distillation's advantage.
+    """Returns sg(log pi_teacher - log pi_train(theta)), for on-policy distillation.
 
-    GLM-5 (arXiv 2602.15763) 3.5: it stands for the group advantage, so groups have one
-    rollout. The teacher's are the engine's log-probs, the student's the trainer's.
+    GLM-5 (arXiv 2602.15763) 3.5: it replaces the group advantage, so groups have one
+    rollout. The engine computes the teacher's log-probs, the trainer the student's.
     """
     difference = jnp.where(mask, teacher_logprobs, 0) - jnp.where(mask, logprobs, 0)
     return lax.stop_gradient(difference)
@@ -179,9 +180,9 @@ def gap(
     rollout_logprobs: Float[Array, "*n"],
     mask: Bool[Array, "*n"],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Sum and maximum of |log pi_train - log pi_infer| over the sampled tokens.
+    """Returns sum and maximum of |log pi_train - log pi_infer| of sampled tokens.
 
-    The same for every objective: logprobs are those of theta_old. 0 without tokens.
+    It is the same for every objective. logprobs must be those of theta_old.
     """
     difference = jnp.where(mask, logprobs, 0) - jnp.where(mask, rollout_logprobs, 0)
     gaps = lax.stop_gradient(jnp.abs(difference))
@@ -189,7 +190,7 @@ def gap(
 
 
 def means(metrics: Metrics) -> Mapping[str, Float[Array, ""]]:
-    """Fractions and means per sampled token, by the name to log."""
+    """Returns fractions and means per sampled token, by metric name."""
     count = jnp.maximum(metrics.num_tokens, 1)
     return {
         "tokens": metrics.num_tokens,
@@ -201,7 +202,7 @@ def means(metrics: Metrics) -> Mapping[str, Float[Array, ""]]:
 
 
 class _Masked(NamedTuple):
-    """Float32 arrays that are zero where the mask is, whatever was given there."""
+    """Float32 arrays that are zero outside the mask, for every input."""
 
     logprobs: Array
     moved: Array  # log r
@@ -217,9 +218,9 @@ def _masked(
     advantages: Array,
     mask: Array,
 ) -> _Masked:
-    """Cuts off what is not trained before anything is computed of it.
+    """Sets untrained tokens to zero before any computation.
 
-    A `where` behind an exp or a product would still let a NaN into the gradient.
+    A `where` after an exp or a product would still let a NaN into the gradient.
     """
 
     def cut(x: Array) -> Array:
@@ -232,12 +233,12 @@ def _masked(
 
 
 def _ratio(log_ratio: Array) -> Array:
-    """exp, kept finite."""
+    """Returns a finite exp of a log ratio."""
     return jnp.exp(jnp.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
 def _clipped_surrogate(x: _Masked, low: float, high: float) -> tuple[Array, Array]:
-    """min(r A, clip(r) A), and where the clip is what counts."""
+    """Returns min(r A, clip(r) A), and where the clip is the minimum."""
     r = _ratio(x.moved)
     clipped = jnp.clip(r, 1 - low, 1 + high)
     is_clipped = r * x.advantages > clipped * x.advantages
@@ -247,7 +248,7 @@ def _clipped_surrogate(x: _Masked, low: float, high: float) -> tuple[Array, Arra
 def _metrics(
     x: _Masked, log_ratio: Array, is_masked: Array, is_clipped: Array
 ) -> Metrics:
-    """Sums over x.mask."""
+    """Returns the sums over x.mask."""
 
     def total(values: Array) -> Array:
         return jnp.sum(jnp.where(x.mask, values.astype(jnp.float32), 0))
@@ -259,7 +260,7 @@ def _metrics(
             num_masked=total(is_masked),
             num_clipped=total(is_clipped),
             sum_ratio=total(rho),
-            # expm1, as gaps are small and exp(gap) - 1 would be rounded away.
+            # expm1, because exp(gap) - 1 of a small gap would round to 0.
             sum_kl=total(jnp.expm1(jnp.minimum(log_ratio, _MAX_LOG_RATIO)) - log_ratio),
         )
     )
