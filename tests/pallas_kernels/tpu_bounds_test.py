@@ -1,0 +1,72 @@
+"""No kernel reads beyond an array: the TPU's interpreter raises, the other one clamps.
+
+The other tests of these kernels use the other one, which is faster.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import block_sizes, cases, indexer_kl_loss, masked_mla
+from pallas_kernels.indexer_kl import tpu_dense
+from pallas_kernels.masked_mla import tpu
+from tests import environment
+
+CASE = dataclasses.replace(cases.SMALL[0], heads=8, dtype="float32")
+RTOL = 1e-4  # of float32, in another order
+
+
+class BoundsTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        sizes = block_sizes.Tpu(masked_mla=(128, 128), indexer_kl=(128, 128))
+        self.enter_context(block_sizes.tried(sizes))
+
+    def assert_close(self, kernel, definition, *args):
+        with pltpu.force_tpu_interpret_mode():
+            got = jax.jit(jax.grad(kernel))(*args)
+        want = jax.jit(jax.grad(definition))(*args)
+        for g, w in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            np.testing.assert_allclose(g, w, rtol=RTOL, atol=RTOL * abs(w).max())
+
+    def test_masked_mla(self):
+        q, k, v, lo, hi = cases.make(CASE, "q", "k", "v", "lo", "hi")
+
+        def loss(attend):
+            def run(qkv):
+                out, lse = attend(*qkv)
+                return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+            return run
+
+        self.assert_close(
+            loss(lambda *qkv: tpu.masked_mla(*qkv, lo, hi, None, 0.1)),
+            loss(
+                lambda *qkv: masked_mla(
+                    *qkv, lo, hi, scale=0.1, implementation="reference"
+                )
+            ),
+            (q, k, v),
+        )
+
+    def test_indexer_kl_loss(self):
+        names = ("q", "k", "lo", "hi", "q_index", "k_index", "w", "weight")
+        q, k, lo, hi, *index, weight = cases.make(CASE, *names)
+        args = (q, k, k, lo, hi)
+        _, lse = masked_mla(*args, scale=0.1, implementation="reference")
+        rest = (lo, hi, None, weight)
+        self.assert_close(
+            lambda index: tpu_dense.indexer_kl_loss((q, k, lse), index, *rest, 0.1),
+            lambda index: indexer_kl_loss(
+                (q, k, lse), index, *rest, scale=0.1, implementation="reference"
+            ),
+            tuple(index),
+        )
+
+
+if __name__ == "__main__":
+    environment.main()
