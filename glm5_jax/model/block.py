@@ -1,8 +1,8 @@
 """One decoder layer: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-A block computes with fetched parameters: whoever runs one calls `Block.fetched` first,
-where the gathered copies should live (inside the scan over layers; before the loop over
-the steps of MTP, which share them).
+A block computes with fetched parameters. Its caller calls `Block.fetched` first, at the
+place where the gathered copies should live: inside the scan over layers, or before the
+loop over the steps of MTP, which share them.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""The cache of decoding: what each layer keeps of every sequence.
+"""The cache of decoding, with the entries of each layer for every sequence.
 
 The cache of the whole stack is the carry of the scan over layers, so that a step writes
-its rows in place and copies nothing. What an entry means, only the attention that
-declared it knows (glm5_jax/model/attention/protocol.py).
+its rows in place and copies nothing. The attention that declares an entry is the only
+code that knows its meaning (glm5_jax/model/attention/protocol.py).
 """
 
 import dataclasses

@@ -25,7 +25,7 @@ from glm5_jax.model import embedding, layers, transformer
 
 
 class Choices(NamedTuple):
-    """What each layer chose for the new tokens, in the stack's order."""
+    """Experts and keys of the new tokens in each layer, in the stack's order."""
 
     experts: Int[Array, "mixtures B T K"]
     selection: Any  # the attention's carry after each layer, stacked over all layers

@@ -1,4 +1,4 @@
-"""What every layer must know of the tokens: positions and documents."""
+"""Positions and documents of the tokens, which every layer reads."""
 
 from typing import NamedTuple
 

@@ -1,9 +1,10 @@
-"""What the chosen experts make of their tokens, wherever both are.
+"""Routes tokens to experts, on one device or across devices.
 
-On a mesh with an expert axis each device has some of the experts. Tokens reach them by
-one of two ways with the same numbers. "gather": devices see all tokens of their group
-and sum what each made. "exchange": a token's rows go to the devices of its experts and
-back, no further. Both are dropless: there is room for every token, whatever the load.
+On a mesh with an expert axis each device has some of the experts. Tokens reach them in
+one of two ways, with the same numbers. "gather": each device receives all tokens of its
+group, and the devices sum their results. "exchange": a token's rows go only to the
+devices of its experts, and back. Both are dropless: there is room for every token,
+whatever the load.
 """
 
 import functools
@@ -107,7 +108,7 @@ def by_exchange(
     received = _exchange(rows, sizes, room)
     mine = collectives.index(_AXES) * num_here
     counts = lax.dynamic_slice_in_dim(counts, mine, num_here, axis=1)
-    # What came lies by sender, then by expert.
+    # Received rows are sorted by sender, then by expert.
     ends = jnp.cumsum(counts.reshape(-1))
     piece = jnp.searchsorted(ends, jnp.arange(room), side="right")
     expert = jnp.where(piece < ends.size, piece % num_here, num_here)
@@ -149,7 +150,7 @@ def in_turn(
 ) -> Float[Array, "t D"]:
     """The same for a few tokens: each expert that any of them chose sees them all.
 
-    What a step of decoding costs on a CPU is reading the weights, and overheads.
+    On a CPU a decoding step spends its time on reading weights, and on overheads.
     """
     gates_Et = jnp.zeros((params["gate_proj"].shape[0], x.shape[0]), x.dtype)
     gates_Et = gates_Et.at[chosen, jnp.arange(x.shape[0])[:, None]].set(gates)

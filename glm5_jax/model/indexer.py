@@ -22,7 +22,7 @@ K_NORM_EPS = 1e-6
 
 
 class Projections(NamedTuple):
-    """What an indexer's scores are made of."""
+    """Queries, keys and head weights, of which an indexer computes its scores."""
 
     q: Float[Array, "B T I J"]  # rotated
     k: Float[Array, "B S J"]  # normalised and rotated

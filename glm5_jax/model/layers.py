@@ -43,11 +43,11 @@ class Param:
     is_kept_float32: bool = False  # and stored in it, whatever param_dtype
 
     def dtype(self, config: config_lib.ModelConfig) -> str:
-        """That it is stored in."""
+        """Storage dtype."""
         return "float32" if self.is_kept_float32 else config.param_dtype
 
     def stacked(self, repeats: int) -> "Param":
-        """The same array for each layer of a scan."""
+        """Declares the same array for each layer of a scan, stacked."""
         return dataclasses.replace(
             self, shape=(repeats, *self.shape), dims=("L", *self.dims)
         )

@@ -20,7 +20,7 @@ from glm5_jax.model import layers
 
 
 class Routing(NamedTuple):
-    """What the router decided, and what its losses and its bias need."""
+    """The router's decisions, and statistics for its loss and its bias."""
 
     experts: Int[Array, "B T K"]
     gates: Float[Array, "B T K"]
