@@ -1,1 +1,6 @@
-"""Conversations as token ids: the chat template, its inverse, messages on disk."""
+"""Conversations as token ids.
+
+conversations.py reads them (records.py has the accepted forms), templates.py renders
+messages to ids with a loss mask, parsing.py reads a message from sampled ids, and
+view.py shows a rendered conversation.
+"""

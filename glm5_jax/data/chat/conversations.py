@@ -1,4 +1,4 @@
-"""Conversations on disk, or of a task, as token ids with a mask of what is trained."""
+"""Conversations from files or tasks, as token ids with a loss mask."""
 
 import dataclasses
 import functools
@@ -16,26 +16,26 @@ from glm5_jax.data.chat import records, templates
 from glm5_jax.data.sources import formats
 from glm5_jax.environments.tasks import problems
 
-_MAX_DEMONSTRATIONS = 4096  # of a task
+_MAX_DEMONSTRATIONS = 4096  # of one task
 _DEMONSTRATIONS_SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Messages to learn from, and the tools that they may call."""
+    """Messages to train on, and the tools that they may call."""
 
     messages: Sequence[messages.Message]
     tools: messages.Tools = ()
 
     @functools.cached_property
     def name(self) -> str:
-        """SHA-256 of what is said: equal ones are on the same side of the split."""
+        """Returns the SHA-256 of the content; equal ones are on the same side."""
         whole = json.dumps([self.messages, self.tools], sort_keys=True)
         return hashlib.sha256(whole.encode()).hexdigest()
 
     @property
     def text(self) -> str:
-        """Returns what is said, for a tokenizer to learn from."""
+        """Returns the text of the conversation, to train a tokenizer on."""
         parts = [json.dumps(tool, ensure_ascii=False) for tool in self.tools]
         for message in self.messages:
             parts += messages.thought_and_content(message)
@@ -45,17 +45,17 @@ class Conversation:
 
 
 def read_conversations(source: str) -> list[Conversation]:
-    """Every conversation of `source`.
+    """Returns every conversation of `source`.
 
     Args:
-        source: a .jsonl file, or a folder of such, with a conversation a line:
+        source: a .jsonl file (also .gz, .zst), or a folder, with a conversation a line:
             {"messages": [...], "tools": [...]}, tools being optional, or ShareGPT's
             {"conversations": [{"from", "value"}]}; or "tasks:NAME", the demonstrations
             of a task's training split: one of environments/tasks/problems.py, or your
             own as module:Class.
 
     Raises:
-        config.InputError: there is none, no such task, or a bad line, by file and line.
+        config.InputError: there are none, the task does not exist, or a line is bad.
     """
     scheme, _, name = source.partition(":")
     if scheme == "tasks":
@@ -72,10 +72,10 @@ def read_conversations(source: str) -> list[Conversation]:
 
 
 def files_of(source: str) -> list[pathlib.Path]:
-    """The .jsonl file `source`, or those below it.
+    """Returns the .jsonl file `source`, or those below the folder.
 
     Raises:
-        config.InputError: there is none.
+        config.InputError: there are none.
     """
     root = pathlib.Path(source).expanduser()
     paths = sorted(formats.files(root)) if root.is_dir() else [root]
@@ -86,10 +86,10 @@ def files_of(source: str) -> list[pathlib.Path]:
 
 
 def read_span(root: pathlib.Path, span: formats.Span) -> Iterator[Conversation]:
-    """The conversations of a span of JSONL.
+    """Yields the conversations of a span of JSONL.
 
     Raises:
-        config.InputError: a bad line, by file and number.
+        config.InputError: a line is bad; names its file and number.
     """
     named: set[str] = set()
     for place, line in formats.read_lines(root, span):
@@ -109,7 +109,7 @@ def read_span(root: pathlib.Path, span: formats.Span) -> Iterator[Conversation]:
 
 
 def has_thought(conversation: Conversation) -> bool:
-    """Returns whether a turn has one."""
+    """Tells whether any turn has a thought."""
     return any(
         messages.thought_and_content(message)[0] for message in conversation.messages
     )
@@ -118,12 +118,12 @@ def has_thought(conversation: Conversation) -> bool:
 def render(
     conversation: Conversation, template: templates.Template, sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray, bool] | None:
-    """Token ids that fit a row, which of them are trained, and whether it was cut.
+    """Returns token ids that fit a row, their loss mask, and whether they were cut.
 
-    None where nothing that is trained is left.
+    Returns None if no trained token is left.
     """
     whole = template.render(conversation.messages, conversation.tools, end=True)
-    # The last token is a target alone.
+    # The last token is only a target.
     rendered = template.truncate(whole, sequence_length + 1)
     if not any(rendered.mask):
         return None
@@ -132,7 +132,7 @@ def render(
 
 
 def warn_of_missing_thoughts(has_any: bool, template: templates.Template) -> None:
-    """GLM-5 shows a turn without a thought as if none had been asked for."""
+    """Warns if data without thoughts is rendered for prompts that ask for them."""
     if template.version == "glm5" and template.enable_thinking and not has_any:
         logging.warning(
             "No turn has a thought (reasoning_content), so none is trained behind the "
@@ -142,10 +142,10 @@ def warn_of_missing_thoughts(has_any: bool, template: templates.Template) -> Non
 
 
 def pick(source: str, index: int) -> Conversation:
-    """Conversation `index` of `source`, counted from 0 in the order of the files.
+    """Returns conversation `index` of `source`, counted from 0 in file order.
 
     Raises:
-        config.InputError: there is none.
+        config.InputError: it does not exist.
     """
     found = read_conversations(source)
     if not 0 <= index < len(found):
@@ -157,10 +157,10 @@ def pick(source: str, index: int) -> Conversation:
 
 
 def _demonstrations(name: str) -> list[Conversation]:
-    """Returns what solves the first training problems of a task, each problem once.
+    """Returns demonstrations of the first training problems of a task, each once.
 
     Raises:
-        config.InputError: there is no such task, or nobody knows what solves one.
+        config.InputError: the task does not exist, or lacks a demonstration.
     """
     if user_classes.is_own(name):
         taskset, found = user_classes.make(name, ("task", "demonstration")), []

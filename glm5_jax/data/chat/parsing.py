@@ -1,4 +1,4 @@
-"""Sampled ids to the message that they spell, tool calls included."""
+"""Parses sampled ids into a message with its tool calls."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,16 +17,16 @@ def parse(
     is_thinking: bool,
     tools: messages.Tools = (),
 ) -> dict[str, Any]:
-    """An assistant's message: content, reasoning_content, tool_calls.
+    """Returns an assistant's message: content, reasoning_content, tool_calls.
 
-    An argument is a string where its tool's schema says so or where it is not JSON. A
-    call that is not well formed stays in the content, special tokens spelt out, and
-    `errors` says why, as it does of a thought that is not closed.
+    An argument is a string if its tool's schema says so or if it is not JSON. A
+    malformed call stays in the content with its special tokens spelt out. `errors`
+    explains malformed calls and thoughts that are not closed.
 
     Args:
-        ids: what came after the generation prompt, without the stop.
-        tokenizer: what made the ids.
-        is_thinking: the prompt ended with <think>.
+        ids: the ids after the generation prompt, without the stop.
+        tokenizer: the tokenizer of the ids.
+        is_thinking: whether the prompt ended with <think>.
         tools: JSON schemas of the functions.
     """
     special = tokenizer.special_ids
@@ -50,7 +50,7 @@ def parse(
             content += tokenizer.spell(piece)
     message: dict[str, Any] = {
         "role": "assistant",
-        # Always there, so that a </think> in the content stays in the content.
+        # Always present, so that a </think> in the content stays there.
         "reasoning_content": tokenizer.spell(thought).strip(),
         "content": content.strip(),
     }
@@ -62,7 +62,7 @@ def parse(
 
 
 def _pieces(ids: list[int], special: Mapping[str, int]) -> Iterator[list[int]]:
-    """Texts, and calls from <tool_call> to </tool_call> or the next one."""
+    """Yields texts, and calls from <tool_call> to </tool_call> or the next call."""
     opening, closing = special["<tool_call>"], special["</tool_call>"]
     piece: list[int] = []
     for i in ids:
@@ -82,7 +82,7 @@ def _call(
     tokenizer: tokenizer_lib.Tokenizer,
     types: Mapping[tuple[str, str], Any],
 ) -> dict[str, Any]:
-    """Reads one call; ValueError says what is wrong with it."""
+    """Returns one call; raises ValueError if it is malformed."""
     special = tokenizer.special_ids
     if ids[-1] != special["</tool_call>"]:
         raise ValueError("a tool call is not closed by </tool_call>")
@@ -110,7 +110,7 @@ def _call(
 
 
 def _cut(ids: list[int], at: int) -> tuple[list[int], bool, list[int]]:
-    """Returns what stands before `at`, whether it is there, and what comes after."""
+    """Returns the ids before `at`, whether `at` occurs, and the ids after it."""
     if at not in ids:
         return ids, False, []
     i = ids.index(at)
@@ -118,7 +118,7 @@ def _cut(ids: list[int], at: int) -> tuple[list[int], bool, list[int]]:
 
 
 def _text(ids: list[int], tokenizer: tokenizer_lib.Tokenizer) -> str:
-    """The text of ids among which no special token belongs."""
+    """Returns the text of ids; raises ValueError if one is a special token."""
     strange = set(ids) & set(tokenizer.special_ids.values())
     if strange:
         raise ValueError(
@@ -129,10 +129,10 @@ def _text(ids: list[int], tokenizer: tokenizer_lib.Tokenizer) -> str:
 
 
 def _value(text: str) -> Any:
-    """The JSON value that the text is, or the text.
+    """Returns the JSON value of the text, or the text.
 
-    What could not be written again stays text too (half of a surrogate pair, 1e999,
-    brackets without end): no sampled word may stop whoever handles the message.
+    A value that JSON cannot write again also stays text (half of a surrogate pair,
+    1e999, endless brackets), so that no sampled text can break later code.
     """
     try:
         value = json.loads(text, parse_constant=_no_constant)
@@ -143,7 +143,7 @@ def _value(text: str) -> Any:
 
 
 def _depth(value: Any) -> int:
-    """Returns how deep lists and objects are nested, without recursion."""
+    """Returns the nesting depth of lists and objects, without recursion."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -161,7 +161,7 @@ def _no_constant(name: str) -> None:
 
 
 def _types(tools: messages.Tools) -> dict[tuple[str, str], Any]:
-    """The declared type of each (function, argument)."""
+    """Returns the declared type of each (function, argument)."""
     found = {}
     for tool in tools:
         function = tool.get("function", tool)

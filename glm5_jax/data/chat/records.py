@@ -1,4 +1,4 @@
-"""Objects of a JSONL file as messages: OpenAI's form, and ShareGPT's.
+"""Messages from the objects of a JSONL file, in the forms of OpenAI and ShareGPT.
 
 {"messages": [{"role", "content", ...}], "tools": [...]}, as messages.py has it; or
 {"conversations": [{"from", "value"}], "system": text, "tools": [...]}.
@@ -18,10 +18,10 @@ _SENDERS = {
 
 
 def read(record: Any) -> tuple[list[messages.Message], messages.Tools]:
-    """Returns the messages of a record, and the tools that they may call.
+    """Returns the messages of a record, and their tools.
 
     Raises:
-        config.InputError: it holds no conversation, or one that cannot be trained on.
+        config.InputError: the record is no conversation, or cannot be trained on.
     """
     found = record if isinstance(record, Mapping) else {}
     tools = found.get("tools") or ()

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: some documents are learnt with their middle at the end.
+"""Fill-in-the-middle: moves the middle of some documents to their end.
 
 Bavarian et al. 2022 (arXiv 2207.14255); GLM-4.5 does so with all source code.
 """
@@ -14,13 +14,13 @@ PREFIX, MIDDLE, SUFFIX = "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"
 
 @dataclasses.dataclass(frozen=True)
 class Infill:
-    """Which documents are rearranged, and how: a function of their names.
+    """The choice of documents to rearrange, a function of their names.
 
     Attributes:
         rate: fraction of the documents.
-        spm_rate: fraction of those that have the suffix in front of the prefix (SPM),
-            as CodeGeeX4, of GLM's family, is asked; the others have the prefix first.
-        seed: of the choice.
+        spm_rate: fraction of those with the suffix before the prefix (SPM), as in the
+            prompts of CodeGeeX4, of GLM's family; the others have the prefix first.
+        seed: seeds the choice.
     """
 
     rate: float
@@ -28,10 +28,10 @@ class Infill:
     seed: int = 0
 
     def arrange(self, name: str, text: str) -> list[tuple[str | None, str]]:
-        """Parts of the text in the order to be read, each behind its special token.
+        """Returns the parts of a text in their new order, each with its special token.
 
-        PSM: prefix, suffix, middle; SPM: suffix, prefix, middle. Both cuts are uniform
-        over characters. A document that is left as it is has no special token.
+        PSM is prefix, suffix, middle; SPM is suffix, prefix, middle. Both cuts are
+        uniform over characters. An unchanged document has no special token.
         """
         chosen, order, *places = _uniform(f"{self.seed}:{name}")
         if chosen >= self.rate:
@@ -43,7 +43,7 @@ class Infill:
 
 
 def check(special_tokens: Collection[str]) -> None:
-    """Checks that these, which a tokenizer has, are enough.
+    """Checks that a tokenizer's special tokens suffice.
 
     Raises:
         config.InputError: one is missing.
@@ -59,8 +59,8 @@ def check(special_tokens: Collection[str]) -> None:
 
 
 def _uniform(key: str) -> list[float]:
-    """Four numbers in [0, 1) that depend on the key alone."""
+    """Returns four numbers in [0, 1) that depend only on the key."""
     digest = hashlib.sha256(f"fim:{key}".encode()).digest()
     words = (digest[i : i + 8] for i in range(0, 32, 8))
-    # 53 bits: what a float64 holds below 1.
+    # 53 bits are exact in a float64 below 1.
     return [(int.from_bytes(word) >> 11) / 2**53 for word in words]

@@ -1,9 +1,9 @@
 """Rows of several sources in exact proportions, each row a function of (seed, index).
 
-A source's share of a stage is its weight over the sum of weights. Which source comes
-when is no matter of chance: after any number of rows each source has been used within
-one row of its exact share (earliest deadline first on the windows of Baruah et al.
-1996, "Proportionate progress").
+In a stage, a source's share is its weight divided by the sum of weights. The order of
+sources is not random: after any number of rows, each source is within one row of its
+exact share (earliest deadline first on the windows of Baruah et al. 1996,
+"Proportionate progress").
 """
 
 import bisect
@@ -25,23 +25,23 @@ _MAX_SEED = 2**32  # Grain's shuffle takes 32 bits
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """From row `first` on, each source has this weight."""
+    """The weight of each source from row `first` on."""
 
     first: int
     weights: tuple[float, ...]
 
 
 class Schedule:
-    """Which source a row is of, and which of that source's rows it is.
+    """The source of each row of a mixture, and which of its rows it is.
 
-    A change of weights goes on with each source where it stood.
+    After a change of weights, each source continues where it was.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        """Plans all stages, of which the first begins at row 0.
+        """Plans all stages; the first begins at row 0.
 
         Raises:
-            config.InputError: weights that no cycle of a sensible length has.
+            config.InputError: the weights need too long a cycle.
         """
         self._firsts = [stage.first for stage in stages]
         self._cycles = [_Cycle(shares(stage.weights)) for stage in stages]
@@ -66,17 +66,17 @@ class Schedule:
 
 
 class Mixture:
-    """An endless sequence of rows; each source is shuffled anew for each epoch."""
+    """An endless sequence of rows; each epoch of a source has its own shuffle."""
 
     def __init__(
         self, sources: Mapping[str, packing.Rows], schedule: Schedule, seed: int
     ) -> None:
-        """Mixes rows of sources, which have names, by a schedule.
+        """Mixes rows of sources by a schedule.
 
         Args:
-            sources: in the order of the schedule's weights.
-            schedule: which comes when.
-            seed: of the shuffles.
+            sources: rows by name, in the order of the schedule's weights.
+            schedule: the order of the sources.
+            seed: seeds the shuffles.
         """
         self._names = tuple(sources)
         self._sizes = np.array([len(rows) for rows in sources.values()])
@@ -87,10 +87,10 @@ class Mixture:
         ]
 
     def __getitem__(self, index: int) -> packing.Row:
-        """Row `index`, counted from 0."""
+        """Returns row `index`, counted from 0."""
         source, place = self._schedule.locate(index)
         row = self._ordered[source][place]
-        assert row is not None  # as only a filter makes it
+        assert row is not None  # only a filter gives None
         return row
 
     def epochs(self, num_rows: int) -> dict[str, float]:
@@ -100,12 +100,12 @@ class Mixture:
 
 
 def only(rows: packing.Rows, seed: int) -> Mixture:
-    """One source, without a name."""
+    """Returns a mixture of one source without a name."""
     return Mixture({"": rows}, Schedule([Stage(0, (1.0,))]), seed)
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest whole numbers in the proportions of the weights as they are written.
+    """Returns the smallest whole numbers in the exact proportions of the weights.
 
     Raises:
         config.InputError: their sum is too large.
@@ -125,11 +125,11 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def even_order(weights: Sequence[int]) -> Int[np.ndarray, " cycle"]:
-    """Source of each row of a cycle, which has every source as often as its weight.
+    """Returns the source of each row of a cycle; each comes as often as its weight.
 
-    Row m of a source with weight w of W may come from place floor(m W / w) on and must
-    come before place ceil((m + 1) W / w). Of those that may, the one that must come
-    first is taken: no deadline is missed, as the weights add up to W.
+    Row m of a source of weight w of W is released at place floor(m W / w) and is due
+    before place ceil((m + 1) W / w). Each place takes the released row that is due
+    first. No deadline is missed, because the weights add up to W.
     """
     weight = np.array(weights, np.int64)
     total, used = int(weight.sum()), np.zeros(weight.size, np.int64)
@@ -144,12 +144,12 @@ def even_order(weights: Sequence[int]) -> Int[np.ndarray, " cycle"]:
 
 
 class _Cycle:
-    """An order of sources that repeats itself."""
+    """A repeating order of sources."""
 
     def __init__(self, weights: Sequence[int]) -> None:
         self._weights = np.array(weights, np.int64)
         self._order = even_order(weights)
-        # How often the source of each place came before, in the same cycle.
+        # How often the source of each place comes before it in the cycle.
         self._ranks = np.zeros_like(self._order)
         for source in range(len(weights)):
             places = np.flatnonzero(self._order == source)

@@ -1,4 +1,4 @@
-"""Documents to rows of equal length in which they do not see each other."""
+"""Packing: documents to rows of equal length, in which they do not see each other."""
 
 import bisect
 import dataclasses
@@ -13,7 +13,7 @@ Row = dict[str, np.ndarray]
 
 @runtime_checkable
 class Rows(Protocol):
-    """A sequence of rows, in memory or on disk; one beyond the last is all padding."""
+    """A sequence of rows, in memory or on disk; rows after the last are padding."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -26,18 +26,18 @@ class Rows(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Documents one after the other, cut into rows that are made when asked for.
+    """Documents joined and cut into rows, which are made on demand.
 
     A row has, for each of its tokens, `tokens`, `targets` (the document's next token;
     eos after its last), `segment_ids` (1, 2, ... by document; 0 is padding),
-    `positions` (from 0 for each document in the row), `loss_mask` (0 on padding). So
-    every token but the first of a document is a target once, and eos is never read. A
-    document that does not fit goes on in the next row, without what came before it.
+    `positions` (from 0 for each document in the row), `loss_mask` (0 on padding). Every
+    token but the first of a document is a target once, and eos is never an input. A
+    document that does not fit continues in the next row, which does not see its start.
 
     Attributes:
         tokens: all documents.
         starts: where each document begins in `tokens`; none is empty.
-        eos_id: target after a document's last token; also what padding is filled with.
+        eos_id: target after a document's last token; also fills padding.
         sequence_length: tokens in a row; the last row is padded.
     """
 
@@ -47,7 +47,7 @@ class PackedRows:
     sequence_length: int
 
     def __len__(self) -> int:
-        """Number of rows, the padded one included."""
+        """Returns the number of rows, including the padded one."""
         return -(-self.tokens.size // self.sequence_length)
 
     def __getitem__(self, index: int) -> Row:
@@ -83,17 +83,17 @@ class PackedRows:
 
 @dataclasses.dataclass(frozen=True)
 class FittedRows:
-    """Whole documents with a loss mask, several in a row, as `best_fit` puts them.
+    """Whole documents with a loss mask, several in a row, placed by `best_fit`.
 
-    A row has what a PackedRows' has. A document of n tokens takes n - 1 places, as its
-    last token is only a target; loss_mask is 1 where the target is trained.
+    Rows have the same arrays as PackedRows'. A document of n tokens takes n - 1 places,
+    because its last token is only a target; loss_mask is 1 where the target is trained.
 
     Attributes:
         tokens: all documents, each of at least 2 and at most sequence_length + 1.
         mask: which tokens are trained.
         starts: where each document begins in `tokens`, and the end of the last.
         bins: the documents of each row.
-        eos_id: what padding is filled with.
+        eos_id: fills padding.
         sequence_length: tokens in a row.
     """
 
@@ -135,7 +135,7 @@ class FittedRows:
 def pack(
     documents: Sequence[Int[np.ndarray, " _"]], *, eos_id: int, sequence_length: int
 ) -> PackedRows:
-    """Packs the token ids of documents in the order given."""
+    """Packs the token ids of documents in the given order."""
     documents = [document for document in documents if document.size]
     ends = np.cumsum([document.size for document in documents], dtype=np.int64)
     return PackedRows(
@@ -152,7 +152,7 @@ def fit(
     eos_id: int,
     sequence_length: int,
 ) -> FittedRows:
-    """Packs documents, each tokens and mask, whole; the order given breaks ties."""
+    """Packs whole documents, each (tokens, mask); their order breaks ties."""
     sizes = [tokens.size for tokens, _ in documents]
     return FittedRows(
         tokens=np.concatenate([tokens for tokens, _ in documents]),
@@ -167,24 +167,24 @@ def fit(
 def pieces(
     ids: Int[np.ndarray, " n"], sequence_length: int
 ) -> list[Int[np.ndarray, " _"]]:
-    """A document cut so that each piece fits a row (Ding et al., arXiv 2404.10830).
+    """Cuts a document into pieces that fit a row (Ding et al., arXiv 2404.10830).
 
-    Neighbours share a token, the last of one and the first of the next, so that every
-    token but the first is a target once.
+    The last token of a piece is also the first of the next one, so that every token but
+    the first is a target once.
     """
     starts = range(0, ids.size - 1, sequence_length)
     return [ids[start : start + sequence_length + 1] for start in starts]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Puts things into bins: the longest first, each where it leaves least room.
+    """Puts things into bins: the longest first, each where it leaves the least room.
 
     Best-fit decreasing (Johnson 1973): at most 11/9 of the fewest bins, plus 4. Equal
-    lengths go in the order given, among equal rooms into the newest bin.
+    lengths keep their order; among equal rooms the newest bin is used.
 
     Args:
-        lengths: of the things, each at most `capacity`.
-        capacity: of a bin.
+        lengths: lengths of the things, each at most `capacity`.
+        capacity: length of a bin.
 
     Returns:
         For each bin the indices of its things, in the order they were put in.

@@ -1,4 +1,4 @@
-"""Batches of a run: which rows a step reads is a pure function of (seed, step)."""
+"""Batches of a run; the rows of a step are a pure function of (seed, step)."""
 
 import hashlib
 import pathlib
@@ -26,14 +26,14 @@ class Pipeline:
     """Training and held-out batches of one corpus.
 
     A batch has tokens, targets, segment_ids, positions (int32 [B, T]) and loss_mask
-    (float32 [B, T]), as the rows of packing have them. Of several processes each makes
-    its own rows alone (`take`); which row comes when does not depend on their number.
+    (float32 [B, T]), as in the rows of packing.py. Each process makes only its own rows
+    (`take`); the order of rows does not depend on the number of processes.
 
     Attributes:
-        tokenizer: what made the token ids.
+        tokenizer: made the token ids.
         fingerprint: corpus, tokenizer and settings; equal ones give equal batches.
-        held_out_names: of the sources that have held-out rows.
-        template: of the corpus, if it is one of conversations.
+        held_out_names: the sources that have held-out rows.
+        template: rendered the conversations; None for texts.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Pipeline:
         fingerprint: str,
         template: templates.Template | None = None,
     ) -> None:
-        """See make_pipeline, and those of conversations and prepared."""
+        """Takes the rows that a make_pipeline (here, sft.py, prepared.py) made."""
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
         self.template = template
@@ -66,13 +66,13 @@ class Pipeline:
         self._steps = grain.MapDataset.range(sys.maxsize).map(self._make_batch)
 
     def train_batch(self, step: int) -> Batch:
-        """The batch of step `step`, counted from 0."""
+        """Returns the batch of step `step`, counted from 0."""
         batch = self._steps[step]
-        assert batch is not None  # as only a filter makes it
+        assert batch is not None  # only a filter gives None
         return batch
 
     def train_iterator(self, start_step: int = 0) -> Iterator[Batch]:
-        """Batches from `start_step` on, without end, made ahead by a thread."""
+        """Returns endless batches from `start_step` on, made ahead by a thread."""
         options = grain.ReadOptions(
             num_threads=1, prefetch_buffer_size=self._num_prefetch
         )
@@ -83,15 +83,15 @@ class Pipeline:
         return self._train.epochs(num_steps * self._batch_size)
 
     def eval_batches(self, n: int, name: str | None = None) -> Iterator[Batch]:
-        """The first `n` held-out batches, or all where there are fewer.
+        """Yields the first `n` held-out batches, or all if there are fewer.
 
-        They are the same for every seed. Each has in `num_bytes` (float32 [B, T]) the
+        They are the same for every seed. `num_bytes` (float32 [B, T]) has the
         UTF-8 bytes of every target (0 for eos and padding), so that bits per byte is
         sum(nll) / ln 2 / sum(num_bytes).
 
         Args:
-            n: how many.
-            name: of the source; that of the first by default.
+            n: number of batches.
+            name: name of the source; the first one by default.
         """
         size = self._batch_size
         rows = self._held_out[self.held_out_names[0] if name is None else name]
@@ -109,8 +109,8 @@ def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
     """Reads, splits, tokenizes and packs the corpus.
 
     Args:
-        data: the section of the config.
-        seed: of the order of documents and of rows.
+        data: the data section of the config.
+        seed: seeds the order of documents and of rows.
 
     Raises:
         config.InputError: the source or the tokenizer cannot be used.
@@ -163,7 +163,7 @@ def _is_held_out(document: documents_lib.Document, data: config.DataConfig) -> b
 
 
 def _check_split(num_train: int, num_held_out: int, data: config.DataConfig) -> None:
-    """Both sides need a document."""
+    """Checks that both sides have a document."""
     if num_train and num_held_out:
         return
     side = "held-out" if num_train else "training"
@@ -181,7 +181,7 @@ def _tokenize(
     corpus: str,
     cache_dir: str,
 ) -> dict[str, np.ndarray]:
-    """Token ids of each document by name, kept on disk for the next run."""
+    """Returns the token ids of each document by name; caches them on disk."""
     key = hashlib.sha256(f"{corpus} {tokenizer.digest}".encode()).hexdigest()[:16]
     path = pathlib.Path(cache_dir).expanduser() / f"tokens-{key}.npz"
     flat, lengths = files.cached(
@@ -197,7 +197,7 @@ def _tokenize(
 def _encode(
     documents: Sequence[documents_lib.Document], tokenizer: tokenizer_lib.Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of all documents in a row, and how many each has."""
+    """Returns the token ids of all documents, joined, and their lengths."""
     logging.info("Tokenizing %d documents ...", len(documents))
     ids = []
     with tqdm.tqdm(

@@ -1,4 +1,4 @@
-"""Batches of conversations for SFT: rendered, masked, best-fit packed rows."""
+"""Batches of conversations for stage sft: rendered, masked, packed by best fit."""
 
 import hashlib
 import sys
@@ -26,8 +26,8 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline_lib.Pipeline:
     if no trained token is left. The log counts both.
 
     Args:
-        data: the section of the config.
-        seed: of the order of rows.
+        data: the data section of the config.
+        seed: seeds the order of rows.
 
     Raises:
         config.InputError: the source or the tokenizer cannot be used.
@@ -84,7 +84,7 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline_lib.Pipeline:
 def _render(
     some: _Conversations, template: templates.Template, length: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and mask of each conversation that has something to train."""
+    """Returns tokens and mask of each conversation with trained tokens."""
     documents, num_cut, num_dropped = [], 0, 0
     for conversation in tqdm.tqdm(
         some,
