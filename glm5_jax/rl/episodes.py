@@ -15,8 +15,8 @@ In between: prompt -> sample -> parse -> step, turn after turn. How it ends:
     the reward raises, is missing, of a wrong type, not     REWARD_ERROR   none
       finite, or beyond `max_reward`
 
-Neither a failure of `close` nor its taking too long changes the label. What the engine
-raises is not the environment's fault, and is not caught.
+A `close` that fails or takes too long does not change the label. Errors of the engine
+are not the environment's fault and are not caught.
 """
 
 import copy
@@ -42,7 +42,7 @@ _MAX_PARTS = 16  # of a message, each as large as the cache may be
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How episodes are run."""
+    """The limits of episodes."""
 
     max_new_tokens: int  # of a turn
     max_turns: int
@@ -51,7 +51,7 @@ class Settings:
     call_timeout: float = 60.0  # seconds for one call of an environment
     episode_timeout: float = 600.0  # seconds for all of an episode's
     max_reward: float = 100.0  # a larger one, or a smaller than minus this, is an error
-    # Goes on after a turn that was cut off by its length, behind <|endoftext|>.
+    # Continues after a turn that was cut off by its length, with <|endoftext|>.
     continue_truncated: bool = False
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """What became of a job."""
+    """The result of a job."""
 
     task: protocol.Task
     group: int
@@ -95,7 +95,7 @@ class Episode:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What all episodes share."""
+    """The objects that all episodes share."""
 
     engine: pump_lib.Engine
     pump: pump_lib.Pump
@@ -105,18 +105,18 @@ class Context:
 
     @functools.cached_property
     def max_characters(self) -> int:
-        """The least number that the cache cannot hold, whatever the characters."""
+        """The smallest number of characters that never fits the cache."""
         longest = max(map(len, self.template.tokenizer.pieces))
         return self.engine.capacity * longest + 1
 
 
 async def run(context: Context, job: Job) -> Episode:
-    """Plays an episode to its end and closes its environment, whatever happens."""
+    """Plays an episode to its end and always closes its environment."""
     return await _Run(context, job).run()
 
 
 class _EndError(Exception):
-    """The episode is over, and does not count."""
+    """Raised to end an episode that does not count."""
 
     def __init__(self, label: protocol.Label, reason: str) -> None:
         super().__init__(reason)
@@ -127,7 +127,7 @@ _Outcome = tuple[protocol.Label, protocol.Reward | None, str]  # and the reason
 
 
 class _Run:
-    """One episode under way."""
+    """A running episode."""
 
     def __init__(self, context: Context, job: Job) -> None:
         self._context, self._job = context, job
@@ -240,7 +240,7 @@ class _Run:
             raise _crash("a message", error) from error
 
     async def _call(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Calls the environment within what is left of the limits."""
+        """Calls the environment within the remaining time."""
         clock = self._context.pump.clock
         limit = min(self._settings.call_timeout, self._seconds_left)
         start = clock()
@@ -257,7 +257,7 @@ class _Run:
             self._seconds_left -= clock() - start
 
     def _checked(self, reward: Any) -> protocol.Reward:
-        """The reward with floats, all of them finite."""
+        """Returns the reward with finite floats."""
         limit = self._settings.max_reward
         try:
             total = _finite(reward.total)
@@ -270,7 +270,7 @@ class _Run:
         return protocol.Reward(total, parts)
 
     async def _close(self) -> str:
-        """Closes the environment once; returns what went wrong."""
+        """Closes the environment; returns its error or ""."""
         if self._environment is None:
             return ""
         self._seconds_left = self._settings.call_timeout
@@ -288,7 +288,7 @@ class _Copy:
         self._limit, self._left = limit, _MAX_PARTS * limit
 
     def of(self, value: Any) -> Any:
-        """A copy, however deep.
+        """Returns a deep copy.
 
         Raises:
             ValueError: it has more than _MAX_PARTS * limit characters.
@@ -327,7 +327,7 @@ def _crash(
 
 
 def _shown(value: Any) -> str:
-    """A short text of what an environment made, whose __repr__ may raise."""
+    """Returns a short text of an object, whose __repr__ may raise."""
     try:
         return repr(value)[:_MAX_REASON]
     except Exception:

@@ -14,7 +14,7 @@ SHARD_MIB = 0.004  # of about 4 KB, so that a small corpus has several
 
 
 def write_jsonl(folder, num_files=3, num_lines=40, seed=0):
-    """Files of a document a line, each document with a character of its own."""
+    """Writes files with a document a line, each with a character of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     for i in range(num_files):
@@ -29,7 +29,7 @@ def write_jsonl(folder, num_files=3, num_lines=40, seed=0):
 
 
 def settings(source, **changes):
-    """What the tests prepare with."""
+    """Returns the settings that the tests prepare with."""
     defaults = {
         "tokenizer": "byte",
         "sequence_length": 32,
@@ -40,13 +40,13 @@ def settings(source, **changes):
 
 
 def make_prepared(source, target, num_workers=1, **changes):
-    """The folder, prepared."""
+    """Prepares a folder and returns it."""
     prepare.prepare(settings(source, **changes), target, num_workers)
     return target
 
 
 def contents(folder):
-    """Every file by its path, hidden ones left out."""
+    """Returns the bytes of every file by its path, without hidden ones."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(pathlib.Path(folder).rglob("*"))

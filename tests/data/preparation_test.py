@@ -225,7 +225,7 @@ class PackingTest(runs.FolderTest):
         return corpora.make_prepared(self.source, folder, **changes)
 
     def ids(self, is_held_out=False):
-        """Of each document, with <|endoftext|>."""
+        """Returns the ids of each document, with <|endoftext|>."""
         return [
             (*self.tokenizer.encode(text), self.tokenizer.eos_id)
             for name, text in self.texts.items()

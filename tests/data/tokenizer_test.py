@@ -213,7 +213,7 @@ def of_glm5_s_size(special_tokens):
 
 class ReleasedTest(parameterized.TestCase):
     def check(self, special_tokens):
-        """Of a vocabulary with the size of the release but for the ids of text."""
+        """Checks a tokenizer with high special ids and few ids of text."""
         ids = {name: 154_820 + i for i, name in enumerate(special_tokens)}
         vocab = tokenizer_lib._ALPHABET | ids
         backend = of_bytes(vocab, special_tokens)
@@ -284,7 +284,7 @@ class TokenizerErrorTest(parameterized.TestCase):
         ("deep", "{", "[" * 100_000, "is not a tokenizer.json"),
     )
     def test_damaged(self, before, after, message):
-        """What would fill the memory, or abort the process, in the library."""
+        """The inputs would fill the memory, or abort the process, in the library."""
         text = tokenizer_lib.byte_tokenizer().text
         self.assertIn(before, text)
         path = self.create_tempfile(content=text.replace(before, after, 1)).full_path

@@ -18,7 +18,7 @@ NEVER = 1e9  # seconds
 
 
 class Fault(enum.Enum):
-    """What goes wrong, and where."""
+    """A fault and its place."""
 
     NONE = "none"
     HANG_IN_RESET = "hang_in_reset"
@@ -54,7 +54,7 @@ def reward_of(total: Any) -> protocol.Reward:
 
 
 class FaultError(RuntimeError):
-    """What a crashing environment raises."""
+    """Raised by a crashing environment."""
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""What is sampled is what is trained: once each, where it was sampled."""
+"""The gateway: every sampled token is trained once, at its place."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ ADD = templates_test.ADD
 
 
 def completion(tokens, reason="stop", first=0):
-    """What an engine might return; each token has a log-prob of its own."""
+    """Returns a completion in which each token has its own log-prob."""
     logprobs = [-float(i) for i in range(first, first + len(tokens))]
     return requests.Completion(list(tokens), logprobs, reason, [7] * len(tokens))
 

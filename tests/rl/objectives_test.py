@@ -87,7 +87,7 @@ def by_loop(name, tokens):
 
 
 def total(logprobs, name, tokens, weights):
-    """What a learner minimises."""
+    """Returns the loss that a learner minimises."""
     given = tokens | {"logprobs": logprobs}
     return jnp.sum(weights * objective(name)(**given).loss)
 

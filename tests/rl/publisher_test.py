@@ -1,4 +1,4 @@
-"""What an engine gets of the trainer's weights: copies, rounded where asked for."""
+"""Publication of weights: the engine gets copies, rounded if asked for."""
 
 import jax
 import jax.numpy as jnp

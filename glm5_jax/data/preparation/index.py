@@ -1,4 +1,4 @@
-"""index.json of a prepared folder: what its rows are, and which files hold them."""
+"""index.json of a prepared folder: its settings, digests and files of rows."""
 
 import dataclasses
 import hashlib
@@ -19,12 +19,12 @@ class Index:
     """A prepared folder.
 
     Attributes:
-        settings: what it was prepared with, but for the source.
-        corpus: digest of the source's names and texts.
-        tokenizer: digest of the tokenizer.json beside it.
-        eos_id: of that.
-        train: files with rows to learn from.
-        held_out: files with the others.
+        settings: the settings of the preparation, without the source.
+        corpus: digest of the names and texts of the source.
+        tokenizer: digest of the tokenizer.json in the same folder.
+        eos_id: end-of-text id of this tokenizer.
+        train: files with training rows.
+        held_out: files with held-out rows.
     """
 
     settings: dict[str, Any]
@@ -36,7 +36,7 @@ class Index:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Returns that by which two folders differ; equal ones hold equal rows."""
+        """Returns settings and digests; folders with equal ones have equal rows."""
         shards_of = (*self.train, *self.held_out)
         contents = "".join(f"{s.sha256} {s.rows} {s.size}\n" for s in shards_of)
         rows = hashlib.sha256(contents.encode()).hexdigest()[:16]
@@ -45,27 +45,27 @@ class Index:
 
     @property
     def kind(self) -> config.DocumentKind:
-        """Returns what the rows are of."""
+        """Returns the kind of document of the rows."""
         return self.settings.get("kind", "text")
 
     def write(self, folder: pathlib.Path) -> None:
-        """Writes it whole, with a checksum of itself."""
+        """Writes the index atomically, with a checksum of itself."""
         tree = dataclasses.asdict(self)
         text = json.dumps({**tree, "checksum": _checksum(tree)}, indent=1)
         files.write_text(folder / NAME, text)
 
 
 def is_prepared(source: str) -> bool:
-    """Returns whether `source` is a folder of `prepare`, finished or not."""
+    """Tells whether `prepare` made the folder `source`, finished or not."""
     folder = pathlib.Path(source).expanduser()
     return any((folder / name).is_file() for name in (NAME, PLAN))
 
 
 def read(folder: pathlib.Path) -> Index:
-    """The index of a folder.
+    """Returns the index of a folder.
 
     Raises:
-        config.InputError: it has none, or one that cannot be read.
+        config.InputError: it is missing or cannot be read.
     """
     path = folder / NAME
     if not path.is_file():

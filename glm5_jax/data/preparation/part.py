@@ -1,8 +1,8 @@
 """One part of a corpus: read, tokenized, packed and written as shards, by one worker.
 
-What is written depends on the part, the tokenizer and the settings alone. A record of
-it says of which content it is made, so that a part need not be made again where its
-files have changed and its documents have not.
+The result depends only on the part, the tokenizer and the settings. A record keeps the
+digest of the content, so that a part whose files have changed but whose documents have
+not is not made again.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from glm5_jax.data.sources import formats
 
 TOKENIZER = "tokenizer.json"
 RECORDS = "parts"
-_DOCUMENTS_AT_ONCE = 32  # that the tokenizer sees together
+_DOCUMENTS_AT_ONCE = 32  # in one call of the tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Part:
     """Neighbouring spans of the source; parts can be made in any order.
 
     Attributes:
-        number: from 0, in the order of the source.
-        spans: what is read.
-        files: those that the spans are of, as they were.
+        number: position in the source, from 0.
+        spans: the spans to read.
+        files: the files of the spans, with their sizes and times.
     """
 
     number: int
@@ -44,18 +44,18 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """About so many are read."""
+        """Returns the approximate number of bytes to read."""
         return sum(span.num_bytes for span in self.spans)
 
     @property
     def digest(self) -> str:
-        """Returns that of all of it."""
+        """Returns the SHA-256 of this part."""
         whole = json.dumps(dataclasses.asdict(self))
         return hashlib.sha256(whole.encode()).hexdigest()
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "Part":
-        """Returns what `dataclasses.asdict` and JSON made a tree of."""
+        """Returns the part that `dataclasses.asdict` and JSON wrote."""
         spans = tuple(formats.Span(**span) for span in tree["spans"])
         return cls(tree["number"], spans, tuple(tuple(f) for f in tree["files"]))
 
@@ -67,15 +67,15 @@ def make(
     *,
     check: bool = False,
 ) -> None:
-    """Writes the shards of a part, and last a record that they are whole.
+    """Writes the shards of a part, and last the record that completes it.
 
-    Shards that are there stay if their documents and tokenizer were the same.
+    Keeps existing shards if their documents and tokenizer were the same.
 
     Args:
         config: the settings.
         target: the folder, with its tokenizer.
-        part: what to make.
-        check: whether to read shards that are there, and not to trust their sizes.
+        part: the part to make.
+        check: whether to read existing shards instead of trusting their sizes.
 
     Raises:
         config_lib.InputError: a document cannot be read.
@@ -112,13 +112,13 @@ def make(
 def is_current(
     target: pathlib.Path, part: Part, tokenizer: str, *, check: bool = False
 ) -> bool:
-    """Tells whether a part is whole, and of this tokenizer and of files as now.
+    """Tells whether a part is complete for this tokenizer and these files.
 
     Args:
         target: the folder.
-        part: as it is to be.
-        tokenizer: its digest.
-        check: whether to read the shards again, and not to trust their sizes.
+        part: the part as planned now.
+        tokenizer: digest of the tokenizer.
+        check: whether to read the shards instead of trusting their sizes.
     """
     record = read_record(target, part.number, check=check)
     return (
@@ -131,7 +131,7 @@ def is_current(
 def read_record(
     target: pathlib.Path, number: int, *, check: bool = False
 ) -> dict[str, Any] | None:
-    """Returns what `make` left of a part, or None where its shards are not whole."""
+    """Returns the record of a part, or None if its shards are incomplete."""
     try:
         record = json.loads(_record_path(target, number).read_text(encoding="utf-8"))
         needed = ("part", "tokenizer", "source_sha256", "folders")
@@ -149,14 +149,14 @@ def read_record(
 
 
 def remove(config: config_lib.PrepareConfig, target: pathlib.Path, number: int) -> None:
-    """Removes what there is of a part."""
+    """Removes the files of a part."""
     _record_path(target, number).unlink(missing_ok=True)
     for folder, side in itertools.product(folder_names(config), inputs.SIDES):
         (target / folder / _shard_name(side, number)).unlink(missing_ok=True)
 
 
 def numbers(target: pathlib.Path) -> set[int]:
-    """Returns those of the parts that there is something of."""
+    """Returns the numbers of the parts that have files."""
     names = [path.stem for path in (target / RECORDS).glob("*.json")]
     for side in inputs.SIDES:
         found = target.rglob(f"{side}-*{shards.SUFFIX}")
@@ -165,14 +165,14 @@ def numbers(target: pathlib.Path) -> set[int]:
 
 
 def folder_names(config: config_lib.PrepareConfig) -> list[str]:
-    """Below the target, by the length of the documents; "." where there is but one."""
+    """Returns the folders by document length, or "." without buckets."""
     if not config.buckets:
         return ["."]
     return [*(f"up_to_{length}" for length in config.buckets), "longer"]
 
 
 class _Content:
-    """Documents of a part, and what they were once they have been read."""
+    """Reads the documents of a part, and keeps their digest and number."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -212,7 +212,7 @@ def _write_shards(
     tokenizer: tokenizer_lib.Tokenizer,
     found: Sequence[inputs.Tokenized],
 ) -> dict[str, dict[str, Any]]:
-    """Returns what was written, by folder and side."""
+    """Writes the shards; returns their data by folder and side."""
     sizes = [len(piece) for piece in tokenizer.pieces]
     folders: dict[str, dict[str, Any]] = {}
     for folder, side in itertools.product(folder_names(config), inputs.SIDES):
@@ -231,7 +231,7 @@ def _write_shards(
 
 
 def _folder(config: config_lib.PrepareConfig, document: inputs.Tokenized) -> str:
-    """The first bucket that is long enough."""
+    """Returns the first bucket that is long enough."""
     names = folder_names(config)
     length = document.ids.size - 1
     return names[sum(length > limit for limit in config.buckets)]

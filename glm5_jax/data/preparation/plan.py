@@ -1,7 +1,7 @@
-"""What a preparation will do: its settings, the files of its source, and its parts.
+"""The plan of a preparation: its settings, the files of its source, and its parts.
 
-plan.json is there from the beginning, so that a preparation goes on with what it began
-with: with the same settings, and with its source as that is now.
+plan.json is written first, so that a preparation can resume: with the same settings,
+and with the present files of its source.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ _LINE = "\n  "
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is to be done; equal ones give equal bytes.
+    """The plan of a preparation; equal plans give equal bytes.
 
     Attributes:
-        settings: what decides on the rows, but for the source.
-        source: where that is.
-        files: all of them, as they were.
-        parts: what they are cut into.
+        settings: the settings that determine the rows, without the source.
+        source: path of the source.
+        files: all files, with their sizes and times.
+        parts: the parts of the source.
     """
 
     settings: dict[str, Any]
@@ -50,10 +50,10 @@ def make(
     files: Sequence[inputs.File],
     num_workers: int,
 ) -> Plan:
-    """Cuts the source into parts, or takes the plan that is there.
+    """Cuts the source into parts, or reads the existing plan.
 
-    Where files have changed since, those are cut again; indices, and a BPE that was
-    trained on the source, are removed.
+    If files have changed since, cuts those again, and removes the indices and a BPE
+    that was trained on the source.
 
     Raises:
         config_lib.InputError: the folder was begun with other settings, or of another
@@ -96,10 +96,10 @@ def make(
 
 
 def require_unchanged(config: config_lib.PrepareConfig, plan: Plan) -> None:
-    """Checks at the end that the source is still what the plan was made for.
+    """Checks at the end that the files of the source are still those of the plan.
 
     Raises:
-        config_lib.InputError: it is not.
+        config_lib.InputError: some have changed.
     """
     changed = _changed(plan.files, inputs.files_of(config))
     if changed:
@@ -126,7 +126,7 @@ def _warn_of_others(config: config_lib.PrepareConfig) -> None:
 
 
 def _settings(config: config_lib.PrepareConfig) -> dict[str, Any]:
-    """Returns what decides on the rows, but for the content of the source."""
+    """Returns the settings that determine the rows."""
     settings: dict[str, Any] = {"version": VERSION, **dataclasses.asdict(config)}
     del settings["source"]
     if config.tokenizer in tokenizer_lib.BPE_NAMES:
@@ -157,7 +157,7 @@ def _read(path: pathlib.Path) -> Plan:
 
 
 def _changed(before: Sequence[inputs.File], now: Sequence[inputs.File]) -> list[str]:
-    """Names of the files that have come, gone or changed."""
+    """Returns the names of files that are new, missing or changed."""
     return sorted({name for name, *_ in set(before) ^ set(now)})
 
 
@@ -168,7 +168,7 @@ def _require_same(
     source: str,
     changed: Sequence[str],
 ) -> None:
-    """A preparation goes on with its settings, and with its source as it is now."""
+    """Checks that a preparation resumes with its own settings and source."""
     there = before.settings
     differing = [
         f"{key}: {there.get(key, 'absent')} there, {settings.get(key, 'absent')} here"
@@ -186,7 +186,7 @@ def _require_same(
 
 
 def _listed(names: Sequence[str], separator: str) -> str:
-    """The first few."""
+    """Returns the first few names, and the number of the others."""
     more = [f"and {len(names) - _MAX_SHOWN} more"] * (len(names) > _MAX_SHOWN)
     return separator.join([*names[:_MAX_SHOWN], *more])
 
@@ -197,13 +197,13 @@ def _parts(
     cut: Mapping[str, list[formats.Span]],
     num_workers: int,
 ) -> tuple[part_lib.Part, ...]:
-    """Neighbouring spans together have about shard_mib, so that a worker holds them.
+    """Joins neighbouring spans into parts of about shard_mib, which fit into memory.
 
     Args:
         config: the settings.
-        files: of the source.
-        cut: spans of those files that are cut already.
-        num_workers: processes.
+        files: the files of the source.
+        cut: spans of the files that are already cut.
+        num_workers: number of processes.
     """
     limit = int(config.shard_mib * _MIB)
     if config.source == inputs.PYTHON:

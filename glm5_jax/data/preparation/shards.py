@@ -1,4 +1,4 @@
-"""Packed rows as records of ArrayRecord files, and as a sequence read from them."""
+"""Shards: packed rows written as records of ArrayRecord files, and read back."""
 
 import bisect
 import dataclasses
@@ -17,7 +17,7 @@ from glm5_jax import config, files
 from glm5_jax.data.rows import packing
 
 SUFFIX = ".array_record"
-# A record is a chunk with a checksum of its own, which reading it checks.
+# Each record is a chunk with its own checksum, which reading checks.
 _WRITER_OPTIONS = "group_size:1"
 _ALL_TRAINED, _MASKED = 0, 1
 _OTHER_FILES = 256  # that a process has open
@@ -29,15 +29,15 @@ class Shard:
     """A file of rows.
 
     Attributes:
-        name: of the file.
-        rows: how many it has.
-        size: of the file in bytes.
-        sha256: of its content.
-        targets: trained ones.
-        num_bytes: of UTF-8, that the trained targets stand for.
-        filled: places that are no padding.
-        ends: SHA-256 of its first and last bytes: what a start of a training run can
-            afford to read of every shard. "": an earlier version did not say.
+        name: name of the file.
+        rows: number of rows.
+        size: size of the file in bytes.
+        sha256: SHA-256 of its content.
+        targets: number of trained targets.
+        num_bytes: UTF-8 bytes of the trained targets.
+        filled: number of tokens that are not padding.
+        ends: SHA-256 of its first and last bytes, which every training run can afford
+            to check at its start; "" if an earlier version wrote the shard.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Shard:
     ends: str = ""
 
     def require_plain_name(self) -> None:
-        """Raises ValueError where its name leads to another folder, or to no shard."""
+        """Raises ValueError if its name leads to another folder, or to no shard."""
         if not re.fullmatch(rf"[\w-]+{re.escape(SUFFIX)}", self.name, re.ASCII):
             raise ValueError(f"{self.name!r} is no name of a shard")
 
 
 class ShardRows:
-    """The rows of several shards one after the other; only what is asked for is read.
+    """The rows of several shards in order; reads only the requested rows.
 
     Any number of threads may read.
     """
@@ -69,10 +69,10 @@ class ShardRows:
         eos_id: int,
         sequence_length: int,
     ) -> None:
-        """Checks that the files are there, by their sizes and their ends.
+        """Checks the sizes and the ends of the files.
 
         Raises:
-            config.InputError: one is not.
+            config.InputError: a file is missing or differs.
         """
         for shard in shards:
             _require_whole(folder, shard)
@@ -85,14 +85,14 @@ class ShardRows:
         )
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Returns the number of rows."""
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> packing.Row:
-        """Row `index`; one beyond the last is all padding.
+        """Returns row `index`; rows after the last are padding.
 
         Raises:
-            config.DamagedError: it is not what was written.
+            config.DamagedError: the row fails its checksum.
         """
         record = _EMPTY
         if index < len(self):
@@ -110,11 +110,11 @@ class ShardRows:
 def write(
     path: pathlib.Path, rows: Iterable[packing.Row], pieces: Sequence[int]
 ) -> Shard:
-    """Writes rows into a new file, which is there whole or not at all.
+    """Writes rows into a new file, atomically.
 
     Args:
-        path: of the file.
-        rows: what packing makes.
+        path: path of the file.
+        rows: packed rows.
         pieces: UTF-8 bytes of each token id.
     """
     num_rows = targets = num_bytes = filled = 0
@@ -134,7 +134,7 @@ def write(
                 num_bytes += int(sizes[row["targets"][is_trained]].sum())
                 filled += int((row["segment_ids"] > 0).sum())
             writer.close()
-        except RuntimeError as error:  # a full disk, say
+        except RuntimeError as error:  # such as a full disk
             raise OSError(f"{path} cannot be written: {error}") from error
 
     files.write_atomically(path, write_to)
@@ -151,13 +151,13 @@ def write(
 
 
 def digest(path: pathlib.Path) -> str:
-    """SHA-256 of a file."""
+    """Returns the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def ends(path: pathlib.Path) -> str:
-    """SHA-256 of the first and the last bytes of a file."""
+    """Returns the SHA-256 of the first and last bytes of a file."""
     with path.open("rb") as file:
         first = file.read(_END_BYTES)
         file.seek(max(file.seek(0, os.SEEK_END) - _END_BYTES, 0))
@@ -165,12 +165,12 @@ def ends(path: pathlib.Path) -> str:
 
 
 def encode(row: packing.Row) -> bytes:
-    """A row in few bytes: of each document its length and its tokens with one more.
+    """Encodes a row: for each document its length, its tokens, and one more.
 
-    Targets are the tokens after, so that the last of a document is all that is added.
+    Targets are the next tokens, so only the last target of a document is added.
     Little-endian: version of the mask (uint16), bytes of an id (uint16), documents
-    (uint32), their lengths (uint32), ids (uint16 or uint32), and the mask bit by bit
-    where not every target is trained.
+    (uint32), their lengths (uint32), ids (uint16 or uint32), and the mask in bits if
+    some targets are not trained.
     """
     segments = row["segment_ids"]
     used = int((segments > 0).sum())
@@ -187,14 +187,14 @@ def encode(row: packing.Row) -> bytes:
 
 
 def decode(record: bytes, sequence_length: int, eos_id: int) -> packing.Row:
-    """The row that `encode` made a record of."""
+    """Decodes a row that `encode` wrote."""
     is_masked, width = np.frombuffer(record, "<u2", 2)
     num_segments = int(np.frombuffer(record, "<u4", 1, 4)[0])
     lengths = np.frombuffer(record, "<u4", num_segments, 8).astype(np.int64)
     used, offset = int(lengths.sum()), 8 + 4 * num_segments
     ids = np.frombuffer(record, f"<u{width}", used + num_segments, offset)
     ends = np.cumsum(lengths)
-    # A document of n places has n + 1 ids: the last is no token, the first no target.
+    # A document of n tokens has n + 1 ids: the last is no token, the first no target.
     is_last = np.zeros(ids.size, bool)
     is_last[ends + np.arange(num_segments)] = True
     is_first = np.zeros(ids.size, bool)
@@ -226,7 +226,7 @@ _EMPTY = np.array([_ALL_TRAINED, 2, 0, 0], "<u2").tobytes()
 
 @dataclasses.dataclass  # not frozen: their protocol has mutable attributes
 class _Instruction:
-    """A whole file of which the length is known, as ArrayRecord asks for it."""
+    """A whole file of known length, in the form that ArrayRecord takes."""
 
     filename: str
     skip: int
@@ -253,7 +253,7 @@ def _require_whole(folder: pathlib.Path, shard: Shard) -> None:
 
 
 def _allow_open_files(count: int) -> None:
-    """Rows come from everywhere, so every shard stays open."""
+    """Raises the limit of open files: rows come in random order, so all stay open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_FILES
     if soft < wanted:

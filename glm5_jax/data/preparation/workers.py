@@ -1,4 +1,4 @@
-"""Tasks of a preparation, by this process or by several that end with it."""
+"""Runs tasks in this process, or in worker processes that end with it."""
 
 import multiprocessing
 import os
@@ -18,10 +18,10 @@ _Result = TypeVar("_Result")
 def results(
     function: Callable[[_Task], _Result], tasks: Sequence[_Task], num_workers: int
 ) -> Iterator[_Result]:
-    """Yields what a top-level function of a module gives, in the order of the tasks.
+    """Yields the results of a module-level function, in the order of the tasks.
 
     Raises:
-        RuntimeError: a worker has died.
+        RuntimeError: a worker died.
     """
     num_workers = min(num_workers, len(tasks))
     if num_workers <= 1:
@@ -42,7 +42,7 @@ def results(
 
 
 def bar(label: str, num_bytes: int, *, is_shown: bool = True) -> tqdm.tqdm:
-    """A progress bar in bytes, where the output is a terminal."""
+    """Returns a progress bar in bytes, shown only on a terminal."""
     return tqdm.tqdm(
         desc=label,
         total=num_bytes,
@@ -53,7 +53,7 @@ def bar(label: str, num_bytes: int, *, is_shown: bool = True) -> tqdm.tqdm:
 
 
 def _begin() -> None:
-    """Gives the tokenizer one thread, and the worker no life without the parent."""
+    """Gives the tokenizer one thread, and ends the worker when its parent dies."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     assert parent is not None
