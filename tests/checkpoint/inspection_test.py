@@ -146,8 +146,8 @@ class CommandTest(faults_test.FaultsTestCase):
             self.run_command(checkpoint=one, prune=True, keep=1)
 
     def test_sizes_in_words(self):
-        sizes = [inspection.bytes_text(x) for x in (0, 999, 1234, 9330000, 89 * 10**11)]
-        self.assertEqual(sizes, ["0 B", "999 B", "1.23 kB", "9.33 MB", "8.9 TB"])
+        sizes = [inspection.bytes_text(x) for x in (0, 999, 1000, 9330000, 89 * 10**11)]
+        self.assertEqual(sizes, ["0 B", "999 B", "1 kB", "9.33 MB", "8.9 TB"])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore
 from absl.testing import parameterized
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -71,6 +72,31 @@ class ChunksTest(steps.StepsTestCase):
         steps.assert_same(got, params)
         got = manager_lib.restore_params(self.folder, steps.abstract(params))
         steps.assert_same(got, params)
+
+
+class CacheTest(steps.StepsTestCase):
+    def test_windows_of_one_chunk_decode_it_once(self):
+        """Its three layers are read one by one."""
+        path = (*LAYER, "mlp", "gate")
+        values = np.random.default_rng(0).random((3, 256, 256), np.float32)
+        params = leaves_lib.unflatten({path: jnp.asarray(values)})
+        manager = self.open()
+        manager.save(1, {"params": params, "step": jnp.int32(1)}, {})
+        manager.close()
+        with mock.patch.object(step_windows, "_CACHE_BYTES", 0):
+            leaf = step_windows.open_params(self.step_folder(1), params)[path]
+        self.assertEqual(leaf.chunk_bytes, values.nbytes)
+
+        def bytes_read():
+            name = "/tensorstore/kvstore/file/bytes_read"
+            (metric,) = tensorstore.experimental_collect_matching_metrics(name)
+            return metric["values"][0]["value"]
+
+        before = bytes_read()
+        for layer in range(3):
+            window = (slice(layer, layer + 1), slice(0, 256), slice(0, 256))
+            np.testing.assert_array_equal(leaf.read(window), values[window])
+        self.assertLess(bytes_read() - before, 2 * values.nbytes)
 
 
 class Glm5Test(parameterized.TestCase):

@@ -15,12 +15,14 @@ from absl.testing import parameterized
 from glm5_jax import config
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.preparation import index as index_lib
-from glm5_jax.data.preparation import inputs, prepare, shards, workers
+from glm5_jax.data.preparation import inputs, plan, prepare, shards, workers
 from glm5_jax.data.sources import documents as documents_lib
 from tests import environment, runs
 from tests.data import corpora
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+# Of the 40 numbers as documents: another one makes every part anew.
+SOURCE_SHA256 = "333e4f5f5aa6e2234e2d73c0584e29b26f3181b37bd26eb7f3bc6b53aa8c593f"
 
 
 def rows_of(folder, side="train"):
@@ -332,6 +334,25 @@ class ErrorTest(parameterized.TestCase):
         with self.assertRaisesRegex(config.InputError, "a.jsonl cannot be read: No"):
             corpora.make_prepared(folder / "corpus", folder / "rows")
         self.assertFalse((folder / "rows").exists())
+
+    def test_records_of_before_hold_for_the_same_documents(self):
+        """Their digest depends on how many documents are read at once."""
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        (folder / "corpus").mkdir()
+        lines = "".join(f'{{"text": "{i}"}}\n' for i in range(40))
+        (folder / "corpus" / "a.jsonl").write_text(lines)
+        corpora.make_prepared(folder / "corpus", folder / "rows", shard_mib=1.0)
+        record = json.loads((folder / "rows" / "parts" / "00000.json").read_text())
+        self.assertEqual(record["documents"], 40)
+        self.assertEqual(record["source_sha256"], SOURCE_SHA256)
+
+    def test_the_corpus_of_python_is_one_part(self):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        files = [(inputs.PYTHON, 7, "0" * 64)]
+        (part,) = plan.make(corpora.settings("python"), folder, files, 1).parts
+        (span,) = part.spans
+        self.assertEqual((span.path, span.start, span.stop), (inputs.PYTHON, 0, 7))
+        self.assertEqual(part.files, tuple(files))
 
     def test_command(self):
         folder = self.create_tempdir().full_path

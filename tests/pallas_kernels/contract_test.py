@@ -9,7 +9,7 @@ import numpy as np
 from absl.testing import parameterized
 
 import pallas_kernels as pk
-from pallas_kernels import selection
+from pallas_kernels import contract, selection
 from tests import environment
 from tests.pallas_kernels import sparse_mla_gpu_test
 
@@ -243,6 +243,14 @@ class EmptyTest(parameterized.TestCase):
             self.assertEqual([len(y[0]) for y in decoded], [0, 0])
             empty = x | {"x": jnp.zeros((0, 16)), "sizes": jnp.zeros(3, jnp.int32)}
             self.assertEqual(grouped_matmul(empty).shape, (0, 32))
+
+
+class ValueDimTest(parameterized.TestCase):
+    @parameterized.parameters((1, True), (192, True), (0, False), (193, False))
+    def test_values_are_some_or_all_of_a_row(self, size, is_right):
+        wrong = self.assertRaisesRegex(ValueError, f"in 1 .. 192, got {size}")
+        with contextlib.nullcontext() if is_right else wrong:
+            contract.value_dim("op", size, 192)
 
 
 class ClampTest(parameterized.TestCase):

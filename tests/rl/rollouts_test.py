@@ -66,7 +66,8 @@ class Scripted:
 
     def task(self, split, seed, index):
         messages = ({"role": "user", "content": f"task {index}"},)
-        return protocol.Task(str(index), messages, pays_when_cut=self.pays_when_cut)
+        pays = {"pays_when_cut": True} if self.pays_when_cut else {}  # not by default
+        return protocol.Task(str(index), messages, **pays)
 
     def environment(self):
         return _Environment(self)

@@ -25,7 +25,7 @@ from glm5_jax.data.sources import formats
 
 TOKENIZER = "tokenizer.json"
 RECORDS = "parts"
-_DOCUMENTS_AT_ONCE = 32  # in one call of the tokenizer
+_DOCUMENTS_AT_ONCE = 32  # tokenized together; a record's source_sha256 depends on it
 
 
 @dataclasses.dataclass(frozen=True)
