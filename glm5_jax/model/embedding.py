@@ -1,4 +1,4 @@
-"""From ids to vectors, of a table whose words may lie on several devices."""
+"""Looks up the embeddings of ids; several devices may share the table's words."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -12,13 +12,13 @@ def embed(
     config: config_lib.ModelConfig,
     tokens: Int[Array, "B T"],
 ) -> Float[Array, "B T D"]:
-    """Rows of the table [V, D], of which a device may have a part.
+    """Looks up rows of the table [V, D], of which a device may hold a part.
 
-    Devices that share the words look up each other's tokens, as far as they have them,
-    and sum what they found, in the activations' dtype.
+    Devices that share the vocabulary look up each other's tokens in their own parts,
+    and sum the results in the activations' dtype.
     """
     table = collectives.fetched(table, ("V", "D"), config.dtype)
-    table = table.astype(jnp.float32)  # so its gradient's sums: words come up often
+    table = table.astype(jnp.float32)  # gradients of frequent words sum in float32
     if collectives.size(collectives.WORDS) == 1:
         return table[tokens].astype(config.dtype)
     ids = collectives.gather(tokens, collectives.WORD_ROWS, 0)

@@ -22,7 +22,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import layers
 from pallas_kernels import dispatch
 
-FEW_TOKENS = 32  # for which reading an expert's weights costs more than using them
+FEW_TOKENS = 32  # up to here, reading an expert's weights costs more than using them
 _AXES = ("expert",)
 
 
@@ -33,35 +33,35 @@ def run(
     chosen: Int[Array, "B T K"],
     gates: Float[Array, "B T K"],
 ) -> Float[Array, "B T D"]:
-    """Sum of each token's experts, weighted by their gates.
+    """Sums each token's experts, weighted by their gates.
 
     Args:
-      params: of the experts, on a mesh those of this device.
+      params: of the experts; on a mesh those on this device.
       config: of the model.
       x: hidden states.
-      chosen: experts of each token, all different; n_routed_experts for none.
-      gates: their weights.
+      chosen: experts of each token, all different; n_routed_experts means none.
+      gates: weights of the chosen experts.
     """
     rows = x.reshape(-1, x.shape[-1])
     chosen, gates = (y.reshape(len(rows), -1) for y in (chosen, gates))
     is_decoding = x.shape[1] == 1 and len(x) <= FEW_TOKENS
-    is_decoding &= not config.batch_invariant  # it sums in another order
+    is_decoding &= not config.batch_invariant  # decoding sums in another order
     is_here = collectives.size((*_AXES, *collectives.SHARES)) == 1
     if is_decoding and is_here and dispatch.platform() == "cpu":
         return in_turn(params, rows, chosen, gates).reshape(x.shape)
     way = grouped
     if collectives.size(_AXES) > 1:
         way = {"gather": by_gather, "exchange": by_exchange}[config.expert_transport]
-    if x.shape[1] > 1:  # a batch to train on divides, other texts may not
+    if x.shape[1] > 1:  # prompts of any length may not divide
         way = _in_chunks(way, math.gcd(config.expert_chunks, len(rows)))
     y = way(params, rows, chosen, gates)
     return collectives.total(y, collectives.SHARES).reshape(x.shape)
 
 
 def _in_chunks(way: Callable[..., Array], num_chunks: int) -> Callable[..., Array]:
-    """The same for one part of the tokens after the other: buffers are as much smaller.
+    """Runs the experts on one part of the tokens after another, with smaller buffers.
 
-    The backward pass computes each part again, and adds its gradients to the weights'.
+    The backward pass recomputes each part and adds its gradients to the weights'.
     """
     if num_chunks == 1:
         return way
@@ -80,7 +80,7 @@ def by_gather(
     chosen: Int[Array, "t K"],
     gates: Float[Array, "t K"],
 ) -> Float[Array, "t D"]:
-    """Devices see each other's tokens and sum what they made of them."""
+    """Gathers all tokens of the group, and sums the devices' results."""
     x, chosen, gates = (collectives.gather(y, _AXES, 0) for y in (x, chosen, gates))
     first = collectives.index(_AXES) * len(params["gate_proj"])
     y = grouped(params, x, chosen - first, gates)
@@ -93,14 +93,14 @@ def by_exchange(
     chosen: Int[Array, "t K"],
     gates: Float[Array, "t K"],
 ) -> Float[Array, "t D"]:
-    """Rows travel to the devices of their experts and back."""
+    """Sends rows to the devices of their experts, and the results back."""
     num_devices, num_here = collectives.size(_AXES), len(params["gate_proj"])
     num_experts, per_token = num_devices * num_here, chosen.shape[-1]
     order, position = _sorted(chosen.reshape(-1), num_experts + 1)
     position = position.reshape(chosen.shape)
     rows = _spread(x, order // per_token, position)
-    # counts[i, e]: rows of device i for expert e; sizes[i, j]: from device i to j. What
-    # goes to no expert lies behind, stays here and comes back as zeros.
+    # counts[i, e]: rows of device i for expert e; sizes[i, j]: rows from device i to j.
+    # Rows without an expert come last, stay on this device, and give zeros.
     counts = jnp.bincount(chosen.reshape(-1), length=num_experts + 1)[:num_experts]
     counts = collectives.gather(counts[None], _AXES, 0)
     sizes = jnp.sum(counts.reshape(num_devices, num_devices, num_here), axis=2)
@@ -129,7 +129,7 @@ def grouped(
 ) -> Float[Array, "t D"]:
     """Sorts the t * K rows by expert, runs the grouped SwiGLU, and sums them back.
 
-    Rows of experts that are not among the parameters' come last, and give zeros.
+    Rows of experts on other devices come last and give zeros.
     """
     num_experts, per_token = len(params["gate_proj"]), chosen.shape[-1]
     is_here = (chosen >= 0) & (chosen < num_experts)
@@ -148,9 +148,9 @@ def in_turn(
     chosen: Int[Array, "t K"],
     gates: Float[Array, "t K"],
 ) -> Float[Array, "t D"]:
-    """The same for a few tokens: each expert that any of them chose sees them all.
+    """Runs every chosen expert on all of a few tokens, one expert after another.
 
-    On a CPU a decoding step spends its time on reading weights, and on overheads.
+    On a CPU, a decoding step spends its time on reading weights and on overheads.
     """
     gates_Et = jnp.zeros((params["gate_proj"].shape[0], x.shape[0]), x.dtype)
     gates_Et = gates_Et.at[chosen, jnp.arange(x.shape[0])[:, None]].set(gates)
@@ -171,7 +171,7 @@ def _swiglu(
     sizes: Int[Array, " E"],
     gates: Float[Array, " M"] | None = None,
 ) -> Float[Array, "M D"]:
-    """Each group of rows through its expert."""
+    """Runs each group of rows through its expert."""
     gate = pallas_kernels.grouped_matmul(rows, params["gate_proj"], sizes)
     up = pallas_kernels.grouped_matmul(rows, params["up_proj"], sizes)
     hidden = jax.nn.silu(gate) * up
@@ -183,13 +183,13 @@ def _swiglu(
 def _sorted(
     keys: Int[Array, " M"], num_keys: int
 ) -> tuple[Int[Array, " M"], Int[Array, " M"]]:
-    """The stable order by key, and where each row went."""
+    """Returns the stable order by key, and the new place of each row."""
     order = _argsort(keys, num_keys)
     return order, jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
 
 
 def _argsort(chosen: Int[Array, " M"], num_experts: int) -> Int[Array, " M"]:
-    """Stable order by expert; one sort of packed keys where they fit 31 bits."""
+    """Returns the stable order by expert, sorting packed keys if they fit 31 bits."""
     size = chosen.size
     if size * num_experts >= 2**31:
         return jnp.argsort(chosen, stable=True)
@@ -202,7 +202,7 @@ def _argsort(chosen: Int[Array, " M"], num_experts: int) -> Int[Array, " M"]:
 def _spread(
     x: Float[Array, "t D"], source: Int[Array, " M"], position: Int[Array, "t K"]
 ) -> Float[Array, "M D"]:
-    """Row m is x[source[m]]; position[t] lists the rows of token t."""
+    """Returns rows x[source[m]]; position[t] lists the rows of token t."""
     return x.at[source].get(mode="promise_in_bounds")
 
 
@@ -210,7 +210,7 @@ def _spread(
 def _gather_sum(
     rows: Float[Array, "M D"], source: Int[Array, " M"], position: Int[Array, "t K"]
 ) -> Float[Array, "t D"]:
-    """Token t is the sum of rows[position[t]]."""
+    """Sums rows[position[t]] for each token t."""
     return jnp.sum(rows.at[position].get(mode="promise_in_bounds"), axis=1)
 
 
@@ -230,7 +230,7 @@ def _exchange(
 ) -> Float[Array, "room D"]:
     """Sends sizes[i, j] rows from device i to j.
 
-    They leave in the order of the receivers and arrive in that of the senders.
+    Rows leave in the order of their receivers and arrive in the order of their senders.
     """
     me = collectives.index(_AXES)
     sent, got = sizes[me], sizes[:, me]
@@ -240,7 +240,7 @@ def _exchange(
         landing = (jnp.cumsum(sizes, axis=0) - sizes)[me]
         offsets = starts, sent, landing, got
         return lax.ragged_all_to_all(rows, empty, *offsets, axis_name=_AXES[0])
-    # XLA on CPU has no ragged exchange: as many rows as there are go to everyone.
+    # XLA on CPU has no ragged exchange, so every device receives all rows.
     place = jnp.arange(len(rows))[None]
     pieces = rows[jnp.minimum(starts[:, None] + place, len(rows) - 1)]
     pieces = lax.all_to_all(pieces, _AXES[0], 0, 0)

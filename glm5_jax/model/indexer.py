@@ -22,7 +22,7 @@ K_NORM_EPS = 1e-6
 
 
 class Projections(NamedTuple):
-    """Queries, keys and head weights, of which an indexer computes its scores."""
+    """Queries, keys and head weights, from which an indexer computes its scores."""
 
     q: Float[Array, "B T I J"]  # rotated
     k: Float[Array, "B S J"]  # normalised and rotated
@@ -30,9 +30,9 @@ class Projections(NamedTuple):
 
 
 class Index(NamedTuple):
-    """An indexer's outputs, which layers without an indexer share (IndexShare)."""
+    """An indexer's outputs, which layers without an indexer reuse (IndexShare)."""
 
-    projections: Projections | None  # None where no loss and no cache needs them
+    projections: Projections | None  # None if neither a loss nor a cache needs them
     selection: selection_lib.Selection
 
     def without_projections(self) -> "Index":
@@ -114,9 +114,9 @@ def select(
 
 
 def selects(config: config_lib.ModelConfig, num_keys: int) -> bool:
-    """Returns whether attention reads only selected ones of at most `num_keys` keys.
+    """Returns whether attention over `num_keys` keys reads only selected ones.
 
-    Batch-invariant attention always does: over all keys it would have another form.
+    Batch-invariant attention always selects, so that it has only one form.
     """
     has_choice = bool(config.batch_invariant) or config.index_topk < num_keys
     return config.attention == "sparse" and has_choice

@@ -1,10 +1,10 @@
-"""Initial values of parameters: as sharded as they are kept, the same on every mesh.
+"""Draws initial parameters: each device its own shard, the same values on any mesh.
 
-Random bits are a function of the key and of an element's place in its array
-(jax_threefry_partitionable), so each device draws its own part alone. That holds for an
-array that is drawn in the shape that it is kept in; what is drawn as one flat array and
-cut afterwards exists whole on every device. A draw takes a second to compile, so small
-arrays are drawn together and large ones alone.
+Random bits depend only on the key and an element's place in its array
+(jax_threefry_partitionable), so each device can draw its shard alone. This needs an
+array drawn in its final shape: one drawn flat and cut afterwards would exist whole on
+every device. A draw takes a second to compile, so small arrays are drawn together, and
+only large ones one by one.
 """
 
 import math
@@ -18,13 +18,13 @@ from glm5_jax import config as config_lib
 from glm5_jax import sharding
 from glm5_jax.model import layers
 
-LARGE = 2**21  # elements: 8 MiB, of which a device may have some copies
+LARGE = 2**21  # elements: 8 MiB, small enough for some copies on a device
 
 
 def values(
     params: Iterable[layers.Param], config: config_lib.ModelConfig, key: Array
 ) -> list[Array]:
-    """An array for each entry of the table of parameters, in their order."""
+    """Returns an array for each entry of the parameter table, in its order."""
     params = list(params)
     out: dict[int, Array] = {
         i: jnp.full(param.shape, param.fill, param.dtype(config))
@@ -33,7 +33,7 @@ def values(
     }
     with jax.threefry_partitionable(True):
         for number, pack in enumerate(_packs(params)):
-            # The first has the key itself: small models are one pack.
+            # The first pack uses the key itself: small models are a single pack.
             own = jax.random.fold_in(key, number) if number else key
             drawn = _normals([params[i].shape for i in pack], own)
             for i, normal in zip(pack, drawn, strict=True):
@@ -43,7 +43,7 @@ def values(
 
 
 def _packs(params: list[layers.Param]) -> list[list[int]]:
-    """Groups what is drawn at once: large ones alone, small ones up to as many."""
+    """Groups arrays to draw together: large ones alone, small ones up to LARGE."""
     packs: list[list[int]] = [[]]
     alone: list[list[int]] = []
     size = 0
@@ -63,11 +63,11 @@ def _packs(params: list[layers.Param]) -> list[list[int]]:
 
 
 def _normals(shapes: list[tuple[int, ...]], key: Array) -> list[Array]:
-    """Standard normals, float32."""
+    """Draws standard normals, float32."""
     if len(shapes) == 1:
         return [jax.random.normal(key, shapes[0])]
     sizes = [math.prod(shape) for shape in shapes]
-    # Every device makes the few of a pack whole: to cut them otherwise is to send them.
+    # Every device draws a pack whole, since resharding would send it.
     flat = sharding.constrained(jax.random.normal(key, (sum(sizes),)), ("M",))
     out, start = [], 0
     for shape, size in zip(shapes, sizes, strict=True):

@@ -1,18 +1,18 @@
 """Batch invariance: a token's numbers do not depend on what is computed beside it.
 
-In bfloat16 two programs of the same mathematics round differently, and a hidden state
-that is rounded differently gets other scores: whole rows in training and single tokens
-in decoding chose other keys for 5% of a trained model's tokens. With
-model.batch_invariant they choose the same, because
+In bfloat16, two programs of the same mathematics round differently, so that hidden
+states get different scores. Whole rows in training and single tokens in decoding then
+chose different keys for 5% of a trained model's tokens. With model.batch_invariant they
+choose the same keys, because
 
 1. attention has one form, the latent one over listed keys (indexer.py);
-2. experts are computed in one way, and no product has a single row, for which XLA on
-   CPU adds up in another order (experts.py, cached.py);
-3. the compiler rounds every result where the program says so. By default XLA may keep
-   float32 between two operations that it fuses, and it fuses by shapes.
+2. experts are computed in one way, and no product has a single row, which XLA on CPU
+   would sum in another order (experts.py, cached.py);
+3. the compiler rounds every result where the program does. By default XLA may keep
+   float32 between two fused operations, and which ones it fuses depends on shapes.
 
-On CPU the numbers are then the same bit for bit. docs/design/0010-batch-invariance.md
-has the measurements, what is known of other chips, and what it costs there.
+On CPUs the numbers are then equal bit for bit. docs/design/0010-batch-invariance.md has
+the measurements, and what is known about other chips and the cost there.
 """
 
 import functools
@@ -25,14 +25,14 @@ from glm5_jax import config as config_lib
 
 _OPTIONS = {
     "xla_allow_excess_precision": False,
-    # YNNPACK adds up rows in an order that depends on their number. For CPUs alone;
-    # compilers for other chips ignore it.
+    # YNNPACK sums rows in an order that depends on their number. Compilers for chips
+    # other than CPUs ignore this option.
     "xla_cpu_experimental_ynn_fusion_type": "",
 }
 
 
 def compiler_options(config: config_lib.ModelConfig) -> dict[str, Any] | None:
-    """Returns what `jax.jit` needs to compile a program of the model as it asks."""
+    """Returns the compiler options for programs of the model, or None."""
     return dict(_OPTIONS) if config.batch_invariant else None
 
 

@@ -1,4 +1,4 @@
-"""Norms, the gated feed-forward layer, and how parameters are declared."""
+"""Norms, the gated feed-forward layer, and declarations of parameters."""
 
 import dataclasses
 import math
@@ -64,7 +64,7 @@ def bias(size: int, dim: str) -> Param:
 
 
 def cast(params: Any, table: Any, dtype: str) -> Any:
-    """Parameters in the dtype that they are computed in."""
+    """Casts parameters to their dtypes of computation."""
 
     def to(param: Param, x: Array) -> Array:
         return x.astype(jnp.float32 if param.is_float32 else dtype)
@@ -73,7 +73,7 @@ def cast(params: Any, table: Any, dtype: str) -> Any:
 
 
 def fetched(params: Any, table: Any, dtype: str) -> Any:
-    """`cast`, then joined with what other devices store of them."""
+    """Casts parameters, then gathers their shards from other devices."""
 
     def join(param: Param, x: Array) -> Array:
         return collectives.fetched(x, param.dims)
@@ -83,11 +83,10 @@ def fetched(params: Any, table: Any, dtype: str) -> Any:
 
 
 def rematerialized(function: Callable, policy: config_lib.RematPolicy) -> Callable:
-    """The body of a scan, whose backward pass computes again what it did not keep.
+    """Wraps the body of a scan, so that its backward pass recomputes what is not kept.
 
-    "none" keeps everything, "full" the inputs alone, "offload" these in the host's
-    memory, "dots" the results of matrix products and kernels: what is cheap to compute
-    and large to keep goes.
+    "none" keeps everything, "full" only the inputs, "offload" keeps these in host
+    memory, and "dots" keeps the results of matrix products and kernels.
     """
     if policy == "none":
         return function
@@ -95,7 +94,7 @@ def rematerialized(function: Callable, policy: config_lib.RematPolicy) -> Callab
 
 
 def named_input(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The input of a scan's body, as the policy "offload" knows it."""
+    """Names the input of a scan's body for the policy "offload"."""
     return checkpoint_name(x, _INPUT)
 
 
@@ -107,8 +106,9 @@ def linear(
 ) -> Float[Array, "*output"]:
     """Contracts the last `num_in` dims of x with the first of w.
 
-    On CPU as one product of two matrices: XLA lays out the gradient of a product with
-    several free dims so that it takes twice as long (117 ms against 57, docs/log.md).
+    It is one product of two matrices, since XLA on CPU lays out the gradient of a
+    product with several free dims so that it takes twice as long (117 against 57 ms,
+    docs/log.md).
     """
     free = x.ndim - num_in
     if dispatch.platform() != "cpu":
@@ -124,9 +124,9 @@ def linear_to(
     x: Float[Array, "*input"],
     w: Float[Array, "*weight"],
 ) -> Float[Array, "*output"]:
-    """Product with some columns of w: `arrange` takes and orders them.
+    """Multiplies x by some columns of w, which `arrange` selects and orders.
 
-    It is applied to w or, in decoding, to the product: to what has fewer rows.
+    `arrange` is applied to w, or in decoding to the product, whichever has fewer rows.
     """
     if math.prod(x.shape[:-1]) < w.shape[0]:
         return arrange(linear(x, w))
@@ -136,7 +136,7 @@ def linear_to(
 def rms_norm(
     x: Float[Array, "*n D"], weight: Float[Array, " D"], eps: float
 ) -> Float[Array, "*n D"]:
-    """Divides x by its root mean square, in float32: bfloat16 squares are coarse."""
+    """Divides x by its root mean square, in float32: bfloat16 squares are inexact."""
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return (y * _last(weight, y)).astype(x.dtype)
@@ -148,7 +148,7 @@ def layer_norm(
     shift: Float[Array, " D"],
     eps: float,
 ) -> Float[Array, "*n D"]:
-    """(x - mean) / std * weight + shift, in float32."""
+    """Computes (x - mean) / std * weight + shift, in float32."""
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
@@ -156,12 +156,12 @@ def layer_norm(
 
 
 def _last(vector: Float[Array, " D"], x: Float[Array, "*n D"]) -> Array:
-    """The vector with the rank of x."""
+    """Gives a vector the rank of x."""
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
 def swiglu_table(hidden: int, width: int) -> dict[str, Param]:
-    """Parameters of `swiglu`."""
+    """Declares the parameters of `swiglu`."""
     return {
         "gate_proj": Param((hidden, width), ("D", "F")),
         "up_proj": Param((hidden, width), ("D", "F")),
@@ -170,7 +170,7 @@ def swiglu_table(hidden: int, width: int) -> dict[str, Param]:
 
 
 def swiglu(params: dict[str, Array], x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-    """W_down (silu(W_gate x) * W_up x)."""
+    """Computes W_down (silu(W_gate x) * W_up x)."""
     gate = jax.nn.silu(linear(x, params["gate_proj"]))
     y = linear(gate * linear(x, params["up_proj"]), params["down_proj"])
     return collectives.total(y, collectives.SHARES)

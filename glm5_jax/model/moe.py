@@ -1,8 +1,8 @@
 """Mixture of experts with loss-free balance (DeepSeek-V3, arXiv 2412.19437; GLM-4.5).
 
 s = sigmoid(W_g x); the token's experts are the top-k of s + b; their gates are s,
-normalised to sum to routed_scaling_factor. b is no gradient's parameter: it moves by
-a fixed step against the load. Dropless: every chosen expert sees its token.
+normalised to sum to routed_scaling_factor. b has no gradient: it moves by a fixed step
+against the load. Dropless: every chosen expert sees its token.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ class Routing(NamedTuple):
 
     experts: Int[Array, "B T K"]
     gates: Float[Array, "B T K"]
-    load: Float[Array, " E"]  # tokens each expert got: padding goes to none
+    load: Float[Array, " E"]  # tokens of each expert; padding has none
     balance: Float[Array, ""]  # sequence-level balance loss; 1 when even
 
 
 def table(config: config_lib.ModelConfig) -> dict:
-    """Parameters of one mixture."""
+    """Declares the parameters of one mixture of experts."""
     e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     params = {
         "gate": layers.Param((d, e), ("D", "E"), is_float32=True),
-        # It decides between close experts, and moves by less than bfloat16 can tell.
+        # The bias decides between close experts; its steps are too small for bfloat16.
         "e_score_correction_bias": dataclasses.replace(
             layers.bias(e, "E"), is_kept_float32=True
         ),
@@ -56,9 +56,9 @@ def route(
     is_token: Bool[Array, "B T"],
     experts: Int[Array, "B T K"] | None = None,
 ) -> Routing:
-    """Chooses experts and gates, in float32: a rounded score is another expert.
+    """Chooses experts and gates, in float32: rounded scores would choose differently.
 
-    Where `experts` are given, only the gates are computed, from today's scores.
+    With `experts` given, only the gates are computed, from the current scores.
     """
     exact = lax.Precision.HIGHEST
     logits = layers.linear(x.astype(jnp.float32), params["gate"], precision=exact)
@@ -97,15 +97,15 @@ def moe(
     is_token: Bool[Array, "B T"],
     chosen: Int[Array, "B T K"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Routing]:
-    """Sum of the chosen experts, weighted by their gates, and the shared expert.
+    """Sums the chosen experts, weighted by their gates, and the shared expert.
 
-    Padding has the shared expert alone.
+    Padding goes through the shared expert only.
     """
     with jax.named_scope("router"):
         routing = route(params, config, x, is_token, chosen)
     with jax.named_scope("experts"):
         gates = routing.gates.astype(x.dtype)
-        # Padding goes to none: all of it would choose the same ones.
+        # Padding has no experts: all of it would choose the same ones.
         none = config.n_routed_experts
         chosen = jnp.where(is_token[..., None], routing.experts, none)
         y = experts_lib.run(params["experts"], config, x, chosen, gates)
@@ -123,6 +123,6 @@ def updated_bias(
 
 
 def _grid(experts: Int[Array, "B T K"]) -> tuple[Array, Array, Array]:
-    """Indices (b, t, expert) that broadcast together."""
+    """Returns indices (b, t, expert) that broadcast together."""
     b, t, _ = experts.shape
     return jnp.arange(b)[:, None, None], jnp.arange(t)[None, :, None], experts

@@ -45,7 +45,7 @@ def steps(
     """Runs config.mtp_num_steps steps after `transformer.forward`.
 
     Near the end of a document the token ahead belongs to the next one; those
-    positions see only the past and the losses leave them out.
+    positions see only the past, and the losses skip them.
 
     Args:
       params: of `table`, as stored.

@@ -1,8 +1,8 @@
-"""Rotary positions, interleaved as GLM has them in attention and indexer alike.
+"""Rotary position embeddings, interleaved as in GLM's attention and indexer.
 
-GLM turns the pairs (x0, x1), (x2, x3), ... It costs less to permute the columns of
-the weights, which are few, than activations: with the even columns first, the pairs
-are (x_i, x_{i + R/2}) and a turn is two contiguous halves. Queries and keys are
+GLM rotates the pairs (x0, x1), (x2, x3), ... Permuting the few columns of the weights
+is cheaper than permuting activations: with the even columns first, the pairs are
+(x_i, x_{i + R/2}), and a rotation works on two contiguous halves. Queries and keys are
 permuted alike, so their products do not change.
 """
 
@@ -17,10 +17,10 @@ from pallas_kernels import tiles
 
 
 def frequencies(config: config_lib.ModelConfig) -> Float[np.ndarray, " r"]:
-    """Radians a token of each pair, float32, r = qk_rope_head_dim / 2.
+    """Returns each pair's rotation per token in radians, float32, r = R / 2.
 
-    theta^(-2i/dim); YaRN divides those of few turns by its factor (arXiv 2309.00071,
-    3.2), and lets a ramp over dims lead from these to the ones that it leaves.
+    The frequencies are theta^(-2i/dim). YaRN (arXiv 2309.00071, 3.2) divides the low
+    ones by its factor, keeps the high ones, and interpolates between them.
     """
     dim, theta = config.qk_rope_head_dim, config.rope_theta
     plain = theta ** (-np.arange(0, dim, 2) / dim)
@@ -45,23 +45,23 @@ def tables(
     frequencies: Float[np.ndarray, " r"],
     factor: float = 1.0,
 ) -> tuple[Float[Array, "B T r"], Float[Array, "B T r"]]:
-    """Cosines and sines of position * frequency, times a factor, float32."""
+    """Returns cos and sin of position * frequency, times a factor, float32."""
 
     def row(positions: Int[Array, " T"]) -> tuple[Array, Array]:
         angles = positions[:, None].astype(jnp.float32) * frequencies[None]
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
-    # What leaves a loop is an array: else XLA on CPU takes cosines at every use.
+    # A loop's result is an array: otherwise XLA on CPU recomputes cos at every use.
     return tiles.over_sequences(row, positions)
 
 
 def halves(weight: Float[Array, "*n R"]) -> Float[Array, "*n R"]:
-    """Columns (0, 2, ..., 1, 3, ...): pairs become two halves."""
+    """Permutes columns to (0, 2, ..., 1, 3, ...), so that pairs become two halves."""
     return jnp.concatenate([weight[..., ::2], weight[..., 1::2]], axis=-1)
 
 
 def rotate(x: Float[Array, "*n R"], cos: Array, sin: Array) -> Float[Array, "*n R"]:
-    """Turns the pairs (x_i, x_{i + R/2}); cos and sin broadcast against a half."""
+    """Rotates the pairs (x_i, x_{i + R/2}); cos and sin broadcast against a half."""
     a, b = jnp.split(x, 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     return turned.astype(x.dtype)

@@ -43,7 +43,7 @@ class Output(NamedTuple):
 
 
 def table(config: config_lib.ModelConfig) -> dict:
-    """The parameter tree: shape, logical dims and initialiser of every array."""
+    """Declares the parameters: shape, logical dims and initialiser of each array."""
     vocab, hidden = config.vocab_size, config.hidden_size
     params: dict[str, Any] = {"embed_tokens": layers.Param((vocab, hidden), ("V", "D"))}
     for g, group in enumerate(depth.layer_groups(config)):
@@ -66,22 +66,22 @@ def map_table(function: Any, tree: Any) -> Any:
 
 
 def param_dims(config: config_lib.ModelConfig) -> dict:
-    """Logical dims of every parameter, as the tree of parameters."""
+    """Returns the logical dims of every parameter, as a tree."""
     return map_table(lambda p: p.dims, table(config))
 
 
 def cast(params: dict, config: config_lib.ModelConfig) -> dict:
-    """Parameters in the dtypes that they are computed in.
+    """Casts parameters to their dtypes of computation.
 
     Matrices become config.dtype; norms, router and head weights float32. Gradients
-    with respect to these take half the room of those of float32 parameters, and are
-    as fine: what devices send each other of a matrix is in config.dtype anyway.
+    with respect to the cast parameters take half the memory of float32 ones and lose
+    nothing, since devices exchange matrices in config.dtype anyway.
     """
     return layers.cast(params, table(config), config.dtype)
 
 
 def abstract_params(config: config_lib.ModelConfig) -> dict:
-    """Shape and dtype of every parameter, without any array."""
+    """Returns shape and dtype of every parameter, without any array."""
     return map_table(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype(config)), table(config)
     )
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Logits of the next token at every position, float32."""
+        """Returns the logits of the next token at every position, float32."""
         params = {
             name: self.param(name, functools.partial(_init, self.config, entry))
             for name, entry in table(self.config).items()
@@ -109,12 +109,12 @@ class Transformer(nn.Module):
 
 
 def init_params(config: config_lib.ModelConfig, key: Array) -> dict:
-    """Initial parameters as a plain dict."""
+    """Returns initial parameters as a plain dict."""
     return nn.meta.unbox(_init(config, table(config), key))
 
 
 def _init(config: config_lib.ModelConfig, entry: Any, key: Array) -> Any:
-    """Boxed arrays of a table."""
+    """Returns the boxed arrays of a table."""
     params, tree = jax.tree.flatten(entry, is_leaf=_is_param)
     boxed = [
         nn.LogicallyPartitioned(value, names=param.dims)
@@ -150,15 +150,15 @@ def forward(
       segment_ids: document of each token, contiguous; 0 is padding. Default: one
         document a row.
       positions: of each token in its document. Default: 0, 1, 2, ...
-      context: replaces the two where a device has only a part of each row, of which it
-        cannot be made. Default: it is made here, of whole rows.
-      experts: those that each mixture's router chose before, in the stack's order, to
-        choose them again (router replay, arXiv 2510.11370). Default: it chooses.
+      context: replaces segment_ids and positions where a device holds only a part of
+        each row. Default: it is made here, from whole rows.
+      experts: experts that each mixture's router chose before, in the stack's order,
+        to use again (router replay, arXiv 2510.11370). Default: the router chooses.
       with_indexer_loss: computes each indexer's KL divergence.
       with_traces: returns every layer's output and what its queries read.
 
     Raises:
-      ValueError: if there is a context besides segment_ids or positions.
+      ValueError: both a context and segment_ids or positions are given.
     """
     if context is None:
         context = _whole_rows(config, tokens, segment_ids, positions)
@@ -212,10 +212,11 @@ def _whole_rows(
 def logits(
     params: dict, config: config_lib.ModelConfig, hidden: Float[Array, "B *n D"]
 ) -> Float[Array, "B *n V"]:
-    """Scores of every word, float32.
+    """Returns the score of every word, float32.
 
-    On a mesh, devices that share the vocabulary exchange their rows, score them with
-    their words, and send the scores back: B V numbers to a device, however many share.
+    On a mesh, devices that share the vocabulary exchange their rows, score them against
+    their own words, and send the scores back: B V numbers a device, for any number of
+    devices.
     """
     head = collectives.fetched(params["lm_head"], ("D", "V"), config.dtype)
     head = head.astype(config.dtype)
@@ -230,7 +231,7 @@ def logits(
 
 
 def kl_weights(config: config_lib.ModelConfig) -> np.ndarray:
-    """Share of each layer in the loss of the indexer that it uses.
+    """Returns the share of each layer in the loss of the indexer that it uses.
 
     An index used by m + 1 layers is trained against the mean of their attentions;
     1 / (m + 1) of each one's divergence has that gradient (arXiv 2603.12201).
