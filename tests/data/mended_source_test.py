@@ -100,12 +100,12 @@ class MendedSourceTest(runs.FolderTest):
 
     def test_files_that_are_not_read_are_named(self):
         (self.source / "more").mkdir()
-        (self.source / "more" / "a.jsonl.zst").write_bytes(b"compressed")
+        (self.source / "more" / "a.jsonl.xz").write_bytes(b"compressed")
         (self.source / ".hidden.csv").write_text("a,b")
         with self.assertLogs(level="WARNING") as logs:
             self.prepare()
         self.assertIn("1 files of the source are of other kinds", logs.output[0])
-        self.assertIn("are not read: more/a.jsonl.zst.", logs.output[0])
+        self.assertIn("are not read: more/a.jsonl.xz.", logs.output[0])
 
     def test_damage_is_found_in_a_file_that_was_touched(self):
         self.prepare()
