@@ -32,7 +32,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 384, "q_lora_rank": 128}
 
 CUT = """
 import sys
-from glm5_jax.checkpoint import huggingface_export
+from glm5_jax.weights import huggingface_export
 from glm5_jax.weights import loading
 config, params, _ = loading.load_model(sys.argv[1])
 huggingface_export.save_params(params, config, sys.argv[2], max_shard_bytes=100_000)

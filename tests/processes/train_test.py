@@ -31,7 +31,7 @@ MESHES = {
 # Part of a config file: the gradient of the fifth batch is not finite.
 SPOIL = """
 import numpy as np
-from glm5_jax.training import corpus
+from glm5_jax.training.feeds import corpus
 
 plain = corpus.Corpus.next
 

@@ -13,7 +13,7 @@ from tests import environment
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PROGRAM = """
 import os, sys
-from glm5_jax.training import host_memory
+from glm5_jax.training.run import host_memory
 print("started", flush=True)
 host_memory.restart_with_large_pages()
 print(os.environ["GLIBC_TUNABLES"], *sys.argv[1:])

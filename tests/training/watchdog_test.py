@@ -14,7 +14,7 @@ from tests import environment
 ROOT = pathlib.Path(__file__).parent.parent.parent
 HANGS = """
 import pathlib, sys, time
-from glm5_jax.training import watchdog
+from glm5_jax.training.run import watchdog
 
 def a_collective_that_never_ends():
     time.sleep(600)

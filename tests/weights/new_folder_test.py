@@ -14,7 +14,7 @@ from tests import environment
 ROOT = pathlib.Path(__file__).parent.parent.parent
 WRITER = """
 import sys, time
-from glm5_jax.checkpoint import new_folder
+from glm5_jax.weights import new_folder
 with new_folder.new_folder(sys.argv[1]) as partial:
     (partial / "half").write_text("of it")
     print(partial.name, flush=True)
