@@ -1,14 +1,14 @@
-"""Compiles a program for TPUs that are not there, and says what it needs and costs.
+"""Compiles a program for TPUs that this machine lacks: its memory, time and traffic.
 
 python -m glm5_jax.aot --config=configs/glm5_pretrain.py --topology=v5p:8x8x8 \
     --out=reports/glm5_v5p_512
 
-Prints one JSON line; --out=STEM also writes STEM.json and STEM.md, a report to read.
-Nothing runs: times are rooflines. Needs libtpu: pip install 'glm5_jax[aot]'. Exit code
-2 where the program does not fit, with the largest arrays and what to change.
+Prints one JSON line; --out=STEM also writes STEM.json and the report STEM.md. Nothing
+runs: times are rooflines. Needs libtpu: pip install 'glm5_jax[aot]'. The exit code is 2
+if the program does not fit; the message names the largest arrays and what to change.
 
---arrays compiles nothing and needs no libtpu: it lists every array by name with dims,
-shape, spec and bytes of a device, sums by kind at the end.
+--arrays compiles nothing and needs no libtpu: it lists every array by name, with dims,
+shape, spec and bytes per device, and sums by kind.
 """
 
 import json
@@ -23,23 +23,23 @@ from glm5_jax import config as config_lib
 from glm5_jax.scale import command
 
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "Chips of a slice as they lie, e.g. v5p:8x8x8."
+    "topology", None, "Chips of a slice and their arrangement, e.g. v5p:8x8x8."
 )
 _SLICES = flags.DEFINE_integer("slices", None, "Slices; default: mesh.slices.")
 _PROGRAM = flags.DEFINE_string(
     "program",
     "train",
-    "train (any stage), init, restore or save of its state, prefill, extend or decode.",
+    "train (any stage); init, restore or save (its state); prefill, extend or decode.",
 )
 _DEPTH = flags.DEFINE_integer(
-    "depth", None, "Layers, for a quick look; default: all of the model's."
+    "depth", None, "Number of layers, for a quick look; default: the model's."
 )
 _ARRAYS = flags.DEFINE_bool("arrays", False, "List all arrays; compile nothing.")
-_OUT = flags.DEFINE_string("out", None, "Where to write the report, without suffix.")
+_OUT = flags.DEFINE_string("out", None, "Path of the report, without suffix.")
 
 
 def main(arguments: command_line.Arguments) -> int:
-    """Compiles, prints and writes; 2 if the program does not fit."""
+    """Compiles, prints and writes the report."""
     topology = command.require_topology(_TOPOLOGY.value)
     config = arguments.train_config()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips are those of --topology

@@ -24,13 +24,13 @@ _TEMPLATE = flags.DEFINE_enum(
     "template", "glm5", ["glm5", "glm5.1", "glm5.2"], "Version of the template."
 )
 _ENABLE_THINKING = flags.DEFINE_bool(
-    "enable_thinking", True, "Turns are asked for with a thought."
+    "enable_thinking", True, "Asks for turns with a thought."
 )
 _CLEAR_THINKING = flags.DEFINE_bool(
-    "clear_thinking", True, "Thoughts before the last user message are left out."
+    "clear_thinking", True, "Drops thoughts before the last user message."
 )
 _LENGTH = flags.DEFINE_integer(
-    "length", 0, "Tokens of a training row, to which it is cut; 0 is all.", 0
+    "length", 0, "Truncates to a training row of N tokens; 0: no truncation.", 0
 )
 _COLOR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colours.")
 _IDS = flags.DEFINE_bool("ids", False, "Shows the id of each token.")

@@ -2,10 +2,10 @@
 
 python -m glm5_jax.convert --source=zai-org/GLM-5 --target=runs/glm5
 
-Where --format is not given, it is the one that the source does not have. Weights keep
-their dtype unless --dtype says another; a folder in FP8 becomes a run in bfloat16, and
-with --dtype=float32 one that --dtype=fp8 turns back into the same bytes. Weights move
-in windows: whatever the model, memory is that of its largest tensor and a constant.
+The default --format is the one that the source does not have. Weights keep their dtype
+unless --dtype names another. A folder in FP8 becomes a run in bfloat16; with
+--dtype=float32 it becomes a run that --dtype=fp8 turns back into the same bytes. It
+streams the weights: the memory is that of the largest tensor and a constant.
 """
 
 from absl import flags
@@ -26,7 +26,7 @@ _DTYPE = flags.DEFINE_enum(
 
 
 def main(arguments: command_line.Arguments) -> None:
-    """Converts, and says what was written."""
+    """Converts, and prints the target and its format."""
     from glm5_jax.weights import conversion, loading
 
     written = conversion.convert(

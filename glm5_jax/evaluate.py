@@ -18,7 +18,7 @@ _CHECKPOINT = flags.DEFINE_string(
 _TOKENS = flags.DEFINE_string("tokens", None, "Ids to score: .npy, [T] or [N, T].")
 _TEXT = flags.DEFINE_string("text", None, "Text file to score.")
 _LOGITS_OUT = flags.DEFINE_string(
-    "logits_out", None, "Where to write the logits: .npy, float32 [N, T, V]."
+    "logits_out", None, "Path for the logits: .npy, float32 [N, T, V]."
 )
 flags.adopt_module_key_flags(compile_cache)  # --help shows them
 

@@ -18,11 +18,11 @@ _CHAT = flags.DEFINE_enum(
     "chat",
     None,
     ["glm5", "glm5.1", "glm5.2"],
-    "Takes --prompt for what a user says, in this version of the chat template, and "
+    "Sends --prompt as a user's message in this version of the chat template, and "
     "prints the answer.",
 )
 _SPECIAL_TOKENS = flags.DEFINE_bool(
-    "special_tokens", False, "Takes <|user|> and the like in --prompt for their ids."
+    "special_tokens", False, "Reads <|user|> and the like in --prompt as their ids."
 )
 _TOKENS = flags.DEFINE_string("tokens", None, "Ids to continue: .npy, [T] or [N, T].")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Tokens to add.")
@@ -37,9 +37,9 @@ _TOP_P = flags.DEFINE_float(
     "Probability to sample from; default: generation_config.json's, or 1 (all).",
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random numbers.")
-_IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Goes on after the end of text.")
+_IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Continues after end of text.")
 _TOKENS_OUT = flags.DEFINE_string(
-    "tokens_out", None, "Where to write the ids of prompt and continuation: .npy."
+    "tokens_out", None, "Path for the ids of prompt and continuation: .npy."
 )
 flags.adopt_module_key_flags(compile_cache)  # --help shows them
 

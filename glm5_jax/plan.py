@@ -1,11 +1,11 @@
-"""Which mesh is worth renting: every one that divides a config, ranked.
+"""Ranks every mesh that divides a config, to find the one worth renting.
 
 python -m glm5_jax.plan --config=configs/glm5_pretrain.py --topology=v5p:8x8x8 \
     --sequence_length=4096 --batch_size=512 --out=reports/plan_v5p_512
 
-A simulation from shapes: memory by a model of the step, time by rooflines. --verify=N
-compiles the best N, some minutes each, which needs libtpu. Exit code 2 where nothing
-divides, or nothing fits. docs/planning.md says what the model knows.
+Computes from shapes: memory by a model of the step, time by rooflines. --verify=N
+compiles the best N, which takes minutes each and needs libtpu. The exit code is 2 if
+nothing divides, or nothing fits. docs/planning.md says what the model knows.
 """
 
 import os
@@ -18,7 +18,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.scale import command
 
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "Chips of a slice as they lie, e.g. v5p:8x8x8."
+    "topology", None, "Chips of a slice and their arrangement, e.g. v5p:8x8x8."
 )
 _SLICES = flags.DEFINE_integer("slices", 1, "Slices of that topology.", lower_bound=1)
 _LENGTH = flags.DEFINE_string(
@@ -27,19 +27,19 @@ _LENGTH = flags.DEFINE_string(
 _BATCH = flags.DEFINE_string(
     "batch_size", None, "Rows of a step, over all devices; default: the config's."
 )
-_VERIFY = flags.DEFINE_integer("verify", 0, "Plans to compile.", lower_bound=0)
+_VERIFY = flags.DEFINE_integer("verify", 0, "Best plans to compile.", lower_bound=0)
 _TOP = flags.DEFINE_integer(
-    "top", 10, "Plans to show; no fewer than --verify.", lower_bound=1
+    "top", 10, "Plans to show; at least --verify.", lower_bound=1
 )
-_OUT = flags.DEFINE_string("out", None, "Where to write the table, without suffix.")
+_OUT = flags.DEFINE_string("out", None, "Path of the table, without suffix.")
 _AXES = ("fsdp", "expert", "tensor", "context")
 
 
 def main(arguments: command_line.Arguments) -> int:
-    """Ranks, prints and writes; 2 if nothing fits."""
+    """Ranks the meshes, prints and writes the table."""
     topology = command.require_topology(_TOPOLOGY.value)
     data = {"sequence_length": _LENGTH.value, "batch_size": _BATCH.value}
-    # What is varied is taken back first: it need not divide what is asked for.
+    # The varied fields return to 1 first: they need not divide the asked sizes.
     varied = dict.fromkeys((f"mesh.{axis}" for axis in _AXES), "1")
     varied |= {"mesh.data": "-1", "mesh.slices": "1", "model.expert_chunks": "1"}
     varied["optim.accumulation_steps"] = "1"
@@ -47,7 +47,7 @@ def main(arguments: command_line.Arguments) -> int:
         raise config_lib.InputError(
             f"the plan varies {', '.join(asked)}: leave out "
             f"{', '.join(f'--config.{path}' for path in asked)} (slices are --slices); "
-            f"what one mesh needs says python -m glm5_jax.aot."
+            f"for the needs of one mesh use python -m glm5_jax.aot."
         )
     rows = {f"data.{name}": text for name, text in data.items() if text}
     overrides = (*arguments.overrides, *varied.items(), *rows.items())

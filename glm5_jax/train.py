@@ -2,8 +2,8 @@
 
 python -m glm5_jax.train --config=configs/quickstart.py
 
-Goes on by itself where the folder of --workdir holds a run of the same config. On a
-cluster the same command runs on every host (docs/launching.md).
+Resumes if the folder of --workdir holds a run of the same config. On a cluster run the
+same command on every host (docs/launching.md).
 """
 
 import datetime
@@ -20,24 +20,24 @@ from glm5_jax.training.run import host_memory
 _WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "Folder of the run; default runs/CONFIG-DATE-TIME. A run that is there goes on.",
+    "Folder of the run; default runs/CONFIG-DATE-TIME. A run in it resumes.",
 )
 _DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "Prints parameters and memory, checks all that a start would."
+    "dry_run", False, "Prints parameters and memory, and checks what a start checks."
 )
 _COORDINATOR = flags.DEFINE_string(
     "coordinator",
     None,
-    "HOST:PORT of process 0, where hosts are plain; JAX_COORDINATOR_ADDRESS.",
+    "HOST:PORT of process 0, if no cluster provides it; or JAX_COORDINATOR_ADDRESS.",
 )
 _NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", None, "Processes in all; JAX_NUM_PROCESSES."
+    "num_processes", None, "Number of processes; or JAX_NUM_PROCESSES."
 )
 _PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "Number of this process, from 0; JAX_PROCESS_ID."
+    "process_id", None, "Number of this process, from 0; or JAX_PROCESS_ID."
 )
 _JOIN_SECONDS = flags.DEFINE_integer(
-    "join_seconds", 300, "Seconds that processes wait for each other at the start."
+    "join_seconds", 300, "Seconds that processes wait for one another at the start."
 )
 _HEARTBEAT_SECONDS = flags.DEFINE_integer(
     "heartbeat_seconds",
@@ -46,7 +46,7 @@ _HEARTBEAT_SECONDS = flags.DEFINE_integer(
     lower_bound=1,
 )
 _SIMULATE = flags.DEFINE_integer(
-    "simulate_processes", 0, "Runs as so many processes on this machine's CPU."
+    "simulate_processes", 0, "Runs as N processes on the CPU of this machine."
 )
 flags.adopt_module_key_flags(compile_cache)  # --help shows them
 

@@ -1,8 +1,9 @@
-"""The loop that every stage of training uses.
+"""The loop of every stage of training.
 
 The metrics of step n - 1 are read after step n is dispatched, so that the device never
-waits for the host. They are read before it where step n's batch needs their weights,
-and where evaluation, sample or checkpoint are due, which follow a step that was judged.
+waits for the host. They are read earlier in two cases: the batch of step n is sampled
+with the weights of step n - 1; or an evaluation, a sample or a checkpoint is due, which
+need a step that has been judged.
 """
 
 import contextlib
@@ -32,17 +33,17 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
     """Runs or resumes a training run to its end.
 
     Returns:
-      What summary.json holds.
+      The content of summary.json.
 
     Raises:
-      InputError: the config, the data or the folder cannot be used.
-      FloatingPointError: the run cannot go on, see config.HealthConfig.
+      InputError: the config, the data or the folder is unusable.
+      FloatingPointError: the run must end, see config.HealthConfig.
       SystemExit: 143, after a checkpoint, on SIGTERM or ctrl-C.
     """
     began = time.perf_counter()
     if not run_folder.has_checkpoint(workdir):
         loading.require_same_mathematics(config)
-    trackers.require(config.trackers)  # nothing is written before these are checked
+    trackers.require(config.trackers)  # checked before anything is written
     mesh = run_lib.make_mesh(config)
     with run_folder.locked(workdir):
         return _train(config, workdir, mesh, began)
@@ -51,11 +52,11 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
 def _train(
     config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh, began: float
 ) -> dict[str, Any]:
-    """`train`, in a folder that is this run's alone."""
+    """Runs `train` in a folder that this run has locked."""
     if summary := run_folder.finished(workdir, config):
         logging.info(
-            "The run in %s has done its %d steps: nothing is left to do. A larger "
-            "num_steps goes on with it.",
+            "The run in %s has done its %d steps: nothing is left to do. Raise "
+            "num_steps to train it further.",
             workdir,
             summary["steps"],
         )
@@ -94,7 +95,7 @@ def _train(
 
 
 class _Loop:
-    """The steps that are left of a run, and what comes between them."""
+    """The remaining steps of a run, and what is due between them."""
 
     def __init__(
         self,
@@ -107,8 +108,8 @@ class _Loop:
         self._profiler = profiler
         self._clock = clock_lib.Clock(run, writer.before)
         self._clock.lose(max(0, writer.before.get("step", 0) - run.step))
-        self._pending: dict[str, Any] = {}  # metrics of run.step, not read yet
-        self._last: dict[str, float] = {}  # evaluation
+        self._pending: dict[str, Any] = {}  # metrics of run.step, not yet read
+        self._last: dict[str, float] = {}  # the last evaluation
 
     def run_to_the_end(self, is_asked_to_end: Callable[[int], bool]) -> dict[str, Any]:
         """Returns the last evaluation, the median speed and the goodput."""
@@ -117,13 +118,13 @@ class _Loop:
             with self._profiler.step(run.step + 1):
                 metrics = self._dispatch()
             if self._pending and not self._settle(set()):
-                continue  # rolled back: what was dispatched is undone as well
+                continue  # rolled back, which undoes the dispatched step as well
             run.step += 1
             self._pending = metrics
             self._profiler.end_step(run.step, metrics)
-            with self._last_words(metrics):
+            with self._logged_if_it_fails(metrics):
                 run.feed.check(metrics, run.step)
-            # By position: it grows whatever is rolled back.
+            # The position never falls, as the step does in a rollback.
             due, ends = _due(run.step, config), is_asked_to_end(run.position)
             due |= {"save"} if ends else set()
             if due or run.feed.is_on_policy:
@@ -133,14 +134,14 @@ class _Loop:
                     run.checkpoints.close()
                 logging.warning("Asked to end: step %d is saved, exiting.", run.step)
                 sys.exit(signals.EXIT_TERMINATED)
-        # A finished run that is started again reports the same evaluation.
+        # A finished run that is started again returns the same evaluation.
         last = self._last or dict(run.evaluation) or evaluate(run)
         with self._clock.paused("save"), self._watchdog.paused():
             run.checkpoints.close()
         return last | self._clock.medians() | self._clock.goodput()
 
     def _dispatch(self) -> dict[str, Any]:
-        """Sets the next update going; returns metrics that may still be computed."""
+        """Dispatches the next step; returns metrics that may not be ready yet."""
         run = self._run
         with self._clock.waiting():
             batch, seen = run.feed.next(run.params, run.position)
@@ -150,11 +151,11 @@ class _Loop:
         return {**metrics, **seen}
 
     def _settle(self, due: set[str]) -> bool:
-        """Judges the step that is pending and does what is due; False: rolled back."""
+        """Judges the pending step and does what is due; False: rolled back."""
         run, clock = self._run, self._clock
         metrics, self._pending = clock.read(self._pending), {}
         self._watchdog.beat(metrics["perf/step_seconds"])
-        with self._last_words(metrics):
+        with self._logged_if_it_fails(metrics):
             run.checkpoints.check_for_errors()
             must_roll_back = run.health.must_roll_back(run.step, metrics)
         if must_roll_back:
@@ -176,7 +177,7 @@ class _Loop:
             counts = run.health.counts()
             own = hosts.tell(run.workdir, run.step, run.position, clock.recent())
             self._writer.write(run.step, metrics | counts | own | clock.goodput())
-        if "sample" in due:  # last: nothing is lost where it fails
+        if "sample" in due:  # last, so that nothing is lost if it fails
             self._watchdog.beat()
             with clock.paused("sample"), self._saves_finished():
                 write_sample(run)
@@ -184,7 +185,7 @@ class _Loop:
         return True
 
     def _end_if_reached(self) -> set[str]:
-        """Returns what is due where the run has come to where it should stop."""
+        """Returns what is due if the run has reached stop_at."""
         run, config = self._run, self._run.config
         if not config.stop_metric:
             return set()
@@ -194,8 +195,8 @@ class _Loop:
             return _due(config.num_steps, config)
         if run.step == config.num_steps:
             logging.warning(
-                "%s has not reached stop_at=%g in num_steps=%d; a larger num_steps "
-                "goes on with the run.",
+                "%s has not reached stop_at=%g in num_steps=%d; raise num_steps to "
+                "train it further.",
                 value,
                 config.stop_at,
                 config.num_steps,
@@ -208,12 +209,12 @@ class _Loop:
             self._clock.lose(run.roll_back())
         self._writer.rewind(run.step)
         logging.error(
-            "Rolled back to step %d; goes on with batch %d.", run.step, run.position
+            "Rolled back to step %d; resumes with batch %d.", run.step, run.position
         )
 
     @contextlib.contextmanager
-    def _last_words(self, metrics: dict[str, Any]) -> Iterator[None]:
-        """A step that ends the run still gets its line."""
+    def _logged_if_it_fails(self, metrics: dict[str, Any]) -> Iterator[None]:
+        """Writes the line of a step that ends the run."""
         with self._saves_finished():
             try:
                 yield
@@ -223,7 +224,7 @@ class _Loop:
 
     @contextlib.contextmanager
     def _saves_finished(self) -> Iterator[None]:
-        """An error that ends the run waits for the saves that are under way."""
+        """Waits for saves in progress before an error ends the run."""
         try:
             yield
         except Exception:
@@ -247,7 +248,7 @@ def write_sample(run: run_lib.Run) -> str:
 
 
 def _due(step: int, config: config_lib.TrainConfig) -> set[str]:
-    """Tells what comes after a step; the last one is evaluated and sampled anyway."""
+    """Returns what is due after a step; all of it is due after the last one."""
     is_last = step == config.num_steps
     due = set()
     if is_last or _is_due(step, config.eval_every):

@@ -74,7 +74,7 @@ class JudgeTest(parameterized.TestCase):
             {"on_spike": "roll_back", "max_rollbacks": 0},
             [3.0] * 20 + [9.0],
             0,
-            "rolled back 0 times already",
+            "already rolled back 0 times",
         ),
     )
     def test_what_ends_a_run(self, limits, losses, skipped, message):

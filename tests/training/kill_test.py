@@ -34,7 +34,7 @@ PROCESSES.set_forkserver_preload(["tests.training.kill_test"])
 
 
 def live(config, workdir, compiled):
-    """Starts or goes on with the run, in a child; its program has been compiled."""
+    """Starts or resumes the run, in a child; its program has been compiled."""
     environment.configure()
     program = pickle.loads(compiled.read_bytes())
 

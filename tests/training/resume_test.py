@@ -1,4 +1,4 @@
-"""A run that goes on with fewer devices: 8, then 4, then 1."""
+"""A run that resumes with fewer devices: 8, then 4, then 1."""
 
 import dataclasses
 

@@ -183,7 +183,7 @@ class RunTest(runs.OneDeviceTest):
         self.assertEqual(evaluated, [3, 4])
 
     def test_a_wrong_engine_stops_the_run_before_it_learns(self):
-        """The engine rounds its weights in step 3; mended, the run goes on."""
+        """The engine rounds its weights in step 3; once repaired, the run resumes."""
         folder, publish = self.rolled_back("stopped"), publisher.publish
 
         def wrong(engine, params, version, weights):

@@ -167,7 +167,7 @@ class StepTest(parameterized.TestCase):
             np.testing.assert_allclose(own, g, rtol=0, atol=atol, err_msg=str(path))
 
     def test_not_finite_gradient_changes_nothing(self):
-        """Neither weights, moments, schedule nor router biases; then it goes on."""
+        """Neither weights, moments, schedule nor biases; the next step trains again."""
         step, params, state = make_step(CONFIG)
         params, state, _ = step(params, state, make_batch())
         broken = make_batch()

@@ -1,6 +1,6 @@
-"""What a model costs before it runs: parameters, FLOPs of a token, bytes of the state.
+"""The cost of a model before it runs: parameters, FLOPs of a token, bytes of the state.
 
-All of it follows from the table of parameters; no array is made.
+All of it is computed from the table of parameters, without arrays.
 """
 
 import math
@@ -17,10 +17,10 @@ from pallas_kernels import chips
 
 
 def count_parameters(config: config_lib.ModelConfig) -> dict[str, int]:
-    """Parameters by part, in all, and those that a token meets.
+    """Returns the parameters by part, in total, and active for a token.
 
-    Active ones: the main model's with the chosen experts alone, with the head, without
-    the embedding (of which a token reads one row) and without MTP.
+    Active are those of the main model with only the chosen experts, with the head,
+    without the embedding (of which a token reads one row) and without MTP.
     """
     parts: dict[str, int] = {}
     inactive = 0
@@ -60,7 +60,7 @@ def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
 
 
 def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state, in all devices together."""
+    """Returns the bytes of parameters, gradients and optimizer state of all devices."""
     params = transformer.abstract_params(config.model)
     state = jax.eval_shape(step_lib.make_optimizer(config).init, params)
 
@@ -76,12 +76,12 @@ def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
 
 
 def cache_bytes_per_token(config: config_lib.ModelConfig) -> int:
-    """Bytes that decoding keeps of one token: latents, and indexer keys."""
+    """Returns the cache bytes of one token in decoding: latents and indexer keys."""
     return cached.bytes_per_token(config)
 
 
 def peak_flops() -> float | None:
-    """Dense bfloat16 FLOP/s of all devices, or None where the kind is unknown."""
+    """Returns the dense bfloat16 FLOP/s of all devices; None for an unknown kind."""
     chip = chips.find(jax.devices()[0].device_kind)
     return None if chip is None else chip.bf16_tflops * 1e12 * jax.device_count()
 
@@ -96,7 +96,7 @@ def _leaves(
 
 
 def _part(path: tuple[str, ...]) -> str:
-    """The part of the model that a parameter is counted under."""
+    """Returns the part of the model that a parameter is counted under."""
     names = {
         "embed_tokens": "embedding",
         "lm_head": "head",

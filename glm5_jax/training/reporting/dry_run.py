@@ -1,4 +1,4 @@
-"""What --dry_run prints: the resolved config, and what the run will need."""
+"""The report of --dry_run: the resolved config, and the needs of the run."""
 
 import json
 
@@ -8,7 +8,7 @@ from glm5_jax.training.reporting import accounting
 
 
 def dry_run(config: config_lib.TrainConfig) -> str:
-    """Config, parameters by part, memory by part, FLOPs; nothing is allocated."""
+    """Returns config, parameters and memory by part, and FLOPs; allocates nothing."""
     model, data = config.model, config.data
     counts = accounting.count_parameters(model)
     memory = accounting.state_bytes(config)
@@ -20,9 +20,9 @@ def dry_run(config: config_lib.TrainConfig) -> str:
         "",
         "Parameters",
         *(f"  {part:<{width}}  {n:>19,}" for part, n in counts.items()),
-        "  (active: of one token; with the head, without embedding and MTP)",
+        "  (active: used by one token; with the head, without embedding and MTP)",
         "",
-        "Memory of the state, all devices together",
+        "Memory of the state, in all devices together",
         *(f"  {part:<{width}}  {_size(n)}" for part, n in memory.items()),
         "  (activations come on top; they depend on remat_policy and the chip)",
         "",

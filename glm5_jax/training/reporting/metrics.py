@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, an object a logged step."""
+"""The metrics of a run: metrics.jsonl, with one object for each logged step."""
 
 import json
 import math
@@ -25,19 +25,19 @@ class MetricsWriter:
         start_step: int = 0,
         trackers: Sequence[trackers_lib.Tracker] = (),
     ) -> None:
-        """Makes the file, or takes up the one that is there.
+        """Makes the file, or opens that of an earlier start.
 
-        A run that died had logged steps after its last checkpoint; they will come
-        again, so the lines after `start_step` go, and each step stands there once.
+        A run that was killed has logged steps after its last checkpoint, which it does
+        again. The lines after `start_step` are dropped, so that each step has one line.
 
         Args:
             workdir: an existing folder.
-            total_steps: of the whole run.
-            start_step: updates done: 0, or the step of the restored checkpoint.
-            trackers: take each step as well, and are closed with this.
+            total_steps: steps of the whole run.
+            start_step: steps done: 0, or the step of the restored checkpoint.
+            trackers: get each step as well; `close` closes them.
         """
         self._last_step, self._trackers = start_step, trackers
-        self.before: dict[str, Any] = {}  # the last line of the start before this one
+        self.before: dict[str, Any] = {}  # the last line of the previous start
         self._is_primary = jax.process_index() == 0
         if not self._is_primary:
             return
@@ -49,19 +49,19 @@ class MetricsWriter:
         self._progress = progress.Progress(total_steps, start_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs one step; all that belongs to it comes in one call.
+        """Logs all metrics of one step.
 
         Args:
-            step: updates done, larger than at the call before.
-            metrics: numbers or arrays of one number, by path. What is not finite
-                becomes null: JSON has no NaN.
+            step: steps done, more than at the last call.
+            metrics: numbers or arrays of one number, by path. A number that is not
+                finite becomes null, since JSON has no NaN.
         """
         if not self._is_primary:
             return
         assert step > self._last_step, f"step {step} comes after {self._last_step}"
         self._last_step = step
         values = {name: _number(value) for name, value in metrics.items()}
-        # Opened for each line: a mounted bucket gets what is written with the close.
+        # Opened for each line: a mounted bucket gets the content when a file is closed.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for tracker in self._trackers:
@@ -87,7 +87,7 @@ class MetricsWriter:
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl; a line cut off by a crash is left out."""
+    """Returns the objects of a metrics.jsonl; skips a line that a crash cut off."""
     records = []
     text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines():
@@ -102,7 +102,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def finite(tree: Any) -> Any:
-    """Returns what JSON can hold of a tree: None for a number that is not finite."""
+    """Returns a tree with None for numbers that are not finite, for JSON."""
     if isinstance(tree, Mapping):
         return {name: finite(value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -14,7 +14,7 @@ from matplotlib import layout_engine
 from glm5_jax.training.reporting import metrics
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#2563eb", "#ea580c", "#059669", "#6b7280"
-_NUM_NOISY = 60  # a curve of more points is drawn pale, its running mean on top
+_NUM_NOISY = 60  # a curve with more points is pale, with its running mean on top
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _Panel:
     unit: str
     series: tuple[_Series, ...]
     is_log: bool = False
-    reach: float | None = None  # the axis holds 0 and this, whatever the values
+    reach: float | None = None  # the axis always shows 0 and this value
 
 
 _GRAD_NORM = _Panel(
@@ -76,7 +76,7 @@ _TEXT_ROWS = (
     ),
 )
 _INTERVAL = ("eval/success_low", "eval/success_high")
-_RL_ROWS = (  # without the loss: where all ratios are 1, its value is 0
+_RL_ROWS = (  # without the loss: its value is 0 as long as all ratios are 1
     (
         _Panel(
             title="Reward, and success on held-out tasks",
@@ -140,9 +140,9 @@ _NUM_COLUMNS = 6  # of the grid: 1, 2 and 3 panels in a row divide it
 def plot_losses(
     metrics_path: str | os.PathLike[str], out_png: str | os.PathLike[str]
 ) -> None:
-    """Draws the losses above, the signals to diagnose them with below.
+    """Draws the losses on top and the signals that help to diagnose them below.
 
-    What the file lacks is left out, panel by panel and row by row.
+    A panel without data is skipped, and a row without panels.
 
     Args:
         metrics_path: a metrics.jsonl.
@@ -172,7 +172,7 @@ def _is_in(records: Sequence[Mapping[str, Any]], panel: _Panel) -> bool:
 def _curve(
     records: Sequence[Mapping[str, Any]], name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a metric, without the absent and the null (not finite)."""
+    """Returns steps and values of a metric, without absent and null values."""
     points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
     steps, values = np.array(points, float).reshape(-1, 2).T
     return steps, values
@@ -242,7 +242,7 @@ def _draw_curve(
 
 
 def _running_mean(values: np.ndarray, half_width: int) -> np.ndarray:
-    """Mean over 2 half_width + 1 values, over those that exist at the ends."""
+    """Returns means over 2 half_width + 1 values; over fewer at the ends."""
     window = np.ones(2 * half_width + 1)
     count = np.convolve(np.ones_like(values), window, mode="same")
     return np.convolve(values, window, mode="same") / count

@@ -1,6 +1,6 @@
 """A profile of some steps of a run, by jax's profiler: config.profile_steps.
 
-It goes to RUN/profile/, which xprof reads: `pip install xprof`, then
+The profile is in RUN/profile/. To read it: `pip install xprof`, then
 `xprof --logdir=RUN/profile`.
 """
 
@@ -14,7 +14,7 @@ from absl import logging
 
 
 class Profiler:
-    """Records the steps from one to another, each process its own devices."""
+    """Records a range of steps; each process records its own devices."""
 
     def __init__(self, steps: Sequence[int], folder: pathlib.Path) -> None:
         """Records nothing yet.
@@ -29,7 +29,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Inside, a step is set going; the first one of them begins the profile."""
+        """Wraps the dispatch of a step; the first of the range starts recording."""
         if number not in self._steps:
             yield
             return
@@ -43,13 +43,13 @@ class Profiler:
             yield
 
     def end_step(self, number: int, outputs: Any) -> None:
-        """Ends the profile after its last step, when its `outputs` are there."""
+        """Ends the profile after the last step of the range, once it has `outputs`."""
         if self._is_recording and number >= self._steps[-1]:
             jax.block_until_ready(outputs)
             self.close()
 
     def close(self) -> None:
-        """Writes a profile that has begun; a run may end in the middle of it."""
+        """Writes a profile that is being recorded, if any."""
         if self._is_recording:
             jax.profiler.stop_trace()
             self._is_recording, self._steps = False, range(0)

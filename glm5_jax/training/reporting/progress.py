@@ -1,4 +1,4 @@
-"""The line that shows how a run gets on: a bar in a terminal, else in the log."""
+"""The progress line of a run: a bar in a terminal, else lines in the log."""
 
 import shutil
 import sys
@@ -13,8 +13,8 @@ Values = Mapping[str, float | int | None]
 
 LOG_COLUMNS = 64  # of a line of 80, after the log's own time
 _SECONDS_BETWEEN_LINES = 10.0
-# Metric, its label and format, in the order in which a narrow line keeps them. Of those
-# in a row the first that was measured is shown.
+# Metrics with label and format. A narrow line keeps the first rows. Of a row it shows
+# the first metric that was measured.
 _SHOWN = (
     (("train/lm_loss", "lm loss", ".3f"), ("train/loss", "loss", ".3f")),
     (("eval/bits_per_byte", "bits/byte", ".3f"),),
@@ -22,7 +22,7 @@ _SHOWN = (
     (("train/grad_norm", "grad norm", ".2g"),),
     (("optim/learning_rate", "lr", ".1e"),),
 )
-_SHOWN_RL = (  # where the loss, whose gradient alone means something, is next to 0
+_SHOWN_RL = (  # without the loss, which is near 0: only its gradient has a meaning
     (("rollout/reward", "reward", ".3f"),),
     (("eval/success", "success", ".1%"),),
     (("rl/logprob_gap", "gap", ".1e"),),
@@ -38,8 +38,8 @@ class Progress:
         """Opens a bar where the output is a terminal.
 
         Args:
-            total_steps: of the whole run.
-            start_step: updates done.
+            total_steps: steps of the whole run.
+            start_step: steps done.
         """
         self._total_steps = total_steps
         self._shown: dict[str, str] = {}
@@ -54,7 +54,7 @@ class Progress:
             )
 
     def show(self, step: int, values: Values) -> None:
-        """Takes up a step's metrics; a value that it lacks stays as it was."""
+        """Shows the metrics of a step; a missing one keeps its last value."""
         rows = _SHOWN_RL if "rollout/reward" in values else _SHOWN
         for row in rows:
             for name, label, form in row:
@@ -85,7 +85,7 @@ class Progress:
             self._bar.close()
 
     def _room(self) -> int:
-        """Columns that the bar leaves for metrics."""
+        """Returns the columns that the bar leaves for metrics."""
         assert self._bar is not None
         state: dict[str, Any] = dict(self._bar.format_dict)
         columns = state["ncols"] or shutil.get_terminal_size().columns
@@ -94,7 +94,7 @@ class Progress:
 
 
 def _fitting(words: Sequence[str], columns: int) -> str:
-    """Joins the first of the words that have room; one stays in any case."""
+    """Returns as many of the first words as fit, and at least one."""
     ends = [len(", ".join(words[: i + 1])) for i in range(len(words))]
     fitting = [end for end in ends if end <= columns]
     return ", ".join(words[: max(len(fitting), 1)])

@@ -1,7 +1,7 @@
 """Metrics to TensorBoard and Weights & Biases, beside metrics.jsonl.
 
-config.trackers names them. Each is an extra, so that nothing of it is needed where it
-is not asked for; both write into the run's folder, tensorboard/ and wandb/.
+config.trackers names them. Each is an optional extra of the package. They write into
+tensorboard/ and wandb/ in the folder of the run.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ Values = Mapping[str, float | int | None]
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes every logged step of a run."""
+    """Receives every logged step of a run."""
 
     def write(self, step: int, values: Values) -> None:
-        """Logs a step; None stands for what is not finite."""
+        """Logs a step; None stands for a number that is not finite."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Forgets the steps after one that the run has been rolled back to."""
+        """Drops the steps after the one that the run rolled back to."""
         ...
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ def require(names: tuple[str, ...]) -> None:
     """Checks that the packages of trackers are installed.
 
     Raises:
-      InputError: one is not; it says how to install it.
+      InputError: one is missing; the message says how to install it.
     """
     for name in names:
         package = _PACKAGES[name]
@@ -57,8 +57,8 @@ def make(
 
     Args:
       config: of the run, which they show.
-      workdir: its folder.
-      start_step: updates done; what was logged of later ones goes.
+      workdir: folder of the run.
+      start_step: steps done; the trackers drop later ones.
 
     Raises:
       InputError: wandb cannot log in.
@@ -87,7 +87,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, step)
 
     def rewind(self, step: int) -> None:
-        """Begins a new file, which takes back what the others say of later steps."""
+        """Starts a new event file, which revokes later steps of the earlier files."""
         self._writer.close()
         self._open(step)
 
@@ -98,7 +98,7 @@ class TensorBoard:
     def _open(self, step: int) -> None:
         import tensorboardX  # an extra
 
-        # Files are named by the second: two of one second would be one.
+        # Names of event files have seconds: two files of one second would clash.
         number = len(list(self._folder.glob("*")))
         self._writer = tensorboardX.SummaryWriter(
             str(self._folder), purge_step=step + 1, filename_suffix=f".{number}"
@@ -106,13 +106,13 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes a run of wandb; WANDB_PROJECT, WANDB_MODE and the like hold as ever."""
+    """Writes a run of wandb; WANDB_PROJECT, WANDB_MODE and the like apply."""
 
     def __init__(
         self, config: config_lib.TrainConfig, workdir: pathlib.Path, start_step: int
     ) -> None:
-        """Opens the run of this folder: the same one when it is started again."""
-        del start_step  # a step that comes again is another point of the same curve
+        """Opens the run of this folder, the same one at every start."""
+        del start_step  # a repeated step is one more point of the same curve
         import wandb  # an extra
 
         path = str(workdir.expanduser().absolute())
@@ -137,7 +137,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, **finite})
 
     def rewind(self, step: int) -> None:
-        """Does nothing: wandb takes nothing back."""
+        """Does nothing: wandb cannot drop steps."""
 
     def close(self) -> None:
         """Writes what is left."""

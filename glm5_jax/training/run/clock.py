@@ -1,4 +1,4 @@
-"""Where a run's seconds go: speed of its steps, and goodput."""
+"""The seconds of a run: the speed of its steps, and goodput."""
 
 import contextlib
 import time
@@ -19,10 +19,10 @@ _KINDS = ("compile", "restore", "step", "data_wait", "evaluate", "sample", "save
 
 
 class Clock:
-    """Speed of the steps alone, and seconds of everything by kind.
+    """The speed of the steps, and the seconds of everything by kind.
 
-    Seconds add up over the starts of a run. Data wait is a part of a step's seconds:
-    what the device waits of it cannot be seen from here.
+    Seconds add up over the starts of a run. The seconds of a step include those of
+    waiting for data. How long the device itself waits cannot be measured here.
     """
 
     def __init__(self, run: run_lib.Run, before: Mapping[str, Any] = {}) -> None:
@@ -30,13 +30,13 @@ class Clock:
 
         Args:
           run: that has been started.
-          before: metrics of the last step of the start before, which this goes on from.
+          before: metrics of the last step of the previous start.
         """
         config, self._tokens = run.config, run.feed.tokens_per_step
         self._flops = accounting.flops_per_token(
             config.model, config.data.sequence_length
         )
-        # What rollouts compute is not counted, so their steps have no utilisation.
+        # FLOPs of rollouts are not counted, so steps with rollouts have no utilisation.
         self._is_on_policy = run.feed.is_on_policy
         self._peak = None if self._is_on_policy else accounting.peak_flops()
         self._seconds = {k: before.get(_name(k)) or 0.0 for k in _KINDS}
@@ -56,7 +56,7 @@ class Clock:
         jax.block_until_ready(metrics["train/loss"])
         blocked = time.perf_counter() - asked
         now = time.perf_counter(), time.process_time()
-        # Rows of rollouts are mostly padding, so there the tokens are counted.
+        # Rows of rollouts are mostly padding, so only their tokens count.
         tokens = float(metrics.get("rollout/tokens", self._tokens))
         seconds, cpu_seconds = now[0] - self._since[0], now[1] - self._since[1]
         step = seconds, cpu_seconds, tokens, self._waited
@@ -70,7 +70,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self, kind: str) -> Iterator[None]:
-        """Counts the seconds inside as of that kind, and of no step."""
+        """Counts the seconds of the block under a kind, not as part of a step."""
         before = time.perf_counter(), time.process_time()
         yield
         lost = time.perf_counter() - before[0], time.process_time() - before[1]
@@ -79,14 +79,14 @@ class Clock:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the seconds inside as waiting for a batch; rollouts are none."""
+        """Counts the seconds of the block as waiting for data, except for rollouts."""
         before = time.perf_counter()
         yield
         if not self._is_on_policy:
             self._waited += time.perf_counter() - before
 
     def recent(self) -> hosts.Seconds:
-        """Medians of the steps since this was last asked."""
+        """Returns medians of the steps since the last call."""
         steps, self._recent = self._recent, []
         return hosts.Seconds(*np.median(steps, axis=0).round(5).tolist())
 
@@ -105,12 +105,12 @@ class Clock:
         return out | {SHARE: round(good / whole, 4) if whole else 0.0}
 
     def medians(self) -> dict[str, Any]:
-        """Median rates, without the first two steps, which warm caches up."""
+        """Returns median rates, without the first two steps, which warm up caches."""
         steps = self._steps[2:] or self._steps
         if not steps:
             return {}
         rates = self._rates(*np.median(steps, axis=0))
-        if not self._is_on_policy:  # of all steps: a wait is rare, and long
+        if not self._is_on_policy:  # a mean: waits are rare and long
             total = np.sum(steps, axis=0)
             rates[DATA_WAIT] = round(float(total[3] / total[0]), 6)
         return {"perf/mfu": "unknown"} | rates
@@ -124,9 +124,9 @@ class Clock:
         }
         if not self._is_on_policy:  # share of the step's seconds
             rates[DATA_WAIT] = round(float(waited / seconds), 6)
-        if jax.process_count() == 1:  # the others' CPU time is theirs
+        if jax.process_count() == 1:  # CPU time of other processes is unknown
             rates["perf/tokens_per_cpu_second"] = round(tokens / cpu_seconds, 1)
-        if self._peak:  # of a chip whose peak is known
+        if self._peak:  # known for this kind of chip
             rates["perf/mfu"] = self._flops * tokens / seconds / self._peak
         return rates
 

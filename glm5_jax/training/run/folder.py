@@ -1,4 +1,4 @@
-"""A run's folder: whose it is, and the small files in it.
+"""The folder of a run: which run it belongs to, and the small files in it.
 
 config.json (resolved), metrics.jsonl, summary.json (written last), checkpoints/STEP/,
 samples/STEP.txt, tokenizer.json, loss.png; rollback.json after a rollback, stacks_N.txt
@@ -21,8 +21,8 @@ from glm5_jax.config import fields
 from glm5_jax.processes import folder_lock, interrupts, simulate, together
 from glm5_jax.training.reporting import metrics
 
-# What may differ between two starts of one run: none of it changes what is computed,
-# but for num_steps, which moves the end of the schedule. A mesh changes roundings.
+# Settings that may differ between two starts of one run. They change no result, except
+# num_steps, which moves the end of the schedule, and the mesh, which changes roundings.
 MAY_CHANGE = (
     *("num_steps", "log_every", "eval_every", "eval_batches", "checkpoint_every"),
     *("eval_success", "stop_metric", "stop_at"),
@@ -34,24 +34,24 @@ MAY_CHANGE = (
     *("rl.min_start_success", "rl.max_start_success"),
     *(f"health.{field.name}" for field in dataclasses.fields(config_lib.HealthConfig)),
 )
-# Where data lie may change as well where a checkpoint says what they were: its
-# fingerprint of their content decides.
+# Paths of the data may change as well once there is a checkpoint: its fingerprint of
+# their content decides.
 _OF_CONTENT = ("data.source", "data.mixture", "data.tokenizer")
 _OWN = {simulate.LOGS, folder_lock.NAME}  # before there is a config.json
-# What runs did before there was a field, where that is not its default.
+# Values that runs had before a field existed, if not the default.
 _WITHOUT = {"optim.router_gate": "adamw"}
 _MAX_SHOWN = 5
-_SHARED_SECONDS = 30  # for a network's file system to show a new file
+_SHARED_SECONDS = 30  # until a network file system must show a new file
 
 
 @contextlib.contextmanager
 def locked(workdir: pathlib.Path) -> Iterator[None]:
-    """Makes the folder, and keeps other runs out of it until the block ends.
+    """Makes the folder and locks it for this run until the block ends.
 
-    Process 0 does, for all of its run. A folder that stays empty is removed.
+    Process 0 does so for all processes. A folder that stays empty is removed.
 
     Raises:
-      InputError: another process is in it, or it cannot be made.
+      InputError: another process has locked it, or it cannot be made.
     """
     path = pathlib.Path(step_folder.absolute(workdir))
     if not together.is_first():
@@ -67,7 +67,7 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
         ) from error
 
     def remove() -> None:
-        with contextlib.suppress(OSError):  # they are in use
+        with contextlib.suppress(OSError):  # not empty
             for folder in made:
                 folder.rmdir()
 
@@ -85,9 +85,8 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
     """Makes the folder, or checks that it belongs to the same run; writes config.json.
 
-    Process 0 does; the others wait, and check that they run the same in the same place.
-    A run that never came to its first step (its corpus was not found, say) holds
-    nothing, and its folder may be another's.
+    Process 0 does so; the others wait, and check that their config and folder are the
+    same. Another run may take the folder of a run that failed before its first step.
 
     Raises:
       InputError: it cannot be written, belongs to another run, or is not shared.
@@ -106,9 +105,9 @@ def claim(workdir: pathlib.Path, config: config_lib.TrainConfig) -> None:
 
 @contextlib.contextmanager
 def claimed(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Iterator[None]:
-    """`claim`; where the block fails, a new folder is again as empty as it was.
+    """Calls `claim`; if the block fails, restores the folder as it was.
 
-    Of a folder that holds a run config.json is again what it was.
+    A new folder is emptied; the folder of a run gets its old config.json back.
 
     Raises:
       InputError: see `claim`.
@@ -135,9 +134,9 @@ def claimed(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Iterator[N
 
 
 def finished(workdir: pathlib.Path, config: config_lib.TrainConfig) -> dict | None:
-    """Returns summary.json of a run that has all of its steps, else None.
+    """Returns summary.json of a run that has done all of its steps, else None.
 
-    Its last checkpoint must be whole: what is damaged is done again.
+    Its last checkpoint must be whole, or the run resumes from an older one.
 
     Raises:
       InputError: the folder belongs to another run.
@@ -151,13 +150,13 @@ def finished(workdir: pathlib.Path, config: config_lib.TrainConfig) -> dict | No
         try:
             summary = json.loads(path.read_text(encoding="utf-8"))
             step = int(summary["steps"])
-        except (ValueError, TypeError, KeyError):  # it is written again
+        except (ValueError, TypeError, KeyError):  # damaged: it is written again
             return "null"
         is_over = step >= config.num_steps or config.has_reached(summary)
         if not is_over or not step_folder.is_whole(workdir, step):
             return "null"
         metadata = manager.read_metadata(workdir / "checkpoints" / str(step))
-        if "config" in metadata:  # else it is of an earlier version
+        if "config" in metadata:  # earlier versions wrote none
             require_same_run(metadata["config"], config, workdir)
         return json.dumps(summary)
 
@@ -167,15 +166,15 @@ def finished(workdir: pathlib.Path, config: config_lib.TrainConfig) -> dict | No
 def require_same_run(
     theirs: dict, config: config_lib.TrainConfig, workdir: pathlib.Path
 ) -> None:
-    """A run may go on with another config only in what changes no number.
+    """Checks that a run resumes with its own config, up to `MAY_CHANGE`.
 
     Args:
-      theirs: the config that the folder, or a checkpoint in it, is of; of JSON.
-      config: that it is to go on with.
+      theirs: config of the folder, or of a checkpoint in it, from JSON.
+      config: the config to resume with.
       workdir: the folder.
 
     Raises:
-      InputError: they differ; it names the fields.
+      InputError: the configs differ; the message names the fields.
     """
     may_change = MAY_CHANGE + _OF_CONTENT * has_checkpoint(workdir)
     if differing := _differing(theirs, config, may_change):
@@ -186,7 +185,7 @@ def require_same_run(
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes a file whole or not at all; null for a number that is not finite."""
+    """Writes a file atomically, with null for numbers that are not finite."""
     finite = metrics.finite(content)
     files.write_text(path, json.dumps(finite, indent=2, allow_nan=False) + "\n")
 
@@ -195,7 +194,7 @@ def require_usable(workdir: pathlib.Path, config: config_lib.TrainConfig) -> Non
     """Checks that the folder is free, or belongs to the same run.
 
     Raises:
-      InputError: it holds another run, a model or somebody's files.
+      InputError: it holds another run, a model or other files.
     """
     path = workdir / "config.json"
     if path.exists():
@@ -228,7 +227,7 @@ def _claim(path: pathlib.Path, config: config_lib.TrainConfig) -> None:
 
 
 def _is_of_a_run(path: pathlib.Path) -> bool:
-    """Tells a run's config.json from those of `convert` and of Hugging Face."""
+    """Returns whether a config.json is a run's, not of `convert` or Hugging Face."""
     try:
         return "num_steps" in json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, TypeError):
@@ -236,28 +235,28 @@ def _is_of_a_run(path: pathlib.Path) -> bool:
 
 
 def has_checkpoint(workdir: pathlib.Path) -> bool:
-    """Returns whether a run is resumed there, and not started."""
+    """Returns whether the folder holds a checkpoint to resume from."""
     return bool(step_folder.numbers(step_folder.absolute(workdir) / "checkpoints"))
 
 
 def _require_same_config(theirs: dict, config: config_lib.TrainConfig) -> None:
-    """Compares it with that of another process of this run."""
+    """Checks that process 0 has the same config."""
     if differing := _differing(theirs, config):
         raise config_lib.InputError(
-            "this process has another config than process 0; give all the same. They "
-            "differ in\n  " + "\n  ".join(differing)
+            "this process has another config than process 0; give all processes the "
+            "same. They differ in\n  " + "\n  ".join(differing)
         )
 
 
 def _require_shared(path: pathlib.Path, text: str) -> None:
-    """Checks that what process 0 has written is here as well."""
+    """Checks that this process sees the file that process 0 has written."""
     deadline = time.monotonic() + _SHARED_SECONDS
     while not path.exists() or path.read_text(encoding="utf-8") != text:
         if time.monotonic() > deadline:
             raise config_lib.InputError(
-                f"{path}, which process 0 has written, is not to be seen from another "
-                f"process: checkpoints need one folder for all. Give a --workdir on a "
-                f"file system that all hosts share, by an absolute path."
+                f"another process does not see {path}, which process 0 has written: "
+                f"checkpoints need one folder for all. Give a --workdir on a file "
+                f"system that all hosts share, by an absolute path."
             )
         time.sleep(0.2)
 
@@ -277,9 +276,9 @@ def _require_same_run(path: pathlib.Path, config: config_lib.TrainConfig) -> Non
 def _differing(
     theirs: dict, config: config_lib.TrainConfig, may_change: Sequence[str] = ()
 ) -> list[str]:
-    """A line for each field that is there another than here; not more than a few."""
+    """Returns a line for each field that differs, for a few at most."""
     ours = _flat(command_line.to_json_dict(config))
-    # An older version had no field, and did what is its default now.
+    # An older version without a field did what the default does now.
     defaults = {path: d for path, _, d in fields.of(config_lib.TrainConfig)}
     there = json.loads(json.dumps(defaults)) | _WITHOUT | _flat(theirs)
     differing = [

@@ -1,4 +1,4 @@
-"""Whether a run goes on as it should: spikes of the loss, updates that fail."""
+"""The health of a run: spikes of the loss, and updates that are not finite."""
 
 import collections
 import math
@@ -11,14 +11,14 @@ from absl import logging
 from glm5_jax import config as config_lib
 
 WINDOW = 64  # losses that a spike is measured against
-MIN_LOSSES = 16  # before which nothing is called a spike
+MIN_LOSSES = 16  # losses needed before one can be called a spike
 SPIKES, ROLLBACKS = "health/spikes", "health/rollbacks"
 
 
 class Health:
-    """Judges every step by its metrics; what it remembers goes into checkpoints.
+    """Judges every step by its metrics; checkpoints hold its memory.
 
-    All processes of a run read the same metrics, so they come to the same verdicts.
+    All processes of a run read the same metrics, so all judge alike.
     """
 
     def __init__(
@@ -27,8 +27,8 @@ class Health:
         """Begins a run.
 
         Args:
-          limits: beyond which a step is an accident.
-          num_steps: of the run; one that skipped them all has failed.
+          limits: what counts as an accident.
+          num_steps: of the run; a run that skips them all has failed.
           has_loss: whether the training loss says how training goes. The loss of a
             policy gradient is near zero and says nothing.
         """
@@ -39,7 +39,7 @@ class Health:
         self._num_spikes = self._num_rollbacks = 0
 
     def memory(self) -> dict[str, Any]:
-        """Returns what JSON can hold of it."""
+        """Returns the memory, for JSON."""
         return {
             "losses": list(self._losses),
             "spikes": self._num_spikes,
@@ -47,7 +47,7 @@ class Health:
         }
 
     def counts(self) -> dict[str, int]:
-        """Accidents of the whole run, for its metrics; empty where there were none."""
+        """Returns the accidents of the whole run; empty if there were none."""
         counts = {SPIKES: self._num_spikes, ROLLBACKS: self._num_rollbacks}
         return {name: count for name, count in counts.items() if count}
 
@@ -62,9 +62,9 @@ class Health:
             return self._accident(
                 self._limits.on_not_finite,
                 f"the gradients of {skipped} steps in a row, the last being {step}, "
-                f"were not finite; nothing of them was applied. Lower "
-                f"optim.learning_rate, set optim.clip_norm, set "
-                f"health.on_not_finite=roll_back, or go on from an earlier checkpoint.",
+                f"were not finite and were not applied. Lower optim.learning_rate, set "
+                f"optim.clip_norm, set health.on_not_finite=roll_back, or resume from "
+                f"an earlier checkpoint.",
             )
         loss = float(metrics["train/loss"])
         if skipped or not self._has_loss:
@@ -105,8 +105,8 @@ class Health:
             raise FloatingPointError(message)
         if self._num_rollbacks >= self._limits.max_rollbacks:
             raise FloatingPointError(
-                f"{message} It was rolled back {self._num_rollbacks} times already "
-                f"(health.max_rollbacks)."
+                f"{message} The run has already rolled back {self._num_rollbacks} "
+                f"times (health.max_rollbacks)."
             )
         logging.error("ROLLING BACK: %s", message)
         return True

@@ -1,8 +1,8 @@
-"""Host memory on Linux: large pages for a step, and nothing kept of the compiler's.
+"""Host memory on Linux: large pages for a step, and the compiler's memory given back.
 
-XLA on CPU maps a step's temporaries anew each time, and the kernel clears them page by
-page: 138,000 faults and 0.3 of 1.3 seconds at the bench shape (docs/design/0003).
-Imports no jax.
+XLA on CPU maps the temporaries of a step again each time, and the kernel clears them
+page by page: 138,000 faults and 0.3 of 1.3 seconds at the bench shape
+(docs/design/0003). Imports no jax.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _TUNABLES, _LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 
 
 def restart_with_large_pages() -> None:
-    """Starts this program anew with large pages in malloc, unless malloc is tuned.
+    """Restarts this program with large pages in malloc, unless malloc is tuned.
 
     glibc reads the setting when a process starts. Other C libraries ignore it.
     """
@@ -23,15 +23,15 @@ def restart_with_large_pages() -> None:
 
 
 def trim() -> None:
-    """Gives freed blocks back to the system: after compiling, more than half."""
+    """Returns freed blocks to the system: after compiling, more than half."""
     if sys.platform.startswith("linux"):
         malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if malloc_trim is not None:  # another C library has none
+        if malloc_trim is not None:  # only glibc has it
             malloc_trim(0)
 
 
 def peak_gib() -> float | None:
-    """The largest resident size so far, in GiB; None where no one counts it."""
+    """Returns the largest resident size so far, in GiB; None on Windows."""
     if sys.platform == "win32":
         return None
     import resource

@@ -1,8 +1,8 @@
-"""Which process keeps the others waiting: every process's seconds of a step.
+"""The seconds of a step of every process, to find the one that the others wait for.
 
-All processes end a step together, so their steps take the same time. What differs is
-how much of it a process spends on its own, on data and Python, before it waits for the
-devices. A slow device is none of these: all wait for it alike.
+All processes end a step together, so their steps take the same time. They differ in how
+long a process works on data and Python before it waits for the devices. A slow device
+does not show here: all processes wait for it alike.
 """
 
 import dataclasses
@@ -16,14 +16,15 @@ from absl import logging
 
 from glm5_jax.processes import together
 
-# More of its own than the others names a process: so much of a step, so many times.
+# A process is late if its own seconds exceed the others' by this share of a step and
+# are this many times theirs.
 LATE, TIMES = 0.1, 1.5
 _FILE = "hosts.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Of a process, medians of the steps since it was last asked."""
+    """Median seconds of a process, of the steps since the last call."""
 
     step: float
     own: float  # without waiting for devices
@@ -32,16 +33,16 @@ class Seconds:
 def tell(workdir: pathlib.Path, step: int, position: int, mine: Seconds) -> dict:
     """Collects the seconds of all processes; process 0 writes them to hosts.jsonl.
 
-    All must call it after the same step.
+    All processes must call it after the same step.
 
     Args:
       workdir: of the run.
-      step: updates done.
-      position: batches drawn, which grows whatever is rolled back.
-      mine: of this process.
+      step: steps done.
+      position: batches drawn.
+      mine: seconds of this process.
 
     Returns:
-      On process 0 of several what metrics.jsonl holds of them; else nothing.
+      Metrics on process 0 of several; else nothing.
     """
     if jax.process_count() == 1:
         return {}
@@ -62,7 +63,7 @@ def tell(workdir: pathlib.Path, step: int, position: int, mine: Seconds) -> dict
 
 
 def metrics(found: Sequence[Seconds]) -> dict[str, int | float]:
-    """The slowest process's number and seconds, and the median's."""
+    """Returns the number and seconds of the slowest process, and the median seconds."""
     own = [seconds.own for seconds in found]
     return {
         "hosts/slowest": own.index(max(own)),
@@ -73,7 +74,7 @@ def metrics(found: Sequence[Seconds]) -> dict[str, int | float]:
 
 
 def straggler(found: Sequence[Seconds]) -> str:
-    """Says which process the others wait for, or nothing."""
+    """Returns a sentence on the process that the others wait for, or nothing."""
     own = [seconds.own for seconds in found]
     slowest = own.index(max(own))
     others = statistics.median(own[:slowest] + own[slowest + 1 :])
@@ -83,5 +84,5 @@ def straggler(found: Sequence[Seconds]) -> str:
     return (
         f"process {slowest} of {len(own)} takes {own[slowest]:.3f} s of its own of a "
         f"step of {found[slowest].step:.3f}, the others {others:.3f}: all wait for it. "
-        f"Look at its data, its CPU and its host."
+        f"Check its data, its CPU and its host."
     )

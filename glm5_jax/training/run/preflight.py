@@ -1,4 +1,4 @@
-"""What --dry_run checks: everything that a start needs, except its devices."""
+"""The checks of --dry_run: everything that a start needs, except its devices."""
 
 import pathlib
 
@@ -15,14 +15,14 @@ from glm5_jax.weights import loading
 def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
     """Opens data, tokenizer, environment, init_from and workdir as a start would.
 
-    Weights are not read: their names and shapes are compared with the config's.
+    It reads no weights: it compares their names and shapes with the config.
 
     Args:
       config: of the run.
-      workdir: its folder, where one is named; nothing is written there.
+      workdir: its folder, if one is given; nothing is written there.
 
     Returns:
-      What was found, a line each.
+      A line for each finding.
 
     Raises:
       InputError: with the message of everything that a start would refuse.
@@ -58,7 +58,7 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
 
 
 def _feed_lines(config: config_lib.TrainConfig, feed: feed_lib.Feed) -> list[str]:
-    """Says what the stage learns from, and how large its tokenizer is."""
+    """Returns lines on the feed and the size of its tokenizer."""
     size, room = feed.tokenizer.vocab_size, config.model.vocab_size
     lines = [f"tokenizer: {size:,} ids; the model has room for {room:,}"]
     if isinstance(feed, corpus.Corpus):
@@ -74,7 +74,7 @@ def _feed_lines(config: config_lib.TrainConfig, feed: feed_lib.Feed) -> list[str
 def _workdir_state(
     config: config_lib.TrainConfig, workdir: pathlib.Path, feed: feed_lib.Feed | None
 ) -> str:
-    """Says what a start would do with the folder."""
+    """Returns a line on what a start would do with the folder."""
     run_folder.require_usable(workdir, config)
     if not any((workdir / "checkpoints").glob("[0-9]*")):
         return f"{workdir} is free"

@@ -1,4 +1,4 @@
-"""Asking a run to end: SIGTERM or ctrl-C, to one process of it or to all."""
+"""Requests to end a run: SIGTERM or ctrl-C, to one of its processes or to all."""
 
 import contextlib
 import os
@@ -16,12 +16,11 @@ EXIT_TERMINATED = interrupts.EXIT_TERMINATED  # after a checkpoint
 
 @contextlib.contextmanager
 def listening() -> Iterator[Callable[[int], bool]]:
-    """Yields a function that tells, after each step, whether the run shall end.
+    """Yields a function that tells after each step whether the run must end.
 
-    A second ctrl-C ends the process at once, with the same exit code. In several
-    processes jax.distributed listens for SIGTERM to any of them, and names the step at
-    which all of them stop.
-    Only a main thread can hear signals.
+    A second ctrl-C ends the process at once, with the same exit code. With several
+    processes jax.distributed listens for SIGTERM to any of them and chooses the step at
+    which all stop. Only a main thread can receive signals.
     """
     is_asked = threading.Event()
     is_alone = jax.process_count() == 1

@@ -12,15 +12,15 @@ import time
 from collections.abc import Iterator
 
 EXIT_HUNG = 1
-TIMES_MEDIAN = 10  # steps may take as many times the median one
+TIMES_MEDIAN = 10  # a step may take this many times the median one
 
 
 class Watchdog:
-    """Counts the seconds since the last beat, while it is entered.
+    """Counts the seconds since the last beat; a context manager.
 
-    A process that hangs in a collective cannot end itself, nor be told to; a thread
-    can. Each process of a run has its own watchdog, so that each leaves its stacks:
-    the one that is not in a collective is the one to look at.
+    A process that hangs in a collective cannot end itself, but one of its threads can.
+    Each process of a run has its own watchdog and leaves its stacks. The process that
+    is not in a collective is the one to look at.
     """
 
     def __init__(self, path: pathlib.Path, min_seconds: float) -> None:
@@ -28,7 +28,7 @@ class Watchdog:
 
         Args:
           path: where the stacks go.
-          min_seconds: without a beat that are allowed in any case; 0: any number.
+          min_seconds: seconds without a beat that are always allowed; 0: no limit.
         """
         self._path, self._min_seconds = path, min_seconds
         self._steps: collections.deque[float] = collections.deque(maxlen=64)
@@ -50,14 +50,14 @@ class Watchdog:
             self._thread.join()
 
     def beat(self, step_seconds: float | None = None) -> None:
-        """The run has come further; after a step, with the time that it took."""
+        """Records progress of the run; after a step, also its seconds."""
         self._last = time.monotonic()
         if step_seconds is not None:
             self._steps.append(step_seconds)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Ends nothing while this lasts: it takes as long as the disk takes."""
+        """Suspends the watchdog for a block that waits for a disk."""
         self._is_paused = True
         try:
             yield
@@ -78,7 +78,7 @@ class Watchdog:
                 self._end(waited)
 
     def _end(self, waited: float) -> None:
-        # A full disk must not keep it from ending.
+        # A full disk must not keep the process from ending.
         with contextlib.suppress(OSError), self._path.open("w") as file:
             file.write(f"No step for {waited:.0f} s, at {time.ctime()}.\n\n")
             file.flush()
@@ -86,8 +86,8 @@ class Watchdog:
         sys.stderr.write(
             f"error: no step for {waited:.0f} s (health.watchdog_seconds, or "
             f"{TIMES_MEDIAN} times the median step): the run hangs and is ended; "
-            f"{self._path} has the stacks of all threads. Started again, it goes on "
-            f"from its newest checkpoint.\n"
+            f"{self._path} has the stacks of all threads. The same command resumes "
+            f"from the newest checkpoint.\n"
         )
         sys.stderr.flush()
-        os._exit(EXIT_HUNG)  # a clean-up would wait for what hangs
+        os._exit(EXIT_HUNG)  # a clean-up would hang as well
