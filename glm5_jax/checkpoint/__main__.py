@@ -18,20 +18,20 @@ _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run folder, or a step folder.", required=True
 )
 _VERIFY = flags.DEFINE_bool("verify", False, "Reads all files and compares hashes.")
-_PRUNE = flags.DEFINE_bool("prune", False, "Lists what may go; with --yes deletes it.")
+_PRUNE = flags.DEFINE_bool("prune", False, "Lists what to delete; --yes deletes it.")
 _ROLL_BACK = flags.DEFINE_integer(
-    "roll_back", None, "A step that the run, now stopped, shall go on from."
+    "roll_back", None, "Makes a stopped run resume from this step."
 )
 _LEAVE_OUT = flags.DEFINE_integer(
     "leave_out",
     None,
-    "How many batches after it to skip; default: all up to the newest step.",
+    "Batches to skip after that step; default: all up to the newest step.",
     0,
 )
 _YES = flags.DEFINE_bool("yes", False, "With --prune: deletes.")
-_KEEP = flags.DEFINE_integer("keep", None, "Newest steps that stay; as the run's.")
-_KEEP_EVERY = flags.DEFINE_integer("keep_every", None, "Steps divisible by it stay.")
-_KEEP_BEST = flags.DEFINE_integer("keep_best", None, "How many of the best steps stay.")
+_KEEP = flags.DEFINE_integer("keep", None, "Keeps the N newest steps.")
+_KEEP_EVERY = flags.DEFINE_integer("keep_every", None, "Keeps steps divisible by N.")
+_KEEP_BEST = flags.DEFINE_integer("keep_best", None, "Keeps the N best steps.")
 
 
 def main(arguments: command_line.Arguments) -> int:
@@ -45,7 +45,7 @@ def main(arguments: command_line.Arguments) -> int:
         )
         if later:
             print(f"Set aside: steps {later}; the run's next save deletes them.")
-        print(f"The run goes on from step {made.step}, with batch {made.position}.")
+        print(f"The run resumes from step {made.step}, with batch {made.position}.")
         return 0
     if not _PRUNE.value:
         folders = inspection.find(_CHECKPOINT.value)
@@ -63,7 +63,7 @@ def main(arguments: command_line.Arguments) -> int:
     rows = inspection.to_prune(checkpoints, rule)
     print(inspection.table(rows))
     if not _YES.value:
-        print(f"{len(rows)} folders may go; --yes deletes them.")
+        print(f"{len(rows)} folders can be deleted; --yes deletes them.")
         return 0
     inspection.prune(checkpoints, rows)
     print(f"Deleted {len(rows)} folders.")
@@ -75,14 +75,14 @@ def _check(arguments: command_line.Arguments) -> None:
         raise config_lib.InputError("--config has no effect here; leave it out.")
     if sum((_PRUNE.value, _VERIFY.value, _ROLL_BACK.value is not None)) > 1:
         raise config_lib.InputError(
-            "give --verify, --prune or --roll_back, one after the other."
+            "give only one of --verify, --prune and --roll_back at a time."
         )
     if _LEAVE_OUT.value is not None and _ROLL_BACK.value is None:
-        raise config_lib.InputError("--leave_out belongs to --roll_back; add it.")
+        raise config_lib.InputError("--leave_out needs --roll_back; add it.")
     keeps = (_KEEP.value, _KEEP_EVERY.value, _KEEP_BEST.value)
     if not _PRUNE.value and (_YES.value or keeps != (None,) * 3):
         raise config_lib.InputError(
-            "--yes, --keep, --keep_every and --keep_best belong to --prune; add it."
+            "--yes, --keep, --keep_every and --keep_best need --prune; add it."
         )
 
 

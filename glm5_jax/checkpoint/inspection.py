@@ -67,7 +67,8 @@ def checkpoints_of(run: epath.PathLike) -> epath.Path:
         if path.name == "checkpoints" and path.is_dir():
             return path
     raise config_lib.InputError(
-        f"{folder} is no run folder (with checkpoints/STEP/): nothing was changed."
+        f"{folder} is not a run folder: it has no checkpoints/. Nothing was changed; "
+        f"give the folder of a run."
     )
 
 
@@ -90,7 +91,7 @@ def rule_of(checkpoints: epath.Path, **changes: Any) -> retention.Retention:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if "newest" not in given:
             raise config_lib.InputError(
-                f"{path} does not say what to keep ({error!r}); give --keep=N."
+                f"{path} has no retention rule ({error!r}); give --keep=N."
             ) from error
         rule = retention.Retention(newest=given["newest"])
     rule = dataclasses.replace(rule, **given)
@@ -120,8 +121,8 @@ def prune(checkpoints: epath.Path, rows: Sequence[Row]) -> None:
     safe = [step.number for step in steps if step.is_safe]
     if not safe:
         raise config_lib.InputError(
-            f"no step in {checkpoints} has a manifest, so nothing is deleted: nothing "
-            f"would be left that proves itself. Go on with the run; its next save does."
+            f"no step in {checkpoints} has a manifest, so none can be verified and "
+            f"nothing was deleted. Resume the run: its next save writes a manifest."
         )
     try:
         manifest.verify(checkpoints / str(max(safe)))

@@ -63,7 +63,7 @@ class CheckpointManager:
                 step_folder.remove(path)
             if strangers := step_folder.strangers(self._folder):
                 logging.warning(
-                    "%s in %s are no numbers of steps and are ignored.",
+                    "Ignored %s in %s: a step's folder has no leading zeros.",
                     strangers,
                     self._folder,
                 )
@@ -166,11 +166,11 @@ class CheckpointManager:
                 self._set_aside([*damaged], step_folder.DAMAGED)
                 newer = [n for n in steps if n > candidate and n not in damaged]
                 if newer:  # unsealed, or from before a rollback
-                    logging.warning("STEPS %s ARE NOT GONE ON FROM.", newer)
+                    logging.warning("STEPS %s ARE SKIPPED.", newer)
                 self._restored = candidate
                 self._saved = {n for n in self._saved if n < candidate} | {candidate}
                 return candidate, *found
-            why = "has a number that is not finite" if is_read else "is not read by all"
+            why = "holds a NaN or an infinity" if is_read else "is not readable by all"
             error, found = error or config_lib.DamagedError(f"{folder} {why}."), None
             damaged[candidate] = error
             logging.error("STEP %d IS DAMAGED: %s", candidate, _short(error))
@@ -180,7 +180,7 @@ class CheckpointManager:
         raise config_lib.DamagedError(
             f"none of the steps {sorted(steps)} in {self._folder} can be read; nothing "
             f"was changed. Give another --workdir, or move checkpoints/ away to start "
-            f"afresh.\n  {reasons}"
+            f"a new run.\n  {reasons}"
         )
 
     def abandon_after(self, step: int) -> None:
@@ -232,7 +232,7 @@ class CheckpointManager:
             self._saved.discard(step)
             raise OSError(
                 f"the checkpoint of step {step} cannot be written into {self._folder}: "
-                f"{_short(error)} Older ones are as they were."
+                f"{_short(error)} Older checkpoints are unchanged."
             ) from error
         except BaseException:  # raised again in the thread that waits
             self._saved.discard(step)
@@ -257,9 +257,10 @@ class CheckpointManager:
         needed = sum(x.nbytes for x in jax.tree.leaves(state))
         if free < needed:
             raise OSError(
-                f"a checkpoint takes {needed:,} bytes, {free:,} are free on the disk "
-                f"of {self._folder}; make room or lower checkpoints_to_keep. Old steps "
-                f"are deleted only after a new one is safe."
+                f"a checkpoint takes {needed:,} bytes, but only {free:,} are free on "
+                f"the disk of {self._folder}; free some space or lower "
+                f"checkpoints_to_keep. Old steps are deleted only after a new one is "
+                f"safe."
             )
 
     def _abandon_from(self, step: int) -> None:
@@ -269,7 +270,7 @@ class CheckpointManager:
         others = [n for n in on_disk if n >= first and n not in self._saved]
         if others:
             logging.warning(
-                "Steps %s in %s are of a branch that is not gone on with; they go when "
+                "Steps %s in %s belong to an abandoned branch; they are deleted once "
                 "step %d is safe.",
                 others,
                 self._folder,
@@ -381,8 +382,8 @@ def _verify(folder: epath.Path, without: list[str] | None = None) -> None:
     hashed = manifest.verify(folder, without or (), jax.process_index(), count)
     if hashed is None:
         logging.warning(
-            "%s HAS NO MANIFEST and is read unverified: it is of an earlier version, "
-            "or what wrote it was killed a moment too early.",
+            "%s HAS NO MANIFEST and is read unverified: an earlier version wrote it, "
+            "or its writer was killed before it wrote the manifest.",
             folder,
         )
     step_folder.require_number(folder)

@@ -111,7 +111,7 @@ def read(folder: epath.Path) -> Entries | None:
         ) from error
     if text != _render(entries, step):
         raise config_lib.DamagedError(
-            f"{folder / NAME} has another checksum than it says."
+            f"{folder / NAME} does not match its own checksum."
         )
     require_number(folder, step)
     return entries
@@ -177,7 +177,7 @@ def require_sizes(folder: epath.Path, entries: Entries) -> None:
     """
     sizes = files(folder)
     problems = {
-        name: f"{sizes[name]:,} bytes of {entry.size:,}" if name in sizes else "missing"
+        name: f"{sizes[name]:,} of {entry.size:,} bytes" if name in sizes else "missing"
         for name, entry in entries.items()
         if sizes.get(name) != entry.size
     }
@@ -273,7 +273,7 @@ def _require_same(
     if problems:
         named = [f"{n}: {problems[n]}" for n in sorted(problems)][:_MAX_NAMED]
         raise config_lib.DamagedError(
-            f"{folder} is not what was written, in {len(problems)} of {len(entries)} "
+            f"{folder} differs from its manifest in {len(problems)} of {len(entries)} "
             f"files: {'; '.join(named)}{'; ...' * (len(problems) > len(named))}."
         )
 

@@ -61,10 +61,10 @@ def read(run: epath.PathLike) -> Rollback | None:
         is_whole, rollback = False, None
     if not is_whole:
         raise config_lib.DamagedError(
-            f"{path} is damaged: it says which batches the rollbacks of the run left "
-            f"out. Delete it, and, if the run has saved no checkpoint since the last "
-            f"rollback, say it again: python -m glm5_jax.checkpoint --checkpoint="
-            f"{path.parent} --roll_back=STEP --leave_out=N."
+            f"{path} is damaged; it holds how many batches the run's rollbacks "
+            f"skipped. Delete it. If the run has saved no checkpoint since its last "
+            f"rollback, then repeat the rollback: python -m glm5_jax.checkpoint "
+            f"--checkpoint={path.parent} --roll_back=STEP --leave_out=N."
         )
     return rollback
 
@@ -107,8 +107,8 @@ def _by_hand(
     later = [n for n in steps if n > step]
     if not later and not num_left_out:
         raise config_lib.InputError(
-            f"step {step} is the newest in {checkpoints} already; give an older one, "
-            f"or how many batches shall be left out."
+            f"step {step} is already the newest in {checkpoints}; give an older step, "
+            f"or --leave_out=N to skip batches."
         )
     manifest.verify(checkpoints / str(step))
     here = _position(checkpoints / str(step), step)

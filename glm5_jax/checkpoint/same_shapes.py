@@ -29,7 +29,7 @@ def require(theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str) -> No
         more = len(differing) - _MAX_NAMED
         shown = differing[:_MAX_NAMED] + [f"and {more} more"] * (more > 0)
         raise config_lib.InputError(
-            f"{what} has other shapes than the config asks for:\n  "
+            f"{what} has shapes (there) that differ from the config's (here):\n  "
             + "\n  ".join(shown)
             + "\nUse the config of the run that wrote it (config.json in its folder); "
             "a run of another model needs another --workdir."

@@ -127,7 +127,7 @@ def require_number(folder: epath.Path) -> None:
     manifest.require_number(folder, step)
     if not is_ahead:
         raise config_lib.DamagedError(
-            f"{path} says that {position} batches led to step {step}."
+            f"{path} says that {position} batches were drawn for {step} steps."
         )
 
 

@@ -120,7 +120,7 @@ def _require_shapes(
     if not path.exists():  # a converted model has no such part
         same_shapes.require({}, wanted, name)
     if not ocp.utils.is_checkpoint_finalized(path):
-        raise ValueError(f"{path} was not finished.")
+        raise ValueError(f"{path} is incomplete: its save did not finish.")
     stored = _shapes(handler.metadata(path).tree)
     tops = {leaf.split(".")[0] for leaf in wanted}
     stored = {k: v for k, v in stored.items() if k.split(".")[0] in tops}

@@ -76,7 +76,7 @@ class CommandTest(faults_test.FaultsTestCase):
         self.assertIn("from step 2, with batch 4.", text)
         code, text = self.run_command(roll_back=2, leave_out=5)
         self.assertEqual(
-            (code, text), (0, "The run goes on from step 2, with batch 7.\n")
+            (code, text), (0, "The run resumes from step 2, with batch 7.\n")
         )
 
     def test_prune_deletes_when_told_to(self):
@@ -85,7 +85,7 @@ class CommandTest(faults_test.FaultsTestCase):
         before = self.names()
         code, text = self.run_command(prune=True, keep=2)
         self.assertEqual(code, 0)
-        self.assertIn("3 folders may go; --yes deletes them.", text)
+        self.assertIn("3 folders can be deleted; --yes deletes them.", text)
         self.assertNotIn("DAMAGED", text)
         self.assertRegex(text, r"\n +2 .* sizes match\n0\.damaged .* set aside\n")
         self.assertEqual(self.names(), before)
@@ -128,12 +128,16 @@ class CommandTest(faults_test.FaultsTestCase):
     @parameterized.named_parameters(
         ("nowhere", {"checkpoint": "/nowhere"}, "no checkpoint in /nowhere"),
         ("object_store", {"checkpoint": "gs://bucket/run"}, "no path of a file system"),
-        ("prune_nowhere", {"checkpoint": "/nowhere", "prune": True}, "no run folder"),
+        (
+            "prune_nowhere",
+            {"checkpoint": "/nowhere", "prune": True},
+            "not a run folder",
+        ),
         ("no_rule", {"prune": True}, "give --keep=N"),
         ("keep_none", {"prune": True, "keep": 0}, "--keep must be at least 1"),
-        ("keep_alone", {"keep": 1}, "belong to --prune"),
-        ("yes_alone", {"yes": True}, "belong to --prune"),
-        ("both", {"verify": True, "prune": True}, "one after the other"),
+        ("keep_alone", {"keep": 1}, "need --prune"),
+        ("yes_alone", {"yes": True}, "need --prune"),
+        ("both", {"verify": True, "prune": True}, "only one of"),
     )
     def test_wrong_input(self, given, message):
         with self.assertRaisesRegex(config_lib.InputError, message):
@@ -142,7 +146,7 @@ class CommandTest(faults_test.FaultsTestCase):
 
     def test_one_step_cannot_be_pruned(self):
         one = str(self.step_folder(1))
-        with self.assertRaisesRegex(config_lib.InputError, "no run folder"):
+        with self.assertRaisesRegex(config_lib.InputError, "not a run folder"):
             self.run_command(checkpoint=one, prune=True, keep=1)
 
     def test_sizes_in_words(self):

@@ -68,7 +68,7 @@ class ByHandTest(faults_test.FaultsTestCase):
     @parameterized.named_parameters(
         ("no_step", 7, "no step 7 with a manifest .* one of \\[2, 3, 4\\]"),
         ("unproven", 1, "no step 1 with a manifest"),
-        ("newest", 4, "step 4 is the newest"),
+        ("newest", 4, "step 4 is already the newest"),
     )
     def test_refusals(self, step, message):
         (self.step_folder(1) / manifest.NAME).unlink()
