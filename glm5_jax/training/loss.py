@@ -7,7 +7,6 @@ one layer, by the mean over its steps.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from glm5_jax import collectives, losses, sharding
+from glm5_jax import collectives, losses
 from glm5_jax import config as config_lib
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import mtp, transformer
+from glm5_jax.training import accumulation
 from glm5_jax.training import inputs as inputs_lib
 
 Batch = inputs_lib.Batch
@@ -31,15 +31,6 @@ METRIC_NAMES = {
 }
 
 
-def abstract_gradients(config: config_lib.TrainConfig) -> dict:
-    """Returns the shapes of the gradients, in the dtypes that the optimizer gets."""
-    params = transformer.abstract_params(config.model)
-    computed = jax.eval_shape(lambda p: transformer.cast(p, config.model), params)
-    if config.optim.accumulation_steps == 1:
-        return computed
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), computed)
-
-
 def value_and_grad(
     params: dict, config: config_lib.TrainConfig, batch: Batch
 ) -> tuple[tuple[Float[Array, ""], tuple[Metrics, dict]], dict]:
@@ -48,56 +39,7 @@ def value_and_grad(
     Means are over the whole batch, whatever optim.accumulation_steps is.
     """
     inputs, local = _make_inputs(config, batch), functools.partial(_local_loss, config)
-    return accumulated(local, config, params, inputs)
-
-
-def accumulated(
-    local: Callable,
-    config: config_lib.TrainConfig,
-    params: dict,
-    inputs: inputs_lib.Inputs,
-    add: Callable | None = None,
-) -> tuple[Any, dict]:
-    """Returns values and gradient of optim.accumulation_steps parts, done in turn.
-
-    Each device adds up the gradients of its parts. Gradients of replicated parameters
-    are summed over the replicas once, at the end.
-
-    Args:
-      local: function of a device's shard of a part; returns the loss, a sum over rows,
-        and other values, both equal on every device.
-      config: of the run.
-      params: in the dtype of the computation.
-      inputs: of the whole batch.
-      add: adds the values of two parts, in float32, from zeros; None: sums them.
-    """
-    add = add or functools.partial(jax.tree.map, jnp.add)
-    num_parts = config.optim.accumulation_steps
-    if num_parts == 1:
-        whole = inputs_lib.on_shards(local, config.model)
-        return jax.value_and_grad(whole, has_aux=True)(params, inputs)
-    dims = transformer.param_dims(config.model)
-
-    def share(params: dict, part: inputs_lib.Inputs) -> tuple[Array, Any]:
-        loss, others = local(params, part)
-        return loss / collectives.num_devices(), (loss, others)
-
-    def all_parts(params: dict, inputs: inputs_lib.Inputs) -> tuple[Any, dict]:
-        parts = inputs_lib.parts(inputs, num_parts)
-        first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(share, params, first)[1], params
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-
-        def step(total: Any, part: inputs_lib.Inputs) -> tuple[Any, None]:
-            grads, values = jax.grad(share, has_aux=True)(params, part)
-            grads = jax.tree.map(jnp.add, total[1], grads)
-            return (add(total[0], values), grads), None
-
-        (values, grads), _ = lax.scan(step, zeros, parts)
-        return values, jax.tree.map(collectives.total_of_copies, grads, dims)
-
-    specs = jax.sharding.PartitionSpec(), sharding.specs(dims)
-    return inputs_lib.on_shards(all_parts, config.model, specs)(params, inputs)
+    return accumulation.value_and_grad(local, config, params, inputs)
 
 
 def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inputs:

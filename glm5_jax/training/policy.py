@@ -19,6 +19,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
 from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.rl import objectives
+from glm5_jax.training import accumulation
 from glm5_jax.training import inputs as inputs_lib
 from glm5_jax.training import loss as loss_lib
 
@@ -154,7 +155,7 @@ def value_and_grad(
     params: dict, config: config_lib.TrainConfig, batch: inputs_lib.Batch
 ) -> tuple[tuple[Float[Array, ""], loss_lib.Metrics], dict]:
     """Returns sum(weights * objective) and what to log; and the gradient."""
-    (loss, measured), grads = loss_lib.accumulated(
+    (loss, measured), grads = accumulation.value_and_grad(
         functools.partial(_local_loss, config),
         config,
         params,

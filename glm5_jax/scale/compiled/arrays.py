@@ -20,7 +20,7 @@ from glm5_jax import depth as depth_lib
 from glm5_jax import sharding
 from glm5_jax.model import attention, transformer
 from glm5_jax.scale import chips, inputs, markdown, programs
-from glm5_jax.training import loss as loss_lib
+from glm5_jax.training import accumulation
 from glm5_jax.training import program as program_lib
 
 Dims = tuple[str, ...]
@@ -158,7 +158,9 @@ def _with_dims(array: inputs.Array, table: dict[str, Dims]) -> Array:
 def _gradients(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[Array]:
     """Placed like the parameters."""
     is_trained = config.stage_record.trains
-    flat = jax.tree_util.tree_flatten_with_path(loss_lib.abstract_gradients(config))[0]
+    flat = jax.tree_util.tree_flatten_with_path(
+        accumulation.abstract_gradients(config)
+    )[0]
     dtypes = {".".join(key.key for key in path): x.dtype for path, x in flat}
     for array in arrays:
         first, *path = array.name.split(".")

@@ -11,7 +11,7 @@ import jax
 from glm5_jax import config as config_lib
 from glm5_jax import depth
 from glm5_jax.model import attention, cached, layers, transformer
-from glm5_jax.training import loss as loss_lib
+from glm5_jax.training import accumulation
 from glm5_jax.training import step as step_lib
 from pallas_kernels import chips
 
@@ -69,7 +69,7 @@ def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
 
     parts = {
         "parameters": size(params),
-        "gradients": size(loss_lib.abstract_gradients(config)),
+        "gradients": size(accumulation.abstract_gradients(config)),
         "optimizer state": size(state),
     }
     return {**parts, "total": sum(parts.values())}

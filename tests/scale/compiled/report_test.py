@@ -15,7 +15,7 @@ from glm5_jax import presets
 from glm5_jax.scale import inputs
 from glm5_jax.scale.compiled import compile as compile_lib
 from glm5_jax.scale.compiled import flops, report
-from glm5_jax.training import loss as loss_lib
+from glm5_jax.training import accumulation
 from glm5_jax.training.reporting import accounting
 from tests import environment, tpus
 
@@ -84,7 +84,7 @@ class CompiledTest(parameterized.TestCase):
         line, gib = made.line, 2**30
         self.assertTrue(line["fits"])
         self.assertEmpty(made.refusal)
-        leaves = jax.tree.leaves(loss_lib.abstract_gradients(CONFIG))
+        leaves = jax.tree.leaves(accumulation.abstract_gradients(CONFIG))
         gradients = sum(x.size * x.dtype.itemsize for x in leaves)
         got = line["collective_gib_by_axes"]["data"] * gib / gradients
         self.assertAlmostEqual(got / (2 * 3 / 4), 1, delta=GRADIENTS_RTOL)
