@@ -43,8 +43,8 @@ class Prompt:
         _require_one(prompt=self.text, tokens=self.tokens)
         if self.tokens is not None and (self.chat or self.special_tokens):
             raise config_lib.InputError(
-                "--chat and --special_tokens are about --prompt; --tokens are ids as "
-                "they are. Leave them out."
+                "--chat and --special_tokens need --prompt; --tokens gives ids, which "
+                "are used unchanged. Leave one of the two out."
             )
         if self.chat and self.special_tokens:
             raise config_lib.InputError(
@@ -265,13 +265,13 @@ def _require_folder_of(path: str | None) -> None:
     if path is None:
         return
     if not pathlib.Path(path).absolute().parent.is_dir():
-        raise config_lib.InputError(f"{path} lies in a folder that does not exist.")
+        raise config_lib.InputError(f"The folder of {path} does not exist; make it.")
     if pathlib.Path(path).is_dir():
         raise config_lib.InputError(f"{path} is a folder; give the name of a file.")
 
 
 def _no_tokenizer(checkpoint: str) -> config_lib.InputError:
     return config_lib.InputError(
-        f"{checkpoint} has no tokenizer.json, so text cannot be read; put one there, "
-        f"or give --tokens=ids.npy."
+        f"{checkpoint} has no tokenizer.json, so text cannot be encoded; copy one "
+        f"there, or give --tokens=ids.npy."
     )

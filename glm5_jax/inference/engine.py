@@ -152,9 +152,9 @@ class Engine:
         requests.require_ints(0, version=version)
         is_running, last = bool(self.num_pending), self._weights.version
         if version < last or (version == last and is_running):
-            remedy = "; requests are running, so it must be above" if is_running else ""
+            remedy = "; it may stay the same only if nothing runs" if is_running else ""
             raise config_lib.InputError(
-                f"version must increase from publish to publish, got {version} after "
+                f"version must increase with every publish, got {version} after "
                 f"{last}{remedy}."
             )
         with self._on_mesh():
@@ -173,7 +173,7 @@ class Engine:
         found = errors(request, self.config, self.capacity)
         if not found and len(request.stop_ids) > self._num_stops:
             found.append(
-                f"stop_ids must be at most {self._num_stops} (the engine's "
+                f"stop_ids must have at most {self._num_stops} ids (the engine's "
                 f"max_stop_ids), got {len(request.stop_ids)}."
             )
         if not found and request.id in {*self._scheduler.works, *self._finished}:

@@ -102,8 +102,7 @@ def _of_settings(request: Request) -> Iterator[str]:
     """Yields what is wrong with the sampling settings of a request."""
     if not (is_int(request.id) and 0 <= request.id <= _MAX_INT):
         yield (
-            f"A request's id must lie in 0..2^31 - 1 and be an int, got "
-            f"{_shown(request.id)}."
+            f"A request's id must be an int in 0..2^31 - 1, got {_shown(request.id)}."
         )
     ints = (("max_new_tokens", 1, ""), ("top_k", 0, "; 0 is off"), ("keep", 0, ""))
     for name, least, more in ints:

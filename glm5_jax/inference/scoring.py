@@ -31,7 +31,7 @@ def rows_of_tokens(
     """
     if tokens.shape[1] < 2:
         raise config_lib.InputError(
-            "A row must have at least two tokens: the second is scored after the first."
+            "A row must have at least two tokens, because the first is not scored."
         )
     require_ids(tokens, config)
     mask = np.ones(tokens.shape, np.float32)
@@ -71,7 +71,7 @@ def require_positions(num_tokens: int, config: config_lib.ModelConfig) -> None:
     if num_tokens > limit:
         raise config_lib.InputError(
             f"Rows have {num_tokens} tokens, more than "
-            f"model.max_position_embeddings={limit}; cut them."
+            f"model.max_position_embeddings={limit}; shorten them."
         )
 
 

@@ -43,12 +43,12 @@ def original_config(source: loading.Source) -> dict[str, Any]:
     try:
         found = huggingface_config.read_json(path) if path.exists() else {}
         if not isinstance(found, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it holds no JSON object")
         return found
     except ValueError as error:
         raise config_lib.InputError(
-            f"{path} is damaged ({error}); delete it to do without the keys that "
-            f"glm5_jax does not know."
+            f"{path} is damaged ({error}). Delete it; an export will then lack the "
+            f"keys that glm5_jax does not know."
         ) from error
 
 

@@ -60,7 +60,7 @@ def convert(
     dtypes = DTYPES if to == "hf" else DTYPES[:2]
     if dtype not in (None, *dtypes):
         raise config_lib.InputError(
-            f"The format {to} holds {', '.join(dtypes)}, got --dtype={dtype}."
+            f"The format {to} supports {', '.join(dtypes)}, got --dtype={dtype}."
         )
     config = loading.read_config(found, overrides)
     if (tokenizer := loading.tokenizer_of(found)) is not None:

@@ -251,7 +251,7 @@ def _take_spare(
         spare |= set(names_lib.mtp_copies(config))
     elif prefix + "eh_proj.weight" in (tensors | index):
         spare |= {name for name in tensors if name.startswith(prefix)}
-        logging.info("The MTP layer is left out: num_nextn_predict_layers is 0.")
+        logging.info("The MTP layer is skipped: num_nextn_predict_layers is 0.")
     if not config.n_shared_experts:
         shared = {name for name in tensors if ".mlp.shared_experts." in name}
         spare |= {name for name in shared if 0 in tensors[name].shape}
@@ -275,9 +275,9 @@ def _require_equal(
             for window in leaves_lib.windows(other.shape, chunk)
         ):
             raise config_lib.InputError(
-                f"{copy.path}: {name} is not the same as {original}, which MTP shares "
-                f"with the model here. Set model.num_nextn_predict_layers=0 to leave "
-                f"MTP out."
+                f"{copy.path}: {name} differs from {original}, but glm5_jax has one "
+                f"tensor for both. Set model.num_nextn_predict_layers=0 to load the "
+                f"model without its MTP layer."
             )
 
 
@@ -328,19 +328,19 @@ def _weight_map(folder: pathlib.Path) -> dict[str, str]:
             raise ValueError("weight_map is empty")
     except FileNotFoundError as error:
         raise config_lib.InputError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; give a folder of "
-            f"safetensors."
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; give a folder with "
+            f"safetensors files."
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise config_lib.InputError(
-            f"{path} is no index of safetensors ({error!r}); download it again."
+            f"{path} is not a valid index ({error!r}); download it again."
         ) from error
     # Untrusted names that become paths.
     bad = {str(f) for f in weight_map.values() if not FILE_NAME.fullmatch(str(f))}
     if bad:
         raise config_lib.InputError(
-            f"{path} names files that are no plain *.safetensors: {sorted(bad)}; do "
-            f"not trust this folder."
+            f"{path} names files other than plain *.safetensors: {sorted(bad)}; do not "
+            f"trust this folder."
         )
     return weight_map
 
@@ -357,8 +357,8 @@ def _remedy(
     prefix = names_lib.mtp_prefix(config)
     if needs_scales:
         return (
-            "Its tensors are in FP8, and config.json has no quantization_config that "
-            "says so: take the config.json of the FP8 release."
+            "The tensors are in FP8, but config.json has no quantization_config: use "
+            "the config.json of the FP8 release."
         )
     if missing and all(name.startswith(prefix) for name in missing):
         return (

@@ -241,8 +241,8 @@ def _num_dense(types: Any, num_layers: Any) -> int:
     is_in_order = types == ["dense"] * dense + ["sparse"] * (len(types) - dense)
     if len(types) != num_layers or not is_in_order:
         raise config_lib.InputError(
-            f"mlp_layer_types must be some 'dense' and then 'sparse', one for each of "
-            f"{num_layers} layers, got {types!r:.500}."
+            f"mlp_layer_types must list {num_layers} layers, all 'dense' ones before "
+            f"the 'sparse' ones, got {types!r:.500}."
         )
     return dense
 
@@ -266,7 +266,10 @@ def _check_variant(given: Mapping[str, Any]) -> None:
     kinds = kinds if isinstance(kinds, list) else [kinds]
     others = [kind for kind in kinds if str(kind) not in LAYER_TYPES]
     if others:
-        problems.append(f"layer_types has {others[0]!r:.100}, all attention is sparse")
+        problems.append(
+            f"layer_types has {others[0]!r:.100}, only "
+            f"{', '.join(sorted(LAYER_TYPES))} are supported"
+        )
     try:
         quantized.block_size(given.get("quantization_config"))
     except config_lib.InputError as error:
@@ -279,8 +282,8 @@ def _check_variant(given: Mapping[str, Any]) -> None:
 def _warn(path: pathlib.Path, unknown: tuple[str, ...]) -> None:
     if unknown:
         logging.warning(
-            "%s has keys that glm5_jax does not know: %s. If they change what a model "
-            "computes, the numbers here are wrong.",
+            "%s has keys that glm5_jax does not know: %s. If one of them changes what "
+            "a model computes, the results of this model are wrong.",
             path,
             ", ".join(unknown),
         )

@@ -205,7 +205,7 @@ def find(path: Path) -> Source:
     if not (isinstance(settings, dict) and isinstance(settings.get("model"), dict)):
         raise config_lib.InputError(
             f"{folder / 'config.json'} describes no model: it has neither a section "
-            f"'model' (as that of a run) nor a model_type (as Hugging Face's)."
+            f"'model' (as in a run) nor a model_type (as in a Hugging Face folder)."
         )
     return Source(folder, pathlib.Path(manager.find_step(path)), settings)
 
@@ -219,8 +219,8 @@ def read_config(
       InputError: an override is of another section, or its value is invalid.
     """
     errors = [
-        f"--config.{path} has no effect here; only --config.model.X=VALUE has, and "
-        f"where the model runs --config.mesh.X=VALUE."
+        f"--config.{path} has no effect here; only --config.model.X=VALUE and, in "
+        f"commands that run the model, --config.mesh.X=VALUE can be set."
         for path, _ in overrides
         if not path.startswith("model.")
     ]
@@ -287,8 +287,8 @@ def tokenizer_of(source: Source) -> tokenizer_lib.Tokenizer | None:
         if wanted and wanted != tokenizer_lib.digest_of(path):
             raise config_lib.DamagedError(
                 f"{path} is not the file that {source.weights} was trained with (its "
-                f"SHA-256 must be {wanted}); copy that one there. A run that is "
-                f"started again mends the tokenizer that it has made itself."
+                f"SHA-256 must be {wanted}). Copy the original file there, or, if "
+                f"the run trained this tokenizer, start the run again to rewrite it."
             )
     return tokenizer_lib.load(path)
 
@@ -308,8 +308,8 @@ def require_tokenizer(
     if found is not None and found.digest != tokenizer.digest:
         raise config_lib.InputError(
             f"data.tokenizer={config.data.tokenizer!r} is not the tokenizer of "
-            f"init_from, {theirs}: its ids mean other texts. Set "
-            f"data.tokenizer={str(theirs)!r}; or prepare data.source with it."
+            f"init_from, {theirs}: the same ids stand for other texts. Set "
+            f"data.tokenizer={str(theirs)!r}, or prepare data.source with it."
         )
 
 

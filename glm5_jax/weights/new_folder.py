@@ -58,8 +58,8 @@ def require_space(folder: pathlib.Path, needed: int) -> None:
     """
     if (free := shutil.disk_usage(folder).free) < needed:
         raise config_lib.InputError(
-            f"{folder.parent} has {free:,} bytes free, the tensors take {needed:,}; "
-            f"choose another target."
+            f"{folder.parent} has {free:,} bytes free, but the tensors take "
+            f"{needed:,}; free some space or choose another target."
         )
 
 
@@ -91,10 +91,10 @@ def _remove_those_of_the_dead(folder: pathlib.Path) -> None:
                 shutil.rmtree(partial)
         except BlockingIOError as error:
             raise config_lib.InputError(
-                f"another process writes {folder} (into {partial.name}); wait for it "
+                f"another process is writing {folder} (as {partial.name}); wait for it "
                 f"or choose another target."
             ) from error
         except OSError:  # no lock: from an earlier version, or not ours
-            logging.warning("Delete %s if nothing writes into it any more.", partial)
+            logging.warning("Delete %s if no process is writing into it.", partial)
         else:
-            logging.warning("Removed %s, which a killed process had left.", partial)
+            logging.warning("Removed %s, which a killed process left behind.", partial)

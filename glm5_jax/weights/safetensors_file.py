@@ -100,7 +100,10 @@ class Tensor:
         while left:
             count = file.readinto(left)
             if not count:
-                raise DamagedError(f"{self.path} has become shorter; stop its writer.")
+                raise DamagedError(
+                    f"{self.path} became shorter while it was read; stop the program "
+                    f"that writes it."
+                )
             left = left[count:]
         return buffer.view(kind).reshape(shape)
 
@@ -137,13 +140,14 @@ def read_header(path: pathlib.Path) -> dict[str, Tensor]:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise DamagedError(f"{path.name} is no file.")
+            raise DamagedError(f"{path.name} is not a regular file.")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size
             if length > min(size - 8, MAX_HEADER_BYTES):
                 raise DamagedError(
-                    f"{path.name} has {size:,} bytes and a header of {length:,}."
+                    f"{path.name} has {size:,} bytes, but claims a header of "
+                    f"{length:,}; at most {MAX_HEADER_BYTES:,} are allowed."
                 )
             entries = json.loads(
                 file.read(length).decode("utf-8"), object_pairs_hook=unique
@@ -210,7 +214,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice} is named twice")
+        raise ValueError(f"{twice} occurs twice")
     return found
 
 
@@ -220,11 +224,11 @@ def _tensor(path: pathlib.Path, name: str, entry: Any, start: int) -> Tensor:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     numbers = [*shape, begin, end]
     if not isinstance(dtype, str) or not isinstance(shape, list):
-        raise ValueError(f"{name} is {entry}")
+        raise ValueError(f"{name} has a bad entry {entry}")
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or begin > end:
-        raise ValueError(f"{name} is {entry}")
+        raise ValueError(f"{name} has a bad entry {entry}")
     if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise ValueError(f"{name} is {entry}: its bytes do not fit its shape")
+        raise ValueError(f"{name} has offsets that contradict its shape: {entry}")
     return Tensor(path, dtype, tuple(shape), start + begin)
 
 
@@ -241,11 +245,11 @@ def _require_no_gaps(
         begin, end = entries[name]["data_offsets"]
         if start + begin != here:
             raise DamagedError(
-                f"{path.name}: {name} begins at byte {begin:,} of the data, the tensor "
-                f"before it ends at {here - start:,}."
+                f"{path.name}: {name} begins at byte {begin:,} of the data, but the "
+                f"tensor before it ends at {here - start:,}."
             )
         here = start + end
     if here != size:
         raise DamagedError(
-            f"{path.name} has {size:,} bytes, its header describes {here:,}."
+            f"{path.name} has {size:,} bytes, but its header describes {here:,}."
         )

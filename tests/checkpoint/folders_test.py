@@ -227,7 +227,7 @@ class FuzzTest(FolderCase):
         write(surprise=sound["weight_map"][names[0]])
         self.assert_fails(folder, "surprise", "missing")
         path.write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
-        self.assert_fails(folder, "a is named twice")
+        self.assert_fails(folder, "a occurs twice")
         path.write_text('{"weight_map": {}}')
         self.assert_fails(folder, "empty")
         path.write_text("[" * 10**5)

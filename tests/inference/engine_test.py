@@ -448,7 +448,7 @@ class InputTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"top_k": -5}, "top_k must not be negative"),
         ({"min_p": 1.5}, r"min_p must lie in \[0, 1\]"),
-        ({"id": 2**31}, "id must lie in 0"),
+        ({"id": 2**31}, "id must be an int in 0"),
     )
     def test_requests_are_checked(self, changes, message):
         request = engine.Request(

@@ -218,7 +218,7 @@ class RequestTest(parameterized.TestCase):
         ("top_k_float", "top_k", 2.0, "top_k must be an int"),
         ("top_p", "top_p", "a", "top_p must lie in"),
         ("min_p", "min_p", float("nan"), "min_p must lie in"),
-        ("id", "id", "a", "A request's id must lie in .*, got 'a'"),
+        ("id", "id", "a", "A request's id must be an int in .*, got 'a'"),
     )
     def test_refused(self, field, value, message):
         request = engine.Request(0, [3], 4)

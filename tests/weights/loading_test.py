@@ -398,7 +398,7 @@ class GenerateTest(FolderTest):
 
     def test_forms_of_a_prompt_exclude_each_other(self):
         for options, message in (
-            ({"tokens": "x.npy", "chat": "glm5"}, "are about --prompt"),
+            ({"tokens": "x.npy", "chat": "glm5"}, "need --prompt"),
             ({"text": "a", "chat": "glm5", "special_tokens": True}, "leave --special"),
         ):
             with self.assertRaisesRegex(config_lib.InputError, message):
@@ -411,7 +411,10 @@ class GenerateTest(FolderTest):
             "either --prompt or --tokens, got neither": {},
             "got --prompt and --tokens": {"text": "a", "tokens": "b"},
             "cannot be read from nowhere.npy": {"tokens": "nowhere.npy"},
-            "a folder that does not exist": {"text": "a", "tokens_out": "no/x.npy"},
+            "folder of no/x.npy does not exist": {
+                "text": "a",
+                "tokens_out": "no/x.npy",
+            },
         }
         for message, options in cases.items():
             with self.assertRaisesRegex(config_lib.InputError, message):

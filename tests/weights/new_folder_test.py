@@ -65,7 +65,7 @@ class NewFolderTest(parameterized.TestCase):
 
     def test_a_living_process_is_left_alone(self):
         _, partial = self.start_writer()
-        with self.assertRaisesRegex(config_lib.InputError, f"writes .*{partial}"):
+        with self.assertRaisesRegex(config_lib.InputError, f"is writing .*{partial}"):
             self.make()
         self.assertEqual(self.names(), [partial])
         self.assertTrue((self.parent / partial / "half").exists())
@@ -83,7 +83,7 @@ class NewFolderTest(parameterized.TestCase):
         if is_named:
             with self.assertLogs(level="WARNING") as logs:
                 self.make()
-            self.assertIn(f"Delete {other} if nothing", "".join(logs.output))
+            self.assertIn(f"Delete {other} if no process", "".join(logs.output))
         else:
             self.make()
         self.assertEqual(self.names(), sorted([name, "out"]))

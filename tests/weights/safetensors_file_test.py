@@ -105,13 +105,13 @@ class DamageTest(FileCase):
         ("late", {"a": entry(4, 12)}, 12, "a begins at"),
         ("outside", {"a": entry(0, 8), "b": entry(8, 16)}, 12, "describes"),
         ("more", {"a": entry(0, 8)}, 12, "describes"),
-        ("shape", {"a": entry(0, 8, (3,))}, 8, "do not fit"),
-        ("huge", {"a": entry(0, 0, (2**62, 4))}, 0, "do not fit"),
-        ("too_huge", {"a": entry(0, 2**70)}, 8, "a is"),
-        ("negative", {"a": entry(0, 8, (-2,))}, 8, "a is"),
-        ("backwards", {"a": entry(8, 0)}, 8, "a is"),
-        ("float", {"a": entry(0, 8.0)}, 8, "a is"),
-        ("bool", {"a": entry(0, 4, (True,))}, 4, "a is"),
+        ("shape", {"a": entry(0, 8, (3,))}, 8, "contradict its shape"),
+        ("huge", {"a": entry(0, 0, (2**62, 4))}, 0, "contradict its shape"),
+        ("too_huge", {"a": entry(0, 2**70)}, 8, "a has a bad entry"),
+        ("negative", {"a": entry(0, 8, (-2,))}, 8, "a has a bad entry"),
+        ("backwards", {"a": entry(8, 0)}, 8, "a has a bad entry"),
+        ("float", {"a": entry(0, 8.0)}, 8, "a has a bad entry"),
+        ("bool", {"a": entry(0, 4, (True,))}, 4, "a has a bad entry"),
         ("no_shape", {"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8, "has keys"),
         ("text", {"a": {"dtype": 3, "shape": "2", "data_offsets": [0, 8]}}, 8, ""),
         ("one_offset", {"a": entry(0, 8) | {"data_offsets": [0]}}, 8, "broken"),
@@ -130,7 +130,7 @@ class DamageTest(FileCase):
         """The library reads the last one."""
         one = json.dumps({"a": entry(0, 8)})[:-1] + ", "
         text = one + json.dumps({"a": entry(0, 8)})[1:]
-        self.assert_damaged(self.write(text.encode(), 8), "a is named twice")
+        self.assert_damaged(self.write(text.encode(), 8), "a occurs twice")
 
     @parameterized.parameters(0, 3, 8, 10, 2**40, 2**64 - 1)
     def test_length(self, length):
@@ -139,9 +139,9 @@ class DamageTest(FileCase):
     def test_no_file(self):
         path = self.path()
         self.assert_damaged(path, "No such file")
-        self.assert_damaged(path.parent, "no file")
+        self.assert_damaged(path.parent, "not a regular file")
         os.mkfifo(path)  # opening it would wait for ever
-        self.assert_damaged(path, "no file")
+        self.assert_damaged(path, "not a regular file")
 
     def test_unknown_dtype_is_left_to_the_reader(self):
         path = self.write({"a": entry(0, 5, (9,), "F4")}, 5)
