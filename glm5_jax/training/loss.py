@@ -1,9 +1,17 @@
 """The loss of every stage but reinforcement learning, and its gradient.
 
-Its terms are next tokens, MTP, balance of the experts, and the divergence of the
-indexers from the attention; each is a mean over the batch. Balance and divergence are
-summed over layers, since the coefficient is that of one layer. The MTP module counts as
-one layer, by the mean over its steps.
+| stage         | minimises                             | trains                      |
+|---------------|---------------------------------------|-----------------------------|
+| pretrain, sft | next_token, mtp, balance, indexer_kl  | everything                  |
+| dsa_warmup    | indexer_kl, over all visible keys     | the indexers                |
+| dsa_sparse    | next_token, mtp, balance, indexer_kl  | everything                  |
+| rl            | policy (training/policy.py)           | all but indexers and MTP    |
+
+glm5_jax/config/stages/ has this table as code. The loss is the sum of the terms, each
+times its coefficient in config.loss; a term is a mean over the batch. Balance of the
+experts and divergence of the indexers exist in each layer: the loss has their sum over
+layers, with the coefficient of one layer. MTP counts as one layer, by the mean over its
+steps.
 """
 
 import functools
@@ -34,7 +42,7 @@ METRIC_NAMES = {
 def value_and_grad(
     params: dict, config: config_lib.TrainConfig, batch: Batch
 ) -> tuple[tuple[Float[Array, ""], tuple[Metrics, dict]], dict]:
-    """Returns the loss, its terms and the load of the experts; and the gradient.
+    """Returns (loss, (its terms, the load of the experts)), and the gradient.
 
     Means are over the whole batch, whatever optim.accumulation_steps is.
     """
@@ -46,7 +54,7 @@ def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inp
     """Adds to a batch the weight of every position in the means over it."""
     is_token = (batch["segment_ids"] > 0).astype(jnp.float32)
     weights = {
-        "weights": losses.mean_weights(batch["loss_mask"]),
+        "weights": losses.mean_weights(batch["loss_mask"]),  # of targets
         "token_weights": losses.mean_weights(is_token),
     }
     batch = {**batch, **weights}
@@ -56,26 +64,30 @@ def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inp
 def _local_loss(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
 ) -> tuple[Float[Array, ""], tuple[Metrics, dict]]:
-    """Returns the weighted sum of the terms of a device's shard; terms; loads."""
-    model, weights, params = config.model, config.loss, _with_constants(config, params)
-    chunk = {"chunk_tokens": weights.chunk_tokens}
+    """Returns (loss, (terms, loads)) of a device's shard, summed over the devices.
+
+    The inputs are the whole batch or a part of it; the parts' terms add up.
+    """
+    model = config.model
+    coefficients = config.loss
     batch, context, ahead = inputs
     has_kl = config.has_indexer_loss
+    params = _with_constants(config, params)
     out = transformer.forward(
         params, model, batch["tokens"], context=context, with_indexer_loss=has_kl
     )
     aux: dict[str, Any] = dict(out.aux)
-    head = params["lm_head"]
     with jax.named_scope("head"):
         lm_loss = losses.next_token_loss(
             out.hidden,
-            head,
+            params["lm_head"],
             batch["targets"],
             batch["weights"],
-            z_weight=weights.z_weight,
-            **chunk,
+            z_weight=coefficients.z_weight,
+            chunk_tokens=coefficients.chunk_tokens,
         )
-    terms: dict[str, tuple[Array, float]] = {"next_token": (lm_loss, 1.0)}
+    terms: dict[str, tuple[Array, float]] = {}  # name -> (value, coefficient)
+    terms["next_token"] = (lm_loss, 1.0)
     if ahead is not None:
         with jax.named_scope("mtp"):
             states, aux["mtp"] = mtp.steps(
@@ -87,24 +99,25 @@ def _local_loss(
                 context,
                 jnp.ones(()) / model.mtp_num_steps if has_kl else None,
             )
-            loss = losses.mtp_loss(states, head, ahead.targets, ahead.weights, **chunk)
-        terms["mtp"] = (loss, weights.mtp_weight)
+            mtp_loss = losses.mtp_loss(
+                states,
+                params["lm_head"],
+                ahead.targets,
+                ahead.weights,
+                chunk_tokens=coefficients.chunk_tokens,
+            )
+        terms["mtp"] = (mtp_loss, coefficients.mtp_weight)
     balances = _balances(aux)
     if balances.size:
-        balance = jnp.mean(balances)
-        balance = balance / config.optim.accumulation_steps  # parts of equal rows
-        weight = balances.size * weights.balance_weight  # the loss has their sum
-        terms["balance"] = (balance, weight)
+        # The metric is the mean over layers, the loss the sum. Parts have equal rows.
+        balance = jnp.mean(balances) / config.optim.accumulation_steps
+        terms["balance"] = (balance, balances.size * coefficients.balance_weight)
     if has_kl:
-        divergences = [x.indexer_kl for x in _blocks(aux) if x.indexer_kl is not None]
-        kl = jnp.sum(jnp.concatenate([x.reshape(-1) for x in divergences]))
-        share = jnp.sum(batch["token_weights"])  # this part's share of all tokens
-        kl = kl * collectives.total(share, collectives.TOKENS)
-        terms["indexer_kl"] = (kl, weights.indexer_weight)
-    minimised = config.stage_record.losses
+        kl = _sum_of_divergences(aux, batch["token_weights"])
+        terms["indexer_kl"] = (kl, coefficients.indexer_weight)
     weighted = [
-        value * (weight if name in minimised else 0.0)
-        for name, (value, weight) in terms.items()
+        value * (coefficient if name in config.stage_record.losses else 0.0)
+        for name, (value, coefficient) in terms.items()
     ]
     metrics = {METRIC_NAMES[name]: value for name, (value, _) in terms.items()}
     return functools.reduce(jnp.add, weighted), (metrics, loads(aux))
@@ -129,8 +142,8 @@ def loads(aux: dict) -> dict:
     return jax.tree.map(load, aux, is_leaf=_is_block)
 
 
-def _balances(aux: dict) -> Float[Array, " mixtures"]:
-    """Returns the balance loss of every mixture; MTP has the mean of its steps."""
+def _balances(aux: dict) -> Float[Array, " expert_layers"]:
+    """Returns the balance loss of each layer with experts; MTP's by its mean."""
     means = [
         jnp.mean(block.routing.balance, keepdims=True)
         if name == "mtp"
@@ -140,6 +153,20 @@ def _balances(aux: dict) -> Float[Array, " mixtures"]:
         if block.routing is not None
     ]
     return jnp.concatenate([jnp.zeros(0), *means])
+
+
+def _sum_of_divergences(
+    aux: dict, token_weights: Float[Array, "B T"]
+) -> Float[Array, ""]:
+    """Returns the divergence of the indexers, summed over layers.
+
+    Each layer has the mean over this part's tokens. The part's share of the batch's
+    tokens makes it a summand of the mean over the batch.
+    """
+    divergences = [x.indexer_kl for x in _blocks(aux) if x.indexer_kl is not None]
+    kl = jnp.sum(jnp.concatenate([x.reshape(-1) for x in divergences]))
+    token_share = collectives.total(jnp.sum(token_weights), collectives.TOKENS)
+    return kl * token_share
 
 
 def _blocks(aux: Any) -> list[block_lib.BlockAux]:
