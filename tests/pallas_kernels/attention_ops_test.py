@@ -10,6 +10,7 @@ from absl.testing import parameterized
 from pallas_kernels import indexer_kl_loss, indexer_mask, indexer_topk, masked_mla
 from pallas_kernels.indexer_topk import reference as indexer_reference
 from pallas_kernels.indexer_topk import tiled as indexer_tiled
+from tests import environment
 
 B, N, H, O, I, J = 2, 3, 12, 8, 2, 16
 FLOAT32_RTOL = 2e-5  # two orders of summation in float32
