@@ -1,8 +1,9 @@
-"""The engine's two programs: read a part of some prompts, and draw the next tokens.
+"""Defines the engine's two programs: prefill reads prompts, decode draws tokens.
 
-Pure functions of parameters and a `State`; programs.py has them compiled. A state has B
-slots, each with room for one sequence; sequences do not see each other, and what a slot
-computes beyond its end is never read. On a mesh a device runs them on its own slots.
+Both are pure functions of the parameters and a `State`; programs.py compiles them. A
+state has B slots, each with room for one sequence. Sequences do not see each other, and
+values beyond the end of a sequence are never read. On a mesh each device runs the
+programs on its own slots.
 """
 
 import dataclasses
@@ -25,60 +26,65 @@ from glm5_jax.model import cached, transformer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How each of some sequences is continued; arrays, so no value recompiles."""
+    """Settings of the sequences; arrays, so that no value causes a recompilation."""
 
-    keys: Key[Array, " B"]  # of the request: with a position, a token's random number
+    keys: Key[Array, " B"]  # of the requests; key and position seed a token's draw
     sampling: sampling_lib.Sampling
-    budget: Int[Array, " B"]  # tokens that may still be drawn; 0: none will be
-    stop_ids: Int[Array, "B n"]  # each ends the sequence; -1 is no id
+    budget: Int[Array, " B"]  # tokens that may still be drawn; 0: the slot is idle
+    stop_ids: Int[Array, "B n"]  # ids that end the sequence; -1 is padding
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """All slots between two dispatches."""
+    """The state of all slots between two dispatches."""
 
     cache: cache_lib.Cache
-    tokens: Int[Array, " B"]  # the last ones drawn, which are not in the cache yet
+    tokens: Int[Array, " B"]  # the last tokens drawn, not yet in the cache
     plan: Plan
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A part of the prompts of some slots, padded on the right."""
+    """Parts of the prompts of some slots, padded on the right."""
 
     tokens: Int[Array, "b T"]
     num_tokens: Int[Array, " b"]
-    slots: Int[Array, " b"]  # of the device; as many as it has: a row of padding
-    start: Int[Array, " b"]  # tokens of the slot that stay, in front of these
-    is_last: Bool[Array, " b"]  # whether the prompt ends here
+    slots: Int[Array, " b"]  # slot on the device; the number of slots marks padding
+    start: Int[Array, " b"]  # length of the prefix that is already in the cache
+    is_last: Bool[Array, " b"]  # whether the prompt ends with this part
     plan: Plan
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """Slots that are decoded while the others wait."""
+    """The slots to decode; the others wait."""
 
-    slots: Int[Array, " b"]  # of the device; as many as it has: a row of padding
+    slots: Int[Array, " b"]  # slot on the device; the number of slots marks padding
 
 
 class Drawn(NamedTuple):
-    """What a dispatch drew."""
+    """The tokens that a dispatch drew, with their log-probs."""
 
-    ids: Int[Array, "b n"]  # -1: nothing
+    ids: Int[Array, "b n"]  # -1: no token
     logprobs: Float[Array, "b n"]  # in the distribution that was sampled
-    experts: (
-        Int[Array, "mixtures b t K"] | None
-    )  # that the tokens which were read went to
+    experts: Int[Array, "mixtures b t K"] | None  # of the tokens that were read
 
 
 _DRAWN = Drawn(placement.ROWS, placement.ROWS, placement.LAYERS_OF_ROWS)
 
 
 def empty(config: config_lib.ModelConfig, slots: int, capacity: int, n: int) -> State:
-    """A state in which nothing runs, for sequences of `capacity`, with n stop ids."""
+    """Returns a state without sequences.
+
+    Args:
+      config: of the model.
+      slots: number of slots.
+      capacity: most tokens of a sequence.
+      n: most stop ids of a sequence.
+    """
     zeros = jnp.zeros(slots, jnp.int32)
     return State(
         cache=cached.empty(config, slots, capacity),
@@ -101,16 +107,17 @@ def prefill(
     is_fresh: bool,
     with_experts: bool = False,
 ) -> tuple[State, Drawn]:
-    """Reads parts of prompts; draws a token for each that ends.
+    """Reads parts of prompts; draws a token after each prompt that ends.
 
     Args:
-      params: of `transformer.table`, in their dtypes of computation.
+      params: of `transformer.table`, in the dtypes of the computation.
       config: of the model.
       state: of all slots.
-      parts: at most one of a slot; on a mesh each device has its slots' rows.
-      is_fresh: every part is the first of its prompt (start is 0), and is read in
-        expanded form; other parts are read in absorbed form behind the cache.
-      with_experts: returns them.
+      parts: at most one for each slot; on a mesh each device has the rows of its slots.
+      is_fresh: whether every part is the first of its prompt (start is 0). First parts
+        use the expanded form of attention; later ones use the absorbed form over the
+        cache.
+      with_experts: whether to return the experts of each token.
     """
     local = functools.partial(_prefill, config, is_fresh, with_experts)
     return placement.on_shards(local, config, _DRAWN)(params, state, parts)
@@ -124,7 +131,7 @@ def _prefill(
     state: State,
     parts: Parts,
 ) -> tuple[State, Drawn]:
-    """`prefill` of the parts that a device reads."""
+    """Computes `prefill` for the rows of one device."""
     cache, slots = state.cache, parts.slots
     lengths = cache.lengths.at[slots].set(parts.start, mode="drop")
     cache = dataclasses.replace(cache, lengths=lengths)
@@ -136,7 +143,7 @@ def _prefill(
             jnp.maximum(parts.num_tokens, 1),
             parts.tokens.shape[1],
         )
-        cache = _written(cache, new, slots, parts.num_tokens)
+        cache = _with_sequences(cache, new, slots, parts.num_tokens)
     else:
         hidden, cache, choices = cached.decode(
             params, config, cache, parts.tokens, parts.num_tokens, slots
@@ -147,7 +154,8 @@ def _prefill(
     ids, logprobs, plan = _draw(
         params, config, hidden, parts.start + parts.num_tokens, parts.plan
     )
-    done = jnp.where(parts.is_last, slots, len(state.tokens))  # the others: nowhere
+    # Indices beyond the slots are dropped: unfinished prompts have no token yet.
+    done = jnp.where(parts.is_last, slots, len(state.tokens))
     state = State(
         cache=cache,
         tokens=state.tokens.at[done].set(ids, mode="drop"),
@@ -170,15 +178,15 @@ def decode(
     num_steps: int,
     with_experts: bool = False,
 ) -> tuple[State, Drawn]:
-    """Draws the next `num_steps` tokens of slots that have a budget, or fewer.
+    """Draws up to `num_steps` tokens for each slot that has a budget.
 
     Args:
       params: of `transformer.table`, or `cached.unstacked`.
       config: of the model.
       state: of all slots.
-      chosen: those that are computed, a row each. Default: all of them.
-      num_steps: tokens of a slot.
-      with_experts: returns them.
+      chosen: the slots to compute, one row each; None for all slots.
+      num_steps: upper bound on the tokens of a slot.
+      with_experts: whether to return the experts of each token.
     """
     local = functools.partial(_decode, config, num_steps, with_experts)
     trees = (state,) if chosen is None else (state, chosen)
@@ -193,12 +201,13 @@ def _decode(
     state: State,
     chosen: Chosen | None = None,
 ) -> tuple[State, Drawn]:
-    """`decode` of the slots of a device; all devices stop together."""
+    """Computes `decode` for the slots of one device; all devices stop together."""
     slots = None if chosen is None else chosen.slots
     tokens, plan = state.tokens, state.plan
     if slots is not None:
-        tokens, plan = jax.tree.map(lambda x: x[slots], (tokens, plan))  # padding: any
-        budget = jnp.where(slots < len(state.tokens), plan.budget, 0)
+        tokens, plan = jax.tree.map(lambda x: x[slots], (tokens, plan))
+        is_slot = slots < len(state.tokens)  # padding gets no budget
+        budget = jnp.where(is_slot, plan.budget, 0)
         plan = dataclasses.replace(plan, budget=budget)
     batch = len(tokens)
 
@@ -226,7 +235,7 @@ def _decode(
         )
         return n + 1, cache, tokens, plan, drawn
 
-    def goes_on(carry: tuple) -> Bool[Array, ""]:
+    def has_budget(carry: tuple) -> Bool[Array, ""]:
         n, _, _, plan, _ = carry
         return (n < num_steps) & collectives.anywhere(
             jnp.any(plan.budget > 0), collectives.ROWS
@@ -238,21 +247,21 @@ def _decode(
         cached.no_experts(config, (batch, num_steps)) if with_experts else None,
     )
     carry = (jnp.zeros((), jnp.int32), state.cache, tokens, plan, nothing)
-    _, cache, tokens, plan, drawn = lax.while_loop(goes_on, step, carry)
-    if slots is not None:  # the budgets of the others stay
+    _, cache, tokens, plan, drawn = lax.while_loop(has_budget, step, carry)
+    if slots is not None:  # the other slots keep their budgets
         budget = state.plan.budget.at[slots].set(plan.budget, mode="drop")
         tokens = state.tokens.at[slots].set(tokens, mode="drop")
         plan = dataclasses.replace(state.plan, budget=budget)
     return State(cache, tokens, plan), drawn
 
 
-def _written(
+def _with_sequences(
     cache: cache_lib.Cache,
     new: cache_lib.Cache,
     slots: Int[Array, " b"],
     num_tokens: Int[Array, " b"],
 ) -> cache_lib.Cache:
-    """The cache with whole sequences in some of its slots."""
+    """Returns the cache with whole sequences written into some of its slots."""
     entries = {
         name: stack.at[:, slots, : part.shape[2]].set(part, mode="drop")
         for name, stack in cache.entries.items()
@@ -269,7 +278,7 @@ def _draw(
     positions: Int[Array, " B"],
     plan: Plan,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Plan]:
-    """Ids for the positions, their log-probs, and what is left of the budgets."""
+    """Draws a token at each position; returns ids, log-probs and the new budgets."""
     logits = transformer.logits(params, config, hidden)
     ids, logprobs = sampling_lib.sample(logits, plan.keys, positions, plan.sampling)
     is_stop = jnp.any(plan.stop_ids == ids[:, None], axis=1)
