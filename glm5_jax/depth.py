@@ -43,7 +43,7 @@ class Group:
     repeats: int
 
     @property
-    def num_mixtures(self) -> int:
+    def num_expert_layers(self) -> int:
         """Number of layers with experts."""
         return self.repeats * sum(kind.has_experts for kind in self.unit)
 

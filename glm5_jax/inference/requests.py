@@ -41,8 +41,8 @@ class Completion:
     finish_reason: Literal["stop", "length"] | None  # None: not finished
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights
     # With with_experts: the experts of each token of prompt and completion except the
-    # last, which was never read. [T, M, K] for M mixture layers.
-    experts: Int[np.ndarray, "T mixtures K"] | None = None
+    # last, which was never read.
+    experts: Int[np.ndarray, "T expert_layers K"] | None = None
 
 
 def errors(

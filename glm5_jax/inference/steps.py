@@ -70,7 +70,7 @@ class Drawn(NamedTuple):
 
     ids: Int[Array, "b n"]  # -1: no token
     logprobs: Float[Array, "b n"]  # in the distribution that was sampled
-    experts: Int[Array, "mixtures b t K"] | None  # of the tokens that were read
+    experts: Int[Array, "expert_layers b t K"] | None  # of the tokens that were read
 
 
 _DRAWN = Drawn(placement.ROWS, placement.ROWS, placement.LAYERS_OF_ROWS)

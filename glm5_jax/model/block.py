@@ -31,7 +31,7 @@ class BlockOutput(NamedTuple):
     """A layer's outputs over whole rows."""
 
     x: Float[Array, "B T D"]
-    carry: Any  # for the next layer, see `protocol.Attention.forward`
+    shared: Any  # for the next layer, see `protocol.Attention.forward`
     attended: Any  # what its queries read, for a cache or later MTP steps
     aux: BlockAux
 
@@ -71,7 +71,7 @@ class Block:
         params: dict,
         x: Float[Array, "B T D"],
         context: context_lib.Context,
-        carry: Any = None,
+        shared: Any = None,
         *,
         kl_weight: Float[Array, ""] | None = None,
         attended: Any = None,
@@ -83,16 +83,16 @@ class Block:
           params: of `table`, `fetched`.
           x: hidden states.
           context: positions and documents.
-          carry: what layers share, from the layer before.
+          shared: the value that layers share, from the layer before.
           kl_weight: share of this layer in its indexer's loss; None computes no loss.
           attended: of an earlier call, to read again (later MTP steps).
           experts: to send each token to, instead of the router's choice.
         """
         h = layers.rms_norm(x, params["input_layernorm"], self.config.rms_norm_eps)
-        out = self.attention.forward(params, h, context, carry, kl_weight, attended)
+        out = self.attention.forward(params, h, context, shared, kl_weight, attended)
         x, routing = self._feed_forward(params, x + out.x, context, experts)
         aux = BlockAux(out.indexer_kl, routing)
-        return BlockOutput(x, out.carry, out.attended, aux)
+        return BlockOutput(x, out.shared, out.attended, aux)
 
     def decode(
         self,

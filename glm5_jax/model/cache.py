@@ -32,7 +32,7 @@ class Reader:
     cache: Cache  # of B sequences
     slots: Int[Array, " b"] | None  # those that the tokens belong to; None: all B
     layers: dict[str, Int[Array, ""]]  # for each entry, how many layers before have it
-    carry: Any  # handed from layer to layer, as that of `Attention.forward`
+    shared: Any  # handed from layer to layer, as in `Attention.forward`
 
     def append(self, name: str, rows: Float[Array, "b T width"]) -> "Reader":
         """Writes rows of the new tokens after the rows of each sequence."""

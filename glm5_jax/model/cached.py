@@ -27,8 +27,10 @@ from glm5_jax.model import embedding, layers, transformer
 class Choices(NamedTuple):
     """Experts and keys of the new tokens in each layer, in the stack's order."""
 
-    experts: Int[Array, "mixtures B T K"]
-    selection: Any  # the attention's carry after each layer, stacked over all layers
+    experts: Int[Array, "expert_layers B T K"]
+    selection: (
+        Any  # the attention's shared value after each layer, stacked over all layers
+    )
 
 
 def empty(config: config_lib.ModelConfig, batch: int, capacity: int) -> cache_lib.Cache:
@@ -72,7 +74,7 @@ def prefill(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     capacity: int,
-) -> tuple[Float[Array, "B T D"], cache_lib.Cache, Int[Array, "mixtures B T K"]]:
+) -> tuple[Float[Array, "B T D"], cache_lib.Cache, Int[Array, "expert_layers B T K"]]:
     """Runs prompts, padded on the right, and fills a cache with them.
 
     Args:
@@ -159,10 +161,10 @@ def decode(
     cache = dataclasses.replace(reader.cache, lengths=lengths)
     experts = [_interleave(e) for e, _ in found if e]
     none = no_experts(config, tokens.shape)
-    carries = [
+    selections = [
         jax.tree.map(lambda *layers: _interleave([*layers]), *unit) for _, unit in found
     ]
-    stacked = jax.tree.map(lambda *units: jnp.concatenate(units), *carries)
+    stacked = jax.tree.map(lambda *units: jnp.concatenate(units), *selections)
     return hidden, cache, Choices(jnp.concatenate([none[:0], *experts]), stacked)
 
 
@@ -177,7 +179,7 @@ def _first_reader(
         cache=cache,
         slots=slots,
         layers={name: jnp.zeros((), jnp.int32) for name in cache.entries},
-        carry=attention_lib.first_cached_carry(
+        shared=attention_lib.first_cached_shared(
             config, tokens.shape[0], tokens.shape[1], cache.capacity
         ),
     )
@@ -200,23 +202,25 @@ def _beside_padding(
 
 def chosen_experts(
     config: config_lib.ModelConfig, aux: dict, shape: tuple[int, ...]
-) -> Int[Array, "mixtures B T K"]:
+) -> Int[Array, "expert_layers B T K"]:
     """Collects the experts of `Choices` from outputs of `transformer.forward`."""
     experts = []
     for g, _ in enumerate(depth.layer_groups(config)):
         routings = [block.routing for block in aux[f"layers_{g}"].values()]
-        mixtures = [routing.experts for routing in routings if routing is not None]
-        if mixtures:
-            experts.append(_interleave(mixtures))
+        chosen = [routing.experts for routing in routings if routing is not None]
+        if chosen:
+            experts.append(_interleave(chosen))
     return jnp.concatenate([no_experts(config, shape)[:0], *experts])
 
 
 def no_experts(
     config: config_lib.ModelConfig, shape: tuple[int, ...]
-) -> Int[Array, "mixtures B T K"]:
+) -> Int[Array, "expert_layers B T K"]:
     """Returns zeros of the shape of the experts of `Choices`."""
-    num_mixtures = sum(group.num_mixtures for group in depth.layer_groups(config))
-    return jnp.zeros((num_mixtures, *shape, config.num_experts_per_tok), jnp.int32)
+    num_expert_layers = sum(
+        group.num_expert_layers for group in depth.layer_groups(config)
+    )
+    return jnp.zeros((num_expert_layers, *shape, config.num_experts_per_tok), jnp.int32)
 
 
 def unstacked(params: dict, config: config_lib.ModelConfig) -> dict:
@@ -238,15 +242,15 @@ def _unit(
     params: dict,
 ) -> tuple[tuple, tuple]:
     """Runs the layers of one step of a scan; returns their choices too."""
-    experts, carries = [], []
+    experts, shared = [], []
     x, reader = carry
     for p, block in enumerate(blocks):
         own = block.fetched(params[f"block_{p}"])
         x, reader, routing = block.decode(own, x, context, reader)
-        carries.append(reader.carry)
+        shared.append(reader.shared)
         if routing is not None:
             experts.append(routing.experts)
-    return (x, reader), (experts, carries)
+    return (x, reader), (experts, shared)
 
 
 def _in_turn(unit: Callable, carry: tuple, steps: tuple) -> tuple:

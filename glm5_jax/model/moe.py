@@ -29,7 +29,7 @@ class Routing(NamedTuple):
 
 
 def table(config: config_lib.ModelConfig) -> dict:
-    """Declares the parameters of one mixture of experts."""
+    """Declares the parameters of one layer's experts and router."""
     e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     params = {
         "gate": layers.Param((d, e), ("D", "E"), is_float32=True),

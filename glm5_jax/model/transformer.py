@@ -137,7 +137,7 @@ def forward(
     positions: Int[Array, "B T"] | None = None,
     *,
     context: context_lib.Context | None = None,
-    experts: Int[Array, "mixtures B T K"] | None = None,
+    experts: Int[Array, "expert_layers B T K"] | None = None,
     with_indexer_loss: bool = False,
     with_traces: bool = False,
 ) -> Output:
@@ -165,7 +165,7 @@ def forward(
     elif segment_ids is not None or positions is not None:
         raise ValueError("context replaces segment_ids and positions; leave them out.")
     x = embedding.embed(params["embed_tokens"], config, tokens)
-    carry = attention_lib.first_carry(
+    shared = attention_lib.first_shared(
         config, len(tokens), tokens.shape[1], with_indexer_loss
     )
     weights = kl_weights(config) if with_indexer_loss else None
@@ -180,11 +180,11 @@ def forward(
             end = group.start + group.repeats * len(group.unit)
             layer_weights = _by_step(group, weights[group.start : end])
         if experts is not None:
-            replayed = _by_step(group, experts[first : first + group.num_mixtures])
-        first += group.num_mixtures
+            replayed = _by_step(group, experts[first : first + group.num_expert_layers])
+        first += group.num_expert_layers
         with jax.named_scope(name):
-            (x, carry), (aux[name], traces[name]) = lax.scan(
-                unit, (x, carry), (params[name], layer_weights, replayed)
+            (x, shared), (aux[name], traces[name]) = lax.scan(
+                unit, (x, shared), (params[name], layer_weights, replayed)
             )
     hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
     return Output(hidden, aux, traces if with_traces else None, context)
@@ -263,6 +263,6 @@ def _unit(
             kl_weight=None if weights is None else weights[p],
             experts=next(replayed, None) if block.has_experts else None,
         )
-        x, shared, aux[name] = out.x, out.carry, out.aux
+        x, shared, aux[name] = out.x, out.shared, out.aux
         traces[name] = LayerTrace(x, out.attended) if with_traces else None
     return (x, shared), (aux, traces)

@@ -2,7 +2,7 @@
 
 The objectives are in glm5_jax/rl/objectives.py. A batch has the arrays of a batch of
 text, and for every target: rollout_logprobs, advantages, weights, and if the trainer
-replays the engine's routing, experts [B, T, M, K].
+replays the engine's routing, experts [B, T, expert_layers, K].
 """
 
 import functools

@@ -107,9 +107,9 @@ def batch_shapes(config: config_lib.TrainConfig) -> dict[str, jax.ShapeDtypeStru
     batch |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in stage.floats}
     if config.replays_routing:
         groups = depth.layer_groups(config.model)
-        num_mixtures = sum(group.num_mixtures for group in groups)
+        num_expert_layers = sum(group.num_expert_layers for group in groups)
         chosen = config.model.num_experts_per_tok
-        replayed = (*shape, num_mixtures, chosen)
+        replayed = (*shape, num_expert_layers, chosen)
         batch["experts"] = jax.ShapeDtypeStruct(replayed, jnp.int32)
     return batch
 

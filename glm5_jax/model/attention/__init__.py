@@ -12,22 +12,22 @@ def make(config: config_lib.ModelConfig, kind: depth.Kind) -> protocol.Attention
     return dsa.SparseLatentAttention(config, kind.owns_indexer)
 
 
-def first_carry(
+def first_shared(
     config: config_lib.ModelConfig,
     batch: int,
     num_tokens: int,
     with_indexer_loss: bool = False,
 ) -> Any:
-    """Returns what the first layer is given over whole rows of this shape.
+    """Returns the shared value for the first layer over whole rows of this shape.
 
-    It is the start of a scan over layers, so that it has the structure of the carry
-    between any two of them.
+    It starts a scan over layers, so it has the structure of the value that any layer
+    hands to the next.
     """
-    return dsa.first_carry(config, batch, num_tokens, with_indexer_loss)
+    return dsa.first_shared(config, batch, num_tokens, with_indexer_loss)
 
 
-def first_cached_carry(
+def first_cached_shared(
     config: config_lib.ModelConfig, batch: int, num_tokens: int, capacity: int
 ) -> Any:
     """Returns the same for new tokens of sequences in a cache of this capacity."""
-    return dsa.first_cached_carry(config, batch, num_tokens, capacity)
+    return dsa.first_cached_shared(config, batch, num_tokens, capacity)

@@ -47,17 +47,17 @@ class SparseLatentAttention:
         params: dict,
         x: Float[Array, "B T D"],
         context: context_lib.Context,
-        carry: indexer.Index | None = None,
+        shared: indexer.Index | None = None,
         kl_weight: Float[Array, ""] | None = None,
         attended: Attended | None = None,
     ) -> protocol.Output:
         """Selects keys, attends to them, and compares the indexer with the attention.
 
-        The carry is the index of the layer before; None where no layers share one.
+        `shared` is the index of the layer before; None where no layers share one.
         """
         config, attn = self.config, params["self_attn"]
         c_q = mla.query_latent(attn, config, x)
-        index = carry if attended is None else attended.index
+        index = shared if attended is None else attended.index
         if attended is None and self.owns_indexer and config.attention != "dense":
             with jax.named_scope("indexer"):
                 index = indexer.select(params["indexer"], config, x, c_q, context)
@@ -73,10 +73,10 @@ class SparseLatentAttention:
         if index is not None and kl_weight is not None:
             with jax.named_scope("indexer_loss"):
                 kl = kl_weight * _indexer_kl(config, softmax, index, context)
-        carry = None
+        shared = None
         if index is not None and _is_shared(config):
-            carry = index if kl_weight is not None else index.without_projections()
-        return protocol.Output(out, carry, Attended(kv, index), kl)
+            shared = index if kl_weight is not None else index.without_projections()
+        return protocol.Output(out, shared, Attended(kv, index), kl)
 
     def decode(
         self,
@@ -85,7 +85,7 @@ class SparseLatentAttention:
         context: context_lib.Context,
         reader: cache_lib.Reader,
     ) -> tuple[Float[Array, "b T D"], cache_lib.Reader]:
-        """Runs the absorbed form; the reader's carry is the shared selection."""
+        """Runs the absorbed form; the reader's `shared` is the selection."""
         own = params.get("indexer") if self.config.attention == "sparse" else None
         return dsa_cached.decode(
             params["self_attn"], own, self.config, x, context, reader
@@ -119,7 +119,7 @@ class SparseLatentAttention:
         return total
 
 
-def first_carry(
+def first_shared(
     config: config_lib.ModelConfig,
     batch: int,
     num_tokens: int,
@@ -131,7 +131,7 @@ def first_carry(
     return indexer.empty(config, batch, num_tokens, with_projections=with_indexer_loss)
 
 
-def first_cached_carry(
+def first_cached_shared(
     config: config_lib.ModelConfig, batch: int, num_tokens: int, capacity: int
 ) -> selection_lib.Selection:
     """Returns empty lists of cached keys, or all keys where there is no choice."""

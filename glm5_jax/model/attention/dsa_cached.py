@@ -64,7 +64,7 @@ def decode(
       config: of the model.
       x: normed hidden states of the new tokens.
       context: their positions and visible keys.
-      reader: the cache; its carry is the selection that layers share.
+      reader: the cache; its `shared` is the selection that layers share.
     """
     c_q = mla.query_latent(params, config, x)
     kv = mla.latent(params, config, x, context)
@@ -86,7 +86,7 @@ def _select(
 ) -> cache_lib.Reader:
     """Caches the indexer's keys, and selects keys if the cache may have more than K."""
     reader = reader.append("k_index", new.k)
-    if isinstance(reader.carry, selection_lib.AllVisible):
+    if isinstance(reader.shared, selection_lib.AllVisible):
         return reader
     bounds = {"lo": context.lo, "hi": context.hi, "topk": topk}
     num_new = new.q.shape[1]
@@ -100,7 +100,7 @@ def _select(
         indices = pallas_kernels.decode_indexer_topk(
             new.q, keys, new.w, page_table=page_table, **bounds
         )
-    return dataclasses.replace(reader, carry=selection_lib.Listed(indices))
+    return dataclasses.replace(reader, shared=selection_lib.Listed(indices))
 
 
 def _attend(
@@ -111,7 +111,7 @@ def _attend(
     value_dim: int,
 ) -> Float[Array, "b T N C"]:
     """Attends in the latent space to the selected rows, or to all visible ones."""
-    selection, sizes = reader.carry, {"scale": scale, "value_dim": value_dim}
+    selection, sizes = reader.shared, {"scale": scale, "value_dim": value_dim}
     if isinstance(selection, selection_lib.Listed):
         if q.shape[1] <= FEW:
             rows, page_table = reader.pages("kv")

@@ -25,7 +25,7 @@ class Output(NamedTuple):
     """The output of attention over whole rows."""
 
     x: Float[Array, "B T D"]
-    carry: Any  # the argument of the next layer, see `Attention.forward`
+    shared: Any  # the argument of the next layer, see `Attention.forward`
     attended: Any  # what the queries read; None for a variant without any
     indexer_kl: Float[Array, ""] | None  # mean over tokens; None without an indexer
 
@@ -46,7 +46,7 @@ class Attention(Protocol):
         params: dict,
         x: Float[Array, "B T D"],
         context: context_lib.Context,
-        carry: Any = None,
+        shared: Any = None,
         kl_weight: Float[Array, ""] | None = None,
         attended: Any = None,
     ) -> Output:
@@ -56,8 +56,8 @@ class Attention(Protocol):
           params: the layer's, fetched; those of `table` are among them.
           x: normed hidden states, on a mesh the tokens of this device.
           context: positions, documents, padding.
-          carry: what layers share, handed from each layer to the next. A variant that
-            shares nothing returns it unchanged.
+          shared: the value that layers share, which each hands to the next. A variant
+            that shares nothing returns it unchanged.
           kl_weight: weight of the layer in the loss of the indexer that it uses; None
             computes no loss.
           attended: of an earlier call, to read again instead of keys made of x.

@@ -185,15 +185,15 @@ def _activations(
     state = (batch, length, model.hidden_size)
     has_kl = config.has_indexer_loss
     with jax.sharding.use_abstract_mesh(mesh):  # a selection's form depends on chips
-        carry = jax.eval_shape(
-            lambda: attention.first_carry(model, batch, length, has_kl)
+        shared = jax.eval_shape(
+            lambda: attention.first_shared(model, batch, length, has_kl)
         )
     for g, group in enumerate(depth_lib.layer_groups(model)):
         name, repeats = f"layers_{g}", group.repeats
         yield f"{name}.x", ("L", "B", "T", "D"), _shape((repeats, *state), model.dtype)
-        for path, x in jax.tree_util.tree_flatten_with_path(carry)[0]:
+        for path, x in jax.tree_util.tree_flatten_with_path(shared)[0]:
             part = jax.tree_util.keystr(path, simple=True, separator=".")
-            dims = ("L", *_CARRY_DIMS[part.rpartition(".")[2]])
+            dims = ("L", *_SHARED_DIMS[part.rpartition(".")[2]])
             yield f"{name}.{part}", dims, _shape((repeats, *x.shape), x.dtype)
     yield "hidden", ("B", "T", "D"), _shape(state, model.dtype)
     if num_steps := config.num_mtp_steps:
@@ -203,7 +203,7 @@ def _activations(
 
 
 # Dims of an index that layers share, by the names of its fields.
-_CARRY_DIMS = {
+_SHARED_DIMS = {
     "q": ("B", "T", "I", "J"),
     "k": ("B", "S", "J"),
     "w": ("B", "T", "I"),

@@ -70,7 +70,7 @@ def tokens(s: Setting) -> Iterator[Collective]:
     once more where chunks are recomputed one by one. With an exchange, each of a
     token's experts gets a row.
     """
-    group, count = s.state * s.over("expert"), _mixtures(s)
+    group, count = s.state * s.over("expert"), _expert_layer_runs(s)
     chunk = group // s.chunks
     runs = count * s.chunks
     if s.model.expert_transport == "exchange":
@@ -248,7 +248,7 @@ def _made(
     return Collective(kind, axes, phase, scope, "", n, count, wire)
 
 
-def _mixtures(s: Setting) -> int:
+def _expert_layer_runs(s: Setting) -> int:
     """Runs of a layer with experts in a forward pass."""
     count = sum(n for kind, n in s.layer_kinds.items() if kind.has_experts)
     return count + s.mtp_steps
