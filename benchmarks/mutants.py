@@ -13,8 +13,9 @@ does one that runs in child processes of tests only.
 
 Every verdict is a line of DIR/verdicts.jsonl. The same command resumes; a larger
 --limit or more files of tests continue with the survivors, which are printed as diffs.
-Seed 1 took 19 minutes of CPU time for the first pass over 90 files of tests, and 17 for
-the verdicts with --limit=60: half of the killed mutants took less than 5 seconds each.
+Seed 1, at d8547f2, took 19 minutes of CPU time for the first pass over 90 files of
+tests, and 17 for the verdicts with --limit=60: half of the killed mutants took less
+than 5 seconds each.
 """
 
 import argparse
@@ -47,7 +48,9 @@ SOURCES = (
     "glm5_jax/optim",
     "glm5_jax/checkpoint",
     "glm5_jax/data",
+    "glm5_jax/environments",
     "glm5_jax/rl",
+    "glm5_jax/weights",
     "glm5_jax/inference",
     "pallas_kernels",
 )
