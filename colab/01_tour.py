@@ -14,17 +14,18 @@
 # # A tour of GLM-5 in JAX
 #
 # We build a GLM-5 of a million parameters, look at what its parts do, train it for
-# about a minute and let it write. It runs on a CPU, a GPU or a TPU; on two CPU cores
-# the whole takes a few minutes, half of them compiling.
+# about a minute and let it write. The notebook runs on a CPU, a GPU or a TPU. On two
+# CPU cores it takes a few minutes, half of which is compilation.
 #
-# Nothing here is made for the notebook: every cell calls what training calls.
+# The notebook has no model code of its own: every cell calls what training calls.
 
 # %% [markdown]
 # ## Install
 #
-# Does nothing where the package is there already. On Colab, get the repository first
-# (`!git clone ...`) and set `CHECKOUT` to its folder. What connects jax to a GPU or TPU
-# is named too, so that it is brought to the version of jax.
+# This cell does nothing if the package is already installed. On Colab, get the
+# repository first (`!git clone ...`) and set `CHECKOUT` to its folder. If jax has a
+# plugin for a GPU or TPU, the cell also installs the version of the plugin that matches
+# jax.
 
 # %%
 import importlib.util
@@ -73,8 +74,9 @@ print(f"jax {jax.__version__} on {jax.device_count()} x {jax.devices()[0].device
 # %% [markdown]
 # ## Settings
 #
-# Turn these and run everything again. The corpus `python` is the text that every Python
-# carries: its manual and its standard library. No download.
+# Change these values and run everything again. The corpus `python` is the text that
+# every Python installation contains: its manual and its standard library. Nothing is
+# downloaded.
 
 # %% tags=["parameters"]
 MODEL = presets.GLM5_1M
@@ -86,8 +88,9 @@ STEPS = 40
 # %% [markdown]
 # ## Parameters
 #
-# The small model has every part of the large one. A token meets only its own experts,
-# so the *active* parameters, which set the price of a token, are fewer than the total.
+# The small model has every part of the large one. Each token uses only a few of the
+# experts. The *active* parameters, which determine the cost of a token, are therefore
+# fewer than the total.
 
 # %%
 small = accounting.count_parameters(MODEL)
@@ -99,8 +102,9 @@ for part in large:
 # %% [markdown]
 # ## Text
 #
-# Documents are cut into tokens, packed into rows, and split by the hash of their names:
-# a tenth is held out. The first time, a tokenizer is trained (seconds) and kept.
+# Documents are split into tokens and packed into rows. A tenth of the documents, chosen
+# by the hash of their names, is held out. The first run trains a tokenizer, which takes
+# seconds, and keeps it.
 
 # %%
 data = pipeline_lib.make_pipeline(DATA, seed=0)
@@ -112,9 +116,9 @@ print("\nThe first row begins:\n\n" + data.tokenizer.decode(batch["tokens"][0, :
 # %% [markdown]
 # ## A forward pass, with traces
 #
-# Parameters are a plain dict of arrays and the model a plain function. `with_traces`
-# also returns what each layer put out, what it would cache, and which keys its indexer
-# chose.
+# Parameters are a plain dict of arrays, and the model is a plain function. With
+# `with_traces` it also returns each layer's output, the entries that the layer would
+# put into the cache, and the keys that its indexer chose.
 
 # %%
 forward = jax.jit(transformer.forward, static_argnames=("config", "with_traces"))
@@ -128,9 +132,9 @@ print(f"logits {logits.shape}, for {np.prod(batch['tokens'].shape):,} tokens")
 # %% [markdown]
 # ## Which keys the indexer selects
 #
-# Dense attention reads every earlier token. GLM-5's sparse attention lets a small,
-# cheap *indexer* pick `index_topk` of them first, and attends to those alone. To judge
-# the choice, we compute the attention that the same layer would have paid to all keys.
+# Dense attention reads every earlier token. In GLM-5's sparse attention a small, cheap
+# *indexer* first picks `index_topk` of them, and the layer attends only to those. To
+# judge the choice, we compute the attention that the same layer would pay to all keys.
 
 
 # %%
@@ -180,16 +184,17 @@ def look(params: dict, out: transformer.Output) -> None:
 look(params, before)
 
 # %% [markdown]
-# Nothing is trained yet: attention is even (mind the scale of its colours), and the
-# choice no better than chance. A query that sees at most `index_topk` keys takes them
-# all. A row can hold several documents, which do not see each other: a triangle each.
+# Nothing is trained yet: attention is nearly even (look at the colour scale), and the
+# choice is no better than chance. A query that sees at most `index_topk` keys selects
+# all of them. A row can hold several documents, which do not see each other; each is a
+# triangle in the picture.
 
 # %% [markdown]
 # ## The router's load
 #
-# In a layer with experts each token takes `num_experts_per_tok` of them; the line is an
-# even load. What keeps the load near it is a bias on each expert's score that moves
-# against the load, step by step.
+# In a layer with experts each token is sent to `num_experts_per_tok` of them. The black
+# line shows an even load. A bias on each expert's score keeps the load near this line:
+# each step lowers the bias of overloaded experts and raises the bias of the others.
 
 
 # %%
@@ -224,8 +229,9 @@ show_load(untrained=before)
 # %% [markdown]
 # ## What a token takes in the cache
 #
-# Plain multi-head attention keeps a key and a value for every head. Latent attention
-# keeps one latent and one rotated key for all heads, and the indexer a key of its own.
+# Plain multi-head attention caches a key and a value for every head. Latent attention
+# caches one latent and one rotated key for all heads together, and the indexer caches a
+# key of its own.
 
 # %%
 for name, model in {"this model": MODEL, "GLM-5": presets.GLM5}.items():
@@ -239,9 +245,10 @@ for name, model in {"this model": MODEL, "GLM-5": presets.GLM5}.items():
 # %% [markdown]
 # ## Training
 #
-# One config, one call; `python -m glm5_jax.train` does the same. The loss is next-token
-# prediction plus multi-token prediction, and for the indexer its divergence from the
-# attention. Held-out text is scored in bits per byte, which no tokenizer can flatter.
+# Training is one config and one call; `python -m glm5_jax.train` does the same. The
+# loss is next-token prediction plus multi-token prediction; the indexer is trained by
+# its divergence from the attention. Held-out text is scored in bits per byte, which
+# does not depend on the tokenizer.
 
 # %%
 config = config_lib.TrainConfig(
@@ -269,9 +276,9 @@ for name, value in summary.items():
 # %% [markdown]
 # ## Curves
 #
-# `metrics.jsonl` holds an object a step (and `loss.png` beside it more curves). The
-# indexer's divergence falls while attention is even, and rises when attention takes a
-# shape that the indexer has to follow.
+# `metrics.jsonl` holds one JSON object for each step, and `loss.png` in the same folder
+# shows more curves. The indexer's divergence falls while attention is even, and rises
+# when attention develops a shape that the indexer has to follow.
 
 # %%
 records = metrics.read(workdir / "metrics.jsonl")
@@ -290,9 +297,9 @@ plt.show()
 # %% [markdown]
 # ## The same look, after training
 #
-# The folder of a run is all that is needed to load its model. Attention has begun to
-# prefer some keys, and the indexer finds them: its choice is now between chance and the
-# best one. And the experts' load has evened out.
+# The folder of a run is enough to load its model. Attention now prefers some keys, and
+# the indexer finds them: its choice is better than chance and worse than the best
+# possible one. The experts' load has become more even.
 
 # %%
 _, params, tokenizer = loading.load_model(workdir)
@@ -303,9 +310,9 @@ show_load(untrained=before, trained=after)
 # %% [markdown]
 # ## Writing
 #
-# The engine reads all prompts at once, then draws a token at a time with the small
-# cache. After a minute of training expect the look of Python and its manual, not their
-# sense.
+# The engine reads all prompts at once, then draws one token at a time with the small
+# cache. After a minute of training the text looks like Python and its manual, but makes
+# no sense.
 
 # %%
 prompts = ["def ", "class ", "The "]
@@ -324,11 +331,11 @@ for prompt, completion in zip(prompts, completions, strict=True):
 # %% [markdown]
 # ## Muon Split
 #
-# A gradient is large in a few directions and tiny in the others. Muon replaces it (its
-# momentum, in training) by the nearest matrix whose singular values are all 1. GLM-5
-# cuts the projections of its heads first (*Muon Split*): in one matrix the heads
-# compete, and within a head the directions stay uneven; cut, every head moves as it
-# would alone.
+# A gradient is large in a few directions and tiny in the others. Muon replaces it (in
+# training: replaces its momentum) by the nearest matrix whose singular values are all
+# 1. GLM-5 first cuts the projections into one matrix for each head (*Muon Split*). In a
+# common matrix the heads compete, and the directions within a head stay uneven. After
+# the cut every head is updated as if it were alone.
 
 
 # %%
@@ -366,13 +373,13 @@ for name, matrix in head.items():
 # %% [markdown]
 # ## Where to read on
 #
-# - The way of a token: `glm5_jax/model/transformer.py`, `block.py`, `attention/`,
-#   `indexer.py`, `moe.py`, in this order.
-# - One training step, whole: `glm5_jax/training/step.py`.
-# - Every knob with its unit or source: `glm5_jax/config/`. Models of 1M to 744B:
+# - The path of a token through the model: `glm5_jax/model/transformer.py`, `block.py`,
+#   `attention/`, `indexer.py`, `moe.py`, in this order.
+# - A complete training step: `glm5_jax/training/step.py`.
+# - Every setting with its unit or source: `glm5_jax/config/`. Models of 1M to 744B:
 #   `glm5_jax/presets.py`.
 # - A longer run than this one, in two minutes: `configs/quickstart.py`.
-# - The kernels, each with a definition of a few lines: `pallas_kernels/*/reference.py`.
+# - The kernels, each with a short definition: `pallas_kernels/*/reference.py`.
 # - The papers: GLM-5 (arXiv 2602.15763); DeepSeek-V3.2 for sparse attention
 #   (2512.02556), V2 for latent attention (2405.04434), V3 for the router's bias
 #   (2412.19437); Muon at scale (2502.16982).

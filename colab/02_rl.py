@@ -13,19 +13,21 @@
 # %% [markdown]
 # # Reinforcement learning with GLM-5 in JAX
 #
-# We teach a small GLM-5 to spell words backwards: a minute of demonstrations, then a
-# few minutes of reward alone, by the paper's objective, GRPO with IcePop. On the way we
-# look at tokens, transcripts, and at what must agree between the program that samples
-# and the one that learns. Two CPU cores are enough.
+# We teach a small GLM-5 to spell words backwards: first with a minute of
+# demonstrations, then for a few minutes from rewards alone, with the paper's objective,
+# GRPO with IcePop. On the way we look at tokens and transcripts, and at the values on
+# which the program that samples and the program that learns must agree. Two CPU cores
+# are enough.
 #
-# Nothing here is made for the notebook: every cell calls what training calls.
+# The notebook has no model code of its own: every cell calls what training calls.
 
 # %% [markdown]
 # ## Install
 #
-# Does nothing where the package is there already. On Colab, get the repository first
-# (`!git clone ...`) and set `CHECKOUT` to its folder. What connects jax to a GPU or TPU
-# is named too, so that it is brought to the version of jax.
+# This cell does nothing if the package is already installed. On Colab, get the
+# repository first (`!git clone ...`) and set `CHECKOUT` to its folder. If jax has a
+# plugin for a GPU or TPU, the cell also installs the version of the plugin that matches
+# jax.
 
 # %%
 import importlib.util
@@ -75,8 +77,8 @@ print(f"jax {jax.__version__} on {jax.device_count()} x {jax.devices()[0].device
 # %% [markdown]
 # ## Settings
 #
-# The task: spell a word of a few letters backwards. The model: all of GLM-5 at a size
-# for bytes, its indexer choosing 16 of up to 32 keys.
+# The task is to spell a word of a few letters backwards. The model has all parts of
+# GLM-5, at a size for byte tokens; its indexer chooses 16 of up to 32 keys.
 
 # %% tags=["parameters"]
 TASK = "reverse:3-4"
@@ -93,13 +95,14 @@ SHOWN = 8  # held-out tasks that we look at
 # %% [markdown]
 # ## The objective
 #
-# A prompt is answered by a *group* of samples; each earns a reward $R_i$. GRPO prefers
-# what did better than its group: the advantage of every token of sample $i$ is
-# $A_i = (R_i - \text{mean}\,R) / \text{std}\,R$, and no value network is needed.
+# A prompt is answered by a *group* of samples, each of which earns a reward $R_i$. GRPO
+# prefers samples that did better than their group: the advantage of every token of
+# sample $i$ is $A_i = (R_i - \text{mean}\,R) / \text{std}\,R$. No value network is
+# needed.
 #
-# Two ratios say whose probabilities we speak of. The *trainer* learns, the *engine*
-# samples, and though they hold the same weights $\theta_{old}$ they are different
-# programs:
+# The *trainer* learns and the *engine* samples. Although both hold the same weights
+# $\theta_{old}$, they are different programs and compute slightly different
+# probabilities. Two ratios keep these apart:
 #
 # $$\rho = \frac{\pi_{train}(\theta_{old})}{\pi_{infer}(\theta_{old})} \qquad
 # r = \frac{\pi_{train}(\theta)}{\pi_{train}(\theta_{old})}$$
@@ -110,7 +113,7 @@ SHOWN = 8  # held-out tasks that we look at
 # $$-\,\text{pop}(\rho, 1/\beta, \beta)\,\min(r A,\ \text{clip}(r, 1 - 0.2, 1 + 0.28)
 # A), \qquad \text{pop}(\rho) = \rho \text{ in the band, else } 0.$$
 #
-# In ten lines, held against the function that trains:
+# The same formula in ten lines, compared with the function that training uses:
 
 
 # %%
@@ -130,8 +133,9 @@ ours = objective(*random, np.ones(1000, bool)).loss
 print(f"largest difference of 1000 losses: {np.abs(ours - icepop(*random)).max():.1e}")
 
 # %% [markdown]
-# What becomes of a token's weight as trainer and engine differ, under each objective of
-# `glm5_jax/rl/objectives.py`: the slope of the loss in the token's log-probability.
+# The plot shows how the weight of a token depends on the difference between trainer and
+# engine, for each objective of `glm5_jax/rl/objectives.py`. The weight is the slope of
+# the loss in the token's log-probability.
 
 # %%
 gaps = jnp.linspace(-2.2, 2.2, 221)
@@ -156,9 +160,9 @@ plt.show()
 # %% [markdown]
 # ## A task and its episode
 #
-# An environment speaks in messages and never sees a token. The template turns messages
-# into ids: green ones are trained, special ones bold. The role token after an answer is
-# how the model says that it is done.
+# An environment reads and writes messages and never sees a token. The template turns
+# messages into ids. In the view below trained ids are green and special ones bold. The
+# model ends its answer with the next role token.
 
 # %%
 used = tokenizer_lib.named("byte_chat")
@@ -175,8 +179,8 @@ print(view.view(rendered, used, in_color=True, with_ids=True))
 # %% [markdown]
 # ## Supervised fine-tuning, a little
 #
-# Reinforcement learning can only reward what is sampled: from random weights no answer
-# is ever right. A minute of demonstrations is enough to begin.
+# Reinforcement learning can only reward answers that are sampled, and random weights
+# never sample a right one. A minute of demonstrations is enough to begin.
 
 # %%
 logging.set_verbosity(logging.INFO)
@@ -211,8 +215,8 @@ _, before, _ = loading.load_model(folder / "sft")
 # %% [markdown]
 # ## Episodes, before
 #
-# The engine decodes many episodes at once. We play held-out tasks, which no training
-# sees, and keep what it recorded: ids, and the log-probability of each.
+# The engine decodes many episodes at once. We play held-out tasks, which training never
+# sees, and keep what the engine recorded: the ids and the log-probability of each.
 
 # %%
 engine = engine_lib.Engine(
@@ -248,8 +252,9 @@ show(play(before, PROMPTS * GROUP))
 # %% [markdown]
 # ## Reinforcement learning
 #
-# A step: the engine gets the weights, `PROMPTS` tasks are answered `GROUP` times each,
-# the environment pays 1 for the right word and 0 for any other, one update follows.
+# In each step the engine gets the current weights and answers `PROMPTS` tasks `GROUP`
+# times each. The environment rewards the right word with 1 and any other with 0. Then
+# one update follows.
 
 # %%
 rl = config_lib.TrainConfig(
@@ -289,9 +294,9 @@ for name, value in summary.items():
 # %% [markdown]
 # ## Curves
 #
-# `loss.png` in the run's folder has these and more. Watch all of them: a reward that
-# rises while entropy falls to 0 has stopped exploring, and a gap that grows says that
-# trainer and engine have come apart.
+# `loss.png` in the run's folder has these curves and more. Watch all of them: if the
+# reward rises while the entropy falls to 0, the policy has stopped exploring; if the
+# gap grows, trainer and engine compute different probabilities.
 
 # %%
 records = metrics.read(folder / "rl" / "metrics.jsonl")
@@ -311,9 +316,9 @@ plt.show()
 # %% [markdown]
 # ## Episodes, after
 #
-# The same held-out tasks, the same random numbers; only the weights are others.
-# On two CPU cores 43% solved became 79% by the last evaluation (one seed); more steps
-# go on from there.
+# These are the same held-out tasks with the same random numbers; only the weights have
+# changed. On two CPU cores the share of solved tasks rose from 43% to 79% at the last
+# evaluation (one seed), and more steps improve it further.
 
 # %%
 _, after, _ = loading.load_model(folder / "rl")
@@ -323,10 +328,11 @@ show(played)
 # %% [markdown]
 # ## The parity gate
 #
-# The engine reads a cache and draws a token at a time; the trainer reads whole rows. If
-# they disagree about the probability of what was sampled, the ratio $\rho$ is noise and
-# learning fails, often much later. So every step compares them (`rl/logprob_gap`) and a
-# run stops where the mean passes `rl.max_logprob_gap`. Here by hand:
+# The engine reads a cache and draws one token at a time; the trainer reads whole rows.
+# If they disagree about the probability of the samples, the ratio $\rho$ is noise and
+# learning fails, often much later. Every step therefore compares them
+# (`rl/logprob_gap`), and a run stops if the mean exceeds `rl.max_logprob_gap`. This
+# cell makes the same comparison:
 
 
 # %%
@@ -367,10 +373,10 @@ print(f"{same.size} tokens, largest gap {np.abs(same).max():.1e}")
 # %% [markdown]
 # ## Rollouts in int8
 #
-# Serving rounds weights to save memory, and then the engine samples from another policy
-# than is trained. The trainer keeps its float32 weights; we hand the engine rounded
-# ones and see how many tokens the band [0.5, 2] drops. At this size int8 costs little;
-# rounding to 4 bits shows what the band is for.
+# If serving rounds the weights to save memory, the engine samples from a different
+# policy than the one that is trained. Here the trainer keeps its float32 weights, the
+# engine gets rounded ones, and we count the tokens outside the band [0.5, 2]. At this
+# size int8 costs little; rounding to 4 bits shows why the band is needed.
 
 
 # %%
@@ -409,22 +415,23 @@ for ax, (name, others) in zip(axes, served.items(), strict=True):
 plt.show()
 
 # %% [markdown]
-# Above 1% something is wrong between trainer and engine; above 10% learning stops, as
-# what is dropped are the surprising tokens that teach most.
+# If more than 1% of the tokens are masked, something is wrong between trainer and
+# engine. Above 10% learning stops, because the masked tokens are the surprising ones,
+# which teach most.
 #
 # ## Exercises
 #
 # - How strong must the start be? Try `SFT_STEPS` of 100 and 400. A group whose rewards
-#   are all equal teaches nothing: count them in `rollout/dropped_equal_groups`, with
-#   `dynamic_sampling=True`, which draws others in their place.
-# - `environment="reverse_dense:3-4"` pays by the letter. Is success reached sooner?
+#   are all equal teaches nothing. Set `dynamic_sampling=True`, which draws other groups
+#   in their place, and count the dropped ones in `rollout/dropped_equal_groups`.
+# - `environment="reverse_dense:3-4"` rewards each letter. Does it reach success sooner?
 # - `rollout_weights="int8"` with `objective="icepop"` and `"grpo"`: does the mismatch
-#   hurt at this size? One seed says nothing; `benchmarks/rl_curves.py` draws several.
+#   hurt at this size? One seed proves nothing; `benchmarks/rl_curves.py` draws several.
 # - `updates_per_rollout=4`: the policy moves away from its rollouts. Which of
-#   `rl/ratio`, `rl/clip_fraction` and `train/grad_norm` tells first?
-# - `TASK = "calculator_untold:2"`: several turns with a tool (rows of 128
-#   tokens or more, `max_turns=2`). Look at the mask: no token of the tool is green.
-# - An environment of your own is two small classes: `docs/rl.md`.
+#   `rl/ratio`, `rl/clip_fraction` and `train/grad_norm` shows it first?
+# - `TASK = "calculator_untold:2"`: several turns with a tool (rows of 128 tokens or
+#   more, `max_turns=2`). Look at the mask: no token of the tool is green.
+# - Write an environment of your own: it takes two small classes (`docs/rl.md`).
 #
 # ## Where to read on
 #
