@@ -1,9 +1,22 @@
 """The lightning indexer of DeepSeek Sparse Attention: which keys a query attends to.
 
-q = W_Iq c_q, k = LayerNorm(W_Ik x), both rotated on their first R dims;
-I[t, s] = sum_i w[t, i] ReLU(q[t, i] . k[s]) in float32; the top-k of I are kept
-(GLM-5, arXiv 2602.15763; DeepSeek-V3.2, arXiv 2512.02556). No gradient of the
-language model reaches it: its inputs are constants.
+Tokens have hidden states x and query latents c_q. Each head i of the indexer has
+
+    q[t, i] = W_q c_q[t] and one key k[s] = LayerNorm(W_k x[s]) for all heads, both
+              rotated on their first R dims
+    w[t, i] = (W_w x[t])[i] / sqrt(heads * dim)
+    I[t, s] = sum_i w[t, i] ReLU(q[t, i] . k[s]), in float32
+
+and the query keeps the index_topk keys with the largest I. This choice has no gradient,
+so the indexer learns to imitate the attention: it minimises, in the mean over t,
+
+    KL(p_t || softmax_s I[t, s])
+
+over the selected keys (over all visible keys in the stage dsa_warmup). p_t, a constant,
+is the attention of all heads, summed and normalised; x and c_q are constants too. So
+this loss trains the indexer's parameters alone, and no other loss reaches them.
+attention/dsa.py computes it, by pallas_kernels/indexer_kl (GLM-5, arXiv 2602.15763;
+DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 from typing import NamedTuple
@@ -26,7 +39,7 @@ class Projections(NamedTuple):
 
     q: Float[Array, "B T I J"]  # rotated
     k: Float[Array, "B S J"]  # normalised and rotated
-    w: Float[Array, "B T I"]  # head weights with both scales folded in
+    w: Float[Array, "B T I"]  # head weights, divided by sqrt(heads * dim)
 
 
 class Index(NamedTuple):
@@ -62,20 +75,20 @@ def project(
 ) -> Projections:
     """Projects hidden states and query latents, without gradients for either."""
     x, c_q = lax.stop_gradient((x, c_q))
-    rotated = config.qk_rope_head_dim
+    rope_dim = config.qk_rope_head_dim  # rope.halves and rotate work on these alone
 
-    def halves(weight: Array) -> Array:
-        first = rope.halves(weight[..., :rotated])
-        return jnp.concatenate([first, weight[..., rotated:]], axis=-1)
+    def halves(w: Array) -> Array:
+        first = rope.halves(w[..., :rope_dim])
+        return jnp.concatenate([first, w[..., rope_dim:]], axis=-1)
 
-    def turn(y: Array, cos: Array, sin: Array) -> Array:
-        first = rope.rotate(y[..., :rotated], cos, sin)
-        return jnp.concatenate([first, y[..., rotated:]], axis=-1)
+    def rotate(y: Array, cos: Array, sin: Array) -> Array:
+        first = rope.rotate(y[..., :rope_dim], cos, sin)
+        return jnp.concatenate([first, y[..., rope_dim:]], axis=-1)
 
     cos, sin = context.cos, context.sin
-    q = layers.linear_to(halves, c_q, params["wq_b"])
+    q = layers.linear_of_columns(c_q, params["wq_b"], halves)
     k = layers.layer_norm(
-        layers.linear_to(halves, x, params["wk"]),
+        layers.linear_of_columns(x, params["wk"], halves),
         halves(params["k_norm_scale"]),
         halves(params["k_norm_bias"]),
         K_NORM_EPS,
@@ -85,8 +98,8 @@ def project(
     exact = lax.Precision.HIGHEST
     w = layers.linear(x.astype(jnp.float32), params["weights_proj"], precision=exact)
     w = w * (config.index_n_heads * config.index_head_dim) ** -0.5
-    q = turn(q, cos[:, :, None], sin[:, :, None])
-    return Projections(q, turn(k, cos, sin), w)
+    q = rotate(q, cos[:, :, None], sin[:, :, None])
+    return Projections(q, rotate(k, cos, sin), w)
 
 
 def select(
@@ -108,7 +121,9 @@ def select(
             lo=context.lo,
             hi=context.hi,
             topk=config.index_topk,
-            is_listed=bool(config.batch_invariant),  # as decoding lists them
+            # False: the fastest form here. Decoding always lists, and its numbers
+            # are those of lists.
+            is_listed=bool(config.batch_invariant),
         )
     return Index(Projections(q, k, w), selection)
 

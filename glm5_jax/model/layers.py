@@ -119,14 +119,15 @@ def linear(
     return y.reshape(*x.shape[:free], *w.shape[num_in:])
 
 
-def linear_to(
-    arrange: Callable[[Array], Array],
+def linear_of_columns(
     x: Float[Array, "*input"],
     w: Float[Array, "*weight"],
+    arrange: Callable[[Array], Array],
 ) -> Float[Array, "*output"]:
-    """Multiplies x by some columns of w, which `arrange` selects and orders.
+    """Returns linear(x, arrange(w)), where `arrange` selects and orders columns of w.
 
-    `arrange` is applied to w, or in decoding to the product, whichever has fewer rows.
+    The columns of the product can be arranged instead, with the same result; in
+    decoding this is cheaper, as x has fewer rows than w.
     """
     if math.prod(x.shape[:-1]) < w.shape[0]:
         return arrange(linear(x, w))

@@ -56,7 +56,7 @@ def tables(
 
 
 def halves(weight: Float[Array, "*n R"]) -> Float[Array, "*n R"]:
-    """Permutes columns to (0, 2, ..., 1, 3, ...), so that pairs become two halves."""
+    """Orders columns as 0, 2, ..., 1, 3, ...: first and second ones of all pairs."""
     return jnp.concatenate([weight[..., ::2], weight[..., 1::2]], axis=-1)
 
 

@@ -1,5 +1,12 @@
 """The whole model: embedding, groups of scanned layers, last norm, head.
 
+GLM-5 has 3 dense layers, then 75 expert layers (layers with experts). Each of these two
+groups is one lax.scan. A unit is the run of layers that one step of the scan computes,
+and `repeats` is the number of steps: a unit of GLM-5 is one layer. GLM-5.2 has units of
+four layers, three of which use the index of an earlier layer (IndexShare). depth.py
+cuts the stack into groups. params["layers_G"]["block_P"] has layer P of the unit of
+group G, stacked over the repeats.
+
 `forward` ends with the last norm, `logits` is the head. Multi-token prediction (mtp.py)
 has its parameters in `table`, but runs after `forward`, for the losses only.
 
@@ -152,8 +159,8 @@ def forward(
       positions: of each token in its document. Default: 0, 1, 2, ...
       context: replaces segment_ids and positions where a device holds only a part of
         each row. Default: it is made here, from whole rows.
-      experts: experts that each mixture's router chose before, in the stack's order,
-        to use again (router replay, arXiv 2510.11370). Default: the router chooses.
+      experts: experts that each expert layer's router chose before, to use again
+        (router replay, arXiv 2510.11370). Default: the router chooses.
       with_indexer_loss: computes each indexer's KL divergence.
       with_traces: returns every layer's output and what its queries read.
 
@@ -224,7 +231,7 @@ def logits(
     scores = jnp.einsum(
         "...d,dv->...v", hidden, head, preferred_element_type=jnp.float32
     )
-    # The table of rules gives V to SHARES first: a share is a run of words.
+    # sharding.RULES cuts V over SHARES first and then over WORD_ROWS: join in reverse.
     last = scores.ndim - 1
     scores = collectives.exchange(scores, collectives.WORD_ROWS, split=0, joined=last)
     return collectives.gather(scores, collectives.SHARES, last)
@@ -233,8 +240,9 @@ def logits(
 def kl_weights(config: config_lib.ModelConfig) -> np.ndarray:
     """Returns the share of each layer in the loss of the indexer that it uses.
 
-    An index used by m + 1 layers is trained against the mean of their attentions;
-    1 / (m + 1) of each one's divergence has that gradient (arXiv 2603.12201).
+    All are 1 unless m later layers use an index again (IndexShare, arXiv 2603.12201).
+    Such an index is trained against the mean of m + 1 attentions; 1 / (m + 1) of each
+    one's divergence has that gradient.
     """
     owner = np.cumsum(config.is_full_index_layer) - 1
     return (1 / np.bincount(owner)[owner]).astype(np.float32)
@@ -249,7 +257,7 @@ def _unit(
 ) -> tuple[tuple, tuple]:
     """Runs the layers of one step of a scan."""
     x, shared = carry
-    x = layers.named_input(x)
+    x = layers.named_input(x)  # for the remat policy "offload"
     params, weights, experts = xs
     aux, traces = {}, {}
     replayed = iter(() if experts is None else experts)

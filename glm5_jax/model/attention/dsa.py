@@ -1,7 +1,8 @@
 """DeepSeek Sparse Attention: MLA over the keys that an indexer selects.
 
-Layers may share an index (IndexShare, arXiv 2603.12201), so that the index is what one
-layer hands to the next. The cached form is in dsa_cached.py.
+`SparseLatentAttention.forward` joins indexer.py and mla.py. Layers may share an index
+(IndexShare, arXiv 2603.12201), which each then hands to the next as `shared`. The
+cached form is in dsa_cached.py.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from glm5_jax.model.attention import dsa_cached, mla, protocol
 
 
 class Attended(NamedTuple):
-    """What the queries of a layer read."""
+    """The latents and the index that the queries of a layer read."""
 
     kv: mla.Latent
     index: indexer.Index | None  # None: attention is dense
@@ -53,7 +54,8 @@ class SparseLatentAttention:
     ) -> protocol.Output:
         """Selects keys, attends to them, and compares the indexer with the attention.
 
-        `shared` is the index of the layer before; None where no layers share one.
+        `shared` is the index that the layer before used; None where no layers share
+        one. With `attended`, a later step of MTP reads the first step's keys again.
         """
         config, attn = self.config, params["self_attn"]
         c_q = mla.query_latent(attn, config, x)
@@ -152,7 +154,7 @@ def _indexer_kl(
     index: indexer.Index,
     context: context_lib.Context,
 ) -> Float[Array, ""]:
-    """KL of the indexer from the attention, mean over the tokens of the batch."""
+    """Returns KL(attention || indexer), the mean over the tokens of the batch."""
     weight = context.is_token.astype(jnp.float32)
     assert index.projections is not None
     if isinstance(index.selection, selection_lib.Listed):

@@ -1,9 +1,18 @@
-"""Multi-head Latent Attention in both of its forms.
+"""Multi-head Latent Attention: keys and values of all heads are made of one latent c.
 
-Expanded (training, prefill): keys and values are restored from the latent for every
-head. Absorbed (decoding, and lists of keys): W_UK is applied to the query and W_UV to
-the weighted sum, so that C + R numbers a token are read for all heads together
-(DeepSeek-V2, arXiv 2405.04434; MLA-256 and its dims: GLM-5, arXiv 2602.15763).
+A head's key is [W_UK c | k_rope] and its value W_UV c; W_UK is `k_b_proj`, and W_UV is
+`v_b_proj`. All heads share k_rope, a key of R dims that is rotated by its position.
+Attention has two forms with the same result, because for each head
+
+    scores:  q . (W_UK c_s) = (W_UK^T q) . c_s
+    output:  sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s)
+
+The expanded form (training, prefill) computes the left sides, with a key and a value
+for each head. The absorbed form (decoding, and lists of keys) computes the right sides:
+it reads C + R numbers of a token for all heads together. A rotated key could not be
+absorbed, since no one matrix, applied to the query, stands for the rotations of all
+keys. So k_rope is a separate key beside the latent (DeepSeek-V2, arXiv 2405.04434;
+MLA-256 and its dims: GLM-5, arXiv 2602.15763).
 """
 
 from typing import NamedTuple
@@ -21,14 +30,14 @@ from glm5_jax.model import selection as selection_lib
 
 
 class Latent(NamedTuple):
-    """What keys and values of all heads are made of."""
+    """A token's share of the keys and values of all heads."""
 
     c: Float[Array, "B S C"]  # normalised
     k_rope: Float[Array, "B S R"]  # rotated, shared by the heads
 
 
 class Softmax(NamedTuple):
-    """What restores the probabilities of every head: exp(scale * q . k - lse).
+    """Restores the probabilities of every head: exp(scale * q . k - lse).
 
     Keys are of each head in the expanded form, and rows [latent | rotated key] that the
     heads share in the absorbed form.
@@ -59,7 +68,7 @@ def table(config: config_lib.ModelConfig) -> dict:
 def query_latent(
     params: dict[str, Array], config: config_lib.ModelConfig, x: Float[Array, "B T D"]
 ) -> Float[Array, "B T Q"]:
-    """Returns c_q, of which the attention's and the indexer's queries are made."""
+    """Returns c_q, from which attention and indexer make their queries."""
     c_q = layers.linear(x, params["q_a_proj"])
     return layers.rms_norm(c_q, params["q_a_layernorm"], config.latent_norm_eps)
 
@@ -73,8 +82,10 @@ def queries(
     """Returns the queries of every head: the part without RoPE, the rotated part."""
     nope = config.qk_nope_head_dim
     weight = params["q_b_proj"]
-    q_nope = layers.linear_to(lambda y: y[..., :nope], c_q, weight)
-    q_rope = layers.linear_to(lambda y: rope.halves(y[..., nope:]), c_q, weight)
+    # A head's columns are P without RoPE, then R. rope.halves puts first the even ones
+    # of the R, then the odd ones, as `rotate` needs them; products q . k do not change.
+    q_nope = layers.linear_of_columns(c_q, weight, lambda w: w[..., :nope])
+    q_rope = layers.linear_of_columns(c_q, weight, lambda w: rope.halves(w[..., nope:]))
     cos, sin = context.cos[:, :, None], context.sin[:, :, None]
     return q_nope, rope.rotate(q_rope, cos, sin)
 
@@ -87,8 +98,8 @@ def latent(
 ) -> Latent:
     """Returns the latent and the shared rotated key of every token."""
     rank, weight = config.kv_lora_rank, params["kv_a_proj"]
-    c = layers.linear_to(lambda y: y[..., :rank], x, weight)
-    k_rope = layers.linear_to(lambda y: rope.halves(y[..., rank:]), x, weight)
+    c = layers.linear_of_columns(x, weight, lambda w: w[..., :rank])
+    k_rope = layers.linear_of_columns(x, weight, lambda w: rope.halves(w[..., rank:]))
     return Latent(
         c=layers.rms_norm(c, params["kv_a_layernorm"], config.latent_norm_eps),
         k_rope=rope.rotate(k_rope, context.cos, context.sin),
@@ -105,8 +116,11 @@ def attend(
 ) -> tuple[Float[Array, "B T D"], Softmax]:
     """Attends over whole documents, in the form that fits the selection.
 
-    Listed keys are gathered as latents, which all heads share. For the other selections
-    a dense product over the keys of each head costs less.
+    Query t sees keys lo[t] to hi[t] - 1, its document up to itself (lo and hi are in
+    `context`). The selection keeps all of these (AllVisible) or chooses among them: as
+    a boolean (Mask, on a CPU) or a bit (Bits, on chips) for each query and key, or as K
+    indices for each query (Listed). Listed keys are gathered as latents, which all
+    heads share: the absorbed form. Otherwise the expanded form costs less.
 
     Args:
       params: of the attention.
@@ -117,7 +131,7 @@ def attend(
       selection: keys of each query.
 
     Returns:
-      The output, and the probabilities, with which the indexer's loss compares.
+      The output, and the probabilities, which the indexer learns to imitate.
     """
     if isinstance(selection, selection_lib.Listed):
         return listed(params, config, c_q, kv, context, selection)
