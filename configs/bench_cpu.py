@@ -1,12 +1,12 @@
-"""The shape on which CPU training is compared with peers (docs/log.md has figures).
+"""The shape for comparing CPU training with peers (docs/log.md has the figures).
 
 python -m glm5_jax.train --config=configs/bench_cpu.py:like_transformers
 python -m glm5_jax.train --config=configs/bench_cpu.py:full
 
-Hardware: any CPU; pin it (taskset -c 0) to compare. About 30 s. 7.0 M parameters, 8
-rows of 512 tokens, float32. Prints tokens per second and per CPU-second.
-`like_transformers`: next-token loss, sparse attention, AdamW. `full`: also the
-indexer's loss, MTP with three steps, and Muon Split.
+Hardware: any CPU; pin the process (taskset -c 0) to compare. About 30 s. 7.0 M
+parameters, 8 rows of 512 tokens, float32. Prints tokens per second and per CPU-second.
+`like_transformers` has next-token loss, sparse attention and AdamW. `full` has Muon
+Split instead, and also the indexer's loss and MTP with three steps.
 """
 
 import dataclasses

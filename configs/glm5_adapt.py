@@ -4,16 +4,17 @@ python -m glm5_jax.aot --config=configs/glm5_adapt.py:sparse_202k --topology=v5p
 python -m glm5_jax.train --config=configs/glm5_adapt.py:warmup_202k \
     --config.init_from=DIR --config.data.source=DIR
 
-Hardware: 512 v5p chips, v5p:8x8x8, a row of the batch on 64 of them. Compiled, never
-run; GiB of a chip, sent in a step, seconds of what binds:
+Hardware: 512 v5p chips, v5p:8x8x8; 64 chips share a row of the batch. Compiled, never
+run. The columns are the memory of a chip, the GiB that it sends in a step, and the
+seconds of the resource that limits the step:
 
   warmup_202k  28.5 of 96 GiB   305 GiB   20.8 s (FLOPs)
   sparse_128k  27.8             720       6.2 (HBM)
   sparse_202k  30.5             800       8.0 (HBM)
 
-Disclosed (arXiv 2602.15763, section 2.3): 1000 steps
-of warm-up at 14 x 202,752 tokens, rates 5e-3 to 2e-4, the indexer alone; then 20B
-tokens at 1e-5. Here 8 rows a step, as many as the mesh has places for.
+Disclosed (arXiv 2602.15763, section 2.3): 1000 steps of warm-up at 14 x 202,752 tokens
+with rates from 5e-3 to 2e-4, which train only the indexer; then 20B tokens at 1e-5.
+This config uses 8 rows a step, because the mesh holds 8 at a time.
 """
 
 from dataclasses import replace

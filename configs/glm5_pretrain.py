@@ -1,16 +1,17 @@
-"""A training step of GLM-5 with sparse attention: 4096 tokens a row, one row a device.
+"""Trains GLM-5 with sparse attention: 4096 tokens a row, one row a device.
 
 python -m glm5_jax.aot --config=configs/glm5_pretrain.py:v5p_512 --topology=v5p:8x8x8
 
-All of GLM-5: 78 layers and MTP, Muon Split, the indexer trained by its KL; the paper's
-own first stage, dense, is configs/pretrain.py:glm5. Hardware: as the variants say, in
-chips. Compiled, never run; GiB of a device, sent in a step, seconds of what binds:
+The whole model: 78 layers and MTP, Muon Split, the indexer trained by its KL. The
+paper's own first stage has dense attention and is configs/pretrain.py:glm5. Hardware:
+the variants name the number of chips. Compiled, never run. The columns are the memory
+of a device, what it sends in a step, and the seconds of the resource that limits it:
 
   v5p_512    v5p:8x8x8      31.8 of 96 GiB   751 GiB   5.9 s (HBM)
   v5p_256    v5p:8x8x4      47.9 of 96       746       6.0 (HBM)
   tpu7x_256  tpu7x:4x8x8    34.3 of 95       744       4.4 (HBM), two devices a chip
   v6e_1024   v6e:32x32      24.7 of 31       748       11.1 (HBM)
-  h200_512   64 nodes of 8  not compiled: 5.6 GiB of parameters, as much of moments
+  h200_512   64 nodes of 8  not compiled: 5.6 GiB of parameters, 5.6 GiB of moments
 """
 
 import dataclasses

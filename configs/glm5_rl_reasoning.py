@@ -3,12 +3,13 @@
 python -m glm5_jax.train --config=configs/glm5_rl_reasoning.py \
     --config.init_from=runs/sft --config.rl.environment=reasoning_gym:gsm_symbolic
 
-Hardware: 512 v5p chips, v5p:8x8x8, a row on 8 of them, 64 rows at a time. The update
-is compiled, never run: 45.9 of 96 GiB a chip, 12,210 GiB sent for 42M tokens, 174 s
-(FLOPs). Rollouts need one process so far, so the pod has to wait. Disclosed: 32 prompts
-of 32 rollouts, beta 2, clips 0.2 and 0.28, no KL term, indexer frozen, fully on-policy.
-Undisclosed, so slime's recipe: AdamW at 1e-6, betas 0.9 and 0.98, weight decay 0.1,
-32,768 new tokens, temperature 1.
+Hardware: 512 v5p chips, v5p:8x8x8; 8 chips share a row, 64 rows at a time. The update
+was compiled, never run: 45.9 of 96 GiB a chip, 12,210 GiB sent for 42M tokens, 174 s
+(limited by FLOPs). Rollouts run in one process only, so a pod of several hosts cannot
+run this stage yet. Disclosed: 32 prompts with 32 rollouts each, beta 2, clips 0.2 and
+0.28, no KL term, a frozen indexer, fully on-policy. Undisclosed, and therefore taken
+from slime's recipe: AdamW at 1e-6, betas 0.9 and 0.98, weight decay 0.1, 32,768 new
+tokens, temperature 1.
 """
 
 import dataclasses

@@ -3,15 +3,15 @@
 python -m glm5_jax.aot --config=configs/glm5_serve.py:32k --topology=v5p:4x4x4 \
     --program=decode
 
-Hardware: a v5p:4x4x4 slice. Compiled, never run; GiB of a chip, rooflines of a token of
-all 64 sequences (32k) or what is sent:
+Hardware: a v5p:4x4x4 slice. Compiled, never run. Memory of a chip, and for one token of
+all 64 sequences the roofline (32k) or the GiB sent (198k):
 
-  32k    decode 52.1 of 96 GiB, 53 ms (HBM); prefill of 2048 tokens of each 57.6
-  198k   decode 69.2 of 96 GiB, 16.8 GiB sent
+32k    decode 52.1 of 96 GiB, 53 ms (HBM); prefill of 2048 tokens of each 57.6
+198k   decode 69.2 of 96 GiB, 16.8 GiB sent
 
-Weights take 1.4 TiB; a token of the cache 117 KiB on each chip that shares its slot,
-so long sequences want more devices with different slots (expert) and fewer that share
-them (tensor), which fetch fewer bytes of the weights.
+Weights take 1.4 TiB. A token in the cache takes 117 KiB on each chip that shares its
+slot. Long sequences therefore need more devices with different slots (expert) and fewer
+that share slots (tensor), although devices that share slots fetch less of the weights.
 """
 
 import dataclasses

@@ -3,10 +3,10 @@
 python -m glm5_jax.train --config=configs/glm5_sft.py --config.init_from=zai-org/GLM-5 \
     --config.data.source=DIR --config.data.tokenizer=zai-org/GLM-5/tokenizer.json
 
-Hardware: 512 v5p chips, v5p:8x8x8, a row on 64 of them, 8 rows at a time. Compiled,
-never run: 36.4 of 96 GiB a chip, 6,364 GiB sent in a step of 13M tokens, 63 s (HBM).
-Disclosed: the length. Undisclosed, so ours: batch, steps, learning rates; MTP's weight
-is slime's.
+Hardware: 512 v5p chips, v5p:8x8x8; 64 chips share a row, 8 rows at a time. Compiled,
+never run: 36.4 of 96 GiB a chip, 6,364 GiB sent in a step of 13M tokens, 63 s (limited
+by HBM). Disclosed: the length. Undisclosed, and therefore ours: batch, steps and
+learning rates; MTP's weight is slime's.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def get_config(variant: str = "glm5") -> ml_collections.ConfigDict:
         num_steps=2000,
         eval_every=200,
         checkpoint_every=200,
-        sample_tokens=0,  # several processes: glm5_jax.generate shows what it says
+        sample_tokens=0,  # needs a single process; use glm5_jax.generate afterwards
         model=dataclasses.replace(
             VARIANTS[variant], remat_policy="full", expert_chunks=4
         ),

@@ -4,9 +4,9 @@ python -m glm5_jax.train --config=configs/pretrain.py:glm5 --dry_run
 python -m glm5_jax.train --config=configs/pretrain.py:glm5_10m --config.data.source=DIR
 
 Hardware: glm5_1m and glm5_10m train on a laptop, glm5_100m and glm5_1b on one
-accelerator; glm5 and glm5_2 need a pod, and --dry_run says how large a one. Expected:
-nothing was trained with these yet but glm5_1m (configs/quickstart.py). Undisclosed by
-the paper, so ours: warm-up steps, AdamW's rate, the batch of the small models.
+accelerator; glm5 and glm5_2 need a pod, whose size --dry_run prints. Expected result:
+unknown, because only glm5_1m was trained so far (configs/quickstart.py). Undisclosed by
+the paper, and therefore ours: warm-up steps, AdamW's rate, the small models' batch.
 """
 
 import dataclasses

@@ -1,11 +1,11 @@
-"""A small GLM-5 on the text that every Python carries, in two minutes.
+"""Trains a small GLM-5 in two minutes, on the text in every Python installation.
 
 python -m glm5_jax.train --config=configs/quickstart.py
 
 Hardware: a laptop (2 cores). Expected: held-out bits per byte below 2.6 at the end,
-loss.png, and a sample that looks like Python. All of GLM-5 is in it: MLA, sparse
-attention over 64 of 256 keys with an indexer trained by its divergence, experts with
-loss-free balance, multi-token prediction, Muon Split.
+loss.png, and a sample that looks like Python. The model has all parts of GLM-5: MLA,
+sparse attention over 64 of 256 keys with an indexer trained by its divergence, experts
+with loss-free balance, multi-token prediction, Muon Split.
 """
 
 import ml_collections

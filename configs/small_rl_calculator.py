@@ -1,16 +1,16 @@
-"""Teaches a small GLM-5 to use a calculator by reward alone, over several turns.
+"""Teaches a small GLM-5 by reward alone to use a calculator, over several turns.
 
 python -m glm5_jax.train --config=configs/small_sft_calculator.py --workdir=runs/sft
 python -m glm5_jax.train --config=configs/small_rl_calculator.py \
     --config.init_from=runs/sft --workdir=runs/rl
 
-The control has the same tasks and no tool:
+A control run has the same tasks without the tool:
     --config.rl.environment=calculator_without_tool:2-3 \
     --config.rl.min_start_success=0
 
-Hardware: a laptop (2 cores), six to eight minutes with other work beside it.
-Expected: held-out success from 73% to 98% and more, 3 of 3 seeds; without the tool 0%
-(docs/rl.md).
+Hardware: a laptop (2 cores), six to eight minutes while it also does other work.
+Expected: held-out success rises from 73% to 98% or more with 3 of 3 seeds; without the
+tool it is 0% (docs/rl.md).
 """
 
 import dataclasses

@@ -4,10 +4,10 @@ python -m glm5_jax.train --config=configs/small_sft_reverse.py --workdir=runs/sf
 python -m glm5_jax.train --config=configs/small_rl_reverse.py \
     --config.init_from=runs/sft --workdir=runs/rl
 
-The number of steps is fixed: a run that ends at its first good evaluation ends at a
-lucky one (docs/rl.md, Curves, with what was seen over seeds).
+The number of steps is fixed, because a run that stops at its first good evaluation may
+stop at a lucky one (docs/rl.md, Curves, has the results for several seeds).
 Hardware: a laptop (2 cores), about five minutes with SFT at 0.6 s a step. Seen: 97 to
-99% of held-out words, three seeds of both stages; two others have not been run yet.
+99% of held-out words for three seeds of both stages; no other seeds were run so far.
 """
 
 import ml_collections

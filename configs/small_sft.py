@@ -1,10 +1,10 @@
-"""Teaches a small GLM-5 to answer as your own conversations do (docs/sft.md).
+"""Teaches a small GLM-5 to answer like your own conversations (docs/sft.md).
 
 python -m glm5_jax.train --config=configs/small_sft.py --config.data.source=chats.jsonl
 
-Reads a .jsonl file, or a folder of such, with {"messages": [...]} or ShareGPT's
-{"conversations": [...]} in each line. Hardware: a laptop (2 cores), some minutes.
-Expected of the sums of docs/sft.md: 0.19 held-out bits per byte.
+Reads a .jsonl file, or a folder of .jsonl files, with {"messages": [...]} or ShareGPT's
+{"conversations": [...]} in each line. Hardware: a laptop (2 cores), a few minutes.
+Expected for the sums of docs/sft.md: 0.19 held-out bits per byte.
 """
 
 import ml_collections
@@ -20,7 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
         num_steps=200,
         eval_every=50,
         checkpoint_every=100,
-        sample_prompt="Hello",  # a user's; the sample is the answer
+        sample_prompt="Hello",  # the user's message; the sample is the answer
         sample_tokens=48,
         model=presets.GLM5_1M,
         data=config_lib.DataConfig(

@@ -1,9 +1,9 @@
-"""Shows a small GLM-5 how to call a calculator, a little: where RL then starts.
+"""Shows a small GLM-5 how to call a calculator, as a start for RL.
 
 python -m glm5_jax.train --config=configs/small_sft_calculator.py --workdir=runs/sft
 
-Hardware: a laptop (2 cores), two minutes. The tool is not described in the prompt
-(tasks "calculator_untold"), which keeps an episode below 64 byte tokens.
+Hardware: a laptop (2 cores), two minutes. The prompt does not describe the tool (tasks
+"calculator_untold"), which keeps an episode below 64 byte tokens.
 """
 
 import dataclasses

@@ -1,11 +1,11 @@
-"""Teaches a small GLM-5 to spell words backwards, a little: where RL then starts.
+"""Teaches a small GLM-5 to spell some words backwards, as a start for RL.
 
 python -m glm5_jax.train --config=configs/small_sft_reverse.py --workdir=runs/sft
 
-It ends where 75% of held-out words are spelt right: the number of steps depends on the
-seed, and RL needs a start that solves some tasks of every length and not all. Where it
-ends at 50%, words of six letters may die out in RL (docs/rl.md). The rate is constant,
-so that no step depends on where the end would have been.
+The run ends when 75% of held-out words are spelt right. The number of steps therefore
+depends on the seed. RL needs a start that solves some tasks of every length, but not
+all: after an end at 50%, words of six letters may die out in RL (docs/rl.md). The
+learning rate is constant, so that no step depends on the number of steps.
 """
 
 import ml_collections

@@ -35,7 +35,10 @@ class ConfigsTest(parameterized.TestCase):
             {"checkpoints_keep_every": 150},
             "multiple of checkpoint_every, .* 150 and 100",
         ),
-        ({"checkpoints_keep_every": 5, "checkpoint_every": 0}, "other steps are not"),
+        (
+            {"checkpoints_keep_every": 5, "checkpoint_every": 0},
+            "only those steps are saved",
+        ),
         ({"checkpoints_keep_best": 1, "eval_every": 30}, "multiple of eval_every"),
         ({"checkpoints_keep_best": 1, "eval_every": 0}, "got 100 and 0"),
         ({"checkpoints_keep_best": -1}, "must not be negative"),
