@@ -4,6 +4,9 @@ A parameter's logical dims are a tuple of these letters, and that tuple drives i
 sharding (glm5_jax/sharding.py) and how Muon cuts it into matrices
 (glm5_jax/optim/dimension_numbers.py). Capital letters are logical dims, never shards.
 A dim without a letter is a word, such as "pages". pallas_kernels uses the same letters.
+
+Einsum strings write the capital letters in lower case: "btnp,cnp->btnc" multiplies
+[B, T, N, P] by [C, N, P]. The lower-case letters below stand in array types alone.
 """
 
 ALPHABET = {
@@ -30,6 +33,7 @@ ALPHABET = {
     "G": "rollouts of one prompt",
     "C+R": "what MLA caches of a token: latent, then rotated key",
     "D+D": "input of the MTP projection: embedding, then hidden state",
+    # Letters of array types only. Skip them until one occurs.
     "b": "those of the B sequences that a call works on",
     "c": "C + R, on a TPU with padding to whole tiles",
     "d": "D, as a device stores it",

@@ -1,4 +1,15 @@
-"""Dimension numbers: the dims of a parameter that are rows and columns, for Muon."""
+"""Dimension numbers: the dims of a parameter that are rows and columns, for Muon.
+
+Muon Split makes each head's part of an up-projection a matrix of its own. In one wide
+matrix the heads share the singular values, so a head with small gradients gets a small
+update; as a matrix of its own it gets a full one.
+
+An example: q_b_proj of stacked layers has the dims ("L", "Q", "N", "H"). Layers are
+batch dims, and a head dim merges with the dim after it.
+
+    without the split   batch L      rows Q   cols N H   L matrices [Q, N H]
+    with the split      batch L, N   rows Q   cols H     L N matrices [Q, H]
+"""
 
 import dataclasses
 import math
@@ -29,8 +40,8 @@ class DimensionNumbers:
 
     rows: int | tuple[int, ...]
     cols: int | tuple[int, ...]
-    # (dim, index) at which an array of two fused weights is cut; each part has its own
-    # matrices.
+    # (dim, index) at which an array of two fused weights is cut: H into P | R, or C+R
+    # into C | R. Each part has its own matrices. None: one weight, as by default.
     cut: tuple[int, int] | None = None
 
     def layout(self, ndim: int) -> "Layout":
@@ -120,8 +131,9 @@ def from_names(
     (N, O, D) is one matrix [N O, D], and wq_b (Q, I, J) is [Q, I J]. In the attention's
     up-projections (Q, N, H), (C, N, P) and (C, N, O), the heads lead the columns; there
     `is_split` makes them a batch dim, one matrix a head, and without it the matrices
-    are [Q, N H], [C, N P] and [C, N O]. The key and value halves of kv_b_proj are two
-    parameters, hence two matrices, where Muon on the fused weight would have one.
+    are [Q, N H], [C, N P] and [C, N O]. k_b_proj and v_b_proj are two parameters, hence
+    two matrices; the released weights join them as kv_b_proj, of which Muon would make
+    one.
 
     Args:
         names: logical dim names, see glm5_jax/shapes.py.

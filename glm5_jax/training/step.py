@@ -36,7 +36,10 @@ def make_train_step(
 ) -> Callable[[dict, Any, Batch], tuple[dict, Any, Metrics]]:
     """Builds (params, optimizer state, batch) -> (params, optimizer state, metrics).
 
-    Donate the first two, so that the update is in place.
+    training/program.py compiles the step as one jitted program and donates the first
+    two arguments, so that the update is in place. If the gradient is not finite,
+    parameters, moments and router biases stay, while the schedule and the counts of
+    skipped updates advance (`optimizer.update_if_finite`).
     """
     has_moving_bias = config.stage_record.moves_router_bias
     rate = config.loss.router_bias_rate if has_moving_bias else 0.0
@@ -81,7 +84,11 @@ def make_eval_step(
 
 
 def _with_moved_biases(params: Any, load: dict, rate: Float[Array, ""]) -> dict:
-    """Moves e_score_correction_bias of every router against its load."""
+    """Adds rate * sign(mean load - load) to every router's e_score_correction_bias.
+
+    So an expert with less than the mean load is chosen more often. The bias only ranks
+    experts and has no gradient; the optimizer leaves it alone.
+    """
 
     def moved(layer: dict, load: Array | None) -> dict:
         if load is None:
