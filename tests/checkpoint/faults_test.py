@@ -1,4 +1,4 @@
-"""What disks, kills and people do to checkpoints, and what comes of it."""
+"""Damages checkpoints as disks, kills and people do, and checks what runs restore."""
 
 import gc
 import json
@@ -29,13 +29,13 @@ FILE_LIMIT = 2**18  # bytes of a file, below those of a step's largest
 
 
 def largest(step, part="state"):
-    """The file with the arrays of the optimizer, or of the parameters."""
+    """Returns the file with the arrays of the optimizer, or of the parameters."""
     files = (path for path in (step / part).rglob("d/*") if path.is_file())
     return max(files, key=lambda path: path.stat().st_size)
 
 
 def flip(path, byte=None, bit=3):
-    """One bit of a file, in its middle."""
+    """Flips one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if byte is None else byte] ^= 1 << bit
     path.write_bytes(content)
@@ -65,12 +65,12 @@ def take_the_manifest_of_1(step):
 
 
 def hold_step_1(step):
-    """As after a rename: every file is as it was written."""
+    """Copies step 1 over step 2; every file still matches its own manifest."""
     shutil.rmtree(step)
     shutil.copytree(step.parent / "1", step)
 
 
-# Every one of them: step 2 is set aside, and step 1 is gone on with.
+# After each of these step 2 is set aside, and the run resumes from step 1.
 DAMAGE = {
     "flipped_bit_in_optimizer": lambda step: flip(largest(step)),
     "flipped_bit_in_params": lambda step: flip(largest(step, "params")),
@@ -92,7 +92,7 @@ DAMAGE = {
 
 
 class FaultsTestCase(steps.StepsTestCase):
-    """Each test has a copy of a run's folder with steps 1 and 2."""
+    """Gives each test a copy of a run's folder with steps 1 and 2."""
 
     @classmethod
     def setUpClass(cls):
@@ -113,7 +113,7 @@ class FaultsTestCase(steps.StepsTestCase):
         shutil.copytree(self.template, self.folder)
 
     def restored(self, manager=None):
-        """The step that a run goes on from, whose state must be that step's."""
+        """Returns the step that a run restores, after a check of its state."""
         manager = manager or self.open()
         step, state, metadata = manager.restore(self.abstract)
         steps.assert_same(state, steps.make_state(step))
@@ -127,14 +127,14 @@ class FaultsTestCase(steps.StepsTestCase):
 
 class DamageTest(FaultsTestCase):
     @parameterized.named_parameters((name, name) for name in DAMAGE)
-    def test_a_damaged_step_is_set_aside_and_the_one_before_taken(self, name):
+    def test_a_damaged_step_is_set_aside_and_the_previous_one_restored(self, name):
         DAMAGE[name](self.step_folder(2))
         manager = self.open()
         with self.assertLogs(level="ERROR") as logs:
             self.assertEqual(self.restored(manager), 1)
         self.assertRegex("".join(logs.output), "STEP 2 IS DAMAGED: .+")
         self.assertEqual(self.names(), ["1", "2.damaged"])
-        # The run comes to step 2 once more.
+        # The run saves step 2 again.
         manager.save(2, steps.make_state(2), steps.METADATA)
         manager.close()
         self.assertEqual(self.restored(), 2)
@@ -163,8 +163,8 @@ class DamageTest(FaultsTestCase):
         self.assertEqual(self.names(), ["1", "2", "2.damaged", "2.damaged.2"])
 
     @parameterized.parameters("flipped_bit_in_params", "empty_step_folder")
-    def test_none_left_is_an_error_every_time_and_changes_nothing(self, name):
-        """A run that started afresh here would pass for one that went on."""
+    def test_no_readable_step_is_an_error_every_time_and_changes_nothing(self, name):
+        """Otherwise a new run could be mistaken for a resumed one."""
         for step in (1, 2):
             DAMAGE[name](self.step_folder(step))
         for _ in range(2):
@@ -181,7 +181,7 @@ class DamageTest(FaultsTestCase):
             self.open().restore(self.abstract, step=2)
         self.assertEqual(self.names(), ["1", "2"])
 
-    def test_steps_that_were_exchanged_are_read_by_nobody(self):
+    def test_exchanged_steps_are_not_read(self):
         self.step_folder(1).rename(self.checkpoints / "aside")
         self.step_folder(2).rename(self.step_folder(1))
         (self.checkpoints / "aside").rename(self.step_folder(2))
@@ -196,7 +196,7 @@ class DamageTest(FaultsTestCase):
         rows = inspection.describe([epath.Path(self.step_folder(2))])
         self.assertRegex(rows[0].problem, message)
 
-    def test_folders_that_are_no_numbers_are_no_steps(self):
+    def test_folders_that_are_not_step_numbers_are_ignored(self):
         strangers = ["007", "00020", "\N{ARABIC-INDIC DIGIT THREE}"]
         for name in strangers:
             shutil.copytree(self.step_folder(2), self.checkpoints / name)
@@ -208,7 +208,7 @@ class DamageTest(FaultsTestCase):
         manager.close()
         self.assertEqual(self.names(), sorted(["2", "3", *strangers]))
 
-    def test_of_a_step_that_is_a_link_the_link_goes(self):
+    def test_a_step_that_is_a_link_is_unlinked(self):
         elsewhere = self.folder / "elsewhere"
         self.step_folder(1).rename(elsewhere)
         self.step_folder(1).symlink_to(elsewhere)
@@ -218,8 +218,8 @@ class DamageTest(FaultsTestCase):
         self.assertEqual(self.names(), ["3"])
         self.assertNotEmpty([*elsewhere.iterdir()])
 
-    def test_a_step_that_is_not_finite_is_no_step_to_go_on_from(self):
-        """Sealed by another program, say: its next save would be refused for ever."""
+    def test_a_step_that_is_not_finite_is_not_resumed_from(self):
+        """Another program may have sealed it; every later save would be refused."""
         state = steps.make_state(3)
         state["params"]["w"] = state["params"]["w"].at[3, 4].set(jnp.nan)
         manager = self.open()
@@ -239,9 +239,9 @@ class DamageTest(FaultsTestCase):
         with self.assertRaisesRegex(config_lib.DamagedError, message):
             manifest.verify(manager_lib.find_step(step))
 
-    def test_parameters_alone_are_verified_alone(self):
+    def test_reading_parameters_verifies_only_their_files(self):
         params = self.abstract["params"]
-        flip(largest(self.step_folder(2)))  # the optimizer's: not read, not hashed
+        flip(largest(self.step_folder(2)))  # of the optimizer: not read, not hashed
         got = manager_lib.restore_params(self.folder, params)
         steps.assert_same(got, steps.make_state(2)["params"])
         flip(largest(self.step_folder(2), "params"))
@@ -259,8 +259,8 @@ class KilledTest(FaultsTestCase):
         manager.close()
         self.assertEqual(self.names(), ["1", "2", "3"])
 
-    def test_between_commit_and_manifest(self):
-        """Step 2 is whole but cannot prove it: the run does it again."""
+    def test_killed_between_commit_and_manifest(self):
+        """Step 2 is complete but has no manifest, so the run repeats it."""
         self.remove_manifests(2)
         manager = self.open()
         with self.assertLogs(level="WARNING") as logs:
@@ -272,31 +272,31 @@ class KilledTest(FaultsTestCase):
         self.assertEqual(self.names(), ["1", "2"])
         self.assertEqual(self.restored(), 2)
 
-    def test_within_a_manifest(self):
+    def test_killed_while_the_manifest_is_written(self):
         step = self.step_folder(2)
         (step / manifest.NAME).rename(step / ".manifest-a1b2c3d4.json")
         self.assertNotIn(".manifest-a1b2c3d4.json", manifest.files(epath.Path(step)))
         self.assertEqual(self.restored(), 1)
 
-    def test_within_a_deletion(self):
+    def test_killed_during_a_deletion(self):
         half = self.checkpoints / "0.deleting"
         shutil.copytree(self.step_folder(1), half)
         largest(half).unlink()
         self.assertEqual(self.restored(), 2)
         self.assertEqual(self.names(), ["1", "2"])
 
-    def test_after_a_rollback_before_its_first_save_is_safe(self):
+    def test_killed_after_a_rollback_before_its_first_save_is_safe(self):
         manager = self.open()
         manager.restore(self.abstract, step=1)
         manager._abandon_from(2)
         self.assertEqual(self.names(), ["1", "2.abandoned"])
         self.assertEqual(self.restored(), 1)
 
-    def test_nothing_goes_before_the_new_step_is_safe(self):
-        """While step 3 is being hashed it counts for nothing."""
+    def test_nothing_is_deleted_before_the_new_step_is_safe(self):
+        """A step that is still being hashed does not replace an older one."""
         manager = self.open(keep=1)
         hashing, go_on, seal = threading.Event(), threading.Event(), manifest.seal
-        self.addCleanup(go_on.set)  # else the thread would outlive a failure
+        self.addCleanup(go_on.set)  # otherwise the thread outlives a failure
 
         def held(*args):
             hashing.set()
@@ -317,7 +317,7 @@ class KilledTest(FaultsTestCase):
 # Orbax drops the other reads of a failed restore; Python reports them when it collects.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class NoManifestTest(FaultsTestCase):
-    """Steps of an earlier version."""
+    """Steps that an earlier version wrote."""
 
     def setUp(self):
         super().setUp()
@@ -327,31 +327,31 @@ class NoManifestTest(FaultsTestCase):
         super().tearDown()
         gc.collect()
 
-    def test_where_none_has_one_the_newest_is_read_with_a_warning(self):
+    def test_without_any_manifest_the_newest_step_is_read_with_a_warning(self):
         manager = self.open(keep=1)
         with self.assertLogs(level="WARNING") as logs:
             self.assertEqual(self.restored(manager), 2)
         self.assertIn("HAS NO MANIFEST and is read unverified", "".join(logs.output))
         manager.save(3, steps.make_state(3), steps.METADATA)
         manager.close()
-        self.assertEqual(self.names(), ["3"])  # which proves itself
+        self.assertEqual(self.names(), ["3"])  # the first step with a manifest
         self.assertEqual(self.restored(), 3)
 
     @parameterized.parameters({"step": 1}, {"step": 2, "position": 1}, {"step": "2"})
-    def test_metadata_of_another_step_are_a_reason_to_fall_back(self, **metadata):
+    def test_a_step_with_metadata_of_another_step_is_skipped(self, **metadata):
         path = self.step_folder(2) / "metadata" / "metadata"
         path.write_text(json.dumps(metadata))
         self.assertEqual(self.restored(), 1)
         self.assertEqual(self.names(), ["1", "2.damaged"])
 
     @parameterized.parameters("truncated", "deleted", "zeroed", "empty_step_folder")
-    def test_what_orbax_sees_is_a_reason_to_fall_back(self, name):
+    def test_a_step_that_orbax_rejects_is_skipped(self, name):
         DAMAGE[name](self.step_folder(2))
         self.assertEqual(self.restored(), 1)
         self.assertEqual(self.names(), ["1", "2.damaged"])
 
-    def test_one_item_for_all_arrays(self):
-        """As steps were before the parameters had a folder of their own."""
+    def test_steps_that_hold_all_arrays_in_one_item_can_be_read(self):
+        """Earlier versions wrote the parameters into state/."""
         shutil.rmtree(self.step_folder(2))
         options = ocp.CheckpointManagerOptions()
         names = ("state", "metadata")
@@ -370,8 +370,8 @@ class NoManifestTest(FaultsTestCase):
 
 
 class DiskTest(FaultsTestCase):
-    def test_full_while_it_is_written(self):
-        """The old step stays, though one is all that is kept; the run must end."""
+    def test_disk_fills_up_while_a_step_is_written(self):
+        """The run ends, and the old step stays although only one is kept."""
         manager = self.open(keep=1)
         state = steps.make_state(3)
         noise = jax.random.normal(jax.random.key(0), (2**20,))
@@ -399,7 +399,7 @@ class DiskTest(FaultsTestCase):
         manager.close()
         self.assertEqual(self.names(), ["3"])
 
-    def test_full_while_the_manifest_is_written(self):
+    def test_disk_fills_up_while_the_manifest_is_written(self):
         manager = self.open(keep=1)
         with (
             mock.patch.object(os, "replace", side_effect=OSError(28, "No space left")),
@@ -409,13 +409,13 @@ class DiskTest(FaultsTestCase):
             manager.wait()
         self.assertEqual(self.names(), ["1", "2", "3"])
         self.assertFalse(list(self.step_folder(3).glob("manifest*")))
-        manager.save(3, steps.make_state(3), steps.METADATA)  # there is room again
+        manager.save(3, steps.make_state(3), steps.METADATA)  # the disk has room again
         manager.close()
         self.assertEqual(self.names(), ["3"])
         self.assertEqual(self.restored(), 3)
 
-    def test_read_only(self):
-        if os.geteuid() == 0:  # who may write everywhere, but not into /proc
+    def test_a_read_only_folder_is_refused(self):
+        if os.geteuid() == 0:  # root can write anywhere but into /proc
             folder = pathlib.Path("/proc/run")
         else:
             folder = self.folder
@@ -429,7 +429,7 @@ class DiskTest(FaultsTestCase):
 
 class PowerTest(FaultsTestCase):
     def test_every_file_and_folder_of_a_step_is_synced_before_it_counts(self):
-        """Names as the system has them at the time of the call."""
+        """Compares the names that files have at the time of each sync."""
         synced = []
 
         def note(descriptor):
@@ -449,10 +449,10 @@ class PowerTest(FaultsTestCase):
         self.assertContainsSubset(wanted, synced)
         files = [i for i, name in enumerate(synced) if name in wanted]
         sealed = synced.index(written)
-        self.assertEqual(synced[sealed + 1 :], [step])  # its name, last of all
+        self.assertEqual(synced[sealed + 1 :], [step])  # the rename, last of all
         self.assertGreater(sealed, min(files))
 
-    def test_the_note_of_a_rollback_is_synced(self):
+    def test_rollback_json_is_synced(self):
         synced = []
         with mock.patch.object(
             os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))
@@ -464,8 +464,8 @@ class PowerTest(FaultsTestCase):
 
 
 class FormatTest(FaultsTestCase):
-    def test_other_programs_can_check_it(self):
-        """SHA-256 of the files' bytes, as sha256sum prints them."""
+    def test_sha256sum_can_check_a_manifest(self):
+        """The manifest's hashes equal those that sha256sum prints."""
         step = self.step_folder(2)
         content = json.loads((step / manifest.NAME).read_text())
         lines = [f"{sha}  {name}\n" for name, (_, sha) in content["files"].items()]

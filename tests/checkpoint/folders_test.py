@@ -1,4 +1,4 @@
-"""Whole folders: FP8, fuzzed files, names and what belongs to none."""
+"""Loads whole folders: FP8, shards, fuzzed files, and bad indices."""
 
 import json
 import pathlib
@@ -58,7 +58,7 @@ class FolderCase(parameterized.TestCase):
 
 
 class Fp8Test(FolderCase):
-    """A folder made by loops over blocks, in blocks that are ragged everywhere."""
+    """A folder that loops over blocks wrote, with partial blocks at the borders."""
 
     @parameterized.parameters("float32", "bfloat16")
     def test_import_equals_float64(self, dtype):
@@ -129,7 +129,7 @@ class Fp8Test(FolderCase):
 
 
 class ShardsTest(FolderCase):
-    """What a process of several reads: the windows of its own devices."""
+    """Checks that a process reads only the windows of its own devices."""
 
     def count(self, leaf, window):
         sizes = []
@@ -152,7 +152,7 @@ class ShardsTest(FolderCase):
         ("self_attn/q_b_proj", 2),  # heads
         ("indexer/wq_b", 2),
     )
-    def test_no_byte_of_others_is_read(self, name, axis):
+    def test_no_byte_of_other_shards_is_read(self, name, axis):
         leaves = open_params(GOLDEN)
         path = tuple(name.split("/"))
         leaf = leaves.get(path) or leaves["layers_1", "block_0", *path]
@@ -174,8 +174,8 @@ class ShardsTest(FolderCase):
 
 
 class FuzzTest(FolderCase):
-    def test_no_damaged_header_passes_for_another(self):
-        """An error that says so, or the same tensors: never others, never a crash."""
+    def test_a_damaged_header_never_loads_other_tensors(self):
+        """Loading raises an InputError or returns the same tensors."""
         folder = self.copy()
         path = folder / huggingface.SINGLE_FILE
         sound = path.read_bytes()
@@ -208,7 +208,7 @@ class FuzzTest(FolderCase):
         self.assertGreater(num_refused, 0.9 * FUZZ_CASES)
 
     def test_index(self):
-        """Names outside, absent tensors, and a name in two files."""
+        """Covers foreign names, absent tensors, and a name in two files."""
         source, folder = self.copy(), self.folder() / "out"
         config = huggingface.read_config(source)
         huggingface_export.save_params(
@@ -232,7 +232,7 @@ class FuzzTest(FolderCase):
         self.assert_fails(folder, "empty")
         path.write_text("[" * 10**5)
         self.assert_fails(folder, huggingface.INDEX_FILE)
-        # A copy in a file that the index does not name for it is not read.
+        # If a file holds a tensor that the index places elsewhere, it is not read.
         write()
         first = folder / sound["weight_map"][names[0]]
         last = folder / sound["weight_map"][names[-1]]
@@ -242,7 +242,7 @@ class FuzzTest(FolderCase):
         jax.tree.map(np.testing.assert_array_equal, load(folder), load(source))
 
     def test_a_cache_of_links_is_read(self):
-        """As huggingface_hub lays it out."""
+        """The folder has the layout of huggingface_hub's cache."""
         folder = self.copy()
         path, blob = folder / huggingface.SINGLE_FILE, folder.parent / "blob"
         path.rename(blob)

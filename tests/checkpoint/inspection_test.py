@@ -1,4 +1,4 @@
-"""The command: what it prints, what it deletes, how it ends."""
+"""Runs the checkpoint command: its output, deletions and exit codes."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ from tests.checkpoint import faults_test
 
 class CommandTest(faults_test.FaultsTestCase):
     def run_command(self, **given):
-        """Its exit code and what it printed."""
+        """Runs the command; returns its exit code and its output."""
         out = io.StringIO()
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
@@ -32,7 +32,7 @@ class CommandTest(faults_test.FaultsTestCase):
         return code, out.getvalue()
 
     def rows(self, **given):
-        """Exit code, and status by folder."""
+        """Returns the exit code and the line of each folder."""
         code, text = self.run_command(**given)
         lines = [line for line in text.splitlines()[1:] if "error" not in line]
         return code, {line.split()[0]: line for line in lines}
@@ -59,7 +59,7 @@ class CommandTest(faults_test.FaultsTestCase):
         self.assertIn("other content", self.run_command(verify=True)[1])
         one = str(self.step_folder(1))
         self.assertEqual(self.rows(verify=True, checkpoint=one)[0], 0)
-        self.assertEqual(self.names(), ["1", "2"])  # it only looks
+        self.assertEqual(self.names(), ["1", "2"])  # nothing was changed
 
     @parameterized.parameters("truncated", "manifest_without_files", "no_metadata")
     def test_the_list_sees_what_is_missing(self, name):
@@ -68,7 +68,7 @@ class CommandTest(faults_test.FaultsTestCase):
         self.assertEqual(code, 1)
         self.assertIn("DAMAGED", rows["2"])
 
-    def test_goes_back(self):
+    def test_rolls_back(self):
         self.write_steps(3, 4, keep=9)
         code, text = self.run_command(roll_back=2)
         self.assertEqual(code, 0)
@@ -106,19 +106,19 @@ class CommandTest(faults_test.FaultsTestCase):
         self.run_command(prune=True, yes=True)
         self.assertEqual(self.names(), ["2", "3"])
 
-    def test_nothing_goes_where_what_stays_is_damaged(self):
+    def test_nothing_is_pruned_if_the_step_to_keep_is_damaged(self):
         faults_test.flip(faults_test.largest(self.step_folder(2)))
         with self.assertRaisesRegex(config_lib.DamagedError, "Nothing was deleted"):
             self.run_command(prune=True, keep=1, yes=True)
         self.assertEqual(self.names(), ["1", "2"])
 
-    def test_nothing_goes_where_nothing_proves_itself(self):
+    def test_nothing_is_pruned_without_a_manifest(self):
         self.remove_manifests(1, 2)
         with self.assertRaisesRegex(config_lib.InputError, "no step .* manifest"):
             self.run_command(prune=True, keep=1, yes=True)
         self.assertEqual(self.names(), ["1", "2"])
 
-    def test_what_is_no_step_stays(self):
+    def test_prune_keeps_folders_that_are_not_steps(self):
         for name in ("0", "2020"):
             (self.checkpoints / name).mkdir()
             (self.checkpoints / name / "photo.jpg").write_text("precious")

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments of a process that does nothing but save.
+"""Kills a process that only saves, at random moments, with SIGKILL.
 
 GLM5_JAX_KILLS=50 python -m pytest tests/checkpoint/kill_test.py
 """
@@ -27,7 +27,7 @@ PROCESSES.set_forkserver_preload(["tests.checkpoint.kill_test"])
 
 
 def live(folder, said):
-    """Goes on from where the last life ended; says which steps are safe."""
+    """Resumes and saves until it is killed; reports which steps are safe."""
     environment.configure()
     manager = manager_lib.CheckpointManager(folder, KEEP)
     step = -1
@@ -42,7 +42,7 @@ def live(folder, said):
 
 
 def moment(checkpoints):
-    """What was being done."""
+    """Names the activity that the kill interrupted."""
     names = [path.name for path in checkpoints.iterdir()]
     if any("tmp" in name for name in names):
         return "within a save"
@@ -55,7 +55,7 @@ def moment(checkpoints):
 
 class KillTest(steps.StepsTestCase):
     def life(self, seconds):
-        """Kills a process some time after its first save; returns what was safe."""
+        """Kills a process some time after its first save; returns the safe steps."""
         hears, says = PROCESSES.Pipe(duplex=False)
         child = PROCESSES.Process(target=live, args=(self.folder, says))
         child.start()
@@ -68,12 +68,12 @@ class KillTest(steps.StepsTestCase):
             child.kill()
             child.join()
         try:
-            while True:  # what it said before it died
+            while True:  # its reports before it died
                 safe = hears.recv()
         except EOFError:
             return safe
 
-    def test_what_was_safe_is_there(self):
+    def test_safe_steps_survive_a_kill(self):
         rng = np.random.default_rng(0)
         like, moments, last = None, collections.Counter(), -1
         for _ in range(KILLS):
@@ -83,7 +83,7 @@ class KillTest(steps.StepsTestCase):
             like = like or steps.abstract(steps.make_state(0))
             manager = self.open(KEEP)
             last, state, _ = manager.restore(like)
-            # The one that it was about to call safe may be as well.
+            # The step that it was about to report may be safe as well.
             self.assertIn(last, (safe, safe + 1))
             steps.assert_same(state, steps.make_state(last))
             manager.close()

@@ -55,7 +55,7 @@ class SaveRestoreTest(steps.StepsTestCase):
         self.assertEqual(params["w"].sharding, sharding)
         steps.assert_same(params, steps.make_state(1)["params"])
 
-    def test_old_steps_go(self):
+    def test_old_steps_are_deleted(self):
         manager = self.open(keep=2)
         for step in (1, 2, 3):
             manager.save(step, steps.make_state(step), steps.METADATA)
@@ -69,7 +69,7 @@ class SaveRestoreTest(steps.StepsTestCase):
         manager.restore(steps.abstract(steps.make_state(0)), step=1)
         manager.save(2, steps.make_state(20), steps.METADATA)
         manager.wait()
-        self.assertEqual(self.names(), ["1", "2"])  # 3 went on from another 2
+        self.assertEqual(self.names(), ["1", "2"])  # 3 was of another branch
         manager.save(3, steps.make_state(30), steps.METADATA)
         _, state, _ = manager.restore(steps.abstract(steps.make_state(0)))
         steps.assert_same(state, steps.make_state(30))
@@ -142,7 +142,7 @@ class SaveRestoreTest(steps.StepsTestCase):
         steps.assert_same(state, steps.make_state(1))
 
     def test_the_step_that_was_restored_is_not_saved_again(self):
-        """As at the end of a run that had ended."""
+        """Otherwise a finished run that is started again rewrites its last step."""
         manager = self.with_steps(1, 2)
         manager.restore(steps.abstract(steps.make_state(0)))
         manager.save(2, steps.make_state(7), {})
@@ -160,7 +160,7 @@ class SaveRestoreTest(steps.StepsTestCase):
         manager.wait()
         self.assertEqual(manager.latest_step(), 1)
 
-    def test_a_full_disk_is_noticed_before(self):
+    def test_a_full_disk_is_noticed_before_the_write(self):
         manager = self.open()
         usage = shutil.disk_usage(self.folder)._replace(free=1000)
         with (

@@ -1,4 +1,4 @@
-"""Which steps a rule lets go, and that a manager keeps to it."""
+"""Checks which steps a rule deletes, and that a manager follows the rule."""
 
 import math
 
@@ -46,7 +46,7 @@ class RuleTest(parameterized.TestCase):
         got = retention.Retention(**rule).to_delete(found(unsafe))
         self.assertEqual(got, want)
 
-    def test_words_are_no_metric(self):
+    def test_a_metric_that_is_not_a_number_is_ignored(self):
         rule = retention.Retention(newest=1, best=1)
         named = found(metrics={10: "good", 20: None, 30: 1.0})
         self.assertEqual(rule.to_delete(named), [10, 20, 40, 50])

@@ -1,4 +1,4 @@
-"""Going back by hand: what is set aside, what the run will know, what is refused."""
+"""Rolls runs back by hand: steps set aside, rollback.json, refusals."""
 
 import json
 from unittest import mock
@@ -14,7 +14,7 @@ from tests.checkpoint import faults_test
 class ByHandTest(faults_test.FaultsTestCase):
     def setUp(self):
         super().setUp()
-        # Five batches had been left out before.
+        # Earlier rollbacks skipped five batches.
         for step in (3, 4):
             self.write_steps(step, keep=9, metadata={"position": step + 5})
 
@@ -25,7 +25,7 @@ class ByHandTest(faults_test.FaultsTestCase):
         ("of_an_earlier_version", 2, None, 7, [3, 4]),
         ("the_newest", 4, 1, 6, []),
     )
-    def test_leaves_batches_out(self, step, given, num_left_out, later):
+    def test_skips_batches(self, step, given, num_left_out, later):
         made, aside = rollback.by_hand(self.folder, step, given)
         self.assertEqual(aside, later)
         self.assertEqual(made, rollback.Rollback(step, num_left_out, None))
@@ -36,7 +36,7 @@ class ByHandTest(faults_test.FaultsTestCase):
             self.names(), sorted([*kept, *map("{}.abandoned".format, later)])
         )
 
-    def test_a_damaged_note_is_no_note(self):
+    def test_a_damaged_rollback_json_is_an_error(self):
         rollback.by_hand(self.folder, 3)
         path = self.folder / "rollback.json"
         whole = path.read_bytes()
@@ -50,13 +50,13 @@ class ByHandTest(faults_test.FaultsTestCase):
                 note = rollback.read(self.folder)
             except config_lib.DamagedError as error:
                 self.assertIn("--roll_back=STEP", str(error))
-            else:  # a blank that became another
+            else:  # only whitespace changed
                 self.assertEqual(note.num_left_out, 6)
                 self.assertEqual(json.loads(content), json.loads(whole))
         path.write_text('{"step": 3, "num_left_out": 7, "health": null}')
         self.assertEqual(rollback.read(self.folder), rollback.Rollback(3, 7, None))
 
-    def test_killed_in_between_it_can_be_said_again(self):
+    def test_a_killed_rollback_can_be_repeated(self):
         with (
             mock.patch.object(step_folder, "set_aside", side_effect=KeyboardInterrupt),
             self.assertRaises(KeyboardInterrupt),
@@ -77,7 +77,7 @@ class ByHandTest(faults_test.FaultsTestCase):
         self.assertEqual(self.names(), ["1", "2", "3", "4"])
         self.assertIsNone(rollback.read(self.folder))
 
-    def test_not_to_a_damaged_step(self):
+    def test_refuses_a_damaged_step(self):
         faults_test.flip(faults_test.largest(self.step_folder(2)))
         with self.assertRaises(config_lib.DamagedError):
             rollback.by_hand(self.folder, 2)

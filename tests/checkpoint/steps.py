@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: a small state, a folder, and steps in it."""
+"""Helpers for tests of checkpoints: a small state, a folder, and steps in it."""
 
 import pathlib
 
@@ -18,27 +18,27 @@ METADATA = {"config": {"optim": {"learning_rate": 2e-4}}, "fingerprint": "abc"}
 
 
 def make_state(step, width=32):
-    """Parameters, optimizer and counter, another at each step."""
+    """Returns parameters, optimizer state and counter, different at each step."""
     w = jnp.arange(width * 64, dtype=jnp.float32).reshape(width, 64) + step
     params = {"w": w, "frozen": {"b": jnp.full([3], step, jnp.bfloat16)}}
-    # Moments that differ take the largest file: one of zeros is as small as an index.
+    # Different moments make the largest file; zeros would compress to almost nothing.
     _, opt_state = OPTIMIZER.update(params, OPTIMIZER.init(params), params)
     return {"params": params, "opt_state": opt_state, "step": jnp.int32(step)}
 
 
 def abstract(tree):
-    """Shapes and types."""
+    """Returns the shapes and types of the state."""
     return jax.eval_shape(lambda: tree)
 
 
 def assert_same(got, want):
-    """To the bit."""
+    """Compares two states bit for bit."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 class StepsTestCase(parameterized.TestCase):
-    """A test with a run's folder."""
+    """Gives each test a run's folder."""
 
     def setUp(self):
         super().setUp()
@@ -46,27 +46,27 @@ class StepsTestCase(parameterized.TestCase):
         self.checkpoints = self.folder / "checkpoints"
 
     def open(self, keep=3):
-        """A manager that is closed at the end."""
+        """Opens a manager, which is closed at the end of the test."""
         manager = manager_lib.CheckpointManager(self.folder, keep)
         self.addCleanup(manager._orbax.close)
         return manager
 
     def write_steps(self, *steps, keep=3, metadata=METADATA):
-        """Saves them as one run does."""
+        """Saves steps as one run does."""
         manager = self.open(keep)
         for step in steps:
             manager.save(step, make_state(step), metadata)
         manager.close()
 
     def with_steps(self, *steps):
-        """A manager of a folder with these."""
+        """Returns a manager of a folder with these steps."""
         self.write_steps(*steps)
         return self.open()
 
     def step_folder(self, step):
-        """Of a step."""
+        """Returns the folder of a step."""
         return self.checkpoints / str(step)
 
     def names(self):
-        """What is in checkpoints/."""
+        """Returns the names in checkpoints/."""
         return sorted(path.name for path in self.checkpoints.iterdir())

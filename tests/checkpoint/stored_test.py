@@ -1,4 +1,4 @@
-"""How training cuts its arrays: small chunks, a layer or an expert in each."""
+"""Checks the chunks of training's arrays: a layer or an expert in each."""
 
 from unittest import mock
 
@@ -28,7 +28,7 @@ SHAPES = {
     ("norm",): (64,),
     ("number",): (),
 }
-# What lies in one chunk, by the number of devices, in that order.
+# Chunk shapes of the arrays of SHAPES, by the number of devices.
 CHUNKS = {
     1: ((1, 1, 16, 32), (1, 16, 4, 16), (3, 16, 4), (1, 16, 32), (16, 4, 16)),
     2: ((1, 1, 16, 16), (1, 64, 4, 4), (3, 16, 2), (1, 16, 16), (64, 4, 4)),
@@ -41,7 +41,7 @@ class ChunksTest(steps.StepsTestCase):
         self.enter_context(mock.patch.object(stored, "_CHUNK_BYTES", LIMIT))
 
     def save(self, num_devices):
-        """Columns on so many devices, as a mesh has them."""
+        """Saves arrays whose columns are sharded over so many devices."""
         mesh = jax.make_mesh((num_devices,), ("x",), axis_types=(AxisType.Auto,))
         rng = np.random.default_rng(0)
         params = {}

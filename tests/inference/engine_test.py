@@ -1,4 +1,4 @@
-"""Cached generation against repeated full forward passes, and against transformers."""
+"""Compares cached generation with full forward passes and with transformers."""
 
 import dataclasses
 import functools
@@ -53,23 +53,23 @@ def make_prompts(*lengths):
 
 @functools.partial(jax.jit, static_argnums=1)
 def full_logits(params, config, tokens):
-    """Float32 logits of whole rows, without any cache."""
+    """Returns float32 logits of whole rows, computed without a cache."""
     out = transformer.forward(params, config, tokens)
     return transformer.logits(params, config, out.hidden)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def with_choices(params, config, tokens):
-    """Float32 logits of whole rows, and the experts that each token went to."""
+    """Returns float32 logits of whole rows, and the experts of each token."""
     out = transformer.forward(params, config, tokens)
     experts = cached.chosen_experts(config, out.aux, tokens.shape)
     return transformer.logits(params, config, out.hidden), experts
 
 
 def next_logits(params, config, prompts, completions):
-    """Of each row, what the model says before each new token, given those before."""
+    """Returns the logits from which each new token of each row should be drawn."""
     rows = [p + c.tokens for p, c in zip(prompts, completions, strict=True)]
-    tokens = np.zeros((len(rows), 40), np.int32)  # nobody looks at the padding
+    tokens = np.zeros((len(rows), 40), np.int32)  # padding is not compared
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
     logits = full_logits(params, config, tokens)
@@ -91,7 +91,7 @@ class GreedyTest(parameterized.TestCase):
         ):
             self.assertLen(completion.tokens, 17)
             self.assertEqual(completion.finish_reason, "length")
-            # Were one token another, the first such would differ.
+            # If any token were wrong, the first wrong one would fail here.
             np.testing.assert_array_equal(logits.argmax(-1), completion.tokens)
             logprobs = jax.nn.log_softmax(logits).max(-1)
             np.testing.assert_allclose(completion.logprobs, logprobs, atol=LOGPROB_ATOL)
@@ -197,7 +197,7 @@ class StopTest(parameterized.TestCase):
         self.assertEqual(stopped[1].finish_reason, "stop")
 
     def test_length(self):
-        """Of a prefill alone, of a part of a dispatch, of a whole one."""
+        """Covers a prefill alone, a part of a dispatch, and a whole dispatch."""
         machine = engine.Engine(tiny.params(TINY), TINY, num_slots=4, capacity=32)
         prompts = make_prompts(9, 9, 9)
         lengths = {1: 1, 9: 9, 17: 17}
@@ -226,7 +226,7 @@ class StopTest(parameterized.TestCase):
 
 
 def run_all(machine, requests):
-    """Completions by request, each submitted before the first step."""
+    """Submits all requests, runs them, and returns the completions by request."""
     for request in requests:
         machine.submit(request)
     done = {}
@@ -244,7 +244,7 @@ def make_requests(*lengths, n=12, **options):
 
 
 class ContinuousBatchingTest(parameterized.TestCase):
-    """Few slots, many requests, prompts in chunks: the same samples as alone."""
+    """Few slots, many requests and chunked prompts give the same samples as alone."""
 
     def test_logprobs_and_experts_are_those_of_training(self):
         self.check_against_training(TINY)
@@ -294,7 +294,7 @@ class ContinuousBatchingTest(parameterized.TestCase):
                 together[i].logprobs, completion.logprobs, atol=LOGPROB_ATOL
             )
 
-    def test_a_next_turn_is_read_from_where_it_is_new(self):
+    def test_a_next_turn_reads_only_its_new_tokens(self):
         params = tiny.params(TINY)
         (first,) = make_requests(20)
         machine = engine.Engine(params, TINY, **ENGINE)
@@ -330,7 +330,7 @@ class ContinuousBatchingTest(parameterized.TestCase):
             self.assertLen(completion.versions, 12)
             self.assertEqual(completion.versions, sorted(completion.versions))
         self.assertLess(done[0].versions[0], done[0].versions[-1])
-        # What other weights have read is not gone on from.
+        # A prefix that older weights read is not reused.
         machine.publish(params, 1000)
         request = engine.Request(9, [*make_prompts(5)[0], 1], 8)
         (after,) = run_all(machine, [request]).values()

@@ -1,4 +1,4 @@
-"""A dispatch that fails, and bad requests: nothing of the others' work is lost."""
+"""Checks that failed dispatches and bad requests lose no work of other requests."""
 
 import functools
 from unittest import mock
@@ -17,7 +17,7 @@ TINY, ENGINE = engine_test.TINY, engine_test.ENGINE
 
 
 class Fault:
-    """A program that raises in its n-th call, before or after it took the cache."""
+    """A program that raises in its n-th call, before or after it takes the cache."""
 
     def __init__(self, program, at, error, takes_cache):
         self.program, self.left = program, at
@@ -42,7 +42,7 @@ def make_engine(**changes):
 
 
 def make_requests():
-    """Of one chunk and of several, more than slots, all kinds of sampling."""
+    """Makes more requests than slots, short and long, with all kinds of sampling."""
     requests = engine_test.make_requests(5, 30, 2, 11, 7)
     return [*requests, engine.Request(9, [3] * 26, 9, temperature=0.0)]
 
@@ -53,7 +53,7 @@ def wanted():
 
 
 def drain(machine):
-    """Completions, and the errors that steps raised on the way to them."""
+    """Returns the completions, and the errors that steps raised before them."""
     done, errors = {}, []
     for _ in range(100):
         if not machine.num_pending:
@@ -99,7 +99,7 @@ class FailureTest(parameterized.TestCase):
         self.check(done)
 
     def test_ctrl_c_while_tokens_are_put_down(self):
-        """Anywhere in it: the next step does it again."""
+        """After an interrupt at any line, the next step repeats the bookkeeping."""
         machine = make_engine()
         for request in make_requests():
             machine.submit(request)
@@ -120,7 +120,7 @@ class FailureTest(parameterized.TestCase):
         self.assertGreater(len(errors), 10)
         self.check(done)
 
-    def test_what_was_lost_can_be_aborted_and_joined(self):
+    def test_after_a_failure_requests_can_be_aborted_and_submitted(self):
         machine = make_engine()
         first, *others = make_requests()
         for request in others:
@@ -156,7 +156,7 @@ class VersionTest(parameterized.TestCase):
         self.assertEqual(machine.version, 3)
 
     def test_a_token_has_the_version_that_drew_it(self):
-        """Others are published while the device is busy."""
+        """Publishes other weights while the device is busy."""
         other = jax.tree.map(lambda x: 2 * x, params())
         machine, decode = make_engine(), programs.decode
 
@@ -193,7 +193,7 @@ class VersionTest(parameterized.TestCase):
 
 
 class RequestTest(parameterized.TestCase):
-    """What comes from a user is refused with the field's name, and harms nobody."""
+    """Bad user input is refused with the field's name, and harms no other request."""
 
     @parameterized.named_parameters(
         ("float_ids", "prompt", [1.5, 2], "Prompt 0 has no id: 1.5"),
@@ -222,7 +222,7 @@ class RequestTest(parameterized.TestCase):
     )
     def test_refused(self, field, value, message):
         request = engine.Request(0, [3], 4)
-        object.__setattr__(request, field, value)  # past the types of this test run
+        object.__setattr__(request, field, value)  # bypasses the run-time type checks
         machine = make_engine()
         with self.assertRaisesRegex(config_lib.InputError, message) as caught:
             machine.submit(request)

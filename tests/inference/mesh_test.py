@@ -1,4 +1,4 @@
-"""The engine on meshes of 8 devices: what it draws is what one device draws."""
+"""Checks that the engine draws the same on meshes of 8 devices as on one device."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def make_mesh(**axes):
 
 
 def make_requests():
-    """Short and long ones, more than slots; every third greedy, two with a filter."""
+    """Makes more requests than slots; every third is greedy, two have a filter."""
     rng = np.random.default_rng(0)
     lengths = (5, 33, 2, 11, 19, 7, 1, 40, 16, 3, 23)
     options = [{"temperature": 0.0}, {}, {"temperature": 0.7, "top_p": 0.9}]

@@ -1,4 +1,4 @@
-"""In bfloat16 the engine draws from the numbers that training computes."""
+"""Checks that the bfloat16 engine draws from the log-probs that training computes."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ def params():
 
 
 def whole_rows(config, rows):
-    """-log p of the next tokens, and experts, of rows that are read at once."""
+    """Returns -log p of the next tokens, and the experts, of rows read at once."""
 
     def experts(params, config, tokens):
         out = transformer.forward(params, config, tokens)

@@ -1,4 +1,4 @@
-"""Sampled frequencies against the distribution in closed form."""
+"""Compares sampled frequencies with the distribution in closed form."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def softmax(x):
 
 
 def draw(**options):
-    """NUM_DRAWS requests for the same logits."""
+    """Draws for NUM_DRAWS requests from the same logits."""
     return jax.jit(sampling.sample)(
         jnp.broadcast_to(LOGITS, (NUM_DRAWS, LOGITS.size)),
         sampling.request_keys(0, jnp.arange(NUM_DRAWS)),

@@ -1,4 +1,4 @@
-"""Who gets a slot: without any array, so thousands of turns take a moment."""
+"""Checks which request gets a slot, without arrays, so thousands of turns are fast."""
 
 import random
 import time
@@ -14,7 +14,7 @@ CHUNK = 2048
 
 
 class Conversations:
-    """Episodes of some turns on a scheduler, whose tokens are made up."""
+    """Episodes of several turns on a scheduler, with made-up tokens."""
 
     def __init__(self, num_slots, num_concurrent, late=0, keep=0, num_turns=6):
         self.machine = scheduler.Scheduler(num_slots, CHUNK)
@@ -64,7 +64,7 @@ class Conversations:
         return self.num_read / self.num_new
 
     def dispatch(self, dispatch):
-        """Does it; returns the requests that are finished."""
+        """Runs a dispatch; returns the requests that finished."""
         drawn = []
         for part in dispatch.parts:
             left = part.work.request.max_new_tokens - part.num_drawn
@@ -82,11 +82,11 @@ class Conversations:
 
 class ConversationsTest(parameterized.TestCase):
     @parameterized.parameters((16, 0, 0), (32, 0, 0), (16, 4, 4), (32, 4, 4))
-    def test_what_a_turn_has_read_is_not_read_again(self, concurrent, late, keep):
-        """Also with twice as many conversations as slots, and late answers."""
+    def test_a_turn_does_not_read_its_prefix_again(self, concurrent, late, keep):
+        """Covers twice as many conversations as slots, and late answers."""
         self.assertLess(Conversations(16, concurrent, late, keep).run(), 1.1)
 
-    def test_others_get_a_slot_that_nobody_comes_back_to(self):
+    def test_an_abandoned_slot_is_given_to_another_request(self):
         machine = scheduler.Scheduler(2, CHUNK)
         machine.submit(Request(0, [1] * 20, 1, keep=3))
         machine.submit(Request(1, [2] * 20, 99))
@@ -101,7 +101,7 @@ class ConversationsTest(parameterized.TestCase):
             machine.advance(dispatch, [[6] for _ in dispatch.parts], 0)
         self.assertEqual(kinds, ["decode", "decode", "decode", "fresh"])
 
-    def test_nothing_idles_for_a_slot_that_is_kept(self):
+    def test_a_kept_slot_never_makes_a_request_wait(self):
         machine = scheduler.Scheduler(1, CHUNK)
         machine.submit(Request(0, [1] * 20, 1, keep=9))
         machine.advance(machine.plan(0), [[5]], 0)
@@ -110,7 +110,7 @@ class ConversationsTest(parameterized.TestCase):
         self.assertEqual(machine.plan(0).kind, "fresh")
 
     @mock.patch.object(scheduler, "MAX_PASSED", 3)
-    def test_who_waits_is_passed_so_often_and_no_more(self):
+    def test_a_waiting_request_is_overtaken_a_bounded_number_of_times(self):
         machine = scheduler.Scheduler(1, CHUNK)
         machine.submit(Request(0, [1] * 20, 1))
         for turn in range(1, 9):
@@ -123,7 +123,7 @@ class ConversationsTest(parameterized.TestCase):
             if turn == 1:
                 machine.submit(Request(100, [2] * 20, 1))
             machine.submit(Request(turn, [*work.prompt, 5], 1))
-        self.assertEqual(turn, 5)  # after the first turn and three that passed
+        self.assertEqual(turn, 5)  # after the first turn and three that overtook it
 
 
 class PrefixesTest(parameterized.TestCase):
@@ -148,7 +148,7 @@ class PrefixesTest(parameterized.TestCase):
             wanted = [i for i, n in sizes.items() if n == longest]
             self.assertCountEqual(keys, wanted)
 
-    def test_many_slots_with_one_beginning_take_no_time(self):
+    def test_many_slots_with_a_common_prefix_are_fast(self):
         """0.07 s; a comparison of every pair, token by token, took 4 s."""
         machine, shared = scheduler.Scheduler(256, CHUNK), [*range(2000)]
         for slot in machine.slots:

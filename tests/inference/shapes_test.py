@@ -1,4 +1,4 @@
-"""Dispatches of few shapes: what they draw does not depend on which."""
+"""Checks that samples do not depend on the shapes of the dispatches."""
 
 from unittest import mock
 
@@ -13,7 +13,7 @@ from tests.model import tiny
 
 
 def make_requests():
-    """One of them draws for longer than all others."""
+    """Makes requests, one of which draws for longer than all others."""
     requests = engine_test.make_requests(5, 19, 2, 11, 33)
     return [*requests, engine.Request(7, [3, 9, 4], 30)]
 
@@ -56,7 +56,7 @@ class DecodeTest(parameterized.TestCase):
 class PrefillTest(parameterized.TestCase):
     @parameterized.parameters((48, 1), (4 * 48, 4), (10**6, 9))
     def test_a_dispatch_reads_no_more_than_it_may(self, max_tokens, num_parts):
-        """9 prompts of 40 tokens: rows of 48, as many as 1, 4 or 16."""
+        """Reads 9 prompts of 40 tokens in rows of 48: 1, 4 or 16 rows a dispatch."""
         machine = scheduler.Scheduler(16, chunk=64)
         for i in range(9):
             machine.submit(Request(i, [1 + i] * 40, 1))

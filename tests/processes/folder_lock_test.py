@@ -63,8 +63,8 @@ class LockTest(absltest.TestCase):
         with folder_lock.held(self.folder):
             pass
 
-    def test_a_name_that_was_taken_away_meanwhile_is_no_lock(self):
-        """Its owner deletes the file after we open it and before we lock it."""
+    def test_a_lock_file_deleted_meanwhile_is_no_lock(self):
+        """The owner deletes the file after we open it and before we lock it."""
         path, taken = self.folder / folder_lock.NAME, []
 
         def take_away(*args):

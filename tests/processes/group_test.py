@@ -61,7 +61,7 @@ class FindTest(parameterized.TestCase):
         ("slurm", SLURM),
         ("open_mpi", OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}),
     )
-    def test_cluster_says_it(self, environ):
+    def test_a_cluster_manager_is_found(self, environ):
         self.assertEqual(group.find(environ=environ), AUTOMATIC)
         ours = group.find("10.0.0.9:1234", environ=environ)
         self.assertEqual(ours, group.Group(coordinator="10.0.0.9:1234"))
@@ -127,7 +127,7 @@ class FindTest(parameterized.TestCase):
 
 
 class SupportedTest(parameterized.TestCase):
-    def test_what_runs_in_one_process_only(self):
+    def test_settings_for_one_process_are_refused_in_several(self):
         config = config_lib.TrainConfig(model=presets.GLM5_1M, sample_tokens=3)
         group.require_supported(config, None)
         with self.assertRaisesRegex(config_lib.InputError, "sample_tokens=0"):

@@ -36,7 +36,7 @@ class EndingTest(parameterized.TestCase):
         self.assertEqual(message.count("\n"), 2, message)
         self.assertIn("error: interrupted; rerun the same command to resume", message)
 
-    def test_what_was_begun_is_undone_first(self):
+    def test_clean_up_runs_before_the_exit(self):
         work = (
             "with interrupts.undoing(lambda: print('outer', flush=True)):\n"
             "        with interrupts.undoing(lambda: print('inner', flush=True)):\n"

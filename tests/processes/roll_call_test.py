@@ -1,4 +1,4 @@
-"""All processes meet, or all learn who is missing; here they are threads."""
+"""Checks, with threads as processes, that all meet or all learn who is missing."""
 
 import socket
 import threading

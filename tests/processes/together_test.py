@@ -47,7 +47,7 @@ class TogetherTest(parameterized.TestCase):
         self.assertNotEmpty([f for f in manifest.read(folder) if "process_1" in f])
 
     @pytest.mark.slow
-    def test_what_one_cannot_read_none_takes(self):
+    def test_a_step_that_one_process_cannot_read_is_skipped_by_all(self):
         for code, output in run("fall_back", self.folder):
             self.assertEqual(code, 0, output)
         names = {path.name for path in (self.folder / "given/checkpoints").iterdir()}
@@ -80,7 +80,7 @@ class TogetherTest(parameterized.TestCase):
         self.assertNotEmpty(writers)
 
     @pytest.mark.slow
-    def test_each_reads_of_a_release_what_its_devices_hold(self):
+    def test_each_process_reads_only_its_shards_of_a_release(self):
         release = pathlib.Path(__file__).parent.parent / "golden" / "glm5"
         (self.folder / "release").symlink_to(release)
         params = leaves_lib.flatten(loading.load_model(release)[1])[0]
@@ -96,11 +96,11 @@ class TogetherTest(parameterized.TestCase):
     def test_input_that_one_refuses_ends_both_with_2(self):
         self.assert_both_end("refuse", 2, "error: process 1 finds no corpus.")
 
-    @pytest.mark.slow  # as the one above, but for the code
+    @pytest.mark.slow  # like the one above, with another exit code
     def test_a_bug_in_one_ends_both_with_1(self):
         self.assert_both_end("raise_error", 1, "RuntimeError: a bug in process 0")
 
-    def test_where_one_is_killed_the_other_ends(self):
+    def test_if_one_is_killed_the_other_ends(self):
         began = time.monotonic()
         (first, output), (second, _) = run("die", self.folder)
         self.assertNotEqual(first, 0, output)

@@ -92,7 +92,7 @@ class TrainTest(runs.FolderTest):
         names = {path.name for path in (two / "logs").iterdir()}
         self.assertEqual(names, {"process_0.log", "process_1.log"})
         lines = (two / "hosts.jsonl").read_text().splitlines()
-        for line in map(json.loads, lines):  # every process's seconds of a step
+        for line in map(json.loads, lines):  # step seconds of every process
             self.assertLen(line["step_seconds"], 2)
             self.assertLessEqual(max(line["own_seconds"]), max(line["step_seconds"]))
         self.assertIn("hosts/slowest", (two / "metrics.jsonl").read_text())
@@ -142,12 +142,12 @@ class TrainTest(runs.FolderTest):
         for child in children:
             self.addCleanup(child.stdout.close)
             self.addCleanup(child.wait)
-            self.addCleanup(child.kill)  # the last comes first
+            self.addCleanup(child.kill)  # the last clean-up runs first
         runs.wait_for_steps(workdir, children[0])
         return workdir, children
 
     @parameterized.parameters("SIGTERM", "SIGINT")
-    def test_asked_to_end_both_save_the_same_step_and_the_run_goes_on(self, name):
+    def test_on_a_signal_both_save_the_same_step_and_the_run_resumes(self, name):
         """Resumes with one process on the same devices, to the same end."""
         workdir, children = self.two(name)
         os.kill(children[1].pid, getattr(signal, name))
@@ -164,7 +164,7 @@ class TrainTest(runs.FolderTest):
         self.assertEqual([*losses(workdir)], [*range(1, step + 4)])
 
     @parameterized.parameters("SIGTERM", "SIGINT")
-    def test_a_simulation_passes_it_on(self, name):
+    def test_a_simulation_forwards_the_signal(self, name):
         workdir = self.root / f"simulated_{name}"
         flags = ["--config.num_steps=4000", "--simulate_processes=2"]
         child = launch.train(self.config, workdir, *flags, *MESHES["data"], wait=False)
@@ -196,7 +196,7 @@ class TrainTest(runs.FolderTest):
             self.assertIn("seed: 0 there, 7 here", output)
 
     def test_failure_in_a_simulation_ends_it(self):
-        """A process is killed: the others end, and its number is named."""
+        """If a process is killed, the others end, and the message names its number."""
         workdir = self.root / "killed"
         flags = ["--config.num_steps=4000", "--simulate_processes=2"]
         child = launch.train(self.config, workdir, *flags, *MESHES["data"], wait=False)

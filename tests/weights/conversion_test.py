@@ -124,7 +124,7 @@ class WindowsTest(ConversionCase):
         self.assertFalse((self.folder / "back").exists())
 
     @parameterized.parameters(1, 8)
-    def test_a_step_that_training_wrote(self, num_devices):
+    def test_exports_a_step_that_training_saved(self, num_devices):
         """OCDBT, a chunk for each shard, and more state than parameters."""
         mesh = jax.make_mesh(
             (num_devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
@@ -168,7 +168,7 @@ class WindowsTest(ConversionCase):
 class FolderTest(ConversionCase):
     """What goes along with the weights, and what must not remain."""
 
-    def test_text_files_and_keys_of_others_survive(self):
+    def test_text_files_and_unknown_keys_survive(self):
         source = self.write("source")
         texts = {name: f'"{name}"' for name in companions.TEXT_FILES}
         del texts["tokenizer.json"]  # must be one
@@ -186,7 +186,7 @@ class FolderTest(ConversionCase):
         found = json.loads((back / "config.json").read_text())
         self.assertEqual(found, settings | others | {"dtype": "bfloat16"})
 
-    def test_a_tokenizer_that_is_another_is_not_exported(self):
+    def test_another_tokenizer_is_not_exported(self):
         source, run = self.write("source"), self.folder / "run"
         names = ("<|endoftext|>", "[MASK]")
         one, other = map(tokenizer_lib.byte_tokenizer, (names, names[::-1]))
@@ -219,7 +219,7 @@ class FolderTest(ConversionCase):
         self.assertEqual([path.name for path in self.folder.iterdir()], ["source"])
 
     @parameterized.parameters("hf", "orbax")
-    def test_a_full_disk_is_noticed_before(self, to):
+    def test_a_full_disk_is_noticed_before_the_write(self, to):
         source = self.write("source")
         usage = mock.Mock(free=1000)
         patch = mock.patch("shutil.disk_usage", return_value=usage)
@@ -288,7 +288,7 @@ class ProcessTest(parameterized.TestCase):
         self.assertIn("got --dtype=fp8", done.stderr)
         self.assertFalse(target.exists())
 
-    def test_kill_9_leaves_nothing_that_the_next_does_not_remove(self):
+    def test_the_next_conversion_removes_what_kill_9_left(self):
         folder = pathlib.Path(self.create_tempdir().full_path)
         script = (
             "import shutil, sys, time\n"
@@ -347,7 +347,7 @@ class ProcessTest(parameterized.TestCase):
             self.assertLess(many[name], FLAT * few[name])
 
     @pytest.mark.slow
-    def test_a_step_that_training_wrote_is_exported_in_as_little_memory(self):
+    def test_a_step_that_training_saved_is_exported_in_little_memory(self):
         """Its experts of one kind are 0.9 GB on one device; two would be too much."""
         rows = self.stream(39, "--trained=1,8")
         for count in (1, 8):

@@ -415,7 +415,7 @@ class ConfigTest(FolderCase):
         self.assertEqual(config.first_k_dense_replace, 5)
         self.changed(n_group=4, topk_group=4)  # all groups are chosen
 
-    def test_names_the_keys_that_it_does_not_know(self):
+    def test_warns_of_unknown_keys(self):
         with self.assertLogs(level="WARNING") as logged:
             self.changed(attention_sinks=4, transformers_version="6")
         self.assertIn("not know: attention_sinks.", logged.output[0])
@@ -450,7 +450,7 @@ class ConfigTest(FolderCase):
         self.assertEqual((read.expert_transport, read.expert_chunks), ("gather", 1))
         self.assertIsNone(read.batch_invariant)
 
-    def test_an_eps_that_transformers_would_not_know_comes_back(self):
+    def test_an_unusual_latent_eps_survives_a_round_trip(self):
         folder = self.create_tempdir().full_path
         config = dataclasses.replace(presets.GLM5, latent_norm_eps=1e-5)
         with self.assertLogs(level="WARNING") as logged:

@@ -136,7 +136,7 @@ class LoadTest(FolderTest):
             init_from_changes=changes,
         )
 
-    def test_training_starts_in_the_model_that_the_weights_are_of(self):
+    def test_init_from_refuses_another_mathematics(self):
         run = self.make_run()
         loading.require_same_mathematics(self.train_config(run))
         loading.require_same_mathematics(
@@ -188,7 +188,7 @@ class LoadTest(FolderTest):
             ]
             self.assertNotEqual(*shapes, field.name)
 
-    def test_weights_that_are_no_numbers(self):
+    def test_weights_with_nan_are_refused(self):
         folder = self.folder / "nan"
         shutil.copytree(GOLDEN, folder)
         stored = safetensors.numpy.load_file(folder / "model.safetensors")
@@ -200,7 +200,7 @@ class LoadTest(FolderTest):
         with self.assertRaisesRegex(config_lib.InputError, "nan: lm_head holds a NaN"):
             loading.load_params(folder, config, transformer.abstract_params(config))
 
-    def test_sampling_is_that_of_the_model(self):
+    def test_sampling_defaults_come_from_the_model(self):
         folder = self.folder / "model"
         shutil.copytree(GOLDEN, folder)
         file = folder / "generation_config.json"
@@ -325,7 +325,7 @@ class EvaluateTest(FolderTest):
         with self.assertRaisesRegex(config_lib.InputError, message):
             commands.evaluate(run, (), tokens=path, text=None, logits_out=None)
 
-    def test_files_that_are_no_ids(self):
+    def test_files_without_ids_are_refused(self):
         run, path = str(self.make_run()), self.folder / "ids.npy"
         np.save(path, np.arange(4))
         header = path.read_bytes()[:128]

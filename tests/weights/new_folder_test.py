@@ -48,7 +48,7 @@ class NewFolderTest(parameterized.TestCase):
         with new_folder.new_folder(self.folder) as partial:
             (partial / "whole").write_text("all of it")
 
-    def test_what_a_killed_process_left_goes_with_the_next(self):
+    def test_the_next_writer_removes_what_a_killed_process_left(self):
         killed = []
         for _ in range(2):
             child, partial = self.start_writer()
@@ -63,7 +63,7 @@ class NewFolderTest(parameterized.TestCase):
         files = [path.name for path in self.folder.iterdir()]
         self.assertEqual(files, ["whole"])  # without the lock
 
-    def test_a_living_process_is_left_alone(self):
+    def test_a_folder_of_a_running_process_stays(self):
         _, partial = self.start_writer()
         with self.assertRaisesRegex(config_lib.InputError, f"is writing .*{partial}"):
             self.make()
@@ -75,7 +75,7 @@ class NewFolderTest(parameterized.TestCase):
         ("somebodys_copy", "out.partial-copy", True, False),
         ("without_a_lock", "out.partial-abcdefgh", False, True),
     )
-    def test_what_may_be_of_others_stays(self, name, has_lock, is_named):
+    def test_folders_of_others_stay(self, name, has_lock, is_named):
         other = self.parent / name
         other.mkdir()
         if has_lock:
@@ -88,7 +88,7 @@ class NewFolderTest(parameterized.TestCase):
             self.make()
         self.assertEqual(self.names(), sorted([name, "out"]))
 
-    def test_where_nothing_can_be_locked_nothing_is_removed(self):
+    def test_without_locks_nothing_is_removed(self):
         child, partial = self.start_writer()
         child.kill()
         child.wait()

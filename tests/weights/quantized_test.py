@@ -163,7 +163,7 @@ class QuantizeTest(parameterized.TestCase):
         np.testing.assert_array_equal(scales, [[1], [1]])
         self.assertEqual(multiply(codes, scales).tobytes(), weights.tobytes())
 
-    def test_bfloat16_keeps_the_codes_and_then_everything(self):
+    def test_bfloat16_keeps_codes_and_later_conversions_change_nothing(self):
         """8 bits of a product say which code, but not which of 2**24 scales."""
         rng = np.random.default_rng(6)
         codes, scales = random_codes(rng, (300, 200)), random_scales(rng, (3, 2))

@@ -126,7 +126,7 @@ class DamageTest(FileCase):
     def test_header(self, header, size, words):
         self.assert_damaged(self.write(header, size), words)
 
-    def test_two_tensors_of_one_name(self):
+    def test_repeated_names_are_refused(self):
         """The library reads the last one."""
         one = json.dumps({"a": entry(0, 8)})[:-1] + ", "
         text = one + json.dumps({"a": entry(0, 8)})[1:]
