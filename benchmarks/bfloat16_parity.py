@@ -17,6 +17,7 @@ import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth
+from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.environments.tasks import problems
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import cached, invariance, transformer
@@ -44,7 +45,7 @@ def main() -> None:
         ],
         np.int32,
     )
-    print(  # noqa: T201
+    print(
         "| dtype | batch_invariant | read by | keys differ | experts differ | "
         "gap mean | gap max |\n|---|---|---|---|---|---|---|"
     )
@@ -55,11 +56,13 @@ def main() -> None:
         for size in map(int, args.chunks.split(",")):
             found = _in_chunks(computed, config, rows, size)
             cells = [dtype, is_invariant, size, *_differences(expected, found)]
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)  # noqa: T201
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def _demonstration(name: str, index: int, tokenizer, length: int) -> list[int]:  # noqa: ANN001
-    """Ids of a question and its answer, over and over."""
+def _demonstration(
+    name: str, index: int, tokenizer: tokenizer_lib.Tokenizer, length: int
+) -> list[int]:
+    """Returns the ids of a question and its answer, repeated to this length."""
     problem = problems.problem(name, "train", 5, index)
     text = f"{problem.messages[0]['content']} {problem.answer} "
     ids = tokenizer.encode(text)

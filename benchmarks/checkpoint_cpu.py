@@ -60,7 +60,7 @@ def main() -> None:
         "blocked_of_a_step": round(times["blocked_seconds"] / step_seconds, 4),
         "hash_gb_per_second": _hash_rates(),
     }
-    print(json.dumps(result))  # noqa: T201
+    print(json.dumps(result))
 
 
 def _train(run: run_lib.Run, num_saves: int) -> dict[str, float]:

@@ -77,14 +77,14 @@ def main() -> None:
                 figures = run(command, args.core)
                 measured.setdefault(name, []).append(figures)
                 row = {k: figures.get(k) for k in ("tokens_per_second", *COLUMNS)}
-                print(f"{name:22}", json.dumps(row), flush=True)  # noqa: T201
+                print(f"{name:22}", json.dumps(row), flush=True)
     rates = {
         name: statistics.median(figures["tokens_per_second"] for figures in runs)
         for name, runs in measured.items()
     }
     for name, rate in rates.items():
         ours = rates["ours" + name[len(name.partition(",")[0]) :]]
-        print(f"{name:22} {rate:8.1f} tokens/s, ours {ours / rate:5.2f} x")  # noqa: T201
+        print(f"{name:22} {rate:8.1f} tokens/s, ours {ours / rate:5.2f} x")
 
 
 COLUMNS = (

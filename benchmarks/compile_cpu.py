@@ -59,11 +59,11 @@ def main() -> None:
             model = dataclasses.replace(presets.GLM5_1M, num_hidden_layers=depth)
             times = seconds(dataclasses.replace(base, model=model))
             found[depth].append(sum(times.values()))
-            print(json.dumps({"layers": depth} | times), flush=True)  # noqa: T201
+            print(json.dumps({"layers": depth} | times), flush=True)
     first = statistics.median(found[depths[0]])
     for depth, values in found.items():
         middle = statistics.median(values)
-        print(f"{depth} layers: {middle:.1f} s, {middle / first:.2f} x")  # noqa: T201
+        print(f"{depth} layers: {middle:.1f} s, {middle / first:.2f} x")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main() -> None:
         "without_prefill_tokens_per_second": round((tokens - args.batch) / decode, 1),
         "peak_rss_gib": host_memory.peak_gib(),
     }
-    print(json.dumps(result))  # noqa: T201
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

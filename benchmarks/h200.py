@@ -66,13 +66,13 @@ def main(argv: list[str] | None = None, child: tuple[str, ...] = CHILD) -> int:
     for row in _run(waiting, args, child):
         found = h200_rows.read(args.out, row)
         note = found.get("failure") or h200_rows.brief(found)
-        print(f"{row.name}: {note.splitlines()[0]}", flush=True)  # noqa: T201
+        print(f"{row.name}: {note.splitlines()[0]}", flush=True)
     everything = {row: h200_rows.read(args.out, row) for row in rows}
     found = {row: values for row, values in everything.items() if values}
-    print(h200_rows.report(args.out, found))  # noqa: T201
+    print(h200_rows.report(args.out, found))
     left = [row for row in rows if not everything[row].get("is_done")]
     if left:
-        print(f"{len(left)} rows are left: call it again.")  # noqa: T201
+        print(f"{len(left)} rows are left: call it again.")
     failed = [r for r in found.values() if "failure" in r or r.get("is_wrong")]
     return 1 if failed else 3 if left else 0
 

@@ -49,10 +49,10 @@ def main(argv: list[str]) -> int:
                 _fault(faults.get(name), save)
         except Exception as error:  # the other rows still count
             save({"failure": f"{type(error).__name__}: {error}", "is_done": True})
-            print(name, h200_rows.AGAIN, sep="\n", flush=True)  # noqa: T201
+            print(name, h200_rows.AGAIN, sep="\n", flush=True)
             return 1  # an illegal address stays with a process
         save({"is_done": True})
-        print(name, flush=True)  # noqa: T201
+        print(name, flush=True)
     return 0
 
 

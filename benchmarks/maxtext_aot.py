@@ -86,7 +86,7 @@ def main() -> None:
         "trace_and_compile_s": round(found["seconds"], 1),
         "host_peak_gib": gib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
     }
-    print(json.dumps(result))  # noqa: T201
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

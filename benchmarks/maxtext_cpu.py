@@ -123,7 +123,7 @@ def main() -> None:
         "tokens_per_cpu_second": round(TOKENS / cpu_time, 1),
         "peak_rss_gib": round(peak / 2**20, 2),
     }
-    print(json.dumps(result))  # noqa: T201
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

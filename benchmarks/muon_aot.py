@@ -70,7 +70,7 @@ def main() -> None:
     shapes = transformer.abstract_params(presets.GLM5)
     leaves = optimizer_lib.muon_leaves(config, presets.GLM5, dims, shapes)
     groups = matrix_groups.plan(leaves, mesh.shape)
-    print(matrix_groups.markdown(groups), flush=True)  # noqa: T201
+    print(matrix_groups.markdown(groups), flush=True)
     began = time.process_time()
     compiled = compile_lib.compile(job(config, mesh))
     assert isinstance(compiled, compile_lib.Compiled)
@@ -82,7 +82,7 @@ def main() -> None:
         "cpu_seconds": time.process_time() - began,
         "host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
-    print(json.dumps(result))  # noqa: T201
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
 
 Clones the checkout's commit into DIR/tree and works there. Runs every file of tests (or
 those of the folders and files TEST) once under the package `coverage`, which tells the
-lines that each test executes. Then draws
-single edits (an operator, a constant, a condition, a dropped call) from the files of
-SOURCES, each file as often as it has lines. A mutant meets the tests that execute its
-statement, the quick ones first, then the files of those tests whole, until one fails.
+lines that each test executes. Then draws single edits (an operator, a constant, a
+condition, a dropped call) from the files of mutations.SOURCES, each file as often as it
+has lines. A mutant meets the tests that execute its statement, the quick ones first,
+then the files of those tests whole, until one fails.
 A mutant that no test fails within --limit seconds of CPU time counts as a survivor, as
 does one that runs in child processes of tests only.
 
@@ -19,44 +19,25 @@ than 5 seconds each.
 """
 
 import argparse
-import ast
-import copy
 import dataclasses
 import difflib
 import functools
-import itertools
 import json
 import math
 import os
 import pathlib
-import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import coverage
+import mutations
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SOURCES = (
-    "glm5_jax/model",
-    "glm5_jax/losses.py",
-    "glm5_jax/optim",
-    "glm5_jax/checkpoint",
-    "glm5_jax/data",
-    "glm5_jax/environments",
-    "glm5_jax/rl",
-    "glm5_jax/weights",
-    "glm5_jax/inference",
-    "pallas_kernels",
-)
-# Triton's kernels need Triton: .ci/run tests them in an environment of its own. The
-# costs of a kernel are hints to XLA.
-EXCLUDED = ("gpu", "triton_call", "/bench/", "aot.py", "cases.py", "cost.py")
 IGNORED = ("architecture_test.py",)  # it sees style alone
 STARTUP = 4.0  # seconds of CPU until pytest runs the first test
 FIRST_BATCH = (
@@ -66,30 +47,6 @@ HANG = (60, 10)  # seconds, and how many times as long as expected
 SECONDS_FILE = (
     "MUTANTS_SECONDS"  # the environment variable that names the plugin's file
 )
-PAIRS = (
-    (ast.Lt, ast.LtE),
-    (ast.Gt, ast.GtE),
-    (ast.Eq, ast.NotEq),
-    (ast.Is, ast.IsNot),
-    (ast.In, ast.NotIn),
-    (ast.Add, ast.Sub),
-    (ast.Mult, ast.Div),
-    (ast.And, ast.Or),
-    (ast.BitAnd, ast.BitOr),
-    (ast.FloorDiv, ast.Mod),
-)
-SWAPPED = {a: b for x, y in PAIRS for a, b in ((x, y), (y, x))}
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """An edit of a file."""
-
-    file: str
-    line: int
-    statement: range  # lines of the innermost statement, without its body
-    what: str
-    source: str  # the whole file, edited
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +69,7 @@ def main() -> None:
     out = args.out.resolve()
     tree = _clone(out)
     _measure(out, tree, args.tests)
-    mutants = list(_draw(tree, args.seed, args.count))
+    mutants = list(mutations.draw(tree, args.seed, args.count))
     for number, mutant in enumerate(mutants):
         before = _verdicts(out).get(number, {})
         verdict = _judge(out, tree, mutant, before, args.limit)
@@ -122,123 +79,12 @@ def main() -> None:
         with (out / "verdicts.jsonl").open("a") as file:
             file.write(json.dumps(verdict) + "\n")
         shown = {k: v for k, v in verdict.items() if k != "passed"}
-        print(json.dumps(shown), flush=True)  # noqa: T201
+        print(json.dumps(shown), flush=True)
     verdicts = _verdicts(out)
     survivors = [n for n, v in sorted(verdicts.items()) if not v["killed_by"]]
     for number in survivors:
-        print(f"\nsurvivor {number}:\n{_diff(tree, mutants[number])}")  # noqa: T201
-    print(f"killed {len(verdicts) - len(survivors)} of {len(verdicts)}")  # noqa: T201
-
-
-# Drawing
-
-
-def _draw(tree: pathlib.Path, seed: int, count: int) -> Iterator[Mutant]:
-    """Yields mutants: a file by its lines, then one of its edits."""
-    rng = random.Random(seed)
-    files = {path: path.read_text() for path in _files(tree)}
-    weights = [text.count("\n") for text in files.values()]
-    seen = set()
-    while len(seen) < count:
-        (path,) = rng.choices(list(files), weights)
-        parsed = ast.parse(files[path])
-        edits = list(_edits(parsed))
-        index = rng.randrange(len(edits)) if edits else None
-        if index is None or (path, index) in seen:
-            continue
-        seen.add((path, index))
-        node, new = edits[index]
-        lines = files[path].splitlines(keepends=True)
-        starts = [0, *itertools.accumulate(len(line.encode()) for line in lines)]
-        text = files[path].encode()
-        first = starts[node.lineno - 1] + node.col_offset
-        last = starts[node.end_lineno - 1] + node.end_col_offset
-        old = text[first:last].decode()
-        yield Mutant(
-            file=path.relative_to(tree).as_posix(),
-            line=node.lineno,
-            statement=_statement(parsed, node),
-            what=f"{' '.join(old.split())} -> {new}",
-            source=(text[:first] + new.encode() + text[last:]).decode(),
-        )
-
-
-def _files(tree: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files that mutants are drawn from."""
-    found = []
-    for source in SOURCES:
-        path = tree / source
-        found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    names = [(p, p.relative_to(tree).as_posix()) for p in found]
-    return [p for p, name in names if not any(word in name for word in EXCLUDED)]
-
-
-def _edits(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Yields nodes and the text that breaks them."""
-    silent = _silent(tree)
-    for node in ast.walk(tree):
-        if id(node) in silent:
-            continue
-        if isinstance(node, ast.If | ast.IfExp | ast.While):
-            yield node.test, f"(not ({ast.unparse(node.test)}))"
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            yield node, "pass"
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
-            yield node, f"({ast.unparse(node.operand)})"
-        elif isinstance(node, ast.Constant) and type(node.value) in (bool, int, float):
-            value = node.value
-            yield node, repr(not value if isinstance(value, bool) else value + 1)
-        else:
-            yield from _operators(node)
-
-
-def _operators(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Yields the node with another operator, if it has one."""
-    new = copy.copy(node)
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
-        new.ops = [SWAPPED[type(node.ops[0])](), *node.ops[1:]]
-        yield node, f"({ast.unparse(new)})"
-    elif type(getattr(node, "op", None)) in SWAPPED:
-        new.op = SWAPPED[type(node.op)]()
-        text = ast.unparse(new)
-        yield node, text if isinstance(node, ast.AugAssign) else f"({text})"
-
-
-def _silent(tree: ast.AST) -> set[int]:
-    """Returns the nodes that no test should notice: annotations, messages, logs."""
-    found = set()
-    for node in ast.walk(tree):
-        values = [node] if isinstance(node, ast.JoinedStr) or _is_log(node) else []
-        if isinstance(node, ast.FunctionDef) and node.name in ("__repr__", "__str__"):
-            values.append(node)
-        if isinstance(node, ast.keyword) and node.arg == "strict":
-            values.append(node.value)  # zip's assertion, which holds
-        for field in ("annotation", "returns", "decorator_list", "exc", "msg"):
-            value = getattr(node, field, None)
-            values += value if isinstance(value, list) else [value]
-        for value in values:
-            if isinstance(value, ast.AST):
-                found.update(map(id, ast.walk(value)))
-    return found
-
-
-def _is_log(node: ast.AST) -> bool:
-    """Returns whether the node is a call of absl's logging."""
-    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    return is_call and ast.unparse(node.value.func).startswith("logging.")
-
-
-def _statement(tree: ast.AST, node: ast.AST) -> range:
-    """Returns the lines of the innermost statement around a node."""
-    around = [
-        s
-        for s in ast.walk(tree)
-        if isinstance(s, ast.stmt) and s.lineno <= node.lineno <= s.end_lineno
-    ]
-    inner = min(around, key=lambda s: (s.end_lineno - s.lineno, -s.col_offset))
-    body = getattr(inner, "body", None)
-    end = max(inner.lineno, body[0].lineno - 1) if body else inner.end_lineno
-    return range(inner.lineno, end + 1)
+        print(f"\nsurvivor {number}:\n{_diff(tree, mutants[number])}")
+    print(f"killed {len(verdicts) - len(survivors)} of {len(verdicts)}")
 
 
 # What the tests execute, and how long they take
@@ -261,7 +107,8 @@ def _measure(out: pathlib.Path, tree: pathlib.Path, names: list[str]) -> None:
     """Runs each file of tests once under coverage."""
     plugin = out / "plugin"
     plugin.mkdir(exist_ok=True)
-    shutil.copy(__file__, plugin / "mutants.py")
+    for file in (__file__, mutations.__file__):
+        shutil.copy(file, plugin)
     (out / "coverage").mkdir(exist_ok=True)
     paths = [tree / name for name in names]
     tests = [t for p in paths for t in (sorted(p.rglob("*_test.py")) or [p])]
@@ -284,7 +131,7 @@ def _measure(out: pathlib.Path, tree: pathlib.Path, names: list[str]) -> None:
             failed = outcome == "failed"
             taken[test_id] = taken.get(test_id, 0) + (math.inf if failed else duration)
         result.write_text(json.dumps({"name": name, "tests": taken, "cpu": used}))
-        print(f"{name}: {used:.0f} s, {len(taken)} tests, {last}", flush=True)  # noqa: T201
+        print(f"{name}: {used:.0f} s, {len(taken)} tests, {last}", flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +165,7 @@ def _executed(out: pathlib.Path, file: str) -> Executed:
 # Judging
 
 
-def _jobs(out: pathlib.Path, mutant: Mutant, passed: set[str]) -> list[Job]:
+def _jobs(out: pathlib.Path, mutant: mutations.Mutant, passed: set[str]) -> list[Job]:
     """Returns batches of the tests that execute the statement, then whole files.
 
     Lines that run at import alone are for all tests that execute the file.
@@ -353,7 +200,11 @@ def _jobs(out: pathlib.Path, mutant: Mutant, passed: set[str]) -> list[Job]:
 
 
 def _judge(
-    out: pathlib.Path, tree: pathlib.Path, mutant: Mutant, before: dict, limit: float
+    out: pathlib.Path,
+    tree: pathlib.Path,
+    mutant: mutations.Mutant,
+    before: dict,
+    limit: float,
 ) -> dict:
     """Runs tests until one fails or the time is spent; `before` is the last verdict."""
     passed, used = list(before.get("passed", [])), before.get("cpu", 0.0)
@@ -439,7 +290,7 @@ def _verdicts(out: pathlib.Path) -> dict[int, dict]:
     return {v["number"]: v for v in map(json.loads, lines)}
 
 
-def _diff(tree: pathlib.Path, mutant: Mutant) -> str:
+def _diff(tree: pathlib.Path, mutant: mutations.Mutant) -> str:
     """Returns the edit with a few lines around it."""
     texts = (tree / mutant.file).read_text(), mutant.source
     lines = (text.splitlines() for text in texts)

@@ -59,7 +59,7 @@ def main() -> None:
     if args.out:
         draw(recipes).savefig(args.out, dpi=130)
     rows = [row(name, runs) for name, runs in recipes.items()]
-    print(table(rows))  # noqa: T201
+    print(table(rows))
 
 
 def draw(recipes: dict[str, list[Run]]) -> matplotlib.figure.Figure:

@@ -51,7 +51,7 @@ def main() -> None:
     done = [s for s in seeds if (workdir / f"{args.task}_rl_{s}/summary.json").exists()]
     lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
     lines += [row(workdir, args.task, seed) for seed in done]
-    print("\n".join("| " + " | ".join(line) + " |" for line in lines))  # noqa: T201
+    print("\n".join("| " + " | ".join(line) + " |" for line in lines))
     if args.out and done:
         runs = [rl_curves.read(str(workdir / f"{args.task}_rl_{s}")) for s in done]
         rl_curves.draw({args.task: runs}).savefig(args.out, dpi=130)

@@ -60,7 +60,7 @@ def main() -> None:
     if any(given.values()):
         args.points.write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
     reports = json.loads(args.points.read_text(encoding="utf-8"))
-    print(table(reports))  # noqa: T201
+    print(table(reports))
     draw(reports).savefig(args.out, dpi=110)
 
 

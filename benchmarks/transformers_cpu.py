@@ -130,7 +130,7 @@ def main() -> None:
     result = (decode if args.decode else train)(args, model)
     parameters = sum(p.numel() for p in model.parameters())
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    print(json.dumps(versions | vars(args) | {"parameters": parameters} | result))  # noqa: T201
+    print(json.dumps(versions | vars(args) | {"parameters": parameters} | result))
 
 
 if __name__ == "__main__":
