@@ -1,4 +1,4 @@
-"""Whole models from one kind of folder to the other, in windows."""
+"""Converts whole models from one kind of folder to the other, in windows."""
 
 import json
 import pathlib
@@ -33,7 +33,7 @@ from tests.weights import fp8_folder
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "glm5"
-# Several blocks of 128, ragged, in both dims of most matrices.
+# Most matrices have several blocks of 128 in both dims, the last one partial.
 WIDE = tiny.model(
     hidden_size=160,
     intermediate_size=200,
@@ -42,10 +42,10 @@ WIDE = tiny.model(
     n_routed_experts=4,
 )
 
-# CPU time a tensor for 4.2 times the tensors: what is quadratic would take 4 times.
+# CPU time a tensor with 4.2 times the tensors; a quadratic cost would be 4 times.
 FLAT = 2.0
-SMALL_FILE = 2**14  # bytes, below those of most matrices
-SMALL_WINDOW = 2**15  # bytes: most matrices are cut, and also between heads
+SMALL_FILE = 2**14  # bytes, fewer than most matrices have
+SMALL_WINDOW = 2**15  # bytes: most matrices are cut, some of them between heads
 
 
 class ConversionCase(parameterized.TestCase):
@@ -54,7 +54,7 @@ class ConversionCase(parameterized.TestCase):
         self.folder = pathlib.Path(self.create_tempdir().full_path)
 
     def write(self, name, config=WIDE, dtype=None, **kwargs):
-        """A Hugging Face folder of random weights."""
+        """Writes a Hugging Face folder of random weights."""
         folder = self.folder / name
         params = tiny.params(config)
         huggingface_export.save_params(params, config, folder, dtype, **kwargs)
@@ -69,7 +69,7 @@ class ConversionCase(parameterized.TestCase):
 
 
 class WindowsTest(ConversionCase):
-    """With small windows every way through the code is taken."""
+    """Uses small windows, so that every branch of the code is taken."""
 
     def setUp(self):
         super().setUp()
@@ -92,7 +92,7 @@ class WindowsTest(ConversionCase):
         self.assertEqual(loading.load_model(run)[0].param_dtype, kind)
 
     def test_orbax_restores_what_was_written_in_windows(self):
-        """Against the arrays: by our manager, and on several devices."""
+        """Reads with the manager, on one and on several devices."""
         params = tiny.params(WIDE)
         params["layers_1"]["block_0"]["mlp"]["e_score_correction_bias"] *= 0
         source, run = self.folder / "source", self.folder / "run"
@@ -125,7 +125,7 @@ class WindowsTest(ConversionCase):
 
     @parameterized.parameters(1, 8)
     def test_exports_a_step_that_training_saved(self, num_devices):
-        """OCDBT, a chunk for each shard, and more state than parameters."""
+        """The step is OCDBT, has chunks of shards, and holds more than parameters."""
         mesh = jax.make_mesh(
             (num_devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
         )
@@ -166,7 +166,7 @@ class WindowsTest(ConversionCase):
 
 
 class FolderTest(ConversionCase):
-    """What goes along with the weights, and what must not remain."""
+    """Checks the files beside the weights, and that failures leave no folder."""
 
     def test_text_files_and_unknown_keys_survive(self):
         source = self.write("source")
@@ -269,7 +269,7 @@ class FolderTest(ConversionCase):
 
 
 class ProcessTest(parameterized.TestCase):
-    """The command, and its memory in a process of its own."""
+    """Runs the command in its own process, also to measure its memory."""
 
     def run_python(self, *arguments, timeout=300):
         return subprocess.run(
@@ -313,7 +313,7 @@ class ProcessTest(parameterized.TestCase):
         loading.load_model(folder / "run")
 
     def stream(self, layers, *flags):
-        """Rows of the benchmark for a model with GLM-5's names, by what was done."""
+        """Runs the benchmark with GLM-5's names; returns its rows by action."""
         folder = self.create_tempdir().full_path
         done = self.run_python(
             "benchmarks/convert_stream.py",
@@ -332,14 +332,14 @@ class ProcessTest(parameterized.TestCase):
         return rows
 
     def test_synthetic_checkpoint_there_and_back(self):
-        """Three dense layers, a sparse one and the MTP layer, 256 experts each."""
+        """Converts three dense layers, a sparse one and MTP, with 256 experts."""
         rows = self.stream(4)
         self.assertEqual([*rows], ["import", "export"])
         self.assertEqual(rows["import"][0]["tensors"], 1632)
 
     @pytest.mark.slow
     def test_memory_and_time_a_tensor_do_not_grow_with_the_model(self):
-        """78 + 1 layers against 20 + 1; the larger is 3.6 times the allowed memory."""
+        """Compares 78 + 1 layers, 3.6 times the allowed memory, with 20 + 1."""
         for few, many in self.stream("20,78").values():
             self.assertEqual((few["tensors"], many["tensors"]), (14_224, 59_870))
             self.assertGreater(many["total_bytes"], 3.5 * many["allowed_bytes"])
@@ -348,7 +348,7 @@ class ProcessTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_step_that_training_saved_is_exported_in_little_memory(self):
-        """Its experts of one kind are 0.9 GB on one device; two would be too much."""
+        """Experts of one kind take 0.9 GB; two such arrays exceed the limit."""
         rows = self.stream(39, "--trained=1,8")
         for count in (1, 8):
             (row,) = rows[f"export of training on {count}"]

@@ -1,4 +1,4 @@
-"""FP8 folders by loops over blocks, in float64: nothing of glm5_jax is used."""
+"""Writes FP8 folders by loops over blocks, in float64, without glm5_jax."""
 
 import json
 import pathlib
@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 def load_file(path):
-    """As safetensors.numpy.load_file, which does not know FP8."""
+    """Loads a file like safetensors.numpy.load_file, which does not support FP8."""
     tensors = {}
     for name, tensor in safetensors.deserialize(pathlib.Path(path).read_bytes()):
         values = np.frombuffer(bytes(tensor["data"]), DTYPES[tensor["dtype"]])
@@ -39,7 +39,7 @@ def load_file(path):
 
 
 def stored_tensors(folder):
-    """All tensors of a folder, whatever its files."""
+    """Returns all tensors of a folder, whatever its files."""
     tensors = {}
     for path in pathlib.Path(folder).glob("*.safetensors"):
         tensors |= load_file(path)
@@ -65,7 +65,7 @@ def write(source, target):
 
 
 def write_products(source, target, dtype):
-    """The folder that an FP8 folder stands for, in another dtype."""
+    """Writes the weights that an FP8 folder stands for, in another dtype."""
     stored, tensors = stored_tensors(source), {}
     for name, value in stored.items():
         if name.endswith("_scale_inv"):

@@ -1,4 +1,4 @@
-"""Folders written by transformers (tests/golden) in, parameter trees, folders out."""
+"""Loads folders that transformers wrote (tests/golden), and exports them again."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ MTP_PREFIX = {"glm5": "model.layers.5.", "glm5_2": "model.layers.11."}
 
 
 def stored_tensors(folder):
-    """All tensors of a folder, whatever its files."""
+    """Returns all tensors of a folder, whatever its files."""
     tensors = {}
     for path in pathlib.Path(folder).glob("*.safetensors"):
         tensors |= safetensors.numpy.load_file(path)
@@ -49,16 +49,16 @@ def load(folder, config=None, **kwargs):
 
 
 class FolderCase(parameterized.TestCase):
-    """Copies of golden folders to damage."""
+    """Makes copies of golden folders to damage."""
 
     def copy(self, name="glm5"):
-        """A folder with this golden's config.json and tensors."""
+        """Returns a folder with a golden model's config.json and tensors."""
         folder = pathlib.Path(self.create_tempdir().full_path) / name
         shutil.copytree(GOLDEN / name, folder)
         return folder
 
     def edit(self, folder, **changes):
-        """Writes a folder's tensors anew, with some replaced; None drops one."""
+        """Rewrites a folder's tensors with some replaced; None drops one."""
         tensors = stored_tensors(folder) | changes
         tensors = {name: value for name, value in tensors.items() if value is not None}
         safetensors.numpy.save_file(tensors, folder / huggingface.SINGLE_FILE)
@@ -71,7 +71,7 @@ class FolderCase(parameterized.TestCase):
 
 
 class LoadTest(FolderCase):
-    """Values in their places, by loops over the documented layout."""
+    """Compares loaded values with loops over the documented layout."""
 
     def test_natural_layout_of_every_kind_of_tensor(self):
         stored, params = stored_tensors(GOLDEN / "glm5"), load(GOLDEN / "glm5")
@@ -137,7 +137,7 @@ class LoadTest(FolderCase):
         devices = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 
         def sharding(leaf):
-            """Cuts the last dims that divide: inner parts of merged ones too."""
+            """Cuts the last dims that are divisible, also inside merged dims."""
             sizes, spec = {"x": 4, "y": 2}, [None] * len(leaf.shape)
             for i in reversed(range(len(spec))):
                 axis = next((a for a, s in sizes.items() if leaf.shape[i] % s == 0), 0)
@@ -154,7 +154,7 @@ class LoadTest(FolderCase):
 
 
 class SaveTest(FolderCase):
-    """The way back."""
+    """Exports parameter trees."""
 
     @parameterized.named_parameters(
         ("glm5", "glm5", 10**9),
@@ -181,7 +181,7 @@ class SaveTest(FolderCase):
         jax.tree.map(np.testing.assert_array_equal, load(folder), load(GOLDEN / name))
 
     def assert_is_index_of(self, folder, tensors, max_bytes):
-        """Files of at most that size, whose tensors the index names, and no others."""
+        """Checks that the index names every tensor of files of at most that size."""
         index = json.loads((folder / huggingface.INDEX_FILE).read_text())
         sizes = {name: value.nbytes for name, value in tensors.items()}
         self.assertEqual(index["metadata"]["total_size"], sum(sizes.values()))
@@ -223,7 +223,7 @@ class SaveTest(FolderCase):
 
 
 class ErrorTest(FolderCase):
-    """Every fault by name, and what to do about it."""
+    """Checks that a message names every fault and the remedy."""
 
     def test_no_mtp(self):
         folder = self.copy()
@@ -236,7 +236,7 @@ class ErrorTest(FolderCase):
         self.assertNotIn("mtp", load(folder, config))
 
     def test_mtp_left_out(self):
-        """Of one file, and of several of which that of MTP was not downloaded."""
+        """Skips MTP in a single file, and in a folder without MTP's own files."""
         config = huggingface.read_config(GOLDEN / "glm5")
         without = dataclasses.replace(config, num_nextn_predict_layers=0)
         whole = load(GOLDEN / "glm5")
@@ -338,7 +338,7 @@ class ErrorTest(FolderCase):
 
 
 class ConfigTest(FolderCase):
-    """config.json and ModelConfig."""
+    """Reads config.json into ModelConfig, and writes it."""
 
     def test_golden(self):
         config = huggingface.read_config(GOLDEN / "glm5_2")
@@ -404,7 +404,7 @@ class ConfigTest(FolderCase):
                 self.changed(**{"vocab_size": 512, "eos_token_id": 0, name: ids})
 
     def test_defaults_of_transformers(self):
-        """Values that its GlmMoeDsaConfig 5.23.0 has for the same config.json."""
+        """The values are those of GlmMoeDsaConfig 5.23.0 for the same config.json."""
         config = self.changed(rope_parameters=None, index_skip_topk_offset=0)
         self.assertEqual((config.rope_theta, config.index_topk_pattern), (1e4, None))
         config = self.changed(eos_token_id=None, pad_token_id=None)
@@ -498,7 +498,7 @@ class ConfigTest(FolderCase):
 
 
 class RopeScalingTest(FolderCase):
-    """rope_scaling and rope_parameters, as transformers reads them."""
+    """Reads rope_scaling and rope_parameters as transformers does."""
 
     @parameterized.named_parameters(*((case["name"], case) for case in YARN_CASES))
     def test_frequencies_and_factors(self, case):
@@ -532,7 +532,7 @@ class RopeScalingTest(FolderCase):
         np.testing.assert_allclose(logits[0], case["logits"], rtol=0, atol=ATOL)
 
     def changed(self, case):
-        """A copy of the golden folder with the case's keys."""
+        """Returns a copy of the golden folder with the case's keys."""
         folder = self.copy()
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | case["changes"]))
@@ -540,14 +540,14 @@ class RopeScalingTest(FolderCase):
 
 
 class ReleasedModelsTest(parameterized.TestCase):
-    """The checkpoints of zai-org, without their bytes."""
+    """Compares names and sizes with the published checkpoints of zai-org."""
 
     @parameterized.named_parameters(
         ("glm5", presets.GLM5, 59_870, 753_864_139_008, 1_507_728_316_928),
         ("glm5_2", presets.GLM5_2, 59_585, 753_329_940_480, 1_506_659_919_872),
     )
     def test_names_and_sizes(self, config, tensors, params, num_bytes):
-        """Counts of the published index files, 2 bytes a value, 4 in the bias."""
+        """The published index files have these counts; 2 bytes a value, 4 a bias."""
         flat = jax.tree_util.tree_flatten_with_path(transformer.abstract_params(config))
         leaves = {tuple(key.key for key in path): leaf for path, leaf in flat[0]}
         slots = huggingface_names.tensor_slots(config, leaves)
@@ -567,7 +567,7 @@ class ReleasedModelsTest(parameterized.TestCase):
         ("glm5_2", presets.GLM5_2, 118_629, 755_617_140_416),
     )
     def test_fp8_names_and_sizes(self, config, tensors, num_bytes):
-        """GLM-5.2-FP8 as published; GLM-5 has 57 indexers more, of 5 + 2 tensors."""
+        """GLM-5.2-FP8 has this count; GLM-5 has 57 more indexers of 5 + 2 tensors."""
         abstract, _ = leaves_lib.flatten(transformer.abstract_params(config))
         leaves = {
             path: huggingface.StoredLeaf(leaf.shape, np.dtype(leaf.dtype), {})

@@ -1,4 +1,4 @@
-"""Models found by path, and the commands that read and rewrite them."""
+"""Finds models by path, and runs the commands that read and rewrite them."""
 
 import dataclasses
 import json
@@ -160,7 +160,7 @@ class LoadTest(FolderTest):
             self.train_config(run, ("rope_thetta",))
 
     def test_every_field_of_a_model_is_compared_where_it_matters(self):
-        """Other fields change shapes, which are compared, or no logits."""
+        """All other fields change shapes, which are compared, or change no logits."""
         neutral = {
             *("attention", "dtype", "param_dtype", "remat_policy", "batch_invariant"),
             *("expert_transport", "expert_chunks", "eos_token_id", "pad_token_id"),
@@ -271,7 +271,7 @@ class EvaluateTest(FolderTest):
     def test_logits_equal_transformers(self):
         with np.load(GOLDEN / "reference.npz") as reference:
             ids, expected = reference["input_ids"], reference["logits"]
-        out = str(self.folder / "logits")  # the very name, without .npy
+        out = str(self.folder / "logits")  # exactly this name, without .npy
         scores = commands.evaluate(
             str(GOLDEN),
             IN_FLOAT32,
@@ -302,7 +302,7 @@ class EvaluateTest(FolderTest):
         self.assertEqual(scores["num_bytes"], len(data) - 1)
         config, params, _ = loading.load_model(run)
         rows = np.zeros((-(-len(data) // 24), 24), np.int32)
-        rows.flat[: len(data)] = list(data)  # nobody looks at the padding
+        rows.flat[: len(data)] = list(data)  # padding is not compared
         hidden = jax.jit(transformer.forward, static_argnums=1)(params, config, rows)
         logits = transformer.logits(params, config, hidden.hidden)
         logprobs = jax.nn.log_softmax(logits).reshape(rows.size, -1)
@@ -369,7 +369,7 @@ class GenerateTest(FolderTest):
         ids = np.load(out)
         self.assertEqual(ids.shape, (4 + 16,))
         self.assertEqual(BYTES.decode(ids), text)
-        # With every id an end of text, the first new token ends it.
+        # Every id ends the text, so the first new token does.
         stops = ("model.eos_token_id", str(tuple(range(260))))
         self.generate(run, [stops], text="def ", tokens_out=out)
         self.assertEqual(np.load(out).shape, (5,))

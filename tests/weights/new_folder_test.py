@@ -1,4 +1,4 @@
-"""Folders that were not finished: whose they are, and who removes them."""
+"""Checks which unfinished folders are removed, and by which process."""
 
 import pathlib
 import subprocess
@@ -32,7 +32,7 @@ class NewFolderTest(parameterized.TestCase):
         return sorted(path.name for path in self.parent.iterdir())
 
     def start_writer(self):
-        """A process that is half done, and its folder."""
+        """Starts a process that stops within a write; returns it and its folder."""
         child = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(self.folder)],
             cwd=ROOT,
@@ -55,7 +55,7 @@ class NewFolderTest(parameterized.TestCase):
             child.kill()
             child.wait()
             killed.append(partial)
-            self.assertEqual(self.names(), [partial])  # it removed the one before
+            self.assertEqual(self.names(), [partial])  # the previous one was removed
         with self.assertLogs(level="WARNING") as logs:
             self.make()
         self.assertIn(f"{killed[1]}, which a killed process", "".join(logs.output))

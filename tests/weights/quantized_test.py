@@ -1,4 +1,4 @@
-"""FP8 blocks against float64, and back to the same bytes."""
+"""Compares FP8 blocks with float64, and round trips byte by byte."""
 
 import pathlib
 
@@ -19,24 +19,24 @@ EXPONENT, MANTISSA = BITS >> 3 & 15, BITS & 7
 VALUES = np.where(
     EXPONENT == 0, MANTISSA / 8 * 2.0**-6, (1 + MANTISSA / 8) * 2.0 ** (EXPONENT - 7)
 ) * np.where(BITS < 128, 1, -1)
-# Not a multiple of a block in either dim, and a single block in one.
+# Partial blocks in both dims; whole blocks; a single partial block of rows.
 SHAPES = (("ragged", (300, 200)), ("whole", (256, 128)), ("small", (5, 130)))
 
 
 def random_codes(rng, shape, block=128):
-    """Any codes, of which every block has a 448."""
+    """Returns random codes with a 448 in every block."""
     codes = rng.choice(np.flatnonzero(IS_NUMBER), size=shape).astype(np.uint8)
     codes[::block, ::block] = 126
     return codes.view(FP8)
 
 
 def random_scales(rng, shape):
-    """All mantissas are as likely, exponents as in weights."""
+    """Returns scales with uniform mantissas and the exponents of real weights."""
     return np.ldexp(rng.uniform(1, 2, shape), rng.integers(-20, 2, shape)).astype("f4")
 
 
 def multiply(codes, scales, block=128):
-    """The oracle: exact in float64, then rounded once to float32."""
+    """Computes the expected products: exact in float64, rounded once to float32."""
     out = np.empty(codes.shape, np.float32)
     for i, j in np.ndindex(codes.shape):
         scale = np.float64(scales[i // block, j // block])
@@ -112,7 +112,7 @@ class QuantizeTest(parameterized.TestCase):
 
     @parameterized.named_parameters(*SHAPES)
     def test_products_give_the_same_bytes(self, shape):
-        """Also where 7 * scale is a tie in float32 and the quotient a neighbour."""
+        """Includes scales whose quotient is a neighbour, as 7 * scale is a tie."""
         rng = np.random.default_rng(3)
         num_ties = 0
         for _ in range(10):
@@ -148,7 +148,7 @@ class QuantizeTest(parameterized.TestCase):
         ("rounded_away", range(127), 2.0**-149),
     )
     def test_values_survive_where_bytes_are_ambiguous(self, some, scale):
-        """Different codes and scales with equal products: nobody can tell."""
+        """Different codes and scales with equal products are equivalent."""
         codes = (
             np.random.default_rng(5).choice(list(some), size=(40, 40)).astype(np.uint8)
         )
@@ -164,7 +164,7 @@ class QuantizeTest(parameterized.TestCase):
         self.assertEqual(multiply(codes, scales).tobytes(), weights.tobytes())
 
     def test_bfloat16_keeps_codes_and_later_conversions_change_nothing(self):
-        """8 bits of a product say which code, but not which of 2**24 scales."""
+        """8 bits of a product determine the code, but not which of 2**24 scales."""
         rng = np.random.default_rng(6)
         codes, scales = random_codes(rng, (300, 200)), random_scales(rng, (3, 2))
         rounded = multiply(codes, scales).astype(ml_dtypes.bfloat16)
@@ -177,7 +177,7 @@ class QuantizeTest(parameterized.TestCase):
         self.assertEqual(twice.scales.tobytes(), once.scales.tobytes())
 
     def test_powers_of_two_survive_bfloat16(self):
-        """As scales of ue8m0: four bits of a code fit into eight."""
+        """Scales of ue8m0 survive, because a code's four bits fit into eight."""
         rng = np.random.default_rng(7)
         codes = random_codes(rng, (300, 200))
         scales = np.exp2(rng.integers(-20, 2, (3, 2))).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Files of the safetensors library, and damaged ones."""
+"""Reads files of the safetensors library, and damaged files."""
 
 import json
 import os
@@ -127,7 +127,7 @@ class DamageTest(FileCase):
         self.assert_damaged(self.write(header, size), words)
 
     def test_repeated_names_are_refused(self):
-        """The library reads the last one."""
+        """The safetensors library would read the last one."""
         one = json.dumps({"a": entry(0, 8)})[:-1] + ", "
         text = one + json.dumps({"a": entry(0, 8)})[1:]
         self.assert_damaged(self.write(text.encode(), 8), "a occurs twice")
@@ -140,7 +140,7 @@ class DamageTest(FileCase):
         path = self.path()
         self.assert_damaged(path, "No such file")
         self.assert_damaged(path.parent, "not a regular file")
-        os.mkfifo(path)  # opening it would wait for ever
+        os.mkfifo(path)  # opening it would block forever
         self.assert_damaged(path, "not a regular file")
 
     def test_unknown_dtype_is_left_to_the_reader(self):
