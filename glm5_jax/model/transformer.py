@@ -175,23 +175,23 @@ def forward(
     shared = attention_lib.first_shared(
         config, len(tokens), tokens.shape[1], with_indexer_loss
     )
-    weights = kl_weights(config) if with_indexer_loss else None
+    kl_by_layer = kl_weights(config) if with_indexer_loss else None
     aux, traces, first = {}, {}, 0
     for g, group in enumerate(depth.layer_groups(config)):
         name = f"layers_{g}"
         blocks = tuple(block_lib.make(config, kind) for kind in group.unit)
         unit = functools.partial(_unit, blocks, context, with_traces)
         unit = layers.rematerialized(unit, config.remat_policy)
-        layer_weights = replayed = None
-        if weights is not None:
+        kl_by_step = replayed = None
+        if kl_by_layer is not None:
             end = group.start + group.repeats * len(group.unit)
-            layer_weights = _by_step(group, weights[group.start : end])
+            kl_by_step = _by_step(group, kl_by_layer[group.start : end])
         if experts is not None:
             replayed = _by_step(group, experts[first : first + group.num_expert_layers])
         first += group.num_expert_layers
         with jax.named_scope(name):
             (x, shared), (aux[name], traces[name]) = lax.scan(
-                unit, (x, shared), (params[name], layer_weights, replayed)
+                unit, (x, shared), (params[name], kl_by_step, replayed)
             )
     hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
     return Output(hidden, aux, traces if with_traces else None, context)
@@ -258,7 +258,7 @@ def _unit(
     """Runs the layers of one step of a scan."""
     x, shared = carry
     x = layers.named_input(x)  # for the remat policy "offload"
-    params, weights, experts = xs
+    params, kl_of_unit, experts = xs
     aux, traces = {}, {}
     replayed = iter(() if experts is None else experts)
     for p, block in enumerate(blocks):
@@ -268,7 +268,7 @@ def _unit(
             x,
             context,
             shared,
-            kl_weight=None if weights is None else weights[p],
+            kl_weight=None if kl_of_unit is None else kl_of_unit[p],
             experts=next(replayed, None) if block.has_experts else None,
         )
         x, shared, aux[name] = out.x, out.shared, out.aux

@@ -138,7 +138,9 @@ def from_names(
     Args:
         names: logical dim names, see glm5_jax/shapes.py.
         is_split: whether heads are a batch dim (Muon Split).
-        cuts: the index at which a dim of this name is cut, for fused weights.
+        cuts: dims at which a parameter is cut into two parts with matrices of their
+            own, by name, with the index: {"H": P} cuts it into P | R, {"C+R": C} into
+            C | R. By default there are none (optim.muon_split_rope, muon_split_kv_a).
 
     Raises:
         ValueError: the names are not those of a stack of matrices.

@@ -72,7 +72,7 @@ def _local_loss(
     coefficients = config.loss
     batch, context, ahead = inputs
     has_kl = config.has_indexer_loss
-    params = _with_constants(config, params)
+    params = _with_constants(config, params)  # those that the stage does not train
     out = transformer.forward(
         params, model, batch["tokens"], context=context, with_indexer_loss=has_kl
     )

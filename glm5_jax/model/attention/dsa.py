@@ -1,7 +1,9 @@
 """DeepSeek Sparse Attention: MLA over the keys that an indexer selects.
 
-`SparseLatentAttention.forward` joins indexer.py and mla.py. Layers may share an index
-(IndexShare, arXiv 2603.12201), which each then hands to the next as `shared`. The
+`SparseLatentAttention.forward` joins indexer.py and mla.py. config.attention is
+"sparse"; "dense_with_indexer_loss" for dsa_warmup, in which attention reads all visible
+keys and the indexer learns from it; or "dense", without any index. Layers may share an
+index (IndexShare, arXiv 2603.12201), which each then hands to the next as `shared`. The
 cached form is in dsa_cached.py.
 """
 
@@ -59,10 +61,13 @@ class SparseLatentAttention:
         """
         config, attn = self.config, params["self_attn"]
         c_q = mla.query_latent(attn, config, x)
-        index = shared if attended is None else attended.index
-        if attended is None and self.owns_indexer and config.attention != "dense":
+        if attended is not None:
+            index = attended.index
+        elif self.owns_indexer and config.attention != "dense":
             with jax.named_scope("indexer"):
                 index = indexer.select(params["indexer"], config, x, c_q, context)
+        else:
+            index = shared
         selection = selection_lib.AllVisible() if index is None else index.selection
         with jax.named_scope("attention"):
             if attended is None:
@@ -75,10 +80,10 @@ class SparseLatentAttention:
         if index is not None and kl_weight is not None:
             with jax.named_scope("indexer_loss"):
                 kl = kl_weight * _indexer_kl(config, softmax, index, context)
-        shared = None
+        handed_on = None
         if index is not None and _is_shared(config):
-            shared = index if kl_weight is not None else index.without_projections()
-        return protocol.Output(out, shared, Attended(kv, index), kl)
+            handed_on = index if kl_weight is not None else index.without_projections()
+        return protocol.Output(out, handed_on, Attended(kv, index), kl)
 
     def decode(
         self,
