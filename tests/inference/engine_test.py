@@ -179,7 +179,7 @@ class BatchTest(absltest.TestCase):
 
 
 class StopTest(parameterized.TestCase):
-    def test_each_row_stops_at_its_own_token_and_keeps_it(self):
+    def test_each_row_stops_at_its_own_stop_token(self):
         params = tiny.params(TINY)
         prompts = make_prompts(5, 11, 15)
         options = {"max_new_tokens": 17, "temperature": 0.0}
@@ -280,7 +280,7 @@ class ContinuousBatchingTest(parameterized.TestCase):
                 np.sort(done[r.id].experts), np.sort(replayed)
             )
 
-    def test_samples_do_not_depend_on_slots_chunks_and_company(self):
+    def test_samples_do_not_depend_on_slots_chunks_or_other_requests(self):
         params, requests = tiny.params(TINY), make_requests(5, 12, 2, 11, 31, 7)
         alone = {}
         for request in requests:

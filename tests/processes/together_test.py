@@ -34,7 +34,7 @@ class TogetherTest(parameterized.TestCase):
             manager.save(step, worker.placed(step), worker.METADATA)
         manager.close()
 
-    def test_two_agree_and_read_what_one_wrote_and_the_other_way_round(self):
+    def test_two_agree_and_read_each_others_steps(self):
         for code, output in run("agree", self.folder):
             self.assertEqual(code, 0, output)
         manager = manager_lib.CheckpointManager(self.folder / "saved", keep=3)
