@@ -28,7 +28,6 @@ from pallas_kernels import cases, dispatch  # noqa: E402
 from pallas_kernels.bench import measure  # noqa: E402
 
 # Packed documents with an empty row, continued rows, and float32.
-SMALL = {case.name: case for case in cases.SMALL}
 CHECKED = {"fwd": ("documents", "continued"), "bwd": ("documents", "float32")}
 MATMUL, COPY = 8192, 2**30  # sides of a product; bytes
 FEW = 3  # queries of a step of decoding
@@ -78,7 +77,7 @@ def _parts(row: Row, is_small: bool) -> Iterator[dict[str, Any]]:
 def _values(row: Row, is_small: bool) -> Iterator[dict[str, Any]]:
     errors = {}
     for name in CHECKED["fwd" if row.mode == "fwd" else "bwd"]:
-        case = SMALL[name]
+        case = cases.SMALL[name]
         if row.op.startswith("decode"):
             case = dataclasses.replace(case, queries=FEW, documents=1)
         if is_small:

@@ -59,12 +59,15 @@ _SMALL: Any = {
     "experts_per_token": 2,
 }
 # For tests: odd lengths, fewer keys than top-k, continued rows, packed documents.
-SMALL = (
-    Case("short", 5, 5, topk=64, **_SMALL),
-    Case("documents", 150, 150, batch=2, documents=3, topk=32, **_SMALL),
-    Case("continued", 40, 333, topk=64, **_SMALL),
-    Case("float32", 70, 200, topk=64, dtype="float32", **_SMALL),
-)
+SMALL = {
+    case.name: case
+    for case in (
+        Case("short", 5, 5, topk=64, **_SMALL),
+        Case("documents", 150, 150, batch=2, documents=3, topk=32, **_SMALL),
+        Case("continued", 40, 333, topk=64, **_SMALL),
+        Case("float32", 70, 200, topk=64, dtype="float32", **_SMALL),
+    )
+}
 
 
 def shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:

@@ -328,7 +328,7 @@ def at(name: str, length: int, small: bool = False) -> Case:
     """The case of an op at a length: decoding has one query, the mixture no keys."""
     case = cases.full(length)
     if small:
-        case = dataclasses.replace(cases.SMALL[0], queries=length, keys=length)
+        case = dataclasses.replace(cases.SMALL["short"], queries=length, keys=length)
     if name.startswith("decode"):
         case = dataclasses.replace(case, queries=1, batch=1 if small else 8)
     return case

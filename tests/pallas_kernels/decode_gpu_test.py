@@ -17,7 +17,9 @@ FLOAT32_NORM = 1e-5  # two orders of summation
 CAN_INTERPRET = os.environ.get("TRITON_INTERPRET") == "1" and all(
     importlib.util.find_spec(name) for name in ("triton", "torch")
 )
-CASE = dataclasses.replace(cases.SMALL[2], batch=2, queries=3, keys=320, topk=150)
+CASE = dataclasses.replace(
+    cases.SMALL["continued"], batch=2, queries=3, keys=320, topk=150
+)
 
 
 def paged(rows, page, seed=0):

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from pallas_kernels import cases, chips, dispatch, indexer_topk, sparse_mla
 from tests import environment
 
-CASE = cases.SMALL[0]
+CASE = cases.SMALL["short"]
 
 
 def meant_for(chip, num_devices=1):

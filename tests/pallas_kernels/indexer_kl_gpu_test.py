@@ -32,7 +32,7 @@ BFLOAT16_NORM = 1e-2  # products' operands and dq, dk have 8 bits of mantissa
 CASES = tuple(
     dataclasses.replace(case, queries=queries, keys=keys)
     for case, (queries, keys) in zip(
-        cases.SMALL, ((5, 5), (30, 30), (7, 133), (9, 90)), strict=True
+        cases.SMALL.values(), ((5, 5), (30, 30), (7, 133), (9, 90)), strict=True
     )
 )
 
@@ -134,7 +134,7 @@ class SparseIndexerKlGpuTest(parameterized.TestCase):
 class IndexerKlGpuTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("short", CASES[0], False),
-        ("chunks_of_documents", cases.SMALL[1], True),
+        ("chunks_of_documents", cases.SMALL["documents"], True),
         ("continued", CASES[2], True),
         ("float32", CASES[3], False),
     )
@@ -148,7 +148,7 @@ class IndexerKlGpuTest(parameterized.TestCase):
             np.testing.assert_array_equal(got[1][name][:, -2], 0)
 
     def test_says_what_it_cannot_take(self):
-        case = dataclasses.replace(cases.SMALL[0], index_heads=12)
+        case = dataclasses.replace(cases.SMALL["short"], index_heads=12)
         with self.assertRaisesRegex(NotImplementedError, "power of two up to 128"):
             run_dense(case, "gpu_interpret", is_selected=False)
 

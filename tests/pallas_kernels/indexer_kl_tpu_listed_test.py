@@ -16,8 +16,8 @@ from tests.pallas_kernels.sparse_mla_tpu_test import few_rows
 # one chunk or several, full, partly full and empty; T is no multiple of a tile.
 FEW = {"heads": 4, "topk": 9}
 CASES = (
-    dataclasses.replace(cases.SMALL[1], queries=4, keys=12, **FEW),
-    dataclasses.replace(cases.SMALL[3], queries=4, keys=10, **FEW),
+    dataclasses.replace(cases.SMALL["documents"], queries=4, keys=12, **FEW),
+    dataclasses.replace(cases.SMALL["float32"], queries=4, keys=10, **FEW),
 )
 LOSS_RTOL = 1e-5  # float32 sums of the same products in another order
 # Relative L2 norms of errors of gradients: products with dI rounded to bfloat16, or
@@ -90,7 +90,9 @@ class SparseKlTpuTest(parameterized.TestCase):
         np.testing.assert_allclose(got, want, rtol=LOSS_RTOL)
 
     def test_unrolled_as_for_real_lists(self):
-        case = dataclasses.replace(cases.SMALL[2], queries=1, heads=2, topk=16)
+        case = dataclasses.replace(
+            cases.SMALL["continued"], queries=1, heads=2, topk=16
+        )
         with mock.patch.multiple(tpu_rows, QUERIES=1, UNROLL=8):
             got = run(dataclasses.replace(case, queries=2), "tpu_interpret")
         want = run(dataclasses.replace(case, queries=2), "reference")

@@ -88,7 +88,7 @@ class IndexerTopkGpuTest(parameterized.TestCase):
             want = best(scores[t], lo[0, t], hi[0, t], topk)
             np.testing.assert_array_equal(got[t], want, err_msg=f"query {t}")
 
-    @parameterized.named_parameters((case.name, case) for case in cases.SMALL)
+    @parameterized.named_parameters((case.name, case) for case in cases.SMALL.values())
     def test_lists_and_bits_equal_the_definition(self, case):
         names = ("q_index", "k_index", "w", "lo", "hi")
         q, k, w, lo, hi = cases.make(case, *names)
@@ -110,7 +110,7 @@ class IndexerTopkGpuTest(parameterized.TestCase):
         self.assertEqual(gpu_dense._chunk_rows(4096, 4096, 8), 2048)
         self.assertEqual(gpu_dense._chunk_rows(202752, 202752, 8), 48)
         self.assertEqual(gpu_dense._chunk_rows(5, 5, 8), 8)
-        case = cases.SMALL[2]
+        case = cases.SMALL["continued"]
         args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
         q, k, w, lo, hi = (x[:, :7] if x.shape[1] == 40 else x for x in args)
         with mock.patch.object(gpu_dense, "_chunk_rows", return_value=4):
@@ -118,7 +118,7 @@ class IndexerTopkGpuTest(parameterized.TestCase):
         want = indexer_topk(q, k, w, lo, hi, topk=50, implementation="reference")
         np.testing.assert_array_equal(got, want)
 
-    @parameterized.named_parameters(("bfloat16", 2), ("float32", 3))
+    @parameterized.named_parameters(("bfloat16", "continued"), ("float32", "float32"))
     def test_scores_at_and_their_gradients(self, which):
         case = cases.SMALL[which]
         q, k, w, indices = cases.make(case, "q_index", "k_index", "w", "indices")

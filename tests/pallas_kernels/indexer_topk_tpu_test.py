@@ -42,7 +42,7 @@ def whole_numbers(size):
 class IndexerTest(parameterized.TestCase):
     @parameterized.named_parameters(
         (case.name, case)
-        for case in cases.SMALL
+        for case in cases.SMALL.values()
         if case.name in ("documents", "float32")
     )
     def test_equals_definition(self, case):
@@ -52,7 +52,7 @@ class IndexerTest(parameterized.TestCase):
         np.testing.assert_array_equal(got, want)
 
     def test_lists_name_the_same_keys_part_by_part(self):
-        case = cases.SMALL[1]
+        case = cases.SMALL["documents"]
         args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
         with mock.patch.object(tpu_dense, "PART_BYTES", 64 * 4 * 128):  # of 64 queries
             got = jax.jit(

@@ -18,7 +18,7 @@ JOBS = [
     (f"{op}_{mode}_{case.name}", op, mode, case)
     for op in operations.OPERATIONS
     for mode in measure.MODES
-    for case in cases.SMALL
+    for case in cases.SMALL.values()
     if measure.runnable(op, mode)
 ]
 

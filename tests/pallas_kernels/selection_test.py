@@ -22,7 +22,7 @@ class SelectionFormsTest(parameterized.TestCase):
         back = selection.unpack(jnp.asarray(bits), num_keys)
         np.testing.assert_array_equal(back, mask)
 
-    @parameterized.named_parameters((case.name, case) for case in cases.SMALL)
+    @parameterized.named_parameters((case.name, case) for case in cases.SMALL.values())
     def test_the_forms_agree(self, case):
         names = ("q_index", "k_index", "w", "lo", "hi")
         args = cases.make(case, *names)

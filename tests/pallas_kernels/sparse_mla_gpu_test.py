@@ -23,7 +23,7 @@ CAN_INTERPRET = os.environ.get("TRITON_INTERPRET") == "1" and all(
 SHORT, DOCUMENTS, CONTINUED, FLOAT32 = (
     dataclasses.replace(case, queries=queries, keys=keys)
     for case, (queries, keys) in zip(
-        cases.SMALL, ((5, 5), (30, 30), (7, 133), (9, 90)), strict=True
+        cases.SMALL.values(), ((5, 5), (30, 30), (7, 133), (9, 90)), strict=True
     )
 )
 # More heads than a program takes, and not a multiple of it.

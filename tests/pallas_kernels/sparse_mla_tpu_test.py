@@ -17,8 +17,8 @@ from tests.pallas_kernels import sparse_mla_test
 # one chunk or several, full, partly full and empty; T is no multiple of a tile.
 FEW = {"heads": 4, "topk": 9}
 CASES = (
-    dataclasses.replace(cases.SMALL[1], queries=4, keys=12, **FEW),
-    dataclasses.replace(cases.SMALL[3], queries=4, keys=10, **FEW),
+    dataclasses.replace(cases.SMALL["documents"], queries=4, keys=12, **FEW),
+    dataclasses.replace(cases.SMALL["float32"], queries=4, keys=10, **FEW),
 )
 
 
@@ -46,7 +46,9 @@ class SparseMlaTpuTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_unrolled_as_for_real_lists(self):
-        case = dataclasses.replace(cases.SMALL[2], queries=1, heads=2, topk=16)
+        case = dataclasses.replace(
+            cases.SMALL["continued"], queries=1, heads=2, topk=16
+        )
         with mock.patch.multiple(tpu_rows, QUERIES=1, UNROLL=8):
             got = sparse_mla_test.run(case, "tpu_interpret")
         want = sparse_mla_test.run(case, "reference")
