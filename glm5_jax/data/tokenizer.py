@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizer.json files that lose nothing of a text."""
+"""Text to token ids and back, for tokenizer.json files that lose no text."""
 
 import hashlib
 import itertools
@@ -33,69 +33,69 @@ SPECIAL_TOKENS = (
 )
 # Ids of the released tokenizers, which the released weights were trained with.
 RELEASED_IDS = {name: 154820 + i for i, name in enumerate(SPECIAL_TOKENS)}
-_OF_GLM = "[gMASK]"  # no other family has it
+_OF_GLM = "[gMASK]"  # only GLM's tokenizers have it
 _MAX_SHOWN = 5
-_MAX_IDS = 10_000_000  # a larger id is a damaged one, and would fill the memory
+_MAX_IDS = 10_000_000  # larger ids come from damaged files and fill the memory
 _PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
-_PANIC = "PanicException"  # of the library, which is in Rust; it names no class
+_PANIC = "PanicException"  # a Rust panic of the library, which exports no class
 
-# How GLM-5 cuts text into the words whose bytes are then merged.
+# Cuts text into words, within which BPE merges bytes; GLM-5's pattern.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# What a BPE is called that is trained on the source, and its special tokens.
+# Names of the tokenizers trained on the source, with their special tokens.
 BPE_NAMES = {"bpe": (END_OF_TEXT,), "bpe_chat": SPECIAL_TOKENS}
-MAX_TRAINING_BYTES = 4_000_000  # merges learnt from more compress 1% better
+MAX_TRAINING_BYTES = 4_000_000  # more text compresses only 1% better
 _REPLACEMENT = "\ufffd".encode()
-# What ends a document in other families (Llama 3, DeepSeek, SentencePiece, Gemma).
+# End of a document in other families (Llama 3, DeepSeek, SentencePiece, Gemma).
 _DEEPSEEK = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", _DEEPSEEK, "</s>", "<eos>")
 _PROBE = "Def  f(x):\r\n\treturn 'naïve' # 漢字 🙂 12345\n"
 
 
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library whose ids spell the text they are of.
+    """A tokenizer of the `tokenizers` library whose ids spell their text exactly.
 
-    Byte-level ones do, as GLM-5's, and those of SentencePiece with bytes for what they
-    do not know and no blank of their own in front, as Gemma's.
+    Byte-level tokenizers do, such as GLM-5's. SentencePiece tokenizers do if they spell
+    unknown characters by bytes and add no leading blank, such as Gemma's.
 
     Attributes:
         pieces: the bytes that each id stands for; none for special tokens.
-        eos_id: the id of <|endoftext|>, or another's like, which ends a document.
-        special_ids: the ids of those of SPECIAL_TOKENS that it has.
+        eos_id: the id that ends a document: <|endoftext|>, or another family's.
+        special_ids: the ids of SPECIAL_TOKENS, as far as the tokenizer has them.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         """Wraps `backend`.
 
         Raises:
-            config.InputError: it loses some of a text, or has nothing to end one.
+            config.InputError: it loses text, or has no token that ends a document.
         """
         ends = filter(lambda i: i is not None, map(backend.token_to_id, _ENDS))
         eos_id = next(ends, None)
         if eos_id is None:
             raise config.InputError(
-                f"The tokenizer has no {END_OF_TEXT} token, which ends a document (nor "
+                f"The tokenizer has no token that ends a document: {END_OF_TEXT} (or "
                 f"{', '.join(_ENDS[1:])}); add it to the added_tokens of its "
                 f"tokenizer.json."
             )
         backend.no_truncation()
         backend.no_padding()
-        # Text that spells a special token stays text, as no document may end itself.
+        # A document that spells a special token stays text: it must not end itself.
         backend.encode_special_tokens = True
         added = backend.get_added_tokens_decoder().items()
         ids = {token.content: i for i, token in added}
         self.special_ids = {name: ids[name] for name in SPECIAL_TOKENS if name in ids}
-        # The released file declares <think>, <tool_call> and the like as not special.
+        # The released file does not declare <think>, <tool_call> and others special.
         backend.add_special_tokens([_special(name) for name in self.special_ids])
         self._backend = backend
         self.eos_id: int = eos_id
         self.pieces: tuple[bytes, ...] = _pieces(backend)
         if (got := self.decode(self.encode(_PROBE))) != _PROBE:
             raise config.InputError(
-                f"The tokenizer must spell a text as it is (byte-level ones do, as "
-                f"GLM-5's is), but makes {got!r} of {_PROBE!r}; give another "
+                f"The tokenizer must keep text unchanged (byte-level ones such as "
+                f"GLM-5's do), but turns {_PROBE!r} into {got!r}; give another "
                 f"tokenizer.json, 'bpe' or 'byte'."
             )
 
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def text(self) -> str:
-        """Its tokenizer.json, which transformers reads too."""
+        """The tokenizer.json as a string; transformers reads it too."""
         return self._backend.to_str()
 
     @property
@@ -119,7 +119,7 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_spelt(self, text: str) -> list[int]:
-        """Token ids of a text in which special tokens are spelt out, as by `spell`."""
+        """Token ids of a text whose special tokens are spelt out, as `spell` does."""
         names = "|".join(
             map(re.escape, sorted(self.special_ids, key=len, reverse=True))
         )
@@ -137,8 +137,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Text of `ids`, without special tokens.
 
-        Bytes that are not UTF-8 (a character cut in two) and ids beyond the vocabulary
-        (a model's may be padded) become U+FFFD.
+        Bytes that are not UTF-8 (half a character, say) and ids beyond the tokenizer's
+        vocabulary (a model may have more embeddings) become U+FFFD.
         """
         known = range(self.vocab_size)
         pieces = (
@@ -148,7 +148,7 @@ class Tokenizer:
         return b"".join(pieces).decode(errors="replace")
 
     def spell(self, ids: Iterable[SupportsIndex]) -> str:
-        """Text of `ids`, GLM-5's special tokens spelt out."""
+        """Text of `ids`, with GLM-5's special tokens spelt out."""
         names = {i: name for name, i in self.special_ids.items()}
         runs = itertools.groupby(map(operator.index, ids), names.get)
         return "".join(
@@ -162,15 +162,15 @@ class Tokenizer:
 
 
 def load(path: str | pathlib.Path) -> Tokenizer:
-    """The tokenizer in the tokenizer.json at `path`, or in the folder `path`.
+    """Loads the tokenizer.json at `path`, or in the folder `path`.
 
     Raises:
-        config.InputError: there is none, or not one that can be used here.
+        config.InputError: the file is missing, or its tokenizer is not supported.
     """
     path = pathlib.Path(path).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        if file.exists() and not file.is_file():  # /dev/zero, say, has no end
+        if file.exists() and not file.is_file():  # such as the endless /dev/zero
             raise OSError("it is no regular file")
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -179,14 +179,14 @@ def load(path: str | pathlib.Path) -> Tokenizer:
             f"'bpe_chat', 'byte_chat' for conversations) or the path of a "
             f"tokenizer.json."
         ) from error
-    if _PREFIX.search(text):  # merges that do not fit it abort the process
+    if _PREFIX.search(text):  # mismatched merges abort the process
         raise config.InputError(
-            f"{file}: continuing_subword_prefix must be empty, or ids do not spell the "
-            f"text that they are of; give another tokenizer.json, 'bpe' or 'byte'."
+            f"{file}: continuing_subword_prefix must be empty, because ids would not "
+            f"spell their text; give another tokenizer.json, 'bpe' or 'byte'."
         )
     try:
         backend = tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:  # nothing narrower; a panic is no Exception
+    except BaseException as error:  # a Rust panic is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
         raise config.InputError(f"{file} is not a tokenizer.json: {error}.") from error
@@ -201,12 +201,12 @@ def digest_of(path: pathlib.Path) -> str:
 
 
 def check_released(tokenizer: Tokenizer, file: str | pathlib.Path) -> None:
-    """Checks the special tokens of a tokenizer that is as large as GLM-5's.
+    """Checks the special tokens of a tokenizer of GLM-5's size.
 
-    Small ones, with the same tokens at other ids, are for small models.
+    Smaller tokenizers pass: those of small models have the same tokens at other ids.
 
     Raises:
-        config.InputError: one is missing, or has another id than in the release.
+        config.InputError: a token is missing, or its id differs from the release's.
     """
     ids = tokenizer.special_ids
     if _OF_GLM not in ids or tokenizer.vocab_size <= min(RELEASED_IDS.values()):
@@ -220,8 +220,8 @@ def check_released(tokenizer: Tokenizer, file: str | pathlib.Path) -> None:
         more = [f"and {len(wrong) - _MAX_SHOWN} more"] * (len(wrong) > _MAX_SHOWN)
         raise config.InputError(
             f"{file} is of GLM-5's size, but its special tokens are not GLM-5's: "
-            f"{'; '.join([*wrong[:_MAX_SHOWN], *more])}. Take the tokenizer.json that "
-            f"lies beside the weights."
+            f"{'; '.join([*wrong[:_MAX_SHOWN], *more])}. Use the tokenizer.json from "
+            f"the folder of the weights."
         )
 
 
@@ -229,7 +229,7 @@ def byte_tokenizer(special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
     """The tokenizer whose ids 0..255 are bytes and 256 is <|endoftext|>.
 
     Args:
-        special_tokens: take the ids from 256 on; SPECIAL_TOKENS for chats.
+        special_tokens: their ids start at 256; pass SPECIAL_TOKENS for chats.
     """
     backend = tokenizers.Tokenizer(models.BPE(vocab=_ALPHABET, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(
@@ -248,9 +248,9 @@ def train_bpe(
     """A byte-level BPE of at most `vocab_size` tokens; <|endoftext|> is token 0.
 
     Args:
-        texts: what the merges are learnt from.
-        vocab_size: bytes and special tokens included.
-        special_tokens: take the ids from 0 on; SPECIAL_TOKENS for chats.
+        texts: training text for the merges.
+        vocab_size: includes bytes and special tokens.
+        special_tokens: their ids start at 0; pass SPECIAL_TOKENS for chats.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -271,7 +271,7 @@ def train_bpe(
 
 
 def named(name: str) -> Tokenizer:
-    """The tokenizer "byte", "byte_chat", or that of a path."""
+    """Returns the tokenizer "byte" or "byte_chat", or loads the one at a path."""
     if name == "byte":
         return byte_tokenizer()
     if name == "byte_chat":
@@ -280,10 +280,10 @@ def named(name: str) -> Tokenizer:
 
 
 def for_corpus(data: config.DataConfig, texts: Sequence[str]) -> Tokenizer:
-    """The tokenizer that `data` names; a BPE is trained on `texts` once and kept.
+    """Returns the tokenizer that `data` names; a BPE is trained once and cached.
 
     Args:
-        data: the section of the config.
+        data: the config's data section.
         texts: training documents in random order; the first 4 MB are used.
     """
     if data.tokenizer not in BPE_NAMES:
@@ -328,15 +328,15 @@ def check_vocab(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 
 
 def _save_proven(tokenizer: Tokenizer, path: pathlib.Path) -> None:
-    """Writes the digest of a tokenizer.json, and below it that file."""
+    """Writes the digest of a tokenizer.json, then the file's bytes."""
     files.write_text(path, f"{tokenizer.digest}\n{tokenizer.text}")
 
 
 def _load_proven(path: pathlib.Path) -> Tokenizer:
-    """Raises ValueError where one byte of it is another."""
+    """Reads a file of `_save_proven`; raises ValueError if any byte changed."""
     digest, _, text = path.read_text(encoding="utf-8").partition("\n")
     if hashlib.sha256(text.encode()).hexdigest() != digest:
-        raise ValueError("its content has another digest than it says")
+        raise ValueError("its content does not match its digest")
     return Tokenizer(tokenizers.Tokenizer.from_str(text))
 
 
@@ -347,7 +347,7 @@ def _special(name: str) -> tokenizers.AddedToken:
 def _byte_alphabet() -> dict[str, int]:
     """The character that stands for each byte in a byte-level tokenizer.json (GPT-2).
 
-    Visible Latin-1 characters stand for themselves, the others for U+0100 onwards.
+    Visible Latin-1 characters stand for themselves; all other bytes map to U+0100 on.
     """
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in visible]
@@ -360,7 +360,7 @@ _ALPHABET = _byte_alphabet()
 
 
 def _pieces(backend: tokenizers.Tokenizer) -> tuple[bytes, ...]:
-    """The bytes of each id."""
+    """Returns the bytes that each id stands for."""
     vocab = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
     plain = {token: i for token, i in vocab.items() if i not in added}
@@ -383,13 +383,13 @@ def _spelt_by_bytes(token: str) -> bytes:
 
 
 def _spelt_by_characters(token: str) -> bytes:
-    """Spells as SentencePiece: a blank is U+2581, and <0x0A> is a byte."""
+    """Returns the bytes of a SentencePiece token: U+2581 is a blank, <0x0A> a byte."""
     byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
     return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
 
 
 def _leading(texts: Sequence[str], limit: int) -> list[str]:
-    """The first of the texts that together have `limit` characters, at least one."""
+    """Returns the first texts, as many as together reach `limit` characters."""
     sample, size = [], 0
     for text in texts:
         sample.append(text)

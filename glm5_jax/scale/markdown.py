@@ -1,4 +1,4 @@
-"""The report as a page."""
+"""Renders a report as a Markdown page."""
 
 import json
 import pathlib

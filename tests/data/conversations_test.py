@@ -72,7 +72,7 @@ class ConversationsTest(parameterized.TestCase):
             self.assertEqual(conversations.read_conversations(str(source)), found)
 
     def documents(self, batches):
-        """(inputs and last target, trained positions) of every packed document."""
+        """Returns (ids with last target, trained positions) of each document."""
         found = []
         for batch in batches:
             for tokens, targets, mask, segments, positions in zip(
@@ -130,7 +130,7 @@ class ConversationsTest(parameterized.TestCase):
         (from_5,) = itertools.islice(second.train_iterator(5), 1)
         np.testing.assert_array_equal(from_5["tokens"], first.train_batch(5)["tokens"])
         self.assertEqual(first.fingerprint, second.fingerprint)
-        # Another version ends every run that has begun: for another order alone.
+        # A new version invalidates every run; raise it only for a new order.
         self.assertIn("order_version=1", first.fingerprint.split())
         self.assertNotEqual(first.fingerprint, other.fingerprint)
         for changes in ({"chat_template": "glm5.2"}, {"clear_thinking": False}):
@@ -252,7 +252,7 @@ class ConversationsTest(parameterized.TestCase):
                 self.make(source=source)
         with self.assertRaisesRegex(config.InputError, "lacks: .*<think>"):
             self.make(tokenizer="byte")
-        self.write(self.records[:1] * 5)  # the same one, so all on one side
+        self.write(self.records[:1] * 5)  # one document, so all on one side
         with self.assertRaisesRegex(config.InputError, "nothing for the .* side"):
             self.make()
         with self.assertRaisesRegex(config.InputError, r"0\.\.4: .* got 5"):
@@ -268,7 +268,7 @@ class ConversationsTest(parameterized.TestCase):
             held_out = problems.problem(name, "held_out", 0, index)
             self.assertNotIn(held_out.messages[0]["content"], asked)
         for conversation in found[:50]:
-            # A tool that is there but not told of is called all the same.
+            # A tool may be called even if the prompt does not describe it.
             tools = conversation.tools or (problems.CALC_TOOL,)
             messages.check(conversation.messages, tools)
 
@@ -293,7 +293,7 @@ class ViewTest(parameterized.TestCase):
             "+ a</think>b<|endoftext|>",
         )
         color = view.view(rendered, tokenizer, in_color=True, with_ids=False)
-        self.assertIn("é\n\\x1b[m\x1b[0m", color)  # data does not steer the terminal
+        self.assertIn("é\n\\x1b[m\x1b[0m", color)  # data sends no escape codes
         self.assertIn("\x1b[32ma\x1b[0m\x1b[32m\x1b[1;4m</think>\x1b[0m", color)
         path = self.create_tempfile("a.jsonl", json.dumps({"messages": said}))
         command = [

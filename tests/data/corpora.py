@@ -9,12 +9,12 @@ from glm5_jax import config
 from glm5_jax.data.preparation import prepare
 
 WORDS = ("naïve", "漢字", "def", "return", "self", "import", "🙂", "one", "two")
-FIRST_MARK = 0x3400  # a character for each document, before each of its words
+FIRST_MARK = 0x3400  # a document's character, before each of its words
 SHARD_MIB = 0.004  # of about 4 KB, so that a small corpus has several
 
 
 def write_jsonl(folder, num_files=3, num_lines=40, seed=0):
-    """Writes files with a document a line, each with a character of its own."""
+    """Writes files with one document per line, each with its own character."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     for i in range(num_files):

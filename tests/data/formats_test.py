@@ -1,4 +1,4 @@
-"""Every format, whole and cut into spans, compressed files, and refused ones."""
+"""Every format, read whole and in spans; compressed files; refused files."""
 
 import gzip
 import importlib
@@ -24,7 +24,7 @@ TEXTS = [f"text {i} naïve 漢字 " + "x" * (i * 7 % 50) for i in range(60)]
 
 def write_jsonl(path):
     lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(TEXTS)]
-    path.write_text("\ufeff" + "\n".join(lines))  # no end of the last line
+    path.write_text("\ufeff" + "\n".join(lines))  # the last line has no end
 
 
 def write_parquet(path):
@@ -33,7 +33,7 @@ def write_parquet(path):
 
 
 def write_arrow_stream(path):
-    """Writes a file as Hugging Face datasets do."""
+    """Writes a file like Hugging Face datasets."""
     table = pyarrow.table({"id": range(60), "text": TEXTS})
     with pyarrow.ipc.new_stream(path, table.schema) as writer:
         writer.write_table(table, max_chunksize=7)
@@ -58,7 +58,7 @@ def write_gzip(path, data):
 
 
 def write_zstandard(path, data):
-    """Writes two frames, as parallel compressors do, the first without its size."""
+    """Writes two frames like parallel compressors, the first without its size."""
     zstandard = importlib.import_module("zstandard")
     half = len(data) // 2
     options = ({"write_content_size": False}, {"write_checksum": True})
@@ -99,7 +99,7 @@ class FormatsTest(parameterized.TestCase):
             spans = formats.cut(self.root, path, num_bytes)
             self.assertGreater(len(spans), 2)
             self.assertEqual(self.read(path, num_bytes), whole)
-            if path.suffix != ".array_record":  # whose files are padded to 64 KiB
+            if path.suffix != ".array_record":  # pads files to 64 KiB
                 sizes = [span.num_bytes for span in spans]
                 self.assertLess(max(sizes), 1200 + num_bytes)
         self.assertEqual(self.read(path, 500), whole)
@@ -126,7 +126,7 @@ class FormatsTest(parameterized.TestCase):
         self.assertEqual([text for _, text in got], ["{no json", "é"])
 
     def test_a_hugging_face_folder_knows_its_files(self):
-        """The folder is as Dataset.save_to_disk leaves it, with an unrelated file."""
+        """Reads a folder of Dataset.save_to_disk with an unrelated file."""
         write_arrow_stream(self.root / "data-00000-of-00001.arrow")
         write_arrow_stream(self.root / "cache-1234.arrow")
         state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
@@ -206,7 +206,7 @@ class CompressedTest(parameterized.TestCase):
                 documents_lib.read_documents(str(path))
 
     def test_no_such_file(self):
-        """A file of another format under the name is refused."""
+        """Refuses a file whose content has another format than its name."""
         self.write(".zst", write_gzip)
         with self.assertRaisesRegex(config.InputError, r"zst cannot be read"):
             documents_lib.read_documents(str(self.root))

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: nothing is lost, names decide, rates hold."""
+"""Fill-in-the-middle: no text is lost, names decide, rates are met."""
 
 from absl.testing import parameterized
 
@@ -26,7 +26,7 @@ class InfillTest(parameterized.TestCase):
             whole = found[infill.PREFIX] + found[infill.MIDDLE] + found[infill.SUFFIX]
             self.assertEqual(whole, TEXT)
             cuts.add(len(found[infill.PREFIX]))
-        # Of 200 first cuts nearly every place has some; both ends may be cut.
+        # 200 first cuts reach nearly every position, both ends included.
         self.assertGreater(len(cuts), len(TEXT) * 0.6)
         self.assertEqual(min(cuts), 0)
 

@@ -1,4 +1,4 @@
-"""A source that is mended after its preparation began: the rest is kept."""
+"""A source that is fixed after its preparation began: finished parts are kept."""
 
 import json
 import os
@@ -17,7 +17,7 @@ TRAIN = "train-*.array_record"
 
 
 class MendedSourceTest(runs.FolderTest):
-    """Each ends with the bytes of a preparation that began with the source as it is."""
+    """Checks that the bytes equal those of a fresh preparation of the fixed source."""
 
     def setUp(self):
         super().setUp()
@@ -62,7 +62,7 @@ class MendedSourceTest(runs.FolderTest):
         self.prepare()
         times = self.times()
         self.replace_line("1.jsonl", 5, json.dumps({"text": "something shorter"}))
-        os.utime(self.source / "0.jsonl")  # of a new time and the same content
+        os.utime(self.source / "0.jsonl")  # a new time, the same content
         self.prepare()
         self.assertBetween(len(self.made_since(times)), 1, 2)
         self.assertLen(times, 6)
@@ -73,7 +73,7 @@ class MendedSourceTest(runs.FolderTest):
         self.replace_line("2.jsonl", 39, '{"text": 3}')
         with self.assertRaisesRegex(config.InputError, "2.jsonl:40 must have a string"):
             self.prepare()
-        with self.assertRaisesRegex(config.InputError, "not prepared to the end"):
+        with self.assertRaisesRegex(config.InputError, "is not finished"):
             index_lib.read(self.target)
 
     def test_files_come_and_go(self):

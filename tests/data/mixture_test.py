@@ -21,7 +21,7 @@ WEIGHTS = [
 
 
 class Numbered:
-    """Rows that say which they are."""
+    """Rows that hold their own number."""
 
     def __init__(self, name, size):
         self.name, self.size = name, size

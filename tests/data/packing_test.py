@@ -1,4 +1,4 @@
-"""Rows against a token-by-token loop over the documents."""
+"""Packed rows against a token-by-token loop over the documents."""
 
 import numpy as np
 from absl.testing import parameterized
@@ -10,7 +10,7 @@ EOS = 99
 
 
 def packed_by_loop(documents, length):
-    """Rows of (token, target, segment, position, mask), the slow way."""
+    """Returns rows of (token, target, segment, position, mask), token by token."""
     rows = [[]]
     for document in documents:
         position = 0
@@ -29,7 +29,7 @@ def packed_by_loop(documents, length):
 
 
 def make_documents(*lengths):
-    """Documents in which token 10 d + i % 10 is token i of document d."""
+    """Returns documents in which token i of document d is 10 d + i % 10."""
     return [10 * d + np.arange(n, dtype=np.int32) % 10 for d, n in enumerate(lengths)]
 
 

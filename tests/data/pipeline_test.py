@@ -14,7 +14,7 @@ from glm5_jax.data.sources import documents as documents_lib
 from tests import environment
 
 WORDS = ("naïve", "漢字", "def", "return", "self", "import", "🙂", "one", "two")
-FIRST_MARK = 0x3400  # a character for each document, before each of its words
+FIRST_MARK = 0x3400  # a document's character, before each of its words
 
 
 def write_corpus(folder, num_documents=60):
@@ -26,7 +26,7 @@ def write_corpus(folder, num_documents=60):
 
 
 def marks(text):
-    """Which documents the characters of a text are from."""
+    """Returns the documents that the characters of a text are from."""
     return {c for c in text if FIRST_MARK <= ord(c) < FIRST_MARK + 1000}
 
 
@@ -83,7 +83,7 @@ class PipelineTest(parameterized.TestCase):
             self.assert_equal_batches(first, second)
 
     def test_rows_taken_are_those_of_the_whole(self):
-        """As two processes take them, which then make one batch between them."""
+        """Checks that two processes together read the batch that one process reads."""
         whole, part = self.make(), self.make()
         for rows in ([0], [1, 2], [2]):
             part.restrict_to(rows)
@@ -149,7 +149,7 @@ class PipelineTest(parameterized.TestCase):
     def test_fingerprint_names_what_differs(self):
         base = self.make()
         self.assertEqual(self.make().fingerprint, base.fingerprint)
-        # Another version ends every run that has begun: for another order alone.
+        # A new version invalidates every run; raise it only for a new order.
         self.assertIn("order_version=1", base.fingerprint.split())
         for part, changed in (
             ("seed", self.make(seed=1)),
@@ -167,7 +167,7 @@ class PipelineTest(parameterized.TestCase):
         written = file.stat().st_mtime_ns
         self.assert_equal_batches(self.make().train_batch(0), first)
         self.assertEqual(file.stat().st_mtime_ns, written)
-        # One flipped bit: the checksum of the archive finds it.
+        # The archive's checksum detects one flipped bit.
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
@@ -177,7 +177,7 @@ class PipelineTest(parameterized.TestCase):
 
     def test_a_split_without_documents_is_refused(self):
         folder = pathlib.Path(self.create_tempdir().full_path)
-        (folder / "input.txt").write_text("x")  # which cannot be parted
+        (folder / "input.txt").write_text("x")  # a text that cannot be split
         with self.assertRaisesRegex(config.InputError, "no held-out document.*JSONL"):
             self.make(source=str(folder))
 

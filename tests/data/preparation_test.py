@@ -1,4 +1,4 @@
-"""Preparing a corpus: same bytes however it is done, and what is in them."""
+"""Preparing a corpus: the same bytes in every way, and their content."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests import environment, runs
 from tests.data import corpora
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-# Of the 40 numbers as documents: another one makes every part anew.
+# Digest of the 40 documents; a change remakes every part.
 SOURCE_SHA256 = "333e4f5f5aa6e2234e2d73c0584e29b26f3181b37bd26eb7f3bc6b53aa8c593f"
 
 
@@ -37,7 +37,7 @@ def rows_of(folder, side="train"):
 
 
 def segments(rows):
-    """Ids of each piece of a document, with the target after its last token."""
+    """Returns the ids of each piece of a document, with its last target."""
     for row in rows:
         for segment in range(1, row["segment_ids"].max() + 1):
             is_in = row["segment_ids"] == segment
@@ -103,8 +103,8 @@ class PreparationTest(runs.FolderTest):
         self.assertEqual({p.name for p in times} - kept, made)
         self.assertEmpty(list(folder.glob(".train-*")))
 
-    def test_a_killed_preparation_goes_on(self):
-        """kill -9 while workers write; they end too, and the rest is made."""
+    def test_a_killed_preparation_resumes(self):
+        """Kills the parent with SIGKILL: workers end too, and the next run finishes."""
         folder = self.target()
         command = [sys.executable, "-m", "glm5_jax.prepare", "--workers=2"]
         changes = {"sequence_length": 32, "held_out_percent": 20, "tokenizer": "byte"}
@@ -134,7 +134,7 @@ class PreparationTest(runs.FolderTest):
         self.fail("workers live on without their parent")
 
     def test_memory_is_that_of_a_part(self):
-        """In a child: its highest resident size while it prepares a larger corpus."""
+        """Measures a child's peak resident size while it prepares a larger corpus."""
         source = pathlib.Path(self.create_tempdir().full_path)
         line = json.dumps({"text": "word " * 100}) + "\n"
         with (source / "a.jsonl").open("w") as file:
@@ -155,12 +155,12 @@ print((used() - before) / 1024)
             command = [sys.executable, "-c", code, str(source), self.target(), str(mib)]
             got = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
             grown[mib] = float(got.stdout)
-        # Libraries take 20 MiB, a MiB of text about 7, as each byte is here an id.
+        # Libraries take 20 MiB; a MiB of text takes 7, as each byte is an id.
         self.assertLess(grown[1], 50)
         self.assertGreater(grown[8], grown[1] + 20)
 
-    def test_a_full_disk_ends_it_and_it_goes_on(self):
-        """As a limit on the size of files, which shards exceed and nothing else."""
+    def test_a_full_disk_ends_it_and_it_resumes(self):
+        """Simulates it by a limit on file size, which only shards exceed."""
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, before)
         folder = self.target()
@@ -196,7 +196,7 @@ print((used() - before) / 1024)
         with self.assertRaisesRegex(config.InputError, r"2.jsonl:31 must.*\['body'\]"):
             corpora.make_prepared(source, folder, num_workers=2)
         self.assertNotEmpty(list(folder.glob("parts/*.json")))
-        with self.assertRaisesRegex(config.InputError, "not prepared to the end"):
+        with self.assertRaisesRegex(config.InputError, "is not finished"):
             index_lib.read(folder)
 
     def test_a_bpe_is_trained_on_training_documents_and_kept(self):
@@ -313,7 +313,7 @@ class ErrorTest(parameterized.TestCase):
             "all_held_out",
             {"buckets": (5,)},
             "rows",
-            "leaves nothing to train on",
+            "has nothing to train on",
         ),
     )
     def test_what_cannot_be_leaves_nothing(self, changes, target, message):
@@ -336,7 +336,7 @@ class ErrorTest(parameterized.TestCase):
         self.assertFalse((folder / "rows").exists())
 
     def test_records_of_before_hold_for_the_same_documents(self):
-        """Their digest depends on how many documents are read at once."""
+        """Their digest depends on the number of documents read at once."""
         folder = pathlib.Path(self.create_tempdir().full_path)
         (folder / "corpus").mkdir()
         lines = "".join(f'{{"text": "{i}"}}\n' for i in range(40))

@@ -1,4 +1,4 @@
-"""Conversations prepared against the same ones read into memory."""
+"""Prepared conversations against the same ones read into memory."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ def write(folder):
 
 
 def packed(batches):
-    """Ids of every document in the rows, with its positions that are trained."""
+    """Returns the ids and trained positions of every document in the rows."""
     for batch in batches:
         for row in range(len(batch["tokens"])):
             segments = batch["segment_ids"][row]
@@ -84,7 +84,7 @@ class PreparedConversationsTest(runs.FolderTest):
         return sft.make_pipeline(dataclasses.replace(self.data, **changes), 3)
 
     def epoch(self, pipe):
-        """More than all batches."""
+        """Returns more batches than one epoch has."""
         (epochs,) = pipe.epochs(1).values()
         return itertools.islice(pipe.train_iterator(), round(1 / epochs) + 1)
 
@@ -97,7 +97,7 @@ class PreparedConversationsTest(runs.FolderTest):
         self.assertNotEmpty(sides[0])
 
     def test_a_part_has_the_batches_of_the_same_conversations_in_memory(self):
-        """Bit for bit, masks and order too, over two epochs."""
+        """Compares two epochs bit for bit, masks and order included."""
         here, online = self.open(self.whole), self.online()
         ((_, epochs),) = here.epochs(1).items()
         for step in range(round(2 / epochs)):
@@ -122,7 +122,7 @@ class PreparedConversationsTest(runs.FolderTest):
             records.append({"messages": [conversations_test.user(f"{i}?"), answer]})
         path = self.root / "lengths.jsonl"
         path.write_text("\n".join(map(json.dumps, records)))
-        # All 30 have 438 tokens and more, and before 410 there is nothing to train.
+        # All 30 have at least 438 tokens; the first 410 are not trained.
         for length, cut, dropped in ((450, 3, 0), (400, 0, 30), (100, 10, 30)):
             changes = {"source": str(path), "sequence_length": length}
             folder = self.prepare(self.target(), **changes)
@@ -185,14 +185,14 @@ class PreparedConversationsTest(runs.FolderTest):
 
     def test_stages_learn_from_their_kind_alone(self):
         data = dataclasses.replace(self.data, source=str(self.whole))
-        message = "--kind=conversations, from which stage sft can learn"
+        message = "--kind=conversations, which only stage sft can use"
         with self.assertRaisesRegex(config.InputError, message):
             prepared.make_pipeline(data, 0)
         texts = corpora.write_jsonl(self.root / "texts")
         folder = corpora.make_prepared(
             texts, self.target(), tokenizer="byte_chat", sequence_length=LENGTH
         )
-        message = "--kind=text, from which stages pretrain, dsa_warmup, "
+        message = "--kind=text, which only stages pretrain, dsa_warmup, "
         with self.assertRaisesRegex(config.InputError, message):
             self.open(folder)
         with self.assertRaisesRegex(config.InputError, message):

@@ -53,7 +53,7 @@ class PreparedTest(runs.FolderTest):
     def test_processes_and_restarts_do_not_change_a_step(
         self, num_processes, start, mixed
     ):
-        """Each reads its rows by its own iterator from a step on; joined, the whole."""
+        """Joins the rows of several processes; compares with one process."""
         make = self.mix if mixed else self.make
         parts = []
         for number in range(num_processes):
@@ -71,7 +71,7 @@ class PreparedTest(runs.FolderTest):
 
     @parameterized.parameters("a.txt", "a.txt.gz", "")
     def test_a_single_text_gives_the_batches_of_a_run_without_preparation(self, name):
-        """The source is a file or the folder of one; its end is held out."""
+        """Prepares a file, or a folder with one file; its end is held out."""
         folder = pathlib.Path(self.create_tempdir().full_path)
         text = "".join(f"line {i} of the text\n" for i in range(300)).encode()
         packed = gzip.compress(text) if name.endswith(".gz") else text
@@ -125,7 +125,7 @@ class PreparedTest(runs.FolderTest):
         index = index_lib.read(folder)
         first, second = (folder / shard.name for shard in index.train[:2])
         size = max(first.stat().st_size, second.stat().st_size)
-        for path in (first, second):  # of the same size, too
+        for path in (first, second):  # and of the same size
             path.write_bytes(path.read_bytes().ljust(size, b"\0"))
         same = [
             dataclasses.replace(
@@ -154,7 +154,7 @@ class PreparedTest(runs.FolderTest):
         self.assertLen(set(rows), size)
 
     def test_the_same_text_as_in_memory(self):
-        """Prepared or not, a corpus has the same documents on either side."""
+        """Splits a corpus into the same two sides as training from memory."""
         source = str(self.root / "web_corpus")
         data = dataclasses.replace(
             self.data, source=source, tokenizer="byte", held_out_percent=20
@@ -205,7 +205,7 @@ class PreparedTest(runs.FolderTest):
     def test_fingerprint_names_what_differs(self):
         base = self.mix()
         self.assertEqual(self.mix().fingerprint, base.fingerprint)
-        # Another version ends every run that has begun: for another order alone.
+        # A new version invalidates every run; raise it only for a new order.
         self.assertIn("order_version=1", base.fingerprint.split())
         source = self.root / "web_corpus"
         other = corpora.make_prepared(
@@ -224,7 +224,9 @@ class PreparedTest(runs.FolderTest):
     def test_what_does_not_fit_is_refused(self):
         with self.assertRaisesRegex(config.InputError, "must be 32, .* got 64"):
             self.make(sequence_length=64)
-        with self.assertRaisesRegex(config.InputError, "'byte_chat' is not what"):
+        with self.assertRaisesRegex(
+            config.InputError, "another tokenizer than data.tokenizer='byte_chat'"
+        ):
             self.make(tokenizer="byte_chat")
         self.make(tokenizer="byte")
         web = str(self.folders["web"])

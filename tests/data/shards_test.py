@@ -1,4 +1,4 @@
-"""Rows through records and files, and what damage does."""
+"""Rows written to records and files, and the effect of damage."""
 
 import dataclasses
 import pathlib
@@ -51,7 +51,7 @@ class ShardsTest(parameterized.TestCase):
     @parameterized.product(make=[packed, fitted], vocab_size=[300, 154_880])
     def test_records_hold_rows(self, make, vocab_size):
         rows = make(vocab_size)
-        for i in range(len(rows) + 1):  # the one beyond the last is all padding
+        for i in range(len(rows) + 1):  # the row after the last is all padding
             record = shards.encode(rows[i])
             self.assert_equal_rows(shards.decode(record, LENGTH, EOS), rows[i])
 
@@ -85,7 +85,7 @@ class ShardsTest(parameterized.TestCase):
         rows = packed(300)
         before, shard = self.write("b", rows), self.write("a", rows)
         content = bytearray((self.folder / "a").read_bytes())
-        # A record is random ids: their bytes stand in the file as they are.
+        # Records of random ids are not compressed: the file holds their bytes.
         place = bytes(content).index(shards.encode(rows[5])[-20:])
         content[place] ^= 1
         (self.folder / "a").write_bytes(content)

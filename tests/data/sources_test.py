@@ -1,4 +1,4 @@
-"""Documents of a folder and of Python, their split, and what is refused."""
+"""Documents of a folder and of Python, their split, and refused sources."""
 
 import gzip
 import hashlib
@@ -136,7 +136,7 @@ class PythonTest(absltest.TestCase):
         self.assertBetween(num_bytes, 5e6, 20e6)
         held_out = [d for d in documents if documents_lib.is_held_out(d.name, 10)]
         self.assertBetween(len(held_out) / len(documents), 0.05, 0.15)
-        # Modules in site-packages come and go; the corpus must not.
+        # Modules in site-packages change; the corpus must not.
         self.assertNotIn("pip/__init__.py", names)
 
 

@@ -1,4 +1,4 @@
-"""The chat template against other hands', token by token, and what ids spell."""
+"""The chat template against independent renderings, and the parsing of ids."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def template(version="glm5", thinking=True, clear=True):
 
 
 def ids_of(text):
-    """Ids of a text in which special tokens are spelt out."""
+    """Returns the ids of a text whose special tokens are spelt out."""
     ids = []
     while text:
         found = [(text.index(n), n) for n in tokenizer_lib.SPECIAL_TOKENS if n in text]
@@ -122,7 +122,7 @@ class TemplateTest(parameterized.TestCase):
         prompt = template("glm5.2").render(messages, add_generation_prompt=True)
         text = TOKENIZER.spell(prompt.tokens)
         self.assertTrue(text.endswith("<think></think>a<|user|>Hi<|assistant|><think>"))
-        # What the prompt gave is not trained, what the model has to say is.
+        # The prompt's tokens are not trained, the model's are.
         end = len(ids_of("a<|user|>Hi<|assistant|><think>"))
         self.assertFalse(prompt.mask[-end - 1])
         self.assertTrue(prompt.mask[-end])
@@ -165,7 +165,7 @@ class TemplateTest(parameterized.TestCase):
         version=("glm5", "glm5.1", "glm5.2"), name=("tools", "consecutive_results")
     )
     def test_turn_after_turn_the_ids_only_grow(self, version, name):
-        # Every turn with a thought, which stays: what was sampled is what is rendered.
+        # Thoughts are kept, so every turn renders as it was sampled.
         conversation = GOLDEN["conversations"][name]
         tools = conversation["tools"]
         messages = [
@@ -199,7 +199,7 @@ class TemplateTest(parameterized.TestCase):
         self.assertEqual(ours.bridge([HI], ids_of("<|observation|>")[0]), tail)
 
     def test_content_in_parts(self):
-        """As the release's visible_text, and its loop over a tool's results."""
+        """Follows the release's visible_text and its loop over a tool's results."""
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         call = {"function": {"name": "f", "arguments": {}}}
         messages = [
@@ -217,14 +217,14 @@ class TemplateTest(parameterized.TestCase):
         )
 
     def test_two_closed_thoughts(self):
-        """The first is the thought, the content is what follows the last."""
+        """The first is the thought; the content follows the last."""
         content = "<think>x</think>y</think>\nz"
         messages = [HI, {"role": "assistant", "content": content}]
         text = template().tokenizer.spell(template().render(messages).tokens)
         self.assertTrue(text.endswith("<|assistant|><think>x</think>z"), text)
 
     def test_text_never_becomes_a_special_token(self):
-        # As in the released file, where some of these are not declared special.
+        # The released file does not declare some of these special.
         backend = json.loads((FOLDER / "chat_tokenizer.json").read_text())
         for token in backend["added_tokens"]:
             token["special"] = token["content"].startswith("<|")
@@ -351,7 +351,7 @@ class TruncateTest(parameterized.TestCase):
             self.assertNotIn(last, ("<think>", "<|assistant|>", "<|system|>"))
             if last in ("<|user|>", "<|observation|>"):
                 self.assertTrue(cut.mask[-1])
-        # Texts may be cut, so that little is lost.
+        # A cut within a text loses few tokens.
         self.assertGreater(len(lengths), size / 3)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: exact round trips, files, and what is refused."""
+"""Tokenizers: exact round trips, files, and refused ones."""
 
 import itertools
 import pathlib
@@ -59,7 +59,7 @@ class TokenizerTest(parameterized.TestCase):
     def test_special_tokens_are_glm5_s_in_their_order(self):
         names = tokenizer_lib.SPECIAL_TOKENS
         self.assertLen(set(names), 36)
-        # Of the released tokenizer (spec/glm5.md 5.2).
+        # Ids of the released tokenizer (spec/glm5.md 5.2).
         for name, released in (
             ("<|endoftext|>", 154820),
             ("<|assistant|>", 154828),
@@ -146,7 +146,7 @@ def of_bytes(vocab, special_tokens):
 
 
 def of_characters(*normalizers, end="<eos>"):
-    """As SentencePiece makes them: characters with blanks as U+2581, bytes, merges."""
+    """Makes one like SentencePiece's: blanks as U+2581, single bytes, merges."""
     characters = [*"\u2581defturnxabos()", "\u2581d", "re", "r\u2581"]
     names = ["<unk>", end, *(f"<0x{i:02X}>" for i in range(256)), *characters]
     model = tokenizers.models.BPE(
@@ -192,7 +192,7 @@ class CharacterTest(parameterized.TestCase):
             tokenizer_lib.Tokenizer(of_characters(normalizer))
 
     def test_words_without_blanks_are_refused(self):
-        """ASCII alone, so that it looks like bytes."""
+        """Tries one of ASCII only, which looks byte-level."""
         backend = tokenizers.Tokenizer(
             tokenizers.models.WordPiece({"[UNK]": 0, "def": 1, "</s>": 2})
         )
@@ -201,7 +201,7 @@ class CharacterTest(parameterized.TestCase):
 
 
 def of_glm5_s_size(special_tokens):
-    """A tokenizer.json as large as the released one: pairs and triples of bytes."""
+    """Writes a tokenizer.json of the released size, of pairs and triples of bytes."""
     alphabet = sorted(tokenizer_lib._ALPHABET)
     pairs = (a + b for a in alphabet for b in alphabet)
     triples = ("a" + a + b for a in alphabet for b in alphabet)
@@ -284,7 +284,7 @@ class TokenizerErrorTest(parameterized.TestCase):
         ("deep", "{", "[" * 100_000, "is not a tokenizer.json"),
     )
     def test_damaged(self, before, after, message):
-        """The inputs would fill the memory, or abort the process, in the library."""
+        """These inputs would make the library fill the memory or abort the process."""
         text = tokenizer_lib.byte_tokenizer().text
         self.assertIn(before, text)
         path = self.create_tempfile(content=text.replace(before, after, 1)).full_path

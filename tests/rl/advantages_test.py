@@ -1,4 +1,4 @@
-"""Advantages, weights and group hygiene against loops over groups."""
+"""Advantages, weights and the choice of groups, against loops over groups."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ class Episode:
 
 
 def episode(total, label=OK, tokens=(2,), name=0):
-    """An episode with a sample for each number of trained tokens."""
+    """Returns an episode with one sample per number of trained tokens."""
     samples = tuple(Sample((False, False) + (True,) * n) for n in tokens)
     return Episode(faults.reward_of(total), label, samples, name)
 
@@ -42,7 +42,7 @@ def select(*groups, group_size=4, drop_equal=True):
 
 
 def make_groups(seed=0, sizes=(2, 7, 3, 4)):
-    """Unequal groups of episodes of one to three samples."""
+    """Returns groups of unequal size, whose episodes have one to three samples."""
     rng = np.random.default_rng(seed)
     return [
         [
@@ -181,7 +181,7 @@ class SelectTest(parameterized.TestCase):
         self.assertEqual(counts["dropped_invalid_groups"], 1)
 
     def test_errors_are_not_rewards_of_zero(self):
-        # Three successes and a crash: nothing to learn; as a 0 it would teach.
+        # Three successes and a crash teach nothing; a crash must not score 0.
         kept, counts = select([episode(1.0)] * 3 + [episode(0.0, CRASH)])
         self.assertEqual((kept, counts["dropped_equal_groups"]), ([], 1))
 

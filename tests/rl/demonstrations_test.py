@@ -1,4 +1,4 @@
-"""Whoever says what a demonstration says earns its reward, on ids that SFT also has."""
+"""Replayed demonstrations earn their reward, on the same ids as in SFT."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ NUM_TASKS = 6
 
 
 def turns(rendered):
-    """The trained ids of each turn."""
+    """Returns the trained ids of each turn."""
     runs = itertools.groupby(zip(rendered.tokens, rendered.mask, strict=True), _mask)
     return [[token for token, _ in run] for is_turn, run in runs if is_turn]
 
@@ -66,7 +66,7 @@ class DemonstrationsTest(parameterized.TestCase):
             self.assertEqual(sample.mask, expected.mask)
 
     def thought(self, taskset, task, thinking):
-        """The demonstration, with a thought where one is asked for."""
+        """Returns the demonstration, with a thought if the template asks for one."""
         extra = {"reasoning_content": "so"} if thinking else {}
         return [
             {**message, **extra} if message["role"] == "assistant" else message

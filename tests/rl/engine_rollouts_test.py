@@ -1,4 +1,4 @@
-"""Episodes on a real engine: what the learner gets is what the model says."""
+"""Episodes on a real engine: the learner gets the model's tokens and log-probs."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ SETTINGS = episodes_lib.Settings(
 
 
 class Talk:
-    """Goes on for ever, with users or with tools."""
+    """Answers every turn with a user's or a tool's message, without end."""
 
     name = "talk"
 
@@ -70,7 +70,7 @@ def collect(role, clear=True, num_concurrent=3, indices=range(5)):
         MODEL,
         num_slots=3,
         capacity=CAPACITY,
-        chunk=16,  # one size of programs, and prompts of several chunks
+        chunk=16,  # one program; prompts have several chunks
         num_steps=4,
         with_experts=True,
     )
@@ -86,7 +86,7 @@ def collect(role, clear=True, num_concurrent=3, indices=range(5)):
 
 @jax.jit
 def full_forward(params, tokens):
-    """Log-probs after each token of whole rows, and the experts of each."""
+    """Returns the log-probs after each token of whole rows, and its experts."""
     out = transformer.forward(params, MODEL, tokens)
     logits = transformer.logits(params, MODEL, out.hidden)
     experts = cached.chosen_experts(MODEL, out.aux, tokens.shape)

@@ -1,4 +1,4 @@
-"""The paper's Eq. 1 as a whole, and what importance weights are there for."""
+"""The paper's Eq. 1 as a whole, and the purpose of importance weights."""
 
 import dataclasses
 import math
@@ -15,12 +15,12 @@ from tests import environment
 
 GROUP_SIZES = (4, 2, 5)
 PROMPT, LONGEST = 3, 9
-FLOAT32 = 1e-6  # of a mean of terms of order 1
+FLOAT32 = 1e-6  # absolute, for a mean of terms of order 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A response behind a prompt, with the log-probs of its tokens in float64."""
+    """A prompt and a response, with the response's log-probs in float64."""
 
     mask: list[bool]
     trained: np.ndarray
@@ -73,7 +73,7 @@ def equation_1(groups):
 
 
 def padded(rows, width):
-    """Rows behind prompts of zeros, as a learner lays them out."""
+    """Returns a learner's rows, whose prompts are zeros."""
     found = np.zeros((len(rows), width))
     for i, row in enumerate(rows):
         found[i, PROMPT : PROMPT + len(row)] = row
@@ -99,7 +99,7 @@ class EquationTest(absltest.TestCase):
 
 
 class EstimatorTest(absltest.TestCase):
-    """The expected gradient over all answers of one token, of an engine that is off."""
+    """The expected gradient over all one-token answers, if the engine is inexact."""
 
     def setUp(self):
         super().setUp()
@@ -140,7 +140,8 @@ class EstimatorTest(absltest.TestCase):
         size = float(jnp.linalg.norm(self.exact))
         self.assertGreater(error("grpo"), 0.1 * size)
         self.assertGreater(error("icepop", pop_beta=1.2), 0.1 * size)
-        self.assertLess(error("icepop", pop_beta=4.0), 1e-5 * size)  # all are inside
+        # Every ratio is within this band.
+        self.assertLess(error("icepop", pop_beta=4.0), 1e-5 * size)
 
 
 KEYS = ("trained", "old", "rollout")

@@ -1,7 +1,7 @@
-"""Environments that fail in one way each, to test whoever runs episodes.
+"""Environments that each fail in one way, to test the code that runs episodes.
 
-A turn is answered "OK" with reward 1 unless the fault says otherwise, so an episode
-that gets through shows it.
+Without its fault an environment answers a turn "OK" with reward 1, so that a test sees
+which episodes succeeded.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ NEVER = 1e9  # seconds
 
 
 class Fault(enum.Enum):
-    """A fault and its place."""
+    """A kind of failure, and the call that fails."""
 
     NONE = "none"
     HANG_IN_RESET = "hang_in_reset"
@@ -29,7 +29,7 @@ class Fault(enum.Enum):
     CRASH_IN_CLOSE = "crash_in_close"
     FLOOD_IN_RESET = "flood_in_reset"  # a first message of 1 MB
     FLOOD_IN_STEP = "flood_in_step"  # a tool message of 1 MB, then a second turn
-    ENDLESS = "endless"  # another message after every turn, for ever
+    ENDLESS = "endless"  # a message after every turn, without end
     REWARD_NAN = "reward_nan"
     REWARD_INFINITE = "reward_infinite"
     REWARD_TEXT = "reward_text"
@@ -47,7 +47,7 @@ REWARDS: dict[Fault, Any] = {
 
 
 def reward_of(total: Any) -> protocol.Reward:
-    """A reward of anything, past the type checks that tests have and runs have not."""
+    """Makes a reward of any value; avoids the type checks, which runs do not have."""
     reward = protocol.Reward(0.0, {"correct": 1.0})
     object.__setattr__(reward, "total", total)
     return reward
@@ -59,7 +59,7 @@ class FaultError(RuntimeError):
 
 @dataclasses.dataclass
 class Counts:
-    """Calls that began, over all environments of a taskset."""
+    """Numbers of calls that began, over all environments of a taskset."""
 
     resets: int = 0
     steps: int = 0
@@ -67,28 +67,28 @@ class Counts:
 
 
 class FaultyTaskset:
-    """Tasks "say OK" whose environments have one fault, in all or some episodes."""
+    """Tasks "say OK" whose environments fail in one way, always or sometimes."""
 
     def __init__(self, fault: Fault, every: int = 1) -> None:
-        """Lets every `every`-th environment be faulty, the first one included."""
+        """Makes every `every`-th environment faulty, beginning with the first."""
         self.name = f"faulty:{fault.value}"
         self.counts = Counts()
         self._fault, self._every, self._num_made = fault, every, 0
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
-        """Always the same words; a random model's answers are paid however long."""
+        """Returns the same words always; cut-off answers are scored too."""
         messages = ({"role": "user", "content": "say OK"},)
         id = f"{self.name}/{split}/{seed}/{index}"
         return protocol.Task(id, messages, id, pays_when_cut=True)
 
     def environment(self) -> protocol.Environment:
-        """An environment with the fault, or a sound one."""
+        """Returns an environment with the fault, or a working one."""
         is_faulty = self._num_made % self._every == 0
         self._num_made += 1
         return _Faulty(self._fault if is_faulty else Fault.NONE, self.counts)
 
     def demonstration(self, task: protocol.Task) -> list[messages.Message]:
-        """The task and its answer."""
+        """Returns the task and its answer."""
         return [*task.messages, {"role": "assistant", "content": "OK"}]
 
 

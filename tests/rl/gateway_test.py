@@ -1,4 +1,4 @@
-"""The gateway: every sampled token is trained once, at its place."""
+"""The gateway: every sampled token is trained once, at its position."""
 
 import dataclasses
 import itertools
@@ -25,16 +25,16 @@ ADD = templates_test.ADD
 
 
 def completion(tokens, reason="stop", first=0):
-    """Returns a completion in which each token has its own log-prob."""
+    """Returns a completion whose tokens have different log-probs."""
     logprobs = [-float(i) for i in range(first, first + len(tokens))]
     return requests.Completion(list(tokens), logprobs, reason, [7] * len(tokens))
 
 
 class Conversation:
-    """A random one: an assistant that thinks and calls, users and tools that answer.
+    """A random conversation: an assistant thinks and calls; users and tools answer.
 
-    Args of the constructor: canonical turns are tokenised as the template does it,
-    others in single bytes, which a tokenizer would merge.
+    If `is_canonical`, turns are tokenised as the template does; otherwise they are
+    single bytes, which a tokenizer would merge.
     """
 
     def __init__(self, template, seed, is_canonical=True):
@@ -43,18 +43,18 @@ class Conversation:
         self.session = gateway.Session(template, [ADD])
         self.messages = [HI | {"content": self.words()}]
         self.prompts, self.sampled = [], []
-        self.num_hidings = 0  # a user's message came after a shown thought
+        self.num_hidings = 0  # user messages after a shown thought
         self.has_thought = False
 
     def words(self, least=0):
         return "".join(self.random.choices(WORDS, k=self.random.randint(least, 4)))
 
     def turn(self, *, is_last=False):
-        """Samples a turn and, if it is not the last, has it answered."""
+        """Samples a turn; answers it unless it is the last."""
         prompt = self.session.prompt(self.messages)
         is_thinking = prompt[-1] == SPECIAL["<think>"]
         call = self.random.random() < 0.5 and not is_last
-        # Where a thought is asked for it is not empty: glm5 would not show it.
+        # A requested thought is not empty, because glm5 shows no empty one.
         thought = f"t{self.words()}t" if is_thinking else ""
         tokens = self.ids(thought) + [SPECIAL["</think>"]] * is_thinking
         tokens += self.ids(f"c{self.words()}c" if self.random.random() < 0.9 else "")
@@ -135,7 +135,7 @@ class PropertyTest(parameterized.TestCase):
             talk.check_every_token_is_trained_once(self)
             if canonical:
                 self.assertEqual(talk.session.num_drift_tokens, 0)
-                # The one and only tokenisation is the template's, masks included.
+                # All tokens and masks are the template's.
                 whole = template.render(talk.messages, [ADD], end=True)
                 (sample,) = talk.session.samples()
                 self.assertEqual(sample.tokens, whole.tokens)
@@ -162,7 +162,7 @@ class PropertyTest(parameterized.TestCase):
             talk.check_every_token_is_trained_once(self)
 
     def test_any_ids_keep_their_places(self):
-        # Not even halves of characters and torn calls are written anew.
+        # Even half characters and incomplete calls keep their ids.
         template = templates_test.template(clear=False)
         stops = sorted(template.stop_ids)
         others = sorted({*range(TOKENIZER.vocab_size)} - template.stop_ids)
@@ -249,7 +249,7 @@ class BoundaryTest(parameterized.TestCase):
         messages = change([HI, session.record(completion(tokens))])
         ids = session.prompt(messages)
         self.assertEqual(ids, template.render(messages, (), True).tokens)
-        self.assertEqual(session.num_forks, 0)  # nothing has been sampled there yet
+        self.assertEqual(session.num_forks, 0)  # nothing was sampled there yet
         session.record(completion(tokens))
         self.assertEqual(session.num_forks, 1)
         first, second = session.samples()

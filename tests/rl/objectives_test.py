@@ -1,4 +1,4 @@
-"""Objectives against float64 loops, and the identities that hold among them."""
+"""Objectives against float64 loops, and identities between objectives."""
 
 import functools
 import typing
@@ -25,7 +25,7 @@ def objective(name):
 
 
 def make_tokens(seed=0, shape=(6, 40), gap=0.5, moved=0.3):
-    """Log-probs in float64 whose ratios lie on both sides of every band."""
+    """Returns float64 log-probs whose ratios lie on both sides of every band."""
     rng = np.random.default_rng(seed)
     rollout = np.log(rng.uniform(0.01, 0.9, shape))
     old = rollout + gap * rng.standard_normal(shape)
@@ -49,7 +49,7 @@ def to_jax(tokens):
 
 
 def token_by_loop(name, logprob, old, rollout, advantage):
-    """Loss and its derivative with respect to logprob of one token, float64."""
+    """Returns a token's loss and its derivative by logprob, in float64."""
     if name == "dis":
         r = np.exp(logprob - rollout)
         weight = r if 0.7 < r < 6.0 else 0.0
@@ -70,7 +70,7 @@ def token_by_loop(name, logprob, old, rollout, advantage):
 
 
 def by_loop(name, tokens):
-    """Loss and gradient of every token of the batch."""
+    """Returns the loss and gradient of every token of the batch."""
     loss, gradient = (np.zeros(tokens["mask"].shape) for _ in range(2))
     old = tokens["old_logprobs"]
     old = tokens["logprobs"] if old is None else old
@@ -98,7 +98,7 @@ def gradient(name, tokens, weights=1.0):
 
 
 def pair(rho=1.0, r=1.0, advantage=1.0):
-    """Tokens with given ratios, one each of the sign of the advantage."""
+    """Returns tokens with given ratios, one for each sign of the advantage."""
     rollout = jnp.log(jnp.float32(0.2)) * jnp.ones(2)
     old = rollout + jnp.log(jnp.float32(rho))
     return {
@@ -216,14 +216,14 @@ class IdentityTest(parameterized.TestCase):
         for rho in (1e-3, 0.3, 7.0, 1e6):
             for name in ("icepop", "dis"):
                 np.testing.assert_array_equal(gradient(name, pair(rho=rho)), 0)
-        for r, expected in ((1.5, [0, 1.5]), (0.5, [-0.5, 0])):  # the clip's side
+        for r, expected in ((1.5, [0, 1.5]), (0.5, [-0.5, 0])):  # one side is clipped
             for name in ("grpo", "icepop", "tis"):
                 np.testing.assert_allclose(
                     gradient(name, pair(r=r)), expected, rtol=FLOAT32
                 )
 
     def test_weights_are_constants(self):
-        # Without stop-gradient dis would have another -r A logprob, as d r = r.
+        # Without stop-gradient, dis would add -r A logprob, because d r = r.
         tokens = pair(rho=1.5)
         with_sg = gradient("dis", tokens)
         np.testing.assert_allclose(with_sg, [-1.5, 1.5], rtol=FLOAT32)
@@ -234,7 +234,7 @@ class IdentityTest(parameterized.TestCase):
 
         wrong = jax.grad(without_sg)(tokens["logprobs"])
         self.assertGreater(np.abs(wrong - with_sg).max(), 1.0)
-        # rho of the others is made of log-probs that are one and the same array here.
+        # With one update, r and rho of the others read the same log-probs.
         for name in ("icepop", "tis"):
             one_update = tokens | {"old_logprobs": None}
             np.testing.assert_allclose(
@@ -325,7 +325,7 @@ class MaskTest(parameterized.TestCase):
         self.assertTrue(np.isnan(total(tokens["logprobs"], name, tokens, 1.0)))
 
     def test_what_a_band_drops_stays_in_the_denominator(self):
-        # Two tokens of which one is popped: half of the mean, not the whole.
+        # One of two tokens is popped: the loss is half of the mean.
         tokens = pair(rho=1.0)
         tokens["advantages"] = jnp.ones(2)
         tokens["rollout_logprobs"] = tokens["rollout_logprobs"].at[1].add(-3.0)

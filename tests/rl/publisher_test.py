@@ -1,4 +1,4 @@
-"""Publication of weights: the engine gets copies, rounded if asked for."""
+"""Publication of weights: the engine gets copies, rounded on request."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ FLOAT32 = 1e-6  # relative: a division and a product
 
 
 def rounded_by_loop(weight):
-    """Vector by vector in float64."""
+    """Rounds vector by vector in float64."""
     out = np.zeros(weight.shape)
     for index in np.ndindex(weight.shape[:-1]):
         vector = weight[index].astype(np.float64)
@@ -43,7 +43,7 @@ def answer(engine):
 class PublisherTest(parameterized.TestCase):
     def test_rounding_equals_a_loop(self):
         weight = np.random.default_rng(0).normal(size=(3, 5, 33)).astype(np.float32)
-        weight[0, 1] = 0  # stays: a scale of 0 divides nothing
+        weight[0, 1] = 0  # stays 0: its scale of 0 divides nothing
         weight[2, 4] *= 1e-30
         got = np.asarray(publisher.rounded_to_int8(jnp.asarray(weight)))
         wanted = rounded_by_loop(weight)
@@ -92,7 +92,7 @@ class PublisherTest(parameterized.TestCase):
         self.assertTrue(all(x.is_deleted() for x in jax.tree.leaves(params)))
         after = answer(engine)
         self.assertEqual(after.tokens, before.tokens)
-        # Read behind what the slot still holds: float32 sums in another order.
+        # The slot still holds other tokens, so float32 sums change their order.
         np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-5)
         self.assertEqual(set(after.versions), {1})
 

@@ -1,4 +1,4 @@
-"""Every way of failing ends in its label, and nowhere else."""
+"""Every failure of an episode ends with its label, and affects no other episode."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ def collect(taskset, count=4, answer=answers_ok, settings=SETTINGS, **how):
 
 
 class Scripted:
-    """A taskset whose environments do what a coroutine function says in `step`."""
+    """A taskset whose environments run a given coroutine function as `step`."""
 
     name, pays_when_cut = "scripted", False
 
@@ -98,7 +98,7 @@ class _Environment:
 
 
 def ends(total=1.0, **changes):
-    """The last step; `changes` may be of types that tests, but not runs, refuse."""
+    """Returns a last step; `changes` may have types that only tests refuse."""
     result = protocol.StepResult((), faults.reward_of(total), True, False)
     for name, value in changes.items():
         object.__setattr__(result, name, value)
@@ -111,7 +111,7 @@ def goes_on(*contents, role="tool"):
 
 
 def goes_on_with(messages):
-    """Whatever `messages` are."""
+    """Returns a step that continues with `messages`, of any type."""
     return ends(terminated=False, reward=None, messages=messages)
 
 
@@ -170,7 +170,7 @@ class FaultTest(parameterized.TestCase):
         taskset = faults.FaultyTaskset(Fault.NONE)
         taskset.environment = lambda: faults.FaultyTaskset(
             waiting.pop(0)
-        ).environment()  # made in the order of the jobs
+        ).environment()  # created in the order of the jobs
         settings = dataclasses.replace(
             SETTINGS, num_concurrent=rng.randint(1, 40), call_timeout=0.05
         )
@@ -284,11 +284,11 @@ class FaultTest(parameterized.TestCase):
             return plain_step()
 
         async def step(env, message):
-            for _ in range(4):  # hops that the engine's steps hold up
+            for _ in range(4):  # each waits for the engine's steps
                 await asyncio.sleep(0.001)
             return ends()
 
-        # The second is still decoded while the first's environment is at work.
+        # The second still decodes while the first's environment works.
         engine.step = slow_step
         settings = dataclasses.replace(SETTINGS, max_new_tokens=2)
         with absltest.mock.patch.object(pump_lib, "_LONG_STEP", SETTINGS.call_timeout):
@@ -496,11 +496,11 @@ class ManyTest(parameterized.TestCase):
 
 
 _LEFT_BEHIND = (asyncio.Task, pump_lib.Pump, episodes_lib.Episode, _Environment)
-MAX_EPISODE_BYTES = 64  # no object of its own; caches may still grow by a few entries
+MAX_EPISODE_BYTES = 64  # no object; caches may grow by a few entries
 
 
 def left_behind():
-    """Counts open files and live objects of an episode, in what the test shares."""
+    """Counts live objects of episodes, and open files."""
     gc.collect()
     live = sum(isinstance(x, _LEFT_BEHIND) for x in gc.get_objects())
     return live, len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""An engine whose words are given, to test what stands on one, fast."""
+"""An engine with scripted answers, for fast tests of its callers."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ VERSION = 3
 
 
 class ScriptedEngine:
-    """Answers each request with ids that depend on it alone, a token a step."""
+    """Answers each request with ids that depend only on it, one token a step."""
 
     def __init__(
         self,
@@ -16,9 +16,9 @@ class ScriptedEngine:
         num_slots: int = 4,
         capacity: int = 512,
     ) -> None:
-        """`answer` returns the ids of a turn; they are cut as a real engine does."""
+        """Keeps `answer`, which returns a turn's ids before the length limit."""
         self.capacity = capacity
-        self.max_running = 0  # most requests that were ever decoded at once
+        self.max_running = 0  # most requests decoded at once
         self.num_aborted = 0
         self._answer, self._num_slots = answer, num_slots
         self._requests: dict[int, requests.Request] = {}
@@ -58,5 +58,5 @@ class ScriptedEngine:
 
 
 def logprob(id: int, position: int) -> float:
-    """One that no other token has, to tell where a token comes from."""
+    """Returns a log-prob that no other token has, to tell where a token comes from."""
     return -float(1000 * id + position)

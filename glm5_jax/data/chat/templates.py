@@ -1,6 +1,7 @@
 """GLM-5's chat template: messages to token ids with a loss mask.
 
-No token ends a turn: the role token of the next one does, and so is trained.
+A turn has no end token of its own. The role token of the next turn ends it, and is
+therefore trained as part of the turn.
 """
 
 import dataclasses
@@ -52,7 +53,7 @@ _CALL_FORM = (
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """Token ids, and which of them are training targets."""
+    """Token ids, and a mask of those that are training targets."""
 
     tokens: list[int]
     mask: list[bool]
@@ -60,16 +61,16 @@ class Rendered:
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """A version of the template with its switches.
+    """The template in one version, with its options.
 
     Attributes:
         tokenizer: must have SPECIAL_TOKENS.
-        version: 5.1 shows a tool's function alone and the last turn's empty thought;
-            5.2 every empty thought, and the reasoning effort in front.
-        enable_thinking: whether a turn is asked for with a thought.
-        clear_thinking: leaves out the thoughts before the last user message; False is
+        version: 5.1 shows only a tool's function, and the last turn's empty thought;
+            5.2 shows every empty thought, and begins with the reasoning effort.
+            enable_thinking: asks the model for a thought before each answer.
+            clear_thinking: drops the thoughts before the last user message; False is
             preserved thinking.
-        reasoning_effort: of 5.2, shown where thinking is enabled.
+            reasoning_effort: shown by 5.2 if thinking is enabled.
     """
 
     tokenizer: tokenizer_lib.Tokenizer
@@ -95,19 +96,19 @@ class Template:
         *,
         end: bool = False,
     ) -> Rendered:
-        """Token ids of a conversation.
+        """Renders a conversation as token ids and a loss mask.
 
-        Trained are an assistant's thought, </think>, content and calls and the role
-        token (or <|endoftext|>) after them; not what a generation prompt gives it.
+        The mask trains an assistant's thought, </think>, content, calls and the role
+        token (or <|endoftext|>) after them, but not a generation prompt's tokens.
 
         Args:
             messages: the conversation.
-            tools: JSON schemas of the functions that may be called.
-            add_generation_prompt: appends what an assistant's turn is sampled from.
-            end: puts <|endoftext|> after the last message if it is an assistant's.
+            tools: JSON schemas of the functions that the model may call.
+            add_generation_prompt: appends the prompt of an assistant's turn.
+            end: appends <|endoftext|> if the last message is an assistant's.
 
         Raises:
-            config.InputError: a message that is none.
+            config.InputError: a message is malformed.
         """
         writer = _Writer(self.tokenizer)
         writer.special(*PREFIX)
@@ -130,23 +131,23 @@ class Template:
         *,
         is_thinking: bool = False,
     ) -> list[int]:
-        """Ids between a sampled turn and the next one: new messages, and the prompt.
+        """Returns the ids between two sampled turns: new messages and the next prompt.
 
-        What stands before is kept as it is, thoughts included. A role token that was
-        sampled as the stop is not repeated; a turn without one is ended first.
+        Earlier ids stay unchanged, thoughts included. A role token that was sampled
+        as the stop is not repeated; a turn without a stop is ended first.
 
         Args:
-            messages: what came after the turn, none of them an assistant's.
-            last: the last id of the turn; None if it has none.
-            is_thinking: the turn was cut off in its thought, which is closed first.
+            messages: the messages after the turn, none of them an assistant's.
+            last: the turn's last id; None if the turn is empty.
+            is_thinking: the turn was cut off within its thought, which is closed first.
 
         Raises:
-            config.InputError: a message that is none, or an assistant's.
+            config.InputError: a message is malformed, or is an assistant's.
         """
         if any(messages_lib.role_of(message) == "assistant" for message in messages):
             raise config.InputError(
-                "a bridge takes what comes after a sampled turn: no message of role "
-                "'assistant'."
+                "a bridge takes the messages after a sampled turn, which must not have "
+                "the role 'assistant'."
             )
         writer = _Writer(self.tokenizer)
         is_stopped = last in self.stop_ids
@@ -159,18 +160,18 @@ class Template:
     def parse(
         self, ids: Sequence[int], tools: messages_lib.Tools = ()
     ) -> dict[str, Any]:
-        """The assistant's message that sampled ids spell: see parsing.parse."""
+        """Parses sampled ids into an assistant's message; see parsing.parse."""
         stop = next((i for i, x in enumerate(ids) if x in self.stop_ids), len(ids))
         return parsing.parse(
             ids[:stop], self.tokenizer, is_thinking=self.enable_thinking, tools=tools
         )
 
     def truncate(self, rendered: Rendered, length: int) -> Rendered:
-        """The longest beginning of at most `length` tokens that may be cut off there.
+        """Returns the longest allowed prefix of at most `length` tokens.
 
-        A cut falls between two tokens of text, after a trained role token (the turn's
-        stop) or before any other: never within a call, a tool's response, or between
-        a special token and what it introduces.
+        A cut may fall between two text tokens, after a trained role token (the turn's
+        stop) or before any other role token. It never falls within a call or a tool's
+        response, nor between a special token and the text that it introduces.
         """
         if len(rendered.tokens) <= length:
             return rendered
@@ -179,7 +180,7 @@ class Template:
         return Rendered(rendered.tokens[:end], rendered.mask[:end])
 
     def _cuts(self, rendered: Rendered) -> list[int]:
-        """Lengths that a rendered conversation may be cut to."""
+        """Returns the lengths to which a rendered conversation may be cut."""
         ids = self.tokenizer.special_ids
         special = frozenset(ids.values())
         roles = {ids[name] for name in (SYSTEM, USER, ASSISTANT, OBSERVATION)}
@@ -199,7 +200,7 @@ class Template:
     def _write(
         self, writer: "_Writer", messages: Sequence[messages_lib.Message]
     ) -> bool:
-        """Writes the messages; returns whether the last is a trained turn."""
+        """Writes the messages; returns whether the last one is a trained turn."""
         last_user = max(
             (i for i, m in enumerate(messages) if m.get("role") == "user"), default=-1
         )
@@ -239,7 +240,7 @@ class Template:
         thought, content = messages_lib.thought_and_content(message)
         is_shown = bool(thought) and (is_current or not self.clear_thinking)
         if is_52 and thought and not is_shown:
-            trained = False  # nobody sampled this answer without its thought
+            trained = False  # the model sampled it with its thought
         writer.special(ASSISTANT)
         if is_shown:
             writer.special("<think>")
@@ -271,7 +272,7 @@ class Template:
     def _write_prompt(
         self, writer: "_Writer", messages: Sequence[messages_lib.Message]
     ) -> None:
-        """Writes what the next turn is sampled from."""
+        """Writes the prompt of the next turn."""
         thinking = self._is_thinking(messages)
         if thinking or self.version == "glm5.2":
             writer.special(ASSISTANT, "<think>", *["</think>"] * (not thinking))
@@ -279,7 +280,7 @@ class Template:
             writer.special(ASSISTANT, "</think>")
 
     def _is_thinking(self, messages: Sequence[messages_lib.Message]) -> bool:
-        """Tells whether the last turn of these messages, or the next, has a thought."""
+        """Tells whether the messages' last turn (or the next turn) has a thought."""
         for message in reversed(messages):
             if "enable_thinking" in message:
                 return bool(message["enable_thinking"])
@@ -288,7 +289,7 @@ class Template:
         return self.enable_thinking
 
     def _write_tools(self, writer: "_Writer", tools: messages_lib.Tools) -> None:
-        """The tools block: schemas, and the form of a call in special tokens."""
+        """Writes the tools block: schemas, and the form of a call in special tokens."""
         writer.special(SYSTEM)
         writer.text(_TOOLS_BEFORE + self._schemas(tools) + _TOOLS_AFTER)
         for part in _CALL_FORM:
@@ -298,7 +299,7 @@ class Template:
                 writer.text(part)
 
     def _schemas(self, tools: messages_lib.Tools) -> str:
-        """A line of JSON for each tool."""
+        """Returns one line of JSON per tool."""
         if self.version == "glm5":
             return "".join(_json(tool) + "\n" for tool in tools)
         hidden = ("defer_loading", "strict")
@@ -312,7 +313,7 @@ class Template:
 def make_template(
     data: config.DataConfig | config.PrepareConfig, tokenizer: tokenizer_lib.Tokenizer
 ) -> Template:
-    """The template that `data` names."""
+    """Returns the template that `data` names."""
     return Template(
         tokenizer,
         version=data.chat_template,
@@ -322,19 +323,19 @@ def make_template(
 
 
 def check(special_tokens: Collection[str], field: str) -> None:
-    """Checks that these, which a tokenizer has, are enough.
+    """Checks that a tokenizer has every special token of the template.
 
     Args:
-        special_tokens: their names.
-        field: what names the tokenizer.
+        special_tokens: the tokenizer's special tokens.
+        field: the option that names the tokenizer, for the message.
 
     Raises:
-        config.InputError: one is missing.
+        config.InputError: a token is missing.
     """
     missing = [name for name in SPECIAL_TOKENS if name not in special_tokens]
     if missing:
         raise config.InputError(
-            f"The chat template needs special tokens that the tokenizer lacks: "
+            f"The tokenizer lacks special tokens of the chat template: "
             f"{' '.join(missing)}. Use {field}='byte_chat' or 'bpe_chat', or a "
             f"tokenizer.json that has them among its added_tokens."
         )
@@ -345,7 +346,7 @@ def _json(value: Any) -> str:
 
 
 class _Writer:
-    """Collects ids: special tokens by name, texts tokenized each for itself."""
+    """Collects ids: special tokens by name, and texts, each tokenized by itself."""
 
     def __init__(self, tokenizer: tokenizer_lib.Tokenizer) -> None:
         self.tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""Rendered conversations for people: which tokens are special, which are trained."""
+"""Shows people a rendered conversation: which tokens are special or trained."""
 
 import itertools
 
@@ -15,17 +15,17 @@ def view(
     in_color: bool,
     with_ids: bool,
 ) -> str:
-    """The text of a rendered conversation.
+    """Returns the text of a rendered conversation.
 
-    In colour trained tokens are green, special ones bold and underlined. Without, a
-    line is a run of tokens that are all trained ("+ ") or all not ("  "), line ends
-    and other control characters escaped.
+    In colour, trained tokens are green, special ones bold and underlined. Without
+    colour, each line is a run of trained tokens ("+ ") or of untrained ones ("  "),
+    with line ends and other control characters escaped.
 
     Args:
         rendered: tokens and mask.
-        tokenizer: what made the tokens.
-        in_color: by ANSI escapes.
-        with_ids: puts "·ID " behind each token.
+        tokenizer: the tokenizer of these tokens.
+        in_color: uses ANSI escapes.
+        with_ids: writes "·ID " after each token.
     """
     names = set(tokenizer.special_ids.values())
     tokens = zip(rendered.tokens, rendered.mask, strict=True)
@@ -52,5 +52,5 @@ def _text(
 
 
 def _escaped(text: str, kept: str) -> str:
-    """Control characters by their codes, but for those that are kept."""
+    """Escapes control characters, except those to keep."""
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)

@@ -77,8 +77,8 @@ def read(folder: pathlib.Path) -> Index:
             )
         if (folder / PLAN).is_file():
             raise config.InputError(
-                f"{folder} is not prepared to the end; run glm5_jax.prepare again, "
-                f"which goes on where it stopped."
+                f"the preparation of {folder} is not finished; run glm5_jax.prepare "
+                f"again to resume it."
             )
         raise config.InputError(
             f"{folder} holds no prepared rows (no {NAME}); make them with python -m "
@@ -88,7 +88,7 @@ def read(folder: pathlib.Path) -> Index:
         tree = json.loads(path.read_text(encoding="utf-8"))
         checksum = tree.pop("checksum", None)  # an earlier version wrote none
         if checksum not in (None, _checksum(tree)):
-            raise ValueError("it has another checksum than it says")
+            raise ValueError("its content does not match its checksum")
         for side in ("train", "held_out"):
             tree[side] = tuple(shards.Shard(**shard) for shard in tree[side])
         index = Index(**tree)

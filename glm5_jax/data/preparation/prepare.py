@@ -1,10 +1,10 @@
-"""A corpus of any size to shards of packed rows, by several processes.
+"""Prepares a corpus of any size as shards of packed rows, in several processes.
 
-The source is cut into parts (plan.py), each of which one process reads, tokenizes,
-packs and writes (part.py). A finished part has a record, so that a preparation that was
-killed, or a source in which something was mended, goes on with the others; what comes
-out depends neither on that nor on the number of processes. index.json, written last, is
-what training looks for.
+The source is cut into parts (plan.py). One process reads, tokenizes, packs and writes
+each part (part.py). A finished part has a record. So a preparation that was killed, or
+whose source was fixed, resumes with the unfinished parts. The result depends neither on
+interruptions nor on the number of processes. Training looks for index.json, which is
+written last.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from glm5_jax.data.preparation import inputs, shards, workers
 from glm5_jax.data.preparation import part as part_lib
 from glm5_jax.data.preparation import plan as plan_lib
 
-_PARTS_FOR_BPE = 16  # of the source, evenly spread, that a BPE is trained on
+_PARTS_FOR_BPE = 16  # a BPE trains on so many, evenly spread
 _LOCK = ".lock"
-_OWN = {part_lib.RECORDS, _LOCK}  # that a preparation killed at its beginning leaves
+_OWN = {part_lib.RECORDS, _LOCK}  # left by a preparation killed at its start
 
 
 def prepare(
@@ -38,20 +38,20 @@ def prepare(
     *,
     check: bool = False,
 ) -> dict[str, Any]:
-    """Prepares `target`, or what is missing of it.
+    """Prepares `target`, or the parts of it that are missing.
 
     Args:
         config: source and settings.
-        target: a new folder, or one that this has begun with the same settings.
-        num_workers: processes.
-        check: whether to read finished shards again and replace damaged ones.
+        target: a new folder, or one begun with the same settings.
+        num_workers: number of processes.
+        check: rereads finished shards and replaces damaged ones.
 
     Returns:
-        What was written, by bucket.
+        Numbers of documents, and figures of each bucket's rows.
 
     Raises:
-        config_lib.InputError: source, tokenizer, settings or folder cannot be used; if
-            nothing of a new folder is finished, nothing of it is left.
+        config_lib.InputError: source, tokenizer, settings or folder cannot be used. A
+            new folder without a finished part is removed.
     """
     began = time.perf_counter()
     target = target.expanduser()
@@ -62,13 +62,13 @@ def prepare(
         plan = plan_lib.make(config, target, files, num_workers)
         tokenizer = _tokenizer(config, target, plan.parts)
         for number in part_lib.numbers(target) - set(range(len(plan.parts))):
-            part_lib.remove(config, target, number)  # of a source that was longer
+            part_lib.remove(config, target, number)  # from a longer source
         todo = _todo(target, plan.parts, tokenizer, check=check)
         logging.info("%d parts, of which %d are to do.", len(plan.parts), len(todo))
         tasks = [(config, target, p, check) for p in todo]
         with workers.bar("prepare", sum(p.num_bytes for p in todo)) as bar:
             for num_bytes in workers.results(_make, tasks, num_workers):
-                bar.update(num_bytes)  # what is whole stays where one fails
+                bar.update(num_bytes)  # finished parts stay if one fails
         plan_lib.require_unchanged(config, plan)
         written = _write_indices(config, target, plan, tokenizer)
     seconds = round(time.perf_counter() - began, 2)
@@ -76,21 +76,21 @@ def prepare(
 
 
 def _require_apart(config: config_lib.PrepareConfig, target: pathlib.Path) -> None:
-    """Checks that the next start would not read what is made as documents."""
+    """Checks that the next start would not read the output as documents."""
     root = pathlib.Path(config.source).expanduser()
     is_folder = config.source != inputs.PYTHON
     if is_folder and target.absolute().is_relative_to(root.absolute()):
         raise config_lib.InputError(
-            f"--target={target} lies inside --source={config.source}, and would be "
-            f"read as a part of it; give a folder beside it."
+            f"--target={target} lies inside --source={config.source} and would be "
+            f"read as part of it; give a folder outside."
         )
 
 
 @contextlib.contextmanager
 def _claimed(target: pathlib.Path) -> Iterator[None]:
-    """Makes the folder and keeps other preparations out of it.
+    """Makes the folder and locks it against other preparations.
 
-    Where the user's input is wrong, what is new is removed, unless a part is finished.
+    If the user's input is wrong, a new folder is removed unless a part is finished.
     """
     try:
         is_new = not (target / index_lib.PLAN).exists()
@@ -101,7 +101,7 @@ def _claimed(target: pathlib.Path) -> Iterator[None]:
         lock = (target / _LOCK).open("w")
     except OSError as error:
         raise config_lib.InputError(
-            f"cannot write into {target}: {error.strerror}; give a --target in which "
+            f"cannot write into {target}: {error.strerror}; give a --target where "
             f"you may create files."
         ) from error
     with lock:
@@ -112,7 +112,7 @@ def _claimed(target: pathlib.Path) -> Iterator[None]:
                 f"another process is preparing {target}; wait for it, or end it."
             ) from error
         for path in target.rglob(f".*-*{shards.SUFFIX}"):
-            path.unlink()  # half a shard, of a worker that was killed
+            path.unlink()  # half a shard from a killed worker
         try:
             yield
         except config_lib.InputError:
@@ -122,20 +122,20 @@ def _claimed(target: pathlib.Path) -> Iterator[None]:
 
 
 def _require_own(target: pathlib.Path) -> None:
-    """Checks that nothing of others is written into."""
+    """Checks that the folder is empty or holds a preparation."""
     if any(path.name not in _OWN for path in target.iterdir()):
         raise config_lib.InputError(
             f"{target} is not empty and holds no preparation (no {index_lib.PLAN}); "
-            f"give another --target, so that nothing in it is overwritten."
+            f"give another --target, so that its files are not overwritten."
         )
 
 
 def _remove(target: pathlib.Path, folders: Sequence[pathlib.Path]) -> None:
-    """Removes what there is before the first part, and those folders if empty."""
+    """Removes the files that precede the first part, and folders left empty."""
     for name in (index_lib.PLAN, part_lib.TOKENIZER, _LOCK):
         (target / name).unlink(missing_ok=True)
     for folder in (target / part_lib.RECORDS, *folders):
-        with contextlib.suppress(OSError):  # somebody else's files are in it
+        with contextlib.suppress(OSError):  # it holds other files
             folder.rmdir()
 
 
@@ -144,7 +144,7 @@ def _tokenizer(
     target: pathlib.Path,
     parts: Sequence[part_lib.Part],
 ) -> tokenizer_lib.Tokenizer:
-    """The tokenizer that is asked for; a BPE is trained once and kept."""
+    """Returns the requested tokenizer; trains a BPE once and saves it."""
     path = target / part_lib.TOKENIZER
     if config.tokenizer not in tokenizer_lib.BPE_NAMES:
         tokenizer = tokenizer_lib.named(config.tokenizer)
@@ -163,7 +163,7 @@ def _tokenizer(
 def _sample(
     config: config_lib.PrepareConfig, parts: Sequence[part_lib.Part]
 ) -> Iterator[str]:
-    """Training texts of parts that are evenly spread over the source."""
+    """Returns training texts from parts spread evenly over the source."""
     chosen = parts[:: -(-len(parts) // _PARTS_FOR_BPE)]
     limit = tokenizer_lib.MAX_TRAINING_BYTES // len(chosen)
     for each in chosen:
@@ -183,7 +183,7 @@ def _todo(
     *,
     check: bool,
 ) -> list[part_lib.Part]:
-    """The parts that are not there as they would be made now."""
+    """Returns the parts that are missing or would be made differently now."""
     digest, todo = tokenizer.digest, []
     total = sum(each.num_bytes for each in parts)
     with workers.bar("check", total, is_shown=check) as bar:
@@ -208,7 +208,7 @@ def _write_indices(
     plan: plan_lib.Plan,
     tokenizer: tokenizer_lib.Tokenizer,
 ) -> dict[str, Any]:
-    """An index for each bucket that has rows to train on; returns their figures."""
+    """Writes an index for each bucket with training rows; returns their figures."""
     records = [part_lib.read_record(target, p.number) for p in plan.parts]
     whole = [record for record in records if record is not None]
     assert len(whole) == len(plan.parts)
@@ -241,8 +241,8 @@ def _write_indices(
     sides = [side for record in whole for side in record["folders"].values()]
     if not any(inputs.SIDES[1] in side for side in sides):
         logging.warning(
-            "No document of %s is held out, and training needs one to evaluate on: cut "
-            "it into more documents or raise held_out_percent.",
+            "No document of %s is held out, but training evaluates on held-out ones: "
+            "cut it into more documents or raise held_out_percent.",
             config.source,
         )
     if len(figures) == num_counts:
@@ -251,16 +251,16 @@ def _write_indices(
         for name in part_lib.folder_names(config):
             _forget(target, name)
         raise config_lib.InputError(
-            f"source {config.source!r} leaves nothing to train on: all of its "
-            f"{figures['documents']} documents are held out by their names, or have "
-            f"nothing to train among their first tokens. Cut it into more documents, "
+            f"source {config.source!r} has nothing to train on: each of its "
+            f"{figures['documents']} documents is held out by its name, or has no "
+            f"trained token within sequence_length. Cut it into more documents, "
             f"lower held_out_percent, or raise sequence_length."
         )
     return figures
 
 
 def _forget(target: pathlib.Path, bucket: str) -> None:
-    """A bucket has nothing to train on, or no more; where it is empty, it goes."""
+    """Removes the index of a bucket without training rows, and its folder if empty."""
     if bucket != ".":
         for name in (index_lib.NAME, part_lib.TOKENIZER):
             (target / bucket / name).unlink(missing_ok=True)
@@ -273,7 +273,7 @@ def _counts(
     records: Sequence[dict[str, Any]],
     tokenizer: tokenizer_lib.Tokenizer,
 ) -> dict[str, Any]:
-    """Counts documents; warns of what training will want to know of conversations."""
+    """Counts documents; warns about conversations that training should know of."""
     names = ["documents", *["cut", "dropped"] * (config.kind == "conversations")]
     if config.kind == "conversations":
         conversations.warn_of_missing_thoughts(

@@ -1,4 +1,4 @@
-"""Batches from folders that `glm5_jax.prepare` has made: one, or a mixture."""
+"""Batches from folders made by `glm5_jax.prepare`: a single folder or a mixture."""
 
 import dataclasses
 import json
@@ -30,15 +30,15 @@ def is_prepared(data: config.DataConfig) -> bool:
 def make_pipeline(
     data: config.DataConfig, seed: int, kind: config.DocumentKind = "text"
 ) -> pipeline_lib.Pipeline:
-    """Opens prepared folders; nothing of them is held in memory.
+    """Opens prepared folders without holding their rows in memory.
 
     Args:
-        data: the section of the config.
-        seed: of the order of rows.
-        kind: of what the stage learns from.
+        data: the config's data section.
+        seed: decides the order of rows.
+        kind: the kind of document that the stage learns from.
 
     Raises:
-        config.InputError: a folder cannot be used, or does not fit the others or
+        config.InputError: a folder cannot be used, or contradicts another folder or
             `data`.
     """
     folders = sources(data)
@@ -64,8 +64,9 @@ def make_pipeline(
     }
     if not held_out:
         raise config.InputError(
-            f"{', '.join(map(str, folders.values()))} has no held-out document to "
-            f"evaluate on; prepare it with a larger held_out_percent."
+            f"no document is held out to evaluate on in "
+            f"{', '.join(map(str, folders.values()))}; prepare it with a larger "
+            f"held_out_percent."
         )
     return pipeline_lib.Pipeline(
         data,
@@ -78,7 +79,7 @@ def make_pipeline(
 
 
 def sources(data: config.DataConfig) -> dict[str, pathlib.Path]:
-    """Folders by their names, each with as much of its path as tells them apart."""
+    """Returns folders by name: the shortest ends of their paths that differ."""
     folders = [pathlib.Path(p).expanduser() for p in data.mixture or (data.source,)]
     parts = [folder.absolute().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
@@ -89,14 +90,14 @@ def sources(data: config.DataConfig) -> dict[str, pathlib.Path]:
 
 
 def stages(data: config.DataConfig) -> list[mixture.Stage]:
-    """Weights of the sources, by the first row that has them."""
+    """Returns the weights of the sources, by the first row where they apply."""
     weights = data.mixture_weights or ((1.0,) * max(len(data.mixture), 1),)
     firsts = [step * data.batch_size for step in (0, *data.mixture_steps)]
     return [mixture.Stage(*stage) for stage in zip(firsts, weights, strict=True)]
 
 
 class _Shuffled:
-    """Rows of all shards among each other, the same in every run."""
+    """The rows of all shards in one shuffled order, the same in every run."""
 
     def __init__(self, rows: shards.ShardRows) -> None:
         self._rows = rows
@@ -109,7 +110,7 @@ class _Shuffled:
 
     def __getitem__(self, index: int) -> packing.Row:
         place = self._order[index] if index < len(self) else index
-        assert place is not None  # as only a filter makes it
+        assert place is not None  # only a filter would give None
         return self._rows[place]
 
 
@@ -119,12 +120,12 @@ def _require_fit(
     data: config.DataConfig,
     kind: config.DocumentKind,
 ) -> None:
-    """Rows must be of what the stage learns from, and as the run says they are."""
+    """Checks a folder's kind against the stage, and its settings against the run's."""
     if index.kind != kind:
         able = [stage.name for stage in stages_lib.STAGES if stage.feed == index.kind]
         raise config.InputError(
-            f"{folder} was prepared with --kind={index.kind}, from which "
-            f"{'stage' if len(able) == 1 else 'stages'} {', '.join(able)} can learn; "
+            f"{folder} was prepared with --kind={index.kind}, which only "
+            f"{'stage' if len(able) == 1 else 'stages'} {', '.join(able)} can use; "
             f"name folders prepared with --kind={kind} as data.source or "
             f"data.mixture, or change stage."
         )
@@ -132,7 +133,7 @@ def _require_fit(
         there, here = index.settings[name], getattr(data, name)
         if there != here:
             raise config.InputError(
-                f"data.{name} must be {there}, which {folder} was prepared with, got "
+                f"data.{name} must be {there}, as {folder} was prepared, got "
                 f"{here}; change it, or prepare a folder with --{name}={here}."
             )
 
@@ -142,7 +143,7 @@ def _tokenizer(
     folders: Sequence[pathlib.Path],
     indices: Sequence[index_lib.Index],
 ) -> tokenizer_lib.Tokenizer:
-    """The one that all were prepared with, which is what data.tokenizer names."""
+    """Returns the tokenizer of all folders; checks that data.tokenizer names it."""
     tokenizer = tokenizer_lib.load(folders[0] / part_lib.TOKENIZER)
     for folder, index in zip(folders, indices, strict=True):
         if tokenizer.digest[:16] != index.tokenizer:
@@ -155,8 +156,8 @@ def _tokenizer(
         asked = tokenizer_lib.named(data.tokenizer)
         if asked.digest != tokenizer.digest:
             raise config.InputError(
-                f"data.tokenizer {data.tokenizer!r} is not what {folders[0]} was "
-                f"prepared with; leave it out, which takes the folder's."
+                f"{folders[0]} was prepared with another tokenizer than "
+                f"data.tokenizer={data.tokenizer!r}; omit it to use the folder's."
             )
     return tokenizer
 
@@ -164,9 +165,9 @@ def _tokenizer(
 def _fingerprint(
     data: config.DataConfig, indices: Sequence[index_lib.Index], seed: int
 ) -> str:
-    """Pairs of what decides on the batches, and its value.
+    """Returns every setting that decides the batches, with its value.
 
-    Sources have numbers: where a folder lies and what it is called decide on nothing.
+    Sources are numbered, because a folder's path and name do not change the batches.
     """
     names = [f"mixture[{i}]" for i in range(len(data.mixture))] or ["source"]
     settings = {

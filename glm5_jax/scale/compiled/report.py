@@ -1,4 +1,4 @@
-"""The aot command's report of a program: a line of JSON, a page, or a refusal."""
+"""The aot command's report on a program: a line of JSON, a page, or a refusal."""
 
 import dataclasses
 import importlib.metadata
@@ -15,17 +15,17 @@ from glm5_jax.scale.compiled import refusal as refusal_lib
 from glm5_jax.training.reporting import accounting
 from glm5_jax.training.run import host_memory
 
-NUM_SHOWN = 12  # of the largest arrays
+NUM_SHOWN = 12  # largest arrays in a table
 GIB = chips.GIB
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A report; `line` is printed, the rest is written to files."""
+    """A report: `line` is printed, the rest is written to files."""
 
     line: dict[str, Any]
     tables: dict[str, Any]
-    refusal: str  # empty where the program fits
+    refusal: str  # empty if the program fits
 
     def write(self, stem: str) -> None:
         """Writes STEM.json and STEM.md."""
@@ -46,16 +46,16 @@ def make(
     """Compiles a program of a config for a topology.
 
     Args:
-      config: of a run.
-      config_name: what the report calls it.
-      topology: of a slice, see glm5_jax/mesh.py.
+      config: a run's config.
+      config_name: its name in the report.
+      topology: name of a slice, see glm5_jax/mesh.py.
       program: one of `programs.NAMES`.
-      num_slices: instead of the config's mesh.slices.
-      depth: layers instead of the model's.
-      command: that asked for it, written down to be run again.
+      num_slices: replaces the config's mesh.slices.
+      depth: replaces the model's number of layers.
+      command: the command line, recorded so that it can be rerun.
 
     Raises:
-      InputError: topology, mesh, program or depth cannot be.
+      InputError: topology, mesh, program or depth is not possible.
     """
     config = programs.changed(config, num_slices, depth)
     slices = config.mesh.slices
@@ -94,7 +94,7 @@ def make(
 def _setting(
     config: config_lib.TrainConfig, config_name: str, topology: str, job: programs.Job
 ) -> dict[str, Any]:
-    """Returns what was compiled, and for what."""
+    """Returns the config, program and topology as the report names them."""
     return {
         "config": config_name,
         "program": job.name,
@@ -115,7 +115,7 @@ def _setting(
 def _compiled(
     config: config_lib.TrainConfig, job: programs.Job, made: compile_lib.Compiled
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures and tables of a program that the compiler took."""
+    """Returns figures and tables of a program that compiled."""
     device, sizes, slices = chips.of_mesh(job.mesh), made.sizes, config.mesh.slices
     roof = roofline.roofline(
         job.mesh, made.flops.total, made.hbm_bytes, made.traffic, slices
@@ -166,7 +166,7 @@ def _compiled(
     return line, tables
 
 
-# What is unknown where libtpu could not print the program.
+# Fields that stay unknown if libtpu could not print the program.
 _OF_THE_TEXT = (
     *("collective_gib", "collective_gib_by_axes", "hbm_traffic_gib"),
     *("optimal_seconds", "bound", "mfu_bound"),
@@ -174,7 +174,7 @@ _OF_THE_TEXT = (
 
 
 def _overflow_line(made: compile_lib.Overflow) -> dict[str, Any]:
-    """Sizes of a program that the compiler refused, where it names them."""
+    """Returns the sizes that the compiler's refusal names, if any."""
     size = _gib(made.needed) if made.needed else None
     return {
         "hbm_args_gib": _gib(sum(a.device_bytes for a in made.arrays)),
@@ -190,7 +190,7 @@ def _traffic_rows(totals: dict[tuple[str, ...], tuple[int, float]]) -> list[list
 
 
 def _rows(items: list[Any], size: str) -> list[dict[str, Any]]:
-    """Returns the largest of some dataclasses as dicts."""
+    """Returns the largest of these dataclasses as dicts."""
     ordered = sorted(items, key=lambda item: -getattr(item, size))
     return [dataclasses.asdict(item) for item in ordered[:NUM_SHOWN]]
 

@@ -109,7 +109,7 @@ class Setting:
 
     @property
     def has_lists(self) -> bool:
-        """Whether attention gathers listed keys instead of masking the others."""
+        """True if attention gathers listed keys instead of masking the others."""
         is_sparse = self.model.attention == "sparse" and self.selects
         return is_sparse and self.keys >= selection.lists_from(self.device.chip)
 

@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has enough memory."""
+        """True if the plan fits a device's memory."""
         return self.needed_gib <= self.setting.device.hbm_limit_gib
 
     @functools.cached_property
