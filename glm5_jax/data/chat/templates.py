@@ -335,7 +335,7 @@ def check(special_tokens: Collection[str], field: str) -> None:
     missing = [name for name in SPECIAL_TOKENS if name not in special_tokens]
     if missing:
         raise config.InputError(
-            f"The tokenizer lacks special tokens of the chat template: "
+            f"The chat template needs special tokens that the tokenizer lacks: "
             f"{' '.join(missing)}. Use {field}='byte_chat' or 'bpe_chat', or a "
             f"tokenizer.json that has them among its added_tokens."
         )
