@@ -1,7 +1,7 @@
-"""Kernels for DeepSeek Sparse Attention and mixtures of experts, for JAX alone.
+"""Kernels for DeepSeek Sparse Attention and mixtures of experts; needs only JAX.
 
-One folder an op. `reference` is its definition: plain jnp, no tiles. The other files
-are implementations that agree with it, in values and gradients.
+Each op has a folder. Its definition is `reference`: plain jnp without tiles. The other
+files are implementations that agree with it in values and gradients.
 """
 
 from pallas_kernels.decode import decode_indexer_topk, decode_sparse_mla

@@ -1,7 +1,8 @@
-"""Compiles for chips that are not there, and reports the sizes of the programs.
+"""Compiles for chips that this machine lacks, and reports the sizes of the programs.
 
 TPUs need libtpu from PyPI beside a CPU build of jax; an H200 needs jax-cuda13-plugin,
-triton and jax-triton: the extra `aot` brings all of it. No driver and no device.
+triton and jax-triton. The extra `aot` installs all of them. No driver and no device
+is needed.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import chips
 
-# The answers of an H200 SXM's driver to what XLA asks.
+# An H200 SXM's driver answers XLA's queries so.
 _H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -46,7 +47,7 @@ TOPOLOGIES = {
     "tpu7x": "tpu7x:2x2x1",
     "h200": "1x1x1",
 }
-PTX_VERSION = 87  # that the assemblers of Triton 3.6 to 3.9 all read
+PTX_VERSION = 87  # read by the assemblers of Triton 3.6 to 3.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +55,10 @@ class GpuKernel:
     """A Triton kernel as ptxas reports it."""
 
     name: str
-    registers: int  # of a thread
-    spill_bytes: int  # stored and loaded again, of a thread
-    shared_bytes: int  # of a program
-    is_serialized: bool  # matrix products wait for each other: far too slow
+    registers: int  # per thread
+    spill_bytes: int  # stored and loaded again, per thread
+    shared_bytes: int  # per program
+    is_serialized: bool  # products wait for each other: far too slow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +66,12 @@ class TpuKernel:
     """A Pallas kernel as the TPU's compiler reports it."""
 
     name: str
-    bundles: int  # instructions as they are issued together; a loop's body counts once
+    bundles: int  # groups of parallel instructions; a loop's body counts once
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A compiled program, of one device."""
+    """A compiled program for one device."""
 
     compile_seconds: float
     argument_bytes: int
@@ -85,7 +86,7 @@ def device_mesh(chip: chips.Chip) -> Mesh:
     Raises:
       RuntimeError: if the chip's compiler is not installed.
     """
-    # libtpu must neither look for chips nor lock other processes out.
+    # Keeps libtpu from searching for chips and from locking out other processes.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     is_gpu = chip.platform == "gpu"
@@ -106,7 +107,7 @@ def device_mesh(chip: chips.Chip) -> Mesh:
 
 @contextlib.contextmanager
 def target(chip: chips.Chip) -> Iterator[NamedSharding]:
-    """Compiles what is traced inside for the chip; arguments need the sharding."""
+    """Compiles programs traced inside for the chip; arguments need the sharding."""
     mesh = device_mesh(chip)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield NamedSharding(mesh, PartitionSpec())
@@ -116,13 +117,13 @@ def compile(function: Callable, args: Any, chip: chips.Chip) -> Report:
     """Compiles `function(*args)` for one device of a chip.
 
     Args:
-      function: to trace.
+      function: the function to trace.
       args: arrays or ShapeDtypeStructs.
-      chip: one of those in TOPOLOGIES.
+      chip: a key of TOPOLOGIES.
     """
     with target(chip) as sharding, _recorded(chip) as launches:
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        # A fresh function: a cached trace would launch, and record, nothing.
+        # A new function, because a cached trace would record no launches.
         fresh = jax.jit(lambda *xs: function(*xs))
         lowered = fresh.lower(*jax.tree.map(place, args))
         seen = set(_bundle_files())
@@ -144,13 +145,13 @@ _DUMP_OPTION = "--xla_jf_dump_to="
 
 
 def dump_bundles(folder: pathlib.Path) -> None:
-    """Makes libtpu write its bundles into a folder; for before its first compile."""
+    """Makes libtpu write its bundles into a folder; call before the first compile."""
     options = f"{_DUMP_OPTION}{folder} --xla_jf_dump_llo_text=true"
     os.environ["LIBTPU_INIT_ARGS"] = options
 
 
 def _bundle_files() -> Iterator[pathlib.Path]:
-    """Yields what libtpu wrote, if it was told to."""
+    """Yields the files that libtpu wrote, if `dump_bundles` was called."""
     for option in os.environ.get("LIBTPU_INIT_ARGS", "").split():
         if option.startswith(_DUMP_OPTION):
             folder = pathlib.Path(option.removeprefix(_DUMP_OPTION))
@@ -158,11 +159,11 @@ def _bundle_files() -> Iterator[pathlib.Path]:
 
 
 def _tpu_kernels(compiled: Any, files: set[pathlib.Path]) -> tuple[TpuKernel, ...]:
-    """Bundles of the programs that Pallas made, not XLA."""
+    """Returns the bundles of Pallas kernels, without those of XLA's programs."""
     kernels = []
     try:
         program = compiled.as_text()
-    except jax.errors.JaxRuntimeError:  # this libtpu cannot print some copies on v6e
+    except jax.errors.JaxRuntimeError:  # libtpu cannot print some copies on v6e
         return ()
     for path in sorted(files):
         name = path.name.split("-")[1]
@@ -174,7 +175,7 @@ def _tpu_kernels(compiled: Any, files: set[pathlib.Path]) -> tuple[TpuKernel, ..
 
 
 def _recorded(chip: chips.Chip) -> contextlib.AbstractContextManager:
-    """Collects Triton launches, where there can be any."""
+    """Collects Triton launches on a GPU; nothing on other platforms."""
     if chip.platform != "gpu":
         return contextlib.nullcontext([])
     from pallas_kernels import triton_call
@@ -190,7 +191,7 @@ _TRITON_TYPES = {
 
 
 def gpu_kernel(launch: Any) -> GpuKernel:
-    """Compiles a `triton_call.Launch` for Hopper and asks ptxas what it uses."""
+    """Compiles a `triton_call.Launch` for Hopper; returns what ptxas reports."""
     import triton
     from triton.backends import compiler as backends
 
@@ -206,7 +207,7 @@ def gpu_kernel(launch: Any) -> GpuKernel:
     )
     assembler = triton.knobs.nvidia.ptxas.path
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder  # jax-triton leaves none
+        triton.knobs.cache.dir = folder  # jax-triton sets none
         compiled = triton.compile(
             source,
             target=backends.GPUTarget("cuda", 90, 32),

@@ -1,8 +1,8 @@
-"""Pairs of blocks of queries and keys that meet: the grid of a TPU's kernel.
+"""Pairs of a query block and a key block: the grid of a TPU kernel.
 
-A kernel visits a list of pairs instead of all of them: what no query of a block sees is
-neither fetched nor counted as a step. A pair is one int32, read in scalar memory, with
-the numbers of its blocks and what the kernel must know of it.
+A kernel visits a list of pairs instead of all pairs. It skips key blocks that no query
+of a block sees: they are neither fetched nor a grid step. A pair is one int32 in scalar
+memory, which holds the numbers of its blocks and flags.
 """
 
 import dataclasses
@@ -10,21 +10,21 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-NUMBER_BITS = 14  # of a block's number
+NUMBER_BITS = 14  # width of a block's number
 FIRST, LAST, WHOLE = (1 << n for n in range(2 * NUMBER_BITS, 2 * NUMBER_BITS + 3))
 NUMBER = (1 << NUMBER_BITS) - 1
-MAX_PAIRS = 220 * 1024  # of all lists of a call: scalar memory holds 1 MB
+MAX_PAIRS = 220 * 1024  # per call, in all lists: scalar memory holds 1 MB
 
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Lists of pairs, one for each sequence (or part of one).
+    """Lists of pairs, one per sequence (or part of a sequence).
 
     Attributes:
-      flat: [rows * size], the lists one after another. Sorted by the block that is
-        `major`; the rest of a list repeats its last pair, and is negative.
-      size: of a list.
-      steps: of the longest list, known at run time.
+      flat: [rows * size], the lists one after another, each sorted by its `major`
+          block. Padding repeats a list's last pair and is negative.
+        size: entries of a list.
+        steps: pairs of the longest list, known at run time.
     """
 
     flat: Int[Array, " n"]
@@ -33,26 +33,26 @@ class Pairs:
 
 
 def query_block(pair: Array) -> Array:
-    """Number of the pair's block of queries."""
+    """Returns the number of the pair's query block."""
     return (pair >> NUMBER_BITS) & NUMBER
 
 
 def key_block(pair: Array) -> Array:
-    """Number of the pair's block of keys."""
+    """Returns the number of the pair's key block."""
     return pair & NUMBER
 
 
 def has(pair: Array, flag: int) -> Array:
-    """FIRST or LAST of its major block; WHOLE: every query sees every key."""
+    """Tests a flag: FIRST or LAST of a major block; WHOLE if all keys are visible."""
     return (pair >= 0) & ((pair & flag) != 0)
 
 
 def size(num_blocks: tuple[int, int], rows: tuple[int, int], offset: int) -> int:
-    """Bounds the pairs of a sequence: no query t sees beyond key t + offset.
+    """Returns the most pairs of a sequence, if query t sees no key after t + offset.
 
     Args:
-      num_blocks: of queries and of keys.
-      rows: of a block of queries and of keys.
+      num_blocks: numbers of query blocks and of key blocks.
+      rows: rows of a query block and of a key block.
       offset: S - T.
     """
     ends = ((i + 1) * rows[0] + offset for i in range(num_blocks[0]))
@@ -69,16 +69,16 @@ def make(
     major: str = "queries",
     parts: int = 1,
 ) -> Pairs:
-    """Lists the pairs of blocks of which a query sees a key.
+    """Lists the pairs of blocks in which some query sees some key.
 
     Args:
-      lo: first visible key, of a whole number of blocks of queries.
+      lo: first visible key, for a whole number of query blocks.
       hi: end of the visible keys.
       num_keys: a whole number of blocks.
-      rows: of a block of queries and of keys.
+      rows: rows of a query block and of a key block.
       offset: S - T before padding.
       major: "queries" or "keys". Every major block has a pair, to write its outputs.
-      parts: lists of a sequence, that share its blocks of queries in turn.
+      parts: lists per sequence, which take its query blocks in turn.
     """
     lo, hi = (x.reshape(x.shape[0], -1, rows[0]) for x in (lo, hi))
     start = jnp.arange(0, num_keys, rows[1], dtype=jnp.int32)[None, None]
@@ -105,7 +105,7 @@ def _lists(
     major: str,
     parts: int,
 ) -> Pairs:
-    """Sorts the pairs' numbers: the others go to the end."""
+    """Sorts the numbers of pairs to the front, all others to the end."""
     _, num_q, num_k = meets.shape
     i, j = jnp.arange(num_q)[None, :, None], jnp.arange(num_k)[None, None]
     code = (i << NUMBER_BITS) | j | jnp.where(is_whole, WHOLE, 0)

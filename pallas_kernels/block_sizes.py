@@ -1,9 +1,9 @@
 """Block sizes by chip: one table, which an op reads while it is traced.
 
-The entries compile without spills and, among those that do, cost the fewest bundles
+Among entries that compile without spills, these need the fewest bundles
 (docs/kernels.md); none was chosen by timing. Try another entry with
-`python -m pallas_kernels.bench OP --blocks NAME=...`. Sizes that the hardware or a
-layout dictates stay in their kernels, as do those for float32, which nobody trains in.
+`python -m pallas_kernels.bench OP --blocks NAME=...`. The kernels themselves hold sizes
+that the hardware or a layout dictates, and those for float32, which serves only tests.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from pallas_kernels import chips, dispatch
 class Tpu:
     """Block sizes of the Pallas kernels on one chip."""
 
-    cores: int = 1  # of a device; each sums a part of the queries
-    vmem_bytes: int = 56 << 20  # that a kernel may take: 64 MB less what XLA keeps
+    cores: int = 1  # per device; each sums a part of the queries
+    vmem_bytes: int = 56 << 20  # limit of a kernel: 64 MB less XLA's own
     masked_mla: tuple[int, int] = (1024, 1024)  # queries, keys: powers of two
     indexer_kl: tuple[int, int] = (512, 1024)  # queries, keys
     indexer_keys: int = 1024  # fetched and scored at a time; divides selection.RUN
-    sparse_rows: int = 1024  # fetched at a time, forward, backward and by the loss
+    sparse_rows: int = 1024  # fetched at a time; attention and loss
     decode_groups: int = 128  # tiles of 8 cached rows fetched at a time
 
 
@@ -41,18 +41,18 @@ class Tile:
 class Gpu:
     """Tiles of the Triton kernels on a Hopper GPU."""
 
-    sparse_mla: Tile = Tile((64,), 8, 2)  # keys gathered a step
+    sparse_mla: Tile = Tile((64,), 8, 2)  # keys gathered per step
     sparse_mla_dq: Tile = Tile((32,), 8, 2)
-    sparse_mla_dkv: Tile = Tile((64,), 4, 1)  # 8 warps compute the scores twice
+    sparse_mla_dkv: Tile = Tile((64,), 4, 1)  # 8 warps would compute the scores twice
     masked_mla: Tile = Tile((128, 64), 8, 2)  # queries, keys
     masked_mla_dq: Tile = Tile((128, 32), 8, 3)
     masked_mla_dk: Tile = Tile((32, 128), 8, 3)
     masked_mla_dv: Tile = Tile((64, 128), 8, 2)
-    indexer_scores: Tile = Tile((256,), 4, 2)  # queries times heads of a step
+    indexer_scores: Tile = Tile((256,), 4, 2)  # queries times heads per step
     grouped_matmul: Tile = Tile((128, 256, 64), 8, 4)  # rows, columns, depth
     grouped_matmul_quantized: Tile = Tile((128, 128, 128), 8, 3)  # blocks of scales
     grouped_matmul_dw: Tile = Tile((128, 256, 64), 8, 3)  # depth, columns, rows
-    decode_sparse_mla: Tile = Tile((64,), 8, 2)  # keys gathered a step
+    decode_sparse_mla: Tile = Tile((64,), 8, 2)  # keys gathered per step
 
 
 # By the chip's name in `chips.CHIPS`. A v6e has 128 MB of VMEM, the others 64.
@@ -66,27 +66,27 @@ NAMES = (*TPUS, *GPUS)
 
 
 def of(chip: str) -> Tpu | Gpu:
-    """Returns the row of a chip by its name in `chips.CHIPS`."""
+    """Returns the sizes of a chip by its name in `chips.CHIPS`."""
     return (TPUS | GPUS)[chip]
 
 
 def tpu() -> Tpu:
-    """Returns the row of the TPU that a program is traced for, else that of v5p."""
+    """Returns the sizes of the TPU that a program is traced for, else v5p's."""
     chip = dispatch.chip()
     return TPUS.get("" if chip is None else chip.name, TPUS["v5p"])
 
 
 def gpu() -> Gpu:
-    """Returns the row of GPUs; every Hopper uses that of the H200."""
+    """Returns the sizes of GPUs; every Hopper uses those of the H200."""
     chip = dispatch.chip()
     return GPUS.get("" if chip is None else chip.name, GPUS["h200"])
 
 
 def changed(sizes: Tpu | Gpu, entry: str) -> Tpu | Gpu:
-    """Changes one entry, "NAME=64,8,2": of a tile its sizes, then warps and stages.
+    """Changes one entry, such as "NAME=64,8,2": a tile's sizes, then warps and stages.
 
     Raises:
-      ValueError: if there is no such entry, or it takes other numbers.
+      ValueError: if the entry does not exist or takes other numbers.
     """
     name, _, values = entry.partition("=")
     names = [field.name for field in dataclasses.fields(sizes)]

@@ -1,4 +1,4 @@
-"""Named shapes and inputs that tests, benchmarks and ahead-of-time compiles share."""
+"""Named shapes and inputs for tests, benchmarks and ahead-of-time compiles."""
 
 import dataclasses
 from typing import Any
@@ -21,12 +21,12 @@ class Case:
     keys: int
     batch: int = 1
     topk: int = 2048
-    documents: int = 1  # equal parts of each row; the last query sees nothing if > 1
+    documents: int = 1  # equal parts of a row; if > 1 the last query sees nothing
     heads: int = 64
     latent: int = 512  # C
     rope: int = 64  # R
-    row_padding: int = 0  # numbers behind [latent | rope], which fill a tile
-    head_dim: int = 256  # H of the multi-head form
+    row_padding: int = 0  # zeros after [latent | rope] that fill a tile
+    head_dim: int = 256  # H in multi-head form
     value_dim: int = 256  # O
     index_heads: int = 32
     index_dim: int = 128
@@ -71,7 +71,7 @@ SMALL = {
 
 
 def shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every input that an op may want, by name."""
+    """Returns the shape and type of every op's inputs, by name."""
     b, t, s, n = case.batch, case.queries, case.keys, case.heads
     width = case.latent + case.rope + case.row_padding
     e, d, f = case.experts, case.hidden, case.expert_dim
@@ -102,7 +102,7 @@ def shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def bounds(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """First visible key and end [B, T], of the last T of S tokens."""
+    """Returns first visible key and end [B, T] for the last T of S tokens."""
     t = np.arange(case.keys)
     size = -(-case.keys // case.documents)
     lo = np.broadcast_to(t // size * size, (case.batch, case.keys))
@@ -114,14 +114,14 @@ def bounds(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make(case: Case, *names: str, seed: int = 0, pattern: str = "random") -> tuple:
-    """Random inputs by name, in the order asked for.
+    """Makes random inputs by name, in the given order.
 
     Args:
       case: sizes.
-      *names: of `shapes`, but "bits" and "lse", which other ops make.
-      seed: of normals and of index lists.
-      pattern: of index lists: "random" over the visible keys, or "local": half of them
-        are the nearest keys.
+      *names: names in `shapes`, except "bits" and "lse", which other ops make.
+      seed: seeds normals and index lists.
+      pattern: index lists are "random" over the visible keys, or "local": half of them
+          are the nearest keys.
     """
     table, out = shapes(case), []
     for i, name in enumerate(names):
@@ -147,15 +147,15 @@ def _lists(case: Case, rng: np.random.Generator, pattern: str) -> np.ndarray:
 
 
 def lists(case: Case, uniform: Any, pattern: str, xp: Any = jnp) -> Any:
-    """Ascending index lists: a key of each of K equal parts of what a query sees.
+    """Makes ascending lists: one key from each of K equal parts of a query's keys.
 
-    A query that sees at most K keys takes them all.
+    A query that sees at most K keys lists them all.
 
     Args:
       case: sizes.
       uniform: numbers [B, T, K] from 0 to 1.
       pattern: see `make`.
-      xp: jax.numpy, or numpy, which takes seconds where lists are long.
+      xp: jax.numpy, or numpy, which takes seconds for long lists.
     """
     lo, hi = (xp.asarray(x)[..., None] for x in bounds(case))
     j = xp.arange(case.topk, dtype=xp.int32)[None, None]

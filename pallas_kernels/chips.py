@@ -1,7 +1,7 @@
 """Rates and sizes of each chip as vendors publish them, and the shares reached.
 
-This is the only table of such numbers: the kernels' benchmark, the planner and the MFU
-of a run read it. An entry is one device as jax counts them: a tpu7x chip is two.
+The kernels' benchmark, the planner and a run's MFU all read this table. An entry is one
+device as jax counts devices: a tpu7x chip has two.
 
 Sources, read in November 2026: cloud.google.com/tpu/docs, pages v5e, v5p, v6e and tpu7x
 (the last compares three generations); NVIDIA's data sheets of the H100 SXM, H200 SXM
@@ -17,7 +17,7 @@ class Chip:
 
     name: str
     platform: str  # "tpu" or "gpu"
-    device_kinds: tuple[str, ...]  # jax's names; a compiler without devices uses [0]
+    device_kinds: tuple[str, ...]  # jax's names; compilers without devices use [0]
     cores: int  # TensorCores of a TPU, multiprocessors of a GPU
     bf16_tflops: float  # bfloat16 products summed in float32
     hbm_tbps: float
@@ -28,22 +28,22 @@ class Chip:
 
     @property
     def device_kind(self) -> str:
-        """The name that a compiler without devices gives it."""
+        """Returns the chip's name in a compiler without devices."""
         return self.device_kinds[0]
 
     @property
     def reachable_tflops(self) -> float:
-        """bfloat16 rate that large products reach."""
+        """Returns the bfloat16 rate that large products reach."""
         return self.bf16_tflops * _reached(self.name).matrix
 
     @property
     def reachable_tbps(self) -> float:
-        """Rate that large copies reach, bytes read and bytes written together."""
+        """Returns the rate of large copies, counting bytes read and bytes written."""
         return self.hbm_tbps * _reached(self.name).memory
 
     @property
     def reachable_link_gbps(self) -> float:
-        """GB/s that large collectives reach on one link, one way."""
+        """Returns the GB/s that large collectives reach on one link, one way."""
         return self.interconnect_gbps / self.num_links / 2 * LINK_SHARE
 
 
@@ -160,10 +160,10 @@ def _reached(name: str) -> Reached:
 
 
 def is_hopper(device_kind: str) -> bool:
-    """Returns whether a GPU runs what is compiled for compute capability 9.0."""
+    """Returns whether a GPU runs programs compiled for compute capability 9.0."""
     return any(name in device_kind for name in ("H100", "H200", "H800", "H20"))
 
 
 def find(device_kind: str) -> Chip | None:
-    """Returns the chip that jax calls so, or None if it is not one of CHIPS."""
+    """Returns the chip of CHIPS with jax's name, or None."""
     return next((c for c in CHIPS.values() if device_kind in c.device_kinds), None)

@@ -1,9 +1,9 @@
 """Checks of arguments that all implementations of an op share.
 
 Shapes and types are known while a program is traced: wrong ones raise ValueError. The
-values of bounds and lists are not. Bounds are clamped to the existing keys, and entries
-of a list beyond the last key count as padding, so that no implementation reads out of
-bounds.
+values of bounds and lists are not known. Bounds are therefore clamped to the existing
+keys, and list entries beyond the last key count as padding, so that no implementation
+reads out of bounds.
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ Arrays = Mapping[str, tuple[Array, str]]  # by name: the array, and its dims
 def sizes(
     op: str, floats: Arrays, integers: Arrays, codes: Arrays | None = None
 ) -> dict[str, int]:
-    """Size of each dim; the first array that has a dim says how large it is.
+    """Returns the size of each dim, as the first array with this dim has it.
 
     Args:
-      op: name, for messages.
+      op: name of the op, for messages.
       floats: arrays of floats.
       integers: arrays of signed integers.
-      codes: arrays of 8 bits that scales belong to.
+      codes: arrays of 8 bits, which have scales.
 
     Raises:
-      ValueError: if an array has another rank, size or type than it must.
+      ValueError: if an array has a wrong rank, size or type.
     """
     known: dict[str, int] = {}
     kinds = {
@@ -48,7 +48,7 @@ def sizes(
 def _check_shape(
     op: str, name: str, x: Array, dims: list[str], known: dict[str, int]
 ) -> None:
-    """Adds the dims that are new to `known`."""
+    """Checks an array's shape against `known`, and adds new dims to it."""
     fixed = {d: known[d] for d in dims if d in known}
     given = dict(zip(dims, x.shape, strict=False))
     if x.ndim != len(dims) or any(given[d] != size for d, size in fixed.items()):
@@ -107,20 +107,20 @@ def listed(
 def within(
     lo: Int[Array, "B T"], hi: Int[Array, "B T"], ends: Int[Array, "1 T"] | int
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Int32 bounds that name the keys 0 .. ends - 1 alone."""
+    """Clamps bounds to the keys 0 .. ends - 1, as int32."""
     lo, hi = lo.astype(jnp.int32), hi.astype(jnp.int32)
     return jnp.maximum(lo, 0), jnp.minimum(hi, ends)
 
 
 def groups(group_sizes: Int[Array, " E"], num_rows: int) -> Int[Array, " E"]:
-    """Int32 sizes of groups that end where the rows do."""
+    """Cuts groups at the end of the rows; returns their int32 sizes."""
     ends = jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0))
     ends = jnp.minimum(ends, num_rows)
     return jnp.diff(ends, prepend=0)
 
 
 def form(op: str, selected: Array | None, known: dict[str, int]) -> None:
-    """Checks that a selection is a mask or bits of the queries and keys, or None.
+    """Checks that a selection is a mask or bits of these queries and keys, or None.
 
     Raises:
       ValueError: if it is neither.
@@ -142,7 +142,7 @@ def form(op: str, selected: Array | None, known: dict[str, int]) -> None:
 
 
 def positive(op: str, **values: int) -> None:
-    """Checks counts.
+    """Checks that counts are positive.
 
     Raises:
       ValueError: if one is below 1.
@@ -153,7 +153,7 @@ def positive(op: str, **values: int) -> None:
 
 
 def value_dim(op: str, size: int, width: int) -> None:
-    """Checks that values are the first entries of rows, and not none of them.
+    """Checks that values are the first entries of rows, at least one.
 
     Raises:
       ValueError: if they are not.

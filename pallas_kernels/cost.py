@@ -1,4 +1,4 @@
-"""Cost estimates of kernels, into which no scheduler and no FLOP counter can see."""
+"""Cost estimates of kernels, which schedulers and FLOP counters cannot inspect."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from jax.experimental import pallas as pl
 
 
 def estimate(flops: int, *arrays: Any) -> pl.CostEstimate:
-    """Returns the estimate of matrix products that read or write each array once."""
+    """Returns the cost of matrix products that read or write each array once."""
     moved = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
     return pl.CostEstimate(flops=flops, bytes_accessed=int(moved), transcendentals=0)
 
 
 def seen_pairs(num_queries: int, num_keys: int) -> int:
-    """Returns the number of pairs of a query and a key that it sees: half of all."""
+    """Returns the number of visible pairs of query and key: half of all pairs."""
     return num_queries * (num_keys + 1) // 2
 
 
 def rows(array: Any, num_rows: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape of some rows of an array, to be counted as fetched."""
+    """Returns the shape of an array's fetched rows, to count their bytes."""
     return jax.ShapeDtypeStruct((num_rows, array.shape[-1]), array.dtype)

@@ -1,7 +1,7 @@
 """Chooses the implementation of an op by the chip that a program is traced for.
 
-This is the device of the mesh in use, present or not, and without a mesh jax's default
-device. So programs can be compiled ahead of time for chips that are not there.
+The chip is that of the mesh in use, or without a mesh jax's default device. A mesh may
+have chips that this machine lacks, so that programs can be compiled ahead of time.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from jax import ad_checkpoint
 
 from pallas_kernels import chips, varying
 
-SAVED = "pallas_kernels"  # name of what a rematerialisation policy should keep
+SAVED = "pallas_kernels"  # name for rematerialisation policies: keep these arrays
 KERNELS = ("tpu", "gpu")  # modules of kernels; all others are plain XLA
-INTERPRETED = "_interpret"  # suffix: the kernel runs on a CPU, slowly, for its values
+INTERPRETED = "_interpret"  # suffix: runs the kernel on CPU, slowly, for tests
 
 
 def platform() -> str:
@@ -39,7 +39,7 @@ def _device_kind() -> str:
 
 
 def saved(tree: Any) -> Any:
-    """Names arrays that are cheaper to keep than to compute again."""
+    """Names arrays that are cheaper to keep than to recompute."""
     return jax.tree.map(lambda x: ad_checkpoint.checkpoint_name(x, SAVED), tree)
 
 
@@ -47,11 +47,11 @@ def saved(tree: Any) -> Any:
 class Op:
     """A public function and the modules that implement it."""
 
-    folder: str  # of pallas_kernels
-    function: str  # of each module in the folder
-    implementations: tuple[str, ...]  # the first is plain XLA and takes everything
-    # "dense" or "listed" where the folder's kernels have a file for each: the TPU's
-    # are then tpu_dense.py and tpu_listed.py. Files of plain XLA hold both forms.
+    folder: str  # in pallas_kernels
+    function: str  # in each module of the folder
+    implementations: tuple[str, ...]  # the first is plain XLA and takes all arguments
+    # "dense" or "listed" if the folder has a kernel file for each, such as tpu_dense.py
+    # and tpu_listed.py. Files of plain XLA hold both forms.
     form: str | None = None
 
     def path(self, name: str) -> str:
@@ -60,7 +60,7 @@ class Op:
         return f"pallas_kernels.{self.folder}.{file}"
 
     def load(self, name: str) -> Callable:
-        """Imports the function when it is wanted: the GPU's modules need Triton."""
+        """Imports the function on demand, because the GPU's modules need Triton."""
         return getattr(importlib.import_module(self.path(name)), self.function)
 
     def unsupported(self, name: str, args: tuple) -> str | None:
@@ -82,17 +82,16 @@ class Op:
 def run(op: Op, implementation: str | None, args: tuple) -> Any:
     """Calls the implementation of an op that fits the platform and the arguments.
 
-    None picks the kernel for the platform if there is one that supports the arguments,
-    else the first of `op.implementations`. A named one never falls back to another.
-    Where there is nothing to compute (no queries, no rows) all of them are the
-    reference.
+    None chooses the platform's kernel if it supports the arguments, else the first
+    of `op.implementations`. A named implementation never falls back to another. If
+    there is nothing to compute (no queries, no rows), the reference runs.
 
     Args:
       op: the function.
       implementation: one of `op.implementations`, "tpu_interpret", "gpu_interpret" or
         None.
-      args: of the function. A module may define `unsupported_FUNCTION(*args)`, which
-        returns why it cannot take them, or None.
+      args: arguments of the function. A module may define
+          `unsupported_FUNCTION(*args)`, which returns why it cannot take them, or None.
 
     Raises:
       NotImplementedError: if a named implementation is unknown, is meant for another
@@ -127,13 +126,13 @@ def _choose(op: Op, implementation: str | None, args: tuple) -> Callable:
 
 
 def _best(op: Op, args: tuple) -> Callable:
-    """Returns the platform's kernel where there is one that runs, else plain XLA."""
+    """Returns the platform's kernel if one runs here, else plain XLA."""
     name, default = platform(), op.implementations[0]
     if _is_empty(args):
         return op.load("reference")
     if name in op.implementations:
         why = _missing(name)
-        if why is not None:  # whatever the op: one warning for all of them
+        if why is not None:  # one warning for all ops
             _warn_once(f"plain XLA runs instead of the kernels for {name}: {why}")
         else:
             why = op.unsupported(name, args)
@@ -144,7 +143,7 @@ def _best(op: Op, args: tuple) -> Callable:
 
 
 def _is_empty(args: tuple) -> bool:
-    """Returns whether there is nothing to compute, and so nothing to cut into tiles."""
+    """Returns whether there is nothing to compute, and so nothing to tile."""
     return any(x.size == 0 for x in jax.tree.leaves(args) if hasattr(x, "size"))
 
 
@@ -166,7 +165,7 @@ def _missing(name: str, is_interpreted: bool = False) -> str | None:
 def _import_error(package: str) -> str | None:
     try:
         importlib.import_module(package)
-    except Exception as error:  # also where its version does not fit jax's
+    except Exception as error:  # or its version does not fit jax's
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -76,7 +76,7 @@ class Tokenizer:
         eos_id = next(ends, None)
         if eos_id is None:
             raise config.InputError(
-                f"The tokenizer has no token that ends a document: {END_OF_TEXT} (or "
+                f"The tokenizer has no {END_OF_TEXT} token to end a document (nor "
                 f"{', '.join(_ENDS[1:])}); add it to the added_tokens of its "
                 f"tokenizer.json."
             )
@@ -95,7 +95,7 @@ class Tokenizer:
         if (got := self.decode(self.encode(_PROBE))) != _PROBE:
             raise config.InputError(
                 f"The tokenizer must keep text unchanged (byte-level ones such as "
-                f"GLM-5's do), but turns {_PROBE!r} into {got!r}; give another "
+                f"GLM-5's do), but makes {got!r} of {_PROBE!r}; give another "
                 f"tokenizer.json, 'bpe' or 'byte'."
             )
 

@@ -1,1 +1,1 @@
-"""`python -m pallas_kernels.bench`: how far each op is from what its chip could do."""
+"""`python -m pallas_kernels.bench` compares each op with the limits of its chip."""

@@ -29,7 +29,7 @@ _BLOCKS = "other block sizes, one by one: sparse_mla=32,8,2; a tile's, warps and
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the jobs one by one; a job that fails is reported and the others run."""
+    """Runs the jobs one by one; reports a job that fails and runs the others."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 def _jobs(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> list[measure.Job]:
-    """Returns the product of all requested values; exits with 2 on a wrong one."""
+    """Returns a job per combination of requested values; exits with 2 if invalid."""
     for op in args.ops:
         if op not in operations.OPERATIONS:
             close = difflib.get_close_matches(op, operations.OPERATIONS, 1)
@@ -129,7 +129,7 @@ def _jobs(
 def _lists(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> np.ndarray | None:
-    """Reads captured lists, one for each token."""
+    """Reads captured lists, one per token."""
     if args.lists is None:
         return None
     if not args.lists.is_file():
@@ -150,7 +150,7 @@ def _lists(
 def _chip(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> chips.Chip | None:
-    """Returns the chip to compile for, or the one at hand, which a time needs."""
+    """Returns the chip to compile for, or this machine's, which timing needs."""
     if args.aot:
         if args.chip is None:
             parser.error(f"--aot needs --chip, one of {', '.join(aot.TOPOLOGIES)}")
@@ -191,7 +191,7 @@ def _run(
                 row = measure.compiled(job, chip)
             else:
                 row = measure.timed(job, chip, baseline=not args.no_baseline)
-        except Exception as error:  # one op out of memory must not cost the others
+        except Exception as error:  # other ops run even if one is out of memory
             row = {"failure": f"{type(error).__name__}: {error}"}
         yield name | row
 

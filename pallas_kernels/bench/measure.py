@@ -1,4 +1,4 @@
-"""A row of a benchmark: a time and the rates that follow, or a compiler's report."""
+"""Measures a row of a benchmark: a time and its rates, or a compiler's report."""
 
 import contextlib
 import dataclasses
@@ -16,19 +16,19 @@ from pallas_kernels.bench import operations
 from pallas_kernels.cases import Case
 
 SAMPLES = 15
-SAMPLE_SECONDS = 0.02  # calls are queued until they take so long; dispatch is hidden
-CHECKED_QUERIES = 128  # of the last queries of the full length, against plain XLA
-DEFINITION_BYTES = 2**30  # of all scores of a layer at once
+SAMPLE_SECONDS = 0.02  # time of a batch of queued calls, which hides dispatch
+CHECKED_QUERIES = 128  # last queries, compared with plain XLA at full length
+DEFINITION_BYTES = 2**30  # of a layer's scores, to run the definition at all
 SLOW_SECONDS = 0.5  # a call that takes longer is not repeated
-TOLERANCE = 2e-2  # of errors: gradients in bfloat16, keys that rounding may swap
-FLOAT32_TOLERANCE = 1e-3  # of errors of kernels that multiply float32 exactly
-STEPS = 100  # of decoding in a program
+TOLERANCE = 2e-2  # bfloat16 gradients, and keys swapped by rounding
+FLOAT32_TOLERANCE = 1e-3  # for kernels that multiply float32 exactly
+STEPS = 100  # decoding steps in a program
 MODES = ("fwd", "bwd", "det")
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """An op with its sizes and its implementation."""
+    """An op with sizes and an implementation."""
 
     op: str
     length: int
@@ -37,12 +37,12 @@ class Job:
     pattern: str = "random"
     lists: Any = None
     small: bool = False
-    queries: int | None = None  # a chip's share under context parallelism
-    heads: int | None = None  # or under tensor parallelism
-    row_multiple: int = 1  # of the numbers of a latent row
+    queries: int | None = None  # per device under context parallelism
+    heads: int | None = None  # per device under tensor parallelism
+    row_multiple: int = 1  # pads the width of latent rows
     blocks: str = ""  # another entry of the chip's row of `block_sizes`
-    sizes: Case | None = None  # instead of those of the op at a length
-    varied: bool = False  # other cotangents than ones
+    sizes: Case | None = None  # replaces the op's sizes at a length
+    varied: bool = False  # varies the cotangents instead of ones
 
     @property
     def case(self) -> Case:
@@ -56,7 +56,7 @@ class Job:
         )
 
     def on(self, chip: chips.Chip | None) -> "Job":
-        """Returns the job as a model runs it: cached rows fill a TPU's tiles."""
+        """Returns the job as a model runs it: a TPU's cached rows fill whole tiles."""
         is_tpu = chip is not None and chip.platform == "tpu"
         is_padded = is_tpu and self.op == "decode_sparse_mla"
         return dataclasses.replace(self, row_multiple=128) if is_padded else self
@@ -73,23 +73,23 @@ class Job:
             weighed = map(_waved, leaves) if self.varied else leaves
             return sum((jnp.sum(x, dtype=jnp.float32) for x in weighed), jnp.zeros(()))
 
-        # With the value, or XLA drops the forward pass where nothing needs it.
+        # Returns the value too, else XLA may drop the forward pass.
         return jax.value_and_grad(scalar, argnums=op.differentiable)
 
 
 def _waved(x: jax.Array) -> jax.Array:
-    """Entries times factors that differ: 1, 0.54, -0.42, ..."""
+    """Multiplies entries by different factors: 1, 0.54, -0.42, ..."""
     return x.astype(jnp.float32) * jnp.cos(jnp.arange(x.size)).reshape(x.shape)
 
 
 def runnable(op: str, mode: str) -> bool:
-    """Returns whether the op has such a mode."""
+    """Returns whether the op has the job's mode."""
     has_gradient = bool(operations.OPERATIONS[op].differentiable)
     return mode == "fwd" or (has_gradient and (mode == "bwd" or op == "sparse_mla"))
 
 
 def floor(job: Job, chip: chips.Chip) -> dict[str, Any]:
-    """Returns the FLOPs and bytes that an op needs, and the least time on a chip."""
+    """Returns an op's FLOPs and bytes, and the least time that a chip needs."""
     forward, read, backward, moved = operations.OPERATIONS[job.op].work(job.case)
     if job.mode != "fwd":
         forward, read = forward + backward, read + moved
@@ -101,7 +101,7 @@ def floor(job: Job, chip: chips.Chip) -> dict[str, Any]:
 
 
 def timed(job: Job, chip: chips.Chip | None, baseline: bool) -> dict[str, Any]:
-    """Runs a job on the device at hand; a stage that fails keeps what is measured."""
+    """Runs a job on this machine's device; a failure keeps earlier measurements."""
     row: dict[str, Any] = {}
     stages = [kernel(job, chip)]
     stages += [plain(job, chip)] if baseline else []
@@ -109,19 +109,19 @@ def timed(job: Job, chip: chips.Chip | None, baseline: bool) -> dict[str, Any]:
         try:
             for measured in stage:
                 row |= measured
-        except Exception as error:  # the rest of the row still counts
+        except Exception as error:  # the rest of the row stays valid
             row["failure"] = f"{type(error).__name__}: {error}"
     return row | ratio(row)
 
 
 def ratio(row: dict[str, Any]) -> dict[str, float]:
-    """Returns how many times as long plain XLA takes, where both were timed."""
+    """Returns the time of plain XLA divided by the kernel's, if both were timed."""
     both = "xla_ms" in row and "median_ms" in row
     return {"ratio_to_xla": row["xla_ms"] / row["median_ms"]} if both else {}
 
 
 def kernel(job: Job, chip: chips.Chip | None) -> Iterator[dict[str, Any]]:
-    """Times a job, then looks at its values: one part of a row after the other."""
+    """Times a job, then checks its values; yields a row part by part."""
     with _tried(job, chip):
         job = job.on(chip)
         op, case = operations.OPERATIONS[job.op], job.case
@@ -137,7 +137,7 @@ def kernel(job: Job, chip: chips.Chip | None) -> Iterator[dict[str, Any]]:
 
 
 def plain(job: Job, chip: chips.Chip | None) -> Iterator[dict[str, Any]]:
-    """Times plain XLA at the same job."""
+    """Times plain XLA on the same job."""
     job = job.on(chip)
     names = operations.OPERATIONS[job.op].inputs
     args = operations.make(job.case, names, job.pattern, job.lists)
@@ -145,7 +145,7 @@ def plain(job: Job, chip: chips.Chip | None) -> Iterator[dict[str, Any]]:
 
 
 def values(job: Job) -> dict[str, Any]:
-    """Compares a job with the definition, all rows and under varied cotangents."""
+    """Compares a job with the definition in all rows and with varied cotangents."""
     job = dataclasses.replace(job, varied=True)
     names = operations.OPERATIONS[job.op].inputs
     args = operations.make(job.case, names, job.pattern, job.lists)
@@ -157,7 +157,7 @@ def values(job: Job) -> dict[str, Any]:
 
 
 def worth(job: Job, chip: chips.Chip, milliseconds: float) -> dict[str, Any]:
-    """Returns the rates of a measured time, and their share of the chip's."""
+    """Returns a time's FLOP and byte rates, and their share of the chip's rates."""
     least, seconds = floor(job, chip), milliseconds / 1e3
     return least | {
         "tflops": least["flops"] / seconds / 1e12,
@@ -167,10 +167,10 @@ def worth(job: Job, chip: chips.Chip, milliseconds: float) -> dict[str, Any]:
 
 
 def _timed(job: Job, implementation: str | None, args: tuple, samples: int) -> Any:
-    """Times an implementation, and reads the memory of the timed program.
+    """Times an implementation, and returns the memory of the timed program.
 
-    A step of decoding takes some ten microseconds, as long as its dispatch, so one
-    program runs many of them.
+    A decoding step takes some ten microseconds, as long as its dispatch, so one program
+    runs many steps.
     """
     function = job.function(implementation, job.case)
     steps = STEPS if job.op.startswith("decode") else 1
@@ -178,7 +178,7 @@ def _timed(job: Job, implementation: str | None, args: tuple, samples: int) -> A
     def repeated(q: jax.Array, *cache: jax.Array) -> Any:
         def step(_: jax.Array, carry: tuple) -> tuple:
             q, _ = carry
-            # Queries that XLA must take for new ones, or it runs one step.
+            # XLA must see new queries in each step, else it runs only one.
             return jax.lax.optimization_barrier((q, function(q, *cache)))
 
         shapes = jax.eval_shape(function, q, *cache)
@@ -194,7 +194,7 @@ def _timed(job: Job, implementation: str | None, args: tuple, samples: int) -> A
 
 
 def compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:
-    """Compiles a job for a chip that need not be there."""
+    """Compiles a job for a chip, which this machine need not have."""
     with _tried(job, chip):
         return _compiled(job.on(chip), chip)
 
@@ -213,7 +213,7 @@ def _compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:
 
 
 def _tried(job: Job, chip: chips.Chip | None) -> contextlib.AbstractContextManager:
-    """The job's block sizes, if it brings any."""
+    """Returns a context that uses the job's own block sizes, if it has any."""
     if not job.blocks or chip is None:
         return contextlib.nullcontext()
     sizes = block_sizes.changed(block_sizes.of(chip.name), job.blocks)
@@ -221,14 +221,14 @@ def _tried(job: Job, chip: chips.Chip | None) -> contextlib.AbstractContextManag
 
 
 def _plain(op: str) -> str:
-    """Name of an op's XLA form; `ragged_dot` would expand rows E times on a GPU."""
+    """Names an op's XLA form; on GPU not `ragged_dot`, which expands rows E times."""
     if op.startswith("grouped"):
         return "blocked"
     return "reference" if op.startswith("decode") else "tiled"
 
 
 def _error(job: Job) -> float:
-    """Largest error of an output or gradient, for a case of the last queries alone."""
+    """Returns the largest error of outputs and gradients for only the last queries."""
     op, case = operations.OPERATIONS[job.op], _last(job.case)
     if op.inputs[0] == "rows":
         case = job.case
@@ -238,7 +238,7 @@ def _error(job: Job) -> float:
 
 
 def _error_of_last_rows(job: Job, args: tuple, out: Any) -> float:
-    """The same for what was computed at the full size: its last rows."""
+    """Returns the same error for the last rows of full-size results."""
     case, size = _last(job.case), job.case.queries
 
     def last(x: jax.Array) -> jax.Array:
@@ -256,7 +256,7 @@ def _last(case: Case) -> Case:
 
 
 def _wanted(job: Job, case: Case, args: tuple) -> Any:
-    """Computes it by the definition where its scores fit, else by plain XLA."""
+    """Computes expected values by the definition if scores fit, else by plain XLA."""
     scores = 4 * case.batch * case.queries * case.keys * case.heads
     name = "reference" if scores < DEFINITION_BYTES else _plain(job.op)
     return jax.jit(job.function(name, case))(*args)
@@ -267,7 +267,7 @@ def _largest(got: Any, want: Any) -> float:
 
 
 def _distance(got: jax.Array, want: jax.Array) -> float:
-    """Relative L2 distance; of bits and lists, the share of keys that differ."""
+    """Returns the relative L2 distance; for bits and lists, the share of other keys."""
     if want.dtype == jnp.uint32:
         count = lambda x: jnp.sum(jax.lax.population_count(x), dtype=jnp.float32)
         return float(count(got & ~want) / jnp.maximum(count(want), 1))
@@ -279,7 +279,7 @@ def _distance(got: jax.Array, want: jax.Array) -> float:
 
 
 def _milliseconds(call: Callable, samples: int = SAMPLES) -> dict[str, float]:
-    """Median, 10th and 90th percentile of a call's time, many calls a sample."""
+    """Returns the median, 10th and 90th percentile of a call's time."""
     jax.block_until_ready(call())
     start = time.perf_counter()
     jax.block_until_ready(call())

@@ -1,8 +1,8 @@
-"""Every op as a benchmark sees it: its inputs, a call of it, its least work.
+"""Describes every op to the benchmark: its inputs, a call, and its least work.
 
-Work is what the definition asks for, whatever an implementation does: visible pairs of
+Work follows from the definition, whatever an implementation does: visible pairs of
 query and key, listed rows, rows that have an expert. Bytes count each input and output
-once, and listed rows once a query: a kernel that finds them in a cache moves less.
+once, and listed rows once per query. A kernel moves less if rows are in a cache.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import pallas_kernels
 from pallas_kernels import cases
 from pallas_kernels.cases import Case
 
-# Inputs that have a row for each query.
+# Inputs with a row per query.
 OF_QUERIES = ("q", "q_latent", "q_index", "w", "lo", "hi", "indices", "bits", "weight")
 LATENT_BYTES = 2  # bfloat16
 
@@ -38,31 +38,31 @@ class Operation:
 
     @property
     def has_rows(self) -> bool:
-        """Tells whether outputs are rows of queries that depend on no other."""
+        """Tells whether each output row depends only on its own query."""
         is_loss = "weight" in self.inputs
         return not is_loss and "rows" not in self.inputs
 
 
 def pairs(case: Case) -> float:
-    """Query and key pairs that are visible."""
+    """Returns the number of visible pairs of query and key."""
     lo, hi = cases.bounds(case)
     return float(np.maximum(hi - lo, 0).sum(dtype=np.float64))
 
 
 def listed(case: Case) -> float:
-    """Entries of the index lists."""
+    """Returns the number of entries of the index lists."""
     lo, hi = cases.bounds(case)
     return float(np.clip(hi - lo, 0, case.topk).sum(dtype=np.float64))
 
 
 def size(case: Case, *names: str) -> float:
-    """Bytes of inputs."""
+    """Returns the bytes of inputs."""
     table = cases.shapes(case)
     return float(sum(np.prod(table[n].shape) * table[n].dtype.itemsize for n in names))
 
 
 def make(case: Case, names: tuple[str, ...], pattern: str, lists: Any) -> tuple:
-    """Random inputs; `lists` are captured index lists [T, K] for "captured"."""
+    """Makes random inputs; `lists` [T, K] are used by the pattern "captured"."""
     return tuple(_input(case, name, pattern, lists) for name in names)
 
 
@@ -77,7 +77,7 @@ def _input(case: Case, name: str, pattern: str, lists: Any) -> jax.Array:
         names = ("q_index", "k_index", "w", "lo", "hi")
         args = make(case, names, pattern, lists)
         return jax.jit(_call("indexer_bits", topk=case.topk))(*args)
-    if name == "lse":  # of scores with unit variance
+    if name == "lse":  # for scores with unit variance
         lo, hi = cases.bounds(case)
         row = np.log(np.maximum(np.minimum(hi - lo, case.topk), 1)) + 0.5
         return jnp.asarray(np.broadcast_to(row[:, None], wanted.shape), jnp.float32)
@@ -96,7 +96,7 @@ def _input(case: Case, name: str, pattern: str, lists: Any) -> jax.Array:
         return jax.random.randint(key, wanted.shape, -127, 128, jnp.int8)
     if name == "scales":
         return jnp.full(wanted.shape, 0.01)
-    # Drawn where it will be used: hundreds of megabytes.
+    # Sampled on the device: hundreds of megabytes.
     return jax.random.normal(key, wanted.shape, jnp.bfloat16).astype(wanted.dtype)
 
 
@@ -128,7 +128,7 @@ def _sparse_work(case: Case) -> tuple[float, float, float, float]:
     forward = entries * 2 * case.heads * (c + o)
     backward = entries * 2 * case.heads * (3 * c + 2 * o)
     moved = size(case, "q_latent", "indices")
-    # The gradient of a row is read, added to and written in float32.
+    # A row's gradient is read, increased and written in float32.
     return forward, entries * row + 2 * moved, backward, entries * row * 5 + 4 * moved
 
 
@@ -184,7 +184,7 @@ def _sparse_kl_work(case: Case) -> tuple[float, float, float, float]:
 
 
 def _layer_call(select: str, attend: str, loss: str) -> Callable:
-    """A layer's attention: selection, attention over it, and the indexer's loss."""
+    """Calls a layer's attention: selection, attention to it, and the indexer's loss."""
 
     def build(case: Case, implementation: str | None, deterministic: bool) -> Callable:
         named = functools.partial(_call, implementation=implementation)
@@ -325,7 +325,7 @@ OPERATIONS = {
 
 
 def at(name: str, length: int, small: bool = False) -> Case:
-    """The case of an op at a length: decoding has one query, the mixture no keys."""
+    """Returns an op's sizes at a length: decoding has one query, experts no keys."""
     case = cases.full(length)
     if small:
         case = dataclasses.replace(cases.SMALL["short"], queries=length, keys=length)

@@ -1,4 +1,4 @@
-"""Time against length, a panel an op."""
+"""Plots time against length, with one panel per op."""
 
 import pathlib
 from typing import Any
@@ -11,7 +11,7 @@ PANEL_INCHES = (4.0, 3.0)
 
 
 def save(rows: list[dict[str, Any]], path: pathlib.Path, device: str) -> None:
-    """Draws the times, or what was only compiled, with the floor of each op."""
+    """Draws times and each op's floor; marks jobs that were only compiled."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
     height = -(-len(ops) // COLUMNS)
     width = min(COLUMNS, len(ops))

@@ -27,7 +27,7 @@ _NAMES = ("op", "length", "mode")
 
 
 def header(columns: tuple) -> str:
-    """Titles of TIMED or COMPILED and the rule below them; the last is for notes."""
+    """Returns the titles of TIMED or COMPILED, one for notes, and the rule below."""
     titles = [*_NAMES, *(title for _, title, _ in columns), ""]
     return f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}"
 
@@ -42,7 +42,7 @@ def line(row: dict[str, Any], columns: tuple) -> str:
 
 
 def _notes(row: dict[str, Any]) -> list[str]:
-    """Other block sizes, why it failed, or what a compiler said of each kernel."""
+    """Returns other block sizes, an error, or the compiler's figures of each kernel."""
     tried = [row["blocks"]] if "blocks" in row else []
     if "failure" in row:
         failure = [(row["failure"].splitlines() or ["failed"])[0]]

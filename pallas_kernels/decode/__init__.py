@@ -1,7 +1,7 @@
-"""Decoding against a cache of latents and indexer keys, in pages or in one piece.
+"""Decoding with a cache of latents and indexer keys, in pages or in one piece.
 
-A few queries a sequence (several under speculative decoding) against many cached rows:
-what costs is reading them, so kernels split the keys among programs. Not
+A sequence has a few queries (several under speculative decoding) and many cached rows.
+Reading the rows takes most of the time, so kernels split the keys among programs. Not
 differentiable.
 """
 
@@ -28,11 +28,11 @@ def decode_indexer_topk(
 
     Args:
       q: indexer queries of the new tokens.
-      k: cached keys: pages of s keys each, or with page_table None a row of s for each
-        of the B sequences.
+      k: cached keys: pages of s keys each, or without a page_table a row of s keys for
+          each of the B sequences.
       w: head weights, scales included.
       lo: first visible key, counted along the sequence.
-      hi: end of the visible keys; a larger one than n * s is cut to it.
+      hi: end of the visible keys; cut to n * s if larger.
       page_table: page of each run of s tokens of a sequence.
       topk: keys to select.
       implementation: see IMPLEMENTATIONS; None for the best one.
@@ -69,10 +69,10 @@ def decode_sparse_mla(
 
     Args:
       q: queries of the new tokens, in the latent space.
-      kv: cached rows: pages of s rows each, or with page_table None s rows for each of
-        the B sequences.
-      indices: positions along the sequence, distinct, with -1 at the end alone; one
-        of n * s or more counts as -1.
+      kv: cached rows: pages of s rows each, or without a page_table s rows for each of
+          the B sequences.
+        indices: distinct positions along the sequence, padded with -1 only at the end;
+          n * s or more counts as -1.
       page_table: page of each run of s tokens of a sequence.
       scale: factor on q . kv.
       value_dim: C; values are the first C of each row.
@@ -99,8 +99,8 @@ def _cached(
     integers: contract.Arrays,
     page_table: Array | None,
 ) -> tuple[int, Array | None]:
-    """Keys of a sequence, and the page table in int32, once all shapes fit."""
-    if page_table is None:  # a row of keys for each sequence
+    """Checks all shapes; returns the keys per sequence and an int32 page table."""
+    if page_table is None:  # one row of keys per sequence
         floats = {n: (x, d.replace("pages", "B")) for n, (x, d) in floats.items()}
         return contract.sizes(op, floats, integers)["s"], None
     pages = {"page_table": (page_table, "B n")}

@@ -1,8 +1,9 @@
 """Top-k cached keys on Hopper: the kernels of `indexer_topk`, reading pages.
 
-All multiprocessors score a row of keys, whatever its length. One program selects from
-a row: it reads S / G maxima and K G scores (128 KB at S = 131072) instead of the whole
-row, so splitting it further would cost more in launches than it saves.
+All multiprocessors share the scoring of a row of keys, whatever its length. A single
+program then selects from the row. It reads S / G maxima and K G scores (128 KB at
+S = 131072) instead of the whole row, so a further split would cost more in launches
+than it saves.
 """
 
 import jax.numpy as jnp

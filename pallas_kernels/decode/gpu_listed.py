@@ -1,7 +1,7 @@
-"""Triton kernels for Hopper: few queries, whose lists are split among the programs.
+"""Triton kernels for Hopper that split the lists of a few queries among programs.
 
-Each program attends to every SPLITS-th block of a query's list, and a second kernel
-weighs the parts by their log-sum-exps.
+Each program attends to every SPLITS-th block of a query's list. A second kernel weights
+the parts by their log-sum-exps.
 """
 
 import math
@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import block_sizes, chips, triton_call
 
-HEADS = 64  # of a program: the least rows of a wgmma
+HEADS = 64  # per program: the fewest rows of a wgmma
 HEADS_FLOAT32, KEYS_FLOAT32 = 16, 32  # without tensor cores; more would spill
-PROGRAMS = chips.CHIPS["h200"].cores  # multiprocessors, each with room for one program
-VALUES = 128  # of a head, that a combining program writes
+PROGRAMS = chips.CHIPS["h200"].cores  # one program per multiprocessor
+VALUES = 128  # of a head, written by a combining program
 LOG2_E = math.log2(math.e)
 
 
@@ -61,7 +61,7 @@ def decode_sparse_mla(
 
 
 def num_splits(q: Array, topk: int) -> int:
-    """Programs that share a list: a power of two, all multiprocessors if it can be."""
+    """Returns the programs per list, a power of two, to use all multiprocessors."""
     rows = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], HEADS)
     most = min(
         PROGRAMS // rows,

@@ -1,4 +1,4 @@
-"""The definition: put the pages in a row, then as over a whole sequence."""
+"""The definition: joins the pages, then runs the op over the whole sequence."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from pallas_kernels.sparse_mla import reference as attention
 def rows(
     pages: Float[Array, "pages s width"], page_table: Int[Array, "B n"] | None
 ) -> Float[Array, "B S width"]:
-    """The cache of every sequence in one piece."""
+    """Returns the cache of every sequence in one piece."""
     if page_table is None:
         return pages
     return jax.vmap(lambda table: pages[table].reshape(-1, pages.shape[-1]))(page_table)
@@ -38,7 +38,7 @@ def decode_sparse_mla(
     scale: float,
     value_dim: int,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
-    """See `pallas_kernels.decode_sparse_mla`: fetches the listed rows alone."""
+    """See `pallas_kernels.decode_sparse_mla`; fetches only the listed rows."""
     sequence = jnp.arange(q.shape[0])[:, None, None]
     size = kv.shape[1]
     num_keys = size * (1 if page_table is None else page_table.shape[1])

@@ -1,9 +1,9 @@
-"""Top-k cached keys on TPU: keys pass through VMEM once, their scores stay there.
+"""Top-k cached keys on TPU: keys pass through VMEM once, and scores stay there.
 
-A group of 8 queries, of one sequence or several, is the sublanes of a vector. The k-th
-largest score is found by bisection on its bits: 32 counts of the scores in VMEM; among
-equal scores the cut is found by bisection on the index. The selection leaves as bits,
-which `list_from_bits` lists.
+The sublanes of a vector are a group of 8 queries, from one sequence or several.
+Bisection on the bits finds the k-th largest score: it counts the scores in VMEM 32
+times. Among equal scores, bisection on the index finds the cut. The kernel writes the
+selection as bits, from which `list_from_bits` makes lists.
 """
 
 import functools
@@ -24,9 +24,9 @@ QUERIES = 8  # sublanes of a vector
 LANES = selection.LANES
 CHUNK = 1024  # keys fetched and scored at a time
 COUNTED = 2048  # keys counted between two branches
-ROWS = 16  # of a tile of bfloat16: pages are whole tiles
-SMEM_BYTES = 512 * 1024  # that a page table may take
-VMEM_KEYS = 1 << 20  # whose scores fit: 32 MB
+ROWS = 16  # per bfloat16 tile: pages are whole tiles
+SMEM_BYTES = 512 * 1024  # limit of a page table
+VMEM_KEYS = 1 << 20  # as many scores fit: 32 MB
 LOWEST, HIGHEST = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
 
 
@@ -43,8 +43,8 @@ def decode_indexer_topk(
 ) -> Int[Array, "B T K"]:
     """See `pallas_kernels.decode_indexer_topk`."""
     batch, num_queries, _, width = q.shape
-    rows = 1 << (num_queries - 1).bit_length()  # of a group, for one sequence
-    size = math.gcd(k.shape[1], CHUNK)  # keys of a copy
+    rows = 1 << (num_queries - 1).bit_length()  # per group, for one sequence
+    size = math.gcd(k.shape[1], CHUNK)  # keys per copy
     split = k.shape[1] // size
     if page_table is None:
         page_table = jnp.arange(batch)[:, None]
@@ -52,7 +52,7 @@ def decode_indexer_topk(
     pages = pages.reshape(batch, -1).astype(jnp.int32)
 
     def grouped(x: Array) -> Array:
-        """[groups, 8, ...] of [B, T, ...]."""
+        """Reshapes [B, T, ...] to [groups, 8, ...]."""
         widths = [(0, -batch % (QUERIES // rows)), (0, rows - num_queries)]
         x = jnp.pad(x, [*widths, *[(0, 0)] * (x.ndim - 2)])
         return x.reshape(-1, QUERIES, *x.shape[2:])
@@ -103,18 +103,18 @@ def _select(
     topk: int,
     interpret: bool,
 ) -> Array:
-    """Bits [G, 8, W] of groups of 8 queries.
+    """Returns the bits [G, 8, W] of groups of 8 queries.
 
     Args:
       queries: q [G, 8 I, J] and head weights [G, 8 I, 1].
       k: pages.
       bounds: lo and hi [G, 8].
-      pages: of all sequences, G after each other.
+      pages: page tables of all sequences, one after another.
       topk: keys to select.
-      interpret: on CPU.
+      interpret: runs on CPU.
     """
     groups, heads_of_all, width = queries[0].shape
-    rows = QUERIES * groups // len(pages)  # of a sequence
+    rows = QUERIES * groups // len(pages)  # per sequence
     size = k.shape[1]
     words = selection.num_words(pages.shape[1] * size)
     lo, hi = bounds
@@ -170,7 +170,7 @@ def _kernel(
     rows: int,
     topk: int,
 ):
-    """One group of queries, `rows` of each sequence: score, order, cut, pack."""
+    """Processes a group of queries, `rows` per sequence: score, order, cut, pack."""
     scores, fetched, fetching, cut = scratch
     sequences = QUERIES // rows
     first, end = jnp.int32(HIGHEST), jnp.int32(0)
@@ -192,7 +192,7 @@ def _kernel(
 
 
 def _score(q, w, k, table, span, place, fetched, fetching):
-    """Writes the bits of one sequence's scores; `place` is an array and its rows."""
+    """Writes the bits of one sequence's scores to `place`: an array and its rows."""
     (scores, rows), copies = place, fetched.shape[1]
     first, end = span[0] // CHUNK, (span[1] + CHUNK - 1) // CHUNK
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -236,7 +236,7 @@ def _score(q, w, k, table, span, place, fetched, fetching):
 
 
 def _order(bounds, scores):
-    """Turns bits of floats into integers that compare like them; hides keys."""
+    """Turns floats' bits into integers of the same order; hides invisible keys."""
     lo, hi = bounds[0][...], bounds[1][...]
 
     def tile(i, _):
@@ -252,7 +252,7 @@ def _order(bounds, scores):
 
 
 def _threshold(scores, tiles, topk, cut):
-    """The k-th largest score of each query [8, 1]; `cut`: ends those equal to it."""
+    """Returns each query's k-th largest score [8, 1], and the cut among equal ones."""
     lane = lax.broadcasted_iota(jnp.int32, (QUERIES, LANES), 1)
 
     def count(test):
@@ -293,7 +293,7 @@ def _threshold(scores, tiles, topk, cut):
 
 
 def _pack(scores, threshold, cut, bits):
-    """Bits of the keys above the threshold, and of those at it before the cut."""
+    """Packs bits of keys above the threshold, or equal to it before the cut."""
     cut = cut[...]
     lane = lax.broadcasted_iota(jnp.int32, cut.shape, 1)
 

@@ -1,12 +1,12 @@
 """Attention to listed cached rows on TPU, without a copy of the cache.
 
-This holds as long as the cache is stored row by row. XLA transposes an argument that
-is 576 wide to save padding, and each step would have to transpose it back: give q and
-the cache 640 entries, the last 64 zero, or pin the layout.
+The cache must be stored row by row. XLA transposes an argument that is 576 wide to save
+padding, and each step would transpose it back. To avoid this, give q and the cache 640
+entries, the last 64 zero, or pin the layout.
 
-A DMA cannot cut one row out of a tile of the cache. It fetches the 8 rows around each
-listed one, 10 KB, and the kernel masks 7 of them. Where the queries cannot be divided
-evenly among a chip's cores, each core takes a part of every list.
+A DMA cannot fetch a single row of a tile. It fetches the 8 rows around each listed row,
+10 KB, and the kernel masks 7 of them. If the queries cannot be divided evenly among a
+chip's cores, each core takes a part of every list.
 """
 
 import functools
@@ -38,7 +38,7 @@ def decode_sparse_mla(
     """See `pallas_kernels.decode_sparse_mla`."""
     batch, num_queries, heads, width = q.shape
     chunk, cores = block_sizes.tpu().decode_groups, block_sizes.tpu().cores
-    parts = cores if batch * num_queries % cores else 1  # of a list
+    parts = cores if batch * num_queries % cores else 1  # per list
     missing = -indices.shape[-1] % (chunk * parts)
     indices = jnp.pad(indices, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
     rows = _rows(indices, kv.shape[1], page_table)
@@ -86,10 +86,10 @@ def decode_sparse_mla(
 def _groups(
     rows: Int[Array, "parts 1 fetched"], chunk: int
 ) -> tuple[Int[Array, "parts 1 fetched"], Float[Array, "parts 1 8*fetched"]]:
-    """Groups to fetch, -1 where a list has ended, and which of their rows are meant."""
+    """Returns the groups to fetch, -1 after a list's end, and marks of listed rows."""
     is_row = rows[..., None] % GROUP == jnp.arange(GROUP)[None, None, None]
     is_row = (is_row & (rows >= 0)[..., None]).astype(jnp.float32)
-    # The last chunk is fetched whole, its padding from anywhere.
+    # The last chunk is fetched whole; its padding may be any rows.
     chunks = -(-jnp.sum(rows >= 0, axis=-1, keepdims=True) // chunk)
     slots = jnp.arange(rows.shape[-1])[None, None]
     padding = jnp.where(slots < jnp.maximum(chunks, 1) * chunk, 0, -1)
@@ -104,7 +104,7 @@ def _combined(
     has_rows: Array,
     parts: int,
 ) -> tuple[Float[Array, "lists N C"], Float[Array, "lists N"]]:
-    """Softmax over lists of the softmax over their parts; zeros of an empty list."""
+    """Combines the softmax over parts of lists; an empty list gives zeros."""
     of_list = lambda x: x.reshape(-1, parts, *x.shape[1:])
     lse = of_list(jnp.where(has_rows, lse, -jnp.inf)[:, 0])
     top = jnp.max(lse, axis=1, keepdims=True)
@@ -131,7 +131,7 @@ def unsupported_decode_sparse_mla(
 
 
 def _cost(keys: int, q: Array, kv: Array, value_dim: int) -> pl.CostEstimate:
-    """Estimates the cost of all fetched rows, listed or not."""
+    """Estimates the cost of all fetched rows, including those not listed."""
     heads, width = q.shape[2:]
     work = 2 * keys * heads * (width + value_dim)
     return cost.estimate(work, cost.rows(kv, keys))
@@ -140,7 +140,7 @@ def _cost(keys: int, q: Array, kv: Array, value_dim: int) -> pl.CostEstimate:
 def _rows(
     indices: Int[Array, "B T K"], size: int, page_table: Int[Array, "B n"] | None
 ) -> Int[Array, "B T K"]:
-    """Rows of the whole cache that lists name, pages of `size` after each other."""
+    """Returns the rows that lists name in the joined pages of `size` rows each."""
     sequence = jnp.arange(len(indices))[:, None, None]
     num_keys = size * (1 if page_table is None else page_table.shape[1])
     is_key = (indices >= 0) & (indices < num_keys)
@@ -166,11 +166,11 @@ def _kernel(
     *,
     scale: float,
 ):
-    """One query, a chunk of groups after the other."""
+    """Processes one query, chunk by chunk of groups."""
     attention.reset(state)
 
     def compute(query, first, count, words):
-        del query, count  # padding has no row of its group
+        del query, count  # padding marks no row of its group
         keys = fetched.shape[1] * GROUP
         part = pl.ds(pl.multiple_of(first * GROUP, keys), keys)
         rows = words()[...].reshape(keys, fetched.shape[-1])

@@ -196,7 +196,7 @@ class CharacterTest(parameterized.TestCase):
         backend = tokenizers.Tokenizer(
             tokenizers.models.WordPiece({"[UNK]": 0, "def": 1, "</s>": 2})
         )
-        with self.assertRaisesRegex(config.InputError, "must spell a text as it is"):
+        with self.assertRaisesRegex(config.InputError, "must keep text unchanged"):
             tokenizer_lib.Tokenizer(backend)
 
 
