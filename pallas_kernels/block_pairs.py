@@ -22,9 +22,9 @@ class Pairs:
 
     Attributes:
       flat: [rows * size], the lists one after another, each sorted by its `major`
-          block. Padding repeats a list's last pair and is negative.
-        size: entries of a list.
-        steps: pairs of the longest list, known at run time.
+        block. Padding repeats a list's last pair and is negative.
+      size: entries of a list.
+      steps: pairs of the longest list, known at run time.
     """
 
     flat: Int[Array, " n"]

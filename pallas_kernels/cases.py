@@ -121,7 +121,7 @@ def make(case: Case, *names: str, seed: int = 0, pattern: str = "random") -> tup
       *names: names in `shapes`, except "bits" and "lse", which other ops make.
       seed: seeds normals and index lists.
       pattern: index lists are "random" over the visible keys, or "local": half of them
-          are the nearest keys.
+        are the nearest keys.
     """
     table, out = shapes(case), []
     for i, name in enumerate(names):

@@ -91,7 +91,7 @@ def run(op: Op, implementation: str | None, args: tuple) -> Any:
       implementation: one of `op.implementations`, "tpu_interpret", "gpu_interpret" or
         None.
       args: arguments of the function. A module may define
-          `unsupported_FUNCTION(*args)`, which returns why it cannot take them, or None.
+        `unsupported_FUNCTION(*args)`, which returns why it cannot take them, or None.
 
     Raises:
       NotImplementedError: if a named implementation is unknown, is meant for another

@@ -29,7 +29,7 @@ def decode_indexer_topk(
     Args:
       q: indexer queries of the new tokens.
       k: cached keys: pages of s keys each, or without a page_table a row of s keys for
-          each of the B sequences.
+        each of the B sequences.
       w: head weights, scales included.
       lo: first visible key, counted along the sequence.
       hi: end of the visible keys; cut to n * s if larger.
@@ -70,9 +70,9 @@ def decode_sparse_mla(
     Args:
       q: queries of the new tokens, in the latent space.
       kv: cached rows: pages of s rows each, or without a page_table s rows for each of
-          the B sequences.
-        indices: distinct positions along the sequence, padded with -1 only at the end;
-          n * s or more counts as -1.
+        the B sequences.
+      indices: distinct positions along the sequence, padded with -1 only at the end;
+        n * s or more counts as -1.
       page_table: page of each run of s tokens of a sequence.
       scale: factor on q . kv.
       value_dim: C; values are the first C of each row.

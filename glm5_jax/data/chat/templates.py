@@ -67,10 +67,10 @@ class Template:
         tokenizer: must have SPECIAL_TOKENS.
         version: 5.1 shows only a tool's function, and the last turn's empty thought;
             5.2 shows every empty thought, and begins with the reasoning effort.
-            enable_thinking: asks the model for a thought before each answer.
-            clear_thinking: drops the thoughts before the last user message; False is
+        enable_thinking: asks the model for a thought before each answer.
+        clear_thinking: drops the thoughts before the last user message; False is
             preserved thinking.
-            reasoning_effort: shown by 5.2 if thinking is enabled.
+        reasoning_effort: shown by 5.2 if thinking is enabled.
     """
 
     tokenizer: tokenizer_lib.Tokenizer
