@@ -1,4 +1,4 @@
-"""Rows of x in consecutive groups, each group times its own matrix."""
+"""Multiplies consecutive groups of rows, each group by its own matrix."""
 
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, Int8
 
@@ -22,9 +22,9 @@ def grouped_matmul(
 
     Args:
       x: rows sorted by group.
-      w: one matrix a group.
+      w: one matrix per group.
       group_sizes: rows of each group. Rows after the last group give zeros; groups
-        are cut where the M rows end.
+        are cut at the end of the M rows.
       implementation: "blocked" (CPU: loops over tiles of rows, no wasted product),
         "ragged_dot" (TPU: `jax.lax.ragged_dot`), "gpu" (Hopper: Triton), "reference",
         or None for the best one of this platform.
@@ -36,7 +36,7 @@ def grouped_matmul(
     floats, integers = {"x": (x, "M D"), "w": (w, "E D F")}, (group_sizes, "E")
     contract.sizes("grouped_matmul", floats, {"group_sizes": integers})
     group_sizes = contract.groups(group_sizes, x.shape[0])
-    # On TPU, XLA's own product does exactly the wanted work.
+    # On TPU, XLA's own product wastes no work.
     is_tpu = implementation is None and dispatch.platform() == "tpu"
     name = "ragged_dot" if is_tpu else implementation
     op = dispatch.Op("grouped_matmul", "grouped_matmul", IMPLEMENTATIONS)
@@ -51,18 +51,18 @@ def grouped_matmul_quantized(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "M F"]:
-    """Multiplies the rows of group e by w[e] * scales[e]; differentiable in x alone.
+    """Multiplies the rows of group e by w[e] * scales[e]; differentiable only in x.
 
-    A scale belongs to a block of 128 x 128 codes, the last ones may be smaller: the
-    layout of DeepSeek-V3's and GLM-5's FP8 checkpoints (arXiv 2412.19437, section
-    3.3.2), whose weight_scale_inv these scales are, transposed like the weight. The
-    matrices are never all there in the type of x: a kernel converts tile by tile,
-    plain XLA one matrix at a time.
+    Each block of 128 x 128 codes has a scale; the last blocks may be smaller. This is
+    the layout of DeepSeek-V3's and GLM-5's FP8 checkpoints (arXiv 2412.19437, section
+    3.3.2): the scales are their weight_scale_inv, transposed like the weight. The
+    matrices are never converted to the type of x all at once: a kernel converts tile by
+    tile, plain XLA one matrix at a time.
 
     Args:
       x: rows sorted by group.
       w: codes, float8_e4m3fn or int8.
-      scales: k = ceil(K / 128), n = ceil(N / 128).
+      scales: row_blocks = ceil(D / 128), column_blocks = ceil(F / 128).
       group_sizes: rows of each group. Rows after the last group give zeros; groups
         are cut where the M rows end.
       implementation: "blocked" (CPU and TPU: a loop), "gpu" (Hopper: Triton),

@@ -1,9 +1,9 @@
-"""Grouped product on CPU: a loop over groups, in it a loop over tiles of rows.
+"""Grouped product on CPU: a loop over groups with an inner loop over tiles of rows.
 
-The inner trip count follows the routing at run time, so no row is padded or computed
-twice but for the last tile of a group: M + E * ROWS / 2 rows in the mean, against
-E * M for `jax.lax.ragged_dot`, which is a masked dense product on CPU. Where rows are
-few, tiles are smaller.
+The inner trip count follows the routing at run time, so only the last tile of a group
+computes rows in excess: on average M + E * ROWS / 2 rows in all. `jax.lax.ragged_dot`
+is a masked dense product on CPU and computes E * M rows. If there are few rows, tiles
+are smaller.
 """
 
 import functools
@@ -69,13 +69,13 @@ grouped_matmul_quantized.defvjp(_quantized_forward, _quantized_backward)
 
 
 def _tile_rows(num_rows: int, num_groups: int) -> int:
-    """Half the mean size of a group, as a power of two in MIN_ROWS .. ROWS."""
+    """Returns half the mean group size, as a power of two in MIN_ROWS .. ROWS."""
     half = num_rows // (2 * num_groups)
     return min(ROWS, max(MIN_ROWS, 1 << half.bit_length() >> 1))
 
 
 def _tiles(group_sizes: Int[Array, " E"], e: Int[Array, ""], size: int) -> tuple:
-    """First row, end and number of tiles of group e."""
+    """Returns the first row, end and number of tiles of group e."""
     end = jnp.cumsum(group_sizes)[e]
     start = end - group_sizes[e]
     return start, end, (group_sizes[e] + size - 1) // size
@@ -84,7 +84,7 @@ def _tiles(group_sizes: Int[Array, " E"], e: Int[Array, ""], size: int) -> tuple
 def _tile(
     x: Float[Array, "M D"], row: Int[Array, ""], end: Int[Array, ""], size: int
 ) -> Array:
-    """Rows row .. row + size of x, zero from `end` on."""
+    """Returns rows row .. row + size - 1 of x, with zeros from `end` on."""
     tile = lax.dynamic_slice_in_dim(x, row, size)
     is_mine = row + jnp.arange(size) < end
     return jnp.where(is_mine[:, None], tile, 0)
@@ -93,7 +93,7 @@ def _tile(
 def _rows_times_matrix(
     x: Array, w: Array, scales: Array | None, group_sizes: Array, formula: str
 ) -> Array:
-    """Tiles run over the end of their group; the next group then writes there."""
+    """Multiplies tile by tile; the next group overwrites rows after a group's end."""
     size = _tile_rows(x.shape[0], w.shape[0])
     padded = jnp.pad(x, ((0, size), (0, 0)))
     width = w.shape[2] if formula.endswith("mn") else w.shape[1]
@@ -116,14 +116,14 @@ def _rows_times_matrix(
     def unless_empty(e: Array, out: Array) -> Array:
         return lax.cond(group_sizes[e] > 0, group, lambda _, out: out, e, out)
 
-    # An empty group needs no matrix; without codes it costs nothing anyway.
+    # An empty group needs no matrix; only the conversion of codes would cost.
     step = group if scales is None else unless_empty
     out = varying.zeros((padded.shape[0], width), x.dtype, (x, w, group_sizes))
     return lax.fori_loop(0, w.shape[0], step, out)[: x.shape[0]]
 
 
 def _rows_times_rows(x: Array, dy: Array, group_sizes: Array) -> Array:
-    """dw[e] = x_e^T dy_e, summed in float32 over the tiles of group e."""
+    """Computes dw[e] = x_e^T dy_e, summed in float32 over the tiles of group e."""
     size = _tile_rows(x.shape[0], group_sizes.shape[0])
     x = jnp.pad(x, ((0, size), (0, 0)))
     dy = jnp.pad(dy, ((0, size), (0, 0)))

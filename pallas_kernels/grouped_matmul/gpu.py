@@ -1,11 +1,11 @@
 """Grouped products on Hopper, in Triton: y = x w[e], dx = dy w[e]^T, dw[e] = x^T dy.
 
-The grid does not follow the routing: ceil(M / ROWS) + E tiles of rows are enough for
-any group sizes, and a table in memory says which group a tile belongs to and where it
-ends; the tiles left over return at once. Eight tiles of rows run side by side over all
-columns, so that a matrix comes from HBM once for the tiles of its group and a row once
-for all columns. The code was read (wgmma m64n256k16, copies of 16 bytes, no spills at
-GLM-5's sizes), not timed.
+The grid does not depend on the routing. ceil(M / ROWS) + E tiles of rows are enough for
+any group sizes. A table in memory holds each tile's group and end; unused tiles return
+at once. Eight tiles of rows run side by side over all columns, so that a matrix
+is read from HBM once for all tiles of its group, and a row once for all columns. The
+compiled code was inspected (wgmma m64n256k16, copies of 16 bytes, no spills at GLM-5's
+sizes), not timed.
 """
 
 import functools
@@ -46,8 +46,8 @@ def grouped_matmul_quantized(
 ) -> Float[Array, "M F"]:
     """See `pallas_kernels.grouped_matmul_quantized`.
 
-    Codes of 8 bits are exact in bfloat16, so each block of 128 x 128 is multiplied as
-    it is and its sum is scaled in float32: no weight is rounded.
+    Codes of 8 bits are exact in bfloat16. So each block of 128 x 128 is multiplied
+    unscaled, and its sum is scaled in float32: no weight is rounded.
     """
     return _quantized(x, w, scales, group_sizes, interpret)
 
@@ -115,7 +115,7 @@ _quantized.defvjp(_quantized_forward, _quantized_backward)
 
 
 def _tile_table(group_sizes: Array, num_rows: int, size: int) -> Int[Array, "3 tiles"]:
-    """Group, first row and end of each tile of rows; E where rows have no group."""
+    """Returns group, first row and end of each tile of rows; group E marks no group."""
     sizes = group_sizes.astype(jnp.int32)
     sizes = jnp.concatenate([sizes, num_rows - jnp.sum(sizes, keepdims=True)])
     ends, tiles = jnp.cumsum(sizes), (sizes + size - 1) // size
@@ -133,7 +133,7 @@ def _width(size: int, most: int) -> int:
 
 
 def _tile(is_half: bool, is_quantized: bool) -> block_sizes.Tile:
-    """Sizes rows, columns and depth. A tile of codes lies in one block of scales."""
+    """Returns rows, columns and depth of a tile; a tile of codes has one scale."""
     if not is_half:
         return FLOAT32_TILE
     tiles = block_sizes.gpu()
@@ -148,7 +148,7 @@ def _rows_times_matrix(
     transposed: bool,
     interpret: bool,
 ) -> Array:
-    """Rows [M, C] times matrices [E, C, O], or [E, O, C] if transposed: [M, O]."""
+    """Multiplies rows [M, C] by w [E, C, O], or [E, O, C] if transposed: [M, O]."""
     num_rows, num_groups = x.shape[0], w.shape[0]
     depth, width = (w.shape[2], w.shape[1]) if transposed else w.shape[1:]
     is_half, is_quantized = x.dtype.itemsize == 2, scales is not None
@@ -186,7 +186,7 @@ def _rows_times_matrix(
 
 
 def _rows_times_rows(x: Array, dy: Array, group_sizes: Array, interpret: bool) -> Array:
-    """dw[e] = x_e^T dy_e: [E, K, N]."""
+    """Computes dw[e] = x_e^T dy_e: [E, K, N]."""
     num_groups, depth, width = group_sizes.shape[0], x.shape[1], dy.shape[1]
     is_half = x.dtype.itemsize == 2
     tile = block_sizes.gpu().grouped_matmul_dw if is_half else FLOAT32_TILE
@@ -212,7 +212,7 @@ def _rows_times_rows(x: Array, dy: Array, group_sizes: Array, interpret: bool) -
 def _place(
     table, TILES: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Group, first row, end and column of this program's tile; rows run fastest."""
+    """Returns a tile's group, first row, end and column; rows run fastest."""
     pid = tl.program_id(0)
     first = pid // (SIDE * COLUMNS) * SIDE
     side = tl.minimum(TILES - first, SIDE)
@@ -232,14 +232,14 @@ def _rows_times_matrix_kernel(
     SCALE_BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_C: tl.constexpr,
     SCALE_O: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BM, BO] of y; w has scales, one a tile, where SCALES > 0."""
+    """Computes a tile [BM, BO] of y; if SCALES > 0, w has a scale per tile."""
     group, start, end, column = _place(table, TILES, tl.cdiv(O, BO), SIDE)
     if start >= end:
         return
     rows, cols = tl.arange(0, BM), column * BO + tl.arange(0, BO)
     seen = cols if O % BO == 0 else tl.minimum(cols, O - 1)
     depth = tl.arange(0, BC)
-    # Rows of the next group are read, but not written.
+    # Rows of the next group are read but not written.
     near = tl.minimum(rows, M - 1 - start)
     x += start.to(tl.int64) * C
     w += group.to(tl.int64) * (C * O)
@@ -271,7 +271,7 @@ def _rows_times_rows_kernel(
     K: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BK, BN] of dw[e], summed over the rows of group e."""
+    """Computes a tile [BK, BN] of dw[e], summed over the rows of group e."""
     group, tile = tl.program_id(1), tl.program_id(0)
     start, end = tl.load(bounds + group), tl.load(bounds + group + 1)
     down = tile // tl.cdiv(N, BN) * BK + tl.arange(0, BK)

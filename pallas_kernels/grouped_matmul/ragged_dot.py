@@ -1,4 +1,4 @@
-"""The product that XLA has: good on TPU, E times the work on CPU and GPU."""
+"""XLA's own grouped product: fast on TPU, E times the work on CPU and GPU."""
 
 import jax
 from jaxtyping import Array, Float, Int

@@ -1,9 +1,9 @@
 """The loss that trains the indexer: its KL divergence from the main attention.
 
-L = sum_t weight[t] KL(p_t || softmax_s I_t) over the selected keys, where
-p_t is the mean of the attention's heads, restored from its log-sum-exp
+L = sum_t weight[t] KL(p_t || softmax_s I_t) over the selected keys. p_t is the mean of
+the attention's probabilities over heads, restored from the log-sum-exp
 (DeepSeek-V3.2, arXiv 2512.02556; averaged targets: IndexCache, arXiv 2603.12201).
-Gradients reach the indexer alone: q_index, k_index and w.
+Gradients reach only the indexer: q_index, k_index and w.
 """
 
 from typing import Any
@@ -35,9 +35,9 @@ def indexer_kl_loss(
         attention over the same keys.
       index: q [B, T, I, J], k [B, S, J] and head weights [B, T, I] of the indexer.
       lo: first visible key.
-      hi: end of the visible keys; a larger one than t + 1 + S - T is cut to it.
-      selection: a mask or bits, or None for all (the dense warm-up).
-      weight: of each query; 0 leaves it out.
+      hi: end of the visible keys; cut to t + 1 + S - T if larger.
+      selection: a mask or bits; None selects all visible keys (the dense warm-up).
+      weight: weight of each query; 0 excludes it.
       scale: the main attention's factor on q . k.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
@@ -65,14 +65,14 @@ def sparse_indexer_kl_loss(
     scale: float,
     implementation: str | None = None,
 ) -> Float[Array, ""]:
-    """The same over listed keys, with the main attention in latent form.
+    """Computes the loss over listed keys, with the main attention in latent form.
 
     Args:
       main: q [B, T, N, c], kv [B, S, c] and log-sum-exp [B, N, T] of `sparse_mla` over
         the same list.
       index: q [B, T, I, J], k [B, S, J] and head weights [B, T, I] of the indexer.
-      indices: keys of each query, strictly ascending, with -1 at the end alone.
-      weight: of each query; 0 leaves it out.
+      indices: keys of each query, strictly ascending, padded with -1 only at the end.
+      weight: weight of each query; 0 excludes it.
       scale: the main attention's factor on q . kv.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
@@ -91,7 +91,7 @@ def sparse_indexer_kl_loss(
 
 
 def _others(lse: Array, index: tuple, weight: Array) -> dict[str, tuple[Array, str]]:
-    """Arguments that both losses have."""
+    """Checks the arguments that both losses share."""
     q, k, w = index
     return {
         "main's log-sum-exp": (lse, "B N T"),
@@ -103,6 +103,6 @@ def _others(lse: Array, index: tuple, weight: Array) -> dict[str, tuple[Array, s
 
 
 def _exact(index: tuple, weight: Array) -> tuple[tuple, Array]:
-    """Weights of heads and of queries in float32; gradients come back in w's type."""
+    """Casts weights of heads and queries to float32; w's gradient keeps w's type."""
     q, k, w = index
     return (q, k, w.astype(jnp.float32)), weight.astype(jnp.float32)

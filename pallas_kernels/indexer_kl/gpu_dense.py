@@ -1,9 +1,10 @@
-"""Triton kernels for Hopper of the loss over all visible keys, or those of bits.
+"""Triton kernels for Hopper: the loss over all visible keys, or those that bits select.
 
-A chunk of queries at a time: the attention's probabilities, averaged over heads, take
-four fifths of the work and are computed once, into HBM ([chunk, S]; -1 where a key does
-not count). Then the loss and its gradient, with q's rows as queries times heads of the
-indexer; k's gradient by tiles of keys, in order, without atomics.
+Kernels process a chunk of queries at a time. The head-averaged probabilities of the
+attention are four fifths of the work. They are computed once and written to HBM
+([chunk, S]; -1 for a key that does not count). Then the loss and its gradient follow,
+with a row of q per query and indexer head. k's gradient is summed by tiles of keys, in
+order, without atomics.
 """
 
 import functools
@@ -19,10 +20,10 @@ from pallas_kernels import dispatch, selection, triton_call
 from pallas_kernels.indexer_kl import gpu_dense_tiles as tiles
 from pallas_kernels.indexer_kl import gradient as gradient_lib
 
-ROWS = 128  # queries times heads of the indexer, of a tile
-QUERIES = 128  # of a tile of probabilities
-KEYS = 64  # of a tile
-# Queries of a pass: of the indexer's 32 heads, 384 tiles, which an H200 runs at once.
+ROWS = 128  # queries times indexer heads per tile
+QUERIES = 128  # per tile of probabilities
+KEYS = 64  # per tile
+# Queries per pass: with 32 heads 384 tiles, which an H200 runs at once.
 CHUNK = 1536
 
 
@@ -94,7 +95,7 @@ def _over_chunks(
     interpret: bool,
     with_gradient: bool,
 ) -> tuple[Array, tuple]:
-    """The loss and, if wanted, its gradient for q, k and w."""
+    """Computes the loss and, on request, its gradient for q, k and w."""
     q_index, k_index, w = index
     batch, num_queries = q_index.shape[:2]
     chunk = min(CHUNK, triton.cdiv(num_queries, QUERIES) * QUERIES)
@@ -133,7 +134,7 @@ def _compared(
     chunk: int,
     interpret: bool,
 ) -> tuple[Array, tuple]:
-    """Loss of a chunk's queries, and what their gradient needs of the attention."""
+    """Computes the loss of a chunk's queries, and the gradient's inputs."""
     (q, k, lse), (lo, hi, bits, weight) = main, rows
     sizes = _sizes(index)
     _, num_queries, num_heads, head_dim = q.shape
@@ -183,7 +184,7 @@ def _compared(
 def _gradient(
     index: tuple, rows: tuple, start: Array, sums: tuple, interpret: bool
 ) -> tuple[Array, Array, Array]:
-    """Gradients of a chunk for its q and w, and for all k."""
+    """Computes a chunk's gradients for its q and w, and for all k."""
     (q_index, k_index, _), (lo, hi, _, weight) = index, rows
     sizes, chunk = _sizes(index), sums[0].shape[0]
     heads, dim = q_index.shape[2:]
@@ -224,7 +225,7 @@ def _gradient(
 def _groups(
     lo: Array, hi: Array, start: Array, chunk: int, sizes: dict
 ) -> tuple[Array, Array]:
-    """First and end of the tiles of a chunk's queries that see each tile of keys."""
+    """Returns the range of a chunk's query tiles that see each tile of keys."""
     sequence, first = start
     t = first + jnp.arange(chunk)
     is_row = t < lo.shape[1]

@@ -1,4 +1,4 @@
-"""Triton kernels of gpu_dense.py: a tile of the target, the loss, and the gradients."""
+"""Triton kernels of gpu_dense.py: target, loss and gradients of a tile."""
 
 import math
 import typing
@@ -38,7 +38,7 @@ def target_kernel(
             total += tl.exp2(scores * (SCALE * LOG2_E) - lse[:, None] * LOG2_E)
         keep = (s[None] >= lo[:, None]) & (s[None] < hi[:, None])
         if WORDS > 0:
-            # 128 keys have 128 words: a tile lies in one run, at one place in them.
+            # 128 words hold a run of keys; a tile lies in one run, at one bit position.
             word = s // 4096 * 128 + s % 128
             place = (sequence * T + t)[:, None] * WORDS + word[None]
             bits = tl.load(bits_ptr + place, keep, 0)
@@ -81,7 +81,7 @@ def loss_kernel(
         log_target = tl.log(tl.maximum(target, 1e-30))
         loss += tl.where(keep, target * (log_target - scores), 0.0)
         total += target
-        new_top = tl.maximum(top, scores)  # of each place in the tile
+        new_top = tl.maximum(top, scores)  # per position in the tile
         weights *= tl.exp(top - new_top)
         weights += tl.where(keep, tl.exp(scores - new_top), 0.0)
         top = new_top
@@ -89,7 +89,7 @@ def loss_kernel(
     sum_weights = tl.sum(weights * tl.exp(top - highest[:, None]), 1)
     norm = highest + tl.log(tl.where(sum_weights > 0, sum_weights, 1.0))
     total = tl.sum(total, 1)
-    # Without keys, norm is of no use but finite, and total is zero.
+    # Without keys, norm is finite but unused, and total is zero.
     loss = tl.sum(loss, 1) + norm * total
     weight = tl.load(weight_ptr + sequence * T + t, t < T, 0.0)
     tl.store(loss_ptr + i, weight * loss)
@@ -172,7 +172,7 @@ def dk_kernel(
 @triton.jit
 @typing.no_type_check
 def _span(lo, hi):
-    # The keys that any of the queries sees: from, to; to is 0 where there is none.
+    # Range of the keys that some query sees; its end is 0 if there are none.
     first = tl.min(tl.where(lo < hi, lo, 2147483647), 0)
     end = tl.max(tl.where(lo < hi, hi, 0), 0)
     return tl.minimum(first, end), end
@@ -184,7 +184,7 @@ def _load_rows(
     q_ptr, w_ptr, start_ptr, group,
     T: tl.constexpr, I: tl.constexpr, J: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    # q [queries times heads, J] and weights of heads, of a tile of the chunk.
+    # Returns q [queries times heads, J] and head weights of a tile.
     t = tl.load(start_ptr + 1) + group * QUERIES
     row = (tl.load(start_ptr).to(tl.int64) * T + t) * I
     local = tl.arange(0, QUERIES * I)
@@ -200,7 +200,7 @@ def _load_rows(
 def _scores(
     q, k, w, I: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    # Products after their ReLU, [queries times heads, KEYS], and their weighted sums.
+    # Returns ReLU(q . k), [queries times heads, KEYS], and weighted sums over heads.
     dots = tl.maximum(tl.dot(q, k.T, input_precision="ieee"), 0.0)
     return dots, tl.sum(tl.reshape(dots * w[:, None], [QUERIES, I, KEYS]), 1)
 
@@ -208,6 +208,6 @@ def _scores(
 @triton.jit
 @typing.no_type_check
 def _repeat(x, I: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    # From queries to queries times heads.
+    # Repeats each query's row for its heads.
     x = tl.broadcast_to(x[:, None, :], [QUERIES, I, KEYS])
     return tl.reshape(x, [QUERIES * I, KEYS])

@@ -1,8 +1,9 @@
-"""Triton kernels for Hopper: the indexer's loss and its gradient, a program a query.
+"""Triton kernels for Hopper: the indexer's loss and its gradient, a program per query.
 
-Three kernels: the attention's probabilities, averaged over heads, to HBM ([T, K]: the
-only array of that size); the loss and the sums that the gradient needs; the gradient.
-The indexer's scores are computed in the last two, as they are cheaper than to keep.
+The first kernel writes the head-averaged probabilities of the attention to HBM ([T, K]:
+the only array of that size). The second computes the loss and the sums that the
+gradient needs, the third the gradient. The last two both compute the indexer's scores,
+because this is cheaper than storing them.
 """
 
 import functools
@@ -18,8 +19,8 @@ from jaxtyping import Array
 from pallas_kernels import dispatch, triton_call
 from pallas_kernels.indexer_kl import gradient as gradient_lib
 
-MAX_HEADS = 64  # of the main attention: a program holds them all
-KEYS = 64  # gathered a step: the rows of a wgmma
+MAX_HEADS = 64  # of the main attention; a program holds them all
+KEYS = 64  # gathered per step: the rows of a wgmma
 KEYS_FLOAT32 = 16  # for tests
 FLOAT32_WIDTH = 192  # of kv: wider rows do not fit in shared memory
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -65,9 +66,9 @@ def sparse_indexer_kl_loss(
 ) -> Array:
     """See `pallas_kernels.sparse_indexer_kl_loss`.
 
-    Indices are ascending, with -1 at the end alone. The gradient of k_index is summed
-    by atomics in float32, so that its last bits may change from run to run: a row has
-    a gradient for each query that lists it, too many to keep until they are sorted.
+    Indices are ascending, padded with -1 only at the end. Atomics sum the gradient of
+    k_index in float32, so its last bits may change from run to run: each query adds
+    to the gradient of the rows it lists, too many terms to store and sort.
     """
     return _loss(index, main, (indices, weight), scale, interpret)
 
@@ -95,7 +96,7 @@ _loss.defvjp(_forward, _backward)
 def _compared(
     index: tuple, main: tuple, rows: tuple, scale: float, interpret: bool
 ) -> tuple[Array, tuple]:
-    """The loss of each query, and what its gradient needs of the attention."""
+    """Computes the loss of each query, and the gradient's inputs."""
     (q, kv, lse), (q_index, k_index, w), (indices, weight) = main, index, rows
     num_heads, width = q.shape[2:]
     latent, rope = _split(width)
@@ -143,7 +144,7 @@ def _compared(
 
 
 def _gradient(index: tuple, sums: tuple, rows: tuple, interpret: bool) -> tuple:
-    """The gradient of the sum over queries for q_index, k_index and w."""
+    """Computes the gradient of the summed loss for q_index, k_index and w."""
     (q_index, k_index, w), (indices, weight) = index, rows
     count = _count(indices, weight)
     dq, dw, dk = triton_call.call(
@@ -171,7 +172,7 @@ def _gradient(index: tuple, sums: tuple, rows: tuple, interpret: bool) -> tuple:
 
 
 def _count(indices: Array, weight: Array) -> Array:
-    """Listed keys of each query; none where it has no weight."""
+    """Counts the listed keys of each query; 0 if its weight is 0."""
     count = jnp.sum(indices >= 0, axis=-1, dtype=jnp.int32)
     return jnp.where(weight == 0, 0, count)
 
@@ -191,13 +192,13 @@ def _index_sizes(index: tuple, indices: Array) -> dict[str, typing.Any]:
 
 
 def _split(width: int) -> tuple[int, int]:
-    """The largest power of two below a width, and the rest."""
+    """Splits a width into the largest power of two below it and the rest."""
     first = 1 << (max(width - 1, 1).bit_length() - 1)
     return first, width - first
 
 
 def _block(num_heads: int) -> int:
-    """Heads of a tile, some of them padding."""
+    """Returns the heads of a tile, padding included."""
     return max(triton.next_power_of_2(num_heads), 16)
 
 
@@ -213,7 +214,7 @@ def _target_kernel(
     N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    # Probabilities of the listed keys, mean of the heads; zero beyond the list.
+    # Stores the head-averaged probabilities of listed keys; zeros after the list.
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)
     is_head = (head < N)[:, None]
@@ -222,7 +223,7 @@ def _target_kernel(
     kv_ptr += row // T * (S * (C + R))
     q_c = tl.load(q_ptr + c, is_head, 0.0)
     q_r = tl.load(q_ptr + r, is_head, 0.0)
-    # Infinity: heads of padding have no probability.
+    # Infinity makes the probabilities of padding heads zero.
     lse = tl.load(lse_ptr + row * N + head, head < N, float("inf"))[:, None] * LOG2_E
     count = tl.load(count_ptr + row)
     for first in range(0, count, KEYS):
@@ -231,7 +232,7 @@ def _target_kernel(
         key = s * (C + R)
         kv_c = tl.load(kv_ptr + key + c)
         kv_r = tl.load(kv_ptr + key + r)
-        # Each product scaled for itself: else all warps compute both.
+        # Scales each product by itself, else all warps compute both.
         scores = tl.dot(q_c, kv_c.T, input_precision="ieee") * (SCALE * LOG2_E)
         scores += tl.dot(q_r, kv_r.T, input_precision="ieee") * (SCALE * LOG2_E)
         probs = tl.exp2(scores - lse)
@@ -325,7 +326,7 @@ def _load_index(
     T: tl.constexpr, S: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    # A query's q [HEADS, J] and weights of heads, and its sequence's keys.
+    # Returns a query's q [HEADS, J], its head weights, and its sequence's keys.
     head = tl.arange(0, HEADS)
     place = row * (I * J) + head[:, None] * J + tl.arange(0, J)[None]
     q = tl.load(q_ptr + place, (head < I)[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""The gradient of a loss that was known up to a factor while it was computed."""
+"""Scales a gradient that the forward pass computed up to a factor."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 def times(factor: Float[Array, ""], gradient: Sequence[Array]) -> tuple[Array, ...]:
     """Scales a gradient in float32.
 
-    A coefficient of the loss, 1/3 say, is 0.19 % off in bfloat16, and so would be every
-    step of the indexer.
+    In bfloat16 a loss coefficient such as 1/3 has an error of 0.19 %, and every step of
+    the indexer would have the same error.
     """
     return tuple((g.astype(jnp.float32) * factor).astype(g.dtype) for g in gradient)

@@ -1,4 +1,4 @@
-"""The definition, with all of I and of the head-averaged probabilities at once."""
+"""The definition: holds all scores and all head-averaged probabilities at once."""
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,6 @@ def sparse_indexer_kl_loss(
     q, kv, lse = main
     k_main = jnp.broadcast_to(kv[:, :, None], (*kv.shape[:2], *q.shape[2:]))
     mask = selection.to_mask(indices, kv.shape[1])
-    bounds = jnp.zeros(indices.shape[:2], jnp.int32)  # the mask says it all
+    bounds = jnp.zeros(indices.shape[:2], jnp.int32)  # unused: the mask is complete
     main = (q, k_main, lse)
     return indexer_kl_loss(main, index, bounds, bounds, mask, weight, scale)

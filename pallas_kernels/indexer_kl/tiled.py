@@ -60,7 +60,7 @@ _loss.defvjp(_forward, _backward)
 def _over_tiles(
     index: tuple, main: tuple, rows: tuple, scale: float, with_gradient: bool
 ) -> tuple:
-    """Loss per query [B, T, 1] and, if wanted, its gradient for q, k and w."""
+    """Computes the loss [B, T, 1] and, on request, its gradient for q, k and w."""
     tile = functools.partial(_tile, scale=scale)
 
     def sequence(index: tuple, main: tuple, rows: tuple) -> tuple:
@@ -83,9 +83,9 @@ def _tile(
     mask: Array | None,
     scale: float,
 ) -> tuple[Array | None, tuple]:
-    """One tile of queries against the keys that it sees; arrays keys x queries.
+    """Processes a tile of queries and the keys that it sees; arrays are keys x queries.
 
-    Adds to dk, and returns dq and dw beside the loss, unless dk is None.
+    Unless dk is None, adds to dk and returns dq and dw with the loss.
     """
     q, lse, q_index, w, bounds, weight = queries
     k, k_index = keys
@@ -100,7 +100,7 @@ def _tile(
     if dk is None:
         return None, (loss,)
     probs = jnp.where(keep, jnp.exp(index_scores - norm), 0)
-    total = jnp.sum(target, axis=0)  # 1, or 0 in a row without keys
+    total = jnp.sum(target, axis=0)  # 1, or 0 without keys
     d_scores = (probs * total[None] - target) * weight.T
     k_index = k_index.astype(jnp.float32)
 
@@ -143,7 +143,7 @@ _sparse_loss.defvjp(_sparse_forward, _backward)
 def _over_lists(
     index: tuple, main: tuple, rows: tuple, scale: float
 ) -> tuple[Array, tuple]:
-    """The loss, and its gradient for q, k and w."""
+    """Computes the loss, and its gradient for q, k and w."""
     (q, kv, lse), (q_index, k_index, w), (indices, weight) = main, index, rows
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 

@@ -1,10 +1,10 @@
-"""The indexer's loss on TPUs: tiles keys x queries, none of which reaches HBM.
+"""The indexer's loss on TPUs: tiles of keys x queries, which never reach HBM.
 
-One kernel streams the indexer's scores for their log-sum-exp. A second one adds up the
-attention's probabilities of a tile over heads, then its share of the loss and, if
-wanted, of the gradient: dI = softmax(I) - p is known at once. dq and dw add up over the
-keys of a block of queries in VMEM; dk, small, is read from and written back to HBM for
-each tile, in a fixed order. So the attention's scores are computed once.
+One kernel computes the log-sum-exp of the indexer's scores. A second kernel sums the
+attention's probabilities of a tile over heads, then adds the tile's share of the loss
+and, on request, of the gradient: dI = softmax(I) - p is known by then. VMEM holds the
+sums dq and dw of a block of queries; dk, which is small, is read from HBM and written
+back for each tile, in a fixed order. So the attention's scores are computed only once.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from pallas_kernels import block_pairs, block_sizes, cost, dispatch, selection
 from pallas_kernels.indexer_kl import gradient as gradient_lib
 from pallas_kernels.masked_mla import tpu_blocks as blocks
 
-HEADS = 8  # of the attention in a step; the least that a block of log-sum-exps takes
+HEADS = 8  # attention heads per step: the fewest of a log-sum-exp block
 LANES = selection.LANES
 
 
@@ -70,7 +70,7 @@ def indexer_kl_loss(
     (q, k, lse), (q_index, k_index, w) = main, index
     num_queries, num_keys = q.shape[1], k.shape[1]
     rows = _tile_rows(q, num_keys, axis=1)
-    if math.frexp(scale)[0] == 0.5:  # a power of two: exact in any precision
+    if math.frexp(scale)[0] == 0.5:  # powers of two are exact in any precision
         q, scale = q * jnp.asarray(scale, q.dtype), 1.0
     bounds, bits = blocks.masks(lo, hi, selected, num_keys, rows[0])
     of_queries = functools.partial(blocks.pad, multiple=rows[0], axis=2)
@@ -97,13 +97,13 @@ def _tile_rows(q: Array, num_keys: int, axis: int) -> tuple[int, int]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _loss(index: tuple, main: tuple, rows: tuple, static: tuple) -> Array:
-    """Whole blocks, heads first; `static` is the scale, S - T and interpret.
+    """Computes the loss of whole blocks, heads first.
 
     Args:
       index: q [B, I, t, J], k [B, s, J], w [B, I, t].
       main: q [B, N, t, H], k [B, N, s, H], log-sum-exp [B, N, t].
-      rows: bounds [B, 2, t], those or bits [B, t, W], weight [B, 1, t].
-      static: as above.
+      rows: bounds [B, 2, t]; bounds or bits [B, t, W]; weight [B, 1, t].
+      static: the scale, S - T and interpret.
     """
     return jnp.sum(_over_tiles(index, main, rows, static, with_gradient=False)[0])
 
@@ -125,17 +125,17 @@ _loss.defvjp(_forward, _backward)
 class _Specs:
     """Blocks of arrays in a grid of (part of a sequence, pair, group of heads)."""
 
-    size: int  # of a list of pairs
+    size: int  # entries of a list of pairs
     rows: tuple[int, int]
     parts: int
     groups: int
 
     def block(self, *shape: int, at: Callable) -> pl.BlockSpec:
-        """A block at the index at(b, i, j, g): sequence, queries, keys, heads."""
+        """Specifies a block at index at(b, i, j, g): sequence, queries, keys, heads."""
 
         def index(part: Array, p: Array, g: Array, pairs: Any) -> tuple:
             pair = pairs[part * self.size + p]
-            g = jnp.where(pair < 0, self.groups - 1, g)  # fetches nothing at the end
+            g = jnp.where(pair < 0, self.groups - 1, g)  # fetches nothing for padding
             i, j = block_pairs.query_block(pair), block_pairs.key_block(pair)
             return at(part // self.parts, i, j, g)
 
@@ -175,7 +175,7 @@ class _Specs:
 def _over_tiles(
     index: tuple, main: tuple, rows: tuple, static: tuple, with_gradient: bool
 ) -> tuple:
-    """Loss per query [B, 1, t] and, if wanted, its gradient for q, k and w."""
+    """Computes the loss [B, 1, t] and, on request, its gradient for q, k and w."""
     (q_index, k_index, w), (q, k, _), (bounds, mask, weight) = index, main, rows
     tile = _tile_rows(q, k.shape[2], axis=2)
     parts = min(block_sizes.tpu().cores, q.shape[2] // tile[0])  # each with its own dk
@@ -244,7 +244,7 @@ def _parameters() -> pltpu.CompilerParams:
 def _norms(
     index: tuple, mask: Array, pairs: Any, specs: _Specs, interpret: bool
 ) -> Float[Array, "B 1 t"]:
-    """Log-sum-exp of the indexer's scores of each query; 0 where it sees no key."""
+    """Computes each query's log-sum-exp of indexer scores; 0 if it sees no key."""
     q, _, _ = index
     row = pltpu.VMEM((1, specs.rows[0]), jnp.float32)
     return pl.pallas_call(
@@ -265,7 +265,7 @@ def _norms(
 
 
 def _cost(q: Array, k: Array, work: int, arrays: Any) -> pl.CostEstimate:
-    """`work` products for each pair of a query and a key that it sees."""
+    """Estimates the cost of `work` products per visible pair of query and key."""
     pairs = len(q) * cost.seen_pairs(q.shape[2], k.shape[2])
     return cost.estimate(2 * pairs * work, arrays)
 
@@ -297,7 +297,7 @@ def _norm_kernel(pairs: Any, *refs: Any, size: int) -> None:
 
 
 def _score(q_ref: Any, k_ref: Any, w_ref: Any, scores_ref: Any) -> None:
-    """Sum over heads of w ReLU(q . k), keys x queries."""
+    """Computes the sum over heads of w ReLU(q . k), keys x queries."""
     scores_ref[...] = jnp.zeros_like(scores_ref)
 
     def head(n: Array, _: None) -> None:
@@ -308,14 +308,14 @@ def _score(q_ref: Any, k_ref: Any, w_ref: Any, scores_ref: Any) -> None:
 
 
 def _step(pairs: Any, size: int) -> tuple[Array, Array, Array]:
-    """The pair, and whether this is its first and its last group of heads."""
+    """Returns the pair, and whether this is its first or last group of heads."""
     group = pl.program_id(2)
     pair = pairs[pl.program_id(0) * size + pl.program_id(1)]
     return pair, group == 0, group == pl.num_programs(2) - 1
 
 
 def _loss_kernel(pairs: Any, *refs: Any, scale: float, size: int) -> None:
-    """Adds a group of heads to a tile's probabilities; with the last one, its loss."""
+    """Adds a group of heads to a tile's probabilities; the last group adds the loss."""
     q_ref, k_ref, lse_ref, q_index_ref, k_index_ref, w_ref, mask_ref = refs[:7]
     numbers_ref, loss_ref, target_ref, scores_ref = refs[7:]
     pair, is_first, is_last = _step(pairs, size)
@@ -342,7 +342,7 @@ def _loss_kernel(pairs: Any, *refs: Any, scale: float, size: int) -> None:
 
 
 def _gradient_kernel(pairs: Any, *refs: Any, scale: float, size: int) -> None:
-    """The same, and with the last group of heads the tile's share of the gradient."""
+    """Does `_loss_kernel`'s work; the last group of heads also adds the gradient."""
     inputs, (turned_ref, _, loss_ref, dq_ref, dw_ref, dk_hbm) = refs[:8], refs[8:14]
     target_ref, scores_ref, dq_sum, dk_ref, semaphore = refs[14:]
     pair, is_first, is_last = _step(pairs, size)
@@ -393,7 +393,7 @@ def _add_probabilities(
 def _add_loss(
     keep: Array, target_ref: Any, numbers_ref: Any, scores_ref: Any, loss_ref: Any
 ) -> None:
-    """Adds weight sum of p (log p - I + norm), and makes I its log softmax."""
+    """Adds weight * sum of p (log p - I + norm), and replaces I by its log softmax."""
     target = target_ref[...]
     norm, weight = numbers_ref[0, 0:1], numbers_ref[0, 1:2]
     log_probs = jnp.where(keep, scores_ref[...] - norm, blocks.HIDDEN)
@@ -411,7 +411,7 @@ def _add_gradient(
     numbers_ref: Any,
     sums: tuple,
 ) -> None:
-    """Adds dq (turned), dk and dw of dI = softmax(I) - p, from log softmax(I)."""
+    """Adds dq (transposed), dk and dw of dI = softmax(I) - p, from log softmax(I)."""
     (q_ref, k_ref, w_ref), (dq_sum, dk_ref, dw_ref) = index, sums
     d_scores = jnp.exp(scores_ref[...]) - target_ref[...]
     scores_ref[...] = d_scores * numbers_ref[0, 1:2]

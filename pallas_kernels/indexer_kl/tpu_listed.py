@@ -1,12 +1,12 @@
-"""The indexer's loss over lists on TPUs: listed rows fetched by DMA, one copy a row.
+"""The indexer's loss over lists on TPUs: DMA fetches listed rows, one copy per row.
 
-A row of k_index lies before the row of kv, so that one copy brings both. What a query
-needs of its list (head-averaged probabilities, the indexer's scores, rows of k_index)
-stays in VMEM until the softmax over all of it is known; then dI = softmax(I) - p, and
-no row is fetched twice. Rows of dk, float32 in HBM, are read while scores are computed,
-added to and written back. A list names a row once, and a query's rows are read after
-those of the one before it were written, so that sums have one order. Issuing copies
-bounds the kernel (static count on v5p: 9 of 10 bundles with a gradient). Not timed.
+A row of k_index is stored before the row of kv, so that one copy fetches both. VMEM
+keeps a list's head-averaged probabilities, indexer scores and rows of k_index until the
+softmax over the whole list is known; then dI = softmax(I) - p, and no row is fetched
+twice. Rows of dk (float32 in HBM) are read while scores are computed, increased and
+written back. A list holds a row once, and a query's rows are read after the previous
+query's were written, so that sums have one order. Issuing copies limits the kernel
+(static count on v5p: 9 of 10 bundles with a gradient). Not timed.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def sparse_indexer_kl_loss(
     *,
     interpret: bool = False,
 ) -> Float[Array, ""]:
-    """See `pallas_kernels.sparse_indexer_kl_loss`; -1 only at the end of lists."""
+    """See `pallas_kernels.sparse_indexer_kl_loss`; lists have -1 only at the end."""
     return _loss(index, main, (indices, weight), scale, interpret)
 
 
@@ -92,7 +92,7 @@ def _call(
     interpret: bool,
     with_gradient: bool,
 ) -> tuple:
-    """Loss of each query [B, t, 1]; if wanted, gradients of q, w and rows of k."""
+    """Computes the loss [B, t, 1]; on request, gradients of q, w and rows of k."""
     (q, kv, lse), (q_index, k_index, w), (indices, weight) = main, index, rows
     exact = lambda x: x.astype(jnp.float32)
     queries = (q, lse.swapaxes(1, 2), q_index, exact(w), exact(weight)[..., None])
@@ -157,7 +157,7 @@ def _anywhere() -> pl.BlockSpec:
 def _sums(
     k_index: Array, parts: int, chunks: int, chunk: int, heads: int
 ) -> tuple[Array, tuple]:
-    """Zeros for rows of dk, and scratch of a query that its gradient needs."""
+    """Returns zeros for rows of dk, and a query's scratch for its gradient."""
     num_keys, dim = k_index.shape[1:]
     rows = tpu_rows.Layout(num_keys, dim, jnp.dtype(jnp.float32))
     num_rows = 1 + len(k_index) * num_keys
@@ -183,9 +183,9 @@ def _kernel(
     scale: float,
     layout: tpu_rows.Layout,
 ):
-    """QUERIES queries; `gradient` and `scratch` are empty if it is not wanted.
+    """Processes QUERIES queries; `gradient` and `scratch` may be empty.
 
-    `kept` are a query's probabilities and its indexer's scores, [chunks, chunk].
+    `kept` holds a query's probabilities and indexer scores, [chunks, chunk].
     """
     first_row = 1 + pl.program_id(1) * layout.num_keys
     (fetched, fetching), (targets, scores) = fetch, kept
@@ -222,13 +222,13 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
-    """Values that a query's gradient needs, for its whole list at once.
+    """The inputs of a query's gradient, for its whole list at once.
 
-    Padding names the row before the sequence, which no key shares, and adds zeros.
+    Padding uses the row before the sequence, which is no key's, and adds zeros to it.
     """
 
     indices: Any  # [queries, K] in SMEM
-    first_row: Any  # that index 0 names
+    first_row: Any  # row of index 0
     dq: Any  # [queries, I, J]
     dw: Any  # [queries, I]
     dk_parts: Any  # rows in HBM
@@ -239,11 +239,11 @@ class _Gradient:
 
     @property
     def dk(self):
-        """Rows that a part of the queries adds to."""
+        """Returns the rows to which this part of the queries adds."""
         return self.dk_parts.at[pl.program_id(0)]
 
     def start(self, query, j):
-        """Starts to read a chunk's rows of dk."""
+        """Starts reading a chunk's rows of dk."""
 
         @pl.when((j == 0) & (query > 0))
         def _():
@@ -255,7 +255,7 @@ class _Gradient:
         self._for_rows(query, j, copy)
 
     def add(self, query, chunks, q, w, d_scores):
-        """Adds a query's chunks to rows of dk, starts to write them; writes dq, dw."""
+        """Adds a query's chunks to rows of dk, starts writing them; writes dq, dw."""
 
         def write(row, buffer):
             pltpu.make_async_copy(buffer, row, self.copying.at[1]).start()
@@ -269,7 +269,7 @@ class _Gradient:
             dw += jnp.sum(dots * d_row, axis=1, keepdims=True)
             return dq + tpu_rows.dot(d_dots, self.k_rows[j], 1, 0), dw
 
-        self._wait(query, self.copying.at[0])  # for all: they come in any order
+        self._wait(query, self.copying.at[0])  # for all: their order is unknown
         zeros = jnp.zeros(q.shape, jnp.float32)
         dq, dw = lax.fori_loop(0, chunks, chunk, (zeros, zeros[:, :1]))
         self.dq[pl.ds(query, 1)] = dq.astype(q.dtype)[None]
@@ -296,7 +296,7 @@ class _Gradient:
         tpu_rows.for_listed(self.indices, query, first, self._chunk, start)
 
     def _wait(self, query, semaphore):
-        """Waits for copies of all chunks that a query has."""
+        """Waits for the copies of all chunks of a query."""
         count = tpu_rows.num_listed(self.indices, query)
         chunks = jnp.maximum((count + self._chunk - 1) // self._chunk, 1)
         wait = lambda j, _: tpu_rows.wait_for(self.buffer.at[j], semaphore)
@@ -304,12 +304,12 @@ class _Gradient:
 
 
 def _cut(planes, dim):
-    """Rows of k_index [n, dim], and the planes of what follows them."""
+    """Returns rows of k_index [n, dim], and the planes of the kv rows after them."""
     return planes[0][:, :dim], (planes[0][:, dim:], *planes[1:])
 
 
 def _target(q, lse, planes, scale):
-    """Probabilities of a chunk's rows, mean of the heads: [1, chunk]; not masked."""
+    """Computes head-averaged probabilities of a chunk: [1, chunk]; not masked."""
     parts, at = [], 0
     for plane in planes:
         parts.append(q[:, at : at + plane.shape[1]])
@@ -319,7 +319,7 @@ def _target(q, lse, planes, scale):
 
 
 def _compare(targets, scores, count):
-    """KL(p || softmax(I)) [1, 1] and its gradient for I [chunks, chunk]."""
+    """Computes KL(p || softmax(I)) [1, 1] and its gradient for I [chunks, chunk]."""
     j, i = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (0, 1))
     keep = j * scores.shape[1] + i < count
     targets = jnp.where(keep, targets, 0)
@@ -329,5 +329,5 @@ def _compare(targets, scores, count):
     log_ratio = jnp.log(jnp.maximum(targets, 1e-30)) - (scores - norm)
     divergence = jnp.sum(jnp.where(keep, targets * log_ratio, 0), keepdims=True)
     probs = jnp.where(keep, jnp.exp(scores - norm), 0)
-    total = jnp.sum(targets, keepdims=True)  # 1, or 0 in a row without keys
+    total = jnp.sum(targets, keepdims=True)  # 1, or 0 without keys
     return divergence, probs * total - targets

@@ -1,9 +1,10 @@
-"""The lightning indexer: scores of every key, and the exact top-k of them.
+"""The lightning indexer: scores of all keys, and their exact top-k.
 
 I[t, s] = sum_i w[t, i] * ReLU(q[t, i] . k[s]), in float32 (GLM-5, arXiv 2602.15763;
 DeepSeek-V3.2, arXiv 2512.02556). Scales are folded into w: ReLU is homogeneous.
-Selection: the larger score first, then the lower index. Not differentiable: gradients
-reach the indexer through `indexer_scores_at` and the losses of `indexer_kl` alone.
+Selection takes larger scores first, then lower indices. It is not differentiable:
+gradients reach the indexer only through `indexer_scores_at` and the losses of
+`indexer_kl`.
 """
 
 import jax.numpy as jnp
@@ -27,15 +28,15 @@ def indexer_topk(
     topk: int,
     implementation: str | None = None,
 ) -> Int[Array, "B T K"]:
-    """Lists the top-k keys of every query among those that it may see.
+    """Lists the top-k visible keys of every query.
 
     Args:
       q: indexer queries, rotated.
       k: indexer keys, normalised and rotated.
       w: head weights, scales included.
       lo: first visible key.
-      hi: end of the visible keys; a larger one than t + 1 + S - T is cut to it.
-      topk: K, keys to select; with fewer visible ones all are.
+      hi: end of the visible keys; cut to t + 1 + S - T if larger.
+      topk: K, keys to select; all visible keys if there are fewer.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Returns:
@@ -58,7 +59,7 @@ def indexer_bits(
     topk: int,
     implementation: str | None = None,
 ) -> UInt32[Array, "B T W"]:
-    """The same selection as bits (see `pallas_kernels.selection`)."""
+    """Selects keys like `indexer_topk`, as bits (see `pallas_kernels.selection`)."""
     return _choose("indexer_bits", implementation, q, k, w, lo, hi, topk)
 
 
@@ -72,7 +73,7 @@ def indexer_mask(
     topk: int,
     implementation: str | None = None,
 ) -> Bool[Array, "B S T"]:
-    """The same selection as a mask, keys first."""
+    """Selects keys like `indexer_topk`, as a mask, keys first."""
     return _choose("indexer_mask", implementation, q, k, w, lo, hi, topk)
 
 
@@ -85,7 +86,7 @@ def indexer_select(
     *,
     topk: int,
 ) -> Bool[Array, "B S T"] | UInt32[Array, "B T W"] | Int[Array, "B T K"]:
-    """The same selection in the form that attention wants here: `selection.form`."""
+    """Selects keys like `indexer_topk`, in the form `selection.form` of this chip."""
     forms = {"mask": indexer_mask, "bits": indexer_bits, "list": indexer_topk}
     return forms[selection.form(k.shape[1])](q, k, w, lo, hi, topk=topk)
 
@@ -98,13 +99,13 @@ def indexer_scores_at(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B T K"]:
-    """Scores of the listed keys, 0 where the list says -1; differentiable in q, k, w.
+    """Scores of the listed keys, 0 for padding; differentiable in q, k, w.
 
     Args:
       q: indexer queries, rotated.
       k: indexer keys, normalised and rotated.
       w: head weights, scales included.
-      indices: keys of each query, distinct, with -1 at the end alone.
+      indices: distinct keys of each query, padded with -1 only at the end.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Raises:

@@ -1,7 +1,7 @@
 """Selection on Hopper, a chunk of queries at a time: no [T, S] array of scores.
 
-The scores of a chunk fill most of the L2 cache, at any length: 2048 queries of 4096
-keys, 48 of 202752.
+A chunk's scores fill most of the L2 cache at any length: 2048 queries with 4096 keys,
+or 48 queries with 202752.
 """
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from pallas_kernels import selection
 from pallas_kernels.indexer_topk import gpu_select
 
-CHUNK_BYTES = 40 * 10**6  # of the 50 MB of the cache
+CHUNK_BYTES = 40 * 10**6  # of the 50 MB cache
 
 
 def unsupported_indexer_topk(
@@ -63,7 +63,7 @@ def indexer_mask(
     *,
     interpret: bool = False,
 ) -> Bool[Array, "B S T"]:
-    """See `pallas_kernels.indexer_mask`; bits are 8 times smaller."""
+    """See `pallas_kernels.indexer_mask`; made from bits, which are 8 times smaller."""
     bits = _by_chunks(q, k, w, lo, hi, topk, True, interpret)
     return selection.unpack(bits, k.shape[1])
 
@@ -86,9 +86,9 @@ def _by_chunks(q, k, w, lo, hi, topk, as_bits, interpret):
 
 
 def _chunk_rows(num_queries: int, num_keys: int, block: int) -> int:
-    """Queries of a chunk: blocks of them, that divide T evenly if they can.
+    """Returns the queries per chunk: whole blocks, which divide T evenly if possible.
 
-    An uneven chunk costs a copy of the lists, to cut off its end.
+    An uneven last chunk costs a copy of the lists, to cut off its end.
     """
     most = max(CHUNK_BYTES // (4 * num_keys) // block, 1)
     blocks = -(-num_queries // block)

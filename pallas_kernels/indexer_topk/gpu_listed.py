@@ -1,7 +1,7 @@
-"""Triton kernels for Hopper: scores of the listed keys of a query, and their gradient.
+"""Triton kernels for Hopper: scores of a query's listed keys, and their gradient.
 
-A program takes a query and gathers its keys, a block at a time. The gradient of the
-keys is added up in float32 by atomics.
+A program takes a query and gathers its keys, a block at a time. Atomics sum the keys'
+gradient in float32.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import triton_call
 
-KEYS = 128  # gathered a step
+KEYS = 128  # gathered per step
 KEYS_BACKWARD = 64
 
 
@@ -90,7 +90,7 @@ _scores.defvjp(_forward, _backward)
 
 
 def _options(q: Array, k: Array, indices: Array, keys: int, interpret: bool) -> dict:
-    """Returns what both kernels take beside their arrays."""
+    """Returns the options of both kernels."""
     batch, num_queries, heads, dim = q.shape
     return {
         "grid": (batch * num_queries,),

@@ -1,12 +1,12 @@
 """Triton kernels for Hopper: scores of some queries, then the exact top-k of each.
 
-The scoring kernel writes the scores [rows, S] and the greatest of every group of G
+The scoring kernel writes the scores [rows, S] and the maximum of every group of G
 neighbouring keys. The selecting kernel first takes the K groups with the greatest
-scores, then the K greatest of their K G members. No key outside of these groups can be
-among the top K: each of the K groups holds a key that goes before it. So a program
-looks at S / G + K G numbers, which fit its registers, for any scores, and finds the
-K-th greatest by bisection: several times less work than four histograms of S keys, and
-no atomics. Ties go to the lower index in both steps.
+maxima, then the K greatest of their K G members. No key outside of these groups can be
+among the top K, because each of the K groups has a key that ranks before it. So for any
+scores a program reads only S / G + K G numbers, which fit in its registers, and finds
+the K-th greatest by bisection. This is several times less work than four histograms of
+S keys, and needs no atomics. Ties go to the lower index in both steps.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels import block_sizes, selection, triton_call
 
-KEYS = 64  # of a step of scoring
+KEYS = 64  # per scoring step
 MAX_HEADS = 256
 COLUMNS_FLOAT32 = 32  # without tensor cores; more would spill
-QUERIES = 8  # of a scoring program
-PROGRAMS = 4 * 132  # two of scoring run on a multiprocessor: two waves
-BLOCK = 2048  # that a selecting program writes at a time
-UNSEEN = tl.constexpr(-0x7F800001)  # what -inf becomes as an integer
-# Counts for a score of -inf, so that a visible key goes before one that is not.
+QUERIES = 8  # per scoring program
+PROGRAMS = 4 * 132  # two waves of two per multiprocessor
+BLOCK = 2048  # keys written at a time when selecting
+UNSEEN = tl.constexpr(-0x7F800001)  # the integer of -inf
+# Replaces a score of -inf, so that visible keys rank before invisible ones.
 LEAST = tl.constexpr(-3.4028234663852886e38)
-MOST = 32768  # numbers that a selecting program holds in registers
+MOST = 32768  # numbers in registers of a selecting program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +70,11 @@ def select(
     table: Int[Array, "B n"] | None,
     plan: Plan,
 ) -> Int[Array, "sequences K"] | UInt32[Array, "sequences W"]:
-    """Lists or bits of `plan.rows` queries of each of `plan.sequences` sequences.
+    """Returns lists or bits for `plan.rows` queries of `plan.sequences` sequences each.
 
     Args:
       q: indexer queries.
-      k: keys, a row for each sequence; or P pages of s of them.
+      k: keys, a row per sequence; or P pages of s keys.
       w: head weights.
       lo: first visible key.
       hi: end of the visible keys.
@@ -88,20 +88,20 @@ def select(
 
 
 def group_size(num_keys: int, topk: int) -> int:
-    """G, that leaves the selecting program the least work."""
+    """Returns the G that gives the selecting program the least work."""
     sizes = [2**i for i in range(KEYS.bit_length())]
     return min(sizes, key=lambda group: _work(num_keys, topk, group, total=True))
 
 
 def _work(num_keys: int, topk: int, group: int, total: bool = False) -> int:
-    """Numbers that a selecting program looks at: the larger step, or both."""
+    """Returns how many numbers a selecting program reads: the larger step, or both."""
     first = triton.next_power_of_2(triton.cdiv(num_keys, group))
     second = triton.next_power_of_2(topk) * group if group > 1 else 0
     return first + second if total else max(first, second)
 
 
 def block_queries(q: Array, rows: int) -> int:
-    """Queries of a scoring program."""
+    """Returns the queries of a scoring program."""
     columns = block_sizes.gpu().indexer_scores.sizes[0]
     columns = COLUMNS_FLOAT32 if q.dtype == jnp.float32 else columns
     heads = q.shape[2]
@@ -110,7 +110,7 @@ def block_queries(q: Array, rows: int) -> int:
 
 
 def scored(q, k, w, lo, hi, start, table, plan):
-    """Scores [sequences * padded rows, padded S], and maxima of groups of them."""
+    """Computes scores [sequences * padded rows, padded S], and their groups' maxima."""
     _, num_queries, heads, dim = q.shape
     page, pages = k.shape[1], 1 if table is None else table.shape[1]
     num_keys = page * pages
@@ -131,14 +131,14 @@ def scored(q, k, w, lo, hi, start, table, plan):
         start if table is None else table,
         out_shape=[
             jax.ShapeDtypeStruct((rows, stride), jnp.float32),
-            # Groups of one need no maxima.
+            # Groups of one key need no maxima.
             jax.ShapeDtypeStruct(
                 (rows if group > 1 else 1, stride // group), jnp.float32
             ),
         ],
         grid=(plan.sequences * blocks, min(splits, stride // KEYS)),
         num_warps=8 if q.dtype == jnp.float32 else tile.warps,
-        num_stages=tile.stages + (table is not None),  # one more to look up pages
+        num_stages=tile.stages + (table is not None),  # one more stage to look up pages
         interpret=plan.interpret,
         T=num_queries,
         S=num_keys,
@@ -156,7 +156,7 @@ def scored(q, k, w, lo, hi, start, table, plan):
 
 
 def chosen(scores, maxima, lo, hi, start, num_keys, plan):
-    """Lists or bits of the top-k; see `select`."""
+    """Returns lists or bits of the top-k; see `select`."""
     group = group_size(num_keys, plan.topk)
     groups = triton.next_power_of_2(triton.cdiv(num_keys, group))
     slots = triton.next_power_of_2(plan.topk)
@@ -204,8 +204,8 @@ def _scores_kernel(
     STRIDE: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
     KEYS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    # Keys are the rows of a product and the heads of queries its columns: a sum over
-    # heads then stays within four threads.
+    # Keys are the rows of a product, heads of queries its columns, so that a sum over
+    # heads stays within four threads.
     block = tl.program_id(0)
     sequence = (tl.load(start_ptr) + block // BLOCKS).to(tl.int64)
     first_query = tl.load(start_ptr + 1) + block % BLOCKS * QUERIES
@@ -226,7 +226,7 @@ def _scores_kernel(
     first = start // KEYS + tl.program_id(1)
     for step in range(first, (end + KEYS - 1) // KEYS, tl.num_programs(1)):
         s = step * KEYS + tl.arange(0, KEYS)
-        is_key = (s >= start) & (s < end)  # nobody may know the pages of others
+        is_key = (s >= start) & (s < end)  # pages of other keys may be unknown
         if IS_PAGED:
             page = tl.load(table_ptr + sequence * PAGES + s // PAGE, is_key, 0)
             key = page.to(tl.int64) * PAGE + s % PAGE
@@ -255,7 +255,7 @@ def _select_kernel(
     GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     AS_BITS: tl.constexpr,
 ):  # fmt: skip
-    # Only the bisections hold a whole row; what they found is written by blocks.
+    # Only the bisections hold a whole row; their result is written by blocks.
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(start_ptr + 1) + (row % ROWS).to(tl.int32)
     place = (tl.load(start_ptr) + row // ROWS) * T + t
@@ -278,7 +278,7 @@ def _select_kernel(
             x = _visible(maxima_ptr, g, first, end)
             best, slot, taken, ties = _take(x, low, room, taken, ties)
             tl.store(groups_ptr + slot, g, best)
-        tl.debug_barrier()  # other threads read what these wrote
+        tl.debug_barrier()  # other threads read these writes
         members = taken * GROUP
 
     _, whole = _member(scores_ptr, groups_ptr, 0, members, lo, hi, GROUP, WIDTH)
@@ -290,7 +290,7 @@ def _select_kernel(
         if AS_BITS:
             word = s // 4096 * 128 + s % 128
             bit = (1 << (s % 4096 // 128)).to(tl.uint32, bitcast=True)
-            # An OR gives the same in any order.
+            # OR gives the same result in any order.
             tl.atomic_or(out_ptr + row * WORDS + word, bit, best, sem="relaxed")
         else:
             tl.store(out_ptr + row * K + slot, s, best)
@@ -305,7 +305,7 @@ def _member(
     scores_ptr, groups_ptr, base, members, lo, hi,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Places and scores of a block of the members of the groups that were taken.
+    # Returns indices and scores of a block of the members of chosen groups.
     member = base + tl.arange(0, BLOCK)
     is_member = member < members
     s = member
@@ -317,7 +317,7 @@ def _member(
 @triton.jit
 @typing.no_type_check
 def _visible(ptr, s, lo, hi):
-    # Integers that compare like the floats at s; UNSEEN where s is not in lo .. hi.
+    # Returns integers that compare like the floats; UNSEEN if s is not in lo .. hi.
     is_seen = (s >= lo) & (s < hi)
     x = _finite(tl.load(ptr + s, is_seen, 0.0))
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
@@ -327,17 +327,17 @@ def _visible(ptr, s, lo, hi):
 @triton.jit
 @typing.no_type_check
 def _finite(x):
-    # A NaN stays what it is.
+    # A NaN stays unchanged.
     return tl.where(x == -float("inf"), LEAST, x)
 
 
 @triton.jit
 @typing.no_type_check
 def _threshold(x, K: tl.constexpr):
-    # The K largest that are seen (all, if there are fewer) are those above `low`, and
-    # the first `room` of those equal to it.
-    # At all times count(x >= low) = count >= K > count(x >= high), if that many are
-    # seen; most often it ends early, at a count of K.
+    # The K largest visible scores (or all, if fewer) are those above `low`, and the
+    # first `room` of those equal to it.
+    # Invariant: count(x >= low) = count >= K > count(x >= high), if K are visible.
+    # Most often the loop ends early, with count = K.
     low = UNSEEN + 1
     high = tl.max(x) + 1
     count = tl.sum((x >= low).to(tl.int32))
@@ -354,7 +354,7 @@ def _threshold(x, K: tl.constexpr):
 @triton.jit
 @typing.no_type_check
 def _take(x, low, room, taken, ties):
-    # Marks of the taken keys of a block, their ranks, and the counts to resume with.
+    # Returns marks of a block's chosen keys, their ranks, and the counts so far.
     at = x == low
     rank = ties + tl.cumsum(at.to(tl.int32), 0)
     best = (x > low) | (at & (rank <= room))

@@ -8,21 +8,21 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from pallas_kernels import selection
 
 EXACT = lax.Precision.HIGHEST  # else accelerators round float32 operands first
-# Counts for a score of -inf, so that a visible key goes before one that is not.
+# Replaces a score of -inf, so that visible keys rank before invisible ones.
 LEAST = float(jnp.finfo(jnp.float32).min)
 
 
 def indexer_scores(
     q: Float[Array, "B T I J"], k: Float[Array, "B S J"], w: Float[Array, "B T I"]
 ) -> Float[Array, "B T S"]:
-    """I = sum_i w_i ReLU(q_i . k), float32."""
+    """Computes I = sum_i w_i ReLU(q_i . k) in float32."""
     dots_BTIS = jnp.einsum("btij,bsj->btis", *_exact(q, k), precision=EXACT)
     weights = w.astype(jnp.float32)
     return jnp.einsum("bti,btis->bts", weights, jax.nn.relu(dots_BTIS), precision=EXACT)
 
 
 def ranked(scores: Float[Array, "*n"], seen: Bool[Array, "*n"]) -> Float[Array, "*n"]:
-    """Scores of the visible keys, -inf for the others alone."""
+    """Returns scores in which only invisible keys have -inf."""
     return jnp.where(seen, jnp.maximum(scores, LEAST), -jnp.inf)
 
 
@@ -34,7 +34,7 @@ def indexer_mask(
     hi: Int[Array, "B T"],
     topk: int,
 ) -> Bool[Array, "B S T"]:
-    """The first `topk` of the visible keys in a stable sort by falling score."""
+    """Marks the first `topk` visible keys in a stable sort by descending score."""
     seen = selection.visible(lo, hi, k.shape[1])
     scores = ranked(indexer_scores(q, k, w), seen)
     order = jnp.argsort(-scores, axis=-1, stable=True)
@@ -50,9 +50,9 @@ def indexer_topk(
     hi: Int[Array, "B T"],
     topk: int,
 ) -> Int[Array, "B T K"]:
-    """Indices of the same keys, ascending, padded with -1 at the end.
+    """Lists the same keys, ascending, padded with -1 at the end.
 
-    The form for decoding, where T is small.
+    This form is for decoding, where T is small.
     """
     num_keys = k.shape[1]
     seen = selection.visible(lo, hi, num_keys)
@@ -73,7 +73,7 @@ def indexer_bits(
     hi: Int[Array, "B T"],
     topk: int,
 ) -> UInt32[Array, "B T W"]:
-    """The same selection as bits."""
+    """Returns the same selection as bits."""
     return selection.pack(indexer_mask(q, k, w, lo, hi, topk))
 
 
@@ -92,5 +92,5 @@ def indexer_scores_at(
 
 
 def _exact(*arrays: Array) -> tuple[Array, ...]:
-    """Float32 copies: two roundings of a score would select two sets."""
+    """Casts to float32, because other roundings of a score would select other keys."""
     return tuple(x.astype(jnp.float32) for x in arrays)

@@ -1,7 +1,7 @@
 """Selection tile by tile: no [T, S] array of scores, no sort.
 
-The k-th largest score of a query is found by bisection on its bits: 32 counts over
-a tile that lies in the cache, several times cheaper on CPU than `lax.top_k`.
+Bisection on the bits of scores finds a query's k-th largest: it counts 32 times over a
+tile in the cache, which is several times cheaper on CPU than `lax.top_k`.
 """
 
 import jax
@@ -18,9 +18,9 @@ LOWEST, HIGHEST = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
 def tile_scores(
     q: Float[Array, "I T J"], k: Float[Array, "S J"], w: Float[Array, "T I"]
 ) -> Float[Array, "S T"]:
-    """Scores of one tile, keys first: a loop over heads, whose products stay in cache.
+    """Scores one tile, keys first, in a loop over heads whose products stay in cache.
 
-    One product of all heads and a sum over them takes three times as long.
+    A single product of all heads and a sum over them takes three times as long.
     """
     k, weights = k.astype(jnp.float32), w.astype(jnp.float32).T
 
@@ -32,7 +32,7 @@ def tile_scores(
 
 
 def head_scores(q: Float[Array, "T J"], k: Float[Array, "S J"]) -> Float[Array, "S T"]:
-    """Products of one head after their ReLU."""
+    """Returns ReLU(q . k) of one head."""
     return jax.nn.relu(
         jnp.einsum("sj,tj->st", k, q.astype(jnp.float32), precision=reference.EXACT)
     )
@@ -89,7 +89,7 @@ def indexer_topk(
     hi: Int[Array, "B T"],
     topk: int,
 ) -> Int[Array, "B T K"]:
-    """See `pallas_kernels.indexer_topk`: a tile of scores at a time, and a sort."""
+    """See `pallas_kernels.indexer_topk`; sorts one tile of scores at a time."""
 
     def tile(_: None, q: Array, w: Array, lo: Array, hi: Array) -> tuple[None, Array]:
         return None, reference.indexer_topk(q, k, w, lo, hi, topk)
@@ -103,8 +103,8 @@ def indexer_scores_at(
     w: Float[Array, "B T I"],
     indices: Int[Array, "B T K"],
 ) -> Float[Array, "B T K"]:
-    """See `pallas_kernels.indexer_scores_at`: a tile of queries gathers its keys."""
-    k = k.astype(jnp.float32)  # gradients of a tile are summed over tiles in it
+    """See `pallas_kernels.indexer_scores_at`; gathers keys by tiles of queries."""
+    k = k.astype(jnp.float32)  # gradients are summed over tiles in float32
 
     @jax.checkpoint
     def tile(_: None, q: Array, w: Array, indices: Array) -> tuple[None, Array]:
@@ -116,7 +116,7 @@ def indexer_scores_at(
 def topk_mask(
     scores: Float[Array, "S T"], is_visible: Bool[Array, "S T"], topk: int
 ) -> Bool[Array, "S T"]:
-    """The `topk` largest visible scores of every column, ties to the lower row."""
+    """Marks the `topk` largest visible scores per column; ties go to the lower row."""
     keys = jnp.where(is_visible, _ordered_bits(scores), LOWEST)
     threshold = _kth_largest(keys, jnp.full(keys.shape[1:], topk), LOWEST + 1, HIGHEST)
     above = keys > threshold[None]
@@ -135,7 +135,7 @@ def topk_mask(
 def _kth_largest(
     x: Int[Array, "S T"], k: Int[Array, " T"], low: int, high: int
 ) -> Int[Array, " T"]:
-    """The k-th largest of every column if it lies in low .. high - 1, else low."""
+    """Returns each column's k-th largest if it is in low .. high - 1, else low."""
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # count(low) >= k > count(high), or low is the least
@@ -149,6 +149,6 @@ def _kth_largest(
 
 
 def _ordered_bits(x: Float[Array, "*n"]) -> Int[Array, "*n"]:
-    """Int32 that compare like the floats; -0.0 equals 0.0."""
+    """Returns int32 that compare like the floats; -0.0 equals 0.0."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ HIGHEST, bits)

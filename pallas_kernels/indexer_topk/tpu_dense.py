@@ -1,8 +1,8 @@
 """Exact selection on TPUs: the scores of a few queries stay in VMEM.
 
-Keys stream past a block of QUERIES queries; every score becomes an int32 that compares
-like it. The K-th largest of each row is then bisected by counting, ties at it are cut
-by a second bisection, on the index, and one bit a key is written. HBM holds no score.
+Keys stream past a block of QUERIES queries; every score becomes an int32 of the same
+order. Bisection by counting finds the K-th largest of each row, and a second bisection,
+on the index, cuts ties. The kernel writes one bit per key; HBM holds no scores.
 """
 
 import functools
@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int, UInt32
 from pallas_kernels import block_sizes, cost, selection, tiles
 from pallas_kernels.indexer_topk import tpu_list_from_bits
 
-QUERIES = 16  # of a block; one bfloat16 tile of a head
-PRODUCT_KEYS = 256  # of one product: its float32 rows of all heads take 0.5 MB
-PART_BYTES = 64 << 20  # of bits that wait to become lists
+QUERIES = 16  # per block: one bfloat16 tile of a head
+PRODUCT_KEYS = 256  # per product: all heads' float32 rows take 0.5 MB
+PART_BYTES = 64 << 20  # of bits before they become lists
 MAX_KEYS = 1 << 19  # 16 rows of scores take 32 MB, half of a v5p's VMEM
 LANES = selection.LANES
 LOWEST, HIGHEST = -(1 << 31), (1 << 31) - 1
@@ -51,7 +51,7 @@ def indexer_topk(
     *,
     interpret: bool = False,
 ) -> Int[Array, "B T K"]:
-    """See `pallas_kernels.indexer_topk`: bits of a part of the queries, then lists."""
+    """See `pallas_kernels.indexer_topk`; makes bits of some queries, then lists."""
 
     def part(_: None, q: Array, w: Array, lo: Array, hi: Array) -> tuple[None, Array]:
         bits = indexer_bits(q, k, w, lo, hi, topk, interpret=interpret)
@@ -63,7 +63,7 @@ def indexer_topk(
 
 
 def _part_rows(num_queries: int, most: int) -> int:
-    """Rows of equal parts, without padding where it can be: that would copy q."""
+    """Returns the rows of equal parts, if possible unpadded: padding would copy q."""
     least = -(-num_queries // most)
     nums = range(least, 2 * least + 1)
     num = next((n for n in nums if num_queries % (n * QUERIES) == 0), least)
@@ -135,7 +135,7 @@ def _pad(x: Array, multiple: int) -> Array:
 
 
 def _key_blocks(bounds: Int[Array, "B T 2"], topk: int, size: int) -> Int[Array, " n"]:
-    """First block of keys, end, and whether a row must choose, of each query block."""
+    """Returns each query block's range of key blocks, and whether a row must choose."""
     rows = bounds.reshape(-1, QUERIES, 2)
     lo, hi = rows[..., 0], rows[..., 1]
     end = jnp.max(jnp.where(lo < hi, hi, 0), axis=1)
@@ -145,7 +145,7 @@ def _key_blocks(bounds: Int[Array, "B T 2"], topk: int, size: int) -> Int[Array,
 
 
 def _kernel(blocks: Any, *refs: Any, topk: int) -> None:
-    """One block of queries: scores of all keys in reach, thresholds, bits."""
+    """Processes a query block: scores of all keys in reach, thresholds, bits."""
     q_ref, w_ref, bounds_ref, k_hbm, out_ref, *scratch = refs
     staging, q_heads, w_lanes, k_buffer, keys, semaphores = scratch
     b, i, size = pl.program_id(0), pl.program_id(1), k_buffer.shape[1]
@@ -193,9 +193,9 @@ def _kernel(blocks: Any, *refs: Any, topk: int) -> None:
 
 
 def _heads_first(q_ref, w_ref, staging, q_heads, w_lanes):
-    """Rows of a head together: its weighted sum is then over whole registers.
+    """Groups rows by head, so that weighted sums are over whole registers.
 
-    Rows are picked out by stride in float32, which packs no two rows in a register.
+    It reads rows by stride in float32, because a register never packs two float32 rows.
     """
     heads = w_ref.shape[2]
     staging[...] = q_ref[0].astype(jnp.float32).reshape(staging.shape)
@@ -206,7 +206,7 @@ def _heads_first(q_ref, w_ref, staging, q_heads, w_lanes):
 
 
 def _scores(q: Array, k: Array, w_lanes: Any) -> Float[Array, "Q S"]:
-    """Sum over heads of w ReLU(q . k) from q [heads * Q, J] and k [S, J]."""
+    """Computes the sum over heads of w ReLU(q . k) from q [heads * Q, J], k [S, J]."""
     is_exact = q.dtype == jnp.float32
     dots = lax.dot_general(
         q,
@@ -226,7 +226,7 @@ def _scores(q: Array, k: Array, w_lanes: Any) -> Float[Array, "Q S"]:
 
 
 def _ordered(x: Float[Array, "Q S"]) -> Int[Array, "Q S"]:
-    """Int32 that compare like the floats; -0.0 equals 0.0."""
+    """Returns int32 that compare like the floats; -0.0 equals 0.0."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ HIGHEST, bits)
 
@@ -234,11 +234,11 @@ def _ordered(x: Float[Array, "Q S"]) -> Int[Array, "Q S"]:
 def _thresholds(
     keys: Any, reach: tuple, visible: Int[Array, "Q 1"], topk: int
 ) -> tuple[Array, Array]:
-    """Threshold and cut [Q, 1]: a row takes keys above it, and at it before the cut.
+    """Finds threshold and cut [Q, 1]: rows take keys above it, or equal before the cut.
 
-    Bisection keeps count(low) >= topk > count(high), counting keys not below. It ends
-    as soon as count(low) is topk in every row: after some 25 of 32 steps, mostly.
-    `reach` is the first block of keys, the end of them, and the keys of a block.
+    Bisection keeps count(low) >= topk > count(high); count(x) is of keys >= x. It ends
+    once count(low) is topk in every row, mostly after some 25 of 32 steps. `reach` is
+    the first key block, the end of the key blocks, and the keys per block.
     """
     first, end, size = reach
 
@@ -273,7 +273,7 @@ def _thresholds(
     state = (zeros + (LOWEST + 1), zeros + HIGHEST, visible, zeros)
     low, _, above_low, above_high = lax.while_loop(is_open, halve, state)
     has_ties = above_low > topk
-    room = topk - above_high  # at the threshold, of a row with ties
+    room = topk - above_high  # for ties at the threshold
 
     def halve_index(state: tuple) -> tuple:
         short, enough = state  # the cut is in short + 1 .. enough
@@ -292,7 +292,7 @@ def _thresholds(
 
 
 def _write(keys, reach, threshold, cut, out_ref):
-    """Packs what is taken: key s of a run is bit s // 128 of word s % 128."""
+    """Packs the selection: key s of a run is bit s // 128 of word s % 128."""
     first, end, size = reach
     per_run = selection.RUN // size
     first_run, end_run = first // per_run, (end + per_run - 1) // per_run
@@ -319,7 +319,7 @@ def _write(keys, reach, threshold, cut, out_ref):
 
 
 def _lanes(size: int) -> Int[Array, "Q S"]:
-    """0 .. size - 1 in every row."""
+    """Returns 0 .. size - 1 in every row."""
     return lax.broadcasted_iota(jnp.int32, (QUERIES, size), 1)
 
 

@@ -1,11 +1,11 @@
-"""Lists of the keys that bits mark, on TPU: one pass over the bits, no sort.
+"""Lists the keys that bits mark, on TPU, in one pass over the bits without a sort.
 
-A TensorCore cannot scatter, but it can move lanes. A vector of 128 keys closes its gaps
-in 7 steps: a marked key d places behind the place that it belongs to moves by 2^p in
-step p if bit p of d is set; from the lowest bit up no two keys ever meet. d is the
-number of unmarked keys before it, counted by a product with a triangle of ones. Eight
-queries are the sublanes of a vector. XLA's form would be a gather of 2048 words a
-query, or a sort; neither was timed, nor was this (55 bundles a vector on v5p).
+A TensorCore cannot scatter, but it can shift lanes. A vector of 128 keys closes its
+gaps in 7 steps. A marked key is d lanes behind its place, where d is the number of
+unmarked keys before it, counted by a product with a triangle of ones. Step p moves the
+key by 2^p if bit p of d is set; in this order of bits no two keys ever collide. The
+sublanes of a vector are eight queries. XLA would gather 2048 words per query, or sort.
+Neither was timed, nor was this kernel (55 bundles per vector on v5p).
 """
 
 import jax
@@ -19,14 +19,14 @@ from pallas_kernels import selection
 
 QUERIES = 8  # sublanes of a vector
 LANES = selection.LANES
-VECTORS = selection.RUN // LANES  # of the keys of 128 words
-GROUP = 8  # vectors whose steps fill each other's waits
+VECTORS = selection.RUN // LANES  # for the keys of 128 words
+GROUP = 8  # vectors whose steps overlap
 
 
 def list_from_bits(
     bits: UInt32[Array, "B T W"], topk: int, *, interpret: bool = False
 ) -> Int[Array, "B T K"]:
-    """Indices of the marked keys, at most `topk`, ascending, padded with -1."""
+    """Lists at most `topk` marked keys, ascending, padded with -1."""
     batch, num_queries, words = bits.shape
     bits = jnp.pad(bits, ((0, 0), (0, -num_queries % QUERIES), (0, 0)))
     width = -(-topk // LANES) * LANES
@@ -52,7 +52,7 @@ def list_from_bits(
 
 
 def _kernel(bits, lists, listed, keys, slots):
-    """QUERIES queries; `listed` of their keys are in lists, the same in every lane."""
+    """Processes QUERIES queries; `listed` counts their listed keys, in every lane."""
     lists[...] = jnp.full(lists.shape, -1, jnp.int32)
     listed[...] = jnp.zeros_like(listed)
     row = lax.broadcasted_iota(jnp.int32, (LANES, 2 * LANES), 0)
@@ -94,17 +94,17 @@ def _kernel(bits, lists, listed, keys, slots):
 
 
 def _marks(words, first):
-    """0 or 1 for the keys of GROUP vectors, [GROUP * QUERIES, LANES]."""
+    """Returns 0 or 1 for the keys of GROUP vectors, [GROUP * QUERIES, LANES]."""
     return jnp.concatenate([(words >> (first + j)) & 1 for j in range(GROUP)], axis=0)
 
 
 def _close_gaps(marks, first, counter, count):
-    """Puts the marked keys of GROUP vectors into their lanes of the list.
+    """Moves the marked keys of GROUP vectors to their lanes of the list.
 
     Args:
       marks: [GROUP * QUERIES, LANES].
       first: key of the first lane.
-      counter: [LANES, 2 LANES], which counts the marks before each lane, and all.
+      counter: [LANES, 2 LANES]; counts the marks before each lane, and all marks.
       count: [QUERIES, LANES], keys already listed, the same in every lane.
 
     Returns:
