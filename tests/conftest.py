@@ -1,5 +1,6 @@
 """Prepares jax and absl before pytest runs a test, and shares files among workers."""
 
+import contextlib
 import os
 import pathlib
 from unittest import mock
@@ -35,8 +36,18 @@ LONGEST = (
     "rl/engine_rollouts_test.py",
     "model/index_share_test.py",
 )
+# They compile as for users: here XLA's fusions decide about the promise.
+OPTIMIZED = (
+    "inference/parity_test.py",
+    "model/golden_test.py",
+    "model/invariance_test.py",
+    "pallas_kernels/decode_test.py",
+)
+# They wait for the disk as users do.
+SYNCED = ("checkpoint/kill_test.py",)
 FULL_GIB = 2.0  # of a process, of which most are then compiled programs
 PAGE_BYTES = 4096
+FSYNC = os.fsync
 
 environment.configure()
 
@@ -48,10 +59,21 @@ def absl_flags(tmp_path_factory):
     flags.FLAGS.test_tmpdir = str(tmp_path_factory.mktemp("absl"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_waiting_for_the_disk():
-    """What tests write need not outlive a power cut: a save syncs 60 times."""
-    with mock.patch.object(os, "fsync"):
+@pytest.fixture(scope="module", autouse=True)
+def circumstances_of_the_file(request):
+    """Runs a file's tests as its name in the tuples above asks for."""
+    with circumstances(request.path.relative_to(HERE).as_posix()):
+        yield
+
+
+@contextlib.contextmanager
+def circumstances(name):
+    """Compiles as the file needs; skips os.fsync, which a save calls 60 times."""
+    with contextlib.ExitStack() as stack:
+        if name in OPTIMIZED:
+            stack.enter_context(environment.optimized())
+        fsync = FSYNC if name in SYNCED else mock.Mock()
+        stack.enter_context(mock.patch.object(os, "fsync", fsync))
         yield
 
 

@@ -97,7 +97,7 @@ class AttentionTest(parameterized.TestCase):
         x = make_inputs(num_queries, num_keys)
         mask = indexer_mask(*x["index"], x["lo"], x["hi"], topk=9)
 
-        def loss(q, k, v, implementation, mask):
+        def loss(q, k, v, mask, implementation):
             out, lse = masked_mla(
                 q,
                 k,
@@ -110,11 +110,10 @@ class AttentionTest(parameterized.TestCase):
             )
             return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse)), (out, lse)
 
+        gradients = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnums=4)
         for keep in (mask, None):
             results = [
-                jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(
-                    x["q"], x["k"], x["v"], name, keep
-                )
+                gradients(x["q"], x["k"], x["v"], keep, name)
                 for name in ("tiled", "reference")
             ]
             for got, want in zip(*map(jax.tree.leaves, results), strict=True):
@@ -165,6 +164,7 @@ class IndexerLossTest(parameterized.TestCase):
         mask = indexer_mask(*x["index"], x["lo"], x["hi"], topk=9)
         weight = jnp.asarray(np.random.default_rng(3).random((B, num_queries)))
 
+        @functools.partial(jax.jit, static_argnums=3)
         def loss(index, q, keep, implementation):
             _, lse = masked_mla(q, x["k"], x["v"], x["lo"], x["hi"], keep, scale=0.3)
             return 2 * indexer_kl_loss(
@@ -178,9 +178,10 @@ class IndexerLossTest(parameterized.TestCase):
                 implementation=implementation,
             )
 
+        gradients = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=3)
         for keep in (mask, None):
             (got, (grads, dq)), (want, (wanted, _)) = (
-                jax.value_and_grad(loss, argnums=(0, 1))(x["index"], x["q"], keep, name)
+                gradients(x["index"], x["q"], keep, name)
                 for name in ("tiled", "reference")
             )
             np.testing.assert_allclose(got, want, rtol=1e-4)

@@ -48,7 +48,7 @@ def loss_and_gradients(case, implementation):
             **options,
         )
 
-    value, grads = jax.value_and_grad(loss, argnums=(0, 1))(tuple(index), q)
+    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(tuple(index), q)
     return value, *grads
 
 
@@ -67,6 +67,7 @@ class ScoresAtTest(parameterized.TestCase):
     def test_gradients(self, case):
         q, k, w, indices = index_inputs(case)
 
+        @functools.partial(jax.jit, static_argnums=3)
         def loss(q, k, w, name):
             scores = indexer_scores_at(q, k, w, indices, implementation=name)
             return jnp.sum(jnp.sin(scores))

@@ -1,0 +1,51 @@
+"""Named test files exist, and those that need it compile as for users."""
+
+import functools
+import inspect
+import os
+
+import jax
+import jax.numpy as jnp
+from absl.testing import parameterized
+
+from tests import conftest, environment
+
+
+def code_size():
+    """Returns the bytes of a small program, compiled under the present settings."""
+    jax.clear_caches()
+    program = jax.jit(lambda x: jnp.tanh(jnp.sin(x) * 2 + 1).sum())
+    compiled = program.lower(jnp.ones((8, 8))).compile()
+    return len(compiled.runtime_executable().serialize())
+
+
+@functools.cache
+def unoptimized_size():
+    """Returns the bytes of that program in the other files."""
+    with environment.without_cache(), conftest.circumstances("losses_test.py"):
+        return code_size()
+
+
+class EnvironmentTest(parameterized.TestCase):
+    def test_named_files_exist(self):
+        names = *conftest.LONGEST, *conftest.OPTIMIZED, *conftest.SYNCED
+        for name in names:
+            self.assertTrue((conftest.HERE / name).is_file(), name)
+
+    @parameterized.parameters(*[(name,) for name in conftest.OPTIMIZED])
+    def test_these_files_compile_as_for_users(self, name):
+        """LLVM unrolls the loops, so the machine code is longer."""
+        if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "1":
+            self.skipTest("the user asked for optimizations in every file")
+        shorter = unoptimized_size()
+        with environment.without_cache(), conftest.circumstances(name):
+            self.assertGreater(code_size(), 1.2 * shorter)
+
+    @parameterized.parameters(*[(name,) for name in conftest.SYNCED])
+    def test_these_files_wait_for_the_disk(self, name):
+        with conftest.circumstances(name):
+            self.assertTrue(inspect.isbuiltin(os.fsync))
+
+
+if __name__ == "__main__":
+    environment.main()
