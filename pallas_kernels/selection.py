@@ -4,8 +4,9 @@
 - bits: UInt32[B, T, W], one bit a key: key s is bit (s % 4096) // 128 of word
   (s // 4096) * 128 + s % 128, so that a vector of 128 lanes holds 32 runs of 128 keys.
 - list: Int32[B, T, K], indices strictly ascending, padded with -1 at the end. Kernels
-  rely on it: a key listed twice, or a -1 before the end, gives wrong results on some
-  (no error: the values are not known while a program is traced). `check_lists` looks.
+  rely on this: a key listed twice, or a -1 before the end, gives wrong results on some.
+  They cannot raise an error, because values are unknown while a program is traced;
+  `check_lists` checks known values.
 """
 
 from typing import TypeGuard
@@ -19,8 +20,8 @@ from jaxtyping import Array, Bool, Int, UInt32
 from pallas_kernels import chips, dispatch
 
 LANES = 128
-# Keys from which gathering listed rows should beat a dense product in training, by
-# chip: computed, not timed (docs/design/0004-one-seam-for-kernels.md).
+# From so many keys on, gathering listed rows should beat a dense product in
+# training, by chip: computed, not timed (docs/design/0004-one-seam-for-kernels.md).
 LISTS_FROM = {"v5p": 36864, "v6e": 131072, "tpu7x": 131072, "h200": 16384}
 UNKNOWN_LISTS_FROM = 32768  # for other chips
 RUN = 32 * LANES  # keys of 128 words
@@ -29,7 +30,7 @@ RUN = 32 * LANES  # keys of 128 words
 def segment_bounds(
     segment_ids: Int[Array, "B T"],
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """First visible key and end of the visible keys, for causal packed documents.
+    """Returns the first visible key and the end, for causal packed documents.
 
     Args:
       segment_ids: document of each token, contiguous; 0 is padding, which sees nothing.
@@ -64,7 +65,7 @@ def as_mask(
 def as_rows(
     lo: Int[Array, "B T"], hi: Int[Array, "B T"], selected: Array | None, num_keys: int
 ) -> Bool[Array, "B T S"]:
-    """Marks the keys that count for each query: the selected, or all visible ones."""
+    """Marks the keys that count for each query: the selected or all visible ones."""
     mask = as_mask(selected, num_keys)
     return visible(lo, hi, num_keys) if mask is None else mask.swapaxes(1, 2)
 
@@ -72,8 +73,8 @@ def as_rows(
 def form(num_keys: int) -> str:
     """Returns the form that attention reads on the chip that a program is traced for.
 
-    Plain XLA on CPU reads masks. Kernels read bits in a dense product for short
-    contexts, where that costs less than gathering the listed rows.
+    Plain XLA on CPU reads masks. In short contexts kernels read bits in a dense
+    product, which costs less than gathering the listed rows.
     """
     if dispatch.platform() == "cpu":
         return "mask"
@@ -87,7 +88,7 @@ def lists_from(chip: chips.Chip | None) -> int:
 
 
 def empty(batch: int, num_queries: int, num_keys: int, topk: int) -> jax.Array:
-    """Zeros of the shape and type of a selection here."""
+    """Returns zeros with a selection's shape and type on this chip."""
     return {
         "mask": lambda: jnp.zeros((batch, num_keys, num_queries), bool),
         "bits": lambda: jnp.zeros((batch, num_queries, num_words(num_keys)), "uint32"),
@@ -101,12 +102,12 @@ def is_list(selected: jax.Array | None) -> TypeGuard[jax.Array]:
 
 
 def num_words(num_keys: int) -> int:
-    """W: words of a row of bits."""
+    """Returns W, the words per row of bits."""
     return -(-num_keys // RUN) * LANES
 
 
 def pack(mask: Bool[Array, "B S T"]) -> UInt32[Array, "B T W"]:
-    """Bits of a mask."""
+    """Packs a mask into bits."""
     batch, num_keys, num_queries = mask.shape
     padding = -num_keys % RUN
     rows = jnp.pad(mask, ((0, 0), (0, padding), (0, 0))).swapaxes(1, 2)
@@ -117,7 +118,7 @@ def pack(mask: Bool[Array, "B S T"]) -> UInt32[Array, "B T W"]:
 
 
 def unpack(bits: UInt32[Array, "B T W"], num_keys: int) -> Bool[Array, "B S T"]:
-    """The mask of bits."""
+    """Unpacks bits into a mask."""
     batch, num_queries, _ = bits.shape
     words = bits.reshape(batch, num_queries, -1, 1, LANES)
     shifts = jnp.arange(32, dtype=jnp.uint32)[None, None, None, :, None]
@@ -128,11 +129,11 @@ def unpack(bits: UInt32[Array, "B T W"], num_keys: int) -> Bool[Array, "B S T"]:
 def check_lists(
     indices: Int[Array, "B T K"] | Int[np.ndarray, "B T K"], num_keys: int
 ) -> None:
-    """Checks lists whose values are known, those of a file say.
+    """Checks lists whose values are known, such as those of a file.
 
     Raises:
-      ValueError: if a list is not strictly ascending with -1 at the end alone, or names
-        a key that there is not.
+      ValueError: if a list is not strictly ascending with -1 only at the end, or has
+        an index of no key.
     """
     rows = np.asarray(indices)
     is_key = rows >= 0
@@ -150,7 +151,7 @@ def check_lists(
 
 
 def to_list(mask: Bool[Array, "B S T"], topk: int) -> Int[Array, "B T K"]:
-    """Indices of a mask that marks at most `topk` keys a query."""
+    """Lists the keys of a mask that marks at most `topk` keys per query."""
     num_keys = mask.shape[1]
     s = jnp.arange(num_keys, dtype=jnp.int32)[None, :, None]
     rows = jnp.sort(jnp.where(mask, s, num_keys).swapaxes(1, 2), axis=-1)[..., :topk]
@@ -160,7 +161,7 @@ def to_list(mask: Bool[Array, "B S T"], topk: int) -> Int[Array, "B T K"]:
 
 
 def to_mask(indices: Int[Array, "B T K"], num_keys: int) -> Bool[Array, "B S T"]:
-    """The mask of a list."""
+    """Turns a list into a mask."""
 
     def row(indices: Int[Array, " K"]) -> Bool[Array, " S"]:
         place = jnp.where(indices < 0, num_keys, indices)

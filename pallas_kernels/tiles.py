@@ -16,7 +16,7 @@ from pallas_kernels import dispatch
 
 ROWS = 64  # queries of a tile: its scores [N, S, ROWS] stay in the L2 cache
 GATHERING_ROWS = 16  # queries of a tile that gathers K rows for each
-TIERS = 4  # key ranges that are compiled, of two tiles or more: each compiles anew
+TIERS = 4  # key ranges compiled separately, each of two or more tiles
 
 
 def over_sequences(function: Callable, *args: Any) -> Any:
@@ -88,7 +88,7 @@ def over_queries(
 ) -> tuple[Any, Any]:
     """Scans `carry, outs = body(carry, *tiles)` over tiles of `rows` queries.
 
-    For tiles that see all keys, or gather their own. Arrays of queries and outputs are
+    Use it for tiles that see all keys or gather their own. Queries and outputs are
     [B, T, ...]; padding is -1 in integers and 0 in floats.
     """
     num_queries = queries[0].shape[1]
@@ -110,7 +110,7 @@ def over_queries(
 
 
 def _first(size: int, x: jax.Array, axis: int) -> jax.Array:
-    """The first entries of an axis."""
+    """Returns the first entries of an axis."""
     return lax.slice_in_dim(x, 0, size, axis=x.ndim + axis)
 
 

@@ -17,13 +17,13 @@ import numpy as np
 import triton
 import triton.language as tl
 
-FORGOTTEN = 77  # what an output holds before an interpreted kernel writes it
+FORGOTTEN = 77  # fills outputs before an interpreted kernel writes
 HOPPER = 90  # compute capability; asking the driver would need a GPU while compiling
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A call as it was traced, to be compiled and inspected."""
+    """A traced call, to compile and inspect."""
 
     kernel: Any
     dtypes: tuple[str, ...]  # of inputs and outputs
@@ -38,7 +38,7 @@ _recorders: list[list[Launch]] = []
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Collects the launches of what is traced inside."""
+    """Collects the launches of programs traced inside."""
     launches: list[Launch] = []
     _recorders.append(launches)
     try:
@@ -63,11 +63,11 @@ def call(
     Args:
       kernel: decorated with `triton.jit`.
       *inputs: arrays.
-      out_shape: of the outputs.
+      out_shape: shapes and types of the outputs.
       grid: programs along up to three axes.
-      num_warps: of a program.
-      num_stages: of software pipelining.
-      zeroed_outputs: which outputs are filled with zeros first.
+      num_warps: warps per program.
+      num_stages: stages of software pipelining.
+      zeroed_outputs: outputs that are filled with zeros first.
       interpret: run in Triton's interpreter, in a process with TRITON_INTERPRET=1.
       **constants: the kernel's tl.constexpr arguments.
     """
@@ -95,7 +95,7 @@ def call(
 @triton.jit
 @typing.no_type_check
 def listed(ptr, is_entry):  # noqa: ANN001, ANN201
-    """Entries of a list, 0 where there is none: an early -1 must not be read at."""
+    """Loads entries of a list, 0 for padding: a kernel must not read at row -1."""
     return tl.maximum(tl.load(ptr, is_entry, 0), 0)
 
 
@@ -109,7 +109,7 @@ def far(start, STEP: tl.constexpr):  # noqa: ANN001, ANN201
 def _interpreted(
     launch: Launch, inputs: tuple, out_shape: list, zeroed: tuple[int, ...]
 ) -> list[jax.Array]:
-    """A callback, as the interpreter takes torch tensors."""
+    """Runs the interpreter in a callback, because it takes torch tensors."""
     if not triton.knobs.runtime.interpret:
         raise NotImplementedError(
             "implementation 'gpu_interpret' needs torch, and TRITON_INTERPRET=1 in the "
@@ -145,11 +145,11 @@ def _interpreted(
 
 @contextlib.contextmanager
 def _mended_interpreter() -> Iterator[None]:
-    """Triton 3.6's interpreter, with bfloat16 products and with numpy 2.4.
+    """Fixes Triton 3.6's interpreter for bfloat16 products, float8 and numpy 2.4.
 
-    As it comes, it multiplies bfloat16 as integers and rounds to it by cutting off; it
-    reads float8 wrongly; and a loop's bounds are arrays of one element, which numpy 2.4
-    makes no int of.
+    The original multiplies bfloat16 as integers, truncates instead of rounding to it,
+    and reads float8 wrongly. Its loop bounds are arrays of one element, which numpy 2.4
+    does not convert to int.
     """
     from triton.runtime import interpreter
 
@@ -181,7 +181,7 @@ def _mended_interpreter() -> Iterator[None]:
         return interpreter.TensorHandle(floats, triton.language.float32)
 
     with (
-        np.errstate(over="ignore", invalid="ignore"),  # no device warns of them
+        np.errstate(over="ignore", invalid="ignore"),  # devices do not warn either
         mock.patch.object(interpreter, "_patch_lang_tensor", mended_patch),
         mock.patch.object(interpreter, "_convert_float", mended_convert),
         mock.patch.object(builder, "create_dot", mended_dot),

@@ -1,8 +1,8 @@
 """Arrays inside `jax.shard_map` that differ between the devices of an axis.
 
-With its default check_vma=True shard_map tracks the axes along which each array varies,
-and requires that a loop's carry keeps its own. So ops make their arguments vary alike,
-and start their sums with zeros that vary like the arguments.
+With its default check_vma=True, shard_map tracks the axes along which each array
+varies, and a loop's carry must keep its axes. So ops make all arguments vary along the
+same axes, and start their sums with zeros that vary like the arguments.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ from jaxtyping import Array
 
 
 def alike(tree: Any) -> Any:
-    """The same arrays, each varying along every axis that one of them varies along."""
+    """Makes each array vary along every axis that one of the arrays varies along."""
     axes = _axes_of(tree)
     return jax.tree.map(lambda x: _along(axes, x) if _is_array(x) else x, tree)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, like: Any) -> Array:
-    """Zeros that vary along the axes that the arrays `like` vary along."""
+    """Returns zeros that vary along the same axes as the arrays `like`."""
     return _along(_axes_of(like), jnp.zeros(shape, dtype))
 
 
@@ -39,7 +39,7 @@ def _axes_of(tree: Any) -> frozenset[str]:
 
 
 def _axes(x: Array) -> frozenset[str]:
-    """None with check_vma=False, or outside of a shard_map; jax renamed it once."""
+    """Returns the axes; None with check_vma=False or outside of a shard_map."""
     kind = jax.typeof(x)
     manual = getattr(kind, "manual_axis_type", None)
     return getattr(manual, "varying", getattr(kind, "vma", frozenset()))

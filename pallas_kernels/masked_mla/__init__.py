@@ -1,8 +1,8 @@
-"""Attention in multi-head form over the keys that are selected.
+"""Attention in multi-head form over selected keys.
 
-o[t] = sum_s softmax_s(scale q[t] . k[s]) v[s] over the selected s; and the
-log-sum-exp of every row, from which the backward pass and the indexer's loss restore
-the probabilities. A row without any key gives zeros, and a log-sum-exp of zero.
+o[t] = sum_s softmax_s(scale q[t] . k[s]) v[s] over the selected s. The op also returns
+the log-sum-exp of every row, from which the backward pass and the indexer's loss
+restore the probabilities. A row without keys gives zeros and a log-sum-exp of zero.
 """
 
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -30,9 +30,9 @@ def masked_mla(
       k: keys.
       v: values.
       lo: first visible key.
-      hi: end of the visible keys; a larger one than t + 1 + S - T is cut to it.
-      selection: a mask or bits (see `pallas_kernels.selection`) that mark visible
-        keys alone; None selects all of these. Kernels read bits, plain XLA masks.
+      hi: end of the visible keys; cut to t + 1 + S - T if larger.
+      selection: a mask or bits (see `pallas_kernels.selection`) that mark only visible
+        keys; None selects all visible keys. Kernels read bits, plain XLA masks.
       scale: factor on q . k.
       implementation: see IMPLEMENTATIONS; None for the best one.
 

@@ -1,14 +1,14 @@
 """Flash attention on Hopper, in Triton, over selected keys.
 
-Why not cuDNN or Mosaic: cuDNN's attention takes a causal or sliding mask or a bias
-[T, S], not bits nor a range of keys a query, and a bias is what must not be allocated;
-Mosaic's attention needs kernels of its own for every such mask, written for the tensor
-memory accelerator, whose gain here nobody could time. Triton's code was read at 256
-dims, not timed: wgmma throughout and never serialised, copies of 16 bytes, no spills
-but 7 words of dv without a selection.
+cuDNN's attention takes a causal or sliding mask, or a bias [T, S], but neither bits nor
+a range of keys per query, and a bias is too large to allocate. Mosaic's attention would
+need a separate kernel for each mask, written for the tensor memory accelerator, whose
+gain could not be timed here. Triton's compiled code was inspected at 256 dims, not
+timed: wgmma throughout and never serialised, copies of 16 bytes, no spills except 7
+words of dv without a selection.
 
-Tiles: 128 queries share a block of 64 keys, as fewer queries would read more of the L2
-cache than it gives (64 KB of keys and values for 8.4 MFLOP of each head's tile).
+128 queries share a block of 64 keys, because a tile of fewer queries would exceed the
+bandwidth of the L2 cache (64 KB of keys and values for 8.4 MFLOP of each head's tile).
 """
 
 import functools
@@ -131,7 +131,7 @@ def _forward_kernel(
     H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of a head; under causality the longest tiles start first."""
+    """Attends for a tile of a head's queries; if causal, long tiles start first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     rows = tile * BM + tl.arange(0, BM)
@@ -158,7 +158,7 @@ def _forward_kernel(
                 P, S, N, H, O, SCALE, WORDS, BN, False,
             )  # fmt: skip
     else:
-        # Blocks that all queries see need no mask: from `inside` to `outside`.
+        # Blocks from `inside` to `outside` need no mask: all queries see them.
         inside = tl.cdiv(tl.max(tl.where(sees, low, 0)), BN) * BN
         inside = tl.minimum(inside, end)
         outside = tl.min(tl.where(sees, high, last)) // BN * BN

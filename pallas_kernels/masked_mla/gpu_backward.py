@@ -1,8 +1,8 @@
 """Gradients of attention on Hopper, without atomics: a kernel each for dq, dk and dv.
 
-Probabilities come back from the log-sum-exp. dk and dv of a block of keys are summed by
-one program over the queries that can see it, in order, so that two runs agree bit by
-bit. One kernel for dk and dv would save one product of eight, but two sums of 64 x 256
+The log-sum-exp restores probabilities. One program sums dk or dv of a block of keys
+over the queries that can see it, in order, so that two runs agree bit for bit. One
+kernel for both dk and dv would save one of eight products, but two sums of 64 x 256
 leave too few registers at 256 dims: ptxas then waits after every single wgmma.
 """
 
@@ -27,7 +27,7 @@ def gradients(
     scale: float,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk and dv.
+    """Computes dq, dk and dv.
 
     Args:
       queries: q, d_out [B, T, N, x], and [B, N, P, 4]: lse log2(e), shift, lo and hi,
@@ -77,7 +77,7 @@ def gradients(
 def _spans(stats: jax.Array, num_keys: int, rows: int, cols: int) -> jax.Array:
     """First tile of queries that can see each block of keys, and end: [2, B, S / cols].
 
-    Holds for any lo and hi; tiles between that see nothing of the block are masked.
+    It holds for any lo and hi: tiles within the range that see no key are masked.
     """
     lo, hi = jnp.moveaxis(stats[:, 0, :, 2:], -1, 0).astype(jnp.int32)
     sees = lo < hi
@@ -107,7 +107,7 @@ def tile_of(
     )
     if IS_INSIDE or SIZE % ROWS == 0:
         return tl.load(at)
-    else:  # Triton compiles no code after a return that it takes
+    else:  # Triton omits code after a return on this path
         return tl.load(at, mask=(start + rows < SIZE)[:, None], other=0.0)
 
 
@@ -117,16 +117,16 @@ def kept(
     words, low, high, cols, start,
     P: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Tells whether keys start .. start + BN count: [BM, BN] or [BN, BM].
+    """Tells which keys start .. start + BN - 1 count: [BM, BN] or [BN, BM].
 
     Args:
       words: pointers to the first word of each query.
-      low: first visible keys; the words count alone where there are any.
+      low: first visible keys; unused if there are words.
       high: ends of the visible keys.
       cols: 0 .. BN - 1, along the other axis than words, low and high.
       start: first key.
-      P: distance of the words of a query.
-      WORDS: of a query, 0 without a selection.
+      P: distance between two words of a query.
+      WORDS: words per query, 0 without a selection.
       BN: keys, a multiple of 32 with a selection.
     """
     if WORDS > 0:
@@ -143,9 +143,9 @@ def kept(
 @triton.jit
 @typing.no_type_check
 def _stats(stats, start, BM: tl.constexpr):
-    """Log-sum-exp times log2(e), shift, lo and hi of BM queries, from one tile [BM, 4].
+    """Loads log-sum-exp log2(e), shift, lo and hi of BM queries as one tile [BM, 4].
 
-    Four loads of BM numbers would be repeated by every thread that needs them.
+    With four separate loads of BM numbers, every thread would repeat those it needs.
     """
     at = stats + (start + tl.arange(0, BM))[:, None] * 4 + tl.arange(0, 4)[None, :]
     lse_low, shift_high = tl.split(tl.reshape(tl.load(at), (BM, 2, 2)))
@@ -162,7 +162,7 @@ def _dq_kernel(
     H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of a head: dS = P (dO V^T - shift), dq = scale dS K."""
+    """Computes dq = scale dS K of a head's query tile, dS = P (dO V^T - shift)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     rows = tile * BM + tl.arange(0, BM)
@@ -201,7 +201,7 @@ def _dv_kernel(
     H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of a head: dv = P^T dO; keys run down."""
+    """Computes dv = P^T dO of a head's key block; keys are the rows."""
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     blocks = tl.num_programs(0)
     spans += batch * blocks + tl.program_id(0)
@@ -234,7 +234,7 @@ def _dk_kernel(
     H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of a head: dk = scale dS^T q; keys run down."""
+    """Computes dk = scale dS^T q of a head's key block; keys are the rows."""
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     blocks = tl.num_programs(0)
     spans += batch * blocks + tl.program_id(0)
@@ -268,7 +268,7 @@ def _probs(
     scores, lse, low, high, words, tile, start, SCALE: tl.constexpr,
     P: tl.constexpr, WORDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities [BN, BM], zero where a key does not count."""
+    """Computes probabilities [BN, BM], zero for keys that do not count."""
     words += (tile * BM + tl.arange(0, BM))[None, :]
     cols = tl.arange(0, BN)[:, None]
     keep = kept(words, low[None, :], high[None, :], cols, start, P, WORDS, BN)

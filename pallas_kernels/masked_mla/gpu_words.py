@@ -1,8 +1,9 @@
 """A selection as words of 32 neighbouring keys, [B, w, P], as the kernels read it.
 
-A block of 64 keys then is two words a query, and the words of all queries of a tile lie
-side by side; in the layout of `pallas_kernels.selection` it would be 64 words a query.
-P is T up to whole tiles of queries, the rest zeros, so that no load needs a mask.
+In this layout a block of 64 keys is two words per query, and the words of a tile's
+queries lie side by side. In the layout of `pallas_kernels.selection` it would be 64
+words per query. P is T padded with zeros to whole query tiles, so that no load needs a
+mask.
 """
 
 import typing
@@ -15,20 +16,20 @@ from jaxtyping import Array, UInt32
 
 from pallas_kernels import selection, triton_call
 
-KEYS = 32  # of a word
-QUERIES = 64  # of a program
+KEYS = 32  # per word
+QUERIES = 64  # per program
 TILE = 128  # queries of the largest tile of a kernel
 
 
 def padded(x: Array) -> Array:
-    """Zeros behind T, the last axis, up to P."""
+    """Pads T, the last axis, with zeros to P."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % TILE)])
 
 
 def row_words(
     selected: Array | None, num_keys: int, interpret: bool
 ) -> UInt32[Array, "B words padded_queries"] | None:
-    """Key s of a mask or of bits as bit s % 32 of word s // 32; whole runs of keys."""
+    """Repacks a mask or bits: key s is bit s % 32 of word s // 32, in whole runs."""
     if selected is None:
         return None
     if selected.dtype == bool:
@@ -58,7 +59,7 @@ def _words_kernel(
     T: tl.constexpr, P: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
     BM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A run of keys of one tile of queries: bit j of 128 lanes makes four words."""
+    """Repacks a run of keys of a query tile: bit j of 128 lanes gives four words."""
     run, batch = tl.program_id(1) * LANES, tl.program_id(2).to(tl.int64)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     lanes = tl.arange(0, LANES)

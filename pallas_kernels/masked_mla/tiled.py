@@ -1,7 +1,7 @@
 """Flash-like attention in plain XLA: tiles of queries, probabilities recomputed.
 
-Scores are kept keys x queries, [N, S, T], and what is summed over keys is transposed
-once: every product but dk and dv then runs along rows, on CPU the fast way.
+Scores are keys x queries, [N, S, T], and operands summed over keys are transposed once.
+Every product except dk and dv then runs along rows, which is fast on CPU.
 """
 
 import functools
@@ -36,15 +36,15 @@ def masked_mla(
 
 
 def kept(bounds: tuple[Array, Array], mask: Array | None, num_keys: int) -> Array:
-    """Keys that count for each query of a tile: [S, T]."""
+    """Marks the keys that count for each query of a tile: [S, T]."""
     return indexer.visible(*bounds, num_keys) if mask is None else mask
 
 
 def scaled(q: Array, scale: float) -> tuple[Array, float]:
-    """The queries times scale, and the factor that is left for the scores.
+    """Returns queries times a power of two, and the rest of scale for the scores.
 
-    In bfloat16 a scale that is no power of two would be rounded away, alike in every
-    score of a query: what is left is multiplied in float32.
+    A scale that is not a power of two would be rounded in bfloat16, with the same error
+    in every score of a query. The rest is therefore multiplied in float32.
     """
     is_exact = q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5
     return (q * scale, 1.0) if is_exact else (q, scale)
@@ -53,7 +53,7 @@ def scaled(q: Array, scale: float) -> tuple[Array, float]:
 def tile_scores(k: Array, queries: tuple[Array, float], keep: Array) -> Array:
     """Scores of a tile in float32, HIDDEN where not kept: [N, S, T].
 
-    `queries` are those of `scaled`.
+    `queries` come from `scaled`.
     """
     q, rest = queries
     scores = jnp.einsum("nsh,nth->nst", k, q, preferred_element_type=jnp.float32)
@@ -64,7 +64,7 @@ def tile_scores(k: Array, queries: tuple[Array, float], keep: Array) -> Array:
 def _attend(
     q: Array, k: Array, v: Array, bounds: tuple, mask: Array | None, scale: float
 ) -> tuple[Array, Array]:
-    """Heads first: output [B, N, T, O] and log-sum-exp [B, N, T, 1]."""
+    """Attends, heads first: output [B, N, T, O] and log-sum-exp [B, N, T, 1]."""
 
     def tile(
         _: None, queries: tuple, keys: tuple, mask: Array | None
@@ -100,7 +100,7 @@ def _forward(q, k, v, bounds, mask, scale):  # noqa: ANN001, ANN202
 
 
 def _backward(scale, residuals, cotangents):  # noqa: ANN001, ANN202
-    """The usual five products; a cotangent of the log-sum-exp adds to dS."""
+    """Runs flash attention's five products; the log-sum-exp's cotangent adds to dS."""
 
     def tile(
         carry: tuple, queries: tuple, keys: tuple, mask: Array | None

@@ -1,8 +1,8 @@
 """Flash attention on TPUs over documents or over selected keys.
 
-Blocks of queries x keys are visited by a list (`pallas_kernels.block_pairs`); a
-selection comes as bits, a run of 4096 keys as 128 words a query: block n of 128 keys
-is bit n of each of them, so that a shift and a comparison make its mask.
+The grid is a list of pairs of query and key blocks (`pallas_kernels.block_pairs`). A
+selection comes as bits: a run of 4096 keys is 128 words per query. Block n of 128 keys
+is bit n of each word, so that a shift and a comparison make its mask.
 """
 
 import functools
@@ -58,7 +58,7 @@ def masked_mla(
     """See `pallas_kernels.masked_mla`."""
     num_queries, num_keys = q.shape[1], k.shape[1]
     rows = _tile_rows(q, num_keys, axis=1)
-    if math.frexp(scale)[0] == 0.5:  # a power of two: exact in any precision
+    if math.frexp(scale)[0] == 0.5:  # powers of two are exact in any precision
         q, scale = q * jnp.asarray(scale, q.dtype), 1.0
     bounds, bits = blocks.masks(lo, hi, selected, num_keys, rows[0])
     q, k, v = (
@@ -83,7 +83,7 @@ def _attend(
     bits: Array | None,
     static: tuple[float, int, bool],
 ) -> tuple[Float[Array, "B N t O"], Float[Array, "B N t"]]:
-    """The kernel over whole blocks; `static` is the scale, S - T and interpret."""
+    """Runs the kernel on whole blocks; `static` is the scale, S - T and interpret."""
     scale, offset, interpret = static
     batch, heads, num_queries, dim = q.shape
     num_keys, out_dim = v.shape[2:]
@@ -125,7 +125,7 @@ def _attend(
 def _kernel(pairs: Any, *refs: Any, scale: float, size: int) -> None:
     """Adds a block of keys to the softmax of a block of queries.
 
-    Sums are kept for each of 128 lanes, and added up with the last block of keys.
+    Each of 128 lanes has its own sum; the last block of keys adds them up.
     """
     q_ref, k_ref, v_ref, mask_ref, out_ref, lse_ref, sum_ref, top_ref, total_ref = refs
     pair = pairs[pl.program_id(0) * size + pl.program_id(2)]

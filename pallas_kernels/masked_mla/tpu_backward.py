@@ -1,8 +1,8 @@
 """Gradients of attention on TPUs: probabilities recomputed from the log-sum-exp.
 
-Two kernels, each adding up in VMEM in a fixed order: dq over the keys of a block of
-queries, dk and dv over the queries of a block of keys. The latter works on scores keys
-x queries, so that every product is of rows as they lie.
+Two kernels sum in VMEM in a fixed order: dq over the keys of a query block, dk and dv
+over the queries of a key block. The second kernel uses scores keys x queries, so that
+no product needs a transposed operand.
 """
 
 import functools
@@ -31,8 +31,8 @@ def gradients(
       inputs: q [B, N, t, H], k [B, N, s, H], v [B, N, s, O], bounds [B, 2, t], and
         bits [B, t, W] or None; in whole blocks.
       d_out: gradient of the output.
-      statistics: log-sum-exp, and sum of out * d_out less its own gradient.
-      rows: of a block of queries and of keys.
+      statistics: log-sum-exp, and sum(out * d_out) minus the log-sum-exp's gradient.
+      rows: rows of a query block and of a key block.
       static: the scale, S - T and interpret.
     """
     q, k, v, bounds, bits = inputs
@@ -82,7 +82,7 @@ def _call(kernel, pairs, arrays, like, rows, static):
 def _visit(pairs: Any, size: int, mask_ref: Any, sums: tuple, add: Any) -> None:
     """Clears the sums at the first pair of a major block, and adds each pair.
 
-    `add(pair, is_whole)` adds; where every query sees every key it needs no mask.
+    `add(pair, is_whole)` adds a pair; if every query sees every key, without a mask.
     """
     pair = pairs[pl.program_id(0) * size + pl.program_id(2)]
 
@@ -98,7 +98,7 @@ def _visit(pairs: Any, size: int, mask_ref: Any, sums: tuple, add: Any) -> None:
 
 
 def _at_last(pairs: Any, size: int) -> Any:
-    """Decorates what is done with the last pair of a major block."""
+    """Decorates a function to run at the last pair of a major block."""
     pair = pairs[pl.program_id(0) * size + pl.program_id(2)]
     return pl.when(block_pairs.has(pair, block_pairs.LAST))
 

@@ -1,4 +1,4 @@
-"""Blocks, masks and products of blocks that the TPU's kernels of attention share."""
+"""Blocks, masks and products of blocks for the TPU's attention kernels."""
 
 import dataclasses
 from typing import Any
@@ -20,8 +20,8 @@ class Specs:
     """Blocks of arrays in a grid of (sequence, head, pair).
 
     Attributes:
-      size: of a list of pairs.
-      rows: of a block of queries and of keys.
+      size: entries of a list of pairs.
+      rows: rows of a query block and of a key block.
     """
 
     size: int
@@ -70,7 +70,7 @@ class Specs:
 
 
 def parameters() -> pltpu.CompilerParams:
-    """Returns those of a grid whose last axis adds up."""
+    """Returns compiler parameters of a grid whose last axis sums."""
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         vmem_limit_bytes=block_sizes.tpu().vmem_bytes,
@@ -80,13 +80,13 @@ def parameters() -> pltpu.CompilerParams:
 def tile_rows(
     q: Array, num_keys: int, axis: int, most: tuple[int, int]
 ) -> tuple[int, int]:
-    """Rows of a block of queries, and of keys: a power of two.
+    """Returns the rows of a query block and of a key block, powers of two.
 
     Args:
-      q: queries, on `axis`. Of numbers wider than bfloat16 a block has fewer rows.
-      num_keys: S; few rows where there are few.
-      axis: of the queries.
-      most: rows in bfloat16.
+      q: queries, on `axis`. Blocks of types wider than bfloat16 have fewer rows.
+      num_keys: S, which limits the rows of a key block.
+      axis: axis of the queries.
+      most: most rows in bfloat16.
     """
     width = max(q.dtype.itemsize // 2, 1)
     queries, keys = (max(rows // width, LANES) for rows in most)
@@ -108,7 +108,7 @@ def masks(
     num_keys: int,
     rows: int,
 ) -> tuple[Int[Array, "B 2 t"], Array | None]:
-    """Bounds, and bits if keys are selected, of whole blocks of queries."""
+    """Returns bounds (and bits, if keys are selected) of whole query blocks."""
     bounds = jnp.stack([jnp.maximum(lo, 0), jnp.minimum(hi, num_keys)], axis=1)
     if selected is None:
         return pad(bounds, rows, 2), None
@@ -117,7 +117,7 @@ def masks(
 
 
 def contract(a: Array, b: Array, axes: tuple[int, int]) -> Float[Array, "rows columns"]:
-    """Matrix product over one axis of each, into float32."""
+    """Multiplies matrices over one axis of each, into float32."""
     return lax.dot_general(
         a,
         b,
@@ -128,12 +128,12 @@ def contract(a: Array, b: Array, axes: tuple[int, int]) -> Float[Array, "rows co
 
 
 def column(row: Array) -> Array:
-    """A row [1, Q] as a column in all lanes, [Q, 128]."""
+    """Turns a row [1, Q] into a column in all lanes, [Q, 128]."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
 def wide(x: Array, size: int) -> Array:
-    """A column in all of 128 lanes, in `size` lanes."""
+    """Repeats a column of 128 equal lanes to `size` lanes."""
     return jnp.concatenate([x] * (size // LANES), axis=1)
 
 

@@ -1,9 +1,9 @@
-"""Attention in latent (multi-query) form over a list of keys for each query.
+"""Attention in latent (multi-query) form over a list of keys per query.
 
-o[t, n] = sum_s softmax_s(scale q[t, n] . kv[s]) kv[s, :C] over the keys s of t's list:
-the absorbed form of Multi-head Latent Attention under DeepSeek Sparse Attention
-(DeepSeek-V3.2, arXiv 2512.02556; GLM-5, arXiv 2602.15763). Every head reads the same
-rows, so a row is fetched once a query.
+o[t, n] = sum_s softmax_s(scale q[t, n] . kv[s]) kv[s, :C] over the keys s of t's list.
+This is the absorbed form of Multi-head Latent Attention with DeepSeek Sparse Attention
+(DeepSeek-V3.2, arXiv 2512.02556; GLM-5, arXiv 2602.15763). All heads read the same
+rows, so a row is fetched once per query.
 """
 
 from jaxtyping import Array, Float, Int
@@ -28,13 +28,13 @@ def sparse_mla(
     Args:
       q: queries in the latent space, then their rotated part: c = C + R.
       kv: latent, then rotated key, of each token.
-      indices: rows of kv, strictly ascending (so distinct), with -1 at the end alone;
-        see `pallas_kernels.selection.check_lists`. A query without any gives zeros,
-        and a log-sum-exp of zero.
+      indices: rows of kv, strictly ascending, padded with -1 only at the end; see
+        `pallas_kernels.selection.check_lists`. An empty list gives zeros and a
+        log-sum-exp of zero.
       scale: factor on q . kv.
       value_dim: C; values are the first C of each row.
-      deterministic: sum the gradient of kv in an order that does not change from run
-        to run; where atomics are the faster way it costs time and memory.
+      deterministic: sums the gradient of kv in the same order in every run; costs time
+        and memory where atomics are faster.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Returns:

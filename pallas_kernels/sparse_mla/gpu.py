@@ -1,9 +1,8 @@
-"""Triton kernels for Hopper: a program attends for one query, and gathers its rows.
+"""Triton kernels for Hopper: a program gathers the rows of one query and attends.
 
-All heads of a query read the same rows of kv, so a gathered row is used by up to
-HEADS heads: that is what makes the products large enough for wgmma. The latent part
-(C wide) and the rotated part (R wide) of a row are two tiles, as a tile's sides are
-powers of two.
+All heads of a query read the same rows of kv. So up to HEADS heads use a gathered row,
+which makes the products large enough for wgmma. The latent part (C wide) and the
+rotated part (R wide) of a row are two tiles, because a tile's sides are powers of two.
 """
 
 import functools

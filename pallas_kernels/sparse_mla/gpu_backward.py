@@ -1,9 +1,9 @@
-"""The gradient of `sparse_mla` on Hopper: a kernel for dq and one for dkv.
+"""The gradient of `sparse_mla` on Hopper: one kernel for dq and one for dkv.
 
-One kernel for both spills (accumulators of dq fill half of the registers) and spilled
-bytes go through L2, so the scores are computed twice. Rows of dkv are added to by
-every query that lists them: with atomics in float32, or, deterministic, into arrays
-that belong to one program each and are summed in order.
+A single kernel would spill (accumulators of dq fill half of the registers) and spilled
+bytes go through L2, so both kernels compute the scores. Every query adds to the rows of
+dkv that it lists, with atomics in float32. If deterministic, each program adds to its
+own array, and these arrays are summed in order.
 """
 
 import typing
@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import block_sizes, triton_call
 
-HEADS = 64  # of a program: the least rows of a wgmma
+HEADS = 64  # per program: the fewest rows of a wgmma
 KEYS_FLOAT32 = 16
 CHUNK = 128  # columns of dkv at a time
-PROGRAMS = 132  # the multiprocessors of an H200, each with an array of its own
-ARRAY_BYTES = 2.5e9  # of all these arrays: they hold a range of keys at a time
+PROGRAMS = 132  # an H200's multiprocessors; each has an array
+ARRAY_BYTES = 2.5e9  # of all arrays, which hold a range of keys at a time
 
 
 def gradients(
@@ -38,10 +38,10 @@ def gradients(
     Args:
       residuals: q [B, T, N, c], kv [B, S, c], indices [B, T, K], out [B, T, N, C] and
         lse [B, N, T].
-      cotangents: of out and lse.
-      scale: of `sparse_mla`.
-      deterministic: of `sparse_mla`.
-      interpret: of `triton_call.call`.
+      cotangents: cotangents of out and lse.
+      scale: see `sparse_mla`.
+      deterministic: see `sparse_mla`.
+      interpret: see `triton_call.call`.
     """
     q, kv, indices, out, lse = residuals
     d_out, d_lse = cotangents
@@ -71,7 +71,7 @@ def gradients(
 
 
 def block_heads(num_heads: int) -> int:
-    """Heads of a program."""
+    """Returns the heads per program."""
     return min(max(triton.next_power_of_2(num_heads), 16), HEADS)
 
 
@@ -135,8 +135,8 @@ def _dkv(
 def _dkv_in_order(inputs: tuple, sizes: dict, interpret: bool) -> Array:
     """A range of keys of a sequence at a time: [PROGRAMS, range, c] in float32.
 
-    Program p adds what queries p, p + PROGRAMS, ... give, one after the other; then
-    the programs' arrays are summed. When a program runs changes nothing.
+    Program p adds the terms of queries p, p + PROGRAMS, ... in order; then the
+    programs' arrays are summed. The schedule of programs does not change the result.
     """
     _, kv, indices, *_ = inputs
     batch, num_keys, width = kv.shape
@@ -230,7 +230,7 @@ def _dkv_kernel(
                 q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, head, N, C, R, D
             )
             kv_row_ptr = kv_ptr + row // T * (S * (C + R))
-            if RANGE > 0:  # an array of this program's own
+            if RANGE > 0:  # this program's own array
                 array = tl.program_id(0).to(tl.int64) * (RANGE * (C + R))
             else:
                 array = row // T * (S * (C + R))
@@ -239,7 +239,7 @@ def _dkv_kernel(
                 k = first + tl.arange(0, KEYS)
                 is_key = (k < end)[:, None]
                 s = triton_call.listed(indices_ptr + row * K + k, k < end)[:, None]
-                if RANGE > 0:  # a list that falls would write beyond the array
+                if RANGE > 0:  # a descending list would write out of bounds
                     is_key &= (s >= first_key) & (s < first_key + RANGE)
                 key = s * (C + R)
                 kv = _load_chunks(kv_row_ptr + key, None, C, D)
@@ -255,7 +255,7 @@ def _dkv_kernel(
                 part = tl.dot(d_scores.T, q_r, input_precision="ieee")
                 tl.atomic_add(sum_ptr + key + r, part, is_key, sem="relaxed")
         if RANGE > 0:
-            tl.debug_barrier()  # orders the threads' additions of two queries
+            tl.debug_barrier()  # separates the additions of two queries
 
 
 @triton.jit
@@ -278,7 +278,7 @@ def _load_query(
 @triton.jit
 @typing.no_type_check
 def _load_chunks(ptr, is_row, C: tl.constexpr, D: tl.constexpr):
-    # A tuple, as Triton cuts no tiles out of a tile.
+    # A tuple, because Triton cannot slice a tile.
     chunks = ()
     for i in tl.static_range(C // D):
         place = ptr + i * D + tl.arange(0, D)[None]

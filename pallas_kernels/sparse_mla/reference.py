@@ -26,7 +26,7 @@ def attend(
     scale: float,
     value_dim: int,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
-    """The same over rows that were fetched for each query."""
+    """Attends to rows that were fetched for each query."""
     is_key = is_key[:, :, None]
     scores = jnp.einsum("btnc,btkc->btnk", q, rows, preferred_element_type=jnp.float32)
     scores = jnp.where(is_key, scores * scale, -1e30)

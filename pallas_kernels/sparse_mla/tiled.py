@@ -1,7 +1,7 @@
-"""Plain XLA, a few queries at a time: what kernels are compared with, and the CPU form.
+"""Plain XLA, a few queries at a time: the CPU form and the benchmark's comparison.
 
-A tile gathers its rows into [GATHERING_ROWS, K, c]; their gradient is scattered back
-in float32.
+A tile gathers its rows into [GATHERING_ROWS, K, c] and scatters their gradient back in
+float32.
 """
 
 import functools
@@ -22,18 +22,18 @@ def sparse_mla(
     value_dim: int,
     deterministic: bool = False,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
-    """See `pallas_kernels.sparse_mla`; XLA's scatter is as deterministic as XLA's."""
+    """See `pallas_kernels.sparse_mla`; as deterministic as XLA's scatter."""
     del deterministic
     return _attend(q, kv, indices, scale, value_dim)
 
 
 def gather(kv: Float[Array, "B S c"], indices: Int[Array, "B T K"]) -> Array:
-    """The listed rows, the first row for -1: [B, T, K, c]."""
+    """Gathers the listed rows, the first row for -1: [B, T, K, c]."""
     return jax.vmap(lambda kv, i: kv[i])(kv, jnp.maximum(indices, 0))
 
 
 def scatter_add(total: Array, rows: Array, indices: Array) -> Array:
-    """Adds rows [B, T, K, c] to total [B, S, c] where `gather` took them."""
+    """Adds rows [B, T, K, c] to total [B, S, c] at the rows that `gather` read."""
     place = jnp.where(indices < 0, total.shape[1], indices)
     add = jax.vmap(lambda total, rows, i: total.at[i].add(rows, mode="drop"))
     return add(total, rows.astype(total.dtype), place)

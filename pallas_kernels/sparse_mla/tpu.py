@@ -1,8 +1,8 @@
-"""Rows fetched by DMA into VMEM, one copy a row; a query's heads share them.
+"""DMA fetches rows into VMEM, one copy per row; a query's heads share them.
 
-The TensorCore issues the copies of a chunk of rows, then computes on the chunk before.
-Issuing bounds the kernel: on v5p 4760 bundles for 1024 rows, 1400 to compute (untimed).
-XLA packs the rows first (see `tpu_rows`): 3 KB a row of temporary memory.
+The TensorCore issues the copies of a chunk of rows, then computes the previous chunk.
+Issuing copies limits the kernel: on v5p 4760 bundles for 1024 rows, but 1400 to compute
+(not timed). XLA packs the rows first (see `tpu_rows`), with 3 KB of memory for each.
 """
 
 import functools
@@ -31,7 +31,7 @@ def sparse_mla(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
-    """See `pallas_kernels.sparse_mla`; one core adds up rows, always in one order."""
+    """See `pallas_kernels.sparse_mla`; sums rows on one core, always in one order."""
     del deterministic
     return _attend(q, kv, indices, scale, value_dim, interpret)
 
@@ -149,7 +149,7 @@ def _kernel(
     scale: float,
     layout: tpu_rows.Layout,
 ):
-    """QUERIES queries, a chunk of rows after the other."""
+    """Processes QUERIES queries, chunk by chunk of rows."""
     first_row = 1 + pl.program_id(0) * layout.num_keys
     chunk = fetched.shape[1] // layout.lines
 
@@ -174,13 +174,13 @@ def _kernel(
 
 
 def softmax_state(heads: int, value_dim: int) -> tuple:
-    """Scratch of a running softmax: maximum, sum and weighted sum of rows."""
+    """Returns the scratch of a running softmax: maximum, sum, weighted sum of rows."""
     column = pltpu.VMEM((heads, tpu_rows.LANES), jnp.float32)
     return column, column, pltpu.VMEM((heads, value_dim), jnp.float32)
 
 
 def reset(state):
-    """Before the first chunk."""
+    """Resets the running softmax before the first chunk."""
     top, norm, total = state
     top[...] = jnp.full_like(top, HIDDEN)
     norm[...] = jnp.zeros_like(norm)
@@ -188,7 +188,7 @@ def reset(state):
 
 
 def add_chunk(q, planes, is_key, state, scale):
-    """Adds rows, those that `is_key` [1, chunk] marks, to the running softmax.
+    """Adds the rows that `is_key` [1, chunk] marks to the running softmax.
 
     Args:
       q: [N, W] parts of the queries.
@@ -217,7 +217,7 @@ def add_chunk(q, planes, is_key, state, scale):
 
 
 def result(state):
-    """Output [N, C] and log-sum-exp [1, N], zeros without keys."""
+    """Returns output [N, C] and log-sum-exp [1, N], zeros without keys."""
     top, norm, total = state
     has_keys = norm[...] > 0
     divisor = jnp.where(has_keys, norm[...], 1)

@@ -1,11 +1,11 @@
-"""Gradients of `sparse_mla` on TPU: one kernel, which also adds up those of kv.
+"""Gradients of `sparse_mla` on TPU: one kernel, which also sums those of kv.
 
-On a chip of two cores each takes half of the queries and has sums of its own.
+If a chip has two cores, each takes half of the queries and has its own sums.
 
-A chunk's rows of kv are fetched as in the forward pass; the rows of their gradient, in
-float32 in HBM, are fetched as well, added to and written back. XLA's scatter is not
-used. A list names a row once, so copies in flight never meet; a chunk is read after
-the one before it was written, so that sums have one order.
+The kernel fetches a chunk's rows of kv as in the forward pass. It also fetches the rows
+of their gradient (float32 in HBM), adds to them and writes them back, without XLA's
+scatter. A list holds a row once, so copies in flight never overlap. A chunk is read
+after the previous one was written, so that sums have one order.
 """
 
 import functools
@@ -95,9 +95,9 @@ def _kernel(
     scale: float,
     layout: tpu_rows.Layout,
 ):
-    """QUERIES queries; `sums` are dq and the rows of dkv that a chunk adds to."""
+    """Processes QUERIES queries; `sums` are dq and the rows of dkv of a chunk."""
     first_row = 1 + pl.program_id(1) * layout.num_keys
-    rows, _ = rows  # the zeros are what dkv holds
+    rows, _ = rows  # dkv starts as these zeros
     dkv = dkv.at[pl.program_id(0)]
     dq_sum, row_sums, adding = sums
     chunk = fetched.shape[1] // layout.lines
@@ -105,7 +105,7 @@ def _kernel(
     reading, writing = adding.at[0], adding.at[1]
 
     def row_of(index):
-        # Padding adds nothing to the row before the sequence, which no key shares.
+        # Padding adds zeros to the row before the sequence, which is no key's.
         return tpu_rows.line(dkv, first_row + index, lines)
 
     def read(i, index):
@@ -143,7 +143,7 @@ def _kernel(
 
 
 def _chunk(x, dy, columns, planes, is_key, scale):
-    """Probabilities and gradient of the scores, [N, chunk], to be multiplied."""
+    """Computes probabilities and gradient of the scores, [N, chunk]."""
     lse, shift = columns
     values = [
         plane[:, : part.shape[1]] for part, plane in zip(dy, planes, strict=False)
@@ -155,7 +155,7 @@ def _chunk(x, dy, columns, planes, is_key, scale):
 
 
 def _accumulate(x, dy, planes, chunk, is_first, dq_sum, sums):
-    """Adds a chunk's products to dq, begun by the first one, and to rows of dkv."""
+    """Adds a chunk's products to dq (the first one starts it) and to rows of dkv."""
     probs, d_scores = chunk
     at = 0
     for i, plane in enumerate(planes):

@@ -1,10 +1,10 @@
-"""Rows of kv as a TPU can fetch them one by one.
+"""A layout of kv in which a TPU can fetch single rows.
 
-A DMA cannot cut a row out of a [S, c] array in HBM, whose tiles are 8 rows high and 128
-lanes wide. In an array of 32-bit words that is 128 lanes wide itself, tiles follow each
-other: a row is V lines of 128 words, in one piece. In VMEM the lines of many rows make
-a matrix by strided loads. A word of bfloat16 rows holds entries i and 128 V + i, so
-that a row unpacks into two planes. A row before the first is what padding names.
+A DMA cannot fetch a single row of a [S, c] array in HBM, whose tiles have 8 rows and
+128 lanes. In an array of 32-bit words that is exactly 128 lanes wide, tiles follow each
+other: a row is V contiguous lines of 128 words. In VMEM, strided loads turn the
+lines of many rows into a matrix. A word of bfloat16 rows holds entries i and 128 V + i,
+so that a row unpacks into two planes. Padding reads an extra row before the first.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import block_sizes
 
 LANES = 128
-QUERIES = 8  # of a grid step: the height of a tile of indices
+QUERIES = 8  # per grid step: the height of an index tile
 UNROLL = 128  # copies issued between two branches: a tile of SMEM, plain addresses
 
 
@@ -29,7 +29,7 @@ UNROLL = 128  # copies issued between two branches: a tile of SMEM, plain addres
 class Layout:
     """The layout of the rows of sequences."""
 
-    num_keys: int  # of a sequence
+    num_keys: int  # per sequence
     width: int  # c: entries of a row
     dtype: jnp.dtype
 
@@ -40,17 +40,17 @@ class Layout:
 
     @property
     def planes(self) -> int:
-        """Entries of a word."""
+        """Entries per word."""
         return 4 // self.dtype.itemsize
 
     @property
     def lines(self) -> int:
-        """V: lines of a row."""
+        """V, the lines per row."""
         return -(-self.width // (self.planes * LANES))
 
     @property
     def words(self) -> int:
-        """Words of a row: entries of a plane."""
+        """Words per row, which are the entries of a plane."""
         return self.lines * LANES
 
     def pack(self, rows: Float[Array, "B S c"]) -> Array:
@@ -76,18 +76,18 @@ class Layout:
         )
 
     def sizes(self, end: int) -> tuple[int, ...]:
-        """Entries of each plane among the first `end`."""
+        """Returns the entries of each plane among the first `end` of a row."""
         starts = range(0, end, self.words)
         return tuple(min(self.words, end - start) for start in starts)
 
     def cut(self, x: Array) -> tuple[Array, ...]:
-        """Parts of the last axis that meet the planes."""
+        """Cuts the last axis into parts that match the planes."""
         starts = range(0, x.shape[-1], self.words)
         return tuple(x[..., start : start + self.words] for start in starts)
 
 
 def lane_tile(rows, i, lines):
-    """Lanes 128 i .. of rows [n V, 128] in VMEM: [n, 128]."""
+    """Loads line i of rows [n V, 128] in VMEM: [n, 128]."""
     return rows.at[pl.ds(i, rows.shape[0] // lines, stride=lines)]
 
 
@@ -99,12 +99,12 @@ def add_to(rows, at, x):
 
 
 def chunk_size(topk: int) -> int:
-    """Rows that are fetched at a time: 1024 take 1.5 MB of VMEM."""
+    """Returns the rows fetched at a time: 1024 take 1.5 MB of VMEM."""
     return min(block_sizes.tpu().sparse_rows, topk)
 
 
 def tile(*sizes: int, memory_space: Any = None) -> pl.BlockSpec:
-    """QUERIES queries of [B, T, *sizes], for a grid (B, T / QUERIES)."""
+    """Specifies QUERIES queries of [B, T, *sizes], for a grid (B, T / QUERIES)."""
     return pl.BlockSpec(
         (None, QUERIES, *sizes),
         lambda b, t: (b, t, *[0] * len(sizes)),
@@ -113,13 +113,13 @@ def tile(*sizes: int, memory_space: Any = None) -> pl.BlockSpec:
 
 
 def num_parts(num_queries: int) -> int:
-    """Parts of the padded queries that add to sums of their own: one a core."""
+    """Returns the parts of padded queries with separate sums: one per core."""
     cores = block_sizes.tpu().cores
     return cores if num_queries // QUERIES % cores == 0 else 1
 
 
 def tile_of_part(steps: int, *sizes: int, memory_space: Any = None) -> pl.BlockSpec:
-    """QUERIES queries of [B, T, *sizes], for a grid (part, B, steps of a part)."""
+    """Specifies QUERIES queries of [B, T, *sizes], for a grid (part, B, steps)."""
     return pl.BlockSpec(
         (None, QUERIES, *sizes),
         lambda part, b, t: (b, part * steps + t, *[0] * len(sizes)),
@@ -128,13 +128,13 @@ def tile_of_part(steps: int, *sizes: int, memory_space: Any = None) -> pl.BlockS
 
 
 def pad_queries(x: Array, fill: int = 0) -> Array:
-    """[B, T, ...] with T a multiple of QUERIES."""
+    """Pads T of [B, T, ...] to a multiple of QUERIES."""
     widths = [(0, 0), (0, -x.shape[1] % QUERIES), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, widths, constant_values=fill) if widths[1][1] else x
 
 
 def pad_list(indices: Array) -> Array:
-    """[B, T, K] with T a multiple of QUERIES and K of chunks."""
+    """Pads T of [B, T, K] to a multiple of QUERIES, and K to one of chunks."""
     indices = pad_queries(indices, -1)
     missing = -indices.shape[-1] % chunk_size(indices.shape[-1])
     if not missing:
@@ -143,7 +143,7 @@ def pad_list(indices: Array) -> Array:
 
 
 def num_listed(indices, query):
-    """Entries before the first -1 of one of the lists [queries, K] in SMEM."""
+    """Counts the entries before the first -1 of a list of [queries, K] in SMEM."""
     topk = indices.shape[-1]
     count = jnp.int32(0)
     for power in reversed(range(topk.bit_length())):
@@ -176,12 +176,12 @@ def over_chunks(
     compute: Callable,
     lines: int = 1,
 ) -> None:
-    """Fetches a chunk while the one before it is computed, for a few lists in SMEM.
+    """Fetches a chunk while the previous one is computed, for a few lists in SMEM.
 
     Args:
       indices: [queries, K].
       rows: [n * lines, ...] in HBM.
-      first_row: that index 0 names; padding names the row before it.
+      first_row: row of index 0; padding reads the row before it.
       fetched: [2, chunk * lines, ...] in VMEM.
       fetching: two semaphores.
       compute: `compute(query, first, count, words)`; `words()` waits for the rows
@@ -226,7 +226,7 @@ def over_chunks(
 
 
 def line(rows, i, lines):
-    """Row i of rows [n * lines, ...]."""
+    """Returns row i of rows [n * lines, ...]."""
     return rows.at[pl.ds(i * lines, lines)]
 
 
@@ -236,7 +236,7 @@ def wait_for(buffer, semaphore):
 
 
 def dot(a, b, axis_a, axis_b):
-    """Product over an axis of each, in float32; exact where the operands are."""
+    """Multiplies over an axis of each, in float32, without rounding operands."""
     return lax.dot_general(
         a,
         b,
@@ -247,11 +247,11 @@ def dot(a, b, axis_a, axis_b):
 
 
 def product(parts, planes):
-    """[N, chunk], from the parts of the contracted axis."""
+    """Returns the product [N, chunk] from the parts of the contracted axis."""
     products = [dot(a, b, 1, 1) for a, b in zip(parts, planes, strict=True)]
     return functools.reduce(jnp.add, products)
 
 
 def column(row):
-    """[N, 1] of [1, N]."""
+    """Transposes [1, N] to [N, 1]."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
