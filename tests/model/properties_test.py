@@ -1,4 +1,4 @@
-"""What must hold for any parameters: causality, packing, decoding, isolation."""
+"""Properties for any parameters: causality, packing, decoding, isolation."""
 
 import dataclasses
 import functools

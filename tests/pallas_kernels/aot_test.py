@@ -78,7 +78,7 @@ FASTEST = (
 
 @functools.cache
 def has_compiler(chip):
-    """Whether the chip's compiler is installed."""
+    """Tells whether the chip's compiler is installed."""
     try:
         aot.device_mesh(chips.CHIPS[chip])
     except RuntimeError:

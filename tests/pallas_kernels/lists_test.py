@@ -1,4 +1,4 @@
-"""What is computed for listed keys alone: indexer scores and the indexer's loss."""
+"""Ops over listed keys: indexer scores and the indexer's loss."""
 
 import dataclasses
 import functools

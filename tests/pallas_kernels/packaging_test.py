@@ -1,4 +1,4 @@
-"""What the kernels' own distribution asks for is what they import, and no more."""
+"""The kernels' own distribution requires exactly the packages that they import."""
 
 import ast
 import importlib.metadata
@@ -44,7 +44,7 @@ sys.exit(bench.main(["sparse_mla", "--size=small", "--length=16", "--mode=fwd,bw
 
 
 def names(requirements):
-    """Of the distributions, as they are imported."""
+    """Returns the import names of the distributions."""
     return {re.match(r"[\w-]+", r)[0].replace("-", "_") for r in requirements}
 
 

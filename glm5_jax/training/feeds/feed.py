@@ -1,4 +1,4 @@
-"""What the loop asks of the feed of a stage: a corpus, or rollouts.
+"""The protocol between the loop and a stage's feed: a corpus, or rollouts.
 
 Three counts have these names everywhere:
   step: steps done. A step learns from one batch, in config.updates_per_step updates. A
