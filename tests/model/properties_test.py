@@ -21,6 +21,12 @@ B, T = 3, 24
 CONFIGS = {
     "full": tiny.model(),
     "index_share": tiny.index_share(),
+    "shared_once": tiny.model(
+        num_hidden_layers=2,
+        first_k_dense_replace=0,
+        index_topk_pattern="FS",
+        mtp_num_steps=1,
+    ),
     "one_layer": tiny.model(num_hidden_layers=1, first_k_dense_replace=0),
 }
 NAMES = (("full", "full"), ("index_share", "index_share"))
@@ -65,7 +71,7 @@ def run(params, config, batch):
 
 @functools.partial(jax.jit, static_argnums=1)
 def gradient(params, config, batch, weights):
-    """Gradient of a weighted sum of states, language losses and indexers' losses."""
+    """Returns the gradient of a weighted sum of states and losses, and the states."""
 
     def total(params):
         out, states, aux = forward(params, config, batch, with_indexer_loss=True)
@@ -89,16 +95,16 @@ def gradient(params, config, batch, weights):
             jnp.sum(weights["states"] * projected)
             + weights["language"] * language
             + weights["indexers"] * indexers
-        )
+        ), states
 
-    return jax.grad(total)(params)
+    return jax.grad(total, has_aux=True)(params)
 
 
 def gradient_of(params, config, batch, **weights):
     """The gradient of what is named."""
     none = np.zeros((1 + config.mtp_num_steps, B, T), np.float32)
     zero = {"states": none, "language": 0.0, "indexers": 0.0}
-    return jax.device_get(gradient(params, config, batch, zero | weights))
+    return jax.device_get(gradient(params, config, batch, zero | weights)[0])
 
 
 def assert_close(got, want, atol=ATOL):
@@ -138,25 +144,25 @@ class CausalityTest(parameterized.TestCase):
 
 
 class SelectionFormTest(parameterized.TestCase):
-    @parameterized.parameters("bits", "list")
-    def test_states_and_gradients_do_not_depend_on_it(self, form):
+    def test_states_and_gradients_do_not_depend_on_it(self):
         """A list takes the absorbed form of attention and the loss over lists."""
-        config, params = CONFIGS["index_share"], parameters("index_share")
+        config, params = CONFIGS["shared_once"], parameters("shared_once")
         batch = tiny.batch(config, [(T,), (9, 11), (14, 10)], T)
-        weights = {"states": np.zeros((3, B, T), np.float32), "language": 1.0}
-        weights["indexers"] = 1.0
-        want = (
-            run(params, config, batch),
-            gradient_of(params, config, batch, language=1.0, indexers=1.0),
-        )
-        with mock.patch.object(selection, "form", return_value=form):
-            # Functions of their own: jit's cache does not see the patch.
-            states = jax.jit(_run.__wrapped__, static_argnums=1)
-            grads = jax.jit(gradient.__wrapped__, static_argnums=1)
-            got = jax.device_get(
-                (states(params, config, batch), grads(params, config, batch, weights))
-            )
-        jax.tree.map(functools.partial(assert_close, atol=1e-4), got, want)
+        steps = 1 + config.mtp_num_steps
+        weights = {"states": np.zeros((steps, B, T), np.float32)}
+        weights |= {"language": 1.0, "indexers": 1.0}
+        results = {}
+        for form in ("mask", "bits", "list"):
+            # A function of its own: jit caches what it traced by function.
+            def compute(*args):
+                return gradient.__wrapped__(args[0], config, *args[1:])
+
+            with mock.patch.object(selection, "form", return_value=form) as used:
+                results[form] = jax.device_get(jax.jit(compute)(params, batch, weights))
+            used.assert_called()
+        for form in ("bits", "list"):
+            close = functools.partial(assert_close, atol=1e-4)
+            jax.tree.map(close, results[form], results["mask"])
 
 
 class PackingTest(parameterized.TestCase):
