@@ -84,7 +84,8 @@ class Block:
           x: hidden states.
           context: positions and documents.
           shared: the value that layers share, from the layer before.
-          kl_weight: share of this layer in its indexer's loss; None computes no loss.
+          kl_weight: share of this layer in its indexer's loss: 1, or 1 / (m + 1) where
+            m + 1 layers use one index. None computes no loss.
           attended: of an earlier call, to read again (later MTP steps).
           experts: to send each token to, instead of the router's choice.
         """

@@ -121,8 +121,8 @@ def select(
             lo=context.lo,
             hi=context.hi,
             topk=config.index_topk,
-            # False: the fastest form here. Decoding always lists, and its numbers
-            # are those of lists.
+            # False: the fastest form, in training usually Mask or Bits. Decoding
+            # always lists, so batch invariance needs lists here too.
             is_listed=bool(config.batch_invariant),
         )
     return Index(Projections(q, k, w), selection)

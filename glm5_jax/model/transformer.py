@@ -1,11 +1,12 @@
 """The whole model: embedding, groups of scanned layers, last norm, head.
 
 GLM-5 has 3 dense layers, then 75 expert layers (layers with experts). Each of these two
-groups is one lax.scan. A unit is the run of layers that one step of the scan computes,
-and `repeats` is the number of steps: a unit of GLM-5 is one layer. GLM-5.2 has units of
-four layers, three of which use the index of an earlier layer (IndexShare). depth.py
-cuts the stack into groups. params["layers_G"]["block_P"] has layer P of the unit of
-group G, stacked over the repeats.
+groups is one lax.scan: params["layers_0"]["block_0"] has arrays [3, ...], and
+params["layers_1"]["block_0"] arrays [75, ...].
+
+A unit is the run of layers that one step of a scan computes; in GLM-5 it is one layer.
+GLM-5.2 has units of four layers, block_0 to block_3, three of which use the index of
+an earlier layer (IndexShare). depth.py cuts the stack into groups.
 
 `forward` ends with the last norm, `logits` is the head. Multi-token prediction (mtp.py)
 has its parameters in `table`, but runs after `forward`, for the losses only.
@@ -172,7 +173,7 @@ def forward(
     elif segment_ids is not None or positions is not None:
         raise ValueError("context replaces segment_ids and positions; leave them out.")
     x = embedding.embed(params["embed_tokens"], config, tokens)
-    shared = attention_lib.first_shared(
+    shared = attention_lib.first_shared(  # the index that layers share: zeros to start
         config, len(tokens), tokens.shape[1], with_indexer_loss
     )
     kl_by_layer = kl_weights(config) if with_indexer_loss else None

@@ -131,9 +131,9 @@ def from_names(
     (N, O, D) is one matrix [N O, D], and wq_b (Q, I, J) is [Q, I J]. In the attention's
     up-projections (Q, N, H), (C, N, P) and (C, N, O), the heads lead the columns; there
     `is_split` makes them a batch dim, one matrix a head, and without it the matrices
-    are [Q, N H], [C, N P] and [C, N O]. k_b_proj and v_b_proj are two parameters, hence
-    two matrices; the released weights join them as kv_b_proj, of which Muon would make
-    one.
+    are [Q, N H], [C, N P] and [C, N O]. The paper splits only these three. k_b_proj and
+    v_b_proj are two parameters, hence two matrices; the released weights join them as
+    kv_b_proj, of which Muon would make one.
 
     Args:
         names: logical dim names, see glm5_jax/shapes.py.
@@ -153,7 +153,7 @@ def from_names(
     ]
     sides: list[list[int]] = []
     for dim in sorted(set(range(len(names))) - set(batch)):
-        if sides and names[sides[-1][-1]] in _HEAD_DIMS:
+        if sides and names[sides[-1][-1]] in _HEAD_DIMS:  # joins the dim after it
             sides[-1].append(dim)
         else:
             sides.append([dim])
@@ -161,7 +161,7 @@ def from_names(
         raise ValueError(f"Muon needs matrices, got a parameter with dims {names}.")
     rows, cols = sides
     if is_split and names[cols[0]] == "N" and len(cols) == 2:
-        del cols[0]
+        del cols[0]  # in neither rows nor columns: a batch dim
     found = [
         (names.index(name), index) for name, index in cuts.items() if name in names
     ]

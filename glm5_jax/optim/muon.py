@@ -1,4 +1,8 @@
-"""Muon Split as an optax transformation, for any dict of parameters."""
+"""Muon Split as an optax transformation, for any dict of parameters.
+
+A run of this package uses `scale_by_muon_split`, which is `muon_split` without decay
+and learning rate; optimizer.py adds these for all parameters.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -41,8 +45,9 @@ def muon_split(
       W &\leftarrow (1 - \eta\lambda) W
            - \eta\rho \sqrt{\max(r, c)} \operatorname{NS}(U / \lVert U \rVert_F)
 
-    NS, a few steps of Newton-Schulz, moves all singular values towards 1. Norms, biases
-    and embeddings belong to another optimizer: combine the two by ``optax.partition``.
+    NS, a few steps of Newton-Schulz, moves all singular values towards 1; the root makes
+    up for the root mean square of an orthogonal matrix. Norms, biases and embeddings
+    belong to another optimizer: combine the two by ``optax.partition``.
 
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.

@@ -152,9 +152,9 @@ def label_parameters(
 ) -> optax.Params:
     """Returns a tree of `Label`s: the branch that updates each parameter.
 
-    Vectors (of one layer) are norms and biases. AdamW updates the embedding, and the
-    output head and the router if the config says so. Muon updates all other matrices,
-    so that AdamW updates only those that are named here.
+    Vectors (of one layer) are norms and biases: AdamW updates them without decay. It
+    also updates the embedding and, by default, the output head; the router only if
+    optim.router_gate is "adamw". Muon updates all other matrices.
     """
     on_adamw = {
         "embed_tokens": True,

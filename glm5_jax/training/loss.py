@@ -2,9 +2,9 @@
 
 | stage         | minimises                             | trains                      |
 |---------------|---------------------------------------|-----------------------------|
-| pretrain, sft | next_token, mtp, balance, indexer_kl  | everything                  |
+| pretrain, sft | next_token, mtp, balance, indexer_kl  | everything, any attention   |
 | dsa_warmup    | indexer_kl, over all visible keys     | the indexers                |
-| dsa_sparse    | next_token, mtp, balance, indexer_kl  | everything                  |
+| dsa_sparse    | next_token, mtp, balance, indexer_kl  | everything, sparse          |
 | rl            | policy (training/policy.py)           | all but indexers and MTP    |
 
 glm5_jax/config/stages/ has this table as code. The loss is the sum of the terms, each
@@ -64,9 +64,11 @@ def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inp
 def _local_loss(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
 ) -> tuple[Float[Array, ""], tuple[Metrics, dict]]:
-    """Returns (loss, (terms, loads)) of a device's shard, summed over the devices.
+    """Computes on one device's shard; returns (loss, (terms, loads)), equal on all.
 
-    The inputs are the whole batch or a part of it; the parts' terms add up.
+    Terms are sums over tokens, whose weights were divided by the whole batch's total:
+    they are the batch's means once summed over devices, and over the parts of
+    optim.accumulation_steps, each of which is one call.
     """
     model = config.model
     coefficients = config.loss
@@ -109,10 +111,12 @@ def _local_loss(
         terms["mtp"] = (mtp_loss, coefficients.mtp_weight)
     balances = _balances(aux)
     if balances.size:
-        # The metric is the mean over layers, the loss the sum. Parts have equal rows.
+        # One value a layer: their mean is logged, their sum (times the number) is in
+        # the loss. It is a mean over rows, so a part of the batch counts as its share.
         balance = jnp.mean(balances) / config.optim.accumulation_steps
         terms["balance"] = (balance, balances.size * coefficients.balance_weight)
     if has_kl:
+        # Each layer's mean over this part, times the part's share of the tokens.
         kl = _sum_of_divergences(aux, batch["token_weights"])
         terms["indexer_kl"] = (kl, coefficients.indexer_weight)
     weighted = [

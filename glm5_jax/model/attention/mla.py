@@ -9,10 +9,10 @@ Attention has two forms with the same result, because for each head
 
 The expanded form (training, prefill) computes the left sides, with a key and a value
 for each head. The absorbed form (decoding, and lists of keys) computes the right sides:
-it reads C + R numbers of a token for all heads together. A rotated key could not be
-absorbed, since no one matrix, applied to the query, stands for the rotations of all
-keys. So k_rope is a separate key beside the latent (DeepSeek-V2, arXiv 2405.04434;
-MLA-256 and its dims: GLM-5, arXiv 2602.15763).
+it reads C + R numbers of a token for all heads together. A key that is rotated by its
+position s would be R_s W_UK c_s: a different matrix for each s, so that no single query
+could absorb it. Hence k_rope is a separate key beside the latent (DeepSeek-V2, arXiv
+2405.04434; MLA-256 and its dims: GLM-5, arXiv 2602.15763).
 """
 
 from typing import NamedTuple
@@ -82,8 +82,9 @@ def queries(
     """Returns the queries of every head: the part without RoPE, the rotated part."""
     nope = config.qk_nope_head_dim
     weight = params["q_b_proj"]
-    # A head's columns are P without RoPE, then R. rope.halves puts first the even ones
-    # of the R, then the odd ones, as `rotate` needs them; products q . k do not change.
+    # linear_of_columns multiplies by some columns of a weight. A head's are P without
+    # RoPE, then R. rope.halves puts the even ones of the R before the odd ones, as
+    # `rotate` needs them; products q . k do not change.
     q_nope = layers.linear_of_columns(c_q, weight, lambda w: w[..., :nope])
     q_rope = layers.linear_of_columns(c_q, weight, lambda w: rope.halves(w[..., nope:]))
     cos, sin = context.cos[:, :, None], context.sin[:, :, None]
@@ -131,7 +132,8 @@ def attend(
       selection: keys of each query.
 
     Returns:
-      The output, and the probabilities, which the indexer learns to imitate.
+      The output, and q, k and log-sum-exp, from which the indexer's loss restores the
+      probabilities.
     """
     if isinstance(selection, selection_lib.Listed):
         return listed(params, config, c_q, kv, context, selection)
@@ -164,7 +166,7 @@ def latent_queries(
     c_q: Float[Array, "B T Q"],
     context: context_lib.Context,
 ) -> Float[Array, "B T N c"]:
-    """Returns queries for rows [latent | rotated key]: W_UK applied, then rotated."""
+    """Returns [W_UK^T q_nope | q_rope], queries for rows [latent | rotated key]."""
     q_nope, q_rope = queries(params, config, c_q, context)
     q_latent = jnp.einsum("btnp,cnp->btnc", q_nope, params["k_b_proj"])
     return jnp.concatenate([q_latent, q_rope], axis=-1)
