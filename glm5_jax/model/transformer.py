@@ -158,8 +158,9 @@ def forward(
       segment_ids: document of each token, contiguous; 0 is padding. Default: one
         document a row.
       positions: of each token in its document. Default: 0, 1, 2, ...
-      context: replaces segment_ids and positions where a device holds only a part of
-        each row. Default: it is made here, from whole rows.
+      context: rotations (cos, sin), visible keys (lo, hi) and is_token of each token;
+        replaces segment_ids and positions where a device holds only a part of each
+        row. Default: it is made here, from whole rows.
       experts: experts that each expert layer's router chose before, to use again
         (router replay, arXiv 2510.11370). Default: the router chooses.
       with_indexer_loss: computes each indexer's KL divergence.
@@ -256,7 +257,11 @@ def _unit(
     carry: tuple,
     xs: tuple,
 ) -> tuple[tuple, tuple]:
-    """Runs the layers of one step of a scan."""
+    """Runs the layers of one step of a scan, each on the output of the last.
+
+    Carried: hidden states, and the index that layers share. Of each layer: parameters,
+    its weight in the loss of its indexer, and given experts (both may be None).
+    """
     x, shared = carry
     x = layers.named_input(x)  # for the remat policy "offload"
     params, kl_of_unit, experts = xs

@@ -1,8 +1,9 @@
 """Dimension numbers: the dims of a parameter that are rows and columns, for Muon.
 
-Muon Split makes each head's part of an up-projection a matrix of its own. In one wide
-matrix the heads share the singular values, so a head with small gradients gets a small
-update; as a matrix of its own it gets a full one.
+Muon Split makes each head's part of an up-projection a matrix of its own. Muon makes
+the singular values of a matrix equal, but not those of its blocks: in one wide matrix,
+a head with small gradients gets a small part of the update. As a matrix of its own,
+each head gets an update of the same size.
 
 An example: q_b_proj of stacked layers has the dims ("L", "Q", "N", "H"). Layers are
 batch dims, and a head dim merges with the dim after it.
@@ -153,7 +154,8 @@ def from_names(
     ]
     sides: list[list[int]] = []
     for dim in sorted(set(range(len(names))) - set(batch)):
-        if sides and names[sides[-1][-1]] in _HEAD_DIMS:  # joins the dim after it
+        # (Q, N, H): sides [Q], [N, H]; (N, O, D): [N, O], [D].
+        if sides and names[sides[-1][-1]] in _HEAD_DIMS:
             sides[-1].append(dim)
         else:
             sides.append([dim])

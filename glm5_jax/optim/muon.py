@@ -43,20 +43,20 @@ def muon_split(
     .. math::
       M &\leftarrow \mu M + G, \quad U = G + \mu M \text{ (Nesterov) or } U = M \\
       W &\leftarrow (1 - \eta\lambda) W
-           - \eta\rho \sqrt{\max(r, c)} \operatorname{NS}(U / \lVert U \rVert_F)
+           - \eta\rho \sqrt{\max(r, c)} \operatorname{NS}(U)
 
-    NS, a few steps of Newton-Schulz, moves all singular values towards 1; the root makes
-    up for the root mean square of an orthogonal matrix. Norms, biases and embeddings
+    NS, a few steps of Newton-Schulz, moves singular values towards 1; the root then
+    gives the update a root mean square of :math:`\rho`. Norms, biases and embeddings
     belong to another optimizer: combine the two by ``optax.partition``.
 
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.
       dimension_numbers: tree like the parameters, with a ``DimensionNumbers`` for each;
-        a parameter of two dims needs none, it is one matrix.
+        a parameter of two dims is one matrix by default.
       weight_decay: :math:`\lambda`.
       momentum: :math:`\mu`.
       nesterov: whether to look one step of momentum ahead.
-      update_rms: :math:`\rho`, root mean square of an update at a learning rate of 1.
+      update_rms: :math:`\rho`, root mean square of an update at learning rate 1.
       ns_coefficients: polynomials of Newton-Schulz, "quintic" or "polar_express".
       ns_steps: number of Newton-Schulz steps.
       ns_dtype: type of its products.
@@ -69,8 +69,7 @@ def muon_split(
       GLM-5: from Vibe Coding to Agentic Engineering, 2026, arXiv 2602.15763, 2.1.
       Muon: An optimizer for hidden layers in neural networks, Jordan et al., 2024.
       Muon is Scalable for LLM Training, 2025, arXiv 2502.16982 (update_rms).
-      The Polar Express: Optimal Matrix Sign Methods and Their Application to the Muon
-      Algorithm, 2025, arXiv 2505.16932.
+      The Polar Express, 2025, arXiv 2505.16932 (ns_coefficients).
     """
     scale = scale_by_muon_split(
         dimension_numbers,

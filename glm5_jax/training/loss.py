@@ -66,15 +66,13 @@ def _local_loss(
 ) -> tuple[Float[Array, ""], tuple[Metrics, dict]]:
     """Computes on one device's shard; returns (loss, (terms, loads)), equal on all.
 
-    Terms are sums over tokens, whose weights were divided by the whole batch's total:
-    they are the batch's means once summed over devices, and over the parts of
-    optim.accumulation_steps, each of which is one call.
+    Terms add up over devices and accumulation parts: weights are shares of the batch.
     """
     model = config.model
     coefficients = config.loss
     batch, context, ahead = inputs
     has_kl = config.has_indexer_loss
-    params = _with_constants(config, params)  # those that the stage does not train
+    params = _with_frozen(config, params)
     out = transformer.forward(
         params, model, batch["tokens"], context=context, with_indexer_loss=has_kl
     )
@@ -111,12 +109,10 @@ def _local_loss(
         terms["mtp"] = (mtp_loss, coefficients.mtp_weight)
     balances = _balances(aux)
     if balances.size:
-        # One value a layer: their mean is logged, their sum (times the number) is in
-        # the loss. It is a mean over rows, so a part of the batch counts as its share.
+        # A value a layer: logs have the mean, the loss the sum. Parts have equal rows.
         balance = jnp.mean(balances) / config.optim.accumulation_steps
         terms["balance"] = (balance, balances.size * coefficients.balance_weight)
     if has_kl:
-        # Each layer's mean over this part, times the part's share of the tokens.
         kl = _sum_of_divergences(aux, batch["token_weights"])
         terms["indexer_kl"] = (kl, coefficients.indexer_weight)
     weighted = [
@@ -127,8 +123,8 @@ def _local_loss(
     return functools.reduce(jnp.add, weighted), (metrics, loads(aux))
 
 
-def _with_constants(config: config_lib.TrainConfig, params: dict) -> dict:
-    """Returns the parameters, frozen ones as constants without a backward pass."""
+def _with_frozen(config: config_lib.TrainConfig, params: dict) -> dict:
+    """Returns the parameters; those that the stage does not train are constants."""
     is_trained = config.stage_record.trains
 
     def hold(path: tuple, x: Array) -> Array:

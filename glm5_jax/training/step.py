@@ -51,7 +51,7 @@ def make_train_step(
             params, state, metrics = optimizer_lib.update_if_finite(
                 optimizer, grads, state, params
             )
-        is_finite = metrics["optim/skipped_in_a_row"] == 0
+        is_finite = metrics["optim/skipped_in_a_row"] == 0  # the gradient was
         params = _with_moved_biases(params, load, rate * is_finite)
         metrics |= {"train/loss": loss, **terms, **loss_lib.load_metrics(load)}
         return params, state, metrics

@@ -159,7 +159,7 @@ def _indexer_kl(
     index: indexer.Index,
     context: context_lib.Context,
 ) -> Float[Array, ""]:
-    """Returns KL(attention || indexer), the mean over the tokens of the batch."""
+    """Returns KL(attention || indexer), the mean over these tokens."""
     weight = context.is_token.astype(jnp.float32)
     assert index.projections is not None
     if isinstance(index.selection, selection_lib.Listed):

@@ -150,14 +150,14 @@ def listed(
 ) -> tuple[Float[Array, "B T D"], Softmax]:
     """Runs the absorbed form over listed keys; see `attend`."""
     q, rows = latent_queries(params, config, c_q, context), jnp.concatenate(kv, axis=-1)
-    c, lse = pallas_kernels.sparse_mla(
+    mixed, lse = pallas_kernels.sparse_mla(
         q,
         rows,
         selection.indices,
         scale=config.softmax_scale,
         value_dim=config.kv_lora_rank,
     )
-    return from_latent(params, c), Softmax(q, rows, lse)
+    return from_latent(params, mixed), Softmax(q, rows, lse)
 
 
 def latent_queries(
@@ -173,10 +173,10 @@ def latent_queries(
 
 
 def from_latent(
-    params: dict[str, Array], c: Float[Array, "B T N C"]
+    params: dict[str, Array], mixed: Float[Array, "B T N C"]
 ) -> Float[Array, "B T D"]:
-    """Applies W_UV to the weighted sum of latents, then the output projection."""
-    return _output(params, jnp.einsum("btnc,cno->btno", c, params["v_b_proj"]))
+    """Applies W_UV to each head's weighted sum of latents, then projects the output."""
+    return _output(params, jnp.einsum("btnc,cno->btno", mixed, params["v_b_proj"]))
 
 
 def expanded(
