@@ -119,7 +119,10 @@ class NightlyTest(parameterized.TestCase):
         self.assertTrue(made.line["fits"])
         used = {axis for axis, size in axes.items() if size > 1} - {"slices", "data"}
         used |= {"dcn"} if "slices" in axes else set()
-        found = " ".join(made.line["collective_gib_by_axes"])
+        by_axes = made.line["collective_gib_by_axes"]
+        if by_axes is None:  # all but the traffic has been checked
+            self.skipTest("this libtpu cannot print programs of this jax")
+        found = " ".join(by_axes)
         for axis in used:
             self.assertIn(axis, found)
         if program != "decode":  # which loops until nothing runs: a token counts
