@@ -118,9 +118,9 @@ class IntoTrainingTest(runs.FolderTest):
         imported = self.root / "damaged"
         conversion.convert(RELEASE, imported)
         (imported / companions.ORIGINAL_CONFIG).write_text("{")
-        with self.assertRaisesRegex(config_lib.InputError, "damaged.*delete it"):
+        with self.assertRaisesRegex(config_lib.InputError, "damaged.*Delete it"):
             self.carry(imported)
-        with self.assertRaisesRegex(config_lib.InputError, "damaged.*delete it"):
+        with self.assertRaisesRegex(config_lib.InputError, "damaged.*Delete it"):
             conversion.convert(imported, self.root / "out")
         self.assertFalse((self.root / "out").exists())
 
