@@ -10,9 +10,9 @@ Attention has two forms with the same result, because for each head
 The expanded form (training, prefill) computes the left sides, with a key and a value
 for each head. The absorbed form (decoding, and lists of keys) computes the right sides:
 it reads C + R numbers of a token for all heads together. A key that is rotated by its
-position s would be R_s W_UK c_s: a different matrix for each s, so that no single query
-could absorb it. Hence k_rope is a separate key beside the latent (DeepSeek-V2, arXiv
-2405.04434; MLA-256 and its dims: GLM-5, arXiv 2602.15763).
+position s would be Rot(s) W_UK c_s: a different matrix for each s, so that no single
+query could absorb it. Hence k_rope is a separate key beside the latent (DeepSeek-V2,
+arXiv 2405.04434; MLA-256 and its dims: GLM-5, arXiv 2602.15763).
 """
 
 from typing import NamedTuple
