@@ -48,9 +48,11 @@ class ConfigsTest(parameterized.TestCase):
             config_lib.TrainConfig(**fields)
 
     def test_what_is_saved_and_evaluated_can_be_kept(self):
-        config_lib.TrainConfig(
+        config = config_lib.TrainConfig(
             model=presets.GLM5_1M, checkpoints_keep_every=300, checkpoints_keep_best=2
         )
+        kept = config.checkpoints_keep_every, config.checkpoints_keep_best
+        self.assertEqual(kept, (300, 2))
 
     def test_a_value_that_does_not_exist_is_refused(self):
         # The package's own sections are type-checked under tests before their rules.
