@@ -38,7 +38,7 @@ LAYERS = (
     {"collectives", "environments"},
     {"sharding", "processes", "messages"},
     {"command_line", "compile_cache", "depth", "mesh", "presets", "shapes"},
-    {"config", "backends", "files"},
+    {"config", "backends", "files", "intervals"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 KERNEL_IMPORTS = {"jax", "jaxtyping", "ml_dtypes", "numpy", "pallas_kernels"}

@@ -14,7 +14,7 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax import environments
+from glm5_jax import environments, intervals
 from glm5_jax.checkpoint import manager
 from glm5_jax.environments import protocol
 from glm5_jax.rl import publisher, rollouts
@@ -104,7 +104,8 @@ class RunTest(runs.OneDeviceTest):
             expected = np.mean([score == 1 for score in of_tag])
             self.assertEqual(summary[f"eval/success/{tag}"], expected)
         self.assertEqual(summary["eval/reward"], np.mean(scores))
-        self.assertEqual((low, high), player.wilson_interval(round(share * 8), 8))
+        solved = intervals.proportion_interval(round(share * 8), 8)
+        self.assertEqual((low, high), (solved.low, solved.high))
         self.assertBetween(share, low, high)
         sample = (self.workdir / "samples" / "4.txt").read_text()
         for episode in self.played[-1][: player.NUM_SHOWN]:
@@ -358,8 +359,8 @@ class RunTest(runs.OneDeviceTest):
         self.assertEqual(skipped, [1, 1, 2, 3])
         self.assertEqual(summary["eval/invalid"], 2)
         self.assertEqual(summary["eval/success"], 1)
-        wanted = player.wilson_interval(6, 6)
-        self.assertEqual(summary["eval/success_low"], wanted[0])
+        wanted = intervals.proportion_interval(6, 6)
+        self.assertEqual(summary["eval/success_low"], wanted.low)
 
 
 class BadInputTest(parameterized.TestCase):

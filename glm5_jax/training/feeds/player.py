@@ -1,7 +1,6 @@
 """Episodes of a run: the engine that plays them, and success on held-out tasks."""
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 
@@ -9,6 +8,7 @@ import tqdm
 from absl import logging
 
 from glm5_jax import config as config_lib
+from glm5_jax import intervals
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import engine as engine_lib
@@ -17,7 +17,6 @@ from glm5_jax.rl import episodes as episodes_lib
 
 NUM_SHOWN = 4  # episodes of a sample
 EVAL_IDS = 2**30  # request ids from here on are those of evaluations
-_Z = 1.959964  # of a two-sided interval of 95%
 _MAX_DRAWS = 16  # draws per held-out task, to find one unlike the others
 
 
@@ -104,11 +103,11 @@ class Player:
             if advantages.is_valid(e) and e.reward
         ]
         is_solved = [reward >= 1 for _, reward in valid]
-        low, high = wilson_interval(sum(is_solved), len(valid))
+        solved = intervals.proportion_interval(sum(is_solved), len(valid))
         return {
             "eval/success": sum(is_solved) / max(len(valid), 1),
-            "eval/success_low": low,
-            "eval/success_high": high,
+            "eval/success_low": solved.low,
+            "eval/success_high": solved.high,
             **_success_by_tag([tag for tag, _ in valid], is_solved),
             "eval/reward": sum(reward for _, reward in valid) / max(len(valid), 1),
             "eval/tasks": len(valid),
@@ -152,14 +151,3 @@ def _success_by_tag(tags: Sequence[str], is_solved: Sequence[bool]) -> dict[str,
         f"eval/success/{tag or 'untagged'}": sum(by_tag[tag]) / len(by_tag[tag])
         for tag in sorted(by_tag)
     }
-
-
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Returns the 95% score interval of a share (Wilson 1927); (0, 1) for no trials."""
-    if not trials:
-        return 0.0, 1.0
-    share, z = successes / trials, _Z
-    centre = share + z**2 / (2 * trials)
-    spread = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
-    scale = 1 + z**2 / trials
-    return max((centre - spread) / scale, 0.0), min((centre + spread) / scale, 1.0)
