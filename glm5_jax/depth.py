@@ -15,10 +15,11 @@ MAX_UNIT = 8
 
 
 class Kind(NamedTuple):
-    """Tells layers with different parameters apart."""
+    """Tells layers with different parameters or mathematics apart."""
 
     feed_forward: Literal["dense", "experts"]
-    index: Literal["own", "shared"]  # whose index its attention reads
+    index: Literal["own", "shared", "none"]  # whose index its attention reads
+    attention: str = "latent"  # a name of ModelConfig.layer_types
 
     @property
     def has_experts(self) -> bool:
@@ -29,9 +30,6 @@ class Kind(NamedTuple):
     def owns_indexer(self) -> bool:
         """Returns whether the layer has an indexer, and so an index, of its own."""
         return self.index == "own"
-
-
-MTP = Kind("experts", "own")  # the layer of the multi-token-prediction module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +52,25 @@ class Group:
 
 def layer_kinds(config: config_lib.ModelConfig) -> tuple[Kind, ...]:
     """Returns the kind of every layer."""
+    pairs = zip(config.layer_attention, config.is_full_index_layer, strict=True)
     return tuple(
-        Kind(
-            "dense" if layer < config.first_k_dense_replace else "experts",
-            "own" if owns_indexer else "shared",
-        )
-        for layer, owns_indexer in enumerate(config.is_full_index_layer)
+        _kind(layer < config.first_k_dense_replace, owns_indexer, attention)
+        for layer, (attention, owns_indexer) in enumerate(pairs)
     )
+
+
+def mtp_kind(config: config_lib.ModelConfig) -> Kind:
+    """Returns the kind of the multi-token-prediction module's layer.
+
+    Its attention is of the last layer's type; where that has an index, it is its own.
+    """
+    return _kind(False, True, config.layer_attention[-1])
+
+
+def _kind(is_dense: bool, owns_indexer: bool, attention: str) -> Kind:
+    index = "own" if owns_indexer else "shared"
+    feed_forward = "dense" if is_dense else "experts"
+    return Kind(feed_forward, index if attention == "latent" else "none", attention)
 
 
 def layer_groups(config: config_lib.ModelConfig) -> tuple[Group, ...]:

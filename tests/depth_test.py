@@ -1,5 +1,7 @@
 """How stacks are cut into scans."""
 
+import dataclasses
+
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
@@ -32,6 +34,24 @@ class LayerGroupsTest(parameterized.TestCase):
         is_full = presets.GLM5_2.is_full_index_layer
         full = [i for i, owns_indexer in enumerate(is_full) if owns_indexer]
         self.assertEqual(full, [0, 1, *range(2, 75, 4)])
+
+    def test_attention_variants(self):
+        """A layer without an indexer has no index; MTP's is as the last layer."""
+        config = config_lib.ModelConfig(
+            num_hidden_layers=5,
+            first_k_dense_replace=1,
+            layer_types=("latent", *("latent_sliding", "latent") * 2),
+            index_topk_pattern="F-S-S",
+        )
+        sliding = depth.Kind("experts", "none", "latent_sliding")
+        want = depth.Group(0, (DENSE,), 1), depth.Group(1, (sliding, SHARED), 2)
+        self.assertEqual(depth.layer_groups(config), want)
+        self.assertEqual(depth.mtp_kind(config), OWN)
+        types = ("latent",) * 4 + ("latent_sliding",)
+        config = dataclasses.replace(
+            config, layer_types=types, index_topk_pattern="FSSS-"
+        )
+        self.assertEqual(depth.mtp_kind(config), sliding)
 
     def test_irregular_pattern(self):
         """40 full and 38 shared layers: far fewer bodies to compile than layers."""

@@ -4,6 +4,7 @@ The fields of ModelConfig have the names of the Hugging Face config.json, and it
 defaults are GLM-5 (zai-org/GLM-5). All defaults of a run are defined here.
 """
 
+from glm5_jax.config.attention import AttentionVariants
 from glm5_jax.config.checks import DamagedError, InputError
 from glm5_jax.config.data import DataConfig, DocumentKind, PrepareConfig
 from glm5_jax.config.health import HealthConfig
@@ -31,6 +32,7 @@ __all__ = [
     "TRACKERS",
     "AdvantageStd",
     "AttentionMode",
+    "AttentionVariants",
     "DamagedError",
     "DataConfig",
     "DocumentKind",

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from glm5_jax.config import checks
+from glm5_jax.config.attention import LATENT, AttentionVariants, layer_rules
 from glm5_jax.config.rope import RopeScaling
 
 AttentionMode = Literal["dense", "sparse", "dense_with_indexer_loss"]
@@ -61,7 +62,7 @@ class ModelConfig:
     index_head_dim: int = 128  # dims of an indexer head
     index_topk: int = 2048  # keys that a query may attend to
     # One letter a layer: "F" has an indexer of its own, "S" reuses the keys of the one
-    # before it. None: index_topk_freq decides.
+    # before it, "-" is a layer whose type has none. None: index_topk_freq decides.
     index_topk_pattern: str | None = None
     # Layers per indexer, if index_topk_pattern is None.
     index_topk_freq: int = 1
@@ -82,9 +83,14 @@ class ModelConfig:
     initializer_range: float = 0.02  # standard deviation of initial weights
     eos_token_id: tuple[int, ...] = (154820, 154827, 154829)  # ids that end a text
     pad_token_id: int | None = 154820  # id that pads finished rows; None: 0
-    # Keys that a query attends to. "sparse": those that the indexer selects; "dense":
-    # all; "dense_with_indexer_loss": all, while the indexer is trained. This and the
-    # fields below are not part of the architecture.
+    # Attention of each layer, by name: "latent" is GLM-5's, docs/variants.md explains
+    # the others. (): all layers are "latent". The layer of multi-token prediction has
+    # the last layer's type.
+    layer_types: tuple[str, ...] = ()
+    variants: AttentionVariants = AttentionVariants()
+    # Keys that a query of a "latent" layer attends to. "sparse": those that the indexer
+    # selects; "dense": all; "dense_with_indexer_loss": all, while the indexer is
+    # trained. This and the fields below are not part of the architecture.
     attention: AttentionMode = "sparse"
     dtype: Dtype = "bfloat16"  # number type of activations and matrix products
     param_dtype: Dtype = "float32"  # number type of parameters and gradients
@@ -149,12 +155,18 @@ class ModelConfig:
             ),
             (self.rope_theta > 1, f"rope_theta must exceed 1, got {self.rope_theta}."),
         )
+        if set(self.layer_types) == {LATENT}:  # one spelling of GLM-5
+            object.__setattr__(self, "layer_types", ())
 
     def _layer_rules(self) -> list[tuple[bool, str]]:
         """Returns the rules of the fields that decide the kind of each layer."""
         n, pattern = self.num_hidden_layers, self.index_topk_pattern
         dense = self.first_k_dense_replace
+        has_index = [name == LATENT for name in self.layer_attention]
+        letters = ["FS" if has else "-" for has in has_index]
+        first = has_index.index(True) if True in has_index else None
         return [
+            *layer_rules(self.layer_types, n, self.batch_invariant),
             *checks.positive(self, "num_hidden_layers", most=2**12),
             *checks.positive(self, "n_routed_experts", most=2**16),
             (
@@ -167,16 +179,22 @@ class ModelConfig:
                 f"got {dense}.",
             ),
             (
-                pattern is None or (len(pattern) == n and set(pattern) <= set("FS")),
+                pattern is None or (len(pattern) == n and set(pattern) <= set("FS-")),
                 f"index_topk_pattern must be {n} letters F or S, got {pattern!r}.",
             ),
             (
-                not pattern or pattern[0] == "F",
-                "index_topk_pattern must begin with F: the first layer has no "
-                "earlier index to share.",
+                not pattern or all(map(str.__contains__, letters, pattern)),
+                f"index_topk_pattern must have '-' for layers without an indexer, and "
+                f"for them alone: layer_types asks for "
+                f"{''.join(x[0] for x in letters)!r} (F or S), got {pattern!r}.",
             ),
             (
-                pattern is not None or n < 1 or self.is_full_index_layer[0],
+                not pattern or pattern.strip("-")[:1] in ("", "F"),
+                "index_topk_pattern must begin with F (after any '-'): the first layer "
+                "has no earlier index to share.",
+            ),
+            (
+                pattern is not None or first is None or self.is_full_index_layer[first],
                 f"index_skip_topk_offset must leave the first layer full, got "
                 f"{self.index_skip_topk_offset} with index_topk_freq "
                 f"{self.index_topk_freq}.",
@@ -199,16 +217,33 @@ class ModelConfig:
         return self.num_nextn_predict_layers > 0
 
     @property
+    def layer_attention(self) -> tuple[str, ...]:
+        """Returns the type of attention of each layer."""
+        return self.layer_types or (LATENT,) * self.num_hidden_layers
+
+    @property
+    def has_indexer(self) -> bool:
+        """Returns whether some layer computes an index."""
+        return self.attention != "dense" and LATENT in self.layer_attention
+
+    @property
+    def shares_index(self) -> bool:
+        """Returns whether some layer uses the index of an earlier one."""
+        pairs = zip(self.layer_attention, self.is_full_index_layer, strict=True)
+        return self.has_indexer and (LATENT, False) in pairs
+
+    @property
     def is_full_index_layer(self) -> tuple[bool, ...]:
         """Returns for each layer whether it has an indexer, or else reuses keys.
 
         IndexShare, arXiv 2603.12201: layer i is full iff
-        max(i - index_skip_topk_offset + 1, 0) % index_topk_freq == 0.
+        max(i - index_skip_topk_offset + 1, 0) % index_topk_freq == 0. A layer whose
+        type has no indexer is not full.
         """
         if self.index_topk_pattern:
             return tuple(letter == "F" for letter in self.index_topk_pattern)
         skip = self.index_skip_topk_offset - 1
         return tuple(
-            max(i - skip, 0) % max(self.index_topk_freq, 1) == 0
-            for i in range(self.num_hidden_layers)
+            name == LATENT and max(i - skip, 0) % max(self.index_topk_freq, 1) == 0
+            for i, name in enumerate(self.layer_attention)
         )

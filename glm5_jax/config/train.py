@@ -142,8 +142,8 @@ class TrainConfig:
     @property
     def has_indexer_loss(self) -> bool:
         """True where the indexers learn from their divergence from the attention."""
-        has_indexer = self.model.attention != "dense"
         has_weight = self.loss.indexer_weight > 0
+        has_indexer = self.model.has_indexer
         return has_indexer and has_weight and self.stage_record.computes("indexer_kl")
 
     @property

@@ -28,7 +28,7 @@ def table(config: config_lib.ModelConfig) -> dict:
         "enorm": layers.scale(hidden, "D"),
         "hnorm": layers.scale(hidden, "D"),
         "eh_proj": layers.Param((2 * hidden, hidden), ("D+D", "D")),
-        "block": block_lib.make(config, depth.MTP).table(),
+        "block": block_lib.make(config, depth.mtp_kind(config)).table(),
         "norm": layers.scale(hidden, "D"),
     }
 
@@ -66,7 +66,7 @@ def steps(
     # Fetched once for all steps: otherwise XLA sums their gradients in float32, as
     # unsharded matrices.
     own = layers.fetched({name: params[name] for name in own}, own, config.dtype)
-    block = block_lib.make(config, depth.MTP)
+    block = block_lib.make(config, depth.mtp_kind(config))
     params = {**own, "block": block.fetched(params["block"])}
     step = functools.partial(_step, params, block, embed_tokens, context, kl_weight)
     step = layers.rematerialized(step, config.remat_policy)

@@ -244,10 +244,12 @@ def kl_weights(config: config_lib.ModelConfig) -> np.ndarray:
 
     All are 1 unless m later layers use an index again (IndexShare, arXiv 2603.12201).
     Such an index is trained against the mean of m + 1 attentions; 1 / (m + 1) of each
-    one's divergence has that gradient.
+    one's divergence has that gradient. A layer without an index has the share 0.
     """
-    owner = np.cumsum(config.is_full_index_layer) - 1
-    return (1 / np.bincount(owner)[owner]).astype(np.float32)
+    reads = [kind.index != "none" for kind in depth.layer_kinds(config)]
+    owner = np.cumsum(config.is_full_index_layer)
+    readers = np.bincount(owner, weights=reads)[owner]
+    return (reads / np.maximum(readers, 1)).astype(np.float32)
 
 
 def _unit(

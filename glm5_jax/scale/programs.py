@@ -76,6 +76,7 @@ def changed(
             num_hidden_layers=depth,
             first_k_dense_replace=min(model.first_k_dense_replace, max(depth, 0)),
             index_topk_pattern=pattern[:depth] if pattern else None,
+            layer_types=model.layer_types[:depth],
         )
         config = dataclasses.replace(config, model=model)
     return config

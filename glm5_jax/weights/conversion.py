@@ -16,6 +16,7 @@ from glm5_jax.model import transformer
 from glm5_jax.weights import (
     companions,
     huggingface,
+    huggingface_config,
     huggingface_export,
     loading,
     new_folder,
@@ -47,7 +48,7 @@ def convert(
 
     Raises:
       InputError: `source` holds no model, `target` exists, or the target's format has
-        no such dtype.
+        no such dtype or no such model.
       DamagedError: a file of the step fails its checksum.
     """
     target = pathlib.Path(step_folder.absolute(target))
@@ -63,6 +64,8 @@ def convert(
             f"The format {to} supports {', '.join(dtypes)}, got --dtype={dtype}."
         )
     config = loading.read_config(found, overrides)
+    if to == "hf":
+        huggingface_config.require_writable(config)
     if (tokenizer := loading.tokenizer_of(found)) is not None:
         tokenizer_lib.check_vocab(tokenizer, config.vocab_size)
     is_fp8 = found.is_huggingface and huggingface.is_quantized(found.settings)

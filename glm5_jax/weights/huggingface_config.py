@@ -23,7 +23,10 @@ OURS = {
 }
 # Fields that config.json spells differently, or has only for unusual values.
 _SPELT = {"rope_theta", "rope_scaling", "latent_norm_eps"}
-SAME = {f.name for f in dataclasses.fields(config_lib.ModelConfig)} - OURS - _SPELT
+# Fields of other models than GLM-5, which have no config.json: `require_writable`.
+_VARIANTS = {"layer_types", "variants"}
+SAME = {f.name for f in dataclasses.fields(config_lib.ModelConfig)}
+SAME -= OURS | _SPELT | _VARIANTS
 # transformers builds the latent norms with eps 1e-6, whatever the config says. This
 # key holds the eps of a model that was trained with another one.
 LATENT_NORM_EPS = "latent_norm_eps"
@@ -289,6 +292,21 @@ def _warn(path: pathlib.Path, unknown: tuple[str, ...]) -> None:
         )
 
 
+def require_writable(config: config_lib.ModelConfig) -> None:
+    """Checks that a Hugging Face folder can hold the model.
+
+    Raises:
+      InputError: some layers are not GLM-5's.
+    """
+    others = sorted({*config.layer_types} - {"latent"})
+    if others:
+        raise config_lib.InputError(
+            f"A model with layer_types {', '.join(others)} has no Hugging Face form: "
+            f"{MODEL_TYPE} has MLA in every layer, and transformers would compute "
+            f"something else or find no weights. Keep it as a run folder."
+        )
+
+
 def write_config(
     config: config_lib.ModelConfig,
     folder: str | os.PathLike,
@@ -302,8 +320,9 @@ def write_config(
       extra: more keys; the model's config takes precedence.
 
     Raises:
-      InputError: the folder already has a config.json.
+      InputError: the folder already has a config.json, or `require_writable`.
     """
+    require_writable(config)
     values = {name: getattr(config, name) for name in sorted(SAME)}
     n, dense = config.num_hidden_layers, config.first_k_dense_replace
     kinds = {True: "full", False: "shared"}

@@ -75,8 +75,10 @@ def write_leaves(
       extra_config: more keys of config.json.
 
     Raises:
-      InputError: the disk is too small, or a weight is not finite.
+      InputError: the format has no such model, the disk is too small, or a weight is
+        not finite.
     """
+    huggingface_config.require_writable(config)
     slots = names_lib.tensor_slots(config, dict(leaves))
     plans = [_plan(slot, leaves, dtype) for slot in slots]
     new_folder.require_space(folder, sum(plan.size for plan in plans))

@@ -30,6 +30,7 @@ Path = str | pathlib.Path
 MATHEMATICS = (
     *("rms_norm_eps", "latent_norm_eps", "rope_theta", "rope_scaling"),
     *("num_experts_per_tok", "routed_scaling_factor", "norm_topk_prob", "index_topk"),
+    *("layer_types", "variants"),
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")  # organisation/model
 MAX_CONTEXT = 4096  # tokens read at once if no training run sets a length
@@ -145,7 +146,8 @@ def require_params(path: Path, config: config_lib.ModelConfig) -> None:
 def require_same_mathematics(config: config_lib.TrainConfig) -> None:
     """Checks that init_from was trained with the same mathematics as this run's model.
 
-    index_topk is compared only if both models select keys.
+    index_topk is compared only if both models select keys, and the sizes of attention
+    variants only if both models have some.
 
     Raises:
       InputError: nothing usable is there, or a field of MATHEMATICS differs that
@@ -155,6 +157,8 @@ def require_same_mathematics(config: config_lib.TrainConfig) -> None:
         return
     ours, theirs = config.model, read_config(find(config.init_from))
     is_free = {"index_topk"} if "dense" in (ours.attention, theirs.attention) else set()
+    if not (ours.layer_types and theirs.layer_types):
+        is_free |= {"variants"}
     differing = {
         name: (getattr(theirs, name), getattr(ours, name))
         for name in MATHEMATICS

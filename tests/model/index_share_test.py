@@ -116,7 +116,7 @@ class MtpTest(parameterized.TestCase):
             norm = lambda x, name: layers.rms_norm(x, module[name], config.rms_norm_eps)
             pair = [norm(ahead, "enorm"), norm(h, "hnorm")]
             x = jnp.concatenate(pair, axis=-1) @ module["eh_proj"]
-            result = block.make(config, depth.MTP).forward(
+            result = block.make(config, depth.mtp_kind(config)).forward(
                 module["block"],
                 x,
                 out.context,

@@ -6,6 +6,7 @@ import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth
+from glm5_jax.config import attention as config_attention
 from glm5_jax.model import transformer
 
 
@@ -43,6 +44,21 @@ def model(**changes):
 def index_share(**changes):
     """A dense layer, then twice a sharing and a selecting one."""
     return model(num_hidden_layers=5, index_topk_pattern="FSFSF", **changes)
+
+
+def variants(**changes):
+    """A layer of every type, and two of GLM-5's that share an index around them."""
+    types = ("latent", *config_attention.LAYER_TYPES)
+    sizes = config_lib.AttentionVariants(sliding_window=5)
+    has_index = (name == "latent" for name in types)
+    pattern = "F" + "".join("S" if x else "-" for x in has_index)[1:]
+    return model(
+        num_hidden_layers=len(types),
+        index_topk_pattern=pattern,
+        layer_types=types,
+        variants=sizes,
+        **changes,
+    )
 
 
 def params(config, seed=0):

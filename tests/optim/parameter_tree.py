@@ -39,7 +39,7 @@ def dim_names(model):
         blocks = {f"block_{p}": _block(kind) for p, kind in enumerate(group.unit)}
         tree[f"layers_{g}"] = map_names(lambda names: ("L", *names), blocks)
     mtp = {"enorm": ("D",), "hnorm": ("D",), "eh_proj": ("D+D", "D"), "norm": ("D",)}
-    return tree | {"mtp": mtp | {"block": _block(depth.MTP)}}
+    return tree | {"mtp": mtp | {"block": _block(depth.mtp_kind(model))}}
 
 
 def shapes(model):

@@ -54,7 +54,8 @@ class ShapesTest(parameterized.TestCase):
     @parameterized.parameters(4, 40, 77)
     def test_a_layer_takes_its_parameters_and_the_states_it_was_given(self, depth):
         found = growth(pretrain, depth, TOPOLOGY)
-        table = block.make(pretrain(depth).model, depth_lib.MTP).table()
+        model = pretrain(depth).model
+        table = block.make(model, depth_lib.mtp_kind(model)).table()
         is_param = lambda x: isinstance(x, layers.Param)
         count = sum(
             math.prod(p.shape) for p in jax.tree.leaves(table, is_leaf=is_param)

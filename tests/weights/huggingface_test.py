@@ -18,6 +18,7 @@ from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.model import rope, transformer
 from glm5_jax.weights import huggingface, huggingface_export, huggingface_names
 from tests import environment
+from tests.model import tiny
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 YARN_CASES = json.loads((GOLDEN / "yarn.json").read_text())
@@ -211,6 +212,15 @@ class SaveTest(FolderCase):
         folder = self.copy()
         with self.assertRaisesRegex(config_lib.InputError, "exists"):
             huggingface_export.save_params({}, config_lib.ModelConfig(), folder)
+
+    def test_other_attention_has_no_such_folder(self):
+        """transformers would compute MLA, or not find its weights."""
+        config = tiny.variants()
+        message = "layer_types .*latent_sliding.* has no Hugging Face form"
+        folder = pathlib.Path(self.create_tempdir().full_path) / "out"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            huggingface_export.save_params(tiny.params(config), config, folder)
+        self.assertFalse(folder.exists())
 
     def test_a_failure_leaves_nothing(self):
         parent = pathlib.Path(self.create_tempdir().full_path)

@@ -153,6 +153,10 @@ class LoadTest(FolderTest):
         loading.require_same_mathematics(
             self.train_config(run, tuple(others), **others)
         )
+        sliding = {"layer_types": ("latent", "latent_sliding")}
+        message = r"layer_types: \(\) in init_from, \('latent', 'latent_sliding'\)"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loading.require_same_mathematics(self.train_config(run, **sliding))
         config = self.train_config("/nonexistent")
         with self.assertRaisesRegex(config_lib.InputError, "no folder /nonexistent"):
             loading.require_same_mathematics(config)

@@ -8,13 +8,18 @@ def _is_of_an_indexer(path: record.Path) -> bool:
 
 
 def needs_indexer_loss(config: record.Config) -> list[record.Rule]:
-    """Returns the rule that the indexers' loss has a weight."""
+    """Returns the rules that there is an indexer, and that its loss has a weight."""
     return [
+        (
+            "latent" in config.model.layer_attention,
+            f"model.layer_types must have a 'latent' layer in stage {config.stage!r}: "
+            f"the other types have no indexer.",
+        ),
         (
             config.loss.indexer_weight > 0,
             f"loss.indexer_weight must be > 0 in stage {config.stage!r}: it is what "
             f"trains the indexer.",
-        )
+        ),
     ]
 
 

@@ -27,8 +27,8 @@ def _rules(config: record.Config) -> list[record.Rule]:
 
 def _batch_invariant(model: ModelConfig) -> ModelConfig:
     """Makes trainer and engine agree in bfloat16; in float32 they nearly do."""
-    is_open = model.batch_invariant is None
-    if is_open and model.dtype == "bfloat16" and model.attention == "sparse":
+    can_be = model.attention == "sparse" and not model.layer_types
+    if model.batch_invariant is None and can_be and model.dtype == "bfloat16":
         return dataclasses.replace(model, batch_invariant=True)
     return model
 

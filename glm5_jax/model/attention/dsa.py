@@ -81,7 +81,7 @@ class SparseLatentAttention:
             with jax.named_scope("indexer_loss"):
                 kl = kl_weight * _indexer_kl(config, softmax, index, context)
         handed_on = None
-        if index is not None and _is_shared(config):
+        if index is not None and config.shares_index:
             handed_on = index if kl_weight is not None else index.without_projections()
         return protocol.Output(out, handed_on, Attended(kv, index), kl)
 
@@ -133,7 +133,7 @@ def first_shared(
     with_indexer_loss: bool = False,
 ) -> indexer.Index | None:
     """Returns an empty index, or None where no layers share one."""
-    if not _is_shared(config):
+    if not config.shares_index:
         return None
     return indexer.empty(config, batch, num_tokens, with_projections=with_indexer_loss)
 
@@ -142,15 +142,10 @@ def first_cached_shared(
     config: config_lib.ModelConfig, batch: int, num_tokens: int, capacity: int
 ) -> selection_lib.Selection:
     """Returns empty lists of cached keys, or all keys where there is no choice."""
-    if not indexer.selects(config, capacity):
+    if not (config.has_indexer and indexer.selects(config, capacity)):
         return selection_lib.AllVisible()
     shape = batch, num_tokens, config.index_topk
     return selection_lib.Listed(jnp.full(shape, -1, jnp.int32))
-
-
-def _is_shared(config: config_lib.ModelConfig) -> bool:
-    """Returns whether some layer uses the index of another one."""
-    return config.attention != "dense" and not all(config.is_full_index_layer)
 
 
 def _indexer_kl(

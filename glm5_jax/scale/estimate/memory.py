@@ -107,7 +107,7 @@ def gradients(s: Setting) -> float:
     for kind, count in s.layer_kinds.items():
         total += count * sum(s.stored(w) * w.item for w in s.layer(kind))
     if s.mtp_steps:
-        total += sum(s.stored(w) * w.item for w in s.layer(depth_lib.MTP))
+        total += sum(s.stored(w) * w.item for w in s.layer(s.mtp_kind))
     return total + sum(s.stored(w) * w.item for w in s.others.values())
 
 

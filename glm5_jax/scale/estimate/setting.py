@@ -139,6 +139,11 @@ class Setting:
         kinds = depth_lib.layer_kinds(self.model)
         return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
+    @property
+    def mtp_kind(self) -> depth_lib.Kind:
+        """The kind of MTP's layer."""
+        return depth_lib.mtp_kind(self.model)
+
     def layer(self, kind: depth_lib.Kind) -> tuple[Weight, ...]:
         """Parameters of a layer."""
         return _weights(self._plain, kind)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 
 from glm5_jax import config as config_lib
-from glm5_jax import depth as depth_lib
 from glm5_jax.model import transformer
 from glm5_jax.optim import matrix_groups
 from glm5_jax.optim import optimizer as optimizer_lib
@@ -57,7 +56,7 @@ def mtp(s: Setting) -> Iterator[Collective]:
     """Weights of the module, once for all of its steps."""
     if not s.mtp_steps:
         return
-    for weight in (*s.layer(depth_lib.MTP), s.others["eh_proj"]):
+    for weight in (*s.layer(s.mtp_kind), s.others["eh_proj"]):
         yield from _fetch(s, weight, 1, "forward", "mtp")
         yield from _return(s, weight, 1, "mtp")
 
@@ -138,7 +137,7 @@ def shares(s: Setting) -> Iterator[Collective]:
     latent = s.model.kv_lora_rank + s.model.qk_rope_head_dim
     queries = heads * s.tokens * (latent if s.has_lists else width)
     keys = 0 if s.has_lists else heads * s.rows * s.keys * width
-    for kind, count in (*s.layer_kinds.items(), (depth_lib.MTP, s.mtp_steps)):
+    for kind, count in (*s.layer_kinds.items(), (s.mtp_kind, s.mtp_steps)):
         has_shared = kind.has_experts and s.model.n_shared_experts > 0
         sums = count * (2 + again + 2 + has_shared)
         yield _one(s, REDUCE, "tensor", "forward", s.state, sums, "shares")
@@ -256,7 +255,7 @@ def _expert_layer_runs(s: Setting) -> int:
 
 def _all_weights(s: Setting) -> Iterator[tuple[setting_lib.Weight, int]]:
     """Yields every parameter with the number of layers that have it."""
-    for kind, count in (*s.layer_kinds.items(), (depth_lib.MTP, int(s.mtp_steps > 0))):
+    for kind, count in (*s.layer_kinds.items(), (s.mtp_kind, int(s.mtp_steps > 0))):
         for weight in s.layer(kind):
             yield weight, count
     for weight in s.others.values():

@@ -217,5 +217,5 @@ def _layers(s: Setting) -> Mapping[depth_lib.Kind, int]:
     """Runs of each kind of layer, MTP's among them."""
     kinds = dict(s.layer_kinds)
     if s.mtp_steps:
-        kinds[depth_lib.MTP] = kinds.get(depth_lib.MTP, 0) + s.mtp_steps
+        kinds[s.mtp_kind] = kinds.get(s.mtp_kind, 0) + s.mtp_steps
     return kinds

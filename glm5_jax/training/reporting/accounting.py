@@ -53,8 +53,9 @@ def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
         weights += config.mtp_num_steps * (module + head)
     kinds = [*depth.layer_kinds(config)]
     if config.has_mtp and config.mtp_num_steps:
-        later = depth.MTP._replace(index="shared")  # whose indexer counts once
-        kinds += [depth.MTP, *[later] * (config.mtp_num_steps - 1)]
+        module = depth.mtp_kind(config)
+        later = module._replace(index="shared")  # whose indexer counts once
+        kinds += [module, *[later] * (config.mtp_num_steps - 1)]
     layers_flops = [attention.make(config, kind).flops(length) for kind in kinds]
     return 6 * weights + 3 * sum(layers_flops)
 

@@ -1,0 +1,50 @@
+"""Attention variants: the names of their layers, and their sizes (docs/variants.md)."""
+
+import dataclasses
+
+from glm5_jax.config import checks, fields
+
+LATENT = "latent"  # GLM-5's own: MLA, in which model.attention chooses the keys
+# Names in ModelConfig.layer_types. Layers of other types than LATENT have no indexer.
+LAYER_TYPES = (LATENT, "latent_sliding")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionVariants:
+    """Sizes of the layers whose type is not "latent"; GLM-5 itself reads none."""
+
+    # Last keys that a query of a sliding layer reads, itself among them (paper 2.1.2).
+    sliding_window: int = 4096
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        checks.require(*checks.positive(self, "sliding_window", most=checks.MAX_SIZE))
+
+
+def layer_rules(
+    layer_types: tuple[str, ...], num_layers: int, batch_invariant: bool | None
+) -> list[tuple[bool, str]]:
+    """Returns the rules of ModelConfig.layer_types."""
+    known = ", ".join(LAYER_TYPES)
+    unknown = [name for name in dict.fromkeys(layer_types) if name not in LAYER_TYPES]
+    others = [name for name in layer_types if name != LATENT]
+    return [
+        (
+            len(layer_types) in (0, num_layers),
+            f"layer_types must name the attention of each of the {num_layers} layers "
+            f"(num_hidden_layers), or be empty, got {len(layer_types)} names.",
+        ),
+        *(
+            (
+                False,
+                f"layer_types must be of {known}; got {name!r}."
+                f"{fields.did_you_mean(name, LAYER_TYPES)}",
+            )
+            for name in unknown
+        ),
+        (
+            not (batch_invariant and others),
+            f"batch_invariant needs layers of type {LATENT!r} only, whose lists of "
+            f"keys training and decoding share; layer_types has {others[:1]}.",
+        ),
+    ]
