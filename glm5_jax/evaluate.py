@@ -1,9 +1,11 @@
-"""Scores token ids or a text, and prints one JSON line.
+"""Scores token ids or a text, or runs suites of tasks, and prints JSON lines.
 
 python -m glm5_jax.evaluate --checkpoint=runs/NAME --text=README.md
+python -m glm5_jax.evaluate --checkpoint=runs/NAME --suite=needle --suite_lengths=256
 
 nll: mean negative log-likelihood of a token in nats; num_tokens: tokens scored;
-bits_per_byte: of a text, as in training; num_bytes: UTF-8 bytes scored.
+bits_per_byte: of a text, as in training; num_bytes: UTF-8 bytes scored. A suite has one
+line a length, with the mean and the 95% interval of each figure.
 """
 
 import json
@@ -20,19 +22,50 @@ _TEXT = flags.DEFINE_string("text", None, "Text file to score.")
 _LOGITS_OUT = flags.DEFINE_string(
     "logits_out", None, "Path for the logits: .npy, float32 [N, T, V]."
 )
+_SUITE = flags.DEFINE_list("suite", [], "Suites to run; docs/evaluation.md lists them.")
+_SUITE_LENGTHS = flags.DEFINE_list(
+    "suite_lengths", [], "Tokens of a task; default: the length of training."
+)
+_NUM_TASKS = flags.DEFINE_integer(
+    "num_tasks", 100, "Tasks of a suite and length.", lower_bound=1
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the tasks.", lower_bound=0)
+_OUT = flags.DEFINE_string(
+    "out", None, "Folder of answers and tables; default: evals/ in the model's folder."
+)
+_SOURCE = flags.DEFINE_string(
+    "source", "python", "Held-out text of suites: python, a file or a folder."
+)
+_QUESTIONS = flags.DEFINE_string(
+    "questions", None, "JSONL file of suite multiple_choice."
+)
 flags.adopt_module_key_flags(compile_cache)  # --help shows them
 
 
 def main(arguments: command_line.Arguments) -> None:
     """Prints the scores."""
+    from glm5_jax.evals import command
     from glm5_jax.inference import commands
     from glm5_jax.weights import loading
 
     logging.set_verbosity(logging.INFO)  # on stderr
     compile_cache.enable()
+    overrides = loading.overrides_of(arguments)
+    if _SUITE.value and _TOKENS.value is None and _TEXT.value is None:
+        suites = command.Suites(
+            names=_SUITE.value,
+            lengths=_SUITE_LENGTHS.value,
+            num_tasks=_NUM_TASKS.value,
+            seed=_SEED.value,
+            out=_OUT.value,
+            source=_SOURCE.value,
+            questions=_QUESTIONS.value,
+        )
+        command.evaluate(_CHECKPOINT.value, overrides, suites)
+        return
     scores = commands.evaluate(
         _CHECKPOINT.value,
-        loading.overrides_of(arguments),
+        overrides,
         tokens=_TOKENS.value,
         text=_TEXT.value,
         logits_out=_LOGITS_OUT.value,

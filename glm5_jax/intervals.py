@@ -75,7 +75,9 @@ def proportion_interval(
     centre = share + z**2 / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
     scale = 1 + z**2 / trials
-    low, high = max((centre - spread) / scale, 0.0), min((centre + spread) / scale, 1.0)
+    # Rounding must not exclude a share of 0 or 1 that was seen.
+    low = (centre - spread) / scale if successes else 0.0
+    high = (centre + spread) / scale if successes < trials else 1.0
     return Interval(share, low, high, trials)
 
 

@@ -31,7 +31,7 @@ LAYERS = (
     ENTRY_POINTS | {"api"},
     {"scale"},
     {"training"},
-    {"rl"},
+    {"rl", "evals"},
     {"inference"},
     {"weights"},
     {"model", "optim", "data", "losses", "checkpoint"},

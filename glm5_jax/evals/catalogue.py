@@ -1,0 +1,31 @@
+"""All suites by name."""
+
+from collections.abc import Sequence
+
+from glm5_jax import config as config_lib
+from glm5_jax.config import fields
+from glm5_jax.evals import record
+from glm5_jax.evals.suites import retrieval
+
+SUITES: dict[str, record.Suite] = {suite.name: suite for suite in retrieval.SUITES}
+GROUPS: dict[str, tuple[str, ...]] = {
+    "needles": tuple(n for n in SUITES if n.startswith("needle")),
+    "ruler": tuple(n for n in SUITES if n.startswith("ruler_")),
+}
+
+
+def find(names: Sequence[str]) -> list[record.Suite]:
+    """Returns the suites of some names; a group stands for all of its suites.
+
+    Raises:
+      InputError: there is no suite of that name.
+    """
+    known = [*SUITES, *GROUPS]
+    for name in names:
+        if name not in known:
+            guess = fields.did_you_mean(name, known)
+            raise config_lib.InputError(
+                f"There is no suite {name!r}.{guess} Choose among {', '.join(known)}."
+            )
+    chosen = [one for name in names for one in GROUPS.get(name, (name,))]
+    return [SUITES[name] for name in dict.fromkeys(chosen)]

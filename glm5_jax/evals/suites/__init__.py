@@ -1,0 +1,1 @@
+"""Suites that ask the model something, a family a file."""
