@@ -24,12 +24,13 @@ ENTRY_POINTS = {
     "aot",
     "plan",
     "prepare",
+    "ablate",
 }
 # Imports point downwards; names of one row never import each other.
 LAYERS = (
     {"__main__"},
     ENTRY_POINTS | {"api"},
-    {"scale"},
+    {"scale", "ablations"},
     {"training"},
     {"rl", "evals"},
     {"inference"},

@@ -1,0 +1,262 @@
+"""Runs the arms of a study, each once for every seed, and measures what they leave.
+
+A folder WORKDIR/ARM/seed_N holds a run as `train` writes it, and measured.jsonl with
+the figures that the study measures on its checkpoints. What is done is skipped, and
+what was stopped resumes.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from absl import logging
+
+from glm5_jax import command_line, files
+from glm5_jax import config as config_lib
+from glm5_jax.ablations import results
+from glm5_jax.ablations import study as study_lib
+from glm5_jax.checkpoint import step_folder
+from glm5_jax.processes import interrupts, simulate
+
+_POLL_SECONDS = 0.2
+_LAST_LINES = 15  # of the log of a child that failed
+
+
+class Job(NamedTuple):
+    """One run of a study."""
+
+    arm: str
+    seed: int
+    folder: pathlib.Path
+    config: config_lib.TrainConfig
+
+    @property
+    def name(self) -> str:
+        """Returns the folder's path in the study's, by which a child is told."""
+        return "/".join(self.folder.parts[-2:])
+
+    @property
+    def is_done(self) -> bool:
+        """Tells whether the run is over and measured."""
+        path = self.folder / "summary.json"
+        if not path.is_file() or not (self.folder / results.MEASURED).is_file():
+            return False
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        is_over = summary["steps"] >= self.config.num_steps
+        return is_over or self.config.has_reached(summary)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All runs of a study, in a folder."""
+
+    study: study_lib.Study
+    workdir: pathlib.Path
+    num_seeds: int
+    overrides: Sequence[command_line.Override] = ()
+
+    @property
+    def seeds(self) -> range:
+        """Seeds of the initial parameters, the order of the data and the sampling."""
+        first = self.study.base.seed
+        return range(first, first + self.num_seeds)
+
+    def jobs(self) -> list[Job]:
+        """Returns the runs whose settings are known, a seed after the other.
+
+        Where learning rates are swept, the later seeds of an arm are known when the
+        first seed has been measured with every rate.
+
+        Raises:
+          InputError: the config of an arm is wrong.
+        """
+        found = []
+        for seed in self.seeds:
+            for arm in self.study.arms:
+                found += self._jobs_of(arm, seed)
+        return found
+
+    def chosen(self, arm: study_lib.Arm, seed: int) -> Job | None:
+        """Returns the run of an arm that counts; None while rates are being swept."""
+        if not self._is_swept(arm):
+            return self._job(arm, seed)
+        swept = [self._job(arm, self.seeds[0], rate) for rate in self.study.rates]
+        if not all(job.is_done for job in swept):
+            return None
+        metric = self.study.metric()
+        sign = -1 if metric.better == "higher" else 1
+        values = [results.value(results.records(job.folder), metric) for job in swept]
+        known = [(sign * v, i) for i, v in enumerate(values) if v is not None]
+        if not known:
+            raise config_lib.InputError(f"no rate of arm {arm.name!r} ended well.")
+        return self._job(arm, seed, self.study.rates[min(known)[1]])
+
+    def _is_swept(self, arm: study_lib.Arm) -> bool:
+        return bool(self.study.rates) and not arm.after
+
+    def _jobs_of(self, arm: study_lib.Arm, seed: int) -> Iterator[Job]:
+        """Yields the runs of an arm and a seed that are known."""
+        if self._is_swept(arm) and seed == self.seeds[0]:
+            for rate in self.study.rates:
+                yield self._job(arm, seed, rate)
+            return
+        waits = arm.after and self._before(arm, seed) is None
+        if not waits and (job := self.chosen(arm, seed)):
+            yield job
+
+    def _before(self, arm: study_lib.Arm, seed: int) -> Job | None:
+        return self.chosen(self.study.arm(arm.after), seed)
+
+    def _job(self, arm: study_lib.Arm, seed: int, rate: float | None = None) -> Job:
+        """Returns the run of an arm, a seed and, where it is swept, a learning rate."""
+        changes: dict = {"seed": seed}
+        name = study_lib.slug(arm.name)
+        if rate is not None:
+            optim = self.study.base.optim
+            ratio = optim.end_learning_rate / optim.learning_rate
+            changes["optim.learning_rate"] = rate
+            changes["optim.end_learning_rate"] = rate * ratio
+            name += f"_rate_{rate:g}"
+        if arm.after and (before := self._before(arm, seed)):
+            changes["init_from"] = str(before.folder)
+        config = self.study.config(arm, changes, self.overrides)
+        return Job(arm.name, seed, self.workdir / name / f"seed_{seed}", config)
+
+
+def check(plan: Plan) -> None:
+    """Checks every config and every folder before anything compiles.
+
+    Raises:
+      InputError: a config is wrong, or a folder holds another run.
+    """
+    from glm5_jax.training.run import folder as run_folder
+
+    for arm in plan.study.arms:
+        plan.study.config(arm, {}, plan.overrides)
+    for job in plan.jobs():
+        run_folder.require_usable(job.folder, job.config)
+
+
+def run_all(plan: Plan, parallel: int, command: Sequence[str]) -> None:
+    """Runs what is missing: here one after another, or in `parallel` children.
+
+    Args:
+      plan: the runs.
+      parallel: runs at a time.
+      command: program and arguments of a child, without --only.
+
+    Raises:
+      InputError: see `check`.
+      RuntimeError: a child failed; the message has the end of its log.
+    """
+    began, num_before = time.perf_counter(), _count(plan)[0]
+    while missing := [job for job in plan.jobs() if not job.is_done]:
+        if parallel > 1:
+            _run_children(plan, missing, parallel, command)
+        else:
+            run(plan, missing[0])
+        num_done, num_all = _count(plan)
+        seconds = (time.perf_counter() - began) / max(num_done - num_before, 1)
+        logging.info(
+            "%d of %d runs are done; about %.0f min are left.",
+            num_done,
+            num_all,
+            (num_all - num_done) * seconds / 60,
+        )
+
+
+def run(plan: Plan, job: Job) -> None:
+    """Runs, or resumes, one run, and measures its checkpoints."""
+    from glm5_jax.training import loop  # jax: after the input is checked
+
+    logging.info("Arm %s, seed %d, in %s.", job.arm, job.seed, job.folder)
+    loop.train(job.config, job.folder)
+    lines, measure = [], plan.study.measure
+    for step in sorted(
+        step_folder.numbers(step_folder.absolute(job.folder) / "checkpoints")
+    ):
+        figures = measure(job.folder, step) if measure else {}
+        lines.append(json.dumps({"step": step, **figures}))
+    files.write_text(job.folder / results.MEASURED, "\n".join([*lines, ""]))
+
+
+def only(plan: Plan, name: str) -> Job:
+    """Returns the run of a name.
+
+    Raises:
+      InputError: the study has no such run.
+    """
+    known = {job.name: job for job in plan.jobs()}
+    if name not in known:
+        raise config_lib.InputError(f"--only={name} is none of {', '.join(known)}.")
+    return known[name]
+
+
+def _count(plan: Plan) -> tuple[int, int]:
+    """Returns the runs that are done, and all of them, those to come included."""
+    study, jobs = plan.study, plan.jobs()
+    num_roots = sum(not arm.after for arm in study.arms)
+    num_swept = num_roots * max(len(study.rates) - 1, 0)
+    return (
+        sum(job.is_done for job in jobs),
+        len(study.arms) * plan.num_seeds + num_swept,
+    )
+
+
+def _run_children(
+    plan: Plan, missing: Sequence[Job], parallel: int, command: Sequence[str]
+) -> None:
+    """Runs jobs whose parameters to start from are there, a process each."""
+    ready = [job for job in missing if _is_ready(job)]
+    running: dict[subprocess.Popen, Job] = {}
+
+    def end_all() -> None:
+        for child in running:
+            child.terminate()  # saves a checkpoint
+        for child in running:
+            child.wait()
+
+    with interrupts.undoing(end_all):
+        try:
+            while ready or running:
+                while ready and len(running) < parallel:
+                    job = ready.pop(0)
+                    running[_start(plan, job, command)] = job
+                time.sleep(_POLL_SECONDS)
+                for child in [c for c in running if c.poll() is not None]:
+                    _require_success(child, plan, running.pop(child))
+        finally:
+            end_all()
+
+
+def _is_ready(job: Job) -> bool:
+    before = job.config.init_from
+    return before is None or (pathlib.Path(before) / "summary.json").is_file()
+
+
+def _start(plan: Plan, job: Job, command: Sequence[str]) -> subprocess.Popen:
+    logging.info(
+        "Starts arm %s, seed %d; log in %s.", job.arm, job.seed, _log(plan, job)
+    )
+    _log(plan, job).parent.mkdir(parents=True, exist_ok=True)
+    arguments = [*command, f"--only={job.name}"]
+    return simulate.start(arguments, os.environ, _log(plan, job))
+
+
+def _log(plan: Plan, job: Job) -> pathlib.Path:
+    return plan.workdir / "logs" / f"{job.folder.parent.name}_seed_{job.seed}.log"
+
+
+def _require_success(child: subprocess.Popen, plan: Plan, job: Job) -> None:
+    if child.returncode == 0:
+        return
+    lines = _log(plan, job).read_text(encoding="utf-8", errors="replace").splitlines()
+    raise RuntimeError(
+        f"arm {job.arm!r}, seed {job.seed}, ended with code {child.returncode}; the "
+        f"end of {_log(plan, job)}:\n" + "\n".join(lines[-_LAST_LINES:])
+    )

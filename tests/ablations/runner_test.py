@@ -1,0 +1,156 @@
+"""Whole studies at a tiny size: what runs, what is skipped, what the report says."""
+
+import dataclasses
+import json
+import pathlib
+from unittest import mock
+
+from absl.testing import absltest
+
+from glm5_jax import config as config_lib
+from glm5_jax.ablations import report, results, runner, study
+from glm5_jax.training import loop, step
+from tests import environment, runs, small_configs
+
+BITS = study.Metric(
+    label="held-out",
+    key="eval/bits_per_byte",
+    unit="bits per byte",
+    better="lower",
+    plot="curve",
+)
+STEPS = study.Metric(label="last step", key="own/step", unit="steps", digits=0)
+
+
+def measure(folder, number):
+    """Figures of a checkpoint, which must be there."""
+    assert (folder / "checkpoints" / str(number)).is_dir()
+    return {"own/step": number}
+
+
+class StudyTest(runs.OneDeviceTest):
+    """Two arms of two seeds; the second starts from the first one's parameters."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        small_configs.write_corpus(cls.root / "corpus")
+        base = small_configs.text_run(
+            cls.root / "corpus",
+            cls.root / "cache",
+            num_steps=2,
+            eval_every=0,
+            sample_tokens=0,
+            checkpoint_every=1,
+        )
+        cls.enterClassContext(runs.compile_once(base))
+        evaluate = step.make_eval_step(base)  # no arm changes it
+        cls.enterClassContext(
+            mock.patch.object(step, "make_eval_step", return_value=evaluate)
+        )
+        cls.study = study.Study(
+            question="Do more steps help?",
+            base=base,
+            arms=(
+                study.Arm(name="first"),
+                study.Arm(name="Then more", changes={"num_steps": 3}, after="first"),
+            ),
+            metrics=(BITS, STEPS),
+            measure=measure,
+            claims=(study.Claim(better="Then more", worse="first", source="nobody"),),
+            paper={"first": {"theirs": "1.0"}},
+        )
+        cls.plan = runner.Plan(study=cls.study, workdir=cls.root / "study", num_seeds=2)
+        runner.check(cls.plan)
+        runner.run_all(cls.plan, 1, [])
+
+    def test_every_arm_has_every_seed(self):
+        names = [job.name for job in self.plan.jobs()]
+        self.assertEqual(
+            names,
+            ["first/seed_0", "then_more/seed_0", "first/seed_1", "then_more/seed_1"],
+        )
+        folders = [self.plan.workdir / name for name in names]
+        configs = [json.loads((f / "config.json").read_text()) for f in folders]
+        self.assertEqual([c["seed"] for c in configs], [0, 0, 1, 1])
+        self.assertIsNone(configs[2]["init_from"])
+        self.assertEqual(configs[3]["init_from"], str(folders[2]))
+
+    def test_a_second_start_runs_nothing(self):
+        with mock.patch.object(loop, "train", side_effect=AssertionError):
+            runner.check(self.plan)
+            runner.run_all(self.plan, 1, [])
+
+    def test_only_what_was_not_measured_runs_again(self):
+        job = self.plan.jobs()[-1]
+        measured = job.folder / results.MEASURED
+        before = measured.read_bytes()
+        measured.unlink()
+        with mock.patch.object(loop, "train", wraps=loop.train) as train:
+            runner.run_all(self.plan, 1, [])
+        train.assert_called_once_with(job.config, job.folder)  # finds itself done
+        self.assertEqual(measured.read_bytes(), before)
+
+    def test_seeds_vary_the_order_of_the_data_and_the_parameters(self):
+        first, other = (results.records(self.plan.jobs()[i].folder) for i in (0, 2))
+        self.assertNotEqual(first[0]["train/lm_loss"], other[0]["train/lm_loss"])
+
+    def test_an_edited_study_is_refused(self):
+        edited = dataclasses.replace(self.plan, overrides=(("loss.z_weight", "0.1"),))
+        with self.assertRaisesRegex(config_lib.InputError, "loss.z_weight: 0.0 there"):
+            runner.check(edited)
+
+    def test_the_report(self):
+        page = report.write(self.plan, "more", "python -m x")
+        text = page.read_text()
+        head, _, first, second = [x for x in text.splitlines() if x.startswith("|")]
+        self.assertIn("| held-out, bits per byte | held-out: difference |", head)
+        self.assertIn("paper: theirs", head)
+        self.assertRegex(first, r"^\| first \| 2 \| .* \| baseline \| .* \| 1.0 \|$")
+        self.assertRegex(second, r"^\| Then more \| 2 \|")
+        self.assertGreater(page.with_suffix(".png").stat().st_size, 5000)
+        tree = json.loads(page.with_suffix(".json").read_text())
+        more = tree["arms"]["Then more"]
+        self.assertEqual(more["last step"]["values"], {"0": 3.0, "1": 3.0})
+        bits = [tree["arms"][name]["held-out"] for name in ("first", "Then more")]
+        gaps = [bits[1]["values"][s] - bits[0]["values"][s] for s in "01"]
+        self.assertAlmostEqual(more["held-out"]["difference"]["mean"], sum(gaps) / 2)
+        [claim] = tree["claims"]
+        self.assertIn(claim["verdict"], ("holds", "not separated"))
+        self.assertIn(f"(nobody): {claim['verdict']}", text)
+
+
+class SweepTest(absltest.TestCase):
+    """Rates are swept on the first seed alone, and the best is taken."""
+
+    def test_the_best_rate_of_an_arm_is_taken(self):
+        root = pathlib.Path(self.create_tempdir().full_path)
+        swept = study.Study(
+            question="?",
+            base=small_configs.text_run("python", "", num_steps=2),
+            arms=(study.Arm(name="one"), study.Arm(name="two")),
+            metrics=(BITS,),
+            rates=(0.1, 0.01),
+        )
+        plan = runner.Plan(study=swept, workdir=root, num_seeds=2)
+
+        def train(config, folder):
+            """Leaves what a run does; the second arm is best at the lower rate."""
+            is_two, rate = folder.parent.name.startswith("two"), config.optim
+            bits = abs(rate.learning_rate - (0.01 if is_two else 0.1))
+            self.assertAlmostEqual(rate.end_learning_rate, rate.learning_rate / 10)
+            folder.mkdir(parents=True)
+            line = {"step": 2, "eval/bits_per_byte": bits}
+            (folder / "metrics.jsonl").write_text(json.dumps(line))
+            (folder / "summary.json").write_text('{"steps": 2}')
+
+        with mock.patch.object(loop, "train", side_effect=train) as calls:
+            runner.run_all(plan, 1, [])
+        self.assertEqual(calls.call_count, 2 * 2 + 2)
+        rates = {r.arm.name: r.rate for r in report.collect(plan)}
+        self.assertEqual(rates, {"one": 0.1, "two": 0.01})
+        self.assertEqual([r.seeds for r in report.collect(plan)], [(0, 1), (0, 1)])
+
+
+if __name__ == "__main__":
+    environment.main()
