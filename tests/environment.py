@@ -25,6 +25,8 @@ VARIABLES = {
     # module that is not split for many threads, a tenth less of two cores.
     "XLA_FLAGS": "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     " --xla_cpu_parallel_codegen_split_count=1",
+    # Under pytest the stack is deep, and jax would write it beside each operation.
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
     # libtpu compiles ahead of time: it must not look for chips nor lock out the other
     # test process.
     "TPU_SKIP_MDS_QUERY": "1",
@@ -43,6 +45,8 @@ def configure() -> None:
         "jax_persistent_cache_min_compile_time_secs",
         float(environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
     )
+    limit = int(environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"])
+    jax.config.update("jax_traceback_in_locations_limit", limit)
     jax.config.update("jax_disable_most_optimizations", _is_quick())
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if "xla_force_host_platform_device_count" not in environ.get("XLA_FLAGS", ""):
