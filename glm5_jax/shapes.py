@@ -1,12 +1,14 @@
-"""The one alphabet of dims: for einsum strings, array types, suffixes and parameters.
+"""The letters of dims, in array types, einsum strings, suffixes and parameters.
 
-A parameter's logical dims are a tuple of these letters, and that tuple drives its
-sharding (glm5_jax/sharding.py) and how Muon cuts it into matrices
-(glm5_jax/optim/dimension_numbers.py). Capital letters are logical dims, never shards.
-A dim without a letter is a word, such as "pages". pallas_kernels uses the same letters.
+A parameter's dims are a tuple of these letters. The tuple decides how the parameter is
+sharded (glm5_jax/sharding.py) and how Muon cuts it into matrices
+(glm5_jax/optim/dimension_numbers.py). A shard of a dim has the letter of the whole. A
+dim without a letter is a word: "pages", or "row" for the C+R numbers that MLA caches of
+a token (on a TPU with padding to whole tiles). pallas_kernels uses the same letters.
 
 Einsum strings write the capital letters in lower case: "btnp,cnp->btnc" multiplies
-[B, T, N, P] by [C, N, P]. The lower-case letters below stand in array types alone.
+[B, T, N, P] by [C, N, P]. In array types a lower-case letter is a dim of its own, and
+*n are any leading dims.
 """
 
 ALPHABET = {
@@ -33,9 +35,10 @@ ALPHABET = {
     "G": "rollouts of one prompt",
     "C+R": "what MLA caches of a token: latent, then rotated key",
     "D+D": "input of the MTP projection: embedding, then hidden state",
-    # Letters of array types only. Skip them until one occurs.
+}
+# Letters of array types alone.
+ALPHABET |= {
     "b": "those of the B sequences that a call works on",
-    "c": "C + R, on a TPU with padding to whole tiles",
     "d": "D, as a device stores it",
     "k": "steps of multi-token prediction",
     "n": "a number that the text beside it explains; *n: any leading dims",

@@ -56,8 +56,8 @@ def decode_indexer_topk(
 
 
 def decode_sparse_mla(
-    q: Float[Array, "B T N c"],
-    kv: Float[Array, "pages s c"],
+    q: Float[Array, "B T N row"],
+    kv: Float[Array, "pages s row"],
     indices: Int[Array, "B T K"],
     page_table: Int[Array, "B n"] | None = None,
     *,
@@ -84,7 +84,7 @@ def decode_sparse_mla(
     """
     name = "decode_sparse_mla"
     contract.value_dim(name, value_dim, q.shape[-1])
-    floats = {"q": (q, "B T N c"), "kv": (kv, "pages s c")}
+    floats = {"q": (q, "B T N row"), "kv": (kv, "pages s row")}
     integers = {"indices": (indices, "B T K")}
     _, page_table = _cached(name, floats, integers, page_table)
     indices = indices.astype(jnp.int32)  # kernels compare them with the last key

@@ -46,8 +46,8 @@ def unsupported_decode_sparse_mla(
 
 
 def decode_sparse_mla(
-    q: Float[Array, "B T N c"],
-    kv: Float[Array, "pages s c"],
+    q: Float[Array, "B T N row"],
+    kv: Float[Array, "pages s row"],
     indices: Int[Array, "B T K"],
     page_table: Int[Array, "B n"] | None,
     scale: float,

@@ -31,8 +31,8 @@ def decode_indexer_topk(
 
 
 def decode_sparse_mla(
-    q: Float[Array, "B T N c"],
-    kv: Float[Array, "pages s c"],
+    q: Float[Array, "B T N row"],
+    kv: Float[Array, "pages s row"],
     indices: Int[Array, "B T K"],
     page_table: Int[Array, "B n"] | None,
     scale: float,
@@ -46,5 +46,5 @@ def decode_sparse_mla(
     position = jnp.where(is_key, indices, 0)
     if page_table is not None:
         sequence, position = page_table[sequence, position // size], position % size
-    rows = kv[sequence, position]  # [B, T, K, c]
+    rows = kv[sequence, position]  # [B, T, K, row]
     return attention.attend(q, rows, is_key, scale, value_dim)

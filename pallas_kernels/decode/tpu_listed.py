@@ -26,8 +26,8 @@ GROUP = 8  # rows of a tile
 
 
 def decode_sparse_mla(
-    q: Float[Array, "B T N c"],
-    kv: Float[Array, "P s c"],
+    q: Float[Array, "B T N row"],
+    kv: Float[Array, "P s row"],
     indices: Int[Array, "B T K"],
     page_table: Int[Array, "B n"] | None,
     scale: float,

@@ -68,8 +68,8 @@ def sparse_indexer_kl_loss(
     """Computes the loss over listed keys, with the main attention in latent form.
 
     Args:
-      main: q [B, T, N, c], kv [B, S, c] and log-sum-exp [B, N, T] of `sparse_mla` over
-        the same list.
+      main: q [B, T, N, row], kv [B, S, row] and log-sum-exp [B, N, T] of `sparse_mla`
+        over the same list.
       index: q [B, T, I, J], k [B, S, J] and head weights [B, T, I] of the indexer.
       indices: keys of each query, strictly ascending, padded with -1 only at the end.
       weight: weight of each query; 0 excludes it.
@@ -81,7 +81,7 @@ def sparse_indexer_kl_loss(
       NotImplementedError: if a named implementation cannot take the arguments.
     """
     name, (q, kv, lse) = "sparse_indexer_kl_loss", main
-    floats = {"main's q": (q, "B T N c"), "main's kv": (kv, "B S c")}
+    floats = {"main's q": (q, "B T N row"), "main's kv": (kv, "B S row")}
     floats |= _others(lse, index, weight)
     _, indices = contract.listed(name, floats, indices)
     index, weight = _exact(index, weight)

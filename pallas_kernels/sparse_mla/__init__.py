@@ -14,8 +14,8 @@ IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
 
 def sparse_mla(
-    q: Float[Array, "B T N c"],
-    kv: Float[Array, "B S c"],
+    q: Float[Array, "B T N row"],
+    kv: Float[Array, "B S row"],
     indices: Int[Array, "B T K"],
     *,
     scale: float,
@@ -26,7 +26,7 @@ def sparse_mla(
     """Attends to the listed rows; differentiable in q and kv, through both outputs.
 
     Args:
-      q: queries in the latent space, then their rotated part: c = C + R.
+      q: queries in the latent space, then their rotated part: row = C + R.
       kv: latent, then rotated key, of each token.
       indices: rows of kv, strictly ascending, padded with -1 only at the end; see
         `pallas_kernels.selection.check_lists`. An empty list gives zeros and a
@@ -44,9 +44,9 @@ def sparse_mla(
       ValueError: if shapes or types do not fit each other.
       NotImplementedError: if a named implementation cannot take the arguments.
     """
-    floats = {"q": (q, "B T N c"), "kv": (kv, "B S c")}
+    floats = {"q": (q, "B T N row"), "kv": (kv, "B S row")}
     known, indices = contract.listed("sparse_mla", floats, indices)
-    contract.value_dim("sparse_mla", value_dim, known["c"])
+    contract.value_dim("sparse_mla", value_dim, known["row"])
     args = (q, kv, indices, scale, value_dim, deterministic)
     op = dispatch.Op("sparse_mla", "sparse_mla", IMPLEMENTATIONS)
     return dispatch.run(op, implementation, args)

@@ -49,8 +49,8 @@ def unsupported_sparse_mla(
 
 
 def sparse_mla(
-    q: Float[Array, "B T N c"],
-    kv: Float[Array, "B S c"],
+    q: Float[Array, "B T N row"],
+    kv: Float[Array, "B S row"],
     indices: Int[Array, "B T K"],
     scale: float,
     value_dim: int,

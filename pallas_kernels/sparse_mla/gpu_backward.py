@@ -30,14 +30,14 @@ def gradients(
     scale: float,
     deterministic: bool,
     interpret: bool,
-) -> tuple[Float[Array, "B T N c"], Float[Array, "B S c"]]:
+) -> tuple[Float[Array, "B T N row"], Float[Array, "B S row"]]:
     """Gradients of q and kv.
 
     d_scores = scale P (d_out kv - shift) with shift = out . d_out - d_lse.
 
     Args:
-      residuals: q [B, T, N, c], kv [B, S, c], indices [B, T, K], out [B, T, N, C] and
-        lse [B, N, T].
+      residuals: q [B, T, N, row], kv [B, S, row], indices [B, T, K], out [B, T, N, C]
+        and lse [B, N, T].
       cotangents: cotangents of out and lse.
       scale: see `sparse_mla`.
       deterministic: see `sparse_mla`.
@@ -99,7 +99,7 @@ def _dkv(
     units: int,
     sizes: dict,
     interpret: bool,
-) -> Float[Array, "sequences rows c"]:
+) -> Float[Array, "sequences rows row"]:
     """Sums the rows' gradients into zeros of `shape`.
 
     Args:
@@ -107,7 +107,7 @@ def _dkv(
       first: query of the inputs that is number 0 here, and key that is row 0 of the
         output.
       bounds: part of each query's list, from and to.
-      shape: [B, S, c]; or [programs, range, c], and a program adds to its own.
+      shape: [B, S, row]; or [programs, range, row], and a program adds to its own.
       units: queries times blocks of heads.
       sizes: of the kernel.
       interpret: of `triton_call.call`.
@@ -133,7 +133,7 @@ def _dkv(
 
 
 def _dkv_in_order(inputs: tuple, sizes: dict, interpret: bool) -> Array:
-    """A range of keys of a sequence at a time: [PROGRAMS, range, c] in float32.
+    """A range of keys of a sequence at a time: [PROGRAMS, range, row] in float32.
 
     Program p adds the terms of queries p, p + PROGRAMS, ... in order; then the
     programs' arrays are summed. The schedule of programs does not change the result.

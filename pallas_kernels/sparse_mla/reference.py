@@ -6,8 +6,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def sparse_mla(
-    q: Float[Array, "B T N c"],
-    kv: Float[Array, "B S c"],
+    q: Float[Array, "B T N row"],
+    kv: Float[Array, "B S row"],
     indices: Int[Array, "B T K"],
     scale: float,
     value_dim: int,
@@ -20,8 +20,8 @@ def sparse_mla(
 
 
 def attend(
-    q: Float[Array, "B T N c"],
-    rows: Float[Array, "B T K c"],
+    q: Float[Array, "B T N row"],
+    rows: Float[Array, "B T K row"],
     is_key: Bool[Array, "B T K"],
     scale: float,
     value_dim: int,

@@ -1,7 +1,7 @@
 """Plain XLA, a few queries at a time: the CPU form and the benchmark's comparison.
 
-A tile gathers its rows into [GATHERING_ROWS, K, c] and scatters their gradient back in
-float32.
+A tile gathers its rows into [GATHERING_ROWS, K, row] and scatters their gradient back
+in float32.
 """
 
 import functools
@@ -15,8 +15,8 @@ from pallas_kernels.sparse_mla import reference
 
 
 def sparse_mla(
-    q: Float[Array, "B T N c"],
-    kv: Float[Array, "B S c"],
+    q: Float[Array, "B T N row"],
+    kv: Float[Array, "B S row"],
     indices: Int[Array, "B T K"],
     scale: float,
     value_dim: int,
@@ -27,13 +27,13 @@ def sparse_mla(
     return _attend(q, kv, indices, scale, value_dim)
 
 
-def gather(kv: Float[Array, "B S c"], indices: Int[Array, "B T K"]) -> Array:
-    """Gathers the listed rows, the first row for -1: [B, T, K, c]."""
+def gather(kv: Float[Array, "B S row"], indices: Int[Array, "B T K"]) -> Array:
+    """Gathers the listed rows, the first row for -1: [B, T, K, row]."""
     return jax.vmap(lambda kv, i: kv[i])(kv, jnp.maximum(indices, 0))
 
 
 def scatter_add(total: Array, rows: Array, indices: Array) -> Array:
-    """Adds rows [B, T, K, c] to total [B, S, c] at the rows that `gather` read."""
+    """Adds rows [B, T, K, row] to total [B, S, row] at the rows that `gather` read."""
     place = jnp.where(indices < 0, total.shape[1], indices)
     add = jax.vmap(lambda total, rows, i: total.at[i].add(rows, mode="drop"))
     return add(total, rows.astype(total.dtype), place)

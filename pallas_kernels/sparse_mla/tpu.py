@@ -22,8 +22,8 @@ HIDDEN = -1e30  # score of padding
 
 
 def sparse_mla(
-    q: Float[Array, "B T N c"],
-    kv: Float[Array, "B S c"],
+    q: Float[Array, "B T N row"],
+    kv: Float[Array, "B S row"],
     indices: Int[Array, "B T K"],
     scale: float,
     value_dim: int,
@@ -90,7 +90,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _call(
-    q: Float[Array, "B T N c"],
+    q: Float[Array, "B T N row"],
     rows: Array,
     indices: Int[Array, "B T K"],
     layout: tpu_rows.Layout,

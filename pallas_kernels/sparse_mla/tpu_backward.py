@@ -29,7 +29,7 @@ def gradients(
     scale: float,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """Gradients of q [B, T, N, c] and kv [B, S, c], arguments of `sparse_mla`.
+    """Gradients of q [B, T, N, row] and kv [B, S, row], arguments of `sparse_mla`.
 
     `rows` are the log-sum-exp [B, T, N], the shift sum(out * d_out) - d_lse [B, T, N]
     and the cotangent d_out [B, T, N, C].

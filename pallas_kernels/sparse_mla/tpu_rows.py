@@ -1,6 +1,6 @@
 """A layout of kv in which a TPU can fetch single rows.
 
-A DMA cannot fetch a single row of a [S, c] array in HBM, whose tiles have 8 rows and
+A DMA cannot fetch a single row of a [S, row] array in HBM, whose tiles have 8 rows and
 128 lanes. In an array of 32-bit words that is exactly 128 lanes wide, tiles follow each
 other: a row is V contiguous lines of 128 words. In VMEM, strided loads turn the
 lines of many rows into a matrix. A word of bfloat16 rows holds entries i and 128 V + i,
@@ -34,7 +34,7 @@ class Layout:
     dtype: jnp.dtype
 
     @classmethod
-    def of(cls, kv: Float[Array, "B S c"]) -> "Layout":
+    def of(cls, kv: Float[Array, "B S row"]) -> "Layout":
         """Returns kv's rows."""
         return cls(kv.shape[1], kv.shape[2], kv.dtype)
 
@@ -53,7 +53,7 @@ class Layout:
         """Words per row, which are the entries of a plane."""
         return self.lines * LANES
 
-    def pack(self, rows: Float[Array, "B S c"]) -> Array:
+    def pack(self, rows: Float[Array, "B S row"]) -> Array:
         """[(1 + B * S) V, 128] words: int32, or float32 itself."""
         rows = rows.reshape(-1, self.width)
         rows = jnp.pad(rows, ((1, 0), (0, self.planes * self.words - self.width)))

@@ -33,7 +33,7 @@ def by_hand(layers, index, keys_of, weight, scale):
     """Loss and gradients of q, k, w with the layers' averaged target.
 
     Args:
-      layers: (q [B, T, N, c], k [B, S, N, c]) of the main attention of each.
+      layers: (q [B, T, N, row], k [B, S, N, row]) of the main attention of each.
       index: q, k and w of the indexer.
       keys_of: keys_of(b, t) lists the keys that count.
       weight: of each query.

@@ -105,7 +105,7 @@ def _select(
 
 def _attend(
     reader: cache_lib.Reader,
-    q: Float[Array, "b T N c"],
+    q: Float[Array, "b T N row"],
     context: context_lib.Context,
     scale: float,
     value_dim: int,
@@ -123,13 +123,13 @@ def _attend(
     kv = reader.sequences("kv")
     keep = forms.visible(context.lo, context.hi, kv.shape[1])
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = dot("btnc,bsc->btns", q, kv)
+    scores = dot("btnx,bsx->btns", q, kv)  # x: a row
     scores = jnp.where(keep[:, :, None], scores * scale, -1e30)
     probs = jax.nn.softmax(scores, axis=-1).astype(kv.dtype)
     return jnp.einsum("btns,bsc->btnc", probs, kv[..., :value_dim])
 
 
-def _padded(x: Float[Array, "*n c"], size: int) -> Float[Array, "*n width"]:
+def _padded(x: Float[Array, "*n row"], size: int) -> Float[Array, "*n width"]:
     """Zero-pads the last axis."""
     missing = size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
