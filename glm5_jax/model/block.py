@@ -1,8 +1,8 @@
 """One decoder layer: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-A block computes with fetched parameters. Its caller calls `Block.fetched` first, at the
-place where the gathered copies should live: inside the scan over layers, or before the
-loop over the steps of MTP, which share them.
+A block computes with fetched parameters: gathered from their shards, in the dtype of
+the computation. Its caller calls `Block.fetched` where these copies should live: inside
+the scan over layers, or before the loop over the steps of MTP, which share them.
 """
 
 import dataclasses
@@ -80,17 +80,19 @@ class Block:
         """Runs the layer over whole rows.
 
         Args:
-          params: of `table`, `fetched`.
+          params: the layer's, from `fetched`.
           x: hidden states.
           context: positions and documents.
-          shared: the value that layers share, from the layer before.
-          kl_weight: share of this layer in its indexer's loss: 1, or 1 / (m + 1) where
-            m + 1 layers use one index. None computes no loss.
-          attended: of an earlier call, to read again (later MTP steps).
-          experts: to send each token to, instead of the router's choice.
+          shared: what the layer before hands on, such as its selected keys
+            (IndexShare); None in GLM-5.
+          kl_weight: weight of this layer in the loss of its indexer: 1, or 1 / (m + 1)
+            where m + 1 layers use one index. None computes no loss.
+          attended: what an earlier call attended to, to read again (later MTP steps).
+          experts: experts of each token, instead of the router's choice.
         """
         h = layers.rms_norm(x, params["input_layernorm"], self.config.rms_norm_eps)
         out = self.attention.forward(params, h, context, shared, kl_weight, attended)
+        # Norm, then experts or a dense feed-forward layer; the sum with its input.
         x, routing = self._feed_forward(params, x + out.x, context, experts)
         aux = BlockAux(out.indexer_kl, routing)
         return BlockOutput(x, out.shared, out.attended, aux)
@@ -105,7 +107,7 @@ class Block:
         """Runs the layer over new tokens of cached sequences.
 
         Args:
-          params: of `table`, `fetched`.
+          params: the layer's, from `fetched`.
           x: hidden states of the new tokens.
           context: their positions; lo to hi - 1 are the cached keys that each may see.
           reader: the cache at this layer.

@@ -1,22 +1,21 @@
 """The lightning indexer of DeepSeek Sparse Attention: which keys a query attends to.
 
-Tokens have hidden states x and query latents c_q. Each head i of the indexer has
+From hidden states x and MLA's query latents c_q it computes, for a query t and a key s,
 
-    q[t, i] = W_q c_q[t] and one key k[s] = LayerNorm(W_k x[s]) for all heads, both
-              rotated on their first R dims
+    q[t, i] = W_q,i c_q[t]              of head i, rotated on the first R dims
+    k[s] = LayerNorm(W_k x[s])          of all heads, rotated likewise
     w[t, i] = (W_w x[t])[i] / sqrt(heads * dim)
-    I[t, s] = sum_i w[t, i] ReLU(q[t, i] . k[s]), in float32
+    I[t, s] = sum_i w[t, i] ReLU(q[t, i] . k[s])    in float32
 
-and the query keeps the index_topk keys with the largest I. This choice has no gradient,
+and query t keeps the index_topk keys with the largest I. This choice has no gradient,
 so the indexer learns to imitate the attention: it minimises, in the mean over t,
 
     KL(p_t || softmax_s I[t, s])
 
-over the selected keys (over all visible keys in the stage dsa_warmup). p_t, a constant,
-is the attention of all heads, summed and normalised; x and c_q are constants too. So
-this loss trains the indexer's parameters alone, and no other loss reaches them.
-attention/dsa.py computes it, by pallas_kernels/indexer_kl (GLM-5, arXiv 2602.15763;
-DeepSeek-V3.2, arXiv 2512.02556).
+over the selected keys (over all visible keys in the stage dsa_warmup), where p_t is the
+mean over heads of the attention's probabilities. No gradient flows into p_t, x or c_q.
+So this loss trains the indexer's parameters alone, and no other loss reaches them.
+attention/dsa.py computes it (GLM-5, arXiv 2602.15763; DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 from typing import NamedTuple
@@ -45,12 +44,8 @@ class Projections(NamedTuple):
 class Index(NamedTuple):
     """An indexer's outputs, which layers without an indexer reuse (IndexShare)."""
 
-    projections: Projections | None  # None if neither a loss nor a cache needs them
+    projections: Projections | None  # for the loss and the cache; None if not needed
     selection: selection_lib.Selection
-
-    def without_projections(self) -> "Index":
-        """Returns the selection alone."""
-        return Index(None, self.selection)
 
 
 def table(config: config_lib.ModelConfig) -> dict:
@@ -73,7 +68,7 @@ def project(
     c_q: Float[Array, "B T Q"],
     context: context_lib.Context,
 ) -> Projections:
-    """Projects hidden states and query latents, without gradients for either."""
+    """Computes q, k and w from x and c_q, without gradients for either."""
     x, c_q = lax.stop_gradient((x, c_q))
     rope_dim = config.qk_rope_head_dim  # rope.halves and rotate work on these alone
 
@@ -111,7 +106,7 @@ def select(
 ) -> Index:
     """Selects keys of whole documents by their scores; all keys where S <= K."""
     q, k, w = project(params, config, x, c_q, context)
-    k = collectives.all_keys(k)
+    k = collectives.all_keys(k)  # of the whole row
     selection: selection_lib.Selection = selection_lib.AllVisible()
     if selects(config, k.shape[1]):
         selection = selection_lib.top_keys(
@@ -121,8 +116,8 @@ def select(
             lo=context.lo,
             hi=context.hi,
             topk=config.index_topk,
-            # False: the fastest form, in training usually Mask or Bits. Decoding
-            # always lists, so batch invariance needs lists here too.
+            # Decoding lists keys, so batch invariance needs lists here too. Otherwise
+            # the form is the fastest one.
             is_listed=bool(config.batch_invariant),
         )
     return Index(Projections(q, k, w), selection)

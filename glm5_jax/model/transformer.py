@@ -1,19 +1,18 @@
 """The whole model: embedding, groups of scanned layers, last norm, head.
 
-GLM-5 has 3 dense layers, then 75 expert layers (layers with experts). Each of these two
-groups is one lax.scan: params["layers_0"]["block_0"] has arrays [3, ...], and
-params["layers_1"]["block_0"] arrays [75, ...].
+GLM-5 has 3 dense layers, then 75 layers with experts. Each of these two groups is one
+lax.scan: params["layers_0"]["block_0"] has arrays [3, ...], and
+params["layers_1"]["block_0"] arrays [75, ...]. In GLM-5 a step of the scan computes one
+layer; in GLM-5.2 it computes a unit of four, block_0 to block_3, three of which attend
+to the keys that an earlier layer selected (IndexShare). depth.py makes the groups.
 
-A unit is the run of layers that one step of a scan computes; in GLM-5 it is one layer.
-GLM-5.2 has units of four layers, block_0 to block_3, three of which use the index of
-an earlier layer (IndexShare). depth.py cuts the stack into groups.
-
-`forward` ends with the last norm, `logits` is the head. Multi-token prediction (mtp.py)
-has its parameters in `table`, but runs after `forward`, for the losses only.
+`forward` ends with the last norm, `logits` is the head. Multi-token prediction (MTP,
+mtp.py) has its parameters in `table`, but runs after `forward`, for the losses only.
 
 Functions here, in mtp.py and in cached.py take parameters as they are stored: sharded,
-in any dtype. Each fetches what it computes with, a layer at a time. `Transformer` is a
-thin Linen module that declares the parameters and calls the functions.
+in any dtype. Each gathers and casts ("fetches") what it computes with, a layer at a
+time. `Transformer` is a thin Linen module that declares the parameters and calls the
+functions.
 """
 
 import functools
@@ -152,17 +151,17 @@ def forward(
     """Runs the stack over rows of packed documents.
 
     Args:
-      params: of `table`.
+      params: as `table` declares them.
       config: of the model.
       tokens: ids below vocab_size.
       segment_ids: document of each token, contiguous; 0 is padding. Default: one
         document a row.
       positions: of each token in its document. Default: 0, 1, 2, ...
-      context: rotations (cos, sin), visible keys (lo, hi) and is_token of each token;
-        replaces segment_ids and positions where a device holds only a part of each
-        row. Default: it is made here, from whole rows.
-      experts: experts that each expert layer's router chose before, to use again
-        (router replay, arXiv 2510.11370). Default: the router chooses.
+      context: replaces segment_ids and positions where a device holds only a part of
+        each row: for each token cos and sin of RoPE, the visible keys lo to hi - 1, and
+        is_token (False: padding). Default: it is made here, from whole rows.
+      experts: experts that each router chose before, to use again (router replay, arXiv
+        2510.11370). Default: the router chooses.
       with_indexer_loss: computes each indexer's KL divergence.
       with_traces: returns every layer's output and what its queries read.
 
@@ -174,34 +173,45 @@ def forward(
     elif segment_ids is not None or positions is not None:
         raise ValueError("context replaces segment_ids and positions; leave them out.")
     x = embedding.embed(params["embed_tokens"], config, tokens)
-    shared = attention_lib.first_shared(  # the index that layers share: zeros to start
+    # The selected keys that a layer hands to the next (IndexShare); None in GLM-5.
+    shared = attention_lib.first_shared(
         config, len(tokens), tokens.shape[1], with_indexer_loss
     )
     kl_by_layer = kl_weights(config) if with_indexer_loss else None
-    aux, traces, first = {}, {}, 0
+    aux, traces = {}, {}
     for g, group in enumerate(depth.layer_groups(config)):
         name = f"layers_{g}"
         blocks = tuple(block_lib.make(config, kind) for kind in group.unit)
         unit = functools.partial(_unit, blocks, context, with_traces)
         unit = layers.rematerialized(unit, config.remat_policy)
-        kl_by_step = replayed = None
-        if kl_by_layer is not None:
-            end = group.start + group.repeats * len(group.unit)
-            kl_by_step = _by_step(group, kl_by_layer[group.start : end])
-        if experts is not None:
-            replayed = _by_step(group, experts[first : first + group.num_expert_layers])
-        first += group.num_expert_layers
+        weights, replayed = _by_step(config, g, kl_by_layer, experts)
         with jax.named_scope(name):
             (x, shared), (aux[name], traces[name]) = lax.scan(
-                unit, (x, shared), (params[name], kl_by_step, replayed)
+                unit, (x, shared), (params[name], weights, replayed)
             )
     hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
     return Output(hidden, aux, traces if with_traces else None, context)
 
 
-def _by_step(group: depth.Group, values: Array | np.ndarray) -> Array:
-    """Cuts values of layers for a scan: [repeats, layers of a step, ...]."""
-    return jnp.asarray(values.reshape(group.repeats, -1, *values.shape[1:]))
+def _by_step(
+    config: config_lib.ModelConfig,
+    g: int,
+    kl_by_layer: np.ndarray | None,
+    experts: Int[Array, "expert_layers B T K"] | None,
+) -> tuple[Array | None, Array | None]:
+    """Cuts a group's part of values of layers for its scan: [steps, layers, ...]."""
+    groups = depth.layer_groups(config)
+    group, first = groups[g], sum(x.num_expert_layers for x in groups[:g])
+
+    def cut(values: Array | np.ndarray, start: int, num: int) -> Array:
+        part = values[start : start + num]
+        return jnp.asarray(part.reshape(group.repeats, -1, *part.shape[1:]))
+
+    num_layers = group.repeats * len(group.unit)
+    return (
+        None if kl_by_layer is None else cut(kl_by_layer, group.start, num_layers),
+        None if experts is None else cut(experts, first, group.num_expert_layers),
+    )
 
 
 def _whole_rows(
@@ -261,14 +271,15 @@ def _unit(
 ) -> tuple[tuple, tuple]:
     """Runs the layers of one step of a scan, each on the output of the last.
 
-    Carried: hidden states, and the index that layers share. Of each layer: parameters,
-    its weight in the loss of its indexer, and given experts (both may be None).
+    The carry is the hidden states, and the selected keys that layers share. xs are, of
+    this step: parameters, weights of its layers in the indexer's loss (1 in GLM-5) or
+    None, and experts for its tokens to use again or None.
     """
     x, shared = carry
     x = layers.named_input(x)  # for the remat policy "offload"
-    params, kl_of_unit, experts = xs
+    params, weights, experts = xs
+    replayed = iter(() if experts is None else experts)  # of layers with experts
     aux, traces = {}, {}
-    replayed = iter(() if experts is None else experts)
     for p, block in enumerate(blocks):
         name = f"block_{p}"
         out = block.forward(
@@ -276,7 +287,7 @@ def _unit(
             x,
             context,
             shared,
-            kl_weight=None if kl_of_unit is None else kl_of_unit[p],
+            kl_weight=None if weights is None else weights[p],
             experts=next(replayed, None) if block.has_experts else None,
         )
         x, shared, aux[name] = out.x, out.shared, out.aux

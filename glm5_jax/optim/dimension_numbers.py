@@ -1,12 +1,12 @@
 """Dimension numbers: the dims of a parameter that are rows and columns, for Muon.
 
-Muon Split makes each head's part of an up-projection a matrix of its own. Muon makes
-the singular values of a matrix equal, but not those of its blocks: in one wide matrix,
-a head with small gradients gets a small part of the update. As a matrix of its own,
-each head gets an update of the same size.
+Muon makes the singular values of a matrix equal, but not those of its blocks: in one
+wide matrix, a head with small gradients gets a small part of the update. Muon Split
+makes each head's part of an up-projection a matrix of its own: each head then gets an
+update of the same size.
 
 An example: q_b_proj of stacked layers has the dims ("L", "Q", "N", "H"). Layers are
-batch dims, and a head dim merges with the dim after it.
+batch dims, which count matrices. A head dim merges with the dim after it.
 
     without the split   batch L      rows Q   cols N H   L matrices [Q, N H]
     with the split      batch L, N   rows Q   cols H     L N matrices [Q, H]
@@ -129,19 +129,15 @@ def from_names(
     """Returns which matrices one of GLM-5's parameters holds, by its dim names.
 
     Layers and experts are batch dims. A head dim merges with the dim after it: o_proj
-    (N, O, D) is one matrix [N O, D], and wq_b (Q, I, J) is [Q, I J]. In the attention's
-    up-projections (Q, N, H), (C, N, P) and (C, N, O), the heads lead the columns; there
-    `is_split` makes them a batch dim, one matrix a head, and without it the matrices
-    are [Q, N H], [C, N P] and [C, N O]. The paper splits only these three. k_b_proj and
-    v_b_proj are two parameters, hence two matrices; the released weights join them as
-    kv_b_proj, of which Muon would make one.
+    (N, O, D) is one matrix [N O, D], and wq_b (Q, I, J) is [Q, I J]. The paper splits
+    the attention's up-projections (Q, N, H), (C, N, P) and (C, N, O) only: those whose
+    columns begin with the heads N.
 
     Args:
         names: logical dim names, see glm5_jax/shapes.py.
-        is_split: whether heads are a batch dim (Muon Split).
-        cuts: dims at which a parameter is cut into two parts with matrices of their
-            own, by name, with the index: {"H": P} cuts it into P | R, {"C+R": C} into
-            C | R. By default there are none (optim.muon_split_rope, muon_split_kv_a).
+        is_split: whether the heads of up-projections are a batch dim (Muon Split).
+        cuts: empty by default. {"C+R": C} cuts a dim C+R at index C, so that each part
+            has matrices of its own (optim.muon_split_kv_a, optim.muon_split_rope).
 
     Raises:
         ValueError: the names are not those of a stack of matrices.
@@ -152,9 +148,9 @@ def from_names(
         for dim, name in enumerate(names)
         if name in _BATCH_DIMS and not (is_router and name == "E")
     ]
-    sides: list[list[int]] = []
+    sides: list[list[int]] = []  # dims of the rows, then of the columns
     for dim in sorted(set(range(len(names))) - set(batch)):
-        # (Q, N, H): sides [Q], [N, H]; (N, O, D): [N, O], [D].
+        # (Q, N, H) has the sides (Q), (N, H), and (N, O, D) has (N, O), (D).
         if sides and names[sides[-1][-1]] in _HEAD_DIMS:
             sides[-1].append(dim)
         else:
@@ -164,7 +160,5 @@ def from_names(
     rows, cols = sides
     if is_split and names[cols[0]] == "N" and len(cols) == 2:
         del cols[0]  # in neither rows nor columns: a batch dim
-    found = [
-        (names.index(name), index) for name, index in cuts.items() if name in names
-    ]
-    return DimensionNumbers(tuple(rows), tuple(cols), found[0] if found else None)
+    cut = [(names.index(dim), index) for dim, index in cuts.items() if dim in names]
+    return DimensionNumbers(tuple(rows), tuple(cols), cut[0] if cut else None)

@@ -1,7 +1,17 @@
 """Muon Split as an optax transformation, for any dict of parameters.
 
-A run of this package uses `scale_by_muon_split`, which is `muon_split` without decay
-and learning rate; optimizer.py adds these for all parameters.
+For every matrix W of r rows and c columns, with gradient G and momentum M:
+
+    M <- mu M + G
+    U <- G + mu M                               without Nesterov: U <- M
+    S <- update_rms sqrt(max(r, c)) NS(U)
+    W <- (1 - lr weight_decay) W - lr S
+
+NS, a few steps of Newton-Schulz, moves all singular values towards 1. The root cancels
+the root mean square of NS(U), which is then 1 / sqrt(max(r, c)).
+
+`scale_by_muon_split` computes S, as a chain of `_momentum` and `_orthogonalized`. A run
+adds weight decay and learning rate in optimizer.py, `muon_split` for other programs.
 """
 
 import functools
@@ -36,34 +46,25 @@ def muon_split(
     ns_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     moment_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> optax.GradientTransformation:
-    r"""Muon Split: orthogonalises the momentum of each head as a matrix of its own.
+    """Muon Split: orthogonalises the momentum of each head as a matrix of its own.
 
-    Every matrix :math:`W` of :math:`r` rows and :math:`c` columns, with gradient G:
-
-    .. math::
-      M &\leftarrow \mu M + G, \quad U = G + \mu M \text{ (Nesterov) or } U = M \\
-      W &\leftarrow (1 - \eta\lambda) W
-           - \eta\rho \sqrt{\max(r, c)} \operatorname{NS}(U)
-
-    NS, a few steps of Newton-Schulz, moves singular values towards 1; the root then
-    gives the update a root mean square of :math:`\rho`. Norms, biases and embeddings
-    belong to another optimizer: combine the two by ``optax.partition``.
+    With S of `scale_by_muon_split`, W <- (1 - lr weight_decay) W - lr S. Norms, biases
+    and embeddings belong to another optimizer: combine the two by `optax.partition`.
 
     Args:
-      learning_rate: :math:`\eta`, a number or a schedule.
-      dimension_numbers: tree like the parameters, with a ``DimensionNumbers`` for each;
-        a parameter of two dims is one matrix by default.
-      weight_decay: :math:`\lambda`.
-      momentum: :math:`\mu`.
+      learning_rate: a number or a schedule.
+      dimension_numbers: see `scale_by_muon_split`, also for the arguments below.
+      weight_decay: share of W that a step at learning rate 1 subtracts.
+      momentum: decay of the momentum.
       nesterov: whether to look one step of momentum ahead.
-      update_rms: :math:`\rho`, root mean square of an update at learning rate 1.
-      ns_coefficients: polynomials of Newton-Schulz, "quintic" or "polar_express".
+      update_rms: root mean square of S.
+      ns_coefficients: polynomials of Newton-Schulz.
       ns_steps: number of Newton-Schulz steps.
-      ns_dtype: type of its products.
-      moment_dtype: type of the stored momentum.
+      ns_dtype: type of their products.
+      moment_dtype: type in which the momentum is stored.
 
     Returns:
-      The corresponding ``optax.GradientTransformation``.
+      The corresponding `optax.GradientTransformation`.
 
     References:
       GLM-5: from Vibe Coding to Agentic Engineering, 2026, arXiv 2602.15763, 2.1.
@@ -98,28 +99,28 @@ def scale_by_muon_split(
     specs: optax.Params | None = None,
     slow_axes: Sequence[str] = (),
 ) -> optax.GradientTransformation:
-    """Rescales updates by Muon Split: `muon_split` without learning rate and decay.
+    """Rescales updates by Muon Split, without weight decay and learning rate.
 
-    On a mesh (jax.set_mesh) of several devices, and if `specs` are given, one device
-    computes each matrix: it collects the matrix's shards and sends the results back.
-    Without `specs` the compiler chooses how to compute on shards.
+    Every matrix becomes S = update_rms sqrt(max(rows, columns)) NS(U). NS is
+    Newton-Schulz; U = G + mu M, or M without Nesterov, after M <- mu M + G.
 
     Args:
-      dimension_numbers: see `muon_split`, as for the next seven arguments.
-      momentum: decay of the momentum.
+      dimension_numbers: tree like the parameters, with a `DimensionNumbers` for each; a
+        parameter of two dims is one matrix by default.
+      momentum: mu.
       nesterov: whether to look one step of momentum ahead.
-      update_rms: root mean square of an update.
-      ns_coefficients: polynomials of Newton-Schulz.
+      update_rms: root mean square of S.
+      ns_coefficients: polynomials of Newton-Schulz, "quintic" or "polar_express".
       ns_steps: number of Newton-Schulz steps.
-      ns_dtype: type of Newton-Schulz's products.
+      ns_dtype: type of their products.
       moment_dtype: type in which the momentum is stored.
-      specs: tree like the parameters, with a PartitionSpec for each; a parameter
-        without one is replicated.
-      slow_axes: mesh axes over which no matrices are sent, because the network between
-        their devices is slow; these devices repeat the work.
+      specs: tree with each parameter's PartitionSpec or None, by which one device of a
+        mesh collects a matrix and computes; without it the compiler chooses how.
+      slow_axes: mesh axes with a slow network: devices along them repeat the work
+        instead of sending matrices.
 
     Returns:
-      The corresponding ``optax.GradientTransformation``. Its update raises a ValueError
+      The corresponding `optax.GradientTransformation`. Its update raises a ValueError
       that names an array without matrices or with impossible dimension numbers.
     """
     steps = newton_schulz.coefficients(ns_coefficients, ns_steps)
@@ -133,16 +134,11 @@ def scale_by_muon_split(
         if specs is None or jax.sharding.get_abstract_mesh().size <= 1:
             here = functools.partial(_orthogonalized, function, update_rms)
             return tree.unflatten(map(here, leaves, layouts))
-        found = _at_paths(specs, updates, PartitionSpec).values()
-        places = [PartitionSpec() if spec is None else spec for spec in found]
-        cast = [leaf.astype(dtype) for leaf in leaves]
-        narrow = lambda x: function(x).astype(dtype)
-        mapped = muon_mesh.map_matrices(narrow, cast, layouts, places, slow_axes)
+        mapped = _on_mesh(function, dtype, updates, layouts, specs, slow_axes)
         return tree.unflatten(_scaled(update_rms, layouts, mapped))
 
-    return optax.chain(
-        _momentum(momentum, nesterov, jnp.dtype(moment_dtype)), optax.stateless(update)
-    )
+    moments = _momentum(momentum, nesterov, jnp.dtype(moment_dtype))
+    return optax.chain(moments, optax.stateless(update))
 
 
 def _momentum(
@@ -206,8 +202,27 @@ def _at_paths(tree: optax.Params | None, updates: optax.Updates, kind: type) -> 
 
 
 def _orthogonalized(function: Function, rms: float, x: Array, layout: Layout) -> Array:
-    """Orthogonalises and scales every matrix of an array, without communication."""
+    """Orthogonalises and scales every matrix of an array, without communication.
+
+    `layout.map` views x as matrices [..., rows, cols], by its dimension numbers.
+    """
     return layout.map(lambda m: rms * max(m.shape[-2:]) ** 0.5 * function(m), x)
+
+
+def _on_mesh(
+    function: Function,
+    dtype: jnp.dtype,
+    updates: optax.Updates,
+    layouts: Sequence[Layout],
+    specs: optax.Params,
+    slow_axes: Sequence[str],
+) -> list[Array]:
+    """Orthogonalises every matrix on one device of the mesh, and sends it in dtype."""
+    found = _at_paths(specs, updates, PartitionSpec).values()
+    places = [PartitionSpec() if spec is None else spec for spec in found]
+    cast = [update.astype(dtype) for update in jax.tree.leaves(updates)]
+    narrow = lambda x: function(x).astype(dtype)
+    return muon_mesh.map_matrices(narrow, cast, layouts, places, slow_axes)
 
 
 def _scaled(

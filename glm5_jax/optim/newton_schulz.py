@@ -51,9 +51,9 @@ def orthogonalize(
     """Moves the singular values of every matrix towards 1, by Newton-Schulz.
 
     x <- x / |x|_F, then in each step x <- a x + (b A + c A A) x with A = x x^T. If x
-    has more rows than columns, its transpose iterates, for which A is smaller.
-    On accelerators all matrices iterate together. Batch dims keep their shape, so that
-    a sharded batch dim needs no communication.
+    has more rows than columns, its transpose iterates, for which A is smaller. On
+    accelerators all matrices iterate together, on a CPU one after another. Batch dims
+    keep their shape, so that a sharded batch dim needs no communication.
 
     Args:
         x: a stack of matrices.

@@ -226,50 +226,38 @@ def update_if_finite(
     params: optax.Params,
     is_allowed: Array | bool = True,
 ) -> tuple[optax.Params, State, dict[str, Array]]:
-    """Updates parameters and state, or skips the update on a NaN or infinity.
+    """Returns new parameters, state and metrics; skips the update on a NaN or infinity.
 
-    An update that the caller forbids (`is_allowed`) is skipped too. It does not count
-    as skipped in a row, as its gradient is sound.
-
-    The caller aborts the run after health.max_skipped_in_a_row skipped updates.
-    The schedule counts skipped updates, so that it ends with the run.
+    Reinforcement learning skips more updates, by is_allowed=False: those from rollouts
+    that are too far from the policy (training/policy.py). The schedule counts skipped
+    updates, so that it ends with the run. The run aborts after
+    health.max_skipped_in_a_row skipped updates whose gradient was not finite.
     Arithmetic is float32 whatever the types of parameters and gradients.
-
-    A lax.cond around update and addition makes the choice, so that both branches work
-    in place on donated buffers. An elementwise jnp.where would keep old and new moments
-    alive together: on 9 M parameters AdamW takes 10 ms without the choice, 14 ms with
-    lax.cond and 54 ms with jnp.where. In place also requires that the jitted step takes
-    (params, state) in the order in which it returns them, since jax pairs donated with
-    returned buffers by shape and order (52 ms in the other order).
-
-    Returns:
-        Parameters, state, and metrics: train/grad_norm (before clipping),
-        optim/learning_rate, optim/skipped_in_a_row, optim/skipped_total.
     """
     grads = _in_float32(grads)
     norm = _trained_norm(optimizer, grads)
     is_finite = jnp.isfinite(norm)
     is_applied = is_finite & is_allowed
-    # Outside the cond, or every parameter's kernel recomputes the schedule.
+    # Outside the cond: inside, every parameter's kernel would compute the schedule.
     rate = jnp.asarray(optimizer.learning_rate(state.num_calls))
 
     def apply() -> tuple[optax.Params, optax.OptState]:
-        clipped = grads
-        if limit := optimizer.clip_norm:
-            scale = limit / jnp.maximum(norm, limit)
-            clipped = jax.tree.map(lambda g: g * scale, grads)
+        clipped = _clipped(grads, norm, optimizer.clip_norm)
+        # Muon Split or AdamW, and weight decay: -update for a learning rate of 1.
         update = optimizer.transform.update
-        inner = _moved(optimizer, state.inner, jax.memory.Space.Device)
+        inner = _moved(optimizer, state.inner, jax.memory.Space.Device)  # if offloaded
         updates, inner = update(clipped, inner, _in_float32(params))
         inner = _moved(optimizer, inner, jax.memory.Space.Host)
         updates = jax.tree.map(lambda u: rate * u, updates)
         return optax.apply_updates(params, updates), inner
 
+    # A cond works in place on donated buffers; jnp.where would keep old and new moments
+    # alive together (docs/faults.md).
     new_params, inner = lax.cond(is_applied, apply, lambda: (params, state.inner))
     in_a_row = jnp.where(is_applied, 0, state.skipped_in_a_row + ~is_finite)
     total = state.skipped_total + ~is_applied
     metrics: dict[str, Array] = {
-        "train/grad_norm": norm,
+        "train/grad_norm": norm,  # before clipping
         "optim/learning_rate": rate,
         "optim/skipped_in_a_row": in_a_row,
         "optim/skipped_total": total,
@@ -351,6 +339,16 @@ def _trained_norm(optimizer: Optimizer, grads: optax.Updates) -> Float[Array, ""
     return jax.shard_map(
         norm, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
     )(*grads)
+
+
+def _clipped(
+    grads: optax.Updates, norm: Float[Array, ""], limit: float
+) -> optax.Updates:
+    """Scales gradients of this norm down to the limit; 0 is no limit."""
+    if not limit:
+        return grads
+    scale = limit / jnp.maximum(norm, limit)
+    return jax.tree.map(lambda g: g * scale, grads)
 
 
 def _in_float32(tree: optax.Params) -> optax.Params:

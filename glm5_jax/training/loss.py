@@ -2,16 +2,16 @@
 
 | stage         | minimises                             | trains                      |
 |---------------|---------------------------------------|-----------------------------|
-| pretrain, sft | next_token, mtp, balance, indexer_kl  | everything, any attention   |
+| pretrain, sft | next_token, mtp, balance, indexer_kl  | all, with any attention     |
 | dsa_warmup    | indexer_kl, over all visible keys     | the indexers                |
-| dsa_sparse    | next_token, mtp, balance, indexer_kl  | everything, sparse          |
+| dsa_sparse    | next_token, mtp, balance, indexer_kl  | all, with sparse attention  |
 | rl            | policy (training/policy.py)           | all but indexers and MTP    |
 
 glm5_jax/config/stages/ has this table as code. The loss is the sum of the terms, each
-times its coefficient in config.loss; a term is a mean over the batch. Balance of the
-experts and divergence of the indexers exist in each layer: the loss has their sum over
-layers, with the coefficient of one layer. MTP counts as one layer, by the mean over its
-steps.
+times its coefficient in config.loss. A term is a mean over the tokens of the batch.
+Each layer has a balance loss of its experts and a KL divergence of its indexer from its
+attention; the loss has their sums over layers. Multi-token prediction (MTP) counts as
+one layer, by the mean over its steps.
 """
 
 import functools
@@ -44,14 +44,18 @@ def value_and_grad(
 ) -> tuple[tuple[Float[Array, ""], tuple[Metrics, dict]], dict]:
     """Returns (loss, (its terms, the load of the experts)), and the gradient.
 
-    Means are over the whole batch, whatever optim.accumulation_steps is.
+    The batch goes through `_local_loss` in optim.accumulation_steps parts, whose values
+    and gradients are added; the devices of a mesh share each part.
     """
     inputs, local = _make_inputs(config, batch), functools.partial(_local_loss, config)
     return accumulation.value_and_grad(local, config, params, inputs)
 
 
 def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inputs:
-    """Adds to a batch the weight of every position in the means over it."""
+    """Adds to a batch the weight of every position in the means over the batch.
+
+    A mean is the sum of weight times value; the weights are mask / sum(mask).
+    """
     is_token = (batch["segment_ids"] > 0).astype(jnp.float32)
     weights = {
         "weights": losses.mean_weights(batch["loss_mask"]),  # of targets
@@ -64,20 +68,22 @@ def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inp
 def _local_loss(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
 ) -> tuple[Float[Array, ""], tuple[Metrics, dict]]:
-    """Computes on one device's shard; returns (loss, (terms, loads)), equal on all.
+    """Returns (loss, (terms, loads of the experts)) of one part of the batch.
 
-    Terms add up over devices and accumulation parts: weights are shares of the batch.
+    On a mesh each device runs this on its shard of the tokens. The functions that make
+    a term sum it over devices, so every device returns the term of the whole part. A
+    position's weight is its share of the batch, so the terms of all parts add up to the
+    means over the batch.
     """
-    model = config.model
     coefficients = config.loss
-    batch, context, ahead = inputs
+    batch, context, ahead = inputs  # ahead: the later tokens that MTP predicts
     has_kl = config.has_indexer_loss
-    params = _with_frozen(config, params)
+    params = _with_frozen(config, params)  # stops gradients that the stage does not use
     out = transformer.forward(
-        params, model, batch["tokens"], context=context, with_indexer_loss=has_kl
+        params, config.model, batch["tokens"], context=context, with_indexer_loss=has_kl
     )
-    aux: dict[str, Any] = dict(out.aux)
-    with jax.named_scope("head"):
+    aux: dict[str, Any] = dict(out.aux)  # of each layer: indexer_kl, routing
+    with jax.named_scope("head"):  # the logits of chunk_tokens tokens exist at a time
         lm_loss = losses.next_token_loss(
             out.hidden,
             params["lm_head"],
@@ -90,37 +96,51 @@ def _local_loss(
     terms["next_token"] = (lm_loss, 1.0)
     if ahead is not None:
         with jax.named_scope("mtp"):
-            states, aux["mtp"] = mtp.steps(
-                params["mtp"],
-                model,
-                params["embed_tokens"],
-                out.hidden,
-                ahead.tokens,
-                context,
-                jnp.ones(()) / model.mtp_num_steps if has_kl else None,
-            )
-            mtp_loss = losses.mtp_loss(
-                states,
-                params["lm_head"],
-                ahead.targets,
-                ahead.weights,
-                chunk_tokens=coefficients.chunk_tokens,
-            )
+            mtp_loss, aux["mtp"] = _mtp_loss(config, params, out.hidden, inputs)
         terms["mtp"] = (mtp_loss, coefficients.mtp_weight)
-    balances = _balances(aux)
+    balances = _balances(aux)  # of each layer with experts
     if balances.size:
-        # A value a layer: logs have the mean, the loss the sum. Parts have equal rows.
+        # The metric is the mean over layers; times their number it is the sum. Parts
+        # have equally many rows, so each counts 1 / accumulation_steps.
         balance = jnp.mean(balances) / config.optim.accumulation_steps
         terms["balance"] = (balance, balances.size * coefficients.balance_weight)
     if has_kl:
         kl = _sum_of_divergences(aux, batch["token_weights"])
         terms["indexer_kl"] = (kl, coefficients.indexer_weight)
-    weighted = [
+    weighted = [  # terms that the stage does not minimise are metrics only
         value * (coefficient if name in config.stage_record.losses else 0.0)
         for name, (value, coefficient) in terms.items()
     ]
     metrics = {METRIC_NAMES[name]: value for name, (value, _) in terms.items()}
     return functools.reduce(jnp.add, weighted), (metrics, loads(aux))
+
+
+def _mtp_loss(
+    config: config_lib.TrainConfig,
+    params: dict,
+    hidden: Float[Array, "B T D"],
+    inputs: inputs_lib.Inputs,
+) -> tuple[Float[Array, ""], Any]:
+    """Returns the loss of multi-token prediction, and its layer's auxiliary outputs."""
+    model, ahead = config.model, inputs.ahead
+    assert ahead is not None
+    states, aux = mtp.steps(
+        params["mtp"],
+        model,
+        params["embed_tokens"],
+        hidden,
+        ahead.tokens,
+        inputs.context,
+        jnp.ones(()) / model.mtp_num_steps if config.has_indexer_loss else None,
+    )
+    loss = losses.mtp_loss(
+        states,
+        params["lm_head"],
+        ahead.targets,
+        ahead.weights,
+        chunk_tokens=config.loss.chunk_tokens,
+    )
+    return loss, aux
 
 
 def _with_frozen(config: config_lib.TrainConfig, params: dict) -> dict:

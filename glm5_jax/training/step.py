@@ -36,23 +36,23 @@ def make_train_step(
 ) -> Callable[[dict, Any, Batch], tuple[dict, Any, Metrics]]:
     """Builds (params, optimizer state, batch) -> (params, optimizer state, metrics).
 
-    training/program.py compiles the step as one jitted program and donates the first
-    two arguments, so that the update is in place. If the gradient is not finite,
-    parameters, moments and router biases stay, while the schedule and the counts of
-    skipped updates advance (`optimizer.update_if_finite`).
+    training/program.py jits the step and donates the first two arguments, so that the
+    update is in place. If the gradient is not finite, parameters, moments and router
+    biases stay (`optimizer.update_if_finite`).
     """
     has_moving_bias = config.stage_record.moves_router_bias
-    rate = config.loss.router_bias_rate if has_moving_bias else 0.0
+    bias_rate = config.loss.router_bias_rate if has_moving_bias else 0.0
 
     def train_step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, Metrics]:
+        # Matrices in model.dtype; norms and the router in float32.
         computed = transformer.cast(params, config.model)
         (loss, (terms, load)), grads = loss_lib.value_and_grad(computed, config, batch)
         with jax.named_scope("optimizer"):
             params, state, metrics = optimizer_lib.update_if_finite(
                 optimizer, grads, state, params
             )
-        is_finite = metrics["optim/skipped_in_a_row"] == 0  # the gradient was
-        params = _with_moved_biases(params, load, rate * is_finite)
+        is_finite = metrics["optim/skipped_in_a_row"] == 0
+        params = _with_moved_biases(params, load, bias_rate * is_finite)
         metrics |= {"train/loss": loss, **terms, **loss_lib.load_metrics(load)}
         return params, state, metrics
 
@@ -86,8 +86,8 @@ def make_eval_step(
 def _with_moved_biases(params: Any, load: dict, rate: Float[Array, ""]) -> dict:
     """Adds rate * sign(mean load - load) to every router's e_score_correction_bias.
 
-    So an expert with less than the mean load is chosen more often. The bias only ranks
-    experts and has no gradient; the optimizer leaves it alone.
+    An expert with less than the mean load is then chosen more often. The bias only
+    ranks experts and has no gradient; the optimizer leaves it alone.
     """
 
     def moved(layer: dict, load: Array | None) -> dict:

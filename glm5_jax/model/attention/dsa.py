@@ -1,10 +1,11 @@
 """DeepSeek Sparse Attention: MLA over the keys that an indexer selects.
 
-`SparseLatentAttention.forward` joins indexer.py and mla.py. config.attention is
-"sparse"; "dense_with_indexer_loss" for dsa_warmup, in which attention reads all visible
-keys and the indexer learns from it; or "dense", without any index. Layers may share an
-index (IndexShare, arXiv 2603.12201), which each then hands to the next as `shared`. The
-cached form is in dsa_cached.py.
+MLA (mla.py) makes latents: c_q for the queries, kv for keys and values. The indexer
+(indexer.py) makes an Index: the selected keys, and what its loss needs.
+config.attention is "sparse"; "dense_with_indexer_loss" in the stage dsa_warmup, in
+which attention reads all visible keys and the indexer learns from it; or "dense",
+without any index. Layers may share an index (IndexShare, arXiv 2603.12201): each hands
+it to the next as `shared`. The cached form is in dsa_cached.py.
 """
 
 import dataclasses
@@ -70,20 +71,22 @@ class SparseLatentAttention:
             index = shared
         selection = selection_lib.AllVisible() if index is None else index.selection
         with jax.named_scope("attention"):
-            if attended is None:
-                kv = mla.latent(attn, config, x, context)
-                kv = mla.Latent(*map(collectives.all_keys, kv))
-            else:
+            if attended is not None:
                 kv = attended.kv
+            else:
+                kv = mla.latent(attn, config, x, context)
+                kv = mla.Latent(*map(collectives.all_keys, kv))  # of the whole row
             out, softmax = mla.attend(attn, config, c_q, kv, context, selection)
         kl = None
         if index is not None and kl_weight is not None:
             with jax.named_scope("indexer_loss"):
                 kl = kl_weight * _indexer_kl(config, softmax, index, context)
-        handed_on = None
-        if index is not None and config.shares_index:
-            handed_on = index if kl_weight is not None else index.without_projections()
-        return protocol.Output(out, handed_on, Attended(kv, index), kl)
+        return protocol.Output(
+            x=out,
+            shared=_handed_on(config, index, with_projections=kl_weight is not None),
+            attended=Attended(kv=kv, index=index),
+            indexer_kl=kl,
+        )
 
     def decode(
         self,
@@ -148,13 +151,26 @@ def first_cached_shared(
     return selection_lib.Listed(jnp.full(shape, -1, jnp.int32))
 
 
+def _handed_on(
+    config: config_lib.ModelConfig, index: indexer.Index | None, with_projections: bool
+) -> indexer.Index | None:
+    """Returns the index for the next layer, or None where no layers share one."""
+    if index is None or not config.shares_index:
+        return None
+    return index if with_projections else index._replace(projections=None)
+
+
 def _indexer_kl(
     config: config_lib.ModelConfig,
     softmax: mla.Softmax,
     index: indexer.Index,
     context: context_lib.Context,
 ) -> Float[Array, ""]:
-    """Returns KL(attention || indexer), the mean over these tokens."""
+    """Returns KL(attention || indexer), the mean over tokens; padding does not count.
+
+    The attention is a constant target: `all_heads` stops its gradient, and the kernels
+    have gradients for the indexer's projections only.
+    """
     weight = context.is_token.astype(jnp.float32)
     assert index.projections is not None
     if isinstance(index.selection, selection_lib.Listed):

@@ -1,18 +1,21 @@
 """Multi-head Latent Attention: keys and values of all heads are made of one latent c.
 
-A head's key is [W_UK c | k_rope] and its value W_UV c; W_UK is `k_b_proj`, and W_UV is
-`v_b_proj`. All heads share k_rope, a key of R dims that is rotated by its position.
+For each token s, a head's key is [W_UK c_s | k_rope_s] and its value W_UV c_s, with
+matrices of that head (`k_b_proj`, `v_b_proj`). k_rope, of R dims, is one key for all
+heads, rotated by its position (RoPE). Queries are made of a latent of their own, c_q.
 Attention has two forms with the same result, because for each head
 
     scores:  q . (W_UK c_s) = (W_UK^T q) . c_s
     output:  sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s)
 
-The expanded form (training, prefill) computes the left sides, with a key and a value
-for each head. The absorbed form (decoding, and lists of keys) computes the right sides:
-it reads C + R numbers of a token for all heads together. A key that is rotated by its
-position s would be Rot(s) W_UK c_s: a different matrix for each s, so that no single
-query could absorb it. Hence k_rope is a separate key beside the latent (DeepSeek-V2,
-arXiv 2405.04434; MLA-256 and its dims: GLM-5, arXiv 2602.15763).
+The expanded form computes the left sides, with a key and a value for each head. In
+GLM-5 a pair of query and key costs a head 256 + 256 multiplications. The absorbed form
+computes the right sides on rows [c_s | k_rope_s], one for all heads. A pair costs a
+head 576 + 512, but no key or value is made or gathered for each head. That pays off
+where few queries share a key: in decoding, and where each query lists its own keys.
+
+If W_UK c_s were rotated too, W_UK^T q would differ for each s: hence a separate k_rope
+(DeepSeek-V2, arXiv 2405.04434; dims: GLM-5, arXiv 2602.15763).
 """
 
 from typing import NamedTuple
@@ -37,15 +40,14 @@ class Latent(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Restores the probabilities of every head: exp(scale * q . k - lse).
+    """Queries and keys of the expanded form, or of the absorbed one (row = C+R).
 
-    Keys are of each head in the expanded form, and rows [latent | rotated key] that the
-    heads share in the absorbed form.
+    A head's probabilities are exp(scale * q . k - lse).
     """
 
-    q: Float[Array, "B T N H"] | Float[Array, "B T N c"]
-    k: Float[Array, "B S N H"] | Float[Array, "B S c"]
-    lse: Float[Array, "B N T"]  # log of the sum of the exponentials
+    q: Float[Array, "B T N H"] | Float[Array, "B T N row"]
+    k: Float[Array, "B S N H"] | Float[Array, "B S row"]
+    lse: Float[Array, "B N T"]  # log of the sum of the exponentials over the keys
 
 
 def table(config: config_lib.ModelConfig) -> dict:
@@ -81,10 +83,10 @@ def queries(
 ) -> tuple[Float[Array, "B T N P"], Float[Array, "B T N R"]]:
     """Returns the queries of every head: the part without RoPE, the rotated part."""
     nope = config.qk_nope_head_dim
-    weight = params["q_b_proj"]
-    # linear_of_columns multiplies by some columns of a weight. A head's are P without
-    # RoPE, then R. rope.halves puts the even ones of the R before the odd ones, as
-    # `rotate` needs them; products q . k do not change.
+    weight = params["q_b_proj"]  # columns of a head: P without RoPE, then R with it
+    # linear_of_columns(x, w, f) is x times the columns f(w). rope.halves puts the even
+    # columns before the odd ones, in q as in k, so that q . k does not change:
+    # `rotate` turns pairs (i, i + R/2), the released weights have pairs (2i, 2i + 1).
     q_nope = layers.linear_of_columns(c_q, weight, lambda w: w[..., :nope])
     q_rope = layers.linear_of_columns(c_q, weight, lambda w: rope.halves(w[..., nope:]))
     cos, sin = context.cos[:, :, None], context.sin[:, :, None]
@@ -118,22 +120,12 @@ def attend(
     """Attends over whole documents, in the form that fits the selection.
 
     Query t sees keys lo[t] to hi[t] - 1, its document up to itself (lo and hi are in
-    `context`). The selection keeps all of these (AllVisible) or chooses among them: as
-    a boolean (Mask, on a CPU) or a bit (Bits, on chips) for each query and key, or as K
-    indices for each query (Listed). Listed keys are gathered as latents, which all
-    heads share: the absorbed form. Otherwise the expanded form costs less.
+    `context`). The selection keeps all of these (AllVisible) or some: it has a boolean
+    (Mask, on a CPU) or a bit (Bits, on chips) for each pair of query and key, or K
+    indices for each query (Listed, in long rows). Only Listed takes the absorbed form.
 
-    Args:
-      params: of the attention.
-      config: of the model.
-      c_q: query latents.
-      kv: latents of all tokens.
-      context: positions and documents.
-      selection: keys of each query.
-
-    Returns:
-      The output, and q, k and log-sum-exp, from which the indexer's loss restores the
-      probabilities.
+    Returns the output, and the Softmax from which the indexer's loss computes the
+    probabilities again.
     """
     if isinstance(selection, selection_lib.Listed):
         return listed(params, config, c_q, kv, context, selection)
@@ -149,8 +141,9 @@ def listed(
     selection: selection_lib.Listed,
 ) -> tuple[Float[Array, "B T D"], Softmax]:
     """Runs the absorbed form over listed keys; see `attend`."""
-    q, rows = latent_queries(params, config, c_q, context), jnp.concatenate(kv, axis=-1)
-    mixed, lse = pallas_kernels.sparse_mla(
+    q = latent_queries(params, config, c_q, context)
+    rows = jnp.concatenate(kv, axis=-1)
+    mixed, lse = pallas_kernels.sparse_mla(  # mixed: weighted sums of latents
         q,
         rows,
         selection.indices,
@@ -165,8 +158,8 @@ def latent_queries(
     config: config_lib.ModelConfig,
     c_q: Float[Array, "B T Q"],
     context: context_lib.Context,
-) -> Float[Array, "B T N c"]:
-    """Returns [W_UK^T q_nope | q_rope], queries for rows [latent | rotated key]."""
+) -> Float[Array, "B T N row"]:
+    """Returns [W_UK^T q_nope | q_rope], the queries of the absorbed form."""
     q_nope, q_rope = queries(params, config, c_q, context)
     q_latent = jnp.einsum("btnp,cnp->btnc", q_nope, params["k_b_proj"])
     return jnp.concatenate([q_latent, q_rope], axis=-1)
@@ -187,7 +180,7 @@ def expanded(
     context: context_lib.Context,
     selection: selection_lib.Selection,
 ) -> tuple[Float[Array, "B T D"], Softmax]:
-    """Runs the form with keys and values of each head; see `attend`."""
+    """Runs the expanded form; see `attend`."""
     q = jnp.concatenate(queries(params, config, c_q, context), axis=-1)
     k_nope = layers.linear(kv.c, params["k_b_proj"])
     k_rope = jnp.broadcast_to(
