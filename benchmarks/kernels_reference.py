@@ -15,8 +15,8 @@ HEAD = """# Kernels: reference
 Made by `python benchmarks/kernels_reference.py` from the docstrings.
 [kernels.md](kernels.md) says how the ops belong together. Letters: B sequences, T
 queries, S keys, N heads, H and O dims of a head, C and R latent and rotated dims
-(row = C + R), I heads and J dims of the indexer, K listed keys, W words of bits, P pages
-of s tokens, M rows of E groups.
+(row = C + R), I heads and J dims of the indexer, K listed keys, W words of bits, P
+pages of s tokens, M rows of E groups.
 """
 
 
