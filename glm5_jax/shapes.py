@@ -26,6 +26,8 @@ ALPHABET = {
     "O": "value head dim",
     "Q": "query latent: q_lora_rank",
     "C": "key/value latent: kv_lora_rank",
+    "A": "head dim of grouped-query attention",
+    "U": "its key and value heads; as a parameter's dim they are N",
     "I": "indexer heads",
     "J": "indexer head dim",
     "K": "selected keys, or experts of a token",

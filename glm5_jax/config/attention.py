@@ -6,19 +6,41 @@ from glm5_jax.config import checks, fields
 
 LATENT = "latent"  # GLM-5's own: MLA, in which model.attention chooses the keys
 # Names in ModelConfig.layer_types. Layers of other types than LATENT have no indexer.
-LAYER_TYPES = (LATENT, "latent_sliding")
+LAYER_TYPES = (LATENT, "latent_sliding", "grouped", "grouped_sliding")
+GROUPED = ("grouped", "grouped_sliding")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionVariants:
     """Sizes of the layers whose type is not "latent"; GLM-5 itself reads none."""
 
+    # Heads of keys and values of a grouped layer, and the dims of each; the last
+    # qk_rope_head_dim of them are rotated. GLM-4.5's, and GQA-8 of the paper's Table 1.
+    num_key_value_heads: int = 8
+    head_dim: int = 128
     # Last keys that a query of a sliding layer reads, itself among them (paper 2.1.2).
     sliding_window: int = 4096
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        checks.require(*checks.positive(self, "sliding_window", most=checks.MAX_SIZE))
+        names = [field.name for field in dataclasses.fields(self)]
+        checks.require(*checks.positive(self, *names, most=checks.MAX_SIZE))
+
+    def grouped_rules(self, num_heads: int, rope_dim: int) -> list[tuple[bool, str]]:
+        """Returns the rules of grouped layers: how their sizes fit the model's."""
+        return [
+            (
+                num_heads % self.num_key_value_heads == 0,
+                f"num_attention_heads must be divisible by "
+                f"variants.num_key_value_heads, got {num_heads} and "
+                f"{self.num_key_value_heads}.",
+            ),
+            (
+                self.head_dim >= rope_dim,
+                f"variants.head_dim must be at least qk_rope_head_dim, which of its "
+                f"dims are rotated, got {self.head_dim} and {rope_dim}.",
+            ),
+        ]
 
 
 def layer_rules(

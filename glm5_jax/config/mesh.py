@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 
 from glm5_jax.config import checks
 from glm5_jax.config.model import ModelConfig
@@ -51,7 +52,9 @@ class MeshConfig:
         shares = self.fsdp * self.expert * max(self.data, 1)
         known = shares * self.context * self.tensor  # with data=-1 there are more
         stored = self.fsdp * self.context  # least number of parts of each matrix
-        rules = []
+        rules, grouped = [], ()
+        if model.has_grouped:
+            grouped = (("variants.num_key_value_heads", "tensor", self.tensor),)
         for name, axes, parts in (
             ("hidden_size", "fsdp * context * expert", stored * self.expert),
             ("q_lora_rank", "fsdp * context * expert", stored * self.expert),
@@ -61,8 +64,9 @@ class MeshConfig:
             ("num_attention_heads", "tensor", self.tensor),
             ("intermediate_size", "tensor", self.tensor),
             ("moe_intermediate_size", "tensor", self.tensor),
+            *grouped,
         ):
-            size = getattr(model, name)
+            size = operator.attrgetter(name)(model)
             near = checks.nearest_divisors(math.gcd(size, known), parts)
             remedy = f"{axes} to {checks.listed(near)}"
             rules.append(checks.divisible(f"model.{name}", size, axes, parts, remedy))

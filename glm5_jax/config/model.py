@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from glm5_jax.config import checks
-from glm5_jax.config.attention import LATENT, AttentionVariants, layer_rules
+from glm5_jax.config.attention import GROUPED, LATENT, AttentionVariants, layer_rules
 from glm5_jax.config.rope import RopeScaling
 
 AttentionMode = Literal["dense", "sparse", "dense_with_indexer_loss"]
@@ -162,11 +162,15 @@ class ModelConfig:
         """Returns the rules of the fields that decide the kind of each layer."""
         n, pattern = self.num_hidden_layers, self.index_topk_pattern
         dense = self.first_k_dense_replace
+        grouped = self.variants.grouped_rules(
+            self.num_attention_heads, self.qk_rope_head_dim
+        )
         has_index = [name == LATENT for name in self.layer_attention]
         letters = ["FS" if has else "-" for has in has_index]
         first = has_index.index(True) if True in has_index else None
         return [
             *layer_rules(self.layer_types, n, self.batch_invariant),
+            *(grouped if self.has_grouped else ()),
             *checks.positive(self, "num_hidden_layers", most=2**12),
             *checks.positive(self, "n_routed_experts", most=2**16),
             (
@@ -220,6 +224,11 @@ class ModelConfig:
     def layer_attention(self) -> tuple[str, ...]:
         """Returns the type of attention of each layer."""
         return self.layer_types or (LATENT,) * self.num_hidden_layers
+
+    @property
+    def has_grouped(self) -> bool:
+        """Returns whether some layer has grouped-query attention."""
+        return not set(GROUPED).isdisjoint(self.layer_types)
 
     @property
     def has_indexer(self) -> bool:

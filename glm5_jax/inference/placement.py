@@ -19,11 +19,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from glm5_jax import collectives, sharding
 from glm5_jax import config as config_lib
 from glm5_jax.config import checks
+from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import transformer
 
 AnyMesh = Mesh | AbstractMesh
 ROWS: Any = PartitionSpec(collectives.ROWS)
 LAYERS_OF_ROWS: Any = PartitionSpec(None, collectives.ROWS)
+_BY_HEAD: Any = PartitionSpec(None, collectives.ROWS, None, collectives.SHARES)
 _STACKED = "cache.entries."  # prefix of leaves whose first dim is the layers
 
 
@@ -150,6 +152,8 @@ def on_shards(
 
 def spec(name: str) -> PartitionSpec:
     """Returns the spec of a leaf of `named`."""
+    if name.removeprefix(_STACKED) in cache_lib.ROWS_BY_HEAD:
+        return _BY_HEAD
     return LAYERS_OF_ROWS if name.startswith(_STACKED) else ROWS
 
 

@@ -12,6 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+# Entries of a row for each token with a part for each head, [capacity, heads, ...],
+# which devices of the tensor axis share.
+ROWS_BY_HEAD = ("k", "v")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Reader:
     layers: dict[str, Int[Array, ""]]  # for each entry, how many layers before have it
     shared: Any  # handed from layer to layer, as in `Attention.forward`
 
-    def append(self, name: str, rows: Float[Array, "b T width"]) -> "Reader":
+    def append(self, name: str, rows: Float[Array, "b T *n"]) -> "Reader":
         """Writes rows of the new tokens after the rows of each sequence."""
         cache, (slots, places) = self.cache, self._places(rows.shape[1])
         stack = cache.entries[name]
@@ -42,10 +46,29 @@ class Reader:
         cache = dataclasses.replace(cache, entries=cache.entries | {name: stack})
         return dataclasses.replace(self, cache=cache)
 
-    def sequences(self, name: str) -> Float[Array, "b S width"]:
+    def sequences(self, name: str) -> Float[Array, "b S *n"]:
         """Copies the layer's rows; worth it where many tokens read them."""
         rows = self.cache.entries[name][self.layers[name]]
         return rows if self.slots is None else rows[self.slots]
+
+    def latest(
+        self, name: str, size: int, num_new: int
+    ) -> tuple[Float[Array, "b S *n"], Int[Array, "b 1"]]:
+        """Copies the last `size` rows of each sequence, its new tokens among them.
+
+        Args:
+          name: of the entry.
+          size: number of rows, at most the capacity.
+          num_new: new tokens of each sequence, already appended.
+
+        Returns:
+          The rows, and the place in the sequence of the first of them.
+        """
+        stack, (slots, places) = self.cache.entries[name], self._places(num_new)
+        first = jnp.clip(places[:, -1:] + 1 - size, 0, stack.shape[2] - size)
+        if size == stack.shape[2]:
+            return self.sequences(name), first
+        return stack[self.layers[name], slots, first + jnp.arange(size)[None]], first
 
     def pages(
         self, name: str

@@ -6,6 +6,7 @@ from glm5_jax import config as config_lib
 from tests import environment, small_configs
 from tests.model import tiny
 
+GROUPED = ("latent", "grouped", "grouped_sliding")
 SLIDING = ("latent", "latent_sliding", "latent")
 
 
@@ -42,14 +43,24 @@ class LayerTypesTest(parameterized.TestCase):
             {"variants": {"sliding_window": 0}},
             "sliding_window must be at least 1",
         ),
+        (
+            "groups",
+            {"layer_types": GROUPED, "variants": {"num_key_value_heads": 3}},
+            "num_attention_heads must be divisible by .*, got 4 and 3",
+        ),
+        (
+            "head_dim",
+            {
+                "layer_types": GROUPED,
+                "variants": {"num_key_value_heads": 2, "head_dim": 4},
+            },
+            "head_dim must be at least qk_rope_head_dim.* got 4 and 8",
+        ),
     )
     def test_a_broken_rule_has_one_message(self, changes, message):
         with self.assertRaisesRegex(config_lib.InputError, message) as caught:
-            if "variants" in changes:
-                changes = {
-                    "variants": config_lib.AttentionVariants(**changes["variants"])
-                }
-            tiny.model(**changes)
+            sizes = config_lib.AttentionVariants(**changes.get("variants", {}))
+            tiny.model(**changes | {"variants": sizes})
         self.assertLen(str(caught.exception).splitlines(), 1)
 
     def test_all_latent_is_the_same_config_as_none(self):

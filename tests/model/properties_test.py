@@ -13,6 +13,7 @@ from absl.testing import parameterized
 from glm5_jax import losses
 from glm5_jax.model import cached, mtp, transformer
 from glm5_jax.model import selection as selection_lib
+from glm5_jax.model.attention import dsa
 from pallas_kernels import selection
 from tests import environment
 from tests.model import tiny
@@ -244,9 +245,11 @@ class DecodeTest(parameterized.TestCase):
         want = [np.sort(routing.experts[row, cut]) for routing in routings]
         np.testing.assert_array_equal(np.sort(choices.experts[:, row]), want)
         for layer, trace in enumerate(traces):
-            index = trace.attended.index
             is_sparse = isinstance(choices.selection, selection_lib.Listed)
-            if index is None or not is_sparse:
+            if not is_sparse or not isinstance(trace.attended, dsa.Attended):
+                continue
+            index = trace.attended.index
+            if index is None:
                 continue
             selected = choices.selection.indices[layer, row]
             mask = index.selection.keep[row]

@@ -49,7 +49,9 @@ def index_share(**changes):
 def variants(**changes):
     """A layer of every type, and two of GLM-5's that share an index around them."""
     types = ("latent", *config_attention.LAYER_TYPES)
-    sizes = config_lib.AttentionVariants(sliding_window=5)
+    sizes = config_lib.AttentionVariants(
+        num_key_value_heads=2, head_dim=12, sliding_window=5
+    )
     has_index = (name == "latent" for name in types)
     pattern = "F" + "".join("S" if x else "-" for x in has_index)[1:]
     return model(

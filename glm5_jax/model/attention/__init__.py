@@ -4,13 +4,17 @@ from typing import Any
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth
-from glm5_jax.model.attention import dsa, latent_sliding, protocol
+from glm5_jax.model.attention import dsa, grouped, latent_sliding, protocol
 
 
 def make(config: config_lib.ModelConfig, kind: depth.Kind) -> protocol.Attention:
     """Returns the attention of a layer of this kind."""
     if kind.attention == "latent_sliding":
         return latent_sliding.SlidingLatentAttention(config)
+    if kind.attention == "grouped":
+        return grouped.GroupedAttention(config)
+    if kind.attention == "grouped_sliding":
+        return grouped.GroupedAttention(config, config.variants.sliding_window)
     return dsa.SparseLatentAttention(config, kind.owns_indexer)
 
 

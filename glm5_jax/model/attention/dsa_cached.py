@@ -10,7 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import pallas_kernels
 from glm5_jax import config as config_lib
@@ -69,11 +69,11 @@ def decode(
     c_q = mla.query_latent(params, config, x)
     kv = mla.latent(params, config, x, context)
     width = reader.cache.entries["kv"].shape[-1]
-    reader = reader.append("kv", _padded(jnp.concatenate(kv, axis=-1), width))
+    reader = reader.append("kv", padded(jnp.concatenate(kv, axis=-1), width))
     if index_params is not None:
         made = indexer.project(index_params, config, x, c_q, context)
         reader = _select(reader, made, context, config.index_topk)
-    q = _padded(mla.latent_queries(params, config, c_q, context), width)
+    q = padded(mla.latent_queries(params, config, c_q, context), width)
     out = _attend(reader, q, context, config.softmax_scale, config.kv_lora_rank)
     return mla.from_latent(params, out), reader
 
@@ -120,8 +120,20 @@ def _attend(
             )[0]
         rows = reader.sequences("kv")
         return pallas_kernels.sparse_mla(q, rows, selection.indices, **sizes)[0]
-    kv = reader.sequences("kv")
-    keep = forms.visible(context.lo, context.hi, kv.shape[1])
+    return attend_to_visible(q, reader.sequences("kv"), context.lo, context.hi, **sizes)
+
+
+def attend_to_visible(
+    q: Float[Array, "b T N row"],
+    kv: Float[Array, "b S row"],
+    lo: Int[Array, "b T"],
+    hi: Int[Array, "b T"],
+    *,
+    scale: float,
+    value_dim: int,
+) -> Float[Array, "b T N C"]:
+    """Attends in the latent space to the rows lo to hi - 1 of each query."""
+    keep = forms.visible(lo, hi, kv.shape[1])
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = dot("btnx,bsx->btns", q, kv)  # x: a row
     scores = jnp.where(keep[:, :, None], scores * scale, -1e30)
@@ -129,7 +141,7 @@ def _attend(
     return jnp.einsum("btns,bsc->btnc", probs, kv[..., :value_dim])
 
 
-def _padded(x: Float[Array, "*n row"], size: int) -> Float[Array, "*n width"]:
+def padded(x: Float[Array, "*n row"], size: int) -> Float[Array, "*n width"]:
     """Zero-pads the last axis."""
     missing = size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -9,13 +9,13 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from glm5_jax import config as config_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
-from glm5_jax.model import selection as selection_lib
-from glm5_jax.model.attention import dsa, protocol, window
+from glm5_jax.model.attention import dsa, dsa_cached, mla, protocol, window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +55,26 @@ class SlidingLatentAttention:
         context: context_lib.Context,
         reader: cache_lib.Reader,
     ) -> tuple[Float[Array, "b T D"], cache_lib.Reader]:
-        """Runs the absorbed form over the window; the shared selection stays."""
-        context = window.narrowed(context, self.config.variants.sliding_window)
-        own = dataclasses.replace(reader, shared=selection_lib.AllVisible())
-        out, own = self._dense.decode(params, x, context, own)
-        return out, dataclasses.replace(reader, cache=own.cache)
+        """Runs the absorbed form over the window's rows; the shared value stays."""
+        attn, config = params["self_attn"], self.config
+        num_new, size = x.shape[1], config.variants.sliding_window
+        context = window.narrowed(context, size)
+        c_q = mla.query_latent(attn, config, x)
+        row = jnp.concatenate(mla.latent(attn, config, x, context), axis=-1)
+        width = reader.cache.entries["kv"].shape[-1]
+        reader = reader.append("kv", dsa_cached.padded(row, width))
+        num_rows = min(reader.cache.capacity, size + num_new - 1)
+        kv, first = reader.latest("kv", num_rows, num_new)
+        q = mla.latent_queries(attn, config, c_q, context)
+        out = dsa_cached.attend_to_visible(
+            dsa_cached.padded(q, width),
+            kv,
+            context.lo - first,
+            context.hi - first,
+            scale=config.softmax_scale,
+            value_dim=config.kv_lora_rank,
+        )
+        return mla.from_latent(attn, out), reader
 
     def cache_entries(self, capacity: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Declares a latent row for each token."""
