@@ -176,11 +176,17 @@ def run(plan: Plan, job: Job) -> None:
 
     logging.info("Arm %s, seed %d, in %s.", job.arm, job.seed, job.folder)
     loop.train(job.config, job.folder)
-    lines, measure = [], plan.study.measure
-    for step in sorted(
-        step_folder.numbers(step_folder.absolute(job.folder) / "checkpoints")
-    ):
-        figures = measure(job.folder, step) if measure else {}
+    _measure(plan.study, job)
+
+
+def _measure(study: study_lib.Study, job: Job) -> None:
+    """Writes the figures of every checkpoint that the run has kept."""
+    given = study.arm(job.arm).measured_with
+    overrides = tuple((path, str(value)) for path, value in given.items())
+    lines = []
+    for step in step_folder.numbers(step_folder.absolute(job.folder) / "checkpoints"):
+        checkpoint = study_lib.Checkpoint(job.folder, step, overrides)
+        figures = study.measure(checkpoint) if study.measure else {}
         lines.append(json.dumps({"step": step, **figures}))
     files.write_text(job.folder / results.MEASURED, "\n".join([*lines, ""]))
 

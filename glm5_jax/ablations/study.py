@@ -11,7 +11,7 @@ import re
 import runpy
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
@@ -20,8 +20,24 @@ from glm5_jax.config import checks, fields
 SCALES = ("tiny", "small", "base")
 STUDIES = pathlib.Path(__file__).parent / "studies"
 Changes = Mapping[str, Any]  # dotted path of a field of TrainConfig -> value
-# (folder of a run, one of its steps) -> figures of that checkpoint.
-Measure = Callable[[pathlib.Path, int], Mapping[str, float]]
+
+Plot = Literal["curve", "arms", ""]
+
+
+class Checkpoint(NamedTuple):
+    """A step of a finished run, to be measured."""
+
+    folder: pathlib.Path  # of the run
+    step: int
+    overrides: tuple[command_line.Override, ...]  # of `Arm.measured_with`
+
+    @property
+    def path(self) -> pathlib.Path:
+        """Returns the folder of the step."""
+        return self.folder / "checkpoints" / str(self.step)
+
+
+Measure = Callable[[Checkpoint], Mapping[str, float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +52,7 @@ class Metric:
     # of the logged ones.
     value: Literal["last", "max", "late"] = "last"
     # What the picture shows: the curve over training, the value of each arm, or none.
-    plot: Literal["curve", "arms", ""] = ""
+    plot: Plot = ""
     digits: int = 3  # decimals in the table
 
 
@@ -48,6 +64,8 @@ class Arm:
     changes: Changes = dataclasses.field(default_factory=dict)
     # Name of an earlier arm, whose parameters of the same seed this one starts from.
     after: str = ""
+    # Fields of model that differ when its checkpoints are measured.
+    measured_with: Changes = dataclasses.field(default_factory=dict)
     # False: a stage that others start from, and no row of the table.
     is_shown: bool = True
     x: float | int | None = None  # place on the picture's axis `Study.x_label`
@@ -139,6 +157,17 @@ class Study:
         except config_lib.InputError as error:
             lines = [f"arm {arm.name!r}: {line}" for line in str(error).splitlines()]
             raise config_lib.InputError("\n".join(lines)) from error
+
+
+def changes(
+    base: config_lib.TrainConfig, other: config_lib.TrainConfig
+) -> dict[str, Any]:
+    """Returns the fields in which `other` differs from `base`, with its values."""
+    ours, theirs = (
+        dict(fields.flatten(command_line.to_json_dict(config)))
+        for config in (base, other)
+    )
+    return {path: value for path, value in theirs.items() if value != ours[path]}
 
 
 def slug(name: str) -> str:

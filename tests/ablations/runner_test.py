@@ -22,10 +22,10 @@ BITS = study.Metric(
 STEPS = study.Metric(label="last step", key="own/step", unit="steps", digits=0)
 
 
-def measure(folder, number):
+def measure(checkpoint):
     """Figures of a checkpoint, which must be there."""
-    assert (folder / "checkpoints" / str(number)).is_dir()
-    return {"own/step": number}
+    assert checkpoint.path.is_dir()
+    return {"own/step": checkpoint.step, **dict(checkpoint.overrides)}
 
 
 class StudyTest(runs.OneDeviceTest):
@@ -53,7 +53,12 @@ class StudyTest(runs.OneDeviceTest):
             base=base,
             arms=(
                 study.Arm(name="first"),
-                study.Arm(name="Then more", changes={"num_steps": 3}, after="first"),
+                study.Arm(
+                    name="Then more",
+                    changes={"num_steps": 3},
+                    after="first",
+                    measured_with={"model.index_topk": 4},
+                ),
             ),
             metrics=(BITS, STEPS),
             measure=measure,
@@ -111,6 +116,8 @@ class StudyTest(runs.OneDeviceTest):
         self.assertGreater(page.with_suffix(".png").stat().st_size, 5000)
         tree = json.loads(page.with_suffix(".json").read_text())
         more = tree["arms"]["Then more"]
+        [*_, last] = results.records(self.plan.jobs()[-1].folder)
+        self.assertEqual(last["model.index_topk"], "4")
         self.assertEqual(more["last step"]["values"], {"0": 3.0, "1": 3.0})
         bits = [tree["arms"][name]["held-out"] for name in ("first", "Then more")]
         gaps = [bits[1]["values"][s] - bits[0]["values"][s] for s in "01"]

@@ -5,8 +5,8 @@ python -m glm5_jax.ablate --study=topk --scale=tiny
 
 import dataclasses
 
-from glm5_jax.ablations import scales
-from glm5_jax.ablations.study import Arm, Claim, Metric, Study
+from glm5_jax.ablations import measures, scales
+from glm5_jax.ablations.study import Arm, Claim, Study
 
 
 def get_study(scale: str) -> Study:
@@ -24,20 +24,8 @@ def get_study(scale: str) -> Study:
             *arms,
         ),
         metrics=(
-            Metric(
-                label="held-out",
-                key="eval/bits_per_byte",
-                unit="bits per byte",
-                better="lower",
-                plot="arms",
-            ),
-            Metric(
-                label="speed",
-                key="perf/tokens_per_cpu_second",
-                unit="tokens per CPU second",
-                better="higher",
-                digits=0,
-            ),
+            measures.held_out("arms"),
+            measures.SPEED,
         ),
         x_label="keys that a query reads",
         claims=(
