@@ -84,11 +84,9 @@ class Model:
         Raises:
           InputError: there is no tokenizer, or the text is empty or too long.
         """
-        tokenizer, vocab_size = self._tokenizer(), self.config.vocab_size
-        ids, ends = commands.read_prompt(
-            commands.Prompt(text=text, chat=chat), tokenizer, self.config.eos_token_id
-        )
-        stop_ids = {i for i in (*ends, tokenizer.eos_id) if i < vocab_size}
+        tokenizer = self._tokenizer()
+        ids = commands.read_prompt(commands.Prompt(text=text, chat=chat), tokenizer)
+        stop_ids = commands.stop_ids(self.config, tokenizer, chat)
         [completion] = engine.generate(
             self.params,
             self.config,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -94,17 +94,13 @@ def generate(
     ids = None if prompt.tokens is None else read_ids(prompt.tokens)
     mesh, overrides = loading.mesh_of(overrides)
     config, params, tokenizer = loading.load_model(checkpoint, overrides, mesh)
-    ends: Collection[int] = config.eos_token_id
     if ids is not None:
         prompts = np.atleast_2d(ids).tolist()
     elif tokenizer is not None:
-        ids_of_text, ends = read_prompt(prompt, tokenizer, ends)
-        prompts = [ids_of_text]
+        prompts = [read_prompt(prompt, tokenizer)]
     else:
         raise _no_tokenizer(checkpoint)
-    if tokenizer is not None:
-        ends = {*ends, tokenizer.eos_id}
-    stop_ids = {i for i in ends if i < config.vocab_size}  # larger ids are never drawn
+    ends = stop_ids(config, tokenizer, prompt.chat if ids is None else None)
     temperature, top_p = _settled(sampling, checkpoint)
     logging.info("Compiling and sampling ...")
     with placement.using(mesh):
@@ -115,7 +111,7 @@ def generate(
             max_new_tokens=sampling.max_new_tokens,
             temperature=temperature,
             top_p=top_p,
-            stop_ids=() if sampling.ignore_eos else stop_ids,
+            stop_ids=() if sampling.ignore_eos else ends,
             seed=sampling.seed,
         )
     rows = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]
@@ -126,7 +122,7 @@ def generate(
         return [" ".join(map(str, row)) for row in rows]
     if prompt.chat:
         answer = completions[0].tokens
-        has_ended = bool(answer) and answer[-1] in stop_ids
+        has_ended = bool(answer) and answer[-1] in ends
         return [tokenizer.spell(answer[:-1] if has_ended else answer)]
     show = tokenizer.spell if prompt.special_tokens else tokenizer.decode
     return [show(row) for row in rows]
@@ -142,15 +138,22 @@ def _settled(sampling: Sampling, checkpoint: str) -> tuple[float, float]:
     return temperature, top_p
 
 
-def read_prompt(
-    prompt: Prompt, tokenizer: tokenizer_lib.Tokenizer, ends: Collection[int]
-) -> tuple[list[int], Collection[int]]:
-    """Returns the ids of a prompt's text, and the ids that end its continuation.
+def stop_ids(
+    config: config_lib.ModelConfig,
+    tokenizer: tokenizer_lib.Tokenizer | None,
+    chat: templates.Version | None = None,
+) -> frozenset[int]:
+    """Returns the ids that end a continuation, or an answer in a chat."""
+    ends = {*config.eos_token_id}
+    if tokenizer is not None:
+        ends.add(tokenizer.eos_id)
+        if chat:
+            ends |= templates.Template(tokenizer, chat).stop_ids
+    return frozenset(i for i in ends if i < config.vocab_size)  # others are never drawn
 
-    Args:
-      prompt: with a text.
-      tokenizer: of the model.
-      ends: the model's own stop ids.
+
+def read_prompt(prompt: Prompt, tokenizer: tokenizer_lib.Tokenizer) -> list[int]:
+    """Returns the ids of a prompt's text.
 
     Raises:
       InputError: the tokenizer lacks special tokens of the chat template.
@@ -165,10 +168,9 @@ def read_prompt(
             )
         template = templates.Template(tokenizer, prompt.chat)
         said = [{"role": "user", "content": text}]
-        rendered = template.render(said, add_generation_prompt=True)
-        return rendered.tokens, {*ends, *template.stop_ids}
+        return template.render(said, add_generation_prompt=True).tokens
     encode = tokenizer.encode_spelt if prompt.special_tokens else tokenizer.encode
-    return encode(text), ends
+    return encode(text)
 
 
 def evaluate(

@@ -378,25 +378,31 @@ class GenerateTest(FolderTest):
         self.generate(run, [stops], text="def ", tokens_out=out)
         self.assertEqual(np.load(out).shape, (5,))
 
-    def test_a_prompt_may_be_what_a_user_says(self):
+    def test_a_prompt_may_be_the_message_of_a_user(self):
         used = tokenizer_lib.named("byte_chat")
         prompt = commands.Prompt(text="Is <|user|> 2?", chat="glm5.2")
-        ids, ends = commands.read_prompt(prompt, used, (5,))
+        ids = commands.read_prompt(prompt, used)
         template = templates.Template(used, "glm5.2")
         said = [{"role": "user", "content": "Is <|user|> 2?"}]
         rendered = template.render(said, add_generation_prompt=True)
         self.assertEqual(ids, rendered.tokens)
         self.assertEqual(ids.count(used.special_ids["<|user|>"]), 1)
-        self.assertEqual(ends, {5, *template.stop_ids})
+        config = config_lib.ModelConfig(eos_token_id=(5,))
+        ends = commands.stop_ids(config, used, "glm5.2")
+        self.assertEqual(ends, {5, used.eos_id, *template.stop_ids})
+        self.assertEqual(commands.stop_ids(config, used), {5, used.eos_id})
+        self.assertEqual(commands.stop_ids(config, None), {5})
+        small = config_lib.ModelConfig(eos_token_id=(5,), vocab_size=used.eos_id)
+        self.assertEqual(commands.stop_ids(small, used), {5})
         with self.assertRaisesRegex(config_lib.InputError, r"lacks: .*<\|user\|>"):
-            commands.read_prompt(prompt, BYTES, ())
+            commands.read_prompt(prompt, BYTES)
 
     def test_a_prompt_may_spell_special_tokens(self):
         used = tokenizer_lib.named("byte_chat")
         text = "[gMASK]<sop><|user|>2 < 3|><|assistant|>"
         for special, count in ((False, 0), (True, 4)):
             prompt = commands.Prompt(text=text, special_tokens=special)
-            ids, _ = commands.read_prompt(prompt, used, ())
+            ids = commands.read_prompt(prompt, used)
             self.assertLen(set(used.special_ids.values()) & set(ids), count)
             self.assertEqual(used.spell(ids), text)
 
