@@ -49,7 +49,7 @@ def main() -> None:
     # Imports of what runs in MaxText's environment alone, after the variables.
     from maxtext.trainers.pre_train import train_compile
 
-    from glm5_jax.scale.hlo import collectives
+    from glm5_jax.scale.hlo import communication
     from glm5_jax.scale.hlo import parser as hlo
 
     found: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def main() -> None:
         train_compile.main(["train_compile", *flags])
     stats, mesh = found["compiled"].memory_analysis(), found["mesh"]
     module = hlo.parse(found["compiled"].as_text())
-    traffic = collectives.find(module, mesh)
+    traffic = communication.find(module, mesh)
     gib = lambda size: round(size / 2**30, 2)
     by_kind = {kind: gib(wire) for (kind,), (_, wire) in traffic.total("kind").items()}
     result = {

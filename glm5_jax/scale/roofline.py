@@ -8,8 +8,8 @@ import dataclasses
 
 from jax.sharding import Mesh
 
-from glm5_jax.scale import chips
-from glm5_jax.scale.hlo import collectives
+from glm5_jax.scale import slice_devices
+from glm5_jax.scale.hlo import communication
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ def roofline(
     mesh: Mesh,
     flops: float,
     hbm_bytes: float,
-    traffic: collectives.Traffic,
+    traffic: communication.Traffic,
     num_slices: int = 1,
 ) -> Roofline:
     """Computes the roofline of one device.
@@ -42,12 +42,12 @@ def roofline(
     Collectives over different axes of the torus run side by side, those over the same
     one after another. A collective over several axes uses the links of all.
     """
-    device = chips.of_mesh(mesh)
+    device = slice_devices.of_mesh(mesh)
     links: dict[int, float] = {}
     by_axes: dict[tuple[str, ...], float] = {}
     dcn = 0.0
     for c in traffic.collectives:
-        if c.axes == (collectives.DCN,):
+        if c.axes == (communication.DCN,):
             seconds = c.wire_bytes / device.dcn
             dcn += seconds
         else:
@@ -67,10 +67,10 @@ def roofline(
 
 
 def _on_torus(
-    mesh: Mesh, c: collectives.Collective, link: float, num_slices: int
+    mesh: Mesh, c: communication.Collective, link: float, num_slices: int
 ) -> tuple[float, tuple[int, ...]]:
     """Seconds of a collective, and the axes of the torus that it keeps busy."""
-    route = chips.route(mesh, c.axes, num_slices)
+    route = slice_devices.route(mesh, c.axes, num_slices)
     ways, hops = route.ways, 1.0
     if c.kind == "collective-permute":
         ways = 1.0

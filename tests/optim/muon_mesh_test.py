@@ -18,7 +18,7 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.model import transformer
 from glm5_jax.optim import dimension_numbers, matrix_groups, muon_mesh, optimizer
-from glm5_jax.scale.hlo import collectives as wires
+from glm5_jax.scale.hlo import communication as wires
 from tests import environment, runs
 from tests.model import tiny
 

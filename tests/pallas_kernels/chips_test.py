@@ -5,7 +5,7 @@ import pathlib
 
 from absl.testing import parameterized
 
-from glm5_jax.scale import chips as devices
+from glm5_jax.scale import slice_devices
 from pallas_kernels import chips
 from tests import environment
 
@@ -55,7 +55,7 @@ class TableTest(parameterized.TestCase):
         both_ways = 2 * chip.num_links * chip.reachable_link_gbps
         self.assertLess(both_ways, chip.interconnect_gbps)
 
-    @parameterized.parameters(*devices.DEVICES.values())
+    @parameterized.parameters(*slice_devices.DEVICES.values())
     def test_the_compiler_leaves_most_of_the_memory(self, device):
         self.assertBetween(device.hbm_limit_gib / device.chip.hbm_gib, 0.97, 1.01)
 

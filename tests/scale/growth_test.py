@@ -11,7 +11,7 @@ from absl.testing import parameterized
 from glm5_jax import command_line
 from glm5_jax import depth as depth_lib
 from glm5_jax.model import block, layers
-from glm5_jax.scale import chips, programs
+from glm5_jax.scale import programs, slice_devices
 from glm5_jax.scale.compiled import arrays, report
 from glm5_jax.scale.plan import planner
 from glm5_jax.training.reporting import accounting
@@ -37,7 +37,7 @@ def pretrain(depth):
 def by_kind(config, topology):
     """Bytes of a device: parameters, moments, gradients, activations."""
     sums = {}
-    mesh = chips.abstract_mesh(config.mesh, topology)
+    mesh = slice_devices.abstract_mesh(config.mesh, topology)
     for array in arrays.of_program(config, mesh):
         kind = array.kind.partition(":")[0]
         sums[kind] = sums.get(kind, 0) + array.device_bytes
@@ -107,7 +107,7 @@ class CompiledTest(parameterized.TestCase):
         most = least + found["gradients"]  # where a layer's is
         less, more = lines
         layers_more = DEPTHS[1] - DEPTHS[0]
-        a_layer = lambda key: (more[key] - less[key]) * chips.GIB / layers_more
+        a_layer = lambda key: (more[key] - less[key]) * slice_devices.GIB / layers_more
         self.assertAlmostEqual(a_layer("hbm_args_gib") / kept, 1, delta=COMPILED)
         made = a_layer("hbm_temp_gib")
         self.assertBetween(made, (1 - COMPILED) * least, (1 + COMPILED) * most)

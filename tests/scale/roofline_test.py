@@ -4,12 +4,12 @@ from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips, roofline
-from glm5_jax.scale.hlo import collectives
-from pallas_kernels import chips as kernel_chips
+from glm5_jax.scale import roofline, slice_devices
+from glm5_jax.scale.hlo import communication
+from pallas_kernels import chips
 from tests import environment, tpus
 
-V5P = kernel_chips.CHIPS["v5p"]
+V5P = chips.CHIPS["v5p"]
 LINK = 90e9  # of a v5p, one way
 GB = 1e9
 
@@ -20,11 +20,11 @@ def mesh(size=4, num_slices=1, **axes):
 
 
 def collective(axes, wire, kind="all-gather"):
-    return collectives.Collective(kind, axes, "forward", "", "f32[1]", 4, 1, wire)
+    return communication.Collective(kind, axes, "forward", "", "f32[1]", 4, 1, wire)
 
 
 def seconds(mesh, *found, num_slices=1):
-    traffic = collectives.Traffic(found, ())
+    traffic = communication.Traffic(found, ())
     return roofline.roofline(mesh, 0.0, 0.0, traffic, num_slices).seconds
 
 
@@ -37,13 +37,13 @@ class RouteTest(parameterized.TestCase):
     )
     def test_links_of_axes(self, size, axes, num_torus, ways, length):
         grid = mesh(size, fsdp=size**2, expert=size)
-        route = chips.route(grid, axes)
+        route = slice_devices.route(grid, axes)
         self.assertLen(route.torus, num_torus)
         self.assertEqual((route.ways, route.length), (ways, length))
 
     def test_part_of_an_axis_is_a_line(self):
         grid = mesh(4, fsdp=32, expert=2)
-        self.assertEqual(chips.route(grid, ("expert",)).ways, 1)
+        self.assertEqual(slice_devices.route(grid, ("expert",)).ways, 1)
 
 
 class RooflineTest(parameterized.TestCase):
@@ -73,14 +73,14 @@ class RooflineTest(parameterized.TestCase):
 
     def test_between_slices(self):
         grid = mesh(4, 2, data=2, fsdp=16, expert=4)
-        across = collective((collectives.DCN,), 12.5 * GB, "all-reduce")
+        across = collective((communication.DCN,), 12.5 * GB, "all-reduce")
         got = seconds(grid, across, collective(("fsdp",), 36 * GB), num_slices=2)
         self.assertAlmostEqual(got["DCN"], 2.0)
         self.assertAlmostEqual(got["ICI"], 36 * GB / (4 * LINK))
 
     def test_the_slowest_binds(self):
         grid = mesh(fsdp=16, expert=4)
-        traffic = collectives.Traffic((collective(("expert",), 9 * GB),), ())
+        traffic = communication.Traffic((collective(("expert",), 9 * GB),), ())
         roof = roofline.roofline(
             grid, V5P.bf16_tflops * 1e12, V5P.reachable_tbps * 1e12 / 2, traffic
         )

@@ -10,7 +10,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
 from glm5_jax.scale import inputs, programs
-from glm5_jax.scale.hlo import collectives
+from glm5_jax.scale.hlo import communication
 from glm5_jax.scale.hlo import parser as hlo
 from tests import environment, tpus
 from tests.model import tiny
@@ -75,7 +75,7 @@ class ExpertsStayTest(parameterized.TestCase):
             text = compiled.as_text()
         except jax.errors.JaxRuntimeError:
             self.skipTest("this libtpu cannot print programs of this jax")
-        traffic = collectives.find(hlo.parse(text), dict(mesh.shape))
+        traffic = communication.find(hlo.parse(text), dict(mesh.shape))
         found = {c.kind for c in traffic.collectives}
         self.assertContainsSubset({"all-gather", "reduce-scatter"}, found)
         limit = layer_of_experts(config)

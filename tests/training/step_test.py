@@ -14,7 +14,7 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax.config import stages
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import mtp, transformer
-from glm5_jax.scale.hlo import collectives
+from glm5_jax.scale.hlo import communication
 from glm5_jax.scale.hlo import parser as hlo
 from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import step as step_lib
@@ -148,7 +148,7 @@ class StepTest(parameterized.TestCase):
             got = compiled(params, make_batch())
         if data > 1:
             module = hlo.parse(compiled.as_text())
-            sent = collectives.find(module, dict(mesh.shape)).collectives
+            sent = communication.find(module, dict(mesh.shape)).collectives
             sent = sum(c.wire_bytes for c in sent if c.axes == ("data",))
             size = 4 * sum(g.size for g in jax.tree.leaves(want[1]))
             ring = 2 * (data - 1) / data

@@ -19,7 +19,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
 from glm5_jax import sharding
 from glm5_jax.model import attention, transformer
-from glm5_jax.scale import chips, inputs, markdown, programs
+from glm5_jax.scale import inputs, markdown, programs, slice_devices
 from glm5_jax.training import accumulation
 from glm5_jax.training import program as program_lib
 
@@ -54,7 +54,9 @@ class Listing:
         kinds = inputs.by_kind(list(self.arrays))
         given = sum(n for k, n in kinds.items() if not k.startswith(MADE_BY_THE_STEP))
         kinds |= {"all arguments": given, "all of these": sum(kinds.values())}
-        return [(kind, f"{size / chips.GIB:.4g}") for kind, size in kinds.items()]
+        return [
+            (kind, f"{size / slice_devices.GIB:.4g}") for kind, size in kinds.items()
+        ]
 
     def text(self) -> str:
         """Writes it for a terminal."""
@@ -102,7 +104,7 @@ def make(
       InputError: topology, mesh, program or depth cannot be.
     """
     config = programs.changed(config, num_slices, depth)
-    mesh = chips.abstract_mesh(config.mesh, topology)
+    mesh = slice_devices.abstract_mesh(config.mesh, topology)
     programs.require_whole_rows(config, mesh.shape)
     sizes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1)
     slices = f" x {config.mesh.slices} slices" if config.mesh.slices > 1 else ""

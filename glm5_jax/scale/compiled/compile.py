@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from glm5_jax.scale import chips, inputs, programs
+from glm5_jax.scale import inputs, programs, slice_devices
 from glm5_jax.scale.compiled import flops
-from glm5_jax.scale.hlo import collectives, hbm, liveness
+from glm5_jax.scale.hlo import communication, hbm, liveness
 from glm5_jax.scale.hlo import parser as hlo
 
 
@@ -37,7 +37,7 @@ class Compiled:
     arrays: list[inputs.Array]
     peak: liveness.Peak  # an estimate of what `temporaries` hold
     temporaries: list[liveness.Temporary]
-    traffic: collectives.Traffic
+    traffic: communication.Traffic
     hbm_bytes: float  # read and written in a run, at an even load of the experts
     flops: flops.Flops
     trace_seconds: float
@@ -96,7 +96,7 @@ def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
         arrays=arrays,
         peak=liveness.peak(module),
         temporaries=liveness.temporaries(module),
-        traffic=collectives.find(module, dict(job.mesh.shape), num_slices),
+        traffic=communication.find(module, dict(job.mesh.shape), num_slices),
         hbm_bytes=hbm.traffic(module, job.mesh.shape["expert"]),
         flops=work,
         trace_seconds=traced_at - began,
@@ -119,7 +119,9 @@ def overflow(
         Allocation(
             _bytes(size),
             shape,
-            collectives.scope(name.group(1)) if (name := _OP_NAME.search(text)) else "",
+            communication.scope(name.group(1))
+            if (name := _OP_NAME.search(text))
+            else "",
         )
         for size, text, shape in re.findall(
             r"Size: ([\d.]+\w)(.*?)Shape: ([^\n]+)", message, re.DOTALL
@@ -156,6 +158,6 @@ def _sizes(compiled: Any) -> Sizes:
 
 def _bytes(text: str) -> float:
     """Reads "51.88G", as libtpu writes GiB."""
-    units = {"K": 2**10, "M": 2**20, "G": chips.GIB, "T": 2**40}
+    units = {"K": 2**10, "M": 2**20, "G": slice_devices.GIB, "T": 2**40}
     number, unit = float(text[:-1]), text[-1]
     return number * units[unit] if unit in units else float(text.rstrip("B"))

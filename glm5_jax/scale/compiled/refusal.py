@@ -11,7 +11,7 @@ from typing import Any
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips
+from glm5_jax.scale import slice_devices
 from glm5_jax.scale.compiled import arrays
 from glm5_jax.scale.estimate import memory, setting
 
@@ -91,7 +91,9 @@ def _by_shapes(
     is_known: bool,
 ) -> Iterator[str]:
     """Sentences on what a training step makes, without the compiler."""
-    found = arrays.of_program(config, chips.abstract_mesh(config.mesh, topology))
+    found = arrays.of_program(
+        config, slice_devices.abstract_mesh(config.mesh, topology)
+    )
     made = [a for a in found if a.kind.startswith(arrays.MADE_BY_THE_STEP)]
     made.sort(key=lambda array: -array.device_bytes)
     names = [f"{_gib(a.device_bytes)} {a.name}" for a in made[:NUM_NAMED]]
@@ -107,7 +109,7 @@ def _by_shapes(
 def _estimate(config: config_lib.TrainConfig, topology: str) -> memory.Memory:
     num_devices = mesh_lib.num_devices(topology, config.mesh.slices)
     sizes = mesh_lib.axis_sizes(config.mesh, num_devices)
-    return memory.of(setting.Setting(config, sizes, chips.named(topology)))
+    return memory.of(setting.Setting(config, sizes, slice_devices.named(topology)))
 
 
 def _changes(
@@ -205,4 +207,4 @@ def _of_serving(mesh: Mapping[str, int]) -> list[str]:
 
 
 def _gib(size: float | int) -> str:
-    return f"{size / chips.GIB:.3g} GiB"
+    return f"{size / slice_devices.GIB:.3g} GiB"

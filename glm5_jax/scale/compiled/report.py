@@ -9,14 +9,14 @@ import jax
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips, inputs, markdown, programs, roofline
+from glm5_jax.scale import inputs, markdown, programs, roofline, slice_devices
 from glm5_jax.scale.compiled import compile as compile_lib
 from glm5_jax.scale.compiled import refusal as refusal_lib
 from glm5_jax.training.reporting import accounting
 from glm5_jax.training.run import host_memory
 
 NUM_SHOWN = 12  # largest arrays in a table
-GIB = chips.GIB
+GIB = slice_devices.GIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def make(
         "largest_arguments": _rows(made.arrays, "device_bytes"),
         "largest_replicated": _rows(inputs.replicated(made.arrays), "device_bytes"),
         "flops_by_kind": made.flops.by_kind,
-        "device": _peaks(chips.of_mesh(mesh)),
+        "device": _peaks(slice_devices.of_mesh(mesh)),
         "versions": _versions(),
     }
     refusal = ""
@@ -108,7 +108,7 @@ def _setting(
         "num_hidden_layers": config.model.num_hidden_layers,
         "sequence_length": config.data.sequence_length,
         "tokens": job.num_tokens,
-        "hbm_limit_gib": chips.of_mesh(job.mesh).hbm_limit_gib,
+        "hbm_limit_gib": slice_devices.of_mesh(job.mesh).hbm_limit_gib,
     }
 
 
@@ -116,7 +116,11 @@ def _compiled(
     config: config_lib.TrainConfig, job: programs.Job, made: compile_lib.Compiled
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns figures and tables of a program that compiled."""
-    device, sizes, slices = chips.of_mesh(job.mesh), made.sizes, config.mesh.slices
+    device, sizes, slices = (
+        slice_devices.of_mesh(job.mesh),
+        made.sizes,
+        config.mesh.slices,
+    )
     roof = roofline.roofline(
         job.mesh, made.flops.total, made.hbm_bytes, made.traffic, slices
     )
@@ -195,7 +199,7 @@ def _rows(items: list[Any], size: str) -> list[dict[str, Any]]:
     return [dataclasses.asdict(item) for item in ordered[:NUM_SHOWN]]
 
 
-def _peaks(device: chips.Device) -> dict[str, Any]:
+def _peaks(device: slice_devices.Device) -> dict[str, Any]:
     return {
         "name": device.chip.name,
         "bf16_tflops": device.chip.reachable_tflops,

@@ -13,7 +13,7 @@ import jax
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
-from glm5_jax.scale import chips, inputs, programs
+from glm5_jax.scale import inputs, programs, slice_devices
 from glm5_jax.scale.estimate import setting as setting_lib
 
 Setting = setting_lib.Setting
@@ -193,7 +193,7 @@ def _arguments(
     config: config_lib.TrainConfig,
 ) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
     """Kind, bytes and mesh axes of every argument."""
-    mesh = chips.abstract_mesh(config.mesh, "v5e:1x1")
+    mesh = slice_devices.abstract_mesh(config.mesh, "v5e:1x1")
     job = programs.make(config, mesh)
     arrays = inputs.arguments(job.arguments, job.names)
     leaves = jax.tree.leaves(job.arguments)

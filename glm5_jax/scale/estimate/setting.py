@@ -12,7 +12,7 @@ from glm5_jax import collectives, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
 from glm5_jax.model import block, layers, transformer
-from glm5_jax.scale import chips
+from glm5_jax.scale import slice_devices
 from pallas_kernels import selection
 
 
@@ -53,7 +53,7 @@ class Setting:
 
     config: config_lib.TrainConfig
     sizes: Mapping[str, int]
-    device: chips.Device
+    device: slice_devices.Device
 
     def over(self, *axes: str) -> int:
         """Devices along some mesh axes."""

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips
+from glm5_jax.scale import slice_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ def devices(topology: str, num_slices: int = 1) -> list[Device]:
     lengths = [*map(int, shape.split("x")), 1][:3]
     cores = mesh_lib.DEVICES_OF_A_CHIP.get(kind, 1)
     ranges = (range(num_slices), *map(range, reversed(lengths)), range(cores))
-    name = chips.named(topology).chip.device_kind
+    name = slice_devices.named(topology).chip.device_kind
     return [
         Device(i, place[3:0:-1], place[-1], place[0], name)
         for i, place in enumerate(itertools.product(*ranges))

@@ -1,6 +1,6 @@
 """Collectives of a training step and their bytes, from shapes alone.
 
-Bytes are those that a device puts on its links, as in ../hlo/collectives.py.
+Bytes are those that a device puts on its links, as in ../hlo/communication.py.
 Every function is one reason to send. Gradients go back the same way: the gradient of a
 gather is a scattered sum.
 """
@@ -15,27 +15,27 @@ from glm5_jax.model import transformer
 from glm5_jax.optim import matrix_groups
 from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.scale.estimate import setting as setting_lib
-from glm5_jax.scale.hlo import collectives
+from glm5_jax.scale.hlo import communication
 
 Setting = setting_lib.Setting
-Collective = collectives.Collective
+Collective = communication.Collective
 GATHER, SCATTER = "all-gather", "reduce-scatter"
 REDUCE, EXCHANGE = "all-reduce", "all-to-all"
 
 
-def of(setting: Setting) -> collectives.Traffic:
+def of(setting: Setting) -> communication.Traffic:
     """Returns all collectives of a step that send anything."""
     terms = (layers, mtp, tokens, keys, words, shares)
     of_a_part = (c for term in terms for c in term(setting))
     of_all = *replicas(setting), *optimizer(setting)
     found = (*(_times(c, setting.parts) for c in of_a_part), *of_all)
-    return collectives.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
+    return communication.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
 
 
-def of_tokens(setting: Setting) -> collectives.Traffic:
+def of_tokens(setting: Setting) -> communication.Traffic:
     """Returns the collectives that bring tokens to their experts and back."""
     found = (_times(c, setting.parts) for c in tokens(setting))
-    return collectives.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
+    return communication.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
 
 
 def layers(s: Setting) -> Iterator[Collective]:
@@ -208,7 +208,7 @@ def _reduced(s: Setting, axis: str, size: int, count: int) -> Iterator[Collectiv
     scope = "replicas"
     yield _made(REDUCE, (axis,), "backward", size, count, scope, within)
     if slices > 1:
-        across = (collectives.DCN,)
+        across = (communication.DCN,)
         yield _made(REDUCE, across, "backward", size, count, scope, slices)
 
 
@@ -243,7 +243,7 @@ def _made(
     scope: str,
     n: int,
 ) -> Collective:
-    wire = collectives.KINDS[kind] * size * (n - 1) / n * count
+    wire = communication.KINDS[kind] * size * (n - 1) / n * count
     return Collective(kind, axes, phase, scope, "", n, count, wire)
 
 

@@ -10,7 +10,7 @@ total was between 20% less and 9% more on programs of some GiB.
 import dataclasses
 import functools
 
-from glm5_jax.scale.hlo import collectives
+from glm5_jax.scale.hlo import communication
 from glm5_jax.scale.hlo import parser as hlo
 
 Buffer = tuple[str, str]  # computation, instruction
@@ -48,7 +48,7 @@ def temporaries(module: hlo.Module) -> list[Temporary]:
         i = module.computations[computation][name]
         shapes = [shape for shape, _, is_hbm in hlo.shapes(i.type) if is_hbm]
         key = (shapes[0] if shapes else "", size)
-        count, scope = found.get(key, (0, collectives.scope(i.op_name)))
+        count, scope = found.get(key, (0, communication.scope(i.op_name)))
         found[key] = count + 1, scope
     rows = [Temporary(*key, *value) for key, value in found.items()]
     return sorted(rows, key=lambda row: -row.num_bytes * row.count)

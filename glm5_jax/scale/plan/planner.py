@@ -16,11 +16,11 @@ from typing import Any
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips, markdown, roofline
+from glm5_jax.scale import markdown, roofline, slice_devices
 from glm5_jax.scale.compiled import report
 from glm5_jax.scale.estimate import memory, search, torus, traffic, work
 from glm5_jax.scale.estimate import setting as setting_lib
-from glm5_jax.scale.hlo import collectives
+from glm5_jax.scale.hlo import communication
 from glm5_jax.training.reporting import accounting
 
 # Share of the seconds that the slowest resource could hide and, we assume, does not.
@@ -41,13 +41,13 @@ class Plan:
     @property
     def arguments_gib(self) -> float:
         """Parameters, moments and batch."""
-        return sum(self.memory.arguments.values()) / chips.GIB
+        return sum(self.memory.arguments.values()) / slice_devices.GIB
 
     @property
     def needed_gib(self) -> float:
         """GiB with a margin for the error of the estimated temporaries."""
         margin = memory.TOLERANCE * self.memory.temporaries
-        return (self.memory.total + margin) / chips.GIB
+        return (self.memory.total + margin) / slice_devices.GIB
 
     @property
     def fits(self) -> bool:
@@ -55,14 +55,14 @@ class Plan:
         return self.needed_gib <= self.setting.device.hbm_limit_gib
 
     @functools.cached_property
-    def traffic(self) -> collectives.Traffic:
+    def traffic(self) -> communication.Traffic:
         """The collectives of a step."""
         return traffic.of(self.setting)
 
     @property
     def wire_gib(self) -> float:
         """Bytes that leave a device in a step."""
-        return sum(c.wire_bytes for c in self.traffic.collectives) / chips.GIB
+        return sum(c.wire_bytes for c in self.traffic.collectives) / slice_devices.GIB
 
     @functools.cached_property
     def roofline(self) -> roofline.Roofline:
@@ -70,7 +70,7 @@ class Plan:
         return _timed(
             self,
             sum(work.flops(self.setting).values()),
-            work.hbm_bytes(self.setting, self.arguments_gib * chips.GIB),
+            work.hbm_bytes(self.setting, self.arguments_gib * slice_devices.GIB),
             self.traffic,
         )
 
@@ -168,7 +168,7 @@ def estimate(config: config_lib.TrainConfig, topology: str) -> Plan:
     """A config's memory; time is computed when it is asked for."""
     num_devices = mesh_lib.num_devices(topology, config.mesh.slices)
     sizes = mesh_lib.axis_sizes(config.mesh, num_devices)
-    setting = setting_lib.Setting(config, sizes, chips.named(topology))
+    setting = setting_lib.Setting(config, sizes, slice_devices.named(topology))
     return Plan(topology, config, setting, memory.of(setting))
 
 
@@ -178,7 +178,7 @@ def row(plan: Plan) -> dict[str, Any]:
     tokens = setting.parts * setting.tokens / setting.over("tensor")
     model = accounting.flops_per_token(setting.model, setting.keys) * tokens
     sent = {axes: wire for (axes,), (_, wire) in plan.traffic.total("axes").items()}
-    gib = lambda sizes: {k: round(v / chips.GIB, 3) for k, v in sizes.items()}
+    gib = lambda sizes: {k: round(v / slice_devices.GIB, 3) for k, v in sizes.items()}
     return {
         "mesh": dict(setting.sizes),
         "slices": plan.config.mesh.slices,
@@ -188,7 +188,7 @@ def row(plan: Plan) -> dict[str, Any]:
         "arguments_gib": gib(plan.memory.arguments),
         "worst_moment": plan.memory.worst,
         "temporaries_gib": gib(plan.memory.moments[plan.memory.worst]),
-        "total_gib": round(plan.memory.total / chips.GIB, 2),
+        "total_gib": round(plan.memory.total / slice_devices.GIB, 2),
         "fits": plan.fits,
         "wire_gib": gib(sent),
         "flops": work.flops(setting),
@@ -201,13 +201,13 @@ def row(plan: Plan) -> dict[str, Any]:
 
 
 def _timed(
-    plan: Plan, flops: float, hbm_bytes: float, sent: collectives.Traffic
+    plan: Plan, flops: float, hbm_bytes: float, sent: communication.Traffic
 ) -> roofline.Roofline:
     mesh, slices = torus.mesh(plan.config.mesh, plan.topology), plan.config.mesh.slices
     return roofline.roofline(mesh, flops, hbm_bytes, _merged(sent), slices)
 
 
-def _merged(found: collectives.Traffic) -> collectives.Traffic:
+def _merged(found: communication.Traffic) -> communication.Traffic:
     """Merges the collectives of a kind and axes: a route is found once."""
     sums: dict[tuple, float] = {}
     for c in found.collectives:
@@ -216,7 +216,7 @@ def _merged(found: collectives.Traffic) -> collectives.Traffic:
     merged = (
         dataclasses.replace(first[key], wire_bytes=wire) for key, wire in sums.items()
     )
-    return collectives.Traffic(tuple(merged), ())
+    return communication.Traffic(tuple(merged), ())
 
 
 def _best(config: config_lib.TrainConfig, topology: str) -> Plan:
@@ -258,4 +258,4 @@ def _refusal(config_name: str, least: Plan, topology: str) -> str:
 
 def _parts(plan: Plan) -> Iterator[tuple[str, float]]:
     for name, size in plan.memory.moments[plan.memory.worst].items():
-        yield name, size / chips.GIB
+        yield name, size / slice_devices.GIB

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips, markdown
+from glm5_jax.scale import markdown, slice_devices
 from glm5_jax.scale.estimate import memory
 from glm5_jax.scale.plan import planner
 
@@ -122,5 +122,5 @@ def _notes() -> tuple[str, ...]:
 
 
 def _limits() -> str:
-    devices = chips.DEVICES.values()
+    devices = slice_devices.DEVICES.values()
     return ", ".join(f"{d.chip.name} {d.hbm_limit_gib} GiB" for d in devices)

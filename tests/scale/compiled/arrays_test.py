@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
-from glm5_jax.scale import chips, inputs, programs
+from glm5_jax.scale import inputs, programs, slice_devices
 from glm5_jax.scale.compiled import arrays
 from glm5_jax.training.reporting import accounting
 from tests import environment
@@ -27,7 +27,7 @@ CONFIG = config_lib.TrainConfig(
 
 def listed(program="train", **changes):
     config = dataclasses.replace(CONFIG, **changes)
-    mesh = chips.abstract_mesh(config.mesh, "v5p:2x2x2")
+    mesh = slice_devices.abstract_mesh(config.mesh, "v5p:2x2x2")
     return arrays.of_program(config, mesh, program)
 
 
@@ -142,7 +142,7 @@ class ListingTest(parameterized.TestCase):
     def test_sums_are_of_what_is_listed(self):
         listing = arrays.make(CONFIG, "name", "v5p:2x2x2")
         sums = dict(listing.sums)
-        total = sum(a.device_bytes for a in listing.arrays) / chips.GIB
+        total = sum(a.device_bytes for a in listing.arrays) / slice_devices.GIB
         self.assertEqual(sums["all of these"], f"{total:.4g}")
         lines = listing.text().splitlines()
         self.assertIn("mesh fsdp 2 x expert 2 x context 2", lines[0])

@@ -7,7 +7,7 @@ import re
 from absl.testing import parameterized
 
 from glm5_jax import command_line
-from glm5_jax.scale import chips, inputs, programs
+from glm5_jax.scale import inputs, programs, slice_devices
 from glm5_jax.scale.compiled import refusal
 from glm5_jax.scale.plan import planner
 from tests import environment
@@ -26,7 +26,7 @@ def config_of(depth=5, name="glm5_pretrain.py", **overrides):
 
 
 def refused(config, topology=TOPOLOGY, program="train", **tables):
-    mesh = chips.abstract_mesh(config.mesh, topology)
+    mesh = slice_devices.abstract_mesh(config.mesh, topology)
     job = programs.make(config, mesh, program)
     found = inputs.arguments(job.arguments, job.names)
     found.sort(key=lambda array: -array.device_bytes)

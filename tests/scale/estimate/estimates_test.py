@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.scale import chips, programs
+from glm5_jax.scale import programs, slice_devices
 from glm5_jax.scale.estimate import memory, setting, traffic, work
 from tests import environment
 
@@ -43,7 +43,7 @@ def setting_of(config="configs/glm5_pretrain.py", topology="v5p:8x8x8", **given)
     made = programs.changed(arguments.train_config(), None, depth)
     devices = mesh_lib.num_devices(topology, made.mesh.slices)
     sizes = mesh_lib.axis_sizes(made.mesh, devices)
-    return setting.Setting(made, sizes, chips.named(topology))
+    return setting.Setting(made, sizes, slice_devices.named(topology))
 
 
 def setting_of_entry(entry):
@@ -55,7 +55,7 @@ def setting_of_entry(entry):
 
 def wire(s, *names):
     totals = traffic.of(s).total(*names)
-    return {key: size / chips.GIB for key, (_, size) in totals.items()}
+    return {key: size / slice_devices.GIB for key, (_, size) in totals.items()}
 
 
 class CompiledTest(parameterized.TestCase):
@@ -65,9 +65,9 @@ class CompiledTest(parameterized.TestCase):
     @parameterized.named_parameters(PROGRAMS)
     def test_memory(self, entry):
         found = memory.of(setting_of_entry(entry))
-        kept = sum(found.arguments.values()) / chips.GIB
+        kept = sum(found.arguments.values()) / slice_devices.GIB
         self.assert_near(kept, entry["hbm_args_gib"], ARGUMENTS)
-        made = found.temporaries / chips.GIB
+        made = found.temporaries / slice_devices.GIB
         self.assert_near(made, entry["hbm_temp_gib"], TEMPORARIES)
 
     @parameterized.named_parameters(PROGRAMS)
@@ -112,7 +112,7 @@ class CompiledTest(parameterized.TestCase):
         found = work.hbm_bytes(s, kept)
         if not entry["is_even_in_hbm"]:  # reports counted the buffers' rows before
             found += s.parts * work.unfilled_bytes(s)
-        found /= chips.GIB
+        found /= slice_devices.GIB
         self.assert_near(found, entry["hbm_traffic_gib"], HBM)
 
 
@@ -122,7 +122,7 @@ class TermsTest(parameterized.TestCase):
     def test_weights_of_experts_over_fsdp(self):
         s = setting_of()
         found = wire(s, "scope", "phase", "kind", "axes")
-        want = 75 * 3 * 6144 * 2048 * 256 / 8 * 2 / chips.GIB * 63 / 64
+        want = 75 * 3 * 6144 * 2048 * 256 / 8 * 2 / slice_devices.GIB * 63 / 64
         for phase, kind in (
             ("forward", "all-gather"),
             ("backward", "all-gather"),
@@ -134,7 +134,7 @@ class TermsTest(parameterized.TestCase):
     def test_tokens_over_expert(self):
         s = setting_of()
         found = wire(s, "scope", "phase", "kind")
-        a_layer = 4096 * 8 * 6144 * 2 / chips.GIB * 7 / 8
+        a_layer = 4096 * 8 * 6144 * 2 / slice_devices.GIB * 7 / 8
         for phase, kind, runs in (
             ("forward", "all-gather", 75 + 3),
             ("forward", "reduce-scatter", 75 + 3),
@@ -146,7 +146,7 @@ class TermsTest(parameterized.TestCase):
     def test_keys_over_context(self):
         given = {"mesh.fsdp": "16", "mesh.context": "4", "data.batch_size": "128"}
         found = wire(setting_of(**given), "scope", "phase", "kind", "axes")
-        a_layer = 4096 * (512 + 64 + 128) * 2 / chips.GIB * 3 / 4
+        a_layer = 4096 * (512 + 64 + 128) * 2 / slice_devices.GIB * 3 / 4
         got = found["attention", "forward", "all-gather", "context"]
         self.assertAlmostEqual(got, (78 + 3) * a_layer)
 
@@ -156,7 +156,9 @@ class TermsTest(parameterized.TestCase):
         for item, more in ((2, {}), (4, parted)):  # bytes; once, however many parts
             setting = setting_of(**given, **more, **{"data.batch_size": "4096"})
             found = wire(setting, "kind", "axes")
-            parameters = 753.9e9 / 256 * item / chips.GIB  # some over fsdp alone
+            parameters = (
+                753.9e9 / 256 * item / slice_devices.GIB
+            )  # some over fsdp alone
             for axis in ("data", "dcn"):  # two within a slice, two slices
                 got = found["all-reduce", axis]
                 self.assertAlmostEqual(got, parameters, delta=0.02 * parameters)

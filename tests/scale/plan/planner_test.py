@@ -11,7 +11,7 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
-from glm5_jax.scale import chips
+from glm5_jax.scale import slice_devices
 from glm5_jax.scale.compiled import arrays, report
 from glm5_jax.scale.estimate import memory, search, setting, torus
 from glm5_jax.scale.plan import planner, table
@@ -123,8 +123,8 @@ class TorusTest(parameterized.TestCase):
 
     def test_an_axis_of_the_mesh_lies_on_one_of_the_torus(self):
         mesh = torus.mesh(config_lib.MeshConfig(fsdp=16, expert=4), "v5p:4x4x4")
-        self.assertLen(chips.route(mesh, ("expert",)).torus, 1)
-        self.assertLen(chips.route(mesh, ("fsdp",)).torus, 2)
+        self.assertLen(slice_devices.route(mesh, ("expert",)).torus, 1)
+        self.assertLen(slice_devices.route(mesh, ("fsdp",)).torus, 2)
 
 
 class RankingTest(parameterized.TestCase):
@@ -172,7 +172,7 @@ class RankingTest(parameterized.TestCase):
         mesh = config_lib.MeshConfig(fsdp=16, expert=8)
         config = dataclasses.replace(LARGE, mesh=mesh)
         plan = planner._best(config, "v5p:4x4x8")
-        limit = chips.Device(plan.setting.device.chip, plan.needed_gib - 1, 4)
+        limit = slice_devices.Device(plan.setting.device.chip, plan.needed_gib - 1, 4)
         with mock.patch.object(chips, "named", return_value=limit):
             best = planner._best(config, "v5p:4x4x8")
         self.assertGreater(best.setting.chunks, plan.setting.chunks)
@@ -202,11 +202,13 @@ class MemoryTest(parameterized.TestCase):
     def test_arguments_are_those_of_the_listing(self):
         mesh = config_lib.MeshConfig(data=1, fsdp=4, expert=2, context=2)
         config = dataclasses.replace(SMALL, mesh=mesh)
-        listed = arrays.of_program(config, chips.abstract_mesh(mesh, "v5p:2x2x4"))
+        listed = arrays.of_program(
+            config, slice_devices.abstract_mesh(mesh, "v5p:2x2x4")
+        )
         given = [a for a in listed if a.kind not in arrays.MADE_BY_THE_STEP]
         given = [a for a in given if not a.kind.startswith("gradients")]
         sizes = mesh_lib.axis_sizes(mesh, 16)
-        s = setting.Setting(config, sizes, chips.named("v5p:2x2x4"))
+        s = setting.Setting(config, sizes, slice_devices.named("v5p:2x2x4"))
         self.assertEqual(
             sum(memory.arguments(s).values()), sum(a.device_bytes for a in given)
         )

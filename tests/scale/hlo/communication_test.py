@@ -11,7 +11,7 @@ from absl.testing import parameterized
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from glm5_jax.scale.hlo import collectives
+from glm5_jax.scale.hlo import communication
 from glm5_jax.scale.hlo import parser as hlo
 from tests import environment
 
@@ -35,7 +35,7 @@ def traffic_of(body):
     )
     x = jax.ShapeDtypeStruct((8 * N,), jnp.float32)
     text = jax.jit(function).lower(x).compile().as_text()
-    return collectives.find(hlo.parse(text), SIZES)
+    return communication.find(hlo.parse(text), SIZES)
 
 
 def repeated(body, *lengths):
@@ -147,7 +147,7 @@ class GroupsTest(parameterized.TestCase):
         ("all", "{}, to_apply=%add", list(range(8)), 8),
     )
     def test_syntaxes(self, text, first, num_in_all):
-        got = collectives.groups(f"(%x), replica_groups={text}", 8)
+        got = communication.groups(f"(%x), replica_groups={text}", 8)
         self.assertEqual(got, (first, num_in_all))
 
     def test_mesh_form_is_numpys(self):
@@ -155,7 +155,7 @@ class GroupsTest(parameterized.TestCase):
         ids = np.arange(48).reshape(2, 2, 3, 2, 2)  # b = 12 = 2 x 3 x 2
         want = ids.transpose(0, 1, 3, 4, 2).reshape(-1, 3)[0].tolist()
         text = "replica_groups=mesh['a'=2,'b'=12,'c'=2] {'b':(2)3}"
-        self.assertEqual(collectives.groups(text, 48)[0], want)
+        self.assertEqual(communication.groups(text, 48)[0], want)
 
 
 class LibtpuTest(parameterized.TestCase):
@@ -167,7 +167,7 @@ class LibtpuTest(parameterized.TestCase):
     def check(self, name, mesh, num_slices=1):
         module = hlo.parse((TEXTS / f"{name}.hlo").read_text())
         mesh = {"data": num_slices, **mesh, "tensor": 1, "context": 1}
-        traffic = collectives.find(module, mesh, num_slices)
+        traffic = communication.find(module, mesh, num_slices)
         self.assertEmpty(traffic.uncounted_loops)
         fsdp, expert = mesh["fsdp"], mesh["expert"]
         totals = traffic.total("kind", "axes")
@@ -214,7 +214,7 @@ class ScopeTest(parameterized.TestCase):
         ("bare", "jit(f)/jvp()/reduce_sum", ""),
     )
     def test_named_scopes_alone_are_left(self, op_name, want):
-        self.assertEqual(collectives.scope(op_name), want)
+        self.assertEqual(communication.scope(op_name), want)
 
 
 if __name__ == "__main__":
