@@ -20,6 +20,11 @@ GLM5_2 = dataclasses.replace(
     index_share_for_mtp_iteration=True,
     mtp_num_steps=7,
 )
+# MLA in DeepSeek-V3's dims, the paper's MLA-192 (2.1): GLM5's MLA-256 has a third fewer
+# heads, each wider.
+GLM5_MLA192 = dataclasses.replace(
+    GLM5, num_attention_heads=96, qk_nope_head_dim=128, v_head_dim=128
+)
 
 
 def small(hidden: int, layers: int, experts: int, vocab: int) -> config_lib.ModelConfig:
@@ -101,6 +106,7 @@ BENCH = config_lib.ModelConfig(
 MODELS = {
     "glm5": GLM5,
     "glm5_2": GLM5_2,
+    "glm5_mla192": GLM5_MLA192,
     "glm5_1m": GLM5_1M,
     "glm5_10m": GLM5_10M,
     "glm5_100m": GLM5_100M,

@@ -13,6 +13,7 @@ import jax
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
+from glm5_jax.config import attention as attention_config
 from glm5_jax.scale import inputs, programs, slice_devices
 from glm5_jax.scale.estimate import setting as setting_lib
 
@@ -153,13 +154,18 @@ def attention(s: Setting) -> float:
 
     Where keys are listed they are read as latents, which all heads share.
     """
+    return max(_attention(s, kind) for kind in s.layer_kinds)
+
+
+def _attention(s: Setting, kind: depth_lib.Kind) -> float:
     model = s.model
     heads = model.num_attention_heads // s.over("tensor")
-    if s.has_lists:
+    if s.has_lists and kind.index != "none":
         width = model.kv_lora_rank + model.qk_rope_head_dim
         return QUERIES * s.tokens * heads * width * s.item
-    a_token = heads * model.qk_head_dim * s.item
-    return a_token * (QUERIES * s.tokens + KEYS * s.rows * s.keys)
+    is_grouped = kind.attention in attention_config.GROUPED
+    width = model.variants.head_dim if is_grouped else model.qk_head_dim
+    return heads * width * s.item * (QUERIES * s.tokens + KEYS * s.rows * s.keys)
 
 
 def vocabulary(s: Setting) -> float:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator
 
 from glm5_jax import config as config_lib
+from glm5_jax import depth as depth_lib
+from glm5_jax.config import attention as attention_config
 from glm5_jax.model import transformer
 from glm5_jax.optim import matrix_groups
 from glm5_jax.optim import optimizer as optimizer_lib
@@ -89,17 +91,24 @@ def tokens(s: Setting) -> Iterator[Collective]:
 
 def keys(s: Setting) -> Iterator[Collective]:
     """Latents, rotated keys and indexer keys of a whole row, over context."""
+    for kind, count in (*s.layer_kinds.items(), (s.mtp_kind, s.mtp_steps)):
+        size = s.rows * s.keys * _key_width(s, kind) * s.item
+        for collective, phase in (
+            (GATHER, "forward"),
+            (GATHER, "backward"),
+            (SCATTER, "backward"),
+        ):
+            yield _one(s, collective, "context", phase, size, count, "attention")
+
+
+def _key_width(s: Setting, kind: depth_lib.Kind) -> int:
+    """Returns the numbers of a token that other devices' queries read."""
+    if kind.attention in attention_config.GROUPED:
+        sizes = s.model.variants
+        return 2 * sizes.num_key_value_heads * sizes.head_dim // s.over("tensor")
     width = s.model.kv_lora_rank + s.model.qk_rope_head_dim
-    if s.model.attention != "dense":
-        width += s.model.index_head_dim
-    size, count = s.rows * s.keys * width * s.item, sum(s.layer_kinds.values())
-    count += s.mtp_steps
-    for kind, phase in (
-        (GATHER, "forward"),
-        (GATHER, "backward"),
-        (SCATTER, "backward"),
-    ):
-        yield _one(s, kind, "context", phase, size, count, "attention")
+    has_index = kind.index != "none" and s.model.attention != "dense"
+    return width + s.model.index_head_dim * has_index
 
 
 def words(s: Setting) -> Iterator[Collective]:
@@ -141,7 +150,7 @@ def shares(s: Setting) -> Iterator[Collective]:
         has_shared = kind.has_experts and s.model.n_shared_experts > 0
         sums = count * (2 + again + 2 + has_shared)
         yield _one(s, REDUCE, "tensor", "forward", s.state, sums, "shares")
-        if s.has_indexer_loss:
+        if s.has_indexer_loss and kind.index != "none":
             for size in (queries, keys):
                 times = count * (1 + again)
                 yield _one(s, GATHER, "tensor", "forward", size, times, "shares")

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 
 from glm5_jax import depth as depth_lib
+from glm5_jax.model import attention as attention_lib
 from glm5_jax.optim import matrix_groups
 from glm5_jax.scale.estimate import setting as setting_lib
 from glm5_jax.scale.estimate import traffic
@@ -23,6 +24,9 @@ ROWS_READS = 5
 WHOLE_ROWS_READS = 8  # ... where all are one chunk, seen in three programs
 # Of a matrix in Newton-Schulz: five steps of three products, each read and written.
 MUON_READS = 30
+# Products of an attention's backward pass over those of its forward pass, where it has
+# keys and values of equal width and masks: scores twice, dp twice, dq, dk, dv.
+OTHERS_BACKWARD = 3.5
 # Of the latents on a list by the backward kernel: fetched, and sums read and written.
 LIST_READS = 4
 LOGITS_READS = 6  # of a chunk's float32 logits: exponents, sums, gradient
@@ -86,7 +90,8 @@ def attention(s: Setting) -> float:
     Forward: scores and outputs. Backward, as the kernels report it: scores, the
     gradients of the probabilities (as wide as the values), dq, dk and dv. The kernel
     for lists computes each of them once. Over all keys a second kernel computes dk and
-    dv, and the scores and the gradients of the probabilities again.
+    dv, and the scores and the gradients of the probabilities again. Variants count what
+    their files say.
     """
     model, keys = s.model, _visible(s)
     score, value = model.qk_head_dim, model.v_head_dim
@@ -98,7 +103,12 @@ def attention(s: Setting) -> float:
         backward = 3 * score + 2 * value
     heads = model.num_attention_heads // s.over("tensor")
     width = _forward(s) * (score + value) + backward
-    return 2.0 * s.tokens * keys * heads * width * sum(_layers(s).values())
+    total = 2.0 * s.tokens * keys * heads * width * _num_indexed(s)
+    for kind, count in _layers(s).items():
+        if kind.index == "none":
+            forward = attention_lib.make(model, kind).flops(s.keys) / s.over("tensor")
+            total += count * s.tokens * forward * (_forward(s) + OTHERS_BACKWARD)
+    return total
 
 
 def indexer(s: Setting) -> float:
@@ -108,7 +118,7 @@ def indexer(s: Setting) -> float:
     attention's own probabilities of all heads.
     """
     model = s.model
-    if model.attention == "dense":
+    if not model.has_indexer:
         return 0.0
     keys, width = _visible(s), model.index_n_heads * model.index_head_dim
     layers = sum(n for kind, n in _layers(s).items() if kind.owns_indexer)
@@ -119,7 +129,7 @@ def indexer(s: Setting) -> float:
             keys = min(keys, model.index_topk)
             a_head = model.kv_lora_rank + model.qk_rope_head_dim
         products = model.num_attention_heads * a_head + (1 + BACKWARD) * width
-        total += 2.0 * s.tokens * keys * products * sum(_layers(s).values())
+        total += 2.0 * s.tokens * keys * products * _num_indexed(s)
     return total * _forward(s)
 
 
@@ -146,7 +156,7 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
         once = sum(s.fetched(w) * w.item for w in weights)
         own = sum(s.fetched(w) * w.item for w in setting_lib.experts(weights))
         a_part += count * (passes * (once + own * s.chunks) + STATE_READS * s.state)
-        a_part += count * listed_bytes(s)
+        a_part += count * listed_bytes(s) * (kind.index != "none")
         if kind.has_experts:
             reads = ROWS_READS * s.chunks if s.chunks > 1 else WHOLE_ROWS_READS
             a_part += count * passes * reads * rows_bytes(s)
@@ -211,6 +221,11 @@ def _visible(s: Setting) -> float:
 def _forward(s: Setting) -> int:
     """Forward passes of a layer's products: two where they are recomputed."""
     return 2 if s.model.remat_policy == "full" else 1
+
+
+def _num_indexed(s: Setting) -> int:
+    """Counts the runs of layers with GLM-5's attention, which an index may direct."""
+    return sum(n for kind, n in _layers(s).items() if kind.index != "none")
 
 
 def _layers(s: Setting) -> Mapping[depth_lib.Kind, int]:

@@ -143,6 +143,32 @@ class TermsTest(parameterized.TestCase):
         ):
             self.assertAlmostEqual(found["moe", phase, kind], runs * a_layer)
 
+    def test_attention_variants(self):
+        """Scores and keys are those of the window, and of the key heads."""
+        row = {"mesh.fsdp": "16", "mesh.context": "4", "data.batch_size": "128"}
+        dense = setting_of(**row, **{"model.attention": "dense"})
+        sizes = {"model.variants.sliding_window": "512"}
+        of_all = {}
+        for name in ("latent_sliding", "grouped", "grouped_sliding"):
+            types = {"model.layer_types": str((name,) * 78)}
+            of_all[name] = setting_of(**row, **sizes, **types)
+        mean = (512 * 513 / 2 + (4096 - 512) * 512) / 4096  # keys of a query
+        forward = 2.0 * dense.tokens * (78 + 3) * 64
+        for name, keys, width in (
+            ("latent_sliding", mean, 256 + 256),
+            ("grouped", 4097 / 2, 2 * 128),
+            ("grouped_sliding", mean, 2 * 128),
+        ):
+            s = of_all[name]
+            passes = work.OTHERS_BACKWARD + (2 if s.model.remat_policy == "full" else 1)
+            got = work.attention(s)
+            self.assertAlmostEqual(got / (forward * keys * width * passes), 1, 5)
+            self.assertEqual(work.indexer(s), 0)
+            rows = wire(s, "scope", "axes")["attention", "context"]
+            latents = wire(dense, "scope", "axes")["attention", "context"]
+            wider = 2048 / 576 if name.startswith("grouped") else 1
+            self.assertAlmostEqual(rows / latents, wider)
+
     def test_keys_over_context(self):
         given = {"mesh.fsdp": "16", "mesh.context": "4", "data.batch_size": "128"}
         found = wire(setting_of(**given), "scope", "phase", "kind", "axes")
