@@ -91,9 +91,8 @@ class ProblemsTest(parameterized.TestCase):
         ("small_products", "calculator:2"),
     )
     def test_splits_are_disjoint(self, name):
-        count = (
-            2000 if ":" in name else 1000
-        )  # a named size: few problems, each drawn often
+        # A named size: few problems, each drawn often.
+        count = 1000 if ":" in name else 150
         train = [p for seed in (0, 1) for p in draw(name, "train", count, seed)]
         held_out = draw(name, "held_out", count, seed=0)
         asked = [{prompt(p) for p in part} for part in (train, held_out)]
@@ -101,8 +100,8 @@ class ProblemsTest(parameterized.TestCase):
         self.assertGreater(len(asked[1]), 5)
 
     def test_splits_do_not_depend_on_the_size(self):
-        short = {prompt(p) for p in draw("reverse:2", "held_out", 500)}
-        mixed = {prompt(p) for p in draw("reverse:2-3", "train", 5000)}
+        short = {prompt(p) for p in draw("reverse:2", "held_out", 300)}
+        mixed = {prompt(p) for p in draw("reverse:2-3", "train", 2000)}
         self.assertEmpty(short & mixed)
         self.assertTrue(any(len(text) == len("reverse ab") for text in mixed))
 
@@ -118,8 +117,8 @@ class ProblemsTest(parameterized.TestCase):
         ),
     )
     def test_the_mirror_image_is_in_the_same_split(self, name, mirrored):
-        train = {prompt(p) for p in draw(name, "train", 5000)}
-        held_out = {prompt(p) for p in draw(name, "held_out", 1000)}
+        train = {prompt(p) for p in draw(name, "train", 1500)}
+        held_out = {prompt(p) for p in draw(name, "held_out", 300)}
         self.assertEmpty(train & {mirrored(text) for text in held_out})
 
     def test_sizes(self):
