@@ -1,6 +1,5 @@
 """What tests of whole runs share: a folder, a mesh of few devices, what a run left."""
 
-import functools
 import math
 import pathlib
 import tempfile
@@ -14,6 +13,12 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax.checkpoint import manager
 from glm5_jax.model import transformer
 from glm5_jax.training import program as program_lib
+from glm5_jax.training.reporting import plot
+
+DRAW = plot.plot_losses
+# What the training step reads of a config, besides the shapes of a batch.
+READ_BY_STEP = ("stage", "num_steps", "model", "optim", "loss", "rl", "mesh")
+COMPILED = {}  # steps on one device, by these
 
 
 class FolderTest(parameterized.TestCase):
@@ -28,12 +33,16 @@ class FolderTest(parameterized.TestCase):
 
 
 class OneDeviceTest(FolderTest):
-    """Runs on one device, which compiles faster; training/mesh_test.py has meshes."""
+    """Runs on one device, which compiles faster; training/mesh_test.py has meshes.
+
+    They do not draw loss.png, which takes longer than their steps: `DRAW` does.
+    """
 
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
         cls.enterClassContext(use_devices())
+        cls.enterClassContext(mock.patch.object(plot, "plot_losses"))
 
 
 def use_devices(**sizes):
@@ -42,13 +51,19 @@ def use_devices(**sizes):
 
 
 def compile_once(config):
-    """Patches the compilation of runs: all must have the program of `config`."""
+    """Patches the compilation of runs: all get the program of `config`.
+
+    Files whose configs differ in nothing that the step reads share it.
+    """
     program = program_lib.make_program(config, first_devices())
-    compiled = mock.Mock(compile=functools.cache(program.lower().compile))
+    read = *(getattr(config, name) for name in READ_BY_STEP), *program.batch.items()
+    if read not in COMPILED:
+        COMPILED[read] = program.lower().compile()
+    lowered = mock.Mock(compile=mock.Mock(return_value=COMPILED[read]))
 
     def lower(other):
         assert other.arguments == program.arguments
-        return compiled
+        return lowered
 
     return mock.patch.object(program_lib.Program, "lower", lower)
 

@@ -117,7 +117,7 @@ class AccidentTest(runs.OneDeviceTest):
             config, num_steps=12, eval_every=0, sample_tokens=0
         )
         cls.enterClassContext(mock.patch.object(health_lib, "MIN_LOSSES", 4))
-        cls.enterClassContext(runs.compile_once(cls.config))
+        cls.enterClassContext(runs.compile_once(config))  # of fewer steps
 
     def train(self, name, spoil=lambda batch, position: batch, **limits):
         """A run whose batches are spoilt by their position."""

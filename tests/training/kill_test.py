@@ -22,7 +22,7 @@ from glm5_jax import command_line
 from glm5_jax.checkpoint import manifest
 from glm5_jax.training import loop
 from glm5_jax.training import program as program_lib
-from glm5_jax.training.reporting import metrics
+from glm5_jax.training.reporting import metrics, plot
 from tests import environment, runs, small_configs
 
 KILLS = int(os.environ.get("GLM5_JAX_KILLS", "10"))
@@ -47,6 +47,7 @@ def live(config, workdir, compiled):
     with (
         runs.use_devices(),
         mock.patch.object(os, "fsync"),  # a kill loses nothing that was written
+        mock.patch.object(plot, "plot_losses"),
         mock.patch.object(program_lib.Program, "lower", return_value=lowered),
     ):
         loop.train(command_line.resolve(json.loads(config)), workdir)
@@ -82,6 +83,7 @@ class LivesTest(runs.FolderTest):
         config = dataclasses.replace(
             small_configs.text_run(cls.root / "corpus", cls.root / "cache"),
             num_steps=cls.num_steps,
+            model=small_configs.DENSE_MODEL,
             checkpoint_every=2,
             checkpoints_to_keep=2,
             eval_every=0,
@@ -110,7 +112,7 @@ class LivesTest(runs.FolderTest):
 
     def assert_same_end(self, *workdirs):
         """The same parameters and losses, bit for bit."""
-        params = [runs.params_of(w, small_configs.TEXT_MODEL) for w in workdirs]
+        params = [runs.params_of(w, small_configs.DENSE_MODEL) for w in workdirs]
         jax.tree.map(np.testing.assert_array_equal, *params)
         records = [metrics.read(w / "metrics.jsonl") for w in workdirs]
         self.assertEqual(

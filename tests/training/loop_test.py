@@ -22,7 +22,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, manifest
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.training import loop
-from glm5_jax.training.reporting import metrics
+from glm5_jax.training.reporting import metrics, plot
 from glm5_jax.training.run import signals
 from glm5_jax.training.run import state as run_lib
 from glm5_jax.weights import loading
@@ -40,7 +40,8 @@ class RunTest(runs.OneDeviceTest):
         cls.config = small_configs.text_run(cls.root / "corpus", cls.root / "cache")
         cls.enterClassContext(runs.compile_once(cls.config))
         cls.workdir = cls.root / "run"
-        cls.summary = loop.train(cls.config, cls.workdir)
+        with mock.patch.object(plot, "plot_losses", runs.DRAW):
+            cls.summary = loop.train(cls.config, cls.workdir)
 
     def copy(self, name):
         folder = self.root / name

@@ -23,19 +23,11 @@ import dataclasses
 
 from glm5_jax import command_line
 from tests import small_configs
-from tests.model import tiny
 
 def get_config():
     config = small_configs.mixture_run({web!r}, {code!r})
-    # Nothing is chosen by a largest value, which the last bit can decide.
-    model = tiny.model(
-        num_hidden_layers=1,
-        first_k_dense_replace=1,
-        num_nextn_predict_layers=0,
-        attention="dense",
-        vocab_size=260,
-    )
-    return command_line.to_config_dict(dataclasses.replace(config, model=model))
+    config = dataclasses.replace(config, model=small_configs.DENSE_MODEL)
+    return command_line.to_config_dict(config)
 """
 # The same partitioned program; only the order in which gloo adds may differ, which
 # updates carry on. Other tokens would change the loss by percents.
