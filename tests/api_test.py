@@ -79,7 +79,7 @@ class ApiTest(absltest.TestCase):
         ]
         self.assertEqual(targets.tolist(), expected)
 
-    def test_a_folder_gives_what_the_commands_read(self):
+    def test_a_folder_gives_the_model_that_the_commands_read(self):
         folder = GOLDEN / "chat_model"
         config, params, tokenizer = loading.load_model(folder)
         model = glm5_jax.load(folder)

@@ -405,7 +405,7 @@ class NamesTest(parameterized.TestCase):
                 )
 
     @parameterized.named_parameters(*_files(*MAX_FILE_LINES))
-    def test_what_is_public_has_a_docstring(self, path):
+    def test_public_names_have_docstrings(self, path):
         tree = _parse(path)
         bare = [
             getattr(node, "name", "the module")

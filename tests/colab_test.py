@@ -101,7 +101,7 @@ class NotebookTest(absltest.TestCase):
         cls.enterClassContext(cls.client.setup_kernel(cwd=cls.folder))
 
     def run_tiny(self, name, parameters):
-        """What a notebook prints with these parameters, and how many figures."""
+        """Returns a notebook's output with these parameters, and how many figures."""
         notebook = jupytext.read(ROOT / "colab" / name)
         (cell,) = (
             c for c in notebook.cells if PARAMETERS in c.metadata.get("tags", [])

@@ -38,7 +38,7 @@ class ResolveTest(parameterized.TestCase):
     def test_dataclass_to_config_dict_and_back(self):
         self.assertEqual(_resolve(), SMALL)
 
-    def test_config_dict_is_locked_and_takes_what_was_none(self):
+    def test_config_dict_is_locked_and_takes_values_for_none(self):
         tree = command_line.to_config_dict(SMALL)
         with self.assertRaisesRegex(AttributeError, "hidden_size"):
             tree.model.hidden_sise = 3
@@ -333,7 +333,7 @@ class AddressTest(parameterized.TestCase):
         ("convert", "--target=gs://bucket/model", "--source=."),
         ("prepare", "--target=s3://bucket/rows", "--source=."),
     )
-    def test_what_is_no_folder_is_not_written_to(self, name, folder, other):
+    def test_a_path_that_is_no_folder_is_not_written_to(self, name, folder, other):
         done = subprocess.run(
             [sys.executable, "-m", f"glm5_jax.{name}", folder, other],
             capture_output=True,
@@ -429,7 +429,7 @@ class RunTest(absltest.TestCase):
         )
         return done.returncode, done.stdout, done.stderr
 
-    def test_returns_what_main_returns(self):
+    def test_returns_the_value_of_main(self):
         code, out, _ = self._run("--config=a.py", "--size=0", "--config.b=1")
         self.assertEqual((code, out), (0, "0 a.py (('b', '1'),)\n"))
         code, _, _ = self._run("--size", "5")

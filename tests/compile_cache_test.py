@@ -1,4 +1,4 @@
-"""Where compiled programs are kept, and how to keep none."""
+"""The folder of compiled programs, and how to keep none."""
 
 import os
 import pathlib
@@ -21,7 +21,7 @@ class CompileCacheTest(absltest.TestCase):
         self.update = self.enterContext(mock.patch.object(jax.config, "update"))
 
     def enabled(self, value):
-        """What jax is told."""
+        """The settings that jax is given."""
         with flagsaver.flagsaver(compile_cache=value):
             compile_cache.enable()
         return dict(call.args for call in self.update.call_args_list)

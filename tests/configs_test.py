@@ -43,11 +43,11 @@ class ConfigsTest(parameterized.TestCase):
         ({"checkpoints_keep_best": 1, "eval_every": 0}, "got 100 and 0"),
         ({"checkpoints_keep_best": -1}, "must not be negative"),
     )
-    def test_what_is_kept_must_be_saved_and_evaluated(self, fields, message):
+    def test_kept_checkpoints_must_be_saved_and_evaluated(self, fields, message):
         with self.assertRaisesRegex(config_lib.InputError, message):
             config_lib.TrainConfig(**fields)
 
-    def test_what_is_saved_and_evaluated_can_be_kept(self):
+    def test_saved_and_evaluated_checkpoints_can_be_kept(self):
         config = config_lib.TrainConfig(
             model=presets.GLM5_1M, checkpoints_keep_every=300, checkpoints_keep_best=2
         )

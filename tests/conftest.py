@@ -109,7 +109,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With -n, a file is one worker's, which compiles its programs once."""
+    """Gives a file to one worker with -n, which compiles its programs once."""
     from xdist import scheduler
 
     if config.getvalue("dist") != "load":  # another one was asked for

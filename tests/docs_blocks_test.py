@@ -48,7 +48,7 @@ def blocks(path, language):
 
 
 def commands(path):
-    """What a page has us type after `python -m`, continued lines joined."""
+    """The commands of a page after `python -m`, continued lines joined."""
     text = path.read_text(encoding="utf-8")
     spans = re.findall(r"(?<!`)`([^`\n]*python -m [^`]*)`(?!`)", text)
     for block in [*spans, *blocks(path, "bash")]:
@@ -75,7 +75,7 @@ def flags_of(file):
 
 class BlocksTest(parameterized.TestCase):
     @parameterized.parameters(*PAGES)
-    def test_every_block_says_what_it_is(self, name):
+    def test_every_block_names_its_language(self, name):
         for note, language, text in BLOCK.findall(PAGES[name].read_text("utf-8")):
             if language.startswith("{"):  # a directive of the site
                 continue

@@ -1,4 +1,4 @@
-"""What the documents name is there: commands, modules, files of the repository."""
+"""The names in the documents exist: commands, modules, files of the repository."""
 
 import pathlib
 import re

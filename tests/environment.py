@@ -1,4 +1,4 @@
-"""What every test runs under: the CPU as 8 devices, and no rank promotion.
+"""The environment of every test: the CPU as 8 devices, and no rank promotion.
 
 conftest.py calls `configure` for pytest; a test file run alone calls `main`.
 """

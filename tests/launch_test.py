@@ -96,7 +96,7 @@ class SourceTest(parameterized.TestCase):
         self.assertNotIn("/", output)
 
     @parameterized.parameters(("tpu", "gke_jobset.yaml"), ("gpu", "slurm.sh"))
-    def test_image_is_made_of_what_is_here_and_used(self, chip, user):
+    def test_image_is_made_of_existing_files_that_it_uses(self, chip, user):
         folder = launch.ROOT / "launch"
         text = (folder / f"{chip}.Dockerfile").read_text()
         for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
@@ -107,7 +107,7 @@ class SourceTest(parameterized.TestCase):
         self.assertIn('\nENTRYPOINT ["python", "-m", "glm5_jax"]\n', text)
         self.assertIn(f"glm5_jax:{chip}", (folder / user).read_text())
 
-    def test_jobset_asks_for_what_the_topology_has(self):
+    def test_jobset_asks_for_the_chips_of_the_topology(self):
         yaml = pytest.importorskip("yaml")
         text = (launch.ROOT / "launch" / "gke_jobset.yaml").read_text()
         spec = yaml.safe_load(text)["spec"]
@@ -174,7 +174,7 @@ class RunTest(runs.FolderTest):
         self.assertEqual(code, 2, output)
         self.assertNotIn("restart", output)
 
-    def test_what_slurm_exports_is_enough(self):
+    def test_the_variables_of_slurm_are_enough(self):
         command = [sys.executable, "-m", "glm5_jax.train", f"--config={self.config}"]
         command += [f"--workdir={self.root / 'slurm'}", "--config.mesh.data=8"]
         children = [

@@ -21,7 +21,7 @@ def mesh_config(**axes):
 
 
 class MachineTest(parameterized.TestCase):
-    def test_data_takes_what_is_left(self):
+    def test_data_takes_the_remaining_devices(self):
         mesh = mesh_lib.make_mesh(mesh_config(fsdp=2, tensor=2))
         self.assertEqual(dict(mesh.shape)["data"], jax.device_count() // 4)
 
@@ -33,7 +33,7 @@ class MachineTest(parameterized.TestCase):
         ("three", {"slices": 3}, "must divide the devices, got 3 on 8; .* 2 or 4"),
         ("across", {"slices": 2, "fsdp": 8}, "set the other axes to 4 devices"),
     )
-    def test_what_does_not_fit_names_what_does(self, axes, message):
+    def test_a_mesh_that_does_not_fit_names_one_that_does(self, axes, message):
         with self.assertRaisesRegex(config_lib.InputError, message):
             mesh_lib.make_mesh(mesh_config(**axes))
 

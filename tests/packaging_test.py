@@ -76,7 +76,7 @@ class MetadataTest(absltest.TestCase):
             self.assertIn(extra, kernels["project"]["optional-dependencies"])
             self.assertIn(f'".[{extra}]"', readme)
 
-    def test_the_workflow_runs_what_a_merge_must_pass(self):
+    def test_the_workflow_runs_the_checks_of_a_merge(self):
         text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
         self.assertIn("- run: .ci/run\n", text)
 

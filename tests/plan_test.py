@@ -52,7 +52,7 @@ class PlanTest(parameterized.TestCase):
         self.assertNotIn("Traceback", result.stderr)
         self.assertEmpty(result.stdout)
 
-    def test_what_fits_nowhere_is_shown_and_refused(self):
+    def test_a_run_that_fits_nowhere_is_shown_and_refused(self):
         result = run(CONFIG, "--topology=v5p:2x2x2", "--batch_size=8", "--top=3")
         self.assertEqual(result.returncode, 2, result.stderr)
         self.assertIn("of which 0 fit", result.stdout)

@@ -1,4 +1,4 @@
-"""What tests of whole runs share: a folder, a mesh of few devices, what a run left."""
+"""Parts of tests of whole runs: a folder, a mesh of few devices, files of a run."""
 
 import math
 import pathlib

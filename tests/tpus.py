@@ -11,7 +11,7 @@ from glm5_jax import mesh as mesh_lib
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What mesh_utils asks of a TPU."""
+    """A TPU as mesh_utils sees it."""
 
     id: int
     coords: tuple[int, ...]

@@ -84,7 +84,7 @@ class FaultsTest(absltest.TestCase):
         self.assertEqual(code, 0)
         self.assertTrue(all("failure" not in row for row in mended.values()))
 
-    def test_what_time_cut_off_is_run_by_the_next_call(self):
+    def test_rows_that_time_cut_off_are_run_by_the_next_call(self):
         only = "--only=time,masked_mla"
         code, rows = self.run_with({NEXT: "hang"}, only, "--seconds=1")
         self.assertEqual(code, 3)

@@ -62,7 +62,7 @@ class CommandTest(faults_test.FaultsTestCase):
         self.assertEqual(self.names(), ["1", "2"])  # nothing was changed
 
     @parameterized.parameters("truncated", "manifest_without_files", "no_metadata")
-    def test_the_list_sees_what_is_missing(self, name):
+    def test_the_list_sees_missing_files(self, name):
         faults_test.DAMAGE[name](self.step_folder(2))
         code, rows = self.rows()
         self.assertEqual(code, 1)

@@ -81,7 +81,7 @@ class StagesTest(parameterized.TestCase):
         ("bits_per_byte", "pretrain", "eval/bits_per_byte", 1.0, 0.9, 1.1),
         ("success", "rl", "eval/success", 0.5, 0.6, 0.4),
     )
-    def test_a_run_stops_at_what_is_better(self, stage, metric, goal, better, worse):
+    def test_a_run_stops_at_a_better_value(self, stage, metric, goal, better, worse):
         config = make_config(stage, stop_metric=metric, stop_at=goal)
         for value, is_over in ((better, True), (goal, True), (worse, False)):
             self.assertEqual(config.has_reached({metric: value}), is_over)

@@ -46,7 +46,7 @@ class MendedSourceTest(runs.FolderTest):
         now = self.times()
         return {name for name in now if times.get(name) != now[name]}
 
-    def test_a_corrected_line_goes_on(self):
+    def test_resumes_after_a_line_is_corrected(self):
         good = (self.source / "1.jsonl").read_text(encoding="utf-8").splitlines()[5]
         self.replace_line("1.jsonl", 5, good[:-3])
         with self.assertRaisesRegex(config.InputError, "1.jsonl:6 is not JSON"):
@@ -58,7 +58,7 @@ class MendedSourceTest(runs.FolderTest):
         self.assertNoCommonElements(self.made_since(times), times)
         self.assert_as_if_new()
 
-    def test_a_changed_line_costs_its_part_even_of_what_is_finished(self):
+    def test_a_changed_line_costs_its_part_even_if_finished(self):
         self.prepare()
         times = self.times()
         self.replace_line("1.jsonl", 5, json.dumps({"text": "something shorter"}))
@@ -68,7 +68,7 @@ class MendedSourceTest(runs.FolderTest):
         self.assertLen(times, 6)
         self.assert_as_if_new()
 
-    def test_what_is_under_way_is_not_taken_for_finished(self):
+    def test_a_part_under_way_is_not_taken_for_finished(self):
         self.prepare()
         self.replace_line("2.jsonl", 39, '{"text": 3}')
         with self.assertRaisesRegex(config.InputError, "2.jsonl:40 must have a string"):
@@ -126,7 +126,7 @@ class MendedSourceTest(runs.FolderTest):
         self.prepare()
         self.assert_as_if_new()
 
-    def test_what_changes_meanwhile_is_named_and_made_again(self):
+    def test_a_source_that_changes_meanwhile_is_named_and_made_again(self):
         make = part_lib.make
 
         def change(*args, **kwargs):

@@ -146,7 +146,7 @@ class PipelineTest(parameterized.TestCase):
             self.assert_equal_batches(first, second)
         self.assertLen(list(self.make().eval_batches(1)), 1)
 
-    def test_fingerprint_names_what_differs(self):
+    def test_fingerprint_names_the_difference(self):
         base = self.make()
         self.assertEqual(self.make().fingerprint, base.fingerprint)
         # A new version invalidates every run; raise it only for a new order.

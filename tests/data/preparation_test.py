@@ -57,7 +57,7 @@ class PreparationTest(runs.FolderTest):
     def documents(self):
         return documents_lib.read_documents(str(self.source))
 
-    def test_what_is_there(self):
+    def test_files_of_a_prepared_folder(self):
         names = set(corpora.contents(self.whole))
         self.assertContainsSubset(
             {"index.json", "plan.json", "tokenizer.json", "train-00000.array_record"},
@@ -83,7 +83,7 @@ class PreparationTest(runs.FolderTest):
         again = corpora.make_prepared(self.source, self.target(), num_workers=3)
         self.assertEqual(corpora.contents(again), corpora.contents(self.whole))
 
-    def test_what_is_damaged_is_made_again_and_nothing_else(self):
+    def test_damaged_parts_are_made_again_and_no_others(self):
         folder = corpora.make_prepared(self.source, self.target())
         want = corpora.contents(folder)
         times = {p: p.stat().st_mtime_ns for p in folder.glob("train-*")}
@@ -316,7 +316,7 @@ class ErrorTest(parameterized.TestCase):
             "has nothing to train on",
         ),
     )
-    def test_what_cannot_be_leaves_nothing(self, changes, target, message):
+    def test_an_impossible_preparation_leaves_nothing(self, changes, target, message):
         folder = pathlib.Path(self.create_tempdir().full_path)
         (folder / "documents").mkdir()
         # sha256(b"h.jsonl:1") % 100 is 7: it is held out.

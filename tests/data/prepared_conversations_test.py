@@ -204,7 +204,7 @@ class PreparedConversationsTest(runs.FolderTest):
         ("clear_thinking", False),
         ("sequence_length", 64),
     )
-    def test_a_run_says_what_it_was_prepared_with(self, name, value):
+    def test_a_run_names_the_settings_of_its_preparation(self, name, value):
         message = rf"data.{name} must be .* got {value}; .*--{name}={value}"
         with self.assertRaisesRegex(config.InputError, message):
             self.open(self.whole, **{name: value})
@@ -218,7 +218,7 @@ class PreparedConversationsTest(runs.FolderTest):
         ({"source": "python"}, "holds no conversations: 'python'"),
         ({"source": "tasks:calculator"}, "'tasks:NAME', which is not prepared"),
     )
-    def test_what_does_not_fit_leaves_nothing(self, changes, message):
+    def test_a_folder_that_does_not_fit_leaves_nothing(self, changes, message):
         target = self.target()
         with self.assertRaisesRegex(config.InputError, message):
             self.prepare(target, **changes)

@@ -202,7 +202,7 @@ class PreparedTest(runs.FolderTest):
         ):
             self.assert_equal_batches(first, second)
 
-    def test_fingerprint_names_what_differs(self):
+    def test_fingerprint_names_the_difference(self):
         base = self.mix()
         self.assertEqual(self.mix().fingerprint, base.fingerprint)
         # A new version invalidates every run; raise it only for a new order.
@@ -221,7 +221,7 @@ class PreparedTest(runs.FolderTest):
             words = set(base.fingerprint.split()) ^ set(pipe.fingerprint.split())
             self.assertEqual({word.partition("=")[0] for word in words}, keys)
 
-    def test_what_does_not_fit_is_refused(self):
+    def test_a_folder_that_does_not_fit_is_refused(self):
         with self.assertRaisesRegex(config.InputError, "must be 32, .* got 64"):
             self.make(sequence_length=64)
         with self.assertRaisesRegex(

@@ -57,7 +57,7 @@ class FolderTest(parameterized.TestCase):
             documents_lib.parted(documents_lib.Document("a", "x"), percent), 1
         )
 
-    def test_what_would_never_end_or_has_no_name_is_refused(self):
+    def test_endless_or_nameless_sources_are_refused(self):
         folder = self.make_folder({"a.txt": "a"})
         os.mkfifo(f"{folder}/b.txt")
         with self.assertRaisesRegex(config.InputError, "b.txt is not a regular file"):

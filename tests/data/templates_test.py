@@ -74,7 +74,7 @@ class OracleTest(parameterized.TestCase):
                 self.assertEqual(prompt.tokens[: len(plain)], plain)
 
     @parameterized.parameters(*GOLDEN["parsed"])
-    def test_what_ids_spell_is_what_the_oracle_reads(self, name):
+    def test_ids_spell_the_text_that_the_oracle_reads(self, name):
         case = GOLDEN["parsed"][name]
         tools = GOLDEN["conversations"]["consecutive_results"]["tools"]
         message = template().parse(case["ids"], tools)
@@ -188,7 +188,7 @@ class TemplateTest(parameterized.TestCase):
             self.assertEqual(ids, whole.tokens[: len(ids)])
         self.assertEqual(ids, whole.tokens)
 
-    def test_bridge_ends_what_was_cut_off(self):
+    def test_bridge_ends_a_turn_that_was_cut_off(self):
         ours, letter = template(), TOKENIZER.encode("a")[0]
         tail = ids_of("<|user|>Hi<|assistant|><think>")
         end = TOKENIZER.eos_id
@@ -330,7 +330,7 @@ class ParseTest(parameterized.TestCase):
 
 class TruncateTest(parameterized.TestCase):
     @parameterized.parameters("tools", "consecutive_results", "several_turns")
-    def test_cuts_never_tear_what_belongs_together(self, name):
+    def test_cuts_never_tear_messages_that_belong_together(self, name):
         conversation = GOLDEN["conversations"][name]
         ours = template(clear=False)
         whole = ours.render(conversation["messages"], conversation["tools"], end=True)

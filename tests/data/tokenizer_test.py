@@ -116,7 +116,7 @@ class TokenizerTest(parameterized.TestCase):
             self.assertEqual(again.digest, first.digest)
             self.assertEqual(file.read_text(), whole)
 
-    def test_what_has_no_end_is_no_tokenizer(self):
+    def test_an_endless_file_is_no_tokenizer(self):
         with self.assertRaisesRegex(config.InputError, "/dev/zero: it is no regular"):
             tokenizer_lib.load("/dev/zero")
 
@@ -187,7 +187,7 @@ class CharacterTest(parameterized.TestCase):
         ("small_letters", tokenizers.normalizers.Lowercase(), "makes .def  f"),
         ("one_blank", tokenizers.normalizers.Replace("  ", " "), "makes .Def f"),
     )
-    def test_what_changes_a_text_is_refused(self, normalizer, message):
+    def test_a_normalizer_that_changes_a_text_is_refused(self, normalizer, message):
         with self.assertRaisesRegex(config.InputError, message):
             tokenizer_lib.Tokenizer(of_characters(normalizer))
 

@@ -87,7 +87,7 @@ class OwnTest(parameterized.TestCase):
         self.assertEqual(found[0].messages[-1]["role"], "assistant")
 
     @parameterized.named_parameters(*BROKEN)
-    def test_what_is_broken_is_one_message(self, text, message):
+    def test_a_broken_environment_is_one_message(self, text, message):
         name = self.module(f"{HEAD}{text}\n")
         with self.assertRaisesRegex(config.InputError, message) as caught:
             environments.make(f"{name}:Bits")

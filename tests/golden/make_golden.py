@@ -161,7 +161,7 @@ def to_storage(module: torch.nn.Module) -> None:
 
 
 class Recorder:
-    """What the layers chose, and how close the closest choice was."""
+    """The choices of the layers, and how close the closest one was."""
 
     def __init__(self, *modules: torch.nn.Module) -> None:
         self.modules = [m for module in modules for m in module.modules()]

@@ -446,7 +446,7 @@ class InputTest(parameterized.TestCase):
         ("top_p", [[3]], {"top_p": 0.0}, "top_p must lie in"),
         ("nan", [[3]], {"temperature": float("nan")}, "temperature must be finite"),
     )
-    def test_says_what_is_wrong(self, prompts, options, message):
+    def test_refuses_wrong_requests_by_name(self, prompts, options, message):
         options = {"max_new_tokens": 9} | options
         with self.assertRaisesRegex(config_lib.InputError, message):
             engine.generate({}, TINY, prompts, **options)

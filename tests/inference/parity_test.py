@@ -38,7 +38,7 @@ def whole_rows(config, rows):
 
 
 class ParityTest(parameterized.TestCase):
-    def test_scoring_finds_what_was_drawn(self):
+    def test_scoring_finds_the_drawn_tokens(self):
         self.check(num_slots=4, chunk=24)
 
     @pytest.mark.slow  # 10 s

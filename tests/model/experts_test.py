@@ -42,7 +42,7 @@ def loss(run, params, x, chosen, gates):
 
 @functools.cache
 def gradients(config):
-    """Of the loss, on the shards of the mesh in use; compiled once for all loads."""
+    """The gradient of the loss, on the mesh in use; compiled once for all loads."""
 
     def run(params, x, chosen, gates):
         return experts.run(params, config, x, chosen, gates)

@@ -332,7 +332,7 @@ class PrecisionTest(parameterized.TestCase):
         jax.tree.map(assert_close, got, want)
 
     def test_bfloat16_is_close_to_float32(self):
-        """Without a selection or routes that roundings could change."""
+        """Compares without a selection or routes that roundings could change."""
         config = dataclasses.replace(
             CONFIGS["one_layer"], attention="dense", num_experts_per_tok=8
         )

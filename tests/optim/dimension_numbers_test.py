@@ -30,7 +30,7 @@ class FromNamesTest(parameterized.TestCase):
         self.assertEqual(layout, dimension_numbers.Layout(batch, rows, cols))
 
     @parameterized.parameters("D", "L D", "D F Q", "L E F")
-    def test_what_is_no_matrix_is_refused(self, dims):
+    def test_arrays_without_matrices_are_refused(self, dims):
         with self.assertRaisesRegex(ValueError, "needs matrices"):
             dimension_numbers.from_names(tuple(dims.split()), True, {})
 
@@ -49,13 +49,13 @@ class DimensionNumbersTest(parameterized.TestCase):
         ("merged_in_this_order", 1, (2, 0), 3, ((), (1,), (2, 0))),
         ("scattered", -1, (1,), 5, ((0, 2, 3), (4,), (1,))),
     )
-    def test_what_is_not_named_is_batch(self, rows, cols, ndim, expected):
+    def test_dims_without_a_name_are_batch_dims(self, rows, cols, ndim, expected):
         numbers = dimension_numbers.DimensionNumbers(rows, cols)
         layout = numbers.layout(ndim)
         self.assertEqual((layout.batch, layout.rows, layout.cols), expected)
 
     @parameterized.parameters((0, 2, 2), (0, 0, 2), (0, -2, 2), ((), 0, 2), (0, 1, 0))
-    def test_what_is_no_matrix_is_refused(self, rows, cols, ndim):
+    def test_arrays_without_matrices_are_refused(self, rows, cols, ndim):
         numbers = dimension_numbers.DimensionNumbers(rows, cols)
         with self.assertRaisesRegex(ValueError, "must name different dims"):
             numbers.layout(ndim)

@@ -80,7 +80,7 @@ class PlanTest(parameterized.TestCase):
         for group in experts:
             self.assertEqual(group.work.flops, group.work.useful_flops)
 
-    def test_replicas_share_what_costs_more_than_to_gather_it(self):
+    def test_replicas_share_matrices_that_cost_more_than_to_gather_them(self):
         _, groups = plan(presets.GLM5, REPLICAS)
         experts = [group for group in groups if "expert" in group.stacks[0].batch_axes]
         self.assertEqual({group.shared for group in experts}, {("data",)})

@@ -122,7 +122,7 @@ class ResumeTest(parameterized.TestCase):
         {"offload_moments": True},
         {"moment_dtype": "bfloat16", "offload_moments": True},
     )
-    def test_goes_on_bit_for_bit(self, **fields):
+    def test_resumes_bit_for_bit(self, **fields):
         axes = {"fsdp": 4, "expert": 2}
         expected = Run(axes, **fields)([1, 2, 3, 4])
         first, second = Run(axes, **fields), Run(axes, **fields)

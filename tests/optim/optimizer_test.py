@@ -249,7 +249,7 @@ class UpdateIfFiniteTest(parameterized.TestCase):
         self.assertEqual(metrics["optim/skipped_in_a_row"], 0)
         self.assertEqual(metrics["optim/skipped_total"], 2)
 
-    def test_what_is_not_allowed_is_skipped_but_is_no_failure_in_a_row(self):
+    def test_a_forbidden_update_is_skipped_but_is_no_failure_in_a_row(self):
         opt, params, grads = make(), random_tree(0), random_tree(1)
         poisoned = dict(grads, norm=grads["norm"] * jnp.nan)
         state, update = opt.init(params), optimizer.update_if_finite

@@ -50,7 +50,7 @@ def make_inputs(num_queries, num_keys, seed=0):
 
 class SelectionTest(parameterized.TestCase):
     @parameterized.named_parameters(*SHAPES)
-    def test_tiled_selects_what_the_definition_selects(self, num_queries, num_keys):
+    def test_tiled_selects_as_the_definition_does(self, num_queries, num_keys):
         x = make_inputs(num_queries, num_keys)
         args = (*x["index"], x["lo"], x["hi"])
         for topk in (1, 17, num_keys + 3):

@@ -49,7 +49,7 @@ class BenchTest(parameterized.TestCase):
         self.assertEqual(out.count("\n"), 3 + len(rows))
         self.assertGreater(files[1].stat().st_size, 1000)
 
-    def test_captured_lists_are_what_is_attended(self):
+    def test_captured_lists_are_the_attended_keys(self):
         folder = pathlib.Path(self.create_tempdir().full_path)
         own = np.full((16, 64), -1, np.int32)
         own[:, 0] = np.arange(16)  # each query lists itself alone

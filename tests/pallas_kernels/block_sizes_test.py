@@ -20,7 +20,7 @@ class BlockSizesTest(parameterized.TestCase):
             jax.jit(lambda x: seen.append(read()) or x)(1.0)
         self.assertIs(seen[0], block_sizes.of(chip.name))
 
-    def test_an_unknown_chip_takes_what_fits_all(self):
+    def test_an_unknown_chip_takes_blocks_that_fit_all(self):
         """The least VMEM, and the parts of most cores."""
         safe, rows = block_sizes.tpu(), block_sizes.TPUS.values()
         self.assertEqual(safe.vmem_bytes, min(row.vmem_bytes for row in rows))
@@ -28,7 +28,7 @@ class BlockSizesTest(parameterized.TestCase):
         self.assertIs(block_sizes.gpu(), block_sizes.GPUS["h200"])
 
     @parameterized.parameters(*block_sizes.TPUS)
-    def test_blocks_divide_what_they_are_cut_from(self, chip):
+    def test_blocks_divide_their_dims(self, chip):
         row = block_sizes.TPUS[chip]
         for size in (*row.masked_mla, *row.indexer_kl):
             self.assertEqual(size & (size - 1), 0)  # a power of two

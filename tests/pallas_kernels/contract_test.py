@@ -261,7 +261,7 @@ class ClampTest(parameterized.TestCase):
             (sparse_mla, masked_mla, indexer_topk, decode_sparse_mla, grouped_matmul),
         ),
     )
-    def test_what_names_no_key_counts_as_nothing(self, name, ops):
+    def test_indices_of_no_key_count_as_nothing(self, name, ops):
         if name == "gpu_interpret" and not sparse_mla_gpu_test.CAN_INTERPRET:
             self.skipTest("needs triton, torch and TRITON_INTERPRET=1")
         x = inputs()

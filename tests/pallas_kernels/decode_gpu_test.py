@@ -104,7 +104,7 @@ class DecodeGpuTest(parameterized.TestCase):
             q = jnp.zeros((batch, 1, 64, 1))
             self.assertEqual(gpu_listed.num_splits(q, 2048), want)
 
-    def test_what_is_not_supported_says_so(self):
+    def test_refuses_unsupported_arguments_by_name(self):
         q, kv = jnp.zeros((1, 1, 4, 100)), jnp.zeros((1, 9, 100))
         with self.assertRaisesRegex(NotImplementedError, "powers of two"):
             decode_sparse_mla(

@@ -75,7 +75,7 @@ class DispatchTest(parameterized.TestCase):
         with self.assertRaisesRegex(NotImplementedError, f"{name}_interpret"):
             attend(name)
 
-    def test_what_no_kernel_takes_runs_as_plain_xla_with_a_warning(self):
+    def test_arguments_that_no_kernel_takes_run_as_plain_xla_with_a_warning(self):
         case = dataclasses.replace(CASE, latent=96)  # not a multiple of 128
         q, kv, indices = cases.make(case, "q_latent", "kv", "indices")
         run = functools.partial(sparse_mla, scale=0.1, value_dim=96)

@@ -123,7 +123,7 @@ class SparseIndexerKlGpuTest(parameterized.TestCase):
             np.testing.assert_array_equal(grads[name][0, -2:], 0)
             np.testing.assert_array_equal(grads[name][1, -2], 0)
 
-    def test_says_what_it_cannot_take(self):
+    def test_names_the_arguments_that_it_cannot_take(self):
         with self.assertRaisesRegex(NotImplementedError, "up to 64 heads, got 80"):
             run(dataclasses.replace(CASES[0], heads=80), "gpu_interpret")
         with self.assertRaisesRegex(NotImplementedError, "power of two"):
@@ -147,7 +147,7 @@ class IndexerKlGpuTest(parameterized.TestCase):
         for name in ("dq", "dw"):
             np.testing.assert_array_equal(got[1][name][:, -2], 0)
 
-    def test_says_what_it_cannot_take(self):
+    def test_names_the_arguments_that_it_cannot_take(self):
         case = dataclasses.replace(cases.SMALL["short"], index_heads=12)
         with self.assertRaisesRegex(NotImplementedError, "power of two up to 128"):
             run_dense(case, "gpu_interpret", is_selected=False)

@@ -104,7 +104,7 @@ class LoopTest(parameterized.TestCase):
 
     @parameterized.product(num_layers=(1, 3), implementation=("reference", "tiled"))
     def test_over_lists_of_layers_that_share_them(self, num_layers, implementation):
-        """Of 1 / layers of each loss the gradient is that of the averaged target."""
+        """The losses times 1 / layers have the gradient of the averaged target."""
         index, _, _, weight = inputs()
         (indices,) = cases.make(CASE, "indices")
         layers = [

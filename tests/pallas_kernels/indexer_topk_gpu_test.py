@@ -139,7 +139,7 @@ class IndexerTopkGpuTest(parameterized.TestCase):
             self.assertLess(np.linalg.norm(g - r), limit * np.linalg.norm(r))
         np.testing.assert_allclose(got[1], want[1], 1e-5, 1e-4)
 
-    def test_what_is_not_supported_says_so(self):
+    def test_refuses_unsupported_arguments_by_name(self):
         q = jnp.zeros((1, 4, 12, 128))
         k, w, lo = jnp.zeros((1, 9, 128)), jnp.zeros((1, 4, 12)), jnp.zeros((1, 4), int)
         with self.assertRaisesRegex(NotImplementedError, "power of two"):

@@ -15,7 +15,7 @@ class ListFromBitsTest(parameterized.TestCase):
         ("sparse", 300, 64, 0.15),
         ("dense", 9000, 400, 0.2),
     )
-    def test_lists_are_what_a_sort_gives(self, num_keys, topk, density):
+    def test_lists_are_those_of_a_sort(self, num_keys, topk, density):
         rng = np.random.default_rng(0)
         mask = rng.random((2, num_keys, 10)) < density
         mask[0, :, 3] = False  # an empty row

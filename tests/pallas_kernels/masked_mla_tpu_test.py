@@ -81,7 +81,7 @@ class MaskedMlaTest(parameterized.TestCase):
 
 class BlockPairsTest(parameterized.TestCase):
     @parameterized.parameters(("queries", 1), ("keys", 1), ("queries", 2))
-    def test_lists_what_meets(self, major, parts):
+    def test_lists_the_parts_that_meet(self, major, parts):
         """Two sequences of 4 x 6 blocks of 2 queries x 3 keys, against a loop."""
         rng = np.random.default_rng(0)
         hi = np.arange(8)[None] + 1 + 10 - np.array([[0], [1]])

@@ -74,7 +74,7 @@ def others(requirements):
 
 
 class RequirementsTest(absltest.TestCase):
-    def test_they_are_what_is_imported(self):
+    def test_they_are_the_imported_ones(self):
         used = {}
         for path in FOLDER.rglob("*.py"):
             extra = EXTRA_OF.get(path.stem.split("_")[0])

@@ -54,7 +54,7 @@ class SelectionFormsTest(parameterized.TestCase):
 
     @parameterized.parameters("reference", "tiled")
     def test_ties_go_to_the_lower_index_in_every_form(self, name):
-        """Of whole numbers the scores are exact, and most are equal."""
+        """Scores of whole numbers are exact, and most are equal."""
         rng = np.random.default_rng(0)
         q, k = rng.integers(0, 2, (1, 40, 1, 4)), rng.integers(0, 2, (1, 40, 4))
         arrays = [jnp.asarray(y, jnp.float32) for y in (q, k, np.ones((1, 40, 1)))]

@@ -15,7 +15,7 @@ SHARDS = 2
 
 
 def inputs():
-    """Of a small layer: indexer, attention, experts."""
+    """The ops of a small layer: indexer, attention, experts."""
     rng = np.random.default_rng(0)
     shapes = {
         "index": ((B, T, I, J), (B, T, J), (B, T, I)),

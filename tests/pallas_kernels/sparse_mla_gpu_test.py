@@ -78,7 +78,7 @@ class SparseMlaGpuTest(parameterized.TestCase):
         first, second, _ = results[False]
         self.assertTrue(np.any(first["dkv"] != second["dkv"]))
 
-    def test_says_what_it_cannot_take(self):
+    def test_names_the_arguments_that_it_cannot_take(self):
         q, kv, indices = cases.make(FEW, "q_latent", "kv", "indices")
         with self.assertRaisesRegex(NotImplementedError, "powers of two"):
             attend(q, kv, indices, value_dim=100)

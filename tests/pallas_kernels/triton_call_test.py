@@ -1,4 +1,4 @@
-"""What the Triton kernels share, in the interpreter: TRITON_INTERPRET=1."""
+"""The parts that Triton kernels share, in the interpreter: TRITON_INTERPRET=1."""
 
 import unittest
 

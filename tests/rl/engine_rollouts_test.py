@@ -118,7 +118,7 @@ class EngineRolloutsTest(parameterized.TestCase):
                 np.testing.assert_array_equal(sample.experts, experts)
 
     @pytest.mark.slow
-    def test_an_episode_does_not_depend_on_what_runs_beside(self):
+    def test_an_episode_does_not_depend_on_others(self):
         together = collect("tool")
         for num_concurrent, indices in ((1, range(5)), (2, [3])):
             alone = collect("tool", True, num_concurrent, indices)

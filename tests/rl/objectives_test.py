@@ -324,7 +324,7 @@ class MaskTest(parameterized.TestCase):
         tokens["logprobs"] = tokens["logprobs"].at[0, 0].set(jnp.nan)
         self.assertTrue(np.isnan(total(tokens["logprobs"], name, tokens, 1.0)))
 
-    def test_what_a_band_drops_stays_in_the_denominator(self):
+    def test_tokens_that_a_band_drops_stay_in_the_denominator(self):
         # One of two tokens is popped: the loss is half of the mean.
         tokens = pair(rho=1.0)
         tokens["advantages"] = jnp.ones(2)

@@ -213,7 +213,7 @@ class FaultTest(parameterized.TestCase):
         ("a_text", ends(terminated=False, messages="Hi"), Label.ENV_ERROR, "step"),
         ("cut_off", ends(terminated=False, truncated=True), Label.TRUNCATED, "trunc"),
     )
-    def test_what_step_returns(self, result, label, reason):
+    def test_values_that_step_returns(self, result, label, reason):
         async def step(env, message):
             return result
 
@@ -244,7 +244,7 @@ class FaultTest(parameterized.TestCase):
             self.assertIn(reason, episode.reason)
         self.assertEqual(taskset.num_closed, 2)
 
-    def test_nobody_waits_for_what_ignores_being_cancelled(self):
+    def test_nobody_waits_for_an_episode_that_ignores_being_cancelled(self):
         async def step(env, message):
             while env.task.id == "0":
                 with contextlib.suppress(asyncio.CancelledError):
@@ -315,7 +315,7 @@ def _raise(error):
 
 
 class TurnsTest(parameterized.TestCase):
-    def test_the_engine_is_asked_for_what_fits(self):
+    def test_the_engine_is_asked_for_as_many_tokens_as_fit(self):
         asked = []
 
         def answer(request):
@@ -382,7 +382,7 @@ class TurnsTest(parameterized.TestCase):
         self.assertIs(episode.label, Label.OK)
         self.assertEqual(episode.reward.total, 0.5)
 
-    def test_what_environments_do_to_messages_is_not_seen(self):
+    def test_changes_of_environments_to_messages_are_not_seen(self):
         async def step(env, message):
             message["content"] = "other"
             env.last = getattr(env, "last", {"role": "tool", "content": "result"})
@@ -400,7 +400,7 @@ class TurnsTest(parameterized.TestCase):
 
 
 class ManyTest(parameterized.TestCase):
-    def test_results_do_not_depend_on_what_runs_beside(self):
+    def test_results_do_not_depend_on_other_episodes(self):
         def answer(request):
             rng = random.Random(f"{request.id} {request.prompt}")
             return rng.choices(range(256), k=rng.randint(0, 16)) + OK
@@ -513,7 +513,7 @@ class LoudTest(parameterized.TestCase):
         ("interrupted", "step", lambda: _raise(KeyboardInterrupt), KeyboardInterrupt),
         ("submit_refuses", "submit", lambda r: _raise(config.InputError("no")), None),
     )
-    def test_what_the_engine_does_wrong_stops_everything(self, name, act, error):
+    def test_mistakes_of_the_engine_stop_everything(self, name, act, error):
         async def step(env, message):
             return goes_on("again")
 

@@ -45,7 +45,7 @@ def by_kind(config, topology):
 
 
 def growth(config_of, depth, topology):
-    """Of a layer more than `depth`."""
+    """Returns the growth by a layer more than `depth`."""
     less, more = (by_kind(config_of(d), topology) for d in (depth, depth + 1))
     return {kind: more[kind] - less[kind] for kind in more}
 
@@ -90,7 +90,7 @@ class ShapesTest(parameterized.TestCase):
 # Small shapes are not those of the kernels: plain XLA stands in for them.
 @pytest.mark.filterwarnings("ignore:.* runs as .* instead of tpu")
 class CompiledTest(parameterized.TestCase):
-    def test_a_layer_takes_its_state_and_what_its_pass_keeps(self):
+    def test_a_layer_takes_its_state_and_its_kept_activations(self):
         if not tpus.has_libtpu():
             self.skipTest("no libtpu: pip install -e '.[aot]'")
         config, topology = sharded_step_test.SMALL, "v5p:2x2x2"

@@ -60,7 +60,7 @@ class ServingTest(parameterized.TestCase):
 
 
 class StateTest(parameterized.TestCase):
-    def test_what_holds_the_state_holds_little_else(self):
+    def test_programs_that_hold_the_state_hold_little_else(self):
         """Initialisation, restore and save on 8 devices, of a model with experts."""
         mesh, sizes = mesh_lib.make_mesh(MESH), {}
         model = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What a compiled training step of GLM-5 never does: send or copy all experts."""
+"""A compiled training step of GLM-5 never sends or copies all experts."""
 
 import dataclasses
 

@@ -53,7 +53,7 @@ class CarriedTest(runs.OneDeviceTest):
         self.assertEqual(before, {key: after.get(key, "absent") for key in before})
         loading.load_model(out)
 
-    def test_export_after_training_has_what_the_release_had(self):
+    def test_export_after_training_has_the_files_of_the_release(self):
         self.assert_leaves_as_it_came(self.root / "sft")
 
     def test_a_second_stage_takes_it_from_the_first(self):
@@ -65,7 +65,7 @@ class CarriedTest(runs.OneDeviceTest):
             there = (self.root / "sft" / name).read_bytes()
             self.assertEqual((workdir / name).read_bytes(), there)
 
-    def test_a_run_that_goes_on_keeps_it_whatever_became_of_its_source(self):
+    def test_a_resumed_run_keeps_it_whatever_became_of_its_source(self):
         folder, source = self.root / "resumed", self.root / "imported"
         shutil.copytree(self.root / "sft", folder)
         for name in (*TEXTS[1:], companions.ORIGINAL_CONFIG):
@@ -75,7 +75,7 @@ class CarriedTest(runs.OneDeviceTest):
 
 
 class IntoTrainingTest(runs.FolderTest):
-    """What is not the run's is not taken for its own."""
+    """Files of others are not taken for the run's own."""
 
     def names(self, folder):
         return {path.name for path in folder.iterdir()}

@@ -77,16 +77,16 @@ class JudgeTest(parameterized.TestCase):
             "already rolled back 0 times",
         ),
     )
-    def test_what_ends_a_run(self, limits, losses, skipped, message):
+    def test_failures_that_end_a_run(self, limits, losses, skipped, message):
         with self.assertRaisesRegex(FloatingPointError, message):
             judge(make_health(**limits), losses, skipped)
 
-    def test_what_it_remembers_is_finite(self):
+    def test_it_remembers_finitely_many_losses(self):
         health = make_health()
         judge(health, [3.0, NAN, float("inf"), 4.0])
         self.assertEqual(health.memory()["losses"], [3.0, 4.0])
 
-    def test_memory_goes_on_where_it_was(self):
+    def test_memory_resumes_where_it_was(self):
         health, other = (make_health(on_spike="roll_back") for _ in range(2))
         judge(health, [3.0] * 20 + [9.0])
         health.roll_back(health.memory())

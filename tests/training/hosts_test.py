@@ -25,7 +25,7 @@ class HostsTest(parameterized.TestCase):
         )
 
     @parameterized.parameters((said(0.5, 0.52),), (said(0.896, 0.793),))
-    def test_what_all_take_is_nobodys(self, found):
+    def test_a_slow_step_of_all_names_nobody(self, found):
         self.assertEmpty(hosts.straggler(found))
 
 

@@ -59,7 +59,7 @@ def num_lines(workdir):
 
 
 def moment(workdir):
-    """What was being done when the run was killed."""
+    """Names the work that the kill interrupted."""
     folders = [path for path in (workdir / "checkpoints").iterdir() if path.is_dir()]
     names = " ".join(path.name for path in folders)
     if "tmp" in names:

@@ -48,7 +48,7 @@ class RunTest(runs.OneDeviceTest):
         shutil.copytree(self.workdir, folder)
         return folder
 
-    def test_leaves_what_a_run_folder_holds(self):
+    def test_leaves_the_files_of_a_run_folder(self):
         names = {path.name for path in self.workdir.iterdir()}
         wanted = {"config.json", "metrics.jsonl", "summary.json", "tokenizer.json"}
         wanted |= {"checkpoints", "samples", "loss.png"}
@@ -125,7 +125,7 @@ class RunTest(runs.OneDeviceTest):
         ended = [runs.params_of(run, MODEL) for run in (folder, self.workdir)]
         jax.tree.map(np.testing.assert_array_equal, *ended)
 
-    def test_goes_on_from_a_step_of_an_earlier_version(self):
+    def test_resumes_from_a_step_of_an_earlier_version(self):
         folder = self.copy("earlier")
         checkpoints = folder / "checkpoints"
         shutil.rmtree(checkpoints / "6")
@@ -168,7 +168,7 @@ class RunTest(runs.OneDeviceTest):
         after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         self.assertEqual(after, before)
 
-    def test_a_checkpoint_says_what_it_is_of(self):
+    def test_a_checkpoint_names_its_contents(self):
         metadata = manager.read_metadata(self.workdir)
         self.assertEqual(metadata["step"], 6)
         self.assertEqual(metadata["config"], command_line.to_json_dict(self.config))

@@ -33,7 +33,7 @@ class MetricsWriterTest(absltest.TestCase):
         )
         writer.close()
 
-    def test_what_is_not_finite_is_null(self):
+    def test_a_value_that_is_not_finite_is_null(self):
         writer = metrics.MetricsWriter(self.workdir, 10)
         writer.write(1, {"a": jnp.nan, "b": math.inf, "c": jnp.bfloat16(1)})
         writer.close()

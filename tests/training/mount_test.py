@@ -25,7 +25,7 @@ BUCKET = "bucket"
 
 
 def missing():
-    """What this machine lacks for a bucket and a mount, or None."""
+    """Names the tool that this machine lacks for a bucket and a mount, or None."""
     for module in ("moto", "flask", "boto3"):
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed: pip install 'moto[s3,server]'"

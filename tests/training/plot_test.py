@@ -51,7 +51,7 @@ class PlotLossesTest(absltest.TestCase):
             self.assertEqual(panel.get_xlabel(), "step", name)
             self.assertNotEmpty(panel.get_ylabel(), name)
 
-    def test_what_is_missing_is_left_out(self):
+    def test_missing_curves_are_left_out(self):
         records = [{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": None}]
         axes = self.draw(records)
         self.assertEqual(list(axes), ["Training loss"])

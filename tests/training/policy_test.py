@@ -151,7 +151,7 @@ class LossTest(parameterized.TestCase):
             )
             assert_close(jax.device_get((loss, metrics, grads)), wanted)
 
-    def test_what_was_not_sampled_has_no_gradient(self):
+    def test_tokens_that_were_not_sampled_have_no_gradient(self):
         """Whatever is claimed of it, even NaN: the same bits."""
         batch = make_batch()
         wanted = loss_and_grads(batch)

@@ -37,7 +37,7 @@ class PreflightTest(runs.FolderTest):
             preflight.check(config, workdir)
         return str(caught.exception).splitlines()
 
-    def test_what_fits_is_described(self):
+    def test_a_run_that_fits_is_described(self):
         text = preflight.check(self.config, str(self.root / "new"))
         self.assertIn("tokenizer: 257 ids; the model has room for 300", text)
         self.assertRegex(text, r"corpus, \d\.\d+ epochs in 8 steps")

@@ -46,7 +46,7 @@ class PreparedRollbackTest(runs.OneDeviceTest):
         return drawn
 
     @pytest.mark.slow
-    def test_goes_on_behind_the_bad_batch(self):
+    def test_resumes_after_the_bad_batch(self):
         spoil = health_test.without_a_number({BAD})
 
         def spoilt(plain, feed, params, position):

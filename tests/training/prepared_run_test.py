@@ -81,7 +81,7 @@ class ChangedDataTest(runs.OneDeviceTest):
         self.assertIn("data.batch_size: 8 there, 16 here", message)
         self.assertIn("data.mixture_steps: [3] there, [4] here", message)
 
-    def test_the_same_folder_prepared_otherwise_is_refused_by_what_changed(self):
+    def test_a_folder_prepared_again_otherwise_is_refused_by_the_change(self):
         workdir, web = self.unfinished("copy"), self.root / "web"
         self.addCleanup(shutil.move, self.root / "aside", web)
         shutil.move(web, self.root / "aside")
@@ -98,7 +98,7 @@ class ChangedDataTest(runs.OneDeviceTest):
         self.assertNotIn("mixture[0].seed", message)
         self.assertNotIn("mixture[1]", message)
 
-    def test_a_folder_of_another_name_goes_on(self):
+    def test_a_renamed_folder_resumes(self):
         workdir, web = self.unfinished("moved_run"), self.root / "moved" / "internet"
         shutil.copytree(self.web, web)
         with self.assertRaisesRegex(config_lib.InputError, r"mixture\[1\].rows="):

@@ -54,7 +54,7 @@ class LogTest(absltest.TestCase):
         (line,) = self.shown((1, values), total=1)
         self.assertEqual(line, "step 1 of 1: reward 0.500, success 25.0%")
 
-    def test_what_is_not_finite_is_shown(self):
+    def test_a_value_that_is_not_finite_is_shown(self):
         (line,) = self.shown((1, {"train/lm_loss": None}), total=1)
         self.assertEqual(line, "step 1 of 1: lm loss nan")
 

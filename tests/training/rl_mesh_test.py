@@ -24,7 +24,7 @@ class MeshTest(parameterized.TestCase):
         # The routers' choices go along; trainer and engine may differ by 1e-5.
         {"fsdp": 2, "expert": 2, "tensor": 2, "router_replay": True},
     )
-    def test_several_devices_learn_what_one_does(self, router_replay=False, **axes):
+    def test_several_devices_learn_as_one_does(self, router_replay=False, **axes):
         root = pathlib.Path(self.create_tempdir().full_path)
         rl = {"router_replay": router_replay}
         config = rl_runs.make_config(num_steps=2, rl=rl)

@@ -119,7 +119,7 @@ def computed(workdir):
 
 
 def initial_params(config):
-    """What a run starts from."""
+    """The start of a run."""
     init = jax.jit(transformer.init_params, static_argnums=0)
     return jax.device_get(init(config.model, jax.random.key(config.seed)))
 

@@ -88,7 +88,7 @@ class RunTest(runs.OneDeviceTest):
         lines = [rl_runs.computed(run) for run in (folder, self.workdir)]
         self.assertEqual(*lines)
 
-    def test_leaves_what_a_run_folder_holds(self):
+    def test_leaves_the_files_of_a_run_folder(self):
         names = {path.name for path in self.workdir.iterdir()}
         wanted = {"config.json", "metrics.jsonl", "summary.json", "tokenizer.json"}
         self.assertContainsSubset(wanted | {"checkpoints", "samples"}, names)
@@ -112,7 +112,7 @@ class RunTest(runs.OneDeviceTest):
             self.assertIn(f"--- {episode.task.id}: {episode.label.value}", sample)
             self.assertIn(f"reward: {episode.reward.total:g}", sample)
 
-    def test_every_step_trains_on_what_its_own_weights_sampled(self):
+    def test_every_step_trains_on_samples_of_its_own_weights(self):
         *steps, _ = self.played
         records = metrics.read(self.workdir / "metrics.jsonl")
         self.assertEqual([record["step"] for record in records], [1, 2, 3, 4])

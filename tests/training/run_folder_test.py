@@ -65,13 +65,13 @@ class ClaimTest(parameterized.TestCase):
         every = {path for path, _, _ in fields.of(config_lib.TrainConfig)}
         self.assertEqual(every - refused, free)
 
-    def test_the_same_run_may_change_what_changes_no_number(self):
+    def test_the_same_run_may_change_fields_that_change_no_number(self):
         self.begin()
         run_folder.claim(self.folder, dataclasses.replace(CONFIG, eval_every=7))
         written = json.loads((self.folder / "config.json").read_text())
         self.assertEqual(written["eval_every"], 7)
 
-    def test_a_run_without_its_metrics_goes_on(self):
+    def test_a_run_without_its_metrics_resumes(self):
         run_folder.claim(self.folder, CONFIG)
         (self.folder / "checkpoints" / "3").mkdir(parents=True)
         run_folder.claim(self.folder, CONFIG)
@@ -90,7 +90,7 @@ class ClaimTest(parameterized.TestCase):
         mesh = config_lib.MeshConfig(fsdp=2, expert=2)
         run_folder.claim(self.folder, dataclasses.replace(CONFIG, mesh=mesh))
 
-    def test_a_run_from_before_a_field_was_goes_on_with_what_it_did(self):
+    def test_a_run_from_before_a_field_resumes_with_its_behaviour(self):
         self.begin()
         path = self.folder / "config.json"
         written = json.loads(path.read_text())

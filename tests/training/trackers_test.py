@@ -1,4 +1,4 @@
-"""What TensorBoard and wandb get of a run; both are extras."""
+"""The metrics that TensorBoard and wandb get of a run; both are extras."""
 
 import importlib.util
 import os

@@ -91,7 +91,7 @@ class WindowsTest(ConversionCase):
         self.assert_same_bytes(source, back)
         self.assertEqual(loading.load_model(run)[0].param_dtype, kind)
 
-    def test_orbax_restores_what_was_written_in_windows(self):
+    def test_orbax_restores_arrays_written_in_windows(self):
         """Reads with the manager, on one and on several devices."""
         params = tiny.params(WIDE)
         params["layers_1"]["block_0"]["mlp"]["e_score_correction_bias"] *= 0
@@ -288,7 +288,7 @@ class ProcessTest(parameterized.TestCase):
         self.assertIn("got --dtype=fp8", done.stderr)
         self.assertFalse(target.exists())
 
-    def test_the_next_conversion_removes_what_kill_9_left(self):
+    def test_the_next_conversion_removes_the_files_that_kill_9_left(self):
         folder = pathlib.Path(self.create_tempdir().full_path)
         script = (
             "import shutil, sys, time\n"

@@ -225,7 +225,7 @@ class LoadTest(FolderTest):
         with self.assertRaisesRegex(config_lib.InputError, message):
             loading.find("zai-org/GLM-5")
 
-    def test_says_what_is_missing(self):
+    def test_names_the_missing_parts(self):
         empty = self.folder / "empty"
         empty.mkdir()
         for path, message in {
@@ -414,7 +414,7 @@ class GenerateTest(FolderTest):
             with self.assertRaisesRegex(config_lib.InputError, message):
                 commands.Prompt(**options)
 
-    def test_says_what_is_missing(self):
+    def test_names_the_missing_parts(self):
         run = self.make_run(tokenizer=None)
         cases = {
             "has no tokenizer.json": {"text": "a"},

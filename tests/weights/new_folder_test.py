@@ -48,7 +48,7 @@ class NewFolderTest(parameterized.TestCase):
         with new_folder.new_folder(self.folder) as partial:
             (partial / "whole").write_text("all of it")
 
-    def test_the_next_writer_removes_what_a_killed_process_left(self):
+    def test_the_next_writer_removes_the_files_of_a_killed_process(self):
         killed = []
         for _ in range(2):
             child, partial = self.start_writer()

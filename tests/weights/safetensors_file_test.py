@@ -37,7 +37,7 @@ class FileCase(parameterized.TestCase):
 
 
 class RoundTripTest(FileCase):
-    def test_reads_what_the_library_writes(self):
+    def test_reads_files_of_the_library(self):
         path = self.path()
         safetensors.numpy.save_file(ARRAYS, path, metadata={"a": "b"})
         tensors = safetensors_file.read_header(path)
@@ -47,7 +47,7 @@ class RoundTripTest(FileCase):
             self.assertEqual((values.dtype, values.shape), (array.dtype, array.shape))
             self.assertEqual(values.tobytes(), array.tobytes(), name)
 
-    def test_the_library_reads_what_was_written_in_rows(self):
+    def test_the_library_reads_files_written_in_rows(self):
         path = self.path()
         tensors = safetensors_file.create(
             path, {name: (array.dtype, array.shape) for name, array in ARRAYS.items()}

@@ -65,7 +65,7 @@ class CalculatorTest(parameterized.TestCase):
         ),
         ("number", call(5), "5"),  # a parser may have read it as JSON
     )
-    def test_what_is_wrong_comes_back(self, bad, expected):
+    def test_wrong_calls_come_back(self, bad, expected):
         first, last = play(calling(bad), VALUE)
         (message,) = first.messages
         self.assertEqual(message["role"], "tool")

@@ -101,7 +101,7 @@ class EvaluateTest(parameterized.TestCase):
         "*".join(["9" * 19] * 5),
         "(" * 10 + "9*9" * 40,
     )
-    def test_what_is_refused(self, text):
+    def test_refused_expressions(self, text):
         start = time.perf_counter()
         with self.assertRaises(expressions.ExpressionError) as caught:
             expressions.evaluate(text)

@@ -54,7 +54,7 @@ class TasksetTest(parameterized.TestCase):
         self.assertLessEqual(num_right, 5)  # small answers meet by chance
 
     @parameterized.named_parameters(*EACH)
-    def test_what_is_no_answer(self, name):
+    def test_texts_that_are_no_answer(self, name):
         taskset = environments.make(name)
         task = taskset.task("train", 0, 0)
         for message in (

@@ -72,8 +72,8 @@ class ArraysTest(parameterized.TestCase):
             self.assertIn(len(array.dims), (0, len(array.shape)), array.name)
 
     @parameterized.parameters((1, "bfloat16"), (2, "float32"))
-    def test_gradients_are_what_the_optimizer_gets(self, num_parts, dtype):
-        """Of bfloat16 matrices, or their sums; and parts of a batch keep less."""
+    def test_gradients_are_those_that_the_optimizer_gets(self, num_parts, dtype):
+        """They are bfloat16, or float32 sums of parts; parts of a batch keep less."""
         model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
         optim = config_lib.OptimConfig(accumulation_steps=num_parts)
         found = {a.name: a for a in listed(model=model, optim=optim)}
@@ -110,7 +110,7 @@ class ArraysTest(parameterized.TestCase):
         self.assertNotEmpty(gradients)
         self.assertEmpty([name for name in gradients if "indexer" not in name])
 
-    def test_a_cache_holds_what_a_token_costs(self):
+    def test_a_cache_holds_the_cost_of_its_tokens(self):
         found = listed("decode", mesh=config_lib.MeshConfig(fsdp=4, expert=2))
         kept = [a for a in found if a.name.split(".")[-1] in ("kv", "k_index")]
         a_token = accounting.cache_bytes_per_token(CONFIG.model)
@@ -126,7 +126,7 @@ class ArraysTest(parameterized.TestCase):
         ("number", "v5p:2x2x1", r"on 4 devices; .*mesh\.fsdp=1"),
         ("rows", "v5p:2x4x4", r"data\.batch_size must be divisible .*set it to 16"),
     )
-    def test_what_cannot_be_names_what_can(self, topology, message):
+    def test_a_refused_setting_names_possible_ones(self, topology, message):
         with self.assertRaisesRegex(config_lib.InputError, message):
             arrays.make(CONFIG, "name", topology)
 
@@ -139,7 +139,7 @@ class ListingTest(parameterized.TestCase):
         text = arrays.make(config, "name", "v5p:2x2x2").text()
         self.assertIn(f"remat_policy={policy}", text)
 
-    def test_sums_are_of_what_is_listed(self):
+    def test_sums_are_of_the_listed_arrays(self):
         listing = arrays.make(CONFIG, "name", "v5p:2x2x2")
         sums = dict(listing.sums)
         total = sum(a.device_bytes for a in listing.arrays) / slice_devices.GIB

@@ -75,7 +75,7 @@ class DenseTest(parameterized.TestCase):
 
 
 class DevicesTest(parameterized.TestCase):
-    def test_what_jit_splits_is_split_evenly(self):
+    def test_dims_that_jit_splits_are_split_evenly(self):
         self.assertEqual(count(matmul, X, W, num_devices=4).total, PRODUCT / 4)
 
     def test_a_shard_map_counts_its_local_shapes(self):
@@ -150,7 +150,7 @@ class KernelTest(parameterized.TestCase):
         found = flops.of_traced(traced, 1).by_kind
         self.assertEqual(found, {UNNAMED: PRODUCT, "dense products": PRODUCT})
 
-    def test_or_what_it_says_of_itself(self):
+    def test_or_the_cost_that_a_kernel_states(self):
         said = pl.CostEstimate(flops=77, transcendentals=0, bytes_accessed=0)
         got = count(self.kernel(cost_estimate=said), X, W)
         self.assertEqual(got.by_kind, {UNNAMED: 77})

@@ -1,4 +1,4 @@
-"""What a program that does not fit is told: arrays by shapes, settings by the model."""
+"""The message of a program that does not fit: arrays by shapes, settings that fit."""
 
 import dataclasses
 import pathlib
@@ -100,7 +100,9 @@ class RefusalTest(parameterized.TestCase):
         ("warmup", "glm5_adapt.py:warmup_202k", "train", "model.remat_policy=offload;"),
         ("serving", "glm5_serve.py:32k", "decode", "data.sequence_length: the cache"),
     )
-    def test_what_the_model_does_not_know_is_only_named(self, name, program, wanted):
+    def test_arrays_that_the_model_does_not_know_are_only_named(
+        self, name, program, wanted
+    ):
         axes = {"mesh.data": "-1", "mesh.fsdp": "1", "mesh.expert": "8"}
         axes |= {"mesh.context": "1" if program == "decode" else "8"}
         text = refused(config_of(5, name, **axes), program=program)

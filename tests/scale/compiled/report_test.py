@@ -180,7 +180,7 @@ class InputTest(parameterized.TestCase):
         ("program", {"program": "serve"}, "save, prefill, extend, decode"),
         ("depth", {"depth": 0}, "num_hidden_layers"),
     )
-    def test_what_cannot_be_is_told_before_compiling(self, changes, message):
+    def test_an_impossible_setting_is_told_before_compiling(self, changes, message):
         if not tpus.has_libtpu():
             self.skipTest("no libtpu: pip install -e '.[aot]'")
         settings = {"topology": "v5p:2x2x1", "mesh": {}} | changes

@@ -91,7 +91,7 @@ class ClosedFormTest(parameterized.TestCase):
             wire = sum(c.wire_bytes for c in traffic.collectives)
             self.assertEqual(wire, elements * ITEM * times)
 
-    def test_totals_add_what_several_loops_do(self):
+    def test_totals_add_several_loops(self):
         def body(x):
             x = repeated(lambda x: swap(gather(x)), 5)(x)
             return repeated(gather, 2, 3)(x)
@@ -187,7 +187,7 @@ class LibtpuTest(parameterized.TestCase):
     def test_collectives_behind_calls_of_the_sparse_core(self):
         self.check("tpu7x", {"fsdp": 4, "expert": 2})
 
-    def test_what_goes_between_slices_is_sent_by_the_host(self):
+    def test_traffic_between_slices_is_sent_by_the_host(self):
         totals = self.check("slices", {"fsdp": 2, "expert": 2}, 2)
         self.assertEqual(totals["all-reduce", "dcn"], (1, 512 * 2048 * 2))
 

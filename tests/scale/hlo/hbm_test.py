@@ -71,7 +71,7 @@ class TrafficTest(parameterized.TestCase):
         # A product is 3, the slice of the stack 2, a copy of the carry 2.
         self.assertBetween(got, 6 * 3 * SIZE, (6 * 7 + 3) * SIZE)
 
-    def test_a_write_in_place_and_a_kernel_that_says_what_it_moves(self):
+    def test_a_write_in_place_and_a_kernel_that_states_its_bytes(self):
         rows = 4 * 8 * 128  # read once, written once
         want = 2 * rows + 4 * 8 + 777
         self.assertEqual(hbm.traffic(hlo.parse(WRITE_AND_KERNEL)), want)

@@ -1,4 +1,4 @@
-"""What lives at once, against programs whose peak is known and against the compiler."""
+"""The arrays that live at once, against known peaks and against the compiler."""
 
 import pathlib
 
@@ -42,7 +42,7 @@ ENTRY %main (a: f32[1024,256]) -> f32[1024,256] {
 
 
 class PeakTest(parameterized.TestCase):
-    def test_a_loop_within_what_its_caller_holds(self):
+    def test_a_loop_while_its_caller_holds_arrays(self):
         """Carry 1, what is read after the loop 3, inside 4; the early 2 are dead.
 
         Not counted: the argument, the result, the loop's own result (it becomes the

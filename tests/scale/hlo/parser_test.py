@@ -101,7 +101,7 @@ class ShapesTest(parameterized.TestCase):
     def test_bytes(self, text, want):
         self.assertEqual(hlo.num_bytes(text), want)
 
-    def test_what_is_not_in_hbm_is_told(self):
+    def test_arrays_outside_hbm_are_told(self):
         text = "(bf16[4]{0:T(128)S(1)}, bf16[4]{0:T(128)})"
         self.assertEqual([is_hbm for *_, is_hbm in hlo.shapes(text)], [False, True])
 

@@ -89,7 +89,7 @@ class SearchTest(parameterized.TestCase):
             "stage must be one of pretrain, dsa_sparse, sft",
         ),
     )
-    def test_what_cannot_be_names_what_can(self, config, topology, message):
+    def test_a_refused_setting_names_possible_ones(self, config, topology, message):
         with self.assertRaisesRegex(config_lib.InputError, message):
             search.candidates(config, topology, 1)
 
@@ -137,7 +137,7 @@ class RankingTest(parameterized.TestCase):
         self.assertLen(meshes, len(ranking.plans))
         self.assertLen(ranking.plans, ranking.num_fitting)
 
-    def test_what_fits_nowhere_is_refused_with_the_least(self):
+    def test_a_model_that_fits_nowhere_is_refused_with_the_least_need(self):
         config = with_data(LARGE, batch_size=8)
         ranking = planner.make(config, "name", "v5p:2x2x2")
         self.assertEqual(ranking.num_fitting, 0)
@@ -149,7 +149,7 @@ class RankingTest(parameterized.TestCase):
         self.assertIn("none", table.text(ranking))
 
     def test_chunks_are_the_fastest_that_fit(self):
-        """Of GLM-5 on 512 v5p, fsdp 64 x expert 8: two, not the one that fits first."""
+        """GLM-5 on 512 v5p, fsdp 64 x expert 8: two, not the one that fits first."""
         mesh = config_lib.MeshConfig(fsdp=64, expert=8)
         config = dataclasses.replace(with_data(LARGE, batch_size=512), mesh=mesh)
         plans = [
