@@ -22,7 +22,7 @@ from glm5_jax.checkpoint import leaves, manager, step_folder
 from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.model import transformer
-from glm5_jax.weights import huggingface, huggingface_config
+from glm5_jax.weights import huggingface, huggingface_config, to_variants
 
 Path = str | pathlib.Path
 
@@ -102,6 +102,8 @@ def load_params(
 ) -> dict:
     """Returns parameters for a config that is already known, e.g. a training stage's.
 
+    Layers whose type differs from the stored one are converted (to_variants.py).
+
     Args:
       path: as in `load_model`.
       config: of the model.
@@ -111,19 +113,37 @@ def load_params(
       InputError: nothing usable is there, or it has other shapes.
     """
     source = find(path)
+    old = _with_own_attention(source, config)
+    if old is None:
+        return _finite(_read(source, config, abstract_params), path)
+    params = _read(source, old, to_variants.abstract_source(old, abstract_params))
+    return _finite(to_variants.load(params, old, config, abstract_params), path)
+
+
+def _with_own_attention(
+    source: Source, config: config_lib.ModelConfig
+) -> config_lib.ModelConfig | None:
+    """Returns the stored model's config if its layer_types differ, or else None."""
+    stored = read_config(source)
+    if stored.layer_types == config.layer_types:
+        return None
+    return dataclasses.replace(
+        stored, dtype=config.dtype, param_dtype=config.param_dtype
+    )
+
+
+def _read(source: Source, config: config_lib.ModelConfig, abstract_params: Any) -> dict:
     if not source.is_huggingface:
-        params = manager.restore_params(source.weights, abstract_params)
-        return _finite(params, path)
+        return manager.restore_params(source.weights, abstract_params)
     places = [leaf.sharding for leaf in jax.tree.leaves(abstract_params)]
     shardings = jax.tree.unflatten(jax.tree.structure(abstract_params), places)
-    params = huggingface.load_params(
+    return huggingface.load_params(
         source.weights,
         config,
         abstract_params,
         config.param_dtype,
         None if None in places else shardings,
     )
-    return _finite(params, path)
 
 
 def require_params(path: Path, config: config_lib.ModelConfig) -> None:
@@ -136,7 +156,12 @@ def require_params(path: Path, config: config_lib.ModelConfig) -> None:
     Raises:
       InputError: nothing usable is there, or it has other shapes.
     """
-    source, abstract = find(path), transformer.abstract_params(config)
+    source = find(path)
+    old = _with_own_attention(source, config)
+    if old is not None:
+        to_variants.require_convertible(old, config)
+        config = old
+    abstract = transformer.abstract_params(config)
     if source.is_huggingface:
         huggingface.open_params(source.weights, config, abstract, config.param_dtype)
     else:

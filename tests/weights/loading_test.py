@@ -136,6 +136,21 @@ class LoadTest(FolderTest):
             init_from_changes=changes,
         )
 
+    def test_init_from_converts_attention_that_it_names(self):
+        run, types = self.make_run(), ("latent", "latent_sliding")
+        config = self.train_config(run, ("layer_types",), layer_types=types)
+        loading.require_same_mathematics(config)
+        loading.require_params(run, config.model)
+        with self.assertLogs("absl", "INFO") as logs:
+            found = loading.load_params(
+                run, config.model, transformer.abstract_params(config.model)
+            )
+        self.assertIn("new parameters: none", "".join(logs.output))
+        want = jax.tree.map(lambda x: x + 3, self.params)
+        for layer in want["layers_1"].values():  # a scan of its own for each layer
+            del layer["indexer"]
+        self.assert_trees_equal(found, want)
+
     def test_init_from_refuses_another_mathematics(self):
         run = self.make_run()
         loading.require_same_mathematics(self.train_config(run))

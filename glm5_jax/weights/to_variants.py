@@ -1,0 +1,270 @@
+"""Converts a trained model with MLA to one with other attention in some layers.
+
+`layer_types` of the new model say which. A layer that keeps its type keeps its
+parameters, and so does everything outside of attention; the stack is cut into scans
+anew (depth.py). A layer of type "latent" becomes
+
+- "latent_sliding" with the same parameters, without the indexer;
+- "grouped" or "grouped_sliding" with keys and values restored from the latent for each
+  head, and averaged over the heads of a group (arXiv 2305.13245), see `_grouped`.
+
+Parameters that the old model does not have are drawn from a fixed seed, and the log
+names them. Old and new parameters are on the devices at the same time.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax import lax
+from jaxtyping import Array, Float
+
+from glm5_jax import config as config_lib
+from glm5_jax import depth, sharding
+from glm5_jax.model import block as block_lib
+from glm5_jax.model import transformer
+
+_KEEPS = ("latent_sliding",)  # types with the parameters of MLA
+_GROUPED = ("grouped", "grouped_sliding")
+_SEED = 0
+_EXACT = lax.Precision.HIGHEST
+
+
+def require_convertible(
+    source: config_lib.ModelConfig, target: config_lib.ModelConfig
+) -> None:
+    """Checks that `converted` can make the target's parameters, without any array.
+
+    Raises:
+      InputError: a layer's type cannot be made of its old one, or sizes differ.
+    """
+    errors = []
+    pairs = zip(source.layer_attention, target.layer_attention, strict=False)
+    for old, new in dict.fromkeys(pairs):
+        if old != new and (old != "latent" or new not in (*_KEEPS, *_GROUPED)):
+            errors.append(
+                f"A layer of type {old!r} cannot become {new!r}: layers of type "
+                f"'latent' can become {', '.join((*_KEEPS, *_GROUPED))}."
+            )
+    size = target.variants.head_dim
+    if target.has_grouped and size < max(source.qk_head_dim, source.v_head_dim):
+        errors.append(
+            f"model.variants.head_dim must be at least "
+            f"{max(source.qk_head_dim, source.v_head_dim)} to hold the heads of the "
+            f"model in init_from, got {size}."
+        )
+    if source.num_hidden_layers != target.num_hidden_layers:
+        errors.append(
+            f"model.num_hidden_layers must be {source.num_hidden_layers} as in "
+            f"init_from, got {target.num_hidden_layers}."
+        )
+    if source.has_mtp != target.has_mtp:
+        errors.append(
+            f"model.num_nextn_predict_layers must be {int(source.has_mtp)} as in "
+            f"init_from, got {int(target.has_mtp)}."
+        )
+    if errors:
+        raise config_lib.InputError("\n".join(errors))
+    abstract = transformer.abstract_params(source)
+    made = jax.eval_shape(lambda p: converted(p, source, target), abstract)
+    _require_same_shapes(made, transformer.abstract_params(target))
+
+
+def load(
+    params: dict,
+    source: config_lib.ModelConfig,
+    target: config_lib.ModelConfig,
+    abstract: Any,
+) -> dict:
+    """Converts parameters on their devices.
+
+    Args:
+      params: of the source.
+      source: config of the old model.
+      target: config of the new one.
+      abstract: shapes, types and shardings of the result.
+    """
+    new = sorted(_new_names(source, target))
+    logging.info(
+        "Converting the attention of init_from to layer_types; new parameters: %s.",
+        ", ".join(new) or "none",
+    )
+    places = jax.tree.map(lambda x: x.sharding, abstract)
+    is_placed = None not in jax.tree.leaves(places, is_leaf=lambda x: x is None)
+    options = {"out_shardings": places} if is_placed else {}
+    return jax.jit(lambda p: converted(p, source, target), **options)(params)
+
+
+def abstract_source(source: config_lib.ModelConfig, abstract: Any) -> Any:
+    """Returns shapes, types and shardings of the source, on the target's mesh."""
+    shapes = transformer.abstract_params(source)
+    place = jax.tree.leaves(abstract)[0].sharding
+    if not isinstance(place, jax.sharding.NamedSharding):
+        return jax.tree.map(lambda x: x.update(sharding=place), shapes)
+    places = sharding.shardings(transformer.param_dims(source), place.mesh)
+    return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, places)
+
+
+def converted(
+    params: dict, source: config_lib.ModelConfig, target: config_lib.ModelConfig
+) -> dict:
+    """Returns the parameters of the target made of those of the source."""
+    drawn = transformer.init_params(target, jax.random.key(_SEED))
+    old = _layers(params, source)
+    new = {name: params[name] for name in drawn if not name.startswith("layers_")}
+    for g, group in enumerate(depth.layer_groups(target)):
+        name, unit = f"layers_{g}", {}
+        for p, kind in enumerate(group.unit):
+            made = [
+                _layer(
+                    old[group.layer(repeat, p)],
+                    jax.tree.map(lambda x, r=repeat: x[r], drawn[name][f"block_{p}"]),
+                    source,
+                    target,
+                    kind,
+                )
+                for repeat in range(group.repeats)
+            ]
+            unit[f"block_{p}"] = jax.tree.map(lambda *x: jnp.stack(x), *made)
+        new[name] = unit
+    if target.has_mtp:
+        own = depth.mtp_kind(source).attention, params["mtp"]["block"]
+        kind = depth.mtp_kind(target)
+        made = _layer(own, drawn["mtp"]["block"], source, target, kind)
+        new["mtp"] = params["mtp"] | {"block": made}
+    return new
+
+
+def _layers(
+    params: dict, config: config_lib.ModelConfig
+) -> dict[int, tuple[str, dict]]:
+    """Returns type and parameters of every layer, by its number."""
+    found = {}
+    for g, group in enumerate(depth.layer_groups(config)):
+        for p, kind in enumerate(group.unit):
+            stack = params[f"layers_{g}"][f"block_{p}"]
+            for repeat in range(group.repeats):
+                own = jax.tree.map(lambda x, r=repeat: x[r], stack)
+                found[group.layer(repeat, p)] = kind.attention, own
+    return found
+
+
+def _layer(
+    old: tuple[str, dict],
+    drawn: dict,
+    source: config_lib.ModelConfig,
+    target: config_lib.ModelConfig,
+    kind: depth.Kind,
+) -> dict:
+    """Returns one layer: what it has in common with the old one, and its attention."""
+    attention, own = old
+    made = {name: own.get(name, value) for name, value in drawn.items()}
+    if kind.attention in _GROUPED and attention != kind.attention:
+        table = block_lib.make(target, kind).table()["self_attn"]
+        grouped = _grouped(own["self_attn"], own["input_layernorm"], source, target)
+        made["self_attn"] = {
+            name: grouped[name].astype(param.dtype(target))
+            for name, param in table.items()
+        }
+    return made
+
+
+def _grouped(
+    attn: dict[str, Array],
+    input_norm: Float[Array, " D"],
+    source: config_lib.ModelConfig,
+    target: config_lib.ModelConfig,
+) -> dict[str, Array]:
+    """Returns projections of grouped queries that compute about what MLA computes.
+
+    A head of MLA has the key [W_UK,n c | k_rope] and the value W_UV,n c of the latent
+    c = norm(W x). Without the norm these are products of matrices, W_UK,n W x. Key
+    heads are averaged over the N / U heads of a group; k_rope, which all heads share,
+    stays as it is, in the last dims. The same holds for the queries' latent.
+
+    The norm divides by a size that differs between tokens; here it is the expected one
+    (`_norm`). Exact are the conversions of a model whose latents have all this size,
+    and whose heads of a group are equal. Zeros fill heads up to head_dim, and queries
+    make up for the scale of the scores, 1 / sqrt(head_dim).
+    """
+    size, rank = target.variants.head_dim, source.kv_lora_rank
+    attn = jax.tree.map(lambda x: x.astype(jnp.float32), attn)
+    kv_a, rope_a = attn["kv_a_proj"][:, :rank], attn["kv_a_proj"][:, rank:]
+    eps = source.latent_norm_eps
+    c_q = _norm(attn["q_a_proj"], attn["q_a_layernorm"], input_norm, eps)
+    c_kv = _norm(kv_a, attn["kv_a_layernorm"], input_norm, eps)
+
+    def restored(latent: Array, weight: Array) -> Array:
+        return jnp.einsum("dc,cnh->dnh", latent, weight, precision=_EXACT)
+
+    q = restored(c_q, attn["q_b_proj"])
+    k, v = (restored(c_kv, attn[name]) for name in ("k_b_proj", "v_b_proj"))
+    rope = jnp.broadcast_to(rope_a[:, None], (*k.shape[:2], rope_a.shape[-1]))
+    k = jnp.concatenate([k, rope], axis=-1)
+    q = q * (size / source.qk_head_dim) ** 0.5
+    plain = source.qk_nope_head_dim
+
+    def wide(x: Array) -> Array:
+        zeros = jnp.zeros((*x.shape[:-1], size - x.shape[-1]))
+        return jnp.concatenate([x[..., :plain], zeros, x[..., plain:]], axis=-1)
+
+    def of_groups(x: Array) -> Array:
+        groups = x.reshape(len(x), target.variants.num_key_value_heads, -1, size)
+        return jnp.mean(groups, axis=2)
+
+    missing = size - source.v_head_dim
+    return {
+        "q_proj": wide(q),
+        "k_proj": of_groups(wide(k)),
+        "v_proj": of_groups(jnp.pad(v, [(0, 0), (0, 0), (0, missing)])),
+        "o_proj": jnp.pad(attn["o_proj"], [(0, 0), (0, missing), (0, 0)]),
+    }
+
+
+def _norm(
+    down: Float[Array, "D C"],
+    weight: Float[Array, " C"],
+    input_norm: Float[Array, " D"],
+    eps: float,
+) -> Float[Array, "D C"]:
+    """Returns the product of a down-projection and its norm at the expected size.
+
+    The expectation is over inputs whose dims are uncorrelated and, before the layer's
+    first norm multiplies them, of mean square one.
+    """
+    square = jnp.mean(jnp.sum((down * input_norm[:, None]) ** 2, axis=0))
+    return down * weight[None] * lax.rsqrt(square + eps)
+
+
+def _new_names(
+    source: config_lib.ModelConfig, target: config_lib.ModelConfig
+) -> set[str]:
+    """Returns the names of layers' parameters that the old model does not have."""
+    names = set()
+    pairs = zip(depth.layer_kinds(source), depth.layer_kinds(target), strict=True)
+    for old, new in dict.fromkeys(pairs):
+        before, after = (
+            block_lib.make(config, kind).table()
+            for config, kind in ((source, old), (target, new))
+        )
+        names |= set(after) - set(before)
+    return names
+
+
+def _require_same_shapes(made: Any, wanted: Any) -> None:
+    """Checks that a conversion makes the parameters of the target."""
+    found, want = (
+        {jax.tree_util.keystr(path): x.shape for path, x in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (made, wanted))
+    )
+    none = "absent"
+    lines = [
+        f"\n  {name}: {found.get(name, none)} there, {want.get(name, none)} here"
+        for name in sorted(found.keys() | want.keys())
+        if found.get(name) != want.get(name)
+    ]
+    if lines:
+        raise config_lib.InputError(
+            "init_from has other sizes than this run's model:" + "".join(lines[:5])
+        )

@@ -1,0 +1,100 @@
+"""Converted models against the ones that they were made of."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax.model import transformer
+from glm5_jax.weights import to_variants
+from tests import environment
+from tests.model import tiny
+
+T = 16
+SOURCE = tiny.model(attention="dense", num_nextn_predict_layers=0)
+ATOL = 2e-5  # logits of size one, in float32
+
+
+def logits(params, config):
+    tokens = tiny.batch(config, [(T,), (7, 9)], T)
+    args = tokens["tokens"], tokens["segment_ids"], tokens["positions"]
+    out = transformer.forward(params, config, *args)
+    return transformer.logits(params, config, out.hidden)
+
+
+def with_types(*names, source=SOURCE, **sizes):
+    variants = config_lib.AttentionVariants(**sizes)
+    return dataclasses.replace(source, layer_types=names, variants=variants)
+
+
+class LosslessTest(parameterized.TestCase):
+    def compare(self, params, source, target):
+        to_variants.require_convertible(source, target)
+        made = to_variants.converted(params, source, target)
+        want = np.asarray(jax.jit(logits, static_argnums=1)(params, source))
+        got = jax.jit(logits, static_argnums=1)(made, target)
+        self.assertGreater(want.std(), 0.1)
+        np.testing.assert_allclose(got, want, rtol=0, atol=ATOL)
+
+    def test_a_window_of_the_whole_length(self):
+        """The second and third layers leave the scan of the experts' layers."""
+        names = ("latent", "latent_sliding", "latent")
+        target = with_types(*names, sliding_window=T)
+        self.compare(tiny.params(SOURCE), SOURCE, target)
+
+    def test_grouped_queries_of_equal_heads_and_latents_of_one_size(self):
+        """A large epsilon makes every latent's norm the same division.
+
+        Pairs of neighbouring heads have equal keys and values; a head of 20 dims holds
+        one of 16 with a value of 12.
+        """
+        source = dataclasses.replace(SOURCE, latent_norm_eps=1e6)
+        params = tiny.params(source)
+        for group in ("layers_0", "layers_1"):
+            attn = params[group]["block_0"]["self_attn"]
+            for name in ("q_b_proj", "k_b_proj", "v_b_proj"):
+                attn[name] *= 3e2 if name == "q_b_proj" else 1e3
+            for name in ("k_b_proj", "v_b_proj"):
+                attn[name] = jnp.repeat(attn[name][..., ::2, :], 2, axis=-2)
+        names = ("grouped", "latent", "grouped_sliding")
+        sizes = {"num_key_value_heads": 2, "head_dim": 20, "sliding_window": T}
+        self.compare(params, source, with_types(*names, source=source, **sizes))
+
+
+class RefusalTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        (
+            "back",
+            with_types("latent", "grouped", "grouped", num_key_value_heads=2),
+            SOURCE,
+            "type 'grouped' cannot become 'latent'",
+        ),
+        (
+            "narrow_heads",
+            SOURCE,
+            with_types(*("grouped",) * 3, num_key_value_heads=2, head_dim=12),
+            "head_dim must be at least 16 .* got 12",
+        ),
+        (
+            "depth",
+            SOURCE,
+            dataclasses.replace(SOURCE, num_hidden_layers=2),
+            "num_hidden_layers must be 3 .* got 2",
+        ),
+        (
+            "width",
+            SOURCE,
+            dataclasses.replace(SOURCE, hidden_size=48),
+            r"\['embed_tokens'\]: \(80, 32\) there, \(80, 48\) here",
+        ),
+    )
+    def test_refused_before_anything_is_computed(self, source, target, message):
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            to_variants.require_convertible(source, target)
+
+
+if __name__ == "__main__":
+    environment.main()
