@@ -114,7 +114,7 @@ WRONG = {
     "rows_wider_than_queries": (
         sparse_mla,
         {"kv": (B, S, 256)},
-        "kv must be .*c = 192",
+        "kv must be .*row = 192",
     ),
     "lists_of_fewer_queries": (
         sparse_mla,
