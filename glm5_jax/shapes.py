@@ -36,6 +36,8 @@ ALPHABET = {
     "M": "rows sent to experts",
     "G": "rollouts of one prompt",
     "C+R": "what MLA caches of a token: latent, then rotated key",
+    "H+H+O": "channels of a convolution: query, key and value",
+    "taps": "tokens that a convolution sums",
     "D+D": "input of the MTP projection: embedding, then hidden state",
 }
 # Letters of array types alone.

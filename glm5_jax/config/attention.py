@@ -6,8 +6,14 @@ from glm5_jax.config import checks, fields
 
 LATENT = "latent"  # GLM-5's own: MLA, in which model.attention chooses the keys
 # Names in ModelConfig.layer_types. Layers of other types than LATENT have no indexer.
-LAYER_TYPES = (LATENT, "latent_sliding", "grouped", "grouped_sliding")
+LAYER_TYPES = (
+    LATENT,
+    *("latent_sliding", "grouped", "grouped_sliding"),
+    *("gated_delta", "simple_gated_delta"),
+)
 GROUPED = ("grouped", "grouped_sliding")
+# Those that cache a state, which a token overwrites, instead of rows of tokens.
+RECURRENT = ("gated_delta", "simple_gated_delta")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +26,8 @@ class AttentionVariants:
     head_dim: int = 128
     # Last keys that a query of a sliding layer reads, itself among them (paper 2.1.2).
     sliding_window: int = 4096
+    # Tokens that the convolution of a "gated_delta" layer sums, its own among them.
+    linear_conv_kernel_dim: int = 4
 
     def __post_init__(self) -> None:
         """Checks every field."""

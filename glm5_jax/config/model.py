@@ -4,7 +4,13 @@ import dataclasses
 from typing import Literal
 
 from glm5_jax.config import checks
-from glm5_jax.config.attention import GROUPED, LATENT, AttentionVariants, layer_rules
+from glm5_jax.config.attention import (
+    GROUPED,
+    LATENT,
+    RECURRENT,
+    AttentionVariants,
+    layer_rules,
+)
 from glm5_jax.config.rope import RopeScaling
 
 AttentionMode = Literal["dense", "sparse", "dense_with_indexer_loss"]
@@ -229,6 +235,11 @@ class ModelConfig:
     def has_grouped(self) -> bool:
         """Returns whether some layer has grouped-query attention."""
         return not set(GROUPED).isdisjoint(self.layer_types)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Returns whether some layer keeps a state of the tokens before."""
+        return not set(RECURRENT).isdisjoint(self.layer_types)
 
     @property
     def has_indexer(self) -> bool:

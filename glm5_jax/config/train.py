@@ -280,6 +280,14 @@ class TrainConfig:
             axes, parts = "data * fsdp * expert * context", shares * mesh.context
             remedy = "give devices to mesh.tensor"
             rules += [checks.divisible("rl.slots", self.rl.slots, axes, parts, remedy)]
+        rules.append(
+            (
+                mesh.context == 1 or not self.model.is_recurrent,
+                f"mesh.context must be 1 where model.layer_types has gated delta nets, "
+                f"got {mesh.context}: their states run through the tokens of a row in "
+                f"order. Give the devices to mesh.fsdp or mesh.tensor.",
+            )
+        )
         return [*rules, *mesh.model_rules(self.model)]
 
     def _token_rules(self, num_devices: int) -> list[tuple[bool, str]]:

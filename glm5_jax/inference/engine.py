@@ -94,7 +94,7 @@ class Engine:
                 f"capacity must not exceed model.max_position_embeddings={limit}, got "
                 f"{capacity}."
             )
-        chunk = min(chunk, capacity)
+        self._chunk = chunk = min(chunk, capacity)
         self._mesh = placement.in_use()
         placement.require_whole("num_slots", num_slots, self._mesh)
         num_devices = placement.num_shares(self._mesh)
@@ -103,9 +103,6 @@ class Engine:
         self._shapes = parts_lib.Shapes(num_slots, num_devices, chunk)
         self._num_stops, room = max_stop_ids, (num_slots, capacity, max_stop_ids)
         self._empty = functools.partial(steps.empty, config, *room)
-        self._new_scheduler = functools.partial(
-            scheduler_lib.Scheduler, num_slots, chunk, num_devices
-        )
         self._scheduler = self._new_scheduler()
         self._experts: dict[int, list] = {i: [] for i in range(num_slots)}
         self._result: _Result | None = None
@@ -277,6 +274,16 @@ class Engine:
                 self._finished[part.work.request.id] = completion
                 self._scheduler.release(part.work.request.id, part.work.request.keep)
         self._result = None
+
+    def _new_scheduler(self) -> scheduler_lib.Scheduler:
+        """Returns a scheduler whose slots are all free."""
+        shapes = self._shapes
+        return scheduler_lib.Scheduler(
+            shapes.num_slots * shapes.num_devices,
+            self._chunk,
+            shapes.num_devices,
+            can_set_back=not self.config.is_recurrent,
+        )
 
     def _is_lost(self) -> bool:
         """Returns whether a failed program has consumed the cache."""

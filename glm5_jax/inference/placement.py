@@ -2,8 +2,8 @@
 
 Parameters are sharded as in training, so that weights pass from trainer to engine
 without moving. A slot's cache lies on one device, or on the devices of its tensor axis,
-which share heads and widths. Devices of the context axis hold more slots: no sequence
-is cut.
+which share heads and widths: each has the states of its own heads, and all other
+entries. Devices of the context axis hold more slots: no sequence is cut.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ from glm5_jax.model import transformer
 AnyMesh = Mesh | AbstractMesh
 ROWS: Any = PartitionSpec(collectives.ROWS)
 LAYERS_OF_ROWS: Any = PartitionSpec(None, collectives.ROWS)
-_BY_HEAD: Any = PartitionSpec(None, collectives.ROWS, None, collectives.SHARES)
+_ROWS_BY_HEAD: Any = PartitionSpec(None, collectives.ROWS, None, collectives.SHARES)
+_STATES: Any = PartitionSpec(None, collectives.ROWS, collectives.SHARES)
 _STACKED = "cache.entries."  # prefix of leaves whose first dim is the layers
 
 
@@ -153,7 +154,9 @@ def on_shards(
 def spec(name: str) -> PartitionSpec:
     """Returns the spec of a leaf of `named`."""
     if name.removeprefix(_STACKED) in cache_lib.ROWS_BY_HEAD:
-        return _BY_HEAD
+        return _ROWS_BY_HEAD
+    if name.removeprefix(_STACKED) in cache_lib.STATES:
+        return _STATES
     return LAYERS_OF_ROWS if name.startswith(_STACKED) else ROWS
 
 

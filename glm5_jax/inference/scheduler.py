@@ -85,12 +85,27 @@ class Scheduler:
         chunk: tokens of one prompt that are read at once.
     """
 
-    def __init__(self, num_slots: int, chunk: int, num_devices: int = 1) -> None:
-        """Makes free slots, equally many on each device."""
+    def __init__(
+        self,
+        num_slots: int,
+        chunk: int,
+        num_devices: int = 1,
+        *,
+        can_set_back: bool = True,
+    ) -> None:
+        """Makes free slots, equally many on each device.
+
+        Args:
+          num_slots: number of slots.
+          chunk: tokens of one prompt that are read at once.
+          num_devices: devices with slots of their own.
+          can_set_back: whether a slot can keep a part of its tokens. A state cannot be
+            set back, so that there a prompt only continues all of a slot's tokens.
+        """
         own = num_slots // num_devices
         self.slots = [Slot(i, i // own) for i in range(num_slots)]
         self.works: dict[int, Work] = {}
-        self.chunk = chunk
+        self.chunk, self._can_set_back = chunk, can_set_back
         self._clock = 0
         self._num_done = 0  # dispatches done
         self._num_passed = 0  # next turns that overtook the oldest request
@@ -181,7 +196,8 @@ class Scheduler:
             return
         for slot in free.values():
             slot.text = slot.text or prefixes.encoded(slot.tokens)
-        places = _Places(free, version, collections.Counter(s.device for s in busy))
+        taken = collections.Counter(slot.device for slot in busy)
+        places = _Places(free, version, taken, self._can_set_back)
         is_fair = self._num_passed < MAX_PASSED * len(self.slots)
         for id in self._new:
             if is_fair and id in waiting and places.continues(waiting[id]):
@@ -213,10 +229,14 @@ class _Places:
     """The free slots during an admission."""
 
     def __init__(
-        self, free: dict[int, Slot], version: int, taken: collections.Counter
+        self,
+        free: dict[int, Slot],
+        version: int,
+        taken: collections.Counter,
+        can_set_back: bool,
     ) -> None:
         """Takes slots by index, and the number of requests on each device."""
-        self.free, self._taken = dict(free), taken
+        self.free, self._taken, self._can_set_back = dict(free), taken, can_set_back
         held = {i: s.text for i, s in free.items() if s.text and s.version == version}
         self._texts, self._held = prefixes.Texts(held), held
 
@@ -251,8 +271,11 @@ class _Places:
         """
         size, found = self._texts.nearest(work.text)
         size = min(size, len(work.prompt) - 1)
-        if size and 2 * size >= len(work.prompt):
-            return size, [self.free[i] for i in found]
+        slots = [self.free[i] for i in found]
+        if not self._can_set_back:
+            slots = [slot for slot in slots if len(slot.tokens) == size]
+        if slots and size and 2 * size >= len(work.prompt):
+            return size, slots
         return 0, list(self.free.values())
 
     def _put(self, work: Work, slot: Slot, size: int) -> None:

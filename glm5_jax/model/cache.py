@@ -15,6 +15,9 @@ from jaxtyping import Array, Float, Int
 # Entries of a row for each token with a part for each head, [capacity, heads, ...],
 # which devices of the tensor axis share.
 ROWS_BY_HEAD = ("k", "v")
+# Entries of a sequence without rows of tokens, [heads, ...], shared likewise: a state,
+# and the last inputs of a convolution.
+STATES = ("state", "recent")
 
 
 @jax.tree_util.register_dataclass
@@ -46,10 +49,19 @@ class Reader:
         cache = dataclasses.replace(cache, entries=cache.entries | {name: stack})
         return dataclasses.replace(self, cache=cache)
 
-    def sequences(self, name: str) -> Float[Array, "b S *n"]:
-        """Copies the layer's rows; worth it where many tokens read them."""
-        rows = self.cache.entries[name][self.layers[name]]
-        return rows if self.slots is None else rows[self.slots]
+    def sequences(self, name: str) -> Float[Array, "b *n"]:
+        """Copies the layer's entry of each sequence, such as its rows or its state."""
+        entries = self.cache.entries[name][self.layers[name]]
+        return entries if self.slots is None else entries[self.slots]
+
+    def replace(self, name: str, values: Float[Array, "b *n"]) -> "Reader":
+        """Overwrites the layer's entry of each sequence."""
+        cache, slots = self.cache, self.slots
+        stack = cache.entries[name]
+        everyone = jnp.arange(stack.shape[1]) if slots is None else slots
+        stack = stack.at[(self.layers[name], everyone)].set(values, mode="drop")
+        cache = dataclasses.replace(cache, entries=cache.entries | {name: stack})
+        return dataclasses.replace(self, cache=cache)
 
     def latest(
         self, name: str, size: int, num_new: int

@@ -125,8 +125,8 @@ def decode(
       config: of the model.
       cache: of B sequences, with room for the new tokens.
       tokens: of each sequence, padded on the right.
-      num_tokens: of each sequence, without padding. Default: all. Entries of padding
-        are never read: later tokens overwrite them.
+      num_tokens: of each sequence, without padding. Default: all. Rows of padding are
+        never read: later tokens overwrite them. States skip padding.
       slots: the sequences in the cache that the tokens belong to; those of no sequence
         (B or more) are computed and dropped. Default: all of them.
 
@@ -143,6 +143,9 @@ def decode(
     # Padding may lie beyond the cache, where a kernel must not look.
     hi = jnp.minimum(positions + 1, cache.capacity)
     context = context._replace(lo=jnp.zeros_like(tokens), hi=hi)
+    if config.is_recurrent and num_tokens is not None:  # a state is not overwritten
+        is_token = jnp.arange(num_new)[None] < num_tokens[:, None]
+        context = context._replace(is_token=is_token)
     x = embedding.embed(params["embed_tokens"], config, tokens)
     carry = (x, _first_reader(config, cache, tokens, slots))
     found = []

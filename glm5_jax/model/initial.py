@@ -27,7 +27,7 @@ def values(
     """Returns an array for each entry of the parameter table, in its order."""
     params = list(params)
     out: dict[int, Array] = {
-        i: jnp.full(param.shape, param.fill, param.dtype(config))
+        i: _filled(param, config)
         for i, param in enumerate(params)
         if param.fill is not None
     }
@@ -40,6 +40,15 @@ def values(
                 value = config.initializer_range * normal
                 out[i] = value.astype(params[i].dtype(config))
     return [out[i] for i in range(len(params))]
+
+
+def _filled(param: layers.Param, config: config_lib.ModelConfig) -> Array:
+    """Returns a constant array."""
+    if isinstance(param.fill, tuple):
+        row = jnp.asarray(param.fill, param.dtype(config))
+        return jnp.broadcast_to(row, param.shape)
+    assert param.fill is not None
+    return jnp.full(param.shape, param.fill, param.dtype(config))
 
 
 def _packs(params: list[layers.Param]) -> list[list[int]]:

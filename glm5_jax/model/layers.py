@@ -38,7 +38,9 @@ class Param:
 
     shape: tuple[int, ...]
     dims: tuple[str, ...]  # letters of glm5_jax/shapes.py, one an axis
-    fill: float | None = None  # None: drawn from N(0, initializer_range^2)
+    # One number, or one for each index of the last axis. None: drawn from N(0,
+    # initializer_range^2).
+    fill: float | tuple[float, ...] | None = None
     is_float32: bool = False  # computed in float32 whatever the activations' dtype
     is_kept_float32: bool = False  # and stored in it, whatever param_dtype
 

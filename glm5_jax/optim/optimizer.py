@@ -154,7 +154,8 @@ def label_parameters(
 
     Vectors (of one layer) are norms and biases: AdamW updates them without decay. It
     also updates the embedding and, by default, the output head; the router only if
-    optim.router_gate is "adamw". Muon updates all other matrices.
+    optim.router_gate is "adamw"; convolutions, and gates of one number for a head. Muon
+    updates all other matrices.
     """
     on_adamw = {
         "embed_tokens": True,
@@ -169,7 +170,7 @@ def label_parameters(
             return "frozen"
         if len([name for name in names if name != "L"]) < 2:
             return "adamw_no_decay"
-        if config.name == "adamw":
+        if config.name == "adamw" or names[-1] == "taps" or names[-2:] == ("D", "N"):
             return "adamw"
         return "adamw" if on_adamw.get(path[-1], False) else "muon"
 

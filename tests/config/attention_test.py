@@ -1,5 +1,7 @@
 """The rules of the fields that give each layer its attention."""
 
+import dataclasses
+
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
@@ -62,6 +64,12 @@ class LayerTypesTest(parameterized.TestCase):
             sizes = config_lib.AttentionVariants(**changes.get("variants", {}))
             tiny.model(**changes | {"variants": sizes})
         self.assertLen(str(caught.exception).splitlines(), 1)
+
+    def test_states_need_whole_rows(self):
+        config = small_configs.step(16, tiny.model(layer_types=("gated_delta",) * 3))
+        mesh = config_lib.MeshConfig(data=1, context=2)
+        with self.assertRaisesRegex(config_lib.InputError, "mesh.context must be 1"):
+            dataclasses.replace(config, mesh=mesh)
 
     def test_all_latent_is_the_same_config_as_none(self):
         self.assertEqual(tiny.model(layer_types=("latent",) * 3), tiny.model())

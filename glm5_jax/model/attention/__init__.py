@@ -4,7 +4,14 @@ from typing import Any
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth
-from glm5_jax.model.attention import dsa, grouped, latent_sliding, protocol
+from glm5_jax.model.attention import (
+    dsa,
+    gated_delta,
+    grouped,
+    latent_sliding,
+    protocol,
+    simple_gated_delta,
+)
 
 
 def make(config: config_lib.ModelConfig, kind: depth.Kind) -> protocol.Attention:
@@ -15,6 +22,10 @@ def make(config: config_lib.ModelConfig, kind: depth.Kind) -> protocol.Attention
         return grouped.GroupedAttention(config)
     if kind.attention == "grouped_sliding":
         return grouped.GroupedAttention(config, config.variants.sliding_window)
+    if kind.attention == "gated_delta":
+        return gated_delta.GatedDeltaNet(config)
+    if kind.attention == "simple_gated_delta":
+        return simple_gated_delta.SimpleGatedDeltaNet(config)
     return dsa.SparseLatentAttention(config, kind.owns_indexer)
 
 

@@ -41,6 +41,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from glm5_jax.model import context as context_lib
+
 CHUNK_SIZE = 64  # tokens of a chunk, as in the papers' implementations
 _SUBCHUNK_SIZE = 16  # tokens between which decays of channels are kept pair by pair
 _RESET = -1e4  # e^-10000 is 0 in float32 and in float64
@@ -69,6 +71,50 @@ def gated(
     log_decay = jnp.where(is_first[..., None], _RESET, log_decay.astype(jnp.float32))
     log_decay = jnp.where(is_token[..., None], log_decay, 0.0)
     return log_decay, jnp.where(is_token, beta.astype(jnp.float32), 0.0)
+
+
+def over_documents(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N O"],
+    log_decay: Float[Array, "B T N channels"],
+    beta: Float[Array, "B T N"],
+    context: context_lib.Context,
+    state: Float[Array, "B N H O"] | None = None,
+) -> tuple[Float[Array, "B T N O"], Float[Array, "B N H O"]]:
+    """Runs packed rows, or the next tokens of cached sequences.
+
+    Args:
+      q: as in `recurrence`, and so the next four.
+      k: keys.
+      v: values.
+      log_decay: g.
+      beta: strengths.
+      context: where documents begin, and which tokens are padding.
+      state: before the first token, of the document that it continues.
+    """
+    is_first = context.is_token & (context.hi == context.lo + 1)
+    log_decay, beta = gated(log_decay, beta, is_first, context.is_token)
+    run = recurrence if q.shape[1] == 1 else chunked
+    return run(q, k, v, log_decay, beta, state)
+
+
+def unit(x: Float[Array, "*n H"]) -> Float[Array, "*n H"]:
+    """Divides vectors by their lengths, in float32."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def flops(num_heads: int, key_dim: int, value_dim: int, length: int) -> float:
+    """Returns the FLOPs of `chunked` for a token of a document of this length.
+
+    Three products of a vector with the state, and for each earlier token of the chunk:
+    two scores, a row of the triangular solve, a weighted value.
+    """
+    earlier = (min(CHUNK_SIZE, length) + 1) / 2
+    state = 3 * key_dim * value_dim
+    pairs = earlier * (2 * key_dim + (key_dim + value_dim) + value_dim)
+    return 2.0 * num_heads * (state + pairs)
 
 
 def empty_state(

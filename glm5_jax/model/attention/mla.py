@@ -169,7 +169,7 @@ def from_latent(
     params: dict[str, Array], mixed: Float[Array, "B T N C"]
 ) -> Float[Array, "B T D"]:
     """Applies W_UV to each head's weighted sum of latents, then projects the output."""
-    return _output(params, jnp.einsum("btnc,cno->btno", mixed, params["v_b_proj"]))
+    return output(params, jnp.einsum("btnc,cno->btno", mixed, params["v_b_proj"]))
 
 
 def expanded(
@@ -182,12 +182,7 @@ def expanded(
 ) -> tuple[Float[Array, "B T D"], Softmax]:
     """Runs the expanded form; see `attend`."""
     q = jnp.concatenate(queries(params, config, c_q, context), axis=-1)
-    k_nope = layers.linear(kv.c, params["k_b_proj"])
-    k_rope = jnp.broadcast_to(
-        kv.k_rope[:, :, None], (*k_nope.shape[:3], kv.k_rope.shape[-1])
-    )
-    k = jnp.concatenate([k_nope, k_rope], axis=-1)
-    v = layers.linear(kv.c, params["v_b_proj"])
+    k, v = keys_and_values(params, kv)
     out, lse = pallas_kernels.masked_mla(
         q,
         k,
@@ -197,7 +192,19 @@ def expanded(
         selection_lib.dense_argument(selection),
         scale=config.softmax_scale,
     )
-    return _output(params, out), Softmax(q, k, lse)
+    return output(params, out), Softmax(q, k, lse)
+
+
+def keys_and_values(
+    params: dict[str, Array], kv: Latent
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N O"]]:
+    """Restores the keys and values of every head."""
+    k_nope = layers.linear(kv.c, params["k_b_proj"])
+    k_rope = jnp.broadcast_to(
+        kv.k_rope[:, :, None], (*k_nope.shape[:3], kv.k_rope.shape[-1])
+    )
+    k = jnp.concatenate([k_nope, k_rope], axis=-1)
+    return k, layers.linear(kv.c, params["v_b_proj"])
 
 
 def all_heads(softmax: Softmax, is_latent: bool) -> Softmax:
@@ -211,7 +218,7 @@ def all_heads(softmax: Softmax, is_latent: bool) -> Softmax:
     return Softmax(q, k, lse)
 
 
-def _output(
+def output(
     params: dict[str, Array], out: Float[Array, "B T N O"]
 ) -> Float[Array, "B T D"]:
     """Projects and sums over heads, also over those of other devices."""

@@ -1,14 +1,14 @@
 """The interface between a layer and its attention.
 
 A variant is one file with a frozen dataclass that has these methods, and one line in
-`attention.make`. Two examples of what a variant would do:
+`attention.make`. Two examples:
 
 - Grouped-query attention with a window declares q, k, v and o projections, returns its
   keys and values as `attended`, keeps the entries "k" and "v" in the cache, and narrows
   the visible keys from `context.lo` to the last `window` keys.
-- A gated delta net has no keys. Over whole rows it resets its state where a document
-  begins (where a token's place in the row is `context.lo`) and skips padding
-  (`context.is_token`). Its cache entry is the state of a sequence, which a step
+- A gated delta net (gated_delta.py) has no keys. Over whole rows it resets its state
+  where a document begins (where a token's place in the row is `context.lo`) and skips
+  padding (`context.is_token`). Its cache entry is the state of a sequence, which a step
   overwrites, so the entry's shape does not depend on the capacity.
 """
 
@@ -77,6 +77,7 @@ class Attention(Protocol):
           params: as those of `forward`.
           x: normed hidden states of the new tokens.
           context: their positions; lo to hi - 1 are the cached keys that each may see.
+            In a model with states, is_token says which of them are no padding.
           reader: the cache at this layer. The new one has the tokens' entries.
         """
         ...
@@ -84,7 +85,8 @@ class Attention(Protocol):
     def cache_entries(self, capacity: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and type of what is cached of one sequence in this layer.
 
-        Entries with a row for each token have `capacity` as their first dim.
+        Entries with a row for each token have `capacity` as their first dim. Those that
+        devices share by heads are named in cache.py.
         """
         ...
 

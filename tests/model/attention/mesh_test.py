@@ -8,6 +8,7 @@ from absl.testing import parameterized
 from glm5_jax import collectives, depth, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
+from glm5_jax.config import attention as config_attention
 from glm5_jax.model import attention, layers, transformer
 from glm5_jax.model import context as context_lib
 from tests import environment
@@ -19,7 +20,7 @@ MESH = config_lib.MeshConfig(data=2, fsdp=2, tensor=2)
 
 
 class MeshTest(parameterized.TestCase):
-    @parameterized.parameters("latent_sliding", "grouped", "grouped_sliding")
+    @parameterized.parameters(*config_attention.LAYER_TYPES[1:])
     def test_equals_one_device(self, name):
         config = tiny.variants(kv_lora_rank=16)
         kinds = {kind.attention: kind for kind in depth.layer_kinds(config)}
