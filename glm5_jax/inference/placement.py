@@ -172,8 +172,8 @@ def _sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
 
     Otherwise a state that a program returned would count as new and be recompiled for.
     """
+    parts = [(axes,) if isinstance(axes, str) else axes or () for axes in spec]
     dims = [
-        tuple(axis for axis in axes or () if mesh.shape[axis] > 1) or None
-        for axes in spec
+        tuple(axis for axis in axes if mesh.shape[axis] > 1) or None for axes in parts
     ]
     return NamedSharding(mesh, PartitionSpec(*(dims if any(dims) else ())))

@@ -32,6 +32,11 @@ TINY = tiny.model(
 VARIANTS = {
     "sparse": TINY,
     "dense": dataclasses.replace(TINY, attention="dense"),
+    "windows": dataclasses.replace(
+        TINY,
+        layer_types=("latent_sliding", "grouped_sliding"),
+        variants=tiny.SIZES_OF_VARIANTS,
+    ),
 }
 
 

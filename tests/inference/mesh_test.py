@@ -27,6 +27,7 @@ TINY = tiny.model(
 )
 EXCHANGE = dataclasses.replace(TINY, expert_transport="exchange")
 SHARED = tiny.index_share(vocab_size=96, kv_lora_rank=16, num_nextn_predict_layers=0)
+ATTENTION = tiny.variants(vocab_size=96, kv_lora_rank=16, num_nextn_predict_layers=0)
 COMPILES = re.compile(r"Compiling jit\((prefill|decode)\)")
 OPTIONS = {"capacity": 64, "chunk": 16, "num_steps": 5, "seed": 3}
 
@@ -114,12 +115,25 @@ class OtherMeshesTest(MeshCase):
     @parameterized.named_parameters(
         ("exchange", EXCHANGE, {"expert": 4, "fsdp": 2}),
         ("shared_index", SHARED, {"expert": 2, "tensor": 4}),
+        ("attention", ATTENTION, {"fsdp": 2, "expert": 2, "tensor": 2}),
     )
     def test_variants(self, config, axes):
         self.check(config, **axes)
 
 
 class PlacementTest(parameterized.TestCase):
+    def test_devices_of_the_tensor_axis_share_cached_heads(self):
+        """Latents, which all heads read, are on each of them."""
+        mesh = make_mesh(fsdp=4, tensor=2)
+        empty = functools.partial(steps.empty, ATTENTION, 8, 64, 1)
+        leaves, _ = placement.shapes(empty, mesh)
+        specs = {
+            name: tuple(leaves[f"cache.entries.{name}"].sharding.spec)
+            for name in ("kv", "k")
+        }
+        self.assertEqual(specs["kv"][:2], (None, "fsdp"))
+        self.assertEqual(specs["k"], (None, "fsdp", None, "tensor"))
+
     def test_slots_must_be_divisible(self):
         wanted = "got 6 on 4; set it to 4 or 8, or give devices to mesh.tensor"
         with (

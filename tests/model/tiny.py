@@ -9,6 +9,10 @@ from glm5_jax import depth
 from glm5_jax.config import attention as config_attention
 from glm5_jax.model import transformer
 
+SIZES_OF_VARIANTS = config_lib.AttentionVariants(
+    num_key_value_heads=2, head_dim=12, sliding_window=5
+)
+
 
 def model(**changes):
     """Two kinds of layers, and fewer keys selected than a document has."""
@@ -49,16 +53,13 @@ def index_share(**changes):
 def variants(**changes):
     """A layer of every type, and two of GLM-5's that share an index around them."""
     types = ("latent", *config_attention.LAYER_TYPES)
-    sizes = config_lib.AttentionVariants(
-        num_key_value_heads=2, head_dim=12, sliding_window=5
-    )
     has_index = (name == "latent" for name in types)
     pattern = "F" + "".join("S" if x else "-" for x in has_index)[1:]
     return model(
         num_hidden_layers=len(types),
         index_topk_pattern=pattern,
         layer_types=types,
-        variants=sizes,
+        variants=SIZES_OF_VARIANTS,
         **changes,
     )
 
