@@ -13,7 +13,7 @@ import sys
 COMMANDS = (
     *("train", "evaluate", "generate", "chat"),
     *("prepare", "convert", "checkpoint"),
-    *("plan", "aot", "ablate"),
+    *("plan", "aot", "ablate", "pipeline"),
 )
 
 

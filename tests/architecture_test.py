@@ -25,12 +25,13 @@ ENTRY_POINTS = {
     "plan",
     "prepare",
     "ablate",
+    "pipeline",
 }
 # Imports point downwards; names of one row never import each other.
 LAYERS = (
     {"__main__"},
     ENTRY_POINTS | {"api"},
-    {"scale", "ablations"},
+    {"scale", "ablations", "recipes"},
     {"training"},
     {"rl", "evals"},
     {"inference"},

@@ -1,0 +1,1 @@
+"""Recipes: whole pipelines of training stages, and their reports."""
