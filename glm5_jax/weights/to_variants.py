@@ -4,9 +4,13 @@
 parameters, and so does everything outside of attention; the stack is cut into scans
 anew (depth.py). A layer of type "latent" becomes
 
-- "latent_sliding" with the same parameters, without the indexer;
+- "latent_sliding" or "simple_gated_delta" with the same parameters, without the
+  indexer;
 - "grouped" or "grouped_sliding" with keys and values restored from the latent for each
-  head, and averaged over the heads of a group (arXiv 2305.13245), see `_grouped`.
+  head, and averaged over the heads of a group (arXiv 2305.13245), see `_grouped`;
+- "gated_delta" with the restored queries, keys and values and the trained output
+  projection, and new gates, decays and convolution (Jet-Nemotron's way, arXiv
+  2508.15884). The convolution begins as the identity. Keys are not rotated.
 
 Parameters that the old model does not have are drawn from a fixed seed, and the log
 names them. Old and new parameters are on the devices at the same time.
@@ -25,8 +29,10 @@ from glm5_jax import depth, sharding
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import transformer
 
-_KEEPS = ("latent_sliding",)  # types with the parameters of MLA
+_KEEPS = ("latent_sliding", "simple_gated_delta")  # types with the parameters of MLA
 _GROUPED = ("grouped", "grouped_sliding")
+_BECOMES = (*_KEEPS, *_GROUPED, "gated_delta")  # what a layer of MLA can become
+_RESTORED = ("q_proj", "k_proj", "v_proj", "o_proj")  # names of `_restored`
 _SEED = 0
 _EXACT = lax.Precision.HIGHEST
 
@@ -42,10 +48,10 @@ def require_convertible(
     errors = []
     pairs = zip(source.layer_attention, target.layer_attention, strict=False)
     for old, new in dict.fromkeys(pairs):
-        if old != new and (old != "latent" or new not in (*_KEEPS, *_GROUPED)):
+        if old != new and (old != "latent" or new not in _BECOMES):
             errors.append(
                 f"A layer of type {old!r} cannot become {new!r}: layers of type "
-                f"'latent' can become {', '.join((*_KEEPS, *_GROUPED))}."
+                f"'latent' can become {', '.join(_BECOMES)}."
             )
     size = target.variants.head_dim
     if target.has_grouped and size < max(source.qk_head_dim, source.v_head_dim):
@@ -160,35 +166,33 @@ def _layer(
     """Returns one layer: what it has in common with the old one, and its attention."""
     attention, own = old
     made = {name: own.get(name, value) for name, value in drawn.items()}
-    if kind.attention in _GROUPED and attention != kind.attention:
-        table = block_lib.make(target, kind).table()["self_attn"]
-        grouped = _grouped(own["self_attn"], own["input_layernorm"], source, target)
-        made["self_attn"] = {
-            name: grouped[name].astype(param.dtype(target))
-            for name, param in table.items()
-        }
+    if attention == kind.attention or kind.attention in _KEEPS:
+        return made
+    table = block_lib.make(target, kind).table()["self_attn"]
+    found = _restored(own["self_attn"], own["input_layernorm"], source)
+    if kind.attention in _GROUPED:
+        found = _grouped(found, source, target)
+    found = drawn["self_attn"] | found
+    made["self_attn"] = {
+        name: found[name].astype(param.dtype(target)) for name, param in table.items()
+    }
     return made
 
 
-def _grouped(
+def _restored(
     attn: dict[str, Array],
     input_norm: Float[Array, " D"],
     source: config_lib.ModelConfig,
-    target: config_lib.ModelConfig,
 ) -> dict[str, Array]:
-    """Returns projections of grouped queries that compute about what MLA computes.
+    """Returns projections of every head that compute about what MLA computes.
 
     A head of MLA has the key [W_UK,n c | k_rope] and the value W_UV,n c of the latent
-    c = norm(W x). Without the norm these are products of matrices, W_UK,n W x. Key
-    heads are averaged over the N / U heads of a group; k_rope, which all heads share,
-    stays as it is, in the last dims. The same holds for the queries' latent.
-
+    c = norm(W x). Without the norm these are products of matrices, W_UK,n W x; k_rope,
+    which all heads share, has the last dims. The same holds for the queries' latent.
     The norm divides by a size that differs between tokens; here it is the expected one
-    (`_norm`). Exact are the conversions of a model whose latents have all this size,
-    and whose heads of a group are equal. Zeros fill heads up to head_dim, and queries
-    make up for the scale of the scores, 1 / sqrt(head_dim).
+    (`_norm`), so that the result is exact where all latents have this size.
     """
-    size, rank = target.variants.head_dim, source.kv_lora_rank
+    rank = source.kv_lora_rank
     attn = jax.tree.map(lambda x: x.astype(jnp.float32), attn)
     kv_a, rope_a = attn["kv_a_proj"][:, :rank], attn["kv_a_proj"][:, rank:]
     eps = source.latent_norm_eps
@@ -202,8 +206,22 @@ def _grouped(
     k, v = (restored(c_kv, attn[name]) for name in ("k_b_proj", "v_b_proj"))
     rope = jnp.broadcast_to(rope_a[:, None], (*k.shape[:2], rope_a.shape[-1]))
     k = jnp.concatenate([k, rope], axis=-1)
+    return dict(zip(_RESTORED, (q, k, v, attn["o_proj"]), strict=True))
+
+
+def _grouped(
+    restored: dict[str, Array],
+    source: config_lib.ModelConfig,
+    target: config_lib.ModelConfig,
+) -> dict[str, Array]:
+    """Averages keys and values over the N / U heads of a group.
+
+    That is exact where the heads of a group are equal. Zeros fill heads up to head_dim,
+    and queries make up for the scale of the scores, 1 / sqrt(head_dim).
+    """
+    size, plain = target.variants.head_dim, source.qk_nope_head_dim
+    q, k, v, o = (restored[name] for name in _RESTORED)
     q = q * (size / source.qk_head_dim) ** 0.5
-    plain = source.qk_nope_head_dim
 
     def wide(x: Array) -> Array:
         zeros = jnp.zeros((*x.shape[:-1], size - x.shape[-1]))
@@ -218,7 +236,7 @@ def _grouped(
         "q_proj": wide(q),
         "k_proj": of_groups(wide(k)),
         "v_proj": of_groups(jnp.pad(v, [(0, 0), (0, 0), (0, missing)])),
-        "o_proj": jnp.pad(attn["o_proj"], [(0, 0), (0, missing), (0, 0)]),
+        "o_proj": jnp.pad(o, [(0, 0), (0, missing), (0, 0)]),
     }
 
 
@@ -249,6 +267,9 @@ def _new_names(
             for config, kind in ((source, old), (target, new))
         )
         names |= set(after) - set(before)
+        if old.attention != new.attention:
+            kept = {*before["self_attn"], *_RESTORED}
+            names |= {f"self_attn.{name}" for name in set(after["self_attn"]) - kept}
     return names
 
 

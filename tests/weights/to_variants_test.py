@@ -8,7 +8,9 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax.model import context as context_lib
 from glm5_jax.model import transformer
+from glm5_jax.model.attention import mla
 from glm5_jax.weights import to_variants
 from tests import environment
 from tests.model import tiny
@@ -62,6 +64,46 @@ class LosslessTest(parameterized.TestCase):
         names = ("grouped", "latent", "grouped_sliding")
         sizes = {"num_key_value_heads": 2, "head_dim": 20, "sliding_window": T}
         self.compare(params, source, with_types(*names, source=source, **sizes))
+
+
+class DeltaTest(parameterized.TestCase):
+    def test_a_gated_delta_net_has_the_heads_of_mla(self):
+        """Products of queries and keys, and values, of tokens at one position."""
+        source = dataclasses.replace(SOURCE, latent_norm_eps=1e6)
+        params = tiny.params(source)
+        target = with_types("latent", "gated_delta", "gated_delta", source=source)
+        to_variants.require_convertible(source, target)
+        made = to_variants.converted(params, source, target)
+        block = params["layers_1"]["block_0"]
+        attn = jax.tree.map(lambda x: x[0], block["self_attn"])
+        context = context_lib.make_context(
+            source, jnp.ones((1, 5), int), jnp.zeros((1, 5), int)
+        )
+        x = jax.random.normal(jax.random.key(1), (1, 5, source.hidden_size))
+        scaled = x * block["input_layernorm"][:1, None]
+        c_q = mla.query_latent(attn, source, scaled)
+        q = jnp.concatenate(mla.queries(attn, source, c_q, context), axis=-1)
+        latent = mla.latent(attn, source, scaled, context)
+        k, v = mla.keys_and_values(attn, latent)
+        own = jax.tree.map(lambda x: x[0], made["layers_1"]["block_0"]["self_attn"])
+        got = {
+            name: jnp.einsum("btd,dnh->btnh", scaled, own[name + "_proj"])
+            for name in "qkv"
+        }
+        products = lambda q, k: jnp.einsum("btnh,bsnh->nts", q, k)
+        for x, y in ((products(got["q"], got["k"]), products(q, k)), (got["v"], v)):
+            np.testing.assert_allclose(x, y, rtol=0, atol=ATOL * np.abs(y).max())
+        np.testing.assert_array_equal(own["o_proj"], attn["o_proj"])
+        np.testing.assert_array_equal(own["conv1d"][..., :-1], 0)  # the identity
+        np.testing.assert_array_equal(own["conv1d"][..., -1], 1)
+
+    def test_one_without_gates_keeps_the_parameters(self):
+        target = with_types("latent", *("simple_gated_delta",) * 2)
+        params = tiny.params(SOURCE)
+        made = to_variants.converted(params, SOURCE, target)
+        block = params["layers_1"]["block_0"]
+        del block["indexer"]
+        jax.tree.map(np.testing.assert_array_equal, made["layers_1"]["block_0"], block)
 
 
 class RefusalTest(parameterized.TestCase):
