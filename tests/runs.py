@@ -16,7 +16,7 @@ from glm5_jax.training import program as program_lib
 from glm5_jax.training.reporting import plot
 
 DRAW = plot.plot_losses
-# What the training step reads of a config, besides the shapes of a batch.
+# What the training step reads of a config, besides the shapes and sizes of batches.
 READ_BY_STEP = ("stage", "num_steps", "model", "optim", "loss", "rl", "mesh")
 COMPILED = {}  # steps on one device, by these
 
@@ -56,14 +56,16 @@ def compile_once(config):
     Files whose configs differ in nothing that the step reads share it.
     """
     program = program_lib.make_program(config, first_devices())
+    lower_once = program_lib.Program.lower
     read = *(getattr(config, name) for name in READ_BY_STEP), *program.batch.items()
-    if read not in COMPILED:
-        COMPILED[read] = program.lower().compile()
-    lowered = mock.Mock(compile=mock.Mock(return_value=COMPILED[read]))
+    read = *read, config.data.batches
 
-    def lower(other):
+    def lower(other, num_rows=None):
         assert other.arguments == program.arguments
-        return lowered
+        key = *read, num_rows
+        if key not in COMPILED:
+            COMPILED[key] = lower_once(program, num_rows).compile()
+        return mock.Mock(compile=mock.Mock(return_value=COMPILED[key]))
 
     return mock.patch.object(program_lib.Program, "lower", lower)
 

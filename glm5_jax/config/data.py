@@ -1,8 +1,10 @@
 """Settings of the training data, and of the command that prepares it."""
 
 import dataclasses
+import itertools
 from typing import Literal
 
+from glm5_jax.config import batches as batches_lib
 from glm5_jax.config import checks
 
 ChatTemplate = Literal["glm5", "glm5.1", "glm5.2"]
@@ -28,6 +30,11 @@ class DataConfig:
     bpe_vocab_size: int = 2048  # ids of a tokenizer that is trained on the source
     sequence_length: int = 256  # tokens of a row
     batch_size: int = 16  # rows of a step, over all devices
+    # Rows of a step at first, ascending to batch_size; (): batch_size from the start.
+    # Each size is compiled once and applies to an equal share of batch_warmup_tokens.
+    batch_warmup_sizes: tuple[int, ...] = ()
+    # Tokens after which a step has batch_size rows.
+    batch_warmup_tokens: float = 0.0
     # Percentage of the documents that are held out: sha256(name) % 100 below it.
     held_out_percent: int = 10
     # Folder for trained tokenizers and token arrays.
@@ -63,7 +70,35 @@ class DataConfig:
             bpe_rule(self.bpe_vocab_size),
             held_out_rule(self.held_out_percent),
             *self._mixture_rules(),
+            *self._warmup_rules(),
         )
+
+    @property
+    def batches(self) -> batches_lib.Batches:
+        """Returns the number of rows of every step."""
+        return batches_lib.growing(
+            self.batch_warmup_sizes,
+            self.batch_size,
+            self.batch_warmup_tokens,
+            self.sequence_length,
+        )
+
+    def _warmup_rules(self) -> list[tuple[bool, str]]:
+        """Returns the rules of a batch size that grows."""
+        sizes, tokens = self.batch_warmup_sizes, self.batch_warmup_tokens
+        ascending = (0, *sizes, self.batch_size)
+        return [
+            (
+                not sizes or all(a < b for a, b in itertools.pairwise(ascending)),
+                f"batch_warmup_sizes must ascend and end below batch_size="
+                f"{self.batch_size}, got {sizes}.",
+            ),
+            (
+                bool(sizes) == (tokens > 0),
+                f"batch_warmup_sizes and batch_warmup_tokens need each other, got "
+                f"{sizes} and {tokens:g}: set both, or neither.",
+            ),
+        ]
 
     def _mixture_rules(self) -> list[tuple[bool, str]]:
         """Returns the rules that every stage has a weight for every folder."""

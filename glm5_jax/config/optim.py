@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from glm5_jax.config import checks
+from glm5_jax.config import batches, checks
 from glm5_jax.config.model import Dtype
 
 
@@ -13,6 +13,9 @@ class LossConfig:
 
     # Weight of multi-token prediction, on the mean over its steps (GLM-4.5 report).
     mtp_weight: float = 0.3
+    # Later values of mtp_weight, each with the tokens of the run after which it holds:
+    # GLM-4.5 has ((15e12, 0.1),).
+    mtp_weight_changes: tuple[tuple[float, ...], ...] = ()
     # Weight of each layer's balance of experts within a sequence (GLM-4.5 report).
     balance_weight: float = 1e-4
     # Weight of the indexer's KL divergence; Megatron-Bridge's default.
@@ -20,6 +23,9 @@ class LossConfig:
     z_weight: float = 0.0  # weight of the router's z-loss; 0 turns it off
     # Step of the router's bias, which balances without a loss (GLM-4.5 report).
     router_bias_rate: float = 1e-3
+    # Later values of router_bias_rate, as in mtp_weight_changes: GLM-4.5 has
+    # ((15e12, 0.0),).
+    router_bias_rate_changes: tuple[tuple[float, ...], ...] = ()
     # Tokens whose float32 logits exist at once; a smaller number saves memory.
     chunk_tokens: int = 1024
 
@@ -28,7 +34,7 @@ class LossConfig:
         weights = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
-            if f.name != "chunk_tokens"
+            if f.type is float
         }
         checks.require(
             *checks.choices(self),
@@ -36,6 +42,10 @@ class LossConfig:
             *(
                 (v >= 0, f"{k} must not be negative, got {v}.")
                 for k, v in weights.items()
+            ),
+            *(
+                batches.changes_rule(name, getattr(self, name))
+                for name in ("mtp_weight_changes", "router_bias_rate_changes")
             ),
         )
 
@@ -51,6 +61,7 @@ class OptimConfig:
     # Shape of the schedule between peak and end.
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = 0  # steps in which the learning rate rises from 0
+    warmup_tokens: float = 0.0  # the same in tokens, for batches of texts
     # Share of a weight, times the learning rate, that is subtracted in each step.
     weight_decay: float = 0.1
     # Orthogonalise W_UQ, W_UK and W_UV head by head (Muon Split).
@@ -99,6 +110,13 @@ class OptimConfig:
                 f"({self.learning_rate}), got {self.end_learning_rate}.",
             ),
             (self.warmup_steps >= 0, f"warmup_steps is negative: {self.warmup_steps}."),
+            (
+                self.warmup_tokens >= 0
+                and 0 in (self.warmup_tokens, self.warmup_steps),
+                f"warmup_tokens must not be negative, and replaces warmup_steps: set "
+                f"one of them to 0, got {self.warmup_tokens:g} and "
+                f"{self.warmup_steps}.",
+            ),
             (self.weight_decay >= 0, f"weight_decay is negative: {self.weight_decay}."),
             (
                 0 <= self.muon_momentum < 1,

@@ -139,6 +139,17 @@ class TrainConfig:
         """Updates of the whole run, which the learning rate's schedule counts."""
         return self.num_steps * self.updates_per_step
 
+    def num_parts(self, num_rows: int) -> int:
+        """Returns the parts of a batch that are computed in turn.
+
+        A part of a smaller batch at the beginning of a run has no more rows than a part
+        of data.batch_size rows, so that it needs no more memory.
+        """
+        parts = self.optim.accumulation_steps
+        if num_rows not in self.data.batch_warmup_sizes:
+            return parts
+        return -(-num_rows * parts // self.data.batch_size)
+
     @property
     def has_indexer_loss(self) -> bool:
         """True where the indexers learn from their divergence from the attention."""
@@ -149,7 +160,8 @@ class TrainConfig:
     @property
     def num_mtp_steps(self) -> int:
         """Runs of the module for later tokens in the loss of a step."""
-        has_loss = self.model.has_mtp and self.loss.mtp_weight > 0
+        later = [weight for _, weight in self.loss.mtp_weight_changes]
+        has_loss = self.model.has_mtp and max(self.loss.mtp_weight, *later, 0) > 0
         is_computed = self.stage_record.computes("mtp")
         return self.model.mtp_num_steps if has_loss and is_computed else 0
 
@@ -219,6 +231,7 @@ class TrainConfig:
     def _stop_rules(self) -> list[tuple[bool, str]]:
         """Returns rules: the warm-up ends before the run; stop_metric is evaluated."""
         stage, metric = self.stage_record, stages.METRICS.get(self.stop_metric)
+        num_tokens = self.data.batches.tokens_before(self.num_steps)
         is_success = metric is stages.SUCCESS
         is_measured = metric in stage.measures or (is_success and self.eval_success)
         plays = _named([s for s in stages.STAGES if stages.SUCCESS in s.measures])
@@ -229,6 +242,20 @@ class TrainConfig:
                 f"optim.warmup_steps must be smaller than num_steps, got "
                 f"{self.optim.warmup_steps} of {self.num_updates} updates; shorten "
                 f"the warm-up or train longer.",
+            ),
+            (
+                self.optim.warmup_tokens < num_tokens,
+                f"optim.warmup_tokens must be smaller than the tokens of the run, got "
+                f"{self.optim.warmup_tokens:g} of {num_tokens:g} in {self.num_steps} "
+                f"steps; shorten the warm-up or raise num_steps.",
+            ),
+            *(
+                (
+                    not value or stage.has_batch_size,
+                    f"{name} counts the tokens of texts and is not for stage "
+                    f"{self.stage!r}, got {value}; leave it out.",
+                )
+                for name, value in self._counts_of_tokens().items()
             ),
             (
                 not self.eval_success or stage.can_measure_success,
@@ -257,8 +284,30 @@ class TrainConfig:
             ),
         ]
 
-    def batch_rule(self, num_shares: int) -> tuple[bool, str]:
-        """Returns the rule that devices of data * fsdp * expert get equal rows."""
+    def _counts_of_tokens(self) -> dict[str, Any]:
+        """Returns the settings that depend on the tokens that a run has trained on."""
+        paths = (
+            *("data.batch_warmup_sizes", "optim.warmup_tokens"),
+            *("loss.mtp_weight_changes", "loss.router_bias_rate_changes"),
+        )
+        return {path: operator.attrgetter(path)(self) for path in paths}
+
+    def batch_rules(self, num_shares: int) -> list[tuple[bool, str]]:
+        """Returns the rules that devices of data * fsdp * expert get equal rows."""
+        warmup = [
+            checks.divisible(
+                "each of data.batch_warmup_sizes",
+                size,
+                "data * fsdp * expert * accumulation_steps * size / batch_size",
+                num_shares * self.num_parts(size),
+                "give devices to mesh.tensor or mesh.context",
+            )
+            for size in self.data.batch_warmup_sizes
+        ]
+        return [self._batch_rule(num_shares), *warmup]
+
+    def _batch_rule(self, num_shares: int) -> tuple[bool, str]:
+        """Returns the rule of the rows of a whole batch."""
         parts, updates = self.optim.accumulation_steps, self.updates_per_step
         axes = "data * fsdp * expert" + " * accumulation_steps" * (parts > 1)
         field = self.stage_record.updates.rpartition(".")[2]
@@ -275,7 +324,7 @@ class TrainConfig:
         mesh = self.mesh
         shares = mesh.fsdp * mesh.expert * max(mesh.data, 1)
         known = shares * mesh.context * mesh.tensor  # with data=-1 there are more
-        rules = [self.batch_rule(shares), *self._token_rules(known)]
+        rules = [*self.batch_rules(shares), *self._token_rules(known)]
         if self.plays_episodes:
             axes, parts = "data * fsdp * expert * context", shares * mesh.context
             remedy = "give devices to mesh.tensor"

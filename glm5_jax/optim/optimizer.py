@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax import config as config_lib
 from glm5_jax import sharding
+from glm5_jax.config import batches as batches_lib
 from glm5_jax.optim import dimension_numbers, matrix_groups, muon, schedule
 
 Path = tuple[str, ...]
@@ -106,6 +107,7 @@ def make_optimizer(
     num_steps: int,
     is_trained: Callable[[Path], bool] | None = None,
     slow_axes: tuple[str, ...] = (),
+    batches: batches_lib.Batches | None = None,
 ) -> Optimizer:
     """Builds the optimizer for a tree of parameters.
 
@@ -120,6 +122,7 @@ def make_optimizer(
         is_trained: returns by path whether a parameter is trained; default: all are. A
             frozen parameter has no state, and its gradient is not part of the norm.
         slow_axes: see `muon.scale_by_muon_split`.
+        batches: see `schedule.learning_rate`.
     """
     labels = label_parameters(config, dims, is_trained)
     numbers = jax.tree.map(
@@ -139,7 +142,7 @@ def make_optimizer(
     used = set(jax.tree.leaves(labels))  # optax.flatten needs a leaf
     branches = {label: branches[label] for label in branches if label in used}
     transform = optax.partition(branches, labels)
-    rate = schedule.learning_rate(config, num_steps)
+    rate = schedule.learning_rate(config, num_steps, batches)
     return Optimizer(
         transform, rate, labels, dims, config.clip_norm, config.offload_moments
     )

@@ -86,7 +86,8 @@ def require_whole_rows(
     config: config_lib.TrainConfig, sizes: Mapping[str, int]
 ) -> None:
     """A batch must be divisible by the devices that share it."""
-    checks.require(config.batch_rule(sizes["data"] * sizes["fsdp"] * sizes["expert"]))
+    num_shares = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    checks.require(*config.batch_rules(num_shares))
 
 
 def _of_state(program: program_lib.Program, name: str) -> Job:

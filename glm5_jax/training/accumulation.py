@@ -1,7 +1,8 @@
 """Gradients of a batch that goes through the model in equal parts, one after another.
 
 Only one part's activations exist at a time; optim.accumulation_steps is the number of
-parts. Loss and gradient are those of the whole batch, up to rounding.
+parts, of which a smaller batch at the beginning of a run has fewer. Loss and gradient
+are those of the whole batch, up to rounding.
 """
 
 import functools
@@ -33,6 +34,7 @@ def value_and_grad(
     config: config_lib.TrainConfig,
     params: dict,
     inputs: inputs_lib.Inputs,
+    num_parts: int,
     add: Callable | None = None,
 ) -> tuple[Any, dict]:
     """Returns (loss, other values) of the whole batch, and the gradient.
@@ -43,11 +45,11 @@ def value_and_grad(
       config: of the run.
       params: in the dtype of the computation.
       inputs: of the whole batch.
+      num_parts: a divisor of the rows of every device.
       add: adds the (loss, other values) of two parts, in float32, from zeros; None:
         sums them.
     """
     add = add or functools.partial(jax.tree.map, jnp.add)
-    num_parts = config.optim.accumulation_steps
     if num_parts == 1:
         whole = inputs_lib.on_shards(local, config.model)
         return jax.value_and_grad(whole, has_aux=True)(params, inputs)

@@ -143,10 +143,14 @@ class _Loop:
     def _dispatch(self) -> dict[str, Any]:
         """Dispatches the next step; returns metrics that may not be ready yet."""
         run = self._run
+        size = run.next_size
+        if size != run.compiled_size:
+            with self._clock.paused("compile"), self._watchdog.paused():
+                run.compile()
         with self._clock.waiting():
             batch, seen = run.feed.next(run.params, run.position)
         run.params, run.opt_state, metrics = run.train_step(
-            run.params, run.opt_state, run.to_devices(batch)
+            run.params, run.opt_state, run.to_devices(batch, size)
         )
         return {**metrics, **seen}
 

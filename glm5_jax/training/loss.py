@@ -40,15 +40,28 @@ METRIC_NAMES = {
 
 
 def value_and_grad(
-    params: dict, config: config_lib.TrainConfig, batch: Batch
+    params: dict,
+    config: config_lib.TrainConfig,
+    batch: Batch,
+    mtp_weight: Float[Array, ""] | float | None = None,
 ) -> tuple[tuple[Float[Array, ""], tuple[Metrics, dict]], dict]:
     """Returns (loss, (its terms, the load of the experts)), and the gradient.
 
-    The batch goes through `_local_loss` in optim.accumulation_steps parts, whose values
-    and gradients are added; the devices of a mesh share each part.
+    The batch goes through `_local_loss` in `config.num_parts` parts, whose values and
+    gradients are added; the devices of a mesh share each part.
+
+    Args:
+      params: in the dtype of the computation.
+      config: of the run.
+      batch: whole rows.
+      mtp_weight: of the step; None: that of the run's beginning.
     """
-    inputs, local = _make_inputs(config, batch), functools.partial(_local_loss, config)
-    return accumulation.value_and_grad(local, config, params, inputs)
+    if mtp_weight is None:
+        mtp_weight = config.loss.mtp_weight
+    num_parts = config.num_parts(batch["tokens"].shape[0])
+    local = functools.partial(_local_loss, config, mtp_weight, num_parts)
+    inputs = _make_inputs(config, batch)
+    return accumulation.value_and_grad(local, config, params, inputs, num_parts)
 
 
 def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inputs:
@@ -66,7 +79,11 @@ def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inp
 
 
 def _local_loss(
-    config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
+    config: config_lib.TrainConfig,
+    mtp_weight: Float[Array, ""] | float,
+    num_parts: int,
+    params: dict,
+    inputs: inputs_lib.Inputs,
 ) -> tuple[Float[Array, ""], tuple[Metrics, dict]]:
     """Returns (loss, (terms, loads of the experts)) of one part of the batch.
 
@@ -92,17 +109,17 @@ def _local_loss(
             z_weight=coefficients.z_weight,
             chunk_tokens=coefficients.chunk_tokens,
         )
-    terms: dict[str, tuple[Array, float]] = {}  # name -> (value, coefficient)
+    terms: dict[str, tuple[Array, Array | float]] = {}  # name -> (value, coefficient)
     terms["next_token"] = (lm_loss, 1.0)
     if ahead is not None:
         with jax.named_scope("mtp"):
             mtp_loss, aux["mtp"] = _mtp_loss(config, params, out.hidden, inputs)
-        terms["mtp"] = (mtp_loss, coefficients.mtp_weight)
+        terms["mtp"] = (mtp_loss, mtp_weight)
     balances = _balances(aux)  # of each layer with experts
     if balances.size:
         # The metric is the mean over layers; times their number it is the sum. Parts
-        # have equally many rows, so each counts 1 / accumulation_steps.
-        balance = jnp.mean(balances) / config.optim.accumulation_steps
+        # have equally many rows, so each counts 1 / num_parts.
+        balance = jnp.mean(balances) / num_parts
         terms["balance"] = (balance, balances.size * coefficients.balance_weight)
     if has_kl:
         kl = _sum_of_divergences(aux, batch["token_weights"])

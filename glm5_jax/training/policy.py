@@ -160,6 +160,7 @@ def value_and_grad(
         config,
         params,
         inputs_lib.make_inputs(config.model, batch),
+        config.optim.accumulation_steps,
         lambda a, b: (a[0] + b[0], a[1].plus(b[1])),
     )
     return (loss, _metrics(measured)), grads

@@ -53,10 +53,22 @@ class Program:
         with jax.set_mesh(self.mesh):
             return self.init(key)
 
-    def lower(self) -> jax.stages.Lowered:
-        """Returns the step, lowered for the devices of the mesh."""
+    def batch_of(self, num_rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of a batch of so many rows, with their shardings."""
+        return {
+            name: x.update(shape=(num_rows, *x.shape[1:]))
+            for name, x in self.batch.items()
+        }
+
+    def lower(self, num_rows: int | None = None) -> jax.stages.Lowered:
+        """Returns the step, lowered for the devices of the mesh.
+
+        Args:
+          num_rows: rows of the batch; None: those of `batch`.
+        """
+        batch = self.batch if num_rows is None else self.batch_of(num_rows)
         with jax.set_mesh(self.mesh):
-            return self.step.lower(*self.arguments)
+            return self.step.lower(self.params, self.opt_state, batch)
 
 
 def make_program(config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh) -> Program:

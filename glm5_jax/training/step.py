@@ -11,6 +11,7 @@ from glm5_jax import collectives, losses
 from glm5_jax import config as config_lib
 from glm5_jax.model import moe, transformer
 from glm5_jax.optim import optimizer as optimizer_lib
+from glm5_jax.optim import schedule
 from glm5_jax.training import inputs as inputs_lib
 from glm5_jax.training import loss as loss_lib
 
@@ -28,6 +29,7 @@ def make_optimizer(config: config_lib.TrainConfig) -> optimizer_lib.Optimizer:
         config.num_updates,
         config.stage_record.trains,
         config.mesh.slow_axes,
+        config.data.batches if config.stage_record.has_batch_size else None,
     )
 
 
@@ -41,12 +43,22 @@ def make_train_step(
     biases stay (`optimizer.update_if_finite`).
     """
     has_moving_bias = config.stage_record.moves_router_bias
-    bias_rate = config.loss.router_bias_rate if has_moving_bias else 0.0
+    weights, batches = config.loss, config.data.batches
+    bias_rate_at = schedule.changing(
+        weights.router_bias_rate, weights.router_bias_rate_changes, batches
+    )
+    mtp_weight_at = schedule.changing(
+        weights.mtp_weight, weights.mtp_weight_changes, batches
+    )
 
     def train_step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, Metrics]:
+        bias_rate = bias_rate_at(state.num_calls) if has_moving_bias else 0.0
+        mtp_weight = mtp_weight_at(state.num_calls)
         # Matrices in model.dtype; norms and the router in float32.
         computed = transformer.cast(params, config.model)
-        (loss, (terms, load)), grads = loss_lib.value_and_grad(computed, config, batch)
+        (loss, (terms, load)), grads = loss_lib.value_and_grad(
+            computed, config, batch, mtp_weight
+        )
         with jax.named_scope("optimizer"):
             params, state, metrics = optimizer_lib.update_if_finite(
                 optimizer, grads, state, params
@@ -54,6 +66,9 @@ def make_train_step(
         is_finite = metrics["optim/skipped_in_a_row"] == 0
         params = _with_moved_biases(params, load, bias_rate * is_finite)
         metrics |= {"train/loss": loss, **terms, **loss_lib.load_metrics(load)}
+        metrics["optim/router_bias_rate"] = jnp.float32(bias_rate)
+        if config.num_mtp_steps:
+            metrics["optim/mtp_weight"] = jnp.float32(mtp_weight)
         return params, state, metrics
 
     return train_step

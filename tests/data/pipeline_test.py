@@ -14,6 +14,7 @@ from glm5_jax.data.sources import documents as documents_lib
 from tests import environment
 
 WORDS = ("naïve", "漢字", "def", "return", "self", "import", "🙂", "one", "two")
+BATCH = 3
 FIRST_MARK = 0x3400  # a document's character, before each of its words
 
 
@@ -43,7 +44,7 @@ class PipelineTest(parameterized.TestCase):
             source=str(self.folder),
             tokenizer="byte",
             sequence_length=32,
-            batch_size=3,
+            batch_size=BATCH,
             held_out_percent=20,
             cache_dir=self.create_tempdir().full_path,
         )
@@ -82,11 +83,27 @@ class PipelineTest(parameterized.TestCase):
         for first, second in zip(from_0[40:], from_40, strict=True):
             self.assert_equal_batches(first, second)
 
+    def test_batches_that_grow_have_the_same_rows_in_the_same_order(self):
+        """Three steps of 1 row, two of 2, then 3; also from any step."""
+        growth = {"batch_warmup_sizes": (1, 2), "batch_warmup_tokens": 6 * 32.0}
+        growing, whole = self.make(**growth), self.make()
+        batches = list(itertools.islice(growing.train_iterator(), 6))
+        self.assertEqual([len(b["tokens"]) for b in batches], [1, 1, 1, 2, 2, 3])
+        rows = [row_key(b, row) for b in batches for row in range(len(b["tokens"]))]
+        wanted = [whole.train_batch(step) for step in range(4)]
+        wanted = [row_key(b, row) for b in wanted for row in range(BATCH)]
+        self.assertEqual(rows, wanted[: len(rows)])
+        for step, batch in enumerate(batches):
+            self.assert_equal_batches(self.make(**growth).train_batch(step), batch)
+            self.assert_equal_batches(next(growing.train_iterator(step)), batch)
+        self.assertNotEqual(growing.fingerprint, whole.fingerprint)
+        self.assertEqual(growing.epochs(5), {"": whole.epochs(1)[""] * 7 / 3})
+
     def test_rows_taken_are_those_of_the_whole(self):
         """Checks that two processes together read the batch that one process reads."""
         whole, part = self.make(), self.make()
         for rows in ([0], [1, 2], [2]):
-            part.restrict_to(rows)
+            part.restrict_to({BATCH: rows})
             for step in (0, 7, 1000):
                 want = {k: v[rows] for k, v in whole.train_batch(step).items()}
                 self.assert_equal_batches(part.train_batch(step), want)

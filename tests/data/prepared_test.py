@@ -58,7 +58,7 @@ class PreparedTest(runs.FolderTest):
         parts = []
         for number in range(num_processes):
             part = make()
-            part.restrict_to(range(number, BATCH, num_processes))
+            part.restrict_to({BATCH: range(number, BATCH, num_processes)})
             parts.append(itertools.islice(part.train_iterator(start), 3))
         whole = make()
         for step, shares in enumerate(zip(*parts, strict=True), start=start):

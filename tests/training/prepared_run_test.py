@@ -127,7 +127,7 @@ class FeedTest(runs.FolderTest):
         config = small_configs.mixture_run(*prepare(self.root))
         size = config.data.batch_size
         whole = corpus.Corpus(config)
-        whole.restrict_to(range(size))
+        whole.restrict_to({size: range(size)})
         wanted = [whole.next({}, step) for step in range(STEPS)]
         self.assertLen({batch["tokens"].tobytes() for batch, _ in wanted}, STEPS)
         for first, num_processes in ((0, 1), (2, 2), (4, 4)):
@@ -137,7 +137,7 @@ class FeedTest(runs.FolderTest):
                 batch, metrics = wanted[step]
                 for feed, rows in zip(feeds, shares, strict=True):
                     if step == first:
-                        feed.restrict_to(rows.tolist())
+                        feed.restrict_to({size: rows.tolist()})
                     got, seen = feed.next({}, step)
                     self.assertEqual(seen, metrics)
                     self.assertEqual(got.keys(), batch.keys())

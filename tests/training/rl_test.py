@@ -415,7 +415,7 @@ class BadInputTest(parameterized.TestCase):
             mock.patch.object(
                 manager.CheckpointManager, "close", autospec=True, side_effect=close
             ) as closed,
-            mock.patch.object(run_lib, "_compile", side_effect=MemoryError),
+            mock.patch.object(run_lib.Run, "compile", side_effect=MemoryError),
             self.assertRaises(MemoryError),
         ):
             loop.train(config, pathlib.Path(folder) / "run")
@@ -425,7 +425,7 @@ class BadInputTest(parameterized.TestCase):
         folder = pathlib.Path(self.create_tempdir().full_path) / "run"
         with (
             self.assertRaisesRegex(config_lib.InputError, "(?s)" + message),
-            mock.patch.object(run_lib, "_compile"),
+            mock.patch.object(run_lib.Run, "compile"),
         ):
             loop.train(rl_runs.make_config(*args, **kwargs), folder)
 

@@ -131,6 +131,11 @@ class Stage:
         return loss in self.losses or loss in self.monitored
 
     @property
+    def has_batch_size(self) -> bool:
+        """True where data.batch_size is the rows of a step, in one update."""
+        return self.rows == ("data.batch_size",) and not self.updates
+
+    @property
     def is_loss_telling(self) -> bool:
         """False where the loss is near 0 however training goes: a policy gradient's."""
         return "policy" not in self.losses

@@ -92,7 +92,8 @@ def sources(data: config.DataConfig) -> dict[str, pathlib.Path]:
 def stages(data: config.DataConfig) -> list[mixture.Stage]:
     """Returns the weights of the sources, by the first row where they apply."""
     weights = data.mixture_weights or ((1.0,) * max(len(data.mixture), 1),)
-    firsts = [step * data.batch_size for step in (0, *data.mixture_steps)]
+    batches = data.batches
+    firsts = [batches.rows_before(step) for step in (0, *data.mixture_steps)]
     return [mixture.Stage(*stage) for stage in zip(firsts, weights, strict=True)]
 
 
@@ -181,6 +182,7 @@ def _fingerprint(
         "batch_size": data.batch_size,
         "seed": seed,
         "order_version": _ORDER_VERSION,
+        **pipeline_lib.warmup_settings(data),
     }
     return " ".join(
         f"{key}={json.dumps(value, separators=(',', ':'))}"

@@ -4,6 +4,7 @@ import hashlib
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import grain
 import numpy as np
@@ -51,16 +52,20 @@ class Pipeline:
         self.fingerprint = fingerprint
         self.template = template
         self._held_out = held_out
-        self._batch_size = data.batch_size
+        self._batches = data.batches
         self._num_prefetch = data.num_prefetch
         self._piece_sizes = np.array([len(piece) for piece in tokenizer.pieces])
         self._train = train
         self.held_out_names = tuple(held_out)
-        self.restrict_to(range(data.batch_size))
+        self.restrict_to({size: range(size) for size in self._batches.sizes})
 
-    def restrict_to(self, rows: Sequence[int]) -> None:
-        """Makes only these rows of each batch from now on, in this order."""
-        self._rows = tuple(rows)
+    def restrict_to(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Makes only these rows of each batch from now on, in this order.
+
+        Args:
+            rows: for each size of a batch, the numbers of the rows in it.
+        """
+        self._rows = {size: tuple(some) for size, some in rows.items()}
         # Element k is batch k: the shuffle differs from epoch to epoch, and a batch
         # may hold the end of one epoch and the beginning of the next.
         self._steps = grain.MapDataset.range(sys.maxsize).map(self._make_batch)
@@ -80,7 +85,7 @@ class Pipeline:
 
     def epochs(self, num_steps: int) -> dict[str, float]:
         """Returns how often each source has been read after so many steps."""
-        return self._train.epochs(num_steps * self._batch_size)
+        return self._train.epochs(self._batches.rows_before(num_steps))
 
     def eval_batches(self, n: int, name: str | None = None) -> Iterator[Batch]:
         """Yields the first `n` held-out batches, or all if there are fewer.
@@ -93,16 +98,17 @@ class Pipeline:
             n: number of batches.
             name: name of the source; the first one by default.
         """
-        size = self._batch_size
+        size = self._batches.sizes[-1]
         rows = self._held_out[self.held_out_names[0] if name is None else name]
         for first in range(0, min(n * size, len(rows)), size):
-            batch = _stack([rows[first + row] for row in self._rows])
+            batch = _stack([rows[first + row] for row in self._rows[size]])
             num_bytes = self._piece_sizes[batch["targets"]] * batch["loss_mask"]
             yield batch | {"num_bytes": num_bytes.astype(np.float32)}
 
     def _make_batch(self, step: int) -> Batch:
-        first = step * self._batch_size
-        return _stack([self._train[first + row] for row in self._rows])
+        first = self._batches.rows_before(step)
+        rows = self._rows[self._batches.size(step)]
+        return _stack([self._train[first + row] for row in rows])
 
 
 def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
@@ -142,6 +148,7 @@ def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
         "batch_size": data.batch_size,
         "seed": seed,
         "order_version": _ORDER_VERSION,
+        **warmup_settings(data),
     }
     return Pipeline(
         data,
@@ -152,6 +159,22 @@ def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
         held_out={"": pack(held_out)},
         fingerprint=" ".join(f"{key}={value}" for key, value in settings.items()),
     )
+
+
+def warmup_settings(data: config.DataConfig) -> dict[str, Any]:
+    """Returns the settings of batches that grow, for a fingerprint; {} if they do not.
+
+    Earlier versions wrote fingerprints without them.
+    """
+    batches = data.batches
+    if batches.is_constant:
+        return {}
+    names = ("batch_sizes", "batch_firsts")
+    values = (batches.sizes, batches.firsts)
+    return {
+        name: ",".join(map(str, value))
+        for name, value in zip(names, values, strict=True)
+    }
 
 
 def _stack(rows: Sequence[Batch]) -> Batch:

@@ -70,6 +70,7 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline_lib.Pipeline:
         "enable_thinking": data.enable_thinking,
         "clear_thinking": data.clear_thinking,
         "order_version": _ORDER_VERSION,
+        **pipeline_lib.warmup_settings(data),
     }
     return pipeline_lib.Pipeline(
         data,

@@ -1,7 +1,7 @@
 """The feed of the stages that predict next tokens: texts, or conversations."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -48,14 +48,8 @@ class Corpus:
             template = templates.make_template(config.data, self.tokenizer)
             self._player = player_lib.Player(config, taskset, template)
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a batch, padding included."""
-        data = self._config.data
-        return data.batch_size * data.sequence_length
-
-    def restrict_to(self, rows: Sequence[int]) -> None:
-        """Makes only these rows of each batch from now on."""
+    def restrict_to(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Makes only these rows of each batch from now on, by the size of a batch."""
         self._pipeline.restrict_to(rows)
 
     def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
@@ -94,8 +88,13 @@ class Corpus:
 
     def _metrics(self, num_batches: int) -> feed.Metrics:
         """Returns what to log after `num_batches` batches."""
-        epochs = self.epochs(num_batches)
-        return {f"data/epochs/{name}".rstrip("/"): e for name, e in epochs.items()}
+        batches, epochs = self._config.data.batches, self.epochs(num_batches)
+        tokens = batches.tokens_before(num_batches)
+        return {
+            "data/tokens": tokens,
+            "data/batch_tokens": tokens - batches.tokens_before(num_batches - 1),
+            **{f"data/epochs/{name}".rstrip("/"): e for name, e in epochs.items()},
+        }
 
     def sample(self, params: dict) -> str:
         """Returns sample_prompt with its continuation, or with the answer to it."""

@@ -29,17 +29,16 @@ class Feed(Protocol):
     fingerprint: str  # equal ones give equal batches
     is_on_policy: bool  # a batch needs the weights of the step before
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a batch, padding included."""
-        ...
-
-    def restrict_to(self, rows: Sequence[int]) -> None:
-        """Makes only these rows of each batch from now on: those of this process."""
+    def restrict_to(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Makes only the rows of this process from now on, by the size of a batch."""
         ...
 
     def next(self, params: dict, position: int) -> tuple[Batch, Metrics]:
-        """Returns the batch at a position, and what to log about it."""
+        """Returns the batch at a position, and what to log about it.
+
+        The tokens of a batch are data/batch_tokens, padding included, or
+        rollout/tokens.
+        """
         ...
 
     def check(self, metrics: Metrics, step: int) -> None:

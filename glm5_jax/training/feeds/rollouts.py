@@ -9,7 +9,7 @@ plays the same rollouts again.
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -59,12 +59,7 @@ class Rollouts:
         }
         self.fingerprint = " ".join(f"{key}={value}" for key, value in settings.items())
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a batch, padding included."""
-        return self._config.num_rows * self._config.data.sequence_length
-
-    def restrict_to(self, rows: Sequence[int]) -> None:
+    def restrict_to(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Does nothing: a run has one process here, which makes all rows."""
 
     def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:

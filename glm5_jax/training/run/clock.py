@@ -32,7 +32,7 @@ class Clock:
           run: that has been started.
           before: metrics of the last step of the previous start.
         """
-        config, self._tokens = run.config, run.feed.tokens_per_step
+        config = run.config
         self._flops = accounting.flops_per_token(
             config.model, config.data.sequence_length
         )
@@ -57,7 +57,8 @@ class Clock:
         blocked = time.perf_counter() - asked
         now = time.perf_counter(), time.process_time()
         # Rows of rollouts are mostly padding, so only their tokens count.
-        tokens = float(metrics.get("rollout/tokens", self._tokens))
+        name = "rollout/tokens" if self._is_on_policy else "data/batch_tokens"
+        tokens = float(metrics[name])
         seconds, cpu_seconds = now[0] - self._since[0], now[1] - self._since[1]
         step = seconds, cpu_seconds, tokens, self._waited
         self._seconds["data_wait"] += self._waited

@@ -50,7 +50,7 @@ class Run:
     checkpoints: manager_lib.CheckpointManager
     program: program_lib.Program
     health: health_lib.Health
-    rows: Sequence[int]  # rows of a batch that this process makes
+    rows: Mapping[int, Sequence[int]]  # that this process makes, by size of a batch
     tokenizer: str = ""  # SHA-256 of the run's tokenizer.json
     rolled_back_to: int | None = None  # by the last rollback
     params: dict = dataclasses.field(default_factory=dict)
@@ -59,6 +59,7 @@ class Run:
     num_left_out: int = 0  # batches that rollbacks skipped
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)  # last
     train_step: Callable = lambda *args: None
+    compiled_size: int = 0  # rows of a batch that train_step is compiled for
     compile_seconds: float = 0.0
     restore_seconds: float = 0.0
 
@@ -67,13 +68,45 @@ class Run:
         """Batches drawn so far: those of the steps done, and the skipped ones."""
         return self.step + self.num_left_out
 
-    def to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Puts the rows of this process on its devices."""
+    @property
+    def next_size(self) -> int:
+        """Rows of the next batch."""
+        is_of_texts = self.config.stage_record.has_batch_size
+        batches = self.config.data.batches
+        return batches.size(self.position) if is_of_texts else self.config.num_rows
+
+    def to_devices(
+        self, batch: dict[str, np.ndarray], num_rows: int | None = None
+    ) -> dict[str, jax.Array]:
+        """Puts the rows of this process on its devices.
+
+        Args:
+          batch: rows of this process.
+          num_rows: of the whole batch; None: the largest, that evaluations have.
+        """
         where = program_lib.batch_place(self.program.mesh)
         if jax.process_count() == 1:  # rollouts vary in number
             return jax.device_put(batch, where)
-        num_rows = self.config.num_rows
-        return rows_lib.to_global_arrays(batch, where, self.rows, num_rows)
+        size = num_rows or self.config.num_rows
+        return rows_lib.to_global_arrays(batch, where, self.rows[size], size)
+
+    def compile(self) -> None:
+        """Compiles the training step for the size of the next batch."""
+        program, size, began = self.program, self.next_size, time.perf_counter()
+        logging.info("Compiling the training step for %d rows ...", size)
+        compiled = program.lower(size).compile()
+        together.meet(f"compiled for position {self.position}")  # some found it cached
+        # Episodes that forked make a batch with more rows than the compiled step takes.
+        shape = program.batch_of(size)["tokens"].shape
+
+        def train_step(params: dict, state: Any, batch: dict) -> tuple:
+            fits = batch["tokens"].shape == shape
+            return (compiled if fits else program.step)(params, state, batch)
+
+        self.train_step, self.compiled_size = train_step, size
+        seconds = time.perf_counter() - began
+        self.compile_seconds += seconds
+        logging.info("... compiled in %.1f s.", seconds)
 
     def save(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Starts to write a checkpoint of this step.
@@ -196,7 +229,11 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
     with contextlib.ExitStack() as undo:
         undo.callback(checkpoints.close)  # a failed start must not leave its threads
         program = program_lib.make_program(config, mesh)
-        rows = rows_lib.of_this_process(program.batch["tokens"])
+        sizes = {config.num_rows, *config.data.batch_warmup_sizes}
+        rows = {
+            size: rows_lib.of_this_process(program.batch_of(size)["tokens"])
+            for size in sizes
+        }
         feed.restrict_to(rows)
         run = Run(
             config=config,
@@ -210,7 +247,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
             rows=rows,
         )
         _fill(run)
-        _compile(run)
+        run.compile()
         undo.pop_all()
     host_memory.trim()
     return run
@@ -264,24 +301,6 @@ def _same_tokenizer(
     return together.from_first("tokenizer.json", repaired)
 
 
-def _compile(run: Run) -> None:
-    """Compiles the training step."""
-    program, began = run.program, time.perf_counter()
-    logging.info("Compiling the training step ...")
-    compiled = program.lower().compile()
-    together.meet("compiled")  # some processes may have found it in their cache
-    # Episodes that forked make a batch with more rows than the compiled step takes.
-    shape = program.batch["tokens"].shape
-
-    def train_step(params: dict, state: Any, batch: dict) -> tuple:
-        fits = batch["tokens"].shape == shape
-        return (compiled if fits else program.step)(params, state, batch)
-
-    run.train_step = train_step
-    run.compile_seconds = time.perf_counter() - began
-    logging.info("... compiled in %.1f s.", run.compile_seconds)
-
-
 def _initial(
     config: config_lib.TrainConfig, program: program_lib.Program
 ) -> tuple[dict, Any]:
@@ -300,7 +319,8 @@ def _require_whole_rows(config: config_lib.TrainConfig, mesh: Mesh) -> None:
     With mesh.data=-1 the config alone could not check this.
     """
     names = sharding.RULES["B"]
-    checks.require(config.batch_rule(math.prod(mesh.shape[name] for name in names)))
+    num_shares = math.prod(mesh.shape[name] for name in names)
+    checks.require(*config.batch_rules(num_shares))
 
 
 def _require_same_feed(ours: str) -> None:
