@@ -141,8 +141,10 @@ class PrepareConfig:
     sequence_length: int = 4096  # tokens of a row (paper App. A)
     # "truncate": documents are joined, and cut at the end of a row (GLM-4.5's
     # pre-training); "best_fit": documents that fit a row stay whole, the longest are
-    # placed first (its mid-training).
-    packing: Literal["truncate", "best_fit"] = "truncate"
+    # placed first (its mid-training); "interleaved": similar documents share a row,
+    # take turns in it, and see each other (GLM-5's mid-training).
+    packing: Literal["truncate", "best_fit", "interleaved"] = "truncate"
+    interleave_tokens: int = 512  # tokens of a turn with packing "interleaved"
     # Lengths in tokens, e.g. (4096, 32768); documents longer than each go into a folder
     # of their own.
     buckets: tuple[int, ...] = ()
@@ -167,7 +169,16 @@ class PrepareConfig:
         rates = {name: getattr(self, name) for name in ("fim_rate", "fim_spm_rate")}
         checks.require(
             *checks.choices(self),
-            *checks.positive(self, "sequence_length", most=checks.MAX_SIZE),
+            *checks.positive(
+                self, "sequence_length", "interleave_tokens", most=checks.MAX_SIZE
+            ),
+            (
+                self.packing != "interleaved"
+                or self.interleave_tokens < self.sequence_length,
+                f"interleave_tokens must be smaller than sequence_length with packing "
+                f"'interleaved', got {self.interleave_tokens} and "
+                f"{self.sequence_length}.",
+            ),
             (bool(self.source), "source is empty; name a folder, or 'python'."),
             (self.shard_mib > 0, f"shard_mib must be > 0, got {self.shard_mib}."),
             bpe_rule(self.bpe_vocab_size),

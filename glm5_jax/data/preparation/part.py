@@ -19,7 +19,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import files
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.preparation import inputs, shards
-from glm5_jax.data.rows import packing
+from glm5_jax.data.rows import interleaving, packing
 from glm5_jax.data.sources import documents as documents_lib
 from glm5_jax.data.sources import formats
 
@@ -248,6 +248,14 @@ def _pack(
             [document.ids[:-1] for document in found],
             eos_id=eos_id,
             sequence_length=length,
+        )
+    if config.packing == "interleaved" and found[0].side == inputs.SIDES[0]:
+        # Held-out texts stay apart, so that bits per byte are comparable.
+        return interleaving.interleave(
+            [document.ids for document in found],
+            eos_id=eos_id,
+            sequence_length=length,
+            chunk_tokens=config.interleave_tokens,
         )
     pieces = []
     for document in found:

@@ -134,6 +134,8 @@ def _settings(config: config_lib.PrepareConfig) -> dict[str, Any]:
     else:
         settings["tokenizer"] = tokenizer_lib.named(config.tokenizer).digest[:16]
     del settings["bpe_vocab_size"]
+    if config.packing != "interleaved":  # plans of earlier versions lack it
+        del settings["interleave_tokens"]
     if config.kind == "text":
         for name in _OF_CONVERSATIONS:
             del settings[name]
