@@ -14,7 +14,8 @@ seconds of the resource that limits the step:
 
 Disclosed (arXiv 2602.15763, section 2.3): 1000 steps of warm-up at 14 x 202,752 tokens
 with rates from 5e-3 to 2e-4, which train only the indexer; then 20B tokens at 1e-5.
-This config uses 8 rows a step, because the mesh holds 8 at a time.
+Undisclosed, and ours: the decay is a cosine. warmup_paper has the 14 rows, 2 at a time;
+the others use 8 rows a step, because their mesh, which sends less, holds 8 at a time.
 """
 
 from dataclasses import replace
@@ -24,13 +25,18 @@ import ml_collections
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 
-VARIANTS = {"warmup_202k": 202752, "sparse_128k": 131072, "sparse_202k": 202752}
-EXPERT, CONTEXT = 8, 64
+# Tokens of a row, rows of a step, and the mesh: expert, context.
+VARIANTS = {
+    "warmup_202k": (202752, 8, 8, 64),
+    "warmup_paper": (202752, 14, 2, 256),
+    "sparse_128k": (131072, 8, 8, 64),
+    "sparse_202k": (202752, 8, 8, 64),
+}
 
 
 def get_config(variant: str = "sparse_202k") -> ml_collections.ConfigDict:
     """Returns the config of a stage and a length."""
-    length, rows = VARIANTS[variant], EXPERT
+    length, rows, expert, context = VARIANTS[variant]
     is_warmup = variant.startswith("warmup")
     attention = "dense_with_indexer_loss" if is_warmup else "sparse"
     rates = (5e-3, 2e-4) if is_warmup else (1e-5, 1e-5)
@@ -39,7 +45,6 @@ def get_config(variant: str = "sparse_202k") -> ml_collections.ConfigDict:
         num_steps=1000 if is_warmup else 20_000_000_000 // (rows * length),
         log_every=10,
         eval_every=100,
-        checkpoint_every=100,
         model=replace(
             presets.GLM5, attention=attention, remat_policy="full", expert_chunks=4
         ),
@@ -48,8 +53,10 @@ def get_config(variant: str = "sparse_202k") -> ml_collections.ConfigDict:
         ),
         loss=config_lib.LossConfig(indexer_weight=1.0 if is_warmup else 1e-3),
         optim=config_lib.OptimConfig(
-            learning_rate=rates[0], end_learning_rate=rates[1]
+            learning_rate=rates[0],
+            end_learning_rate=rates[1],
+            accumulation_steps=rows // expert,
         ),
-        mesh=config_lib.MeshConfig(expert=EXPERT, context=CONTEXT),
+        mesh=config_lib.MeshConfig(expert=expert, context=context),
     )
     return command_line.to_config_dict(config)
