@@ -4,9 +4,8 @@ python -m glm5_jax.aot --config=configs/glm5_adapt.py:sparse_202k --topology=v5p
 python -m glm5_jax.train --config=configs/glm5_adapt.py:warmup_202k \
     --config.init_from=DIR --config.data.source=DIR
 
-Hardware: 512 v5p chips, v5p:8x8x8; 64 chips share a row of the batch. Compiled, never
-run. The columns are the memory of a chip, the GiB that it sends in a step, and the
-seconds of the resource that limits the step:
+Hardware: 512 v5p chips, v5p:8x8x8. Compiled, never run. The columns are the memory of a
+chip, the GiB that it sends in a step, and the seconds of what limits the step:
 
   warmup_202k  28.5 of 96 GiB   305 GiB   20.8 s (FLOPs)
   sparse_128k  27.8             720       6.2 (HBM)
@@ -25,8 +24,7 @@ import ml_collections
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 
-# Tokens of a row, rows of a step, and the mesh: expert, context.
-VARIANTS = {
+VARIANTS = {  # tokens of a row, rows of a step, mesh.expert, mesh.context
     "warmup_202k": (202752, 8, 8, 64),
     "warmup_paper": (202752, 14, 2, 256),
     "sparse_128k": (131072, 8, 8, 64),

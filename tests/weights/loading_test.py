@@ -21,7 +21,7 @@ from glm5_jax.data.chat import templates
 from glm5_jax.inference import commands
 from glm5_jax.model import transformer
 from glm5_jax.weights import conversion, loading
-from tests import environment
+from tests import environment, small_configs
 from tests.model import tiny
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -177,6 +177,30 @@ class LoadTest(FolderTest):
             loading.require_same_mathematics(config)
         with self.assertRaisesRegex(config_lib.InputError, "rope_thetta"):
             self.train_config(run, ("rope_thetta",))
+
+    def test_init_from_refuses_indexers_that_are_not_ready(self):
+        run = self.make_run()
+        order = "dense", "dense_with_indexer_loss", "sparse"
+        messages = {
+            ("dsa_sparse", 0): "has dense attention: its indexers were never trained",
+            ("sft", 0): "Run stage dsa_warmup from it, then dsa_sparse; or set model",
+            ("sft", 1): "warmed-up indexers, .* Run stage dsa_sparse from it before",
+            ("dsa_warmup", 2): "attends to selected keys already; stage 'dsa_warmup'",
+            ("dsa_warmup", 0): "",
+            ("dsa_sparse", 1): "",
+            ("dsa_sparse", 2): "",
+            ("sft", 2): "",
+        }
+        for (stage, theirs), message in messages.items():
+            model = dataclasses.replace(TINY, attention=order[theirs])
+            tree = {"model": command_line.to_json_dict(model)}
+            (run / "config.json").write_text(json.dumps(tree))
+            config = small_configs.of_stage(self.train_config(run), stage)
+            if message:
+                with self.assertRaisesRegex(config_lib.InputError, f"(?s){message}"):
+                    loading.require_same_mathematics(config)
+                config = dataclasses.replace(config, init_from_changes=("attention",))
+            loading.require_same_mathematics(config)
 
     def test_every_field_of_a_model_is_compared_where_it_matters(self):
         """All other fields change shapes, which are compared, or change no logits."""

@@ -6,5 +6,6 @@ STAGE = record.Stage(
     name="dsa_sparse",
     losses=("next_token", "mtp", "balance", "indexer_kl"),
     attention="sparse",
+    adapts_to_selection=True,
     rules=dsa_warmup.needs_indexer_loss,
 )

@@ -115,6 +115,8 @@ class Stage:
     monitored: tuple[Loss, ...] = ()  # terms that it computes for the metrics alone
     trains: Callable[[Path], bool] = everything  # by path of a parameter
     moves_router_bias: bool = True  # against the load of the experts, each step
+    # The model learns to attend to the keys that warmed-up indexers select.
+    adapts_to_selection: bool = False
 
     # How it is measured.
     measures: tuple[Metric, ...] = (BITS_PER_BYTE,)  # figures of every evaluation
