@@ -1,16 +1,15 @@
 """The sizes of a run's batches, which may grow at its beginning, and their tokens."""
 
 import bisect
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 Changes = tuple[tuple[float, ...], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Batches:
+class Batches(NamedTuple):
     """The number of rows of each step: constant within a phase, larger in the next.
 
     The rows of a step are numbered: step s has rows_before(s) to rows_before(s + 1) - 1

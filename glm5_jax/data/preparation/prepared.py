@@ -179,10 +179,9 @@ def _fingerprint(
     stages_of = [dataclasses.astuple(stage) for stage in stages(data)]
     settings |= {
         "mixture": stages_of,
-        "batch_size": data.batch_size,
+        **pipeline_lib.batch_settings(data),
         "seed": seed,
         "order_version": _ORDER_VERSION,
-        **pipeline_lib.warmup_settings(data),
     }
     return " ".join(
         f"{key}={json.dumps(value, separators=(',', ':'))}"

@@ -145,10 +145,9 @@ def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
         "tokenizer": tokenizer.digest[:16],
         "held_out_percent": data.held_out_percent,
         "sequence_length": data.sequence_length,
-        "batch_size": data.batch_size,
+        **batch_settings(data),
         "seed": seed,
         "order_version": _ORDER_VERSION,
-        **warmup_settings(data),
     }
     return Pipeline(
         data,
@@ -161,20 +160,13 @@ def make_pipeline(data: config.DataConfig, seed: int) -> Pipeline:
     )
 
 
-def warmup_settings(data: config.DataConfig) -> dict[str, Any]:
-    """Returns the settings of batches that grow, for a fingerprint; {} if they do not.
-
-    Earlier versions wrote fingerprints without them.
-    """
-    batches = data.batches
-    if batches.is_constant:
-        return {}
-    names = ("batch_sizes", "batch_firsts")
-    values = (batches.sizes, batches.firsts)
-    return {
-        name: ",".join(map(str, value))
-        for name, value in zip(names, values, strict=True)
-    }
+def batch_settings(data: config.DataConfig) -> dict[str, Any]:
+    """Returns what a fingerprint says of the sizes of batches."""
+    batches, settings = data.batches, {"batch_size": data.batch_size}
+    if batches.is_constant:  # as in fingerprints of earlier versions
+        return settings
+    sizes, firsts = (",".join(map(str, x)) for x in (batches.sizes, batches.firsts))
+    return settings | {"batch_sizes": sizes, "batch_firsts": firsts}
 
 
 def _stack(rows: Sequence[Batch]) -> Batch:

@@ -64,13 +64,12 @@ def make_pipeline(data: config.DataConfig, seed: int) -> pipeline_lib.Pipeline:
         "tokenizer": tokenizer.digest[:16],
         "held_out_percent": data.held_out_percent,
         "sequence_length": data.sequence_length,
-        "batch_size": data.batch_size,
+        **pipeline_lib.batch_settings(data),
         "seed": seed,
         "chat_template": data.chat_template,
         "enable_thinking": data.enable_thinking,
         "clear_thinking": data.clear_thinking,
         "order_version": _ORDER_VERSION,
-        **pipeline_lib.warmup_settings(data),
     }
     return pipeline_lib.Pipeline(
         data,
