@@ -65,7 +65,7 @@ MAX_ARGUMENTS = 10
 MAX_TRITON_POINTERS = 13  # a Triton kernel gets every array by itself: no tuples
 MAX_COLUMNS = 88
 # 165 of a run and 17 of prepare, of which 49 are the model's, as Hugging Face has them,
-# and 5 choose attention variants and their sizes.
+# 5 choose attention variants and their sizes, and
 # 5 follow the tokens of a run.
 MAX_CONFIG_FIELDS = 182
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}

@@ -22,7 +22,12 @@ from glm5_jax.checkpoint import leaves, manager, step_folder
 from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.model import transformer
-from glm5_jax.weights import huggingface, huggingface_config, to_variants
+from glm5_jax.weights import (
+    huggingface,
+    huggingface_config,
+    stage_order,
+    to_variants,
+)
 
 Path = str | pathlib.Path
 
@@ -182,7 +187,7 @@ def require_same_mathematics(config: config_lib.TrainConfig) -> None:
         return
     ours, theirs = config.model, read_config(find(config.init_from))
     if "attention" not in config.init_from_changes:
-        _require_ready_indexers(config, theirs.attention)
+        stage_order.require_ready_indexers(config, theirs.attention)
     is_free = {"index_topk"} if "dense" in (ours.attention, theirs.attention) else set()
     if not (ours.layer_types and theirs.layer_types):
         is_free |= {"variants"}
@@ -203,42 +208,6 @@ def require_same_mathematics(config: config_lib.TrainConfig) -> None:
             + "\nSet --config.model.NAME to its values; or, to change them on purpose, "
             f'--config.init_from_changes="{tuple(differing)}".'
         )
-
-
-def _require_ready_indexers(
-    config: config_lib.TrainConfig, theirs: config_lib.AttentionMode
-) -> None:
-    """Checks the order of stages: dense, dsa_warmup, dsa_sparse, all later ones.
-
-    Args:
-      config: of the run.
-      theirs: attention of the model at init_from; a released model's is sparse.
-    """
-    ours, adapts = config.model.attention, config.stage_record.adapts_to_selection
-    nevertheless = (
-        """--config.init_from_changes="('attention',)" starts nevertheless."""
-    )
-    start = f"The model at init_from={config.init_from}"
-    checks.require(
-        (
-            ours != "sparse" or theirs != "dense",
-            f"{start} has dense attention: its indexers were never trained, and would "
-            f"select keys at random. Run stage dsa_warmup from it, then dsa_sparse; or "
-            f"set model.attention='dense'. {nevertheless}",
-        ),
-        (
-            ours != "sparse" or adapts or theirs != "dense_with_indexer_loss",
-            f"{start} has warmed-up indexers, but has never attended to the keys that "
-            f"they select. Run stage dsa_sparse from it before stage "
-            f"{config.stage!r}. {nevertheless}",
-        ),
-        (
-            ours != "dense_with_indexer_loss" or theirs != "sparse",
-            f"{start} attends to selected keys already; stage {config.stage!r} is for "
-            f"a model with dense attention. Continue with stage dsa_sparse. "
-            f"{nevertheless}",
-        ),
-    )
 
 
 def find(path: Path) -> Source:
