@@ -1,5 +1,6 @@
 """Decoding's TPU kernels, interpreted, against the definition."""
 
+import functools
 from unittest import mock
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from absl.testing import parameterized
 from pallas_kernels import block_sizes, decode
 from pallas_kernels.decode import tpu_dense
 from tests import environment
-from tests.pallas_kernels import sparse_mla_test
+from tests.pallas_kernels import program, sparse_mla_test
 
 # Name, sequences, queries of each, tokens of a page, pages of a sequence or 0, dtype.
 CACHES = (
@@ -48,13 +49,12 @@ class DecodeTpuTest(parameterized.TestCase):
             lists[b, t, :length] = np.sort(rows)
         args = (q, kv, jnp.asarray(lists), table)
         options = {"scale": 0.05, "value_dim": 128}
-        want = decode.decode_sparse_mla(*args, **options, implementation="reference")
+        attend = functools.partial(program.call, decode.decode_sparse_mla, **options)
+        want = attend(*args, implementation="reference")
         lists[0, 0, 19] = size * max(pages, 1) + 3  # names no key, and counts as none
         args = (q, kv, jnp.asarray(lists), table)
         with block_sizes.tried(block_sizes.Tpu(cores=cores, decode_groups=8)):
-            got = decode.decode_sparse_mla(
-                *args, **options, implementation="tpu_interpret"
-            )
+            got = attend(*args, implementation="tpu_interpret")
         names = ("out", "lse")
         sparse_mla_test.assert_close(
             dict(zip(names, got, strict=True)),
@@ -77,11 +77,10 @@ class DecodeTpuTest(parameterized.TestCase):
         lo[0, 0], hi[0, 0], hi[1, 1] = 0, 10, 0  # fewer than top-k keys, and none
         bounds = [jnp.asarray(x, jnp.int32) for x in (lo, hi)]
         args = (q, k, w, *bounds, table)
+        choose = functools.partial(program.call, decode.decode_indexer_topk, topk=24)
         with mock.patch.multiple(tpu_dense, CHUNK=128, COUNTED=512):
-            got = decode.decode_indexer_topk(
-                *args, topk=24, implementation="tpu_interpret"
-            )
-        want = decode.decode_indexer_topk(*args, topk=24, implementation="reference")
+            got = choose(*args, implementation="tpu_interpret")
+        want = choose(*args, implementation="reference")
         np.testing.assert_array_equal(got, want)
 
 

@@ -6,7 +6,7 @@ from absl.testing import parameterized
 
 from pallas_kernels import cases, indexer_bits, indexer_mask, indexer_topk, selection
 from tests import environment
-from tests.pallas_kernels import sparse_mla_gpu_test
+from tests.pallas_kernels import program, sparse_mla_gpu_test
 
 
 class SelectionFormsTest(parameterized.TestCase):
@@ -26,9 +26,8 @@ class SelectionFormsTest(parameterized.TestCase):
     def test_the_forms_agree(self, case):
         names = ("q_index", "k_index", "w", "lo", "hi")
         args = cases.make(case, *names)
-        mask = indexer_mask(*args, topk=case.topk)
-        lists = indexer_topk(*args, topk=case.topk)
-        bits = indexer_bits(*args, topk=case.topk)
+        ops = (indexer_mask, indexer_topk, indexer_bits)
+        mask, lists, bits = (program.call(op, *args, topk=case.topk) for op in ops)
         np.testing.assert_array_equal(selection.unpack(bits, case.keys), mask)
         np.testing.assert_array_equal(selection.to_mask(lists, case.keys), mask)
         np.testing.assert_array_equal(selection.to_list(mask, case.topk), lists)
@@ -44,10 +43,10 @@ class SelectionFormsTest(parameterized.TestCase):
         w = jnp.full((1, 2, 8), -(2.0**120))
         lo, hi = jnp.asarray([[5, 0]]), jnp.asarray([[17, 2]])
         args = (q, jnp.asarray(keys), w, lo, hi)
-        got = indexer_topk(*args, topk=9, implementation=name)
+        got = program.call(indexer_topk, *args, topk=9, implementation=name)
         want = [[5, 6, 7, 8, 9, 10, 11, 12, 15], [0, 1, *[-1] * 7]]
         np.testing.assert_array_equal(got, [want])
-        bits = indexer_bits(*args, topk=9, implementation=name)
+        bits = program.call(indexer_bits, *args, topk=9, implementation=name)
         np.testing.assert_array_equal(
             selection.unpack(bits, 130), selection.to_mask(got, 130)
         )
@@ -62,14 +61,15 @@ class SelectionFormsTest(parameterized.TestCase):
         lo = np.maximum(np.arange(40) - 30, 0)[None]
         hi = np.arange(1, 41)[None]
         args = (*arrays, jnp.asarray(lo), jnp.asarray(hi))
-        lists = indexer_topk(*args, topk=6, implementation=name)
+        options = {"topk": 6, "implementation": name}
+        lists = program.call(indexer_topk, *args, **options)
         for t in range(40):
             s = np.arange(lo[0, t], hi[0, t])
             best = sorted(s[np.lexsort((s, -scores[t, s]))][:6])
             np.testing.assert_array_equal(lists[0, t], best + [-1] * (6 - len(best)))
-        mask = indexer_mask(*args, topk=6, implementation=name)
+        mask = program.call(indexer_mask, *args, **options)
         np.testing.assert_array_equal(mask, selection.to_mask(lists, 40))
-        bits = indexer_bits(*args, topk=6, implementation=name)
+        bits = program.call(indexer_bits, *args, **options)
         np.testing.assert_array_equal(selection.unpack(bits, 40), mask)
 
     def test_segment_bounds(self):
