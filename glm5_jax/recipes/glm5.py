@@ -36,7 +36,7 @@ class Sizes:
     rope_theta: float = 1e5  # of mid-training and later stages
     text_source: str = "python"  # of the text: as data.source
     # Share of the text; the rest is documents that ask for retrieval.
-    text_weight: float = 0.4
+    text_weight: float = 0.3
 
 
 def recipe(name: str, description: str, sizes: Sizes) -> record.Recipe:
@@ -212,7 +212,7 @@ def _sft(
     return config_lib.TrainConfig(
         stage="sft",
         num_steps=steps,
-        eval_every=max(steps // 40, 1),
+        eval_every=max(steps // 30, 1),
         eval_batches=1,
         checkpoint_every=max(steps // 4, 1),
         eval_success=True,
@@ -226,7 +226,7 @@ def _sft(
             tokenizer=_CHAT,
             enable_thinking=False,
             sequence_length=length,
-            batch_size=sizes.tokens_per_step // length,
+            batch_size=max(sizes.tokens_per_step // length // 2, 1),
             cache_dir=sizes.cache_dir,
         ),
         loss=config_lib.LossConfig(indexer_weight=0.1, router_bias_rate=0.01),
@@ -293,14 +293,14 @@ _MODEL = dataclasses.replace(
 )
 SMALL = recipe(
     "small",
-    "All stages of GLM-5 up to reasoning RL, with a model of a million parameters, "
+    "All stages of GLM-5 up to reasoning RL, with a model of 0.7 million parameters, "
     "on two cores in under forty minutes.",
     Sizes(
         model=_MODEL,
         lengths=(128, 256, 512),
         num_documents=40_000,
         tokens_per_step=4096,
-        steps=(1000, 200, 200, 100, 150, 200, 150),
+        steps=(1400, 200, 200, 100, 150, 300, 200),
         minutes=(12.0, 4.0, 6.0, 2.0, 4.0, 4.0, 5.0),
         rl_rows=(16, 8),
         eval_tasks=256,

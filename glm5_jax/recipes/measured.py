@@ -13,12 +13,12 @@ from typing import Any
 from absl import logging
 
 from glm5_jax import files
+from glm5_jax.evals import report as evals_report
 from glm5_jax.evals import runner as evals_runner
 from glm5_jax.evals import subject as subject_lib
 from glm5_jax.recipes import record
 
 FOLDER = "measured"
-_ACCURACY = "accuracy"  # the one figure of suites that ask
 
 Figures = dict[str, float]
 
@@ -55,9 +55,7 @@ def measure(
         )
         for result in results:
             for name, interval in result.figures.items():
-                parts = [result.suite, result.length, name != _ACCURACY and name]
-                key = "/".join(str(part) for part in parts if part)
-                figures[key] = [*interval]
+                figures[_name(result, name)] = [*interval]
     content = {"seconds": time.perf_counter() - began, "figures": figures}
     files.write_text(path, json.dumps(content, indent=2) + "\n")
     return content
@@ -69,6 +67,14 @@ def read(folder: pathlib.Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {"seconds": 0.0, "figures": {}}
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _name(result: evals_report.Result, figure: str) -> str:
+    """Returns SUITE/LENGTH, and more where a suite has more than one figure."""
+    parts = [result.suite, result.length]
+    if figure not in ("accuracy", result.suite):
+        parts.append(figure.removeprefix(f"{result.suite}/"))
+    return "/".join(str(part) for part in parts if part is not None)
 
 
 def _path(folder: pathlib.Path) -> pathlib.Path:

@@ -13,15 +13,16 @@ import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax import files
-from glm5_jax.recipes import measured, page, record
+from glm5_jax.recipes import measured, page, plot, record
 from glm5_jax.training import loss
 from glm5_jax.training.reporting import metrics as metrics_lib
 
-HTML, MARKDOWN = "report.html", "report.md"
+HTML, MARKDOWN, PICTURE = "report.html", "report.md", "report.png"
 _SHARE = 0.1  # of the steps, over which first and last values are means
 _TIMES = ("compile", "restore", "step", "evaluate", "sample", "save")
 _REWARD = "rollout/reward"
 _NONE = "-"
+_OF_THE_RUN = ("eval", "perf", "goodput")  # kinds that the run itself measures
 
 Figures = dict[str, float]  # by name; of one stage
 
@@ -71,15 +72,18 @@ def write(
     }
     names = dict(zip((s.name for s in recipe.stages), stages.values(), strict=True))
     claims = _claims(recipe, names)
+    kinds = _kinds(names)
+    plot.draw(_losses(names, folders), kinds, workdir / PICTURE)
     title = f"GLM-5 at small size: the pipeline {recipe.name}"
     blocks = [
         page.Paragraph(recipe.description),
         page.Paragraph(_origin(recipe, names, {**_summary(folders[-1]), **origin})),
         page.Heading("What it shows"),
         page.Table(("claim", "from", "to", "holds"), [row for row, _ in claims]),
+        page.Picture(workdir / PICTURE, "Loss and measured figures, stage by stage"),
         page.Heading("Stages"),
         _stage_table(names),
-        *_figure_tables(names),
+        *_figure_tables(kinds),
         page.Heading("Samples"),
         *_samples(folders),
         page.Heading("Curves"),
@@ -150,7 +154,7 @@ def _row(
 
 def _stage_table(stages: Stages) -> page.Table:
     head = (
-        *("stage", "steps", "length", "attention", "loss, first", "loss, last"),
+        *("stage", "steps", "length", "keys read", "loss, first", "loss, last"),
         *("bits/byte", "success", "tok/s", "minutes"),
     )
     rows = [
@@ -158,7 +162,7 @@ def _stage_table(stages: Stages) -> page.Table:
             name,
             f"{figures['steps']:.0f}",
             str(config.data.sequence_length),
-            config.model.attention,
+            _keys(config),
             _short(figures["first"]),
             _short(figures["last"]),
             _short(figures.get("eval/bits_per_byte")),
@@ -171,24 +175,51 @@ def _stage_table(stages: Stages) -> page.Table:
     return page.Table(head, rows)
 
 
-def _figure_tables(stages: Stages) -> list[page.Block]:
-    """Returns a table for each kind of measured figure: stages by columns."""
+def _keys(config: config_lib.TrainConfig) -> str:
+    """Returns how many keys a query reads at most."""
+    length, topk = config.data.sequence_length, config.model.index_topk
+    is_sparse = config.model.attention == "sparse" and topk < length
+    return f"{topk} of {length}" if is_sparse else "all"
+
+
+def _kinds(stages: Stages) -> dict[str, dict[str, dict[str, float]]]:
+    """Returns the measured figures: by kind, line and stage."""
+    kinds: dict[str, dict[str, dict[str, float]]] = {}
+    for stage, (_, figures) in stages.items():
+        for name, value in figures.items():
+            kind, _, line = name.partition("/")
+            if line and kind not in _OF_THE_RUN:
+                kinds.setdefault(kind, {}).setdefault(line, {})[stage] = value
+    return kinds
+
+
+def _figure_tables(
+    kinds: Mapping[str, Mapping[str, Mapping[str, float]]],
+) -> list[page.Block]:
+    """Returns a table for each kind of measured figure: a stage a row."""
     blocks: list[page.Block] = []
-    kinds: dict[str, list[str]] = {}
-    for _, figures in stages.values():
-        for name in figures:
-            kind, _, column = name.partition("/")
-            if column and kind not in ("eval", "perf", "goodput"):
-                columns = kinds.setdefault(kind, [])
-                columns += [column] * (column not in columns)
-    for kind, columns in kinds.items():
+    for kind, lines in kinds.items():
+        stages = dict.fromkeys(stage for values in lines.values() for stage in values)
         rows = [
-            (stage, *(_short(figures.get(f"{kind}/{column}")) for column in columns))
-            for stage, (_, figures) in stages.items()
-            if any(f"{kind}/{column}" in figures for column in columns)
+            (stage, *(_short(values.get(stage)) for values in lines.values()))
+            for stage in stages
         ]
-        blocks += [page.Heading(kind), page.Table(("after stage", *columns), rows)]
+        head = ("after stage", *lines)
+        blocks += [page.Heading(f"Suite {kind}"), page.Table(head, rows)]
     return blocks
+
+
+def _losses(stages: Stages, folders: Sequence[pathlib.Path]) -> dict[str, plot.Curve]:
+    """Returns the loss of the next token over millions of tokens, a curve a stage."""
+    curves, name = {}, loss.METRIC_NAMES["next_token"]
+    for (stage, (config, _)), folder in zip(stages.items(), folders, strict=True):
+        lines = metrics_lib.read(folder / "metrics.jsonl")
+        found = [(r["step"], r[name]) for r in lines if r.get(name) is not None]
+        if found:
+            steps, values = np.array(found, float).T
+            per_step = config.num_rows * config.data.sequence_length
+            curves[stage] = steps * per_step / 1e6, values
+    return curves
 
 
 def _samples(folders: Sequence[pathlib.Path]) -> list[page.Block]:

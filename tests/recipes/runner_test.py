@@ -89,7 +89,7 @@ class PipelineTest(runs.OneDeviceTest):
         text = pathlib.Path(self.result["report"]).read_text()
         tree = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
         images = [image.get("src") for image in tree.iter("img")]
-        self.assertLen(images, len(self.recipe.stages))
+        self.assertLen(images, 1 + len(self.recipe.stages))
         self.assertTrue(all(i.startswith("data:image/png;base64,") for i in images))
         words = "".join(tree.itertext())
         for stage in self.recipe.stages:
