@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 
+from absl import logging
+
+from glm5_jax import config as config_lib
 from glm5_jax.ablations import study
 
 SPEED = study.Metric(
@@ -10,6 +13,14 @@ SPEED = study.Metric(
     unit="tokens per CPU second",
     better="higher",
     digits=0,
+)
+
+ATTENTION_LOGIT = study.Metric(
+    label="largest attention logit",
+    key="attention_logits/largest",
+    unit="nats",
+    plot="curve",
+    digits=1,
 )
 
 
@@ -27,10 +38,11 @@ def held_out(plot: study.Plot) -> study.Metric:
 def suites(*names: str, length: int, num_tasks: int = 16) -> study.Measure:
     """Returns a measure whose keys are SUITE/FIGURE.
 
-    All arms and seeds get the same tasks.
+    All arms and seeds get the same tasks. A suite that does not fit an arm's model,
+    such as recall without an indexer, has no figures there.
 
     Args:
-      *names: of suites, or of groups of them.
+      *names: of suites.
       length: tokens of a task or of a row of held-out text.
       num_tasks: tasks, or rows.
     """
@@ -39,11 +51,18 @@ def suites(*names: str, length: int, num_tasks: int = 16) -> study.Measure:
         from glm5_jax.evals import runner, subject  # jax: after the input is checked
 
         model = subject.load(checkpoint.path, checkpoint.overrides)
-        results = runner.run(model, names, lengths=[length], num_tasks=num_tasks)
-        return {
-            f"{result.suite}/{name}": interval.mean
-            for result in results
-            for name, interval in result.figures.items()
-        }
+        figures = {}
+        for name in names:
+            try:
+                runner.require([name], model.config, True, [length])
+            except config_lib.InputError as error:
+                logging.warning("%s is not measured: %s", checkpoint.path, error)
+                continue
+            for result in runner.run(
+                model, [name], lengths=[length], num_tasks=num_tasks
+            ):
+                for figure, interval in result.figures.items():
+                    figures[f"{name}/{figure}"] = interval.mean
+        return figures
 
     return measure

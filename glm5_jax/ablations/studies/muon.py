@@ -27,7 +27,8 @@ def get_study(scale: str) -> Study:
             Arm(name="AdamW", changes={"optim.name": "adamw"}),
         ),
         rates=(rate / 3, rate, rate * 3),
-        metrics=(measures.held_out("curve"),),
+        metrics=(measures.held_out("curve"), measures.ATTENTION_LOGIT),
+        measure=measures.suites("attention_logits", length=base.data.sequence_length),
         claims=(
             Claim(better="Muon Split", worse="Muon", source="GLM-5, Table 1"),
             Claim(better="Muon", worse="AdamW", source="expectation"),
