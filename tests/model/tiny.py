@@ -57,6 +57,7 @@ def variants(**changes):
     pattern = "F" + "".join("S" if x else "-" for x in has_index)[1:]
     return model(
         num_hidden_layers=len(types),
+        first_k_dense_replace=len(types) - 1,  # compiles faster
         index_topk_pattern=pattern,
         layer_types=types,
         variants=SIZES_OF_VARIANTS,
