@@ -18,7 +18,9 @@ from matplotlib import figure
 
 import glm5_jax
 from glm5_jax import losses, presets
+from glm5_jax.model import context as context_lib
 from glm5_jax.model import mtp, transformer
+from glm5_jax.model.attention import delta_rule
 from glm5_jax.optim import newton_schulz
 from glm5_jax.rl import objectives
 
@@ -188,12 +190,50 @@ def icepop() -> figure.Figure:
     return drawn
 
 
+def delta() -> figure.Figure:
+    """What a state answers to one key, token by token, and what it takes to keep it."""
+    num_tokens, key_dim = 48, 32
+    asked, again, second = 6, 20, 34  # tokens with the key; start of a document
+    keys = np.array(jax.random.normal(jax.random.key(0), (num_tokens, key_dim)))
+    keys[again] = keys[asked]
+    k = delta_rule.unit(jnp.asarray(keys))[None, :, None]
+    q = jnp.broadcast_to(k[:, asked : asked + 1], k.shape)
+    values = jnp.eye(num_tokens)[None, :, None]  # so an output is a row of weights
+    place = jnp.arange(num_tokens)[None]
+    lo = jnp.where(place < second, 0, second)
+    none = jnp.zeros((1, num_tokens, 1))
+    context = context_lib.Context(none, none, lo, place + 1, place >= 0)
+    log_decay = jnp.full((1, num_tokens, 1, 1), -1 / 32)
+    beta = jnp.ones((1, num_tokens, 1))
+    weights, _ = delta_rule.over_documents(q, k, values, log_decay, beta, context)
+    drawn, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    image = left.imshow(weights[0, :, 0], cmap="RdBu", vmin=-1, vmax=1)
+    drawn.colorbar(image, ax=left, shrink=0.8)
+    left.set(
+        title=f"Answer to the key of tokens {asked} and {again}",
+        xlabel="token of the value",
+        ylabel="tokens read",
+    )
+    config = presets.GLM5
+    lengths = np.geomspace(128, 131072, 50)
+    row = config.kv_lora_rank + config.qk_rope_head_dim
+    heads, state = config.num_attention_heads, config.qk_head_dim * config.v_head_dim
+    right.loglog(lengths, row * lengths, color=ORANGE, label="MLA: a row a token")
+    right.loglog(
+        lengths, np.full(50, heads * state), color=BLUE, label="delta rule: a state"
+    )
+    right.set(title="Numbers cached a layer, GLM-5's sizes", xlabel="tokens read")
+    right.legend(frameon=False)
+    return drawn
+
+
 FIGURES = {
     "mla": mla,
     "dsa": dsa,
     "mtp": mtp_chain,
     "muon_split": muon,
     "icepop": icepop,
+    "delta": delta,
 }
 
 
