@@ -1,5 +1,6 @@
 """Metrics that studies share, and measures of checkpoints by suites of evals."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from absl import logging
@@ -35,34 +36,35 @@ def held_out(plot: study.Plot) -> study.Metric:
     )
 
 
-def suites(*names: str, length: int, num_tasks: int = 16) -> study.Measure:
-    """Returns a measure whose keys are SUITE/FIGURE.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suites:
+    """A measure by suites of evals, whose keys are SUITE/FIGURE.
 
     All arms and seeds get the same tasks. A suite that does not fit an arm's model,
     such as recall without an indexer, has no figures there.
-
-    Args:
-      *names: of suites.
-      length: tokens of a task or of a row of held-out text.
-      num_tasks: tasks, or rows.
     """
 
-    def measure(checkpoint: study.Checkpoint) -> Mapping[str, float]:
+    names: tuple[str, ...]
+    length: int  # tokens of a task, or of a row of held-out text
+    num_tasks: int = 16
+
+    def __call__(self, checkpoint: study.Checkpoint) -> Mapping[str, float]:
+        """Returns the mean of every figure."""
         from glm5_jax.evals import runner, subject  # jax: after the input is checked
 
+        figures: dict[str, float] = {}
+        if not self.names:
+            return figures
         model = subject.load(checkpoint.path, checkpoint.overrides)
-        figures = {}
-        for name in names:
+        for name in self.names:
             try:
-                runner.require([name], model.config, True, [length])
+                runner.require([name], model.config, True, [self.length])
             except config_lib.InputError as error:
-                logging.warning("%s is not measured: %s", checkpoint.path, error)
+                logging.warning("%s: %s", checkpoint.path, error)
                 continue
-            for result in runner.run(
-                model, [name], lengths=[length], num_tasks=num_tasks
-            ):
-                for figure, interval in result.figures.items():
-                    figures[f"{name}/{figure}"] = interval.mean
+            [result] = runner.run(
+                model, [name], lengths=[self.length], num_tasks=self.num_tasks
+            )
+            for figure, interval in result.figures.items():
+                figures[f"{name}/{figure}"] = interval.mean
         return figures
-
-    return measure

@@ -7,7 +7,6 @@ what was stopped resumes.
 
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import time
@@ -21,7 +20,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.ablations import results
 from glm5_jax.ablations import study as study_lib
 from glm5_jax.checkpoint import step_folder
-from glm5_jax.processes import interrupts, simulate
+from glm5_jax.processes import interrupts
 
 _POLL_SECONDS = 0.2
 _LAST_LINES = 15  # of the log of a child that failed
@@ -250,8 +249,13 @@ def _start(plan: Plan, job: Job, command: Sequence[str]) -> subprocess.Popen:
         "Starts arm %s, seed %d; log in %s.", job.arm, job.seed, _log(plan, job)
     )
     _log(plan, job).parent.mkdir(parents=True, exist_ok=True)
-    arguments = [*command, f"--only={job.name}"]
-    return simulate.start(arguments, os.environ, _log(plan, job))
+    with _log(plan, job).open("wb") as log:
+        return subprocess.Popen(
+            [*command, f"--only={job.name}"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # ctrl-C comes to this process alone
+        )
 
 
 def _log(plan: Plan, job: Job) -> pathlib.Path:

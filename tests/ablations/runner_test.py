@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import sys
 from unittest import mock
 
 from absl.testing import absltest
@@ -157,6 +158,47 @@ class SweepTest(absltest.TestCase):
         rates = {r.arm.name: r.rate for r in report.collect(plan)}
         self.assertEqual(rates, {"one": 0.1, "two": 0.01})
         self.assertEqual([r.seeds for r in report.collect(plan)], [(0, 1), (0, 1)])
+
+
+# A child that leaves what a run does; it fails for the arm "bad".
+CHILD = """
+import pathlib, sys
+root, only = sys.argv[1], sys.argv[-1].removeprefix("--only=")
+if only.startswith("bad"):
+    sys.exit("a message")
+folder = pathlib.Path(root, only)
+folder.mkdir(parents=True)
+(folder / "measured.jsonl").write_text("")
+(folder / "summary.json").write_text('{"steps": 2}')
+with open(pathlib.Path(root, "order"), "a") as file:
+    file.write(only + "\\n")
+"""
+
+
+class ChildrenTest(absltest.TestCase):
+    """Runs at a time are processes; here small ones, without jax."""
+
+    def run_arms(self, *arms):
+        root = self.create_tempdir().full_path
+        made = study.Study(
+            question="?",
+            base=small_configs.text_run("python", "", num_steps=2),
+            arms=arms,
+            metrics=(BITS,),
+        )
+        plan = runner.Plan(study=made, workdir=pathlib.Path(root), num_seeds=2)
+        runner.run_all(plan, 3, [sys.executable, "-c", CHILD, root])
+        return (plan.workdir / "order").read_text().split()
+
+    def test_an_arm_waits_for_the_one_that_it_starts_from(self):
+        order = self.run_arms(study.Arm(name="a"), study.Arm(name="b", after="a"))
+        self.assertCountEqual(order, [f"{a}/seed_{s}" for a in "ab" for s in (0, 1)])
+        for seed in ("seed_0", "seed_1"):
+            self.assertLess(order.index(f"a/{seed}"), order.index(f"b/{seed}"))
+
+    def test_a_child_that_fails_ends_the_study(self):
+        with self.assertRaisesRegex(RuntimeError, "arm 'bad'(.|\n)*a message"):
+            self.run_arms(study.Arm(name="bad"))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ def get_study(scale: str) -> Study:
             Arm(name="MLA-256 + Muon Split", changes=_SPLIT),
         ),
         metrics=(measures.held_out("arms"), measures.ATTENTION_LOGIT),
-        measure=measures.suites("attention_logits", length=base.data.sequence_length),
+        measure=measures.Suites(
+            names=("attention_logits",), length=base.data.sequence_length
+        ),
         claims=(
             Claim(better="GQA-8", worse="MLA", source="Table 1"),
             Claim(better="MLA + Muon Split", worse="MLA", source="Table 1"),

@@ -15,8 +15,8 @@ from glm5_jax.ablations.study import Arm, Claim, Metric, Study
 _SPARSE = {"model.attention": "sparse"}
 
 
-def _stages(base: config_lib.TrainConfig) -> tuple[dict, dict, dict]:
-    """Returns the changes of further dense training, warm-up and adaptation."""
+def _stages(base: config_lib.TrainConfig) -> tuple[dict, dict, dict, dict]:
+    """Returns further dense training, warm-up, adaptation, and that without warm-up."""
     steps, rate = base.num_steps // 2, base.optim.end_learning_rate / 4
     later = {  # 1e-5, a quarter of the rate at the end of pre-training
         "num_steps": steps,
@@ -32,7 +32,9 @@ def _stages(base: config_lib.TrainConfig) -> tuple[dict, dict, dict]:
         "optim.learning_rate": 5e-3,
         "optim.end_learning_rate": 2e-4,
     }
-    return later, warmup, later | _SPARSE | {"stage": "dsa_sparse"}
+    adapted = later | _SPARSE | {"stage": "dsa_sparse"}
+    alone = {"num_steps": 2 * steps, "init_from_changes": ("attention",)}
+    return later, warmup, adapted, adapted | alone
 
 
 def get_study(scale: str) -> Study:
@@ -40,7 +42,7 @@ def get_study(scale: str) -> Study:
     base = scales.pretrain(scale)
     length = base.data.sequence_length
     model = dataclasses.replace(base.model, attention="dense", index_topk=length // 8)
-    later, warmup, adapted = _stages(base)
+    later, warmup, adapted, alone = _stages(base)
     return Study(
         question="What do warm-up and adaptation buy, at an eighth of the keys?",
         base=dataclasses.replace(base, model=model),
@@ -57,7 +59,7 @@ def get_study(scale: str) -> Study:
             Arm(
                 name="adapted, no warm-up",
                 after="pre-training",
-                changes=adapted | {"num_steps": 2 * adapted["num_steps"]},
+                changes=alone,
             ),
         ),
         metrics=(
@@ -76,7 +78,9 @@ def get_study(scale: str) -> Study:
                 plot="arms",
             ),
         ),
-        measure=measures.suites("bits_per_byte", "recall", length=length, num_tasks=64),
+        measure=measures.Suites(
+            names=("bits_per_byte", "recall"), length=length, num_tasks=64
+        ),
         claims=(
             Claim(better="dense, continued", worse="warm-up only", source="Table 6"),
             Claim(better="adapted", worse="warm-up only", source="Table 6"),

@@ -38,7 +38,7 @@ def get_study(scale: str) -> Study:
             measures.held_out("curve"),
             measures.SPEED,
         ),
-        measure=measures.suites("mtp", length=base.data.sequence_length),
+        measure=measures.Suites(names=("mtp",), length=base.data.sequence_length),
         claims=(
             Claim(
                 better="three shared steps", worse="one step", source="GLM-5, Table 2"

@@ -28,7 +28,9 @@ def get_study(scale: str) -> Study:
         ),
         rates=(rate / 3, rate, rate * 3),
         metrics=(measures.held_out("curve"), measures.ATTENTION_LOGIT),
-        measure=measures.suites("attention_logits", length=base.data.sequence_length),
+        measure=measures.Suites(
+            names=("attention_logits",), length=base.data.sequence_length
+        ),
         claims=(
             Claim(better="Muon Split", worse="Muon", source="GLM-5, Table 1"),
             Claim(better="Muon", worse="AdamW", source="expectation"),
