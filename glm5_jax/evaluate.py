@@ -34,7 +34,7 @@ _OUT = flags.DEFINE_string(
     "out", None, "Folder of answers and tables; default: evals/ in the model's folder."
 )
 _SOURCE = flags.DEFINE_string(
-    "source", "python", "Held-out text of suites: python, a file or a folder."
+    "source", None, "Held-out text: python, a file or a folder; default: the run's."
 )
 _QUESTIONS = flags.DEFINE_string(
     "questions", None, "JSONL file of suite multiple_choice."

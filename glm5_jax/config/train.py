@@ -37,6 +37,11 @@ class TrainConfig:
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 50  # steps between held-out evaluations; 0: only at the end
     eval_batches: int = 8  # held-out batches of an evaluation
+    # Suites of evaluations, as ("needle", "recall"); docs/evaluation.md lists them.
+    eval_suites: tuple[str, ...] = ()
+    # Tokens of a suite's tasks; (): data.sequence_length.
+    eval_suite_lengths: tuple[int, ...] = ()
+    eval_suite_tasks: int = 32  # tasks of a suite and length
     # Evaluations of stage sft also play held-out tasks of rl.environment.
     eval_success: bool = False
     # Figure of the evaluations that ends the run once it reaches stop_at: eval/success
@@ -82,7 +87,7 @@ class TrainConfig:
         checks.require(
             *checks.choices(self),
             *checks.positive(self, "num_steps", "log_every", "checkpoints_to_keep"),
-            *checks.positive(self, "eval_batches"),
+            *checks.positive(self, "eval_batches", "eval_suite_tasks"),
             checks.seed_rule(self.seed),
             (
                 stage.attention in (None, self.model.attention),

@@ -5,11 +5,21 @@ from collections.abc import Sequence
 from glm5_jax import config as config_lib
 from glm5_jax.config import fields
 from glm5_jax.evals import record
-from glm5_jax.evals.suites import retrieval
+from glm5_jax.evals.probes import attention, mtp, router
+from glm5_jax.evals.suites import bits_per_byte, retrieval
 
-SUITES: dict[str, record.Suite] = {suite.name: suite for suite in retrieval.SUITES}
+_ALL = (
+    bits_per_byte.SUITE,
+    *retrieval.SUITES,
+    attention.RECALL,
+    attention.LOGITS,
+    mtp.SUITE,
+    router.SUITE,
+)
+SUITES: dict[str, record.Suite] = {suite.name: suite for suite in _ALL}
 GROUPS: dict[str, tuple[str, ...]] = {
     "needles": tuple(n for n in SUITES if n.startswith("needle")),
+    "probes": ("recall", "attention_logits", "mtp", "router"),
     "ruler": tuple(n for n in SUITES if n.startswith("ruler_")),
 }
 

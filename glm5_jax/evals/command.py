@@ -24,7 +24,7 @@ class Suites:
       num_tasks: of a suite and length.
       seed: of the tasks.
       out: folder for answers and results; None takes evals/ in the model's folder.
-      source: held-out text.
+      source: held-out text; None takes that of the training run.
       questions: file of suite multiple_choice.
     """
 
@@ -33,7 +33,7 @@ class Suites:
     num_tasks: int = runner.NUM_TASKS
     seed: int = 0
     out: str | None = None
-    source: str = "python"
+    source: str | None = None
     questions: str | None = None
 
 

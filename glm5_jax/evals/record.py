@@ -16,11 +16,25 @@ import numpy as np
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 
-Need = Literal["tokenizer", "indexer", "mtp", "experts", "questions"]
+Need = Literal["tokenizer", "latent", "mla", "mtp", "experts", "questions"]
+Rule = tuple[bool, str]  # whether it holds, and the message where it does not
 Figures = dict[
     str, tuple[float, float]
 ]  # by name: a sum, and the weight that divides it
 Purpose = Literal["evaluation", "training"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Texts of which some are held out.
+
+    Attributes:
+      source: "python", a file or a folder, as data.source.
+      percent: percentage of the documents that are held out, by their names.
+    """
+
+    source: str = "python"
+    percent: int = config_lib.DataConfig().held_out_percent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,12 +47,14 @@ class Subject:
       tokenizer: None where the model has none.
       identity: tells checkpoints apart, so that stored answers are used only for the
         model that gave them; "" computes it from the parameters where it is needed.
+      corpus: the texts that it was trained on, whose held-out part suites read.
     """
 
     config: config_lib.ModelConfig
     params: dict
     tokenizer: tokenizer_lib.Tokenizer | None = None
     identity: str = ""
+    corpus: Corpus = Corpus()
 
     @property
     def words(self) -> tokenizer_lib.Tokenizer:
@@ -66,14 +82,14 @@ class Setting:
         held-out text.
       num_tasks: tasks, or rows of held-out text.
       seed: of the tasks.
-      source: held-out text: "python", a file or a folder, as data.source.
+      corpus: whose held-out documents are read.
       questions: JSONL file of suite multiple_choice.
     """
 
     length: int
     num_tasks: int = 100
     seed: int = 0
-    source: str = "python"
+    corpus: Corpus = Corpus()
     questions: str | None = None
 
 
@@ -113,6 +129,7 @@ class Suite:
         num_tasks, so that a later run with more tasks adds the missing ones.
       answer: lets a model answer numbered tasks; yields them in any order.
       needs: parts that the model must have.
+      rules: rules that a model and a length must keep.
       is_share: every figure counts successes, one trial a task: Wilson's interval.
       has_length: whether --suite_lengths says how long a task is.
     """
@@ -122,6 +139,7 @@ class Suite:
     tasks: Callable[[Setting, Subject], Sequence[Any]]
     answer: Callable[[Subject, Setting, Tasks], Iterator[tuple[int, Answer]]]
     needs: frozenset[Need] = frozenset()
+    rules: Callable[[config_lib.ModelConfig, int], list[Rule]] = lambda *_: []
     is_share: bool = False
     has_length: bool = True
 

@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from absl import logging
+
 from glm5_jax import files, intervals
 from glm5_jax.evals import record
 
@@ -40,6 +42,9 @@ def summarize(
     figures = {}
     for name, given in pairs.items():
         sums, weights = zip(*given, strict=True)
+        if not any(weights):
+            logging.warning("%s has nothing to measure for %s.", suite.name, name)
+            continue
         if suite.is_share:
             figures[name] = intervals.proportion_interval(int(sum(sums)), len(sums))
         else:

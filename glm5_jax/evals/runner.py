@@ -9,6 +9,7 @@ there. A later run with the same checkpoint, suite, length and seed uses it agai
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -22,6 +23,7 @@ import tqdm
 from absl import logging
 
 from glm5_jax import config as config_lib
+from glm5_jax.config import checks
 from glm5_jax.evals import catalogue, record, report
 
 NUM_TASKS = 100
@@ -36,7 +38,7 @@ def run(
     num_tasks: int = NUM_TASKS,
     seed: int = 0,
     out: str | pathlib.Path | None = None,
-    source: str = "python",
+    source: str | None = None,
     questions: str | None = None,
     on_result: Callable[[report.Result], None] | None = None,
 ) -> list[report.Result]:
@@ -49,7 +51,7 @@ def run(
       num_tasks: tasks, or rows of held-out text, of a suite and length.
       seed: of the tasks.
       out: folder for answers.jsonl, results.jsonl and table.md; None keeps nothing.
-      source: held-out text, see `record.Setting`.
+      source: text instead of the model's own corpus, see `record.Corpus`.
       questions: file of suite multiple_choice.
       on_result: called with each result as soon as it is there.
 
@@ -59,6 +61,9 @@ def run(
     require(names, subject.config, subject.tokenizer is not None, lengths, questions)
     folder = None if out is None else pathlib.Path(out)
     digest = "" if folder is None else subject.digest()
+    corpus = subject.corpus
+    if source is not None:
+        corpus = dataclasses.replace(corpus, source=source)
     results = []
     for suite in catalogue.find(names):
         for length in lengths if suite.has_length else lengths[:1]:
@@ -66,7 +71,7 @@ def run(
                 length=length,
                 num_tasks=num_tasks,
                 seed=seed,
-                source=source,
+                corpus=corpus,
                 questions=questions if "questions" in suite.needs else None,
             )
             answers = _answers(suite, setting, subject, folder, digest)
@@ -93,7 +98,14 @@ def require(
     """
     has: dict[record.Need, tuple[bool, str]] = {
         "tokenizer": (has_tokenizer, "a tokenizer.json beside the model"),
-        "indexer": (config.attention != "dense", "model.attention other than 'dense'"),
+        "latent": (
+            "latent" in config.layer_attention,
+            "a layer of type 'latent', which has an indexer",
+        ),
+        "mla": (
+            bool({"latent", "latent_sliding"} & {*config.layer_attention}),
+            "a layer with latent attention",
+        ),
         "mtp": (config.has_mtp, "model.num_nextn_predict_layers=1"),
         "experts": (
             config.first_k_dense_replace < config.num_hidden_layers,
@@ -118,8 +130,16 @@ def require(
         for length in lengths
         if not 2 <= length <= limit
     ]
-    if errors:
-        raise config_lib.InputError("\n".join(errors))
+    if not errors:
+        checks.require(
+            *(
+                rule
+                for suite in chosen
+                for length in lengths
+                for rule in suite.rules(config, length)
+            )
+        )
+    checks.require(*((False, error) for error in errors))
 
 
 def _answers(
@@ -162,7 +182,8 @@ def _answers(
 def _key(suite: record.Suite, setting: record.Setting, digest: str) -> str:
     """Returns what answers are stored under; the number of tasks is not in it."""
     content = pathlib.Path(setting.questions).read_bytes() if setting.questions else b""
-    parts = [digest, suite.name, setting.length, setting.seed, setting.source]
+    corpus = dataclasses.astuple(setting.corpus)
+    parts = [digest, suite.name, setting.length, setting.seed, *corpus]
     return hashlib.sha256(json.dumps(parts).encode() + content).hexdigest()[:16]
 
 

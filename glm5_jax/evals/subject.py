@@ -4,10 +4,13 @@ import hashlib
 import pathlib
 from collections.abc import Sequence
 
+from absl import logging
 from jax.sharding import Mesh
 
 from glm5_jax import command_line
+from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manifest
+from glm5_jax.data.preparation import prepared
 from glm5_jax.evals import record
 from glm5_jax.weights import loading
 
@@ -28,10 +31,33 @@ def load(
       InputError: nothing usable is there, or its parts do not fit together.
     """
     config, params, tokenizer = loading.load_model(path, overrides, mesh)
-    identity = _identity(loading.find(path).weights)
+    source = loading.find(path)
     return record.Subject(
-        config=config, params=params, tokenizer=tokenizer, identity=identity
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        identity=_identity(source.weights),
+        corpus=_corpus(source),
     )
+
+
+def corpus_of(config: config_lib.TrainConfig) -> record.Corpus:
+    """Returns the texts of a run; Python's own where the run has no texts to read."""
+    data = config.data
+    if config.stage_record.feed != "text" or prepared.is_prepared(data):
+        return record.Corpus()
+    return record.Corpus(source=data.source, percent=data.held_out_percent)
+
+
+def _corpus(source: loading.Source) -> record.Corpus:
+    """Returns the texts of the run in a folder; of another folder Python's own."""
+    if source.is_huggingface:
+        return record.Corpus()
+    try:
+        return corpus_of(command_line.resolve(source.settings))
+    except config_lib.InputError as error:  # a run of an earlier version
+        logging.warning("The run's data is not known, Python's is read: %s", error)
+        return record.Corpus()
 
 
 def _identity(weights: pathlib.Path) -> str:

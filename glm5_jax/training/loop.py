@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from glm5_jax import config as config_lib
 from glm5_jax.processes import together
-from glm5_jax.training.reporting import accounting, plot, profiling, trackers
+from glm5_jax.training.reporting import accounting, plot, profiling, suites, trackers
 from glm5_jax.training.reporting import metrics as metrics_lib
 from glm5_jax.training.run import clock as clock_lib
 from glm5_jax.training.run import folder as run_folder
@@ -44,6 +44,7 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
     if not run_folder.has_checkpoint(workdir):
         loading.require_same_mathematics(config)
     trackers.require(config.trackers)  # checked before anything is written
+    suites.require(config)
     mesh = run_lib.make_mesh(config)
     with run_folder.locked(workdir):
         return _train(config, workdir, mesh, began)
@@ -237,8 +238,9 @@ class _Loop:
 
 
 def evaluate(run: run_lib.Run) -> dict[str, float]:
-    """Returns the held-out figures of the stage, for the parameters of now."""
-    return run.feed.evaluate(run.params, run.position, run.to_devices)
+    """Returns the held-out figures of the stage and of eval_suites."""
+    figures = run.feed.evaluate(run.params, run.position, run.to_devices)
+    return figures | suites.evaluate(run.config, run.params, run.feed.tokenizer)
 
 
 def write_sample(run: run_lib.Run) -> str:

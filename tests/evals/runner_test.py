@@ -9,6 +9,7 @@ from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax.evals import answering, catalogue, record, report, runner
+from glm5_jax.training.reporting import suites
 from tests import environment, runs
 from tests.evals import subjects
 
@@ -98,6 +99,17 @@ class BadInputTest(parameterized.TestCase):
     def test_it_is_refused(self, name, lengths, message):
         with self.assertRaisesRegex(config_lib.InputError, message):
             runner.run(subjects.subject(), [name], lengths=lengths)
+
+    def test_a_run_is_refused_before_it_starts(self):
+        model = subjects.subject().config
+        config = config_lib.TrainConfig(model=model, eval_suites=("recal",))
+        with self.assertRaisesRegex(config_lib.InputError, "Did you mean recall"):
+            suites.require(config)
+        known = dataclasses.replace(config, eval_suites=("recall",))
+        longer = dataclasses.replace(known, eval_suite_lengths=(300,))
+        with self.assertRaisesRegex(config_lib.InputError, r"2\.\.256.*300"):
+            suites.require(longer)
+        suites.require(known)
 
     def test_a_model_without_tokenizer_is_refused(self):
         config = subjects.subject().config

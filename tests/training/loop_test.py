@@ -37,7 +37,12 @@ class RunTest(runs.OneDeviceTest):
     def setUpClass(cls):
         super().setUpClass()
         small_configs.write_corpus(cls.root / "corpus")
-        cls.config = small_configs.text_run(cls.root / "corpus", cls.root / "cache")
+        cls.config = small_configs.text_run(
+            cls.root / "corpus",
+            cls.root / "cache",
+            eval_suites=("bits_per_byte",),
+            eval_suite_tasks=2,
+        )
         cls.enterClassContext(runs.compile_once(cls.config))
         cls.workdir = cls.root / "run"
         with mock.patch.object(plot, "plot_losses", runs.DRAW):
@@ -58,6 +63,10 @@ class RunTest(runs.OneDeviceTest):
         bits = [r["eval/bits_per_byte"] for r in records if "eval/bits_per_byte" in r]
         self.assertLen(bits, 3)
         self.assertLess(bits[-1], bits[0])
+        name = "eval/bits_per_byte/24/all"
+        of_suite = [r[name] for r in records if name in r]
+        self.assertLen(of_suite, 3)
+        self.assertLess(of_suite[-1], of_suite[0])
         summary = json.loads((self.workdir / "summary.json").read_text())
         self.assertEqual(summary["eval/bits_per_byte"], bits[-1])
         self.assertEqual(summary["perf/mfu"], "unknown")

@@ -1,0 +1,174 @@
+"""Attention from inside: the mass that a selection keeps, and the largest logits.
+
+The selection's recall is the share of a query's attention, softmax over all visible
+keys in the mean over heads, that falls on the keys which the indexer selects. Only
+queries that see more than model.index_topk keys count: the others keep everything. A
+dense model is measured with its own attention and the keys that its indexer would
+select, so that warm-up can be compared before and after.
+
+The largest logit of a head is the largest scale * q . k in a row. It grows without
+bound where Muon treats all heads as one matrix (Muon Split, GLM-5 2.1.1).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from glm5_jax import config as config_lib
+from glm5_jax.evals import held_out, record
+from glm5_jax.evals.probes import walk
+from glm5_jax.model import context as context_lib
+from glm5_jax.model import indexer
+from glm5_jax.model import selection as selection_lib
+from glm5_jax.model.attention import mla, window
+from pallas_kernels import selection as forms
+
+Keep = Bool[Array, "B T S"]
+LATENT = ("latent", "latent_sliding")  # layer types whose queries and keys are MLA's
+
+
+def _recall(
+    subject: record.Subject, setting: record.Setting, tasks: record.Tasks
+) -> Iterator[tuple[int, record.Answer]]:
+    """Yields the recall of each row: over the layers with an index, and of each."""
+
+    def measure(visit: walk.Visit, keep: Array | None) -> tuple[walk.Figures, Any]:
+        if visit.kind.index == "none":
+            return {}, keep
+        config, x = visit.block.config, walk.normed(visit)
+        if visit.kind.owns_indexer:
+            keep = selected(visit.params, config, x, visit.context)
+        assert keep is not None, "the first layer with an index owns it"
+        mass = kept_mass(visit.params, config, x, visit.context, keep)
+        has_choice = visit.context.hi - visit.context.lo > config.index_topk
+        sums = jnp.sum(jnp.where(has_choice, mass, 0), axis=1)
+        return {"recall": (sums, jnp.sum(has_choice, axis=1))}, keep
+
+    for numbers, batch in walk.batches(subject, setting, tasks):
+        yield from walk.answers(numbers, batch, subject, measure)
+
+
+def _logits(
+    subject: record.Subject, setting: record.Setting, tasks: record.Tasks
+) -> Iterator[tuple[int, record.Answer]]:
+    """Yields the largest logit of each row: of all heads, and of each."""
+    for numbers, batch in walk.batches(subject, setting, tasks):
+        found: dict[str, np.ndarray] = {}
+        for visit in walk.visits(subject.params, subject.config, batch):
+            if visit.kind.attention not in LATENT:
+                continue
+            config, context = visit.block.config, visit.context
+            if visit.kind.attention == "latent_sliding":
+                context = window.narrowed(context, config.variants.sliding_window)
+            values = largest(visit.params, config, walk.normed(visit), context)
+            for head, of_rows in enumerate(np.asarray(values)):
+                found[f"largest/{visit.label}/head_{head:02d}"] = of_rows
+        found = {"largest": np.max([*found.values()], axis=0), **found}
+        for i, number in enumerate(numbers):
+            figures = {name: (float(x[i]), 1.0) for name, x in found.items()}
+            yield number, record.Answer(figures)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def selected(
+    params: dict,
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
+    context: context_lib.Context,
+) -> Bool[Array, "B T S"]:
+    """Marks the keys that a layer's indexer selects, whatever its attention reads."""
+    sparse = dataclasses.replace(config, attention="sparse")
+    c_q = mla.query_latent(params["self_attn"], config, x)
+    index = indexer.select(params["indexer"], sparse, x, c_q, context)
+    is_all = isinstance(index.selection, selection_lib.AllVisible)
+    form = None if is_all else index.selection[0]
+    return forms.as_rows(context.lo, context.hi, form, x.shape[1])
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def kept_mass(
+    params: dict,
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
+    context: context_lib.Context,
+    keep: Bool[Array, "B T S"],
+) -> Float[Array, "B T"]:
+    """Returns the attention on marked keys, in the mean over heads."""
+
+    def of_head(logits: Array) -> Array:
+        return jnp.sum(jnp.where(keep, jax.nn.softmax(logits, axis=-1), 0), axis=-1)
+
+    return jnp.mean(_by_head(of_head, params, config, x, context), axis=0)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def largest(
+    params: dict,
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
+    context: context_lib.Context,
+) -> Float[Array, "N B"]:
+    """Returns the largest logit of each head in each row."""
+
+    def of_head(logits: Array) -> Array:
+        return jnp.max(logits, axis=(1, 2))
+
+    return _by_head(of_head, params, config, x, context)
+
+
+def _by_head(
+    function: Callable[[Array], Array],
+    params: dict,
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
+    context: context_lib.Context,
+) -> Array:
+    """Maps over the logits [B, T, S] of one head after another; hidden ones are low."""
+    attn = params["self_attn"]
+    c_q = mla.query_latent(attn, config, x)
+    kv = mla.latent(attn, config, x, context)
+    every = selection_lib.AllVisible()
+    _, softmax = mla.expanded(attn, config, c_q, kv, context, every)
+    visible = forms.visible(context.lo, context.hi, x.shape[1])
+
+    def of_head(pair: tuple[Array, Array]) -> Array:
+        q, k = (y.astype(jnp.float32) for y in pair)
+        logits = config.softmax_scale * jnp.einsum("bth,bsh->bts", q, k)
+        return function(jnp.where(visible, logits, jnp.finfo(jnp.float32).min))
+
+    heads = jnp.moveaxis(softmax.q, 2, 0), jnp.moveaxis(softmax.k, 2, 0)
+    return lax.map(of_head, heads)
+
+
+def _recall_rules(config: config_lib.ModelConfig, length: int) -> list[record.Rule]:
+    return [
+        (
+            config.index_topk < length,
+            f"Suite recall needs rows longer than model.index_topk={config.index_topk} "
+            f"tokens, got {length}: shorter ones leave nothing to select.",
+        )
+    ]
+
+
+RECALL = record.Suite(
+    name="recall",
+    asks="The share of the attention's mass that falls on the indexer's selection.",
+    tasks=held_out.rows,
+    answer=_recall,
+    needs=frozenset({"tokenizer", "latent"}),
+    rules=_recall_rules,
+)
+LOGITS = record.Suite(
+    name="attention_logits",
+    asks="The largest attention logit of each head in a row.",
+    tasks=held_out.rows,
+    answer=_logits,
+    needs=frozenset({"tokenizer", "mla"}),
+)

@@ -1,0 +1,58 @@
+"""Suites of evals in a run's evaluations: config.eval_suites."""
+
+from collections.abc import Sequence
+
+import jax
+
+from glm5_jax import config as config_lib
+from glm5_jax.config import checks
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.evals import record, runner, subject
+
+
+def require(config: config_lib.TrainConfig) -> None:
+    """Checks, before anything is compiled, that the suites fit the run.
+
+    Raises:
+      InputError: one does not exist or does not fit the model or the length.
+    """
+    if not config.eval_suites:
+        return
+    checks.require(
+        (
+            jax.process_count() == 1,
+            "eval_suites needs a run of one process; evaluate the checkpoints of a "
+            "larger one by python -m glm5_jax.evaluate --suite=NAME.",
+        )
+    )
+    runner.require(config.eval_suites, config.model, True, _lengths(config))
+
+
+def evaluate(
+    config: config_lib.TrainConfig, params: dict, tokenizer: tokenizer_lib.Tokenizer
+) -> dict[str, float]:
+    """Returns the figures of every suite as eval/SUITE/LENGTH/FIGURE."""
+    if not config.eval_suites:
+        return {}
+    model = record.Subject(
+        config=config.model,
+        params=params,
+        tokenizer=tokenizer,
+        corpus=subject.corpus_of(config),
+    )
+    results = runner.run(
+        model,
+        config.eval_suites,
+        lengths=_lengths(config),
+        num_tasks=config.eval_suite_tasks,
+        seed=config.seed,
+    )
+    return {
+        f"eval/{result.suite}/{result.length}/{name}": interval.mean
+        for result in results
+        for name, interval in result.figures.items()
+    }
+
+
+def _lengths(config: config_lib.TrainConfig) -> Sequence[int]:
+    return config.eval_suite_lengths or (config.data.sequence_length,)
