@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
+from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.evals import record
 from glm5_jax.inference import engine as engine_lib
 from glm5_jax.inference import placement
@@ -9,6 +12,53 @@ from glm5_jax.inference import placement
 NUM_SLOTS = 16  # tasks that each device answers at the same time
 
 Score = Callable[[record.Task, str], float]
+Make = Callable[[tokenizer_lib.Tokenizer, int, np.random.Generator], record.Task]
+
+
+def share_of_answers(task: record.Task, text: str) -> float:
+    """Returns which share of the answers a text contains, in any case of letters.
+
+    RULER scores so (string_match_all, arXiv 2404.06654).
+    """
+    said = text.lower()
+    return sum(answer.lower() in said for answer in task.answers) / len(task.answers)
+
+
+def suite(
+    name: str,
+    asks: str,
+    make: Make,
+    is_share: bool = False,
+    score: Score = share_of_answers,
+) -> record.Suite:
+    """Returns a suite of tasks that a model answers greedily.
+
+    Args:
+      name: of the suite.
+      asks: what it asks.
+      make: a task, of the tokenizer, the length and the random numbers.
+      is_share: whether a score is 0 or 1.
+      score: of a task and an answer.
+    """
+
+    def tasks(setting: record.Setting, subject: record.Subject) -> list[record.Task]:
+        rngs = [record.generator(name, setting, i) for i in range(setting.num_tasks)]
+        return [make(subject.words, setting.length, rng) for rng in rngs]
+
+    def answer(
+        subject: record.Subject, setting: record.Setting, tasks: record.Tasks
+    ) -> Iterator[tuple[int, record.Answer]]:
+        del setting
+        return generated(subject, tasks, score)
+
+    return record.Suite(
+        name=name,
+        asks=asks,
+        tasks=tasks,
+        answer=answer,
+        needs=frozenset({"tokenizer"}),
+        is_share=is_share,
+    )
 
 
 def generated(
@@ -48,12 +98,3 @@ def generated(
             text = tokenizer.decode(ids)
             value = score(by_number[number], text)
             yield number, record.Answer({"accuracy": (value, 1.0)}, text)
-
-
-def share_of_answers(task: record.Task, text: str) -> float:
-    """Returns which share of the answers a text contains, in any case of letters.
-
-    RULER scores so (string_match_all, arXiv 2404.06654).
-    """
-    said = text.lower()
-    return sum(answer.lower() in said for answer in task.answers) / len(task.answers)

@@ -6,11 +6,24 @@ from glm5_jax import config as config_lib
 from glm5_jax.config import fields
 from glm5_jax.evals import record
 from glm5_jax.evals.probes import attention, mtp, router
-from glm5_jax.evals.suites import bits_per_byte, retrieval
+from glm5_jax.evals.suites import (
+    bits_per_byte,
+    counting,
+    mrcr,
+    multiple_choice,
+    retrieval,
+    sources,
+    tracing,
+)
 
 _ALL = (
     bits_per_byte.SUITE,
     *retrieval.SUITES,
+    *tracing.SUITES,
+    *counting.SUITES,
+    *sources.SUITES,
+    *mrcr.SUITES,
+    multiple_choice.SUITE,
     attention.RECALL,
     attention.LOGITS,
     mtp.SUITE,

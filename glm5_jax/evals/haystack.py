@@ -14,6 +14,7 @@ import numpy as np
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.sources import documents
+from glm5_jax.evals import record
 
 # RULER's noise (arXiv 2404.06654), a sentence each.
 NOISE = (
@@ -84,11 +85,7 @@ def buried(
       InputError: the needles need more room.
     """
     size = sum(map(len, needles))
-    if size > room:
-        raise config_lib.InputError(
-            f"The task has {size - room} tokens more than its length allows; give a "
-            f"larger length in --suite_lengths."
-        )
+    require_room(size - room)
     pieces: list[Sequence[int]] = []
     left = room - size
     while left > 0:
@@ -107,3 +104,50 @@ def buried(
         for part in [*at.get(place, []), *pieces[place : place + 1]]
     ]
     return [*itertools.chain.from_iterable(parts)]
+
+
+def require_room(missing: int) -> None:
+    """Checks that a task fits its length.
+
+    Raises:
+      InputError: it has `missing` tokens too many.
+    """
+    if missing > 0:
+        raise config_lib.InputError(
+            f"The task has {missing} tokens more than its length allows; give a larger "
+            f"length in --suite_lengths."
+        )
+
+
+def task(
+    tokenizer: tokenizer_lib.Tokenizer,
+    length: int,
+    *,
+    texts: tuple[str, str],
+    needles: Sequence[str],
+    filler: Iterator[Sequence[int]],
+    answers: Sequence[str],
+    max_new_tokens: int,
+    rng: np.random.Generator,
+) -> record.Task:
+    """Returns a task of exactly `length` tokens, with the room for its answer.
+
+    Args:
+      tokenizer: of the model.
+      length: of prompt and answer.
+      texts: before the haystack, and after it: the question.
+      needles: in the order in which they lie in the haystack.
+      filler: pieces of the haystack, as ids.
+      answers: texts that the answer must contain.
+      max_new_tokens: room for the answer.
+      rng: draws the needles' places.
+
+    Raises:
+      InputError: needles and texts need more tokens.
+    """
+    head, tail = map(tokenizer.encode, texts)
+    room = length - len(head) - len(tail) - max_new_tokens
+    middle = buried(tokenizer.encode_batch([*needles]), filler, room, rng)
+    prompt = [*head, *middle, *tail]
+    assert len(prompt) + max_new_tokens == length
+    return record.Task(prompt, tuple(answers), max_new_tokens)

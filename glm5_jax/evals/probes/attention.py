@@ -87,9 +87,10 @@ def selected(
     sparse = dataclasses.replace(config, attention="sparse")
     c_q = mla.query_latent(params["self_attn"], config, x)
     index = indexer.select(params["indexer"], sparse, x, c_q, context)
-    is_all = isinstance(index.selection, selection_lib.AllVisible)
-    form = None if is_all else index.selection[0]
-    return forms.as_rows(context.lo, context.hi, form, x.shape[1])
+    chosen = None
+    if not isinstance(index.selection, selection_lib.AllVisible):
+        [chosen] = index.selection
+    return forms.as_rows(context.lo, context.hi, chosen, x.shape[1])
 
 
 @functools.partial(jax.jit, static_argnames="config")

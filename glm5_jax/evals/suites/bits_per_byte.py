@@ -18,7 +18,7 @@ def _answer(
     size = max(1, _BATCHES * scoring.BATCH_TOKENS // setting.length)
     for numbers, rows, batch in held_out.batches(tasks, min(size, len(tasks) or 1)):
         nll = scoring.score(subject.params, subject.config, batch)
-        bits = np.sum(nll * batch["loss_mask"], axis=1, dtype=np.float64) / math.log(2)
+        bits = (nll * batch["loss_mask"]).astype(np.float64).sum(axis=1) / math.log(2)
         sizes = batch["num_bytes"].sum(axis=1)
         for i, (number, row) in enumerate(zip(numbers, rows, strict=True)):
             pair = float(bits[i]), float(sizes[i])

@@ -33,7 +33,7 @@ class Wording:
       many: the same for several.
       is_in_lines: whether noise and needles stand on lines of their own.
       digits: of a number.
-      answer_tokens: room for the answer; 0: its own length and a little.
+      answer_tokens: least room for the answer, which may be longer in bytes.
     """
 
     needle: str
@@ -103,23 +103,10 @@ class Retrieval:
 
 def suite(name: str, retrieval: Retrieval, asks: str) -> record.Suite:
     """Returns the suite of a retrieval task."""
-
-    def tasks(setting: record.Setting, subject: record.Subject) -> list[record.Task]:
-        rngs = [record.generator(name, setting, i) for i in range(setting.num_tasks)]
-        return [task(retrieval, subject.words, setting.length, rng) for rng in rngs]
-
-    def answer(
-        subject: record.Subject, setting: record.Setting, tasks: record.Tasks
-    ) -> Iterator[tuple[int, record.Answer]]:
-        del setting
-        return answering.generated(subject, tasks, answering.share_of_answers)
-
-    return record.Suite(
-        name=name,
-        asks=asks,
-        tasks=tasks,
-        answer=answer,
-        needs=frozenset({"tokenizer"}),
+    return answering.suite(
+        name,
+        asks,
+        functools.partial(task, retrieval),
         is_share=retrieval.asks_one,
     )
 
@@ -152,18 +139,17 @@ def task(
         for value in its
     ]
     rng.shuffle(needles)
-    head, tail = tokenizer.encode(fill(before)), tokenizer.encode(named)
     own = len(tokenizer.encode(" " + _listed(answers))) + _SPARE
-    max_new_tokens = wording.answer_tokens or own
-    middle = haystack.buried(
-        tokenizer.encode_batch(needles),
-        _filler(retrieval, tokenizer, new_key, rng),
-        length - len(head) - len(tail) - max_new_tokens,
-        rng,
+    return haystack.task(
+        tokenizer,
+        length,
+        texts=(fill(before), named),
+        needles=needles,
+        filler=_filler(retrieval, tokenizer, new_key, rng),
+        answers=answers,
+        max_new_tokens=max(own, wording.answer_tokens),
+        rng=rng,
     )
-    prompt = [*head, *middle, *tail]
-    assert len(prompt) + max_new_tokens == length
-    return record.Task(prompt, answers, max_new_tokens)
 
 
 def documents(
