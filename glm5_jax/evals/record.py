@@ -16,7 +16,7 @@ import numpy as np
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 
-Need = Literal["tokenizer", "latent", "mla", "mtp", "experts", "questions"]
+Need = Literal["tokenizer", "latent", "softmax", "mtp", "experts", "questions"]
 Rule = tuple[bool, str]  # whether it holds, and the message where it does not
 Figures = dict[
     str, tuple[float, float]

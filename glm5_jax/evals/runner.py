@@ -23,7 +23,7 @@ import tqdm
 from absl import logging
 
 from glm5_jax import config as config_lib
-from glm5_jax.config import checks
+from glm5_jax.config import attention, checks
 from glm5_jax.evals import catalogue, record, report
 
 NUM_TASKS = 100
@@ -102,9 +102,9 @@ def require(
             "latent" in config.layer_attention,
             "a layer of type 'latent', which has an indexer",
         ),
-        "mla": (
-            bool({"latent", "latent_sliding"} & {*config.layer_attention}),
-            "a layer with latent attention",
+        "softmax": (
+            bool({*config.layer_attention} - {*attention.RECURRENT}),
+            "a layer with a softmax over keys",
         ),
         "mtp": (config.has_mtp, "model.num_nextn_predict_layers=1"),
         "experts": (

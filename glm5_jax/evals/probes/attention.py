@@ -24,14 +24,15 @@ from jaxtyping import Array, Bool, Float
 from glm5_jax import config as config_lib
 from glm5_jax.evals import held_out, record
 from glm5_jax.evals.probes import walk
+from glm5_jax.model import block as block_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import indexer
 from glm5_jax.model import selection as selection_lib
-from glm5_jax.model.attention import mla, window
+from glm5_jax.model.attention import grouped, latent_sliding, mla, window
 from pallas_kernels import selection as forms
 
 Keep = Bool[Array, "B T S"]
-LATENT = ("latent", "latent_sliding")  # layer types whose queries and keys are MLA's
+LAYER_TYPES = ("latent", "latent_sliding", "grouped", "grouped_sliding")  # with logits
 
 
 def _recall(
@@ -62,12 +63,10 @@ def _logits(
     for numbers, batch in walk.batches(subject, setting, tasks):
         found: dict[str, np.ndarray] = {}
         for visit in walk.visits(subject.params, subject.config, batch):
-            if visit.kind.attention not in LATENT:
+            if visit.kind.attention not in LAYER_TYPES:
                 continue
-            config, context = visit.block.config, visit.context
-            if visit.kind.attention == "latent_sliding":
-                context = window.narrowed(context, config.variants.sliding_window)
-            values = largest(visit.params, config, walk.normed(visit), context)
+            x = walk.normed(visit)
+            values = largest(visit.params, x, visit.context, visit.block)
             for head, of_rows in enumerate(np.asarray(values)):
                 found[f"largest/{visit.label}/head_{head:02d}"] = of_rows
         found = {"largest": np.max([*found.values()], axis=0), **found}
@@ -106,46 +105,59 @@ def kept_mass(
     def of_head(logits: Array) -> Array:
         return jnp.sum(jnp.where(keep, jax.nn.softmax(logits, axis=-1), 0), axis=-1)
 
-    return jnp.mean(_by_head(of_head, params, config, x, context), axis=0)
+    q, k = _latent_heads(params, config, x, context)
+    return jnp.mean(_by_head(of_head, q, k, context), axis=0)
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="block")
 def largest(
     params: dict,
-    config: config_lib.ModelConfig,
     x: Float[Array, "B T D"],
     context: context_lib.Context,
+    block: block_lib.Block,
 ) -> Float[Array, "N B"]:
     """Returns the largest logit of each head in each row."""
+    attention, config = block.attention, block.config
+    if isinstance(attention, grouped.GroupedAttention):
+        q, k, context = attention.queries_and_keys(params, x, context)
+    else:
+        if isinstance(attention, latent_sliding.SlidingLatentAttention):
+            context = window.narrowed(context, config.variants.sliding_window)
+        q, k = _latent_heads(params, config, x, context)
+    return _by_head(lambda logits: jnp.max(logits, axis=(1, 2)), q, k, context)
 
-    def of_head(logits: Array) -> Array:
-        return jnp.max(logits, axis=(1, 2))
 
-    return _by_head(of_head, params, config, x, context)
-
-
-def _by_head(
-    function: Callable[[Array], Array],
+def _latent_heads(
     params: dict,
     config: config_lib.ModelConfig,
     x: Float[Array, "B T D"],
     context: context_lib.Context,
-) -> Array:
-    """Maps over the logits [B, T, S] of one head after another; hidden ones are low."""
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S N H"]]:
+    """Returns the scaled queries and the keys of every head of MLA."""
     attn = params["self_attn"]
     c_q = mla.query_latent(attn, config, x)
     kv = mla.latent(attn, config, x, context)
     every = selection_lib.AllVisible()
     _, softmax = mla.expanded(attn, config, c_q, kv, context, every)
-    visible = forms.visible(context.lo, context.hi, x.shape[1])
+    q = softmax.q.astype(jnp.float32) * config.softmax_scale
+    return q, softmax.k
+
+
+def _by_head(
+    function: Callable[[Array], Array],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    context: context_lib.Context,
+) -> Array:
+    """Maps over the logits [B, T, S] of one head after another; hidden ones are low."""
+    visible = forms.visible(context.lo, context.hi, k.shape[1])
 
     def of_head(pair: tuple[Array, Array]) -> Array:
         q, k = (y.astype(jnp.float32) for y in pair)
-        logits = config.softmax_scale * jnp.einsum("bth,bsh->bts", q, k)
+        logits = jnp.einsum("bth,bsh->bts", q, k)
         return function(jnp.where(visible, logits, jnp.finfo(jnp.float32).min))
 
-    heads = jnp.moveaxis(softmax.q, 2, 0), jnp.moveaxis(softmax.k, 2, 0)
-    return lax.map(of_head, heads)
+    return lax.map(of_head, (jnp.moveaxis(q, 2, 0), jnp.moveaxis(k, 2, 0)))
 
 
 def _recall_rules(config: config_lib.ModelConfig, length: int) -> list[record.Rule]:
@@ -171,5 +183,5 @@ LOGITS = record.Suite(
     asks="The largest attention logit of each head in a row.",
     tasks=held_out.rows,
     answer=_logits,
-    needs=frozenset({"tokenizer", "mla"}),
+    needs=frozenset({"tokenizer", "softmax"}),
 )

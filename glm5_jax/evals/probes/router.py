@@ -7,6 +7,7 @@ over log(experts): 1 is even. Loads need many tokens, so a task is a group of ro
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,9 @@ def _answer(
     def measure(visit: walk.Visit, _: None) -> tuple[walk.Figures, None]:
         if not visit.block.has_experts:
             return {}, None
-        values = evenness(visit.params, visit.x, visit.context, visit.block)
+        values = evenness(
+            visit.params, visit.x, visit.context, visit.shared, visit.block
+        )
         one = jnp.ones(1)
         return {name: (value[None], one) for name, value in values.items()}, None
 
@@ -54,13 +57,14 @@ def evenness(
     params: dict,
     x: Float[Array, "B T D"],
     context: context_lib.Context,
+    shared: Any,
     block: block_lib.Block,
 ) -> dict[str, Float[Array, ""]]:
     """Returns the three figures of a layer with experts, over all tokens."""
     config = block.config
     eps, is_token = config.rms_norm_eps, context.is_token
     h = layers.rms_norm(x, params["input_layernorm"], eps)
-    x = x + block.attention.forward(params, h, context).x
+    x = x + block.attention.forward(params, h, context, shared).x
     h = layers.rms_norm(x, params["post_attention_layernorm"], eps)
     load = moe.route(params["mlp"], config, h, is_token).load
     exact = lax.Precision.HIGHEST

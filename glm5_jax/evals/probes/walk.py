@@ -29,6 +29,7 @@ class Visit(NamedTuple):
     params: dict  # the layer's, fetched
     x: Float[Array, "B T D"]
     context: context_lib.Context
+    shared: Any  # what the layer before hands to its attention
 
     @property
     def label(self) -> str:
@@ -96,7 +97,7 @@ def visits(
         kind, group, name, repeat = numbered[number]
         block = block_lib.make(config, kind)
         own = _fetched(params[group][name], repeat, block)
-        yield Visit(number, block, kind, own, x, context)
+        yield Visit(number, block, kind, own, x, context, shared)
         x, shared = _run(own, x, context, shared, block)
 
 

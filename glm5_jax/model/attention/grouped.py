@@ -104,6 +104,18 @@ class GroupedAttention:
         out = jnp.einsum("btuns,bsua->btuna", probs, v)
         return _output(attn, out.reshape(q.shape)), reader
 
+    def queries_and_keys(
+        self, params: dict, x: Float[Array, "B T D"], context: context_lib.Context
+    ) -> tuple[Float[Array, "B T N A"], Float[Array, "B S N A"], context_lib.Context]:
+        """Returns scaled queries, a key for each query head, and the keys in sight.
+
+        For measurements: their products are the attention's logits.
+        """
+        attn, context = params["self_attn"], self._narrowed(context)
+        q = self._rotated(x, attn["q_proj"], context) * self._scale
+        k, _ = self._keys_and_values(attn, x, context)
+        return q, jnp.repeat(k, q.shape[2] // k.shape[2], axis=2), context
+
     def cache_entries(self, capacity: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Declares a key and a value for each token and key head of this device."""
         sizes = self.config.variants

@@ -124,6 +124,44 @@ class AttentionTest(absltest.TestCase):
             np.testing.assert_allclose(figures["largest"][0], self.largest[row].max())
 
 
+class GroupedTest(absltest.TestCase):
+    def test_largest_logits_are_those_in_the_window(self):
+        sizes = config_lib.AttentionVariants(
+            num_key_value_heads=2, head_dim=12, sliding_window=5
+        )
+        subject = subjects.subject(
+            num_hidden_layers=1,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=0,
+            layer_types=("grouped_sliding",),
+            variants=sizes,
+        )
+        [visit] = walk.visits(subject.params, subject.config, BATCH)
+        attn, x = jax.device_get((visit.params["self_attn"], walk.normed(visit)))
+        suite, setting = catalogue.SUITES["attention_logits"], record.Setting(length=1)
+        answers = dict(suite.answer(subject, setting, [*enumerate(ROWS)]))
+        turn, plain = subject.config.qk_rope_head_dim, 12 - 8
+        self.assertEqual(turn, 8)
+        for row in range(2):
+            segments, positions = (
+                BATCH[name][row] for name in ("segment_ids", "positions")
+            )
+
+            def head(weight, t, row=row, positions=positions):
+                y = x[row, t] @ weight
+                return np.append(y[:plain], rotated(y[plain:], positions[t]))
+
+            for n in range(4):
+                wanted = max(
+                    head(attn["q_proj"][:, n], t) @ head(attn["k_proj"][:, n // 2], s)
+                    for t in range(LENGTH)
+                    for s in range(max(t - 4, 0), t + 1)
+                    if segments[s] == segments[t] > 0
+                )
+                found = answers[row].figures[f"largest/layer_00/head_0{n}"][0]
+                np.testing.assert_allclose(found, wanted / math.sqrt(12), atol=ATOL)
+
+
 class RouterTest(absltest.TestCase):
     def test_loads_and_entropies_are_counted_over_the_group(self):
         config = SUBJECT.config
