@@ -20,6 +20,7 @@ ATTENTION_LOGIT = study.Metric(
     label="largest attention logit",
     key="attention_logits/largest",
     unit="nats",
+    better="lower",
     plot="curve",
     digits=1,
 )

@@ -3,7 +3,7 @@
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from glm5_jax import files, intervals
@@ -28,7 +28,8 @@ def write(plan: runner.Plan, name: str, typed: str) -> pathlib.Path:
     page = plan.workdir / f"{name}.md"
     files.write_text(page.with_suffix(".json"), _json(plan.study, found))
     plot.draw(plan.study, found, page.with_suffix(".png"))
-    files.write_text(page, text(plan.study, found, name, typed))
+    swept = [*_sweep(plan)] if plan.study.rates else []
+    files.write_text(page, text(plan.study, found, name, typed, swept))
     return page
 
 
@@ -56,9 +57,13 @@ def collect(plan: runner.Plan) -> list[results.Result]:
 
 
 def text(
-    study: study_lib.Study, found: Sequence[results.Result], name: str, typed: str
+    study: study_lib.Study,
+    found: Sequence[results.Result],
+    name: str,
+    typed: str,
+    swept: Sequence[str] = (),
 ) -> str:
-    """Returns the page: question, table, picture, and what holds."""
+    """Returns the page: question, table, picture, what holds, rates that were tried."""
     title = name[:1].upper() + name[1:].replace("_", " ")
     seeds = max((len(result.seeds) for result in found), default=0)
     return "\n".join(
@@ -75,12 +80,13 @@ def text(
             "",
             f"Means of {seeds} seeds with 95% t intervals; a difference is that to "
             f"{study.reference.name!r} over the same seeds, and {NOT_SEPARATED!r} if "
-            f"its interval includes 0.",
+            f"its interval includes 0. {_time(found)}",
             "",
             f"![{study.metric().label} of each arm]({name}.png)",
             "",
             paragraph(study, found),
             "",
+            *swept,
         ]
     )
 
@@ -98,6 +104,32 @@ def paragraph(study: study_lib.Study, found: Sequence[results.Result]) -> str:
     if study.paper_says:
         sentences.append(f"The paper: {study.paper_says}")
     return " ".join(sentences)
+
+
+def _sweep(plan: runner.Plan) -> Iterator[str]:
+    """Yields the lines of a table with what each arm's first seed had at each rate."""
+    study = plan.study
+    names = [f"{m.label}, {m.unit}" if m.unit else m.label for m in study.metrics]
+    yield f"Rates that seed {plan.seeds[0]} tried:"
+    yield ""
+    yield _line(["arm", "rate", *names])
+    yield _line(["---"] * (2 + len(names)))
+    for job in plan.jobs():
+        arm = study.arm(job.arm)
+        if job.is_done and job.seed == plan.seeds[0] and arm.is_shown and not arm.after:
+            values = [
+                (results.value(results.records(job.folder), metric), metric.digits)
+                for metric in study.metrics
+            ]
+            cells = ["" if v is None else f"{v:.{digits}f}" for v, digits in values]
+            yield _line([arm.name, f"{job.config.optim.learning_rate:g}", *cells])
+    yield ""
+
+
+def _time(found: Sequence[results.Result]) -> str:
+    """Returns how long the runs took, each since its last start."""
+    seconds = [lines[-1].get("seconds", 0) for r in found for lines in r.records]
+    return f"These {len(seconds)} runs took {sum(seconds) / 60:.0f} minutes together."
 
 
 def _best(study: study_lib.Study, found: Sequence[results.Result]) -> list[str]:

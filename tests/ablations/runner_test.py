@@ -158,6 +158,8 @@ class SweepTest(absltest.TestCase):
         rates = {r.arm.name: r.rate for r in report.collect(plan)}
         self.assertEqual(rates, {"one": 0.1, "two": 0.01})
         self.assertEqual([r.seeds for r in report.collect(plan)], [(0, 1), (0, 1)])
+        text = report.write(plan, "swept", "python -m x").read_text()
+        self.assertIn("\n| one | 0.01 | 0.090 |\n| two | 0.1 | 0.090 |\n", text)
 
 
 # A child that leaves what a run does; it fails for the arm "bad".

@@ -56,6 +56,12 @@ def get_study(scale: str) -> Study:
         claims=(
             Claim(better="GQA-8", worse="MLA", source="Table 1"),
             Claim(better="MLA + Muon Split", worse="MLA", source="Table 1"),
+            Claim(
+                better="MLA + Muon Split",
+                worse="MLA",
+                source="GLM-5, 2.1",
+                label=measures.ATTENTION_LOGIT.label,
+            ),
         ),
         paper={
             "GQA-8": {"MMLU": "61.2", "BBH": "53.3"},

@@ -33,6 +33,12 @@ def get_study(scale: str) -> Study:
         ),
         claims=(
             Claim(better="Muon Split", worse="Muon", source="GLM-5, Table 1"),
+            Claim(
+                better="Muon Split",
+                worse="Muon",
+                source="GLM-5, 2.1",
+                label=measures.ATTENTION_LOGIT.label,
+            ),
             Claim(better="Muon", worse="AdamW", source="expectation"),
         ),
         paper_says="with MLA, Muon Split raises MMLU from 61.5 to 62.5 and BBH from "
