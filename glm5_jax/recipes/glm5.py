@@ -30,6 +30,7 @@ class Sizes:
     rl_rows: tuple[int, int]  # tasks of a step, answers to a task
     eval_tasks: int  # held-out tasks of an evaluation
     num_needles: int  # tasks of retrieval at each length, after a stage
+    num_recall_rows: int  # rows of text in which the selection is compared
     sample_tokens: int  # length of the sample of a stage that reads texts
     sft_stop: float  # success that ends SFT; 0: never
     cache_dir: str = config_lib.DataConfig().cache_dir
@@ -42,11 +43,18 @@ class Sizes:
 def recipe(name: str, description: str, sizes: Sizes) -> record.Recipe:
     """Returns the stages in their order, at the given sizes."""
     first, second, third = sizes.lengths
-    measured = {
-        "pretraining": (first, second),
-        f"mid_training_{second}": (second, third),
-        f"mid_training_{third}": (second, third),
-        "sparse_adaptation": (second, third),
+    num, rows = sizes.num_needles, sizes.num_recall_rows
+    recall = record.Measure(suites=("recall",), lengths=(third,), num_tasks=rows)
+
+    def needles(*lengths: int) -> record.Measure:
+        return record.Measure(suites=("needle",), lengths=lengths, num_tasks=num)
+
+    measures = {
+        "pretraining": (needles(first, second),),
+        f"mid_training_{second}": (needles(second, third),),
+        f"mid_training_{third}": (needles(second, third), recall),
+        "dsa_warmup": (recall,),
+        "sparse_adaptation": (needles(second, third), recall),
     }
     longer = dataclasses.replace(sizes.model, rope_theta=sizes.rope_theta)
     sparse = dataclasses.replace(longer, attention="sparse")
@@ -57,10 +65,10 @@ def recipe(name: str, description: str, sizes: Sizes) -> record.Recipe:
         f"mid_training_{second}": dataclasses.replace(
             _text(sizes, 1, second, longer, 4e-3, 2e-3), init_from_changes=switch
         ),
-        f"mid_training_{third}": _text(sizes, 2, third, longer, 2e-3, 1e-3),
+        f"mid_training_{third}": _text(sizes, 2, third, longer, 3e-3, 1e-3),
         "dsa_warmup": _text(sizes, 3, third, warm, 1e-2, 1e-3, stage="dsa_warmup"),
         "sparse_adaptation": _text(
-            sizes, 4, third, sparse, 1e-3, 3e-4, stage="dsa_sparse"
+            sizes, 4, third, sparse, 2e-3, 3e-4, stage="dsa_sparse"
         ),
         "sft": _sft(sizes, 5, sparse),
         "rl": _rl(sizes, 6, sparse),
@@ -70,7 +78,7 @@ def recipe(name: str, description: str, sizes: Sizes) -> record.Recipe:
             name=stage,
             train=config,
             minutes=minutes,
-            measures=_needles(sizes, measured.get(stage, ())),
+            measures=measures.get(stage, ()),
         )
         for (stage, config), minutes in zip(configs.items(), sizes.minutes, strict=True)
     )
@@ -81,14 +89,6 @@ def recipe(name: str, description: str, sizes: Sizes) -> record.Recipe:
         stages=stages,
         claims=_claims(sizes.lengths, *(stage.name for stage in stages)),
     )
-
-
-def _needles(sizes: Sizes, lengths: tuple[int, ...]) -> tuple[record.Measure, ...]:
-    """Returns the suite that asks for a needle, at lengths if there are any."""
-    if not lengths:
-        return ()
-    num = sizes.num_needles
-    return (record.Measure(suites=("needle",), lengths=lengths, num_tasks=num),)
 
 
 def _claims(
@@ -102,7 +102,6 @@ def _claims(
     rl: str,
 ) -> tuple[record.Claim, ...]:
     """Returns what the stages should show."""
-    del warmup
     _, second, third = lengths
     return (
         record.Claim(
@@ -117,6 +116,13 @@ def _claims(
             figure=f"needle/{third}",
             before=mid,
             after=longest,
+            relation="rises",
+        ),
+        record.Claim(
+            text="the warm-up raises the share of attention that the selection keeps",
+            figure=f"recall/{third}",
+            before=longest,
+            after=warmup,
             relation="rises",
         ),
         record.Claim(
@@ -212,7 +218,7 @@ def _sft(
     return config_lib.TrainConfig(
         stage="sft",
         num_steps=steps,
-        eval_every=max(steps // 30, 1),
+        eval_every=max(steps // 60, 1),
         eval_batches=1,
         checkpoint_every=max(steps // 4, 1),
         eval_success=True,
@@ -277,7 +283,7 @@ def _episodes(sizes: Sizes) -> config_lib.RLConfig:
         slots=min(prompts * answers, 128),
         dynamic_sampling=sizes.sft_stop > 0,
         min_start_success=0.05 * (sizes.sft_stop > 0),
-        max_start_success=0.9 if sizes.sft_stop else 1.0,
+        max_start_success=1.0,  # a lucky end of SFT must not end the pipeline
         min_used_groups=0.125 * (sizes.sft_stop > 0),
         num_eval_tasks=sizes.eval_tasks,
     )
@@ -300,11 +306,12 @@ SMALL = recipe(
         lengths=(128, 256, 512),
         num_documents=40_000,
         tokens_per_step=4096,
-        steps=(1400, 200, 200, 100, 150, 300, 200),
-        minutes=(12.0, 4.0, 6.0, 2.0, 4.0, 4.0, 5.0),
+        steps=(1400, 300, 400, 200, 250, 300, 200),
+        minutes=(10.0, 3.0, 4.0, 2.0, 4.0, 3.0, 5.0),
         rl_rows=(16, 8),
         eval_tasks=256,
         num_needles=200,
+        num_recall_rows=32,
         sample_tokens=24,
         sft_stop=0.75,
     ),
@@ -327,6 +334,7 @@ TINY = recipe(
         rl_rows=(2, 2),
         eval_tasks=2,
         num_needles=2,
+        num_recall_rows=2,
         text_source=str(pathlib.Path(config_lib.__file__).parent),
         sample_tokens=0,
         sft_stop=0.0,

@@ -12,6 +12,7 @@ from typing import Any
 
 from absl import logging
 
+from glm5_jax import config as config_lib
 from glm5_jax import files
 from glm5_jax.evals import report as evals_report
 from glm5_jax.evals import runner as evals_runner
@@ -41,12 +42,9 @@ def measure(
         return read(folder)
     began, figures = time.perf_counter(), {}
     for number, one in enumerate(measures, 1):
-        logging.info(
-            "Measuring %s at lengths %s ...", ", ".join(one.suites), one.lengths
-        )
-        overrides = [(f"model.{name}", value) for name, value in one.model]
+        logging.info("Measuring %s at %s ...", ", ".join(one.suites), one.lengths)
         results = evals_runner.run(
-            subject_lib.load(folder, overrides),
+            subject_lib.load(folder),
             one.suites,
             lengths=one.lengths,
             num_tasks=one.num_tasks,
@@ -59,6 +57,16 @@ def measure(
     content = {"seconds": time.perf_counter() - began, "figures": figures}
     files.write_text(path, json.dumps(content, indent=2) + "\n")
     return content
+
+
+def require(measures: Sequence[record.Measure], config: config_lib.ModelConfig) -> None:
+    """Checks, before anything is trained, that suites fit a model.
+
+    Raises:
+      InputError: a suite does not exist, or does not fit the model or the length.
+    """
+    for one in measures:
+        evals_runner.require(one.suites, config, True, one.lengths)
 
 
 def read(folder: pathlib.Path) -> Mapping[str, Any]:

@@ -41,14 +41,11 @@ class Measure:
       suites: names, see evals/catalogue.py.
       lengths: tokens of a task.
       num_tasks: of a suite and length.
-      model: fields of the model's config, and texts of other values, for measuring:
-        ("attention", "sparse") measures the indexer of a model with dense attention.
     """
 
     suites: tuple[str, ...]
     lengths: tuple[int, ...]
     num_tasks: int
-    model: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from glm5_jax.training.reporting import metrics as metrics_lib
 HTML, MARKDOWN, PICTURE = "report.html", "report.md", "report.png"
 _SHARE = 0.1  # of the steps, over which first and last values are means
 _TIMES = ("compile", "restore", "step", "evaluate", "sample", "save")
-_REWARD = "rollout/reward"
+_LOSS, _REWARD = "train/loss", "rollout/reward"
 _NONE = "-"
 _OF_THE_RUN = ("eval", "perf", "goodput")  # kinds that the run itself measures
 
@@ -45,10 +45,9 @@ def figures_of(config: config_lib.TrainConfig, folder: pathlib.Path) -> Figures:
 
 def learned_by(config: config_lib.TrainConfig) -> tuple[str, record.Relation]:
     """Returns the metric that shows whether a stage learns, and how it should move."""
-    stage = config.stage_record
-    if not stage.is_loss_telling:
-        return _REWARD, "rises"
-    return loss.METRIC_NAMES[stage.losses[0]], "falls"
+    if config.stage_record.is_loss_telling:
+        return _LOSS, "falls"
+    return _REWARD, "rises"
 
 
 def write(
@@ -154,7 +153,7 @@ def _row(
 
 def _stage_table(stages: Stages) -> page.Table:
     head = (
-        *("stage", "steps", "length", "keys read", "loss, first", "loss, last"),
+        *("stage", "steps", "length", "keys read", "loss or reward, first", "last"),
         *("bits/byte", "success", "tok/s", "minutes"),
     )
     rows = [

@@ -40,12 +40,13 @@ def run(recipe: record.Recipe, workdir: pathlib.Path, seed: int = 0) -> dict[str
       SystemExit: 143, after a checkpoint, on SIGTERM or ctrl-C.
     """
     workdir = workdir.expanduser().absolute()
+    configs = _configs(recipe, workdir, seed)
     _make_folder(workdir)
     with folder_lock.held(workdir):
         origin = _claim(recipe, workdir, seed)
         corpora = {corpus.name: corpus for corpus in recipe.corpora}
         done, folders = 0.0, recipe.folders(workdir)
-        for number, config in enumerate(recipe.configs(workdir, seed)):
+        for number, config in enumerate(configs):
             stage = recipe.stages[number]
             logging.info(
                 "Stage %d of %d, %s: %.0f%% of the recipe's expected time is done.",
@@ -71,7 +72,7 @@ def plan(recipe: record.Recipe, workdir: pathlib.Path, seed: int = 0) -> str:
         f"idle cores.",
         "",
     ]
-    for number, config in enumerate(recipe.configs(workdir, seed), 1):
+    for number, config in enumerate(_configs(recipe, workdir, seed), 1):
         length, stage = config.data.sequence_length, recipe.stages[number - 1]
         parameters = accounting.count_parameters(config.model)["total"]
         lines.append(
@@ -80,6 +81,16 @@ def plan(recipe: record.Recipe, workdir: pathlib.Path, seed: int = 0) -> str:
             f"attention, {parameters:,} parameters, about {stage.minutes:g} minutes"
         )
     return "\n".join(lines)
+
+
+def _configs(
+    recipe: record.Recipe, workdir: pathlib.Path, seed: int
+) -> list[config_lib.TrainConfig]:
+    """Returns the config of each stage, whose measures fit its model."""
+    configs = recipe.configs(workdir, seed)
+    for stage, config in zip(recipe.stages, configs, strict=True):
+        measured.require(stage.measures, config.model)
+    return configs
 
 
 def _make_folder(workdir: pathlib.Path) -> None:
