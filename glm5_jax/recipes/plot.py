@@ -8,7 +8,7 @@ import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 
-_COLOURS = ("#2563eb", "#ea580c", "#059669", "#7c3aed")
+_COLOURS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
 _GREY, _PALE = "#6b7280", "#e5e7eb"
 _HEIGHT, _WIDTH = 3.6, 11.0  # inches; the height is a row's
 
