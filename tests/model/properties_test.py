@@ -26,7 +26,7 @@ CONFIGS = {
         num_hidden_layers=2,
         first_k_dense_replace=0,
         index_topk_pattern="FS",
-        mtp_num_steps=1,
+        num_nextn_predict_layers=0,
     ),
     "one_layer": tiny.model(num_hidden_layers=1, first_k_dense_replace=0),
 }
@@ -45,6 +45,8 @@ def forward(params, config, batch, **kwargs):
     """Output of the stack, and states [steps, B, T, D] and aux values of MTP."""
     args = batch["tokens"], batch["segment_ids"], batch["positions"]
     out = transformer.forward(params, config, *args, **kwargs)
+    if not config.has_mtp:
+        return out, jnp.zeros((0, *out.hidden.shape)), {}
     states, aux = mtp.steps(
         params["mtp"],
         config,
@@ -64,6 +66,7 @@ def _run(params, config, batch):
 
 
 TRACED = "with_traces"
+traced = jax.jit(transformer.forward, static_argnums=1, static_argnames=TRACED)
 
 
 def run(params, config, batch):
@@ -83,10 +86,11 @@ def gradient(params, config, batch, weights):
         language = losses.next_token_loss(
             out.hidden, head, targets, mean(mask), **chunk
         )
-        ahead, counts = losses.mtp_targets(
-            targets, mask, batch["segment_ids"], len(states)
-        )
-        language += losses.mtp_loss(states, head, ahead, mean(counts), **chunk)
+        if config.has_mtp:
+            ahead, counts = losses.mtp_targets(
+                targets, mask, batch["segment_ids"], len(states)
+            )
+            language += losses.mtp_loss(states, head, ahead, mean(counts), **chunk)
         blocks = jax.tree.leaves(
             (out.aux, aux), is_leaf=lambda x: hasattr(x, "indexer_kl")
         )
@@ -105,7 +109,7 @@ def gradient(params, config, batch, weights):
 
 def gradient_of(params, config, batch, **weights):
     """The gradient of what is named."""
-    none = np.zeros((1 + config.mtp_num_steps, B, T), np.float32)
+    none = np.zeros((1 + config.has_mtp * config.mtp_num_steps, B, T), np.float32)
     zero = {"states": none, "language": 0.0, "indexers": 0.0}
     return jax.device_get(gradient(params, config, batch, zero | weights)[0])
 
@@ -151,11 +155,11 @@ class SelectionFormTest(parameterized.TestCase):
         """A list takes the absorbed form of attention and the loss over lists."""
         config, params = CONFIGS["shared_once"], parameters("shared_once")
         batch = tiny.batch(config, [(T,), (9, 11), (14, 10)], T)
-        steps = 1 + config.mtp_num_steps
-        weights = {"states": np.zeros((steps, B, T), np.float32)}
+        weights = {"states": np.zeros((1, B, T), np.float32)}
         weights |= {"language": 1.0, "indexers": 1.0}
-        results = {}
-        for form in ("mask", "bits", "list"):
+        self.assertEqual(selection.form(T), "mask")
+        results = {"mask": jax.device_get(gradient(params, config, batch, weights))}
+        for form in ("bits", "list"):
             # A function of its own: jit caches what it traced by function.
             def compute(*args):
                 return gradient.__wrapped__(args[0], config, *args[1:])
@@ -172,7 +176,7 @@ class PackingTest(parameterized.TestCase):
     @parameterized.named_parameters(*NAMES)
     def test_documents_of_a_pack_do_not_see_each_other(self, name):
         config, params = CONFIGS[name], parameters(name)
-        documents = [(9, 11), (3, 14, 7), (1, 2, 3)]
+        documents = [(9, 11), (3, 14, 7), (1, 2, 3, 5)]  # alone they are 3 B rows
         batch = tiny.batch(config, documents, T)
         packed, aux = run(params, config, batch)
         loads = 0
@@ -216,10 +220,9 @@ class DecodeTest(parameterized.TestCase):
         params = parameters(name)
         lengths = np.array([10, 2, 13])  # of the prompts
         batch = tiny.batch(config, [(n + sum(chunks),) for n in lengths], T)
-        (want, *_), _ = run(params, config, batch)
         tokens = np.asarray(batch["tokens"])
-        traced = jax.jit(transformer.forward, static_argnums=1, static_argnames=TRACED)
         out = traced(params, config, batch["tokens"], **{TRACED: True})
+        want = np.asarray(out.hidden)
         layers = tiny.by_layer(config, out.traces), tiny.by_layer(config, out.aux)
         prefill = jax.jit(cached.prefill, static_argnums=(1, 4))
         decode = jax.jit(cached.decode, static_argnums=1)
@@ -272,16 +275,19 @@ class SelectionTest(parameterized.TestCase):
         self.assertGreater(np.abs(few - want).max(), 1e-2)  # top-k 6 does select
 
     def test_top_k_beyond_the_row_is_dense_attention(self):
-        batch = tiny.batch(CONFIGS["full"], [(9, 12), (T,), (T,)], T)
+        tokens = tiny.batch(CONFIGS["full"], [(T,)] * B, T)["tokens"]
         sparse = dataclasses.replace(CONFIGS["full"], index_topk=T + 3)
         dense = dataclasses.replace(CONFIGS["full"], attention="dense")
-        got, want = (run(parameters("full"), c, batch)[0] for c in (sparse, dense))
+        got, want = (
+            traced(parameters("full"), config, tokens, **{TRACED: True}).hidden
+            for config in (sparse, dense)
+        )
         assert_close(got, want)
 
 
 class IsolationTest(parameterized.TestCase):
     @parameterized.named_parameters(
-        ("sparse", "index_share", "sparse"),
+        ("sparse", "shared_once", "sparse"),
         ("dense_warm_up", "one_layer", "dense_with_indexer_loss"),
     )
     def test_language_model_and_indexers_do_not_train_each_other(self, name, attention):

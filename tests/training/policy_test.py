@@ -169,8 +169,7 @@ class LossTest(parameterized.TestCase):
         moved = batch["rollout_logprobs"] + 0.25
         rl = dataclasses.replace(CONFIG.rl, objective="dis")
         config = dataclasses.replace(CONFIG, rl=rl)
-        batch |= {"old_logprobs": moved}
-        _, metrics, _ = loss_and_grads(batch, config)
+        _, metrics, _ = loss_and_grads(batch | {"old_logprobs": moved}, config)
         self.assertAlmostEqual(metrics[policy.GAP], 0.25, places=5)
         self.assertAlmostEqual(metrics[f"{policy.GAP}_max"], 0.25, places=5)
         self.assertNotAlmostEqual(float(metrics["rl/ratio"]), np.exp(0.25), places=2)
