@@ -21,10 +21,11 @@ LONGEST = (
     "inference/engine_test.py",
     "training/policy_test.py",
     "training/loop_test.py",
+    "training/health_test.py",
+    "training/prepared_run_test.py",
     "training/kill_test.py",
     "checkpoint/kill_test.py",
     "model/golden_test.py",
-    "training/health_test.py",
     "training/mesh_test.py",
     "training/step_test.py",
     "colab_test.py",
@@ -42,12 +43,21 @@ LONGEST = (
     "rl/engine_rollouts_test.py",
     "optim/moments_test.py",
 )
+# One worker runs both files of a pair, which share compiled programs.
+TOGETHER = {
+    "training/health_test.py": "training/loop_test.py",
+    "training/prepared_run_test.py": "training/loop_test.py",
+    "training/step_test.py": "training/mesh_test.py",
+    "inference/failure_test.py": "inference/engine_test.py",
+    "inference/shapes_test.py": "inference/engine_test.py",
+}
 # They compile as for users: here XLA's fusions decide about the promise.
 OPTIMIZED = (
     "inference/parity_test.py",
     "model/golden_test.py",
     "model/invariance_test.py",
     "pallas_kernels/decode_test.py",
+    "training/kill_test.py",
 )
 # They wait for the disk as users do.
 SYNCED = ("checkpoint/kill_test.py",)
@@ -112,7 +122,12 @@ def pytest_xdist_make_scheduler(config, log):
     """Gives a file to one worker with -n, which compiles its programs once."""
     from xdist import scheduler
 
+    class Scheduling(scheduler.LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            name = super()._split_scope(nodeid).removeprefix("tests/")
+            return TOGETHER.get(name, name)
+
     if config.getvalue("dist") != "load":  # another one was asked for
         return None
     config.option.loadscopereorder = False
-    return scheduler.LoadFileScheduling(config, log)
+    return Scheduling(config, log)

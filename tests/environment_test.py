@@ -29,6 +29,7 @@ def unoptimized_size():
 class EnvironmentTest(parameterized.TestCase):
     def test_named_files_exist(self):
         names = *conftest.LONGEST, *conftest.OPTIMIZED, *conftest.SYNCED
+        names += *conftest.TOGETHER, *conftest.TOGETHER.values()
         for name in names:
             self.assertTrue((conftest.HERE / name).is_file(), name)
 

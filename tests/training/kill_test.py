@@ -139,6 +139,8 @@ class KillTest(LivesTest):
     def test_killed_run_ends_as_if_it_had_not_been(self):
         self.finish(self.root / "whole")
         records = metrics.read(self.root / "whole" / "metrics.jsonl")
+        losses = [r["train/loss"] for r in records]
+        self.assertLess(losses[-1], 0.8 * losses[0])
         step_seconds = np.median([r["perf/step_seconds"] for r in records])
         rng = np.random.default_rng(0)
         moments = collections.Counter(

@@ -27,11 +27,15 @@ CONFIG = small_configs.step(
     chunk_tokens=40,
     adam_eps=1e-4,
 )
-SMALL = dataclasses.replace(
-    CONFIG,
-    model=dataclasses.replace(
-        CONFIG.model, num_hidden_layers=1, first_k_dense_replace=0, mtp_num_steps=1
+# One stack of layers and all losses; step_test.py takes its steps too.
+SMALL = small_configs.of_stage(
+    dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(
+            CONFIG.model, num_hidden_layers=1, first_k_dense_replace=0
+        ),
     ),
+    "dsa_sparse",
 )
 EXCHANGE = dataclasses.replace(
     CONFIG, model=dataclasses.replace(CONFIG.model, expert_transport="exchange")
@@ -58,11 +62,17 @@ def run(config, step, params, state, place=lambda batch: batch):
 
 
 @functools.cache
-def on_one_device(config):
+def make_step(config):
+    """The jitted step, parameters and optimizer state of a config."""
     optimizer = step_lib.make_optimizer(config)
     params = tiny.params(config.model)
     step = jax.jit(step_lib.make_train_step(config, optimizer))
-    return run(config, step, params, jax.jit(optimizer.init)(params))
+    return step, params, jax.jit(optimizer.init)(params)
+
+
+@functools.cache
+def on_one_device(config):
+    return run(config, *make_step(config))
 
 
 class MeshTest(parameterized.TestCase):
@@ -72,9 +82,8 @@ class MeshTest(parameterized.TestCase):
         axes = config_lib.MeshConfig(**({"data": 1} | axes))
         mesh = mesh_lib.make_mesh(axes, devices)
         optimizer = step_lib.make_optimizer(config)
-        params = tiny.params(config.model)
+        _, params, state = make_step(config)
         places = sharding.shardings(transformer.param_dims(config.model), mesh)
-        state = jax.jit(optimizer.init)(params)
         state_dims = optimizer.state_dims(state, params)
         places = places, sharding.shardings(state_dims, mesh)
         step = jax.jit(

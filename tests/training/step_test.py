@@ -7,6 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from glm5_jax import config as config_lib
@@ -20,24 +21,12 @@ from glm5_jax.training import loss as loss_lib
 from glm5_jax.training import step as step_lib
 from tests import environment, small_configs
 from tests.model import tiny
+from tests.training import mesh_test
 
-T = 24
 SUM_RTOL = 1e-5  # float32 sums in another order
 # Pre-training runs the same step: tests/training/loop_test.py.
-CONFIG = small_configs.of_stage(
-    small_configs.step(T, tiny.model(num_hidden_layers=1, first_k_dense_replace=0)),
-    "dsa_sparse",
-)
+CONFIG = mesh_test.SMALL
 WARMUP = small_configs.of_stage(CONFIG, "dsa_warmup")
-
-
-@functools.cache
-def make_step(config):
-    """The jitted step, parameters and optimizer state of a config."""
-    optimizer = step_lib.make_optimizer(config)
-    params = tiny.params(config.model)
-    step = jax.jit(step_lib.make_train_step(config, optimizer))
-    return step, params, jax.jit(optimizer.init)(params)
 
 
 @functools.cache
@@ -48,9 +37,8 @@ def whole_gradient():
     return params, value_and_grad(params, CONFIG, make_batch())
 
 
-def make_batch(seed=0):
-    rows = [(T,), (9, 11), (3, 14, 7), (12, 12), (T,), (1, 22), (10,), (T,)]
-    return tiny.batch(CONFIG.model, rows, T, seed)
+def make_batch():
+    return mesh_test.make_batch(seed=0)
 
 
 def by_path(params):
@@ -65,9 +53,9 @@ def biases(params):
 
 class StepTest(parameterized.TestCase):
     def test_loss_falls_on_a_repeated_batch(self):
-        step, params, state = make_step(CONFIG)
+        step, params, state = mesh_test.make_step(CONFIG)
         losses = []
-        for _ in range(8):
+        for _ in range(10):
             params, state, metrics = step(params, state, make_batch())
             losses.append({k: float(v) for k, v in metrics.items()})
         for name in ("train/loss", "train/lm_loss", "train/mtp_loss"):
@@ -78,7 +66,7 @@ class StepTest(parameterized.TestCase):
         want += 2 * weights.balance_weight * last["train/balance_loss"]  # and MTP
         want += weights.indexer_weight * last["train/indexer_kl"]
         self.assertAlmostEqual(last["train/loss"], want, places=5)
-        self.assertEqual(int(state.num_updates), 8)
+        self.assertEqual(int(state.num_updates), 10)
 
     def test_mtp_counts_as_one_layer_by_the_mean_over_its_steps(self):
         params, ((_, (metrics, _)), _) = whole_gradient()
@@ -113,7 +101,7 @@ class StepTest(parameterized.TestCase):
         self.assertAlmostEqual(metrics["train/balance_loss"], want, places=5)
 
     def test_every_parameter_moves(self):
-        step, before, state = make_step(CONFIG)
+        step, before, state = mesh_test.make_step(CONFIG)
         after, _, _ = step(before, state, make_batch())
         for (path, old), new in zip(
             by_path(before).items(), by_path(after).values(), strict=True
@@ -121,7 +109,7 @@ class StepTest(parameterized.TestCase):
             self.assertGreater(np.abs(new - old).max(), 0, path)
 
     def test_router_bias_moves_by_its_rate_alone(self):
-        step, before, state = make_step(CONFIG)
+        step, before, state = mesh_test.make_step(CONFIG)
         after, _, _ = step(before, state, make_batch())
         rate = CONFIG.loss.router_bias_rate
         for path, old in biases(before).items():
@@ -131,9 +119,16 @@ class StepTest(parameterized.TestCase):
             self.assertGreater(moved.max(), 0)
             self.assertLess(moved.min(), 0)
 
-    @parameterized.parameters((8, 1, 1), (4, 2, 1), (2, 2, 2))
-    def test_parts_of_a_batch_give_its_gradient(self, num_parts, data, fsdp):
-        """Though their rows have more or fewer tokens, and padding.
+    def test_parts_of_a_batch_give_its_gradient(self):
+        self.check_parts(2, 2, 2)
+
+    @parameterized.parameters((8, 1, 1), (4, 2, 1))
+    @pytest.mark.slow
+    def test_parts_on_fewer_devices_give_its_gradient(self, num_parts, data, fsdp):
+        self.check_parts(num_parts, data, fsdp)
+
+    def check_parts(self, num_parts, data, fsdp):
+        """The parts' rows have more or fewer tokens, and padding.
 
         However many parts: what devices of `data` send each other is one gradient.
         """
@@ -168,7 +163,7 @@ class StepTest(parameterized.TestCase):
 
     def test_not_finite_gradient_changes_nothing(self):
         """Neither weights, moments, schedule nor biases; the next step trains again."""
-        step, params, state = make_step(CONFIG)
+        step, params, state = mesh_test.make_step(CONFIG)
         params, state, _ = step(params, state, make_batch())
         broken = make_batch()
         broken["loss_mask"] = broken["loss_mask"].at[0, 0].set(jnp.nan)
@@ -185,7 +180,7 @@ class StepTest(parameterized.TestCase):
         self.assertGreater(np.abs(after["norm"] - params["norm"]).max(), 0)
 
     def test_dsa_warmup_moves_the_indexers_and_nothing_else(self):
-        step, before, state = make_step(WARMUP)
+        step, before, state = mesh_test.make_step(WARMUP)
         params, kl = before, []
         for _ in range(3):
             params, state, metrics = step(params, state, make_batch())
@@ -220,7 +215,7 @@ class NewStageTest(absltest.TestCase):
         sections = {s: getattr(CONFIG, s) for s in ("data", "loss", "optim")}
         model = dataclasses.replace(CONFIG.model, attention="dense")
         config = _ConfigOfAnyStage(stage=self.STAGE.name, model=model, **sections)
-        step, before, state = make_step(config)
+        step, before, state = mesh_test.make_step(config)
         after, _, metrics = step(before, state, make_batch())
         moved = {
             path
