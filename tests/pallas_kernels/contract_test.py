@@ -1,6 +1,7 @@
 """Wrong shapes raise, and wrong bounds are clamped, whatever implementation runs."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -179,6 +180,12 @@ WRONG = {
 }
 
 
+def compiled(op, x, **options):
+    """Returns the op of these inputs, computed by one program."""
+    arrays = {name: y for name, y in x.items() if isinstance(y, jax.Array)}
+    return jax.jit(lambda arrays: op(x | arrays, **options))(arrays)
+
+
 class StaticTest(parameterized.TestCase):
     @parameterized.named_parameters((name, *case) for name, case in WRONG.items())
     def test_wrong_arguments_are_named(self, op, changed, message):
@@ -224,25 +231,30 @@ class EmptyTest(parameterized.TestCase):
         for shape in ("q", "q_heads", "q_index", "w", "weight"):
             none[shape] = (B, 0, *SHAPES[shape][2:])
         x = inputs(lse=(B, N, 0), **none)
-        out, lse = sparse_mla(x, implementation=name)
+        run = functools.partial(compiled, implementation=name)
+        out, lse = run(sparse_mla, x)
         self.assertEqual((out.shape, lse.shape), ((B, 0, N, C), (B, N, 0)))
-        self.assertEqual(masked_mla(x, implementation=name)[0].shape, (B, 0, N, 128))
-        self.assertEqual(indexer_topk(x, implementation=name).shape, (B, 0, K))
-        self.assertEqual(indexer_scores_at(x, implementation=name).shape, (B, 0, K))
+        self.assertEqual(run(masked_mla, x)[0].shape, (B, 0, N, 128))
+        self.assertEqual(run(indexer_topk, x).shape, (B, 0, K))
+        self.assertEqual(run(indexer_scores_at, x).shape, (B, 0, K))
 
         def loss(q, k):
             y = x | {"q_index": q, "k_index": k}
             losses = indexer_kl_loss, sparse_indexer_kl_loss
             return sum(op(y, implementation=name) for op in losses)
 
-        value, (dq, dk) = jax.value_and_grad(loss, (0, 1))(x["q_index"], x["k_index"])
+        gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        value, (dq, dk) = gradients(x["q_index"], x["k_index"])
         self.assertEqual((float(value), dq.shape), (0, (B, 0, I, J)))
         np.testing.assert_array_equal(dk, 0)
         if name is None:
-            decoded = decode_sparse_mla(x)[0], decode_indexer_topk(x)
+            decoded = (
+                compiled(decode_sparse_mla, x)[0],
+                compiled(decode_indexer_topk, x),
+            )
             self.assertEqual([len(y[0]) for y in decoded], [0, 0])
             empty = x | {"x": jnp.zeros((0, 16)), "sizes": jnp.zeros(3, jnp.int32)}
-            self.assertEqual(grouped_matmul(empty).shape, (0, 32))
+            self.assertEqual(compiled(grouped_matmul, empty).shape, (0, 32))
 
 
 class ValueDimTest(parameterized.TestCase):
@@ -266,8 +278,8 @@ class ClampTest(parameterized.TestCase):
             self.skipTest("needs triton, torch and TRITON_INTERPRET=1")
         x = inputs()
         for op in ops:
-            got = op(beyond(x), implementation=name)
-            want = op(cut(x), implementation="reference")
+            got = compiled(op, beyond(x), implementation=name)
+            want = compiled(op, cut(x), implementation="reference")
             for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4)
 

@@ -18,6 +18,7 @@ from pallas_kernels import (
     sparse_mla,
 )
 from tests import environment
+from tests.pallas_kernels import program
 
 FLOAT32_RTOL = 2e-5  # two orders of summation in float32
 NAMED = [(case.name, case) for case in cases.SMALL.values()]
@@ -36,7 +37,7 @@ def loss_and_gradients(case, implementation):
     *index, indices = index_inputs(case)
     q, kv, weight = cases.make(case, "q_latent", "kv", "weight")
     options = {"scale": case.scale}
-    lse = sparse_mla(q, kv, indices, value_dim=case.latent, **options)[1]
+    _, lse = program.call(sparse_mla, q, kv, indices, value_dim=case.latent, **options)
 
     def loss(index, q):
         return sparse_indexer_kl_loss(
@@ -56,11 +57,11 @@ class ScoresAtTest(parameterized.TestCase):
     @parameterized.named_parameters(*NAMED)
     def test_they_are_the_scores_at_those_keys(self, case):
         q, k, w, indices = index_inputs(case)
-        whole = np.asarray(indexer_scores(q, k, w))
+        whole = np.asarray(program.call(indexer_scores, q, k, w))
         want = np.take_along_axis(whole, np.maximum(indices, 0), axis=-1)
         want = np.where(np.asarray(indices) < 0, 0, want)
         for name in ("reference", "tiled"):
-            got = indexer_scores_at(q, k, w, indices, implementation=name)
+            got = program.call(indexer_scores_at, q, k, w, indices, implementation=name)
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
     @parameterized.named_parameters(*NAMED)
@@ -99,7 +100,9 @@ class LossTest(parameterized.TestCase):
         names = ("q_index", "k_index", "w", "q_latent", "kv", "lo", "hi", "indices")
         *index, q, kv, lo, hi, indices = cases.make(case, *names)
         weight = jnp.ones((1, 16))
-        lse = sparse_mla(q, kv, indices, scale=0.1, value_dim=case.latent)[1]
+        _, lse = program.call(
+            sparse_mla, q, kv, indices, scale=0.1, value_dim=case.latent
+        )
         if op == "indexer_kl_loss":
             rows = jnp.broadcast_to(kv[:, :, None], (1, 40, *q.shape[2:]))
             rest = (lo, hi, selection.to_mask(indices, 40), weight)
@@ -128,8 +131,9 @@ class LossTest(parameterized.TestCase):
         x = jnp.abs(jnp.asarray(rng.normal(size=(1, 6, 8)), jnp.float32))
         indices = jnp.asarray([[[0, 2, 5, -1]] * 6])
         q = x[:, :, None]
-        lse = sparse_mla(q, x, indices, scale=1.0, value_dim=8)[1]
-        loss = sparse_indexer_kl_loss(
+        _, lse = program.call(sparse_mla, q, x, indices, scale=1.0, value_dim=8)
+        loss = program.call(
+            sparse_indexer_kl_loss,
             (q, x, lse),
             (q, x, jnp.ones((1, 6, 1))),
             indices,
