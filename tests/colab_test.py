@@ -15,6 +15,8 @@ from tests import environment
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "colab").glob("*.py"))
+# The names of another notebook; the collector's thresholds are those of conftest.py.
+FORGET = "%reset -f\n__import__('gc').set_threshold(50_000, 20, 50)"
 PARAMETERS = "parameters"  # tag of the cell that a test replaces
 # As few and small programs as have every part that the notebook shows.
 TINY = """
@@ -108,7 +110,7 @@ class NotebookTest(absltest.TestCase):
         )
         source = str(ROOT / "glm5_jax")
         cell.source = parameters.format(source=source, cache_dir=self.folder)
-        forget = nbformat.v4.new_code_cell("%reset -f")  # names of another notebook
+        forget = nbformat.v4.new_code_cell(FORGET)
         notebook.cells.insert(0, forget)
         self.client.nb = notebook
         self.client.execute(cleanup_kc=False)

@@ -63,8 +63,9 @@ def run_all(machine, requests):
 
 @functools.cache
 def on_one_device(config):
+    """One request after another, as a slot has fewer programs than four have."""
     machine = engine.Engine(
-        tiny.params(config), config, num_slots=4, with_experts=True, **OPTIONS
+        tiny.params(config), config, num_slots=1, with_experts=True, **OPTIONS
     )
     return run_all(machine, make_requests())
 

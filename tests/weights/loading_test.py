@@ -407,14 +407,15 @@ class GenerateTest(FolderTest):
     def test_text_continues(self):
         run = self.make_run()
         out = str(self.folder / "out.npy")
-        (text,) = self.generate(run, text="def ", tokens_out=out, ignore_eos=True)
+        # Every id ends the text, unless that is ignored.
+        stops = [("model.eos_token_id", str(tuple(range(260))))]
+        options = {"text": "def ", "tokens_out": out}
+        (text,) = self.generate(run, stops, ignore_eos=True, **options)
         self.assertStartsWith(text, "def ")
         ids = np.load(out)
         self.assertEqual(ids.shape, (4 + 16,))
         self.assertEqual(BYTES.decode(ids), text)
-        # Every id ends the text, so the first new token does.
-        stops = ("model.eos_token_id", str(tuple(range(260))))
-        self.generate(run, [stops], text="def ", tokens_out=out)
+        self.generate(run, stops, **options)
         self.assertEqual(np.load(out).shape, (5,))
 
     def test_a_prompt_may_be_the_message_of_a_user(self):
