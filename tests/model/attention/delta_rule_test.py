@@ -9,6 +9,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax.model.attention import delta_rule
+from glm5_jax.scale.compiled import flops as flops_lib
 from tests import environment
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "delta_rule.npz"
@@ -146,6 +147,14 @@ class DeltaRuleTest(parameterized.TestCase):
             out, state = step(*token, state)
             close(out, want[:, t])
         close(state, last)
+
+    def test_flops_are_those_of_the_program(self):
+        """Of one token, but for the triangular solve, which is no matrix product."""
+        arrays = (x[:, :1] for x in in_float32(inputs(1)))
+        counted = flops_lib.count(jax.make_jaxpr(delta_rule.chunked)(*arrays), 1)
+        solve = 2 * N * (H + O)
+        want = B * (delta_rule.flops(N, H, O, length=1) - solve)
+        self.assertEqual(counted.total, want)
 
     @parameterized.product(kind=("head", "channel"), start=("zeros", "state"))
     def test_is_that_of_transformers(self, kind, start):
