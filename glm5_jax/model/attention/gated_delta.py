@@ -2,7 +2,7 @@
 
 For each head, with sizes and formulas of transformers' Qwen3-Next:
 
-    q, k, v  =  silu(conv(W x))                  conv: causal, the last W tokens
+    q, k, v  =  silu(conv(W x))                  conv: a channel's last four inputs
     q, k     =  q / |q| / sqrt(H), k / |k|
     beta     =  sigmoid(W_b x)                   writing strength
     g        =  -exp(A_log) softplus(W_a x + dt_bias)    log-decay, one for a head
@@ -154,7 +154,7 @@ class GatedDeltaNet:
         context: context_lib.Context,
         recent: Float[Array, "B N earlier width"] | None = None,
     ) -> tuple[Float[Array, "B T N H"], Attended]:
-        """Returns queries, and what they read; the state is still missing.
+        """Returns queries, and what they read; the state is an empty one.
 
         Args:
           params: of the attention.
