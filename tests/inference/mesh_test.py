@@ -130,10 +130,11 @@ class PlacementTest(parameterized.TestCase):
         leaves, _ = placement.shapes(empty, mesh)
         specs = {
             name: tuple(leaves[f"cache.entries.{name}"].sharding.spec)
-            for name in ("kv", "k")
+            for name in ("kv", "k", "state")
         }
         self.assertEqual(specs["kv"][:2], (None, "fsdp"))
         self.assertEqual(specs["k"], (None, "fsdp", None, "tensor"))
+        self.assertEqual(specs["state"], (None, "fsdp", "tensor"))
 
     def test_slots_must_be_divisible(self):
         wanted = "got 6 on 4; set it to 4 or 8, or give devices to mesh.tensor"
