@@ -1,17 +1,15 @@
 """The loss of every stage but reinforcement learning, and its gradient.
 
-| stage         | minimises                             | trains                      |
-|---------------|---------------------------------------|-----------------------------|
-| pretrain, sft | next_token, mtp, balance, indexer_kl  | all, with any attention     |
-| dsa_warmup    | indexer_kl, over all visible keys     | the indexers                |
-| dsa_sparse    | next_token, mtp, balance, indexer_kl  | all, with sparse attention  |
-| rl            | policy (training/policy.py)           | all but indexers and MTP    |
+| stage                     | minimises                            | trains       |
+|---------------------------|--------------------------------------|--------------|
+| pretrain, sft, dsa_sparse | next_token, mtp, balance, indexer_kl | all          |
+| dsa_warmup                | indexer_kl                           | the indexers |
 
-glm5_jax/config/stages/ has this table as code. The loss is the sum of the terms, each
-times its coefficient in config.loss. A term is a mean over the tokens of the batch.
-Each layer has a balance loss of its experts and a KL divergence of its indexer from its
-attention; the loss has their sums over layers. Multi-token prediction (MTP) counts as
-one layer, by the mean over its steps.
+glm5_jax/config/stages/ has this table as code. Each term is a mean over the tokens of
+the batch; the loss is their sum, each times its coefficient in config.loss. A model
+without experts has no balance loss, one without an indexer no KL divergence of indexer
+and attention. Each layer has its own of these two, and the loss has their sums over
+layers. Multi-token prediction (MTP) counts as one layer, by the mean over its steps.
 """
 
 import functools
@@ -71,8 +69,8 @@ def _make_inputs(config: config_lib.TrainConfig, batch: Batch) -> inputs_lib.Inp
     """
     is_token = (batch["segment_ids"] > 0).astype(jnp.float32)
     weights = {
-        "weights": losses.mean_weights(batch["loss_mask"]),  # of targets
-        "token_weights": losses.mean_weights(is_token),
+        "weights": losses.mean_weights(batch["loss_mask"]),  # in means over targets
+        "token_weights": losses.mean_weights(is_token),  # in means over all tokens
     }
     batch = {**batch, **weights}
     return inputs_lib.make_inputs(config.model, batch, config.num_mtp_steps)
@@ -88,50 +86,60 @@ def _local_loss(
     """Returns (loss, (terms, loads of the experts)) of one part of the batch.
 
     On a mesh each device runs this on its shard of the tokens. The functions that make
-    a term sum it over devices, so every device returns the term of the whole part. A
-    position's weight is its share of the batch, so the terms of all parts add up to the
-    means over the batch.
+    a term sum it over devices, so every device returns the term of the whole part.
+    A token's weight is 1 / (number of tokens in the batch), or 0 if it does not count,
+    so the terms of all parts add up to the means over the batch.
     """
-    coefficients = config.loss
     batch, context, ahead = inputs  # ahead: the later tokens that MTP predicts
     has_kl = config.has_indexer_loss
-    params = _with_frozen(config, params)  # stops gradients that the stage does not use
+    params = _with_frozen(config, params)  # no gradient; the optimizer skips them too
     out = transformer.forward(
         params, config.model, batch["tokens"], context=context, with_indexer_loss=has_kl
     )
     aux: dict[str, Any] = dict(out.aux)  # of each layer: indexer_kl, routing
-    with jax.named_scope("head"):  # the logits of chunk_tokens tokens exist at a time
-        lm_loss = losses.next_token_loss(
-            out.hidden,
-            params["lm_head"],
-            batch["targets"],
-            batch["weights"],
-            z_weight=coefficients.z_weight,
-            chunk_tokens=coefficients.chunk_tokens,
-        )
-    terms: dict[str, tuple[Array, Array | float]] = {}  # name -> (value, coefficient)
-    terms["next_token"] = (lm_loss, 1.0)
+    terms = {"next_token": _next_token_loss(config, params, out.hidden, batch)}
     if ahead is not None:
-        with jax.named_scope("mtp"):
-            mtp_loss, aux["mtp"] = _mtp_loss(config, params, out.hidden, inputs)
-        terms["mtp"] = (mtp_loss, mtp_weight)
+        terms["mtp"], aux["mtp"] = _mtp_loss(config, params, out.hidden, inputs)
     balances = _balances(aux)  # of each layer with experts
-    if balances.size:
-        # The metric is the mean over layers; times their number it is the sum. Parts
-        # have equally many rows, so each counts 1 / num_parts.
-        balance = jnp.mean(balances) / num_parts
-        terms["balance"] = (balance, balances.size * coefficients.balance_weight)
+    if balances.size:  # all parts have equally many rows
+        terms["balance"] = jnp.mean(balances) / num_parts
     if has_kl:
-        kl = _sum_of_divergences(aux, batch["token_weights"])
-        terms["indexer_kl"] = (kl, coefficients.indexer_weight)
-    weighted = [  # terms that the stage does not minimise are metrics only
-        value * (coefficient if name in config.stage_record.losses else 0.0)
-        for name, (value, coefficient) in terms.items()
+        terms["indexer_kl"] = _sum_of_divergences(aux, batch["token_weights"])
+    coefficients: dict[str, Array | float] = {
+        "next_token": 1.0,
+        "mtp": mtp_weight,
+        # The term, a metric too, is the mean over layers; the loss has the sum.
+        "balance": balances.size * config.loss.balance_weight,
+        "indexer_kl": config.loss.indexer_weight,
+    }
+    minimised = [  # the other terms are metrics only; their NaNs do not reach the loss
+        value * coefficients[name]
+        for name, value in terms.items()
+        if name in config.stage_record.losses
     ]
-    metrics = {METRIC_NAMES[name]: value for name, (value, _) in terms.items()}
-    return functools.reduce(jnp.add, weighted), (metrics, loads(aux))
+    metrics = {METRIC_NAMES[name]: value for name, value in terms.items()}
+    return functools.reduce(jnp.add, minimised), (metrics, loads(aux))
 
 
+@jax.named_scope("head")
+def _next_token_loss(
+    config: config_lib.TrainConfig,
+    params: dict,
+    hidden: Float[Array, "B T D"],
+    batch: Batch,
+) -> Float[Array, ""]:
+    """Returns the mean loss of the next token; the logits exist a chunk at a time."""
+    return losses.next_token_loss(
+        hidden,
+        params["lm_head"],
+        batch["targets"],
+        batch["weights"],
+        z_weight=config.loss.z_weight,
+        chunk_tokens=config.loss.chunk_tokens,
+    )
+
+
+@jax.named_scope("mtp")
 def _mtp_loss(
     config: config_lib.TrainConfig,
     params: dict,
@@ -161,7 +169,11 @@ def _mtp_loss(
 
 
 def _with_frozen(config: config_lib.TrainConfig, params: dict) -> dict:
-    """Returns the parameters; those that the stage does not train are constants."""
+    """Returns the parameters; those that the stage does not train are constants.
+
+    The optimizer keeps no moments of them and applies no weight decay to them
+    (`optimizer.make_optimizer`), so they stay as they are, bit for bit.
+    """
     is_trained = config.stage_record.trains
 
     def hold(path: tuple, x: Array) -> Array:

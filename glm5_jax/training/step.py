@@ -54,7 +54,7 @@ def make_train_step(
     def train_step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, Metrics]:
         bias_rate = bias_rate_at(state.num_calls) if has_moving_bias else 0.0
         mtp_weight = mtp_weight_at(state.num_calls)
-        # Matrices in model.dtype; norms and the router in float32.
+        # Matrices in model.dtype, norms and router in float32; gradients alike.
         computed = transformer.cast(params, config.model)
         (loss, (terms, load)), grads = loss_lib.value_and_grad(
             computed, config, batch, mtp_weight
@@ -63,8 +63,8 @@ def make_train_step(
             params, state, metrics = optimizer_lib.update_if_finite(
                 optimizer, grads, state, params
             )
-        is_finite = metrics["optim/skipped_in_a_row"] == 0
-        params = _with_moved_biases(params, load, bias_rate * is_finite)
+        is_applied = metrics["optim/skipped_in_a_row"] == 0  # counts a skip
+        params = _with_moved_biases(params, load, bias_rate * is_applied)
         metrics |= {"train/loss": loss, **terms, **loss_lib.load_metrics(load)}
         metrics["optim/router_bias_rate"] = jnp.float32(bias_rate)
         if config.num_mtp_steps:

@@ -195,6 +195,18 @@ class StepTest(parameterized.TestCase):
             else:
                 np.testing.assert_array_equal(after[path], old, err_msg=str(path))
 
+    def test_a_nan_of_a_monitored_term_does_not_stop_training(self):
+        """The head is frozen in dsa_warmup: its logits make metrics alone."""
+        step, before, state = make_step(WARMUP)
+        broken = before | {"lm_head": before["lm_head"] * jnp.nan}
+        after, _, metrics = step(broken, state, make_batch())
+        self.assertTrue(np.isnan(metrics["train/lm_loss"]))
+        self.assertTrue(np.isfinite(metrics["train/loss"]))
+        self.assertEqual(int(metrics["optim/skipped_in_a_row"]), 0)
+        want, _, _ = step(before, state, make_batch())
+        del after["lm_head"], want["lm_head"]
+        jax.tree.map(np.testing.assert_array_equal, after, want)
+
 
 class NewStageTest(absltest.TestCase):
     """A record is all that a stage of text needs: no code knows this one."""
