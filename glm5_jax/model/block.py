@@ -83,11 +83,10 @@ class Block:
           params: the layer's, from `fetched`.
           x: hidden states.
           context: positions and documents.
-          shared: what the layer before hands on, such as its selected keys
-            (IndexShare); None in GLM-5.
-          kl_weight: weight of this layer in the loss of its indexer: 1, or 1 / (m + 1)
-            where m + 1 layers use one index. None computes no loss.
-          attended: what an earlier call attended to, to read again (later MTP steps).
+          shared: what the layer before hands on (IndexShare); None in GLM-5.
+          kl_weight: weight of this layer in the loss of its indexer: 1, or 1 / m where
+            m layers use one index. None computes no loss.
+          attended: keys and index of the first MTP step, for the later ones (mtp.py).
           experts: experts of each token, instead of the router's choice.
         """
         h = layers.rms_norm(x, params["input_layernorm"], self.config.rms_norm_eps)

@@ -2,8 +2,8 @@
 
 From hidden states x and MLA's query latents c_q it computes, for a query t and a key s,
 
-    q[t, i] = W_q,i c_q[t]              of head i, rotated on the first R dims
-    k[s] = LayerNorm(W_k x[s])          of all heads, rotated likewise
+    q[t, i] = W_q,i c_q[t]              of head i; RoPE on the first R dims
+    k[s] = LayerNorm(W_k x[s])          one for all heads; RoPE likewise
     w[t, i] = (W_w x[t])[i] / sqrt(heads * dim)
     I[t, s] = sum_i w[t, i] ReLU(q[t, i] . k[s])    in float32
 
@@ -13,8 +13,8 @@ so the indexer learns to imitate the attention: it minimises, in the mean over t
     KL(p_t || softmax_s I[t, s])
 
 over the selected keys (over all visible keys in the stage dsa_warmup), where p_t is the
-mean over heads of the attention's probabilities. No gradient flows into p_t, x or c_q.
-So this loss trains the indexer's parameters alone, and no other loss reaches them.
+mean over heads of the attention's probabilities. No gradient flows into p_t, x or c_q:
+this loss trains the indexer's parameters alone, and no other loss reaches them.
 attention/dsa.py computes it (GLM-5, arXiv 2602.15763; DeepSeek-V3.2, arXiv 2512.02556).
 """
 
@@ -108,17 +108,12 @@ def select(
     q, k, w = project(params, config, x, c_q, context)
     k = collectives.all_keys(k)  # of the whole row
     selection: selection_lib.Selection = selection_lib.AllVisible()
-    if selects(config, k.shape[1]):
+    if selects(config, k.shape[1]):  # never in dsa_warmup
+        # batch_invariant promises the same bits as decoding, which reads lists. Without
+        # it, the fastest encoding is taken.
+        is_listed, topk = bool(config.batch_invariant), config.index_topk
         selection = selection_lib.top_keys(
-            q,
-            k,
-            w,
-            lo=context.lo,
-            hi=context.hi,
-            topk=config.index_topk,
-            # Decoding lists keys, so batch invariance needs lists here too. Otherwise
-            # the form is the fastest one.
-            is_listed=bool(config.batch_invariant),
+            q, k, w, context.lo, context.hi, topk, is_listed
         )
     return Index(Projections(q, k, w), selection)
 

@@ -1,8 +1,11 @@
-"""Mixture of experts with loss-free balance (DeepSeek-V3, arXiv 2412.19437; GLM-4.5).
+"""Mixture of experts, balanced by a bias (DeepSeek-V3, arXiv 2412.19437; GLM-4.5).
 
 s = sigmoid(W_g x); the token's experts are the top-k of s + b; their gates are s,
-normalised to sum to routed_scaling_factor. b has no gradient: it moves by a fixed step
-against the load. Dropless: every chosen expert sees its token.
+normalised to sum to routed_scaling_factor. Every chosen expert sees its token
+(dropless). b has no gradient: after a step, b_e <- b_e + rate sign(mean load - load_e),
+where the load is the number of tokens of the batch that go to the expert. A small loss
+balances each sequence besides: sum_e f_e P_e, where f_e is the load of expert e over
+the mean load, both in the sequence, and P_e the mean over tokens of s_e / sum(s).
 """
 
 import dataclasses
@@ -105,7 +108,7 @@ def moe(
         routing = route(params, config, x, is_token, chosen)
     with jax.named_scope("experts"):
         gates = routing.gates.astype(x.dtype)
-        # Padding has no experts: all of it would choose the same ones.
+        # Padding has no expert: all padding would choose the same ones.
         none = config.n_routed_experts
         chosen = jnp.where(is_token[..., None], routing.experts, none)
         y = experts_lib.run(params["experts"], config, x, chosen, gates)

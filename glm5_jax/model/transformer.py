@@ -3,16 +3,14 @@
 GLM-5 has 3 dense layers, then 75 layers with experts. Each of these two groups is one
 lax.scan: params["layers_0"]["block_0"] has arrays [3, ...], and
 params["layers_1"]["block_0"] arrays [75, ...]. In GLM-5 a step of the scan computes one
-layer; in GLM-5.2 it computes a unit of four, block_0 to block_3, three of which attend
-to the keys that an earlier layer selected (IndexShare). depth.py makes the groups.
+layer; in GLM-5.2 it computes four, block_0 to block_3: three read the keys that an
+earlier layer selected (IndexShare), the last selects anew. depth.py makes the groups.
 
-`forward` ends with the last norm, `logits` is the head. Multi-token prediction (MTP,
-mtp.py) has its parameters in `table`, but runs after `forward`, for the losses only.
+`forward` runs from the embedding to the last norm, `logits` is the head. Multi-token
+prediction (MTP, mtp.py) runs after `forward`, for the losses only.
 
-Functions here, in mtp.py and in cached.py take parameters as they are stored: sharded,
-in any dtype. Each gathers and casts ("fetches") what it computes with, a layer at a
-time. `Transformer` is a thin Linen module that declares the parameters and calls the
-functions.
+Parameters come as they are stored, sharded. Each layer gathers ("fetches") its own and
+casts them, unless `cast` has cast all of them before, as in a training step.
 """
 
 import functools
@@ -173,24 +171,39 @@ def forward(
     elif segment_ids is not None or positions is not None:
         raise ValueError("context replaces segment_ids and positions; leave them out.")
     x = embedding.embed(params["embed_tokens"], config, tokens)
-    # The selected keys that a layer hands to the next (IndexShare); None in GLM-5.
-    shared = attention_lib.first_shared(
-        config, len(tokens), tokens.shape[1], with_indexer_loss
+    x, aux, traces = _stack(
+        params, config, x, context, experts, with_indexer_loss, with_traces
     )
-    kl_by_layer = kl_weights(config) if with_indexer_loss else None
+    hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
+    return Output(hidden, aux, traces if with_traces else None, context)
+
+
+def _stack(
+    params: dict,
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
+    context: context_lib.Context,
+    experts: Int[Array, "expert_layers B T K"] | None,
+    with_indexer_loss: bool,
+    with_traces: bool,
+) -> tuple[Float[Array, "B T D"], dict, dict]:
+    """Returns the output of the last layer; auxiliary outputs and traces of each."""
+    # The selected keys that a layer hands to the next (IndexShare); None in GLM-5.
+    shared = attention_lib.first_shared(config, len(x), x.shape[1], with_indexer_loss)
+    kl_by_layer = kl_weights(config) if with_indexer_loss else None  # 1 each in GLM-5
     aux, traces = {}, {}
     for g, group in enumerate(depth.layer_groups(config)):
         name = f"layers_{g}"
         blocks = tuple(block_lib.make(config, kind) for kind in group.unit)
         unit = functools.partial(_unit, blocks, context, with_traces)
         unit = layers.rematerialized(unit, config.remat_policy)
+        # Of this group, each [steps of the scan, layers of a step, ...] or None.
         weights, replayed = _by_step(config, g, kl_by_layer, experts)
         with jax.named_scope(name):
             (x, shared), (aux[name], traces[name]) = lax.scan(
                 unit, (x, shared), (params[name], weights, replayed)
             )
-    hidden = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
-    return Output(hidden, aux, traces if with_traces else None, context)
+    return x, aux, traces
 
 
 def _by_step(
@@ -271,14 +284,13 @@ def _unit(
 ) -> tuple[tuple, tuple]:
     """Runs the layers of one step of a scan, each on the output of the last.
 
-    The carry is the hidden states, and the selected keys that layers share. xs are, of
-    this step: parameters, weights of its layers in the indexer's loss (1 in GLM-5) or
-    None, and experts for its tokens to use again or None.
+    xs are, of this step: parameters, weights of its layers in the loss of the indexer,
+    and experts that the routers of its layers shall choose again (None in training).
     """
     x, shared = carry
     x = layers.named_input(x)  # for the remat policy "offload"
     params, weights, experts = xs
-    replayed = iter(() if experts is None else experts)  # of layers with experts
+    replayed = iter(() if experts is None else experts)  # an entry a layer with experts
     aux, traces = {}, {}
     for p, block in enumerate(blocks):
         name = f"block_{p}"

@@ -3,9 +3,9 @@
 MLA (mla.py) makes latents: c_q for the queries, kv for keys and values. The indexer
 (indexer.py) makes an Index: the selected keys, and what its loss needs.
 config.attention is "sparse"; "dense_with_indexer_loss" in the stage dsa_warmup, in
-which attention reads all visible keys and the indexer learns from it; or "dense",
-without any index. Layers may share an index (IndexShare, arXiv 2603.12201): each hands
-it to the next as `shared`. The cached form is in dsa_cached.py.
+which the indexer selects nothing (attention reads all visible keys) and learns; or
+"dense", without any index. Layers may share an index (IndexShare, arXiv 2603.12201):
+each hands it to the next as `shared`. The cached form is in dsa_cached.py.
 """
 
 import dataclasses
@@ -57,36 +57,43 @@ class SparseLatentAttention:
     ) -> protocol.Output:
         """Selects keys, attends to them, and compares the indexer with the attention.
 
-        `shared` is the index that the layer before used; None where no layers share
-        one. With `attended`, a later step of MTP reads the first step's keys again.
+        With `attended`, a later step of MTP reads the keys of the first step again.
         """
         config, attn = self.config, params["self_attn"]
         c_q = mla.query_latent(attn, config, x)
-        if attended is not None:
-            index = attended.index
-        elif self.owns_indexer and config.attention != "dense":
-            with jax.named_scope("indexer"):
-                index = indexer.select(params["indexer"], config, x, c_q, context)
-        else:
-            index = shared
+        if attended is None:
+            attended = self._attended(params, x, c_q, context, shared)
+        kv, index = attended
         selection = selection_lib.AllVisible() if index is None else index.selection
         with jax.named_scope("attention"):
-            if attended is not None:
-                kv = attended.kv
-            else:
-                kv = mla.latent(attn, config, x, context)
-                kv = mla.Latent(*map(collectives.all_keys, kv))  # of the whole row
             out, softmax = mla.attend(attn, config, c_q, kv, context, selection)
         kl = None
         if index is not None and kl_weight is not None:
             with jax.named_scope("indexer_loss"):
                 kl = kl_weight * _indexer_kl(config, softmax, index, context)
-        return protocol.Output(
-            x=out,
-            shared=_handed_on(config, index, with_projections=kl_weight is not None),
-            attended=Attended(kv=kv, index=index),
-            indexer_kl=kl,
-        )
+        shared = _handed_on(config, index, with_projections=kl_weight is not None)
+        return protocol.Output(x=out, shared=shared, attended=attended, indexer_kl=kl)
+
+    def _attended(
+        self,
+        params: dict,
+        x: Float[Array, "B T D"],
+        c_q: Float[Array, "B T Q"],
+        context: context_lib.Context,
+        index: indexer.Index | None,
+    ) -> Attended:
+        """Makes the latents; and an index, unless the layer uses the given one.
+
+        The given index is that of an earlier layer (IndexShare), or None.
+        """
+        config = self.config
+        if self.owns_indexer and config.attention != "dense":
+            with jax.named_scope("indexer"):
+                index = indexer.select(params["indexer"], config, x, c_q, context)
+        with jax.named_scope("attention"):
+            kv = mla.latent(params["self_attn"], config, x, context)
+            kv = mla.Latent(*map(collectives.all_keys, kv))  # of the whole row
+        return Attended(kv=kv, index=index)
 
     def decode(
         self,
@@ -168,28 +175,24 @@ def _indexer_kl(
 ) -> Float[Array, ""]:
     """Returns KL(attention || indexer), the mean over tokens; padding does not count.
 
-    The attention is a constant target: `all_heads` stops its gradient, and the kernels
-    have gradients for the indexer's projections only.
+    For each query the kernels compute p, the mean over heads of exp(scale q.k - lse),
+    and softmax(I), both over the selected keys, and sum p log(p / softmax(I)). p is
+    constant: `mla.all_heads` stops its gradient. `indexer.project` stops those of x
+    and c_q, so the gradient ends in the parameters of the indexer.
     """
-    weight = context.is_token.astype(jnp.float32)
+    selection, weight = index.selection, context.is_token.astype(jnp.float32)
+    is_listed = isinstance(selection, selection_lib.Listed)
+    attention = tuple(mla.all_heads(softmax, is_latent=is_listed))
     assert index.projections is not None
-    if isinstance(index.selection, selection_lib.Listed):
+    projections, scale = tuple(index.projections), config.softmax_scale
+    if isinstance(selection, selection_lib.Listed):
         loss = pallas_kernels.sparse_indexer_kl_loss(
-            tuple(mla.all_heads(softmax, is_latent=True)),
-            tuple(index.projections),
-            indices=index.selection.indices,
-            weight=weight,
-            scale=config.softmax_scale,
+            attention, projections, selection.indices, weight=weight, scale=scale
         )
     else:
+        mask = selection_lib.dense_argument(selection)
         loss = pallas_kernels.indexer_kl_loss(
-            tuple(mla.all_heads(softmax, is_latent=False)),
-            tuple(index.projections),
-            lo=context.lo,
-            hi=context.hi,
-            selection=selection_lib.dense_argument(index.selection),
-            weight=weight,
-            scale=config.softmax_scale,
+            attention, projections, context.lo, context.hi, mask, weight, scale=scale
         )
     loss, weight = collectives.total((loss, jnp.sum(weight)), collectives.TOKENS)
     return loss / jnp.maximum(weight, 1)

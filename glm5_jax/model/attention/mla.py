@@ -9,12 +9,14 @@ Attention has two forms with the same result, because for each head
     output:  sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s)
 
 The expanded form computes the left sides, with a key and a value for each head. In
-GLM-5 a pair of query and key costs a head 256 + 256 multiplications. The absorbed form
-computes the right sides on rows [c_s | k_rope_s], one for all heads. A pair costs a
-head 576 + 512, but no key or value is made or gathered for each head. That pays off
-where few queries share a key: in decoding, and where each query lists its own keys.
+GLM-5 a pair of query and key costs a head H + O = 256 + 256 multiplications, and many
+queries share the cost of making a key. The absorbed form computes the right sides on
+rows [c_s | k_rope_s], one for all heads. A pair costs a head (C+R) + C = 576 + 512, but
+no key or value is made for each head. That pays off where few queries share a key: in
+decoding, and where each query lists its own keys.
 
-If W_UK c_s were rotated too, W_UK^T q would differ for each s: hence a separate k_rope
+RoPE on W_UK c_s would make the score q . Rot(t - s) W_UK c_s, whose rotation differs
+for each s, so W_UK^T q could not be computed once a query: hence a separate k_rope
 (DeepSeek-V2, arXiv 2405.04434; dims: GLM-5, arXiv 2602.15763).
 """
 
@@ -84,9 +86,6 @@ def queries(
     """Returns the queries of every head: the part without RoPE, the rotated part."""
     nope = config.qk_nope_head_dim
     weight = params["q_b_proj"]  # columns of a head: P without RoPE, then R with it
-    # linear_of_columns(x, w, f) is x times the columns f(w). rope.halves puts the even
-    # columns before the odd ones, in q as in k, so that q . k does not change:
-    # `rotate` turns pairs (i, i + R/2), the released weights have pairs (2i, 2i + 1).
     q_nope = layers.linear_of_columns(c_q, weight, lambda w: w[..., :nope])
     q_rope = layers.linear_of_columns(c_q, weight, lambda w: rope.halves(w[..., nope:]))
     cos, sin = context.cos[:, :, None], context.sin[:, :, None]
@@ -101,6 +100,9 @@ def latent(
 ) -> Latent:
     """Returns the latent and the shared rotated key of every token."""
     rank, weight = config.kv_lora_rank, params["kv_a_proj"]
+    # linear_of_columns(x, w, f) is x @ f(w), or f(x @ w) where that is cheaper. GLM
+    # rotates the pairs of dims (2i, 2i + 1), rope.rotate the pairs (i, i + R/2):
+    # rope.halves reorders the columns of q and k alike, so q . k does not change.
     c = layers.linear_of_columns(x, weight, lambda w: w[..., :rank])
     k_rope = layers.linear_of_columns(x, weight, lambda w: rope.halves(w[..., rank:]))
     return Latent(
@@ -120,12 +122,10 @@ def attend(
     """Attends over whole documents, in the form that fits the selection.
 
     Query t sees keys lo[t] to hi[t] - 1, its document up to itself (lo and hi are in
-    `context`). The selection keeps all of these (AllVisible) or some: it has a boolean
-    (Mask, on a CPU) or a bit (Bits, on chips) for each pair of query and key, or K
-    indices for each query (Listed, in long rows). Only Listed takes the absorbed form.
-
-    Returns the output, and the Softmax from which the indexer's loss computes the
-    probabilities again.
+    `context`). The selection keeps all of these (AllVisible), or some, in one of three
+    encodings: a boolean (Mask, on a CPU) or a bit (Bits, on chips) for each pair of
+    query and key, or K indices for each query (Listed, in long rows). Only Listed takes
+    the absorbed form. The Softmax is for the loss of the indexer.
     """
     if isinstance(selection, selection_lib.Listed):
         return listed(params, config, c_q, kv, context, selection)
@@ -180,17 +180,12 @@ def expanded(
     context: context_lib.Context,
     selection: selection_lib.Selection,
 ) -> tuple[Float[Array, "B T D"], Softmax]:
-    """Runs the expanded form; see `attend`."""
+    """Runs the expanded form over the visible keys that the selection keeps."""
     q = jnp.concatenate(queries(params, config, c_q, context), axis=-1)
-    k, v = keys_and_values(params, kv)
+    k, v = keys_and_values(params, kv)  # [W_UK c | k_rope for each head], W_UV c
+    mask, scale = selection_lib.dense_argument(selection), config.softmax_scale
     out, lse = pallas_kernels.masked_mla(
-        q,
-        k,
-        v,
-        context.lo,
-        context.hi,
-        selection_lib.dense_argument(selection),
-        scale=config.softmax_scale,
+        q, k, v, context.lo, context.hi, mask, scale=scale
     )
     return output(params, out), Softmax(q, k, lse)
 
