@@ -136,29 +136,39 @@ def from_names(
     Args:
         names: logical dim names, see glm5_jax/shapes.py.
         is_split: whether the heads of up-projections are a batch dim (Muon Split).
-        cuts: empty by default. {"C+R": C} cuts a dim C+R at index C, so that each part
-            has matrices of its own (optim.muon_split_kv_a, optim.muon_split_rope).
-
-    Raises:
-        ValueError: the names are not those of a stack of matrices.
+        cuts: (dim, index) at which a fused weight is cut, by dim; empty in GLM-5. For
+            {"C+R": C} each part has matrices of its own (optim.muon_split_kv_a).
     """
-    is_router = names[-2:] == _ROUTER  # there experts are the columns of one matrix
+    is_router = names[-2:] == _ROUTER  # experts are the columns of one matrix
     batch = [
         dim
         for dim, name in enumerate(names)
         if name in _BATCH_DIMS and not (is_router and name == "E")
     ]
-    sides: list[list[int]] = []  # dims of the rows, then of the columns
+    rows, cols = _rows_and_cols(names, batch)
+    if is_split and names[cols[0]] == "N" and len(cols) == 2:
+        cols = cols[1:]  # (Q, N, H): the heads N become a batch dim
+    cut = [(names.index(dim), index) for dim, index in cuts.items() if dim in names]
+    return DimensionNumbers(tuple(rows), tuple(cols), cut[0] if cut else None)
+
+
+def _rows_and_cols(
+    names: tuple[str, ...], batch: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Returns the dims of the rows and of the columns.
+
+    Walks the dims from left to right, batch dims aside. A dim after a head dim joins
+    its side, any other starts a new side: (Q, N, H) has the sides (Q), (N, H).
+
+    Raises:
+        ValueError: the names are not those of a stack of matrices.
+    """
+    sides: list[list[int]] = []
     for dim in sorted(set(range(len(names))) - set(batch)):
-        # (Q, N, H) has the sides (Q), (N, H), and (N, O, D) has (N, O), (D).
         if sides and names[sides[-1][-1]] in _HEAD_DIMS:
             sides[-1].append(dim)
         else:
             sides.append([dim])
     if len(sides) != 2:
         raise ValueError(f"Muon needs matrices, got a parameter with dims {names}.")
-    rows, cols = sides
-    if is_split and names[cols[0]] == "N" and len(cols) == 2:
-        del cols[0]  # in neither rows nor columns: a batch dim
-    cut = [(names.index(dim), index) for dim, index in cuts.items() if dim in names]
-    return DimensionNumbers(tuple(rows), tuple(cols), cut[0] if cut else None)
+    return sides[0], sides[1]

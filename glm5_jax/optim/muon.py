@@ -7,8 +7,9 @@ For every matrix W of r rows and c columns, with gradient G and momentum M:
     S <- update_rms sqrt(max(r, c)) NS(U)
     W <- (1 - lr weight_decay) W - lr S
 
-NS, a few steps of Newton-Schulz, moves all singular values towards 1. The root cancels
-the root mean square of NS(U), which is then 1 / sqrt(max(r, c)).
+NS, a few steps of Newton-Schulz, moves all singular values towards 1. A matrix whose
+singular values are all 1 has the root mean square 1 / sqrt(max(r, c)). The root cancels
+it, so S has the root mean square update_rms.
 
 `scale_by_muon_split` computes S, as a chain of `_momentum` and `_orthogonalized`. A run
 adds weight decay and learning rate in optimizer.py, `muon_split` for other programs.
@@ -201,12 +202,12 @@ def _at_paths(tree: optax.Params | None, updates: optax.Updates, kind: type) -> 
     return {path: values.get(path) for path, _ in jax.tree.leaves_with_path(updates)}
 
 
-def _orthogonalized(function: Function, rms: float, x: Array, layout: Layout) -> Array:
-    """Orthogonalises and scales every matrix of an array, without communication.
-
-    `layout.map` views x as matrices [..., rows, cols], by its dimension numbers.
-    """
-    return layout.map(lambda m: rms * max(m.shape[-2:]) ** 0.5 * function(m), x)
+def _orthogonalized(
+    orthogonalize: Function, rms: float, x: Array, layout: Layout
+) -> Array:
+    """Returns S for every matrix of x = U, without communication."""
+    # `map` views x as matrices [..., rows, cols], by its dimension numbers.
+    return layout.map(lambda m: rms * max(m.shape[-2:]) ** 0.5 * orthogonalize(m), x)
 
 
 def _on_mesh(

@@ -3,8 +3,9 @@
 For x = U diag(s) V^T this is U V^T: the same directions, all singular values 1. An odd
 polynomial of x changes the singular values alone, so no SVD is needed: each of
 optim.ns_steps steps (five by default) applies one polynomial, by three products of
-matrices. The values only come near 1: the five polynomials of "polar_express" take
-every s from 0.01 to 1 to between 0.97 and 1.04, before rounding.
+matrices. The values only come near 1: after the division by the Frobenius norm, the
+five polynomials of "polar_express" take every s from 0.01 to 1 to between 0.97 and
+1.04, before rounding. Smaller ones stay below.
 """
 
 import functools
@@ -50,10 +51,8 @@ def orthogonalize(
 ) -> Float[Array, "*n rows columns"]:
     """Moves the singular values of every matrix towards 1, by Newton-Schulz.
 
-    x <- x / |x|_F, then in each step x <- a x + (b A + c A A) x with A = x x^T. If x
-    has more rows than columns, its transpose iterates, for which A is smaller. On
-    accelerators all matrices iterate together, on a CPU one after another. Batch dims
-    keep their shape, so that a sharded batch dim needs no communication.
+    On accelerators all matrices iterate together, on a CPU one after another. Batch
+    dims keep their shape, so that a sharded batch dim needs no communication.
 
     Args:
         x: a stack of matrices.
@@ -61,6 +60,21 @@ def orthogonalize(
         dtype: of the iteration's products; norm and polynomial are at least float32.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
+    iterate = functools.partial(_iterate, steps=steps, dtype=dtype)
+    one_by_one = functools.partial(_one_by_one, iterate)
+    return lax.platform_dependent(x.astype(wide), cpu=one_by_one, default=iterate)
+
+
+def _iterate(
+    x: Float[Array, "*n rows columns"], steps: Coefficients, dtype: jax.typing.DTypeLike
+) -> Float[Array, "*n rows columns"]:
+    """Runs x <- a x + (b A + c A A) x with A = x x^T, from x / |x|_F on.
+
+    If x has more rows than columns, its transpose iterates, for which A is smaller.
+    """
+    if x.shape[-2] > x.shape[-1]:
+        return _iterate(x.mT, steps, dtype).mT
+    # By default a chip would round the factors of float32 products.
     precision = None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
 
     def step(x: Array, abc: Array) -> tuple[Array, None]:
@@ -70,15 +84,9 @@ def orthogonalize(
         x = abc[0] * x + jnp.matmul(poly, x, precision=precision)
         return x.astype(dtype), None
 
-    def iterate(x: Array) -> Array:
-        if x.shape[-2] > x.shape[-1]:
-            return iterate(x.mT).mT
-        norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
-        x = (x / (norm + _NORM_EPS)).astype(dtype)
-        return lax.scan(step, x, jnp.asarray(steps, wide))[0].astype(wide)
-
-    one_by_one = functools.partial(_one_by_one, iterate)
-    return lax.platform_dependent(x.astype(wide), cpu=one_by_one, default=iterate)
+    norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+    wide, x = x.dtype, (x / (norm + _NORM_EPS)).astype(dtype)
+    return lax.scan(step, x, jnp.asarray(steps, wide))[0].astype(wide)
 
 
 def _one_by_one(function: Callable[[Array], Array], x: Array) -> Array:

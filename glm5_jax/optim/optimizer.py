@@ -120,7 +120,8 @@ def make_optimizer(
         dims: tree of logical dim names, like the parameters.
         num_steps: updates of the run, skipped ones included, for the schedule.
         is_trained: returns by path whether a parameter is trained; default: all are. A
-            frozen parameter has no state, and its gradient is not part of the norm.
+            frozen parameter has no moments and no weight decay, and its gradient is not
+            part of the norm: it does not move.
         slow_axes: see `muon.scale_by_muon_split`.
         batches: see `schedule.learning_rate`.
     """
@@ -153,34 +154,37 @@ def label_parameters(
     dims: optax.Params,
     is_trained: Callable[[Path], bool] | None = None,
 ) -> optax.Params:
-    """Returns a tree of `Label`s: the branch that updates each parameter.
-
-    Vectors (of one layer) are norms and biases: AdamW updates them without decay. It
-    also updates the embedding and, by default, the output head; the router only if
-    optim.router_gate is "adamw"; convolutions, and gates of one number for a head. Muon
-    updates all other matrices.
-    """
-    on_adamw = {
-        "embed_tokens": True,
-        "lm_head": not config.muon_lm_head,
-        "gate": config.router_gate == "adamw",
-    }
+    """Returns a tree of `Label`s: the branch that updates each parameter."""
 
     def label(key_path: tuple[jax.tree_util.DictKey, ...], names: Path) -> Label:
         path = tuple(key.key for key in key_path)
-        is_frozen = is_trained is not None and not is_trained(path)
-        if is_frozen or path[-1] == "e_score_correction_bias":  # follows the load
+        if is_trained is not None and not is_trained(path):
             return "frozen"
-        if len([name for name in names if name != "L"]) < 2:
-            return "adamw_no_decay"
-        if config.name == "adamw" or names[-1] == "taps" or names[-2:] == ("D", "N"):
-            return "adamw"
-        return "adamw" if on_adamw.get(path[-1], False) else "muon"
+        return _label(config, path[-1], names)
 
     def is_names(node: object) -> bool:
         return isinstance(node, tuple)
 
     return jax.tree_util.tree_map_with_path(label, dims, is_leaf=is_names)
+
+
+def _label(config: config_lib.OptimConfig, name: str, dims: Path) -> Label:
+    """Returns the branch that updates a parameter which the stage trains.
+
+    AdamW also has convolutions, and gates of one number for a head.
+    """
+    if name == "e_score_correction_bias":  # follows the load, see moe.py
+        return "frozen"
+    if len([dim for dim in dims if dim != "L"]) < 2:  # norms and biases
+        return "adamw_no_decay"
+    if config.name == "adamw" or dims[-1] == "taps" or dims[-2:] == ("D", "N"):
+        return "adamw"
+    on_adamw = {
+        "embed_tokens": True,
+        "lm_head": not config.muon_lm_head,
+        "gate": config.router_gate == "adamw",  # the router
+    }
+    return "adamw" if on_adamw.get(name, False) else "muon"
 
 
 def muon_leaves(
@@ -232,35 +236,31 @@ def update_if_finite(
 ) -> tuple[optax.Params, State, dict[str, Array]]:
     """Returns new parameters, state and metrics; skips the update on a NaN or infinity.
 
-    Reinforcement learning skips more updates, by is_allowed=False: those from rollouts
-    that are too far from the policy (training/policy.py). The schedule counts skipped
-    updates, so that it ends with the run. The run aborts after
-    health.max_skipped_in_a_row skipped updates whose gradient was not finite.
-    Arithmetic is float32 whatever the types of parameters and gradients.
+    Reinforcement learning skips more updates, by is_allowed=False (training/policy.py).
+    The run aborts after health.max_skipped_in_a_row skipped updates whose gradient was
+    not finite. Arithmetic is float32.
     """
     grads = _in_float32(grads)
-    norm = _trained_norm(optimizer, grads)
+    norm = _trained_norm(optimizer, grads)  # of what the stage trains
     is_finite = jnp.isfinite(norm)
     is_applied = is_finite & is_allowed
-    # Outside the cond: inside, every parameter's kernel would compute the schedule.
+    # num_calls counts skipped updates too, so that the schedule ends with the run. In
+    # the cond, XLA would compute the schedule again in every parameter's kernel.
     rate = jnp.asarray(optimizer.learning_rate(state.num_calls))
 
     def apply() -> tuple[optax.Params, optax.OptState]:
         clipped = _clipped(grads, norm, optimizer.clip_norm)
-        # Muon Split or AdamW, and weight decay: -update for a learning rate of 1.
-        update = optimizer.transform.update
-        inner = _moved(optimizer, state.inner, jax.memory.Space.Device)  # if offloaded
-        updates, inner = update(clipped, inner, _in_float32(params))
-        inner = _moved(optimizer, inner, jax.memory.Space.Host)
+        updates, inner = _transformed(optimizer, clipped, state.inner, params)
         updates = jax.tree.map(lambda u: rate * u, updates)
         return optax.apply_updates(params, updates), inner
 
     # A cond works in place on donated buffers; jnp.where would keep old and new moments
     # alive together (docs/faults.md).
     new_params, inner = lax.cond(is_applied, apply, lambda: (params, state.inner))
+    # A skipped update with a finite gradient does not change the count.
     in_a_row = jnp.where(is_applied, 0, state.skipped_in_a_row + ~is_finite)
     total = state.skipped_total + ~is_applied
-    metrics: dict[str, Array] = {
+    metrics = {
         "train/grad_norm": norm,  # before clipping
         "optim/learning_rate": rate,
         "optim/skipped_in_a_row": in_a_row,
@@ -303,6 +303,22 @@ def _adamw(
         weight_decay=weight_decay,
         mu_dtype=config.moment_dtype,
     )
+
+
+def _transformed(
+    optimizer: Optimizer,
+    grads: optax.Updates,
+    inner: optax.OptState,
+    params: optax.Params,
+) -> tuple[optax.Updates, optax.OptState]:
+    """Returns what the learning rate multiplies before it is added, and new moments.
+
+    It is -(S + weight_decay W) for a matrix of Muon (muon.py), likewise for AdamW, and
+    0 for a frozen parameter.
+    """
+    inner = _moved(optimizer, inner, jax.memory.Space.Device)
+    updates, inner = optimizer.transform.update(grads, inner, _in_float32(params))
+    return updates, _moved(optimizer, inner, jax.memory.Space.Host)
 
 
 def _moved(
