@@ -26,19 +26,22 @@ ALPHABET = {
     "O": "value head dim",
     "Q": "query latent: q_lora_rank",
     "C": "key/value latent: kv_lora_rank",
-    "A": "head dim of grouped-query attention",
-    "U": "its key and value heads; as a parameter's dim they are N",
     "I": "indexer heads",
     "J": "indexer head dim",
-    "K": "selected keys, or experts of a token",
+    "K": "keys that a query selects, or experts that a token chooses",
     "W": "32-bit words of a selection in bits",
     "E": "experts",
     "M": "rows sent to experts",
-    "G": "rollouts of one prompt",
     "C+R": "what MLA caches of a token: latent, then rotated key",
+    "D+D": "input of the MTP projection: embedding, then hidden state",
+}
+# Dims of reinforcement learning, and of attention variants that GLM-5 does not have.
+ALPHABET |= {
+    "G": "rollouts of one prompt",
+    "A": "head dim of grouped-query attention",
+    "U": "its key and value heads; as a parameter's dim they are N",
     "H+H+O": "channels of a convolution: query, key and value",
     "taps": "tokens that a convolution sums",
-    "D+D": "input of the MTP projection: embedding, then hidden state",
 }
 # Letters of array types alone.
 ALPHABET |= {
