@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from glm5_jax import collectives, losses
 from glm5_jax import config as config_lib
@@ -42,18 +42,9 @@ def make_train_step(
     update is in place. If the gradient is not finite, parameters, moments and router
     biases stay (`optimizer.update_if_finite`).
     """
-    has_moving_bias = config.stage_record.moves_router_bias
-    weights, batches = config.loss, config.data.batches
-    bias_rate_at = schedule.changing(
-        weights.router_bias_rate, weights.router_bias_rate_changes, batches
-    )
-    mtp_weight_at = schedule.changing(
-        weights.mtp_weight, weights.mtp_weight_changes, batches
-    )
 
     def train_step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, Metrics]:
-        bias_rate = bias_rate_at(state.num_calls) if has_moving_bias else 0.0
-        mtp_weight = mtp_weight_at(state.num_calls)
+        bias_rate, mtp_weight = _scheduled_weights(config, state.num_calls)
         # Matrices in model.dtype, norms and router in float32; gradients alike.
         computed = transformer.cast(params, config.model)
         (loss, (terms, load)), grads = loss_lib.value_and_grad(
@@ -72,6 +63,21 @@ def make_train_step(
         return params, state, metrics
 
     return train_step
+
+
+def _scheduled_weights(
+    config: config_lib.TrainConfig, step: Int[Array, ""]
+) -> tuple[Float[Array, ""] | float, Float[Array, ""] | float]:
+    """Returns the router bias's rate and the weight of MTP's loss at a step."""
+    weights, batches = config.loss, config.data.batches
+    bias_rate_at = schedule.changing(
+        weights.router_bias_rate, weights.router_bias_rate_changes, batches
+    )
+    mtp_weight_at = schedule.changing(
+        weights.mtp_weight, weights.mtp_weight_changes, batches
+    )
+    has_moving_bias = config.stage_record.moves_router_bias
+    return bias_rate_at(step) if has_moving_bias else 0.0, mtp_weight_at(step)
 
 
 def make_eval_step(
