@@ -115,6 +115,8 @@ setuptools.setup(
         "ray": ["ray>=2.60"],
         # Environments of a hundred procedural tasks.
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
+        # glm5_jax/evals/harness.py, for tasks of EleutherAI's evaluation harness.
+        "lm_eval": ["lm_eval>=0.4.13"],
         # What config.trackers names.
         "tensorboard": TENSORBOARD,
         "wandb": ["wandb>=0.22"],

@@ -57,6 +57,7 @@ apidoc_modules = [
 autodoc_typehints = "signature"
 napoleon_use_ivar = True
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lm_eval"]  # an extra
 # A name that two modules have (config.DamagedError is checks.DamagedError) is no error.
 suppress_warnings = ["ref.python"]
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax.evals import record
-from glm5_jax.inference import engine, scoring
+from glm5_jax.evals import likelihood, record
+from glm5_jax.inference import scoring
 
 
 class Question(NamedTuple):
@@ -85,9 +85,9 @@ def _answer(
     for first in range(0, len(tasks), size):
         part = tasks[first : first + size]
         pairs = [(q.prompt, choice) for _, q in part for choice in q.choices]
-        likelihoods = iter(_log_likelihoods(subject, pairs))
+        likelihoods = iter(likelihood.of_pairs(subject, pairs))
         for number, question in part:
-            own = np.array([next(likelihoods) for _ in question.choices])
+            own = np.array([next(likelihoods).value for _ in question.choices])
             figures = {
                 name: (float(np.argmax(values) == question.answer), 1.0)
                 for name, values in (
@@ -96,29 +96,6 @@ def _answer(
                 )
             }
             yield number, record.Answer(figures)
-
-
-def _log_likelihoods(
-    subject: record.Subject, pairs: list[tuple[list[int], list[int]]]
-) -> list[float]:
-    """Returns log p(continuation | prompt) of each pair, in nats."""
-    longest = max(len(a) + len(b) for a, b in pairs)
-    limit = subject.config.max_position_embeddings
-    shape = len(pairs), min(engine.bucket(longest), limit)
-    rows = {
-        name: np.zeros(shape, np.int32)
-        for name in ("tokens", "targets", "segment_ids", "positions")
-    }
-    mask = np.zeros(shape, np.float32)
-    for i, (prompt, continuation) in enumerate(pairs):
-        ids = [*prompt, *continuation]
-        rows["tokens"][i, : len(ids)] = ids
-        rows["targets"][i, : len(ids) - 1] = ids[1:]
-        rows["segment_ids"][i, : len(ids)] = 1
-        rows["positions"][i, : len(ids)] = np.arange(len(ids))
-        mask[i, len(prompt) - 1 : len(ids) - 1] = 1
-    nll = scoring.score(subject.params, subject.config, rows)
-    return (-(nll * mask).astype(np.float64).sum(axis=1)).tolist()
 
 
 SUITE = record.Suite(
