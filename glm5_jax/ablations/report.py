@@ -101,6 +101,12 @@ def paragraph(study: study_lib.Study, found: Sequence[results.Result]) -> str:
             f"{claim.better!r} better than {claim.worse!r} in {metric.label} "
             f"({claim.source}): {verdict}{figure}."
         )
+    sentences += [
+        f"{result.arm.name!r} took the {edge} rate that was tried; try more."
+        for result in found
+        for edge, pick in (("lowest", min), ("highest", max))
+        if not result.arm.after and pick(study.rates, default=None) == result.rate
+    ]
     if study.paper_says:
         sentences.append(f"The paper: {study.paper_says}")
     return " ".join(sentences)
@@ -122,7 +128,7 @@ def _sweep(plan: runner.Plan) -> Iterator[str]:
                 for metric in study.metrics
             ]
             cells = ["" if v is None else f"{v:.{digits}f}" for v, digits in values]
-            yield _line([arm.name, f"{job.config.optim.learning_rate:g}", *cells])
+            yield _line([arm.name, f"{job.config.optim.learning_rate:.3g}", *cells])
     yield ""
 
 
@@ -173,7 +179,7 @@ def _table(study: study_lib.Study, found: Sequence[results.Result]) -> list[str]
     for arm in study.shown:
         result = by_name.get(arm.name)
         row = [arm.name, str(len(result.seeds)) if result else "0"]
-        row += [f"{result.rate:g}" if result else ""] * bool(study.rates)
+        row += [f"{result.rate:.3g}" if result else ""] * bool(study.rates)
         for metric in study.metrics:
             row += _cells(result, reference, metric)
         rows.append(row + [study.paper.get(arm.name, {}).get(k, "") for k in labels])

@@ -5,7 +5,8 @@ import pathlib
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.ablations import results, runner, scales, study
+from glm5_jax.ablations import measures, results, runner, scales, study
+from glm5_jax.evals import catalogue
 from tests import environment
 
 OWN = """
@@ -44,6 +45,8 @@ class StudyTest(parameterized.TestCase):
         for arm in found.arms:
             found.config(arm, {}, ())
         self.assertNotEmpty(plan.jobs())
+        if isinstance(found.measure, measures.Suites):
+            self.assertContainsSubset(found.measure.names, catalogue.SUITES)
         lines = (study.STUDIES / f"{name}.py").read_text().count("\n")
         self.assertLessEqual(lines, 100)
 

@@ -2,7 +2,7 @@
 
 python -m glm5_jax.ablate --study=muon --scale=tiny
 
-Each arm first tries three learning rates on the first seed and takes the best.
+Each arm first tries four learning rates on the first seed and takes the best.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from glm5_jax.ablations.study import Arm, Claim, Study
 
 
 def get_study(scale: str) -> Study:
-    """Returns the three optimizers, each at the best of three rates."""
+    """Returns the three optimizers, each at the best of four rates."""
     base = scales.pretrain(scale)
     rate = base.optim.learning_rate
     every = base.eval_every
@@ -26,7 +26,7 @@ def get_study(scale: str) -> Study:
             Arm(name="Muon", changes={"optim.muon_split": False}),
             Arm(name="AdamW", changes={"optim.name": "adamw"}),
         ),
-        rates=(rate / 3, rate, rate * 3),
+        rates=(rate / 10, rate / 3, rate, rate * 3),
         metrics=(measures.held_out("curve"), measures.ATTENTION_LOGIT),
         measure=measures.Suites(
             names=("attention_logits",), length=base.data.sequence_length
