@@ -52,9 +52,9 @@ def recipe(name: str, description: str, sizes: Sizes) -> record.Recipe:
     measures = {
         "pretraining": (needles(first, second),),
         f"mid_training_{second}": (needles(second, third),),
-        f"mid_training_{third}": (needles(second, third), recall),
+        f"mid_training_{third}": (needles(third), recall),
         "dsa_warmup": (recall,),
-        "sparse_adaptation": (needles(second, third), recall),
+        "sparse_adaptation": (needles(third), recall),
     }
     longer = dataclasses.replace(sizes.model, rope_theta=sizes.rope_theta)
     sparse = dataclasses.replace(longer, attention="sparse")
@@ -310,7 +310,7 @@ SMALL = recipe(
         minutes=(9.0, 3.0, 4.0, 2.0, 4.0, 3.0, 4.0),
         rl_rows=(16, 8),
         eval_tasks=256,
-        num_needles=200,
+        num_needles=100,
         num_recall_rows=32,
         sample_tokens=24,
         sft_stop=0.75,
