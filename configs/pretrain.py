@@ -1,12 +1,13 @@
-"""Pre-training at the paper's numbers, for the real models and a ladder of small ones.
+"""Pre-training of the real models and of a ladder of small ones, with one schedule.
 
 python -m glm5_jax.train --config=configs/pretrain.py:glm5 --dry_run
 python -m glm5_jax.train --config=configs/pretrain.py:glm5_10m --config.data.source=DIR
 
-Hardware: glm5_1m and glm5_10m train on a laptop, glm5_100m and glm5_1b on one
-accelerator; glm5 and glm5_2 need a pod, whose size --dry_run prints. Expected result:
-unknown, because only glm5_1m was trained so far (configs/quickstart.py). Undisclosed by
-the paper, and therefore ours: warm-up steps, AdamW's rate, the small models' batch.
+glm5_pretrain_paper.py has the paper's batches and schedules. Hardware: glm5_1m and
+glm5_10m train on a laptop, glm5_100m and glm5_1b on one accelerator; the real models
+need a pod, whose size --dry_run prints. Expected result: unknown, because only glm5_1m
+was trained so far (configs/quickstart.py). Undisclosed by the paper, and therefore
+ours: warm-up steps, AdamW's rate, the small models' batch.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ VARIANTS = presets.MODELS
 def get_config(variant: str = "glm5_1m") -> ml_collections.ConfigDict:
     """Returns the config of a model of the ladder."""
     model = VARIANTS[variant]
-    is_real = variant in ("glm5", "glm5_2")
+    is_real = model.hidden_size == presets.GLM5.hidden_size
     config = config_lib.TrainConfig(
         num_steps=1000,
         log_every=10,

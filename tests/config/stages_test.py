@@ -69,6 +69,18 @@ class StagesTest(parameterized.TestCase):
         shapes = {x.shape for x in program.batch_shapes(config).values()}
         self.assertEqual(shapes, {(rows, 32)})
 
+    def test_lengths_that_cannot_train_are_refused_by_the_config_itself(self):
+        """Before a device is touched, let alone a program compiled."""
+        topk = "index_topk must be smaller than data.sequence_length .* got 32 >= 32"
+        for stage in ("dsa_warmup", "dsa_sparse", "sft"):
+            model = make_config(stage).model
+            with self.assertRaisesRegex(config_lib.InputError, topk):
+                make_config(stage, model=dataclasses.replace(model, index_topk=32))
+        data = config_lib.DataConfig(sequence_length=512, batch_size=6)
+        message = r"must not exceed model.max_position_embeddings \(256\), got 512"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            make_config("pretrain", data=data)
+
     def test_settings_of_other_stages_do_nothing(self):
         rl = config_lib.RLConfig(router_replay=True, max_new_tokens=10**6)
         self.assertFalse(make_config("sft", rl=rl).replays_routing)
