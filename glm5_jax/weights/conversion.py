@@ -18,6 +18,7 @@ from glm5_jax.weights import (
     huggingface,
     huggingface_config,
     huggingface_export,
+    index_share,
     loading,
     new_folder,
 )
@@ -89,11 +90,17 @@ def _open(
 ) -> dict[leaves_lib.Path, leaves_lib.Leaf]:
     """Opens the parameters in `dtype`; in float32 where FP8 codes are made of them."""
     kind = "float32" if dtype == huggingface_export.FP8 else dtype
-    abstract = transformer.abstract_params(config)
     if found.is_huggingface:
+        abstract = transformer.abstract_params(config)
         return dict(huggingface.open_params(found.weights, config, abstract, kind))
     manager.verify_params(found.weights)
+    before = dataclasses.replace(
+        config, index_topk_pattern=loading.read_config(found).index_topk_pattern
+    )
+    abstract = transformer.abstract_params(before)
     stored = step_windows.open_params(found.weights, abstract)
+    if config.is_full_index_layer != before.is_full_index_layer:
+        stored = index_share.share_leaves(dict(stored), before, config)
     kinds = {path: huggingface.cast(path, kind) for path in stored}
     return {
         path: leaves_lib.CastLeaf(leaf, kinds[path] or leaf.dtype)

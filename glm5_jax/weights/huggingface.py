@@ -244,7 +244,8 @@ def _take_spare(
     """Removes from `tensors`, and returns, those that make no parameter.
 
     These are the MTP layer if the config has none, the MTP layer's copies of shared
-    tensors, and shared experts of width 0, which transformers writes for none.
+    tensors, shared experts of width 0, which transformers writes for none, and the
+    indexers of layers that share another one's index.
     """
     prefix, spare = names_lib.mtp_prefix(config), set()
     if config.has_mtp:
@@ -255,6 +256,10 @@ def _take_spare(
     if not config.n_shared_experts:
         shared = {name for name in tensors if ".mlp.shared_experts." in name}
         spare |= {name for name in shared if 0 in tensors[name].shape}
+    for layer, owns_indexer in enumerate(config.is_full_index_layer):
+        start = f"model.layers.{layer}.self_attn.indexer."
+        if not owns_indexer:
+            spare |= {name for name in tensors if name.startswith(start)}
     return {name: tensors.pop(name) for name in spare if name in tensors}
 
 

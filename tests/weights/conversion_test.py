@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import resource
 import subprocess
 import sys
@@ -145,6 +146,28 @@ class WindowsTest(ConversionCase):
         (run / "config.json").write_text(json.dumps(settings))
         self.assertEqual(conversion.convert(run, self.folder / "out"), "hf")
         self.assert_same_bytes(self.write("expected"), self.folder / "out")
+
+    @parameterized.parameters("hf", "orbax")
+    def test_layers_share_indexers_after_a_conversion(self, between):
+        """From a folder, or from a run; the export is GLM-5.2's, without indexers."""
+        overrides, full = [("model.index_topk_pattern", "FSFFS")], self.folder / "full"
+        conversion.convert(GOLDEN, full, to=between)
+        target = self.folder / "shared"
+        conversion.convert(full, target, to="hf", overrides=overrides)
+        before, after = map(fp8_folder.stored_tensors, (GOLDEN, target))
+        gone = {name for name in before if ".indexer." in name}
+        gone = {name for name in gone if re.search(r"layers\.[14]\.", name)}
+        self.assertLen(gone, 2 * 5)
+        self.assertEqual(set(after), set(before) - gone)
+        for name, value in after.items():
+            self.assertEqual(value.tobytes(), before[name].tobytes(), name)
+        settings = json.loads((target / "config.json").read_text())
+        kinds = {"F": "full", "S": "shared"}
+        self.assertEqual(settings["indexer_types"], [kinds[x] for x in "FSFFS"])
+        self.assertEqual(
+            loading.load_model(target)[0].is_full_index_layer,
+            tuple(letter == "F" for letter in "FSFFS"),
+        )
 
     def test_fp8_to_bfloat16_and_to_fp8(self):
         source = self.write("source", dtype="fp8")
