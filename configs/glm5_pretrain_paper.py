@@ -3,7 +3,8 @@
 python -m glm5_jax.train --config=configs/glm5_pretrain_paper.py \
     --config.data.source=DIR --config.data.tokenizer=zai-org/GLM-5/tokenizer.json
 
-Hardware: 512 v5p chips, v5p:8x8x8, a row on each at a time. Compiled, never run.
+Hardware: 512 v5p chips, v5p:8x8x8, a row on each at a time. Compiled, never run:
+37.3 of 96 GiB a chip; a step of 64M tokens takes 140 s at least (HBM).
 
 Disclosed: 27T tokens, 4096 a row, dense attention; a batch that grows from 16M to 64M
 tokens over the first 500B; a rate that rises to 2e-4 and falls to 4e-5 on a cosine;
