@@ -22,7 +22,9 @@ _TEXT = flags.DEFINE_string("text", None, "Text file to score.")
 _LOGITS_OUT = flags.DEFINE_string(
     "logits_out", None, "Path for the logits: .npy, float32 [N, T, V]."
 )
-_SUITE = flags.DEFINE_list("suite", [], "Suites to run; docs/evaluation.md lists them.")
+_SUITE = flags.DEFINE_list(
+    "suite", None, "Suites to run; docs/evaluation.md lists them."
+)
 _SUITE_LENGTHS = flags.DEFINE_list(
     "suite_lengths", [], "Tokens of a task; default: the length of training."
 )
@@ -39,6 +41,7 @@ _SOURCE = flags.DEFINE_string(
 _QUESTIONS = flags.DEFINE_string(
     "questions", None, "JSONL file of suite multiple_choice."
 )
+flags.mark_flags_as_mutual_exclusive(["suite", "tokens", "text"])
 flags.adopt_module_key_flags(compile_cache)  # --help shows them
 
 
@@ -51,7 +54,7 @@ def main(arguments: command_line.Arguments) -> None:
     logging.set_verbosity(logging.INFO)  # on stderr
     compile_cache.enable()
     overrides = loading.overrides_of(arguments)
-    if _SUITE.value and _TOKENS.value is None and _TEXT.value is None:
+    if _SUITE.value is not None:
         suites = command.Suites(
             names=_SUITE.value,
             lengths=_SUITE_LENGTHS.value,
