@@ -8,13 +8,13 @@ Hardware: 512 v5p chips, v5p:8x8x8. Compiled, never run. The columns are the mem
 chip, the GiB that it sends in a step, and the seconds of what limits the step:
 
   warmup_202k  28.5 of 96 GiB   305 GiB   20.8 s (FLOPs)
+  warmup_paper 35.5            5,509      47.6 (FLOPs)
   sparse_128k  27.8             720       6.2 (HBM)
   sparse_202k  30.5             800       8.0 (HBM)
 
 Disclosed (arXiv 2602.15763, section 2.3): 1000 steps of warm-up at 14 x 202,752 tokens
 with rates from 5e-3 to 2e-4, which train only the indexer; then 20B tokens at 1e-5.
-Undisclosed, and ours: the decay is a cosine. warmup_paper has the 14 rows, 2 at a time;
-the others use 8 rows a step, because their mesh, which sends less, holds 8 at a time.
+Ours: a cosine. warmup_paper has 14 rows, 2 at a time, and sends more; the others 8.
 """
 
 from dataclasses import replace
