@@ -1,5 +1,6 @@
 """Parts of tests of whole runs: a folder, a mesh of few devices, files of a run."""
 
+import contextlib
 import math
 import pathlib
 import tempfile
@@ -13,12 +14,14 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax.checkpoint import manager
 from glm5_jax.model import transformer
 from glm5_jax.training import program as program_lib
+from glm5_jax.training import step as step_lib
 from glm5_jax.training.reporting import plot
 
 DRAW = plot.plot_losses
 # What the training step reads of a config, besides the shapes and sizes of batches.
 READ_BY_STEP = ("stage", "num_steps", "model", "optim", "loss", "rl", "mesh")
 COMPILED = {}  # steps on one device, by these
+MADE = {}  # what makes initial values, and the evaluation step, by these
 
 
 class FolderTest(parameterized.TestCase):
@@ -50,24 +53,35 @@ def use_devices(**sizes):
     return mock.patch.object(mesh_lib, "make_mesh", return_value=first_devices(**sizes))
 
 
+@contextlib.contextmanager
 def compile_once(config):
-    """Patches the compilation of runs: all get the program of `config`.
+    """Patches what runs compile: all get the programs of `config`.
 
-    Files whose configs differ in nothing that the step reads share it.
+    Files whose configs differ in nothing that the step reads share them.
     """
     program = program_lib.make_program(config, first_devices())
-    lower_once = program_lib.Program.lower
     read = *(getattr(config, name) for name in READ_BY_STEP), *program.batch.items()
     read = *read, config.data.batches
+    made = program, step_lib.make_eval_step(config)
+    program, evaluate = MADE.setdefault(read, made)
+    whole = program_lib.Program
 
-    def lower(other, num_rows=None):
+    def lower(other, num_rows=None, lower_once=whole.lower):
         assert other.arguments == program.arguments
         key = *read, num_rows
         if key not in COMPILED:
             COMPILED[key] = lower_once(program, num_rows).compile()
         return mock.Mock(compile=mock.Mock(return_value=COMPILED[key]))
 
-    return mock.patch.object(program_lib.Program, "lower", lower)
+    def initial(other, seed, initial_once=whole.initial):
+        assert other.arguments == program.arguments
+        return initial_once(program, seed)
+
+    with (
+        mock.patch.multiple(whole, lower=lower, initial=initial),
+        mock.patch.object(step_lib, "make_eval_step", return_value=evaluate),
+    ):
+        yield
 
 
 def first_devices(**sizes):

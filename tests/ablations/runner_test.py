@@ -10,7 +10,7 @@ from absl.testing import absltest
 
 from glm5_jax import config as config_lib
 from glm5_jax.ablations import report, results, runner, study
-from glm5_jax.training import loop, step
+from glm5_jax.training import loop
 from tests import environment, runs, small_configs
 
 BITS = study.Metric(
@@ -40,15 +40,12 @@ class StudyTest(runs.OneDeviceTest):
             cls.root / "corpus",
             cls.root / "cache",
             num_steps=2,
+            model=small_configs.DENSE_MODEL,
             eval_every=0,
             sample_tokens=0,
             checkpoint_every=1,
         )
         cls.enterClassContext(runs.compile_once(base))
-        evaluate = step.make_eval_step(base)  # no arm changes it
-        cls.enterClassContext(
-            mock.patch.object(step, "make_eval_step", return_value=evaluate)
-        )
         cls.study = study.Study(
             question="Do more steps help?",
             base=base,
