@@ -109,8 +109,8 @@ def select(
     k = collectives.all_keys(k)  # of the whole row
     selection: selection_lib.Selection = selection_lib.AllVisible()
     if selects(config, k.shape[1]):  # never in dsa_warmup
-        # batch_invariant promises the same bits as decoding, which reads lists. Without
-        # it, the fastest encoding is taken.
+        # True: lists, the encoding that decoding reads, for the same bits as decoding.
+        # False: top_keys takes the encoding that is fastest for this length.
         is_listed, topk = bool(config.batch_invariant), config.index_topk
         selection = selection_lib.top_keys(
             q, k, w, context.lo, context.hi, topk, is_listed

@@ -3,8 +3,8 @@
 GLM-5 has 3 dense layers, then 75 layers with experts. Each of these two groups is one
 lax.scan: params["layers_0"]["block_0"] has arrays [3, ...], and
 params["layers_1"]["block_0"] arrays [75, ...]. In GLM-5 a step of the scan computes one
-layer; in GLM-5.2 it computes four, block_0 to block_3: three read the keys that an
-earlier layer selected (IndexShare), the last selects anew. depth.py makes the groups.
+layer. In GLM-5.2 it computes four, block_0 to block_3: block_3 selects keys, which the
+next step's block_0 to block_2 read again (IndexShare). depth.py makes the groups.
 
 `forward` runs from the embedding to the last norm, `logits` is the head. Multi-token
 prediction (MTP, mtp.py) runs after `forward`, for the losses only.

@@ -136,8 +136,8 @@ def from_names(
     Args:
         names: logical dim names, see glm5_jax/shapes.py.
         is_split: whether the heads of up-projections are a batch dim (Muon Split).
-        cuts: (dim, index) at which a fused weight is cut, by dim; empty in GLM-5. For
-            {"C+R": C} each part has matrices of its own (optim.muon_split_kv_a).
+        cuts: dim name -> index at which it is cut into two matrices; empty in GLM-5.
+            {"C+R": C} is optim.muon_split_kv_a.
     """
     is_router = names[-2:] == _ROUTER  # experts are the columns of one matrix
     batch = [
@@ -147,7 +147,7 @@ def from_names(
     ]
     rows, cols = _rows_and_cols(names, batch)
     if is_split and names[cols[0]] == "N" and len(cols) == 2:
-        cols = cols[1:]  # (Q, N, H): the heads N become a batch dim
+        cols = cols[1:]  # dims that are neither rows nor cols are batch dims: now N too
     cut = [(names.index(dim), index) for dim, index in cuts.items() if dim in names]
     return DimensionNumbers(tuple(rows), tuple(cols), cut[0] if cut else None)
 

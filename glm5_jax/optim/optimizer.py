@@ -171,7 +171,8 @@ def label_parameters(
 def _label(config: config_lib.OptimConfig, name: str, dims: Path) -> Label:
     """Returns the branch that updates a parameter which the stage trains.
 
-    AdamW also has convolutions, and gates of one number for a head.
+    Attention variants other than GLM-5's have convolutions ("taps") and gates of one
+    number per head (D, N), which AdamW updates too.
     """
     if name == "e_score_correction_bias":  # follows the load, see moe.py
         return "frozen"
@@ -244,13 +245,14 @@ def update_if_finite(
     norm = _trained_norm(optimizer, grads)  # of what the stage trains
     is_finite = jnp.isfinite(norm)
     is_applied = is_finite & is_allowed
-    # num_calls counts skipped updates too, so that the schedule ends with the run. In
-    # the cond, XLA would compute the schedule again in every parameter's kernel.
+    # num_calls = num_updates + skipped_total: the schedule ends with the run. In the
+    # cond, XLA would compute the schedule again in every parameter's kernel.
     rate = jnp.asarray(optimizer.learning_rate(state.num_calls))
 
     def apply() -> tuple[optax.Params, optax.OptState]:
         clipped = _clipped(grads, norm, optimizer.clip_norm)
         updates, inner = _transformed(optimizer, clipped, state.inner, params)
+        # Muon's are -(S + weight_decay W), AdamW's alike; those of frozen ones are 0.
         updates = jax.tree.map(lambda u: rate * u, updates)
         return optax.apply_updates(params, updates), inner
 

@@ -103,7 +103,7 @@ def _local_loss(
     balances = _balances(aux)  # of each layer with experts
     if balances.size:  # all parts have equally many rows
         terms["balance"] = jnp.mean(balances) / num_parts
-    if has_kl:
+    if has_kl:  # each layer's mean over the part, times the part's share of the batch
         terms["indexer_kl"] = _sum_of_divergences(aux, batch["token_weights"])
     coefficients: dict[str, Array | float] = {
         "next_token": 1.0,

@@ -54,7 +54,8 @@ def make_train_step(
             params, state, metrics = optimizer_lib.update_if_finite(
                 optimizer, grads, state, params
             )
-        is_applied = metrics["optim/skipped_in_a_row"] == 0  # counts a skip
+        is_applied = metrics["optim/skipped_in_a_row"] == 0  # 0 after an applied update
+        # bias_rate is 0 in stages that leave the router alone.
         params = _with_moved_biases(params, load, bias_rate * is_applied)
         metrics |= {"train/loss": loss, **terms, **loss_lib.load_metrics(load)}
         metrics["optim/router_bias_rate"] = jnp.float32(bias_rate)

@@ -9,14 +9,14 @@ Attention has two forms with the same result, because for each head
     output:  sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s)
 
 The expanded form computes the left sides, with a key and a value for each head. In
-GLM-5 a pair of query and key costs a head H + O = 256 + 256 multiplications, and many
-queries share the cost of making a key. The absorbed form computes the right sides on
-rows [c_s | k_rope_s], one for all heads. A pair costs a head (C+R) + C = 576 + 512, but
-no key or value is made for each head. That pays off where few queries share a key: in
-decoding, and where each query lists its own keys.
+GLM-5 a pair of query and key costs H + O = 256 + 256 multiplications per head, and
+many queries share the cost of making a key. The absorbed form computes the right sides
+on rows [c_s | k_rope_s], one for all heads. A pair costs (C+R) + C = 576 + 512 per
+head, but no key or value is made for each head. That pays off where few queries share a
+key: in decoding, and where each query lists its own keys.
 
 RoPE on W_UK c_s would make the score q . Rot(t - s) W_UK c_s, whose rotation differs
-for each s, so W_UK^T q could not be computed once a query: hence a separate k_rope
+for each s, so W_UK^T q could not be computed once per query: hence a separate k_rope
 (DeepSeek-V2, arXiv 2405.04434; dims: GLM-5, arXiv 2602.15763).
 """
 
@@ -100,10 +100,10 @@ def latent(
 ) -> Latent:
     """Returns the latent and the shared rotated key of every token."""
     rank, weight = config.kv_lora_rank, params["kv_a_proj"]
-    # linear_of_columns(x, w, f) is x @ f(w), or f(x @ w) where that is cheaper. GLM
-    # rotates the pairs of dims (2i, 2i + 1), rope.rotate the pairs (i, i + R/2):
-    # rope.halves reorders the columns of q and k alike, so q . k does not change.
+    # The first C columns of kv_a_proj make c, the last R make k_rope.
     c = layers.linear_of_columns(x, weight, lambda w: w[..., :rank])
+    # GLM rotates pairs of dims (2i, 2i + 1), rope.rotate (i, i + R/2). `halves` orders
+    # the columns so. Those of q are reordered alike, so q . k does not change.
     k_rope = layers.linear_of_columns(x, weight, lambda w: rope.halves(w[..., rank:]))
     return Latent(
         c=layers.rms_norm(c, params["kv_a_layernorm"], config.latent_norm_eps),
