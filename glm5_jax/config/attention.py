@@ -20,9 +20,9 @@ RECURRENT = ("gated_delta", "simple_gated_delta")
 class AttentionVariants:
     """Sizes of the layers whose type is not "latent"; GLM-5 itself reads none."""
 
-    # Heads of keys and values of a grouped layer, and the dims of each; the last
-    # qk_rope_head_dim of them are rotated. GLM-4.5's, and GQA-8 of the paper's Table 1.
+    # Heads of keys and values of a grouped layer: as GLM-4.5, and GQA-8 of Table 1.
     num_key_value_heads: int = 8
+    # Dims of such a head; RoPE rotates the last qk_rope_head_dim of them.
     head_dim: int = 128
     # Last keys that a query of a sliding layer reads, itself among them (paper 2.1.2).
     sliding_window: int = 4096

@@ -197,7 +197,7 @@ class StepTest(parameterized.TestCase):
 
     def test_a_nan_of_a_monitored_term_does_not_stop_training(self):
         """The head is frozen in dsa_warmup: its logits make metrics alone."""
-        step, before, state = make_step(WARMUP)
+        step, before, state = mesh_test.make_step(WARMUP)
         broken = before | {"lm_head": before["lm_head"] * jnp.nan}
         after, _, metrics = step(broken, state, make_batch())
         self.assertTrue(np.isnan(metrics["train/lm_loss"]))

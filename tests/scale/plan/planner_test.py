@@ -173,7 +173,7 @@ class RankingTest(parameterized.TestCase):
         config = dataclasses.replace(LARGE, mesh=mesh)
         plan = planner._best(config, "v5p:4x4x8")
         limit = slice_devices.Device(plan.setting.device.chip, plan.needed_gib - 1, 4)
-        with mock.patch.object(chips, "named", return_value=limit):
+        with mock.patch.object(slice_devices, "named", return_value=limit):
             best = planner._best(config, "v5p:4x4x8")
         self.assertGreater(best.setting.chunks, plan.setting.chunks)
         self.assertTrue(best.fits)
