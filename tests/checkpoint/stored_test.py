@@ -74,6 +74,17 @@ class ChunksTest(steps.StepsTestCase):
         steps.assert_same(got, params)
 
 
+class ChunkShapeTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ((1000, 7), (0,), 280, (10, 7)),  # 28 bytes a row
+        ((6, 10, 4), (0, 1), 80, (1, 5, 4)),  # one row of 160 bytes is too large
+        ((3, 2), (0,), 24, (3, 2)),
+        ((0, 5), (0,), 8, (1, 5)),  # an axis that is not to be cut stays whole
+    )
+    def test_a_window_is_as_large_as_the_limit_lets_it(self, shape, cuts, limit, want):
+        self.assertEqual(leaves_lib.chunk_shape(shape, 4, cuts, limit), want)
+
+
 class CacheTest(steps.StepsTestCase):
     def test_windows_of_one_chunk_decode_it_once(self):
         """Its three layers are read one by one."""

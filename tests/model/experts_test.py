@@ -87,6 +87,14 @@ class TransportTest(parameterized.TestCase):
         )
 
 
+class OrderTest(parameterized.TestCase):
+    @parameterized.parameters((2**24, 127, True), (2**24, 128, False))
+    def test_keys_are_packed_where_they_fit_31_bits(self, size, num_experts, is_packed):
+        chosen = jax.ShapeDtypeStruct((size,), jnp.int32)
+        program = jax.make_jaxpr(lambda x: experts._argsort(x, num_experts))(chosen)
+        self.assertEqual(" mul " in str(program), is_packed)
+
+
 class PaddingTest(parameterized.TestCase):
     @parameterized.parameters("gather", "exchange")
     def test_it_takes_no_room_from_tokens(self, transport):

@@ -8,7 +8,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels import block_sizes, decode
-from pallas_kernels.decode import tpu_dense
+from pallas_kernels.decode import tpu_dense, tpu_listed
 from tests import environment
 from tests.pallas_kernels import program, sparse_mla_test
 
@@ -27,6 +27,18 @@ def make_cache(rng, sequences, size, pages, width, dtype):
         return cache, None
     table = rng.permutation(count)[: sequences * pages].reshape(sequences, pages)
     return cache, jnp.asarray(table, jnp.int32)
+
+
+class RowsTest(parameterized.TestCase):
+    def test_an_index_beyond_the_keys_names_no_row(self):
+        indices = jnp.array([[[0, 5, 6, 7, -1]]])
+        np.testing.assert_array_equal(
+            tpu_listed._rows(indices, 6, None), [[[0, 5, -1, -1, -1]]]
+        )
+        table = jnp.array([[3, 1]])
+        np.testing.assert_array_equal(
+            tpu_listed._rows(indices, 3, table), [[[9, 5, -1, -1, -1]]]
+        )
 
 
 class DecodeTpuTest(parameterized.TestCase):

@@ -1,10 +1,20 @@
 """The three forms of a selection, and the bounds of packed documents."""
 
+from unittest import mock
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import cases, indexer_bits, indexer_mask, indexer_topk, selection
+from pallas_kernels import (
+    cases,
+    indexer_bits,
+    indexer_mask,
+    indexer_select,
+    indexer_topk,
+    selection,
+)
 from tests import environment
 from tests.pallas_kernels import program, sparse_mla_gpu_test
 
@@ -31,6 +41,12 @@ class SelectionFormsTest(parameterized.TestCase):
         np.testing.assert_array_equal(selection.unpack(bits, case.keys), mask)
         np.testing.assert_array_equal(selection.to_mask(lists, case.keys), mask)
         np.testing.assert_array_equal(selection.to_list(mask, case.topk), lists)
+
+    def test_the_number_of_keys_decides_about_the_form(self):
+        args = cases.make(cases.SMALL["short"], "q_index", "k_index", "w", "lo", "hi")
+        with mock.patch.object(selection, "form", return_value="list") as form:
+            jax.eval_shape(lambda *x: indexer_select(*x, topk=2), *args)
+        form.assert_called_once_with(args[1].shape[1])
 
     @parameterized.parameters("reference", "tiled", "gpu_interpret")
     def test_a_visible_key_counts_even_with_a_score_of_minus_infinity(self, name):

@@ -506,6 +506,21 @@ def left_behind():
     return live, len(os.listdir("/proc/self/fd"))
 
 
+class RunTest(absltest.TestCase):
+    def test_runs_here_unless_a_loop_runs_here(self):
+        """Ctrl-C reaches the main thread only."""
+
+        async def thread():
+            return threading.current_thread()
+
+        async def within_a_loop():
+            return pump_lib.run(thread())
+
+        self.assertIs(pump_lib.run(thread()), threading.current_thread())
+        inner = asyncio.run(within_a_loop())
+        self.assertIsNot(inner, threading.current_thread())
+
+
 class LoudTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("engine_raises", "step", lambda: _raise(OSError("device lost")), OSError),

@@ -34,6 +34,7 @@ class GrowthTest(runs.OneDeviceTest):
         )
         cls.config = dataclasses.replace(
             config,
+            model=dataclasses.replace(config.model, attention="dense"),
             data=dataclasses.replace(
                 config.data, batch_warmup_sizes=(4,), batch_warmup_tokens=3.0 * TOKENS
             ),
