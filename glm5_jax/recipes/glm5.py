@@ -300,7 +300,7 @@ _MODEL = dataclasses.replace(
 SMALL = recipe(
     "small",
     "All stages of GLM-5 up to reasoning RL, with a model of 0.7 million parameters, "
-    "on two cores in under forty minutes.",
+    "on two cores in an estimated half hour.",
     Sizes(
         model=_MODEL,
         lengths=(128, 256, 512),
