@@ -4,7 +4,8 @@ python -m glm5_jax.train --config=configs/small_mid.py:mid_512 --workdir=runs/mi
     --config.init_from=runs/base --config.data.tokenizer=runs/base/tokenizer.json
 
 Then mid_1024, warmup and sparse, each from the folder of the last one; runs/base is of
-small_pretrain.py (docs/stages.md). Hardware: 2 cores, minutes a stage. Not tuned.
+small_pretrain.py (docs/stages.md). Hardware: a laptop (2 cores). Written in proportion,
+not yet trained to its end.
 
 In proportion to the paper: the rate falls linearly to a quarter across mid-training, to
 a twenty-fifth in the warm-up, and stays in the adaptation; RoPE's base grows a

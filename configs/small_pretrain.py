@@ -2,11 +2,11 @@
 
 python -m glm5_jax.train --config=configs/small_pretrain.py --workdir=runs/base
 
-Hardware: a laptop (2 cores), minutes. Not tuned. In proportion to the paper: the rate
-falls to a fifth on a cosine, the batch grows fourfold over the first fiftieth of the
-tokens, MTP's weight and the rate of the router's bias change at 15/27, RoPE's base is
-1e4, and attention is dense. Ours: a warm-up of a hundredth, and a larger bias rate,
-because a short run has few steps to balance the experts in.
+Hardware: a laptop (2 cores). Written in proportion, not yet trained to its end. As in
+the paper, the rate falls to a fifth on a cosine, the batch grows fourfold over the
+first fiftieth of the tokens, MTP's weight and the router's bias rate change at 15/27,
+RoPE's base is 1e4, and attention is dense. Ours: a warm-up of a hundredth, and a larger
+bias rate, because a short run has few steps to balance the experts in.
 """
 
 import dataclasses

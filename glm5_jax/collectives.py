@@ -57,6 +57,11 @@ def index(axes: Sequence[str]) -> Array | int:
     return lax.axis_index(live) if live else 0
 
 
+def own_part(x: Array, axes: Sequence[str], length: int) -> Array:
+    """Returns the `length` entries of a whole array that are this device's."""
+    return lax.dynamic_slice_in_dim(x, index(axes) * length, length)
+
+
 def gather(x: Array, axes: Sequence[str], dim: int) -> Array:
     """Joins the shards of a dim.
 

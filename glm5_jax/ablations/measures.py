@@ -49,6 +49,16 @@ class Suites:
     length: int  # tokens of a task, or of a row of held-out text
     num_tasks: int = 16
 
+    def require_known(self) -> None:
+        """Checks, before anything is trained, that the suites exist.
+
+        Raises:
+          InputError: one does not.
+        """
+        from glm5_jax.evals import catalogue  # jax
+
+        catalogue.find(self.names)
+
     def __call__(self, checkpoint: study.Checkpoint) -> Mapping[str, float]:
         """Returns the mean of every figure."""
         from glm5_jax.evals import runner, subject  # jax: after the input is checked

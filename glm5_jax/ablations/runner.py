@@ -17,7 +17,7 @@ from absl import logging
 
 from glm5_jax import command_line, files
 from glm5_jax import config as config_lib
-from glm5_jax.ablations import results
+from glm5_jax.ablations import measures, results
 from glm5_jax.ablations import study as study_lib
 from glm5_jax.checkpoint import step_folder
 from glm5_jax.processes import interrupts
@@ -46,8 +46,7 @@ class Job(NamedTuple):
         if not path.is_file() or not (self.folder / results.MEASURED).is_file():
             return False
         summary = json.loads(path.read_text(encoding="utf-8"))
-        is_over = summary["steps"] >= self.config.num_steps
-        return is_over or self.config.has_reached(summary)
+        return self.config.is_over(summary["steps"], summary)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,10 +130,13 @@ def check(plan: Plan) -> None:
     """Checks every config and every folder before anything compiles.
 
     Raises:
-      InputError: a config is wrong, or a folder holds another run.
+      InputError: a config is wrong, a suite that measures does not exist, or a folder
+        holds another run.
     """
     from glm5_jax.training.run import folder as run_folder
 
+    if isinstance(plan.study.measure, measures.Suites):
+        plan.study.measure.require_known()
     for arm in plan.study.arms:
         plan.study.config(arm, {}, plan.overrides)
     for job in plan.jobs():

@@ -180,6 +180,10 @@ class TrainConfig:
         """True where an engine of the run plays episodes, to learn or to evaluate."""
         return self.stage_record.plays_episodes or self.eval_success
 
+    def is_over(self, step: int, evaluation: Mapping[str, Any]) -> bool:
+        """Tells whether a run with this last evaluation ends after these steps."""
+        return step >= self.num_steps or self.has_reached(evaluation)
+
     def has_reached(self, evaluation: Mapping[str, Any]) -> bool:
         """Tells whether an evaluation ends the run by stop_metric and stop_at."""
         value = evaluation.get(self.stop_metric)

@@ -18,9 +18,8 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 
 Need = Literal["tokenizer", "latent", "softmax", "mtp", "experts", "questions"]
 Rule = tuple[bool, str]  # whether it holds, and the message where it does not
-Figures = dict[
-    str, tuple[float, float]
-]  # by name: a sum, and the weight that divides it
+# By name: a sum, and the weight that divides it.
+Figures = dict[str, tuple[float, float]]
 Purpose = Literal["evaluation", "training"]
 
 

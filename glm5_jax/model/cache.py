@@ -49,12 +49,12 @@ class Reader:
         cache = dataclasses.replace(cache, entries=cache.entries | {name: stack})
         return dataclasses.replace(self, cache=cache)
 
-    def sequences(self, name: str) -> Float[Array, "b *n"]:
+    def sequences(self, name: str) -> Float[Array, "b ..."]:
         """Copies the layer's entry of each sequence, such as its rows or its state."""
         entries = self.cache.entries[name][self.layers[name]]
         return entries if self.slots is None else entries[self.slots]
 
-    def replace(self, name: str, values: Float[Array, "b *n"]) -> "Reader":
+    def replace(self, name: str, values: Float[Array, "b ..."]) -> "Reader":
         """Overwrites the layer's entry of each sequence."""
         cache, slots = self.cache, self.slots
         stack = cache.entries[name]

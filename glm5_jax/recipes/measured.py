@@ -38,13 +38,14 @@ def measure(
       The content of the stage's file: figures by name, and seconds.
     """
     path = _path(folder)
-    if path.is_file():
+    if path.is_file() or not measures:
         return read(folder)
     began, figures = time.perf_counter(), {}
+    model = subject_lib.load(folder)
     for number, one in enumerate(measures, 1):
         logging.info("Measuring %s at %s ...", ", ".join(one.suites), one.lengths)
         results = evals_runner.run(
-            subject_lib.load(folder),
+            model,
             one.suites,
             lengths=one.lengths,
             num_tasks=one.num_tasks,

@@ -115,7 +115,7 @@ class _Loop:
     def run_to_the_end(self, is_asked_to_end: Callable[[int], bool]) -> dict[str, Any]:
         """Returns the last evaluation, the median speed and the goodput."""
         run, config = self._run, self._run.config
-        while run.step < config.num_steps and not config.has_reached(run.evaluation):
+        while not config.is_over(run.step, run.evaluation):
             with self._profiler.step(run.step + 1):
                 metrics = self._dispatch()
             if self._pending and not self._settle(set()):

@@ -9,7 +9,7 @@ from unittest import mock
 from absl.testing import absltest
 
 from glm5_jax import config as config_lib
-from glm5_jax.ablations import report, results, runner, study
+from glm5_jax.ablations import measures, report, results, runner, study
 from glm5_jax.training import loop
 from tests import environment, runs, small_configs
 
@@ -80,9 +80,10 @@ class StudyTest(runs.OneDeviceTest):
         self.assertEqual(configs[3]["init_from"], str(folders[2]))
 
     def test_a_second_start_runs_nothing(self):
-        with mock.patch.object(loop, "train", side_effect=AssertionError):
+        with mock.patch.object(loop, "train") as train:
             runner.check(self.plan)
             runner.run_all(self.plan, 1, [])
+        train.assert_not_called()
 
     def test_only_what_was_not_measured_runs_again(self):
         job = self.plan.jobs()[-1]
@@ -97,6 +98,13 @@ class StudyTest(runs.OneDeviceTest):
     def test_seeds_vary_the_order_of_the_data_and_the_parameters(self):
         first, other = (results.records(self.plan.jobs()[i].folder) for i in (0, 2))
         self.assertNotEqual(first[0]["train/lm_loss"], other[0]["train/lm_loss"])
+
+    def test_an_unknown_suite_is_refused_before_anything_runs(self):
+        suites = measures.Suites(names=("needel",), length=64)
+        study = dataclasses.replace(self.study, measure=suites)
+        plan = dataclasses.replace(self.plan, study=study)
+        with self.assertRaisesRegex(config_lib.InputError, "needel.*needle"):
+            runner.check(plan)
 
     def test_an_edited_study_is_refused(self):
         edited = dataclasses.replace(self.plan, overrides=(("loss.z_weight", "0.1"),))

@@ -275,19 +275,16 @@ class SelectionTest(parameterized.TestCase):
         self.assertGreater(np.abs(few - want).max(), 1e-2)  # top-k 6 does select
 
     def test_top_k_beyond_the_row_is_dense_attention(self):
-        tokens = tiny.batch(CONFIGS["full"], [(T,)] * B, T)["tokens"]
+        batch = tiny.batch(CONFIGS["full"], [(9, 12), (T,), (T,)], T)
         sparse = dataclasses.replace(CONFIGS["full"], index_topk=T + 3)
         dense = dataclasses.replace(CONFIGS["full"], attention="dense")
-        got, want = (
-            traced(parameters("full"), config, tokens, **{TRACED: True}).hidden
-            for config in (sparse, dense)
-        )
+        got, want = (run(parameters("full"), c, batch)[0] for c in (sparse, dense))
         assert_close(got, want)
 
 
 class IsolationTest(parameterized.TestCase):
     @parameterized.named_parameters(
-        ("sparse", "shared_once", "sparse"),
+        ("sparse", "index_share", "sparse"),
         ("dense_warm_up", "one_layer", "dense_with_indexer_loss"),
     )
     def test_language_model_and_indexers_do_not_train_each_other(self, name, attention):

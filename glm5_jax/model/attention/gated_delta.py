@@ -29,7 +29,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import layers
-from glm5_jax.model.attention import delta_rule, protocol
+from glm5_jax.model.attention import delta_rule, mla, protocol
 
 _MEMORIES = 2, 2048  # tokens after which the first and the last head keep 1 / e
 
@@ -178,7 +178,12 @@ class GatedDeltaNet:
             layers.linear(x, params[name]).astype(jnp.float32)
             for name in ("a_proj", "b_proj")
         )
-        rate, bias = (_own_heads(params[name], a) for name in ("A_log", "dt_bias"))
+        rate, bias = (
+            collectives.own_part(params[name], collectives.SHARES, a.shape[-1])[
+                None, None
+            ]
+            for name in ("A_log", "dt_bias")
+        )
         log_decay = -jnp.exp(rate) * jax.nn.softplus(a + bias)
         return delta_rule.unit(q) * h**-0.5, Attended(
             k=delta_rule.unit(k),
@@ -198,9 +203,7 @@ class GatedDeltaNet:
         """Normalises each head's output, gates it and projects it."""
         out = layers.rms_norm(out, params["o_norm"], self.config.rms_norm_eps)
         gate = layers.linear(x, params["g_proj"]).astype(jnp.float32)
-        out = (out * jax.nn.silu(gate)).astype(x.dtype)
-        y = layers.linear(out, params["o_proj"], num_in=2)
-        return collectives.total(y, collectives.SHARES)
+        return mla.output(params, (out * jax.nn.silu(gate)).astype(x.dtype))
 
 
 def convolved(
@@ -236,13 +239,3 @@ def convolved(
     places = num_read[:, None] + jnp.arange(taps - 1)[None]
     last = jnp.take_along_axis(x, places[..., None, None], axis=1)
     return total, jnp.moveaxis(last, 2, 1)
-
-
-def _own_heads(
-    values: Float[Array, " heads"], like: Float[Array, "B T N"]
-) -> Float[Array, "1 1 N"]:
-    """Returns a number of each head on this device, for these activations."""
-    num_heads = like.shape[-1]
-    start = collectives.index(collectives.SHARES) * num_heads
-    own = jax.lax.dynamic_slice_in_dim(values, start, num_heads)
-    return own[None, None]

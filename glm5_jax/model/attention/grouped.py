@@ -25,7 +25,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import layers, rope
-from glm5_jax.model.attention import protocol, window
+from glm5_jax.model.attention import mla, protocol, window
 from pallas_kernels import selection as forms
 
 
@@ -76,7 +76,7 @@ class GroupedAttention:
             out, _ = pallas_kernels.masked_mla(
                 q, k, v, context.lo, context.hi, scale=self._scale
             )
-            y = _output(attn, out)
+            y = mla.output(attn, out)
         return protocol.Output(y, shared, attended, None)
 
     def decode(
@@ -102,7 +102,7 @@ class GroupedAttention:
         scores = jnp.where(keep[:, :, None, None], scores, -1e30)
         probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         out = jnp.einsum("btuns,bsua->btuna", probs, v)
-        return _output(attn, out.reshape(q.shape)), reader
+        return mla.output(attn, out.reshape(q.shape)), reader
 
     def queries_and_keys(
         self, params: dict, x: Float[Array, "B T D"], context: context_lib.Context
@@ -165,11 +165,3 @@ class GroupedAttention:
         cos, sin = context.cos[:, :, None], context.sin[:, :, None]
         turned = rope.rotate(y[..., plain:], cos, sin)
         return jnp.concatenate([y[..., :plain], turned], axis=-1)
-
-
-def _output(
-    attn: dict[str, Array], out: Float[Array, "B T N A"]
-) -> Float[Array, "B T D"]:
-    """Projects and sums over heads, also over those of other devices."""
-    y = layers.linear(out, attn["o_proj"], num_in=2)
-    return collectives.total(y, collectives.SHARES)

@@ -130,7 +130,6 @@ class SimpleGatedDeltaNet:
         """Returns g of the heads on this device."""
         first, last = np.log(_MEMORIES)
         memories = np.exp(np.linspace(first, last, self.config.num_attention_heads))
-        start = collectives.index(collectives.SHARES) * num_heads
         log_decays = jnp.asarray(-1 / memories, jnp.float32)
-        own = jax.lax.dynamic_slice_in_dim(log_decays, start, num_heads)
+        own = collectives.own_part(log_decays, collectives.SHARES, num_heads)
         return own[None, None, :, None]

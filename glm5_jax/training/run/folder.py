@@ -152,8 +152,7 @@ def finished(workdir: pathlib.Path, config: config_lib.TrainConfig) -> dict | No
             step = int(summary["steps"])
         except (ValueError, TypeError, KeyError):  # damaged: it is written again
             return "null"
-        is_over = step >= config.num_steps or config.has_reached(summary)
-        if not is_over or not step_folder.is_whole(workdir, step):
+        if not config.is_over(step, summary) or not step_folder.is_whole(workdir, step):
             return "null"
         metadata = manager.read_metadata(workdir / "checkpoints" / str(step))
         if "config" in metadata:  # earlier versions wrote none
