@@ -41,6 +41,7 @@ TEST = [
     *TENSORBOARD,
     *ZSTD,
     "beartype",
+    "hypothesis",
     "ipykernel",
     "jupytext",
     # Compiles a few kernels for TPUs; no TPU is needed.

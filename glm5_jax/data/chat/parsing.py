@@ -1,13 +1,169 @@
-"""Parses sampled ids into a message with its tool calls."""
+"""Parses sampled ids into thought, content and tool calls while they arrive.
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+A `Parser` is one state machine for the whole of an assistant's turn:
+
+    thought --</think>--> content --<tool_call>--> call --</tool_call>--> content
+
+A well-formed call within the thought ends the thought, because models sometimes leave
+</think> out there. Special tokens are recognised by their ids, so a text that merely
+looks like one stays text. The parser reads each id by itself, so the events do not
+depend on where the stream of ids was cut.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from glm5_jax import messages
 from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import text_stream, tool_calls
 
-_MAX_DEPTH = 64  # of an argument's brackets
+_UNCLOSED_THOUGHT = "the thought is not closed by </think>"
+_UNCLOSED_CALL = "a tool call is not closed by </tool_call>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reasoning:
+    """More text of the thought."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """More text of the answer."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A whole tool call; an unfinished or malformed one is text instead."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+Event = Reasoning | Content | Call
+Emit = Callable[[Event], None]
+
+
+class Parser:
+    """Reads the ids of one assistant's turn.
+
+    The texts of thought and content have no blanks at their ends, as in the chat
+    template. A malformed call, or one that the end cuts off, stays text with its
+    special tokens spelt out. An argument is a string if its tool's schema says so or if
+    it is not JSON.
+
+    Attributes:
+        errors: explanations of malformed calls and of a thought that is not closed.
+        is_stopped: whether a stop id ended the turn; later ids are ignored.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizer_lib.Tokenizer,
+        *,
+        is_thinking: bool,
+        tools: messages.Tools = (),
+        stop_ids: Iterable[int] = (),
+    ) -> None:
+        """Starts before the first id after the generation prompt.
+
+        Args:
+            tokenizer: the tokenizer of the ids, with the template's special tokens.
+            is_thinking: whether the prompt ended with <think>.
+            tools: JSON schemas of the functions.
+            stop_ids: ids that end the turn.
+        """
+        self._tokenizer, self._types = tokenizer, tool_calls.types_of(tools)
+        self._special, self._stop_ids = tokenizer.special_ids, frozenset(stop_ids)
+        self.errors: list[str] = []
+        self.is_stopped = False
+        self._is_first = True
+        self._kind: type[Reasoning] | type[Content] = Content
+        self._has_open_thought = False
+        if is_thinking:
+            self._begin_thought()
+        self._text = text_stream.TextStream(tokenizer, is_spelt=True)
+        # Blanks that were read but not emitted; None before the first other character.
+        self._blanks: dict[type, str | None] = {Reasoning: None, Content: None}
+        self._call: tool_calls.PartialCall | None = None
+
+    @property
+    def is_thinking(self) -> bool:
+        """Returns whether the next id belongs to the thought."""
+        return self._kind is Reasoning
+
+    def feed(self, ids: Iterable[int]) -> list[Event]:
+        """Returns the events of more ids."""
+        events: list[Event] = []
+        for id in ids:
+            if not self.is_stopped:
+                self._read(int(id), events.append)
+            self._is_first = False
+        return events
+
+    def close(self) -> list[Event]:
+        """Returns the events that the end of the ids completes."""
+        events: list[Event] = []
+        self._leave_call(_UNCLOSED_CALL, events.append)
+        self._write(self._text.close(), events.append)
+        if self._has_open_thought:
+            self._has_open_thought = False
+            self.errors.insert(0, _UNCLOSED_THOUGHT)
+        return events
+
+    def _read(self, id: int, emit: Emit) -> None:
+        """Reads one id."""
+        if id in self._stop_ids:
+            self.is_stopped = True
+        elif id == self._special["<think>"] and self._is_first:
+            self._begin_thought()
+        elif id == self._special["</think>"] and self._kind is Reasoning:
+            self._leave_call(_UNCLOSED_CALL, emit)
+            self._begin_content(emit)
+            self._has_open_thought = False
+        elif id == self._special["<tool_call>"]:
+            self._leave_call(_UNCLOSED_CALL, emit)
+            self._call = tool_calls.PartialCall(self._tokenizer, self._types)
+        elif self._call is None:
+            self._write(self._text.feed(id), emit)
+        elif wrong := self._call.feed(id):
+            self._leave_call(wrong, emit)
+        elif self._call.is_closed:
+            call, self._call = self._call, None
+            self._begin_content(emit)
+            emit(Call(call.name, call.arguments))
+
+    def _begin_thought(self) -> None:
+        self._kind, self._has_open_thought = Reasoning, True
+
+    def _begin_content(self, emit: Emit) -> None:
+        """Ends the text so far; later text is content."""
+        self._write(self._text.close(), emit)
+        self._kind = Content
+
+    def _leave_call(self, wrong: str, emit: Emit) -> None:
+        """Turns a call under way back into text."""
+        if self._call is not None:
+            self.errors.append(wrong)
+            ids, self._call = self._call.ids, None
+            for id in ids:
+                self._write(self._text.feed(id), emit)
+
+    def _write(self, text: str, emit: Emit) -> None:
+        """Emits text; blanks wait until another character follows them."""
+        held = self._blanks[self._kind]
+        if held is None:
+            text = text.lstrip()
+        kept = text.rstrip()
+        if kept:
+            emit(self._kind((held or "") + kept))
+            self._blanks[self._kind] = text[len(kept) :]
+        elif text:
+            self._blanks[self._kind] = (held or "") + text
 
 
 def parse(
@@ -16,157 +172,35 @@ def parse(
     *,
     is_thinking: bool,
     tools: messages.Tools = (),
+    stop_ids: Iterable[int] = (),
 ) -> dict[str, Any]:
-    """Returns an assistant's message: content, reasoning_content, tool_calls.
-
-    An argument is a string if its tool's schema says so or if it is not JSON. A
-    malformed call stays in the content with its special tokens spelt out. `errors`
-    explains malformed calls and thoughts that are not closed.
+    """Returns an assistant's message: content, reasoning_content, tool_calls, errors.
 
     Args:
-        ids: the ids after the generation prompt, without the stop.
+        ids: the ids after the generation prompt.
         tokenizer: the tokenizer of the ids.
         is_thinking: whether the prompt ended with <think>.
         tools: JSON schemas of the functions.
+        stop_ids: ids that end the turn.
     """
-    special = tokenizer.special_ids
-    ids, errors = list(ids), []
-    if ids and ids[0] == special["<think>"]:
-        ids, is_thinking = ids[1:], True
-    thought: list[int] = []
-    if is_thinking:
-        thought, is_closed, ids = _cut(ids, special["</think>"])
-        if not is_closed:
-            errors.append("the thought is not closed by </think>")
-    content, calls = "", []
-    for piece in _pieces(ids, special):
-        if piece[0] != special["<tool_call>"]:
-            content += tokenizer.spell(piece)
-            continue
-        try:
-            calls.append(_call(piece, tokenizer, _types(tools)))
-        except ValueError as error:
-            errors.append(str(error))
-            content += tokenizer.spell(piece)
+    parser = Parser(tokenizer, is_thinking=is_thinking, tools=tools, stop_ids=stop_ids)
+    events = [*parser.feed(ids), *parser.close()]
+    texts = dict.fromkeys((Reasoning, Content), "")
+    calls = []
+    for event in events:
+        if isinstance(event, Call):
+            function = {"name": event.name, "arguments": event.arguments}
+            calls.append({"type": "function", "function": function})
+        else:
+            texts[type(event)] += event.text
     message: dict[str, Any] = {
         "role": "assistant",
         # Always present, so that a </think> in the content stays there.
-        "reasoning_content": tokenizer.spell(thought).strip(),
-        "content": content.strip(),
+        "reasoning_content": texts[Reasoning],
+        "content": texts[Content],
     }
     if calls:
         message["tool_calls"] = calls
-    if errors:
-        message["errors"] = errors
+    if parser.errors:
+        message["errors"] = parser.errors
     return message
-
-
-def _pieces(ids: list[int], special: Mapping[str, int]) -> Iterator[list[int]]:
-    """Yields texts, and calls from <tool_call> to </tool_call> or the next call."""
-    opening, closing = special["<tool_call>"], special["</tool_call>"]
-    piece: list[int] = []
-    for i in ids:
-        if i == opening and piece:
-            yield piece
-            piece = []
-        piece.append(i)
-        if i == closing and piece[0] == opening:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
-
-
-def _call(
-    ids: list[int],
-    tokenizer: tokenizer_lib.Tokenizer,
-    types: Mapping[tuple[str, str], Any],
-) -> dict[str, Any]:
-    """Returns one call; raises ValueError if it is malformed."""
-    special = tokenizer.special_ids
-    if ids[-1] != special["</tool_call>"]:
-        raise ValueError("a tool call is not closed by </tool_call>")
-    head, has_arguments, rest = _cut(ids[1:-1], special["<arg_key>"])
-    name = _text(head, tokenizer).strip()
-    if not name:
-        raise ValueError("a tool call has no name")
-    arguments: dict[str, Any] = {}
-    while has_arguments:
-        key_ids, has_key, rest = _cut(rest, special["</arg_key>"])
-        gap, has_value, rest = _cut(rest, special["<arg_value>"])
-        value_ids, is_closed, rest = _cut(rest, special["</arg_value>"])
-        between, has_arguments, rest = _cut(rest, special["<arg_key>"])
-        if not (has_key and has_value and is_closed):
-            raise ValueError(f"an argument of the call of {name!r} is not complete")
-        if _text([*gap, *between], tokenizer).strip():
-            raise ValueError(f"there is text between the arguments of {name!r}")
-        key = _text(key_ids, tokenizer).strip()
-        if key in arguments:
-            raise ValueError(f"the argument {key!r} of {name!r} is given twice")
-        value = _text(value_ids, tokenizer)
-        is_string = types.get((name, key)) in ("string", ["string"])
-        arguments[key] = value if is_string else _value(value)
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _cut(ids: list[int], at: int) -> tuple[list[int], bool, list[int]]:
-    """Returns the ids before `at`, whether `at` occurs, and the ids after it."""
-    if at not in ids:
-        return ids, False, []
-    i = ids.index(at)
-    return ids[:i], True, ids[i + 1 :]
-
-
-def _text(ids: list[int], tokenizer: tokenizer_lib.Tokenizer) -> str:
-    """Returns the text of ids; raises ValueError if one is a special token."""
-    strange = set(ids) & set(tokenizer.special_ids.values())
-    if strange:
-        raise ValueError(
-            f"{tokenizer.spell(sorted(strange))} does not belong into a tool call "
-            f"where it stands"
-        )
-    return tokenizer.decode(ids)
-
-
-def _value(text: str) -> Any:
-    """Returns the JSON value of the text, or the text.
-
-    A value that JSON cannot write again also stays text (half of a surrogate pair,
-    1e999, endless brackets), so that no sampled text can break later code.
-    """
-    try:
-        value = json.loads(text, parse_constant=_no_constant)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        return text
-    return value if _depth(value) <= _MAX_DEPTH else text
-
-
-def _depth(value: Any) -> int:
-    """Returns the nesting depth of lists and objects, without recursion."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        inner = [x.values() if isinstance(x, dict) else x for x in level if _is_box(x)]
-        level = [x for values in inner for x in values]
-    return depth
-
-
-def _is_box(value: Any) -> bool:
-    return isinstance(value, dict | list)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _types(tools: messages.Tools) -> dict[tuple[str, str], Any]:
-    """Returns the declared type of each (function, argument)."""
-    found = {}
-    for tool in tools:
-        function = tool.get("function", tool)
-        properties = (function.get("parameters") or {}).get("properties") or {}
-        for key, schema in properties.items():
-            if isinstance(schema, Mapping):  # it may also be true or false
-                found[function.get("name"), key] = schema.get("type")
-    return found

@@ -161,9 +161,12 @@ class Template:
         self, ids: Sequence[int], tools: messages_lib.Tools = ()
     ) -> dict[str, Any]:
         """Parses sampled ids into an assistant's message; see parsing.parse."""
-        stop = next((i for i, x in enumerate(ids) if x in self.stop_ids), len(ids))
         return parsing.parse(
-            ids[:stop], self.tokenizer, is_thinking=self.enable_thinking, tools=tools
+            ids,
+            self.tokenizer,
+            is_thinking=self.enable_thinking,
+            tools=tools,
+            stop_ids=self.stop_ids,
         )
 
     def truncate(self, rendered: Rendered, length: int) -> Rendered:
