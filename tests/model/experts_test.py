@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,25 @@ class ChunksTest(parameterized.TestCase):
             want = experts.run(params, CONFIG, x_, chosen_, gates_)
             got = experts.run(params, chunked, x_, chosen_, gates_)
             np.testing.assert_allclose(got, want, rtol=ATOL, atol=ATOL)
+
+
+class DecodingTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("one_token_of_each", 32, 1, None, True),
+        ("too_many_tokens", 33, 1, None, False),
+        ("two_tokens_of_each", 8, 2, None, False),
+        ("batch_invariant", 32, 1, True, False),
+    )
+    def test_few_tokens_run_expert_by_expert(self, batch, length, invariant, is_so):
+        """They sum in another order, which batch_invariant forbids."""
+        config = dataclasses.replace(CONFIG, batch_invariant=invariant)
+        params, *_ = make_inputs("random")
+        x = jnp.zeros((batch, length, CONFIG.hidden_size))
+        chosen = jnp.zeros((batch, length, K), jnp.int32)
+        with mock.patch.object(experts, "in_turn", wraps=experts.in_turn) as in_turn:
+            run = functools.partial(experts.run, params, config)
+            jax.eval_shape(run, x, chosen, chosen.astype(jnp.float32))
+        self.assertEqual(in_turn.called, is_so)
 
 
 class TransportTest(parameterized.TestCase):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
+from jax.sharding import PartitionSpec
 
 from glm5_jax import collectives, depth, sharding
 from glm5_jax import config as config_lib
@@ -11,6 +12,7 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax.config import attention as config_attention
 from glm5_jax.model import attention, layers, transformer
 from glm5_jax.model import context as context_lib
+from glm5_jax.model.attention import mla
 from tests import environment
 from tests.model import tiny
 
@@ -51,6 +53,27 @@ class MeshTest(parameterized.TestCase):
             got = jax.jit(lambda *args: grad(*args))(params, x)
         for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=RTOL * np.abs(b).max())
+
+
+class AllHeadsTest(parameterized.TestCase):
+    @parameterized.named_parameters(("listed", True), ("dense", False))
+    def test_gathers_the_heads_of_all_devices(self, is_latent):
+        """No two dims are equal, so that each gather joins the right one."""
+        rng = np.random.default_rng(0)
+        k_shape = (2, 7, 5) if is_latent else (2, 7, 4, 5)
+        shapes = (2, 3, 4, 5), k_shape, (2, 4, 3)
+        heads = PartitionSpec(None, None, "tensor")
+        k_spec = PartitionSpec() if is_latent else heads
+        specs = mla.Softmax(heads, k_spec, PartitionSpec(None, "tensor"))
+        want = mla.Softmax(*(jnp.asarray(rng.random(shape)) for shape in shapes))
+
+        def local(softmax):
+            return mla.all_heads(softmax, is_latent)
+
+        with jax.set_mesh(mesh_lib.make_mesh(config_lib.MeshConfig(tensor=2, data=4))):
+            run = collectives.on_shards(local, (specs,), PartitionSpec())
+            got = jax.jit(run)(want)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 if __name__ == "__main__":
