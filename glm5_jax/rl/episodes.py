@@ -87,10 +87,10 @@ class Episode:
     num_turns: int
     num_forks: int
     transcript: list[Mapping[str, Any]]  # the messages
-    reason: str = ""  # why the label is not OK
-    num_drift_tokens: int = 0
-    num_truncated: int = 0  # turns
-    close_error: str = ""
+    reason: str  # why the label is not OK, or ""
+    num_drift_tokens: int
+    num_truncated: int  # turns
+    close_error: str  # or ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -262,6 +262,10 @@ def calculator_episode(template, taskset, index, reward):
         num_turns=2,
         num_forks=0,
         transcript=[],
+        reason="",
+        num_drift_tokens=0,
+        num_truncated=0,
+        close_error="",
     )
 
 
