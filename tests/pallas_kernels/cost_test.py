@@ -1,0 +1,146 @@
+"""The kernels' cost estimates, from which FLOPs and MFU of compiled programs follow."""
+
+import collections
+
+import jax
+import numpy as np
+from absl.testing import parameterized
+
+from pallas_kernels import cases, chips
+from pallas_kernels.bench import measure, operations
+from tests import environment
+from tests.pallas_kernels.dispatch_test import meant_for
+
+B, N, H, O, I, J, C, R = 3, 16, 256, 128, 8, 384, 512, 64
+_SIZES = {"heads": N, "head_dim": H, "value_dim": O, "index_heads": I, "index_dim": J}
+# Whole blocks of a v5p, and lists without padding: nothing is rounded up.
+DENSE = cases.Case("dense", 2048, 2048, batch=B, **_SIZES)
+LISTED = cases.Case("listed", 48, 4096, batch=B, topk=1024, latent=C, rope=R, **_SIZES)
+DECODE = cases.Case("decode", 3, 2048, batch=2, topk=256, row_padding=64, **_SIZES)
+PAIRS, ENTRIES = B * 2048 * 2049 // 2, B * 48 * 1024
+INDEX = 2 * I * J  # FLOPs of the indexer for one pair of query and key
+LIST_BYTES = 4 * ENTRIES
+KV_BYTES = 2 * ENTRIES * (C + R)  # of listed rows
+INDEX_KV_BYTES = 2 * ENTRIES * (J + C + R)
+
+
+def of(case, *names):
+    """Bytes of inputs."""
+    return operations.size(case, *names)
+
+
+Q_BYTES, W_BYTES = of(LISTED, "q_latent"), of(LISTED, "w")
+LSE_BYTES, OUT_BYTES = of(LISTED, "lse"), 2 * B * 48 * N * C
+SPARSE_KL_BYTES = of(LISTED, "indices", "q_latent", "lse", "q_index", "w", "weight")
+# What each kernel of an op multiplies, and the bytes that it reads and writes once.
+FORWARD = {
+    ("masked_mla", "masked_mla"): (
+        PAIRS * 2 * N * (H + O),
+        of(DENSE, "q", "k", "v"),
+    ),
+    ("indexer_bits", "indexer_bits"): (
+        PAIRS * INDEX,
+        of(DENSE, "q_index", "k_index", "w"),
+    ),
+    ("indexer_kl_loss", "indexer_kl_norms"): (
+        PAIRS * INDEX,
+        of(DENSE, "q_index", "k_index", "w"),
+    ),
+    ("indexer_kl_loss", "indexer_kl_loss"): (
+        PAIRS * (2 * N * H + INDEX),
+        of(DENSE, "q", "k", "lse", "q_index", "k_index", "w", "bits")
+        + 2 * of(DENSE, "weight"),  # and a norm
+    ),
+    ("sparse_mla", "sparse_mla"): (
+        ENTRIES * 2 * N * (C + R + C),
+        Q_BYTES + LIST_BYTES + KV_BYTES,
+    ),
+    ("sparse_indexer_kl_loss", "sparse_indexer_kl_loss"): (
+        ENTRIES * (2 * N * (C + R) + INDEX),
+        SPARSE_KL_BYTES + INDEX_KV_BYTES,
+    ),
+    ("decode_sparse_mla", "decode_sparse_mla"): (
+        8 * 2 * 3 * 256 * 2 * N * (C + R + 64 + C),  # a tile of 8 rows for each
+        8 * 2 * 3 * 256 * 2 * (C + R + 64),
+    ),
+    ("decode_indexer_topk", "decode_indexer_topk"): (
+        2 * 2048 * 4 * INDEX,  # three queries take the place of four
+        of(DECODE, "k_index"),
+    ),
+}
+# The gradient's kernels; "indexer_kl_loss" and its list form do the forward pass too.
+BACKWARD = {
+    # Scores and dP twice: for dq, and for dk and dv.
+    ("masked_mla", "masked_mla_backward"): (
+        PAIRS * 2 * N * ((2 * H + O) + 2 * (H + O)),
+        2 * of(DENSE, "q", "k", "v", "lo", "hi", "lse", "lse")
+        + 2 * 2 * B * 2048 * N * O
+        + of(DENSE, "q", "k", "v"),
+    ),
+    ("indexer_kl_loss", "indexer_kl_loss"): (
+        PAIRS * (2 * N * H + 3 * INDEX),
+        of(DENSE, "q", "k", "lse", "q_index", "k_index", "w", "bits", "k_index")
+        + 2 * of(DENSE, "weight")
+        + 4 * 2 * B * 2048 * J,  # float32 sums of two cores
+    ),
+    ("sparse_mla", "sparse_mla_backward"): (
+        ENTRIES * 2 * N * (3 * (C + R) + 2 * C),
+        Q_BYTES + 2 * LSE_BYTES + OUT_BYTES + LIST_BYTES + 4 * KV_BYTES,
+    ),
+    ("sparse_indexer_kl_loss", "sparse_indexer_kl_loss"): (
+        ENTRIES * (2 * N * (C + R) + 3 * INDEX),
+        SPARSE_KL_BYTES
+        + INDEX_KV_BYTES
+        + of(LISTED, "q_index", "w")
+        + 4 * 2 * (B * 4096 + 1) * J,
+    ),
+}
+
+
+def estimates(op, mode):
+    """FLOPs and bytes of each kernel of an op, summed over its calls."""
+    case = DENSE
+    if "sparse" in op or "decode" in op:
+        case = DECODE if "decode" in op else LISTED
+    specs = cases.shapes(case)
+    inputs = [specs[name] for name in operations.OPERATIONS[op].inputs]
+    with meant_for(chips.CHIPS["v5p"]):
+        run = measure.Job(op, 0, mode, sizes=case).function(None, case)
+        program = jax.jit(run).trace(*inputs).jaxpr
+    found = collections.defaultdict(lambda: np.zeros(2, np.int64))
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            params = equation.params
+            if equation.primitive.name == "pallas_call":
+                cost = params["cost_estimate"]
+                if cost is not None:
+                    found[params["name"]] += (cost.flops, cost.bytes_accessed)
+                continue
+            for inner in jax.tree.leaves(list(params.values())):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    visit(inner)
+
+    visit(program.jaxpr)
+    return found
+
+
+class CostTest(parameterized.TestCase):
+    @parameterized.parameters(sorted({op for op, _ in FORWARD}))
+    def test_values(self, op):
+        self.check(op, "fwd", FORWARD)
+
+    @parameterized.parameters(sorted({op for op, _ in BACKWARD}))
+    def test_gradients(self, op):
+        self.check(op, "bwd", BACKWARD)
+
+    def check(self, op, mode, table):
+        got = estimates(op, mode)
+        for (name, kernel), want in table.items():
+            if name == op:
+                self.assertEqual(got[kernel].tolist(), list(want), kernel)
+
+
+if __name__ == "__main__":
+    environment.main()
