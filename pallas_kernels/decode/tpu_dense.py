@@ -201,9 +201,8 @@ def _score(q, w, k, table, span, place, fetched, fetching):
         def copy(j, _):
             page, buffer = k.at[table(chunk * copies + j)], fetched.at[slot, j]
             pltpu.make_async_copy(page, buffer, fetching.at[slot]).start()
-            return 0
 
-        lax.fori_loop(0, copies, copy, 0)
+        lax.fori_loop(0, copies, copy, None)
 
     def body(chunk, _):
         slot = chunk % 2
@@ -226,13 +225,12 @@ def _score(q, w, k, table, span, place, fetched, fetching):
         sums = jnp.sum(weighted.reshape(rows.stop - rows.start, -1, CHUNK), axis=1)
         keys = pl.ds(pl.multiple_of(chunk * CHUNK, CHUNK), CHUNK)
         scores[rows, keys] = lax.bitcast_convert_type(sums, jnp.int32)
-        return 0
 
     @pl.when(first < end)
     def _():
         start(first, first % 2)
 
-    lax.fori_loop(first, end, body, 0)
+    lax.fori_loop(first, end, body, None)
 
 
 def _order(bounds, scores):
@@ -246,9 +244,8 @@ def _order(bounds, scores):
         x = jnp.where(x < 0, x ^ HIGHEST, x)
         key = i * COUNTED + lax.broadcasted_iota(jnp.int32, x.shape, 1)
         scores[:, place] = jnp.where((key >= lo) & (key < hi), x, LOWEST)
-        return 0
 
-    lax.fori_loop(0, scores.shape[1] // COUNTED, tile, 0)
+    lax.fori_loop(0, scores.shape[1] // COUNTED, tile, None)
 
 
 def _threshold(scores, tiles, topk, cut):
@@ -306,6 +303,5 @@ def _pack(scores, threshold, cut, bits):
             words |= taken.astype(jnp.int32) << j
         place = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
         bits[:, place] = lax.bitcast_convert_type(words, jnp.uint32)
-        return 0
 
-    lax.fori_loop(0, bits.shape[1] // LANES, run, 0)
+    lax.fori_loop(0, bits.shape[1] // LANES, run, None)

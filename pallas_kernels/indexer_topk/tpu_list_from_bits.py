@@ -74,9 +74,8 @@ def _kernel(bits, lists, listed, keys, slots):
                 keys[part], slots[part], listed[...] = _close_gaps(
                     marks, first, counter, count
                 )
-                return 0
 
-            lax.fori_loop(0, VECTORS // GROUP, group, 0)
+            lax.fori_loop(0, VECTORS // GROUP, group, None)
             end = jnp.minimum(jnp.max(listed[...]), lists.shape[1])
 
             def store(slot, _):
@@ -84,13 +83,10 @@ def _kernel(bits, lists, listed, keys, slots):
                 coming = jnp.where(slots[...] == slot, keys[...], -1)
                 coming = jnp.max(coming.reshape(VECTORS, QUERIES, LANES), axis=0)
                 lists[:, place] = jnp.maximum(lists[:, place], coming)
-                return 0
 
-            lax.fori_loop(start // LANES, (end + LANES - 1) // LANES, store, 0)
+            lax.fori_loop(start // LANES, (end + LANES - 1) // LANES, store, None)
 
-        return 0
-
-    lax.fori_loop(0, bits.shape[1] // LANES, run, 0)
+    lax.fori_loop(0, bits.shape[1] // LANES, run, None)
 
 
 def _marks(words, first):

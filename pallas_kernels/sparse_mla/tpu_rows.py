@@ -162,9 +162,8 @@ def for_listed(indices, query, first, chunk, start):
         part = indices.at[pl.ds(query, 1), pl.ds(base, unroll)]
         for j in range(unroll):
             start(i * unroll + j, part[0, j])
-        return 0
 
-    lax.fori_loop(0, chunk // unroll, some, 0)
+    lax.fori_loop(0, chunk // unroll, some, None)
 
 
 def over_chunks(
