@@ -26,6 +26,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import resource
 import shutil
 import signal
@@ -40,13 +41,11 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 IGNORED = ("architecture_test.py",)  # it sees style alone
 STARTUP = 4.0  # seconds of CPU until pytest runs the first test
-FIRST_BATCH = (
-    10.0  # seconds of tests that one process runs; each next one twice as many
-)
+# Seconds of tests that one process runs; the next one runs twice as many.
+FIRST_BATCH = 10.0
 HANG = (60, 10)  # seconds, and how many times as long as expected
-SECONDS_FILE = (
-    "MUTANTS_SECONDS"  # the environment variable that names the plugin's file
-)
+# The environment variable that names the plugin's file.
+SECONDS_FILE = "MUTANTS_SECONDS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,12 +164,12 @@ def _executed(out: pathlib.Path, file: str) -> Executed:
 # Judging
 
 
-def _jobs(out: pathlib.Path, mutant: mutations.Mutant, passed: set[str]) -> list[Job]:
-    """Returns batches of the tests that execute the statement, then whole files.
+def _queue(executed: Executed, mutant: mutations.Mutant, passed: set[str]) -> list[str]:
+    """Returns the tests that execute the statement, then whole files of tests.
 
-    Lines that run at import alone are for all tests that execute the file.
+    Tests whose path shares most words with the mutant's come first, quick ones before
+    slow ones. Lines that run at import alone are for all tests that execute the file.
     """
-    executed = _executed(out, mutant.file)
     seconds = executed.seconds
     span = set(mutant.statement)
     sees = {test for test, seen in executed.lines.items() if span & seen}
@@ -178,25 +177,28 @@ def _jobs(out: pathlib.Path, mutant: mutations.Mutant, passed: set[str]) -> list
     if not tests and sees:
         tests = {t for t in executed.lines if "::" in t}
     files = {t.split("::")[0] for t in tests | sees} - passed
-    parts = pathlib.PurePath(mutant.file).with_suffix("").parts[1:]
-    mirror = "/".join(("tests", *parts)) + "_test.py"
+    others = {t.split("::")[0] for t in seconds.keys() - tests if "::" in t}
+    words = _words(mutant.file)
 
     def rank(test: str) -> tuple:
-        is_first = test.startswith(mirror) and seconds[test] < FIRST_BATCH
-        return not is_first, seconds[test]
+        return -len(words & _words(test.split("::")[0])), seconds[test]
 
-    jobs, batch, size = [], [], FIRST_BATCH
-    for test in sorted(tests - passed, key=rank):
-        if test.split("::")[0] not in files:
-            continue
-        batch.append(test)
-        if sum(seconds[t] for t in batch) >= size:
-            jobs.append(batch)
-            batch, size = [], 2 * size
-    others = {t.split("::")[0] for t in seconds.keys() - tests if "::" in t}
-    whole = sorted(files & others, key=seconds.get)
-    jobs += [batch] * bool(batch) + [[file] for file in whole]
-    return [Job(tuple(b), sum(seconds[t] for t in b) + STARTUP) for b in jobs]
+    tests = {t for t in tests - passed if t.split("::")[0] in files}
+    return sorted(tests, key=rank) + sorted(files & others, key=seconds.get)
+
+
+def _words(path: str) -> set[str]:
+    return set(re.split(r"\W|_", path.removesuffix("_test.py").removesuffix(".py")))
+
+
+def _next(queue: list[str], seconds: dict[str, float], size: float, most: float) -> Job:
+    """Returns the first tests of the queue that take `size`, at most `most` seconds."""
+    tests, total = [], 0.0
+    for test in queue:
+        if total < size and total + seconds[test] <= most:
+            tests.append(test)
+            total += seconds[test]
+    return Job(tuple(tests), total + STARTUP)
 
 
 def _judge(
@@ -210,15 +212,17 @@ def _judge(
     passed, used = list(before.get("passed", [])), before.get("cpu", 0.0)
     killer, is_cut = before.get("killed_by"), before.get("is_cut", False)
     if killer is None:
-        jobs = _jobs(out, mutant, set(passed))
-        is_cut = False
-        skipped = [f"--deselect={t}" for t in _executed(out, mutant.file).failing]
+        executed = _executed(out, mutant.file)
+        queue, size = _queue(executed, mutant, set(passed)), FIRST_BATCH
+        skipped = [f"--deselect={t}" for t in executed.failing]
         path = tree / mutant.file
         original = path.read_text()
         path.write_text(mutant.source)
         try:
-            for job in jobs:
-                if is_cut := used + job.seconds > limit:
+            while queue and killer is None:
+                left = limit - used - STARTUP
+                job = _next(queue, executed.seconds, size, left)
+                if not job.tests:
                     break
                 command = ["-m", "pytest", "-q", "-x", "--tb=line", "-rfE"]
                 wall = HANG[0] + HANG[1] * job.seconds
@@ -229,8 +233,11 @@ def _judge(
                     killer = last
                     break
                 passed += job.tests
+                queue = [test for test in queue if test not in job.tests]
+                size *= 2
         finally:
             path.write_text(original)
+        is_cut = killer is None and bool(queue)
     return {
         "file": mutant.file,
         "line": mutant.line,

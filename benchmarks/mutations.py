@@ -1,4 +1,9 @@
-"""Draws single edits of the package's source files, for benchmarks/mutants.py."""
+"""Draws single edits of the package's source files, for benchmarks/mutants.py.
+
+Nothing is drawn that no test should notice: annotations, messages and logs; hints to
+compilers, spare scratch memory and sizes of caches; and settings, such as
+`_CHUNK_BYTES = 2**25` or the tables of TABLES, which a test could only repeat.
+"""
 
 import ast
 import copy
@@ -20,9 +25,11 @@ SOURCES = (
     "glm5_jax/inference",
     "pallas_kernels",
 )
-# Triton's kernels need Triton: .ci/run tests them in an environment of its own. The
-# costs of a kernel are hints to XLA.
-EXCLUDED = ("gpu", "triton_call", "/bench/", "aot.py", "cases.py", "cost.py")
+# Triton's kernels need Triton: .ci/run tests them in an environment of its own.
+EXCLUDED = ("gpu", "triton_call", "/bench/", "aot.py", "cases.py")
+TABLES = ("block_sizes.py", "chips.py")  # tuned sizes, and rates that vendors publish
+# Arguments that change no result; the last one is of functools.lru_cache.
+HINTS = ("compiler_params", "scratch_shapes", "maxsize")
 PAIRS = (
     (ast.Lt, ast.LtE),
     (ast.Gt, ast.GtE),
@@ -58,7 +65,7 @@ def draw(tree: pathlib.Path, seed: int, count: int) -> Iterator[Mutant]:
     while len(seen) < count:
         (path,) = rng.choices(list(files), weights)
         parsed = ast.parse(files[path])
-        edits = list(_edits(parsed))
+        edits = list(_edits(parsed, path.name in TABLES))
         index = rng.randrange(len(edits)) if edits else None
         if index is None or (path, index) in seen:
             continue
@@ -89,9 +96,9 @@ def _files(tree: pathlib.Path) -> list[pathlib.Path]:
     return [p for p, name in names if not any(word in name for word in EXCLUDED)]
 
 
-def _edits(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+def _edits(tree: ast.Module, is_table: bool) -> Iterator[tuple[ast.AST, str]]:
     """Yields nodes and the text that breaks them."""
-    silent = _silent(tree)
+    silent = _silent(tree) | set(map(id, _settings(tree, is_table)))
     for node in ast.walk(tree):
         if id(node) in silent:
             continue
@@ -127,8 +134,8 @@ def _silent(tree: ast.AST) -> set[int]:
         values = [node] if isinstance(node, ast.JoinedStr) or _is_log(node) else []
         if isinstance(node, ast.FunctionDef) and node.name in ("__repr__", "__str__"):
             values.append(node)
-        if isinstance(node, ast.keyword) and node.arg == "strict":
-            values.append(node.value)  # zip's assertion, which holds
+        if isinstance(node, ast.keyword) and node.arg in (*HINTS, "strict"):
+            values.append(node.value)  # strict is zip's assertion, which holds
         for field in ("annotation", "returns", "decorator_list", "exc", "msg"):
             value = getattr(node, field, None)
             values += value if isinstance(value, list) else [value]
@@ -136,6 +143,19 @@ def _silent(tree: ast.AST) -> set[int]:
             if isinstance(value, ast.AST):
                 found.update(map(id, ast.walk(value)))
     return found
+
+
+def _settings(tree: ast.Module, is_table: bool) -> Iterator[ast.AST]:
+    """Yields the numbers that a module names, or all numbers of a module's tables."""
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef):
+            continue
+        nodes = list(ast.walk(statement))
+        is_named = isinstance(statement, ast.Assign) and not any(
+            isinstance(node, ast.Call | ast.Dict | ast.Compare) for node in nodes
+        )
+        if is_table or is_named:
+            yield from (n for n in nodes if isinstance(n, ast.Constant))
 
 
 def _is_log(node: ast.AST) -> bool:
