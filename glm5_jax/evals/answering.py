@@ -7,7 +7,7 @@ import numpy as np
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.evals import record
 from glm5_jax.inference import engine as engine_lib
-from glm5_jax.inference import placement
+from glm5_jax.inference import limits, placement
 
 NUM_SLOTS = 16  # tasks that each device answers at the same time
 
@@ -85,7 +85,9 @@ def generated(
         subject.config,
         num_slots=NUM_SLOTS * shares,
         capacity=min(engine_lib.bucket(longest), limit),
-        max_stop_ids=max(len(stop_ids), engine_lib.MAX_STOP_IDS),
+        limits=limits.Limits(
+            max_stop_ids=max(len(stop_ids), limits.Limits.max_stop_ids)
+        ),
     )
     for number, task in by_number.items():
         request = engine_lib.Request(

@@ -17,33 +17,19 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 import jax
-import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax.inference import parts as parts_lib
-from glm5_jax.inference import placement, programs, requests, steps
+from glm5_jax.inference import placement, programs, requests, results, steps
 from glm5_jax.inference import scheduler as scheduler_lib
 from glm5_jax.inference import weights as weights_lib
+from glm5_jax.inference.limits import Limits
 from glm5_jax.inference.requests import Completion, Request, errors
 
 NUM_STEPS = 16  # tokens of a dispatch
 CHUNK = 2048  # tokens of a prompt that one dispatch reads
-PREFILL_TOKENS = 8 * CHUNK  # that a device reads in a dispatch, padding included
-MAX_STOP_IDS = 8  # of a request, by default
-
-
-@dataclasses.dataclass(frozen=True)
-class _Result:
-    """The result of a dispatch, until the engine's state takes it in."""
-
-    dispatch: scheduler_lib.Dispatch
-    rows: list[int]  # of its parts, in the arrays of `drawn`
-    state: steps.State
-    drawn: steps.Drawn  # host arrays
-    version: int  # of the weights that drew
 
 
 class Engine:
@@ -65,8 +51,8 @@ class Engine:
         seed: int = 0,
         chunk: int = CHUNK,
         num_steps: int = NUM_STEPS,
-        max_stop_ids: int = MAX_STOP_IDS,
         with_experts: bool = False,
+        limits: Limits = Limits(),  # noqa: B008, frozen
     ) -> None:
         """Makes an engine without requests.
 
@@ -78,8 +64,8 @@ class Engine:
           seed: of the random numbers, from 0 on.
           chunk: tokens of a prompt that one dispatch reads.
           num_steps: tokens of a sequence that one dispatch draws.
-          max_stop_ids: most stop ids of a request.
           with_experts: whether to record the experts of each token.
+          limits: bounds of a dispatch.
 
         Raises:
           InputError: a number is no integer or too small, `capacity` exceeds the
@@ -87,25 +73,29 @@ class Engine:
         """
         sizes = {"num_slots": num_slots, "capacity": capacity, "chunk": chunk}
         requests.require_ints(1, **sizes, num_steps=num_steps)
-        requests.require_ints(0, seed=seed, max_stop_ids=max_stop_ids)
+        requests.require_ints(0, seed=seed)
         limit = config.max_position_embeddings
         if capacity > limit:
             raise config_lib.InputError(
                 f"capacity must not exceed model.max_position_embeddings={limit}, got "
                 f"{capacity}."
             )
-        self._chunk = chunk = min(chunk, capacity)
+        self._chunk = chunk = min(chunk, capacity, limits.prefill_tokens)
         self._mesh = placement.in_use()
         placement.require_whole("num_slots", num_slots, self._mesh)
         num_devices = placement.num_shares(self._mesh)
         self.config, self.capacity, self._seed = config, capacity, seed
         self._with_experts, self._num_steps = with_experts, num_steps
         self._shapes = parts_lib.Shapes(num_slots, num_devices, chunk)
-        self._num_stops, room = max_stop_ids, (num_slots, capacity, max_stop_ids)
-        self._empty = functools.partial(steps.empty, config, *room)
+        self._limits = limits
+        self._empty = functools.partial(
+            steps.empty, config, num_slots, capacity, limits.max_stop_ids
+        )
         self._scheduler = self._new_scheduler()
-        self._experts: dict[int, list] = {i: [] for i in range(num_slots)}
-        self._result: _Result | None = None
+        self._experts: dict[int, results.Pieces] = {i: [] for i in range(num_slots)}
+        # Of the last step, also of one that raised; None if there was nothing to do.
+        self.dispatch: scheduler_lib.Dispatch | None = None
+        self._result: results.Result | None = None
         self._finished: dict[int, Completion] = {}  # not yet returned
         with self._on_mesh():
             self._state = placement.made(self._empty, self._mesh)
@@ -119,7 +109,18 @@ class Engine:
     @property
     def num_pending(self) -> int:
         """Returns the number of requests that `step` has not returned yet."""
-        return len(self._scheduler.works.keys() | self._finished.keys())
+        works = self._scheduler.works
+        return len(works) + sum(id not in works for id in self._finished)
+
+    @property
+    def num_waiting(self) -> int:
+        """Returns the number of requests that have no slot yet."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_free_slots(self) -> int:
+        """Returns the number of slots without a request."""
+        return sum(slot.work is None for slot in self._scheduler.slots)
 
     @property
     def version(self) -> int:
@@ -160,24 +161,33 @@ class Engine:
             self._scheduler = self._new_scheduler()
         self._weights = weights
 
-    def submit(self, request: Request) -> None:
-        """Queues a request.
+    def check(self, request: Request) -> None:
+        """Checks a request by itself, in any thread.
 
         Raises:
           InputError: the request is invalid, or too long for the engine.
         """
-        self._settle()
         found = errors(request, self.config, self.capacity)
-        if not found and len(request.stop_ids) > self._num_stops:
+        most = self._limits.max_stop_ids
+        if not found and len(request.stop_ids) > most:
             found.append(
-                f"stop_ids must have at most {self._num_stops} ids (the engine's "
-                f"max_stop_ids), got {len(request.stop_ids)}."
+                f"stop_ids must have at most {most} ids (the engine's max_stop_ids), "
+                f"got {len(request.stop_ids)}."
             )
-        if not found and request.id in {*self._scheduler.works, *self._finished}:
-            found.append(f"Request {request.id} is already running.")
         if found:
             raise config_lib.InputError("\n".join(found))
-        self._scheduler.submit(request)
+
+    def submit(self, request: Request) -> Completion:
+        """Queues a request and returns its completion, which grows with every step.
+
+        Raises:
+          InputError: see `check`; or a request with this id is running.
+        """
+        self._settle()
+        self.check(request)
+        if request.id in self._scheduler.works or request.id in self._finished:
+            raise config_lib.InputError(f"Request {request.id} is already running.")
+        return self._scheduler.submit(request).completion
 
     def abort(self, id: int) -> Completion:
         """Stops a request and returns its completion so far.
@@ -186,7 +196,9 @@ class Engine:
           InputError: there is no such request.
         """
         self._settle()
-        completion = self._finished.pop(id, None) or self.running.get(id)
+        completion = self._finished.pop(id, None)
+        if completion is None and id in self._scheduler.works:
+            completion = self._scheduler.works[id].completion
         if completion is None:
             raise config_lib.InputError(f"Request {id} is not running.")
         slot = self._scheduler.release(id)
@@ -198,6 +210,11 @@ class Engine:
             self._state = dataclasses.replace(self._state, plan=plan)
         return completion
 
+    def clear_cache(self) -> None:
+        """Empties the cache; running requests read their tokens again."""
+        self._settle()
+        jax.tree.map(lambda x: x.delete(), self._state)  # as if a program had lost it
+
     def step(self) -> list[tuple[int, Completion]]:
         """Runs one dispatch and returns the requests that it finished.
 
@@ -205,12 +222,16 @@ class Engine:
           Exception: any error of the dispatch; the step may be retried.
         """
         self._settle()
+        self.dispatch = None
         with self._on_mesh():
             if self._is_lost():
                 self._scheduler.forget()
                 self._state = placement.made(self._empty, self._mesh)
             weights = self._weights
             todo = self._scheduler.plan(weights.version)
+            if todo is not None and todo.kind != "decode":
+                todo = self._shapes.within(todo, self._scheduler.num_readable)
+            self.dispatch = todo
             if todo is not None:
                 self._result = self._run(todo, weights)
         self._settle()
@@ -219,7 +240,7 @@ class Engine:
 
     def _run(
         self, todo: scheduler_lib.Dispatch, weights: weights_lib.Weights
-    ) -> _Result:
+    ) -> results.Result:
         """Runs the scheduler's next dispatch on the devices."""
         if todo.kind == "decode":
             rows, chosen = self._shapes.decode(todo.parts)
@@ -232,8 +253,9 @@ class Engine:
                 with_experts=self._with_experts,
             )
         else:
-            todo = self._shapes.within(todo, PREFILL_TOKENS)
-            rows, arrays = self._shapes.prefill(todo.parts, self._seed, self._num_stops)
+            rows, arrays = self._shapes.prefill(
+                todo.parts, self._seed, self._limits.max_stop_ids
+            )
             state, drawn = programs.prefill(
                 weights.params,
                 self.config,
@@ -242,7 +264,7 @@ class Engine:
                 is_fresh=todo.kind == "fresh",
                 with_experts=self._with_experts,
             )
-        return _Result(todo, rows, state, jax.device_get(drawn), weights.version)
+        return results.Result(todo, rows, state, jax.device_get(drawn), weights.version)
 
     def _settle(self) -> None:
         """Takes the last dispatch's result into the engine's state.
@@ -252,27 +274,16 @@ class Engine:
         """
         if self._result is None:
             return
-        result, drawn = self._result, self._result.drawn
+        result = self._result
+        parts, ids = result.dispatch.parts, result.ids
         self._state = result.state
-        parts = result.dispatch.parts
-        ids = [[int(i) for i in drawn.ids[row] if i >= 0] for row in result.rows]
         self._scheduler.advance(result.dispatch, ids, result.version)
         for part, row, new in zip(parts, result.rows, ids, strict=True):
-            completion, first = part.work.completion, part.num_drawn
-            completion.tokens[first:] = new
-            completion.logprobs[first:] = drawn.logprobs[row, : len(new)].tolist()
-            completion.versions[first:] = [result.version] * len(new)
             pieces = self._experts[part.slot.index]
-            if drawn.experts is not None:
-                num_read = len(part.tokens) + max(len(new) - 1, 0)
-                read = np.asarray(drawn.experts)[:, row, :num_read].swapaxes(0, 1)
-                _put(pieces, part.start, read)
-            if reason := _finish_reason(part.work):
-                completion.finish_reason = reason
-                if drawn.experts is not None:
-                    completion.experts = np.concatenate([piece for _, piece in pieces])
-                self._finished[part.work.request.id] = completion
-                self._scheduler.release(part.work.request.id, part.work.request.keep)
+            if results.write(result, part, row, new, pieces):
+                request = part.work.request
+                self._finished[request.id] = part.work.completion
+                self._scheduler.release(request.id, request.keep)
         self._result = None
 
     def _new_scheduler(self) -> scheduler_lib.Scheduler:
@@ -282,6 +293,7 @@ class Engine:
             shapes.num_slots * shapes.num_devices,
             self._chunk,
             shapes.num_devices,
+            prefill_tokens=self._limits.prefill_tokens,
             can_set_back=not self.config.is_recurrent,
         )
 
@@ -344,11 +356,9 @@ def generate(
         num_slots=_slots_for(len(prompts)),
         capacity=min(bucket(longest + max_new_tokens), limit),
         seed=seed,
-        max_stop_ids=max(len(stop_ids), MAX_STOP_IDS),
+        limits=Limits(max_stop_ids=max(len(stop_ids), Limits.max_stop_ids)),
     )
-    for request in requests:
-        engine.submit(request)
-    completions = dict(engine.running)
+    completions = {request.id: engine.submit(request) for request in requests}
     reported = dict.fromkeys(completions, 0)
     while engine.num_pending:
         engine.step()
@@ -369,21 +379,3 @@ def _slots_for(num_prompts: int) -> int:
     """Returns slots for all requests at once, 2^n on each device."""
     num_devices = placement.num_shares(placement.in_use())
     return num_devices << (-(-num_prompts // num_devices) - 1).bit_length()
-
-
-def _finish_reason(work: scheduler_lib.Work) -> Literal["stop", "length"] | None:
-    """Returns why a completion has ended, or None."""
-    tokens, request = work.completion.tokens, work.request
-    if tokens and tokens[-1] in request.stop_ids:
-        return "stop"
-    return "length" if len(tokens) == request.max_new_tokens else None
-
-
-def _put(pieces: list[tuple[int, np.ndarray]], start: int, new: np.ndarray) -> None:
-    """Replaces rows from `start` on by these pieces, each at its own place."""
-    while pieces and pieces[-1][0] >= start:
-        pieces.pop()
-    if pieces:
-        first, piece = pieces[-1]
-        pieces[-1] = first, piece[: start - first]
-    pieces.append((start, new))

@@ -52,8 +52,11 @@ class Shapes:
             rows, size = self._shape([*parts, part])
             if rows * size <= max_tokens:
                 parts.append(part)
+        rows, size = self._shape(parts)
         is_all = len(parts) == len(todo.parts)
-        return dataclasses.replace(todo, parts=parts, is_all=is_all)
+        return dataclasses.replace(
+            todo, parts=parts, is_all=is_all, num_tokens=rows * size
+        )
 
     def prefill(
         self, todo: Sequence[scheduler_lib.Part], seed: int, num_stops: int

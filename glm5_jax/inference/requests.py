@@ -40,6 +40,7 @@ class Completion:
     logprobs: list[float]  # of each token, in the distribution that it was drawn from
     finish_reason: Literal["stop", "length"] | None  # None: not finished
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights
+    num_cached: int = 0  # tokens of the prompt that were in the cache already
     # With with_experts: the experts of each token of prompt and completion except the
     # last, which was never read.
     experts: Int[np.ndarray, "T expert_layers K"] | None = None

@@ -74,6 +74,7 @@ class Dispatch:
     kind: Literal["fresh", "behind", "decode"]  # first parts; later ones; draws
     parts: list[Part]
     is_all: bool = True  # whether it is all the work of its kind
+    num_tokens: int = 0  # that a device reads, padding included
 
 
 class Scheduler:
@@ -83,6 +84,7 @@ class Scheduler:
         slots: all of them.
         works: requests that have not finished, by id, in order.
         chunk: tokens of one prompt that are read at once.
+        prefill_tokens: tokens that a device reads before running sequences draw again.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Scheduler:
         chunk: int,
         num_devices: int = 1,
         *,
+        prefill_tokens: int = 2**31,
         can_set_back: bool = True,
     ) -> None:
         """Makes free slots, equally many on each device.
@@ -99,6 +102,8 @@ class Scheduler:
           num_slots: number of slots.
           chunk: tokens of one prompt that are read at once.
           num_devices: devices with slots of their own.
+          prefill_tokens: tokens that a device reads before running sequences draw
+            again. A dispatch reads at least one part of a prompt.
           can_set_back: whether a slot can keep a part of its tokens. A state cannot be
             set back, so that there a prompt only continues all of a slot's tokens.
         """
@@ -106,18 +111,32 @@ class Scheduler:
         self.slots = [Slot(i, i // own) for i in range(num_slots)]
         self.works: dict[int, Work] = {}
         self.chunk, self._can_set_back = chunk, can_set_back
+        self.prefill_tokens = prefill_tokens
         self._clock = 0
         self._num_done = 0  # dispatches done
         self._num_passed = 0  # next turns that overtook the oldest request
+        self._waiting: collections.OrderedDict[int, Work] = collections.OrderedDict()
         self._new: list[int] = []  # requests not yet matched with slots
+        self._num_read = 0  # tokens that a device has read since it last drew
         self._has_left_some = False  # the last dispatch left prompts unread
 
-    def submit(self, request: Request) -> None:
+    @property
+    def num_waiting(self) -> int:
+        """Returns the number of requests that have no slot yet."""
+        return len(self._waiting)
+
+    @property
+    def num_readable(self) -> int:
+        """Returns the tokens that a device may read in the next dispatch."""
+        return max(self.prefill_tokens - self._num_read, 0)
+
+    def submit(self, request: Request) -> Work:
         """Queues a request."""
         prompt = [int(token) for token in request.prompt]
         work = Work(request, prompt, prefixes.encoded(prompt), Completion([], [], None))
-        self.works[request.id] = work
+        self.works[request.id] = self._waiting[request.id] = work
         self._new.append(request.id)
+        return work
 
     def release(self, id: int, keep: int = 0) -> Slot | None:
         """Removes a request; its slot keeps the tokens until the next request.
@@ -134,6 +153,7 @@ class Scheduler:
                 slot.kept_until = self._num_done + keep
                 slot.work = None
         self.works.pop(id, None)
+        self._waiting.pop(id, None)
         return found
 
     def forget(self) -> None:
@@ -144,14 +164,18 @@ class Scheduler:
     def plan(self, version: int) -> Dispatch | None:
         """Admits waiting requests to free slots and returns the next dispatch.
 
-        Reading comes before decoding, so that more slots decode together; between the
-        chunks of a long prompt the other slots decode.
+        Reading comes before decoding, so that more slots decode together. But between
+        two chunks of a long prompt, and once prefill_tokens have been read, the other
+        slots decode.
 
         Args:
           version: of the weights that will run the dispatch.
         """
         decoding = [slot for slot in self.slots if slot.is_decoding]
-        if not (self._has_left_some and decoding):
+        if not decoding:
+            self._num_read = 0  # nobody waits
+        is_due = self._has_left_some or self._num_read >= self.prefill_tokens
+        if not (is_due and decoding):
             self._admit(version)
             reading = [slot for slot in self.slots if slot.is_reading]
             if reading:
@@ -180,6 +204,7 @@ class Scheduler:
         is_reading = dispatch.kind != "decode"
         is_done = dispatch.is_all and all(part.is_last for part in dispatch.parts)
         self._has_left_some = is_reading and not is_done
+        self._num_read = self._num_read + dispatch.num_tokens if is_reading else 0
         self._num_done += 1
 
     def _admit(self, version: int) -> None:
@@ -189,29 +214,33 @@ class Scheduler:
         over the devices. A held slot is assigned to others only if all would idle.
         """
         busy = [slot for slot in self.slots if slot.work is not None]
-        running = {slot.work.request.id for slot in busy if slot.work is not None}
-        waiting = {id: work for id, work in self.works.items() if id not in running}
         free = {slot.index: slot for slot in self.slots if slot.work is None}
-        if not (waiting and free):
+        if not (self._waiting and free):
             return
+        for slot in busy:  # also after an interrupt between two assignments
+            assert slot.work is not None
+            self._waiting.pop(slot.work.request.id, None)
         for slot in free.values():
             slot.text = slot.text or prefixes.encoded(slot.tokens)
         taken = collections.Counter(slot.device for slot in busy)
         places = _Places(free, version, taken, self._can_set_back)
         is_fair = self._num_passed < MAX_PASSED * len(self.slots)
         for id in self._new:
-            if is_fair and id in waiting and places.continues(waiting[id]):
-                del waiting[id]
+            work = self._waiting.get(id)
+            if is_fair and work is not None and places.continues(work):
+                del self._waiting[id]
                 self._num_passed += 1
         self._new = []
         if busy:
             places.leave([s for s in free.values() if s.kept_until > self._num_done])
-        for work in waiting.values():
-            if not places.free:
-                return
-            places.give(work)
+        while self._waiting and places.free:
+            id, work = next(iter(self._waiting.items()))
+            if id in self.works:  # else an interrupt came while it was removed
+                places.give(work)
+            del self._waiting[id]
             self._num_passed = 0
-        self._num_passed = 0
+        if not self._waiting:
+            self._num_passed = 0
 
     def _part(self, slot: Slot) -> Part:
         """Returns the next part of a slot."""
@@ -284,4 +313,5 @@ class _Places:
         self._taken[slot.device] += 1
         slot.text, slot.last = b"", None
         del slot.tokens[size:]
+        work.completion.num_cached = size
         slot.work = work

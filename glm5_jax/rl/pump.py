@@ -37,7 +37,7 @@ class Engine(Protocol):
         """Number of requests that have not finished."""
         ...
 
-    def submit(self, request: requests.Request) -> None:
+    def submit(self, request: requests.Request) -> Any:
         """Queues a request for a slot."""
         ...
 

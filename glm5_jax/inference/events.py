@@ -1,0 +1,52 @@
+"""The events of a request in a service, and the state of a service."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from glm5_jax.inference.requests import Completion
+
+Reason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """New tokens of a request."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # as in Completion
+    versions: tuple[int, ...]  # of the weights that drew them
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The last event of a request."""
+
+    reason: Reason
+    completion: Completion  # with all its tokens
+    message: str = ""  # of an error
+
+
+Event = Tokens | End
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """The state of a service after its last dispatch, and counts since its start."""
+
+    version: int  # of the weights
+    running: int  # requests in a slot
+    waiting: int  # requests without a slot
+    free_slots: int
+    is_paused: bool
+    prompt_tokens: int = 0  # that dispatches read
+    cached_tokens: int = 0  # of prompts that were in the cache already
+    drawn_tokens: int = 0
+    dispatches: int = 0
+    dispatch_seconds: float = 0.0  # in steps of the engine
+    failures: int = 0  # dispatches that raised
+    ended: Mapping[Reason, int] = dataclasses.field(default_factory=dict)  # requests
+
+
+class ClosedError(RuntimeError):
+    """Raised if a service takes no more requests or commands."""
