@@ -75,7 +75,8 @@ class ModelConfig:
     index_skip_topk_offset: int = 2  # leading layers that always have an indexer
     # Later MTP steps reuse the first one's keys, values and index.
     index_share_for_mtp_iteration: bool = False
-    num_nextn_predict_layers: int = 1  # stored MTP modules: 0 or 1
+    # Stored MTP modules: 1 is shared by all steps; of more, each step has its own.
+    num_nextn_predict_layers: int = 1
     mtp_num_steps: int = 3  # times that training applies the MTP module (paper 2.1)
     # Added to the mean square in every norm except those of the latents.
     rms_norm_eps: float = 1e-5
@@ -140,15 +141,7 @@ class ModelConfig:
                 f"turns its first {self.qk_rope_head_dim} dims), got "
                 f"{self.index_head_dim}.",
             ),
-            (
-                self.num_nextn_predict_layers in (0, 1),
-                f"num_nextn_predict_layers must be 0 or 1 (MTP steps share one "
-                f"module), got {self.num_nextn_predict_layers}.",
-            ),
-            (
-                self.mtp_num_steps >= 0,
-                f"mtp_num_steps must not be negative, got {self.mtp_num_steps}.",
-            ),
+            *self._mtp_rules(),
             (
                 not self.batch_invariant or self.attention == "sparse",
                 f"batch_invariant needs attention='sparse', whose lists of keys "
@@ -163,6 +156,24 @@ class ModelConfig:
         )
         if set(self.layer_types) == {LATENT}:  # one spelling of GLM-5
             object.__setattr__(self, "layer_types", ())
+
+    def _mtp_rules(self) -> list[tuple[bool, str]]:
+        """Returns the rules of multi-token prediction."""
+        modules, steps = self.num_nextn_predict_layers, self.mtp_num_steps
+        return [
+            (modules >= 0, f"num_nextn_predict_layers is negative: {modules}."),
+            (steps >= 0, f"mtp_num_steps must not be negative, got {steps}."),
+            (
+                modules < 2 or steps in (0, modules),
+                f"mtp_num_steps must be num_nextn_predict_layers={modules}, one step "
+                f"for each module, or 0; got {steps}.",
+            ),
+            (
+                modules < 2 or not self.index_share_for_mtp_iteration,
+                f"index_share_for_mtp_iteration needs one MTP module, which all steps "
+                f"share; num_nextn_predict_layers is {modules}.",
+            ),
+        ]
 
     def _layer_rules(self) -> list[tuple[bool, str]]:
         """Returns the rules of the fields that decide the kind of each layer."""

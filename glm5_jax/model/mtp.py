@@ -4,13 +4,18 @@ Step k joins the embedding of token i + k with the hidden state of step k - 1 an
 one more expert layer: h_k = layer(W [norm(emb(t_{i+k})); norm(h_{k-1})]), which
 predicts token i + k + 1 through the main head. h_0 is the main model's hidden state
 after its last norm, h_k is passed on after shared_head.norm (Megatron, SGLang).
+
+The paper compares one shared module with three: with num_nextn_predict_layers > 1 step
+k has the k-th module of a stack (`_separate_steps`).
 """
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -24,13 +29,16 @@ from glm5_jax.model import embedding, layers
 def table(config: config_lib.ModelConfig) -> dict:
     """Declares the module's parameters; embedding and head are the main model's."""
     hidden = config.hidden_size
-    return {
+    module = {
         "enorm": layers.scale(hidden, "D"),
         "hnorm": layers.scale(hidden, "D"),
         "eh_proj": layers.Param((2 * hidden, hidden), ("D+D", "D")),
         "block": block_lib.make(config, depth.mtp_kind(config)).table(),
         "norm": layers.scale(hidden, "D"),
     }
+    if (num_modules := config.num_nextn_predict_layers) == 1:
+        return module
+    return jax.tree.map(lambda param: param.stacked(num_modules), module)
 
 
 def steps(
@@ -42,7 +50,7 @@ def steps(
     context: context_lib.Context,
     kl_weight: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "k B T D"], block_lib.BlockAux]:
-    """Runs config.mtp_num_steps steps after `transformer.forward`.
+    """Runs a step for each of `tokens_ahead`, after `transformer.forward`.
 
     Near the end of a document the token ahead belongs to the next one; those
     positions see only the past, and the losses skip them.
@@ -59,6 +67,10 @@ def steps(
     Returns:
       States for the head, and the layer's auxiliary outputs, stacked over steps.
     """
+    if config.num_nextn_predict_layers > 1:
+        return _separate_steps(
+            params, config, embed_tokens, hidden, tokens_ahead, context, kl_weight
+        )
     # The module's gradients are finished before the layers' begin: otherwise they stay
     # live, unsharded.
     params, hidden = lax.optimization_barrier((params, hidden))
@@ -82,6 +94,30 @@ def steps(
     later = functools.partial(later, attended=attended)
     rest = lax.scan(later, h, tokens_ahead[1:])[1]
     return jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), (h, aux), rest)
+
+
+def _separate_steps(
+    params: dict,
+    config: config_lib.ModelConfig,
+    embed_tokens: Float[Array, "v d"],
+    hidden: Float[Array, "B T D"],
+    tokens_ahead: Int[Array, "k B T"],
+    context: context_lib.Context,
+    kl_weight: Float[Array, ""] | None,
+) -> tuple[Float[Array, "k B T D"], block_lib.BlockAux]:
+    """Runs step k with the k-th module; steps after the last module repeat it."""
+    num_modules, num_steps = config.num_nextn_predict_layers, len(tokens_ahead)
+    own = np.minimum(np.arange(num_steps), num_modules - 1)
+    alone = dataclasses.replace(config, num_nextn_predict_layers=1)
+
+    def step(h: Array, xs: tuple[Array, dict]) -> tuple[Array, tuple]:
+        tokens, module = xs
+        made = steps(module, alone, embed_tokens, h, tokens[None], context, kl_weight)
+        state, aux = jax.tree.map(lambda x: x[0], made)
+        return state, (state, aux)
+
+    modules = jax.tree.map(lambda x: x[own], params)
+    return lax.scan(step, hidden, (tokens_ahead, modules))[1]
 
 
 def ahead(x: Array, num_steps: int) -> Array:

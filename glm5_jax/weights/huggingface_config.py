@@ -12,7 +12,7 @@ from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax.config import fields
-from glm5_jax.weights import quantized
+from glm5_jax.weights import huggingface_names, quantized
 
 MODEL_TYPE = "glm_moe_dsa"
 # Fields of ModelConfig that say how to compute or train. Other programs do not know
@@ -252,6 +252,9 @@ def _num_dense(types: Any, num_layers: Any) -> int:
 
 def _check_variant(given: Mapping[str, Any]) -> None:
     """Refuses configs of variants that the model does not compute."""
+    num_modules = given.get("num_nextn_predict_layers")
+    if type(num_modules) is int:
+        huggingface_names.require_one_mtp_module(num_modules)
     fixed = FIXED | {"num_key_value_heads": given.get("num_attention_heads")}
     if given.get("n_group") == given.get("topk_group"):
         fixed = {k: v for k, v in fixed.items() if k not in ("n_group", "topk_group")}
@@ -296,8 +299,9 @@ def require_writable(config: config_lib.ModelConfig) -> None:
     """Checks that a Hugging Face folder can hold the model.
 
     Raises:
-      InputError: some layers are not GLM-5's.
+      InputError: some layers are not GLM-5's, or MTP has several modules.
     """
+    huggingface_names.require_one_mtp_module(config.num_nextn_predict_layers)
     others = sorted({*config.layer_types} - {"latent"})
     if others:
         raise config_lib.InputError(

@@ -176,8 +176,27 @@ class Slot(NamedTuple):
         return len(self.layout.shape) == 2 and not module.endswith(KEPT_IN_BF16)
 
 
+def require_one_mtp_module(num_modules: int) -> None:
+    """Checks that the steps of multi-token prediction share a module, if there is one.
+
+    Raises:
+      InputError: they do not.
+    """
+    if num_modules > 1:
+        raise config_lib.InputError(
+            f"A model with num_nextn_predict_layers={num_modules} has no Hugging Face "
+            f"form here: several MTP modules are trained and measured in runs only. "
+            f"Set it to 1 where the steps share a module, or to 0 without MTP."
+        )
+
+
 def tensor_slots(config: config_lib.ModelConfig, leaves: dict[Path, Any]) -> list[Slot]:
-    """Lists every stored tensor of a model with these parameters."""
+    """Lists every stored tensor of a model with these parameters.
+
+    Raises:
+      InputError: see `require_one_mtp_module`.
+    """
+    require_one_mtp_module(config.num_nextn_predict_layers)
     slots = []
     for section, prefix, root, index in _places(config):
         for row in TABLE[section]:

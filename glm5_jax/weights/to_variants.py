@@ -65,10 +65,16 @@ def require_convertible(
             f"model.num_hidden_layers must be {source.num_hidden_layers} as in "
             f"init_from, got {target.num_hidden_layers}."
         )
-    if source.has_mtp != target.has_mtp:
+    modules = source.num_nextn_predict_layers
+    if target.num_nextn_predict_layers != modules:
         errors.append(
-            f"model.num_nextn_predict_layers must be {int(source.has_mtp)} as in "
-            f"init_from, got {int(target.has_mtp)}."
+            f"model.num_nextn_predict_layers must be {modules} as in init_from, got "
+            f"{target.num_nextn_predict_layers}."
+        )
+    if modules > 1:
+        errors.append(
+            f"A model with {modules} MTP modules (num_nextn_predict_layers) cannot "
+            f"get other layer_types; train it with those layers from the beginning."
         )
     if errors:
         raise config_lib.InputError("\n".join(errors))

@@ -10,7 +10,6 @@ depth_k is the share accepted among drafts whose predecessors were; length is 1 
 expected number of accepted drafts (Table 2 of GLM-5 has it for 4 drafts).
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -49,7 +48,6 @@ def accepted(
     params: dict, config: config_lib.ModelConfig, batch: dict[str, Any]
 ) -> dict[str, tuple[Float[Array, " B"], Float[Array, " B"]]]:
     """Returns sums and weights of each row; see the file."""
-    config = dataclasses.replace(config, mtp_num_steps=DRAFTS)
     tokens, segments = (jnp.asarray(batch[k]) for k in ("tokens", "segment_ids"))
     context = context_lib.make_context(
         config, segments, jnp.asarray(batch["positions"])

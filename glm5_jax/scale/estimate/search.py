@@ -22,7 +22,7 @@ def candidates(
 
     Raises:
       InputError: there is no such topology, the stage does not train the whole model,
-        layers keep more than their inputs, or nothing divides.
+        layers keep more than their inputs, MTP has several modules, or nothing divides.
     """
     num_devices = mesh_lib.num_devices(topology, num_slices)
     if not config.stage_record.trains_everything:
@@ -37,6 +37,12 @@ def candidates(
             "model.remat_policy must be full, got "
             f"{config.model.remat_policy!r}: the plan's memory is that of a step that "
             "keeps the layers' inputs alone; set --config.model.remat_policy=full."
+        )
+    if config.model.num_nextn_predict_layers > 1:
+        raise config_lib.InputError(
+            "model.num_nextn_predict_layers must be 0 or 1, got "
+            f"{config.model.num_nextn_predict_layers}: the plan knows the MTP module "
+            "that all steps share; compile others with python -m glm5_jax.aot."
         )
     found, broken = [], {}
     for sizes in meshes(num_devices, num_slices, config.data.batch_size):

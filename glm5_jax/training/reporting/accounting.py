@@ -48,7 +48,7 @@ def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
     if config.has_mtp:
         expert = 3 * config.hidden_size * config.moe_intermediate_size
         idle = config.n_routed_experts - config.num_experts_per_tok
-        module = counts["mtp"] - idle * expert
+        module = counts["mtp"] // config.num_nextn_predict_layers - idle * expert
         head = config.vocab_size * config.hidden_size
         weights += config.mtp_num_steps * (module + head)
     kinds = [*depth.layer_kinds(config)]
