@@ -300,14 +300,14 @@ _MODEL = dataclasses.replace(
 SMALL = recipe(
     "small",
     "All stages of GLM-5 up to reasoning RL, with a model of 0.7 million parameters, "
-    "on two cores in an estimated half hour.",
+    "on two cores in less than half an hour.",
     Sizes(
         model=_MODEL,
         lengths=(128, 256, 512),
         num_documents=40_000,
         tokens_per_step=4096,
         steps=(1200, 250, 300, 120, 200, 300, 150),
-        minutes=(9.0, 3.0, 4.0, 2.0, 4.0, 3.0, 4.0),
+        minutes=(8.2, 2.8, 3.5, 1.4, 4.0, 1.5, 2.3),
         rl_rows=(16, 8),
         eval_tasks=256,
         num_needles=100,

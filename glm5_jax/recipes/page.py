@@ -6,11 +6,15 @@ The HTML is one file: its style and its pictures are inside, so that it can be m
 import base64
 import dataclasses
 import html
+import io
 import pathlib
 import re
 import urllib.parse
 from collections.abc import Sequence
 
+import PIL.Image
+
+_COLOURS = 64  # of a picture in HTML: enough for curves, a third of the bytes
 # Characters that neither XML nor a page can show.
 _HIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _STYLE = """
@@ -96,7 +100,7 @@ def _html(block: Block) -> str:
         return f"<table>\n<tr>{head}</tr>\n{rows}\n</table>"
     if isinstance(block, Quotation):
         return f"<pre>{html.escape(_printable(block.text))}</pre>"
-    data = base64.b64encode(block.path.read_bytes()).decode()
+    data = base64.b64encode(_small_png(block.path)).decode()
     return (
         f'<figure><img alt="{html.escape(block.caption)}" '
         f'src="data:image/png;base64,{data}"/>'
@@ -124,6 +128,14 @@ def _markdown(block: Block, folder: pathlib.Path) -> str:
         return ""
     address = urllib.parse.quote(block.path.relative_to(folder).as_posix())
     return f"![{block.caption}]({address})"
+
+
+def _small_png(path: pathlib.Path) -> bytes:
+    """Returns a picture as a PNG of few colours."""
+    file = io.BytesIO()
+    with PIL.Image.open(path) as image:
+        image.convert("RGB").quantize(_COLOURS).save(file, "PNG", optimize=True)
+    return file.getvalue()
 
 
 def _inline(text: str) -> str:

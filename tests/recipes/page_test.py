@@ -1,15 +1,16 @@
 """Both renderings of a page, and what must be escaped in them."""
 
 import base64
+import io
 import pathlib
 from xml.etree import ElementTree
 
+import PIL.Image
 from absl.testing import absltest
 
 from glm5_jax.recipes import page
 from tests import environment
 
-PNG = b"\x89PNG\r\n\x1a\n"
 TEXT = "a < b & ``` | \x1b[0m \ud7ff"
 
 
@@ -19,7 +20,7 @@ class PageTest(absltest.TestCase):
         self.folder = pathlib.Path(self.create_tempdir().full_path)
         path = self.folder / "curves" / "a b.png"
         path.parent.mkdir()
-        path.write_bytes(PNG)
+        PIL.Image.effect_noise((40, 20), 64).convert("RGB").save(path)
         self.blocks = [
             page.Heading("1 < 2"),
             page.Paragraph("Made by `run --x=<y>`."),
@@ -43,7 +44,8 @@ class PageTest(absltest.TestCase):
         for source in sources:
             kind, data = source.split(",")
             self.assertEqual(kind, "data:image/png;base64")
-            self.assertEqual(base64.b64decode(data), PNG)
+            image = PIL.Image.open(io.BytesIO(base64.b64decode(data)))
+            self.assertEqual((image.size, image.mode), ((40, 20), "P"))
         self.assertNotIn("http", text)
 
     def test_markdown_keeps_the_columns_and_the_quotation(self):

@@ -7,6 +7,7 @@ import pathlib
 from unittest import mock
 from xml.etree import ElementTree
 
+import PIL.Image
 import pytest
 from absl.testing import absltest
 
@@ -24,7 +25,7 @@ class Killed(BaseException):
 
 
 def drawing(metrics_path, out_png):
-    out_png.write_bytes(b"PNG")
+    PIL.Image.new("RGB", (4, 4)).save(out_png)
 
 
 def dying(run, values=None, save=state.Run.save):
