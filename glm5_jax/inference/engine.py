@@ -13,16 +13,15 @@ of devices. An engine made under `jax.set_mesh` uses all devices of the mesh
 (inference/placement.py).
 """
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
 from glm5_jax import config as config_lib
 from glm5_jax.inference import parts as parts_lib
-from glm5_jax.inference import placement, programs, requests, results, steps
+from glm5_jax.inference import placement, requests, results
+from glm5_jax.inference import runner as runner_lib
 from glm5_jax.inference import scheduler as scheduler_lib
 from glm5_jax.inference import weights as weights_lib
 from glm5_jax.inference.limits import Limits
@@ -74,22 +73,21 @@ class Engine:
         sizes = {"num_slots": num_slots, "capacity": capacity, "chunk": chunk}
         requests.require_ints(1, **sizes, num_steps=num_steps)
         requests.require_ints(0, seed=seed)
-        limit = config.max_position_embeddings
-        if capacity > limit:
-            raise config_lib.InputError(
-                f"capacity must not exceed model.max_position_embeddings={limit}, got "
-                f"{capacity}."
-            )
+        _require_positions(config, capacity)
         self._chunk = chunk = min(chunk, capacity, limits.prefill_tokens)
-        self._mesh = placement.in_use()
-        placement.require_whole("num_slots", num_slots, self._mesh)
-        num_devices = placement.num_shares(self._mesh)
-        self.config, self.capacity, self._seed = config, capacity, seed
-        self._with_experts, self._num_steps = with_experts, num_steps
-        self._shapes = parts_lib.Shapes(num_slots, num_devices, chunk)
-        self._limits = limits
-        self._empty = functools.partial(
-            steps.empty, config, num_slots, capacity, limits.max_stop_ids
+        mesh = placement.in_use()
+        placement.require_whole("num_slots", num_slots, mesh)
+        num_devices = placement.num_shares(mesh)
+        self.config, self.capacity, self._limits = config, capacity, limits
+        self._runner = runner_lib.Runner(
+            config,
+            mesh,
+            parts_lib.Shapes(num_slots, num_devices, chunk),
+            limits,
+            capacity,
+            seed,
+            num_steps,
+            with_experts,
         )
         self._scheduler = self._new_scheduler()
         self._experts: dict[int, results.Pieces] = {i: [] for i in range(num_slots)}
@@ -97,9 +95,9 @@ class Engine:
         self.dispatch: scheduler_lib.Dispatch | None = None
         self._result: results.Result | None = None
         self._finished: dict[int, Completion] = {}  # not yet returned
-        with self._on_mesh():
-            self._state = placement.made(self._empty, self._mesh)
-            self._weights = weights_lib.make(params, 0, config, self._mesh)
+        with self._runner.on_mesh():
+            self._state = self._runner.empty()
+            self._weights = weights_lib.make(params, 0, config, mesh)
 
     @property
     def running(self) -> dict[int, Completion]:
@@ -130,7 +128,27 @@ class Engine:
     @property
     def max_programs(self) -> int:
         """Returns an upper bound on the programs that this engine ever compiles."""
-        return self._shapes.num_programs
+        return len(self._runner.paddings())
+
+    def warm_up(self, on_program: Callable[[int, int], None] | None = None) -> None:
+        """Compiles all programs that requests may need, by running them on padding.
+
+        Args:
+          on_program: called after each program with the number done, and of all.
+
+        Raises:
+          InputError: requests are running.
+        """
+        if self.num_pending:
+            raise config_lib.InputError("warm_up must be called before any request.")
+        paddings = self._runner.paddings()
+        for done, program in enumerate(paddings, 1):
+            with self._runner.on_mesh():
+                self._restore()
+                self._state, drawn = program(self._state, self._weights)
+                jax.block_until_ready(drawn)
+            if on_program is not None:
+                on_program(done, len(paddings))
 
     def publish(self, params: dict, version: int) -> None:
         """Replaces the parameters; running requests keep their caches.
@@ -155,8 +173,8 @@ class Engine:
                 f"version must increase with every publish, got {version} after "
                 f"{last}{remedy}."
             )
-        with self._on_mesh():
-            weights = weights_lib.make(params, version, self.config, self._mesh)
+        with self._runner.on_mesh():
+            weights = weights_lib.make(params, version, self.config, self._runner.mesh)
         if not is_running:
             self._scheduler = self._new_scheduler()
         self._weights = weights
@@ -223,48 +241,18 @@ class Engine:
         """
         self._settle()
         self.dispatch = None
-        with self._on_mesh():
-            if self._is_lost():
-                self._scheduler.forget()
-                self._state = placement.made(self._empty, self._mesh)
+        with self._runner.on_mesh():
+            self._restore()
             weights = self._weights
             todo = self._scheduler.plan(weights.version)
             if todo is not None and todo.kind != "decode":
-                todo = self._shapes.within(todo, self._scheduler.num_readable)
+                todo = self._runner.shapes.within(todo, self._scheduler.num_readable)
             self.dispatch = todo
             if todo is not None:
-                self._result = self._run(todo, weights)
+                self._result = self._runner.run(todo, self._state, weights)
         self._settle()
         finished, self._finished = self._finished, {}
         return list(finished.items())
-
-    def _run(
-        self, todo: scheduler_lib.Dispatch, weights: weights_lib.Weights
-    ) -> results.Result:
-        """Runs the scheduler's next dispatch on the devices."""
-        if todo.kind == "decode":
-            rows, chosen = self._shapes.decode(todo.parts)
-            state, drawn = programs.decode(
-                weights.decode_params,
-                self.config,
-                self._state,
-                placement.rows(chosen, self._mesh),
-                num_steps=self._num_steps,
-                with_experts=self._with_experts,
-            )
-        else:
-            rows, arrays = self._shapes.prefill(
-                todo.parts, self._seed, self._limits.max_stop_ids
-            )
-            state, drawn = programs.prefill(
-                weights.params,
-                self.config,
-                self._state,
-                placement.rows(arrays, self._mesh),
-                is_fresh=todo.kind == "fresh",
-                with_experts=self._with_experts,
-            )
-        return results.Result(todo, rows, state, jax.device_get(drawn), weights.version)
 
     def _settle(self) -> None:
         """Takes the last dispatch's result into the engine's state.
@@ -288,7 +276,7 @@ class Engine:
 
     def _new_scheduler(self) -> scheduler_lib.Scheduler:
         """Returns a scheduler whose slots are all free."""
-        shapes = self._shapes
+        shapes = self._runner.shapes
         return scheduler_lib.Scheduler(
             shapes.num_slots * shapes.num_devices,
             self._chunk,
@@ -297,17 +285,15 @@ class Engine:
             can_set_back=not self.config.is_recurrent,
         )
 
+    def _restore(self) -> None:
+        """Makes an empty cache if a failed program has consumed it."""
+        if self._is_lost():
+            self._scheduler.forget()
+            self._state = self._runner.empty()
+
     def _is_lost(self) -> bool:
         """Returns whether a failed program has consumed the cache."""
         return any(x.is_deleted() for x in jax.tree.leaves(self._state))
-
-    def _on_mesh(self) -> contextlib.AbstractContextManager:
-        """Enters the engine's mesh, in whatever thread calls."""
-        return (
-            contextlib.nullcontext()
-            if self._mesh is None
-            else placement.using(self._mesh)
-        )
 
 
 def generate(
@@ -373,6 +359,20 @@ def generate(
 def bucket(num_tokens: int) -> int:
     """Returns the smallest 2^n or 1.5 * 2^n that is at least `size`."""
     return parts_lib.least(parts_lib.sizes(), num_tokens)
+
+
+def _require_positions(config: config_lib.ModelConfig, capacity: int) -> None:
+    """Checks that the model has as many positions as the cache.
+
+    Raises:
+      InputError: it has fewer.
+    """
+    limit = config.max_position_embeddings
+    if capacity > limit:
+        raise config_lib.InputError(
+            f"capacity must not exceed model.max_position_embeddings={limit}, got "
+            f"{capacity}."
+        )
 
 
 def _slots_for(num_prompts: int) -> int:

@@ -34,9 +34,19 @@ class Shapes:
         self._decode_rows = decode_counts(self.num_slots)
 
     @property
-    def num_programs(self) -> int:
-        """Returns the number of programs that these shapes can lead to."""
-        return 2 * len(self._rows) * len(self._sizes) + len(self._decode_rows)
+    def decode_rows(self) -> list[int]:
+        """Returns the slots of a device that decode programs compute."""
+        return self._decode_rows
+
+    def prefill_shapes(self, max_tokens: int) -> list[tuple[int, int]]:
+        """Returns rows and tokens of a device's arrays, of dispatches of `within`."""
+        fewest = self._rows[0]
+        return [
+            (rows, size)
+            for size in self._sizes
+            for rows in self._rows
+            if rows == fewest or rows * size <= max_tokens
+        ]
 
     def within(
         self, todo: scheduler_lib.Dispatch, max_tokens: int
@@ -73,6 +83,13 @@ class Shapes:
         shape = self.num_devices * num_rows, size
         return rows, make(todo, rows, shape, self.num_slots, seed, num_stops)
 
+    def padding(self, shape: tuple[int, int], num_stops: int) -> steps.Parts:
+        """Returns arrays without a part, of one of `prefill_shapes`."""
+        rows, size = shape
+        return make(
+            [], [], (self.num_devices * rows, size), self.num_slots, 0, num_stops
+        )
+
     def decode(
         self, todo: Sequence[scheduler_lib.Part]
     ) -> tuple[list[int], steps.Chosen | None]:
@@ -82,9 +99,23 @@ class Shapes:
         if num_rows == self.num_slots:
             return [part.slot.index for part in todo], None
         rows = [device * num_rows + row for device, row in places]
-        slots = np.full(self.num_devices * num_rows, self.num_slots, np.int32)
-        slots[rows] = [part.slot.index % self.num_slots for part in todo]
-        return rows, steps.Chosen(jnp.asarray(slots))
+        return rows, self.chosen(num_rows, rows, [part.slot.index for part in todo])
+
+    def chosen(
+        self, num_rows: int, rows: Sequence[int] = (), slots: Sequence[int] = ()
+    ) -> steps.Chosen | None:
+        """Returns `num_rows` slots of each device; None for all slots.
+
+        Args:
+          num_rows: one of `decode_rows`.
+          rows: of the slots in the array; the others are padding.
+          slots: over all devices.
+        """
+        if num_rows == self.num_slots:
+            return None
+        chosen = np.full(self.num_devices * num_rows, self.num_slots, np.int32)
+        chosen[[*rows]] = [slot % self.num_slots for slot in slots]
+        return steps.Chosen(jnp.asarray(chosen))
 
     def _shape(self, todo: Sequence[scheduler_lib.Part]) -> tuple[int, int]:
         """Returns rows and tokens of a device's arrays for parts of prompts."""

@@ -409,6 +409,19 @@ class CompilationTest(absltest.TestCase):
         self.assertBetween(compiled.count("prefill"), 1, 2)  # 16 and 24 tokens
         self.assertBetween(compiled.count("decode"), 1, 2)
 
+    def test_nothing_is_compiled_after_a_warm_up(self):
+        config = dataclasses.replace(COUNTED, rope_theta=4e4)  # nobody else's programs
+        params, seen = tiny.params(config), []
+        machine = engine.Engine(params, config, num_slots=1, capacity=32, chunk=16)
+        with jax.log_compiles(), self.assertLogs("jax", "WARNING") as logs:
+            machine.warm_up(lambda *progress: seen.append(progress))
+            self.assertEqual(seen, [(1, 3), (2, 3), (3, 3)])
+            num_compiled = len(COMPILES.findall("\n".join(logs.output)))
+            self.assertEqual(num_compiled, machine.max_programs)
+            done = run_all(machine, make_requests(3, 17, 5)[:2])
+        self.assertLen(COMPILES.findall("\n".join(logs.output)), num_compiled)
+        self.assertLen(done[1].tokens, 12)
+
     @pytest.mark.slow  # 16 s
     def test_an_engine_never_exceeds_its_bound(self):
         config = dataclasses.replace(COUNTED, rope_theta=3e4)  # nobody else's programs

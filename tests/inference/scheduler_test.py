@@ -6,7 +6,7 @@ from unittest import mock
 
 from absl.testing import parameterized
 
-from glm5_jax.inference import prefixes, scheduler
+from glm5_jax.inference import parts, prefixes, scheduler
 from glm5_jax.inference.requests import Request
 from tests import environment
 
@@ -124,6 +124,34 @@ class ConversationsTest(parameterized.TestCase):
                 machine.submit(Request(100, [2] * 20, 1))
             machine.submit(Request(turn, [*work.prompt, 5], 1))
         self.assertEqual(turn, 5)  # after the first turn and three that overtook it
+
+
+class StallTest(parameterized.TestCase):
+    @parameterized.product(budget=(100, 400, 2000), chunk=(48, 128))
+    def test_decoding_waits_for_a_bounded_number_of_tokens(self, budget, chunk):
+        """One sequence draws while short and long prompts never stop coming."""
+        rng = random.Random(0)
+        machine = scheduler.Scheduler(8, chunk, prefill_tokens=budget)
+        shapes, waited, longest, num_draws = parts.Shapes(8, 1, chunk), 0, 0, 0
+        machine.submit(Request(0, [5] * 9, 10**6))
+        for step in range(1, 400):
+            for id in range(2 * step, 2 * step + 2):
+                size = rng.choice((3, 40, 3000))
+                machine.submit(Request(id, [id + 7] * size, 1))
+            todo = machine.plan(0)
+            if todo.kind == "decode":
+                waited, num_draws = 0, num_draws + 1
+            else:
+                todo = shapes.within(todo, machine.num_readable)
+                if num_draws:
+                    waited += todo.num_tokens
+            longest = max(longest, waited)
+            machine.advance(todo, [[4] * part.is_last for part in todo.parts], 0)
+            for part in todo.parts:
+                if part.is_last and part.work.request.id:
+                    machine.release(part.work.request.id)
+        self.assertGreater(num_draws, 20)
+        self.assertLess(longest, budget + chunk)
 
 
 class PrefixesTest(parameterized.TestCase):
