@@ -1,7 +1,7 @@
 """Keeps compiled programs on disk, so that a second start compiles nothing.
 
 Commands that run a model share the flag --compile_cache and call `enable` before their
-first array.
+first array. So may a notebook, which has no flags: it takes the flag's default.
 """
 
 import hashlib
@@ -24,9 +24,10 @@ _FOLDER = flags.DEFINE_string(
 
 def enable() -> None:
     """Makes jax look for compiled programs in the folder, and keep new ones there."""
-    if _VARIABLE in os.environ or _FOLDER.value in ("none", ""):
+    given = _FOLDER.value if flags.FLAGS.is_parsed() else _FOLDER.default
+    if _VARIABLE in os.environ or given in ("none", "", None):
         return
-    folder = pathlib.Path(_FOLDER.value).expanduser() / _host()
+    folder = pathlib.Path(given).expanduser() / _host()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         prune(folder)

@@ -42,6 +42,15 @@ class CompileCacheTest(absltest.TestCase):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = "mine"
         self.assertEmpty(self.enabled(str(self.folder)))
 
+    def test_a_program_without_flags_takes_the_default_folder(self):
+        home = self.enterContext(mock.patch.dict(os.environ, HOME=str(self.folder)))
+        flags.FLAGS.unparse_flags()
+        self.addCleanup(flags.FLAGS.mark_as_parsed)
+        compile_cache.enable()
+        told = dict(call.args for call in self.update.call_args_list)
+        folder = pathlib.Path(told["jax_compilation_cache_dir"])
+        self.assertTrue(folder.is_relative_to(home["HOME"]))
+
     def test_a_folder_that_cannot_be_made_ends_nothing(self):
         (self.folder / "file").touch()
         with self.assertLogs("absl", "WARNING"):
