@@ -8,12 +8,15 @@ select, so that warm-up can be compared before and after.
 
 The largest logit of a head is the largest scale * q . k in a row. It grows without
 bound where Muon treats all heads as one matrix (Muon Split, GLM-5 2.1.1).
+
+    for view in attention.views(model.params, model.config, batch):
+        plt.imshow(view.mass[0])  # of the first row: queries by keys
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +38,38 @@ Keep = Bool[Array, "B T S"]
 LAYER_TYPES = ("latent", "latent_sliding", "grouped", "grouped_sliding")  # with logits
 
 
+class View(NamedTuple):
+    """A layer's attention over all keys, beside the keys that its index selects."""
+
+    label: str  # e.g. "layer_00"
+    mass: Float[Array, "B T S"]  # in the mean over heads; sums to 1 over a query's keys
+    selected: Bool[Array, "B T S"]
+    visible: Bool[Array, "B T S"]
+
+
+def views(
+    params: dict, config: config_lib.ModelConfig, batch: held_out.Batch
+) -> Iterator[View]:
+    """Yields a view of every layer that has an index, in order.
+
+    Args:
+      params: of `transformer.table`.
+      config: of the model. If its attention is dense, the selected keys are those that
+        its indexers would select.
+      batch: rows with their tokens, segment_ids and positions. The views of a layer
+        take 4 bytes for each head, query and key.
+    """
+    keep = None
+    for visit in walk.visits(params, config, batch):
+        if visit.kind.index == "none":
+            continue
+        keep = _kept(visit, keep)
+        context = visit.context
+        mass = _mass(visit.params, visit.block.config, walk.normed(visit), context)
+        visible = forms.visible(context.lo, context.hi, keep.shape[-1])
+        yield View(visit.label, mass, keep, visible)
+
+
 def _recall(
     subject: record.Subject, setting: record.Setting, tasks: record.Tasks
 ) -> Iterator[tuple[int, record.Answer]]:
@@ -44,9 +79,7 @@ def _recall(
         if visit.kind.index == "none":
             return {}, keep
         config, x = visit.block.config, walk.normed(visit)
-        if visit.kind.owns_indexer:
-            keep = selected(visit.params, config, x, visit.context)
-        assert keep is not None, "the first layer with an index owns it"
+        keep = _kept(visit, keep)
         mass = kept_mass(visit.params, config, x, visit.context, keep)
         has_choice = visit.context.hi - visit.context.lo > config.index_topk
         sums = jnp.sum(jnp.where(has_choice, mass, 0), axis=1)
@@ -73,6 +106,15 @@ def _logits(
         for i, number in enumerate(numbers):
             figures = {name: (float(x[i]), 1.0) for name, x in found.items()}
             yield number, record.Answer(figures)
+
+
+def _kept(visit: walk.Visit, before: Array | None) -> Bool[Array, "B T S"]:
+    """Marks the keys of the layer's own index, or those of the index before it."""
+    if visit.kind.owns_indexer:
+        x, config = walk.normed(visit), visit.block.config
+        return selected(visit.params, config, x, visit.context)
+    assert before is not None, "the first layer with an index owns it"
+    return before
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -107,6 +149,20 @@ def kept_mass(
 
     q, k = _latent_heads(params, config, x, context)
     return jnp.mean(_by_head(of_head, q, k, context), axis=0)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _mass(
+    params: dict,
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
+    context: context_lib.Context,
+) -> Float[Array, "B T S"]:
+    """Returns the attention on every key, in the mean over heads; 0 on hidden keys."""
+    q, k = _latent_heads(params, config, x, context)
+    softmax = functools.partial(jax.nn.softmax, axis=-1)
+    mass = jnp.mean(_by_head(softmax, q, k, context), axis=0)
+    return jnp.where(forms.visible(context.lo, context.hi, k.shape[1]), mass, 0)
 
 
 @functools.partial(jax.jit, static_argnames="block")

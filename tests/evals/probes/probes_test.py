@@ -10,6 +10,7 @@ from absl.testing import absltest
 
 from glm5_jax import config as config_lib
 from glm5_jax.evals import catalogue, held_out, record, runner
+from glm5_jax.evals.probes import attention as attention_probe
 from glm5_jax.evals.probes import mtp as mtp_probe
 from glm5_jax.evals.probes import walk
 from glm5_jax.model import attention as attention_lib
@@ -93,6 +94,8 @@ class AttentionTest(absltest.TestCase):
         topk, heads = SUBJECT.config.index_topk, SUBJECT.config.num_attention_heads
         cls.largest = np.full((2, 2, heads), -np.inf)  # row, layer, head
         cls.recall = np.zeros((2, 2, 2))  # row, layer, (sum, weight)
+        shape = 2, 2, LENGTH, LENGTH  # layer, row, query, key
+        cls.mass, cls.selected = np.zeros(shape), np.zeros(shape, bool)
         for layer, (params, x) in enumerate(inputs_of_layers()):
             for row in range(2):
                 for t in range(LENGTH):
@@ -101,10 +104,14 @@ class AttentionTest(absltest.TestCase):
                     logits, scores = attention_of(params, x[row], row, t)
                     best = np.maximum(cls.largest[row, layer], logits.max(1))
                     cls.largest[row, layer] = best
+                    seen = BATCH["segment_ids"][row, : t + 1]
+                    [seen] = np.nonzero(seen == seen[t])
+                    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+                    best = np.argsort(scores)[-topk:]
+                    cls.mass[layer, row, t, seen] = p.mean(0)
+                    cls.selected[layer, row, t, seen[best]] = True
                     if len(scores) > topk:
-                        p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-                        kept = p[:, np.argsort(scores)[-topk:]].sum(1).mean()
-                        cls.recall[row, layer] += kept, 1
+                        cls.recall[row, layer] += p[:, best].sum(1).mean(), 1
 
     def test_recall_is_the_mass_of_the_selected_keys(self):
         for row, figures in enumerate(probe("recall")):
@@ -114,6 +121,14 @@ class AttentionTest(absltest.TestCase):
             whole = self.recall[row].sum(0)
             np.testing.assert_allclose(figures["recall"], whole, atol=2 * ATOL)
             self.assertBetween(whole[0] / whole[1], 0.2, 0.99)
+
+    def test_views_hold_the_mass_and_the_selection_of_each_layer(self):
+        found = [*attention_probe.views(SUBJECT.params, SUBJECT.config, BATCH)]
+        self.assertEqual([view.label for view in found], ["layer_00", "layer_01"])
+        for layer, view in enumerate(found):
+            np.testing.assert_allclose(view.mass, self.mass[layer], atol=ATOL)
+            np.testing.assert_array_equal(view.selected, self.selected[layer])
+            np.testing.assert_array_equal(view.visible, self.mass[layer] > 0)
 
     def test_largest_logits_are_those_of_the_visible_keys(self):
         for row, figures in enumerate(probe("attention_logits")):
