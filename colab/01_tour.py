@@ -57,17 +57,14 @@ import numpy as np
 from absl import logging
 
 from glm5_jax import config as config_lib
-from glm5_jax import losses, presets
+from glm5_jax import presets
 from glm5_jax.data.rows import pipeline as pipeline_lib
+from glm5_jax.evals.probes import attention as attention_probe
 from glm5_jax.inference import engine
-from glm5_jax.model import layers, transformer
-from glm5_jax.model import selection as selection_lib
-from glm5_jax.model.attention import mla
-from glm5_jax.optim import newton_schulz
+from glm5_jax.model import transformer
 from glm5_jax.training import loop
 from glm5_jax.training.reporting import accounting, metrics
 from glm5_jax.weights import loading
-from pallas_kernels import selection
 
 print(f"jax {jax.__version__} on {jax.device_count()} x {jax.devices()[0].device_kind}")
 
@@ -114,18 +111,16 @@ for name, array in batch.items():
 print("\nThe first row begins:\n\n" + data.tokenizer.decode(batch["tokens"][0, :100]))
 
 # %% [markdown]
-# ## A forward pass, with traces
+# ## A forward pass
 #
-# Parameters are a plain dict of arrays, and the model is a plain function. With
-# `with_traces` it also returns each layer's output, the entries that the layer would
-# put into the cache, and the keys that its indexer chose.
+# Parameters are a plain dict of arrays, and the model is a plain function.
 
 # %%
-forward = jax.jit(transformer.forward, static_argnames=("config", "with_traces"))
+forward = jax.jit(transformer.forward, static_argnames="config")
 rows = [batch[name] for name in ("tokens", "segment_ids", "positions")]
 init = jax.jit(transformer.init_params, static_argnums=0)
 params = jax.device_put(init(MODEL, jax.random.key(0)), jax.devices()[0])
-before = forward(params, MODEL, *rows, with_traces=True)
+before = forward(params, MODEL, *rows)
 logits = transformer.logits(params, MODEL, before.hidden)
 print(f"logits {logits.shape}, for {np.prod(batch['tokens'].shape):,} tokens")
 
@@ -138,40 +133,21 @@ print(f"logits {logits.shape}, for {np.prod(batch['tokens'].shape):,} tokens")
 
 
 # %%
-def dense_attention(params: dict, out: transformer.Output) -> jax.Array:
-    """The first layer's attention without selection, mean over heads: [B, T, S]."""
-    layer = jax.tree.map(lambda x: x[0], params["layers_0"]["block_0"])
-    weights, context = layer["self_attn"], out.context
-    attended = out.traces["layers_0"]["block_0"].attended
-    kv = jax.tree.map(lambda x: x[0], attended.kv)
-    x = params["embed_tokens"][batch["tokens"]]
-    h = layers.rms_norm(x, layer["input_layernorm"], MODEL.rms_norm_eps)
-    c_q = mla.query_latent(weights, MODEL, h)
-    every = selection_lib.AllVisible()
-    _, (q, k, lse) = mla.expanded(weights, MODEL, c_q, kv, context, every)
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * MODEL.softmax_scale
-    s = jnp.arange(x.shape[1])[None, None]
-    visible = (context.lo[..., None] <= s) & (s < context.hi[..., None])
-    probs = jnp.where(visible[:, None], jnp.exp(scores - lse[..., None]), 0)
-    return jnp.mean(probs, axis=1)
-
-
-def look(params: dict, out: transformer.Output) -> None:
+def look(params: dict) -> None:
     """Draws attention and selection of a row, and says how much the selection holds."""
-    dense = np.asarray(jax.jit(dense_attention)(params, out))
-    attended = out.traces["layers_0"]["block_0"].attended
-    (keys,) = attended.index.selection  # a mask, bits or lists
-    mask = selection.as_mask(keys[0], dense.shape[-1])  # keys first: [B, S, T]
-    chosen = np.asarray(mask).swapaxes(1, 2)
-    num_visible = np.asarray(out.context.hi - out.context.lo)
+    view = next(attention_probe.views(params, MODEL, batch))  # the first layer
+    dense, chosen = np.asarray(view.mass), np.asarray(view.selected)
+    num_visible = np.asarray(view.visible).sum(-1)
     relative = np.where(dense > 0, dense * num_visible[..., None], np.nan)[0]
     low, high = np.nanquantile(relative, [0.01, 0.99])
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     image = left.imshow(relative, vmin=low, vmax=high)
-    figure.colorbar(image, shrink=0.8)
-    left.set(title="Attention to all keys (1: even)", xlabel="key", ylabel="query")
+    figure.colorbar(image, shrink=0.8, label="attention, in units of an even one")
+    left.set_title("Attention to all keys")
     right.imshow(np.where(dense[0] > 0, chosen[0], np.nan))
-    right.set(title="Keys that the indexer selects", xlabel="key")
+    right.set_title("Keys that the indexer selects")
+    for axis in (left, right):
+        axis.set(xlabel="key, place in the row", ylabel="query, place in the row")
     plt.show()
     has_choice = num_visible > MODEL.index_topk
     best = np.sort(dense)[..., -MODEL.index_topk :].sum(-1)[has_choice].mean()
@@ -181,7 +157,7 @@ def look(params: dict, out: transformer.Output) -> None:
     print(f"(as many at random: {chance:.3f}; the best ones: {best:.3f})")
 
 
-look(params, before)
+look(params)
 
 # %% [markdown]
 # Nothing is trained yet: attention is nearly even (look at the colour scale), and the
@@ -211,7 +187,8 @@ def show_load(**outputs: transformer.Output) -> None:
         layout="constrained",
     )
     for ax, (name, out) in zip(axes[0], outputs.items(), strict=True):
-        loads = np.asarray(out.aux["layers_1"]["block_0"].routing.load) / num_tokens
+        *_, last = out.aux.values()  # the layers with experts
+        loads = np.asarray(last["block_0"].routing.load) / num_tokens
         width = 0.8 / len(loads)
         for i, load in enumerate(loads):
             places = np.arange(load.size) + (i - (len(loads) - 1) / 2) * width
@@ -283,15 +260,15 @@ for name, value in summary.items():
 # %%
 records = metrics.read(workdir / "metrics.jsonl")
 curves = {
-    "train/lm_loss": "next token, nats",
-    "eval/bits_per_byte": "held out, bits per byte",
-    "train/indexer_kl": "indexer's divergence, nats",
+    "train/lm_loss": ("next token", "nats a token"),
+    "eval/bits_per_byte": ("held out", "bits per byte"),
+    "train/indexer_kl": ("indexer's divergence", "nats a query"),
 }
 _, axes = plt.subplots(1, 3, figsize=(12, 3), layout="constrained")
-for ax, (name, title) in zip(axes, curves.items(), strict=True):
+for ax, (name, (title, unit)) in zip(axes, curves.items(), strict=True):
     points = [(record["step"], record[name]) for record in records if name in record]
     ax.plot(*zip(*points, strict=True), marker="o" if "eval" in name else None)
-    ax.set(title=title, xlabel="step")
+    ax.set(title=title, xlabel="step", ylabel=unit)
 plt.show()
 
 # %% [markdown]
@@ -303,8 +280,8 @@ plt.show()
 
 # %%
 _, params, tokenizer = loading.load_model(workdir)
-after = forward(params, MODEL, *rows, with_traces=True)
-look(params, after)
+after = forward(params, MODEL, *rows)
+look(params)
 show_load(untrained=before, trained=after)
 
 # %% [markdown]
@@ -329,50 +306,10 @@ for prompt, completion in zip(prompts, completions, strict=True):
     print("-" * 60)
 
 # %% [markdown]
-# ## Muon Split
-#
-# A gradient is large in a few directions and tiny in the others. Muon replaces it (in
-# training: replaces its momentum) by the nearest matrix whose singular values are all
-# 1. GLM-5 first cuts the projections into one matrix for each head (*Muon Split*). In a
-# common matrix the heads compete, and the directions within a head stay uneven. After
-# the cut every head is updated as if it were alone.
-
-
-# %%
-def loss(last: dict, params: dict) -> jax.Array:
-    """Next-token loss of the held-out batch, as a function of the last layers."""
-    out = transformer.forward(params | {"layers_1": last}, MODEL, *rows)
-    targets, mask = batch["targets"], batch["loss_mask"]
-    chunk = config.loss.chunk_tokens
-    head = params["lm_head"]
-    return losses.next_token_loss(out.hidden, head, targets, mask, chunk_tokens=chunk)
-
-
-grads = jax.jit(jax.grad(loss))(params["layers_1"], params)
-q_b = grads["block_0"]["self_attn"]["q_b_proj"][-1]  # [Q, N, H]
-steps = newton_schulz.coefficients(config.optim.ns_coefficients, config.optim.ns_steps)
-
-
-def orthogonalize(matrices: jax.Array) -> jax.Array:
-    """Five Newton-Schulz steps: products of matrices only."""
-    return newton_schulz.orthogonalize(matrices, steps, jnp.float32)
-
-
-together = orthogonalize(q_b.reshape(len(q_b), -1)).reshape(q_b.shape)
-head = {
-    "gradient": q_b[:, 0],
-    "Muon, heads together": together[:, 0],
-    "Muon Split": orthogonalize(q_b[:, 0]),
-}
-print("Singular values of one head (a few):")
-for name, matrix in head.items():
-    values = np.linalg.svd(np.asarray(matrix), compute_uv=False)
-    some = values[np.linspace(0, len(values) - 1, 6).round().astype(int)]
-    print(f"{name:21}", *(f"{value:8.2g}" for value in some))
-
-# %% [markdown]
 # ## Where to read on
 #
+# - More of the same kind: `02_rl` (learning from rewards), `03_sparse_attention` (how
+#   the indexer learns, and what it saves), `04_muon_split` (the optimizer).
 # - The path of a token through the model: `glm5_jax/model/transformer.py`, `block.py`,
 #   `attention/`, `indexer.py`, `moe.py`, in this order.
 # - A complete training step: `glm5_jax/training/step.py`.

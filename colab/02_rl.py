@@ -129,7 +129,7 @@ def icepop(logprobs, old, rollout, advantages, beta=2.0, low=0.2, high=0.28):
 rng = np.random.default_rng(0)
 random = (rng.normal(-1, 0.5, (4, 1000)) - [[0], [0], [0], [-1]]).astype(np.float32)
 objective = objectives.of(config_lib.RLConfig(objective="icepop"))
-ours = objective(*random, np.ones(1000, bool)).loss
+ours = objective(*jnp.asarray(random), jnp.ones(1000, bool)).loss
 print(f"largest difference of 1000 losses: {np.abs(ours - icepop(*random)).max():.1e}")
 
 # %% [markdown]
@@ -301,16 +301,16 @@ for name, value in summary.items():
 # %%
 records = metrics.read(folder / "rl" / "metrics.jsonl")
 curves = {
-    "rollout/reward": "mean reward",
-    "eval/success": "held-out tasks solved",
-    "rl/entropy": "entropy, nats a token",
-    "rl/logprob_gap_max": "largest log-prob gap",
+    "rollout/reward": ("rewards of the rollouts", "mean reward"),
+    "eval/success": ("held-out tasks", "share solved"),
+    "rl/entropy": ("entropy", "nats a token"),
+    "rl/logprob_gap_max": ("largest gap of log-probs", "nats"),
 }
 _, axes = plt.subplots(1, 4, figsize=(14, 3), layout="constrained")
-for ax, (name, title) in zip(axes, curves.items(), strict=True):
+for ax, (name, (title, unit)) in zip(axes, curves.items(), strict=True):
     points = [(record["step"], record[name]) for record in records if name in record]
     ax.plot(*zip(*points, strict=True), marker="o" if "eval" in name else None)
-    ax.set(title=title, xlabel="step")
+    ax.set(title=title, xlabel="step", ylabel=unit)
 plt.show()
 
 # %% [markdown]
@@ -406,7 +406,7 @@ for ax, (name, others) in zip(axes, served.items(), strict=True):
     ax.hist(ratios, bins=60, log=True)
     for edge in (-1, 1):
         ax.axvline(edge * math.log(rl.rl.pop_beta), color="black", linewidth=1)
-    ax.set(title=name, xlabel="log(pi_train / pi_infer)")
+    ax.set(title=name, xlabel="log(pi_train / pi_infer), nats", ylabel="tokens")
     worst = [used.spell([int(i)]) for i in ids[np.argsort(-np.abs(ratios))[:8]]]
     print(
         f"{name:7} mean gap {np.abs(ratios).mean():.1e}, masked {is_masked.mean():.2%}"

@@ -1,62 +1,34 @@
-"""Runs the notebooks at a tiny size, as Jupyter does: cell by cell, in a kernel."""
+"""Runs the notebooks at a tiny size, cell by cell, in this process."""
 
+import contextlib
+import io
 import os
 import pathlib
 import re
 import tempfile
+import warnings
 from unittest import mock
 
 import jupytext
+import matplotlib
 import nbclient
 import nbformat
-from absl.testing import absltest, parameterized
+import numpy as np
+import pytest
+from absl import logging
+from absl.testing import parameterized
 
-from tests import environment
+from glm5_jax import config as config_lib
+from tests import environment, runs, small_configs
+from tests.model import tiny
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "colab").glob("*.py"))
-# The names of another notebook; the collector's thresholds are those of conftest.py.
-FORGET = "%reset -f\n__import__('gc').set_threshold(50_000, 20, 50)"
-PARAMETERS = "parameters"  # tag of the cell that a test replaces
-# As few and small programs as have every part that the notebook shows.
-TINY = """
-import dataclasses
-MODEL = dataclasses.replace(
-    presets.GLM5_1M,
-    num_hidden_layers=2,
-    n_shared_experts=0,
-    num_nextn_predict_layers=0,
-    vocab_size=512,
-    index_topk=16,
-    remat_policy="none",
-)
-DATA = config_lib.DataConfig(
-    source={source!r},
-    cache_dir={cache_dir!r},
-    held_out_percent=30,
-    bpe_vocab_size=512,
-    sequence_length=64,
-    batch_size=2,
-)
-STEPS = 2
-"""
-TINY_RL = """
-import dataclasses
-TASK = "reverse:3"
-MODEL = dataclasses.replace(
-    presets.small(hidden=48, layers=1, experts=2, vocab=320),
-    first_k_dense_replace=0,
-    n_shared_experts=0,
-    num_nextn_predict_layers=0,
-    index_topk=16,
-    remat_policy="none",
-)
-SFT_STEPS, SFT_ROWS = 2, 4
-RL_STEPS, PROMPTS, GROUP = 2, 2, 2
-START = 0.0, 1.0
-SHOWN = 2
-"""
-TIMEOUT = 300  # seconds of a cell; a hang must not hold the suite
+TIMEOUT = 900  # seconds of a cell at full size
+PARAMETERS = "parameters"  # tag of the cell whose values a test replaces
 ROUNDED = 1e-3  # a printed share has three digits
 FLOAT32 = 1e-5  # float32 exp and products against float64's, of values near 10
 PARITY = 1e-5  # the limit on log-probs in float32
@@ -80,48 +52,70 @@ class ScriptsTest(parameterized.TestCase):
         self.assertEmpty([cell for cell in code if cell.outputs])
         self.assertEqual({cell.execution_count for cell in code}, {None})
 
+    def test_all_notebooks_install_by_the_same_cells_and_are_listed(self):
+        first = [_cells(jupytext.read(path))[1:3] for path in SCRIPTS]
+        self.assertIn("pip", first[0][1][1])
+        for cells in first:
+            self.assertEqual(cells, first[0])
+        for page in ("README.md", "docs/index.md"):
+            for path in SCRIPTS:
+                self.assertIn(
+                    path.with_suffix(".ipynb").name, (ROOT / page).read_text()
+                )
 
-class NotebookTest(absltest.TestCase):
+
+class NotebookTest(runs.OneDeviceTest):
+    """One notebook a test; a cell runs as it stands, in the names of the others."""
+
     @classmethod
     def setUpClass(cls):
-        """Starts one kernel: importing jax takes longer than most cells."""
         super().setUpClass()
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.folder = folder.name
-        variables = {
-            "IPYTHONDIR": cls.folder,
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles a third faster
-            "JAX_NUMPY_RANK_PROMOTION": "raise",
-            "JUPYTER_RUNTIME_DIR": cls.folder,
-            "PYTHONPATH": str(ROOT),  # so that nothing is installed
-            "TMPDIR": cls.folder,
-        }
-        cls.enterClassContext(mock.patch.dict(os.environ, variables))
-        empty = nbformat.v4.new_notebook()
-        cls.client = nbclient.NotebookClient(empty, timeout=TIMEOUT)
-        cls.enterClassContext(cls.client.setup_kernel(cwd=cls.folder))
+        cls.enterClassContext(mock.patch.object(tempfile, "tempdir", str(cls.root)))
+        cls.corpus = cls.root / "corpus"
+        small_configs.write_corpus(cls.corpus)
 
-    def run_tiny(self, name, parameters):
-        """Returns a notebook's output with these parameters, and how many figures."""
-        notebook = jupytext.read(ROOT / "colab" / name)
-        (cell,) = (
-            c for c in notebook.cells if PARAMETERS in c.metadata.get("tags", [])
-        )
-        source = str(ROOT / "glm5_jax")
-        cell.source = parameters.format(source=source, cache_dir=self.folder)
-        forget = nbformat.v4.new_code_cell(FORGET)
-        notebook.cells.insert(0, forget)
-        self.client.nb = notebook
-        self.client.execute(cleanup_kc=False)
-        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-        outputs = [output for cell in code for output in cell.outputs]
-        text = "".join(o.text for o in outputs if o.output_type == "stream")
-        return text, sum("image/png" in o.get("data", {}) for o in outputs)
+    def setUp(self):
+        super().setUp()
+        self.addCleanup(plt.close, "all")
+        self.addCleanup(logging.set_verbosity, logging.get_verbosity())
+        logger = logging.get_absl_logger()
+        self.addCleanup(setattr, logger, "filters", [*logger.filters])
+
+    def data(self, length, **changes):
+        """Rows of bytes, for which no tokenizer is trained."""
+        sizes = {"source": str(self.corpus), "tokenizer": "byte", "batch_size": 2}
+        sizes |= {"held_out_percent": 30, "cache_dir": str(self.root)} | changes
+        return config_lib.DataConfig(sequence_length=length, **sizes)
+
+    def run_tiny(self, name, **parameters):
+        """Returns the names, the text and the axes that a notebook leaves."""
+        names, text = {"__name__": "__main__"}, io.StringIO()
+        with contextlib.redirect_stdout(text), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive")
+            for cell in jupytext.read(ROOT / "colab" / name).cells:
+                if cell.cell_type == "code":
+                    code = compile(cell.source, f"{name}: {cell.source[:40]}", "exec")
+                    exec(code, names)
+                if PARAMETERS in cell.metadata.get("tags", []):
+                    self.assertContainsSubset(parameters, names)
+                    names |= parameters
+        axes = [axis for i in plt.get_fignums() for axis in plt.figure(i).axes]
+        for axis in axes:
+            if axis.get_label() != "<colorbar>":
+                self.assertNotEmpty(axis.get_xlabel())
+        return names, text.getvalue(), axes
 
     def test_tour(self):
-        text, num_figures = self.run_tiny("01_tour.py", TINY)
-        self.assertEqual(num_figures, 5)
+        model = tiny.model(
+            num_hidden_layers=1,
+            first_k_dense_replace=0,
+            n_shared_experts=0,
+            num_nextn_predict_layers=0,
+            vocab_size=260,
+        )
+        data = self.data(length=32)
+        _, text, _ = self.run_tiny("01_tour.py", MODEL=model, DATA=data, STEPS=2)
+        self.assertLen(plt.get_fignums(), 5)
         self.assertRegex(text, r"eval/bits_per_byte +\d")
 
         with self.subTest("no selection holds more attention than the best one"):
@@ -131,18 +125,28 @@ class NotebookTest(absltest.TestCase):
             for ours, limit in zip(held, best, strict=True):
                 self.assertBetween(float(ours), 0, float(limit) + ROUNDED)
                 self.assertLess(float(limit), 1)
-        with self.subTest("Muon evens a head out, Muon Split more so"):
-            spreads = []
-            for name in ("gradient", "Muon, heads together", "Muon Split"):
-                (line,) = re.findall(f"^{name} (.*)", text, re.MULTILINE)
-                largest, *_, small, _ = (float(value) for value in line.split())
-                spreads.append(largest / small)  # the least may be next to 0
-            self.assertEqual(spreads, sorted(spreads, reverse=True))
-            self.assertLess(spreads[-1], NEAR_ONE)
 
     def test_reinforcement_learning(self):
-        text, num_figures = self.run_tiny("02_rl.py", TINY_RL)
-        self.assertEqual(num_figures, 3)
+        model = tiny.model(
+            num_hidden_layers=1,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=0,
+            index_topk=16,
+            vocab_size=320,
+        )
+        _, text, _ = self.run_tiny(
+            "02_rl.py",
+            TASK="reverse:3",
+            MODEL=model,
+            SFT_STEPS=2,
+            SFT_ROWS=4,
+            RL_STEPS=2,
+            PROMPTS=2,
+            GROUP=2,
+            START=(0.0, 1.0),
+            SHOWN=2,
+        )
+        self.assertLen(plt.get_fignums(), 3)
         self.assertRegex(text, r"eval/success +\d")
         self.assertIn("\x1b[32m", text)  # trained tokens are green
         with self.subTest("the ten lines are the objective"):
@@ -155,6 +159,103 @@ class NotebookTest(absltest.TestCase):
             self.assertLen(coarse, 2)
             self.assertLess(float(gap), float(coarse[0]))
             self.assertLess(float(coarse[0]), float(coarse[1]))
+
+    def test_sparse_attention(self):
+        model = tiny.model(
+            num_hidden_layers=2,
+            first_k_dense_replace=2,
+            num_nextn_predict_layers=0,
+            vocab_size=260,
+        )
+        names, text, _ = self.run_tiny(
+            "03_sparse_attention.py",
+            LENGTH=24,
+            TOPK=model.index_topk,
+            MODEL=model,
+            DATA=self.data(length=24),
+            DENSE_STEPS=2,
+            WARMUP_STEPS=2,
+            ADAPT_STEPS=2,
+            OPTIM=config_lib.OptimConfig(name="adamw"),
+            NUM_ROWS=4,
+            TIMED=model,
+            TIMED_LENGTHS=(16,),
+        )
+        self.assertLen(plt.get_fignums(), 5)
+        with self.subTest("no selection holds more attention than the best one"):
+            recalls, best = names["recalls"], names["best"]
+            self.assertLen(recalls, 3)
+            for values in recalls.values():
+                self.assertTrue(np.all((values > 0) & (values < 1)))
+            held = [
+                np.sum(np.where(view.selected, view.mass, 0), axis=-1)
+                for view in names["views_before"]
+            ]
+            for own, limit, view in zip(held, best, names["views_before"], strict=True):
+                has_choice = np.asarray(view.visible).sum(-1) > model.index_topk
+                self.assertLess(own[has_choice].mean(), limit)
+        with self.subTest("each arm is scored"):
+            scores = re.findall(r"([\d.]+) bits per byte \(", text)
+            self.assertLen(scores, 4)
+            self.assertLen({*scores}, 4)
+
+    def test_muon_split(self):
+        names, text, _ = self.run_tiny("04_muon_split.py", **self.muon())
+        self.assertLen(plt.get_fignums(), 4)
+
+        with self.subTest("heads that count little learn only if they are split"):
+            lines = re.findall(r"last errors: +(.*)", text)
+            together, split = (np.array(line.split(), float) for line in lines)
+            self.assertGreater(together[-1], 100 * split.max())
+        with self.subTest("each optimizer learns"):
+            self.assertLen(names["found"], 3)
+            losses = [r.records[0][-1]["train/lm_loss"] for r in names["found"]]
+            self.assertLen({*losses}, 3)
+        with self.subTest("Muon evens a head out, Muon Split more so"):
+            values = []
+            for matrix in names["matrices"].values():
+                heads = np.asarray(matrix).swapaxes(0, 1)
+                values.append(np.linalg.svd(heads, compute_uv=False))
+            gradient, together, split = (v[:, 0] / v[:, 4] for v in values)
+            np.testing.assert_array_less(split, NEAR_ONE)
+            self.assertGreater(together.max(), split.max())
+            self.assertGreater(gradient.max(), together.max())
+
+    def muon(self):
+        """A study of three runs of two steps."""
+        base = config_lib.TrainConfig(
+            num_steps=2,
+            eval_every=1,
+            eval_batches=1,
+            sample_tokens=0,
+            eval_suites=("attention_logits",),
+            eval_suite_tasks=2,
+            model=small_configs.DENSE_MODEL,
+            data=self.data(length=24),
+            optim=config_lib.OptimConfig(ns_dtype="float32"),
+        )
+        rates = {"Muon Split": 1e-2, "Muon": 1e-2, "AdamW": 3e-3}
+        return {"STEPS": 2, "SEEDS": 1, "BASE": base, "RATES": rates}
+
+
+@pytest.mark.slow
+class JupyterTest(parameterized.TestCase):
+    @parameterized.named_parameters((path.stem, path) for path in SCRIPTS)
+    def test_notebook_runs_in_a_kernel_as_it_stands(self, path):
+        folder = self.create_tempdir().full_path
+        variables = {
+            "IPYTHONDIR": folder,
+            "JUPYTER_RUNTIME_DIR": folder,
+            "PYTHONPATH": str(ROOT),  # so that nothing is installed
+            "TMPDIR": folder,
+        }
+        notebook = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+        client = nbclient.NotebookClient(notebook, timeout=TIMEOUT)
+        with mock.patch.dict(os.environ, variables), client.setup_kernel(cwd=folder):
+            client.execute(cleanup_kc=False)
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        shown = [o.get("data", {}) for cell in code for o in cell.outputs]
+        self.assertNotEmpty([data for data in shown if "image/png" in data])
 
 
 if __name__ == "__main__":
