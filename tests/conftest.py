@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 from absl.testing import absltest  # noqa: F401  defines --test_tmpdir
 
-from tests import environment
+from tests import environment, typecheck
 
 HERE = pathlib.Path(__file__).parent
 # They start first, so that no worker is left alone with one at the end.
@@ -69,6 +69,7 @@ GARBAGE_THRESHOLDS = 50_000, 20, 50
 FSYNC = os.fsync
 
 environment.configure()
+typecheck.install()
 
 
 @pytest.fixture(scope="session", autouse=True)
