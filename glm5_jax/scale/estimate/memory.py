@@ -88,10 +88,11 @@ def of(s: Setting) -> Memory:
 
 def arguments(s: Setting) -> dict[str, float]:
     """Parameters, moments and batch by kind: exact but for the padding of tiles."""
-    plain = dataclasses.replace(
+    plain = dataclasses.replace(  # the same for all candidates of a moment_dtype
         s.config,
         mesh=config_lib.MeshConfig(data=1),
         model=dataclasses.replace(s.model, expert_chunks=1),
+        optim=dataclasses.replace(s.config.optim, accumulation_steps=1),
     )
     sums: dict[str, float] = {}
     for kind, size, axes in _arguments(plain):
