@@ -24,7 +24,7 @@ CONFIGS = {
     "index_share": tiny.index_share(),
     "shared_once": tiny.model(
         num_hidden_layers=2,
-        first_k_dense_replace=0,
+        first_k_dense_replace=2,  # compiles faster
         index_topk_pattern="FS",
         num_nextn_predict_layers=0,
     ),

@@ -34,6 +34,7 @@ def pretrain(depth):
     return programs.changed(arguments.train_config(), None, depth)
 
 
+@functools.cache
 def by_kind(config, topology):
     """Bytes of a device: parameters, moments, gradients, activations."""
     sums = {}
