@@ -46,6 +46,7 @@ FIRST_BATCH = 10.0
 HANG = (60, 10)  # seconds, and how many times as long as expected
 # The environment variable that names the plugin's file.
 SECONDS_FILE = "MUTANTS_SECONDS"
+_REPORTED: list[float] = []  # seconds of CPU at the reports of the first pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +91,19 @@ def main() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Notes a test's seconds, as a plugin of the first pass."""
+    """Notes the seconds of CPU of a test's part, as a plugin of the first pass."""
     seconds = pathlib.Path(os.environ[SECONDS_FILE])
+    now = sum(os.times()[:4])
+    line = [report.nodeid, now - _REPORTED[-1], report.outcome]
+    _REPORTED.append(now)
     with seconds.open("a") as file:
-        file.write(json.dumps([report.nodeid, report.duration, report.outcome]) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
     """Names the test to `coverage`, as a plugin of the first pass."""
+    _REPORTED.append(sum(os.times()[:4]))
     coverage.Coverage.current().switch_context(item.nodeid)
 
 

@@ -14,8 +14,8 @@ from tests.pallas_kernels import program, sparse_mla_test
 
 # Name, sequences, queries of each, tokens of a page, pages of a sequence or 0, dtype.
 CACHES = (
-    ("pages", 2, 2, 16, 6, "bfloat16"),
-    ("one_piece", 3, 3, 208, 0, "float32"),
+    ("pages", 3, 2, 16, 6, "bfloat16"),
+    ("one_piece", 2, 3, 208, 0, "float32"),
 )
 
 
@@ -87,6 +87,11 @@ class DecodeTpuTest(parameterized.TestCase):
         lo = rng.integers(0, length // 2, q.shape[:2])
         hi = rng.integers(length // 2, length + 1, q.shape[:2])
         lo[0, 0], hi[0, 0], hi[1, 1] = 0, 10, 0  # fewer than top-k keys, and none
+        # One query sees all keys, and gives the first of them a high score.
+        lo[0, 1], hi[0, 1] = 0, length
+        w = w.at[0, 1].set(1)
+        page = 0 if table is None else table[0, 0]
+        k = k.at[page, 0].set(3 * q[0, 1, 0])
         bounds = [jnp.asarray(x, jnp.int32) for x in (lo, hi)]
         args = (q, k, w, *bounds, table)
         choose = functools.partial(program.call, decode.decode_indexer_topk, topk=24)

@@ -15,10 +15,12 @@ from pallas_kernels import (
 )
 from tests import environment
 
-_SMALL = {"heads": 16, "head_dim": 128, "index_heads": 8, "topk": 32}
+# No two dims of a block are equal.
+_SMALL = {"heads": 24, "head_dim": 256, "index_heads": 16, "index_dim": 384, "topk": 32}
+BLOCKS = 128, 512  # queries, keys; half as many keys in float32
 CASES = (
-    cases.Case("documents", 150, 150, batch=2, documents=2, **_SMALL),
-    cases.Case("continued", 70, 200, dtype="float32", **_SMALL),
+    cases.Case("documents", 300, 300, batch=2, documents=2, **_SMALL),
+    cases.Case("continued", 70, 300, dtype="float32", **_SMALL),
 )
 LOSS_RTOL = 1e-5  # float32 sums of the same products in another order
 # Relative L2 norms of errors of gradients: products with dI rounded to bfloat16, or
@@ -34,7 +36,7 @@ def error(got, want):
 class IndexerKlTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        sizes = block_sizes.Tpu(cores=2, indexer_kl=(128, 128))
+        sizes = block_sizes.Tpu(cores=2, indexer_kl=BLOCKS)
         self.enter_context(block_sizes.tried(sizes))
 
     @parameterized.named_parameters(
