@@ -79,9 +79,10 @@ class IndexerTest(parameterized.TestCase):
         if size == 1:
             k = k.at[:, :, 4:].set(0)
         w = w.at[:, 7].set(-1)  # -0.0 among the scores
-        # One document, two packed ones, a few keys of one, none, borders of blocks.
+        # One document, two packed ones, a few keys of one, none, borders of blocks. If
+        # all tie, keys before 1504 + 100 count, which the last halving decides.
         hi = np.arange(KEYS - QUERIES, KEYS) + 1
-        lo = np.where(hi % 3 == 0, 1500, 0)
+        lo = np.where(hi % 3 == 0, 1504, 0)
         lo[5:8], hi[7], lo[9], hi[12], hi[15] = 4200, 4260, 4096, 4096, 0
         lo, hi = (jnp.asarray(x[None], jnp.int32) for x in (lo, hi))
         got = select(q, k, w, lo, hi, TOPK)
