@@ -16,6 +16,24 @@ SPEED = study.Metric(
     digits=0,
 )
 
+# Suites of `Suites`, and their figures. A model of scale tiny finds no needles.
+TEXT = ("bits_per_byte",)
+TEXT_AND_NEEDLE = ("bits_per_byte", "needle")
+BITS_PER_BYTE = study.Metric(
+    label="held-out",
+    key="bits_per_byte/all",
+    unit="bits per byte",
+    better="lower",
+    plot="arms",
+)
+NEEDLE = study.Metric(
+    label="needle",
+    key="needle/accuracy",
+    unit="share found",
+    better="higher",
+    digits=2,
+)
+
 ATTENTION_LOGIT = study.Metric(
     label="largest attention logit",
     key="attention_logits/largest",

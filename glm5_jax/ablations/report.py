@@ -134,7 +134,8 @@ def _sweep(plan: runner.Plan) -> Iterator[str]:
 
 def _time(found: Sequence[results.Result]) -> str:
     """Returns how long the runs took, each since its last start."""
-    seconds = [lines[-1].get("seconds", 0) for r in found for lines in r.records]
+    trained = [r for r in found if r.arm.is_trained]
+    seconds = [lines[-1].get("seconds", 0) for r in trained for lines in r.records]
     return f"These {len(seconds)} runs took {sum(seconds) / 60:.0f} minutes together."
 
 

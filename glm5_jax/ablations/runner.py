@@ -1,8 +1,8 @@
 """Runs the arms of a study, each once for every seed, and measures what they leave.
 
 A folder WORKDIR/ARM/seed_N holds a run as `train` writes it, and measured.jsonl with
-the figures that the study measures on its checkpoints. What is done is skipped, and
-what was stopped resumes.
+the figures that the study measures on its checkpoints. WORKDIR/searches has what
+searches have found. What is done is skipped, and what was stopped resumes.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import pathlib
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import logging
 
@@ -22,6 +22,7 @@ from glm5_jax.ablations import study as study_lib
 from glm5_jax.checkpoint import step_folder
 from glm5_jax.processes import interrupts
 
+FOUND = "found.json"  # fields that a search has found
 _POLL_SECONDS = 0.2
 _LAST_LINES = 15  # of the log of a child that failed
 
@@ -33,6 +34,7 @@ class Job(NamedTuple):
     seed: int
     folder: pathlib.Path
     config: config_lib.TrainConfig
+    is_trained: bool = True
 
     @property
     def name(self) -> str:
@@ -43,7 +45,11 @@ class Job(NamedTuple):
     def is_done(self) -> bool:
         """Tells whether the run is over and measured."""
         path = self.folder / "summary.json"
-        if not path.is_file() or not (self.folder / results.MEASURED).is_file():
+        if not (self.folder / results.MEASURED).is_file():
+            return False
+        if not self.is_trained:
+            return True
+        if not path.is_file():
             return False
         summary = json.loads(path.read_text(encoding="utf-8"))
         return self.config.is_over(summary["steps"], summary)
@@ -122,8 +128,24 @@ class Plan:
             name += f"_rate_{rate:g}"
         if arm.after and (before := self._before(arm, seed)):
             changes["init_from"] = str(before.folder)
+        if arm.is_trained:
+            changes |= self.found(arm, seed)
         config = self.study.config(arm, changes, self.overrides)
-        return Job(arm.name, seed, self.workdir / name / f"seed_{seed}", config)
+        folder = self.workdir / name / f"seed_{seed}"
+        return Job(arm.name, seed, folder, config, arm.is_trained)
+
+    def found(self, arm: study_lib.Arm, seed: int) -> dict[str, Any]:
+        """Returns what the arm's search has found; nothing before it has ended."""
+        path = self.search_folder(arm, seed) / FOUND if arm.search else None
+        if path is None or not path.is_file():
+            return {}
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def search_folder(self, arm: study_lib.Arm, seed: int) -> pathlib.Path:
+        """Returns the folder of an arm's search, which other arms may share."""
+        assert arm.search is not None
+        name = study_lib.slug(f"{arm.after} {arm.search.name}")
+        return self.workdir / "searches" / name / f"seed_{seed}"
 
 
 def check(plan: Plan) -> None:
@@ -140,7 +162,8 @@ def check(plan: Plan) -> None:
     for arm in plan.study.arms:
         plan.study.config(arm, {}, plan.overrides)
     for job in plan.jobs():
-        run_folder.require_usable(job.folder, job.config)
+        if job.is_trained:
+            run_folder.require_usable(job.folder, job.config)
 
 
 def run_all(plan: Plan, parallel: int, command: Sequence[str]) -> None:
@@ -172,24 +195,53 @@ def run_all(plan: Plan, parallel: int, command: Sequence[str]) -> None:
 
 
 def run(plan: Plan, job: Job) -> None:
-    """Runs, or resumes, one run, and measures its checkpoints."""
+    """Searches what it needs, runs, or resumes, one run, and measures checkpoints."""
     from glm5_jax.training import loop  # jax: after the input is checked
 
     logging.info("Arm %s, seed %d, in %s.", job.arm, job.seed, job.folder)
-    loop.train(job.config, job.folder)
-    _measure(plan.study, job)
+    arm = plan.study.arm(job.arm)
+    if arm.search and not plan.found(arm, job.seed):
+        _search(plan, arm, job)
+        job = only(plan, job.name)  # with what was found
+    if arm.is_trained:
+        loop.train(job.config, job.folder)
+    _measure(plan, job)
 
 
-def _measure(study: study_lib.Study, job: Job) -> None:
-    """Writes the figures of every checkpoint that the run has kept."""
-    given = study.arm(job.arm).measured_with
+def _search(plan: Plan, arm: study_lib.Arm, job: Job) -> None:
+    """Writes what an arm's search finds on the parameters that the arm starts from."""
+    assert arm.search is not None
+    folder = plan.search_folder(arm, job.seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    [*_, newest] = _checkpoints(pathlib.Path(str(job.config.init_from)), ())
+    found = dict(arm.search(newest, folder / "rounds.json"))
+    logging.info("Arm %s, seed %d: the search found %s.", arm.name, job.seed, found)
+    files.write_text(folder / FOUND, json.dumps(found, indent=1) + "\n")
+
+
+def _measure(plan: Plan, job: Job) -> None:
+    """Writes the figures of every checkpoint of a run, or of those that it measures."""
+    study, arm = plan.study, plan.study.arm(job.arm)
+    given, folder = dict(arm.measured_with), job.folder
+    if not arm.is_trained:
+        given |= plan.found(arm, job.seed)
+        folder = pathlib.Path(str(job.config.init_from))
+        job.folder.mkdir(parents=True, exist_ok=True)
     overrides = tuple((path, str(value)) for path, value in given.items())
+    checkpoints = _checkpoints(folder, overrides)
     lines = []
-    for step in step_folder.numbers(step_folder.absolute(job.folder) / "checkpoints"):
-        checkpoint = study_lib.Checkpoint(job.folder, step, overrides)
+    for checkpoint in checkpoints if arm.is_trained else checkpoints[-1:]:
         figures = study.measure(checkpoint) if study.measure else {}
-        lines.append(json.dumps({"step": step, **figures}))
+        lines.append(json.dumps({"step": checkpoint.step, **figures}))
     files.write_text(job.folder / results.MEASURED, "\n".join([*lines, ""]))
+
+
+def _checkpoints(
+    folder: pathlib.Path, overrides: tuple[command_line.Override, ...]
+) -> list[study_lib.Checkpoint]:
+    """Returns the checkpoints that a run keeps, the newest last."""
+    steps = step_folder.numbers(step_folder.absolute(folder) / "checkpoints")
+    return [study_lib.Checkpoint(folder, step, overrides) for step in steps]
 
 
 def only(plan: Plan, name: str) -> Job:

@@ -54,3 +54,20 @@ def pretrain(scale: str) -> config_lib.TrainConfig:
             ns_dtype="float32" if scale == "tiny" else "bfloat16",
         ),
     )
+
+
+def with_windows(base: config_lib.TrainConfig) -> config_lib.TrainConfig:
+    """Returns dense pre-training of at least 4 layers, of which some become cheaper.
+
+    A window, or what an indexer selects, has an eighth of a row's keys.
+    """
+    model, keys = base.model, base.data.sequence_length // 8
+    variants = dataclasses.replace(model.variants, sliding_window=keys)
+    model = dataclasses.replace(
+        model,
+        num_hidden_layers=max(model.num_hidden_layers, 4),
+        attention="dense",
+        index_topk=keys,
+        variants=variants,
+    )
+    return dataclasses.replace(base, model=model)

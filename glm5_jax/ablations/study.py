@@ -11,7 +11,7 @@ import re
 import runpy
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
@@ -40,6 +40,20 @@ class Checkpoint(NamedTuple):
 Measure = Callable[[Checkpoint], Mapping[str, float]]
 
 
+@runtime_checkable
+class Search(Protocol):
+    """Finds fields of the model on a trained model, see searches.py."""
+
+    @property
+    def name(self) -> str:
+        """Returns a name that no other search of the study has."""
+        ...
+
+    def __call__(self, checkpoint: Checkpoint, path: pathlib.Path) -> Changes:
+        """Returns the fields; resumes from the file `path`, which it may write."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metric:
     """A column of the table: a figure of each run."""
@@ -66,6 +80,11 @@ class Arm:
     after: str = ""
     # Fields of model that differ when its checkpoints are measured.
     measured_with: Changes = dataclasses.field(default_factory=dict)
+    # False: nothing is trained; the parameters of `after` are measured as they are.
+    is_trained: bool = True
+    # Runs on the parameters of `after`. What it finds joins `changes`, or, if nothing
+    # is trained, `measured_with`.
+    search: Search | None = None
     # False: a stage that others start from, and no row of the table.
     is_shown: bool = True
     x: float | int | None = None  # place on the picture's axis `Study.x_label`
@@ -120,7 +139,22 @@ class Study:
         ]
         for i, arm in enumerate(self.arms):
             after = [arm.after] if arm.after else []
-            rules += _known(f"arm {arm.name!r}: after", after, names[:i])
+            trained = [other.name for other in self.arms[:i] if other.is_trained]
+            rules += _known(f"arm {arm.name!r}: after", after, trained)
+            rules.append(
+                (
+                    bool(after) or (arm.is_trained and arm.search is None),
+                    f"arm {arm.name!r} needs `after`: the parameters that it searches "
+                    f"or measures.",
+                )
+            )
+            rules.append(
+                (
+                    arm.is_trained or not arm.changes,
+                    f"arm {arm.name!r} trains nothing, so its changes have no effect; "
+                    f"give them as measured_with.",
+                )
+            )
         checks.require(*rules)
 
     @property

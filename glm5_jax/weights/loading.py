@@ -25,6 +25,7 @@ from glm5_jax.model import transformer
 from glm5_jax.weights import (
     huggingface,
     huggingface_config,
+    index_share,
     stage_order,
     to_variants,
 )
@@ -74,6 +75,9 @@ def load_model(
 ) -> tuple[config_lib.ModelConfig, dict, tokenizer_lib.Tokenizer | None]:
     """Returns config, parameters in their stored dtypes, and tokenizer or None.
 
+    Layers to which overrides give other attention, or another layer's index, are
+    converted (to_variants.py).
+
     Args:
       path: a run folder (its newest step), a step folder or a Hugging Face folder.
       overrides: pairs such as ("model.index_topk", "32").
@@ -93,7 +97,14 @@ def load_model(
     tokenizer = tokenizer_of(source)
     if tokenizer is not None:
         tokenizer_lib.check_vocab(tokenizer, config.vocab_size)
-    if source.is_huggingface:
+    stored, keeps_indexers = read_config(source), not source.is_huggingface
+    old = to_variants.source_of(stored, config, by_indexers=keeps_indexers)
+    if old is not None:
+        to_variants.require_convertible(old, config)
+        index_share.require_indexers(old, config)
+        params = _read(source, old, to_variants.abstract_source(old, abstract))
+        params = to_variants.load(params, old, config, abstract)
+    elif source.is_huggingface:
         params = huggingface.load_params(
             source.weights, config, abstract, shardings=places
         )
@@ -118,23 +129,11 @@ def load_params(
       InputError: nothing usable is there, or it has other shapes.
     """
     source = find(path)
-    old = _with_own_attention(source, config)
+    old = to_variants.source_of(read_config(source), config)
     if old is None:
         return _finite(_read(source, config, abstract_params), path)
     params = _read(source, old, to_variants.abstract_source(old, abstract_params))
     return _finite(to_variants.load(params, old, config, abstract_params), path)
-
-
-def _with_own_attention(
-    source: Source, config: config_lib.ModelConfig
-) -> config_lib.ModelConfig | None:
-    """Returns the stored model's config if its layer_types differ, or else None."""
-    stored = read_config(source)
-    if stored.layer_types == config.layer_types:
-        return None
-    return dataclasses.replace(
-        stored, dtype=config.dtype, param_dtype=config.param_dtype
-    )
 
 
 def _read(source: Source, config: config_lib.ModelConfig, abstract_params: Any) -> dict:
@@ -162,7 +161,7 @@ def require_params(path: Path, config: config_lib.ModelConfig) -> None:
       InputError: nothing usable is there, or it has other shapes.
     """
     source = find(path)
-    old = _with_own_attention(source, config)
+    old = to_variants.source_of(read_config(source), config)
     if old is not None:
         to_variants.require_convertible(old, config)
         config = old

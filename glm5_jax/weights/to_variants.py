@@ -16,6 +16,7 @@ Parameters that the old model does not have are drawn from a fixed seed, and the
 names them. Old and new parameters are on the devices at the same time.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -83,6 +84,29 @@ def require_convertible(
     _require_same_shapes(made, transformer.abstract_params(target))
 
 
+def source_of(
+    stored: config_lib.ModelConfig,
+    config: config_lib.ModelConfig,
+    by_indexers: bool = False,
+) -> config_lib.ModelConfig | None:
+    """Returns the config to read a stored model with; None if its layers are the same.
+
+    Args:
+      stored: config of the stored model.
+      config: config that its parameters shall get.
+      by_indexers: of as many layers, those differ too of which one has an indexer and
+        the other has none.
+    """
+    is_same = stored.layer_types == config.layer_types
+    if by_indexers and stored.num_hidden_layers == config.num_hidden_layers:
+        is_same &= stored.is_full_index_layer == config.is_full_index_layer
+    if is_same:
+        return None
+    return dataclasses.replace(
+        stored, dtype=config.dtype, param_dtype=config.param_dtype
+    )
+
+
 def load(
     params: dict,
     source: config_lib.ModelConfig,
@@ -99,7 +123,7 @@ def load(
     """
     new = sorted(_new_names(source, target))
     logging.info(
-        "Converting the attention of init_from to layer_types; new parameters: %s.",
+        "Converting the model to the layers of the config; new parameters: %s.",
         ", ".join(new) or "none",
     )
     places = jax.tree.map(lambda x: x.sharding, abstract)

@@ -29,6 +29,23 @@ def measure(checkpoint):
     return {"own/step": checkpoint.step, **dict(checkpoint.overrides)}
 
 
+class Search:
+    """Finds a field on its second start; the first is killed after it wrote a file."""
+
+    name = "a field"
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, checkpoint, path):
+        self.calls.append(checkpoint)
+        if not path.exists():
+            path.write_text("a round")
+            raise KeyboardInterrupt
+        assert path.read_text() == "a round"
+        return {"model.index_topk": 4}
+
+
 class StudyTest(runs.OneDeviceTest):
     """Two arms of two seeds; the second starts from the first one's parameters."""
 
@@ -98,6 +115,36 @@ class StudyTest(runs.OneDeviceTest):
     def test_seeds_vary_the_order_of_the_data_and_the_parameters(self):
         first, other = (results.records(self.plan.jobs()[i].folder) for i in (0, 2))
         self.assertNotEqual(first[0]["train/lm_loss"], other[0]["train/lm_loss"])
+
+    def test_a_search_runs_once_for_arms_that_train_and_that_do_not(self):
+        search = Search()
+        arms = (
+            study.Arm(name="first"),
+            study.Arm(name="untrained", after="first", is_trained=False, search=search),
+            study.Arm(name="searched", after="first", search=search),
+        )
+        made = dataclasses.replace(self.study, arms=arms, claims=())
+        plan = dataclasses.replace(self.plan, study=made, num_seeds=1)
+        first, untrained, searched = plan.jobs()
+        with mock.patch.object(loop, "train", wraps=loop.train) as train:
+            with self.assertRaises(KeyboardInterrupt):
+                runner.run_all(plan, 1, [])
+            self.assertFalse(untrained.is_done)
+            runner.run_all(plan, 1, [])
+        last = study.Checkpoint(first.folder, 2, ())
+        self.assertEqual(search.calls, [last, last])
+        [[config, folder]] = [call.args for call in train.call_args_list]
+        self.assertEqual(folder, searched.folder)
+        self.assertEqual(config.model.index_topk, 4)
+        self.assertEqual(config.init_from, str(first.folder))
+        [line] = results.records(untrained.folder)
+        self.assertEqual(line, {"step": 2, "own/step": 2, "model.index_topk": "4"})
+        self.assertNotIn("model.index_topk", results.records(searched.folder)[-1])
+        text = report.write(plan, "searched", "python -m x").read_text()
+        self.assertIn("These 2 runs took", text)
+        runner.check(plan)
+        runner.run_all(plan, 1, [])
+        self.assertLen(search.calls, 2)
 
     def test_an_unknown_suite_is_refused_before_anything_runs(self):
         suites = measures.Suites(names=("needel",), length=64)

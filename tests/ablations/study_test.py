@@ -5,7 +5,14 @@ import pathlib
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.ablations import measures, results, runner, scales, study
+from glm5_jax.ablations import (
+    measures,
+    results,
+    runner,
+    scales,
+    searches,
+    study,
+)
 from glm5_jax.evals import catalogue
 from tests import environment
 
@@ -22,6 +29,7 @@ def get_study(scale):
         metrics=(Metric(label="loss", key="train/lm_loss", unit="nats"),),
     )
 """
+SEARCH = searches.Windows(num_windows=1, length=8)
 BITS = study.Metric(label="bits", key="b", unit="bits", better="lower")
 SUCCESS = study.Metric(label="success", key="s", unit="share", better="higher")
 
@@ -80,6 +88,29 @@ class StudyTest(parameterized.TestCase):
         ({"arms": (study.Arm(name="a", after="b"),)}, "after names 'b'"),
         ({"arms": (study.Arm(name="a"), study.Arm(name="A"))}, "share a name"),
         ({"paper": {"c": {}}}, "paper names 'c'"),
+        ({"arms": (study.Arm(name="a", is_trained=False),)}, "'a' needs `after`"),
+        ({"arms": (study.Arm(name="a", search=SEARCH),)}, "'a' needs `after`"),
+        (
+            {
+                "arms": (
+                    study.Arm(name="a"),
+                    study.Arm(name="b", after="a", is_trained=False),
+                    study.Arm(name="c", after="b"),
+                )
+            },
+            "'c': after names 'b', which is none of a",
+        ),
+        (
+            {
+                "arms": (
+                    study.Arm(name="a"),
+                    study.Arm(
+                        name="b", after="a", is_trained=False, changes={"seed": 1}
+                    ),
+                )
+            },
+            "'b' trains nothing, so its changes have no effect",
+        ),
     )
     def test_wrong_records(self, changes, message):
         with self.assertRaisesRegex(config.InputError, message):

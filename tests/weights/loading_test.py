@@ -100,6 +100,24 @@ class LoadTest(FolderTest):
         config, _, _ = loading.load_model(run, overrides)
         self.assertEqual((config.index_topk, config.attention), (4, "dense"))
 
+    def test_overrides_convert_layers(self):
+        run = self.make_run(steps=(0,))
+        types = [("model.layer_types", "('latent', 'latent_sliding')")]
+        config, windows, _ = loading.load_model(run, types)
+        self.assertEqual(config.layer_types, ("latent", "latent_sliding"))
+        shared = [("model.index_topk_pattern", "FS")]
+        config, one_indexer, _ = loading.load_model(run, shared)
+        self.assertEqual(config.index_topk_pattern, "FS")
+        wanted = jax.device_get(self.params)
+        del wanted["layers_1"]["block_0"]["indexer"]
+        self.assert_trees_equal(windows, wanted)
+        self.assert_trees_equal(one_indexer, wanted)
+        (run / "config.json").write_text(
+            json.dumps({"model": command_line.to_json_dict(config)})
+        )
+        with self.assertRaisesRegex(config_lib.InputError, r"F at layers \[1\]"):
+            loading.load_model(run, [("model.index_topk_pattern", "FF")])
+
     @parameterized.named_parameters(
         ("other_section", "seed", "1", "--config.seed has no effect here"),
         ("typo", "model.index_topl", "4", "Did you mean model.index_topk"),

@@ -63,13 +63,7 @@ def get_study(scale: str) -> Study:
             ),
         ),
         metrics=(
-            Metric(
-                label="held-out",
-                key="bits_per_byte/all",
-                unit="bits per byte",
-                better="lower",
-                plot="arms",
-            ),
+            measures.BITS_PER_BYTE,
             Metric(
                 label="recall",
                 key="recall/recall",
