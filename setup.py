@@ -35,18 +35,23 @@ KERNELS = tomllib.loads(
 # ones. requirements/ holds exact pins.
 ARROW = ["pyarrow>=26"]  # Parquet files and Hugging Face datasets
 TENSORBOARD = ["tensorboardX>=2.6"]
+SERVE = ["fastapi>=0.165", "uvicorn>=0.54"]  # glm5_jax/serve.py
 ZSTD = ["zstandard>=0.23"]  # compressed corpora, .zst
 TEST = [
     *ARROW,
+    *SERVE,
     *TENSORBOARD,
     *ZSTD,
+    "anthropic>=2.12",  # the clients that the server is tested with
     "beartype",
+    "httpx>=0.28",
     "hypothesis",
     "ipykernel",
     "jupytext",
     # Compiles a few kernels for TPUs; no TPU is needed.
     "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'",
     "nbclient",
+    "openai>=3.54",
     "pytest>=8",
     "pytest-xdist",
 ]
@@ -118,6 +123,7 @@ setuptools.setup(
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
         # glm5_jax/evals/harness.py, for tasks of EleutherAI's evaluation harness.
         "lm_eval": ["lm_eval>=0.4.13"],
+        "serve": SERVE,
         # What config.trackers names.
         "tensorboard": TENSORBOARD,
         "wandb": ["wandb>=0.22"],

@@ -33,8 +33,14 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 
 # The reference: what a program may import. Commands explain themselves by --help;
-# processes and scale serve training and planning alone.
-_HIDDEN = ("processes", "scale", "__main__.py", *(f"{c}.py" for c in commands.COMMANDS))
+# processes and scale serve training and planning alone, serving answers over HTTP.
+_HIDDEN = (
+    "processes",
+    "scale",
+    "serving",
+    "__main__.py",
+    *(f"{c}.py" for c in commands.COMMANDS),
+)
 apidoc_modules = [
     {
         "path": "../glm5_jax",

@@ -11,7 +11,7 @@ import runpy
 import sys
 
 COMMANDS = (
-    *("train", "evaluate", "generate", "chat"),
+    *("train", "evaluate", "generate", "serve", "chat"),
     *("prepare", "convert", "checkpoint"),
     *("plan", "aot", "ablate", "pipeline"),
 )

@@ -26,13 +26,14 @@ ENTRY_POINTS = {
     "prepare",
     "ablate",
     "pipeline",
+    "serve",
 }
 # Imports point downwards; names of one row never import each other.
 LAYERS = (
     {"__main__"},
     ENTRY_POINTS | {"api"},
     {"scale", "ablations", "recipes"},
-    {"training"},
+    {"training", "serving"},
     {"rl", "evals"},
     {"inference"},
     {"weights"},

@@ -37,7 +37,12 @@ LANGUAGES = {"python", "bash", "json", "text"}
 SMALL = tiny.model(vocab_size=320, num_hidden_layers=1, num_nextn_predict_layers=0)
 PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|\.\.\.|\$")
 SHARED_FLAGS = {"compile_cache", "help", "verbosity"}
-MODEL_ONLY = {"generate", "evaluate", "convert"}  # their config comes with the weights
+MODEL_ONLY = {
+    "generate",
+    "evaluate",
+    "convert",
+    "serve",
+}  # their config comes with the weights
 
 
 def blocks(path, language):

@@ -217,7 +217,7 @@ def _plan(
 
     stop_ids = [sorted(set(r.stop_ids)) for r in requests]
     return steps.Plan(
-        keys=sampling_lib.request_keys(seed, _array([r.id for r in requests])),
+        keys=sampling_lib.request_keys(seed, _array(map(_number, requests))),
         sampling=sampling_lib.Sampling(
             temperature=floats("temperature"),
             top_p=floats("top_p"),
@@ -227,6 +227,11 @@ def _plan(
         budget=_array([r.max_new_tokens - n for r, n in works]),
         stop_ids=_array([ids + [-1] * (num_stops - len(ids)) for ids in stop_ids]),
     )
+
+
+def _number(request: Request) -> int:
+    """Returns the number that the request's random numbers come from."""
+    return request.id if request.seed is None else request.seed
 
 
 def _array(values: Iterable) -> jax.Array:

@@ -19,7 +19,7 @@ _MAX_FLOAT = float(np.finfo(np.float32).max)
 class Request:
     """A prompt and the settings of its continuation."""
 
-    id: int  # the random numbers of its tokens depend on it, and on their positions
+    id: int
     prompt: Sequence[int]
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()
@@ -30,6 +30,9 @@ class Request:
     # Number of dispatches for which the slot is held after the request, for a prompt
     # that extends this text, as a conversation's next turn does.
     keep: int = 0
+    # The random numbers of its tokens depend on it (on the id if it is None), and on
+    # their positions.
+    seed: int | None = None
 
 
 @dataclasses.dataclass
@@ -105,6 +108,8 @@ def _of_settings(request: Request) -> Iterator[str]:
         yield (
             f"A request's id must be an int in 0..2^31 - 1, got {_shown(request.id)}."
         )
+    if request.seed is not None and (wrong := _of_int("seed", request.seed, 0)):
+        yield wrong
     ints = (("max_new_tokens", 1, ""), ("top_k", 0, "; 0 is off"), ("keep", 0, ""))
     for name, least, more in ints:
         if wrong := _of_int(name, getattr(request, name), least, more):

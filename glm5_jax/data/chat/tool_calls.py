@@ -98,7 +98,11 @@ def types_of(tools: messages.Tools) -> Types:
     found = {}
     for tool in tools:
         function = tool.get("function", tool)
-        properties = (function.get("parameters") or {}).get("properties") or {}
+        parameters = function.get("parameters")
+        has_any = isinstance(parameters, Mapping)
+        properties = parameters.get("properties") if has_any else None
+        if not isinstance(properties, Mapping):
+            continue
         for key, schema in properties.items():
             if isinstance(schema, Mapping):  # it may also be true or false
                 found[function.get("name"), key] = schema.get("type")

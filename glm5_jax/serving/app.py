@@ -1,0 +1,156 @@
+"""Joins the routes of the server."""
+
+import re
+from typing import Any
+
+import fastapi
+from fastapi import exceptions, responses
+from starlette import exceptions as starlette_exceptions
+
+import glm5_jax
+from glm5_jax import config
+from glm5_jax.serving import (
+    chat,
+    completions,
+    errors,
+    guard,
+    metrics,
+    served,
+    sse,
+    token_ids,
+)
+
+_MAX_SHOWN = 5  # wrong fields in one message
+_TYPE = re.compile(r"\[|^(str|int|dict)$")
+
+
+def make(model: served.Served, limits: guard.Limits) -> guard.Guard:
+    """Returns the ASGI application."""
+    app = fastapi.FastAPI(title="glm5_jax", version=glm5_jax.__version__)
+    door = guard.Guard(app, limits)
+    _handle_errors(app)
+    _add_status(app, model, door)
+    _add_texts(app, model)
+    _add_token_ids(app, model)
+    return door
+
+
+def _add_status(app: fastapi.FastAPI, model: served.Served, door: guard.Guard) -> None:
+    """Adds the routes that tell about the server."""
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=responses.PlainTextResponse)
+    async def figures() -> str:
+        return metrics.render(model.service.stats(), door)
+
+    def described() -> dict[str, Any]:
+        kind = {"object": "model", "owned_by": "glm5_jax"}
+        size = model.service.capacity
+        return {
+            "id": model.name,
+            "created": model.created,
+            "max_model_len": size,
+        } | kind
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        model.require_name(name)
+        return described()
+
+
+def _add_texts(app: fastapi.FastAPI, model: served.Served) -> None:
+    """Adds the routes that answer with texts."""
+
+    @app.post(chat.PATH, response_model=None)
+    async def chat_completions(body: chat.ChatBody) -> responses.Response | dict:
+        talk = chat.begin(model, body)
+        if body.stream:
+            return sse.response(chat.stream(talk, body), chat.PATH)
+        return await chat.whole(talk, body)
+
+    @app.post(completions.PATH, response_model=None)
+    async def text_completions(
+        body: completions.CompletionBody,
+    ) -> responses.Response | dict:
+        talk = completions.begin(model, body)
+        if body.stream:
+            return sse.response(completions.stream(talk, body), completions.PATH)
+        return await completions.whole(talk, body)
+
+
+def _add_token_ids(app: fastapi.FastAPI, model: served.Served) -> None:
+    """Adds the routes that take or return token ids."""
+
+    @app.post(token_ids.GENERATE)
+    async def generate(body: token_ids.GenerateBody) -> dict[str, Any]:
+        return await token_ids.generate(model, body)
+
+    @app.post(token_ids.TOKENIZE)
+    async def tokenize(body: token_ids.TokenizeBody) -> dict[str, Any]:
+        return token_ids.tokenize(model, body)
+
+    @app.post(token_ids.DETOKENIZE)
+    async def detokenize(body: token_ids.DetokenizeBody) -> dict[str, Any]:
+        return token_ids.detokenize(model, body)
+
+
+def _handle_errors(app: fastapi.FastAPI) -> None:
+    """Answers every error with one message in the form of the client's API."""
+
+    def answer(
+        request: fastapi.Request, error: errors.ApiError
+    ) -> responses.JSONResponse:
+        body = error.body(request.url.path)
+        headers = dict(error.headers)
+        return responses.JSONResponse(body, status_code=error.status, headers=headers)
+
+    @app.exception_handler(errors.ApiError)
+    async def on_api_error(
+        request: fastapi.Request, error: errors.ApiError
+    ) -> responses.Response:
+        return answer(request, error)
+
+    @app.exception_handler(config.InputError)
+    async def on_input_error(
+        request: fastapi.Request, error: config.InputError
+    ) -> responses.Response:
+        return answer(request, errors.bad_request(str(error)))
+
+    @app.exception_handler(exceptions.RequestValidationError)
+    async def on_wrong_types(
+        request: fastapi.Request, error: exceptions.RequestValidationError
+    ) -> responses.Response:
+        return answer(request, errors.bad_request(_explained(error)))
+
+    @app.exception_handler(starlette_exceptions.HTTPException)
+    async def on_http_error(
+        request: fastapi.Request, error: starlette_exceptions.HTTPException
+    ) -> responses.Response:
+        shown = f"{request.method} {request.url.path}: {error.detail}."
+        headers = dict(error.headers or {})
+        return answer(request, errors.ApiError(error.status_code, shown, None, headers))
+
+    @app.exception_handler(Exception)
+    async def on_failure(
+        request: fastapi.Request, error: Exception
+    ) -> responses.Response:
+        return answer(request, errors.ApiError(500, "The server failed."))
+
+
+def _explained(error: exceptions.RequestValidationError) -> str:
+    """Returns what is wrong with a body, one line a field."""
+    lines = []
+    for found in error.errors()[:_MAX_SHOWN]:
+        if found["type"] == "json_invalid":
+            return f"The body is not JSON: {found['ctx']['error']}."
+        # A union adds the names of its types.
+        names = [str(x) for x in found["loc"][1:] if not _TYPE.search(str(x))]
+        lines.append(f"{'.'.join(names) or 'The body'}: {found['msg']}.")
+    return "\n".join(dict.fromkeys(lines))

@@ -1,0 +1,123 @@
+"""The fields that requests of several forms have, checked for their types."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pydantic
+
+from glm5_jax.inference import requests
+from glm5_jax.serving import errors, served
+
+_MAX_CHOICES = 64
+_MAX_STOP_STRINGS = 16
+_NUM_SEEDS = 2**31  # of the engine
+
+
+class Body(pydantic.BaseModel):
+    """A body whose unknown fields are ignored, as other servers do."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="ignore")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, data: Any) -> Any:
+        """Refuses what JSON can write but no text has, and endless nesting."""
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a string has half of a surrogate pair") from None
+        except RecursionError:
+            raise ValueError("lists and objects are nested too deeply") from None
+        return data
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class Sampling(Body):
+    """The settings of a continuation; None takes the model's own default."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stream: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Returns the number of answers.
+
+        Raises:
+            ApiError: it is below 1 or too large.
+        """
+        number = 1 if self.n is None else self.n
+        if not 1 <= number <= _MAX_CHOICES:
+            raise errors.bad_request(f"n must lie in 1..{_MAX_CHOICES}, got {number}.")
+        return number
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        """Returns the stop strings.
+
+        Raises:
+            ApiError: one is empty, or there are too many.
+        """
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if "" in stop or len(stop) > _MAX_STOP_STRINGS:
+            raise errors.bad_request(
+                f"stop must have at most {_MAX_STOP_STRINGS} strings, none of them "
+                f"empty."
+            )
+        return stop
+
+    def requests(
+        self,
+        model: served.Served,
+        prompt: Sequence[int],
+        max_tokens: int | None,
+        stop_ids: frozenset[int],
+    ) -> list[requests.Request]:
+        """Returns one request for each choice.
+
+        Args:
+            model: that is served.
+            prompt: ids.
+            max_tokens: of an answer; None takes what the cache has room for.
+            stop_ids: of the model; the body's are added.
+
+        Raises:
+            ApiError: the prompt is too long.
+        """
+        room = model.room(len(prompt))
+        if max_tokens is not None and max_tokens > room:
+            raise errors.bad_request(
+                f"The prompt has {len(prompt)} tokens, so at most {room} more fit into "
+                f"the {model.service.capacity} of this server; got "
+                f"max_tokens={max_tokens}.",
+                "context_length_exceeded",
+            )
+        settings = {"temperature": model.temperature, "top_p": model.top_p}
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            if (value := getattr(self, name)) is not None:
+                settings[name] = value
+        ends = stop_ids | frozenset(self.stop_token_ids or ())
+        return [
+            requests.Request(
+                id=model.service.new_id(),
+                prompt=prompt,
+                max_new_tokens=room if max_tokens is None else max_tokens,
+                stop_ids=ends,
+                seed=None if self.seed is None else (self.seed + choice) % _NUM_SEEDS,
+                **settings,
+            )
+            for choice in range(self.num_choices)
+        ]

@@ -1,0 +1,47 @@
+"""Figures of the server in the text form of Prometheus."""
+
+from collections.abc import Iterator
+
+from glm5_jax.inference import service as service_lib
+from glm5_jax.serving import guard
+
+_GAUGES = {
+    "requests_running": ("running", "Requests that the engine works on."),
+    "requests_waiting": ("waiting", "Requests that wait for a slot."),
+    "slots_free": ("free_slots", "Slots without a request."),
+    "weights_version": ("version", "Version of the weights."),
+    "paused": ("is_paused", "1 while the engine is paused."),
+}
+_COUNTERS = {
+    "prompt_tokens_total": ("prompt_tokens", "Tokens of prompts that were read."),
+    "cached_tokens_total": ("cached_tokens", "Tokens of prompts found in the cache."),
+    "generated_tokens_total": ("drawn_tokens", "Tokens that were drawn."),
+    "dispatches_total": ("dispatches", "Steps of the engine."),
+    "dispatch_seconds_total": ("dispatch_seconds", "Seconds in steps of the engine."),
+    "dispatch_failures_total": ("failures", "Steps that raised an error."),
+}
+
+
+def render(stats: service_lib.Stats, door: guard.Guard) -> str:
+    """Returns all figures."""
+    return "".join(_lines(stats, door))
+
+
+def _lines(stats: service_lib.Stats, door: guard.Guard) -> Iterator[str]:
+    for kind, names in (("gauge", _GAUGES), ("counter", _COUNTERS)):
+        for name, (field, text) in names.items():
+            yield _head(name, kind, text)
+            yield f"glm5_jax_{name} {float(getattr(stats, field)):g}\n"
+    yield _head("requests_ended_total", "counter", "Requests that ended, by reason.")
+    for reason, number in sorted(stats.ended.items()):
+        yield f'glm5_jax_requests_ended_total{{reason="{reason}"}} {number}\n'
+    yield _head("http_requests_active", "gauge", "HTTP requests being answered.")
+    yield f"glm5_jax_http_requests_active {door.num_active}\n"
+    yield _head(
+        "http_requests_refused_total", "counter", "HTTP requests beyond limits."
+    )
+    yield f"glm5_jax_http_requests_refused_total {door.num_refused}\n"
+
+
+def _head(name: str, kind: str, text: str) -> str:
+    return f"# HELP glm5_jax_{name} {text}\n# TYPE glm5_jax_{name} {kind}\n"

@@ -1,0 +1,91 @@
+"""The model that a server serves, with all that requests are checked against."""
+
+import dataclasses
+import time
+
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import templates
+from glm5_jax.inference import service as service_lib
+from glm5_jax.serving import errors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model behind an engine.
+
+    Attributes:
+        name: the name by which clients ask for it.
+        service: the engine's driver.
+        tokenizer: None if the model has none; then only token ids are served.
+        template: the chat template; None if the tokenizer lacks its special tokens.
+        stop_ids: ids that end a text; those of a chat are the template's too.
+        temperature: used where a request names none.
+        top_p: used where a request names none.
+        max_seconds: for an answer.
+        created: Unix time.
+    """
+
+    name: str
+    service: service_lib.Service
+    tokenizer: tokenizer_lib.Tokenizer | None = None
+    template: templates.Template | None = None
+    stop_ids: frozenset[int] = frozenset()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_seconds: float = 3600.0
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def require_name(self, name: str | None) -> None:
+        """Checks the model that a request names.
+
+        Raises:
+            ApiError: it is another one.
+        """
+        if name is not None and name != self.name:
+            raise errors.ApiError(
+                404,
+                f"The model {name!r} does not exist; this server has {self.name!r}.",
+                "model_not_found",
+            )
+
+    @property
+    def text(self) -> tokenizer_lib.Tokenizer:
+        """Returns the tokenizer.
+
+        Raises:
+            ApiError: there is none.
+        """
+        if self.tokenizer is None:
+            raise errors.bad_request(
+                "This model has no tokenizer; send token ids to /inference/v1/generate."
+            )
+        return self.tokenizer
+
+    @property
+    def chat(self) -> templates.Template:
+        """Returns the chat template.
+
+        Raises:
+            ApiError: the tokenizer lacks special tokens.
+        """
+        if self.template is None:
+            raise errors.bad_request(
+                "This model's tokenizer lacks the special tokens of the chat template; "
+                "use /v1/completions."
+            )
+        return self.template
+
+    def room(self, prompt_size: int) -> int:
+        """Returns how many tokens may follow a prompt.
+
+        Raises:
+            ApiError: the prompt leaves no room.
+        """
+        left = self.service.capacity - prompt_size
+        if left < 1:
+            raise errors.bad_request(
+                f"The prompt has {prompt_size} tokens, but prompt and answer together "
+                f"may have at most {self.service.capacity}. Shorten the prompt.",
+                "context_length_exceeded",
+            )
+        return left

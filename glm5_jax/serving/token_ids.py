@@ -1,0 +1,121 @@
+"""Token in, token out: POST /inference/v1/generate, /tokenize and /detokenize.
+
+The forms are vLLM's, which trainers such as prime-rl and SkyRL speak.
+"""
+
+import uuid
+from typing import Any
+
+from glm5_jax.serving import answers, bodies, chat, errors, served, turn
+
+GENERATE, TOKENIZE = "/inference/v1/generate", "/tokenize"
+DETOKENIZE = "/detokenize"
+
+
+class SamplingParams(bodies.Sampling):
+    """The settings of a generation."""
+
+    max_tokens: int | None = None
+    logprobs: int | None = None
+
+
+class GenerateBody(bodies.Body):
+    """The body of /inference/v1/generate."""
+
+    model: str | None = None
+    token_ids: list[int]
+    sampling_params: SamplingParams = SamplingParams()
+    stream: bool = False
+
+
+class TokenizeBody(chat.Said):
+    """The body of /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(bodies.Body):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class _NoText:
+    """Reads ids without making texts of them."""
+
+    is_thinking = False
+
+    def feed(self, ids: Any) -> list:
+        """Returns nothing."""
+        return []
+
+    def close(self) -> list:
+        """Returns nothing."""
+        return []
+
+
+async def generate(model: served.Served, body: GenerateBody) -> dict[str, Any]:
+    """Returns the sampled ids, each with its log-prob and its weights' version.
+
+    The log-prob is of the distribution that the id was drawn from.
+
+    Raises:
+        ApiError: a field cannot be used.
+        InputError: a setting is wrong.
+    """
+    model.require_name(body.model)
+    if body.stream or body.sampling_params.stream:
+        raise errors.bad_request(f"{GENERATE} does not stream; set stream to false.")
+    settings = body.sampling_params
+    if settings.stop_strings:
+        raise errors.bad_request(f"{GENERATE} has no texts; use stop_token_ids.")
+    prompt, size = body.token_ids, settings.max_tokens
+    asked = settings.requests(model, prompt, size, model.stop_ids)
+    under_way = answers.Answers(model, asked, [turn.Turn(_NoText()) for _ in asked])
+    await under_way.finish()
+    choices = []
+    for index, read in enumerate(under_way.turns):
+        choice: dict[str, Any] = {"index": index, "token_ids": read.tokens}
+        choice |= {"finish_reason": read.reason, "weight_versions": read.versions}
+        choice["logprobs"] = None
+        if settings.logprobs is not None:
+            rows = zip(read.tokens, read.logprobs, strict=True)
+            choice["logprobs"] = {
+                "content": [
+                    {"token": f"token_id:{id}", "logprob": x, "top_logprobs": []}
+                    for id, x in rows
+                ]
+            }
+        choices.append(choice)
+    return {
+        "request_id": f"gen-{uuid.uuid4().hex}",
+        "model": model.name,
+        "choices": choices,
+        "usage": chat.usage(prompt, under_way.turns),
+    }
+
+
+def tokenize(model: served.Served, body: TokenizeBody) -> dict[str, Any]:
+    """Returns the ids of a text or of a rendered conversation.
+
+    Raises:
+        ApiError: not exactly one of prompt and messages is given.
+        InputError: a message is wrong.
+    """
+    model.require_name(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise errors.bad_request("Give either prompt or messages.")
+    if body.prompt is not None:
+        ids = model.text.encode(body.prompt)
+    else:
+        ids = chat.render(model, body, body.add_generation_prompt)
+    return {"tokens": ids, "count": len(ids), "max_model_len": model.service.capacity}
+
+
+def detokenize(model: served.Served, body: DetokenizeBody) -> dict[str, Any]:
+    """Returns the text of ids, with special tokens spelt out."""
+    model.require_name(body.model)
+    return {"prompt": model.text.spell(body.tokens)}

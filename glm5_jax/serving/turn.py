@@ -1,0 +1,192 @@
+"""Reads one answer from the engine's events: texts, tool calls and counts."""
+
+import dataclasses
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+from glm5_jax import messages
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import parsing, templates, text_stream
+from glm5_jax.inference import service as service_lib
+from glm5_jax.serving import stop_strings
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A tool call, as clients know it."""
+
+    id: str
+    name: str
+    arguments: str  # JSON
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """The part that some tokens add to an answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[Call, ...] = ()
+    first: int = 0  # the tokens are turn.tokens[first:end]
+    end: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns whether nothing is added but tokens."""
+        return not (self.reasoning or self.content or self.calls)
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Turns ids into events, as parsing.Parser does."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the next id belongs to the thought."""
+        ...
+
+    def feed(self, ids: Iterable[int]) -> list[parsing.Event]:
+        """Returns the events of more ids."""
+        ...
+
+    def close(self) -> list[parsing.Event]:
+        """Returns the events that the end completes."""
+        ...
+
+
+class TextReader:
+    """Reads all ids as content, without special tokens."""
+
+    is_thinking = False
+
+    def __init__(self, tokenizer: tokenizer_lib.Tokenizer) -> None:
+        """Starts an empty text."""
+        self._text = text_stream.TextStream(tokenizer)
+
+    def feed(self, ids: Iterable[int]) -> list[parsing.Event]:
+        """Returns the text of more ids."""
+        return [parsing.Content("".join(map(self._text.feed, ids)))]
+
+    def close(self) -> list[parsing.Event]:
+        """Returns the rest of the text."""
+        return [parsing.Content(self._text.close())]
+
+
+class Turn:
+    """One answer under way.
+
+    Attributes:
+        tokens: ids so far, with the stop id, up to a stop string's last.
+        logprobs: of the tokens, in the distribution that they were drawn from.
+        versions: of the weights that drew them.
+        num_reasoning: tokens of the thought.
+        reasoning: text of the thought so far.
+        content: text of the answer so far.
+        calls: tool calls so far.
+        end: the engine's last event, once it has come.
+    """
+
+    def __init__(self, reader: Reader, stop: Sequence[str] = ()) -> None:
+        """Starts an empty answer, which ends before any string of `stop`."""
+        self._reader, self._stop = reader, stop_strings.StopStrings(stop)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.num_reasoning = 0
+        self.reasoning = self.content = ""
+        self.calls: list[Call] = []
+        self.end: service_lib.End | None = None
+
+    @property
+    def stop_string(self) -> str | None:
+        """Returns the stop string that ended the answer, or None."""
+        return self._stop.found
+
+    @property
+    def reason(self) -> Literal["stop", "length", "abort"]:
+        """Returns why the answer ended."""
+        if self.stop_string is not None:
+            return "stop"
+        assert self.end is not None
+        assert self.end.reason != "error"
+        return self.end.reason
+
+    @property
+    def num_cached(self) -> int:
+        """Returns the tokens of the prompt that the engine had in its cache."""
+        return self.end.completion.num_cached if self.end else 0
+
+    def feed(self, event: service_lib.Event) -> Delta:
+        """Reads an event; returns what it adds. Events after a stop string add nothing.
+
+        Args:
+            event: of the service, in order.
+        """
+        first, found = len(self.tokens), list[parsing.Event]()
+        if isinstance(event, service_lib.End):
+            self.end = event
+            if self.stop_string is None:
+                found = self._cut(self._reader.close())
+                found.append(parsing.Content(self._stop.close()))
+        else:
+            for row in zip(event.ids, event.logprobs, event.versions, strict=True):
+                if self.stop_string is None:
+                    found += self._cut(self._reader.feed(self._record(*row)))
+        return self._add(found, first)
+
+    def _record(self, id: int, logprob: float, version: int) -> list[int]:
+        """Records one token; returns it."""
+        self.tokens.append(id)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        self.num_reasoning += self._reader.is_thinking
+        return [id]
+
+    def _cut(self, events: Iterable[parsing.Event]) -> list[parsing.Event]:
+        """Returns the events before a stop string, as far as the text decides it."""
+        kept: list[parsing.Event] = []
+        for event in events:
+            if self.stop_string is not None:
+                break
+            if isinstance(event, parsing.Content):
+                kept.append(parsing.Content(self._stop.feed(event.text)))
+                continue
+            if isinstance(event, parsing.Call):  # no stop string spans a call
+                kept.append(parsing.Content(self._stop.close()))
+            kept.append(event)
+        return kept
+
+    def _add(self, events: Iterable[parsing.Event], first: int) -> Delta:
+        """Adds events to the answer; returns them as one."""
+        reasoning, content, calls = "", "", []
+        for event in events:
+            if isinstance(event, parsing.Reasoning):
+                reasoning += event.text
+            elif isinstance(event, parsing.Content):
+                content += event.text
+            else:
+                arguments = json.dumps(event.arguments, ensure_ascii=False)
+                id = f"call_{uuid.uuid4().hex[:24]}"
+                calls.append(Call(id, event.name, arguments))
+        self.reasoning += reasoning
+        self.content += content
+        self.calls += calls
+        return Delta(reasoning, content, tuple(calls), first, len(self.tokens))
+
+
+def chat(
+    template: templates.Template,
+    prompt: Sequence[int],
+    tools: messages.Tools,
+    stop: Sequence[str],
+) -> Turn:
+    """Returns the turn of an assistant after a generation prompt."""
+    parser = parsing.Parser(
+        template.tokenizer,
+        is_thinking=prompt[-1] == template.tokenizer.special_ids["<think>"],
+        tools=tools,
+        stop_ids=template.stop_ids,
+    )
+    return Turn(parser, stop)

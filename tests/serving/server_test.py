@@ -1,0 +1,470 @@
+"""The server over real sockets, with the clients that people use."""
+
+import contextlib
+import io
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent import futures
+
+import httpx
+import openai
+import pytest
+from absl.testing import parameterized
+
+from glm5_jax import config
+from glm5_jax.data.chat import templates
+from glm5_jax.serving import command
+from tests import environment
+from tests.serving import scripted
+from tests.serving.scripted import TOKENIZER
+
+HI = {"role": "user", "content": "Hi"}
+ADD = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL = {"name": "f", "arguments": '{"k": 5}'}
+PATHS = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
+LOGPROB_ATOL = 1e-4  # the scripted token's probability is nearly 1
+
+
+def wait_until(holds, seconds=30):
+    """Waits for another thread or process."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class ClientTest(scripted.ServerTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        key = {"Authorization": f"Bearer {scripted.KEY}"}
+        cls.plain = cls.enterClassContext(httpx.Client(base_url=cls.url))
+        made = httpx.Client(base_url=cls.url, headers=key, timeout=60)
+        cls.http = cls.enterClassContext(made)
+        url = f"{cls.url}/v1"
+        made = openai.OpenAI(base_url=url, api_key=scripted.KEY, max_retries=0)
+        cls.client = cls.enterClassContext(made)
+
+    def chat(self, **fields):
+        fields = {"model": scripted.NAME, "messages": [HI], **fields}
+        return self.client.chat.completions.create(**fields)
+
+    def complete(self, prompt, **fields):
+        return self.client.completions.create(
+            model=scripted.NAME, prompt=prompt, **fields
+        )
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Answers wait while this lasts."""
+        self.service.pause().result()
+        try:
+            yield
+        finally:
+            self.service.resume().result()
+
+
+class ChatTest(ClientTest):
+    def test_a_whole_answer(self):
+        answer = self.chat()
+        (choice,) = answer.choices
+        self.assertEqual(choice.message.reasoning_content, "So")
+        self.assertEqual(choice.message.content, "Hé!")
+        self.assertIsNone(choice.message.tool_calls)
+        self.assertEqual(choice.finish_reason, "stop")
+        prompt = templates.Template(TOKENIZER).render([HI], (), True).tokens
+        self.assertEqual(answer.usage.prompt_tokens, len(prompt))
+        self.assertEqual(answer.usage.completion_tokens, 8)
+        self.assertEqual(answer.usage.completion_tokens_details.reasoning_tokens, 3)
+
+    def test_the_program_of_the_page(self):
+        page = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
+        (block,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.S)
+        for text, used in (
+            ("http://localhost:8000", self.url),
+            ("any", scripted.KEY),
+            ("NAME", scripted.NAME),
+        ):
+            self.assertIn(text, block)
+            block = block.replace(text, used)
+        names = {}
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(block, names)
+        names["client"].close()
+        self.assertEqual(printed.getvalue(), "So Hé!\n")
+
+    def test_a_prompt_in_the_cache_is_counted(self):
+        self.chat()
+        usage = self.chat().usage
+        self.assertGreater(usage.prompt_tokens_details.cached_tokens, 0)
+
+    def test_a_stream(self):
+        options = {"include_usage": True}
+        chunks = [*self.chat(stream=True, stream_options=options)]
+        *parts, last, counted = chunks
+        self.assertEqual(parts[0].choices[0].delta.role, "assistant")
+        deltas = [chunk.choices[0].delta for chunk in parts]
+        thought = "".join(getattr(d, "reasoning_content", None) or "" for d in deltas)
+        self.assertEqual(thought, "So")
+        self.assertEqual("".join(d.content or "" for d in deltas), "Hé!")
+        self.assertTrue(all(chunk.choices[0].finish_reason is None for chunk in parts))
+        self.assertEqual(last.choices[0].finish_reason, "stop")
+        self.assertIsNone(last.choices[0].delta.content)
+        self.assertEqual(counted.usage.completion_tokens, 8)
+        self.assertLen({chunk.id for chunk in chunks}, 1)
+
+    @parameterized.parameters(
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"thinking": {"type": "disabled"}},
+        {"reasoning_effort": "none"},
+    )
+    def test_thinking_is_switched_off(self, **field):
+        message = self.chat(extra_body=field).choices[0].message
+        self.assertNotIn("reasoning_content", message.model_dump())
+        self.assertEqual(message.content, "Hé!")
+
+    def test_tool_calls(self):
+        """Some of four draws call; the thought is not closed before the call."""
+        settings = {"tools": [ADD], "n": 4, "seed": 0, "temperature": 1}
+        whole = self.chat(**settings).choices
+        called = [choice for choice in whole if choice.message.tool_calls]
+        self.assertBetween(len(called), 1, 3)
+        for choice in called:
+            self.assertEqual(choice.finish_reason, "tool_calls")
+            self.assertEqual(choice.message.reasoning_content, "So")
+            (call,) = choice.message.tool_calls
+            self.assertEqual(call.function.model_dump(), CALL)
+        streamed = {choice.index: [] for choice in whole}
+        for chunk in self.chat(stream=True, **settings):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.delta.tool_calls or []
+        for choice in whole:
+            parts = streamed[choice.index]
+            if not choice.message.tool_calls:
+                self.assertEmpty(parts)
+                continue
+            name, arguments = parts  # the name once and whole, then the arguments
+            self.assertEqual(name.function.name, "f")
+            self.assertTrue(name.id)
+            self.assertIsNone(arguments.id)
+            self.assertEqual(arguments.function.arguments, CALL["arguments"])
+
+    def test_a_tool_s_result_is_part_of_the_next_prompt(self):
+        call = {"id": "call_1", "type": "function", "function": CALL}
+        said = [
+            HI,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "7"},
+        ]
+        body = {"messages": said, "tools": [ADD]}
+        ids = self.http.post("/tokenize", json=body).json()["tokens"]
+        text = TOKENIZER.spell(ids)
+        self.assertIn("f<arg_key>k</arg_key><arg_value>5</arg_value></tool_call>", text)
+        self.assertEndsWith(
+            text,
+            "<|observation|><tool_response>7</tool_response><|assistant|><think>",
+        )
+        self.assertEqual(self.chat(**body).choices[0].message.content, "Hé!")
+
+    def test_an_answer_ends_before_a_stop_string_or_at_its_length(self):
+        stopped = self.chat(stop=["é!"]).choices[0]
+        self.assertEqual(stopped.message.content, "H")
+        self.assertEqual(stopped.finish_reason, "stop")
+        short = self.chat(max_completion_tokens=4).choices[0]
+        self.assertEqual(short.message.content, "H")
+        self.assertEqual(short.finish_reason, "length")
+
+    def test_token_ids_and_logprobs(self):
+        answer = self.chat(logprobs=True, extra_body={"return_token_ids": True})
+        (choice,) = answer.choices
+        prompt = templates.Template(TOKENIZER).render([HI], (), True).tokens
+        self.assertEqual(answer.prompt_token_ids, prompt)
+        self.assertEqual(
+            choice.token_ids, TOKENIZER.encode_spelt("So</think>Hé!<|user|>")
+        )
+        rows = choice.logprobs.content
+        self.assertEqual([row.token for row in rows][:3], ["S", "o", "</think>"])
+        self.assertEqual(rows[4].bytes + rows[5].bytes, [*"é".encode()])
+        self.assertAlmostEqual(rows[0].logprob, 0, delta=LOGPROB_ATOL)
+
+    def test_seeds(self):
+        draw = lambda seed: self.chat(seed=seed, temperature=6).choices[0].message
+        self.assertEqual(draw(1), draw(1))
+        self.assertNotEqual(draw(1), draw(2))
+
+
+class CompletionTest(ClientTest):
+    def test_texts_and_ids(self):
+        answer = self.complete(["a", "b"])
+        self.assertEqual([c.text for c in answer.choices], ["bcd", "cd"])
+        self.assertEqual({c.finish_reason for c in answer.choices}, {"stop"})
+        self.assertEqual(answer.usage.prompt_tokens, 2)
+        self.assertEqual(self.complete(TOKENIZER.encode("c")).choices[0].text, "d")
+        self.assertEqual(self.complete("x", max_tokens=5).choices[0].text, "yxyxy")
+
+    def test_a_stream(self):
+        chunks = [*self.complete("a", stream=True, stop="d")]
+        self.assertEqual("".join(c.choices[0].text for c in chunks), "bc")
+        reasons = [c.choices[0].finish_reason for c in chunks]
+        self.assertEqual(reasons, [None] * (len(chunks) - 1) + ["stop"])
+
+    def test_logprobs(self):
+        found = self.complete("a", logprobs=1).choices[0].logprobs
+        self.assertEqual(found.tokens, ["b", "c", "d", "<|endoftext|>"])
+        self.assertEqual(found.text_offset, [0, 1, 2, 3])
+        self.assertLen(found.token_logprobs, 4)
+
+
+class TokenIdsTest(ClientTest):
+    def test_ids_in_and_out(self):
+        ids = TOKENIZER.encode("a")
+        params = {"max_tokens": 8, "logprobs": 1, "temperature": 0.0}
+        body = {"token_ids": ids, "sampling_params": params}
+        answer = self.http.post("/inference/v1/generate", json=body).json()
+        (choice,) = answer["choices"]
+        self.assertEqual(
+            choice["token_ids"], [*TOKENIZER.encode("bcd"), TOKENIZER.eos_id]
+        )
+        self.assertEqual(choice["finish_reason"], "stop")
+        rows = choice["logprobs"]["content"]
+        self.assertEqual([r["token"] for r in rows][:2], ["token_id:98", "token_id:99"])
+        self.assertEqual(choice["weight_versions"], [0] * 4)
+
+    def test_tokenize(self):
+        ids = self.http.post("/tokenize", json={"prompt": "<think>é"}).json()
+        self.assertEqual(ids["tokens"], TOKENIZER.encode("<think>é"))
+        self.assertEqual(ids["max_model_len"], scripted.CAPACITY)
+        body = {"tokens": [TOKENIZER.special_ids["<think>"], *"é".encode()]}
+        text = self.http.post("/detokenize", json=body).json()["prompt"]
+        self.assertEqual(text, "<think>é")
+
+
+class StatusTest(ClientTest):
+    def test_health_models_and_metrics(self):
+        self.assertEqual(self.plain.get("/health").json(), {"status": "ok"})
+        (model,) = self.client.models.list()
+        self.assertEqual(model.id, scripted.NAME)
+        self.assertEqual(self.client.models.retrieve(scripted.NAME), model)
+        self.complete("a")
+        lines = self.http.get("/metrics").text.splitlines()
+        figures = dict(line.split() for line in lines if not line.startswith("#"))
+        self.assertGreaterEqual(float(figures["glm5_jax_generated_tokens_total"]), 4)
+        ended = 'glm5_jax_requests_ended_total{reason="stop"}'
+        self.assertGreaterEqual(int(figures[ended]), 1)
+
+
+class RefusalTest(ClientTest):
+    limits = {"max_body_bytes": 10_000}  # noqa: RUF012
+
+    def post(self, path=PATHS[0], **content):
+        """Returns status and message, which every refusal has."""
+        answer = self.http.post(path, **content)
+        return answer.status_code, answer.json()["error"]["message"]
+
+    @parameterized.parameters(
+        ({"messages": []}, 400, "at least one message"),
+        ({}, 400, "at least one message"),
+        ({"messages": "Hi"}, 400, "messages: .*valid list"),
+        ({"messages": [1]}, 400, "messages.0: .*valid dict"),
+        ({"messages": [{"role": "bot", "content": ""}]}, 400, "got 'bot'"),
+        ({"messages": [HI], "model": "other"}, 404, "'other' does not exist"),
+        ({"messages": [HI], "temperature": "hot"}, 400, "temperature: .*number"),
+        ({"messages": [HI], "temperature": -1}, 400, "temperature must be finite"),
+        ({"messages": [HI], "max_tokens": 0}, 400, "max_new_tokens must be at least 1"),
+        ({"messages": [HI], "max_tokens": 9999}, 400, "at most .* more fit"),
+        ({"messages": [HI | {"content": "x" * 1000}]}, 400, "Shorten the prompt"),
+        ({"messages": [HI], "n": 0}, 400, "n must lie"),
+        ({"messages": [HI], "stop": [""]}, 400, "stop must have"),
+        ({"messages": [HI], "stop_token_ids": [9999]}, 400, "stop_ids must be"),
+        ({"messages": [HI], "tools": [{}]}, 400, "a function with a name"),
+        ({"messages": [HI], "tool_choice": "required"}, 400, "cannot be forced"),
+        (
+            {"messages": [HI], "response_format": {"type": "json_object"}},
+            400,
+            "'json_object' is not supported",
+        ),
+        ({"messages": [HI | {"content": "\ud800"}]}, 400, "half of a surrogate"),
+        ({"messages": [HI], "reasoning_effort": "much"}, 400, "reasoning_effort"),
+    )
+    def test_wrong_fields(self, body, status, message):
+        got, text = self.post(content=json.dumps(body), headers=JSON)
+        self.assertEqual(got, status)
+        self.assertRegex(text, message)
+
+    @parameterized.parameters(
+        ("{", "not JSON"),
+        ("[" * 9000, "body"),
+        ('{"messages": [], "temperature": NaN}', "message"),
+        ("null", "body"),
+        ("", "body"),
+    )
+    def test_malformed_bodies(self, text, message):
+        for path in PATHS:
+            status, got = self.post(path, content=text, headers=JSON)
+            self.assertEqual(status, 400)
+            if path == PATHS[0]:
+                self.assertRegex(got, message)
+
+    def test_a_huge_body(self):
+        huge = b'{"prompt": "' + b"x" * 20_000
+        self.assertEqual(self.post(content=huge, headers=JSON)[0], 413)
+        pieces = (huge[i : i + 999] for i in range(0, len(huge), 999))  # no length
+        self.assertEqual(self.post(content=pieces, headers=JSON)[0], 413)
+
+    def test_other_forms(self):
+        self.assertEqual(
+            self.post(content="{}", headers={"Content-Type": "a/b"})[0], 415
+        )
+        self.assertEqual(self.post("/v1/other", json={})[0], 404)
+        self.assertEqual(self.http.get(PATHS[0]).status_code, 405)
+
+    def test_keys(self):
+        for path in (*PATHS, "/metrics", "/v1/models", "/openapi.json", "/docs"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": ""}):
+                answer = self.plain.get(path, headers=headers)
+                self.assertEqual(answer.status_code, 401, path)
+                self.assertIn("key", answer.json()["error"]["message"])
+        for shown in (
+            {"headers": {"x-api-key": scripted.KEY}},
+            {"auth": ("anybody", scripted.KEY)},
+        ):
+            answer = self.plain.get("/v1/models", **shown)
+            self.assertEqual(answer.status_code, 200)
+
+    def test_a_client_s_error(self):
+        with self.assertRaisesRegex(openai.NotFoundError, "'other' does not exist"):
+            self.chat(model="other")
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+class OpenTest(ClientTest):
+    limits = {"api_key": None}  # noqa: RUF012
+
+    def test_without_a_key_only_names_of_this_machine_are_answered(self):
+        for host, status in (
+            ("localhost", 200),
+            ("127.0.0.1:80", 200),
+            ("[::1]:80", 200),
+            ("evil.example", 403),
+            ("localhost.evil.example:80", 403),
+        ):
+            answer = self.plain.get("/v1/models", headers={"Host": host})
+            self.assertEqual(answer.status_code, status, host)
+
+
+class LimitsTest(ClientTest):
+    limits = {"max_concurrency": 1}  # noqa: RUF012
+
+    def num_aborted(self):
+        return self.service.stats().ended.get("abort", 0)
+
+    @parameterized.parameters(False, True)
+    def test_a_client_that_leaves_is_aborted(self, is_stream):
+        before = self.num_aborted()
+        body = {"prompt": "x", "max_tokens": 200, "stream": is_stream}
+        with self.paused():
+            with self.assertRaises(httpx.ReadTimeout):
+                self.http.post("/v1/completions", json=body, timeout=0.2)
+            wait_until(lambda: self.num_aborted() == before + 1)
+            self.assertEqual(self.service.stats().waiting, 0)
+
+    def test_too_many_requests(self):
+        with futures.ThreadPoolExecutor() as pool, self.paused():
+            first = pool.submit(self.complete, "a")
+            wait_until(lambda: self.service.stats().waiting == 1)
+            answer = self.http.post("/v1/completions", json={"prompt": "a"})
+            self.assertEqual(answer.status_code, 429)
+            self.assertEqual(answer.headers["Retry-After"], "1")
+            self.assertEqual(self.plain.get("/health").status_code, 200)
+            self.service.resume().result()
+            self.assertEqual(first.result().choices[0].text, "bcd")
+
+
+class TimeTest(ClientTest):
+    limits = {"max_seconds": 0.05}  # noqa: RUF012
+
+    def test_an_answer_that_takes_too_long(self):
+        with self.paused():
+            with self.assertRaisesRegex(openai.InternalServerError, "time limit"):
+                self.complete("a")
+            with self.assertRaisesRegex(openai.APIError, "time limit"):
+                [*self.complete("a", stream=True)]
+        wait_until(lambda: self.service.stats().waiting == 0)
+
+
+class EndTest(ClientTest):
+    def test_answers_under_way_are_finished(self):
+        with futures.ThreadPoolExecutor() as pool, self.paused():
+            answer = pool.submit(self.complete, "a")
+            wait_until(lambda: self.service.stats().waiting == 1)
+            self.server.should_exit = True  # as SIGTERM does
+            wait_until(lambda: not can_connect(self.url))
+            self.service.resume().result()
+            self.assertEqual(answer.result().choices[0].text, "bcd")
+
+
+class CommandTest(parameterized.TestCase):
+    def test_a_folder_with_its_texts_and_defaults(self):
+        path = pathlib.Path(__file__).parents[1] / "golden" / "chat_model"
+        options = command.Options(capacity=32, num_slots=1, template="glm5.1")
+        with command.loaded(str(path), (), options) as model:
+            self.assertEqual(model.name, "chat_model")
+            self.assertEqual(model.service.capacity, 32)
+            self.assertEqual(model.chat.version, "glm5.1")
+            self.assertIn(model.text.eos_id, model.stop_ids)
+
+    @pytest.mark.slow
+    def test_sigterm_finishes_the_answer_under_way(self):
+        """Twenty seconds, of which most go to compiling."""
+        path = pathlib.Path(__file__).parents[1] / "golden" / "chat_model"
+        with contextlib.closing(command.bind("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        flags = [f"--checkpoint={path}", f"--port={port}", "--capacity=4096"]
+        flags += ["--num_slots=1", "--config.model.max_position_embeddings=4096"]
+        child = subprocess.Popen([sys.executable, "-m", "glm5_jax.serve", *flags])
+        with child, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+            wait_until(lambda: can_connect(http.base_url), seconds=240)
+            body = {"prompt": "a", "max_tokens": 3000, "stop_token_ids": []}
+            with futures.ThreadPoolExecutor() as pool:
+                url = "/v1/completions"
+                answer = pool.submit(http.post, url, json=body, timeout=240)
+                time.sleep(0.5)
+                child.send_signal(signal.SIGTERM)
+                self.assertEqual(answer.result().status_code, 200)
+            self.assertEqual(child.wait(60), 0)
+
+
+class OptionsTest(parameterized.TestCase):
+    def test_other_machines_need_a_key(self):
+        with self.assertRaisesRegex(config.InputError, "--api_key must be set"):
+            command.Options(host="0.0.0.0")
+        with self.assertRaisesRegex(config.InputError, "--api_key is empty"):
+            command.Options(api_key=" ")
+        self.assertFalse(command.Options(host="0.0.0.0", api_key="a").is_loopback)
+
+    def test_addresses_that_cannot_be_used(self):
+        with contextlib.closing(command.bind("127.0.0.1", 0)) as taken:
+            taken.listen()
+            port = taken.getsockname()[1]
+            with self.assertRaisesRegex(config.InputError, "cannot be used"):
+                command.bind("127.0.0.1", port)
+        with self.assertRaisesRegex(config.InputError, "--port must lie"):
+            command.bind("127.0.0.1", 70_000)
+
+
+def can_connect(url):
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+if __name__ == "__main__":
+    environment.main()
