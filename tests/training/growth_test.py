@@ -34,7 +34,10 @@ class GrowthTest(runs.OneDeviceTest):
         )
         cls.config = dataclasses.replace(
             config,
-            model=dataclasses.replace(config.model, attention="dense"),
+            # Two batch sizes are two programs: MTP's layer alone has experts.
+            model=dataclasses.replace(
+                config.model, first_k_dense_replace=1, attention="dense"
+            ),
             data=dataclasses.replace(
                 config.data, batch_warmup_sizes=(4,), batch_warmup_tokens=3.0 * TOKENS
             ),
@@ -43,7 +46,9 @@ class GrowthTest(runs.OneDeviceTest):
                 mtp_weight_changes=((2.0 * TOKENS, 0.1),),
                 router_bias_rate_changes=((5.0 * TOKENS, 0.0),),
             ),
-            optim=dataclasses.replace(config.optim, warmup_tokens=TOKENS / 2),
+            optim=dataclasses.replace(
+                config.optim, name="adamw", warmup_tokens=TOKENS / 2
+            ),
         )
         cls.enterClassContext(runs.compile_once(cls.config))
         cls.workdir = cls.root / "run"
