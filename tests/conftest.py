@@ -14,34 +14,47 @@ from absl.testing import absltest  # noqa: F401  defines --test_tmpdir
 from tests import environment, typecheck
 
 HERE = pathlib.Path(__file__).parent
-# They start first, so that no worker is left alone with one at the end.
+# They start first, so that no worker is left alone with one at the end; a file with
+# those of TOGETHER that share its programs.
 LONGEST = (
-    "training/rl_test.py",
+    "training/loop_test.py",
+    "training/mesh_test.py",
     "model/properties_test.py",
     "inference/engine_test.py",
-    "training/policy_test.py",
-    "training/loop_test.py",
-    "training/health_test.py",
-    "training/prepared_run_test.py",
-    "training/kill_test.py",
-    "checkpoint/kill_test.py",
-    "model/golden_test.py",
-    "training/mesh_test.py",
-    "training/step_test.py",
+    "training/rl_test.py",
     "colab_test.py",
+    "training/kill_test.py",
     "weights/loading_test.py",
-    "pallas_kernels/attention_ops_test.py",
-    "training/sft_test.py",
-    "model/invariance_test.py",
+    "data/preparation_test.py",
+    "training/policy_test.py",
     "inference/parity_test.py",
-    "optim/muon_mesh_test.py",
-    "weights/conversion_test.py",
     "weights/huggingface_test.py",
+    "model/golden_test.py",
+    "weights/conversion_test.py",
+    "optim/muon_mesh_test.py",
+    "model/invariance_test.py",
+    "training/sft_test.py",
+    "training/companions_test.py",
+    "pallas_kernels/indexer_kl_tpu_dense_test.py",
+    "pallas_kernels/attention_ops_test.py",
     "inference/mesh_test.py",
+    "checkpoint/kill_test.py",
+    "processes/together_test.py",
+    "evals/probes/probes_test.py",
     "model/index_share_test.py",
+    "training/growth_test.py",
     "optim/optimizer_test.py",
+    "recipes/runner_test.py",
     "rl/engine_rollouts_test.py",
-    "optim/moments_test.py",
+    "ablations/runner_test.py",
+    "rl/rollouts_test.py",
+    "scale/compiled/report_test.py",
+    "pallas_kernels/decode_tpu_test.py",
+    "pallas_kernels/masked_mla_tpu_test.py",
+    "model/experts_test.py",
+    "pallas_kernels/packaging_test.py",
+    "docs_blocks_test.py",
+    "scale/plan/planner_test.py",
 )
 # One worker runs both files of a pair, which share compiled programs.
 TOGETHER = {
@@ -108,7 +121,9 @@ def room():
 
 
 def pytest_collection_modifyitems(items):
-    ranks = {HERE / name: rank for rank, name in enumerate(LONGEST)}
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    ranks |= {name: ranks[first] for name, first in TOGETHER.items()}
+    ranks = {HERE / name: rank for name, rank in ranks.items()}
     items.sort(key=lambda item: ranks.get(item.path, len(LONGEST)))
 
 

@@ -17,7 +17,7 @@ from tests import environment
 from tests.checkpoint import faults_test
 from tests.processes import launch, worker
 
-SECONDS_TO_LEAVE = 60  # imports and 10 s without a heartbeat, on a machine under load
+SECONDS_TO_LEAVE = 60  # imports and time without a heartbeat, on a machine under load
 
 
 def run(scenario, folder):

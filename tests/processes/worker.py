@@ -192,7 +192,8 @@ def raise_error(folder):
 
 if __name__ == "__main__":
     scenario, path = sys.argv[1:]
-    # Where no connection breaks at once, one that died is missed after 10 s.
-    with together.joined(group.find(), timeout=60, heartbeat=10):
+    # Where no connection breaks at once, the others miss a dead one after this time.
+    heartbeat = 4 if scenario == "die" else 10
+    with together.joined(group.find(), timeout=60, heartbeat=heartbeat):
         globals()[scenario](pathlib.Path(path))
         sys.stdout.write("done\n")
