@@ -74,5 +74,69 @@ class PrefillTest(parameterized.TestCase):
         self.assertEqual(read, [*range(9)])
 
 
+class DevicesTest(parameterized.TestCase):
+    """Two devices with 16 slots each, and five requests."""
+
+    def setUp(self):
+        super().setUp()
+        self.machine = scheduler.Scheduler(32, chunk=64, num_devices=2)
+        self.shapes = parts.Shapes(32, 2, 64)
+        for i, length in enumerate((3, 20, 7, 1, 30)):
+            prompt = [10 * i + n for n in range(length)]
+            request = Request(i, prompt, 9, frozenset({50 + i}), 0.5, 0.25, i, 0.125)
+            self.machine.submit(request)
+
+    def test_every_part_has_a_row_on_its_slots_device(self):
+        todo = self.shapes.within(self.machine.plan(0), 10**6)
+        rows, arrays = self.shapes.prefill(todo.parts, 3, 2)
+        self.assertEqual(arrays.tokens.shape, (2 * 4, 32))
+        self.assertEqual(todo.num_tokens, 4 * 32)  # of a device
+        self.assertLen(set(rows), 5)
+        for row, part in zip(rows, todo.parts, strict=True):
+            slot, length = part.slot, len(part.tokens)
+            self.assertEqual(row // 4, slot.device)
+            np.testing.assert_array_equal(arrays.tokens[row, :length], part.tokens)
+            np.testing.assert_array_equal(arrays.tokens[row, length:], 0)
+            place = (arrays.num_tokens[row], arrays.slots[row], arrays.start[row])
+            self.assertEqual(place, (length, slot.index - 16 * slot.device, 0))
+            request, plan = part.work.request, arrays.plan
+            self.assertEqual(plan.budget[row], 9)
+            self.assertEqual(plan.stop_ids[row].tolist(), [50 + request.id, -1])
+            settings = plan.sampling
+            found = [x[row] for x in (settings.temperature, settings.top_p)]
+            found += [settings.top_k[row], settings.min_p[row]]
+            self.assertEqual(found, [0.5, 0.25, request.id, 0.125])
+        self.assertEqual({part.slot.device for part in todo.parts}, {0, 1})
+        others = [row for row in range(8) if row not in rows]
+        np.testing.assert_array_equal(arrays.slots[np.array(others)], 16)  # of none
+
+    def test_few_slots_of_each_device_are_decoded(self):
+        todo = self.machine.plan(0)
+        self.machine.advance(todo, [[5] for _ in todo.parts], 0)
+        for i in (1, 2):
+            self.machine.release(i)
+        todo = self.machine.plan(0)
+        rows, chosen = self.shapes.decode(todo.parts)
+        self.assertEqual((todo.kind, len(rows), len(chosen.slots)), ("decode", 3, 4))
+        want = np.full(4, 16)
+        for row, part in zip(rows, todo.parts, strict=True):
+            self.assertEqual(row // 2, part.slot.device)
+            want[row] = part.slot.index - 16 * part.slot.device
+        np.testing.assert_array_equal(chosen.slots, want)
+
+    def test_padding_is_a_dispatch_without_parts(self):
+        arrays = self.shapes.padding((4, 24), 2)
+        self.assertEqual(arrays.tokens.shape, (8, 24))
+        np.testing.assert_array_equal(arrays.slots, [16] * 8)
+        np.testing.assert_array_equal(arrays.num_tokens, [0] * 8)
+
+    def test_shapes_are_those_that_a_dispatch_may_have(self):
+        got = self.shapes.prefill_shapes(100)
+        sizes = (16, 24, 32, 48, 64)
+        rows = {16: (1, 4), 24: (1, 4)}
+        want = [(n, size) for size in sizes for n in rows.get(size, (1,))]
+        self.assertEqual(got, want)
+
+
 if __name__ == "__main__":
     environment.main()
