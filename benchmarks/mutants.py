@@ -6,10 +6,11 @@ Clones the checkout's commit into DIR/tree and works there. Runs every file of t
 those of the folders and files TEST) once under the package `coverage`, which tells the
 lines that each test executes. Then draws single edits (an operator, a constant, a
 condition, a dropped call) from the files of mutations.SOURCES, each file as often as it
-has lines. A mutant meets the tests that execute its statement, the quick ones first,
-then the files of those tests whole, until one fails.
-A mutant that no test fails within --limit seconds of CPU time counts as a survivor, as
-does one that runs in child processes of tests only.
+has lines. A mutant meets the tests that execute its statement, at first those whose
+paths share words with its file, the quick ones before the slow ones; then the files of
+those tests whole, until one fails. A mutant that no test fails within --limit seconds
+of CPU time counts as a survivor, as does one that runs in child processes of tests
+only.
 
 Every verdict is a line of DIR/verdicts.jsonl. The same command resumes; a larger
 --limit or more files of tests continue with the survivors, which are printed as diffs.

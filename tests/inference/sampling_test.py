@@ -1,11 +1,13 @@
 """Compares sampled frequencies with the distribution in closed form."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from glm5_jax.inference import sampling
+from glm5_jax.inference import engine, sampling
 from tests import environment
 
 LOGITS = np.array([2.0, -1.0, 0.5, 1.5, 0.0, -3.0], np.float32)
@@ -55,6 +57,16 @@ class SampleTest(parameterized.TestCase):
         np.testing.assert_allclose(
             logprobs, np.log(probs[np.asarray(ids)]), atol=LOGPROB_ATOL
         )
+
+    def test_by_default_every_command_draws_from_the_whole_distribution(self):
+        """As test_frequencies_and_logprobs_plain does."""
+        whole, request = sampling.make_sampling(1), engine.Request(0, (1,), 1)
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            self.assertEqual(getattr(request, name), getattr(whole, name)[0])
+        options = inspect.signature(engine.generate).parameters
+        for name in ("temperature", "top_p"):
+            self.assertEqual(options[name].default, getattr(whole, name)[0])
+        self.assertEqual((request.stop_ids, request.keep), (frozenset(), 0))
 
     def test_greedy_takes_the_best_and_gives_the_models_logprob(self):
         ids, logprobs = draw(temperature=0.0, top_p=0.1)
