@@ -9,14 +9,16 @@ import numpy as np
 from absl.testing import absltest
 
 from glm5_jax import config as config_lib
+from glm5_jax import sharding
 from glm5_jax.evals import catalogue, held_out, record, runner
 from glm5_jax.evals.probes import attention as attention_probe
 from glm5_jax.evals.probes import mtp as mtp_probe
 from glm5_jax.evals.probes import walk
+from glm5_jax.inference import placement
 from glm5_jax.model import attention as attention_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import mtp, transformer
-from tests import environment
+from tests import environment, runs
 from tests.evals import subjects
 from tests.model import tiny
 
@@ -29,10 +31,10 @@ ROWS = [
 ]
 
 
-def probe(name, tasks=ROWS):
+def probe(name, tasks=ROWS, subject=SUBJECT):
     """The figures of every task, in their order."""
     suite, setting = catalogue.SUITES[name], record.Setting(length=LENGTH)
-    answers = dict(suite.answer(SUBJECT, setting, [*enumerate(tasks)]))
+    answers = dict(suite.answer(subject, setting, [*enumerate(tasks)]))
     return [answers[i].figures for i in range(len(tasks))]
 
 
@@ -258,6 +260,26 @@ def _distributions(params, config, batch):
         return jax.tree.map(jax.nn.softmax, pair)
 
     return run(params, batch)
+
+
+class MeshTest(absltest.TestCase):
+    def test_figures_are_those_of_one_device(self):
+        """As evaluate with --config.mesh... reads a model: in shards."""
+        mesh = runs.first_devices(fsdp=2, tensor=2)
+        places = sharding.shardings(transformer.param_dims(SUBJECT.config), mesh)
+        params = jax.device_put(SUBJECT.params, places)
+        shards = params["layers_0"]["block_0"]["self_attn"]["q_b_proj"]
+        self.assertLen(shards.addressable_shards, 4)
+        self.assertEqual(shards.addressable_shards[0].data.size * 4, shards.size)
+        on_mesh = dataclasses.replace(SUBJECT, params=params)
+        tasks = {"recall": ROWS, "attention_logits": ROWS, "router": [ROWS]}
+        for name, rows in tasks.items():
+            with placement.using(mesh):
+                found = probe(name, rows, on_mesh)
+            for ours, alone in zip(found, probe(name, rows), strict=True):
+                self.assertEqual(ours.keys(), alone.keys())
+                for figure, pair in alone.items():
+                    np.testing.assert_allclose(ours[figure], pair, atol=ATOL)
 
 
 class RequirementTest(absltest.TestCase):
