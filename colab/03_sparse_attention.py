@@ -133,8 +133,9 @@ def gflops(attention: str, length: int) -> float:
 _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
 for attention in ("dense", "sparse"):
     left.plot(lengths, [gflops(attention, n) for n in lengths], label=attention)
-left.set(xscale="log", yscale="log", title="FLOPs of GLM-5, forward")
+left.set(xscale="log", title="FLOPs of GLM-5, forward")
 left.set(xlabel="tokens of the text", ylabel="GFLOP a token")
+left.set_ylim(bottom=0)
 left.legend(frameon=False)
 per_head = presets.GLM5.qk_head_dim + presets.GLM5.v_head_dim
 plain = 2 * presets.GLM5.num_hidden_layers * presets.GLM5.num_attention_heads * per_head
