@@ -5,6 +5,7 @@ import json
 import pathlib
 from unittest import mock
 
+import jax
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
@@ -110,6 +111,10 @@ class BadInputTest(parameterized.TestCase):
         with self.assertRaisesRegex(config_lib.InputError, r"2\.\.256.*300"):
             suites.require(longer)
         suites.require(known)
+        with mock.patch.object(jax, "process_count", return_value=2):
+            suites.require(dataclasses.replace(known, eval_suites=()))
+            with self.assertRaisesRegex(config_lib.InputError, "eval_suites.*one proc"):
+                suites.require(known)
 
     def test_a_model_without_tokenizer_is_refused(self):
         config = subjects.subject().config

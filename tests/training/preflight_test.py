@@ -64,6 +64,8 @@ class PreflightTest(runs.FolderTest):
         self.assertIn("taken is not empty", lines[1])
         (line,) = self.refused(dataclasses.replace(config, init_from=None))
         self.assertIn("model.vocab_size must be at least", line)
+        (line,) = self.refused(dataclasses.replace(self.config, eval_suites=("rcall",)))
+        self.assertIn("Did you mean recall", line)
 
     def test_an_environment_is_looked_up(self):
         data = dataclasses.replace(self.data, tokenizer="byte_chat")

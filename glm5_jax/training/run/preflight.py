@@ -6,7 +6,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager
 from glm5_jax.training.feeds import corpus
 from glm5_jax.training.feeds import feed as feed_lib
-from glm5_jax.training.reporting import trackers
+from glm5_jax.training.reporting import suites, trackers
 from glm5_jax.training.run import folder as run_folder
 from glm5_jax.training.run import state as run_lib
 from glm5_jax.weights import loading
@@ -31,6 +31,10 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
     errors: list[str] = []
     try:
         trackers.require(config.trackers)
+    except config_lib.InputError as error:
+        errors.append(str(error))
+    try:
+        suites.require(config)
     except config_lib.InputError as error:
         errors.append(str(error))
     feed: feed_lib.Feed | None = None
