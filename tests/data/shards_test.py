@@ -2,6 +2,8 @@
 
 import dataclasses
 import pathlib
+import resource
+from unittest import mock
 
 import numpy as np
 from absl.testing import parameterized
@@ -108,6 +110,36 @@ class ShardsTest(parameterized.TestCase):
         (self.folder / "a").unlink()
         with self.assertRaisesRegex(config.InputError, "a is missing"):
             self.open(shard)
+
+
+class OpenFilesTest(parameterized.TestCase):
+    """All shards stay open, and 256 other files."""
+
+    @parameterized.parameters(
+        (768, 1024, 4096, None),
+        (769, 1024, 4096, (1025, 4096)),
+        (3840, 1024, 4096, (4096, 4096)),
+        (10**6, 1024, resource.RLIM_INFINITY, (10**6 + 256, resource.RLIM_INFINITY)),
+    )
+    def test_the_limit_rises_as_far_as_needed(self, count, soft, hard, limits):
+        with mock.patch.multiple(
+            resource,
+            getrlimit=mock.Mock(return_value=(soft, hard)),
+            setrlimit=mock.DEFAULT,
+        ) as changed:
+            shards._allow_open_files(count)
+        calls = [(resource.RLIMIT_NOFILE, limits)] if limits else []
+        found = [call.args for call in changed["setrlimit"].call_args_list]
+        self.assertEqual(found, calls)
+
+    def test_a_system_that_allows_too_few_refuses(self):
+        with (
+            mock.patch.object(resource, "getrlimit", return_value=(1024, 4096)),
+            mock.patch.object(resource, "setrlimit") as changed,
+            self.assertRaisesRegex(config.InputError, "3841 shards needs 4097 open"),
+        ):
+            shards._allow_open_files(3841)
+        changed.assert_called_once_with(resource.RLIMIT_NOFILE, (4096, 4096))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
-from glm5_jax.inference import commands
+from glm5_jax.inference import commands, engine
 from glm5_jax.model import transformer
 from glm5_jax.weights import conversion, loading
 from tests import environment, small_configs
@@ -454,6 +455,30 @@ class GenerateTest(FolderTest):
         self.assertEqual(commands.stop_ids(small, used), {5})
         with self.assertRaisesRegex(config_lib.InputError, r"lacks: .*<\|user\|>"):
             commands.read_prompt(prompt, BYTES)
+
+    @parameterized.named_parameters(("ended", True), ("cut_off", False))
+    def test_an_answer_is_shown_without_the_token_that_ends_it(self, has_ended):
+        used = tokenizer_lib.named("byte_chat")
+        model = config_lib.ModelConfig(vocab_size=2**18, eos_token_id=(used.eos_id,))
+        drawn = [*used.encode("two"), used.special_ids["<think>"], 5]
+        drawn[-1] = used.eos_id if has_ended else used.encode("!")[0]
+        completion = engine.Completion(drawn, [0.0] * len(drawn), "stop")
+        shown = {}
+        with (
+            mock.patch.object(loading, "load_model", return_value=(model, {}, used)),
+            mock.patch.object(loading, "sampling_defaults", return_value=(1.0, 1.0)),
+            mock.patch.object(engine, "generate", return_value=[completion]),
+        ):
+            for name, options in (
+                ("chat", {"chat": "glm5.2"}),
+                ("special", {"special_tokens": True}),
+                ("plain", {}),
+            ):
+                (shown[name],) = self.generate("RUN", [], text="2?", **options)
+        end = used.spell(drawn[-1:])
+        self.assertEqual(shown["chat"], "two<think>" + end * (not has_ended))
+        self.assertEqual(shown["special"], "2?two<think>" + end)
+        self.assertEqual(shown["plain"], used.decode([*used.encode("2?"), *drawn]))
 
     def test_a_prompt_may_spell_special_tokens(self):
         used = tokenizer_lib.named("byte_chat")
