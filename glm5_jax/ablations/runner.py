@@ -17,7 +17,7 @@ from absl import logging
 
 from glm5_jax import command_line, files
 from glm5_jax import config as config_lib
-from glm5_jax.ablations import measures, results
+from glm5_jax.ablations import measures, results, searches
 from glm5_jax.ablations import study as study_lib
 from glm5_jax.checkpoint import step_folder
 from glm5_jax.processes import interrupts
@@ -152,13 +152,14 @@ def check(plan: Plan) -> None:
     """Checks every config and every folder before anything compiles.
 
     Raises:
-      InputError: a config is wrong, a suite that measures does not exist, or a folder
+      InputError: a config is wrong, a suite does not exist, or a folder
         holds another run.
     """
     from glm5_jax.training.run import folder as run_folder
 
-    if isinstance(plan.study.measure, measures.Suites):
-        plan.study.measure.require_known()
+    for reader in (plan.study.measure, *(arm.search for arm in plan.study.arms)):
+        if isinstance(reader, measures.Suites | searches.Windows):
+            reader.require_known()
     for arm in plan.study.arms:
         plan.study.config(arm, {}, plan.overrides)
     for job in plan.jobs():
@@ -213,8 +214,13 @@ def _search(plan: Plan, arm: study_lib.Arm, job: Job) -> None:
     assert arm.search is not None
     folder = plan.search_folder(arm, job.seed)
     folder.mkdir(parents=True, exist_ok=True)
-    [*_, newest] = _checkpoints(pathlib.Path(str(job.config.init_from)), ())
-    found = dict(arm.search(newest, folder / "rounds.json"))
+    checkpoints = _checkpoints(pathlib.Path(str(job.config.init_from)), ())
+    if not checkpoints:
+        raise config_lib.InputError(
+            f"arm {arm.name!r}, seed {job.seed}, searches on a checkpoint of "
+            f"{arm.after!r}, which has none yet; run that arm first."
+        )
+    found = dict(arm.search(checkpoints[-1], folder / "rounds.json"))
     logging.info("Arm %s, seed %d: the search found %s.", arm.name, job.seed, found)
     files.write_text(folder / FOUND, json.dumps(found, indent=1) + "\n")
 

@@ -48,6 +48,17 @@ class Windows:
         """Names the search's folder."""
         return f"{self.num_windows} windows {self.suite}"
 
+    def require_known(self) -> None:
+        """Checks, before anything is trained, that the suite exists.
+
+        Raises:
+          InputError: it does not.
+        """
+        if self.suite:
+            from glm5_jax.evals import catalogue  # jax
+
+            catalogue.find([self.suite])
+
     def __call__(
         self, checkpoint: study.Checkpoint, path: pathlib.Path
     ) -> study.Changes:

@@ -9,7 +9,7 @@ from unittest import mock
 from absl.testing import absltest
 
 from glm5_jax import config as config_lib
-from glm5_jax.ablations import measures, report, results, runner, study
+from glm5_jax.ablations import measures, report, results, runner, searches, study
 from glm5_jax.training import loop
 from tests import environment, runs, small_configs
 
@@ -126,6 +126,9 @@ class StudyTest(runs.OneDeviceTest):
         made = dataclasses.replace(self.study, arms=arms, claims=())
         plan = dataclasses.replace(self.plan, study=made, num_seeds=1)
         first, untrained, searched = plan.jobs()
+        elsewhere = dataclasses.replace(plan, workdir=self.root / "elsewhere")
+        with self.assertRaisesRegex(config_lib.InputError, "'first', which has none"):
+            runner.run(elsewhere, elsewhere.jobs()[1])
         with mock.patch.object(loop, "train", wraps=loop.train) as train:
             with self.assertRaises(KeyboardInterrupt):
                 runner.run_all(plan, 1, [])
@@ -148,10 +151,16 @@ class StudyTest(runs.OneDeviceTest):
 
     def test_an_unknown_suite_is_refused_before_anything_runs(self):
         suites = measures.Suites(names=("needel",), length=64)
-        study = dataclasses.replace(self.study, measure=suites)
-        plan = dataclasses.replace(self.plan, study=study)
-        with self.assertRaisesRegex(config_lib.InputError, "needel.*needle"):
-            runner.check(plan)
+        search = searches.Windows(num_windows=1, length=64, suite="needel")
+        [first, second] = self.study.arms
+        searched = dataclasses.replace(second, search=search)
+        for made in (
+            dataclasses.replace(self.study, measure=suites),
+            dataclasses.replace(self.study, arms=(first, searched)),
+        ):
+            plan = dataclasses.replace(self.plan, study=made)
+            with self.assertRaisesRegex(config_lib.InputError, "needel.*needle"):
+                runner.check(plan)
 
     def test_an_edited_study_is_refused(self):
         edited = dataclasses.replace(self.plan, overrides=(("loss.z_weight", "0.1"),))
