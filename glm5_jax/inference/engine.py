@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from glm5_jax import config as config_lib
+from glm5_jax.inference import paged_scheduler, placement, requests, results
 from glm5_jax.inference import parts as parts_lib
-from glm5_jax.inference import placement, requests, results
 from glm5_jax.inference import runner as runner_lib
 from glm5_jax.inference import scheduler as scheduler_lib
 from glm5_jax.inference import weights as weights_lib
@@ -78,11 +78,12 @@ class Engine:
         mesh = placement.in_use()
         placement.require_whole("num_slots", num_slots, mesh)
         num_devices = placement.num_shares(mesh)
+        table = limits.table(config, capacity, num_devices)
         self.config, self.capacity, self._limits = config, capacity, limits
         self._runner = runner_lib.Runner(
             config,
             mesh,
-            parts_lib.Shapes(num_slots, num_devices, chunk),
+            parts_lib.Shapes(num_slots, num_devices, chunk, table),
             limits,
             capacity,
             seed,
@@ -90,7 +91,6 @@ class Engine:
             with_experts,
         )
         self._scheduler = self._new_scheduler()
-        self._experts: dict[int, results.Pieces] = {i: [] for i in range(num_slots)}
         # Of the last step, also of one that raised; None if there was nothing to do.
         self.dispatch: scheduler_lib.Dispatch | None = None
         self._result: results.Result | None = None
@@ -267,8 +267,11 @@ class Engine:
         self._state = result.state
         self._scheduler.advance(result.dispatch, ids, result.version)
         for part, row, new in zip(parts, result.rows, ids, strict=True):
-            pieces = self._experts[part.slot.index]
-            if results.write(result, part, row, new, pieces):
+            pieces = part.slot.pieces
+            is_over = results.write(result, part, row, new, pieces)
+            if pieces:
+                results.share(part.slot.nodes, pieces)
+            if is_over:
                 request = part.work.request
                 self._finished[request.id] = part.work.completion
                 self._scheduler.release(request.id, request.keep)
@@ -276,12 +279,20 @@ class Engine:
 
     def _new_scheduler(self) -> scheduler_lib.Scheduler:
         """Returns a scheduler whose slots are all free."""
-        shapes = self._runner.shapes
+        shapes, limits = self._runner.shapes, self._limits
+        if limits.num_pages:
+            return paged_scheduler.PagedScheduler(
+                shapes.num_slots * shapes.num_devices,
+                self._chunk,
+                shapes.num_devices,
+                limits,
+                self._runner.num_steps,
+            )
         return scheduler_lib.Scheduler(
             shapes.num_slots * shapes.num_devices,
             self._chunk,
             shapes.num_devices,
-            prefill_tokens=self._limits.prefill_tokens,
+            prefill_tokens=limits.prefill_tokens,
             can_set_back=not self.config.is_recurrent,
         )
 

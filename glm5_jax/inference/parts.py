@@ -26,9 +26,23 @@ class Shapes:
         num_slots: slots of each device.
     """
 
-    def __init__(self, num_slots: int, num_devices: int, chunk: int) -> None:
-        """Divides all slots among the devices; `chunk`: tokens of the longest part."""
+    def __init__(
+        self,
+        num_slots: int,
+        num_devices: int,
+        chunk: int,
+        table: tuple[int, int] | None = None,
+    ) -> None:
+        """Divides all slots among the devices.
+
+        Args:
+          num_slots: over all devices.
+          num_devices: devices with slots of their own.
+          chunk: tokens of the longest part.
+          table: most pages of a sequence, and pages of a device; None without pages.
+        """
         self.num_devices, self.num_slots = num_devices, num_slots // num_devices
+        self._table_sizes = table
         self._rows = row_counts(self.num_slots)
         self._sizes = sizes_to(chunk)
         self._decode_rows = decode_counts(self.num_slots)
@@ -81,41 +95,62 @@ class Shapes:
         num_rows, size = self._shape(todo)
         rows = [device * num_rows + row for device, row in _arranged(todo)]
         shape = self.num_devices * num_rows, size
-        return rows, make(todo, rows, shape, self.num_slots, seed, num_stops)
+        arrays = make(todo, rows, shape, self.num_slots, seed, num_stops)
+        return rows, dataclasses.replace(arrays, table=self._table(todo, rows, shape))
 
     def padding(self, shape: tuple[int, int], num_stops: int) -> steps.Parts:
         """Returns arrays without a part, of one of `prefill_shapes`."""
-        rows, size = shape
-        return make(
-            [], [], (self.num_devices * rows, size), self.num_slots, 0, num_stops
-        )
+        shape = self.num_devices * shape[0], shape[1]
+        arrays = make([], [], shape, self.num_slots, 0, num_stops)
+        return dataclasses.replace(arrays, table=self._table([], [], shape))
 
     def decode(
         self, todo: Sequence[scheduler_lib.Part]
     ) -> tuple[list[int], steps.Chosen | None]:
-        """Returns the rows of slots to decode, and the slots; None for all slots."""
+        """Returns the rows of slots to decode, and the slots, as `chosen` does."""
         places = _arranged(todo)
         num_rows = _least_rows(places, self._decode_rows)
         if num_rows == self.num_slots:
-            return [part.slot.index for part in todo], None
-        rows = [device * num_rows + row for device, row in places]
-        return rows, self.chosen(num_rows, rows, [part.slot.index for part in todo])
+            rows = [part.slot.index for part in todo]
+        else:
+            rows = [device * num_rows + row for device, row in places]
+        return rows, self.chosen(num_rows, rows, todo)
 
     def chosen(
-        self, num_rows: int, rows: Sequence[int] = (), slots: Sequence[int] = ()
+        self,
+        num_rows: int,
+        rows: Sequence[int] = (),
+        todo: Sequence[scheduler_lib.Part] = (),
     ) -> steps.Chosen | None:
-        """Returns `num_rows` slots of each device; None for all slots.
+        """Returns `num_rows` slots of each device; None for all slots, without pages.
 
         Args:
           num_rows: one of `decode_rows`.
           rows: of the slots in the array; the others are padding.
-          slots: over all devices.
+          todo: parts of the slots.
         """
+        number = self.num_devices * num_rows
+        table = self._table(todo, rows, (number, 1))
         if num_rows == self.num_slots:
+            return None if table is None else steps.Chosen(None, table)
+        slots = np.full(number, self.num_slots, np.int32)
+        slots[[*rows]] = [part.slot.index % self.num_slots for part in todo]
+        return steps.Chosen(jnp.asarray(slots), table)
+
+    def _table(
+        self,
+        todo: Sequence[scheduler_lib.Part],
+        rows: Sequence[int],
+        shape: tuple[int, int],
+    ) -> jax.Array | None:
+        """Returns the pages of each row; the number of pages marks a missing one."""
+        if self._table_sizes is None:
             return None
-        chosen = np.full(self.num_devices * num_rows, self.num_slots, np.int32)
-        chosen[[*rows]] = [slot % self.num_slots for slot in slots]
-        return steps.Chosen(jnp.asarray(chosen))
+        width, missing = self._table_sizes
+        table = np.full((shape[0], width), missing, np.int32)
+        for row, part in zip(rows, todo, strict=True):
+            table[row, : len(part.slot.pages)] = part.slot.pages
+        return jnp.asarray(table)
 
     def _shape(self, todo: Sequence[scheduler_lib.Part]) -> tuple[int, int]:
         """Returns rows and tokens of a device's arrays for parts of prompts."""

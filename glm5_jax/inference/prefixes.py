@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-_WORD = 4  # bytes per id
+WORD = 4  # bytes per id
 
 
 def encoded(tokens: Sequence[int]) -> bytes:
@@ -32,16 +32,16 @@ class Texts:
         """
         at = bisect.bisect_left(self._ordered, (text,))
         near = self._ordered[max(at - 1, 0) : at + 1]
-        size = max((_common(text, other) for other, _ in near), default=0)
-        beginning = text[: size * _WORD]
+        size = max((common(text, other) for other, _ in near), default=0)
+        beginning = text[: size * WORD]
         first = bisect.bisect_left(self._ordered, (beginning,))
         last = bisect.bisect_left(self._ordered, (beginning + b"\xff",))  # above any id
         return size, [key for _, key in self._ordered[first:last]]
 
 
-def _common(a: bytes, b: bytes) -> int:
+def common(a: bytes, b: bytes) -> int:
     """Returns the tokens of the longest common prefix."""
-    size = min(len(a), len(b)) // _WORD
+    size = min(len(a), len(b)) // WORD
     x, y = (np.frombuffer(text, np.uint32, size) for text in (a, b))
     different = np.flatnonzero(x != y)
     return int(different[0]) if different.size else size

@@ -1,12 +1,13 @@
 """Writes the result of a dispatch into the completions of its requests."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
+from glm5_jax.inference import pages, steps
 from glm5_jax.inference import scheduler as scheduler_lib
-from glm5_jax.inference import steps
 
 # Experts of the tokens that a slot read: pieces of rows, with the place of the first.
 Pieces = list[tuple[int, np.ndarray]]
@@ -62,6 +63,21 @@ def write(
         if drawn.experts is not None:
             completion.experts = np.concatenate([piece for _, piece in pieces])
     return reason is not None
+
+
+def share(nodes: Sequence[pages.Node], pieces: Pieces) -> None:
+    """Keeps the experts of shared pages for the sequences that will begin with them.
+
+    Args:
+      nodes: of a slot's first pages, whose tokens have been read.
+      pieces: of the slot.
+    """
+    missing = [i for i, node in enumerate(nodes) if node.experts is None]
+    if missing:
+        read = np.concatenate([piece for _, piece in pieces])
+        for i in missing:
+            size = len(nodes[i].key)
+            nodes[i].experts = read[i * size : (i + 1) * size]
 
 
 def _finish_reason(work: scheduler_lib.Work) -> Literal["stop", "length"] | None:

@@ -37,7 +37,9 @@ class Runner:
         """Returns a state without sequences; on the mesh."""
         slots = self.shapes.num_slots * self.shapes.num_devices
         sizes = slots, self.capacity, self.limits.max_stop_ids
-        make = functools.partial(steps.empty, self.config, *sizes)
+        limits = self.limits
+        pages = (limits.num_pages, limits.page_size) if limits.num_pages else None
+        make = functools.partial(steps.empty, self.config, *sizes, pages)
         return placement.made(make, self.mesh)
 
     def run(

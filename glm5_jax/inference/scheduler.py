@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from glm5_jax.inference import pages as pages_lib
 from glm5_jax.inference import prefixes
 from glm5_jax.inference.requests import Completion, Request
 
@@ -28,6 +29,7 @@ class Work:
     prompt: list[int]  # prompt and, on a restart, drawn tokens
     text: bytes  # the prompt, encoded
     completion: Completion  # so far
+    order: int = 0  # among all requests that were submitted
 
 
 @dataclasses.dataclass
@@ -43,6 +45,11 @@ class Slot:
     last_used: int = -1
     kept_until: int = 0  # dispatch until which it waits for a next turn
     text: bytes = b""  # encoded tokens of a free slot, once needed
+    pieces: list = dataclasses.field(default_factory=list)  # results.Pieces
+    # With pages (paged_scheduler.py): those of the sequence in order, and the nodes of
+    # the tree that the first of them belong to.
+    pages: list[int] = dataclasses.field(default_factory=list)
+    nodes: list[pages_lib.Node] = dataclasses.field(default_factory=list)
 
     @property
     def is_reading(self) -> bool:
@@ -113,7 +120,7 @@ class Scheduler:
         self.chunk, self._can_set_back = chunk, can_set_back
         self.prefill_tokens = prefill_tokens
         self._clock = 0
-        self._num_done = 0  # dispatches done
+        self._num_done = self._num_submitted = 0  # dispatches, requests
         self._num_passed = 0  # next turns that overtook the oldest request
         self._waiting: collections.OrderedDict[int, Work] = collections.OrderedDict()
         self._new: list[int] = []  # requests not yet matched with slots
@@ -133,7 +140,9 @@ class Scheduler:
     def submit(self, request: Request) -> Work:
         """Queues a request."""
         prompt = [int(token) for token in request.prompt]
-        work = Work(request, prompt, prefixes.encoded(prompt), Completion([], [], None))
+        text, completion = prefixes.encoded(prompt), Completion([], [], None)
+        work = Work(request, prompt, text, completion, self._num_submitted)
+        self._num_submitted += 1
         self.works[request.id] = self._waiting[request.id] = work
         self._new.append(request.id)
         return work

@@ -3,7 +3,8 @@
 Both are pure functions of the parameters and a `State`; programs.py compiles them. A
 state has B slots, each with room for one sequence. Sequences do not see each other, and
 values beyond the end of a sequence are never read. On a mesh each device runs the
-programs on its own slots.
+programs on its own slots. The rows of a sequence lie in its slot; or in pages, whose
+table comes with each dispatch.
 """
 
 import dataclasses
@@ -55,6 +56,7 @@ class Parts:
     start: Int[Array, " b"]  # length of the prefix that is already in the cache
     is_last: Bool[Array, " b"]  # whether the prompt ends with this part
     plan: Plan
+    table: Int[Array, "b n"] | None = None  # of `Cache`, if it has pages
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +64,9 @@ class Parts:
 class Chosen:
     """The slots to decode; the others wait."""
 
-    slots: Int[Array, " b"]  # slot on the device; the number of slots marks padding
+    # Slot on the device; the number of slots marks padding. None: all slots.
+    slots: Int[Array, " b"] | None
+    table: Int[Array, "b n"] | None = None  # of `Cache`, if it has pages
 
 
 class Drawn(NamedTuple):
@@ -76,7 +80,13 @@ class Drawn(NamedTuple):
 _DRAWN = Drawn(placement.ROWS, placement.ROWS, placement.LAYERS_OF_ROWS)
 
 
-def empty(config: config_lib.ModelConfig, slots: int, capacity: int, n: int) -> State:
+def empty(
+    config: config_lib.ModelConfig,
+    slots: int,
+    capacity: int,
+    n: int,
+    pages: tuple[int, int] | None = None,
+) -> State:
     """Returns a state without sequences.
 
     Args:
@@ -84,10 +94,11 @@ def empty(config: config_lib.ModelConfig, slots: int, capacity: int, n: int) -> 
       slots: number of slots.
       capacity: most tokens of a sequence.
       n: most stop ids of a sequence.
+      pages: of `cached.empty`.
     """
     zeros = jnp.zeros(slots, jnp.int32)
     return State(
-        cache=cached.empty(config, slots, capacity),
+        cache=cached.empty(config, slots, capacity, pages),
         tokens=zeros,
         plan=Plan(
             keys=sampling_lib.request_keys(0, zeros),
@@ -134,7 +145,7 @@ def _prefill(
     """Computes `prefill` for the rows of one device."""
     cache, slots = state.cache, parts.slots
     lengths = cache.lengths.at[slots].set(parts.start, mode="drop")
-    cache = dataclasses.replace(cache, lengths=lengths)
+    cache = dataclasses.replace(cache, lengths=lengths, table=parts.table)
     if is_fresh:
         hidden, new, experts = cached.prefill(
             params,
@@ -157,7 +168,7 @@ def _prefill(
     # Indices beyond the slots are dropped: unfinished prompts have no token yet.
     done = jnp.where(parts.is_last, slots, len(state.tokens))
     state = State(
-        cache=cache,
+        cache=dataclasses.replace(cache, table=None),
         tokens=state.tokens.at[done].set(ids, mode="drop"),
         plan=jax.tree.map(
             lambda old, new: old.at[done].set(new, mode="drop"), state.plan, plan
@@ -202,13 +213,9 @@ def _decode(
     chosen: Chosen | None = None,
 ) -> tuple[State, Drawn]:
     """Computes `decode` for the slots of one device; all devices stop together."""
-    slots = None if chosen is None else chosen.slots
-    tokens, plan = state.tokens, state.plan
-    if slots is not None:
-        tokens, plan = jax.tree.map(lambda x: x[slots], (tokens, plan))
-        is_slot = slots < len(state.tokens)  # padding gets no budget
-        budget = jnp.where(is_slot, plan.budget, 0)
-        plan = dataclasses.replace(plan, budget=budget)
+    slots, table = (None, None) if chosen is None else (chosen.slots, chosen.table)
+    first = dataclasses.replace(state.cache, table=table)
+    tokens, plan = _rows(first, state, slots)
     batch = len(tokens)
 
     def step(carry: tuple) -> tuple:
@@ -246,13 +253,31 @@ def _decode(
         jnp.zeros((batch, num_steps), jnp.float32),
         cached.no_experts(config, (batch, num_steps)) if with_experts else None,
     )
-    carry = (jnp.zeros((), jnp.int32), state.cache, tokens, plan, nothing)
+    carry = (jnp.zeros((), jnp.int32), first, tokens, plan, nothing)
     _, cache, tokens, plan, drawn = lax.while_loop(has_budget, step, carry)
+    cache = dataclasses.replace(cache, table=None)
     if slots is not None:  # the other slots keep their budgets
         budget = state.plan.budget.at[slots].set(plan.budget, mode="drop")
         tokens = state.tokens.at[slots].set(tokens, mode="drop")
         plan = dataclasses.replace(state.plan, budget=budget)
     return State(cache, tokens, plan), drawn
+
+
+def _rows(
+    cache: cache_lib.Cache, state: State, slots: Int[Array, " b"] | None
+) -> tuple[Int[Array, " b"], Plan]:
+    """Returns last tokens and plans of the chosen slots; others have no budget."""
+    tokens, plan = state.tokens, state.plan
+    if slots is not None:
+        tokens, plan = jax.tree.map(lambda x: x[slots], (tokens, plan))
+        is_slot = slots < len(state.tokens)
+        budget = jnp.where(is_slot, plan.budget, 0)
+        plan = dataclasses.replace(plan, budget=budget)
+    if cache.table is not None:  # a slot without pages waits
+        num_pages = next(iter(cache.entries.values())).shape[1]
+        budget = jnp.where(cache.table[:, 0] < num_pages, plan.budget, 0)
+        plan = dataclasses.replace(plan, budget=budget)
+    return tokens, plan
 
 
 def _with_sequences(
@@ -262,11 +287,16 @@ def _with_sequences(
     num_tokens: Int[Array, " b"],
 ) -> cache_lib.Cache:
     """Returns the cache with whole sequences written into some of its slots."""
-    entries = {
-        name: stack.at[:, slots, : part.shape[2]].set(part, mode="drop")
-        for name, stack in cache.entries.items()
-        for part in (new.entries[name],)
-    }
+    entries = dict(cache.entries)
+    for name, stack in cache.entries.items():
+        part = new.entries[name]
+        if cache.table is None:
+            stack = stack.at[:, slots, : part.shape[2]].set(part, mode="drop")
+        else:
+            size, places = stack.shape[2], jnp.arange(part.shape[2])
+            pages = cache.table[:, places // size]
+            stack = stack.at[:, pages, places % size].set(part, mode="drop")
+        entries[name] = stack
     lengths = cache.lengths.at[slots].set(num_tokens, mode="drop")
     return dataclasses.replace(cache, entries=entries, lengths=lengths)
 

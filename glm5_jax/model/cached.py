@@ -33,12 +33,25 @@ class Choices(NamedTuple):
     )
 
 
-def empty(config: config_lib.ModelConfig, batch: int, capacity: int) -> cache_lib.Cache:
-    """Makes a cache for `batch` sequences of up to `capacity` tokens."""
+def empty(
+    config: config_lib.ModelConfig,
+    batch: int,
+    capacity: int,
+    pages: tuple[int, int] | None = None,
+) -> cache_lib.Cache:
+    """Makes a cache for `batch` sequences of up to `capacity` tokens.
+
+    Args:
+      config: of the model; without states if there are pages.
+      batch: number of sequences.
+      capacity: most tokens of a sequence.
+      pages: number of pages and rows of each; None gives each sequence `capacity` rows.
+    """
+    number, size = pages or (batch, capacity)
     return cache_lib.Cache(
         entries={
-            name: jnp.zeros((count, batch, *entry.shape), entry.dtype)
-            for name, (count, entry) in _entries(config, capacity).items()
+            name: jnp.zeros((count, number, *entry.shape), entry.dtype)
+            for name, (count, entry) in _entries(config, size).items()
         },
         lengths=jnp.zeros(batch, jnp.int32),
         capacity=capacity,

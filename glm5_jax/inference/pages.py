@@ -1,0 +1,121 @@
+"""Shares pages of the cache among sequences that begin alike: a radix tree of pages.
+
+Every page holds the rows of page_size tokens. A full page, all of whose tokens one
+version of the weights has read, becomes a node of the tree, below the node of the page
+before it. A prompt begins with the longest path of nodes that spells its tokens,
+whichever request read them. A page is free, or one slot owns it, or it is in the tree.
+Pages of the tree that no slot uses are kept until pages run out; then the least
+recently used leaf goes first.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A full page that any sequence with these first tokens may use."""
+
+    page: int
+    parent: "Node | None" = None
+    key: tuple[int, ...] = ()  # the page's tokens
+    children: dict[tuple[int, ...], "Node"] = dataclasses.field(default_factory=dict)
+    num_users: int = 0  # slots
+    is_current: bool = True  # False: older weights read it
+    experts: Any = None  # of its tokens, where they are recorded
+
+
+class Pool:
+    """The pages of one device."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        """Makes free pages of `page_size` tokens each."""
+        self.num_pages, self.page_size = num_pages, page_size
+        self._free = list(range(num_pages))[::-1]
+        self._root = Node(-1)
+        # Nodes that no slot uses, the least recently used first. A slot lets go of its
+        # last page first, so that a node always comes after its children.
+        self._idle: collections.OrderedDict[Node, None] = collections.OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Returns the number of pages that `take` can give."""
+        return len(self._free) + len(self._idle)
+
+    def match(self, tokens: Sequence[int]) -> list[Node]:
+        """Returns the nodes of the longest prefix in the tree; no whole prompt.
+
+        The last token of a prompt is always read, as the next one is drawn from it.
+        """
+        found, node, size = [], self._root, self.page_size
+        for start in range(0, len(tokens) - size, size):
+            child = node.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return found
+
+    def hold(self, nodes: Sequence[Node]) -> None:
+        """Makes a slot a user of these nodes."""
+        for node in nodes:
+            self._idle.pop(node, None)
+            node.num_users += 1
+
+    def let_go(self, nodes: Sequence[Node]) -> None:
+        """Ends a slot's use of these nodes, which are a path from the root."""
+        for node in reversed(nodes):
+            node.num_users -= 1
+            if node.num_users == 0:
+                if node.is_current:
+                    self._idle[node] = None
+                else:
+                    self._free.append(node.page)
+
+    def take(self) -> int | None:
+        """Returns a page for a slot, the least recently used one if none is free."""
+        if self._free:
+            return self._free.pop()
+        if not self._idle:
+            return None
+        node, _ = self._idle.popitem(last=False)
+        assert node.parent is not None
+        assert not node.children
+        del node.parent.children[node.key]
+        return node.page
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Takes back pages that a slot owned."""
+        self._free.extend(pages)
+
+    def add(self, path: Sequence[Node], tokens: Sequence[int], page: int) -> Node:
+        """Puts a slot's full page into the tree, and makes the slot a user of it.
+
+        If another slot was first, its page is used, and this one becomes free.
+
+        Args:
+          path: nodes of the slot's pages before it.
+          tokens: of the page.
+          page: owned by the slot.
+        """
+        parent, key = path[-1] if path else self._root, tuple(tokens)
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = Node(page, parent, key)
+        else:
+            self._free.append(page)
+        self.hold([node])
+        return node
+
+    def renew(self) -> None:
+        """Empties the tree, as other weights will read; slots keep what they use."""
+        todo = [*self._root.children.values()]
+        while todo:
+            node = todo.pop()
+            node.is_current = False
+            todo += node.children.values()
+        self._free.extend(node.page for node in self._idle)
+        self._idle.clear()
+        self._root = Node(-1)
