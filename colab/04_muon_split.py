@@ -61,7 +61,7 @@ from absl import logging
 
 from glm5_jax import compile_cache, losses, optim
 from glm5_jax.ablations import measures, report, results, runner, scales
-from glm5_jax.ablations.study import Arm, Claim, Metric, Study
+from glm5_jax.ablations.study import Arm, Metric, Study
 from glm5_jax.data.rows import pipeline as pipeline_lib
 from glm5_jax.model import transformer
 from glm5_jax.weights import loading
@@ -209,7 +209,7 @@ study = Study(
             plot="curve",
         ),
     ),
-    claims=(Claim(better="Muon Split", worse="Muon", source="GLM-5, Table 1"),),
+    paper_says="Muon Split is better than Muon on whole matrices (GLM-5, Table 1).",
 )
 folder = pathlib.Path(tempfile.mkdtemp())
 plan = runner.Plan(study=study, workdir=folder, num_seeds=SEEDS)
@@ -224,7 +224,7 @@ print(report.paragraph(study, found))
 # A thin line is a seed, a dot the mean of held-out text at an evaluation.
 
 # %%
-colours = dict(zip(RATES, ("tab:blue", "tab:orange", "tab:green"), strict=True))
+colours = dict(zip(changes, ("tab:blue", "tab:orange", "tab:green"), strict=True))
 _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
 for result in found:
     name = result.arm.name
@@ -249,7 +249,9 @@ plt.show()
 # seed.
 
 # %%
-_, axes = plt.subplots(1, 3, figsize=(13, 3.3), sharey=True, layout="constrained")
+_, axes = plt.subplots(
+    1, len(found), figsize=(13, 3.3), sharey=True, layout="constrained"
+)
 for axis, result in zip(axes, found, strict=True):
     [lines, *_] = result.records
     heads = sorted(key for key in lines[-1] if key.startswith(f"{LOGIT}/"))
@@ -265,12 +267,12 @@ plt.show()
 # %% [markdown]
 # ## The spectrum of an update, head by head
 #
-# This is the gradient of the query projection in the last layer, of the model that was
-# trained with Muon Split. Its singular values fall steeply. Muon evens the whole matrix
+# This is the gradient of the query projection in the last layer, of the first arm's
+# model after training. Its singular values fall steeply. Muon evens the whole matrix
 # out, but not each head; Muon Split evens each head out.
 
 # %%
-[job] = [job for job in plan.jobs() if (job.arm, job.seed) == ("Muon Split", 0)]
+[job, *_] = plan.jobs()
 model, params, _ = loading.load_model(job.folder)
 held_out = next(pipeline_lib.make_pipeline(BASE.data, seed=0).eval_batches(1))
 batch = {name: jnp.asarray(array) for name, array in held_out.items()}
