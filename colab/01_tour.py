@@ -306,6 +306,15 @@ for prompt, completion in zip(prompts, completions, strict=True):
     print("-" * 60)
 
 # %% [markdown]
+# ## Now change something
+#
+# - `index_topk=16` in `MODEL` (by `dataclasses.replace`): which of the three shares of
+#   attention change, and in which direction?
+# - `router_bias_rate=0` in the cell on training: what do you expect of the experts'
+#   load?
+# - `STEPS = 160`: how far do the held-out bits per byte fall, and what does the sample
+#   gain?
+#
 # ## Where to read on
 #
 # - More of the same kind: `02_rl` (learning from rewards), `03_sparse_attention` (how
