@@ -1,8 +1,9 @@
 """Converts a trained model with MLA to one with other attention in some layers.
 
 `layer_types` of the new model say which. A layer that keeps its type keeps its
-parameters, and so does everything outside of attention; the stack is cut into scans
-anew (depth.py). A layer of type "latent" becomes
+parameters; so does a "grouped" layer that becomes "grouped_sliding", and so does
+everything outside of attention. The stack is cut into scans anew (depth.py). A layer of
+type "latent" becomes
 
 - "latent_sliding" or "simple_gated_delta" with the same parameters, without the
   indexer;
@@ -30,9 +31,14 @@ from glm5_jax import depth, sharding
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import transformer
 
-_KEEPS = ("latent_sliding", "simple_gated_delta")  # types with the parameters of MLA
 _GROUPED = ("grouped", "grouped_sliding")
-_BECOMES = (*_KEEPS, *_GROUPED, "gated_delta")  # what a layer of MLA can become
+# What a layer can become with the parameters that it has.
+_KEEPS = {"latent": ("latent_sliding", "simple_gated_delta"), "grouped": _GROUPED[1:]}
+# What it can become at all.
+_BECOMES = {
+    "latent": (*_KEEPS["latent"], *_GROUPED, "gated_delta"),
+    "grouped": _KEEPS["grouped"],
+}
 _RESTORED = ("q_proj", "k_proj", "v_proj", "o_proj")  # names of `_restored`
 _SEED = 0
 _EXACT = lax.Precision.HIGHEST
@@ -47,15 +53,16 @@ def require_convertible(
       InputError: a layer's type cannot be made of its old one, or sizes differ.
     """
     errors = []
-    pairs = zip(source.layer_attention, target.layer_attention, strict=False)
-    for old, new in dict.fromkeys(pairs):
-        if old != new and (old != "latent" or new not in _BECOMES):
+    pairs = {*zip(source.layer_attention, target.layer_attention, strict=False)}
+    for old, new in sorted(pairs):
+        if old != new and new not in _BECOMES.get(old, ()):
+            can = ", ".join(_BECOMES.get(old, ())) or "no other type"
             errors.append(
-                f"A layer of type {old!r} cannot become {new!r}: layers of type "
-                f"'latent' can become {', '.join(_BECOMES)}."
+                f"A layer of type {old!r} cannot become {new!r}; it can become {can}."
             )
     size = target.variants.head_dim
-    if target.has_grouped and size < max(source.qk_head_dim, source.v_head_dim):
+    has_restored = not pairs.isdisjoint(("latent", name) for name in _GROUPED)
+    if has_restored and size < max(source.qk_head_dim, source.v_head_dim):
         errors.append(
             f"model.variants.head_dim must be at least "
             f"{max(source.qk_head_dim, source.v_head_dim)} to hold the heads of the "
@@ -196,7 +203,7 @@ def _layer(
     """Returns one layer: what it has in common with the old one, and its attention."""
     attention, own = old
     made = {name: own.get(name, value) for name, value in drawn.items()}
-    if attention == kind.attention or kind.attention in _KEEPS:
+    if kind.attention in (attention, *_KEEPS.get(attention, ())):
         return made
     table = block_lib.make(target, kind).table()["self_attn"]
     found = _restored(own["self_attn"], own["input_layernorm"], source)

@@ -123,6 +123,23 @@ class DeltaTest(parameterized.TestCase):
         jax.tree.map(np.testing.assert_array_equal, made["layers_1"]["block_0"], block)
 
 
+class GroupedTest(parameterized.TestCase):
+    def test_a_window_keeps_the_parameters(self):
+        source, target = (
+            with_types("latent", "grouped", last, num_key_value_heads=2, head_dim=12)
+            for last in ("grouped", "grouped_sliding")
+        )
+        to_variants.require_convertible(source, target)
+        params = tiny.params(source)
+        made = converted(params, source, target)
+        for i, group in enumerate(("layers_1", "layers_2")):
+            wanted = jax.tree.map(
+                lambda x, i=i: x[i : i + 1], params["layers_1"]["block_0"]
+            )
+            found = made[group]["block_0"]
+            jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 class RefusalTest(parameterized.TestCase):
     @parameterized.named_parameters(
         (
