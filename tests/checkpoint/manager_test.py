@@ -1,5 +1,6 @@
 """The manager of checkpoints: what it saves, restores and deletes."""
 
+import contextlib
 import shutil
 from unittest import mock
 
@@ -12,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import arrays, manifest, retention, same_shapes, step_folder
 from glm5_jax.checkpoint import manager as manager_lib
-from glm5_jax.checkpoint import manifest, retention, same_shapes
 from tests import environment
 from tests.checkpoint import steps
 
@@ -44,6 +45,18 @@ class SaveRestoreTest(steps.StepsTestCase):
             state = add(state)
         _, got, _ = manager.restore(steps.abstract(state))
         steps.assert_same(got, want)
+
+    @parameterized.parameters("device", "pinned_host")
+    def test_a_copy_to_save_shares_no_memory(self, kind):
+        """Parts of a state may be offloaded, and so be where the copy goes."""
+        place = jax.devices()[0]
+        x = jax.device_put(
+            jnp.ones((64, 64)),
+            jax.sharding.SingleDeviceSharding(place, memory_kind=kind),
+        )
+        copy = arrays.copied({"x": x})["x"]
+        self.assertEqual(copy.sharding.memory_kind, "pinned_host")
+        self.assertNotEqual(copy.unsafe_buffer_pointer(), x.unsafe_buffer_pointer())
 
     def test_shardings_are_those_asked_for(self):
         self.write_steps(1)
@@ -168,6 +181,15 @@ class SaveRestoreTest(steps.StepsTestCase):
             self.assertRaisesRegex(OSError, "1,000 are free"),
         ):
             manager.save(1, steps.make_state(1), steps.METADATA)
+
+    @parameterized.parameters((0, True), (-1, False))
+    def test_the_state_may_fill_the_disk(self, spare, has_room):
+        manager, state = self.open(), steps.make_state(1)
+        size = sum(x.nbytes for x in jax.tree.leaves(state))
+        full = contextlib.nullcontext() if has_room else self.assertRaises(OSError)
+        free = mock.patch.object(step_folder, "free_bytes", return_value=size + spare)
+        with free, full:
+            manager._require_space(state)
 
 
 class InputTest(steps.StepsTestCase):

@@ -131,6 +131,24 @@ class GreedyTest(parameterized.TestCase):
             self.assertEqual(a.tokens, b.tokens)
 
 
+class UnstackedTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("few_layers", 32, "cpu", None, True),
+        ("many_layers", 33, "cpu", None, False),
+        ("accelerator", 32, "tpu", None, False),
+        ("mesh", 32, "cpu", "mesh", False),
+    )
+    def test_a_lone_cpu_unstacks_few_layers(self, num_layers, platform, mesh, is_so):
+        config = dataclasses.replace(TINY, num_hidden_layers=num_layers)
+        with (
+            mock.patch.object(weights, "_unstacked", return_value={"one": 1}),
+            mock.patch.object(weights.dispatch, "platform", return_value=platform),
+            mock.patch.object(weights.placement, "in_use", return_value=mesh),
+        ):
+            found = weights._decode_params({"stacked": 1}, config)
+        self.assertEqual(found, {"one": 1} if is_so else {"stacked": 1})
+
+
 class BatchTest(absltest.TestCase):
     def test_batch_equals_one_by_one(self):
         params = tiny.params(TINY)

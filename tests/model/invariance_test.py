@@ -1,6 +1,7 @@
 """Whole rows, chunks and single tokens choose the same keys and experts in bfloat16."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,19 @@ def in_chunks(config, tokens, size):
     params = tiny.params(config)
     selected, experts, hidden = jit(run, config)(params, tokens)
     return np.asarray(selected), np.asarray(experts), np.asarray(hidden, np.float32)
+
+
+class OptionsTest(parameterized.TestCase):
+    def test_only_invariant_programs_keep_all_roundings(self):
+        compiled = lambda f, compiler_options=None, **_: lambda *args: compiler_options
+        with mock.patch.object(jax, "jit", compiled):
+            run = invariance.jit(max, static_argnames="config")
+        options = run({}, MODEL)
+        self.assertIs(options["xla_allow_excess_precision"], False)
+        self.assertEqual(invariance.compiler_options(MODEL), options)
+        usual = tiny.model(dtype="bfloat16")
+        self.assertIsNone(run({}, usual))
+        self.assertIsNone(invariance.compiler_options(usual))
 
 
 class InvarianceTest(parameterized.TestCase):

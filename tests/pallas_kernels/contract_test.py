@@ -171,6 +171,26 @@ WRONG = {
         {"table": jnp.zeros((2, 3), jnp.int32)},
         "page_table must be .*B = 1",
     ),
+    "mask_of_the_loss_queries_first": (
+        indexer_kl_loss,
+        {"bits": jnp.ones((B, T, S), bool)},
+        "keys first",
+    ),
+    "no_topk_in_decoding": (
+        decode_indexer_topk,
+        {"topk": 0},
+        "topk must be at least 1",
+    ),
+    "no_values_in_decoding": (
+        decode_sparse_mla,
+        {"value_dim": 0},
+        "value_dim must be in 1 .. 192",
+    ),
+    "no_pages": (
+        decode_indexer_topk,
+        {"table": jnp.zeros((B, 0), jnp.int32)},
+        "n must be at least 1",
+    ),
     "pages_of_other_width": (decode_sparse_mla, {"pages": (3, 16, 128)}, "kv must be"),
     "groups_of_other_matrices": (
         grouped_matmul,

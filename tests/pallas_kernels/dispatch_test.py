@@ -113,6 +113,16 @@ class DispatchTest(parameterized.TestCase):
         with meant_for(other), self.assertWarnsRegex(UserWarning, "this is NVIDIA L4"):
             jax.eval_shape(run, *args)
 
+    @parameterized.parameters(({}, False), ({"deterministic": True}, True))
+    def test_sums_have_one_order_on_demand(self, options, is_deterministic):
+        """It costs memory on GPUs."""
+        specs = cases.shapes(CASE)
+        args = [specs[name] for name in ("q_latent", "kv", "indices")]
+        options = {"scale": 0.1, "value_dim": CASE.latent, **options}
+        with mock.patch.object(dispatch, "run", wraps=dispatch.run) as run:
+            jax.eval_shape(functools.partial(sparse_mla, **options), *args)
+        self.assertIs(run.call_args.args[2][-1], is_deterministic)
+
     def test_jit_does_not_split_a_kernel_over_a_mesh(self):
         specs = cases.shapes(CASE)
         args = [specs[name] for name in ("q_latent", "kv", "indices")]

@@ -132,6 +132,24 @@ class ProblemsTest(parameterized.TestCase):
         self.assertEqual(counts, {7})
 
     @parameterized.parameters(
+        ("reverse", (3, 6), (1, 256)),
+        ("reverse_dense", (3, 6), (1, 256)),
+        ("sort", (3, 6), (1, 256)),
+        ("arithmetic", (1, 2), (1, 9)),
+        ("chain_sum", (2, 4), (2, 32)),
+        ("gcd", (2, 2), (1, 9)),
+        ("countdown", (3, 3), (2, 6)),
+        ("calculator", (2, 3), (2, 9)),
+    )
+    def test_sizes_by_default_and_at_most(self, name, sizes, within):
+        low, high = within
+        self.assertEqual(problems.parse(name), (name, *sizes))
+        self.assertEqual(problems.parse(f"{name}:{low}-{high}"), (name, low, high))
+        for beyond in (f"{low - 1}-{high}", f"{low}-{high + 1}"):
+            with self.assertRaisesRegex(config.InputError, f"within {low}-{high},"):
+                problems.parse(f"{name}:{beyond}")
+
+    @parameterized.parameters(
         ("revers", "Did you mean 'reverse'"),
         ("knitting", "Choose one of reverse, reverse_dense, sort"),
         ("reverse:6-3", "within 1-256, got '6-3'; e.g. 'reverse:3-6'"),
