@@ -2,7 +2,7 @@
 
 jaxtyping's import hook puts `jaxtyping.jaxtyped` above every function of a package. A
 call then takes some 30 microseconds, which tests of plain Python feel: a plan of the
-planner makes 200,000 calls. `install` replaces it where no hint names an array.
+planner makes 200,000 calls. `install` leaves it where a hint names an array.
 """
 
 import functools
@@ -33,11 +33,14 @@ def jaxtyped(*, typechecker: Callable) -> Callable:
             ):
                 decorated.__init__ = decorate(decorated.__init__)
             return decorated
-        hints = getattr(decorated, "__annotations__", {}).values()
+        hints = [*getattr(decorated, "__annotations__", {}).values()]
         # Nested functions are defined again and again; `check` knows them.
-        if "<locals>" in decorated.__qualname__ or any(map(_may_name_array, hints)):
+        if "<locals>" in decorated.__qualname__ or _has(hints, _is_unknown):
             return _JAXTYPED(decorated, typechecker=typechecker)
-        return _checked_later(decorated)
+        checked = _checked_later(decorated)
+        if _has(hints, _is_array):  # one memory of sizes, one check of the arguments
+            return _JAXTYPED(checked, typechecker=None)
+        return checked
 
     return decorate
 
@@ -72,6 +75,8 @@ def _checked_later(function: Callable) -> Callable:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         nonlocal found
+        if jaxtyping.config.jaxtyping_disable:
+            return function(*args, **kwargs)
         if found is None:
             found = beartype.beartype(function)
         return found(*args, **kwargs)
@@ -79,12 +84,14 @@ def _checked_later(function: Callable) -> Callable:
     return checked
 
 
-def _may_name_array(hint: Any) -> bool:
-    if isinstance(hint, (str, typing.ForwardRef)):  # not evaluated yet
-        return True
-    if isinstance(hint, list):  # the arguments of a Callable
-        return any(map(_may_name_array, hint))
-    return _is_array(hint) or any(map(_may_name_array, typing.get_args(hint)))
+def _has(hint: Any, predicate: Callable[[Any], bool]) -> bool:
+    """Returns whether a hint, one of a list or a part of one is as asked."""
+    parts = hint if isinstance(hint, list) else typing.get_args(hint)
+    return predicate(hint) or any(_has(part, predicate) for part in parts)
+
+
+def _is_unknown(hint: Any) -> bool:
+    return isinstance(hint, (str, typing.ForwardRef))  # not evaluated yet
 
 
 def _is_array(hint: Any) -> bool:
@@ -95,7 +102,7 @@ def _key(hint: Any) -> Hashable:
     """Returns an equal value for equal hints, which jaxtyping's own are not."""
     if _is_array(hint):
         return hint.array_type, hint.dtype, hint.dim_str
-    if isinstance(hint, list):
+    if isinstance(hint, list):  # the arguments of a Callable
         return tuple(map(_key, hint))
     if parts := typing.get_args(hint):
         return typing.get_origin(hint), *map(_key, parts)

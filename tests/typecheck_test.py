@@ -1,5 +1,6 @@
 """The check of types finds what is wrong, and is prepared once for equal functions."""
 
+import dataclasses
 from unittest import mock
 
 import beartype
@@ -9,6 +10,33 @@ from absl.testing import parameterized
 from jaxtyping import Float
 
 from tests import environment, typecheck
+
+checked = typecheck.jaxtyped(typechecker=typecheck.check)
+
+
+@checked
+def add(x: Float[np.ndarray, "B T"], y: Float[np.ndarray, "B T"]) -> float:
+    """Names arrays: jaxtyping remembers their sizes."""
+    return (x + y).sum()
+
+
+@checked
+def half_of(x: int) -> int:
+    """Names none; half of an odd number is of another type."""
+    return x // 2 if x % 2 == 0 else x / 2
+
+
+@checked
+@dataclasses.dataclass
+class Size:
+    rows: int
+
+
+@checked
+@dataclasses.dataclass
+class Pair:
+    one: Float[np.ndarray, " T"]
+    other: Float[np.ndarray, " T"]
 
 
 def define():
@@ -40,6 +68,30 @@ class TypecheckTest(parameterized.TestCase):
                 jaxtyping.TypeCheckError, f"checking the {part}"
             ):
                 define()(*args)
+
+    @parameterized.named_parameters(
+        ("arrays", add, (np.ones((2, 4)), np.ones((2, 3)))),
+        ("number", half_of, ("2",)),
+        ("result", half_of, (3,)),
+        ("class", Size, (0.5,)),
+        ("class_of_arrays", Pair, (np.ones(4), np.ones(3))),
+    )
+    def test_it_is_refused_where_nothing_is_nested(self, function, args):
+        for _ in range(2):
+            with self.assertRaises(beartype.roar.BeartypeCallHintViolation):
+                function(*args)
+
+    def test_sound_calls_pass_where_nothing_is_nested(self):
+        self.assertEqual(add(np.ones((2, 4)), np.ones((2, 4))), 16)
+        self.assertEqual(half_of(4), 2)
+        self.assertEqual(Size(3).rows, 3)
+        self.assertLen(Pair(np.ones(4), np.ones(4)).one, 4)
+
+    def test_a_test_can_switch_it_off(self):
+        jaxtyping.config.update("jaxtyping_disable", True)
+        self.addCleanup(jaxtyping.config.update, "jaxtyping_disable", False)
+        self.assertEqual(half_of(3), 1.5)
+        self.assertEqual(add(np.ones((2, 4)), np.ones((1, 4))), 16)
 
     def test_equal_functions_share_their_checks(self):
         made = mock.Mock(wraps=beartype.beartype)
