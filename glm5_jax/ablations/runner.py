@@ -196,7 +196,7 @@ def run_all(plan: Plan, parallel: int, command: Sequence[str]) -> None:
 
 
 def run(plan: Plan, job: Job) -> None:
-    """Searches what it needs, runs, or resumes, one run, and measures checkpoints."""
+    """Runs, or resumes, one run after its search, and measures its checkpoints."""
     from glm5_jax.training import loop  # jax: after the input is checked
 
     logging.info("Arm %s, seed %d, in %s.", job.arm, job.seed, job.folder)

@@ -42,7 +42,7 @@ Measure = Callable[[Checkpoint], Mapping[str, float]]
 
 @runtime_checkable
 class Search(Protocol):
-    """Finds fields of the model on a trained model, see searches.py."""
+    """Finds fields of a model's config on its trained parameters; see searches.py."""
 
     @property
     def name(self) -> str:

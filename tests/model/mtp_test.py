@@ -16,8 +16,12 @@ from glm5_jax.weights import huggingface_config, to_variants
 from tests import environment, small_configs
 from tests.model import tiny
 
-SHARED = tiny.model(
-    num_hidden_layers=1, first_k_dense_replace=0, vocab_size=40, mtp_num_steps=3
+SHARED = tiny.model(  # compiles fast without a choice of keys
+    num_hidden_layers=1,
+    first_k_dense_replace=0,
+    vocab_size=40,
+    mtp_num_steps=3,
+    attention="dense",
 )
 SEPARATE = dataclasses.replace(SHARED, num_nextn_predict_layers=3)
 T = 12

@@ -14,7 +14,7 @@ _STEPS = "model.mtp_num_steps"
 
 
 def get_study(scale: str) -> Study:
-    """Returns one module without a loss, for one and for three steps; and three."""
+    """Returns an untrained module, one for one step or three, and three modules."""
     base = scales.pretrain(scale)
     model = dataclasses.replace(base.model, num_nextn_predict_layers=1)
     return Study(
