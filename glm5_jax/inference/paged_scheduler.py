@@ -131,7 +131,8 @@ class PagedScheduler(scheduler.Scheduler):
         size, completion = self._limits.page_size, work.completion
         tokens = [token for node in nodes for token in node.key]
         slot.nodes, slot.pages = nodes, [node.page for node in nodes]
-        slot.pieces = [(i * size, node.experts) for i, node in enumerate(nodes)]
+        pieces = [(i * size, node.experts) for i, node in enumerate(nodes)]
+        slot.pieces = [piece for piece in pieces if piece[1] is not None]
         slot.tokens, slot.last, slot.version = tokens, None, version
         if not completion.tokens:
             completion.num_cached = len(tokens)

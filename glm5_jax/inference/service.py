@@ -230,7 +230,8 @@ class Service:
 
     def _is_busy(self) -> bool:
         """Returns whether there is a dispatch to run."""
-        return self._pause in (None, "wait") and self._engine.num_pending > 0
+        is_running = self._pause in (None, "wait") and bool(self._streams)
+        return is_running and self._engine.num_pending > 0
 
     def _begin(self, stream: _Stream) -> None:
         """Hands a new request to the engine, or holds it back during a pause."""

@@ -9,7 +9,8 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax.inference import engine, events, programs, service
+from glm5_jax.inference import engine, events, programs, results, service
+from glm5_jax.inference.limits import Limits
 from glm5_jax.inference.requests import Request
 from tests import environment
 from tests.inference import engine_test
@@ -25,8 +26,9 @@ def params():
     return tiny.params(MODEL)
 
 
-def make_engine():
-    return engine.Engine(params(), MODEL, **SIZES)
+def make_engine(num_pages=0):
+    limits = Limits(num_pages=num_pages, page_size=8)
+    return engine.Engine(params(), MODEL, **SIZES, limits=limits)
 
 
 @functools.cache
@@ -97,13 +99,15 @@ class ServiceTest(parameterized.TestCase):
             atol=engine_test.LOGPROB_ATOL,
         )
 
-    @parameterized.parameters(*range(6))
-    def test_each_request_ends_once_under_any_commands(self, seed):
+    @parameterized.product(seed=(0, 1, 2), num_pages=(0, 9))
+    def test_each_request_ends_once_under_any_commands(self, seed, num_pages):
         """Random commands; any dispatch may fail, before or after it takes the cache.
 
         The weights of all versions are equal, so every token is known.
         """
-        rng, clients, machine = np.random.default_rng(seed), {}, self.service
+        rng, clients = np.random.default_rng(seed), {}
+        machine = service.Service(make_engine(num_pages))
+        self.addCleanup(machine.close)
         faults = np.random.default_rng(seed + 1000)
 
         def failing(program, *args, **options):
@@ -128,7 +132,8 @@ class ServiceTest(parameterized.TestCase):
                 act = rng.choice(acts)
                 if act == "submit":
                     request = todo.pop(rng.integers(len(todo)))
-                    clients[request.id] = self.submit(request)[0]
+                    clients[request.id] = Client()
+                    machine.submit(request, clients[request.id])
                 elif act == "abort":
                     machine.abort(int(rng.integers(10)))
                 elif act == "publish":
@@ -261,6 +266,17 @@ class ServiceTest(parameterized.TestCase):
         with self.assertRaisesRegex(config_lib.InputError, "already running"):
             self.submit(make_requests()[0])
         self.assertNotIn(self.service.new_id(), {0})
+
+    def test_a_result_that_cannot_be_written_ends_its_requests(self):
+        client = Client()
+        with mock.patch.object(results, "write", mock.Mock(side_effect=ValueError)):
+            self.service.submit(make_requests()[0], client)
+            self.assertEqual(client.end().reason, "error")
+            self.service.call(lambda _: None).result(SECONDS)
+            self.assertLessEqual(self.service.stats().dispatches, 3)  # it is idle
+        (after,) = self.submit(make_requests()[1])
+        after.end()
+        self.check(make_requests()[1], after)
 
     def test_if_the_thread_fails_every_request_ends(self):
         self.service.pause()
