@@ -4,7 +4,7 @@ python -m glm5_jax.serve --checkpoint=FOLDER --port=8000
 python -m glm5_jax.serve --checkpoint=FOLDER --host=0.0.0.0 --api_key=KEY
 
 Needs the extra serve: pip install "glm5_jax[serve]". docs/serving.md lists the routes.
-The key may also stand in the variable GLM5_JAX_API_KEY, which other users cannot see.
+The key may also be in the variable GLM5_JAX_API_KEY, which other users cannot see.
 """
 
 import os
@@ -43,6 +43,9 @@ _CAPACITY = flags.DEFINE_integer(
     "Most tokens of prompt and answer; 0 takes the length of training, or 4,096.",
     lower_bound=0,
 )
+_WARM_UP = flags.DEFINE_bool(
+    "warm_up", False, "Compiles for every length of prompts before the port opens."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random numbers.", lower_bound=0)
 _MAX_CONCURRENCY = flags.DEFINE_integer(
     "max_concurrency", 256, "Requests answered at the same time.", lower_bound=1
@@ -75,6 +78,7 @@ def main(arguments: command_line.Arguments) -> None:
         template=cast(templates.Version | None, _TEMPLATE.value),
         num_slots=_NUM_SLOTS.value,
         capacity=_CAPACITY.value,
+        warm_up=_WARM_UP.value,
         seed=_SEED.value,
         max_concurrency=_MAX_CONCURRENCY.value,
         drain_seconds=_DRAIN_SECONDS.value,

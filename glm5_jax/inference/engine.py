@@ -192,6 +192,11 @@ class Engine:
                 f"stop_ids must have at most {most} ids (the engine's max_stop_ids), "
                 f"got {len(request.stop_ids)}."
             )
+        if not found and request.is_adjusted and not self._limits.with_adjustments:
+            found.append(
+                "logit_bias, penalties and num_alternatives need an engine whose "
+                "limits have with_adjustments=True."
+            )
         if found:
             raise config_lib.InputError("\n".join(found))
 

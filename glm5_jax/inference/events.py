@@ -16,6 +16,8 @@ class Tokens:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # as in Completion
     versions: tuple[int, ...]  # of the weights that drew them
+    raw_logprobs: tuple[float, ...] = ()  # as in Completion; empty without adjustments
+    alternatives: tuple[list[tuple[int, float]], ...] = ()  # the same
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,8 @@ class Limits:
     """Sizes that bound a dispatch, whatever requests come."""
 
     max_stop_ids: int = 8  # of a request
+    # Whether requests may have a bias, penalties and alternatives (adjustments.py).
+    with_adjustments: bool = False
     # Tokens of prompts, padding included, that a device reads before the running
     # sequences draw again. One part of a prompt may exceed the rest of it, so that they
     # wait for less than prefill_tokens + chunk tokens.

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +12,9 @@ from jaxtyping import Int
 from glm5_jax import config as config_lib
 
 _MAX_INT = 2**31 - 1  # largest int32, which devices compute with
+MAX_BIASED = 300  # ids with a bias, of a request
+MAX_ADJUSTMENT = 100  # of a logit
+MAX_ALTERNATIVES = 20  # likeliest tokens that are reported beside a drawn one
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
@@ -33,6 +36,23 @@ class Request:
     # The random numbers of its tokens depend on it (on the id if it is None), and on
     # their positions.
     seed: int | None = None
+    # The rest needs an engine whose limits say `with_adjustments`.
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    presence_penalty: float = 0.0  # for tokens that were drawn before
+    frequency_penalty: float = 0.0  # the same, once for every time
+    repetition_penalty: float = 1.0  # for tokens of the prompt, too; 1 is off
+    num_alternatives: int = 0  # likeliest tokens to report beside each drawn one
+
+    @property
+    def is_penalized(self) -> bool:
+        """Returns whether the text changes the probabilities of its tokens."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return any(penalties) or self.repetition_penalty != 1
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Returns whether the request needs an engine with adjustments."""
+        return bool(self.logit_bias or self.is_penalized or self.num_alternatives)
 
 
 @dataclasses.dataclass
@@ -43,6 +63,12 @@ class Completion:
     logprobs: list[float]  # of each token, in the distribution that it was drawn from
     finish_reason: Literal["stop", "length"] | None  # None: not finished
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights
+    # With adjustments: the log-prob of each token in the model's own distribution, and
+    # the likeliest tokens with theirs.
+    raw_logprobs: list[float] = dataclasses.field(default_factory=list)
+    alternatives: list[list[tuple[int, float]]] = dataclasses.field(
+        default_factory=list
+    )
     num_cached: int = 0  # tokens of the prompt that were in the cache already
     # With with_experts: the experts of each token of prompt and completion except the
     # last, which was never read.
@@ -59,6 +85,7 @@ def errors(
     found = [
         *_of_settings(request),
         *_of_stop_ids(request.stop_ids, config.vocab_size),
+        *_of_adjustments(request, config.vocab_size),
         *_of_prompt(request, config.vocab_size),
     ]
     if found:
@@ -125,6 +152,38 @@ def _of_settings(request: Request) -> Iterator[str]:
         )
     if not 0 <= _number(request.min_p) <= 1:
         yield f"min_p must lie in [0, 1], got {_shown(request.min_p)}; 0 is off."
+
+
+def _of_adjustments(request: Request, vocab_size: int) -> Iterator[str]:
+    """Yields what is wrong with bias, penalties and alternatives."""
+    bias = request.logit_bias
+    if not isinstance(bias, Mapping) or len(bias) > MAX_BIASED:
+        yield f"logit_bias must map at most {MAX_BIASED} ids, got {_shown(bias)}."
+    elif _not_ids(bias, vocab_size):
+        yield (
+            f"logit_bias must have ids in 0..{vocab_size - 1} (model.vocab_size), got "
+            f"{_shown(_not_ids(bias, vocab_size)[0])}."
+        )
+    elif not all(abs(_number(x)) <= MAX_ADJUSTMENT for x in bias.values()):
+        yield f"logit_bias must lie in -{MAX_ADJUSTMENT}..{MAX_ADJUSTMENT}."
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(request, name)
+        if not abs(_number(value)) <= MAX_ADJUSTMENT:
+            yield (
+                f"{name} must lie in -{MAX_ADJUSTMENT}..{MAX_ADJUSTMENT}, got "
+                f"{_shown(value)}."
+            )
+    if not 0 < _number(request.repetition_penalty) <= MAX_ADJUSTMENT:
+        yield (
+            f"repetition_penalty must lie in (0, {MAX_ADJUSTMENT}], got "
+            f"{_shown(request.repetition_penalty)}; 1 is off."
+        )
+    number = request.num_alternatives
+    if not (is_int(number) and 0 <= number <= MAX_ALTERNATIVES):
+        yield (
+            f"num_alternatives must be an int in 0..{MAX_ALTERNATIVES}, got "
+            f"{_shown(number)}."
+        )
 
 
 def _of_stop_ids(stop_ids: Any, vocab_size: int) -> Iterator[str]:

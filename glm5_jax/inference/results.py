@@ -53,6 +53,14 @@ def write(
     completion.tokens[first:] = new
     completion.logprobs[first:] = drawn.logprobs[row, : len(new)].tolist()
     completion.versions[first:] = [result.version] * len(new)
+    if drawn.details is not None:
+        rows = [x[row, : len(new)].tolist() for x in drawn.details]
+        size = part.work.request.num_alternatives
+        completion.raw_logprobs[first:] = rows[0]
+        completion.alternatives[first:] = [
+            [*zip(ids, logprobs, strict=True)][:size]
+            for ids, logprobs in zip(*rows[1:], strict=True)
+        ]
     if drawn.experts is not None:
         num_read = len(part.tokens) + max(len(new) - 1, 0)
         read = np.asarray(drawn.experts)[:, row, :num_read].swapaxes(0, 1)

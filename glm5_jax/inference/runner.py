@@ -3,12 +3,21 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 import jax
 
 from glm5_jax import config as config_lib
+from glm5_jax.inference import (
+    adjustments,
+    placement,
+    programs,
+    results,
+    scheduler,
+    steps,
+    weights,
+)
 from glm5_jax.inference import parts as parts_lib
-from glm5_jax.inference import placement, programs, results, scheduler, steps, weights
 from glm5_jax.inference.limits import Limits
 
 
@@ -39,7 +48,9 @@ class Runner:
         sizes = slots, self.capacity, self.limits.max_stop_ids
         limits = self.limits
         pages = (limits.num_pages, limits.page_size) if limits.num_pages else None
-        make = functools.partial(steps.empty, self.config, *sizes, pages)
+        make = functools.partial(
+            steps.empty, self.config, *sizes, pages, limits.with_adjustments
+        )
         return placement.made(make, self.mesh)
 
     def run(
@@ -52,6 +63,7 @@ class Runner:
         else:
             num_stops, is_fresh = self.limits.max_stop_ids, todo.kind == "fresh"
             rows, arrays = self.shapes.prefill(todo.parts, self.seed, num_stops)
+            arrays = self._adjusted(arrays, zip(rows, todo.parts, strict=True))
             state, drawn = self._prefill(state, weights, arrays, is_fresh)
         return results.Result(todo, rows, state, jax.device_get(drawn), weights.version)
 
@@ -78,6 +90,7 @@ class Runner:
     ) -> tuple[steps.State, steps.Drawn]:
         """Reads no prompt, in arrays of this shape."""
         arrays = self.shapes.padding(shape, self.limits.max_stop_ids)
+        arrays = self._adjusted(arrays, ())
         return self._prefill(state, weights, arrays, is_fresh)
 
     def _draw_padding(
@@ -85,6 +98,25 @@ class Runner:
     ) -> tuple[steps.State, steps.Drawn]:
         """Draws no token, in these rows of a device."""
         return self._decode(state, weights, self.shapes.chosen(rows))
+
+    def _adjusted(
+        self, arrays: steps.Parts, parts: Iterable[tuple[int, scheduler.Part]]
+    ) -> steps.Parts:
+        """Returns the arrays of prompts with the adjustments of their requests.
+
+        Args:
+          arrays: of the prompts.
+          parts: of the prompts, each with its row.
+        """
+        if not self.limits.with_adjustments:
+            return arrays
+        asked: list = [None] * len(arrays.num_tokens)
+        for row, part in parts:
+            drawn = part.work.completion.tokens[: part.num_drawn]
+            asked[row] = part.work.request, drawn
+        wishes = adjustments.make(asked, self.capacity)
+        plan = dataclasses.replace(arrays.plan, adjustments=wishes)
+        return dataclasses.replace(arrays, plan=plan)
 
     def _prefill(
         self,

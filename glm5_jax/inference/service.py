@@ -332,6 +332,8 @@ class Service:
             ids=tuple(completion.tokens[first:]),
             logprobs=tuple(completion.logprobs[first:]),
             versions=tuple(completion.versions[first:]),
+            raw_logprobs=tuple(completion.raw_logprobs[first:]),
+            alternatives=tuple(completion.alternatives[first:]),
         )
         return _deliver(stream, tokens)
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from glm5_jax import collectives
 from glm5_jax import config as config_lib
+from glm5_jax.inference import adjustments as adjustments_lib
 from glm5_jax.inference import placement
 from glm5_jax.inference import sampling as sampling_lib
 from glm5_jax.model import cache as cache_lib
@@ -33,6 +34,7 @@ class Plan:
     sampling: sampling_lib.Sampling
     budget: Int[Array, " B"]  # tokens that may still be drawn; 0: the slot is idle
     stop_ids: Int[Array, "B n"]  # ids that end the sequence; -1 is padding
+    adjustments: adjustments_lib.Adjustments | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -75,9 +77,10 @@ class Drawn(NamedTuple):
     ids: Int[Array, "b n"]  # -1: no token
     logprobs: Float[Array, "b n"]  # in the distribution that was sampled
     experts: Int[Array, "expert_layers b t K"] | None  # of the tokens that were read
+    details: adjustments_lib.Details | None = None  # with adjustments
 
 
-_DRAWN = Drawn(placement.ROWS, placement.ROWS, placement.LAYERS_OF_ROWS)
+_DRAWN = Drawn(placement.ROWS, placement.ROWS, placement.LAYERS_OF_ROWS, placement.ROWS)
 
 
 def empty(
@@ -86,6 +89,7 @@ def empty(
     capacity: int,
     n: int,
     pages: tuple[int, int] | None = None,
+    with_adjustments: bool = False,
 ) -> State:
     """Returns a state without sequences.
 
@@ -95,8 +99,12 @@ def empty(
       capacity: most tokens of a sequence.
       n: most stop ids of a sequence.
       pages: of `cached.empty`.
+      with_adjustments: as in `Limits`.
     """
     zeros = jnp.zeros(slots, jnp.int32)
+    wishes = None
+    if with_adjustments:
+        wishes = adjustments_lib.make([None] * slots, capacity)
     return State(
         cache=cached.empty(config, slots, capacity, pages),
         tokens=zeros,
@@ -105,6 +113,7 @@ def empty(
             sampling=sampling_lib.make_sampling(slots),
             budget=jnp.zeros(slots, jnp.int32),
             stop_ids=jnp.full((slots, n), -1, jnp.int32),
+            adjustments=wishes,
         ),
     )
 
@@ -162,7 +171,7 @@ def _prefill(
         experts = choices.experts
     last = jnp.maximum(parts.num_tokens - 1, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    ids, logprobs, plan = _draw(
+    ids, logprobs, details, plan = _draw(
         params, config, hidden, parts.start + parts.num_tokens, parts.plan
     )
     # Indices beyond the slots are dropped: unfinished prompts have no token yet.
@@ -176,7 +185,10 @@ def _prefill(
     )
     ids = jnp.where(parts.is_last, ids, -1)
     return state, Drawn(
-        ids[:, None], logprobs[:, None], experts if with_experts else None
+        ids[:, None],
+        logprobs[:, None],
+        experts if with_experts else None,
+        jax.tree.map(lambda x: x[:, None], details),
     )
 
 
@@ -230,7 +242,9 @@ def _decode(
             slots,
         )
         lengths = cache.lengths if slots is None else cache.lengths[slots]
-        ids, logprobs, plan = _draw(params, config, hidden[:, 0], lengths, plan)
+        ids, logprobs, details, plan = _draw(
+            params, config, hidden[:, 0], lengths, plan
+        )
         tokens = jnp.where(is_running, ids, tokens)
         experts = drawn.experts
         if experts is not None:
@@ -239,6 +253,7 @@ def _decode(
             drawn.ids.at[:, n].set(jnp.where(is_running, ids, -1)),
             drawn.logprobs.at[:, n].set(logprobs),
             experts,
+            jax.tree.map(lambda x, new: x.at[:, n].set(new), drawn.details, details),
         )
         return n + 1, cache, tokens, plan, drawn
 
@@ -248,19 +263,36 @@ def _decode(
             jnp.any(plan.budget > 0), collectives.ROWS
         )
 
-    nothing = Drawn(
-        jnp.full((batch, num_steps), -1, jnp.int32),
-        jnp.zeros((batch, num_steps), jnp.float32),
-        cached.no_experts(config, (batch, num_steps)) if with_experts else None,
-    )
+    nothing = _nothing(config, plan, (batch, num_steps), with_experts)
     carry = (jnp.zeros((), jnp.int32), first, tokens, plan, nothing)
     _, cache, tokens, plan, drawn = lax.while_loop(has_budget, step, carry)
     cache = dataclasses.replace(cache, table=None)
-    if slots is not None:  # the other slots keep their budgets
-        budget = state.plan.budget.at[slots].set(plan.budget, mode="drop")
-        tokens = state.tokens.at[slots].set(tokens, mode="drop")
-        plan = dataclasses.replace(state.plan, budget=budget)
+    if slots is not None:  # the other slots keep theirs
+        changed = plan.budget, plan.adjustments, tokens
+        budget, wishes, tokens = jax.tree.map(
+            lambda old, new: old.at[slots].set(new, mode="drop"),
+            (state.plan.budget, state.plan.adjustments, state.tokens),
+            changed,
+        )
+        plan = dataclasses.replace(state.plan, budget=budget, adjustments=wishes)
     return State(cache, tokens, plan), drawn
+
+
+def _nothing(
+    config: config_lib.ModelConfig,
+    plan: Plan,
+    shape: tuple[int, int],
+    with_experts: bool,
+) -> Drawn:
+    """Returns arrays of this shape without tokens."""
+    return Drawn(
+        jnp.full(shape, -1, jnp.int32),
+        jnp.zeros(shape, jnp.float32),
+        cached.no_experts(config, shape) if with_experts else None,
+        None
+        if plan.adjustments is None
+        else adjustments_lib.no_details(*shape, config.vocab_size),
+    )
 
 
 def _rows(
@@ -307,10 +339,21 @@ def _draw(
     hidden: Float[Array, "B D"],
     positions: Int[Array, " B"],
     plan: Plan,
-) -> tuple[Int[Array, " B"], Float[Array, " B"], Plan]:
-    """Draws a token at each position; returns ids, log-probs and the new budgets."""
-    logits = transformer.logits(params, config, hidden)
+) -> tuple[Int[Array, " B"], Float[Array, " B"], adjustments_lib.Details | None, Plan]:
+    """Draws a token at each position.
+
+    Returns:
+      Ids, log-probs, details with adjustments, and the plan with the new budgets.
+    """
+    raw = logits = transformer.logits(params, config, hidden)
+    wishes, details = plan.adjustments, None
+    if wishes is not None:
+        logits = adjustments_lib.apply(logits, wishes)
     ids, logprobs = sampling_lib.sample(logits, plan.keys, positions, plan.sampling)
+    if wishes is not None:
+        details = adjustments_lib.details(raw, ids, wishes)
+        wishes = adjustments_lib.with_tokens(wishes, positions, ids)
     is_stop = jnp.any(plan.stop_ids == ids[:, None], axis=1)
     budget = jnp.where(is_stop, 0, jnp.maximum(plan.budget - 1, 0))
-    return ids, logprobs, dataclasses.replace(plan, budget=budget)
+    plan = dataclasses.replace(plan, budget=budget, adjustments=wishes)
+    return ids, logprobs, details, plan

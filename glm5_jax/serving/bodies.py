@@ -1,7 +1,7 @@
 """The fields that requests of several forms have, checked for their types."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -11,6 +11,11 @@ from glm5_jax.serving import errors, served
 
 _MAX_CHOICES = 64
 _MAX_STOP_STRINGS = 16
+_SETTINGS = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+_MAX_DIGITS = 12  # of an id, beyond any vocabulary
 _NUM_SEEDS = 2**31  # of the engine
 
 
@@ -48,6 +53,10 @@ class Sampling(Body):
     min_p: float | None = None
     n: int | None = None
     seed: int | None = None
+    logit_bias: dict[str, float] | None = None  # by id, which JSON writes as a string
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     stream: bool | None = None
@@ -85,6 +94,7 @@ class Sampling(Body):
         prompt: Sequence[int],
         max_tokens: int | None,
         stop_ids: frozenset[int],
+        num_alternatives: int | None = None,
     ) -> list[requests.Request]:
         """Returns one request for each choice.
 
@@ -93,6 +103,7 @@ class Sampling(Body):
             prompt: ids.
             max_tokens: of an answer; None takes what the cache has room for.
             stop_ids: of the model; the body's are added.
+            num_alternatives: of `Request`; None is 0.
 
         Raises:
             ApiError: the prompt is too long.
@@ -105,10 +116,13 @@ class Sampling(Body):
                 f"max_tokens={max_tokens}.",
                 "context_length_exceeded",
             )
-        settings = {"temperature": model.temperature, "top_p": model.top_p}
-        for name in ("temperature", "top_p", "top_k", "min_p"):
+        settings: dict[str, Any] = {**model.defaults}
+        settings["num_alternatives"] = num_alternatives or 0
+        for name in _SETTINGS:
             if (value := getattr(self, name)) is not None:
                 settings[name] = value
+        if self.logit_bias:
+            settings["logit_bias"] = _by_id(self.logit_bias)
         ends = stop_ids | frozenset(self.stop_token_ids or ())
         return [
             requests.Request(
@@ -121,3 +135,17 @@ class Sampling(Body):
             )
             for choice in range(self.num_choices)
         ]
+
+
+def _by_id(bias: Mapping[str, float]) -> dict[int, float]:
+    """Returns a bias with its ids as numbers.
+
+    Raises:
+        ApiError: an id is not a number.
+    """
+    wrong = [name for name in bias if not name.isdecimal()]
+    if wrong:
+        raise errors.bad_request(
+            f"logit_bias must have token ids as its keys, got {wrong[0][:60]!r}."
+        )
+    return {int(name[:_MAX_DIGITS]): value for name, value in bias.items()}

@@ -106,6 +106,8 @@ def begin(model: served.Served, body: ChatBody) -> Conversation:
         InputError: a message or a setting is wrong.
     """
     model.require_name(body.model)
+    if body.top_logprobs and not body.logprobs:
+        raise errors.bad_request("top_logprobs needs logprobs to be true.")
     kind = (body.response_format or {}).get("type", "text")
     if kind != "text":
         raise errors.bad_request(
@@ -115,7 +117,8 @@ def begin(model: served.Served, body: ChatBody) -> Conversation:
     prompt = render(model, body)
     size = body.max_completion_tokens
     size = body.max_tokens if size is None else size
-    asked = body.requests(model, prompt, size, model.stop_ids | template.stop_ids)
+    ends = model.stop_ids | template.stop_ids
+    asked = body.requests(model, prompt, size, ends, body.top_logprobs)
     stop = body.stop_strings
     turns = [turn.chat(template, prompt, tools, stop) for _ in asked]
     return Conversation(model, prompt, answers.Answers(model, asked, turns))

@@ -36,6 +36,7 @@ class Options:
       template: version of the chat template; None takes the run's, or glm5.
       num_slots: sequences that are decoded at the same time.
       capacity: most tokens of prompt and answer; 0 takes the length of training.
+      warm_up: whether to compile all programs first, so that no request waits for it.
       seed: of the random numbers.
       max_concurrency: requests that are answered at the same time.
       drain_seconds: for answers under way, after SIGTERM.
@@ -48,6 +49,7 @@ class Options:
     template: templates.Version | None = None
     num_slots: int = 8
     capacity: int = 0
+    warm_up: bool = False
     seed: int = 0
     max_concurrency: int = 256
     drain_seconds: int = 60
@@ -93,7 +95,7 @@ class Server(uvicorn.Server):
 def serve(
     checkpoint: str, overrides: Sequence[command_line.Override], options: Options
 ) -> None:
-    """Serves a model until SIGTERM or ctrl-C; the port is closed until it is ready.
+    """Serves a model until SIGTERM or ctrl-C; the port is closed until it is loaded.
 
     Raises:
       InputError: see `loaded`; or the address cannot be used.
@@ -107,8 +109,8 @@ def serve(
         contextlib.closing(bind(options.host, options.port)) as listener,
         loaded(checkpoint, overrides, options) as model,
     ):
-        logging.info("Compiling ...")
-        model.service.call(lambda made: made.warm_up()).result()
+        if options.warm_up:
+            model.service.call(lambda made: made.warm_up(_report)).result()
         host, port = listener.getsockname()[:2]
         logging.info("Serving %s at http://%s:%d", model.name, host, port)
         server = make_server(model, limits, options.drain_seconds)
@@ -136,7 +138,7 @@ def loaded(
             num_slots=options.num_slots,
             capacity=options.capacity or length,
             seed=options.seed,
-            limits=limits_lib.Limits(max_stop_ids=_MAX_STOP_IDS),
+            limits=limits_lib.Limits(max_stop_ids=_MAX_STOP_IDS, with_adjustments=True),
         )
     with contextlib.closing(service_lib.Service(made)) as service:
         yield served.Served(
@@ -145,8 +147,7 @@ def loaded(
             tokenizer=tokenizer,
             template=template_of(tokenizer, source, options.template),
             stop_ids=commands.stop_ids(model_config, tokenizer),
-            temperature=temperature,
-            top_p=top_p,
+            defaults={"temperature": temperature, "top_p": top_p},
         )
 
 
@@ -208,6 +209,11 @@ def template_of(
         version or data.get("chat_template", "glm5"),
         enable_thinking=data.get("enable_thinking", True),
     )
+
+
+def _report(done: int, number: int) -> None:
+    """Logs how many programs are compiled."""
+    logging.info("Compiled program %d of %d.", done, number)
 
 
 def _unusable(host: str, port: int, error: OSError) -> config.InputError:

@@ -52,7 +52,7 @@ def begin(model: served.Served, body: CompletionBody) -> Continuation:
     asked = [
         request
         for prompt in prompts
-        for request in body.requests(model, prompt, size, model.stop_ids)
+        for request in body.requests(model, prompt, size, model.stop_ids, body.logprobs)
     ]
     turns = [turn.Turn(turn.TextReader(model.text), stop) for _ in asked]
     under_way = answers.Answers(model, asked, turns)

@@ -1,4 +1,9 @@
-"""Log-probs of sampled tokens, in the forms of OpenAI."""
+"""Log-probs of sampled tokens, in the forms of OpenAI and vLLM.
+
+Texts have log-probs of the model's own distribution, at temperature 1 and without bias,
+penalties and filters, so that those of other tokens compare. Token ids also have the
+log-prob in the distribution that they were drawn from, which trainers need.
+"""
 
 import itertools
 from typing import Any
@@ -14,15 +19,20 @@ def chat(
     end: int | None = None,
 ) -> dict[str, Any]:
     """Returns the tokens first..end of an answer in the form of chat completions."""
-    rows = zip(read.tokens[first:end], read.logprobs[first:end], strict=True)
+
+    def row(id: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.spell([id])
+        shown = _bytes(tokenizer, id, text)
+        return {"token": text, "logprob": logprob, "bytes": shown}
+
     content = [
-        {
-            "token": (text := tokenizer.spell([id])),
-            "logprob": logprob,
-            "bytes": _bytes(tokenizer, id, text),
-            "top_logprobs": [],
-        }
-        for id, logprob in rows
+        {**row(id, logprob), "top_logprobs": [row(*other) for other in others]}
+        for id, logprob, others in zip(
+            read.tokens[first:end],
+            read.raw_logprobs[first:end],
+            read.alternatives[first:end],
+            strict=True,
+        )
     ]
     return {"content": content, "refusal": None}
 
@@ -36,12 +46,37 @@ def completion(
     """Returns the tokens first..end of an answer in the form of completions."""
     tokens = [tokenizer.spell([id]) for id in read.tokens[first:end]]
     before = len(tokenizer.spell(read.tokens[:first]))
+    likeliest = [
+        {tokenizer.spell([id]): logprob for id, logprob in others}
+        for others in read.alternatives[first:end]
+    ]
     return {
         "tokens": tokens,
-        "token_logprobs": read.logprobs[first:end],
-        "top_logprobs": None,
+        "token_logprobs": read.raw_logprobs[first:end],
+        "top_logprobs": likeliest if any(likeliest) else None,
         "text_offset": [*itertools.accumulate(map(len, tokens), initial=before)][:-1],
     }
+
+
+def generation(read: turn.Turn) -> dict[str, Any]:
+    """Returns all tokens of an answer, by id."""
+    rows = zip(
+        read.tokens, read.logprobs, read.raw_logprobs, read.alternatives, strict=True
+    )
+    content = [
+        {
+            "token": _id(id),
+            "logprob": logprob,  # of the distribution that it was drawn from
+            "raw_logprob": raw,  # of the model's own
+            "top_logprobs": [{"token": _id(i), "logprob": x} for i, x in others],
+        }
+        for id, logprob, raw, others in rows
+    ]
+    return {"content": content}
+
+
+def _id(id: int) -> str:
+    return f"token_id:{id}"
 
 
 def _bytes(tokenizer: tokenizer_lib.Tokenizer, id: int, text: str) -> list[int]:

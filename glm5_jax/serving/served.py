@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
 
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
@@ -19,8 +20,7 @@ class Served:
         tokenizer: None if the model has none; then only token ids are served.
         template: the chat template; None if the tokenizer lacks its special tokens.
         stop_ids: ids that end a text; those of a chat are the template's too.
-        temperature: used where a request names none.
-        top_p: used where a request names none.
+        defaults: sampling settings of `Request` that a body need not name.
         max_seconds: for an answer.
         created: Unix time.
     """
@@ -30,8 +30,7 @@ class Served:
     tokenizer: tokenizer_lib.Tokenizer | None = None
     template: templates.Template | None = None
     stop_ids: frozenset[int] = frozenset()
-    temperature: float = 1.0
-    top_p: float = 1.0
+    defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     max_seconds: float = 3600.0
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 

@@ -6,7 +6,7 @@ The forms are vLLM's, which trainers such as prime-rl and SkyRL speak.
 import uuid
 from typing import Any
 
-from glm5_jax.serving import answers, bodies, chat, errors, served, turn
+from glm5_jax.serving import answers, bodies, chat, errors, logprobs, served, turn
 
 GENERATE, TOKENIZE = "/inference/v1/generate", "/tokenize"
 DETOKENIZE = "/detokenize"
@@ -58,9 +58,7 @@ class _NoText:
 
 
 async def generate(model: served.Served, body: GenerateBody) -> dict[str, Any]:
-    """Returns the sampled ids, each with its log-prob and its weights' version.
-
-    The log-prob is of the distribution that the id was drawn from.
+    """Returns the sampled ids, each with its log-probs and its weights' version.
 
     Raises:
         ApiError: a field cannot be used.
@@ -73,7 +71,9 @@ async def generate(model: served.Served, body: GenerateBody) -> dict[str, Any]:
     if settings.stop_strings:
         raise errors.bad_request(f"{GENERATE} has no texts; use stop_token_ids.")
     prompt, size = body.token_ids, settings.max_tokens
-    asked = settings.requests(model, prompt, size, model.stop_ids)
+    # The first log-prob that vLLM's form counts is the drawn token's own.
+    others = max(settings.logprobs or 0, 1) - 1
+    asked = settings.requests(model, prompt, size, model.stop_ids, others)
     under_way = answers.Answers(model, asked, [turn.Turn(_NoText()) for _ in asked])
     await under_way.finish()
     choices = []
@@ -82,13 +82,7 @@ async def generate(model: served.Served, body: GenerateBody) -> dict[str, Any]:
         choice |= {"finish_reason": read.reason, "weight_versions": read.versions}
         choice["logprobs"] = None
         if settings.logprobs is not None:
-            rows = zip(read.tokens, read.logprobs, strict=True)
-            choice["logprobs"] = {
-                "content": [
-                    {"token": f"token_id:{id}", "logprob": x, "top_logprobs": []}
-                    for id, x in rows
-                ]
-            }
+            choice["logprobs"] = logprobs.generation(read)
         choices.append(choice)
     return {
         "request_id": f"gen-{uuid.uuid4().hex}",

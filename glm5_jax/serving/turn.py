@@ -81,6 +81,8 @@ class Turn:
         tokens: ids so far, with the stop id, up to a stop string's last.
         logprobs: of the tokens, in the distribution that they were drawn from.
         versions: of the weights that drew them.
+        raw_logprobs: of the tokens, in the model's own distribution.
+        alternatives: the likeliest tokens in each place, with such log-probs.
         num_reasoning: tokens of the thought.
         reasoning: text of the thought so far.
         content: text of the answer so far.
@@ -94,6 +96,8 @@ class Turn:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.raw_logprobs: list[float] = []
+        self.alternatives: list[list[tuple[int, float]]] = []
         self.num_reasoning = 0
         self.reasoning = self.content = ""
         self.calls: list[Call] = []
@@ -131,18 +135,21 @@ class Turn:
                 found = self._cut(self._reader.close())
                 found.append(parsing.Content(self._stop.close()))
         else:
-            for row in zip(event.ids, event.logprobs, event.versions, strict=True):
-                if self.stop_string is None:
-                    found += self._cut(self._reader.feed(self._record(*row)))
+            for place, id in enumerate(event.ids):
+                if self.stop_string is not None:
+                    break
+                self._record(event, place)
+                found += self._cut(self._reader.feed([id]))
         return self._add(found, first)
 
-    def _record(self, id: int, logprob: float, version: int) -> list[int]:
-        """Records one token; returns it."""
-        self.tokens.append(id)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
+    def _record(self, event: service_lib.Tokens, place: int) -> None:
+        """Records one token of an event."""
+        self.tokens.append(event.ids[place])
+        self.logprobs.append(event.logprobs[place])
+        self.versions.append(event.versions[place])
+        self.raw_logprobs.append(event.raw_logprobs[place])
+        self.alternatives.append(event.alternatives[place])
         self.num_reasoning += self._reader.is_thinking
-        return [id]
 
     def _cut(self, events: Iterable[parsing.Event]) -> list[parsing.Event]:
         """Returns the events before a stop string, as far as the text decides it."""

@@ -13,6 +13,7 @@ from absl.testing import parameterized
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.inference import engine, service
+from glm5_jax.inference import limits as limits_lib
 from glm5_jax.model import transformer
 from glm5_jax.serving import command, guard, served
 from tests import small_configs
@@ -35,9 +36,9 @@ SCRIPT = (
     "abcd<|endoftext|>",
     "xyx",  # without end
 )
-# After "o" a tool call is nearly as likely as </think>.
+# After "o" the logit of a tool call is LEAD below that of </think>.
 SECOND = "o<tool_call>"
-_LOGIT, _SECOND_LOGIT = 24.0, 23.5
+_LOGIT, LEAD = 24.0, 0.5
 
 
 def params():
@@ -48,7 +49,7 @@ def params():
     embeddings = np.random.default_rng(0).normal(size=tree["embed_tokens"].shape)
     embeddings /= np.sqrt(np.mean(embeddings**2, axis=1, keepdims=True))
     tree["embed_tokens"] += embeddings.astype(np.float32)
-    for text, logit in [*((line, _LOGIT) for line in SCRIPT), (SECOND, _SECOND_LOGIT)]:
+    for text, logit in [*((line, _LOGIT) for line in SCRIPT), (SECOND, _LOGIT - LEAD)]:
         for before, after in itertools.pairwise(TOKENIZER.encode_spelt(text)):
             tree["lm_head"][:, after] += embeddings[before] * logit / MODEL.hidden_size
     return tree
@@ -57,7 +58,14 @@ def params():
 @contextlib.contextmanager
 def serving(max_seconds=60.0, **limits):
     """Serves the model; yields the base URL, the model and the server."""
-    made = engine.Engine(params(), MODEL, num_slots=2, capacity=CAPACITY, chunk=16)
+    made = engine.Engine(
+        params(),
+        MODEL,
+        num_slots=1,
+        capacity=CAPACITY,
+        chunk=16,
+        limits=limits_lib.Limits(with_adjustments=True),
+    )
     with contextlib.closing(service.Service(made)) as driver:
         model = served.Served(
             name=NAME,
@@ -65,7 +73,7 @@ def serving(max_seconds=60.0, **limits):
             tokenizer=TOKENIZER,
             template=templates.Template(TOKENIZER),
             stop_ids=frozenset([TOKENIZER.eos_id]),
-            temperature=0.0,
+            defaults={"temperature": 0.0},
             max_seconds=max_seconds,
         )
         with contextlib.closing(command.bind("127.0.0.1", 0)) as listener:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import pathlib
 import re
 import signal
@@ -27,6 +28,7 @@ HI = {"role": "user", "content": "Hi"}
 ADD = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = {"name": "f", "arguments": '{"k": 5}'}
 PATHS = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
+LEAD_ATOL = 1e-2  # the random head also tells the two tokens a little apart
 LOGPROB_ATOL = 1e-4  # the scripted token's probability is nearly 1
 
 
@@ -192,6 +194,23 @@ class ChatTest(ClientTest):
         self.assertEqual(rows[4].bytes + rows[5].bytes, [*"é".encode()])
         self.assertAlmostEqual(rows[0].logprob, 0, delta=LOGPROB_ATOL)
 
+    def test_alternatives(self):
+        row = self.chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content[2]
+        close, call = row.top_logprobs
+        self.assertEqual((close.token, close.logprob), (row.token, row.logprob))
+        self.assertEqual(call.token, "<tool_call>")
+        self.assertAlmostEqual(
+            close.logprob - call.logprob, scripted.LEAD, delta=LEAD_ATOL
+        )
+
+    def test_a_bias_changes_the_answer_and_not_its_raw_logprobs(self):
+        call = str(TOKENIZER.special_ids["<tool_call>"])
+        answer = self.chat(logit_bias={call: 5}, logprobs=True, tools=[ADD])
+        (choice,) = answer.choices
+        self.assertLen(choice.message.tool_calls, 1)
+        rate = math.exp(choice.logprobs.content[2].logprob)
+        self.assertAlmostEqual(rate, 1 / (1 + math.exp(scripted.LEAD)), delta=LEAD_ATOL)
+
     def test_seeds(self):
         draw = lambda seed: self.chat(seed=seed, temperature=6).choices[0].message
         self.assertEqual(draw(1), draw(1))
@@ -206,6 +225,17 @@ class CompletionTest(ClientTest):
         self.assertEqual(answer.usage.prompt_tokens, 2)
         self.assertEqual(self.complete(TOKENIZER.encode("c")).choices[0].text, "d")
         self.assertEqual(self.complete("x", max_tokens=5).choices[0].text, "yxyxy")
+
+    def test_penalties(self):
+        """Over several dispatches; the prompt counts for repetition alone."""
+        settings = {"max_tokens": 40, "extra_body": {"return_token_ids": True}}
+        drawn = self.complete("x", frequency_penalty=100, **settings).choices[0]
+        self.assertStartsWith(drawn.text, "yx")
+        self.assertLen({*drawn.token_ids}, len(drawn.token_ids))
+        settings = {"max_tokens": 2, "extra_body": {"repetition_penalty": 100}}
+        drawn = self.complete("x", **settings).choices[0].text
+        self.assertStartsWith(drawn, "y")
+        self.assertNotIn("x", drawn)
 
     def test_a_stream(self):
         chunks = [*self.complete("a", stream=True, stop="d")]
@@ -234,6 +264,15 @@ class TokenIdsTest(ClientTest):
         rows = choice["logprobs"]["content"]
         self.assertEqual([r["token"] for r in rows][:2], ["token_id:98", "token_id:99"])
         self.assertEqual(choice["weight_versions"], [0] * 4)
+        params |= {"temperature": 0.5, "logprobs": 3, "max_tokens": 1}
+        body["token_ids"] = TOKENIZER.encode("o")
+        (choice,) = self.http.post("/inference/v1/generate", json=body).json()[
+            "choices"
+        ]
+        row = choice["logprobs"]["content"][0]
+        self.assertLess(row["raw_logprob"], row["logprob"])  # it was drawn colder
+        self.assertEqual(row["top_logprobs"][0]["logprob"], row["raw_logprob"])
+        self.assertLen(row["top_logprobs"], 2)
 
     def test_tokenize(self):
         ids = self.http.post("/tokenize", json={"prompt": "<think>é"}).json()
@@ -279,6 +318,10 @@ class RefusalTest(ClientTest):
         ({"messages": [HI], "max_tokens": 9999}, 400, "at most .* more fit"),
         ({"messages": [HI | {"content": "x" * 1000}]}, 400, "Shorten the prompt"),
         ({"messages": [HI], "n": 0}, 400, "n must lie"),
+        ({"messages": [HI], "logit_bias": {"a": 1}}, 400, "ids as its keys"),
+        ({"messages": [HI], "logit_bias": {"9999": 1}}, 400, "logit_bias must have"),
+        ({"messages": [HI], "presence_penalty": 101}, 400, "presence_penalty must"),
+        ({"messages": [HI], "top_logprobs": 2}, 400, "needs logprobs"),
         ({"messages": [HI], "stop": [""]}, 400, "stop must have"),
         ({"messages": [HI], "stop_token_ids": [9999]}, 400, "stop_ids must be"),
         ({"messages": [HI], "tools": [{}]}, 400, "a function with a name"),
@@ -426,12 +469,12 @@ class CommandTest(parameterized.TestCase):
         path = pathlib.Path(__file__).parents[1] / "golden" / "chat_model"
         with contextlib.closing(command.bind("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        flags = [f"--checkpoint={path}", f"--port={port}", "--capacity=4096"]
-        flags += ["--num_slots=1", "--config.model.max_position_embeddings=4096"]
+        flags = [f"--checkpoint={path}", f"--port={port}", "--capacity=2048"]
+        flags += ["--num_slots=1", "--config.model.max_position_embeddings=2048"]
         child = subprocess.Popen([sys.executable, "-m", "glm5_jax.serve", *flags])
         with child, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
             wait_until(lambda: can_connect(http.base_url), seconds=240)
-            body = {"prompt": "a", "max_tokens": 3000, "stop_token_ids": []}
+            body = {"prompt": "a", "max_tokens": 2000}
             with futures.ThreadPoolExecutor() as pool:
                 url = "/v1/completions"
                 answer = pool.submit(http.post, url, json=body, timeout=240)
@@ -462,7 +505,7 @@ class OptionsTest(parameterized.TestCase):
 def can_connect(url):
     try:
         return httpx.get(f"{url}/health").status_code == 200
-    except httpx.ConnectError:
+    except httpx.TransportError:
         return False
 
 
