@@ -98,7 +98,10 @@ BACKWARD = {
 
 
 def estimates(op, mode):
-    """FLOPs and bytes of each kernel of an op, summed over its calls."""
+    """FLOPs and bytes of each kernel of an op, summed over its calls.
+
+    Programs for a TPU do not interpret their kernels.
+    """
     case = DENSE
     if "sparse" in op or "decode" in op:
         case = DECODE if "decode" in op else LISTED
@@ -114,6 +117,7 @@ def estimates(op, mode):
             params = equation.params
             if equation.primitive.name == "pallas_call":
                 cost = params["cost_estimate"]
+                assert not params["interpret"], params["name"]
                 if cost is not None:
                     found[params["name"]] += (cost.flops, cost.bytes_accessed)
                 continue
