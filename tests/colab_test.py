@@ -177,7 +177,7 @@ class NotebookTest(runs.OneDeviceTest):
             WARMUP_STEPS=2,
             ADAPT_STEPS=2,
             OPTIM=config_lib.OptimConfig(name="adamw"),
-            NUM_ROWS=4,
+            NUM_ROWS=2,  # as many as a batch, for one set of programs
             TIMED=model,
             TIMED_LENGTHS=(16,),
         )
