@@ -16,7 +16,7 @@
 # In dense attention a token reads every earlier token. In GLM-5's sparse attention a
 # small, cheap *indexer* first selects the keys that are worth reading. We look at what
 # this costs, train a small dense model, teach its indexers what its attention reads,
-# and then let it read an eighth of the keys. On two CPU cores it takes some minutes.
+# and then let it read an eighth of the keys. It takes about 7 CPU minutes.
 #
 # The notebook has no model code of its own: every cell calls what training calls.
 
@@ -361,8 +361,8 @@ plt.hlines(best, places - 0.4, places + 0.4, "black", label="the best keys")
 plt.xticks(places, [view.label for view in views_before])
 plt.xlabel("layer")
 plt.ylabel("share of the attention")
-plt.ylim(0, 1.05)
-plt.legend(frameon=False, ncols=3, loc="lower center")
+plt.ylim(0, 1.3)
+plt.legend(frameon=False, ncols=3, loc="upper left")
 plt.show()
 print(f"random {chance.mean():.3f}, best {best.mean():.3f}")
 
@@ -392,6 +392,12 @@ plt.xlabel("held out, bits per byte (95% interval over rows)")
 plt.ylabel("model")
 plt.gca().invert_yaxis()
 plt.show()
+
+# %% [markdown]
+# In our run (one seed) the mean recall rose from 0.28 to 0.65 in the warm-up; the best
+# possible choice held 0.71. Against 2.405 bits per byte of dense attention, the model
+# had 2.576 without warm-up, 2.453 after it and 2.417 after the adaptation. The
+# intervals are wide because rows differ; all models read the same ones.
 
 # %% [markdown]
 # ## Now change something
