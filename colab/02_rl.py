@@ -129,7 +129,7 @@ def icepop(logprobs, old, rollout, advantages, beta=2.0, low=0.2, high=0.28):
 rng = np.random.default_rng(0)
 random = (rng.normal(-1, 0.5, (4, 1000)) - [[0], [0], [0], [-1]]).astype(np.float32)
 objective = objectives.of(config_lib.RLConfig(objective="icepop"))
-ours = objective(*jnp.asarray(random), jnp.ones(1000, bool)).loss
+ours = jax.jit(objective)(*random, np.ones(1000, bool)).loss
 print(f"largest difference of 1000 losses: {np.abs(ours - icepop(*random)).max():.1e}")
 
 # %% [markdown]
@@ -149,7 +149,8 @@ for name in ("grpo", "tis", "dis", "icepop"):
         return -objective(logprobs, None, -gaps, ones, ones > 0).loss.sum()
 
     style = {"linewidth": 3} if name == "icepop" else {"linestyle": "--"}
-    plt.plot(np.exp(gaps), jax.grad(total)(zeros), label=name, **style)
+    slopes = jax.jit(jax.grad(total))(zeros)
+    plt.plot(np.exp(gaps), slopes, label=name, **style)
 plt.xscale("log", base=2)
 plt.xlabel("pi_train / pi_infer")
 plt.ylabel("weight of the token")
@@ -380,6 +381,7 @@ print(f"{same.size} tokens, largest gap {np.abs(same).max():.1e}")
 
 
 # %%
+@functools.partial(jax.jit, static_argnames="bits")
 def rounded(params, bits):
     """Matrices of the layers as multiples of 2 to a number of bits, minus one."""
 
