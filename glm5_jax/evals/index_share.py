@@ -117,17 +117,14 @@ def _stack(
     letters = [_LETTERS[kind.index] for kind in kinds]
     first = letters.index("F") + 1
     # A layer hands on its index only in a model that shares some.
-    sharing = "".join(letters[:first] + [x.replace("F", "S") for x in letters[first:]])
-    return layerwise.Stack(
-        params,
-        dataclasses.replace(config, index_topk_pattern=sharing),
-        rows,
-        {
-            "F": [kind._replace(index="own") for kind in kinds],
-            "S": [kind._replace(index="shared") for kind in kinds],
-            "-": kinds,
-        },
-    )
+    pattern = "".join(letters[:first] + [x.replace("F", "S") for x in letters[first:]])
+    sharing = dataclasses.replace(config, index_topk_pattern=pattern)
+    named = {
+        "F": [kind._replace(index="own") for kind in kinds],
+        "S": [kind._replace(index="shared") for kind in kinds],
+        "-": kinds,
+    }
+    return layerwise.Stack(params, config, rows, named, built_with=sharing)
 
 
 def _round(fields: dict) -> Round:

@@ -41,16 +41,19 @@ class Stack:
         config: config_lib.ModelConfig,
         rows: scoring.Rows,
         kinds: Mapping[str, Sequence[depth.Kind]],
+        built_with: config_lib.ModelConfig | None = None,
     ) -> None:
         """Takes a model and its calibration rows.
 
         Args:
           params: of the model, with what every kind needs.
-          config: that layers are built with.
+          config: of the model.
           rows: of `scoring`; their loss_mask says which tokens count.
           kinds: for each letter of a pattern, the kind that it makes of each layer.
+          built_with: config that layers are built with; None: that of the model.
         """
-        self._params, self._config, self._rows = params, config, rows
+        self._params, self._rows = params, rows
+        self._config = built_with or config
         self._layers = index_share.by_layer(params, config, lambda x, i: x[i])
         self._kinds = kinds
 
