@@ -57,7 +57,7 @@ def get_study(scale: str) -> Study:
                 key="eval/success",
                 unit="share of held-out words",
                 better="higher",
-                plot="curve",
+                plot="arms",
             ),
             Metric(
                 label="masked",
