@@ -37,11 +37,9 @@ _TEMPLATE = flags.DEFINE_enum(
 _NUM_SLOTS = flags.DEFINE_integer(
     "num_slots", 8, "Sequences that are decoded at the same time.", lower_bound=1
 )
+_NUM_PAGES = flags.DEFINE_integer("num_pages", 0, "Pages of 64 tokens to share.")
 _CAPACITY = flags.DEFINE_integer(
-    "capacity",
-    0,
-    "Most tokens of prompt and answer; 0 takes the length of training, or 4,096.",
-    lower_bound=0,
+    "capacity", 0, "Most tokens of prompt and answer; 0: as in training, or 4,096."
 )
 _WARM_UP = flags.DEFINE_bool(
     "warm_up", False, "Compiles for every length of prompts before the port opens."
@@ -77,6 +75,7 @@ def main(arguments: command_line.Arguments) -> None:
         name=_MODEL_NAME.value,
         template=cast(templates.Version | None, _TEMPLATE.value),
         num_slots=_NUM_SLOTS.value,
+        num_pages=_NUM_PAGES.value,
         capacity=_CAPACITY.value,
         warm_up=_WARM_UP.value,
         seed=_SEED.value,

@@ -73,7 +73,7 @@ class Engine:
         sizes = {"num_slots": num_slots, "capacity": capacity, "chunk": chunk}
         requests.require_ints(1, **sizes, num_steps=num_steps)
         requests.require_ints(0, seed=seed)
-        _require_positions(config, capacity)
+        requests.require_positions(config, capacity)
         self._chunk = chunk = min(chunk, capacity, limits.prefill_tokens)
         mesh = placement.in_use()
         placement.require_whole("num_slots", num_slots, mesh)
@@ -90,7 +90,7 @@ class Engine:
             num_steps,
             with_experts,
         )
-        self._scheduler = self._new_scheduler()
+        self._scheduler, self._num_preempted = self._new_scheduler(), 0
         # Of the last step, also of one that raised; None if there was nothing to do.
         self.dispatch: scheduler_lib.Dispatch | None = None
         self._result: results.Result | None = None
@@ -119,6 +119,16 @@ class Engine:
     def num_free_slots(self) -> int:
         """Returns the number of slots without a request."""
         return sum(slot.work is None for slot in self._scheduler.slots)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Returns the pages that no request uses; 0 without pages."""
+        return self._scheduler.num_free_pages
+
+    @property
+    def num_preempted(self) -> int:
+        """Returns how often a request lost its pages to an older one."""
+        return self._num_preempted + self._scheduler.num_preempted
 
     @property
     def version(self) -> int:
@@ -176,6 +186,7 @@ class Engine:
         with self._runner.on_mesh():
             weights = weights_lib.make(params, version, self.config, self._runner.mesh)
         if not is_running:
+            self._num_preempted = self.num_preempted
             self._scheduler = self._new_scheduler()
         self._weights = weights
 
@@ -375,20 +386,6 @@ def generate(
 def bucket(num_tokens: int) -> int:
     """Returns the smallest 2^n or 1.5 * 2^n that is at least `size`."""
     return parts_lib.least(parts_lib.sizes(), num_tokens)
-
-
-def _require_positions(config: config_lib.ModelConfig, capacity: int) -> None:
-    """Checks that the model has as many positions as the cache.
-
-    Raises:
-      InputError: it has fewer.
-    """
-    limit = config.max_position_embeddings
-    if capacity > limit:
-        raise config_lib.InputError(
-            f"capacity must not exceed model.max_position_embeddings={limit}, got "
-            f"{capacity}."
-        )
 
 
 def _slots_for(num_prompts: int) -> int:

@@ -40,6 +40,7 @@ class Stats:
     running: int  # requests in a slot
     waiting: int  # requests without a slot
     free_slots: int
+    free_pages: int  # of the cache, also those kept for later prompts; 0 without pages
     is_paused: bool
     prompt_tokens: int = 0  # that dispatches read
     cached_tokens: int = 0  # of prompts that were in the cache already
@@ -47,6 +48,7 @@ class Stats:
     dispatches: int = 0
     dispatch_seconds: float = 0.0  # in steps of the engine
     failures: int = 0  # dispatches that raised
+    preemptions: int = 0  # of requests whose pages older ones needed
     ended: Mapping[Reason, int] = dataclasses.field(default_factory=dict)  # requests
 
 

@@ -41,7 +41,7 @@ class PagedScheduler(scheduler.Scheduler):
         )
         self._num_steps, self._limits = num_steps, limits
         self._num_devices, self._version = num_devices, -1
-        self.page_size, self.num_preempted = limits.page_size, 0
+        self.page_size = limits.page_size
         self.pools = self._new_pools()
 
     def plan(self, version: int) -> scheduler.Dispatch | None:

@@ -117,6 +117,20 @@ def require_ints(least: int, **values: Any) -> None:
         raise config_lib.InputError("\n".join(filter(None, found)))
 
 
+def require_positions(config: config_lib.ModelConfig, capacity: int) -> None:
+    """Checks that the model has as many positions as the cache.
+
+    Raises:
+      InputError: it has fewer.
+    """
+    limit = config.max_position_embeddings
+    if capacity > limit:
+        raise config_lib.InputError(
+            f"capacity must not exceed model.max_position_embeddings={limit}, got "
+            f"{capacity}."
+        )
+
+
 def _of_int(name: str, value: Any, least: int, more: str = "") -> str | None:
     """Returns what is wrong with a field that must be an int of at least `least`."""
     if not is_int(value):

@@ -121,11 +121,17 @@ class Scheduler:
         self.prefill_tokens = prefill_tokens
         self._clock = 0
         self._num_done = self._num_submitted = 0  # dispatches, requests
+        self.num_preempted = 0  # with pages, requests that lost theirs
         self._num_passed = 0  # next turns that overtook the oldest request
         self._waiting: collections.OrderedDict[int, Work] = collections.OrderedDict()
         self._new: list[int] = []  # requests not yet matched with slots
         self._num_read = 0  # tokens that a device has read since it last drew
         self._has_left_some = False  # the last dispatch left prompts unread
+
+    @property
+    def num_free_pages(self) -> int:
+        """Returns 0: sequences own the rows of their slots."""
+        return 0
 
     @property
     def num_waiting(self) -> int:

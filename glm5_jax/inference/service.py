@@ -364,6 +364,8 @@ class Service:
             running=engine.num_pending - engine.num_waiting,
             waiting=engine.num_waiting + held,
             free_slots=engine.num_free_slots,
+            free_pages=engine.num_free_pages,
+            preemptions=engine.num_preempted,
             is_paused=self._pause is not None,
             dispatch_seconds=self._seconds,
             ended=dict(self._ended),

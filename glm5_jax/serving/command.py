@@ -35,6 +35,7 @@ class Options:
       name: of the model, for clients; None takes its folder's.
       template: version of the chat template; None takes the run's, or glm5.
       num_slots: sequences that are decoded at the same time.
+      num_pages: pages of the cache that prompts share; 0 gives each slot its own rows.
       capacity: most tokens of prompt and answer; 0 takes the length of training.
       warm_up: whether to compile all programs first, so that no request waits for it.
       seed: of the random numbers.
@@ -48,6 +49,7 @@ class Options:
     name: str | None = None
     template: templates.Version | None = None
     num_slots: int = 8
+    num_pages: int = 0
     capacity: int = 0
     warm_up: bool = False
     seed: int = 0
@@ -138,7 +140,11 @@ def loaded(
             num_slots=options.num_slots,
             capacity=options.capacity or length,
             seed=options.seed,
-            limits=limits_lib.Limits(max_stop_ids=_MAX_STOP_IDS, with_adjustments=True),
+            limits=limits_lib.Limits(
+                max_stop_ids=_MAX_STOP_IDS,
+                with_adjustments=True,
+                num_pages=options.num_pages,
+            ),
         )
     with contextlib.closing(service_lib.Service(made)) as service:
         yield served.Served(

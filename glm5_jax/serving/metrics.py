@@ -9,6 +9,7 @@ _GAUGES = {
     "requests_running": ("running", "Requests that the engine works on."),
     "requests_waiting": ("waiting", "Requests that wait for a slot."),
     "slots_free": ("free_slots", "Slots without a request."),
+    "pages_free": ("free_pages", "Pages of the cache that no request uses."),
     "weights_version": ("version", "Version of the weights."),
     "paused": ("is_paused", "1 while the engine is paused."),
 }
@@ -19,6 +20,7 @@ _COUNTERS = {
     "dispatches_total": ("dispatches", "Steps of the engine."),
     "dispatch_seconds_total": ("dispatch_seconds", "Seconds in steps of the engine."),
     "dispatch_failures_total": ("failures", "Steps that raised an error."),
+    "preemptions_total": ("preemptions", "Requests that lost their pages for a while."),
 }
 
 

@@ -12,6 +12,7 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.inference import engine, placement, scheduler, steps
+from glm5_jax.inference.limits import Limits
 from glm5_jax.model import transformer
 from tests import environment
 from tests.model import tiny
@@ -71,13 +72,18 @@ def on_one_device(config):
 
 
 class MeshCase(parameterized.TestCase):
-    def check(self, config, num_slots=8, **axes):
+    def check(self, config, num_slots=8, limits=Limits(), **axes):  # noqa: B008
         wanted = on_one_device(config)
         mesh = make_mesh(**axes)
         params = jax.device_put(tiny.params(config), placement.params(config, mesh))
         with jax.set_mesh(mesh):
             machine = engine.Engine(
-                params, config, num_slots=num_slots, with_experts=True, **OPTIONS
+                params,
+                config,
+                num_slots=num_slots,
+                with_experts=True,
+                limits=limits,
+                **OPTIONS,
             )
         with jax.log_compiles(), self.assertLogs("jax", "WARNING") as logs:
             found = run_all(machine, make_requests())  # the engine knows its mesh
@@ -109,6 +115,11 @@ class OtherMeshesTest(MeshCase):
     )
     def test_all(self, **axes):
         self.check(TINY, **axes)
+
+    def test_pages(self):
+        """Each device has pages of its own, for one longest sequence at most."""
+        limits = Limits(num_pages=32, page_size=8)
+        self.check(TINY, limits=limits, data=2, fsdp=2, tensor=2)
 
     def test_few_slots_of_each_device(self):
         self.check(TINY, num_slots=32, data=2, expert=2, tensor=2)

@@ -151,6 +151,7 @@ class ServiceTest(parameterized.TestCase):
         stats = machine.stats()
         self.assertEqual(sum(stats.ended.values()), 10)
         self.assertEqual((stats.running, stats.waiting, stats.free_slots), (0, 0, 4))
+        self.assertEqual(stats.free_pages, num_pages)
         drawn = sum(len(c.end().completion.tokens) for c in clients.values())
         self.assertEqual(stats.drawn_tokens, drawn)
 

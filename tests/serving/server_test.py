@@ -456,10 +456,13 @@ class EndTest(ClientTest):
 class CommandTest(parameterized.TestCase):
     def test_a_folder_with_its_texts_and_defaults(self):
         path = pathlib.Path(__file__).parents[1] / "golden" / "chat_model"
-        options = command.Options(capacity=32, num_slots=1, template="glm5.1")
+        options = command.Options(
+            capacity=32, num_slots=1, num_pages=3, template="glm5.1"
+        )
         with command.loaded(str(path), (), options) as model:
             self.assertEqual(model.name, "chat_model")
             self.assertEqual(model.service.capacity, 32)
+            self.assertEqual(model.service.stats().free_pages, 3)
             self.assertEqual(model.chat.version, "glm5.1")
             self.assertIn(model.text.eos_id, model.stop_ids)
 
