@@ -147,15 +147,21 @@ def _silent(tree: ast.AST) -> set[int]:
 
 def _settings(tree: ast.Module, is_table: bool) -> Iterator[ast.AST]:
     """Yields the numbers that a module names, or all numbers of a module's tables."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
     for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef):
-            continue
         nodes = list(ast.walk(statement))
-        is_named = isinstance(statement, ast.Assign) and not any(
-            isinstance(node, ast.Call | ast.Dict | ast.Compare) for node in nodes
-        )
+        is_named = isinstance(statement, ast.Assign) and not any(map(_computes, nodes))
         if is_table or is_named:
-            yield from (n for n in nodes if isinstance(n, ast.Constant))
+            numbers = (node for node in nodes if isinstance(node, ast.Constant))
+            yield from (node for node in numbers if id(node) not in inside)
+
+
+def _computes(node: ast.AST) -> bool:
+    """Returns whether a named value with this node is more than a number in bounds."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) not in ("min", "max", "os.cpu_count")
+    return isinstance(node, ast.Dict | ast.Compare)
 
 
 def _is_log(node: ast.AST) -> bool:

@@ -118,6 +118,19 @@ def assert_close(got, want, atol=ATOL):
     np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
+class OnDemandTest(parameterized.TestCase):
+    @parameterized.parameters(False, True)
+    def test_losses_and_traces(self, is_wanted):
+        """By default neither is computed."""
+        wanted = {"with_indexer_loss": True, "with_traces": True} if is_wanted else {}
+        config, tokens = CONFIGS["one_layer"], jnp.zeros((1, 8), jnp.int32)
+        run = lambda params: transformer.forward(params, config, tokens, **wanted)
+        out = jax.eval_shape(run, parameters("one_layer"))
+        losses_made = [aux.indexer_kl for aux in out.aux["layers_0"].values()]
+        self.assertEqual(out.traces is not None, is_wanted)
+        self.assertEqual([loss is not None for loss in losses_made], [is_wanted])
+
+
 class CausalityTest(parameterized.TestCase):
     def test_no_gradient_from_the_future(self):
         """MTP step k at t reads the tokens up to t + k, and no more."""

@@ -1,6 +1,7 @@
 """Grouped products with weights of 8 bits, against a numpy loop in float64."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import grouped_matmul_quantized
+from pallas_kernels import dispatch, grouped_matmul_quantized
 from tests import environment
 
 E, K, N = 4, 200, 300  # two and three blocks of scales, the last ones ragged
@@ -74,6 +75,13 @@ class GroupedMatmulQuantizedTest(parameterized.TestCase):
             self.assertEqual(g.dtype, jnp.bfloat16)
             error = np.linalg.norm(np.asarray(g, np.float64) - want)
             self.assertLess(error, BFLOAT16_RTOL * np.linalg.norm(want))
+
+    def test_groups_are_cut_where_the_rows_end(self):
+        x, w, scales, _ = make_inputs("int8")
+        out = jnp.zeros((NUM_ROWS, N))
+        with mock.patch.object(dispatch, "run", return_value=out) as run:
+            grouped_matmul_quantized(x, w, scales, jnp.asarray([17, 0, 33, 99]))
+        np.testing.assert_array_equal(run.call_args.args[2][3], [17, 0, 33, 10])
 
     def test_scales_of_another_shape_are_refused(self):
         x, w, scales, _ = make_inputs("int8")
