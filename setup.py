@@ -92,7 +92,10 @@ setuptools.setup(
     packages=setuptools.find_packages(
         include=["glm5_jax", "glm5_jax.*", "pallas_kernels", "pallas_kernels.*"]
     ),
-    package_data={"pallas_kernels": ["py.typed"]},
+    package_data={
+        "glm5_jax": ["serving/page.html"],
+        "pallas_kernels": ["py.typed"],
+    },
     # An explicit root makes an editable install put the whole checkout on the path, so
     # that `python tests/x_test.py` finds the package `tests` as well.
     package_dir={"": "."},

@@ -247,7 +247,8 @@ class Engine:
     def clear_cache(self) -> None:
         """Empties the cache; running requests read their tokens again."""
         self._settle()
-        jax.tree.map(lambda x: x.delete(), self._state)  # as if a program had lost it
+        for array in jax.tree.leaves(self._state):  # as if a program had lost it
+            array.delete()
 
     def step(self) -> list[tuple[int, Completion]]:
         """Runs one dispatch and returns the requests that it finished.

@@ -1,5 +1,7 @@
 """Joins the routes of the server."""
 
+import asyncio
+import pathlib
 import re
 from typing import Any
 
@@ -9,7 +11,9 @@ from starlette import exceptions as starlette_exceptions
 
 import glm5_jax
 from glm5_jax import config
+from glm5_jax.inference import service as service_lib
 from glm5_jax.serving import (
+    anthropic_messages,
     chat,
     completions,
     errors,
@@ -20,6 +24,7 @@ from glm5_jax.serving import (
     token_ids,
 )
 
+_PAGE = pathlib.Path(__file__).parent / "page.html"
 _MAX_SHOWN = 5  # wrong fields in one message
 _TYPE = re.compile(r"\[|^(str|int|dict)$")
 
@@ -32,6 +37,7 @@ def make(model: served.Served, limits: guard.Limits) -> guard.Guard:
     _add_status(app, model, door)
     _add_texts(app, model)
     _add_token_ids(app, model)
+    _add_engine(app, model)
     return door
 
 
@@ -45,6 +51,10 @@ def _add_status(app: fastapi.FastAPI, model: served.Served, door: guard.Guard) -
     @app.get("/metrics", response_class=responses.PlainTextResponse)
     async def figures() -> str:
         return metrics.render(model.service.stats(), door)
+
+    @app.get("/", response_class=responses.HTMLResponse)
+    async def page() -> str:
+        return _PAGE.read_text(encoding="utf-8")
 
     def described() -> dict[str, Any]:
         kind = {"object": "model", "owned_by": "glm5_jax"}
@@ -83,6 +93,42 @@ def _add_texts(app: fastapi.FastAPI, model: served.Served) -> None:
         if body.stream:
             return sse.response(completions.stream(talk, body), completions.PATH)
         return await completions.whole(talk, body)
+
+    @app.post(anthropic_messages.PATH, response_model=None)
+    async def messages(
+        body: anthropic_messages.MessagesBody,
+    ) -> responses.Response | dict:
+        talk = chat.begin(model, body.as_chat(model))
+        if body.stream:
+            events = anthropic_messages.stream(talk)
+            return sse.response(events, anthropic_messages.PATH)
+        return await anthropic_messages.whole(talk)
+
+    @app.post(anthropic_messages.COUNT)
+    async def count(body: anthropic_messages.MessagesBody) -> dict[str, int]:
+        return anthropic_messages.count(model, body)
+
+
+def _add_engine(app: fastapi.FastAPI, model: served.Served) -> None:
+    """Adds the routes that stop and start the engine, in vLLM's words."""
+
+    @app.post("/pause")
+    async def pause(
+        mode: service_lib.Pause = "keep", clear_cache: bool = False
+    ) -> dict:
+        await asyncio.wrap_future(model.service.pause(mode))
+        if clear_cache:
+            await asyncio.wrap_future(model.service.clear_cache())
+        return {"status": "paused"}
+
+    @app.post("/resume")
+    async def resume() -> dict:
+        await asyncio.wrap_future(model.service.resume())
+        return {"status": "resumed"}
+
+    @app.get("/is_paused")
+    async def is_paused() -> dict:
+        return {"is_paused": model.service.stats().is_paused}
 
 
 def _add_token_ids(app: fastapi.FastAPI, model: served.Served) -> None:

@@ -88,6 +88,8 @@ class Guard:
                 f"Without --api_key this server answers only requests to localhost, "
                 f"not to {name!r}.",
             )
+        # Pages of other sites can send other types without asking; so no browser that
+        # knows the key becomes their tool.
         is_json = headers.get("content-type", "").startswith("application/json")
         if scope["method"] == "POST" and not is_json:
             raise errors.ApiError(

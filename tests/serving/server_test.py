@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent import futures
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -250,6 +251,86 @@ class CompletionTest(ClientTest):
         self.assertLen(found.token_logprobs, 4)
 
 
+class AnthropicTest(ClientTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        made = anthropic.Anthropic(
+            base_url=cls.url, api_key=scripted.KEY, max_retries=0
+        )
+        cls.anthropic = cls.enterClassContext(made)
+
+    def fields(self, **more):
+        return {
+            "model": scripted.NAME,
+            "max_tokens": 5000,
+            "messages": [HI],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            **more,
+        }
+
+    def test_a_whole_answer(self):
+        answer = self.anthropic.messages.create(**self.fields())
+        thought, text = answer.content
+        self.assertEqual((thought.type, thought.thinking), ("thinking", "So"))
+        self.assertEqual((text.type, text.text), ("text", "Hé!"))
+        self.assertEqual(answer.stop_reason, "end_turn")
+        usage = answer.usage
+        size = usage.input_tokens + usage.cache_read_input_tokens
+        counted = self.anthropic.messages.count_tokens(
+            model=scripted.NAME, messages=[HI], tools=self.fields()["tools"]
+        )
+        self.assertEqual(counted.input_tokens, size)
+
+    def test_a_stream(self):
+        with self.anthropic.messages.stream(**self.fields()) as stream:
+            self.assertEqual("".join(stream.text_stream), "Hé!")
+            answer = stream.get_final_message()
+        self.assertEqual([x.type for x in answer.content], ["thinking", "text"])
+        self.assertEqual(answer.content[0].thinking, "So")
+        self.assertEqual(answer.usage.output_tokens, 8)
+
+    def test_stops(self):
+        quiet = {"thinking": {"type": "disabled"}}
+        fields = self.fields(stop_sequences=["!"], **quiet)
+        answer = self.anthropic.messages.create(**fields)
+        self.assertEqual([x.text for x in answer.content], ["Hé"])
+        self.assertEqual(answer.stop_reason, "stop_sequence")
+        self.assertEqual(answer.stop_sequence, "!")
+        answer = self.anthropic.messages.create(**self.fields(max_tokens=4))
+        self.assertEqual(answer.stop_reason, "max_tokens")
+
+    def test_a_loop_of_tools(self):
+        """One draw in three calls; the result leads to the next prompt."""
+        for _ in range(40):
+            drawn = self.fields(extra_body={"temperature": 1.0})
+            with self.anthropic.messages.stream(**drawn) as stream:
+                answer = stream.get_final_message()
+            if answer.stop_reason == "tool_use":
+                break
+        thought, call = answer.content
+        self.assertEqual((thought.type, call.type), ("thinking", "tool_use"))
+        self.assertEqual((call.name, call.input), ("f", {"k": 5}))
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "7"}
+        said = [
+            HI,
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": [result]},
+        ]
+        answer = self.anthropic.messages.create(**self.fields(messages=said))
+        self.assertEqual(answer.content[-1].text, "Hé!")
+
+    def test_errors(self):
+        with self.assertRaisesRegex(anthropic.NotFoundError, "'other' does not exist"):
+            self.anthropic.messages.create(**self.fields(model="other"))
+        image = {"role": "user", "content": [{"type": "image", "source": {}}]}
+        with self.assertRaisesRegex(anthropic.BadRequestError, "'image' is not"):
+            self.anthropic.messages.create(**self.fields(messages=[image]))
+        forced = self.fields(tool_choice={"type": "any"})
+        with self.assertRaisesRegex(anthropic.BadRequestError, "cannot be forced"):
+            self.anthropic.messages.create(**forced)
+
+
 class TokenIdsTest(ClientTest):
     def test_ids_in_and_out(self):
         ids = TOKENIZER.encode("a")
@@ -284,6 +365,20 @@ class TokenIdsTest(ClientTest):
 
 
 class StatusTest(ClientTest):
+    def test_pause_and_resume(self):
+        post = lambda path: self.http.post(path, headers=JSON).status_code
+        is_paused = lambda: self.http.get("/is_paused").json()["is_paused"]
+        self.assertEqual(post("/pause?mode=abort&clear_cache=true"), 200)
+        wait_until(is_paused)
+        self.assertEqual(post("/pause?mode=other"), 400)
+        self.assertEqual(post("/resume"), 200)
+        wait_until(lambda: not is_paused())
+
+    def test_the_page(self):
+        answer = self.http.get("/")
+        self.assertStartsWith(answer.headers["Content-Type"], "text/html")
+        self.assertIn(PATHS[0], answer.text)
+
     def test_health_models_and_metrics(self):
         self.assertEqual(self.plain.get("/health").json(), {"status": "ok"})
         (model,) = self.client.models.list()
