@@ -229,6 +229,13 @@ class RequestTest(parameterized.TestCase):
         self.assertNotIn("\n", str(caught.exception))
         self.assertEqual(machine.num_pending, 0)
 
+    def test_a_finished_request_is_pending_until_a_step_returns_it(self):
+        machine, done = make_engine(), engine.Completion([5], [0.0], "stop")
+        machine._finished[7] = done  # as after ctrl-C at the end of a step
+        self.assertEqual(machine.num_pending, 1)
+        self.assertEqual(machine.step(), [(7, done)])
+        self.assertEqual(machine.num_pending, 0)
+
     def test_whole_numbers_of_numpy_are_fine(self):
         request = engine.Request(4, [5, 6], 6, frozenset({5}))
         object.__setattr__(request, "prompt", np.array([5, 6, 7]))
