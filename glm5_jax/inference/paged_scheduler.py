@@ -10,6 +10,7 @@ An exception of a dispatch loses no page. Ctrl-C within a method may.
 """
 
 import collections
+import dataclasses
 
 from glm5_jax.inference import pages as pages_lib
 from glm5_jax.inference import prefixes, scheduler
@@ -134,7 +135,7 @@ class PagedScheduler(scheduler.Scheduler):
         pieces = [(i * size, node.experts) for i, node in enumerate(nodes)]
         slot.pieces = [piece for piece in pieces if piece[1] is not None]
         slot.tokens, slot.last, slot.version = tokens, None, version
-        if not completion.tokens:
+        if not work.was_preempted:
             completion.num_cached = len(tokens)
         slot.work = work
 
@@ -167,7 +168,8 @@ class PagedScheduler(scheduler.Scheduler):
         _, work, slot = max(running, key=lambda entry: entry[0])
         slot.work = slot.last = None
         self._vacate(slot)
-        self._waiting[work.request.id] = work
+        work = dataclasses.replace(work, was_preempted=True)
+        self.works[work.request.id] = self._waiting[work.request.id] = work
         self._waiting.move_to_end(work.request.id, last=False)
         self.num_preempted += 1
 

@@ -30,6 +30,7 @@ class Work:
     text: bytes  # the prompt, encoded
     completion: Completion  # so far
     order: int = 0  # among all requests that were submitted
+    was_preempted: bool = False  # and waits again, with pages
 
 
 @dataclasses.dataclass

@@ -128,6 +128,19 @@ class SchedulerTest(parameterized.TestCase):
             pass
         self.assertEqual(device.num_read, len(text) + 2 - 16)
 
+    def test_a_preempted_request_counts_no_pages_of_its_own_as_cached(self):
+        device = Device(2, 6)
+        prompts = ([*range(1, 9)], [*range(11, 16)])
+        works = [
+            device.machine.submit(Request(i, prompt, 12))
+            for i, prompt in enumerate(prompts)
+        ]
+        while device.step():
+            pass
+        self.assertGreater(device.machine.num_preempted, 0)
+        self.assertEqual([work.completion.num_cached for work in works], [0, 0])
+        self.assertLen(works[1].completion.tokens, 12)
+
     def test_the_least_recently_used_leaf_goes_first(self):
         pool = pages.Pool(4, 1)
         a, b = (pool.add([], [token], pool.take()) for token in (1, 2))
