@@ -38,7 +38,6 @@ LONGEST = (
     "pallas_kernels/indexer_kl_tpu_dense_test.py",
     "pallas_kernels/attention_ops_test.py",
     "inference/mesh_test.py",
-    "checkpoint/kill_test.py",
     "processes/together_test.py",
     "evals/probes/probes_test.py",
     "model/index_share_test.py",
@@ -56,11 +55,12 @@ LONGEST = (
     "docs_blocks_test.py",
     "scale/plan/planner_test.py",
 )
-# One worker runs both files of a pair, which share compiled programs.
+# One worker runs both files of a pair, which share compiled programs or a fork server.
 TOGETHER = {
     "training/health_test.py": "training/loop_test.py",
     "training/prepared_run_test.py": "training/loop_test.py",
     "training/step_test.py": "training/mesh_test.py",
+    "checkpoint/kill_test.py": "training/kill_test.py",
     "inference/failure_test.py": "inference/engine_test.py",
     "inference/shapes_test.py": "inference/engine_test.py",
 }

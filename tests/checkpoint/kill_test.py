@@ -23,7 +23,9 @@ LONGEST_LIFE = 0.4  # seconds after the first save
 PATIENCE = 300  # seconds for a first save, on a machine under load
 # Children are forked from a process that has the imports and no device.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.checkpoint.kill_test"])
+PROCESSES.set_forkserver_preload(
+    ["tests.checkpoint.kill_test", "tests.training.kill_test"]  # one server for both
+)
 
 
 def live(folder, said):

@@ -30,7 +30,9 @@ STEPS_A_LIFE = 3  # at most, and some of them lost
 SECONDS = 600  # for a life, on a machine under load
 # Children are forked from a process that has the imports and no device.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.training.kill_test"])
+PROCESSES.set_forkserver_preload(
+    ["tests.checkpoint.kill_test", "tests.training.kill_test"]  # one server for both
+)
 
 
 def live(config, workdir, compiled):
