@@ -124,8 +124,12 @@ class OnDemandTest(parameterized.TestCase):
         """By default neither is computed."""
         wanted = {"with_indexer_loss": True, "with_traces": True} if is_wanted else {}
         config, tokens = CONFIGS["one_layer"], jnp.zeros((1, 8), jnp.int32)
-        run = lambda params: transformer.forward(params, config, tokens, **wanted)
-        out = jax.eval_shape(run, parameters("one_layer"))
+
+        def run(key):
+            params = transformer.init_params(config, key)
+            return transformer.forward(params, config, tokens, **wanted)
+
+        out = jax.eval_shape(run, jax.random.key(0))
         losses_made = [aux.indexer_kl for aux in out.aux["layers_0"].values()]
         self.assertEqual(out.traces is not None, is_wanted)
         self.assertEqual([loss is not None for loss in losses_made], [is_wanted])
