@@ -1,7 +1,7 @@
 """Serves a model over HTTP, in the forms that clients of other servers speak.
 
 app.py joins the parts: one file a form (chat.py, completions.py,
-anthropic_messages.py, token_ids.py), all
+openai_responses.py, anthropic_messages.py, token_ids.py), all
 over turn.py, which reads one answer, and generation.py, which asks the engine. guard.py
 stands before them: key, limits, and clients that leave.
 """

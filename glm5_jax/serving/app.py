@@ -19,6 +19,7 @@ from glm5_jax.serving import (
     errors,
     guard,
     metrics,
+    openai_responses,
     served,
     sse,
     token_ids,
@@ -93,6 +94,16 @@ def _add_texts(app: fastapi.FastAPI, model: served.Served) -> None:
         if body.stream:
             return sse.response(completions.stream(talk, body), completions.PATH)
         return await completions.whole(talk, body)
+
+    @app.post(openai_responses.PATH, response_model=None)
+    async def respond(
+        body: openai_responses.ResponsesBody,
+    ) -> responses.Response | dict:
+        talk = openai_responses.begin(model, body)
+        if body.stream:
+            events = openai_responses.stream(talk, body)
+            return sse.response(events, openai_responses.PATH)
+        return await openai_responses.whole(talk, body)
 
     @app.post(anthropic_messages.PATH, response_model=None)
     async def messages(

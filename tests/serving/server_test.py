@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent import futures
+from typing import ClassVar
 
 import anthropic
 import httpx
@@ -249,6 +250,66 @@ class CompletionTest(ClientTest):
         self.assertEqual(found.tokens, ["b", "c", "d", "<|endoftext|>"])
         self.assertEqual(found.text_offset, [0, 1, 2, 3])
         self.assertLen(found.token_logprobs, 4)
+
+
+class ResponsesTest(ClientTest):
+    tool: ClassVar = {"type": "function", "name": "f", "parameters": {}}
+
+    def respond(self, said="Hi", **more):
+        return self.client.responses.create(
+            model=scripted.NAME, input=said, tools=[self.tool], **more
+        )
+
+    def test_a_whole_response(self):
+        answer = self.respond(instructions="Be short.")
+        thought, message = answer.output
+        self.assertEqual((thought.type, message.type), ("reasoning", "message"))
+        self.assertEqual(thought.content[0].text, "So")
+        self.assertEqual(answer.output_text, "Hé!")
+        self.assertEqual(answer.status, "completed")
+        self.assertEqual(answer.usage.output_tokens_details.reasoning_tokens, 3)
+        quiet = self.respond(reasoning={"effort": "none"}, max_output_tokens=1)
+        self.assertEqual(quiet.output_text, "H")
+        self.assertEqual(quiet.status, "incomplete")
+        self.assertEqual(quiet.incomplete_details.reason, "max_output_tokens")
+
+    def test_a_stream(self):
+        with self.client.responses.stream(model=scripted.NAME, input="Hi") as stream:
+            events = [*stream]
+            answer = stream.get_final_response()
+        self.assertEqual(answer.output_text, "Hé!")
+        self.assertEqual(answer.output[0].content[0].text, "So")
+        numbers = [event.sequence_number for event in events]
+        self.assertEqual(numbers, sorted(numbers))
+        kinds = [event.type for event in events]
+        self.assertEqual(kinds[0], "response.created")
+        self.assertEqual(kinds[-1], "response.completed")
+        self.assertEqual(kinds.count("response.output_item.added"), 2)
+        self.assertEqual(kinds.count("response.output_item.done"), 2)
+
+    def test_a_loop_of_tools(self):
+        fields = {"model": scripted.NAME, "input": "Hi", "tools": [self.tool]}
+        for _ in range(40):
+            with self.client.responses.stream(**fields, temperature=1.0) as stream:
+                answer = stream.get_final_response()
+            if answer.output[-1].type == "function_call":
+                break
+        call = answer.output[-1]
+        self.assertEqual((call.name, call.arguments), ("f", CALL["arguments"]))
+        result = {"type": "function_call_output", "call_id": call.call_id}
+        output = [item.model_dump(exclude_none=True) for item in answer.output]
+        said = [HI, *output, {**result, "output": "7"}]
+        self.assertEqual(self.respond(said).output_text, "Hé!")
+
+    def test_errors(self):
+        for fields, message in (
+            ({"previous_response_id": "resp_1"}, "keeps no conversations"),
+            ({"tool_choice": "required"}, "cannot be forced"),
+            ({"said": [{"type": "computer_call"}]}, "'computer_call' is not"),
+            ({"said": [{"role": "user", "content": [{"type": "file"}]}]}, "parts of"),
+        ):
+            with self.assertRaisesRegex(openai.BadRequestError, message):
+                self.respond(**fields)
 
 
 class AnthropicTest(ClientTest):
