@@ -15,8 +15,8 @@
 #
 # GLM-5 trains its matrices with Muon, and cuts the projections of its attention into
 # heads first. We look at what the cut does to an update, use it on a small problem of
-# our own, and train a small GLM-5 with AdamW, with Muon and with Muon Split. On two CPU
-# cores it takes some minutes.
+# our own, and train a small GLM-5 with AdamW, with Muon and with Muon Split. It takes
+# about 5 CPU minutes.
 #
 # The notebook has no optimizer code of its own: every cell calls what training calls.
 
@@ -74,8 +74,7 @@ compile_cache.enable()  # a second run of this notebook compiles nothing
 #
 # The base is the smallest pre-training of the studies: 0.4M parameters, rows of 128
 # tokens. Every evaluation also measures the largest attention logit of each head. Each
-# optimizer has the rate that was best for it among a few, and Muon three times that
-# rate as well.
+# optimizer has the rate that was best for it among a few.
 
 # %% tags=["parameters"]
 STEPS, SEEDS = 200, 2
@@ -87,13 +86,7 @@ BASE = dataclasses.replace(
     eval_suites=("attention_logits",),
     eval_suite_tasks=8,
 )
-RATES = {
-    "Muon Split": 1e-2,
-    "Muon": 1e-2,
-    "AdamW": 3e-3,
-    "Muon Split, 3 x": 3e-2,
-    "Muon, 3 x": 3e-2,
-}
+RATES = {"Muon Split": 1e-2, "Muon": 1e-2, "AdamW": 3e-3}
 
 # %% [markdown]
 # ## The mathematics
@@ -197,8 +190,7 @@ LOGIT = f"eval/attention_logits/{length}/largest"
 arms = []
 for name, rate in RATES.items():
     rates = {"optim.learning_rate": rate, "optim.end_learning_rate": rate / 10}
-    optimizer, *_ = name.split(",")
-    arms.append(Arm(name=name, changes=changes[optimizer] | rates))
+    arms.append(Arm(name=name, changes=changes[name] | rates))
 study = Study(
     question="What does the optimizer of the matrices do to the loss and the logits?",
     base=BASE,
@@ -232,14 +224,12 @@ colours = dict(zip(changes, ("tab:blue", "tab:orange", "tab:green"), strict=True
 _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
 for result in found:
     name = result.arm.name
-    optimizer, *is_fast = name.split(",")
-    style = {"color": colours[optimizer], "linestyle": "--" if is_fast else "-"}
     for lines in result.records:
         steps, values = results.curve(lines, "train/lm_loss")
-        left.plot(steps, values, **style, linewidth=0.7)
+        left.plot(steps, values, color=colours[name], linewidth=0.7)
     curves = [results.curve(lines, "eval/bits_per_byte") for lines in result.records]
     values = np.mean([values for _, values in curves], axis=0)
-    right.plot(curves[0][0], values, **style, marker="o", label=name)
+    right.plot(curves[0][0], values, color=colours[name], marker="o", label=name)
     print(f"{name:11} rate {result.rate:g}, held out {values[-1]:.3f} bits per byte")
 left.set(title="Training", xlabel="step", ylabel="next token, nats a token")
 right.set(title="Held out", xlabel="step", ylabel="bits per byte")
@@ -321,10 +311,18 @@ for axis, (name, matrix) in zip(axes, matrices.items(), strict=True):
 plt.show()
 
 # %% [markdown]
+# In our runs (two seeds) Muon Split had 2.178 held-out bits per byte, Muon 2.188 and
+# AdamW 2.402. The largest logits ended between 5.3 and 6.1 in all three, so this model
+# of four heads is too small to show the paper's effect on logits. The spectrum shows
+# the difference: the middle singular value of a head, as a share of the largest, was
+# 0.01 in the gradient, 0.26 in Muon's update and 0.87 in that of Muon Split.
+
+# %% [markdown]
 # ## Now change something
 #
-# - `"AdamW, 3 x": 1e-2` in `RATES`: do its logits grow as well, and does its loss
-#   suffer more than Muon's?
+# - Three times the rate: `RATES = {"Muon Split": 3e-2, "Muon": 3e-2, "AdamW": 1e-2}`.
+#   What do you expect of the logits and of the loss? (One seed: logits of 22 and 20,
+#   losses of 2.263 and 2.247 bits per byte for the first two.)
 # - One head: `num_attention_heads=1` in `BASE.model`. What should be left of the
 #   difference between Muon and Muon Split?
 # - `"optim.muon_split_rope": True` cuts the rotated part of the queries off as well.
