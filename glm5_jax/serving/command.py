@@ -131,7 +131,7 @@ def loaded(
     mesh, overrides = loading.mesh_of(overrides)
     source = loading.find(checkpoint)
     model_config, params, tokenizer = loading.load_model(checkpoint, overrides, mesh)
-    temperature, top_p = loading.sampling_defaults(checkpoint)
+    defaults = loading.sampling_settings(checkpoint)
     length = loading.context_length(checkpoint, model_config)
     with placement.using(mesh):
         made = engine.Engine(
@@ -153,7 +153,7 @@ def loaded(
             tokenizer=tokenizer,
             template=template_of(tokenizer, source, options.template),
             stop_ids=commands.stop_ids(model_config, tokenizer),
-            defaults={"temperature": temperature, "top_p": top_p},
+            defaults=defaults,
         )
 
 

@@ -41,6 +41,10 @@ MATHEMATICS = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")  # organisation/model
 MAX_CONTEXT = 4096  # tokens read at once if no training run sets a length
 DTYPES = ("float32", "bfloat16")
+_SAMPLING = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
+    "top_k": int,
+}
 
 
 class Source(NamedTuple):
@@ -277,14 +281,26 @@ def sampling_defaults(path: Path) -> tuple[float, float]:
     Raises:
       InputError: it cannot be read, or holds something else.
     """
+    found = sampling_settings(path)
+    return found.get("temperature", 1.0), found.get("top_p", 1.0)
+
+
+def sampling_settings(path: Path) -> dict[str, float]:
+    """Returns the settings of generation_config.json that a request may have.
+
+    Raises:
+      InputError: it cannot be read, or holds something else.
+    """
     file = find(path).folder / "generation_config.json"
     try:
         given = huggingface_config.read_json(file) if file.exists() else {}
         if given.get("do_sample") is False:
-            return 0.0, 1.0
-        found = [given.get(name) for name in ("temperature", "top_p")]
-        temperature, top_p = (1.0 if x is None else float(x) for x in found)
-        return temperature, top_p
+            given = {"temperature": 0.0}
+        return {
+            name: kind(given[name])
+            for name, kind in _SAMPLING.items()
+            if given.get(name) is not None
+        }
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise config_lib.InputError(
             f"{file} cannot be used ({error}); delete it, or give --temperature and "

@@ -621,6 +621,7 @@ class CommandTest(parameterized.TestCase):
             self.assertEqual(model.service.stats().free_pages, 3)
             self.assertEqual(model.chat.version, "glm5.1")
             self.assertIn(model.text.eos_id, model.stop_ids)
+            self.assertEqual(model.defaults, {"temperature": 0.7})
 
     @pytest.mark.slow
     def test_sigterm_finishes_the_answer_under_way(self):

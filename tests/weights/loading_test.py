@@ -273,6 +273,9 @@ class LoadTest(FolderTest):
         }.items():
             file.write_text(text)
             self.assertEqual(loading.sampling_defaults(folder), want)
+        more = {"top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+        file.write_text(json.dumps({**more, "do_sample": True, "pad_token_id": 0}))
+        self.assertEqual(loading.sampling_settings(folder), more)
         for text in ("[", "[]", '{"top_p": "x"}', '{"temperature": [1]}'):
             file.write_text(text)
             with self.assertRaisesRegex(config_lib.InputError, "cannot be used"):
