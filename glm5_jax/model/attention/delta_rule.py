@@ -28,7 +28,7 @@ Every exponent is a sum of the log-decays of the very tokens between, all of the
 nothing overflows, and no small number is the difference of two large sums.
 
 Everything is float32: a state sums thousands of small updates, which bfloat16 (8 bits)
-would drop, and the triangular solve amplifies rounding errors. Callers normalise q and
+would drop, and (I + A)^-1 amplifies rounding errors. Callers normalise q and
 k and apply the gates' nonlinearities; here, beta and g are used as they are.
 """
 
@@ -109,7 +109,7 @@ def flops(num_heads: int, key_dim: int, value_dim: int, length: int) -> float:
     """Returns the FLOPs of `chunked` for a token of a document of this length.
 
     Three products of a vector with the state, and for each earlier token of the chunk:
-    two scores, a row of the triangular solve, a weighted value.
+    two scores, a row of (I + A)^-1 times U and W, a weighted value.
     """
     earlier = (min(CHUNK_SIZE, length) + 1) / 2
     state = 3 * key_dim * value_dim
@@ -205,9 +205,7 @@ def chunked(
     with jax.named_scope("ut_transform"):
         mixed = jnp.tril(beta * _scores(k, k, g), -1)
         right = beta * jnp.concatenate([v, since * k], axis=-1)
-        solved = lax.linalg.triangular_solve(
-            mixed, right, left_side=True, lower=True, unit_diagonal=True
-        )
+        solved = _einsum("...ts,...sh->...th", _inverse(mixed), right)
         u, w = jnp.split(solved, [v.shape[-1]], axis=-1)
     chunks = (u, w, since * q, _scores(q, k, g), _to_end(g) * k, since[..., -1, :])
 
@@ -222,6 +220,37 @@ def chunked(
     last, out = lax.scan(body, first, chunks)
     out = jnp.moveaxis(out, (0, 3), (1, 2))  # B, chunks, tokens, N, O
     return out.reshape(len(out), -1, *out.shape[3:])[:, :num_tokens], last
+
+
+def _inverse(
+    mixed: Float[Array, "*n tokens tokens"],
+) -> Float[Array, "*n tokens tokens"]:
+    """Returns (I + A)^-1 of matrices A that are zero on and above the diagonal.
+
+    Doubles the blocks on the diagonal: with X and Z the inverses of two neighbours and
+    Y the block of A below X, that of both is [[X, 0], [-Z Y X, Z]]. Unlike a power
+    series it adds no large terms that cancel. lax.linalg.triangular_solve can wait
+    forever on a CPU: with jaxlib 0.10 a solve holds a thread of XLA's pool while it
+    waits for another, so that two solves at a time block a pool of two threads.
+    """
+    *lead, num_tokens, _ = mixed.shape
+    num_rows = 2 ** (num_tokens - 1).bit_length()  # zeros add rows of the identity
+    spare = num_rows - num_tokens
+    mixed = jnp.pad(mixed, [(0, 0)] * len(lead) + [(0, spare)] * 2)
+    inverse = jnp.ones((*lead, num_rows, 1, 1))
+    while (size := inverse.shape[-1]) < num_rows:
+        pairs = inverse.reshape(*lead, -1, 2, size, size)
+        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        num_pairs = num_rows // (2 * size)
+        tiles = mixed.reshape(*lead, num_pairs, 2, size, num_pairs, 2, size)
+        tiles = tiles[..., 1, :, :, 0, :]  # below the diagonal of pairs of blocks
+        own = np.eye(num_pairs, dtype=np.float32)[:, None, :, None]
+        below = jnp.sum(tiles * own.reshape((1,) * len(lead) + own.shape), axis=-2)
+        corner = -_einsum("...ij,...jk,...kl->...il", second, below, first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        lower = jnp.concatenate([corner, second], axis=-1)
+        inverse = jnp.concatenate([upper, lower], axis=-2)
+    return inverse[..., 0, :num_tokens, :num_tokens]
 
 
 def _float32(*arrays: Array) -> list[Array]:
