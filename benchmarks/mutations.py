@@ -28,8 +28,11 @@ SOURCES = (
 # Triton's kernels need Triton: .ci/run tests them in an environment of its own.
 EXCLUDED = ("gpu", "triton_call", "/bench/", "aot.py", "cases.py")
 TABLES = ("block_sizes.py", "chips.py")  # tuned sizes, and rates that vendors publish
-# Arguments that change no result, of kernels, jax.checkpoint, tqdm and lru_cache.
-HINTS = ("compiler_params", "scratch_shapes", "prevent_cse", "unit_scale", "maxsize")
+# Arguments that change no result: of kernels, jax.checkpoint, tqdm, warn, lru_cache.
+HINTS = (
+    *("compiler_params", "scratch_shapes", "prevent_cse", "unit_scale", "stacklevel"),
+    "maxsize",
+)
 PAIRS = (
     (ast.Lt, ast.LtE),
     (ast.Gt, ast.GtE),
