@@ -241,11 +241,9 @@ def _inverse(
     while (size := inverse.shape[-1]) < num_rows:
         pairs = inverse.reshape(*lead, -1, 2, size, size)
         first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        num_pairs = num_rows // (2 * size)
-        tiles = mixed.reshape(*lead, num_pairs, 2, size, num_pairs, 2, size)
-        tiles = tiles[..., 1, :, :, 0, :]  # below the diagonal of pairs of blocks
-        own = np.eye(num_pairs, dtype=np.float32)[:, None, :, None]
-        below = jnp.sum(tiles * own.reshape((1,) * len(lead) + own.shape), axis=-2)
+        tiles = mixed.reshape(*lead, -1, 2 * size, num_rows // (2 * size), 2 * size)
+        below = jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)
+        below = below[..., size:, :size]
         corner = -_einsum("...ij,...jk,...kl->...il", second, below, first)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         lower = jnp.concatenate([corner, second], axis=-1)
