@@ -222,33 +222,45 @@ def chunked(
     return out.reshape(len(out), -1, *out.shape[3:])[:, :num_tokens], last
 
 
-def _inverse(
-    mixed: Float[Array, "*n tokens tokens"],
-) -> Float[Array, "*n tokens tokens"]:
-    """Returns (I + A)^-1 of matrices A that are zero on and above the diagonal.
+@jax.custom_vjp
+def _inverse(x: Float[Array, "*n s s"]) -> Float[Array, "*n s s"]:
+    """Returns (I + x)^-1 of matrices x that are zero on and above the diagonal.
 
-    Doubles the blocks on the diagonal: with X and Z the inverses of two neighbours and
-    Y the block of A below X, that of both is [[X, 0], [-Z Y X, Z]]. Unlike a power
-    series it adds no large terms that cancel. lax.linalg.triangular_solve can wait
-    forever on a CPU: with jaxlib 0.10 a solve holds a thread of XLA's pool while it
-    waits for another, so that two solves at a time block a pool of two threads.
+    The inverse of [[a, 0], [b, c]] is [[a^-1, 0], [-c^-1 b a^-1, c^-1]], so that the
+    inverses of two neighbouring blocks give that of both: 1 row, 2, 4, ... Unlike a
+    power series it adds no large terms that cancel. lax.linalg.triangular_solve can
+    wait forever on a CPU: with jaxlib 0.10 a solve holds a thread of XLA's pool while
+    it waits for another, so that two solves at a time block a pool of two threads.
     """
-    *lead, num_tokens, _ = mixed.shape
-    num_rows = 2 ** (num_tokens - 1).bit_length()  # zeros add rows of the identity
-    spare = num_rows - num_tokens
-    mixed = jnp.pad(mixed, [(0, 0)] * len(lead) + [(0, spare)] * 2)
-    inverse = jnp.ones((*lead, num_rows, 1, 1))
-    while (size := inverse.shape[-1]) < num_rows:
-        pairs = inverse.reshape(*lead, -1, 2, size, size)
-        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        tiles = mixed.reshape(*lead, -1, 2 * size, num_rows // (2 * size), 2 * size)
-        below = jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)
-        below = below[..., size:, :size]
-        corner = -_einsum("...ij,...jk,...kl->...il", second, below, first)
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        lower = jnp.concatenate([corner, second], axis=-1)
-        inverse = jnp.concatenate([upper, lower], axis=-2)
-    return inverse[..., 0, :num_tokens, :num_tokens]
+    size = x.shape[-1]
+    length = 1 << (size - 1).bit_length()
+    pad = [(0, 0)] * (x.ndim - 2) + [(0, length - size)] * 2
+    x = jnp.pad(x, pad)
+    blocks = jnp.ones((*x.shape[:-1], 1, 1), x.dtype)
+    rows = 1
+    while rows < length:
+        pairs = x.reshape(*x.shape[:-2], *(length // (2 * rows), 2, rows) * 2)
+        b = jnp.einsum("...isit->...ist", pairs[..., 1, :, :, 0, :])
+        a, c = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
+        low = -_einsum("...ij,...jk,...kl->...il", c, b, a)
+        top = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)
+        blocks = jnp.concatenate([top, jnp.concatenate([low, c], axis=-1)], axis=-2)
+        rows *= 2
+    return blocks[..., 0, :size, :size]
+
+
+def _inverse_and_itself(x: Float[Array, "*n s s"]) -> tuple[Array, Array]:
+    out = _inverse(x)
+    return out, out
+
+
+def _inverse_gradient(
+    out: Float[Array, "*n s s"], grad: Float[Array, "*n s s"]
+) -> tuple[Float[Array, "*n s s"]]:
+    return (-jnp.tril(_einsum("...ji,...jk,...lk->...il", out, grad, out), -1),)
+
+
+_inverse.defvjp(_inverse_and_itself, _inverse_gradient)
 
 
 def _float32(*arrays: Array) -> list[Array]:
