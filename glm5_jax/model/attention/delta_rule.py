@@ -239,8 +239,9 @@ def _inverse(x: Float[Array, "*n s s"]) -> Float[Array, "*n s s"]:
     blocks = jnp.ones((*x.shape[:-1], 1, 1), x.dtype)
     rows = 1
     while rows < length:
-        pairs = x.reshape(*x.shape[:-2], *(length // (2 * rows), 2, rows) * 2)
-        b = jnp.einsum("...isit->...ist", pairs[..., 1, :, :, 0, :])
+        tiles = x.reshape(*x.shape[:-2], *(length // (2 * rows), 2 * rows) * 2)
+        pairs = jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)
+        b = pairs[..., rows:, :rows]
         a, c = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
         low = -_einsum("...ij,...jk,...kl->...il", c, b, a)
         top = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)
