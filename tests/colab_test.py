@@ -77,8 +77,10 @@ class NotebookTest(runs.OneDeviceTest):
     def setUp(self):
         super().setUp()
         self.addCleanup(plt.close, "all")
-        self.addCleanup(logging.set_verbosity, logging.get_verbosity())
         logger = logging.get_absl_logger()
+        # The level may be unset, which no verbosity is: the cleanup that runs last.
+        self.addCleanup(logger.setLevel, logger.level)
+        self.addCleanup(logging.set_verbosity, logging.get_verbosity())
         self.addCleanup(setattr, logger, "filters", [*logger.filters])
 
     def data(self, length, **changes):
