@@ -145,7 +145,7 @@ class ConversationsTest(parameterized.TestCase):
             records.append({"messages": [user(text), assistant("never seen")]})
             records.append({"messages": [user("Go"), assistant(text)]})
         self.write(records)
-        with self.assertLogs(level="INFO") as logs:
+        with self.assertLogs("absl", "INFO") as logs:
             pipeline = self.make(sequence_length=500)
         log = "".join(logs.output)
         self.assertRegex(log, r"\d+ are cut to 500 tokens; \d+ have nothing to train")
