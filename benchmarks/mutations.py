@@ -1,9 +1,4 @@
-"""Draws single edits of the package's source files, for benchmarks/mutants.py.
-
-Nothing is drawn that no test should notice: annotations, messages and logs; hints to
-compilers, spare scratch memory and sizes of caches; and settings, such as
-`_CHUNK_BYTES = 2**25` or the tables of TABLES, which a test could only repeat.
-"""
+"""Draws single edits of the package's source files, for benchmarks/mutants.py."""
 
 import ast
 import copy
@@ -27,12 +22,6 @@ SOURCES = (
 )
 # Triton's kernels need Triton: .ci/run tests them in an environment of its own.
 EXCLUDED = ("gpu", "triton_call", "/bench/", "aot.py", "cases.py")
-TABLES = ("block_sizes.py", "chips.py")  # tuned sizes, and rates that vendors publish
-# Arguments that change no result: of kernels, jax.checkpoint, tqdm, warn, lru_cache.
-HINTS = (
-    *("compiler_params", "scratch_shapes", "prevent_cse", "unit_scale", "stacklevel"),
-    "maxsize",
-)
 PAIRS = (
     (ast.Lt, ast.LtE),
     (ast.Gt, ast.GtE),
@@ -68,7 +57,7 @@ def draw(tree: pathlib.Path, seed: int, count: int) -> Iterator[Mutant]:
     while len(seen) < count:
         (path,) = rng.choices(list(files), weights)
         parsed = ast.parse(files[path])
-        edits = list(_edits(parsed, path.name in TABLES))
+        edits = list(_edits(parsed))
         index = rng.randrange(len(edits)) if edits else None
         if index is None or (path, index) in seen:
             continue
@@ -99,9 +88,9 @@ def _files(tree: pathlib.Path) -> list[pathlib.Path]:
     return [p for p, name in names if not any(word in name for word in EXCLUDED)]
 
 
-def _edits(tree: ast.Module, is_table: bool) -> Iterator[tuple[ast.AST, str]]:
+def _edits(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     """Yields nodes and the text that breaks them."""
-    silent = _silent(tree) | set(map(id, _settings(tree, is_table)))
+    silent = _silent(tree)
     for node in ast.walk(tree):
         if id(node) in silent:
             continue
@@ -137,8 +126,8 @@ def _silent(tree: ast.AST) -> set[int]:
         values = [node] if isinstance(node, ast.JoinedStr) or _is_log(node) else []
         if isinstance(node, ast.FunctionDef) and node.name in ("__repr__", "__str__"):
             values.append(node)
-        if isinstance(node, ast.keyword) and node.arg in (*HINTS, "strict"):
-            values.append(node.value)  # strict is zip's assertion, which holds
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            values.append(node.value)  # zip's assertion, which holds
         for field in ("annotation", "returns", "decorator_list", "exc", "msg"):
             value = getattr(node, field, None)
             values += value if isinstance(value, list) else [value]
@@ -146,25 +135,6 @@ def _silent(tree: ast.AST) -> set[int]:
             if isinstance(value, ast.AST):
                 found.update(map(id, ast.walk(value)))
     return found
-
-
-def _settings(tree: ast.Module, is_table: bool) -> Iterator[ast.AST]:
-    """Yields the numbers that a module names, or all numbers of a module's tables."""
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    inside = {id(node) for function in functions for node in ast.walk(function)}
-    for statement in tree.body:
-        nodes = list(ast.walk(statement))
-        is_named = isinstance(statement, ast.Assign) and not any(map(_computes, nodes))
-        if is_table or is_named:
-            numbers = (node for node in nodes if isinstance(node, ast.Constant))
-            yield from (node for node in numbers if id(node) not in inside)
-
-
-def _computes(node: ast.AST) -> bool:
-    """Returns whether a named value with this node is more than a number in bounds."""
-    if isinstance(node, ast.Call):
-        return ast.unparse(node.func) not in ("min", "max", "os.cpu_count")
-    return isinstance(node, ast.Dict | ast.Compare)
 
 
 def _is_log(node: ast.AST) -> bool:

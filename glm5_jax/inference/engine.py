@@ -385,7 +385,7 @@ def generate(
 
 
 def bucket(num_tokens: int) -> int:
-    """Returns the smallest 2^n or 1.5 * 2^n that is at least `size`."""
+    """Returns the smallest 2^n or 1.5 * 2^n that is at least `num_tokens`."""
     return parts_lib.least(parts_lib.sizes(), num_tokens)
 
 

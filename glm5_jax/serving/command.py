@@ -19,7 +19,6 @@ from glm5_jax.inference import service as service_lib
 from glm5_jax.serving import app, guard, served
 from glm5_jax.weights import loading
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MAX_PORT = 2**16 - 1
 _MAX_STOP_IDS = 32  # of a request, the model's own included
 
@@ -73,7 +72,7 @@ class Options:
     @property
     def is_loopback(self) -> bool:
         """Returns whether this machine alone can ask."""
-        return self.host in _LOOPBACK
+        return self.host in guard.LOOPBACK
 
 
 class Server(uvicorn.Server):

@@ -14,7 +14,7 @@ from starlette import types
 
 from glm5_jax.serving import errors
 
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # names of this machine alone
 _OPEN_PATHS = ("/health",)
 
 
@@ -26,7 +26,6 @@ class Limits:
     max_body_bytes: int = 16 * 2**20
     max_concurrency: int = 256  # requests that are answered at the same time
     max_body_seconds: float = 30.0  # for a body to arrive
-    max_seconds: float = 3600.0  # for an answer
     # Whether only this machine may ask, by a name of its own; a page of the web that
     # another name leads here is refused.
     is_loopback: bool = True
@@ -82,7 +81,8 @@ class Guard:
             )
         host = headers.get("host", "").rpartition(":")
         name = host[0] if host[2].isdigit() else headers.get("host", "")
-        if key is None and self._limits.is_loopback and name not in _LOOPBACK:
+        is_own = name.removeprefix("[").removesuffix("]") in LOOPBACK
+        if key is None and self._limits.is_loopback and not is_own:
             raise errors.ApiError(
                 403,
                 f"Without --api_key this server answers only requests to localhost, "

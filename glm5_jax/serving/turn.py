@@ -32,11 +32,6 @@ class Delta:
     first: int = 0  # the tokens are turn.tokens[first:end]
     end: int = 0
 
-    @property
-    def is_empty(self) -> bool:
-        """Returns whether nothing is added but tokens."""
-        return not (self.reasoning or self.content or self.calls)
-
 
 @runtime_checkable
 class Reader(Protocol):
@@ -44,7 +39,7 @@ class Reader(Protocol):
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the next id belongs to the thought."""
+        """Returns whether the next id belongs to the thought."""
         ...
 
     def feed(self, ids: Iterable[int]) -> list[parsing.Event]:
