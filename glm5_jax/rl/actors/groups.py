@@ -1,0 +1,218 @@
+"""Admits groups of episodes, and gives each to exactly one step, never too stale.
+
+    running --finish--> ready --take--> in flight --commit--> done
+       |                  ^                 |
+       +--drop            +-----rewind------+
+
+A group is the episodes of one task; its index tells which. Version v are the weights
+after v steps. A group that begins with version v may be learnt from by steps v to
+v + max_staleness. That needs no group to be thrown away:
+
+1. Groups begin only while those that were not dropped number fewer than
+   (max_staleness + version + 1) * batch_size (the capacity of AReaL, arXiv 2505.24298).
+2. A step takes the oldest groups.
+3. A step waits for the running groups that no later step could take.
+
+By 1, at most (v + max_staleness + 1) * batch_size groups have begun by the time of
+version v. Steps before v + max_staleness have taken (v + max_staleness) * batch_size of
+them, so by 2 and 3 that step takes all the others. With max_staleness 0 every step
+waits for all of its groups, and none runs during an update.
+
+A step's groups are in flight until a checkpoint holds what they taught. If the trainer
+is killed, `rewind` makes them ready again.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class _Group(Generic[T]):
+    """A group that is not done."""
+
+    version: int  # of the weights as it began
+    content: T | None = None  # None: it runs
+    step: int | None = None  # that learns from it
+
+
+class Groups(Generic[T]):
+    """The groups of a run; every call is quick, and one thread makes them."""
+
+    def __init__(
+        self, batch_size: int, max_staleness: int, saved: dict[str, Any] | None = None
+    ) -> None:
+        """Begins, or continues from what `state` returned.
+
+        Groups that were not done begin again, before new ones.
+
+        Args:
+          batch_size: groups of a step.
+          max_staleness: most versions between a group's beginning and its step.
+          saved: of a checkpoint.
+        """
+        self.batch_size, self.max_staleness = batch_size, max_staleness
+        saved = saved or {"version": 0, "next": 0, "again": [], "counts": {}}
+        self.version: int = saved["version"]
+        self._next: int = saved["next"]
+        self._again = collections.deque(saved["again"])
+        self._counts = collections.Counter(saved["counts"])
+        # Oldest first: indices that begin again have no order of their own.
+        self._groups: dict[int, _Group[T]] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Returns the number of groups that have begun and not finished."""
+        return sum(group.content is None for group in self._groups.values())
+
+    @property
+    def num_ready(self) -> int:
+        """Returns the number of finished groups that no step has taken."""
+        return len(self._ready())
+
+    def begin(self) -> int | None:
+        """Returns the index of the group to run next; None if none may begin now."""
+        learnt = self.version * self.batch_size
+        others = sum(not _is_before(g, self.version) for g in self._groups.values())
+        most = self.batch_size * (self.max_staleness + self.version + 1)
+        if learnt + others >= most:
+            return None
+        if self._again:
+            index = self._again.popleft()
+        else:
+            index, self._next = self._next, self._next + 1
+        self._counts["begun"] += 1
+        self._groups[index] = _Group(self.version)
+        return index
+
+    def finish(self, index: int, content: T) -> None:
+        """Makes a running group ready.
+
+        Args:
+          index: of the group.
+          content: its episodes.
+        """
+        self._running(index).content = content
+
+    def drop(self, index: int, reason: str) -> None:
+        """Ends a running group that no step will learn from.
+
+        Args:
+          index: of the group.
+          reason: which `ledger` counts.
+        """
+        self._running(index)
+        del self._groups[index]
+        self._counts[f"dropped_{reason}"] += 1
+
+    def restart(self, index: int) -> None:
+        """Ends a running group whose worker died; it begins again with new weights."""
+        self._running(index)
+        del self._groups[index]
+        self._again.append(index)
+        self._counts["restarted"] += 1
+
+    def take(self) -> list[tuple[int, T]] | None:
+        """Returns the groups of the next step, with their indices.
+
+        Returns None until enough groups are ready and none runs that only this step
+        could take.
+
+        Raises:
+          RuntimeError: the step has its groups already; `publish` or `rewind` is next.
+        """
+        if any(group.step == self.version for group in self._groups.values()):
+            raise RuntimeError(f"step {self.version} has taken its groups already")
+        ready = self._ready()
+        oldest_of_next = self.version + 1 - self.max_staleness
+        must_wait = any(
+            group.content is None and group.version < oldest_of_next
+            for group in self._groups.values()
+        )
+        if must_wait or len(ready) < self.batch_size:
+            return None
+        taken = sorted(ready, key=lambda index: (self._groups[index].version, index))
+        batch = []
+        for index in taken[: self.batch_size]:
+            group = self._groups[index]
+            group.step = self.version
+            assert group.content is not None, "ready groups have their episodes"
+            batch.append((index, group.content))
+        return batch
+
+    def staleness(self, indices: Iterable[int]) -> int:
+        """Returns how many versions the oldest of the groups is behind, at least 0."""
+        versions = [self._groups[index].version for index in indices]
+        return max([self.version - version for version in versions] + [0])
+
+    def publish(self) -> int:
+        """Counts the step whose groups were taken; returns the new version."""
+        self.version += 1
+        return self.version
+
+    def commit(self, version: int) -> None:
+        """Forgets the groups that a checkpoint of this version has learnt from."""
+        done = [i for i, group in self._groups.items() if _is_before(group, version)]
+        for index in done:
+            del self._groups[index]
+        self._counts["done"] += len(done)
+
+    def rewind(self, version: int) -> None:
+        """Goes back to a checkpoint; groups of later steps are ready again."""
+        for group in self._groups.values():
+            if group.step is not None and group.step >= version:
+                group.step = None
+        self.version = version
+
+    def ledger(self) -> dict[str, int]:
+        """Returns the number of groups by what became of them.
+
+        begun = running + ready + in_flight + done + restarted + every dropped_REASON
+        """
+        in_flight = sum(group.step is not None for group in self._groups.values())
+        return {
+            **self._counts,
+            "running": self.num_running,
+            "ready": self.num_ready,
+            "in_flight": in_flight,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint of this version must keep; it fits JSON."""
+        counts = collections.Counter(self._counts)
+        learnt = [i for i, g in self._groups.items() if _is_before(g, self.version)]
+        rest = [i for i in self._groups if i not in set(learnt)]
+        counts["done"] += len(learnt)
+        counts["restarted"] += len(rest)
+        return {
+            "version": self.version,
+            "next": self._next,
+            "again": [*rest, *self._again],
+            "counts": dict(counts),
+        }
+
+    def _ready(self) -> list[int]:
+        return [
+            index
+            for index, group in self._groups.items()
+            if group.content is not None and group.step is None
+        ]
+
+    def _running(self, index: int) -> _Group[T]:
+        """Returns a running group.
+
+        Raises:
+          KeyError: none with this index runs.
+        """
+        group = self._groups[index]
+        if group.content is not None:
+            raise KeyError(index)
+        return group
+
+
+def _is_before(group: _Group, version: int) -> bool:
+    """Returns whether the weights of a version have learnt from a group."""
+    return group.step is not None and group.step < version

@@ -1,0 +1,254 @@
+"""Predicts the speed and staleness of asynchronous reinforcement learning.
+
+A simulation of discrete events: engines that sample, environments that take their time,
+and a trainer, which learns from groups in the order of groups.py. An engine's active
+sequences share it: each draws a token in `step_seconds(n)` if n of them are active.
+"""
+
+import collections
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from glm5_jax.rl.actors import groups as groups_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A turn of an episode."""
+
+    tokens: int  # that the model draws
+    seconds: float  # that the environment then takes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """The machines."""
+
+    num_engines: int
+    slots: int  # of an engine
+    step_seconds: Callable[[int], float]  # for a token of each of n sequences
+    train_seconds: Callable[[int], float]  # for a step on n sampled tokens
+    publish_seconds: float  # in which engines stand still
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The run."""
+
+    batch_size: int  # groups of a step
+    group_size: int
+    max_staleness: int
+    num_concurrent: int  # most episodes under way
+    num_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a run would be like."""
+
+    seconds: float
+    num_tokens: int  # sampled
+    train_idle: float  # share of the time in which the trainer waits
+    engine_idle: float  # share of the engines' time without an active sequence
+    occupancy: float  # mean share of the slots that are active
+    staleness: dict[int, int]  # number of groups by versions behind, at their beginning
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Returns the sampled tokens of a second."""
+        return self.num_tokens / self.seconds
+
+
+def predict(
+    episode: Callable[[int, int], Sequence[Turn]], speeds: Speeds, settings: Settings
+) -> Prediction:
+    """Simulates a run.
+
+    Args:
+      episode: returns the turns of an episode, by its group's index and its number in
+        the group.
+      speeds: of the machines.
+      settings: of the run.
+    """
+    return _Run(episode, speeds, settings).run()
+
+
+class _Engine:
+    """Sequences that share an engine; `work` is what each active one has drawn."""
+
+    def __init__(self, speeds: Speeds) -> None:
+        self._speeds = speeds
+        self._work = self._now = 0.0
+        self._active: list[tuple[float, int, int]] = []  # ends at this work; order; id
+        self._waiting: collections.deque[tuple[int, int, int]] = collections.deque()
+        self.idle = self.area = 0.0  # seconds; seconds times active sequences
+
+    @property
+    def num_assigned(self) -> int:
+        return len(self._active) + len(self._waiting)
+
+    def add(self, order: int, id: int, tokens: int) -> None:
+        self._waiting.append((tokens, order, id))
+        self._fill()
+
+    def next_end(self) -> float:
+        """Returns the time at which the next sequence ends."""
+        if not self._active:
+            return math.inf
+        return self._now + max(self._active[0][0] - self._work, 0.0) * self._pace()
+
+    def advance(self, now: float) -> None:
+        seconds, self._now = now - self._now, now
+        if not self._active:
+            self.idle += seconds
+            return
+        self.area += seconds * len(self._active)
+        self._work += seconds / self._pace()
+
+    def stand_still(self, seconds: float) -> None:
+        """Moves the clock on without drawing."""
+        self._now += seconds
+
+    def pop(self) -> int:
+        """Removes the sequence that has ended, and returns its id."""
+        work, _, id = heapq.heappop(self._active)
+        self._work = max(self._work, work)
+        self._fill()
+        return id
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._active) < self._speeds.slots:
+            tokens, order, id = self._waiting.popleft()
+            heapq.heappush(self._active, (self._work + tokens, order, id))
+
+    def _pace(self) -> float:
+        return self._speeds.step_seconds(len(self._active))
+
+
+@dataclasses.dataclass
+class _Episode:
+    """An episode under way."""
+
+    group: int
+    turns: Iterator[Turn]
+    engine: int
+    current: Turn | None = None
+    num_tokens: int = 0
+
+
+class _Run:
+    """The state of a simulation."""
+
+    def __init__(
+        self,
+        episode: Callable[[int, int], Sequence[Turn]],
+        speeds: Speeds,
+        settings: Settings,
+    ) -> None:
+        self._episode, self._speeds, self._settings = episode, speeds, settings
+        self._groups: groups_lib.Groups[int] = groups_lib.Groups(
+            settings.batch_size, settings.max_staleness
+        )
+        self._engines = [_Engine(speeds) for _ in range(speeds.num_engines)]
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._now = 0.0
+        self._episodes: dict[int, _Episode] = {}
+        self._todo: collections.deque[tuple[int, int]] = collections.deque()
+        self._left: dict[int, int] = {}  # episodes of a group that have not ended
+        self._tokens: collections.Counter[int] = collections.Counter()  # of a group
+        self._num_tokens = 0
+        self._is_training = False
+        self._trained = 0.0
+        self._staleness: collections.Counter[int] = collections.Counter()
+
+    def run(self) -> Prediction:
+        self._begin()
+        while self._groups.version < self._settings.num_steps:
+            ends = [engine.next_end() for engine in self._engines]
+            first = min(range(len(ends)), key=ends.__getitem__)
+            at = self._events[0][0] if self._events else math.inf
+            assert min(ends[first], at) < math.inf, "something is always under way"
+            self._now = min(ends[first], at)
+            for engine in self._engines:
+                engine.advance(self._now)
+            if at <= ends[first]:
+                heapq.heappop(self._events)[2]()
+            else:
+                self._end_turn(self._engines[first].pop())
+        return self._prediction()
+
+    def _begin(self) -> None:
+        """Begins groups and episodes, and a step of training, as far as they may."""
+        self._train()
+        while (index := self._groups.begin()) is not None:
+            self._left[index] = self._settings.group_size
+            self._todo.extend((index, i) for i in range(self._settings.group_size))
+        while self._todo and len(self._episodes) < self._settings.num_concurrent:
+            index, number = self._todo.popleft()
+            engines = range(len(self._engines))
+            least = min(engines, key=lambda i: self._engines[i].num_assigned)
+            turns = iter(self._episode(index, number))
+            id = next(self._order)
+            self._episodes[id] = _Episode(index, turns, least)
+            self._begin_turn(id)
+
+    def _begin_turn(self, id: int) -> None:
+        episode = self._episodes[id]
+        episode.current = next(episode.turns, None)
+        if episode.current is None:
+            self._end_episode(id)
+            return
+        engine = self._engines[episode.engine]
+        engine.add(next(self._order), id, episode.current.tokens)
+
+    def _end_turn(self, id: int) -> None:
+        """Lets the environment answer."""
+        episode = self._episodes[id]
+        assert episode.current is not None, "a sequence was drawn for a turn"
+        episode.num_tokens += episode.current.tokens
+        self._at(episode.current.seconds, lambda: self._begin_turn(id))
+
+    def _end_episode(self, id: int) -> None:
+        episode = self._episodes.pop(id)
+        self._num_tokens += episode.num_tokens
+        self._tokens[episode.group] += episode.num_tokens
+        self._left[episode.group] -= 1
+        if not self._left[episode.group]:
+            self._groups.finish(episode.group, self._tokens.pop(episode.group))
+        self._begin()
+
+    def _train(self) -> None:
+        batch = None if self._is_training else self._groups.take()
+        if batch is None:
+            return
+        for index, _ in batch:
+            self._staleness[self._groups.staleness([index])] += 1
+        self._is_training = True
+        seconds = self._speeds.train_seconds(sum(tokens for _, tokens in batch))
+        self._trained += seconds
+        self._at(seconds, self._end_step)
+
+    def _end_step(self) -> None:
+        self._is_training = False
+        self._groups.commit(self._groups.publish())
+        for engine in self._engines:
+            engine.stand_still(self._speeds.publish_seconds)
+        self._begin()
+
+    def _at(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now + seconds, next(self._order), call))
+
+    def _prediction(self) -> Prediction:
+        total = self._now * len(self._engines)
+        return Prediction(
+            seconds=self._now,
+            num_tokens=self._num_tokens,
+            train_idle=1 - self._trained / self._now,
+            engine_idle=sum(e.idle for e in self._engines) / total,
+            occupancy=sum(e.area for e in self._engines) / total / self._speeds.slots,
+            staleness=dict(sorted(self._staleness.items())),
+        )

@@ -1,0 +1,183 @@
+"""Groups of episodes: none lost, none taught twice, none too stale, no deadlock."""
+
+import json
+
+from absl.testing import absltest, parameterized
+from hypothesis import settings, stateful, strategies
+
+from glm5_jax.rl.actors import groups as groups_lib
+
+
+class Run(stateful.RuleBasedStateMachine):
+    """A trainer, its checkpoints and workers, which do anything in any order."""
+
+    @stateful.initialize(
+        batch_size=strategies.integers(1, 4), max_staleness=strategies.integers(0, 3)
+    )
+    def start(self, batch_size: int, max_staleness: int) -> None:
+        self.groups = groups_lib.Groups(batch_size, max_staleness)
+        self.learnt: dict[int, list[int]] = {}  # by step, in the trainer's weights
+        self.dropped: set[int] = set()
+        self.running: set[int] = set()
+        self.taken: list[int] | None = None
+        self.latest = 0
+        self.saved = (0, json.dumps(self.groups.state()), frozenset())
+
+    @stateful.rule(count=strategies.integers(1, 8))
+    def begin(self, count: int) -> None:
+        for _ in range(count):
+            index = self.groups.begin()
+            if index is None:
+                return
+            assert index not in self.running
+            self.running.add(index)
+
+    @stateful.rule(data=strategies.data())
+    def finish(self, data: strategies.DataObject) -> None:
+        if self.running:
+            index = data.draw(strategies.sampled_from(sorted(self.running)))
+            self.running.remove(index)
+            self.groups.finish(index, f"group {index}")
+
+    @stateful.rule(data=strategies.data(), dies=strategies.booleans())
+    def fail(self, data: strategies.DataObject, dies: bool) -> None:
+        if self.running:
+            index = data.draw(strategies.sampled_from(sorted(self.running)))
+            self.running.remove(index)
+            if dies:
+                self.groups.restart(index)
+            else:
+                self.groups.drop(index, "spoilt")
+                self.dropped.add(index)
+
+    @stateful.rule()
+    def take(self) -> None:
+        batch = None if self.taken else self.groups.take()
+        if batch is None:
+            return
+        indices = [index for index, _ in batch]
+        assert [content for _, content in batch] == [f"group {i}" for i in indices]
+        assert self.groups.staleness(indices) <= self.groups.max_staleness
+        self.taken = indices
+
+    @stateful.precondition(lambda self: self.taken)
+    @stateful.rule()
+    def publish(self) -> None:
+        self.learnt[self.groups.version] = self.taken
+        self.taken = None
+        assert self.groups.publish() == len(self.learnt)
+
+    @stateful.rule()
+    def save(self) -> None:
+        version = self.groups.version
+        state = json.dumps(self.groups.state())
+        self.saved = (version, state, frozenset(self.dropped))
+        self.groups.commit(version)
+
+    @stateful.rule()
+    def kill_the_trainer(self) -> None:
+        self._go_back()
+        self.groups.rewind(self.saved[0])
+
+    @stateful.rule()
+    def kill_everything(self) -> None:
+        self._go_back()
+        self.running.clear()
+        self.dropped = set(self.saved[2])  # later ones may come again
+        self.groups = groups_lib.Groups(
+            self.groups.batch_size,
+            self.groups.max_staleness,
+            json.loads(self.saved[1]),
+        )
+
+    def _go_back(self) -> None:
+        self.learnt = {s: v for s, v in self.learnt.items() if s < self.saved[0]}
+        self.taken = None
+
+    @stateful.invariant()
+    def no_group_teaches_twice(self) -> None:
+        learnt = [i for indices in self.learnt.values() for i in indices]
+        assert len(learnt) == len(set(learnt))
+        assert not self.dropped & set(learnt)
+
+    @stateful.invariant()
+    def no_more_groups_begin_than_the_steps_to_come_can_take(self) -> None:
+        ledger, learnt = self.groups.ledger(), sum(map(len, self.learnt.values()))
+        num_open = sum(
+            ledger.get(n, 0) for n in ("running", "ready", "in_flight", "done")
+        )
+        steps = self.groups.version + self.groups.max_staleness + 1
+        if self.groups.version == self.latest:
+            assert num_open <= steps * self.groups.batch_size
+        assert ledger.get("done", 0) <= learnt
+        self.latest = max(self.latest, self.groups.version)
+
+    @stateful.invariant()
+    def the_ledger_closes(self) -> None:
+        counts = self.groups.ledger()
+        begun = counts.pop("begun", 0)
+        assert begun == sum(counts.values()), counts
+
+    def teardown(self) -> None:
+        """From any state a fair schedule goes on, and skips no task."""
+        if not hasattr(self, "groups"):
+            return
+        goal = self.groups.version + 4
+        for _ in range(1000):
+            self.begin(8)
+            for index in sorted(self.running):
+                self.groups.finish(index, f"group {index}")
+            self.running.clear()
+            self.take()
+            if self.taken:
+                self.publish()
+            if self.groups.version == goal:
+                break
+        else:
+            raise AssertionError("no progress")
+        learnt = {i for indices in self.learnt.values() for i in indices}
+        state = self.groups.state()
+        missing = set(range(state["next"])) - learnt - self.dropped
+        assert missing == set(state["again"])
+
+
+RunTest = Run.TestCase
+RunTest.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+class GroupsTest(parameterized.TestCase):
+    def test_staleness_0_is_synchronous(self) -> None:
+        groups = groups_lib.Groups(3, max_staleness=0)
+        for version in range(4):
+            begun = [groups.begin() for _ in range(4)]
+            self.assertEqual(begun, [3 * version + i for i in range(3)] + [None])
+            for index in reversed(begun[:3]):
+                self.assertIsNone(groups.take())
+                groups.finish(index, index)
+            self.assertEqual([i for i, _ in groups.take()], begun[:3])
+            groups.publish()
+
+    def test_steps_go_on_while_a_slow_group_runs_but_not_past_its_turn(self) -> None:
+        groups = groups_lib.Groups(2, max_staleness=2)
+        slow = groups.begin()
+        for version in range(3):
+            while (index := groups.begin()) is not None:
+                groups.finish(index, index)
+            if version == 2:
+                self.assertIsNone(groups.take())
+                groups.finish(slow, slow)
+            taken = [index for index, _ in groups.take()]
+            self.assertEqual(slow in taken, version == 2)
+            groups.publish()
+
+    def test_what_is_not_running_cannot_finish(self) -> None:
+        groups = groups_lib.Groups(1, max_staleness=0)
+        index = groups.begin()
+        groups.finish(index, "x")
+        for call in (groups.restart, lambda i: groups.finish(i, "y")):
+            with self.assertRaises(KeyError):
+                call(index)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,98 @@
+"""Simulated runs against times that can be computed by hand, and bounds."""
+
+import dataclasses
+import random
+
+from absl.testing import absltest, parameterized
+
+from glm5_jax.rl.actors import simulator
+
+SPEEDS = simulator.Speeds(
+    num_engines=1,
+    slots=8,
+    step_seconds=lambda n: 0.01,
+    train_seconds=lambda tokens: 2.0,
+    publish_seconds=0.0,
+)
+SETTINGS = simulator.Settings(
+    batch_size=2, group_size=4, max_staleness=0, num_concurrent=8, num_steps=5
+)
+
+
+def equal(group, number):
+    """An episode of two turns, 2 + 3 seconds."""
+    return [simulator.Turn(100, 1.0), simulator.Turn(200, 1.0)]
+
+
+def unequal(group, number):
+    rng = random.Random(1000 * group + number)
+    return [
+        simulator.Turn(rng.randint(10, 300), rng.lognormvariate(0, 1)) for _ in range(3)
+    ]
+
+
+class SimulatorTest(parameterized.TestCase):
+    def test_synchronous_steps_add_up(self):
+        found = simulator.predict(equal, SPEEDS, SETTINGS)
+        self.assertAlmostEqual(found.seconds, 5 * (5.0 + 2.0), places=6)
+        self.assertEqual(found.num_tokens, 5 * 8 * 300)
+        self.assertAlmostEqual(found.train_idle, 5 / 7, places=6)
+        self.assertAlmostEqual(found.occupancy, 3 / 7, places=6)
+        self.assertAlmostEqual(found.engine_idle, 4 / 7, places=6)
+        self.assertEqual(found.staleness, {0: 10})
+
+    def test_asynchronous_steps_hide_the_trainer(self):
+        settings = dataclasses.replace(SETTINGS, max_staleness=1, num_steps=50)
+        found = simulator.predict(equal, SPEEDS, settings)
+        self.assertAlmostEqual(found.seconds, 50 * 5.0 + 2.0, places=6)
+        self.assertLessEqual(max(found.staleness), 1)
+
+    def test_a_slow_trainer_is_the_bound(self):
+        speeds = dataclasses.replace(SPEEDS, train_seconds=lambda tokens: 20.0)
+        settings = dataclasses.replace(SETTINGS, max_staleness=2, num_steps=50)
+        found = simulator.predict(equal, speeds, settings)
+        self.assertAlmostEqual(found.seconds, 5.0 + 50 * 20.0, places=6)
+        self.assertEqual(max(found.staleness), 2)
+
+    def test_slots_that_lack_make_episodes_wait(self):
+        speeds = dataclasses.replace(SPEEDS, slots=4)
+        settings = dataclasses.replace(SETTINGS, num_steps=1)
+        found = simulator.predict(equal, speeds, settings)
+        # Turns take 1, 1 and 2, 2 seconds of a slot, and the environment's overlap.
+        self.assertAlmostEqual(found.seconds, 1 + 1 + 2 + 2 + 1 + 2, places=6)
+
+    def test_two_engines_share_episodes(self):
+        speeds = dataclasses.replace(SPEEDS, slots=4, num_engines=2)
+        settings = dataclasses.replace(SETTINGS, num_steps=1)
+        found = simulator.predict(equal, speeds, settings)
+        self.assertAlmostEqual(found.seconds, 7.0, places=6)
+
+    def test_publishing_stops_the_engines(self):
+        speeds = dataclasses.replace(SPEEDS, publish_seconds=0.5)
+        found = simulator.predict(equal, speeds, SETTINGS)
+        self.assertAlmostEqual(found.seconds, 5 * 7.0 + 4 * 0.5, places=6)
+
+    @parameterized.parameters(0, 1, 4)
+    def test_staleness_stays_in_its_bound(self, most):
+        settings = dataclasses.replace(SETTINGS, max_staleness=most, num_steps=30)
+        found = simulator.predict(unequal, SPEEDS, settings)
+        self.assertLessEqual(max(found.staleness), most)
+        self.assertEqual(sum(found.staleness.values()), 60)
+
+    def test_more_staleness_is_never_slower_here(self):
+        seconds = [
+            simulator.predict(
+                unequal,
+                SPEEDS,
+                dataclasses.replace(
+                    SETTINGS, max_staleness=most, num_steps=30, num_concurrent=32
+                ),
+            ).seconds
+            for most in (0, 1, 2, 4)
+        ]
+        self.assertEqual(seconds, sorted(seconds, reverse=True))
+        self.assertGreater(seconds[0], 1.5 * seconds[-1])
+
+
+if __name__ == "__main__":
+    absltest.main()
