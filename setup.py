@@ -34,11 +34,15 @@ KERNELS = tomllib.loads(
 # The lower bounds are the oldest releases that the tests ran with; there are no upper
 # ones. requirements/ holds exact pins.
 ARROW = ["pyarrow>=26"]  # Parquet files and Hugging Face datasets
+STRUCTURED = ["llguidance>=1.9"]  # glm5_jax/inference/grammars.py
 TENSORBOARD = ["tensorboardX>=2.6"]
-SERVE = ["fastapi>=0.165", "uvicorn>=0.54"]  # glm5_jax/serve.py
+HUB = ["huggingface_hub>=2.4"]  # glm5_jax/weights/hub.py
+# serve.py and route.py
+SERVE = ["aiohttp>=3.14", "fastapi>=0.165", *STRUCTURED, "uvicorn>=0.54"]
 ZSTD = ["zstandard>=0.23"]  # compressed corpora, .zst
 TEST = [
     *ARROW,
+    *HUB,
     *SERVE,
     *TENSORBOARD,
     *ZSTD,
@@ -47,13 +51,17 @@ TEST = [
     "httpx>=0.28",
     "hypothesis",
     "ipykernel",
+    "jsonschema>=4.26",  # an oracle of structured output
     "jupytext",
     # Compiles a few kernels for TPUs; no TPU is needed.
     "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'",
     "nbclient",
     "openai>=3.54",
+    "playwright>=1.65",  # drives the chat page; Chromium itself comes from the system
+    "pydantic-ai-slim[openai]>=2.68",  # an agent that asks the server
     "pytest>=8",
     "pytest-xdist",
+    "renderers>=0.1.12",  # a trainer that asks the server
 ]
 DOCS = ["furo>=2025.9", "myst-parser>=5", "sphinx>=9"]  # docs/conf.py
 DEV = [*TEST, "pre-commit", "pyrefly", "ruff"]
@@ -126,7 +134,10 @@ setuptools.setup(
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
         # glm5_jax/evals/harness.py, for tasks of EleutherAI's evaluation harness.
         "lm_eval": ["lm_eval>=0.4.13"],
+        "hub": HUB,  # downloads of models by their names
+        "fuzz": ["schemathesis>=4.32"],  # tests/serving/openapi_test.py
         "serve": SERVE,
+        "structured": STRUCTURED,
         # What config.trackers names.
         "tensorboard": TENSORBOARD,
         "wandb": ["wandb>=0.22"],

@@ -1,10 +1,14 @@
 """Host microseconds of an engine's step, with few and with many waiting requests.
 
     taskset -c 0 python benchmarks/scheduling_cpu.py --slots=64 --waiting=64,1024
+    taskset -c 0 python benchmarks/scheduling_cpu.py --slots=64 --alone
 
 The host plans a dispatch, makes its arrays and writes its results down; the programs
 are timed apart and taken off. A one-layer model keeps them short. Prints one JSON line
 for each number of waiting requests, with medians over the steps of each kind.
+
+With --alone, one request of the bench shape decodes in engines of 1 and of many slots,
+in turn: one JSON line for each, with the median of tokens per second.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
+from glm5_jax import presets
 from glm5_jax.inference import engine as engine_lib
 from glm5_jax.inference import programs
 from glm5_jax.model import transformer
@@ -95,12 +100,41 @@ def measure(num_slots: int, num_waiting: int) -> dict[str, Any]:
     }
 
 
+def alone(num_slots: int, runs: int = 7) -> list[dict[str, Any]]:
+    """Returns the decoded tokens per second of one request, with 1 slot and many."""
+    config, prompt, new = presets.BENCH, 256, 128
+    params = transformer.init_params(config, jax.random.key(0))
+    machines = {
+        n: engine_lib.Engine(params, config, num_slots=n, capacity=prompt + new)
+        for n in (1, num_slots)
+    }
+    rng, rates = np.random.default_rng(0), collections.defaultdict(list)
+    for id in range(runs + 1):  # the first one compiles
+        tokens = rng.integers(1, config.vocab_size, prompt).tolist()
+        for n, machine in machines.items():
+            machine.submit(engine_lib.Request(id, tokens, new))
+            machine.step()  # reads the prompt and draws a token
+            began = time.perf_counter()
+            while machine.num_pending:
+                machine.step()
+            rates[n].append((new - 1) / (time.perf_counter() - began))
+    return [
+        {"slots": n, "tokens_per_second": round(statistics.median(found[1:]), 1)}
+        for n, found in rates.items()
+    ]
+
+
 def main() -> None:
     """Parses flags and prints the JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--waiting", default="64,1024", help="numbers, with commas")
+    parser.add_argument("--alone", action="store_true", help="one request only")
     args = parser.parse_args()
+    if args.alone:
+        for line in alone(args.slots):
+            print(json.dumps(line), flush=True)
+        return
     for number in args.waiting.split(","):
         print(json.dumps(measure(args.slots, int(number))), flush=True)
 

@@ -324,7 +324,7 @@ for prompt, completion in zip(prompts, completions, strict=True):
 # - A complete training step: `glm5_jax/training/step.py`.
 # - Every setting with its unit or source: `glm5_jax/config/`. Models of 1M to 744B:
 #   `glm5_jax/presets.py`.
-# - A longer run than this one, in two minutes: `configs/quickstart.py`.
+# - A longer run than this one, in about a minute: `configs/quickstart.py`.
 # - The kernels, each with a short definition: `pallas_kernels/*/reference.py`.
 # - The papers: GLM-5 (arXiv 2602.15763); DeepSeek-V3.2 for sparse attention
 #   (2512.02556), V2 for latent attention (2405.04434), V3 for the router's bias

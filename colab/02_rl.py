@@ -49,6 +49,7 @@ if importlib.util.find_spec("glm5_jax") is None:
     importlib.invalidate_caches()
 
 # %%
+import contextlib
 import dataclasses
 import functools
 import math
@@ -66,6 +67,7 @@ from glm5_jax import environments, presets
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates, view
 from glm5_jax.inference import engine as engine_lib
+from glm5_jax.inference import service as service_lib
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import objectives, publisher, rollouts
 from glm5_jax.training import loop, policy
@@ -235,7 +237,8 @@ def play(params, number, weights="same"):
     jobs = [
         episodes_lib.Job(task, group=i, request_id=i) for i, task in enumerate(tasks)
     ]
-    return rollouts.collect(engine, taskset, template, jobs, settings)
+    with contextlib.closing(service_lib.Service(engine)) as service:
+        return rollouts.collect(service, taskset, template, jobs, settings)
 
 
 def show(played):

@@ -11,8 +11,8 @@ import runpy
 import sys
 
 COMMANDS = (
-    *("train", "evaluate", "generate", "serve", "chat"),
-    *("prepare", "convert", "checkpoint"),
+    *("train", "evaluate", "generate", "serve", "route", "chat"),
+    *("prepare", "convert", "quantize", "checkpoint"),
     *("plan", "aot", "ablate", "pipeline"),
 )
 

@@ -24,7 +24,7 @@ from glm5_jax.data.chat import templates
 from glm5_jax.data.rows import packing
 from glm5_jax.inference import commands, engine, scoring
 from glm5_jax.model import invariance, transformer
-from glm5_jax.weights import loading
+from glm5_jax.weights import generation_config, loading
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def load(path: str | os.PathLike[str]) -> Model:
     """
     path = os.fspath(path)
     config, params, tokenizer = loading.load_model(path)
-    temperature, top_p = loading.sampling_defaults(path)
+    temperature, top_p = generation_config.sampling_defaults(path)
     return Model(
         config=config,
         params=params,

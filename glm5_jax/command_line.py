@@ -134,6 +134,24 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
     return Arguments(config=config, overrides=tuple(overrides)), rest
 
 
+class OptionalEnum(flags.Flag):
+    """A flag with one of several values; without a value, --NAME means "auto"."""
+
+    def __init__(self, name: str, values: Sequence[str], help: str) -> None:
+        """Makes a flag whose default is None."""
+        super().__init__(
+            _OptionalEnumParser(values), None, name, None, help, boolean=True
+        )
+
+
+class _OptionalEnumParser(flags.EnumParser):
+    """Reads "true", which absl takes for a flag without a value, as "auto"."""
+
+    def parse(self, argument: str) -> str:
+        """Returns the value."""
+        return super().parse("auto" if argument == "true" else argument)
+
+
 def run(
     main: Callable[[Arguments], int | None],
     takes_config: bool = True,

@@ -11,6 +11,7 @@ streams the weights: the memory is that of the largest tensor and a constant.
 from absl import flags
 
 from glm5_jax import command_line
+from glm5_jax import config as config_lib
 
 _SOURCE = flags.DEFINE_string(
     "source", None, "Run, step or Hugging Face folder.", required=True
@@ -20,8 +21,8 @@ _FORMAT = flags.DEFINE_enum("format", None, ["hf", "orbax"], "What to write.")
 _DTYPE = flags.DEFINE_enum(
     "dtype",
     None,
-    ["float32", "bfloat16", "fp8"],
-    "Number type of the weights; fp8 for hf only.",
+    ["float32", "bfloat16", *config_lib.QUANTIZATION_SCHEMES],
+    "Number type of the weights, or a scheme of quantization for hf.",
 )
 
 

@@ -12,7 +12,7 @@ import json
 
 from absl import flags, logging
 
-from glm5_jax import command_line, compile_cache
+from glm5_jax import command_line, compile_cache, quantize_flag
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
@@ -43,6 +43,7 @@ _QUESTIONS = flags.DEFINE_string(
 )
 flags.mark_flags_as_mutual_exclusive(["suite", "tokens", "text"])
 flags.adopt_module_key_flags(compile_cache)  # --help shows them
+flags.adopt_module_key_flags(quantize_flag)
 
 
 def main(arguments: command_line.Arguments) -> None:
@@ -72,6 +73,7 @@ def main(arguments: command_line.Arguments) -> None:
         tokens=_TOKENS.value,
         text=_TEXT.value,
         logits_out=_LOGITS_OUT.value,
+        scheme=quantize_flag.SCHEME.value,
     )
     print(json.dumps(scores))
 

@@ -1,31 +1,37 @@
 """Continues text or token ids.
 
 python -m glm5_jax.generate --checkpoint=runs/NAME --prompt="class" --max_new_tokens=64
-python -m glm5_jax.generate --checkpoint=FOLDER --chat=glm5 --prompt="What is 2 + 3?"
+python -m glm5_jax.generate --checkpoint=FOLDER --chat --prompt="What is 2 + 3?"
+python -m glm5_jax.generate --checkpoint=FOLDER --chat
+
+--chat alone holds a conversation: in a terminal, or a line of the input at a time.
 """
 
 from typing import cast
 
 from absl import flags, logging
 
-from glm5_jax import command_line, compile_cache
+from glm5_jax import command_line, compile_cache, quantize_flag
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
 )
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.")
-_CHAT = flags.DEFINE_enum(
-    "chat",
-    None,
-    ["glm5", "glm5.1", "glm5.2"],
-    "Sends --prompt as a user's message in this version of the chat template, and "
-    "prints the answer.",
+_CHAT = flags.DEFINE_flag(
+    command_line.OptionalEnum(
+        "chat",
+        ["auto", "glm5", "glm5.1", "glm5.2"],
+        "Sends --prompt as a user's message and prints the answer; without a prompt, "
+        "holds a conversation. The value is the chat template's; auto is the run's.",
+    )
 )
 _SPECIAL_TOKENS = flags.DEFINE_bool(
     "special_tokens", False, "Reads <|user|> and the like in --prompt as their ids."
 )
 _TOKENS = flags.DEFINE_string("tokens", None, "Ids to continue: .npy, [T] or [N, T].")
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Tokens to add.")
+_MAX_NEW_TOKENS = flags.DEFINE_integer(
+    "max_new_tokens", None, "Tokens to add; default: 128, in a conversation what fits."
+)
 _TEMPERATURE = flags.DEFINE_float(
     "temperature",
     None,
@@ -37,39 +43,45 @@ _TOP_P = flags.DEFINE_float(
     "Probability to sample from; default: generation_config.json's, or 1 (all).",
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random numbers.")
+_NUM_DRAFTS = flags.DEFINE_integer(
+    "num_drafts", 0, "Tokens to draft by multi-token prediction in a round; 0: none."
+)
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Continues after end of text.")
 _TOKENS_OUT = flags.DEFINE_string(
     "tokens_out", None, "Path for the ids of prompt and continuation: .npy."
 )
 flags.adopt_module_key_flags(compile_cache)  # --help shows them
+flags.adopt_module_key_flags(quantize_flag)
 
 
 def main(arguments: command_line.Arguments) -> None:
-    """Prints each prompt with its continuation."""
-    from glm5_jax.data.chat import templates
+    """Prints each prompt with its continuation, or holds a conversation."""
     from glm5_jax.inference import commands
     from glm5_jax.weights import loading
 
     logging.set_verbosity(logging.INFO)  # on stderr
     compile_cache.enable()
-    texts = commands.generate(
-        _CHECKPOINT.value,
-        loading.overrides_of(arguments),
-        commands.Prompt(
-            text=_PROMPT.value,
-            tokens=_TOKENS.value,
-            chat=cast(templates.Version | None, _CHAT.value),
-            special_tokens=_SPECIAL_TOKENS.value,
-        ),
-        commands.Sampling(
-            max_new_tokens=_MAX_NEW_TOKENS.value,
-            temperature=_TEMPERATURE.value,
-            top_p=_TOP_P.value,
-            seed=_SEED.value,
-            ignore_eos=_IGNORE_EOS.value,
-        ),
-        _TOKENS_OUT.value,
+    sampling = commands.Sampling(
+        max_new_tokens=_MAX_NEW_TOKENS.value,
+        temperature=_TEMPERATURE.value,
+        top_p=_TOP_P.value,
+        seed=_SEED.value,
+        ignore_eos=_IGNORE_EOS.value,
+        num_drafts=_NUM_DRAFTS.value,
+        scheme=quantize_flag.SCHEME.value,
     )
+    where = _CHECKPOINT.value, loading.overrides_of(arguments)
+    chat = cast(commands.Chat | None, _CHAT.value)
+    if chat and _PROMPT.value is None and _TOKENS.value is None:
+        commands.converse(*where, chat, sampling)
+        return
+    prompt = commands.Prompt(
+        text=_PROMPT.value,
+        tokens=_TOKENS.value,
+        chat=chat,
+        special_tokens=_SPECIAL_TOKENS.value,
+    )
+    texts = commands.generate(*where, prompt, sampling, _TOKENS_OUT.value)
     print(*texts, sep="\n")
 
 

@@ -118,6 +118,73 @@ def mtp_loss(
     return total / states.shape[0]
 
 
+def mtp_rejection(
+    states: Float[Array, "k B T D"],
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "d v"],
+    weights: Float[Array, "k B T"],
+    *,
+    is_end_to_end: bool,
+    chunk_tokens: int,
+) -> Float[Array, ""]:
+    """Returns the share of drafts that the main model rejects, the mean over steps.
+
+    The draft of step k at token i is kept with probability a_k = sum_v min(p, q), where
+    q is the step's distribution and p the main model's, after token i + k. The loss of
+    a step is 1 - a_k, the total variation; end to end it is 1 - a_1 ... a_k, as a draft
+    counts only after all drafts before it (Bebop, arXiv 2606.12370). p is constant.
+
+    Args:
+      states: hidden states of the MTP steps k = 1, 2, ...
+      hidden: states of the main model, of whole rows.
+      head: output matrix [D, V], or this device's shard of it.
+      weights: weight of each token in each step, see `mtp_targets`.
+      is_end_to_end: which of the two losses.
+      chunk_tokens: tokens whose logits exist at once.
+    """
+
+    def step(carry: tuple, xs: tuple[Array, Array]) -> tuple[tuple, None]:
+        total, before, judge = carry
+        state, weight = xs
+        judge = jnp.roll(judge, -1, axis=1)
+        kept = _kept(state, judge, head, chunk_tokens)
+        if is_end_to_end:
+            kept = before = before * kept
+        return (total + jnp.sum(weight * (1 - kept)), before, judge), None
+
+    carry = jnp.zeros(()), jnp.ones(hidden.shape[:2]), lax.stop_gradient(hidden)
+    (total, _, _), _ = lax.scan(step, carry, (states, weights))
+    return collectives.total(total, collectives.TOKENS) / states.shape[0]
+
+
+def _kept(
+    draft: Float[Array, "B T D"],
+    judge: Float[Array, "B T D"],
+    head: Float[Array, "d v"],
+    chunk_tokens: int,
+) -> Float[Array, "B T"]:
+    """Returns sum_v min(p, q) of every token, differentiable in q.
+
+    The backward pass recomputes the logits of each chunk.
+    """
+    mask = jnp.ones(draft.shape[:2], jnp.float32)
+    drafts, judges = (_chunked(x, mask, mask, chunk_tokens)[0] for x in (draft, judge))
+    head = _head(head, draft.dtype)
+
+    @jax.checkpoint
+    def chunk(xs: tuple[Array, Array]) -> Array:
+        q, p = (
+            _logits(x, w)
+            for x, w in zip(_all_rows(xs), (head, lax.stop_gradient(head)), strict=True)
+        )
+        log_q, log_p = (x - _normaliser(x)[:, None] for x in (q, p))
+        both = jnp.sum(jnp.exp(jnp.minimum(log_q, log_p)), axis=-1)
+        return _own_rows(collectives.total(both, collectives.WORDS))
+
+    kept = lax.map(chunk, (drafts, judges))
+    return kept.reshape(-1)[: mask.size].reshape(mask.shape)
+
+
 def mtp_targets(
     targets: Int[Array, "B T"],
     mask: Float[Array, "B T"],

@@ -16,7 +16,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.inference import engine, requests
 from glm5_jax.model import transformer
-from glm5_jax.weights import loading
+from glm5_jax.weights import generation_config, loading
 from tests import environment
 from tests.model import tiny
 
@@ -86,7 +86,7 @@ class ApiTest(absltest.TestCase):
         self.assertEqual(model.config, config)
         self.assertEqual(model.tokenizer.digest, tokenizer.digest)
         found = (model.temperature, model.top_p)
-        self.assertEqual(found, loading.sampling_defaults(folder))
+        self.assertEqual(found, generation_config.sampling_defaults(folder))
         jax.tree.map(np.testing.assert_array_equal, model.params, params)
 
     def test_messages_name_the_remedy(self):

@@ -27,6 +27,8 @@ ENTRY_POINTS = {
     "ablate",
     "pipeline",
     "serve",
+    "route",
+    "quantize",
 }
 # Imports point downwards; names of one row never import each other.
 LAYERS = (
@@ -38,9 +40,18 @@ LAYERS = (
     {"inference"},
     {"weights"},
     {"model", "optim", "data", "losses", "checkpoint"},
+    {"quantization"},
     {"collectives", "environments"},
     {"sharding", "processes", "messages"},
-    {"command_line", "compile_cache", "depth", "mesh", "presets", "shapes"},
+    {
+        "command_line",
+        "compile_cache",
+        "quantize_flag",
+        "depth",
+        "mesh",
+        "presets",
+        "shapes",
+    },
     {"config", "backends", "files", "intervals"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -68,8 +79,10 @@ MAX_COLUMNS = 88
 # 168 of a run and 17 of prepare, of which 49 are the model's, as Hugging Face has them,
 # 5 choose attention variants and their sizes, and
 # 5 follow the tokens of a run.
-# The suites of evaluations take 3.
-MAX_CONFIG_FIELDS = 185
+# The suites of evaluations take 3, quantization-aware training takes 1.
+# The objective of multi-token prediction takes 1, its training and use in RL take 2;
+# pages of rollouts 1.
+MAX_CONFIG_FIELDS = 190
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 

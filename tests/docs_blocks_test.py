@@ -41,6 +41,7 @@ MODEL_ONLY = {
     "generate",
     "evaluate",
     "convert",
+    "quantize",
     "serve",
 }  # their config comes with the weights
 
@@ -70,9 +71,13 @@ def module_file(name):
 
 
 def flags_of(file):
-    """Names that a command's own file defines."""
+    """Names that a command's own file defines, and the modules it adopts flags of."""
     text = file.read_text(encoding="utf-8")
-    names = set(re.findall(r'(?:DEFINE_\w+|add)\(\s*(?:\*\()?"(?:--)?(\w+)"', text))
+    defined = r'(?:DEFINE_\w+|add|OptionalEnum)\(\s*(?:\*\()?"(?:--)?(\w+)"'
+    names = set(re.findall(defined, text))
+    for module in re.findall(r"adopt_module_key_flags\((\w+)\)", text):
+        for adopted in (ROOT / "glm5_jax").rglob(f"{module}.py"):
+            names |= set(re.findall(defined, adopted.read_text(encoding="utf-8")))
     if "PrepareConfig" in text:  # prepare has a flag a field
         names |= {field.name for field in dataclasses.fields(config_lib.PrepareConfig)}
     return names

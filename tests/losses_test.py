@@ -102,5 +102,63 @@ class MtpLossTest(absltest.TestCase):
         np.testing.assert_allclose(got, np.mean(means), rtol=1e-5)
 
 
+class RejectionTest(parameterized.TestCase):
+    @parameterized.product(is_end_to_end=(False, True), chunk_tokens=(4, 1000))
+    def test_equals_a_loop_with_gradients(self, is_end_to_end, chunk_tokens):
+        hidden, head, _, _ = make_inputs()
+        rng = np.random.default_rng(1)
+        states = jnp.asarray(rng.normal(size=(2, *hidden.shape)), jnp.float32)
+        mask = rng.random((2, *hidden.shape[:2])) < 0.8
+        mask[0, :, -1:] = mask[1, :, -2:] = False  # beyond the row
+        weights = jnp.asarray(mask, jnp.float32)
+
+        def loss(states, hidden, head):
+            return losses.mtp_rejection(
+                states,
+                hidden,
+                head,
+                losses.mean_weights(weights),
+                is_end_to_end=is_end_to_end,
+                chunk_tokens=chunk_tokens,
+            )
+
+        got = jax.value_and_grad(loss, argnums=(0, 1, 2))(states, hidden, head)
+        want = rejection(*map(np.float64, (states, hidden, head, mask)), is_end_to_end)
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+        self.assertEqual(np.abs(got[1][1]).max(), 0)  # p is constant
+        for g, w in ((got[1][0], want[1]), (got[1][2], want[2])):
+            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-7)
+
+
+def rejection(states, hidden, head, mask, is_end_to_end):
+    """Returns the loss, and its gradients by states and head, token by token."""
+    num_steps, rows, size = mask.shape
+
+    def softmax(x):
+        e = np.exp(x - x.max())
+        return e / e.sum()
+
+    total, d_states, d_head = 0.0, np.zeros_like(states), np.zeros_like(head)
+    weights = mask / mask.sum((1, 2), keepdims=True) / num_steps
+    for b in range(rows):
+        for t in range(size):
+            kept, slopes = np.ones(num_steps), np.zeros((num_steps, head.shape[1]))
+            for k in range(num_steps):
+                if t + k + 1 < size:
+                    p = softmax(hidden[b, t + k + 1] @ head)
+                    q = softmax(states[k, b, t] @ head)
+                    kept[k] = np.minimum(p, q).sum()
+                    slopes[k] = q * ((q < p) - (q * (q < p)).sum())
+            for k in range(num_steps):
+                steps = range(k + 1) if is_end_to_end else [k]
+                total += weights[k, b, t] * (1 - np.prod(kept[[*steps]]))
+                for j in steps:
+                    others = np.prod([kept[i] for i in steps if i != j])
+                    d_logits = -weights[k, b, t] * others * slopes[j]
+                    d_states[j, b, t] += head @ d_logits
+                    d_head += np.outer(states[j, b, t], d_logits)
+    return total, d_states, d_head
+
+
 if __name__ == "__main__":
     absltest.main()

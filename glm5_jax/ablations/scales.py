@@ -30,8 +30,7 @@ _PRETRAIN = {
 def pretrain(scale: str) -> config_lib.TrainConfig:
     """Returns pre-training on the text of every Python installation.
 
-    A quarter of a row's keys is selected; everything else is as in
-    configs/quickstart.py.
+    A quarter of a row's keys is selected; the loss is that of configs/quickstart.py.
     """
     model, rows, length, steps, rate = _PRETRAIN[scale]
     return config_lib.TrainConfig(

@@ -11,13 +11,17 @@ from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.mesh import MeshConfig
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
 from glm5_jax.config.optim import LossConfig, OptimConfig
+from glm5_jax.config.quantization import (
+    QUANTIZATION_SCHEMES,
+    QuantizationScheme,
+    RolloutWeights,
+)
 from glm5_jax.config.rl import (
     DIS_AGENTIC,
     DIS_REASONING,
     AdvantageStd,
     LossMean,
     RLConfig,
-    RolloutWeights,
 )
 from glm5_jax.config.rope import RopeScaling
 from glm5_jax.config.train import (
@@ -29,6 +33,7 @@ from glm5_jax.config.train import (
 __all__ = [
     "DIS_AGENTIC",
     "DIS_REASONING",
+    "QUANTIZATION_SCHEMES",
     "TRACKERS",
     "AdvantageStd",
     "AttentionMode",
@@ -45,6 +50,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "PrepareConfig",
+    "QuantizationScheme",
     "RLConfig",
     "RematPolicy",
     "RolloutWeights",

@@ -14,7 +14,7 @@ from glm5_jax.config.attention import (
 from glm5_jax.config.rope import RopeScaling
 
 AttentionMode = Literal["dense", "sparse", "dense_with_indexer_loss"]
-ExpertTransport = Literal["gather", "exchange"]
+ExpertTransport = Literal["gather", "rounds", "exchange"]
 RematPolicy = Literal["none", "full", "dots", "offload"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -106,7 +106,9 @@ class ModelConfig:
     # inputs in the host's memory.
     remat_policy: RematPolicy = "none"
     # How tokens reach experts on other devices. "gather": every device gets all tokens;
-    # "exchange": each gets those of its experts. The results are the same.
+    # "rounds": the same, with buffers for twice an even load, which are filled again
+    # where the load is uneven; "exchange": each gets the tokens of its experts. The
+    # results are the same.
     expert_transport: ExpertTransport = "gather"
     # Parts of a device's tokens that the experts process in turn.
     expert_chunks: int = 1

@@ -13,6 +13,12 @@ class LossConfig:
 
     # Weight of multi-token prediction, on the mean over its steps (GLM-4.5 report).
     mtp_weight: float = 0.3
+    # What multi-token prediction minimises: the cross entropy of the targets; or, for a
+    # module that drafts, the share of drafts that the main model rejects, by step
+    # (total_variation) or with all steps before (end_to_end; Bebop, arXiv 2606.12370).
+    mtp_objective: Literal["cross_entropy", "total_variation", "end_to_end"] = (
+        "cross_entropy"
+    )
     # Later values of mtp_weight, each with the tokens of the run after which it holds:
     # GLM-4.5 has ((15e12, 0.1),).
     mtp_weight_changes: tuple[tuple[float, ...], ...] = ()

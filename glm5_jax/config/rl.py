@@ -4,16 +4,21 @@ import dataclasses
 from typing import Literal
 
 from glm5_jax.config import checks
+from glm5_jax.config.quantization import RolloutWeights
 
 Objective = Literal["icepop", "grpo", "dis", "tis"]
 AdvantageStd = Literal["sample", "population", "none"]
 LossMean = Literal["sequence", "token"]
-RolloutWeights = Literal["same", "int8"]
 
 # (dis_low, dis_high) of "Single-rollout Asynchronous Optimization", GLM-5.2's; GLM-5
 # does not disclose its own.
 DIS_REASONING = (0.3, 5.0)
 DIS_AGENTIC = (0.8, 3.0)
+_POSITIVE = (
+    *("clip_low", "clip_high", "dis_low", "dis_high", "tis_cap"),
+    *("max_logprob_gap", "step_timeout_seconds"),
+)
+MAX_DRAFTS = 7  # of a round of speculative decoding; GLM-5.2 drafts as many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,9 @@ class RLConfig:
     top_p: float = 1.0
     slots: int = 32  # sequences that the engine decodes at once
     prefill_chunk: int = 256  # tokens of a prompt that the engine reads at once
+    # Pages of 64 tokens of the engine's cache, so that a group's prompt is read once.
+    # 0: each slot has the rows of a longest episode.
+    num_pages: int = 0
     # Loss: GRPO with IcePop (GLM-5), plain GRPO, or two that correct for rollouts of
     # older weights (objectives.py).
     objective: Objective = "icepop"
@@ -57,7 +65,11 @@ class RLConfig:
     dynamic_sampling: bool = False
     max_rounds: int = 4  # most rounds of rollouts in a step, with dynamic sampling
     router_replay: bool = False  # make the trainer route tokens as the engine did
-    # Weights that the engine samples with: the trainer's, or these rounded to int8.
+    # Train multi-token prediction along, on the sampled tokens: the policy changes, and
+    # the module's drafts would get worse. No gradient of it reaches the policy.
+    trains_mtp: bool = False
+    num_drafts: int = 0  # most tokens that the engine drafts in a round; 0 is off
+    # Weights that the engine samples with: the trainer's, or these quantized.
     rollout_weights: RolloutWeights = "same"
     # Mean of |log pi_train / pi_infer| above which a run stops.
     max_logprob_gap: float = 0.05
@@ -92,10 +104,15 @@ class RLConfig:
                 most=checks.MAX_SIZE,
             ),
             (
+                0 <= self.num_drafts <= MAX_DRAFTS,
+                f"num_drafts must lie in 0..{MAX_DRAFTS}, got {self.num_drafts}.",
+            ),
+            (
                 size > 1 or std == "none",
                 f"group_size must be at least 2 where advantages are normalised by "
                 f"their group, got {size}; or set advantage_std='none'.",
             ),
+            (self.num_pages >= 0, f"num_pages must be >= 0, got {self.num_pages}."),
             (
                 self.temperature > 0,
                 f"temperature must be > 0, got {self.temperature}: a greedy choice "
@@ -110,11 +127,7 @@ class RLConfig:
             (self.pop_beta >= 1, f"pop_beta must be at least 1, got {self.pop_beta}."),
             *(
                 (getattr(self, k) > 0, f"{k} must be > 0, got {getattr(self, k)}.")
-                for k in ("clip_low", "clip_high", "dis_low", "dis_high", "tis_cap")
-            ),
-            *(
-                (getattr(self, k) > 0, f"{k} must be > 0, got {getattr(self, k)}.")
-                for k in ("max_logprob_gap", "step_timeout_seconds")
+                for k in _POSITIVE
             ),
             (
                 0 <= self.min_start_success <= self.max_start_success <= 1,

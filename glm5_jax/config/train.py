@@ -12,6 +12,7 @@ from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.mesh import MeshConfig
 from glm5_jax.config.model import ModelConfig
 from glm5_jax.config.optim import LossConfig, OptimConfig
+from glm5_jax.config.quantization import QuantizationAware
 from glm5_jax.config.rl import RLConfig
 
 TRACKERS = ("tensorboard", "wandb")
@@ -31,6 +32,9 @@ class TrainConfig:
     init_from: str | None = None
     # Fields of model that change the logits and may still differ from init_from's.
     init_from_changes: tuple[str, ...] = ()
+    # Scheme to which every step rounds the weights that it computes with, so that they
+    # lose little when they are quantized.
+    quantization_aware: QuantizationAware = "none"
     # Seed of the initial parameters, the order of the data and the sampling.
     seed: int = 0
     num_steps: int = 100  # steps of the whole run, a batch each
@@ -163,11 +167,21 @@ class TrainConfig:
         return has_indexer and has_weight and self.stage_record.computes("indexer_kl")
 
     @property
+    def trains_mtp_along(self) -> bool:
+        """True where MTP learns beside a policy, which it does not change."""
+        return self.rl.trains_mtp and self.stage_record.update == "policy"
+
+    def is_trained(self, path: tuple[str, ...]) -> bool:
+        """Tells whether the run trains the parameter with this path."""
+        is_of_mtp = "mtp" in path and "indexer" not in path
+        return self.stage_record.trains(path) or (self.trains_mtp_along and is_of_mtp)
+
+    @property
     def num_mtp_steps(self) -> int:
         """Runs of the module for later tokens in the loss of a step."""
         later = [weight for _, weight in self.loss.mtp_weight_changes]
         has_loss = self.model.has_mtp and max(self.loss.mtp_weight, *later, 0) > 0
-        is_computed = self.stage_record.computes("mtp")
+        is_computed = self.stage_record.computes("mtp") or self.trains_mtp_along
         return self.model.mtp_num_steps if has_loss and is_computed else 0
 
     @property
@@ -344,6 +358,15 @@ class TrainConfig:
                 f"mesh.context must be 1 where model.layer_types has gated delta nets, "
                 f"got {mesh.context}: their states run through the tokens of a row in "
                 f"order. Give the devices to mesh.fsdp or mesh.tensor.",
+            )
+        )
+        objective = self.loss.mtp_objective
+        rules.append(
+            (
+                mesh.context == 1 or objective == "cross_entropy",
+                f"mesh.context must be 1 for loss.mtp_objective={objective!r}, which "
+                f"compares states of neighbouring tokens, got {mesh.context}; give the "
+                f"devices to mesh.fsdp or mesh.tensor.",
             )
         )
         return [*rules, *mesh.model_rules(self.model)]

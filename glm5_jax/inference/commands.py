@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from absl import logging
@@ -13,8 +13,18 @@ from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
-from glm5_jax.inference import engine, placement, scoring
-from glm5_jax.weights import loading
+from glm5_jax.inference import (
+    conversation,
+    engine,
+    limits,
+    placement,
+    scoring,
+    terminal,
+)
+from glm5_jax.weights import generation_config, loading, quantized_loading
+
+Chat = templates.Version | Literal["auto"]
+_DEFAULT_TOKENS = 128  # new ones of a prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,13 +34,14 @@ class Prompt:
     Attributes:
       text: the prompt as text.
       tokens: path of an .npy file of ids, [T] or [N, T].
-      chat: version of the chat template in which the text is a user's message.
+      chat: version of the chat template in which the text is a user's message; "auto"
+        is the run's.
       special_tokens: whether special tokens spelt out in the text become their ids.
     """
 
     text: str | None = None
     tokens: str | None = None
-    chat: templates.Version | None = None
+    chat: Chat | None = None
     special_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -57,18 +68,23 @@ class Sampling:
     """The settings of a continuation.
 
     Attributes:
-      max_new_tokens: upper bound on the new tokens.
+      max_new_tokens: upper bound on the new tokens; None is 128, or in a conversation
+        what there is room for.
       temperature: None takes the value of the model's generation_config.json.
       top_p: None takes the value of the model's generation_config.json.
       seed: of the random numbers.
       ignore_eos: whether to continue past the end of the text or turn.
+      num_drafts: tokens that multi-token prediction drafts in a round.
+      scheme: of quantization to which weights are rounded as they are read.
     """
 
-    max_new_tokens: int
+    max_new_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int = 0
     ignore_eos: bool = False
+    num_drafts: int = 0
+    scheme: str = quantized_loading.STORED
 
 
 def generate(
@@ -88,15 +104,18 @@ def generate(
       tokenizer; in a chat only the answer.
 
     Raises:
-      InputError: see `loading.load_model` and `engine.generate`.
+      InputError: see `quantized_loading.load_model` and `engine.generate`.
     """
     _require_folder_of(tokens_out)
     ids = None if prompt.tokens is None else read_ids(prompt.tokens)
     mesh, overrides = loading.mesh_of(overrides)
-    config, params, tokenizer = loading.load_model(checkpoint, overrides, mesh)
+    config, params, tokenizer = quantized_loading.load_model(
+        checkpoint, overrides, mesh, sampling.scheme
+    )
     if ids is not None:
         prompts = np.atleast_2d(ids).tolist()
     elif tokenizer is not None:
+        prompt = _with_version(prompt, tokenizer, checkpoint)
         prompts = [read_prompt(prompt, tokenizer)]
     else:
         raise _no_tokenizer(checkpoint)
@@ -108,11 +127,12 @@ def generate(
             params,
             config,
             prompts,
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=_number_of(sampling),
             temperature=temperature,
             top_p=top_p,
             stop_ids=() if sampling.ignore_eos else ends,
             seed=sampling.seed,
+            num_drafts=sampling.num_drafts,
         )
     rows = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]
     if tokens_out is not None:
@@ -128,9 +148,15 @@ def generate(
     return [show(row) for row in rows]
 
 
+def _number_of(sampling: Sampling) -> int:
+    """Returns the most new tokens of a prompt."""
+    given = sampling.max_new_tokens
+    return _DEFAULT_TOKENS if given is None else given
+
+
 def _settled(sampling: Sampling, checkpoint: str) -> tuple[float, float]:
     """Returns temperature and top_p, with the model's own as defaults."""
-    temperature, top_p = loading.sampling_defaults(checkpoint)
+    temperature, top_p = generation_config.sampling_defaults(checkpoint)
     if sampling.temperature is not None:
         temperature = sampling.temperature
     if sampling.top_p is not None:
@@ -141,14 +167,14 @@ def _settled(sampling: Sampling, checkpoint: str) -> tuple[float, float]:
 def stop_ids(
     config: config_lib.ModelConfig,
     tokenizer: tokenizer_lib.Tokenizer | None,
-    chat: templates.Version | None = None,
+    chat: Chat | None = None,
 ) -> frozenset[int]:
     """Returns the ids that end a continuation, or an answer in a chat."""
     ends = {*config.eos_token_id}
     if tokenizer is not None:
         ends.add(tokenizer.eos_id)
         if chat:
-            ends |= templates.Template(tokenizer, chat).stop_ids
+            ends |= templates.Template(tokenizer).stop_ids
     return frozenset(i for i in ends if i < config.vocab_size)  # others are never drawn
 
 
@@ -160,17 +186,101 @@ def read_prompt(prompt: Prompt, tokenizer: tokenizer_lib.Tokenizer) -> list[int]
     """
     text = prompt.text or ""
     if prompt.chat:
-        missing = set(tokenizer_lib.SPECIAL_TOKENS) - set(tokenizer.special_ids)
-        if missing:
-            raise config_lib.InputError(
-                f"--chat needs special tokens that this model's tokenizer lacks: "
-                f"{' '.join(sorted(missing))}; leave --chat out."
-            )
+        _require_chat(tokenizer)
+        assert prompt.chat != "auto"
         template = templates.Template(tokenizer, prompt.chat)
         said = [{"role": "user", "content": text}]
         return template.render(said, add_generation_prompt=True).tokens
     encode = tokenizer.encode_spelt if prompt.special_tokens else tokenizer.encode
     return encode(text)
+
+
+def _with_version(
+    prompt: Prompt, tokenizer: tokenizer_lib.Tokenizer, checkpoint: str
+) -> Prompt:
+    """Returns a prompt whose chat is not "auto"."""
+    if prompt.chat != "auto":
+        return prompt
+    _require_chat(tokenizer)
+    template = template_of(tokenizer, loading.find(checkpoint), None)
+    assert template is not None
+    return dataclasses.replace(prompt, chat=template.version)
+
+
+def template_of(
+    tokenizer: tokenizer_lib.Tokenizer | None,
+    source: loading.Source,
+    version: templates.Version | None,
+) -> templates.Template | None:
+    """Returns the chat template, as the run was trained with it; None if it has none.
+
+    Args:
+      tokenizer: of the model.
+      source: of the model; a release has the version in its chat_template.jinja.
+      version: takes precedence over the source's.
+    """
+    if tokenizer is None or {*templates.SPECIAL_TOKENS} - {*tokenizer.special_ids}:
+        return None
+    data = source.settings.get("data", {})
+    file = source.folder / "chat_template.jinja"
+    if version is None and source.is_huggingface and file.exists():
+        version = templates.released_version(file.read_text(encoding="utf-8"))
+        if version is None:
+            logging.warning("%s is not of GLM-5; conversations get GLM-5's.", file)
+    return templates.Template(
+        tokenizer,
+        version or data.get("chat_template", "glm5"),
+        enable_thinking=data.get("enable_thinking", True),
+    )
+
+
+def converse(
+    checkpoint: str,
+    overrides: Sequence[command_line.Override],
+    version: Chat,
+    sampling: Sampling,
+) -> None:
+    """Holds a conversation in the terminal, until its input ends.
+
+    Args:
+      checkpoint: of the model.
+      overrides: of its config.
+      version: of the chat template.
+      sampling: of the answers.
+
+    Raises:
+      InputError: see `quantized_loading.load_model`; or the model has no chat template.
+    """
+    mesh, overrides = loading.mesh_of(overrides)
+    config, params, tokenizer = quantized_loading.load_model(
+        checkpoint, overrides, mesh, sampling.scheme
+    )
+    if tokenizer is None:
+        raise _no_tokenizer(checkpoint)
+    _require_chat(tokenizer)
+    fixed = None if version == "auto" else version
+    template = template_of(tokenizer, loading.find(checkpoint), fixed)
+    assert template is not None
+    temperature, top_p = _settled(sampling, checkpoint)
+    with placement.using(mesh):
+        made = engine.Engine(
+            params,
+            config,
+            num_slots=placement.least_slots(1),
+            capacity=loading.context_length(checkpoint, config),
+            seed=sampling.seed,
+            limits=limits.Limits(num_drafts=sampling.num_drafts),
+        )
+    settings = conversation.Settings(
+        stop_ids=stop_ids(config, tokenizer),
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=sampling.seed,
+    )
+    talk = conversation.Conversation(made, template, settings)
+    logging.info("Type /help for commands.")
+    terminal.Terminal(talk).run()
 
 
 def evaluate(
@@ -180,6 +290,7 @@ def evaluate(
     tokens: str | None,
     text: str | None,
     logits_out: str | None,
+    scheme: str = quantized_loading.STORED,
 ) -> dict[str, Any]:
     """Scores the rows of an .npy file from their second token on, or a text file.
 
@@ -189,14 +300,16 @@ def evaluate(
       The figures that evaluate.py prints.
 
     Raises:
-      InputError: see `loading.load_model` and `scoring.score`.
+      InputError: see `quantized_loading.load_model` and `scoring.score`.
     """
     _require_one(tokens=tokens, text=text)
     _require_folder_of(logits_out)
     ids = None if tokens is None else np.atleast_2d(read_ids(tokens))
-    written = None if text is None else _read_text(text)
+    written = None if text is None else scoring.read_text(text)
     mesh, overrides = loading.mesh_of(overrides)
-    config, params, tokenizer = loading.load_model(checkpoint, overrides, mesh)
+    config, params, tokenizer = quantized_loading.load_model(
+        checkpoint, overrides, mesh, scheme
+    )
     if ids is not None:
         rows = scoring.rows_of_tokens(ids, config)
     elif tokenizer is not None:
@@ -246,13 +359,6 @@ def read_ids(path: str) -> Int[np.ndarray, "*n T"]:
     return np.array(ids)
 
 
-def _read_text(path: str) -> str:
-    try:
-        return pathlib.Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise config_lib.InputError(f"{path} cannot be read: {error}.") from error
-
-
 def _require_one(**given: str | None) -> None:
     """Checks that exactly one of two flags has a value."""
     values = [name for name, value in given.items() if value is not None]
@@ -270,6 +376,16 @@ def _require_folder_of(path: str | None) -> None:
         raise config_lib.InputError(f"The folder of {path} does not exist; make it.")
     if pathlib.Path(path).is_dir():
         raise config_lib.InputError(f"{path} is a folder; give the name of a file.")
+
+
+def _require_chat(tokenizer: tokenizer_lib.Tokenizer) -> None:
+    """Checks that a tokenizer has the chat template's special tokens."""
+    missing = set(tokenizer_lib.SPECIAL_TOKENS) - set(tokenizer.special_ids)
+    if missing:
+        raise config_lib.InputError(
+            f"--chat needs special tokens that this model's tokenizer lacks: "
+            f"{' '.join(sorted(missing))}; leave --chat out."
+        )
 
 
 def _no_tokenizer(checkpoint: str) -> config_lib.InputError:

@@ -19,7 +19,13 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from glm5_jax import config as config_lib
-from glm5_jax.inference import paged_scheduler, placement, requests, results
+from glm5_jax.inference import (
+    host_pages,
+    paged_scheduler,
+    placement,
+    requests,
+    results,
+)
 from glm5_jax.inference import parts as parts_lib
 from glm5_jax.inference import runner as runner_lib
 from glm5_jax.inference import scheduler as scheduler_lib
@@ -67,8 +73,7 @@ class Engine:
           limits: bounds of a dispatch.
 
         Raises:
-          InputError: a number is no integer or too small, `capacity` exceeds the
-            model's positions, or the mesh's devices cannot share the slots equally.
+          InputError: a size does not fit the model or the devices, or see `Limits`.
         """
         sizes = {"num_slots": num_slots, "capacity": capacity, "chunk": chunk}
         requests.require_ints(1, **sizes, num_steps=num_steps)
@@ -80,6 +85,7 @@ class Engine:
         num_devices = placement.num_shares(mesh)
         table = limits.table(config, capacity, num_devices)
         self.config, self.capacity, self._limits = config, capacity, limits
+        self.drafter = limits.drafter(config)
         self._runner = runner_lib.Runner(
             config,
             mesh,
@@ -89,8 +95,10 @@ class Engine:
             seed,
             num_steps,
             with_experts,
+            self.drafter,
         )
         self._scheduler, self._num_preempted = self._new_scheduler(), 0
+        self._host = host_pages.HostPages(limits)
         # Of the last step, also of one that raised; None if there was nothing to do.
         self.dispatch: scheduler_lib.Dispatch | None = None
         self._result: results.Result | None = None
@@ -131,9 +139,19 @@ class Engine:
         return self._num_preempted + self._scheduler.num_preempted
 
     @property
+    def num_restored(self) -> int:
+        """Returns how many pages came back from host memory."""
+        return self._host.num_restored
+
+    @property
     def version(self) -> int:
         """Returns the version of the parameters that the next dispatch uses."""
         return self._weights.version
+
+    @property
+    def placed_params(self) -> tuple[dict, placement.AnyMesh | None]:
+        """Returns the parameters of the next dispatch, and the mesh they lie on."""
+        return self._weights.params, self._runner.mesh
 
     @property
     def max_programs(self) -> int:
@@ -189,6 +207,7 @@ class Engine:
             self._num_preempted = self.num_preempted
             self._scheduler = self._new_scheduler()
         self._weights = weights
+        self.drafter.renew()
 
     def check(self, request: Request) -> None:
         """Checks a request by itself, in any thread.
@@ -197,18 +216,7 @@ class Engine:
           InputError: the request is invalid, or too long for the engine.
         """
         found = errors(request, self.config, self.capacity)
-        most = self._limits.max_stop_ids
-        if not found and len(request.stop_ids) > most:
-            found.append(
-                f"stop_ids must have at most {most} ids (the engine's max_stop_ids), "
-                f"got {len(request.stop_ids)}."
-            )
-        if not found and request.is_adjusted and not self._limits.with_adjustments:
-            found.append(
-                "logit_bias, penalties and num_alternatives need an engine whose "
-                "limits have with_adjustments=True."
-            )
-        if found:
+        if found := found or self._limits.errors(request):
             raise config_lib.InputError("\n".join(found))
 
     def submit(self, request: Request) -> Completion:
@@ -266,10 +274,13 @@ class Engine:
                 todo = self._runner.shapes.within(todo, self._scheduler.num_readable)
             self.dispatch = todo
             if todo is not None:
+                self._state = self._host.move(self._scheduler.moves, self._state)
                 self._result = self._runner.run(todo, self._state, weights)
         self._settle()
-        finished, self._finished = self._finished, {}
-        return list(finished.items())
+        try:
+            return [*self._finished.items()]
+        finally:  # not before the list is made, in case of ctrl-C
+            self._finished = {}
 
     def _settle(self) -> None:
         """Takes the last dispatch's result into the engine's state.
@@ -284,6 +295,8 @@ class Engine:
         self._state = result.state
         self._scheduler.advance(result.dispatch, ids, result.version)
         for part, row, new in zip(parts, result.rows, ids, strict=True):
+            if part.slot.work is not part.work:
+                continue  # it has ended: this is a repetition
             pieces = part.slot.pieces
             is_over = results.write(result, part, row, new, pieces)
             if pieces:
@@ -297,18 +310,12 @@ class Engine:
     def _new_scheduler(self) -> scheduler_lib.Scheduler:
         """Returns a scheduler whose slots are all free."""
         shapes, limits = self._runner.shapes, self._limits
+        sizes = shapes.num_slots * shapes.num_devices, self._chunk, shapes.num_devices
         if limits.num_pages:
-            return paged_scheduler.PagedScheduler(
-                shapes.num_slots * shapes.num_devices,
-                self._chunk,
-                shapes.num_devices,
-                limits,
-                self._runner.num_steps,
-            )
+            most_drawn = self._runner.most_drawn
+            return paged_scheduler.PagedScheduler(*sizes, limits, most_drawn)
         return scheduler_lib.Scheduler(
-            shapes.num_slots * shapes.num_devices,
-            self._chunk,
-            shapes.num_devices,
+            *sizes,
             prefill_tokens=limits.prefill_tokens,
             can_set_back=not self.config.is_recurrent,
         )
@@ -334,6 +341,7 @@ def generate(
     top_p: float = 1.0,
     stop_ids: Iterable[int] = (),
     seed: int = 0,
+    num_drafts: int = 0,
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> list[Completion]:
     """Continues all prompts together.
@@ -347,6 +355,7 @@ def generate(
       top_p: samples among the most likely tokens that together have this probability.
       stop_ids: tokens that end a completion.
       seed: of the random numbers.
+      num_drafts: tokens that multi-token prediction drafts in a round.
       on_tokens: called with the index of a prompt and its new tokens, as they come.
 
     Raises:
@@ -367,10 +376,10 @@ def generate(
     engine = Engine(
         params,
         config,
-        num_slots=_slots_for(len(prompts)),
+        num_slots=placement.least_slots(len(prompts)),
         capacity=min(bucket(longest + max_new_tokens), limit),
         seed=seed,
-        limits=Limits(max_stop_ids=max(len(stop_ids), Limits.max_stop_ids)),
+        limits=Limits.of_prompts(len(stop_ids), num_drafts),
     )
     completions = {request.id: engine.submit(request) for request in requests}
     reported = dict.fromkeys(completions, 0)
@@ -387,9 +396,3 @@ def generate(
 def bucket(num_tokens: int) -> int:
     """Returns the smallest 2^n or 1.5 * 2^n that is at least `num_tokens`."""
     return parts_lib.least(parts_lib.sizes(), num_tokens)
-
-
-def _slots_for(num_prompts: int) -> int:
-    """Returns slots for all requests at once, 2^n on each device."""
-    num_devices = placement.num_shares(placement.in_use())
-    return num_devices << (-(-num_prompts // num_devices) - 1).bit_length()

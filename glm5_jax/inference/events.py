@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from glm5_jax.inference import drafter
 from glm5_jax.inference.requests import Completion
 
 Reason = Literal["stop", "length", "abort", "error"]
@@ -48,7 +49,11 @@ class Stats:
     dispatches: int = 0
     dispatch_seconds: float = 0.0  # in steps of the engine
     failures: int = 0  # dispatches that raised
+    restored: int = 0  # pages that came back from host memory
     preemptions: int = 0  # of requests whose pages older ones needed
+    acceptance: drafter.Acceptance = dataclasses.field(
+        default_factory=drafter.Acceptance
+    )  # of drafted tokens
     ended: Mapping[Reason, int] = dataclasses.field(default_factory=dict)  # requests
 
 

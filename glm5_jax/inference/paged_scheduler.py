@@ -6,7 +6,8 @@ waits for it, so that a group of rollouts reads its prompt once. If pages run ou
 request that was submitted last is preempted: it waits in front of all others and reads
 its tokens again, of which the pages in the tree are kept if they are not needed.
 
-An exception of a dispatch loses no page. Ctrl-C within a method may.
+Pages are counted in several places. If ctrl-C comes in between, the next plan makes all
+of them free, and running requests read their tokens again.
 """
 
 import collections
@@ -45,13 +46,13 @@ class PagedScheduler(scheduler.Scheduler):
         self.page_size = limits.page_size
         self.pools = self._new_pools()
 
-    def plan(self, version: int) -> scheduler.Dispatch | None:
+    def _next(self, version: int) -> scheduler.Dispatch | None:
         """Returns the next dispatch, all of whose parts have the pages they need."""
         if version != self._version:
             self._version = version
             for pool in self.pools:
                 pool.renew()
-        while (todo := super().plan(version)) is not None:
+        while (todo := super()._next(version)) is not None:
             for part in sorted(todo.parts, key=lambda part: part.work.order):
                 self._provide(part)
             # Some parts may have lost their slots to older requests.
@@ -64,23 +65,21 @@ class PagedScheduler(scheduler.Scheduler):
         self, dispatch: scheduler.Dispatch, drawn: list[list[int]], version: int
     ) -> None:
         """Records that a dispatch was done, and shares the pages that it filled."""
-        super().advance(dispatch, drawn, version)
-        size = self.page_size
-        for part in dispatch.parts:
-            slot = part.slot
-            if slot.version != version or version != self._version:
-                continue  # several versions have read it
-            for i in range(len(slot.nodes), len(slot.tokens) // size):
-                tokens = slot.tokens[i * size : (i + 1) * size]
-                node = self.pools[slot.device].add(slot.nodes, tokens, slot.pages[i])
-                slot.nodes.append(node)
-                slot.pages[i] = node.page
+        with self._change() as is_torn:
+            super().advance(dispatch, drawn, version)
+            for part in dispatch.parts:
+                slot = part.slot
+                # Else it has ended, or several versions have read it.
+                is_shared = slot.version == version == self._version
+                if slot.work is part.work and is_shared and not is_torn:
+                    self._share(slot)
 
     def release(self, id: int, keep: int = 0) -> scheduler.Slot | None:
         """Removes a request and its use of pages; `keep` changes nothing."""
-        slot = super().release(id, keep)
-        if slot is not None:
-            self._vacate(slot)
+        with self._change() as is_torn:
+            slot = super().release(id, keep)
+            if slot is not None and not is_torn:
+                self._vacate(slot)
         return slot
 
     def forget(self) -> None:
@@ -89,6 +88,11 @@ class PagedScheduler(scheduler.Scheduler):
         self.pools = self._new_pools()
         for slot in self.slots:
             slot.pages, slot.nodes, slot.pieces = [], [], []
+
+    def _mend(self) -> None:
+        """Makes all pages free, and gives each request a slot or a place in line."""
+        self.forget()
+        super()._mend()
 
     @property
     def num_free_pages(self) -> int:
@@ -110,12 +114,15 @@ class PagedScheduler(scheduler.Scheduler):
             device = min(found, key=lambda d: (-len(found[d]), places.taken[d], d))
             nodes, pool = found[device], self.pools[device]
             pool.hold(nodes)
-            needed = self._pages_of(len(text) + 1) - len(nodes)
+            num_hosted = sum(node.host >= 0 for node in nodes)
+            needed = self._pages_of(len(text) + 1) - len(nodes) + num_hosted
             left = pool.num_available - places.reserved[device]
-            if places.taken[device] and left < needed:
+            # A page for each running request lets them go on without preemptions.
+            if places.taken[device] and left < needed + places.taken[device]:
                 pool.let_go(nodes)
                 return
-            places.reserved[device] += needed
+            pool.restore(nodes)
+            places.reserved[device] += needed - num_hosted
             slot = places.free[device][0]
             self._occupy(slot, work, nodes, version)
             del self._waiting[id]
@@ -138,6 +145,15 @@ class PagedScheduler(scheduler.Scheduler):
         if not work.was_preempted:
             completion.num_cached = len(tokens)
         slot.work = work
+
+    def _share(self, slot: scheduler.Slot) -> None:
+        """Puts the full pages of a slot into the tree."""
+        size = self.page_size
+        for i in range(len(slot.nodes), len(slot.tokens) // size):
+            tokens = slot.tokens[i * size : (i + 1) * size]
+            node = self.pools[slot.device].add(slot.nodes, tokens, slot.pages[i])
+            slot.nodes.append(node)
+            slot.pages[i] = node.page
 
     def _provide(self, part: scheduler.Part) -> None:
         """Gives a part's slot the pages that it needs; preempts slots if none is left.
@@ -187,9 +203,13 @@ class PagedScheduler(scheduler.Scheduler):
 
     def _new_pools(self) -> list[pages_lib.Pool]:
         """Returns a pool of free pages for each device."""
-        number = self._limits.num_pages // self._num_devices
-        size = self._limits.page_size
-        return [pages_lib.Pool(number, size) for _ in range(self._num_devices)]
+        limits = self._limits
+        sizes = limits.num_pages // self._num_devices, limits.page_size
+        pools = [
+            pages_lib.Pool(*sizes, limits.host_pages) for _ in range(self._num_devices)
+        ]
+        self.moves = pools[0].moves  # others have no host memory
+        return pools
 
 
 class _Places:

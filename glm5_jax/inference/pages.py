@@ -5,34 +5,48 @@ version of the weights has read, becomes a node of the tree, below the node of t
 before it. A prompt begins with the longest path of nodes that spells its tokens,
 whichever request read them. A page is free, or one slot owns it, or it is in the tree.
 Pages of the tree that no slot uses are kept until pages run out; then the least
-recently used leaf goes first.
+recently used leaf goes first: to host memory, if there is room, and back to a page of
+the device when a prompt begins with it. Host memory keeps what left last.
 """
 
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(eq=False)
 class Node:
     """A full page that any sequence with these first tokens may use."""
 
-    page: int
+    page: int  # -1: in host memory
     parent: "Node | None" = None
     key: tuple[int, ...] = ()  # the page's tokens
     children: dict[tuple[int, ...], "Node"] = dataclasses.field(default_factory=dict)
     num_users: int = 0  # slots
     is_current: bool = True  # False: older weights read it
     experts: Any = None  # of its tokens, where they are recorded
+    host: int = -1  # page of the host memory; -1: on the device
+
+
+class Move(NamedTuple):
+    """A copy of a page that must precede the next dispatch, after older moves."""
+
+    to_host: bool
+    page: int
+    host: int  # page of the host memory
 
 
 class Pool:
     """The pages of one device."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        """Makes free pages of `page_size` tokens each."""
+    def __init__(self, num_pages: int, page_size: int, num_hosted: int = 0) -> None:
+        """Makes free pages of `page_size` tokens each, and some in host memory."""
         self.num_pages, self.page_size = num_pages, page_size
+        self.moves: collections.deque[Move] = collections.deque()
+        self._free_hosted = list(range(num_hosted))[::-1]
+        # Nodes in host memory that no slot is about to use. They follow their children.
+        self._hosted: collections.OrderedDict[Node, None] = collections.OrderedDict()
         self._free = list(range(num_pages))[::-1]
         self._root = Node(-1)
         # Nodes that no slot uses, the least recently used first. A slot lets go of its
@@ -62,14 +76,27 @@ class Pool:
         """Makes a slot a user of these nodes."""
         for node in nodes:
             self._idle.pop(node, None)
+            self._hosted.pop(node, None)
             node.num_users += 1
+
+    def restore(self, nodes: Sequence[Node]) -> None:
+        """Gives pages to nodes in host memory, which a slot uses."""
+        for node in nodes:
+            if node.host >= 0:
+                page = self.take()
+                assert page is not None, "the slot waits until there are pages"
+                self.moves.append(Move(False, page, node.host))
+                self._free_hosted.append(node.host)
+                node.page, node.host = page, -1
 
     def let_go(self, nodes: Sequence[Node]) -> None:
         """Ends a slot's use of these nodes, which are a path from the root."""
         for node in reversed(nodes):
             node.num_users -= 1
             if node.num_users == 0:
-                if node.is_current:
+                if node.host >= 0:
+                    self._hosted[node] = None
+                elif node.is_current:
                     self._idle[node] = None
                 else:
                     self._free.append(node.page)
@@ -81,10 +108,14 @@ class Pool:
         if not self._idle:
             return None
         node, _ = self._idle.popitem(last=False)
-        assert node.parent is not None
-        assert not node.children
-        del node.parent.children[node.key]
-        return node.page
+        page, host = node.page, self._take_hosted()
+        if host is None:
+            _remove(node)
+        else:
+            self.moves.append(Move(True, page, host))
+            node.page, node.host = -1, host
+            self._hosted[node] = None
+        return page
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Takes back pages that a slot owned."""
@@ -104,6 +135,9 @@ class Pool:
         node = parent.children.get(key)
         if node is None:
             node = parent.children[key] = Node(page, parent, key)
+        elif node.host >= 0:  # read again meanwhile
+            self._free_hosted.append(node.host)
+            node.page, node.host = page, -1
         else:
             self._free.append(page)
         self.hold([node])
@@ -117,5 +151,27 @@ class Pool:
             node.is_current = False
             todo += node.children.values()
         self._free.extend(node.page for node in self._idle)
+        self._free_hosted.extend(node.host for node in self._hosted)
         self._idle.clear()
+        self._hosted.clear()
         self._root = Node(-1)
+
+    def _take_hosted(self) -> int | None:
+        """Returns a page of the host memory, that of the oldest node if none is free.
+
+        Returns None if there is no host memory.
+        """
+        if self._free_hosted:
+            return self._free_hosted.pop()
+        if not self._hosted:
+            return None
+        node, _ = self._hosted.popitem(last=False)
+        _remove(node)
+        return node.host
+
+
+def _remove(node: Node) -> None:
+    """Takes a leaf out of the tree."""
+    assert node.parent is not None
+    assert not node.children
+    del node.parent.children[node.key]

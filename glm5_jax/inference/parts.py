@@ -1,16 +1,18 @@
 """Turns the scheduler's parts of prompts into arrays of a few fixed shapes."""
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glm5_jax.inference import draws, steps
 from glm5_jax.inference import sampling as sampling_lib
 from glm5_jax.inference import scheduler as scheduler_lib
-from glm5_jax.inference import steps
 from glm5_jax.inference.requests import Request
 
 MIN_TOKENS = 16  # length of the shortest prefill program
@@ -71,15 +73,21 @@ class Shapes:
           todo: parts of prompts to read.
           max_tokens: upper bound for a device, padding included.
         """
-        parts = todo.parts[:1]
-        for part in todo.parts[1:]:
-            rows, size = self._shape([*parts, part])
-            if rows * size <= max_tokens:
+        parts: list[scheduler_lib.Part] = []
+        counts: collections.Counter[int] = collections.Counter()  # by device
+        most_rows = longest = num_tokens = 0
+        for part in todo.parts:
+            count, length = counts[part.slot.device] + 1, len(part.tokens)
+            rows = least(self._rows, max(most_rows, count))
+            size = least(self._sizes, max(longest, length))
+            if not parts or rows * size <= max_tokens:
                 parts.append(part)
-        rows, size = self._shape(parts)
+                counts[part.slot.device] = count
+                most_rows, longest = max(most_rows, count), max(longest, length)
+                num_tokens = rows * size
         is_all = len(parts) == len(todo.parts)
         return dataclasses.replace(
-            todo, parts=parts, is_all=is_all, num_tokens=rows * size
+            todo, parts=parts, is_all=is_all, num_tokens=num_tokens
         )
 
     def prefill(
@@ -184,8 +192,11 @@ def make(
         where = part.slot.index % num_slots, part.start, part.is_last
         lines[row] = (tokens, len(part.tokens), *where)
         plans[row] = part.work.request, part.num_drawn
-    arrays = [_array(column) for column in zip(*lines, strict=True)]
-    return steps.Parts(*arrays, plan=_plan(plans, seed, num_stops))
+    columns = map(np.asarray, zip(*lines, strict=True))
+    arrays, plan = jax.device_put(([*columns], _columns(plans, num_stops)))
+    keys = sampling_lib.request_keys(seed, plan.pop("numbers"))
+    sampling = sampling_lib.Sampling(**plan.pop("sampling"))
+    return steps.Parts(*arrays, plan=draws.Plan(keys=keys, sampling=sampling, **plan))
 
 
 def sizes() -> Iterator[int]:
@@ -241,33 +252,29 @@ def _least_rows(places: Sequence[tuple[int, int]], counts: Sequence[int]) -> int
     return least(counts, 1 + max(row for _, row in places))
 
 
-def _plan(
-    works: Sequence[tuple[Request, int]], seed: int, num_stops: int
-) -> steps.Plan:
-    """Returns how to continue requests that already have some tokens."""
+def _columns(works: Sequence[tuple[Request, int]], num_stops: int) -> dict[str, Any]:
+    """Returns how to continue requests that already have some tokens, by field."""
     requests = [request for request, _ in works]
 
-    def floats(name: str) -> jax.Array:
-        return _array([getattr(r, name) for r in requests]).astype(jnp.float32)
+    def column(name: str, dtype: type) -> np.ndarray:
+        return np.array([getattr(r, name) for r in requests], dtype)
 
     stop_ids = [sorted(set(r.stop_ids)) for r in requests]
-    return steps.Plan(
-        keys=sampling_lib.request_keys(seed, _array(map(_number, requests))),
-        sampling=sampling_lib.Sampling(
-            temperature=floats("temperature"),
-            top_p=floats("top_p"),
-            top_k=_array([r.top_k for r in requests]),
-            min_p=floats("min_p"),
+    return {
+        "numbers": np.array([*map(_number, requests)], np.int32),
+        "sampling": {
+            "temperature": column("temperature", np.float32),
+            "top_p": column("top_p", np.float32),
+            "top_k": column("top_k", np.int32),
+            "min_p": column("min_p", np.float32),
+        },
+        "budget": np.array([r.max_new_tokens - n for r, n in works], np.int32),
+        "stop_ids": np.array(
+            [ids + [-1] * (num_stops - len(ids)) for ids in stop_ids], np.int32
         ),
-        budget=_array([r.max_new_tokens - n for r, n in works]),
-        stop_ids=_array([ids + [-1] * (num_stops - len(ids)) for ids in stop_ids]),
-    )
+    }
 
 
 def _number(request: Request) -> int:
     """Returns the number that the request's random numbers come from."""
     return request.id if request.seed is None else request.seed
-
-
-def _array(values: Iterable) -> jax.Array:
-    return jnp.asarray(np.asarray(list(values)))

@@ -16,11 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from glm5_jax import collectives, sharding
+from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from glm5_jax.config import checks
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import transformer
+from glm5_jax.quantization import shards
 
 AnyMesh = Mesh | AbstractMesh
 ROWS: Any = PartitionSpec(collectives.ROWS)
@@ -71,6 +72,12 @@ def num_shares(mesh: AnyMesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[a] for a in collectives.ROWS)
 
 
+def least_slots(num_sequences: int) -> int:
+    """Returns slots for all sequences at once, 2^n on each device in use."""
+    num_devices = num_shares(in_use())
+    return num_devices << (-(-num_sequences // num_devices) - 1).bit_length()
+
+
 def require_whole(name: str, num_slots: int, mesh: AnyMesh | None) -> None:
     """Checks that all devices have equally many slots.
 
@@ -81,9 +88,9 @@ def require_whole(name: str, num_slots: int, mesh: AnyMesh | None) -> None:
     checks.require(checks.divisible(name, num_slots, axes, num_shares(mesh), remedy))
 
 
-def params(config: config_lib.ModelConfig, mesh: AnyMesh) -> dict:
-    """Returns a sharding for every parameter, as in training."""
-    return sharding.shardings(transformer.param_dims(config), mesh)
+def params(tree: dict, config: config_lib.ModelConfig, mesh: AnyMesh) -> dict:
+    """Returns a sharding for every parameter of a tree, as in training."""
+    return shards.shardings(tree, transformer.param_dims(config), mesh)
 
 
 def rows(tree: Any, mesh: AnyMesh | None) -> Any:
@@ -131,7 +138,7 @@ def on_shards(
       config: of the model.
       out: specs of the outputs besides the state.
     """
-    weights = sharding.specs(transformer.param_dims(config))
+    dims = transformer.param_dims(config)
 
     def run(params: dict, *trees: Any) -> tuple[Any, Any]:
         # Type-checked dataclasses cannot hold specs, dicts can.
@@ -144,8 +151,11 @@ def on_shards(
             state, others = function(params, *joined)
             return named(state), others
 
-        shards = collectives.on_shards(local, (weights, *specs), (specs[0], out))
-        state, others = shards(params, *map(named, trees))
+        is_alone = jax.sharding.get_abstract_mesh().size <= 1
+        # A single device may have its layers unstacked, and needs no specs.
+        weights = None if is_alone else shards.specs(params, dims)
+        mapped = collectives.on_shards(local, (weights, *specs), (specs[0], out))
+        state, others = mapped(params, *map(named, trees))
         return structures[0].unflatten([state[n] for n in named(trees[0])]), others
 
     return run

@@ -1,11 +1,11 @@
-"""Compiles the engine's programs of steps.py, as model/invariance.py requires.
+"""Compiles the programs of steps.py and rounds.py, as model/invariance.py requires.
 
 The programs take the state, whose buffers are donated, and return it.
 """
 
 import functools
 
-from glm5_jax.inference import steps
+from glm5_jax.inference import rounds, steps
 from glm5_jax.model import invariance
 
 _compiled = functools.partial(invariance.jit, donate_argnames="state")
@@ -15,4 +15,7 @@ prefill = _compiled(
 )
 decode = _compiled(
     steps.decode, static_argnames=("config", "num_steps", "with_experts")
+)
+speculate = _compiled(
+    rounds.decode, static_argnames=("config", "settings", "with_experts")
 )

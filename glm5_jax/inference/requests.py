@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from glm5_jax import config as config_lib
+from glm5_jax.inference import constraints
 
 _MAX_INT = 2**31 - 1  # largest int32, which devices compute with
 MAX_BIASED = 300  # ids with a bias, of a request
@@ -42,6 +43,8 @@ class Request:
     frequency_penalty: float = 0.0  # the same, once for every time
     repetition_penalty: float = 1.0  # for tokens of the prompt, too; 1 is off
     num_alternatives: int = 0  # likeliest tokens to report beside each drawn one
+    # That all drawn tokens follow; its ends must be among the stop ids.
+    constraint: constraints.Constraint | None = None
 
     @property
     def is_penalized(self) -> bool:
@@ -52,7 +55,8 @@ class Request:
     @property
     def is_adjusted(self) -> bool:
         """Returns whether the request needs an engine with adjustments."""
-        return bool(self.logit_bias or self.is_penalized or self.num_alternatives)
+        is_changed = bool(self.logit_bias) or self.is_penalized or self.constraint
+        return bool(is_changed or self.num_alternatives)
 
 
 @dataclasses.dataclass
@@ -70,6 +74,7 @@ class Completion:
         default_factory=list
     )
     num_cached: int = 0  # tokens of the prompt that were in the cache already
+    error: str = ""  # why a constraint could not be followed to its end
     # With with_experts: the experts of each token of prompt and completion except the
     # last, which was never read.
     experts: Int[np.ndarray, "T expert_layers K"] | None = None
@@ -198,6 +203,14 @@ def _of_adjustments(request: Request, vocab_size: int) -> Iterator[str]:
             f"num_alternatives must be an int in 0..{MAX_ALTERNATIVES}, got "
             f"{_shown(number)}."
         )
+    constraint = request.constraint
+    if constraint is not None and constraint.vocab_size < vocab_size:
+        yield (
+            f"constraint must have masks for the {vocab_size} ids of "
+            f"model.vocab_size, got {constraint.vocab_size}."
+        )
+    if constraint is not None and not set() < constraint.ends <= {*request.stop_ids}:
+        yield "constraint must have ends, and they must be among stop_ids."
 
 
 def _of_stop_ids(stop_ids: Any, vocab_size: int) -> Iterator[str]:

@@ -26,8 +26,8 @@ class Result:
     @property
     def ids(self) -> list[list[int]]:
         """Returns the tokens that were drawn for each part."""
-        rows = (self.drawn.ids[row] for row in self.rows)
-        return [[int(i) for i in ids if i >= 0] for ids in rows]
+        ids = self.drawn.ids.tolist()
+        return [[i for i in ids[row] if i >= 0] for row in self.rows]
 
 
 def write(
@@ -66,6 +66,8 @@ def write(
         read = np.asarray(drawn.experts)[:, row, :num_read].swapaxes(0, 1)
         _put(pieces, part.start, read)
     reason = _finish_reason(part.work)
+    if part.work.tracker is not None:
+        completion.error = part.work.tracker.error
     if reason is not None:
         completion.finish_reason = reason
         if drawn.experts is not None:

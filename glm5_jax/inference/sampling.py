@@ -38,7 +38,10 @@ def make_sampling(
     )
 
 
-def request_keys(seed: int, requests: Int[ArrayLike, " B"]) -> Key[Array, " B"]:
+@jax.jit  # one call instead of forty
+def request_keys(
+    seed: int | Int[Array, ""], requests: Int[ArrayLike, " B"]
+) -> Key[Array, " B"]:
     """Returns a key for each request, derived from its id."""
     return jax.vmap(jax.random.fold_in, (None, 0))(
         jax.random.key(seed), jnp.asarray(requests)
@@ -63,7 +66,16 @@ def sample(
       The ids, and the log-probability of each in the distribution that it was drawn
       from; for a greedy choice in the model's own, at temperature 1.
     """
-    logits = scaled_logits(logits, sampling)
+    return choose(scaled_logits(logits, sampling), keys, positions, sampling)
+
+
+def choose(
+    logits: Float[Array, "B V"],
+    keys: Key[Array, " B"],
+    positions: Int[Array, " B"],
+    sampling: Sampling,
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """Draws as `sample` does, from the result of `scaled_logits`."""
     is_greedy = sampling.temperature <= 0
 
     def draw(logits: Array) -> Array:

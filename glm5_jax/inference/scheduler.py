@@ -6,16 +6,18 @@ tokens until its next request. A prompt that extends them, such as a conversatio
 turn, is admitted first, to this slot, and only its new tokens are read.
 
 `plan` returns what to do and `advance` records that it was done. Either can be called
-again after an exception or ctrl-C, with the same result.
+again after an exception or ctrl-C, with the same result: each method notes while it
+works that things are half done, and the next plan puts them right.
 """
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from glm5_jax.inference import constraints, prefixes
 from glm5_jax.inference import pages as pages_lib
-from glm5_jax.inference import prefixes
 from glm5_jax.inference.requests import Completion, Request
 
 MAX_PASSED = 64  # next turns per slot that may overtake the oldest request
@@ -31,6 +33,7 @@ class Work:
     completion: Completion  # so far
     order: int = 0  # among all requests that were submitted
     was_preempted: bool = False  # and waits again, with pages
+    tracker: constraints.Tracker | None = None  # of the request's constraint
 
 
 @dataclasses.dataclass
@@ -123,11 +126,14 @@ class Scheduler:
         self._clock = 0
         self._num_done = self._num_submitted = 0  # dispatches, requests
         self.num_preempted = 0  # with pages, requests that lost theirs
+        # With pages, the copies to make before the next dispatch, in their order.
+        self.moves: collections.deque[pages_lib.Move] = collections.deque()
         self._num_passed = 0  # next turns that overtook the oldest request
         self._waiting: collections.OrderedDict[int, Work] = collections.OrderedDict()
         self._new: list[int] = []  # requests not yet matched with slots
         self._num_read = 0  # tokens that a device has read since it last drew
         self._has_left_some = False  # the last dispatch left prompts unread
+        self._is_torn = False  # an interrupt may have left things half done
 
     @property
     def num_free_pages(self) -> int:
@@ -149,9 +155,13 @@ class Scheduler:
         prompt = [int(token) for token in request.prompt]
         text, completion = prefixes.encoded(prompt), Completion([], [], None)
         work = Work(request, prompt, text, completion, self._num_submitted)
+        if request.constraint is not None:
+            tracker = constraints.Tracker(request.constraint)
+            work = dataclasses.replace(work, tracker=tracker)
         self._num_submitted += 1
-        self.works[request.id] = self._waiting[request.id] = work
-        self._new.append(request.id)
+        with self._change():
+            self.works[request.id] = self._waiting[request.id] = work
+            self._new.append(request.id)
         return work
 
     def release(self, id: int, keep: int = 0) -> Slot | None:
@@ -162,14 +172,15 @@ class Scheduler:
           keep: number of dispatches for which only a next turn may take the slot.
         """
         found = None
-        for slot in self.slots:
-            if slot.work is not None and slot.work.request.id == id:
-                self._clock += 1
-                slot.last_used, slot.last, found = self._clock, None, slot
-                slot.kept_until = self._num_done + keep
-                slot.work = None
-        self.works.pop(id, None)
-        self._waiting.pop(id, None)
+        with self._change():
+            self.works.pop(id, None)
+            self._waiting.pop(id, None)
+            for slot in self.slots:
+                if slot.work is not None and slot.work.request.id == id:
+                    self._clock += 1
+                    slot.last_used, slot.last, found = self._clock, None, slot
+                    slot.kept_until = self._num_done + keep
+                    slot.work = None
         return found
 
     def forget(self) -> None:
@@ -182,22 +193,29 @@ class Scheduler:
 
         Reading comes before decoding, so that more slots decode together. But between
         two chunks of a long prompt, and once prefill_tokens have been read, the other
-        slots decode.
+        slots decode. The oldest request comes first, so that none waits for ever.
 
         Args:
           version: of the weights that will run the dispatch.
         """
+        if self._is_torn:
+            self._mend()
+        with self._change():
+            return self._next(version)
+
+    def _next(self, version: int) -> Dispatch | None:
+        """Returns the next dispatch, as `plan` does."""
         decoding = [slot for slot in self.slots if slot.is_decoding]
         if not decoding:
             self._num_read = 0  # nobody waits
         is_due = self._has_left_some or self._num_read >= self.prefill_tokens
         if not (is_due and decoding):
             self._admit(version)
-            reading = [slot for slot in self.slots if slot.is_reading]
+            reading = [self._part(slot) for slot in self.slots if slot.is_reading]
             if reading:
-                is_fresh = not reading[0].tokens
-                same = [slot for slot in reading if (not slot.tokens) == is_fresh]
-                parts = [self._part(slot) for slot in same]
+                reading.sort(key=lambda part: part.work.order)
+                is_fresh = reading[0].start == 0
+                parts = [part for part in reading if (part.start == 0) == is_fresh]
                 return Dispatch("fresh" if is_fresh else "behind", parts)
         parts = [self._part(slot) for slot in decoding]
         return Dispatch("decode", parts) if parts else None
@@ -210,18 +228,45 @@ class Scheduler:
           drawn: tokens drawn for each part.
           version: of the weights that ran the dispatch.
         """
-        for part, ids in zip(dispatch.parts, drawn, strict=True):
-            slot, read = part.slot, [*part.tokens, *ids[:-1]]
-            slot.tokens[part.start :] = read
-            if part.start == 0:
-                slot.version = version
-            if ids:
-                slot.last = ids[-1]
-        is_reading = dispatch.kind != "decode"
-        is_done = dispatch.is_all and all(part.is_last for part in dispatch.parts)
-        self._has_left_some = is_reading and not is_done
-        self._num_read = self._num_read + dispatch.num_tokens if is_reading else 0
-        self._num_done += 1
+        with self._change():
+            for part, ids in zip(dispatch.parts, drawn, strict=True):
+                slot, read = part.slot, [*part.tokens, *ids[:-1]]
+                if slot.work is not part.work:
+                    continue  # it has ended: this is a repetition
+                slot.tokens[part.start :] = read
+                if part.start == 0:
+                    slot.version = version
+                if ids:
+                    slot.last = ids[-1]
+            is_reading = dispatch.kind != "decode"
+            is_done = dispatch.is_all and all(part.is_last for part in dispatch.parts)
+            self._has_left_some = is_reading and not is_done
+            self._num_read = self._num_read + dispatch.num_tokens if is_reading else 0
+            self._num_done += 1
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[bool]:
+        """Notes that things are half done; yields whether they were before."""
+        was_torn, self._is_torn = self._is_torn, True
+        yield was_torn
+        self._is_torn = was_torn  # after an exception it stays True
+
+    def _mend(self) -> None:
+        """Gives each request either a slot or a place in the queue, in order."""
+        busy = set()
+        for slot in self.slots:
+            if slot.work is not None:
+                id = slot.work.request.id
+                if self.works.get(id) is slot.work:
+                    busy.add(id)
+                else:
+                    slot.work = slot.last = None
+        waiting = [work for id, work in self.works.items() if id not in busy]
+        waiting.sort(key=lambda work: work.order)
+        self._waiting.clear()
+        self._waiting.update((work.request.id, work) for work in waiting)
+        self._new = [*self._waiting]
+        self._is_torn = False
 
     def _admit(self, version: int) -> None:
         """Assigns free slots to waiting requests.
@@ -233,9 +278,6 @@ class Scheduler:
         free = {slot.index: slot for slot in self.slots if slot.work is None}
         if not (self._waiting and free):
             return
-        for slot in busy:  # also after an interrupt between two assignments
-            assert slot.work is not None
-            self._waiting.pop(slot.work.request.id, None)
         for slot in free.values():
             slot.text = slot.text or prefixes.encoded(slot.tokens)
         taken = collections.Counter(slot.device for slot in busy)
@@ -251,8 +293,7 @@ class Scheduler:
             places.leave([s for s in free.values() if s.kept_until > self._num_done])
         while self._waiting and places.free:
             id, work = next(iter(self._waiting.items()))
-            if id in self.works:  # else an interrupt came while it was removed
-                places.give(work)
+            places.give(work)
             del self._waiting[id]
             self._num_passed = 0
         if not self._waiting:

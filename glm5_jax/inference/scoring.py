@@ -2,18 +2,20 @@
 
 import functools
 import math
+import pathlib
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from glm5_jax import collectives, losses, sharding
+from glm5_jax import collectives, losses
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.rows import packing
 from glm5_jax.inference import placement, weights
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import invariance, transformer
+from glm5_jax.quantization import shards
 
 BATCH_TOKENS = 4096  # tokens of a forward pass
 CHUNK_TOKENS = 1024  # tokens whose logits are in memory at once
@@ -73,6 +75,18 @@ def require_positions(num_tokens: int, config: config_lib.ModelConfig) -> None:
             f"Rows have {num_tokens} tokens, more than "
             f"model.max_position_embeddings={limit}; shorten them."
         )
+
+
+def read_text(path: str) -> str:
+    """Reads a text file.
+
+    Raises:
+      InputError: it cannot be read.
+    """
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise config_lib.InputError(f"{path} cannot be read: {error}.") from error
 
 
 def rows_of_text(
@@ -174,7 +188,7 @@ def _score(
         head = params["lm_head"]
         return losses.token_nll(out.hidden, head, targets, CHUNK_TOKENS), out.hidden
 
-    specs = sharding.specs(transformer.param_dims(config))
+    specs = shards.specs(params, transformer.param_dims(config))
     arguments = specs, placement.ROWS, placement.ROWS, placement.ROWS
     run = collectives.on_shards(local, arguments, placement.ROWS)
     return run(params, tokens, targets, context)

@@ -56,6 +56,7 @@ class Service:
     def __init__(self, engine: engine_lib.Engine) -> None:
         """Starts the thread that runs the engine, which nobody else may use again."""
         self.capacity = engine.capacity  # tokens of a sequence
+        self.config = engine.config
         self._engine = engine
         self._lock = threading.Condition()
         # Under the lock:
@@ -306,7 +307,16 @@ class Service:
             if id in self._streams and not self._send(self._streams[id]):
                 self._abort(id)
         for id, completion in finished:
-            self._end(id, completion.finish_reason or "error")
+            reason = None if completion.error else completion.finish_reason
+            self._end(id, reason or "error", completion.error)
+        if not self._engine.num_pending:
+            self._end_lost()
+
+    def _end_lost(self) -> None:
+        """Ends requests that an idle engine no longer knows; their clients wait."""
+        for id, stream in [*self._streams.items()]:
+            if stream.completion is not None:
+                self._end(id, "error", "The engine lost the request.")
 
     def _fail(self, ids: list[int], error: Exception) -> None:
         """Counts a failed dispatch of these requests; ends those that had several."""
@@ -365,9 +375,11 @@ class Service:
             waiting=engine.num_waiting + held,
             free_slots=engine.num_free_slots,
             free_pages=engine.num_free_pages,
+            restored=engine.num_restored,
             preemptions=engine.num_preempted,
             is_paused=self._pause is not None,
             dispatch_seconds=self._seconds,
+            acceptance=engine.drafter.acceptance,
             ended=dict(self._ended),
             **self._counts,
         )

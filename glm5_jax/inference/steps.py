@@ -14,27 +14,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from glm5_jax.inference import adjustments as adjustments_lib
-from glm5_jax.inference import placement
+from glm5_jax.inference import draws, placement
+from glm5_jax.inference import guides as guides_lib
 from glm5_jax.inference import sampling as sampling_lib
 from glm5_jax.model import cache as cache_lib
-from glm5_jax.model import cached, transformer
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Settings of the sequences; arrays, so that no value causes a recompilation."""
-
-    keys: Key[Array, " B"]  # of the requests; key and position seed a token's draw
-    sampling: sampling_lib.Sampling
-    budget: Int[Array, " B"]  # tokens that may still be drawn; 0: the slot is idle
-    stop_ids: Int[Array, "B n"]  # ids that end the sequence; -1 is padding
-    adjustments: adjustments_lib.Adjustments | None = None
+from glm5_jax.model import cached, mtp_cached, transformer
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +33,9 @@ class State:
 
     cache: cache_lib.Cache
     tokens: Int[Array, " B"]  # the last tokens drawn, not yet in the cache
-    plan: Plan
+    plan: draws.Plan
+    # With drafts (rounds.py): the model's state of each last token in the cache.
+    hidden: Float[Array, "B D"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +48,7 @@ class Parts:
     slots: Int[Array, " b"]  # slot on the device; the number of slots marks padding
     start: Int[Array, " b"]  # length of the prefix that is already in the cache
     is_last: Bool[Array, " b"]  # whether the prompt ends with this part
-    plan: Plan
+    plan: draws.Plan  # with guides, if it has adjustments
     table: Int[Array, "b n"] | None = None  # of `Cache`, if it has pages
 
 
@@ -69,6 +60,15 @@ class Chosen:
     # Slot on the device; the number of slots marks padding. None: all slots.
     slots: Int[Array, " b"] | None
     table: Int[Array, "b n"] | None = None  # of `Cache`, if it has pages
+    guides: guides_lib.Guides | None = None  # with adjustments
+
+
+class Tally(NamedTuple):
+    """Counts of the rounds of a dispatch with drafts."""
+
+    rounds: Int[Array, " b"]  # in which the sequence drew tokens
+    judged: Int[Array, "b k"]  # of them, those whose end did not cut the k-th draft off
+    accepted: Int[Array, "b k"]  # of these, those that kept the k-th draft
 
 
 class Drawn(NamedTuple):
@@ -78,9 +78,16 @@ class Drawn(NamedTuple):
     logprobs: Float[Array, "b n"]  # in the distribution that was sampled
     experts: Int[Array, "expert_layers b t K"] | None  # of the tokens that were read
     details: adjustments_lib.Details | None = None  # with adjustments
+    tally: Tally | None = None  # with drafts
 
 
-_DRAWN = Drawn(placement.ROWS, placement.ROWS, placement.LAYERS_OF_ROWS, placement.ROWS)
+DRAWN = Drawn(  # how a mesh shards it
+    ids=placement.ROWS,
+    logprobs=placement.ROWS,
+    experts=placement.LAYERS_OF_ROWS,
+    details=placement.ROWS,
+    tally=placement.ROWS,
+)
 
 
 def empty(
@@ -90,6 +97,7 @@ def empty(
     n: int,
     pages: tuple[int, int] | None = None,
     with_adjustments: bool = False,
+    with_drafts: bool = False,
 ) -> State:
     """Returns a state without sequences.
 
@@ -100,15 +108,20 @@ def empty(
       n: most stop ids of a sequence.
       pages: of `cached.empty`.
       with_adjustments: as in `Limits`.
+      with_drafts: whether multi-token prediction drafts tokens.
     """
     zeros = jnp.zeros(slots, jnp.int32)
     wishes = None
     if with_adjustments:
         wishes = adjustments_lib.make([None] * slots, capacity)
+    hidden = None
+    if with_drafts:
+        hidden = jnp.zeros((slots, config.hidden_size), config.dtype)
     return State(
-        cache=cached.empty(config, slots, capacity, pages),
+        hidden=hidden,
+        cache=cached.empty(config, slots, capacity, pages, with_drafts),
         tokens=zeros,
-        plan=Plan(
+        plan=draws.Plan(
             keys=sampling_lib.request_keys(0, zeros),
             sampling=sampling_lib.make_sampling(slots),
             budget=jnp.zeros(slots, jnp.int32),
@@ -140,7 +153,7 @@ def prefill(
       with_experts: whether to return the experts of each token.
     """
     local = functools.partial(_prefill, config, is_fresh, with_experts)
-    return placement.on_shards(local, config, _DRAWN)(params, state, parts)
+    return placement.on_shards(local, config, DRAWN)(params, state, parts)
 
 
 def _prefill(
@@ -169,19 +182,26 @@ def _prefill(
             params, config, cache, parts.tokens, parts.num_tokens, slots
         )
         experts = choices.experts
-    last = jnp.maximum(parts.num_tokens - 1, 0)
-    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    ids, logprobs, details, plan = _draw(
-        params, config, hidden, parts.start + parts.num_tokens, parts.plan
+    states, last = hidden, jnp.maximum(parts.num_tokens - 1, 0)
+    hidden = jnp.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
+    logits = transformer.logits(params, config, hidden)
+    ids, logprobs, details, plan = draws.draw(
+        logits, parts.start + parts.num_tokens, parts.plan
     )
+    kept = state.hidden
+    if kept is not None:
+        cache = _with_mtp(params, config, cache, parts, states, kept)
+        kept = kept.at[slots].set(hidden, mode="drop")
     # Indices beyond the slots are dropped: unfinished prompts have no token yet.
     done = jnp.where(parts.is_last, slots, len(state.tokens))
+    plan = dataclasses.replace(plan, guides=None)
     state = State(
         cache=dataclasses.replace(cache, table=None),
         tokens=state.tokens.at[done].set(ids, mode="drop"),
         plan=jax.tree.map(
             lambda old, new: old.at[done].set(new, mode="drop"), state.plan, plan
         ),
+        hidden=kept,
     )
     ids = jnp.where(parts.is_last, ids, -1)
     return state, Drawn(
@@ -213,7 +233,7 @@ def decode(
     """
     local = functools.partial(_decode, config, num_steps, with_experts)
     trees = (state,) if chosen is None else (state, chosen)
-    return placement.on_shards(local, config, _DRAWN)(params, *trees)
+    return placement.on_shards(local, config, DRAWN)(params, *trees)
 
 
 def _decode(
@@ -225,14 +245,15 @@ def _decode(
     chosen: Chosen | None = None,
 ) -> tuple[State, Drawn]:
     """Computes `decode` for the slots of one device; all devices stop together."""
-    slots, table = (None, None) if chosen is None else (chosen.slots, chosen.table)
-    first = dataclasses.replace(state.cache, table=table)
-    tokens, plan = _rows(first, state, slots)
+    chosen = chosen or Chosen(None)
+    slots = chosen.slots
+    first = dataclasses.replace(state.cache, table=chosen.table)
+    tokens, plan = rows_of(first, state, chosen)
     batch = len(tokens)
 
     def step(carry: tuple) -> tuple:
         n, cache, tokens, plan, drawn = carry
-        is_running = plan.budget > 0
+        is_running = plan.is_running
         hidden, cache, choices = cached.decode(
             params,
             config,
@@ -242,9 +263,8 @@ def _decode(
             slots,
         )
         lengths = cache.lengths if slots is None else cache.lengths[slots]
-        ids, logprobs, details, plan = _draw(
-            params, config, hidden[:, 0], lengths, plan
-        )
+        logits = transformer.logits(params, config, hidden[:, 0])
+        ids, logprobs, details, plan = draws.draw(logits, lengths, plan, is_running)
         tokens = jnp.where(is_running, ids, tokens)
         experts = drawn.experts
         if experts is not None:
@@ -259,28 +279,40 @@ def _decode(
 
     def has_budget(carry: tuple) -> Bool[Array, ""]:
         n, _, _, plan, _ = carry
-        return (n < num_steps) & collectives.anywhere(
-            jnp.any(plan.budget > 0), collectives.ROWS
-        )
+        is_any = collectives.anywhere(jnp.any(plan.is_running), collectives.ROWS)
+        return (n < num_steps) & is_any
 
-    nothing = _nothing(config, plan, (batch, num_steps), with_experts)
-    carry = (jnp.zeros((), jnp.int32), first, tokens, plan, nothing)
+    drawn = nothing(config, plan, (batch, num_steps), with_experts)
+    carry = (jnp.zeros((), jnp.int32), first, tokens, plan, drawn)
     _, cache, tokens, plan, drawn = lax.while_loop(has_budget, step, carry)
+    return after(state, slots, cache, tokens, plan), drawn
+
+
+def after(
+    state: State,
+    slots: Int[Array, " b"] | None,
+    cache: cache_lib.Cache,
+    tokens: Int[Array, " b"],
+    plan: draws.Plan,
+    hidden: Float[Array, "b D"] | None = None,
+) -> State:
+    """Returns the state after these slots were decoded; the others keep theirs."""
     cache = dataclasses.replace(cache, table=None)
-    if slots is not None:  # the other slots keep theirs
-        changed = plan.budget, plan.adjustments, tokens
-        budget, wishes, tokens = jax.tree.map(
+    plan = dataclasses.replace(plan, guides=None)
+    if slots is not None:
+        changed = plan.budget, plan.adjustments, tokens, hidden
+        budget, wishes, tokens, hidden = jax.tree.map(
             lambda old, new: old.at[slots].set(new, mode="drop"),
-            (state.plan.budget, state.plan.adjustments, state.tokens),
+            (state.plan.budget, state.plan.adjustments, state.tokens, state.hidden),
             changed,
         )
         plan = dataclasses.replace(state.plan, budget=budget, adjustments=wishes)
-    return State(cache, tokens, plan), drawn
+    return State(cache, tokens, plan, hidden)
 
 
-def _nothing(
+def nothing(
     config: config_lib.ModelConfig,
-    plan: Plan,
+    plan: draws.Plan,
     shape: tuple[int, int],
     with_experts: bool,
 ) -> Drawn:
@@ -295,11 +327,11 @@ def _nothing(
     )
 
 
-def _rows(
-    cache: cache_lib.Cache, state: State, slots: Int[Array, " b"] | None
-) -> tuple[Int[Array, " b"], Plan]:
+def rows_of(
+    cache: cache_lib.Cache, state: State, chosen: Chosen
+) -> tuple[Int[Array, " b"], draws.Plan]:
     """Returns last tokens and plans of the chosen slots; others have no budget."""
-    tokens, plan = state.tokens, state.plan
+    tokens, plan, slots = state.tokens, state.plan, chosen.slots
     if slots is not None:
         tokens, plan = jax.tree.map(lambda x: x[slots], (tokens, plan))
         is_slot = slots < len(state.tokens)
@@ -309,7 +341,41 @@ def _rows(
         num_pages = next(iter(cache.entries.values())).shape[1]
         budget = jnp.where(cache.table[:, 0] < num_pages, plan.budget, 0)
         plan = dataclasses.replace(plan, budget=budget)
-    return tokens, plan
+    return tokens, dataclasses.replace(plan, guides=chosen.guides)
+
+
+def _with_mtp(
+    params: dict,
+    config: config_lib.ModelConfig,
+    cache: cache_lib.Cache,
+    parts: Parts,
+    states: Float[Array, "b T D"],
+    before: Float[Array, "B D"],
+) -> cache_lib.Cache:
+    """Fills the rows of multi-token prediction for parts of prompts.
+
+    Args:
+      params: of `prefill`.
+      config: of the model.
+      cache: with the parts in it.
+      parts: of prompts.
+      states: of their tokens, after the last norm.
+      before: the state of each slot's last token before. If a slot begins with rows of
+        another sequence, it is that of another token, and one row is inexact: a draft
+        may get worse, what is drawn does not change.
+    """
+    firsts = before[jnp.minimum(parts.slots, len(before) - 1)]
+    states = jnp.concatenate([firsts[:, None], states[:, :-1]], axis=1)
+    starts = cache.lengths.at[parts.slots].set(parts.start, mode="drop")
+    filled = mtp_cached.fill(
+        params,
+        config,
+        dataclasses.replace(cache, lengths=starts),
+        parts.tokens,
+        states,
+        parts.slots,
+    )
+    return dataclasses.replace(filled, lengths=cache.lengths)
 
 
 def _with_sequences(
@@ -322,38 +388,13 @@ def _with_sequences(
     entries = dict(cache.entries)
     for name, stack in cache.entries.items():
         part = new.entries[name]
+        num_layers = len(part)  # without the one of multi-token prediction
         if cache.table is None:
-            stack = stack.at[:, slots, : part.shape[2]].set(part, mode="drop")
+            stack = stack.at[:num_layers, slots, : part.shape[2]].set(part, mode="drop")
         else:
             size, places = stack.shape[2], jnp.arange(part.shape[2])
             pages = cache.table[:, places // size]
-            stack = stack.at[:, pages, places % size].set(part, mode="drop")
+            stack = stack.at[:num_layers, pages, places % size].set(part, mode="drop")
         entries[name] = stack
     lengths = cache.lengths.at[slots].set(num_tokens, mode="drop")
     return dataclasses.replace(cache, entries=entries, lengths=lengths)
-
-
-def _draw(
-    params: dict,
-    config: config_lib.ModelConfig,
-    hidden: Float[Array, "B D"],
-    positions: Int[Array, " B"],
-    plan: Plan,
-) -> tuple[Int[Array, " B"], Float[Array, " B"], adjustments_lib.Details | None, Plan]:
-    """Draws a token at each position.
-
-    Returns:
-      Ids, log-probs, details with adjustments, and the plan with the new budgets.
-    """
-    raw = logits = transformer.logits(params, config, hidden)
-    wishes, details = plan.adjustments, None
-    if wishes is not None:
-        logits = adjustments_lib.apply(logits, wishes)
-    ids, logprobs = sampling_lib.sample(logits, plan.keys, positions, plan.sampling)
-    if wishes is not None:
-        details = adjustments_lib.details(raw, ids, wishes)
-        wishes = adjustments_lib.with_tokens(wishes, positions, ids)
-    is_stop = jnp.any(plan.stop_ids == ids[:, None], axis=1)
-    budget = jnp.where(is_stop, 0, jnp.maximum(plan.budget - 1, 0))
-    plan = dataclasses.replace(plan, budget=budget, adjustments=wishes)
-    return ids, logprobs, details, plan

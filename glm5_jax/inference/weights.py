@@ -48,7 +48,7 @@ def computed(
     def placed(params: dict) -> dict:
         if mesh is None:
             return params
-        return jax.device_put(params, placement.params(config, mesh))
+        return jax.device_put(params, placement.params(params, config, mesh))
 
     return placed(cast_params(placed(params), config))
 

@@ -58,13 +58,20 @@ class Block:
             **self.attention.table(),
         }
 
-    def fetched(self, params: dict) -> dict:
+    def fetched(self, params: dict, num_rows: int | None = None) -> dict:
         """Returns stored parameters as the block computes with them.
 
         Shards are gathered, matrices are in the activations' dtype; norms, router and
         the indexer's head weights are in float32.
+
+        Args:
+          params: the layer's, as stored.
+          num_rows: rows of this device, which may go to the shards instead, see
+            `layers.fetched`; None for batch-invariant sums.
         """
-        return layers.fetched(params, self.table(), self.config.dtype)
+        if self.config.batch_invariant:
+            num_rows = None
+        return layers.fetched(params, self.table(), self.config.dtype, num_rows)
 
     def forward(
         self,

@@ -21,7 +21,9 @@ from glm5_jax.model import attention as attention_lib
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
-from glm5_jax.model import embedding, layers, transformer
+from glm5_jax.model import embedding, expert_products, layers, transformer
+from glm5_jax.model import experts as experts_lib
+from pallas_kernels import dispatch
 
 
 class Choices(NamedTuple):
@@ -38,6 +40,7 @@ def empty(
     batch: int,
     capacity: int,
     pages: tuple[int, int] | None = None,
+    with_mtp: bool = False,
 ) -> cache_lib.Cache:
     """Makes a cache for `batch` sequences of up to `capacity` tokens.
 
@@ -46,34 +49,42 @@ def empty(
       batch: number of sequences.
       capacity: most tokens of a sequence.
       pages: number of pages and rows of each; None gives each sequence `capacity` rows.
+      with_mtp: whether the module of multi-token prediction has rows, too, behind those
+        of the layers (mtp_cached.py).
     """
     number, size = pages or (batch, capacity)
     return cache_lib.Cache(
         entries={
             name: jnp.zeros((count, number, *entry.shape), entry.dtype)
-            for name, (count, entry) in _entries(config, size).items()
+            for name, (count, entry) in _entries(config, size, with_mtp).items()
         },
         lengths=jnp.zeros(batch, jnp.int32),
         capacity=capacity,
     )
 
 
-def bytes_per_token(config: config_lib.ModelConfig) -> int:
+def bytes_per_token(config: config_lib.ModelConfig, with_mtp: bool = False) -> int:
     """Counts what the cache of a sequence grows by with every token."""
 
     def size(capacity: int) -> int:
-        entries = _entries(config, capacity).values()
+        entries = _entries(config, capacity, with_mtp).values()
         return sum(count * x.size * x.dtype.itemsize for count, x in entries)
 
     return size(2) - size(1)
 
 
+def num_layers_with(config: config_lib.ModelConfig) -> dict[str, int]:
+    """Returns how many layers of the stack have each entry of the cache."""
+    return {name: count for name, (count, _) in _entries(config, 1).items()}
+
+
 def _entries(
-    config: config_lib.ModelConfig, capacity: int
+    config: config_lib.ModelConfig, capacity: int, with_mtp: bool = False
 ) -> dict[str, tuple[int, jax.ShapeDtypeStruct]]:
     """Returns how many layers have each entry, and what it is of one sequence."""
     found: dict[str, tuple[int, jax.ShapeDtypeStruct]] = {}
-    for kind in depth.layer_kinds(config):
+    kinds = depth.layer_kinds(config)
+    for kind in (*kinds, depth.mtp_kind(config)) if with_mtp else kinds:
         entries = attention_lib.make(config, kind).cache_entries(capacity)
         for name, entry in entries.items():
             count, _ = found.get(name, (0, entry))
@@ -166,7 +177,7 @@ def decode(
         blocks = tuple(block_lib.make(config, kind) for kind in group.unit)
         unit = functools.partial(_unit, blocks, context)
         stack = params[f"layers_{g}"]
-        run = _in_turn if isinstance(stack, tuple) else lax.scan
+        run = _in_turn if isinstance(stack, tuple) else _scan
         carry, chosen = run(unit, carry, stack)
         found.append(chosen)
     x, reader = carry
@@ -261,12 +272,42 @@ def _unit(
     experts, shared = [], []
     x, reader = carry
     for p, block in enumerate(blocks):
-        own = block.fetched(params[f"block_{p}"])
+        own = block.fetched(params[f"block_{p}"], num_rows=x.shape[0] * x.shape[1])
         x, reader, routing = block.decode(own, x, context, reader)
         shared.append(reader.shared)
         if routing is not None:
             experts.append(routing.experts)
     return (x, reader), (experts, shared)
+
+
+def _scan(unit: Callable, carry: tuple, stack: dict) -> tuple:
+    """Scans over stacked layers, whose experts stay where they are if kernels run.
+
+    XLA copies what it slices out of a stack for a kernel.
+    """
+    experts = {}
+    if dispatch.platform() != "cpu" and experts_lib.are_whole():
+        experts = {k: v["mlp"]["experts"] for k, v in stack.items() if _has_experts(v)}
+
+    def step(carry: tuple, xs: tuple) -> tuple:
+        layer, params = xs
+        for name, own in experts.items():
+            views = {k: expert_products.OfLayer(x, layer) for k, x in own.items()}
+            block = params[name]
+            params = params | {name: block | {"mlp": block["mlp"] | {"experts": views}}}
+        return unit(carry, params)
+
+    for name in experts:
+        mlp = {k: v for k, v in stack[name]["mlp"].items() if k != "experts"}
+        stack = stack | {name: stack[name] | {"mlp": mlp}}
+    length = len(jax.tree.leaves(stack)[0])
+    return lax.scan(step, carry, (jnp.arange(length), stack))
+
+
+def _has_experts(block: dict) -> bool:
+    """Returns whether a stack's parameters have experts, as arrays."""
+    experts = block["mlp"].get("experts", {})
+    return bool(experts) and all(isinstance(x, jax.Array) for x in experts.values())
 
 
 def _in_turn(unit: Callable, carry: tuple, steps: tuple) -> tuple:

@@ -1,10 +1,10 @@
 """Routes tokens to experts, on one device or across devices.
 
 On a mesh with an expert axis each device has some of the experts. Tokens reach them in
-one of two ways, with the same numbers. "gather": each device receives all tokens of its
-group, and the devices sum their results. "exchange": a token's rows go only to the
-devices of its experts, and back. Both are dropless: there is room for every token,
-whatever the load.
+one of three ways, with the same numbers. "gather": each device receives all tokens of
+its group, and the devices sum their results. "rounds": the same, with smaller buffers
+that may be filled more than once. "exchange": a token's rows go only to the devices of
+its experts, and back. None drops a token, whatever the load.
 """
 
 import functools
@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-import pallas_kernels
 from glm5_jax import collectives
 from glm5_jax import config as config_lib
-from glm5_jax.model import layers
+from glm5_jax.model import expert_products, expert_rounds, layers
 from pallas_kernels import dispatch
 
 FEW_TOKENS = 32  # up to here, reading an expert's weights costs more than using them
@@ -27,7 +26,7 @@ _AXES = ("expert",)
 
 
 def run(
-    params: dict[str, Array],
+    params: layers.Params,
     config: config_lib.ModelConfig,
     x: Float[Array, "B T D"],
     chosen: Int[Array, "B T K"],
@@ -51,11 +50,19 @@ def run(
         return in_turn(params, rows, chosen, gates).reshape(x.shape)
     way = grouped
     if collectives.size(_AXES) > 1:
-        way = {"gather": by_gather, "exchange": by_exchange}[config.expert_transport]
+        way = {"gather": by_gather, "rounds": by_rounds, "exchange": by_exchange}[
+            config.expert_transport
+        ]
     if x.shape[1] > 1:  # prompts of any length may not divide
         way = _in_chunks(way, math.gcd(config.expert_chunks, len(rows)))
     y = way(params, rows, chosen, gates)
     return collectives.total(y, collectives.SHARES).reshape(x.shape)
+
+
+def are_whole() -> bool:
+    """Returns whether a device stores its experts' matrices whole."""
+    cut = collectives.fetched_axes(("E", "D", "F"))
+    return collectives.size([axis for axes in cut for axis in axes]) == 1
 
 
 def _in_chunks(way: Callable[..., Array], num_chunks: int) -> Callable[..., Array]:
@@ -66,7 +73,7 @@ def _in_chunks(way: Callable[..., Array], num_chunks: int) -> Callable[..., Arra
     if num_chunks == 1:
         return way
 
-    def run(params: dict[str, Array], *tokens: Array) -> Array:
+    def run(params: layers.Params, *tokens: Array) -> Array:
         parts = [y.reshape(num_chunks, -1, *y.shape[1:]) for y in tokens]
         part = jax.checkpoint(lambda xs: way(params, *xs))
         return lax.map(part, parts).reshape(tokens[0].shape)
@@ -75,26 +82,39 @@ def _in_chunks(way: Callable[..., Array], num_chunks: int) -> Callable[..., Arra
 
 
 def by_gather(
-    params: dict[str, Array],
+    params: layers.Params,
     x: Float[Array, "t D"],
     chosen: Int[Array, "t K"],
     gates: Float[Array, "t K"],
+    is_bounded: bool = False,
 ) -> Float[Array, "t D"]:
-    """Gathers all tokens of the group, and sums the devices' results."""
+    """Gathers all tokens of the group, and sums the devices' results.
+
+    Args:
+      params: of the experts of this device.
+      x: this device's tokens.
+      chosen: experts of each token.
+      gates: weights of the chosen experts.
+      is_bounded: whether the rows of experts go through a buffer in rounds.
+    """
     x, chosen, gates = (collectives.gather(y, _AXES, 0) for y in (x, chosen, gates))
-    first = collectives.index(_AXES) * len(params["gate_proj"])
-    y = grouped(params, x, chosen - first, gates)
+    first = collectives.index(_AXES) * params["gate_proj"].shape[0]
+    num_devices = collectives.size(_AXES) if is_bounded else 1
+    y = grouped(params, x, chosen - first, gates, num_devices)
     return collectives.scatter_sum(y, _AXES, 0)
 
 
+by_rounds = functools.partial(by_gather, is_bounded=True)
+
+
 def by_exchange(
-    params: dict[str, Array],
+    params: layers.Params,
     x: Float[Array, "t D"],
     chosen: Int[Array, "t K"],
     gates: Float[Array, "t K"],
 ) -> Float[Array, "t D"]:
     """Sends rows to the devices of their experts, and the results back."""
-    num_devices, num_here = collectives.size(_AXES), len(params["gate_proj"])
+    num_devices, num_here = collectives.size(_AXES), params["gate_proj"].shape[0]
     num_experts, per_token = num_devices * num_here, chosen.shape[-1]
     order, position = _sorted(chosen.reshape(-1), num_experts + 1)
     position = position.reshape(chosen.shape)
@@ -113,37 +133,49 @@ def by_exchange(
     piece = jnp.searchsorted(ends, jnp.arange(room), side="right")
     expert = jnp.where(piece < ends.size, piece % num_here, num_here)
     back, there = _sorted(expert, num_here + 1)
-    out = _swiglu(
-        params, _spread(received, back, there[:, None]), jnp.sum(counts, axis=0)
-    )
+    grouped_rows = _spread(received, back, there[:, None])
+    out = expert_products.swiglu(params, grouped_rows, jnp.sum(counts, axis=0))
     out = _exchange(_gather_sum(out, back, there[:, None]), sizes.T, len(rows))
     out = out * gates.reshape(-1)[order][:, None]
     return _gather_sum(out, order // per_token, position)
 
 
 def grouped(
-    params: dict[str, Array],
+    params: layers.Params,
     x: Float[Array, "t D"],
     chosen: Int[Array, "t K"],
     gates: Float[Array, "t K"],
+    num_devices: int = 1,
 ) -> Float[Array, "t D"]:
     """Sorts the t * K rows by expert, runs the grouped SwiGLU, and sums them back.
 
     Rows of experts on other devices come last and give zeros.
+
+    Args:
+      params: of the experts of this device.
+      x: tokens.
+      chosen: experts of each token; others than this device's are of other devices.
+      gates: weights of the chosen experts.
+      num_devices: devices that share the rows, for buffers that have no room for all;
+        1 for buffers that have.
     """
-    num_experts, per_token = len(params["gate_proj"]), chosen.shape[-1]
+    num_experts, per_token = params["gate_proj"].shape[0], chosen.shape[-1]
     is_here = (chosen >= 0) & (chosen < num_experts)
     chosen = jnp.where(is_here, chosen, num_experts).reshape(-1)
     order, position = _sorted(chosen, num_experts + 1)
     position = position.reshape(-1, per_token)
     sizes = jnp.bincount(chosen, length=num_experts + 1)[:num_experts]
-    rows = _spread(x, order // per_token, position)
-    out = _swiglu(params, rows, sizes, gates.reshape(-1)[order])
-    return _gather_sum(out, order // per_token, position)
+    source, factors = order // per_token, gates.reshape(-1)[order]
+    if num_devices > 1:
+        size = expert_rounds.room(order.size, num_devices)
+        return expert_rounds.run(size, params, x, factors, source, sizes)
+    rows = _spread(x, source, position)
+    out = expert_products.swiglu(params, rows, sizes, factors)
+    return _gather_sum(out, source, position)
 
 
 def in_turn(
-    params: dict[str, Array],
+    params: layers.Params,
     x: Float[Array, "t D"],
     chosen: Int[Array, "t K"],
     gates: Float[Array, "t K"],
@@ -163,21 +195,6 @@ def in_turn(
         return lax.cond(jnp.any(chosen == e), add, lambda total: total, total)
 
     return lax.fori_loop(0, len(gates_Et), expert, jnp.zeros_like(x))
-
-
-def _swiglu(
-    params: dict[str, Array],
-    rows: Float[Array, "M D"],
-    sizes: Int[Array, " E"],
-    gates: Float[Array, " M"] | None = None,
-) -> Float[Array, "M D"]:
-    """Runs each group of rows through its expert."""
-    gate = pallas_kernels.grouped_matmul(rows, params["gate_proj"], sizes)
-    up = pallas_kernels.grouped_matmul(rows, params["up_proj"], sizes)
-    hidden = jax.nn.silu(gate) * up
-    if gates is not None:
-        hidden = hidden * gates[:, None]
-    return pallas_kernels.grouped_matmul(hidden, params["down_proj"], sizes)
 
 
 def _sorted(

@@ -53,16 +53,20 @@ def table(config: config_lib.ModelConfig) -> dict:
     heads, dim = config.index_n_heads, config.index_head_dim
     hidden = config.hidden_size
     return {
-        "wq_b": layers.Param((config.q_lora_rank, heads, dim), ("Q", "I", "J")),
-        "wk": layers.Param((hidden, dim), ("D", "J")),
+        "wq_b": layers.Param(
+            (config.q_lora_rank, heads, dim), ("Q", "I", "J"), num_in=1
+        ),
+        "wk": layers.Param((hidden, dim), ("D", "J"), num_in=1),
         "k_norm_scale": layers.scale(dim, "J"),
         "k_norm_bias": layers.bias(dim, "J"),
-        "weights_proj": layers.Param((hidden, heads), ("D", "I"), is_float32=True),
+        "weights_proj": layers.Param(
+            (hidden, heads), ("D", "I"), is_float32=True, num_in=1
+        ),
     }
 
 
 def project(
-    params: dict[str, Array],
+    params: layers.Params,
     config: config_lib.ModelConfig,
     x: Float[Array, "B T D"],
     c_q: Float[Array, "B T Q"],
@@ -81,9 +85,10 @@ def project(
         return jnp.concatenate([first, y[..., rope_dim:]], axis=-1)
 
     cos, sin = context.cos, context.sin
-    q = layers.linear_of_columns(c_q, params["wq_b"], halves)
+    (q,) = layers.linear_of_columns(c_q, params["wq_b"], halves)
+    (k,) = layers.linear_of_columns(x, params["wk"], halves)
     k = layers.layer_norm(
-        layers.linear_of_columns(x, params["wk"], halves),
+        k,
         halves(params["k_norm_scale"]),
         halves(params["k_norm_bias"]),
         K_NORM_EPS,
@@ -98,7 +103,7 @@ def project(
 
 
 def select(
-    params: dict[str, Array],
+    params: layers.Params,
     config: config_lib.ModelConfig,
     x: Float[Array, "B T D"],
     c_q: Float[Array, "B T Q"],

@@ -35,7 +35,7 @@ def table(config: config_lib.ModelConfig) -> dict:
     """Declares the parameters of one layer's experts and router."""
     e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     params = {
-        "gate": layers.Param((d, e), ("D", "E"), is_float32=True),
+        "gate": layers.Param((d, e), ("D", "E"), is_float32=True, num_in=1),
         # The bias decides between close experts; its steps are too small for bfloat16.
         "e_score_correction_bias": dataclasses.replace(
             layers.bias(e, "E"), is_kept_float32=True
@@ -53,7 +53,7 @@ def table(config: config_lib.ModelConfig) -> dict:
 
 
 def route(
-    params: dict[str, Array],
+    params: layers.Params,
     config: config_lib.ModelConfig,
     x: Float[Array, "B T D"],
     is_token: Bool[Array, "B T"],

@@ -125,6 +125,23 @@ def ahead(x: Array, num_steps: int) -> Array:
     return jnp.stack([jnp.roll(x, -k, axis=1) for k in range(1, num_steps + 1)])
 
 
+def joined(
+    params: dict,
+    config: config_lib.ModelConfig,
+    embed_tokens: Float[Array, "v d"],
+    tokens: Int[Array, "B T"],
+    h: Float[Array, "B T D"],
+) -> Float[Array, "B T D"]:
+    """Returns the layer's input: of the tokens ahead, and of the step before."""
+    eps = config.rms_norm_eps
+    x = embedding.embed(embed_tokens, config, tokens)
+    pair = (
+        layers.rms_norm(x, params["enorm"], eps),
+        layers.rms_norm(h, params["hnorm"], eps),
+    )
+    return layers.linear(jnp.concatenate(pair, axis=-1), params["eh_proj"])
+
+
 def _step(
     params: dict,
     block: block_lib.Block,
@@ -137,16 +154,12 @@ def _step(
 ) -> tuple[Array, block_lib.BlockAux, Any]:
     """Runs one step: its normed state, auxiliary outputs, and what its queries read."""
     config = block.config
-    eps = config.rms_norm_eps
-    pair = [
-        layers.rms_norm(
-            embedding.embed(embed_tokens, config, tokens), params["enorm"], eps
-        ),
-        layers.rms_norm(h, params["hnorm"], eps),
-    ]
-    joined = jnp.concatenate(pair, axis=-1)
-    x = layers.linear(joined, params["eh_proj"])
+    x = joined(params, config, embed_tokens, tokens, h)
     out = block.forward(
         params["block"], x, context, kl_weight=kl_weight, attended=attended
     )
-    return layers.rms_norm(out.x, params["norm"], eps), out.aux, out.attended
+    return (
+        layers.rms_norm(out.x, params["norm"], config.rms_norm_eps),
+        out.aux,
+        out.attended,
+    )

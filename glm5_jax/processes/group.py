@@ -100,6 +100,22 @@ def require_supported(config: config_lib.TrainConfig, group: Group | None) -> No
         )
 
 
+def require_alone(environ: Mapping[str, str] = os.environ) -> None:
+    """Checks that a command of one process was not started as several.
+
+    Raises:
+      InputError: the environment or the cluster says that there are others.
+    """
+    if find(environ=environ) is not None:
+        raise config_lib.InputError(
+            "several processes were started together (by JAX_NUM_PROCESSES, Slurm, "
+            "Open MPI or a TPU pod), but only glm5_jax.train runs as several. Other "
+            "commands run in one, on all devices of its host: start the command on one "
+            "host, without these variables. To serve from several hosts, start a "
+            "server on each."
+        )
+
+
 def _number(name: str, flag: int | None, environ: Mapping[str, str]) -> int | None:
     text = environ.get(VARIABLES[name])
     if flag is not None or not text:

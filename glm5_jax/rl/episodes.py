@@ -25,6 +25,7 @@ import functools
 import itertools
 import math
 import numbers
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -97,7 +98,6 @@ class Episode:
 class Context:
     """The objects that all episodes share."""
 
-    engine: pump_lib.Engine
     pump: pump_lib.Pump
     taskset: protocol.Taskset
     template: templates.Template
@@ -107,7 +107,7 @@ class Context:
     def max_characters(self) -> int:
         """The smallest number of characters that never fits the cache."""
         longest = max(map(len, self.template.tokenizer.pieces))
-        return self.engine.capacity * longest + 1
+        return self.pump.capacity * longest + 1
 
 
 async def run(context: Context, job: Job) -> Episode:
@@ -167,7 +167,7 @@ class _Run:
         self._put(first, "reset")
         for turn in range(self._settings.max_turns):
             prompt = self._prompt()
-            room = self._context.engine.capacity - len(prompt)
+            room = self._context.pump.capacity - len(prompt)
             if room < 1:
                 reason = f"a prompt of {len(prompt)} tokens does not fit the cache"
                 if turn == 0:  # nothing was sampled: there is nothing to score
@@ -225,7 +225,7 @@ class _Run:
         Each takes a token at least, so that one more than the cache holds is enough.
         """
         try:
-            some = itertools.islice(new, self._context.engine.capacity + 1)
+            some = itertools.islice(new, self._context.pump.capacity + 1)
             new = [_copied(m, self._context.max_characters) for m in some]
         except Exception as error:
             raise _crash(call, error) from error
@@ -241,11 +241,10 @@ class _Run:
 
     async def _call(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
         """Calls the environment within the remaining time."""
-        clock = self._context.pump.clock
         limit = min(self._settings.call_timeout, self._seconds_left)
-        start = clock()
+        start = time.monotonic()
         try:
-            return await pump_lib.bounded(call, limit, clock, guest=self)
+            return await pump_lib.bounded(call, limit, guest=self)
         except pump_lib.LateError as error:
             reason = f"{name} {error}"
             raise _EndError(protocol.Label.TIMEOUT, reason) from error
@@ -254,7 +253,7 @@ class _Run:
         except Exception as error:
             raise _crash(name, error) from error
         finally:
-            self._seconds_left -= clock() - start
+            self._seconds_left -= time.monotonic() - start
 
     def _checked(self, reward: Any) -> protocol.Reward:
         """Returns the reward with finite floats."""

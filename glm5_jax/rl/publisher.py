@@ -7,11 +7,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from glm5_jax import config as config_lib
 from glm5_jax.inference import engine as engine_lib
-from glm5_jax.model import layers, transformer
+from glm5_jax.model import transformer
+from glm5_jax.quantization import schemes
 
 
 def publish(
@@ -27,31 +27,18 @@ def publish(
       params: the trainer's parameters; they are copied.
       version: the position at which the parameters are published, which is the number
         of batches drawn before (training/feeds/feed.py).
-      weights: "int8" rounds the copied matrices of the layers, as an engine with
-        quantised weights would. The trainer's parameters do not change.
+      weights: the scheme that quantizes the copy, or "same". The trainer's parameters
+        do not change.
     """
     engine.publish(_copy(params, engine.config, weights), version)
-
-
-def rounded_to_int8(weight: Float[Array, "*n width"]) -> Float[Array, "*n width"]:
-    """Rounds each vector of the last dim to multiples -127 .. 127 of a scale."""
-    largest = jnp.max(jnp.abs(weight), axis=-1, keepdims=True)
-    # A scale below tiny is flushed to 0, and vectors of zeros would become NaN.
-    scale = jnp.maximum(largest / 127, jnp.finfo(weight.dtype).tiny)
-    return jnp.round(weight / scale) * scale
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _copy(
     params: dict, config: config_lib.ModelConfig, weights: config_lib.RolloutWeights
 ) -> dict:
-    """Returns a copy; never rounds embeddings, head, norms and routers."""
-
-    def one(path: tuple, weight: Array, param: layers.Param) -> Array:
-        is_layer = path[0].key.startswith("layers")
-        num_dims = len(param.dims) - ("L" in param.dims)
-        if weights == "int8" and is_layer and num_dims > 1 and not param.is_float32:
-            return rounded_to_int8(weight)
-        return jnp.copy(weight)
-
-    return jax.tree_util.tree_map_with_path(one, params, transformer.table(config))
+    """Returns a copy, perhaps quantized."""
+    if weights != "same":
+        dims, scheme = transformer.param_dims(config), schemes.SCHEMES[weights]
+        params = schemes.quantized(params, dims, scheme)
+    return jax.tree.map(jnp.copy, params)

@@ -1,113 +1,141 @@
-"""Lets coroutines share an engine and call environments without blocking each other.
+"""Lets coroutines use an engine, and call environments without blocking each other.
 
-Everything runs in one thread. The engine's short steps alternate with the coroutines,
-and calls of environments are awaited with a time limit.
+The coroutines run in one thread, and the engine in the thread of its service. The
+engine waits for coroutines whose requests have just finished, so that equal runs have
+equal dispatches. Calls of environments are awaited with a time limit.
 """
 
 import asyncio
+import collections
 import contextlib
+import functools
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent import futures
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from absl import logging
 
-from glm5_jax.inference import requests
+from glm5_jax.inference import events, requests
+from glm5_jax.inference import service as service_lib
 from glm5_jax.rl import event_loop
 
-# Yields so that finished episodes can submit their next request before the next step.
-# From the end of an episode to the first prompt of the next takes 10 rounds of 2 us.
-_NUM_YIELDS = 16
-_LONG_STEP = 1.0  # seconds; only a step that compiles takes longer
+# Rounds of the event loop in which finished episodes can submit their next request
+# before the next dispatch. From the end of an episode to the first prompt of the next
+# takes 10 rounds of 2 us.
+_NUM_ROUNDS = 16
+_HOLD_SECONDS = 10.0  # that the engine waits for an event loop that does not turn
 _CANCEL_SECONDS = 1.0  # for a cancelled call to clean up
 _CLEAN_SECONDS = 10.0  # for all episodes to close after ctrl-C
 
 T = TypeVar("T")
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """The part of inference.engine.Engine that a pump needs."""
-
-    capacity: int  # tokens of a sequence, prompt and completion
-
-    @property
-    def num_pending(self) -> int:
-        """Number of requests that have not finished."""
-        ...
-
-    def submit(self, request: requests.Request) -> Any:
-        """Queues a request for a slot."""
-        ...
-
-    def step(self) -> list[tuple[int, requests.Completion]]:
-        """Runs one dispatch and returns the requests that finished."""
-        ...
-
-    def abort(self, id: int) -> Any:
-        """Stops a request."""
-        ...
-
-
 class LateError(Exception):
     """Raised if a call does not return in time."""
 
 
-class Pump:
-    """Steps an engine while requests wait for it."""
+class EngineError(RuntimeError):
+    """Raised if the engine fails for a request."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Serves requests to `engine` while `run` is running."""
-        self._engine = engine
-        self._held_seconds = 0.0  # in long steps, which block the coroutines
-        self._waiting: dict[int, asyncio.Future[requests.Completion]] = {}
-        self._is_asked = asyncio.Event()
+
+class Pump:
+    """Completes the requests of coroutines of one event loop."""
+
+    def __init__(self, service: service_lib.Service) -> None:
+        """Serves requests to an engine that other clients may use, too."""
+        self.capacity = service.capacity  # tokens of a sequence
+        self._service = service
+        self._num_waiting = 0  # coroutines
+        self._is_held = False  # the engine is about to wait for the coroutines
+        self._is_closed = False  # it waits no more
+        self._is_over = threading.Event()  # what it waits for
+        # Answers that are not yet given.
+        self._ended: collections.deque[tuple[asyncio.Future, events.End]]
+        self._ended = collections.deque()
 
     async def complete(self, request: requests.Request) -> requests.Completion:
-        """Returns the engine's completion of a request; aborts it if cancelled."""
-        self._engine.submit(request)
+        """Returns the engine's completion of a request; aborts it if cancelled.
+
+        Raises:
+          InputError: the engine refuses the request.
+          EngineError: the engine fails for the request.
+        """
+        answer: asyncio.Future[events.End]
         answer = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = answer
-        self._is_asked.set()
+        if not self._num_waiting:
+            self._hold(answer)  # other coroutines are about to submit, too
+        self._num_waiting += 1
         try:
-            return await answer
+            self._service.submit(request, functools.partial(self._on_event, answer))
+            try:
+                end = await answer
+            except asyncio.CancelledError:
+                self._service.abort(request.id)
+                raise
         finally:
-            if self._waiting.pop(request.id, None) is not None:
-                self._engine.abort(request.id)
+            self._num_waiting -= 1
+        if end.reason not in ("stop", "length"):
+            raise EngineError(f"The engine fails for a request: {end.message}")
+        return end.completion
 
-    async def run(self) -> None:
-        """Steps the engine until cancelled; raises the engine's errors."""
-        while True:
-            await self._is_asked.wait()
-            while self._waiting:
-                if not self._engine.num_pending:
-                    raise RuntimeError(f"The engine lost requests {[*self._waiting]}.")
-                start = time.monotonic()
-                finished = self._engine.step()
-                seconds = time.monotonic() - start
-                if seconds > _LONG_STEP:
-                    self._held_seconds += seconds
-                for id, completion in finished:
-                    answer = self._waiting.pop(id, None)
-                    if answer is not None and not answer.done():
-                        answer.set_result(completion)
-                for _ in range(_NUM_YIELDS):
-                    await asyncio.sleep(0)
-            self._is_asked.clear()
+    def close(self) -> None:
+        """Lets the engine run without waiting; call it when the loop ends."""
+        self._is_closed = True
+        self._is_over.set()
 
-    def clock(self) -> float:
-        """Returns a time in seconds that stands still while the engine compiles."""
-        return time.monotonic() - self._held_seconds
+    def _on_event(
+        self, answer: asyncio.Future[events.End], event: events.Event
+    ) -> None:
+        """Notes the end of a request, in the engine's thread."""
+        if isinstance(event, events.End):
+            self._ended.append((answer, event))
+            self._hold(answer)
+
+    def _hold(self, answer: asyncio.Future) -> None:
+        """Makes the engine wait before its next dispatch, while coroutines run.
+
+        First all answers of the last dispatch are given, in their order.
+        """
+        if self._is_held:
+            return
+        self._is_held, loop = True, answer.get_loop()
+
+        def turn(num_left: int) -> None:
+            if num_left:
+                loop.call_soon(turn, num_left - 1)
+            else:
+                self._is_over.set()
+
+        def begin() -> None:
+            while self._ended:
+                _set(*self._ended.popleft())
+            turn(_NUM_ROUNDS)
+
+        def wait(_: Any = None) -> None:
+            self._is_held = False
+            self._is_over.clear()
+            if not self._is_closed:
+                loop.call_soon_threadsafe(begin)
+                self._is_over.wait(_HOLD_SECONDS)
+
+        try:
+            self._service.call(wait)
+        except events.ClosedError:
+            wait()
+
+
+def _set(answer: asyncio.Future[T], result: T) -> None:
+    """Sets a result, unless the future was cancelled."""
+    if not answer.done():
+        answer.set_result(result)
 
 
 async def bounded(
-    call: Callable[[], Awaitable[Any]],
-    seconds: float,
-    clock: Callable[[], float],
-    guest: object,
+    call: Callable[[], Awaitable[Any]], seconds: float, guest: object
 ) -> Any:
-    """Returns the result of `call` if it arrives within `seconds` of `clock`.
+    """Returns the result of `call` if it arrives within `seconds`.
 
     The call belongs to `guest`, which can cancel only its own tasks. A call that
     ignores its cancellation is abandoned.
@@ -119,10 +147,10 @@ async def bounded(
     context = event_loop.context_of(guest)
     task = asyncio.create_task(_contained(call), context=context)
     task.add_done_callback(_retrieve)
-    deadline = clock() + seconds
+    deadline = time.monotonic() + seconds
     try:
         while not task.done():
-            left = deadline - clock()
+            left = deadline - time.monotonic()
             if left <= 0:
                 raise LateError(f"took longer than {seconds:.3g} s")
             await asyncio.wait({task}, timeout=left)

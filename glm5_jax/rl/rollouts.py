@@ -1,4 +1,4 @@
-"""Runs many episodes concurrently on one engine.
+"""Runs many episodes concurrently, as clients of an engine's service.
 
 A failure ends only its own episode (episodes.py lists how each one ends). An error of
 the engine ends all of them.
@@ -14,12 +14,13 @@ from absl import logging
 from glm5_jax import config
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
+from glm5_jax.inference import service as service_lib
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
 
 
 def collect(
-    engine: pump_lib.Engine,
+    service: service_lib.Service,
     taskset: protocol.Taskset,
     template: templates.Template,
     jobs: Sequence[episodes_lib.Job],
@@ -32,7 +33,7 @@ def collect(
     seed and weights, not on concurrent episodes.
 
     Args:
-        engine: an engine without pending requests.
+        service: of the engine that samples; it may have other clients.
         taskset: makes an environment for each job.
         template: renders the conversations.
         jobs: the episodes to run, admitted in this order.
@@ -41,11 +42,12 @@ def collect(
 
     Raises:
         InputError: request ids overlap, or the engine refuses a request.
-        Exception: the engine or `on_episode` raised it.
+        EngineError: the engine fails for a request.
+        Exception: `on_episode` raised it.
     """
     _check_ids(jobs, settings.max_turns)
-    pump = pump_lib.Pump(engine)
-    context = episodes_lib.Context(engine, pump, taskset, template, settings)
+    pump = pump_lib.Pump(service)
+    context = episodes_lib.Context(pump, taskset, template, settings)
     episodes = pump_lib.run(_collect(context, jobs, on_episode))
     failures = collections.Counter(e.reason for e in episodes if not e.label.is_scored)
     for reason, count in failures.most_common(3):
@@ -86,7 +88,7 @@ async def _collect(
     jobs: Sequence[episodes_lib.Job],
     on_episode: Callable[[int, episodes_lib.Episode], object] | None,
 ) -> list[episodes_lib.Episode]:
-    """Runs workers that take one job after another, while the engine is pumped."""
+    """Runs workers that take one job after another."""
     episodes: dict[int, episodes_lib.Episode] = {}
     todo = iter(enumerate(jobs))
 
@@ -98,14 +100,12 @@ async def _collect(
 
     try:
         async with asyncio.TaskGroup() as group:
-            pumping = group.create_task(context.pump.run())
-            num_workers = min(context.settings.num_concurrent, len(jobs))
-            workers = [group.create_task(work()) for _ in range(num_workers)]
-            if workers:
-                await asyncio.wait(workers)
-            pumping.cancel()
+            for _ in range(min(context.settings.num_concurrent, len(jobs))):
+                group.create_task(work())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None  # the one that stopped the others
+    finally:
+        context.pump.close()
     assert len(episodes) == len(jobs), "every job ends in one episode"
     return [episodes[i] for i in range(len(jobs))]
 

@@ -182,7 +182,7 @@ def _time(line: dict[str, Any], tables: dict[str, Any]) -> str:
             ((k, _seconds(s)) for k, s in tables["link_seconds_by_axes"].items()),
         ),
         "FLOPs of matrix products, recomputation included, at an even load of the "
-        f"experts (their buffers have room for {line['mesh']['expert']} times the "
+        f"experts (their buffers have room for {line['expert_room']} times the "
         "rows; of HBM the products move as much less, all else that spreads and sums "
         "rows moves whole buffers):",
         table(

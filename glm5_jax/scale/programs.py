@@ -13,7 +13,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import arrays
 from glm5_jax.config import checks
 from glm5_jax.inference import engine, placement, steps, weights
-from glm5_jax.model import transformer
+from glm5_jax.model import expert_rounds, transformer
 from glm5_jax.training import program as program_lib
 
 OF_A_RUN = ("train", "init", "restore", "save")
@@ -31,6 +31,7 @@ class Job:
     arguments: tuple[Any, ...]
     names: tuple[str, ...]  # of the arguments
     num_tokens: int  # that a run reads or writes, over all devices
+    spare: int = 1  # times an even load that experts' buffers have room for
 
 
 def make(
@@ -58,6 +59,7 @@ def make(
         arguments=program.arguments,
         names=("params", "opt_state", "batch"),
         num_tokens=program.batch["tokens"].size,
+        spare=_spare(config.model, mesh),
     )
 
 
@@ -124,7 +126,7 @@ def _serving(
         functools.partial(weights.cast_params, config=model),
         transformer.abstract_params(model),
     )
-    params = jax.tree.map(_placed, params, placement.params(model, mesh))
+    params = jax.tree.map(_placed, params, placement.params(params, model, mesh))
     with placement.using(mesh):  # of a TPU, whose cache has wider rows
         state, to_state = placement.shapes(
             lambda: steps.empty(model, batch, length, NUM_STOP_IDS), mesh
@@ -159,7 +161,12 @@ def _serving(
         arguments=(params, state) if is_decode else (params, state, parts),
         names=("params", "cache", "batch")[: 2 if is_decode else 3],
         num_tokens=batch if is_decode else batch * chunk,
+        spare=_spare(model, mesh),
     )
+
+
+def _spare(model: config_lib.ModelConfig, mesh: Mesh | AbstractMesh) -> int:
+    return expert_rounds.spare(model.expert_transport, mesh.shape["expert"])
 
 
 def _parts(batch: int, length: int, num_slots: int) -> steps.Parts:

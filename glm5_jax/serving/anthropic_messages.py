@@ -11,7 +11,7 @@ from typing import Any
 from glm5_jax.serving import bodies, chat, errors, served, sse, turn
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-_CHOICES = {"auto": "auto", "none": "none"}
+_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 Block = dict[str, Any]
 
 
@@ -25,11 +25,17 @@ class MessagesBody(bodies.Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
+
+    @property
+    def is_parallel(self) -> bool:
+        """Returns whether there may be several calls."""
+        return not (self.tool_choice or {}).get("disable_parallel_tool_use", False)
 
     def as_chat(self, model: served.Served) -> chat.ChatBody:
         """Returns the same request as a chat completion.
@@ -38,7 +44,6 @@ class MessagesBody(bodies.Body):
             ApiError: a field cannot be used.
             InputError: a message is malformed.
         """
-        choice = (self.tool_choice or {}).get("type")
         said: list[dict[str, Any]] = []
         if self.system is not None:
             said.append(_said("system", self.system))
@@ -48,7 +53,10 @@ class MessagesBody(bodies.Body):
             model=self.model,
             messages=said,
             tools=[_tool(tool) for tool in self.tools or ()] or None,
-            tool_choice=choice and _CHOICES.get(choice, self.tool_choice),
+            tool_choice=_choice(self.tool_choice),
+            strict_tools=any(tool.get("strict") is True for tool in self.tools or ()),
+            parallel_tool_calls=self.is_parallel,
+            response_format=_format((self.output_config or {}).get("format")),
             thinking=self.thinking,
             stop=self.stop_sequences,
             temperature=self.temperature,
@@ -165,6 +173,28 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     shown = {name: tool[name] for name in ("name", "description") if name in tool}
     function = {**shown, "parameters": tool.get("input_schema", {})}
     return {"type": "function", "function": function}
+
+
+def _choice(given: Mapping[str, Any] | None) -> Any:
+    """Returns a tool_choice in OpenAI's form."""
+    if given is None:
+        return None
+    if given.get("type") == "tool":
+        return {"type": "function", "name": given.get("name")}
+    return _CHOICES.get(given.get("type", ""), dict(given))
+
+
+def _format(given: Any) -> dict[str, Any] | None:
+    """Returns an output_config.format as OpenAI's response_format.
+
+    Raises:
+        ApiError: it is not a JSON schema.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+        raise errors.bad_request("output_config.format must be of type json_schema.")
+    return {"type": "json_schema", "json_schema": dict(given)}
 
 
 def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -3,9 +3,11 @@
 import asyncio
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import fastapi
+import pydantic
 from fastapi import exceptions, responses
 from starlette import exceptions as starlette_exceptions
 
@@ -20,9 +22,11 @@ from glm5_jax.serving import (
     guard,
     metrics,
     openai_responses,
+    scores,
     served,
     sse,
     token_ids,
+    weight_updates,
 )
 
 _PAGE = pathlib.Path(__file__).parent / "page.html"
@@ -39,6 +43,7 @@ def make(model: served.Served, limits: guard.Limits) -> guard.Guard:
     _add_texts(app, model)
     _add_token_ids(app, model)
     _add_engine(app, model)
+    _add_weight_updates(app, model)
     return door
 
 
@@ -64,6 +69,7 @@ def _add_status(app: fastapi.FastAPI, model: served.Served, door: guard.Guard) -
             "id": model.name,
             "created": model.created,
             "max_model_len": size,
+            "weight_version": model.service.stats().version,
         } | kind
 
     @app.get("/v1/models")
@@ -81,7 +87,7 @@ def _add_texts(app: fastapi.FastAPI, model: served.Served) -> None:
 
     @app.post(chat.PATH, response_model=None)
     async def chat_completions(body: chat.ChatBody) -> responses.Response | dict:
-        talk = chat.begin(model, body)
+        talk = await chat.begin(model, body)
         if body.stream:
             return sse.response(chat.stream(talk, body), chat.PATH)
         return await chat.whole(talk, body)
@@ -90,7 +96,7 @@ def _add_texts(app: fastapi.FastAPI, model: served.Served) -> None:
     async def text_completions(
         body: completions.CompletionBody,
     ) -> responses.Response | dict:
-        talk = completions.begin(model, body)
+        talk = await completions.begin(model, body)
         if body.stream:
             return sse.response(completions.stream(talk, body), completions.PATH)
         return await completions.whole(talk, body)
@@ -99,7 +105,7 @@ def _add_texts(app: fastapi.FastAPI, model: served.Served) -> None:
     async def respond(
         body: openai_responses.ResponsesBody,
     ) -> responses.Response | dict:
-        talk = openai_responses.begin(model, body)
+        talk = await openai_responses.begin(model, body)
         if body.stream:
             events = openai_responses.stream(talk, body)
             return sse.response(events, openai_responses.PATH)
@@ -109,7 +115,7 @@ def _add_texts(app: fastapi.FastAPI, model: served.Served) -> None:
     async def messages(
         body: anthropic_messages.MessagesBody,
     ) -> responses.Response | dict:
-        talk = chat.begin(model, body.as_chat(model))
+        talk = await chat.begin(model, body.as_chat(model))
         if body.stream:
             events = anthropic_messages.stream(talk)
             return sse.response(events, anthropic_messages.PATH)
@@ -142,12 +148,33 @@ def _add_engine(app: fastapi.FastAPI, model: served.Served) -> None:
         return {"is_paused": model.service.stats().is_paused}
 
 
+def _add_weight_updates(app: fastapi.FastAPI, model: served.Served) -> None:
+    """Adds the routes that replace the weights."""
+    updates = weight_updates.Updates(model)
+
+    @app.post(weight_updates.START)
+    async def start() -> dict[str, Any]:
+        return updates.start()
+
+    @app.post(weight_updates.UPDATE)
+    async def update(body: weight_updates.UpdateBody) -> dict[str, Any]:
+        return await updates.update(body)
+
+    @app.post(weight_updates.FINISH)
+    async def finish(body: weight_updates.FinishBody) -> dict[str, Any]:
+        return await updates.finish(body)
+
+
 def _add_token_ids(app: fastapi.FastAPI, model: served.Served) -> None:
     """Adds the routes that take or return token ids."""
 
     @app.post(token_ids.GENERATE)
     async def generate(body: token_ids.GenerateBody) -> dict[str, Any]:
         return await token_ids.generate(model, body)
+
+    @app.post(scores.PATH)
+    async def score(body: scores.ScoreBody) -> dict[str, Any]:
+        return await scores.score(model, body)
 
     @app.post(token_ids.TOKENIZE)
     async def tokenize(body: token_ids.TokenizeBody) -> dict[str, Any]:
@@ -184,7 +211,14 @@ def _handle_errors(app: fastapi.FastAPI) -> None:
     async def on_wrong_types(
         request: fastapi.Request, error: exceptions.RequestValidationError
     ) -> responses.Response:
-        return answer(request, errors.bad_request(_explained(error)))
+        return answer(request, errors.bad_request(_explained(error.errors(), 1)))
+
+    @app.exception_handler(pydantic.ValidationError)
+    async def on_wrong_form(
+        request: fastapi.Request, error: pydantic.ValidationError
+    ) -> responses.Response:
+        # Another API's body that makes no chat completion.
+        return answer(request, errors.bad_request(_explained(error.errors())))
 
     @app.exception_handler(starlette_exceptions.HTTPException)
     async def on_http_error(
@@ -201,13 +235,18 @@ def _handle_errors(app: fastapi.FastAPI) -> None:
         return answer(request, errors.ApiError(500, "The server failed."))
 
 
-def _explained(error: exceptions.RequestValidationError) -> str:
-    """Returns what is wrong with a body, one line a field."""
+def _explained(found_errors: Sequence[Any], num_outer: int = 0) -> str:
+    """Returns what is wrong with a body, one line a field.
+
+    Args:
+        found_errors: of pydantic.
+        num_outer: names around a field's own, which are dropped.
+    """
     lines = []
-    for found in error.errors()[:_MAX_SHOWN]:
+    for found in found_errors[:_MAX_SHOWN]:
         if found["type"] == "json_invalid":
             return f"The body is not JSON: {found['ctx']['error']}."
         # A union adds the names of its types.
-        names = [str(x) for x in found["loc"][1:] if not _TYPE.search(str(x))]
+        names = [str(x) for x in found["loc"][num_outer:] if not _TYPE.search(str(x))]
         lines.append(f"{'.'.join(names) or 'The body'}: {found['msg']}.")
     return "\n".join(dict.fromkeys(lines))

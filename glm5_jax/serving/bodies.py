@@ -6,7 +6,7 @@ from typing import Any
 
 import pydantic
 
-from glm5_jax.inference import requests
+from glm5_jax.inference import constraints, requests
 from glm5_jax.serving import errors, served
 
 _MAX_CHOICES = 64
@@ -59,7 +59,15 @@ class Sampling(Body):
     repetition_penalty: float | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False  # draws max_tokens, whatever the model's own end tokens
     stream: bool | None = None
+    # The form of the answer, see structured.py.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def num_choices(self) -> int:
@@ -95,6 +103,7 @@ class Sampling(Body):
         max_tokens: int | None,
         stop_ids: frozenset[int],
         num_alternatives: int | None = None,
+        constraint: constraints.Constraint | None = None,
     ) -> list[requests.Request]:
         """Returns one request for each choice.
 
@@ -104,6 +113,7 @@ class Sampling(Body):
             max_tokens: of an answer; None takes what the cache has room for.
             stop_ids: of the model; the body's are added.
             num_alternatives: of `Request`; None is 0.
+            constraint: of `Request`.
 
         Raises:
             ApiError: the prompt is too long.
@@ -123,7 +133,11 @@ class Sampling(Body):
                 settings[name] = value
         if self.logit_bias:
             settings["logit_bias"] = _by_id(self.logit_bias)
-        ends = stop_ids | frozenset(self.stop_token_ids or ())
+        own = frozenset() if self.ignore_eos else stop_ids
+        ends = own | frozenset(self.stop_token_ids or ())
+        if constraint is not None:  # ends a text that is complete
+            ends |= constraint.ends
+            settings["constraint"] = constraint
         return [
             requests.Request(
                 id=model.service.new_id(),

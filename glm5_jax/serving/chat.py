@@ -12,7 +12,16 @@ from typing import Any
 
 from glm5_jax import messages as messages_lib
 from glm5_jax.data.chat import templates
-from glm5_jax.serving import answers, bodies, errors, logprobs, served, sse, turn
+from glm5_jax.serving import (
+    answers,
+    bodies,
+    errors,
+    logprobs,
+    served,
+    sse,
+    structured,
+    turn,
+)
 
 PATH = "/v1/chat/completions"
 _EFFORTS = {"low": "high", "medium": "high", "high": "high", "xhigh": "max"}
@@ -25,6 +34,9 @@ class Said(bodies.Body):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    # Whether calls follow the tools' schemas; None: if a tool says so.
+    strict_tools: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None  # {"type": "enabled" or "disabled"}
     reasoning_effort: str | None = None
@@ -34,18 +46,27 @@ class Said(bodies.Body):
         """Returns the tools that the model is shown.
 
         Raises:
-            ApiError: the body forces a call, which is not supported.
             InputError: a tool is malformed.
         """
         if self.tool_choice == "none":
             return ()
-        if self.tool_choice not in (None, "auto"):
-            raise errors.bad_request(
-                f"tool_choice must be 'auto' or 'none', got {self.tool_choice!r}; a "
-                f"call cannot be forced."
-            )
         messages_lib.tool_names(self.tools or ())
         return self.tools or ()
+
+    @property
+    def calls(self) -> structured.Calls:
+        """Returns the calls that the model may make.
+
+        Raises:
+            ApiError: tool_choice has another form.
+            InputError: a tool is malformed.
+        """
+        tools, is_strict = self.used_tools, self.strict_tools
+        if is_strict is None:
+            is_strict = any(t.get("function", t).get("strict") is True for t in tools)
+        choice = structured.forced(self.tool_choice, self.parallel_tool_calls)
+        is_parallel = self.parallel_tool_calls is not False
+        return structured.Calls(tools, choice, is_strict, is_parallel)
 
     def template(self, model: served.Served) -> templates.Template:
         """Returns the chat template with the thinking that is asked for.
@@ -80,7 +101,6 @@ class Said(bodies.Body):
 class ChatBody(bodies.Sampling, Said):
     """The body of a request."""
 
-    response_format: dict[str, Any] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream_options: bodies.StreamOptions | None = None
@@ -98,7 +118,7 @@ class Conversation:
     answers: answers.Answers
 
 
-def begin(model: served.Served, body: ChatBody) -> Conversation:
+async def begin(model: served.Served, body: ChatBody) -> Conversation:
     """Renders a conversation and submits its requests.
 
     Raises:
@@ -108,19 +128,16 @@ def begin(model: served.Served, body: ChatBody) -> Conversation:
     model.require_name(body.model)
     if body.top_logprobs and not body.logprobs:
         raise errors.bad_request("top_logprobs needs logprobs to be true.")
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise errors.bad_request(
-            f"response_format of type {kind!r} is not supported; only 'text' is."
-        )
-    template, tools = body.template(model), body.used_tools
+    form = structured.field_of(body)
+    template, calls = body.template(model), body.calls
     prompt = render(model, body)
     size = body.max_completion_tokens
     size = body.max_tokens if size is None else size
     ends = model.stop_ids | template.stop_ids
-    asked = body.requests(model, prompt, size, ends, body.top_logprobs)
+    constraint = await structured.of_chat(model, form, calls, prompt, ends)
+    asked = body.requests(model, prompt, size, ends, body.top_logprobs, constraint)
     stop = body.stop_strings
-    turns = [turn.chat(template, prompt, tools, stop) for _ in asked]
+    turns = [turn.chat(template, prompt, calls.tools, stop) for _ in asked]
     return Conversation(model, prompt, answers.Answers(model, asked, turns))
 
 

@@ -2,24 +2,20 @@
 
 import contextlib
 import dataclasses
-import signal
-import socket
-import threading
-from collections.abc import Iterator, Sequence
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 
-import uvicorn
 from absl import logging
 
 from glm5_jax import command_line, config
-from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.inference import commands, engine, placement
 from glm5_jax.inference import limits as limits_lib
 from glm5_jax.inference import service as service_lib
-from glm5_jax.serving import app, guard, served
-from glm5_jax.weights import loading
+from glm5_jax.serving import app, guard, listening, served
+from glm5_jax.weights import generation_config, hub, loading, quantized_loading
 
-_MAX_PORT = 2**16 - 1
 _MAX_STOP_IDS = 32  # of a request, the model's own included
 
 
@@ -35,11 +31,16 @@ class Options:
       template: version of the chat template; None takes the run's, or glm5.
       num_slots: sequences that are decoded at the same time.
       num_pages: pages of the cache that prompts share; 0 gives each slot its own rows.
+      num_drafts: most tokens that multi-token prediction drafts in a round; 0: none.
+      host_pages: pages in the host's memory, for prompts that come again later.
       capacity: most tokens of prompt and answer; 0 takes the length of training.
       warm_up: whether to compile all programs first, so that no request waits for it.
       seed: of the random numbers.
+      routed_experts: whether answers in token ids can tell the experts of each token.
+      weights_root: folder below which clients may name new weights; None forbids it.
       max_concurrency: requests that are answered at the same time.
       drain_seconds: for answers under way, after SIGTERM.
+      quantize: the scheme to round the weights to; "stored" keeps them.
     """
 
     host: str = "127.0.0.1"
@@ -49,11 +50,16 @@ class Options:
     template: templates.Version | None = None
     num_slots: int = 8
     num_pages: int = 0
+    num_drafts: int = 0
+    host_pages: int = 0
     capacity: int = 0
     warm_up: bool = False
     seed: int = 0
+    routed_experts: bool = False
+    weights_root: str | None = None
     max_concurrency: int = 256
     drain_seconds: int = 60
+    quantize: str = quantized_loading.STORED
 
     def __post_init__(self) -> None:
         """Checks that the server is not open to everybody.
@@ -61,36 +67,12 @@ class Options:
         Raises:
           InputError: other machines may ask without a key, or the key is empty.
         """
-        if self.api_key is not None and not self.api_key.strip():
-            raise config.InputError("--api_key is empty; give a key, or leave it out.")
-        if self.api_key is None and not self.is_loopback:
-            raise config.InputError(
-                f"--host={self.host} lets other machines ask, so --api_key must be "
-                f"set; or listen at 127.0.0.1."
-            )
+        listening.require_key(self.host, self.api_key)
 
     @property
     def is_loopback(self) -> bool:
         """Returns whether this machine alone can ask."""
         return self.host in guard.LOOPBACK
-
-
-class Server(uvicorn.Server):
-    """A server that finishes the answers under way on SIGTERM or ctrl-C, then ends."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handles the signals while it lasts; threads but the main one get none."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {n: signal.signal(n, self.handle_exit) for n in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def serve(
@@ -107,14 +89,15 @@ def serve(
         is_loopback=options.is_loopback,
     )
     with (
-        contextlib.closing(bind(options.host, options.port)) as listener,
+        contextlib.closing(listening.bind(options.host, options.port)) as listener,
         loaded(checkpoint, overrides, options) as model,
     ):
         if options.warm_up:
-            model.service.call(lambda made: made.warm_up(_report)).result()
+            model.service.call(lambda made: made.warm_up(_reporter())).result()
         host, port = listener.getsockname()[:2]
         logging.info("Serving %s at http://%s:%d", model.name, host, port)
-        server = make_server(model, limits, options.drain_seconds)
+        door = app.make(model, limits)
+        server = listening.make_server(door, options.drain_seconds)
         server.run(sockets=[listener])
 
 
@@ -125,12 +108,14 @@ def loaded(
     """Yields a model behind an engine, whose thread ends after the block.
 
     Raises:
-      InputError: see `loading.load_model` and `engine.Engine`.
+      InputError: see `quantized_loading.load_model` and `engine.Engine`.
     """
     mesh, overrides = loading.mesh_of(overrides)
     source = loading.find(checkpoint)
-    model_config, params, tokenizer = loading.load_model(checkpoint, overrides, mesh)
-    defaults = loading.sampling_settings(checkpoint)
+    model_config, params, tokenizer = quantized_loading.load_model(
+        checkpoint, overrides, mesh, options.quantize
+    )
+    defaults = generation_config.sampling_settings(checkpoint)
     length = loading.context_length(checkpoint, model_config)
     with placement.using(mesh):
         made = engine.Engine(
@@ -139,90 +124,50 @@ def loaded(
             num_slots=options.num_slots,
             capacity=options.capacity or length,
             seed=options.seed,
+            with_experts=options.routed_experts,
             limits=limits_lib.Limits(
                 max_stop_ids=_MAX_STOP_IDS,
                 with_adjustments=True,
                 num_pages=options.num_pages,
+                num_drafts=options.num_drafts,
+                host_pages=options.host_pages,
             ),
         )
     with contextlib.closing(service_lib.Service(made)) as service:
         yield served.Served(
-            name=options.name or source.folder.name,
+            name=options.name or _name(checkpoint, source),
             service=service,
             tokenizer=tokenizer,
-            template=template_of(tokenizer, source, options.template),
+            template=commands.template_of(tokenizer, source, options.template),
             stop_ids=commands.stop_ids(model_config, tokenizer),
             defaults=defaults,
+            routed_experts=options.routed_experts,
+            weights_root=_folder(options.weights_root),
         )
 
 
-def make_server(
-    model: served.Served, limits: guard.Limits, drain_seconds: int
-) -> Server:
-    """Returns the HTTP server of a model; its `run` takes the sockets."""
-    settings = uvicorn.Config(
-        app.make(model, limits),
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=drain_seconds,
-    )
-    return Server(settings)
+def _name(checkpoint: str, source: loading.Source) -> str:
+    """Returns the name of a model on the hub, or that of its folder."""
+    return checkpoint if hub.is_name(checkpoint) else source.folder.name
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket with an address, at which it does not listen yet.
+def _folder(path: str | None) -> pathlib.Path | None:
+    """Returns the folder at a path.
 
     Raises:
-      InputError: the address cannot be used.
+      InputError: there is none.
     """
-    if not 0 <= port <= _MAX_PORT:
-        raise config.InputError(f"--port must lie in 0..{_MAX_PORT}, got {port}.")
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        bound = socket.socket(family)
-    except OSError as error:
-        raise _unusable(host, port, error) from error
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise _unusable(host, port, error) from error
-    return bound
+    if path is not None and not pathlib.Path(path).is_dir():
+        raise config.InputError(f"--weights_root={path} is no folder; make it first.")
+    return None if path is None else pathlib.Path(path)
 
 
-def template_of(
-    tokenizer: tokenizer_lib.Tokenizer | None,
-    source: loading.Source,
-    version: templates.Version | None,
-) -> templates.Template | None:
-    """Returns the chat template, as the run was trained with it; None if it has none.
+def _reporter() -> Callable[[int, int], None]:
+    """Returns what logs how many programs are compiled, and how long the rest takes."""
+    began = time.monotonic()
 
-    Args:
-      tokenizer: of the model.
-      source: of the model.
-      version: takes precedence over the run's.
-    """
-    if tokenizer is None or {*templates.SPECIAL_TOKENS} - {*tokenizer.special_ids}:
-        return None
-    data = source.settings.get("data", {})
-    return templates.Template(
-        tokenizer,
-        version or data.get("chat_template", "glm5"),
-        enable_thinking=data.get("enable_thinking", True),
-    )
+    def report(done: int, number: int) -> None:
+        left = (time.monotonic() - began) / done * (number - done)
+        logging.info("Compiled program %d of %d; %.0f s left.", done, number, left)
 
-
-def _report(done: int, number: int) -> None:
-    """Logs how many programs are compiled."""
-    logging.info("Compiled program %d of %d.", done, number)
-
-
-def _unusable(host: str, port: int, error: OSError) -> config.InputError:
-    return config.InputError(
-        f"--host={host} --port={port} cannot be used: {error}; give another --port, or "
-        f"0 for any free one."
-    )
+    return report

@@ -6,7 +6,16 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from glm5_jax.serving import answers, bodies, errors, logprobs, served, sse, turn
+from glm5_jax.serving import (
+    answers,
+    bodies,
+    errors,
+    logprobs,
+    served,
+    sse,
+    structured,
+    turn,
+)
 
 PATH = "/v1/completions"
 _MAX_TOKENS = 16  # OpenAI's default
@@ -37,7 +46,7 @@ class Continuation:
         return self.prompts[index // self.num_choices]
 
 
-def begin(model: served.Served, body: CompletionBody) -> Continuation:
+async def begin(model: served.Served, body: CompletionBody) -> Continuation:
     """Reads the prompts and submits the requests.
 
     Raises:
@@ -49,10 +58,12 @@ def begin(model: served.Served, body: CompletionBody) -> Continuation:
     size, stop = body.max_tokens, body.stop_strings
     if size is None:
         size = min(_MAX_TOKENS, *(model.room(len(prompt)) for prompt in prompts))
+    ends, number = model.stop_ids, body.logprobs
+    constraint = await structured.of_text(model, structured.field_of(body), ends)
     asked = [
         request
         for prompt in prompts
-        for request in body.requests(model, prompt, size, model.stop_ids, body.logprobs)
+        for request in body.requests(model, prompt, size, ends, number, constraint)
     ]
     turns = [turn.Turn(turn.TextReader(model.text), stop) for _ in asked]
     under_way = answers.Answers(model, asked, turns)

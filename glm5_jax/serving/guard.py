@@ -26,6 +26,7 @@ class Limits:
     max_body_bytes: int = 16 * 2**20
     max_concurrency: int = 256  # requests that are answered at the same time
     max_body_seconds: float = 30.0  # for a body to arrive
+    max_stall_seconds: float = 60.0  # for a client to take a part of its answer
     # Whether only this machine may ask, by a name of its own; a page of the web that
     # another name leads here is refused.
     is_loopback: bool = True
@@ -58,11 +59,14 @@ class Guard:
         except errors.ApiError as error:
             await _answer(error, scope["path"], send)
             return
-        self.num_active += 1
-        try:
-            await self._run(scope, receive, send, body)
-        finally:
-            self.num_active -= 1
+        with contextlib.ExitStack() as place:
+            self.num_active += 1
+            place.callback(self._leave)
+            await self._run(scope, receive, send, body, place)
+
+    def _leave(self) -> None:
+        """Makes room for another request."""
+        self.num_active -= 1
 
     def _admit(self, scope: types.Scope) -> None:
         """Raises ApiError if the request may not be answered now."""
@@ -136,8 +140,18 @@ class Guard:
         receive: types.Receive,
         send: types.Send,
         body: bytes,
+        place: contextlib.ExitStack,
     ) -> None:
-        """Runs the application, and cancels it when the client leaves."""
+        """Runs the application; cancels it if the client leaves, or takes nothing.
+
+        Args:
+            scope: of the request.
+            receive: the client's messages after the body.
+            send: to the client.
+            body: of the request.
+            place: closed with the last part of the answer, after which the client may
+                ask again at once.
+        """
         is_gone, messages = asyncio.Event(), [body]
 
         async def replay() -> types.Message:
@@ -151,8 +165,19 @@ class Guard:
                 pass
             is_gone.set()
 
-        answer = asyncio.ensure_future(self._app(scope, replay, send))
+        async def hurried(message: types.Message) -> None:
+            is_body = message["type"] == "http.response.body"
+            if is_body and not message.get("more_body", False):
+                place.close()
+            try:
+                async with asyncio.timeout(self._limits.max_stall_seconds):
+                    await send(message)
+            except TimeoutError:
+                watcher.cancel()  # as if the client had left
+                await asyncio.Event().wait()
+
         watcher = asyncio.ensure_future(watch())
+        answer = asyncio.ensure_future(self._app(scope, replay, hurried))
         try:
             await asyncio.wait({answer, watcher}, return_when="FIRST_COMPLETED")
         finally:

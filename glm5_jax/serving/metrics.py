@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from glm5_jax.inference import drafter
 from glm5_jax.inference import service as service_lib
 from glm5_jax.serving import guard
 
@@ -20,6 +21,7 @@ _COUNTERS = {
     "dispatches_total": ("dispatches", "Steps of the engine."),
     "dispatch_seconds_total": ("dispatch_seconds", "Seconds in steps of the engine."),
     "dispatch_failures_total": ("failures", "Steps that raised an error."),
+    "pages_restored_total": ("restored", "Pages that came back from host memory."),
     "preemptions_total": ("preemptions", "Requests that lost their pages for a while."),
 }
 
@@ -37,12 +39,30 @@ def _lines(stats: service_lib.Stats, door: guard.Guard) -> Iterator[str]:
     yield _head("requests_ended_total", "counter", "Requests that ended, by reason.")
     for reason, number in sorted(stats.ended.items()):
         yield f'glm5_jax_requests_ended_total{{reason="{reason}"}} {number}\n'
+    yield from _drafts(stats.acceptance)
     yield _head("http_requests_active", "gauge", "HTTP requests being answered.")
     yield f"glm5_jax_http_requests_active {door.num_active}\n"
     yield _head(
         "http_requests_refused_total", "counter", "HTTP requests beyond limits."
     )
     yield f"glm5_jax_http_requests_refused_total {door.num_refused}\n"
+
+
+def _drafts(acceptance: drafter.Acceptance) -> Iterator[str]:
+    """Yields the figures of speculative decoding; positions count from 0, as vLLM's."""
+    yield _head("drafts_per_round", "gauge", "Tokens that a round drafts, at present.")
+    yield f"glm5_jax_drafts_per_round {acceptance.num_drafts}\n"
+    yield _head("draft_acceptance_low", "gauge", "1 if few first drafts are kept.")
+    yield f"glm5_jax_draft_acceptance_low {int(acceptance.is_low)}\n"
+    yield _head("draft_rounds_total", "counter", "Rounds of sequences with drafts.")
+    yield f"glm5_jax_draft_rounds_total {acceptance.rounds}\n"
+    for name, numbers, text in (
+        ("drafts_judged_total", acceptance.judged, "Drafted tokens, by position."),
+        ("drafts_accepted_total", acceptance.accepted, "Those that were kept."),
+    ):
+        yield _head(name, "counter", text)
+        for position, number in enumerate(numbers):
+            yield f'glm5_jax_{name}{{position="{position}"}} {number}\n'
 
 
 def _head(name: str, kind: str, text: str) -> str:

@@ -29,6 +29,7 @@ class ResponsesBody(bodies.Body):
     top_p: float | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
 
@@ -56,11 +57,13 @@ class ResponsesBody(bodies.Body):
             messages=said,
             tools=[_tool(tool) for tool in self.tools or ()] or None,
             tool_choice=self.tool_choice,
+            strict_tools=any(tool.get("strict") is True for tool in self.tools or ()),
+            parallel_tool_calls=self.parallel_tool_calls,
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             reasoning_effort=(self.reasoning or {}).get("effort"),
-            response_format=(self.text or {}).get("format"),
+            response_format=_format((self.text or {}).get("format")),
         )
 
 
@@ -93,7 +96,7 @@ class Response:
             "max_output_tokens": body.max_output_tokens,
             "model": self._talk.model.name,
             "output": self._output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": body.temperature,
             "top_p": body.top_p,
             "tool_choice": body.tool_choice or "auto",
@@ -181,9 +184,9 @@ class Response:
         }
 
 
-def begin(model: served.Served, body: ResponsesBody) -> chat.Conversation:
+async def begin(model: served.Served, body: ResponsesBody) -> chat.Conversation:
     """Renders a conversation and submits its request."""
-    return chat.begin(model, body.as_chat())
+    return await chat.begin(model, body.as_chat())
 
 
 async def whole(talk: chat.Conversation, body: ResponsesBody) -> dict[str, Any]:
@@ -209,6 +212,13 @@ async def stream(talk: chat.Conversation, body: ResponsesBody) -> AsyncIterator[
         yield text
     found = made.json()
     yield made.event(found["status"], response=found)
+
+
+def _format(given: Any) -> Any:
+    """Returns a text.format in the form of chat completions' response_format."""
+    if isinstance(given, Mapping) and given.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": dict(given)}
+    return given
 
 
 def _append(said: list[Item], item: Mapping[str, Any]) -> None:

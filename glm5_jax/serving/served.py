@@ -1,11 +1,14 @@
 """The model that a server serves, with all that requests are checked against."""
 
 import dataclasses
+import functools
+import pathlib
 import time
 from collections.abc import Mapping
 
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
+from glm5_jax.inference import grammars as grammars_lib
 from glm5_jax.inference import service as service_lib
 from glm5_jax.serving import errors
 
@@ -22,6 +25,8 @@ class Served:
         stop_ids: ids that end a text; those of a chat are the template's too.
         defaults: sampling settings of `Request` that a body need not name.
         max_seconds: for an answer.
+        routed_experts: whether the engine records the experts of each token.
+        weights_root: folder below which clients may name new weights; None forbids it.
         created: Unix time.
     """
 
@@ -32,6 +37,8 @@ class Served:
     stop_ids: frozenset[int] = frozenset()
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     max_seconds: float = 3600.0
+    routed_experts: bool = False
+    weights_root: pathlib.Path | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def require_name(self, name: str | None) -> None:
@@ -46,6 +53,15 @@ class Served:
                 f"The model {name!r} does not exist; this server has {self.name!r}.",
                 "model_not_found",
             )
+
+    @functools.cached_property
+    def grammars(self) -> grammars_lib.Grammars:
+        """Returns the compiler of grammars.
+
+        Raises:
+            ApiError: there is no tokenizer.
+        """
+        return grammars_lib.Grammars(self.text, self.service.config.vocab_size)
 
     @property
     def text(self) -> tokenizer_lib.Tokenizer:

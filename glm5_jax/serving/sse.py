@@ -31,10 +31,10 @@ def response(events: AsyncIterator[str], path: str) -> responses.StreamingRespon
             async for text in events:
                 yield text
         except errors.ApiError as error:
-            yield _error(error, path)
+            yield error_event(error, path)
         except Exception:
             logging.exception("A stream of %s failed.", path)
-            yield _error(errors.ApiError(500, "The server failed."), path)
+            yield error_event(errors.ApiError(500, "The server failed."), path)
 
     return responses.StreamingResponse(
         guarded(),
@@ -43,6 +43,7 @@ def response(events: AsyncIterator[str], path: str) -> responses.StreamingRespon
     )
 
 
-def _error(error: errors.ApiError, path: str) -> str:
+def error_event(error: errors.ApiError, path: str) -> str:
+    """Returns the event that ends a stream after an error, in the form of its API."""
     body = error.body(path)
     return event(body, "error" if "type" in body else None)

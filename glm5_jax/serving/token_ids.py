@@ -3,10 +3,20 @@
 The forms are vLLM's, which trainers such as prime-rl and SkyRL speak.
 """
 
+import base64
 import uuid
 from typing import Any
 
-from glm5_jax.serving import answers, bodies, chat, errors, logprobs, served, turn
+from glm5_jax.serving import (
+    answers,
+    bodies,
+    chat,
+    errors,
+    logprobs,
+    served,
+    structured,
+    turn,
+)
 
 GENERATE, TOKENIZE = "/inference/v1/generate", "/tokenize"
 DETOKENIZE = "/detokenize"
@@ -26,6 +36,7 @@ class GenerateBody(bodies.Body):
     token_ids: list[int]
     sampling_params: SamplingParams = SamplingParams()
     stream: bool = False
+    return_routed_experts: bool = False
 
 
 class TokenizeBody(chat.Said):
@@ -70,10 +81,17 @@ async def generate(model: served.Served, body: GenerateBody) -> dict[str, Any]:
     settings = body.sampling_params
     if settings.stop_strings:
         raise errors.bad_request(f"{GENERATE} has no texts; use stop_token_ids.")
+    if body.return_routed_experts and not model.routed_experts:
+        raise errors.bad_request(
+            "return_routed_experts needs a server that was started with "
+            "--routed_experts."
+        )
     prompt, size = body.token_ids, settings.max_tokens
     # The first log-prob that vLLM's form counts is the drawn token's own.
     others = max(settings.logprobs or 0, 1) - 1
-    asked = settings.requests(model, prompt, size, model.stop_ids, others)
+    ends, form = model.stop_ids, structured.field_of(settings)
+    constraint = await structured.of_text(model, form, ends)
+    asked = settings.requests(model, prompt, size, ends, others, constraint)
     under_way = answers.Answers(model, asked, [turn.Turn(_NoText()) for _ in asked])
     await under_way.finish()
     choices = []
@@ -83,6 +101,8 @@ async def generate(model: served.Served, body: GenerateBody) -> dict[str, Any]:
         choice["logprobs"] = None
         if settings.logprobs is not None:
             choice["logprobs"] = logprobs.generation(read)
+        if body.return_routed_experts:
+            choice["routed_experts"] = _routed_experts(read)
         choices.append(choice)
     return {
         "request_id": f"gen-{uuid.uuid4().hex}",
@@ -113,3 +133,16 @@ def detokenize(model: served.Served, body: DetokenizeBody) -> dict[str, Any]:
     """Returns the text of ids, with special tokens spelt out."""
     model.require_name(body.model)
     return {"prompt": model.text.spell(body.tokens)}
+
+
+def _routed_experts(read: turn.Turn) -> dict[str, Any] | None:
+    """Returns the experts of each token but the last, which was never read.
+
+    They are those of prompt and answer together: little-endian 16-bit numbers of shape
+    [tokens, layers with experts, experts of a token].
+    """
+    experts = read.end.completion.experts if read.end else None
+    if experts is None:  # the request was aborted
+        return None
+    data = base64.b64encode(experts.astype("<u2").tobytes()).decode()
+    return {"data": data, "shape": [*experts.shape], "dtype": "uint16"}

@@ -99,7 +99,7 @@ def _local_loss(
     aux: dict[str, Any] = dict(out.aux)  # of each layer: indexer_kl, routing
     terms = {"next_token": _next_token_loss(config, params, out.hidden, batch)}
     if ahead is not None:
-        terms["mtp"], aux["mtp"] = _mtp_loss(config, params, out.hidden, inputs)
+        terms["mtp"], aux["mtp"] = mtp_loss(config, params, out.hidden, inputs)
     balances = _balances(aux)  # of each layer with experts
     if balances.size:  # all parts have equally many rows
         terms["balance"] = jnp.mean(balances) / num_parts
@@ -140,7 +140,7 @@ def _next_token_loss(
 
 
 @jax.named_scope("mtp")
-def _mtp_loss(
+def mtp_loss(
     config: config_lib.TrainConfig,
     params: dict,
     hidden: Float[Array, "B T D"],
@@ -158,13 +158,19 @@ def _mtp_loss(
         inputs.context,
         jnp.ones(()) / model.mtp_num_steps if config.has_indexer_loss else None,
     )
-    loss = losses.mtp_loss(
-        states,
-        params["lm_head"],
-        ahead.targets,
-        ahead.weights,
-        chunk_tokens=config.loss.chunk_tokens,
-    )
+    head, weights, size = params["lm_head"], ahead.weights, config.loss.chunk_tokens
+    if config.loss.mtp_objective != "cross_entropy":
+        is_end_to_end = config.loss.mtp_objective == "end_to_end"
+        loss = losses.mtp_rejection(
+            states,
+            hidden,
+            head,
+            weights,
+            is_end_to_end=is_end_to_end,
+            chunk_tokens=size,
+        )
+        return loss, aux
+    loss = losses.mtp_loss(states, head, ahead.targets, weights, chunk_tokens=size)
     return loss, aux
 
 
@@ -174,7 +180,7 @@ def _with_frozen(config: config_lib.TrainConfig, params: dict) -> dict:
     The optimizer keeps no moments of them and applies no weight decay to them
     (`optimizer.make_optimizer`), so they stay as they are, bit for bit.
     """
-    is_trained = config.stage_record.trains
+    is_trained = config.is_trained
 
     def hold(path: tuple, x: Array) -> Array:
         return x if is_trained(tuple(k.key for k in path)) else lax.stop_gradient(x)

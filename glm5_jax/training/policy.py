@@ -19,7 +19,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
 from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.rl import objectives
-from glm5_jax.training import accumulation
+from glm5_jax.training import accumulation, computed
 from glm5_jax.training import inputs as inputs_lib
 from glm5_jax.training import loss as loss_lib
 
@@ -56,8 +56,8 @@ def token_logprobs(
 
 def _local_logprobs(
     config: config_lib.TrainConfig, params: dict, inputs: inputs_lib.Inputs
-) -> tuple[Float[Array, "B T"], dict]:
-    """Returns `token_logprobs` of a device's shard, and the load of the experts."""
+) -> tuple[Float[Array, "B T"], transformer.Output]:
+    """Returns `token_logprobs` of a device's shard, and the model's outputs."""
     batch, context, _ = inputs
     experts = batch.get("experts")
     out = transformer.forward(
@@ -75,7 +75,7 @@ def _local_logprobs(
             temperature=config.rl.temperature,
             chunk_tokens=config.loss.chunk_tokens,
         )
-    return logprobs, loss_lib.loads(out.aux)
+    return logprobs, out
 
 
 def make_policy_step(
@@ -93,8 +93,8 @@ def make_policy_step(
         carry: tuple, batch: inputs_lib.Batch, gap: Float[Array, ""] | None = None
     ) -> tuple[tuple, loss_lib.Metrics]:
         params, state = carry
-        computed = transformer.cast(params, config.model)
-        (loss, metrics), grads = value_and_grad(computed, config, batch)
+        weights = computed.weights(params, config)
+        (loss, metrics), grads = value_and_grad(weights, config, batch)
         if gap is not None:  # of all rollouts: either every part is applied or none
             metrics[GAP] = gap
         is_allowed = metrics["rl/trained_tokens"] > 0
@@ -112,7 +112,8 @@ def make_policy_step(
             (params, state), metrics = update((params, state), batch)
             return params, state, metrics
         num_parts = num_updates * config.optim.accumulation_steps  # as in the updates
-        old_logprobs = token_logprobs(params, config, batch, num_parts)
+        weights = computed.rounded(params, config)
+        old_logprobs = token_logprobs(weights, config, batch, num_parts)
         parts = _cut(
             {**batch, "old_logprobs": lax.stop_gradient(old_logprobs)}, num_updates
         )
@@ -143,6 +144,7 @@ class Measured(NamedTuple):
     surprise: Float[Array, ""]
     load: dict
     largest_gap: Float[Array, ""]
+    mtp: Float[Array, ""] | None  # loss of multi-token prediction, if it learns along
 
     def plus(self, other: "Measured") -> "Measured":
         """Returns the measurements of both parts together."""
@@ -159,7 +161,7 @@ def value_and_grad(
         functools.partial(_local_loss, config),
         config,
         params,
-        inputs_lib.make_inputs(config.model, batch),
+        inputs_lib.make_inputs(config.model, batch, config.num_mtp_steps),
         config.optim.accumulation_steps,
         lambda a, b: (a[0] + b[0], a[1].plus(b[1])),
     )
@@ -171,7 +173,7 @@ def _local_loss(
 ) -> tuple[Float[Array, ""], Measured]:
     """Returns the loss and the measurements, summed over the shards of all devices."""
     batch, objective = inputs.batch, objectives.of(config.rl)
-    logprobs, load = _local_logprobs(config, params, inputs)
+    logprobs, out = _local_logprobs(config, params, inputs)
     mask = batch["loss_mask"] > 0
     tokens = objective(
         logprobs,
@@ -189,7 +191,24 @@ def _local_loss(
         (loss, tokens.metrics, gap, surprise), collectives.TOKENS
     )
     largest_gap = collectives.largest(largest_gap, collectives.TOKENS)
-    return loss, Measured(sums, gap, surprise, load, largest_gap)
+    mtp = None
+    if inputs.ahead is not None:
+        mtp = _mtp_loss(config, params, out.hidden, inputs)
+        loss += config.loss.mtp_weight * mtp
+    load = loss_lib.loads(out.aux)
+    return loss, Measured(sums, gap, surprise, load, largest_gap, mtp)
+
+
+def _mtp_loss(
+    config: config_lib.TrainConfig,
+    params: dict,
+    hidden: Float[Array, "B T D"],
+    inputs: inputs_lib.Inputs,
+) -> Float[Array, ""]:
+    """Returns the loss of multi-token prediction, without gradients for the policy."""
+    own = {"mtp": params["mtp"]}
+    fixed = lax.stop_gradient({**params, "mtp": None})
+    return loss_lib.mtp_loss(config, fixed | own, lax.stop_gradient(hidden), inputs)[0]
 
 
 def _metrics(measured: Measured) -> loss_lib.Metrics:
@@ -206,6 +225,8 @@ def _metrics(measured: Measured) -> loss_lib.Metrics:
         # The mean of -log pi over sampled tokens estimates the policy's entropy.
         "rl/entropy": measured.surprise / num_tokens,
     }
+    if measured.mtp is not None:
+        metrics[loss_lib.METRIC_NAMES["mtp"]] = measured.mtp
     return metrics | loss_lib.load_metrics(measured.load)
 
 

@@ -12,6 +12,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import moe, transformer
 from glm5_jax.optim import optimizer as optimizer_lib
 from glm5_jax.optim import schedule
+from glm5_jax.training import computed
 from glm5_jax.training import inputs as inputs_lib
 from glm5_jax.training import loss as loss_lib
 
@@ -27,7 +28,7 @@ def make_optimizer(config: config_lib.TrainConfig) -> optimizer_lib.Optimizer:
         config.model,
         dims,
         config.num_updates,
-        config.stage_record.trains,
+        config.is_trained,
         config.mesh.slow_axes,
         config.data.batches if config.stage_record.has_batch_size else None,
     )
@@ -46,9 +47,8 @@ def make_train_step(
     def train_step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, Metrics]:
         bias_rate, mtp_weight = _scheduled_weights(config, state.num_calls)
         # Matrices in model.dtype, norms and router in float32; gradients alike.
-        computed = transformer.cast(params, config.model)
         (loss, (terms, load)), grads = loss_lib.value_and_grad(
-            computed, config, batch, mtp_weight
+            computed.weights(params, config), config, batch, mtp_weight
         )
         with jax.named_scope("optimizer"):
             params, state, metrics = optimizer_lib.update_if_finite(
@@ -100,6 +100,7 @@ def make_eval_step(
 
     def eval_step(params: dict, batch: Batch) -> tuple[Array, Array]:
         inputs = inputs_lib.make_inputs(config.model, batch)
+        params = computed.rounded(params, config)
         return inputs_lib.on_shards(local, config.model)(params, inputs)
 
     return eval_step

@@ -24,7 +24,8 @@ from glm5_jax.weights import (
 )
 
 FORMATS = ("hf", "orbax")  # a Hugging Face folder, a run folder
-DTYPES = ("float32", "bfloat16", huggingface_export.FP8)
+CODED = (huggingface_export.FP8, *huggingface_export.COMPRESSED)
+DTYPES = ("float32", "bfloat16", *CODED)
 
 
 def convert(
@@ -89,7 +90,8 @@ def _open(
     found: loading.Source, config: config_lib.ModelConfig, dtype: str | None
 ) -> dict[leaves_lib.Path, leaves_lib.Leaf]:
     """Opens the parameters in `dtype`; in float32 where FP8 codes are made of them."""
-    kind = "float32" if dtype == huggingface_export.FP8 else dtype
+    kind = {huggingface_export.FP8: "float32"}.get(dtype or "", dtype)
+    kind = None if kind in huggingface_export.COMPRESSED else kind
     if found.is_huggingface:
         abstract = transformer.abstract_params(config)
         return dict(huggingface.open_params(found.weights, config, abstract, kind))

@@ -15,14 +15,18 @@ from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
-from glm5_jax.weights import huggingface_config, quantized, safetensors_file
+from glm5_jax.weights import (
+    coded_folder,
+    coded_tensor,
+    huggingface_config,
+    safetensors_file,
+)
 from glm5_jax.weights import huggingface_names as names_lib
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
-DTYPES = ("F32", "BF16", "F16")
-FP8_DTYPE = "F8_E4M3"  # with a tensor of scales beside it
+DTYPES = coded_folder.FLOATS
 _MAX_ITEMSIZE = 4
 MAX_LISTED = 100  # names of one kind in an error message
 
@@ -111,7 +115,7 @@ def open_params(
       config: of the model.
       abstract_params: the tree, with anything that has a shape as leaves.
       dtype: of the parameters, except for the router's bias, which becomes float32;
-        None keeps the stored dtypes, and reads FP8 as the config's param_dtype.
+        None keeps the stored dtypes, and reads codes as the config's param_dtype.
 
     Raises:
       InputError: names whatever is missing, unexpected, damaged or misshapen.
@@ -132,9 +136,27 @@ def open_params(
     }
 
 
+def stores_mtp(folder: str | os.PathLike, config: config_lib.ModelConfig) -> bool:
+    """Returns whether a folder has tensors of the MTP layer; True if it is damaged.
+
+    Args:
+      folder: with model.safetensors, or an index.
+      config: of the folder.
+    """
+    try:
+        names = _weight_map(pathlib.Path(folder)) or safetensors_file.read_header(
+            pathlib.Path(folder) / SINGLE_FILE
+        )
+    except config_lib.InputError:
+        return True  # `open_params` says what is wrong
+    prefix = names_lib.mtp_prefix(config)
+    return any(name.startswith(prefix) for name in names)
+
+
 def is_quantized(settings: dict[str, Any]) -> bool:
     """Returns whether a config.json describes FP8 weights."""
-    return settings.get("quantization_config") is not None
+    found = settings.get("quantization_config")
+    return isinstance(found, dict) and found.get("quant_method") == "fp8"
 
 
 def cast(path: leaves_lib.Path, dtype: Any) -> np.dtype | None:
@@ -150,7 +172,7 @@ def _dtype(
 ) -> np.dtype:
     """Returns the dtype of a parameter that keeps the dtype of its tensors."""
     tensors = [tensor for tensor, _, _ in pieces.values()]
-    if any(isinstance(tensor, quantized.QuantizedTensor) for tensor in tensors):
+    if any(isinstance(tensor, coded_tensor.CodedTensor) for tensor in tensors):
         return jnp.dtype(config.param_dtype)
     kinds = {tensor.dtype for tensor in tensors}
     return safetensors_file.DTYPES[kinds.pop() if len(kinds) == 1 else "F32"]
@@ -163,7 +185,14 @@ def _load_leaf(leaf: StoredLeaf, sharding: jax.sharding.Sharding) -> jax.Array:
         bounds = [c.indices(n) for c, n in zip(index or (), leaf.shape, strict=True)]
         return leaf.read(tuple(slice(start, stop) for start, stop, _ in bounds))
 
-    return jax.make_array_from_callback(leaf.shape, sharding, read).block_until_ready()
+    # One after another, so that the host holds no more than a shard beside the devices.
+    shards = [
+        jax.device_put(read(index), device).block_until_ready()
+        for device, index in sharding.addressable_devices_indices_map(
+            leaf.shape
+        ).items()
+    ]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
 def _open(
@@ -177,17 +206,8 @@ def _open(
     known = _without_mtp(config, index)
     tensors, bad_files = _read_headers(folder, known)
     spare = _take_spare(config, tensors, index)
-    block = _block_size(folder)
-    shapes = dict(expected)
-    allowed: dict[str, tuple[str, ...]] = dict.fromkeys(expected, DTYPES)
-    for name, shape in expected.items():
-        is_fp8 = name in tensors and tensors[name].dtype == FP8_DTYPE
-        if is_fp8 and block and len(shape) == 2:
-            shapes[name + quantized.SCALE_SUFFIX] = tuple(
-                quantized.scale_shape(shape, block)
-            )
-            allowed[name] = (FP8_DTYPE,)
-            allowed[name + quantized.SCALE_SUFFIX] = ("F32",)
+    coding = _coding(folder)
+    shapes, allowed = coding.expected(expected, tensors)
     missing = [
         name
         for name in dict.fromkeys((*shapes, *known))
@@ -195,7 +215,7 @@ def _open(
     ]
     unexpected = sorted(set(tensors) - set(shapes))
     both = [name for name in shapes if name in tensors]
-    is_fp8 = any(tensor.dtype == FP8_DTYPE for tensor in tensors.values())
+    is_fp8 = any(tensor.dtype == coded_folder.FP8_DTYPE for tensor in tensors.values())
     problems = {
         "Files missing or damaged (download them again)": list(bad_files.values()),
         "Tensors missing": missing,
@@ -213,16 +233,11 @@ def _open(
     }
     if any(problems.values()):
         lines = [f"{title}: {_join(x)}." for title, x in problems.items() if x]
-        remedy = _remedy(config, missing, needs_scales=is_fp8 and not block)
+        remedy = _remedy(config, missing, needs_scales=is_fp8 and not coding.block)
         raise config_lib.InputError("\n".join([f"{folder}:", *lines, remedy]))
     _require_equal(config, spare, tensors)
     return {
-        name: quantized.QuantizedTensor(
-            tensors[name], tensors[name + quantized.SCALE_SUFFIX], block
-        )
-        if block and tensors[name].dtype == FP8_DTYPE
-        else tensors[name]
-        for name in expected
+        name: coding.opened(name, shape, tensors) for name, shape in expected.items()
     }
 
 
@@ -307,15 +322,15 @@ def _read_headers(
     return tensors, bad_files
 
 
-def _block_size(folder: pathlib.Path) -> tuple[int, int] | None:
-    """Reads the FP8 block size of config.json; read_config has checked the rest."""
+def _coding(folder: pathlib.Path) -> coded_folder.Coding:
+    """Reads from config.json how weights are coded; read_config checked the rest."""
     try:
         settings = huggingface_config.read_json(folder / "config.json")
-        return quantized.block_size(settings.get("quantization_config"))
+        return coded_folder.coding(settings.get("quantization_config"))
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, config_lib.InputError):
             raise config_lib.InputError(f"{folder}/config.json: {error}") from error
-        return None
+        return coded_folder.Coding()
 
 
 def _weight_map(folder: pathlib.Path) -> dict[str, str]:

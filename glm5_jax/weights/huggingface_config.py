@@ -12,7 +12,7 @@ from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax.config import fields
-from glm5_jax.weights import huggingface_names, quantized
+from glm5_jax.weights import coded_folder, huggingface_names
 
 MODEL_TYPE = "glm_moe_dsa"
 # Fields of ModelConfig that say how to compute or train. Other programs do not know
@@ -277,7 +277,7 @@ def _check_variant(given: Mapping[str, Any]) -> None:
             f"{', '.join(sorted(LAYER_TYPES))} are supported"
         )
     try:
-        quantized.block_size(given.get("quantization_config"))
+        coded_folder.coding(given.get("quantization_config"))
     except config_lib.InputError as error:
         problems.append(str(error).rstrip("."))
     if problems:

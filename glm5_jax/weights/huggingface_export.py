@@ -14,16 +14,19 @@ import tqdm
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
+from glm5_jax.quantization import leaf, schemes
 from glm5_jax.weights import (
+    compressed_tensors,
+    fp8_blocks,
     huggingface,
     huggingface_config,
     new_folder,
-    quantized,
     safetensors_file,
 )
 from glm5_jax.weights import huggingface_names as names_lib
 
 FP8 = "fp8"
+COMPRESSED = ("int8", "w8a8", "w4a16", "w4a8")  # schemes of compressed_tensors.py
 MAX_SHARD_BYTES = 5 * 10**9
 _QUANTIZATION = "quantization_config"
 _FLOAT32_BYTES = 4
@@ -69,8 +72,9 @@ def write_leaves(
       config: of the model; goes into config.json.
       folder: that exists.
       dtype: of the tensors, except for the router's bias, which becomes float32;
-        None keeps the parameters' dtypes. "fp8" writes codes and scales
-        for the matrices that an FP8 release quantizes, and bfloat16 for the rest.
+        None keeps the parameters' dtypes. "fp8" and COMPRESSED write codes and scales
+        for the matrices that an FP8 release quantizes. The rest is bfloat16 beside FP8,
+        and as the parameters are beside COMPRESSED.
       max_shard_bytes: of one file, unless a single tensor is larger.
       extra_config: more keys of config.json.
 
@@ -83,16 +87,19 @@ def write_leaves(
     plans = [_plan(slot, leaves, dtype) for slot in slots]
     new_folder.require_space(folder, sum(plan.size for plan in plans))
     extra = {k: v for k, v in (extra_config or {}).items() if k != _QUANTIZATION}
-    kind: Any = "bfloat16"
-    if dtype == FP8:
+    kind: Any = "bfloat16" if dtype == FP8 else str(leaves["lm_head",].dtype)
+    if dtype in COMPRESSED:
+        scheme = schemes.SCHEMES[dtype]
+        extra[_QUANTIZATION] = compressed_tensors.quantization_config(slots, scheme)
+    elif dtype == FP8:
         kept = [
             slot.name.removesuffix(".weight")
             for slot in slots
             if len(slot.layout.shape) == 2 and not slot.is_quantized
         ]
-        extra[_QUANTIZATION] = quantized.quantization_config(kept)
-    else:
-        kind = str(huggingface.cast(("lm_head",), dtype) or leaves["lm_head",].dtype)
+        extra[_QUANTIZATION] = fp8_blocks.quantization_config(kept)
+    elif dtype is not None:
+        kind = str(huggingface.cast(("lm_head",), dtype))
     config = dataclasses.replace(config, param_dtype=kind)
     huggingface_config.write_config(config, folder, extra)
     tensors = _create_files(folder, plans, max_shard_bytes)
@@ -104,6 +111,7 @@ class _Plan(NamedTuple):
 
     slot: names_lib.Slot
     entries: dict[str, tuple[np.dtype, list[int]]]
+    codes: leaf.Kind | None = None
 
     @property
     def size(self) -> int:
@@ -117,17 +125,23 @@ def _plan(
     slot: names_lib.Slot, leaves: Mapping[leaves_lib.Path, leaves_lib.Leaf], dtype: Any
 ) -> _Plan:
     path, shape = slot.paths[0], slot.layout.shape
+    if dtype in COMPRESSED:
+        codes = compressed_tensors.kind_of(slot, schemes.SCHEMES[dtype])
+        if codes is not None:
+            return _Plan(slot, compressed_tensors.entries(slot, codes), codes)
     if dtype == FP8 and slot.is_quantized:
-        block = (quantized.BLOCK, quantized.BLOCK)
-        scales = quantized.scale_shape(tuple(shape), block)
+        block = (fp8_blocks.BLOCK, fp8_blocks.BLOCK)
+        scales = fp8_blocks.scale_shape(tuple(shape), block)
         return _Plan(
             slot,
             {
                 slot.name: (jnp.dtype("float8_e4m3fn"), shape),
-                slot.name + quantized.SCALE_SUFFIX: (jnp.dtype("float32"), scales),
+                slot.name + fp8_blocks.SCALE_SUFFIX: (jnp.dtype("float32"), scales),
             },
+            "fp8",
         )
-    kind = huggingface.cast(path, "bfloat16" if dtype == FP8 else dtype)
+    rest = {FP8: "bfloat16", **dict.fromkeys(COMPRESSED)}.get(dtype, dtype)
+    kind = huggingface.cast(path, rest)
     return _Plan(slot, {slot.name: (kind or np.dtype(leaves[path].dtype), shape)})
 
 
@@ -167,28 +181,44 @@ def _write_tensors(
     with tqdm.tqdm(
         total=total, unit="B", unit_scale=True, desc="writing", disable=None
     ) as bar:
-        for slot, entries in sorted(plans, key=lambda p: (p.slot.paths, p.slot.index)):
+        for plan in sorted(plans, key=lambda p: (p.slot.paths, p.slot.index)):
+            slot = plan.slot
             for rows in _row_windows(slot.layout):
                 values = _read_rows(slot, rows, leaves)
                 leaves_lib.require_finite(values, slot.name)
-                tensor = tensors[slot.name]
-                if len(entries) > 1:
-                    codes, scales = quantized.quantize(values.astype(np.float32))
-                    tensor.write(rows.start, codes)
-                    scale = tensors[slot.name + quantized.SCALE_SUFFIX]
-                    scale.write(rows.start // quantized.BLOCK, scales)
-                else:
-                    kind = safetensors_file.DTYPES[tensor.dtype]
-                    tensor.write(rows.start, np.ascontiguousarray(values, kind))
-            bar.update(_Plan(slot, entries).size)
+                _write_rows(plan, rows.start, values, tensors)
+            if slot.name + compressed_tensors.SHAPE in plan.entries:
+                shape = np.array(slot.layout.shape, np.int64)
+                tensors[slot.name + compressed_tensors.SHAPE].write(0, shape)
+            bar.update(plan.size)
     for path in {tensor.path for tensor in tensors.values()}:
         with path.open("rb") as file:  # before the folder's rename can reach the disk
             os.fsync(file.fileno())
 
 
+def _write_rows(
+    plan: _Plan,
+    start: int,
+    values: np.ndarray,
+    tensors: Mapping[str, safetensors_file.Tensor],
+) -> None:
+    """Writes rows of a weight, coded as the plan says, from row `start` on."""
+    name = plan.slot.name
+    if plan.codes is None:
+        kind = safetensors_file.DTYPES[tensors[name].dtype]
+        tensors[name].write(start, np.ascontiguousarray(values, kind))
+    elif plan.codes == "fp8":
+        codes, scales = fp8_blocks.quantize(values.astype(np.float32))
+        tensors[name].write(start, codes)
+        tensors[name + fp8_blocks.SCALE_SUFFIX].write(start // fp8_blocks.BLOCK, scales)
+    else:
+        for end, rows in compressed_tensors.coded(values, plan.codes).items():
+            tensors[name + end].write(start, rows)
+
+
 def _row_windows(layout: names_lib.Layout) -> Iterator[slice]:
     """Yields rows of at most WINDOW_BYTES in float32, in whole steps and FP8 blocks."""
-    step = math.lcm(layout.rows_per_step, quantized.BLOCK)
+    step = math.lcm(layout.rows_per_step, fp8_blocks.BLOCK)
     row_bytes = math.prod(layout.shape[1:]) * _FLOAT32_BYTES
     step *= max(1, leaves_lib.WINDOW_BYTES // max(1, step * row_bytes))
     for start in range(0, layout.shape[0], step):

@@ -2,12 +2,11 @@
 
 The content tells which one a path is: a run has a config.json with a "model" section
 beside checkpoints/STEP/, a Hugging Face folder one with a "model_type" beside
-*.safetensors.
+*.safetensors. A name of the Hugging Face hub stands for the folder of its files.
 """
 
 import dataclasses
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,9 @@ from glm5_jax.checkpoint import leaves, manager, step_folder
 from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.model import transformer
+from glm5_jax.processes import group
 from glm5_jax.weights import (
+    hub,
     huggingface,
     huggingface_config,
     index_share,
@@ -38,13 +39,8 @@ MATHEMATICS = (
     *("num_experts_per_tok", "routed_scaling_factor", "norm_topk_prob", "index_topk"),
     *("layer_types", "variants"),
 )
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")  # organisation/model
 MAX_CONTEXT = 4096  # tokens read at once if no training run sets a length
 DTYPES = ("float32", "bfloat16")
-_SAMPLING = {
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
-    "top_k": int,
-}
 
 
 class Source(NamedTuple):
@@ -83,7 +79,8 @@ def load_model(
     converted (to_variants.py).
 
     Args:
-      path: a run folder (its newest step), a step folder or a Hugging Face folder.
+      path: a run folder (its newest step), a step folder, a Hugging Face folder, or
+        the name of a model of the hub.
       overrides: pairs such as ("model.index_topk", "32").
       mesh: devices that share the parameters; None puts them on the first device.
 
@@ -216,19 +213,16 @@ def require_same_mathematics(config: config_lib.TrainConfig) -> None:
 def find(path: Path) -> Source:
     """Returns where the parts of the model at `path` are.
 
+    Args:
+      path: as in `load_model`.
+
     Raises:
       InputError: there is no folder, or it holds no model.
     """
-    given, path = str(path), pathlib.Path(step_folder.absolute(path))
+    path = hub.folder(str(path)) if hub.is_name(path) else path
+    path = pathlib.Path(step_folder.absolute(path))
     if not path.is_dir():
-        hint = ""
-        if _HUB_ID.fullmatch(given):
-            hint = (
-                f" If it is a model of the Hugging Face hub, download it first: "
-                f"pip install huggingface_hub, then hf download {given} --local-dir "
-                f"{given}"
-            )
-        raise config_lib.InputError(f"There is no folder {path}.{hint}")
+        raise config_lib.InputError(f"There is no folder {path}.")
     is_step = path.parent.name == "checkpoints"
     folder = path.parent.parent if is_step else path
     try:
@@ -268,44 +262,18 @@ def read_config(
     model = source.settings.get("model")
     if source.is_huggingface:
         config = huggingface.read_config(source.folder)
+        if config.has_mtp and not huggingface.stores_mtp(source.folder, config):
+            logging.warning(
+                "%s has no tensors of the MTP layer, which transformers leaves out; "
+                "num_nextn_predict_layers is 0.",
+                source.folder,
+            )
+            config = dataclasses.replace(config, num_nextn_predict_layers=0)
         stored = source.settings.get("dtype") or source.settings.get("torch_dtype")
         if stored in DTYPES:
             config = dataclasses.replace(config, dtype=stored, param_dtype=stored)
         model = command_line.to_json_dict(config)
     return command_line.resolve({"model": model}, overrides, _Overridable).model
-
-
-def sampling_defaults(path: Path) -> tuple[float, float]:
-    """Returns temperature and top_p of generation_config.json; 1 and 1 without one.
-
-    Raises:
-      InputError: it cannot be read, or holds something else.
-    """
-    found = sampling_settings(path)
-    return found.get("temperature", 1.0), found.get("top_p", 1.0)
-
-
-def sampling_settings(path: Path) -> dict[str, float]:
-    """Returns the settings of generation_config.json that a request may have.
-
-    Raises:
-      InputError: it cannot be read, or holds something else.
-    """
-    file = find(path).folder / "generation_config.json"
-    try:
-        given = huggingface_config.read_json(file) if file.exists() else {}
-        if given.get("do_sample") is False:
-            given = {"temperature": 0.0}
-        return {
-            name: kind(given[name])
-            for name, kind in _SAMPLING.items()
-            if given.get(name) is not None
-        }
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise config_lib.InputError(
-            f"{file} cannot be used ({error}); delete it, or give --temperature and "
-            f"--top_p."
-        ) from error
 
 
 def _finite(params: dict, path: Path) -> dict:
@@ -388,8 +356,9 @@ def overrides_of(
     """Returns the overrides of a command that takes its config from a checkpoint.
 
     Raises:
-      InputError: a --config file was given.
+      InputError: a --config file was given, or this is one of several processes.
     """
+    group.require_alone()
     if arguments.config is not None:
         raise config_lib.InputError(
             f"--config={arguments.config} is not used here: the config comes from the "

@@ -64,6 +64,7 @@ def decode_indexer_topk(
         k.reshape(-1, size, width),
         (lo, hi),
         jnp.pad(pages, ((0, missing), (0, 0))),
+        batch,
         topk,
         interpret,
     )
@@ -100,6 +101,7 @@ def _select(
     k: Float[Array, "pages s J"],
     bounds: tuple[Array, Array],
     pages: Int[Array, "B n"],
+    batch: int,
     topk: int,
     interpret: bool,
 ) -> Array:
@@ -110,13 +112,15 @@ def _select(
       k: pages.
       bounds: lo and hi [G, 8].
       pages: page tables of all sequences, one after another.
+      batch: sequences; the keys of those that fill a group up are not read.
       topk: keys to select.
       interpret: runs on CPU.
     """
     groups, heads_of_all, width = queries[0].shape
     rows = QUERIES * groups // len(pages)  # per sequence
     size = k.shape[1]
-    words = selection.num_words(pages.shape[1] * size)
+    num_keys = pages.shape[1] * size
+    words = selection.num_words(num_keys)
     lo, hi = bounds
     is_seen = lo < hi
     first = jnp.where(is_seen, lo, HIGHEST).reshape(-1, rows)
@@ -148,7 +152,7 @@ def _select(
             disable_bounds_checks=True,
             vmem_limit_bytes=words * 32 * QUERIES * 4 + (24 << 20),
         ),
-        cost_estimate=_cost(pages.size * size, heads_of_all * rows // QUERIES, k),
+        cost_estimate=_cost(batch * num_keys, heads_of_all * rows // QUERIES, k),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="decode_indexer_topk",
     )(pages.reshape(-1), spans.reshape(-1), queries, (lo[..., None], hi[..., None]), k)

@@ -86,6 +86,19 @@ class ChunkShapeTest(parameterized.TestCase):
 
 
 class CacheTest(steps.StepsTestCase):
+    def test_decoded_chunks_take_a_quarter_of_a_gibibyte_at_most(self):
+        """Unless one chunk is larger, so that a stream of a large model stays small."""
+        path = (*LAYER, "mlp", "gate")
+        params = leaves_lib.unflatten({path: jnp.zeros((2, 3))})
+        manager = self.open()
+        manager.save(1, {"params": params, "step": jnp.int32(1)}, {})
+        manager.close()
+        context = tensorstore.Context
+        with mock.patch.object(tensorstore, "Context", wraps=context) as made:
+            step_windows.open_params(self.step_folder(1), params)
+        limits = [call.args[0]["cache_pool"] for call in made.call_args_list]
+        self.assertEqual(limits[-1], {"total_bytes_limit": 2**30 // 4})
+
     def test_windows_of_one_chunk_decode_it_once(self):
         """Its three layers are read one by one."""
         path = (*LAYER, "mlp", "gate")

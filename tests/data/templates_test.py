@@ -110,6 +110,15 @@ class TemplateTest(parameterized.TestCase):
         self.assertEqual(prompt.tokens, ids_of(text))
         self.assertFalse(any(prompt.mask))
 
+    @parameterized.parameters(
+        ("[gMASK]<sop>{{ tool | tojson }}", "glm5"),
+        ("[gMASK]<sop>{% if not tool.defer_loading %}", "glm5.1"),
+        ("[gMASK]<sop>Reasoning Effort: {% if not tool.defer_loading %}", "glm5.2"),
+        ("<|im_start|>", None),
+    )
+    def test_the_version_of_a_released_template(self, text, version):
+        self.assertEqual(templates.released_version(text), version)
+
     def test_reasoning_effort(self):
         ours = dataclasses.replace(template("glm5.2"), reasoning_effort="high")
         self.assertIn(

@@ -106,10 +106,10 @@ class FailureTest(parameterized.TestCase):
         scheduler, rng = machine._scheduler, np.random.default_rng(0)
 
         def interrupted(call, *args):
-            if rng.random() < 0.25:
+            if rng.random() < 0.3:
                 raise KeyboardInterrupt
             result = call(*args)
-            if rng.random() < 0.25:
+            if rng.random() < 0.3:
                 raise KeyboardInterrupt
             return result
 

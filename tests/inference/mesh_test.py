@@ -27,7 +27,11 @@ TINY = tiny.model(
     max_position_embeddings=128,
 )
 EXCHANGE = dataclasses.replace(TINY, expert_transport="exchange")
+ROUNDS = dataclasses.replace(TINY, expert_transport="rounds")
 SHARED = tiny.index_share(vocab_size=96, kv_lora_rank=16, num_nextn_predict_layers=0)
+DRAFTING = dataclasses.replace(
+    SHARED, num_nextn_predict_layers=1, index_share_for_mtp_iteration=True
+)
 ATTENTION = tiny.variants(vocab_size=96, kv_lora_rank=16, num_nextn_predict_layers=0)
 COMPILES = re.compile(r"Compiling jit\((prefill|decode)\)")
 OPTIONS = {"capacity": 64, "chunk": 16, "num_steps": 5, "seed": 3}
@@ -75,7 +79,8 @@ class MeshCase(parameterized.TestCase):
     def check(self, config, num_slots=8, limits=Limits(), **axes):  # noqa: B008
         wanted = on_one_device(config)
         mesh = make_mesh(**axes)
-        params = jax.device_put(tiny.params(config), placement.params(config, mesh))
+        params = tiny.params(config)
+        params = jax.device_put(params, placement.params(params, config, mesh))
         with jax.set_mesh(mesh):
             machine = engine.Engine(
                 params,
@@ -124,8 +129,16 @@ class OtherMeshesTest(MeshCase):
     def test_few_slots_of_each_device(self):
         self.check(TINY, num_slots=32, data=2, expert=2, tensor=2)
 
+    @parameterized.parameters(0, 32)
+    def test_drafts(self, num_pages):
+        limits = Limits(
+            num_drafts=3, adapts_drafts=False, num_pages=num_pages, page_size=8
+        )
+        self.check(DRAFTING, limits=limits, fsdp=2, expert=2, tensor=2)
+
     @parameterized.named_parameters(
         ("exchange", EXCHANGE, {"expert": 4, "fsdp": 2}),
+        ("rounds", ROUNDS, {"expert": 8}),
         ("shared_index", SHARED, {"expert": 2, "tensor": 4}),
         ("attention", ATTENTION, {"fsdp": 2, "expert": 2, "tensor": 2}),
     )
@@ -159,9 +172,9 @@ class PlacementTest(parameterized.TestCase):
         mesh = make_mesh(context=2, expert=2, tensor=2)
         other = placement.engine_mesh(mesh)
         self.assertEqual(placement.num_shares(other), 4)
-        trained = placement.params(TINY, mesh)
-        served = placement.params(TINY, other)
         shapes = transformer.abstract_params(TINY)
+        trained = placement.params(shapes, TINY, mesh)
+        served = placement.params(shapes, TINY, other)
 
         def same(array, a, b):
             a, b = (x.devices_indices_map(array.shape) for x in (a, b))

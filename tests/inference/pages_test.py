@@ -1,7 +1,6 @@
 """Checks that sequences share pages of the cache without anyone noticing."""
 
 import dataclasses
-import random
 
 import jax
 import numpy as np
@@ -9,137 +8,50 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax.inference import engine, paged_scheduler, pages
+from glm5_jax.inference import engine, pages
 from glm5_jax.inference.limits import Limits
 from glm5_jax.inference.requests import Request
 from glm5_jax.model import cached
 from tests import environment
-from tests.inference import engine_test
+from tests.inference import engine_test, fake_devices
 from tests.model import tiny
-
-SIZE = 4  # tokens of a page of the models below
-NUM_STEPS, CHUNK = 5, 16
-
-
-class Device:
-    """A cache whose rows are the tokens that they were computed from."""
-
-    def __init__(self, num_slots, num_pages):
-        limits = Limits(num_pages=num_pages, page_size=SIZE, prefill_tokens=40)
-        self.machine = paged_scheduler.PagedScheduler(
-            num_slots, CHUNK, 1, limits, NUM_STEPS
-        )
-        self.rows = {}  # by page and row: all tokens up to this one
-        self.num_read, self.version = 0, 0
-
-    def step(self):
-        """Runs a dispatch as steps.py would; returns whether there was one."""
-        todo = self.machine.plan(self.version)
-        if todo is None:
-            return False
-        drawn = []
-        for part in todo.parts:
-            slot, request = part.slot, part.work.request
-            left = request.max_new_tokens - part.num_drawn
-            self.check(slot.pages, slot.tokens)
-            size = min(NUM_STEPS, left) if todo.kind == "decode" else int(part.is_last)
-            new = [token_of(request.id, part.num_drawn + i) for i in range(size)]
-            self.num_read += len(part.tokens) * (todo.kind != "decode")
-            self.write(slot, [*slot.tokens, *part.tokens, *new[:-1]], part.start)
-            part.work.completion.tokens[part.num_drawn :] = new
-            drawn.append(new)
-        self.machine.advance(todo, drawn, self.version)
-        for part in todo.parts:
-            request = part.work.request
-            if len(part.work.completion.tokens) == request.max_new_tokens:
-                self.machine.release(request.id)
-        return True
-
-    def write(self, slot, text, start):
-        shared = {node.page for node in slot.nodes}
-        for i in range(start, len(text)):
-            page = slot.pages[i // SIZE]
-            assert page not in shared, "a page of the tree is written"
-            self.rows[page, i % SIZE] = tuple(text[: i + 1])
-
-    def check(self, held, tokens):
-        """Checks the rows of a sequence."""
-        for i in range(len(tokens)):
-            found = self.rows[held[i // SIZE], i % SIZE]
-            assert found == tuple(tokens[: i + 1]), "another sequence's row"
-
-
-def token_of(id, position):
-    return 1000 + (id * 7919 + position) % 97
 
 
 class SchedulerTest(parameterized.TestCase):
-    @parameterized.product(seed=(0, 1, 2, 3), num_pages=(12, 20, 100))
-    def test_sequences_keep_their_rows_whatever_happens(self, seed, num_pages):
-        """No page leaks, and every request draws all its tokens."""
-        rng, device = random.Random(seed), Device(5, num_pages)
-        machine, live, done = device.machine, {}, 0
-        for step in range(150):
-            for _ in range(rng.randint(0, 2) * (step < 110)):
-                id = done = done + 1
-                prompt = [rng.randint(1, 2)] * rng.randint(1, 20)
-                prompt += [rng.randint(1, 3) for _ in range(rng.randint(0, 12))]
-                live[id] = Request(id, prompt, rng.randint(1, 12))
-                live[id] = machine.submit(live[id])
-            act = rng.random()
-            if act < 0.05 and live:
-                id = rng.choice([*live])
-                machine.release(id)
-                del live[id]
-            elif act < 0.08:
-                device.version += 1
-            elif act < 0.1:
-                machine.forget()
-                device.rows.clear()
-            device.step()
-        while device.step():
-            pass
-        for id, work in live.items():
-            want = [token_of(id, i) for i in range(work.request.max_new_tokens)]
-            self.assertEqual(work.completion.tokens, want)
-        self.assertEmpty(machine.works)
+    def setUp(self):
+        super().setUp()
+        self.enterContext(fake_devices.installed())
+
+    def run_all(self, num_slots, num_pages, requests):
+        """Returns the engine, the completions and the numbers of tokens read."""
+        machine = fake_devices.make_engine(num_slots, num_pages)
+        found = engine_test.run_all(machine, requests)
         self.assertEqual(machine.num_free_pages, num_pages)
-        if num_pages == 12:
-            self.assertGreater(machine.num_preempted, 0)
+        return machine, found, machine._runner.num_read
 
     def test_a_group_reads_its_prompt_once(self):
-        device = Device(8, 100)
         prompt = [*range(1, 35)]
-        works = [device.machine.submit(Request(i, prompt, 7)) for i in range(8)]
-        while device.step():
-            pass
-        self.assertEqual(device.num_read, 34 + 7 * 2)  # 32 tokens are whole pages
-        self.assertEqual([w.completion.num_cached for w in works], [0] + [32] * 7)
+        requests = [Request(i, prompt, 7) for i in range(8)]
+        _, found, num_read = self.run_all(8, 100, requests)
+        self.assertEqual(sum(num_read), 34 + 7 * 2)  # 32 tokens are whole pages
+        cached = [found[i].num_cached for i in range(8)]
+        self.assertEqual(cached, [0] + [32] * 7)
 
     def test_a_next_turn_reads_only_its_new_tokens(self):
-        device = Device(2, 100)
-        work = device.machine.submit(Request(0, [*range(1, 10)], 8))
-        while device.step():
-            pass
-        device.num_read = 0
-        text = [*range(1, 10), *work.completion.tokens]  # 16 of 17 were computed
-        device.machine.submit(Request(1, [*text, 5, 6], 3))
-        while device.step():
-            pass
-        self.assertEqual(device.num_read, len(text) + 2 - 16)
+        request = Request(0, [*range(1, 10)], 8)
+        machine, found, num_read = self.run_all(2, 100, [request])
+        num_read.clear()
+        text = [*request.prompt, *found[0].tokens]  # 16 of 17 were computed
+        engine_test.run_all(machine, [Request(1, [*text, 5, 6], 3)])
+        self.assertEqual(sum(num_read), len(text) + 2 - 16)
 
     def test_a_preempted_request_counts_no_pages_of_its_own_as_cached(self):
-        device = Device(2, 6)
-        prompts = ([*range(1, 9)], [*range(11, 16)])
-        works = [
-            device.machine.submit(Request(i, prompt, 12))
-            for i, prompt in enumerate(prompts)
-        ]
-        while device.step():
-            pass
-        self.assertGreater(device.machine.num_preempted, 0)
-        self.assertEqual([work.completion.num_cached for work in works], [0, 0])
-        self.assertLen(works[1].completion.tokens, 12)
+        prompts = [*range(1, 9)], [*range(11, 16)]
+        requests = [Request(i, prompt, 52) for i, prompt in enumerate(prompts)]
+        machine, found, _ = self.run_all(2, 20, requests)
+        self.assertGreater(machine.num_preempted, 0)
+        self.assertEqual([found[i].num_cached for i in range(2)], [0, 0])
+        self.assertLen(found[1].tokens, 52)
 
     def test_the_least_recently_used_leaf_goes_first(self):
         pool = pages.Pool(4, 1)
@@ -215,6 +127,37 @@ class EngineTest(parameterized.TestCase):
             want = np.asarray(experts)[:, request.id, :last].swapaxes(0, 1)
             np.testing.assert_array_equal(np.sort(done.experts), np.sort(want))
 
+    def test_pages_come_back_from_host_memory(self):
+        """The pages of two conversations do not fit; the second turns know the first.
+
+        Other weights find none of them.
+        """
+        params, options = tiny.params(CONFIG), engine_test.ENGINE
+        limits = Limits(num_pages=8, page_size=8, host_pages=16)
+        machine = engine.Engine(params, CONFIG, **options, limits=limits)
+        first = engine_test.make_requests(30, 31)
+        done = {r.id: engine_test.run_all(machine, [r])[r.id] for r in first}
+        turns = [
+            dataclasses.replace(r, id=r.id + 2, prompt=[*r.prompt, *done[r.id].tokens])
+            for r in first
+        ]
+        for turn in turns:
+            (found,) = engine_test.run_all(machine, [turn]).values()
+            self.assertEqual(found.num_cached, len(turn.prompt) // 8 * 8)
+            machine_alone = engine.Engine(
+                params, CONFIG, **options, limits=Limits(num_pages=8, page_size=8)
+            )
+            (want,) = engine_test.run_all(machine_alone, [turn]).values()
+            self.assertEqual(found.tokens, want.tokens)
+            np.testing.assert_allclose(
+                found.logprobs, want.logprobs, atol=engine_test.LOGPROB_ATOL, rtol=0
+            )
+            np.testing.assert_array_equal(found.experts, want.experts)
+        self.assertGreaterEqual(machine.num_restored, 5)
+        machine.publish(params, 1)
+        (found,) = engine_test.run_all(machine, turns[:1]).values()
+        self.assertEqual(found.num_cached, 0)
+
     @pytest.mark.slow
     def test_equals_slots_with_shared_prefixes(self):
         machine, found = self.check(engine_test.TINY, 64)
@@ -231,6 +174,8 @@ class EngineTest(parameterized.TestCase):
             ({"num_pages": 7}, "at least the 8 pages of one sequence of 64"),
             ({"num_pages": -1}, "num_pages must not be negative"),
             ({"page_size": 0}, "page_size must be at least 1"),
+            ({"host_pages": -1}, "host_pages must not be negative"),
+            ({"num_pages": 0, "host_pages": 3}, "host_pages needs num_pages"),
         ):
             with self.assertRaisesRegex(config_lib.InputError, message):
                 limits = Limits(**({"num_pages": 64, "page_size": 8} | changes))

@@ -99,62 +99,6 @@ class ServiceTest(parameterized.TestCase):
             atol=engine_test.LOGPROB_ATOL,
         )
 
-    @parameterized.product(seed=(0, 1, 2), num_pages=(0, 9))
-    def test_each_request_ends_once_under_any_commands(self, seed, num_pages):
-        """Random commands; any dispatch may fail, before or after it takes the cache.
-
-        The weights of all versions are equal, so every token is known.
-        """
-        rng, clients = np.random.default_rng(seed), {}
-        machine = service.Service(make_engine(num_pages))
-        self.addCleanup(machine.close)
-        faults = np.random.default_rng(seed + 1000)
-
-        def failing(program, *args, **options):
-            chance = faults.random()
-            if chance < 0.04:
-                program(*args, **options)  # its results are lost
-            if chance < 0.08:
-                raise RuntimeError("injected")
-            return program(*args, **options)
-
-        todo, version = [*make_requests()], 0
-        acts = ["submit"] * 6 + ["abort", "publish", "clear", "pause", "resume"]
-        with (
-            mock.patch.object(
-                programs, "prefill", functools.partial(failing, programs.prefill)
-            ),
-            mock.patch.object(
-                programs, "decode", functools.partial(failing, programs.decode)
-            ),
-        ):
-            while todo:
-                act = rng.choice(acts)
-                if act == "submit":
-                    request = todo.pop(rng.integers(len(todo)))
-                    clients[request.id] = Client()
-                    machine.submit(request, clients[request.id])
-                elif act == "abort":
-                    machine.abort(int(rng.integers(10)))
-                elif act == "publish":
-                    version += 1
-                    machine.publish(params(), version).result(SECONDS)
-                elif act == "clear":
-                    machine.clear_cache()
-                elif act == "pause":
-                    machine.pause(str(rng.choice(["keep", "wait", "abort"])))
-                else:
-                    machine.resume().result(SECONDS)
-            self.assertTrue(machine.drain(SECONDS))
-        for request in make_requests():
-            self.check(request, clients[request.id])
-        stats = machine.stats()
-        self.assertEqual(sum(stats.ended.values()), 10)
-        self.assertEqual((stats.running, stats.waiting, stats.free_slots), (0, 0, 4))
-        self.assertEqual(stats.free_pages, num_pages)
-        drawn = sum(len(c.end().completion.tokens) for c in clients.values())
-        self.assertEqual(stats.drawn_tokens, drawn)
-
     def test_a_failing_dispatch_ends_its_own_requests_only(self):
         bad = Request(50, [POISON, 3], 9)
 
@@ -278,6 +222,25 @@ class ServiceTest(parameterized.TestCase):
         (after,) = self.submit(make_requests()[1])
         after.end()
         self.check(make_requests()[1], after)
+
+    def test_tokens_are_sent_before_the_end_where_another_row_failed(self):
+        """The dispatch of both ended with an error after it wrote the first row."""
+        first, second = make_requests()[0], make_requests()[3]
+        write = results.write
+
+        def failing(result, part, *others):
+            if part.work.request.id == second.id:
+                raise ValueError("injected")
+            return write(result, part, *others)
+
+        self.service.pause()
+        clients = self.submit(first, second)
+        with mock.patch.object(results, "write", failing):
+            self.service.resume()
+            ends = [client.end() for client in clients]
+        self.assertEqual([end.reason for end in ends], ["error", "error"])
+        self.assertNotEmpty(ends[0].completion.tokens)
+        self.check(first, clients[0])
 
     def test_if_the_thread_fails_every_request_ends(self):
         self.service.pause()

@@ -89,7 +89,7 @@ class DecodingTest(parameterized.TestCase):
 
 class TransportTest(parameterized.TestCase):
     @parameterized.product(
-        transport=("gather", "exchange"),
+        transport=("gather", "rounds", "exchange"),
         load=("random", "all_to_one_device"),
     )
     def test_equals_one_device(self, transport, load):

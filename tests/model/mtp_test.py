@@ -93,6 +93,12 @@ class SeparateModulesTest(parameterized.TestCase):
         with self.assertRaisesRegex(config_lib.InputError, message):
             dataclasses.replace(SEPARATE, **changes)
 
+    def test_rejected_drafts_are_a_loss_of_whole_rows(self):
+        loss = config_lib.LossConfig(mtp_objective="end_to_end")
+        mesh = config_lib.MeshConfig(context=2)
+        with self.assertRaisesRegex(config_lib.InputError, "mesh.context must be 1 .*"):
+            dataclasses.replace(small_configs.step(T, SHARED), loss=loss, mesh=mesh)
+
     def test_other_programs_and_conversions_refuse_them(self):
         with self.assertRaisesRegex(config_lib.InputError, "no Hugging Face form"):
             huggingface_config.require_writable(SEPARATE)

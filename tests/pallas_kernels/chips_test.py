@@ -55,6 +55,20 @@ class TableTest(parameterized.TestCase):
         both_ways = 2 * chip.num_links * chip.reachable_link_gbps
         self.assertLess(both_ways, chip.interconnect_gbps)
 
+    @parameterized.parameters(
+        ("v5e", 393, 1),
+        ("v5p", 918, 1),
+        ("v6e", 1836, 1),
+        ("tpu7x", 4614, 2),  # a chip is two devices
+        ("h100", 1979, 1),  # 3,958 with sparsity
+        ("h200", 1979, 1),
+        ("b200", 4500, 1),
+    )
+    def test_products_of_8_bits_are_twice_as_fast(self, name, tflops, num_devices):
+        """As the vendors write of a whole chip, in whole TFLOP/s."""
+        bf16 = chips.CHIPS[name].bf16_tflops
+        self.assertAlmostEqual(2 * num_devices * bf16, tflops, delta=1)
+
     @parameterized.parameters(*slice_devices.DEVICES.values())
     def test_the_compiler_leaves_most_of_the_memory(self, device):
         self.assertBetween(device.hbm_limit_gib / device.chip.hbm_gib, 0.97, 1.01)

@@ -1,13 +1,16 @@
 """The kernels' cost estimates, from which FLOPs and MFU of compiled programs follow."""
 
 import collections
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels import cases, chips
 from pallas_kernels.bench import measure, operations
+from pallas_kernels.decode import tpu_dense
 from tests import environment
 from tests.pallas_kernels.dispatch_test import meant_for
 
@@ -110,6 +113,11 @@ def estimates(op, mode):
     with meant_for(chips.CHIPS["v5p"]):
         run = measure.Job(op, 0, mode, sizes=case).function(None, case)
         program = jax.jit(run).trace(*inputs).jaxpr
+    return kernels(program.jaxpr)
+
+
+def kernels(jaxpr):
+    """FLOPs and bytes of each kernel in a jaxpr, summed over its calls."""
     found = collections.defaultdict(lambda: np.zeros(2, np.int64))
 
     def visit(jaxpr):
@@ -126,7 +134,7 @@ def estimates(op, mode):
                 if hasattr(inner, "eqns"):
                     visit(inner)
 
-    visit(program.jaxpr)
+    visit(jaxpr)
     return found
 
 
@@ -138,6 +146,18 @@ class CostTest(parameterized.TestCase):
     @parameterized.parameters(sorted({op for op, _ in BACKWARD}))
     def test_gradients(self, op):
         self.check(op, "bwd", BACKWARD)
+
+    def test_keys_of_sequences_that_fill_a_group_up_do_not_count(self):
+        """Two sequences of one query each are in a group of eight."""
+        float_of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        bound = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+        inputs = float_of(2, 1, I, J), float_of(2, 2048, J), float_of(2, 1, I)
+        run = functools.partial(
+            tpu_dense.decode_indexer_topk, page_table=None, topk=256
+        )
+        program = jax.jit(run).trace(*inputs, bound, bound).jaxpr
+        flops, _ = kernels(program.jaxpr)["decode_indexer_topk"]
+        self.assertEqual(flops, 2 * 2048 * INDEX)
 
     def check(self, op, mode, table):
         got = estimates(op, mode)

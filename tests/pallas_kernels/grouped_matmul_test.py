@@ -1,6 +1,7 @@
 """Grouped products against their definition, and the definition against a loop."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,17 @@ class GroupedMatmulTest(parameterized.TestCase):
             gradients(x, w, jnp.asarray(sizes))
         self.assertLen(traces, 1)
         self.assertEqual(gradients._cache_size(), 1)
+
+    @parameterized.parameters((40, 8), (700, 64), (7000, 128))
+    def test_values_and_gradients_take_tiles_of_half_a_group(self, num_rows, size):
+        """A power of two, from 8 to 128; a mean group has a fifth of the rows."""
+        x, w = make_inputs(num_rows)
+        sizes = jnp.full(E, num_rows // E)
+        run = functools.partial(value_and_gradients, implementation="blocked")
+        program = str(jax.make_jaxpr(run)(x, w, sizes, jnp.zeros((num_rows, N))))
+        tiles = re.findall(r"slice_sizes=\((\d+), \d+\)", program)
+        self.assertEqual(set(tiles), {str(size)})
+        self.assertGreaterEqual(len(tiles), 4)  # y, dx, and both factors of dw
 
     def test_unknown_implementation(self):
         x, w = make_inputs(8)

@@ -127,6 +127,16 @@ class FindTest(parameterized.TestCase):
 
 
 class SupportedTest(parameterized.TestCase):
+    def test_other_commands_than_train_run_alone(self):
+        group.require_alone({"JAX_NUM_PROCESSES": "1"})
+        several = {
+            "JAX_COORDINATOR_ADDRESS": "10.0.0.1:8476",
+            "JAX_NUM_PROCESSES": "4",
+            "JAX_PROCESS_ID": "1",
+        }
+        with self.assertRaisesRegex(config_lib.InputError, "start a server on each"):
+            group.require_alone(several)
+
     def test_settings_for_one_process_are_refused_in_several(self):
         config = config_lib.TrainConfig(model=presets.GLM5_1M, sample_tokens=3)
         group.require_supported(config, None)

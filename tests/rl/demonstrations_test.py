@@ -10,7 +10,6 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import rollouts
 from tests import environment
 from tests.rl import scripted
 
@@ -53,7 +52,7 @@ class DemonstrationsTest(parameterized.TestCase):
             for i, task in enumerate(tasks)
         ]
         engine = scripted.ScriptedEngine(answer, capacity=4096)
-        found = rollouts.collect(engine, taskset, template, jobs, SETTINGS)
+        found = scripted.collect(engine, taskset, template, jobs, SETTINGS)
         for episode, expected in zip(found, rendered, strict=True):
             has_tool = name in ("calculator", "calculator_untold")
             self.assertEqual(episode.num_turns, 1 + has_tool)
@@ -81,7 +80,7 @@ class DemonstrationsTest(parameterized.TestCase):
             job = episodes_lib.Job(taskset.task("train", 0, 0), 0, 0)
             engine = scripted.ScriptedEngine(lambda request: said, capacity=4096)
             settings = dataclasses.replace(SETTINGS, max_turns=1)
-            (episode,) = rollouts.collect(engine, taskset, template, [job], settings)
+            (episode,) = scripted.collect(engine, taskset, template, [job], settings)
             self.assertIs(episode.label, protocol.Label.OK)
             self.assertLess(episode.reward.total, 0.5, name)
 

@@ -12,10 +12,10 @@ from glm5_jax.environments import protocol
 from glm5_jax.inference import engine as engine_lib
 from glm5_jax.model import cached, transformer
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import rollouts
 from tests import environment
 from tests.data import templates_test
 from tests.model import tiny
+from tests.rl import scripted
 
 CAPACITY = 96
 LOGPROB_ATOL = 1e-5  # float32 sums in another order
@@ -81,7 +81,7 @@ def collect(role, clear=True, num_concurrent=3, indices=range(5)):
         for i in indices
     ]
     settings = dataclasses.replace(SETTINGS, num_concurrent=num_concurrent)
-    return rollouts.collect(engine, taskset, template, todo, settings)
+    return scripted.collect(engine, taskset, template, todo, settings)
 
 
 @jax.jit

@@ -50,7 +50,7 @@ def jobs(taskset, count, spacing=SETTINGS.max_turns):
 def collect(taskset, count=4, answer=answers_ok, settings=SETTINGS, **how):
     engine = how.pop("engine", None) or scripted.ScriptedEngine(answer)
     todo = jobs(taskset, count, settings.max_turns)
-    found = rollouts.collect(engine, taskset, TEMPLATE, todo, settings, **how)
+    found = scripted.collect(engine, taskset, TEMPLATE, todo, settings, **how)
     assert engine.num_pending == 0
     return found
 
@@ -275,7 +275,8 @@ class FaultTest(parameterized.TestCase):
         self.assertIs(episode.label, Label.TIMEOUT)
         self.assertEqual(episode.num_turns, 3)
 
-    def test_time_in_which_the_engine_compiles_is_not_the_environment_s(self):
+    def test_environments_work_while_the_engine_does(self):
+        """A step that compiles takes longer than a call of an environment may."""
         engine = scripted.ScriptedEngine(lambda request: [65] * 40 + OK)
         plain_step = engine.step
 
@@ -284,15 +285,14 @@ class FaultTest(parameterized.TestCase):
             return plain_step()
 
         async def step(env, message):
-            for _ in range(4):  # each waits for the engine's steps
+            for _ in range(4):
                 await asyncio.sleep(0.001)
             return ends()
 
         # The second still decodes while the first's environment works.
         engine.step = slow_step
         settings = dataclasses.replace(SETTINGS, max_new_tokens=2)
-        with absltest.mock.patch.object(pump_lib, "_LONG_STEP", SETTINGS.call_timeout):
-            found = collect(Scripted(step), 6, engine=engine, settings=settings)
+        found = collect(Scripted(step), 6, engine=engine, settings=settings)
         self.assertEqual({episode.label for episode in found}, {Label.TRUNCATED})
 
 
@@ -335,6 +335,41 @@ class TurnsTest(parameterized.TestCase):
         self.assertLessEqual(len(sample.tokens), 60)
         self.assertEqual(sample.tokens.count(TEMPLATE.tokenizer.eos_id), 2)
         self.assertEqual({request.stop_ids for request in asked}, {TEMPLATE.stop_ids})
+
+    def test_a_prompt_that_leaves_room_for_one_token_is_sampled(self):
+        asked = []
+
+        def answer(request):
+            asked.append(request)
+            return OK
+
+        async def step(env, message):
+            return ends()
+
+        collect(Scripted(step), 1, answer=answer)
+        (room,) = {len(request.prompt) for request in asked}
+        for capacity, label, reason in (
+            (room, Label.ENV_ERROR, "does not fit the cache"),
+            (room + 1, Label.TRUNCATED, "cut off by its length"),
+        ):
+            engine = scripted.ScriptedEngine(answer, capacity=capacity)
+            (episode,) = collect(Scripted(step), 1, engine=engine)
+            self.assertIs(episode.label, label)
+            self.assertIn(reason, episode.reason)
+
+    def test_the_engine_keeps_a_prefix_for_every_turn_but_the_last(self):
+        asked = {}
+
+        def answer(request):
+            asked[request.id] = request
+            return OK
+
+        async def step(env, message):
+            return goes_on("more", role="user")
+
+        collect(Scripted(step), 1, answer=answer)
+        kept = [request.keep > 0 for _, request in sorted(asked.items())]
+        self.assertEqual(kept, [True, True, False])
 
     @parameterized.named_parameters(
         ("ends", False, Label.TRUNCATED, 1), ("goes_on", True, Label.OK, 2)
@@ -523,12 +558,13 @@ class RunTest(absltest.TestCase):
 
 class LoudTest(parameterized.TestCase):
     @parameterized.named_parameters(
-        ("engine_raises", "step", lambda: _raise(OSError("device lost")), OSError),
-        ("requests_are_lost", "step", lambda: [], RuntimeError),
-        ("interrupted", "step", lambda: _raise(KeyboardInterrupt), KeyboardInterrupt),
-        ("submit_refuses", "submit", lambda r: _raise(config.InputError("no")), None),
+        ("engine_raises", "step", lambda: _raise(OSError("device lost")), "OSError"),
+        ("requests_are_lost", "step", lambda: [], "lost the request"),
+        ("its_thread_ends", "step", lambda: _raise(SystemExit), "thread has failed"),
+        ("submit_raises", "submit", lambda r: _raise(ValueError("no")), "no"),
+        ("check_refuses", "check", lambda r: _raise(config.InputError("no")), None),
     )
-    def test_mistakes_of_the_engine_stop_everything(self, name, act, error):
+    def test_mistakes_of_the_engine_stop_everything(self, name, act, message):
         async def step(env, message):
             return goes_on("again")
 
@@ -539,13 +575,14 @@ class LoudTest(parameterized.TestCase):
             calls.append(arguments)
             if len(calls) < 8:
                 return plain(*arguments)
-            if name == "step" and error is RuntimeError:
+            if message == "lost the request":
                 engine._running.clear()
             return act(*arguments)
 
         setattr(engine, name, breaks)
-        with self.assertRaises(error or config.InputError):
-            rollouts.collect(engine, taskset, TEMPLATE, jobs(taskset, 9), SETTINGS)
+        error = config.InputError if message is None else pump_lib.EngineError
+        with self.assertRaisesRegex(error, message or "no"):
+            scripted.collect(engine, taskset, TEMPLATE, jobs(taskset, 9), SETTINGS)
         self.assertEqual(taskset.num_open, 0)
         self.assertEqual(engine.num_pending, 0)
 
@@ -561,7 +598,7 @@ class LoudTest(parameterized.TestCase):
 
         engine.step = step
         with self.assertRaisesRegex(Exception, "3 log-probs"):
-            rollouts.collect(engine, taskset, TEMPLATE, jobs(taskset, 9), SETTINGS)
+            scripted.collect(engine, taskset, TEMPLATE, jobs(taskset, 9), SETTINGS)
         self.assertEqual(taskset.num_open, 0)
 
     def test_so_does_the_callback(self):
@@ -578,7 +615,7 @@ class BadInputTest(parameterized.TestCase):
         engine = scripted.ScriptedEngine(answers_ok)
         todo = jobs(taskset, 3, spacing=2)
         with self.assertRaisesRegex(config.InputError, "max_turns=3 apart"):
-            rollouts.collect(engine, taskset, TEMPLATE, todo, SETTINGS)
+            scripted.collect(engine, taskset, TEMPLATE, todo, SETTINGS)
 
     @parameterized.named_parameters(
         ("turns", {"max_turns": 0}, "max_turns must be at least 1, got 0"),

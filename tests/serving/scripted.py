@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import itertools
+import socket
 import threading
+import time
 from typing import ClassVar
 
 import jax
@@ -12,16 +14,18 @@ from absl.testing import parameterized
 
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
-from glm5_jax.inference import engine, service
+from glm5_jax.inference import commands, engine, service
 from glm5_jax.inference import limits as limits_lib
 from glm5_jax.model import transformer
-from glm5_jax.serving import command, guard, served
+from glm5_jax.serving import app, guard, listening, served
+from glm5_jax.weights import generation_config, loading
 from tests import small_configs
 
 TOKENIZER = tokenizer_lib.byte_tokenizer(tokenizer_lib.SPECIAL_TOKENS)
 KEY = "secret"
 NAME = "scripted"
 CAPACITY = 768
+LIMITS = limits_lib.Limits(with_adjustments=True)
 MODEL = dataclasses.replace(
     small_configs.DENSE_MODEL,
     vocab_size=TOKENIZER.vocab_size,
@@ -56,15 +60,22 @@ def params():
 
 
 @contextlib.contextmanager
-def serving(max_seconds=60.0, **limits):
-    """Serves the model; yields the base URL, the model and the server."""
+def serving(max_seconds=60.0, sockets=None, fields=None, **limits):
+    """Serves the model; yields the base URL, the model and the server.
+
+    Args:
+      max_seconds: of `Served`.
+      sockets: arguments of `running`.
+      fields: others of `Served`.
+      **limits: of the guard.
+    """
     made = engine.Engine(
         params(),
         MODEL,
         num_slots=1,
         capacity=CAPACITY,
         chunk=16,
-        limits=limits_lib.Limits(with_adjustments=True),
+        limits=LIMITS,
     )
     with contextlib.closing(service.Service(made)) as driver:
         model = served.Served(
@@ -75,31 +86,73 @@ def serving(max_seconds=60.0, **limits):
             stop_ids=frozenset([TOKENIZER.eos_id]),
             defaults={"temperature": 0.0},
             max_seconds=max_seconds,
+            **fields or {},
         )
-        with contextlib.closing(command.bind("127.0.0.1", 0)) as listener:
-            server = command.make_server(
-                model, guard.Limits(**{"api_key": KEY, **limits}), drain_seconds=10
-            )
-            thread = threading.Thread(
-                target=server.run, kwargs={"sockets": [listener]}, daemon=True
-            )
-            thread.start()
-            port = listener.getsockname()[1]
-            try:
-                yield f"http://127.0.0.1:{port}", model, server
-            finally:
-                server.should_exit = True
-                thread.join()
+        allowed = guard.Limits(**{"api_key": KEY, **limits})
+        with running(model, allowed, **(sockets or {})) as (url, server):
+            yield url, model, server
+
+
+@contextlib.contextmanager
+def serving_folder(folder, **limits):
+    """Serves a Hugging Face folder in float32, with few programs; yields as below."""
+    config, params, tokenizer = loading.load_model(
+        folder, (("model.dtype", "float32"),)
+    )
+    made = engine.Engine(
+        params, config, num_slots=1, capacity=CAPACITY, chunk=16, limits=LIMITS
+    )
+    with contextlib.closing(service.Service(made)) as driver:
+        model = served.Served(
+            name=NAME,
+            service=driver,
+            tokenizer=tokenizer,
+            template=commands.template_of(tokenizer, loading.find(folder), None),
+            stop_ids=commands.stop_ids(config, tokenizer),
+            defaults=generation_config.sampling_settings(folder),
+        )
+        with running(model, guard.Limits(**{"api_key": KEY, **limits})) as found:
+            yield found
+
+
+@contextlib.contextmanager
+def running(model, limits, send_buffer=None, **options):
+    """Serves a model; yields the base URL and the server."""
+    with contextlib.closing(listening.bind("127.0.0.1", 0)) as listener:
+        if send_buffer is not None:  # bytes of a connection
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        listener.listen()  # clients that come before the thread wait
+        door = app.make(model, limits)
+        server = listening.make_server(door, drain_seconds=10, **options)
+        thread = threading.Thread(
+            target=server.run, kwargs={"sockets": [listener]}, daemon=True
+        )
+        thread.start()
+        port = listener.getsockname()[1]
+        try:
+            yield f"http://127.0.0.1:{port}", server
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def wait_until(holds, seconds=60):
+    """Waits for another thread or process."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 class ServerTest(parameterized.TestCase):
     """Tests of one server, which runs for all of a class."""
 
     limits: ClassVar = {}
+    served_fields: ClassVar = {}
 
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        started = serving(**cls.limits)
+        started = serving(fields=cls.served_fields, **cls.limits)
         cls.url, cls.model, cls.server = cls.enterClassContext(started)
         cls.service = cls.model.service

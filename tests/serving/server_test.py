@@ -21,10 +21,10 @@ from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.data.chat import templates
-from glm5_jax.serving import command
+from glm5_jax.serving import command, listening
 from tests import environment
 from tests.serving import scripted
-from tests.serving.scripted import TOKENIZER
+from tests.serving.scripted import TOKENIZER, wait_until
 
 HI = {"role": "user", "content": "Hi"}
 ADD = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -32,14 +32,6 @@ CALL = {"name": "f", "arguments": '{"k": 5}'}
 PATHS = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 LEAD_ATOL = 1e-2  # the random head also tells the two tokens a little apart
 LOGPROB_ATOL = 1e-4  # the scripted token's probability is nearly 1
-
-
-def wait_until(holds, seconds=30):
-    """Waits for another thread or process."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class ClientTest(scripted.ServerTest):
@@ -239,6 +231,13 @@ class CompletionTest(ClientTest):
         self.assertStartsWith(drawn, "y")
         self.assertNotIn("x", drawn)
 
+    def test_the_model_s_own_end_is_ignored(self):
+        settings = {"max_tokens": 9, "extra_body": {"ignore_eos": True}}
+        answer = self.complete("a", **settings)
+        self.assertStartsWith(answer.choices[0].text, "bcd")
+        self.assertEqual(answer.choices[0].finish_reason, "length")
+        self.assertEqual(answer.usage.completion_tokens, 9)
+
     def test_a_stream(self):
         chunks = [*self.complete("a", stream=True, stop="d")]
         self.assertEqual("".join(c.choices[0].text for c in chunks), "bc")
@@ -304,7 +303,7 @@ class ResponsesTest(ClientTest):
     def test_errors(self):
         for fields, message in (
             ({"previous_response_id": "resp_1"}, "keeps no conversations"),
-            ({"tool_choice": "required"}, "cannot be forced"),
+            ({"tool_choice": "must"}, "tool_choice must be"),
             ({"said": [{"type": "computer_call"}]}, "'computer_call' is not"),
             ({"said": [{"role": "user", "content": [{"type": "file"}]}]}, "parts of"),
         ):
@@ -387,8 +386,8 @@ class AnthropicTest(ClientTest):
         image = {"role": "user", "content": [{"type": "image", "source": {}}]}
         with self.assertRaisesRegex(anthropic.BadRequestError, "'image' is not"):
             self.anthropic.messages.create(**self.fields(messages=[image]))
-        forced = self.fields(tool_choice={"type": "any"})
-        with self.assertRaisesRegex(anthropic.BadRequestError, "cannot be forced"):
+        forced = self.fields(tool_choice={"type": "must"})
+        with self.assertRaisesRegex(anthropic.BadRequestError, "tool_choice must be"):
             self.anthropic.messages.create(**forced)
 
 
@@ -449,6 +448,7 @@ class StatusTest(ClientTest):
         lines = self.http.get("/metrics").text.splitlines()
         figures = dict(line.split() for line in lines if not line.startswith("#"))
         self.assertGreaterEqual(float(figures["glm5_jax_generated_tokens_total"]), 4)
+        self.assertEqual(figures["glm5_jax_drafts_per_round"], "0")
         ended = 'glm5_jax_requests_ended_total{reason="stop"}'
         self.assertGreaterEqual(int(figures[ended]), 1)
 
@@ -481,11 +481,11 @@ class RefusalTest(ClientTest):
         ({"messages": [HI], "stop": [""]}, 400, "stop must have"),
         ({"messages": [HI], "stop_token_ids": [9999]}, 400, "stop_ids must be"),
         ({"messages": [HI], "tools": [{}]}, 400, "a function with a name"),
-        ({"messages": [HI], "tool_choice": "required"}, 400, "cannot be forced"),
+        ({"messages": [HI], "tool_choice": "required"}, 400, "there are no tools"),
         (
-            {"messages": [HI], "response_format": {"type": "json_object"}},
+            {"messages": [HI], "response_format": {"type": "xml"}},
             400,
-            "'json_object' is not supported",
+            "json_schema, got 'xml'",
         ),
         ({"messages": [HI | {"content": "\ud800"}]}, 400, "half of a surrogate"),
         ({"messages": [HI], "reasoning_effort": "much"}, 400, "reasoning_effort"),
@@ -574,6 +574,13 @@ class LimitsTest(ClientTest):
             wait_until(lambda: self.num_aborted() == before + 1)
             self.assertEqual(self.service.stats().waiting, 0)
 
+    def test_one_request_after_another_is_one_at_a_time(self):
+        """Even where a client asks before the server has left the last answer."""
+        for is_stream in [False, True] * 20:
+            body = {"prompt": "a", "max_tokens": 1, "stream": is_stream}
+            answer = self.http.post("/v1/completions", json=body)
+            self.assertEqual(answer.status_code, 200)
+
     def test_too_many_requests(self):
         with futures.ThreadPoolExecutor() as pool, self.paused():
             first = pool.submit(self.complete, "a")
@@ -627,7 +634,7 @@ class CommandTest(parameterized.TestCase):
     def test_sigterm_finishes_the_answer_under_way(self):
         """Twenty seconds, of which most go to compiling."""
         path = pathlib.Path(__file__).parents[1] / "golden" / "chat_model"
-        with contextlib.closing(command.bind("127.0.0.1", 0)) as free:
+        with contextlib.closing(listening.bind("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         flags = [f"--checkpoint={path}", f"--port={port}", "--capacity=2048"]
         flags += ["--num_slots=1", "--config.model.max_position_embeddings=2048"]
@@ -653,13 +660,13 @@ class OptionsTest(parameterized.TestCase):
         self.assertFalse(command.Options(host="0.0.0.0", api_key="a").is_loopback)
 
     def test_addresses_that_cannot_be_used(self):
-        with contextlib.closing(command.bind("127.0.0.1", 0)) as taken:
+        with contextlib.closing(listening.bind("127.0.0.1", 0)) as taken:
             taken.listen()
             port = taken.getsockname()[1]
             with self.assertRaisesRegex(config.InputError, "cannot be used"):
-                command.bind("127.0.0.1", port)
+                listening.bind("127.0.0.1", port)
         with self.assertRaisesRegex(config.InputError, "--port must lie"):
-            command.bind("127.0.0.1", 70_000)
+            listening.bind("127.0.0.1", 70_000)
 
 
 def can_connect(url):

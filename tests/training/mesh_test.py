@@ -45,6 +45,9 @@ SHARED = dataclasses.replace(
     CONFIG,
     model=tiny.index_share(kv_lora_rank=16, index_share_for_mtp_iteration=True),
 )
+REJECTED = dataclasses.replace(
+    CONFIG, loss=dataclasses.replace(CONFIG.loss, mtp_objective="end_to_end")
+)
 
 
 def make_batch(seed):
@@ -128,6 +131,7 @@ class MeshTest(parameterized.TestCase):
         ("dense_warm_up_over_context", WARMUP, {"context": 4, "fsdp": 2}),
         ("shared_index_over_context", SHARED, {"context": 4, "expert": 2}),
         ("exchange", EXCHANGE, {"expert": 4, "fsdp": 2}),
+        ("rejected_drafts", REJECTED, {"tensor": 4, "fsdp": 2}),
     )
     @pytest.mark.slow
     def test_variants(self, config, axes):

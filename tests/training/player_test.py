@@ -1,10 +1,19 @@
-"""Held-out tasks of which no two are alike, and the interval over them."""
+"""Held-out tasks of which no two are alike, and rollouts with pages of the cache."""
 
+import dataclasses
+
+import numpy as np
 from absl.testing import parameterized
 
+from glm5_jax import config as config_lib
 from glm5_jax import environments
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import templates
+from glm5_jax.rl import episodes
 from glm5_jax.training.feeds import player
 from tests import environment
+from tests.model import tiny
+from tests.training import rl_runs
 
 
 class HeldOutTest(parameterized.TestCase):
@@ -24,6 +33,60 @@ class HeldOutTest(parameterized.TestCase):
             tasks = player.held_out_tasks(environments.make("reverse:1"), 64)
         self.assertBetween(len(tasks), 1, 12)  # a fifth of 26 letters
         self.assertIn("fewer than rl.num_eval_tasks=64", logs.output[0])
+
+
+LONG = {"role": "user", "content": "Reverse the last of these words. " * 5}
+
+
+class LongPrompts(rl_runs.Lottery):
+    """Tasks whose prompts have several pages."""
+
+    def task(self, split, seed, index):
+        task = super().task(split, seed, index)
+        return dataclasses.replace(task, messages=(LONG, *task.messages))
+
+
+def template_of(config):
+    tokenizer = tokenizer_lib.for_corpus(config.data, [])
+    return templates.make_template(config.data, tokenizer)
+
+
+class PagesTest(parameterized.TestCase):
+    def test_a_group_reads_its_prompt_once_and_draws_the_same(self):
+        model = {"attention": "dense", "num_hidden_layers": 1, "mtp_num_steps": 0}
+        model |= {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+        config = rl_runs.make_config({"prefill_chunk": 256}, model)  # compiles fast
+        data = dataclasses.replace(config.data, sequence_length=256)
+        config = dataclasses.replace(config, data=data)
+        params, taskset = tiny.params(config.model), LongPrompts()
+        template = template_of(config)
+        found, num_read = {}, {}
+        for num_pages in (0, 40):
+            rl = dataclasses.replace(config.rl, num_pages=num_pages)
+            changed = dataclasses.replace(config, rl=rl)
+            plays = player.Player(changed, taskset, template)
+            plays.publish(params, 3, "same")
+            task = taskset.task("train", 0, 0)
+            jobs = [episodes.Job(task, 0, i) for i in range(8)]
+            found[num_pages] = plays.play(jobs, "rollouts")
+            num_read[num_pages] = plays.num_read
+        size = len(template.render(task.messages, task.tools, True).tokens)
+        self.assertEqual(num_read[0], 8 * size)
+        shared = (size - 1) // 64 * 64
+        self.assertGreater(shared, 0)
+        self.assertEqual(num_read[40], size + 7 * (size - shared))
+        for one, other in zip(found[0], found[40], strict=True):
+            self.assertEqual(one.transcript, other.transcript)
+            (a,), (b,) = one.samples, other.samples
+            self.assertEqual(a.tokens, b.tokens)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
+
+    def test_pages_must_hold_an_episode(self):
+        config = rl_runs.make_config({"num_pages": 1})
+        data = dataclasses.replace(config.data, sequence_length=128)
+        config = dataclasses.replace(config, data=data)
+        with self.assertRaisesRegex(config_lib.InputError, "at least the 2 pages"):
+            player.Player(config, rl_runs.Lottery(), template_of(config))
 
 
 if __name__ == "__main__":

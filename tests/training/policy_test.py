@@ -16,7 +16,7 @@ from glm5_jax import environments, sharding
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
-from glm5_jax.model import cached, transformer
+from glm5_jax.model import cached, mtp, transformer
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import gateway
 from glm5_jax.training import policy
@@ -117,6 +117,21 @@ def formula():
     return jax.jit(jax.value_and_grad(icepop_by_formula, has_aux=True))
 
 
+@jax.jit
+def mtp_logits(params, batch):
+    """Returns the logits of the first step of multi-token prediction."""
+    model = CONFIG.model
+    out = transformer.forward(
+        params, model, batch["tokens"], batch["segment_ids"], batch["positions"]
+    )
+    ahead = mtp.ahead(batch["tokens"], 1)
+    embedding = params["embed_tokens"]
+    states, _ = mtp.steps(
+        params["mtp"], model, embedding, out.hidden, ahead, out.context
+    )
+    return transformer.logits(params, model, states[0])
+
+
 class LossTest(parameterized.TestCase):
     def test_order_of_rows_does_not_matter(self):
         wanted = loss_and_grads(make_batch())
@@ -141,6 +156,28 @@ class LossTest(parameterized.TestCase):
         gaps = np.abs(old[: ROWS // 2] - few["rollout_logprobs"])[mask]
         self.assertAlmostEqual(metrics[policy.GAP], gaps.mean(), places=5)
         self.assertAlmostEqual(metrics["rl/masked_fraction"], 3 / mask.sum(), places=6)
+
+    def test_mtp_learns_beside_the_policy(self):
+        """Its loss is that of a loop; no other gradient changes."""
+        rl = dataclasses.replace(CONFIG.rl, trains_mtp=True)
+        config, batch = dataclasses.replace(CONFIG, rl=rl), make_batch()
+        loss, metrics, grads = loss_and_grads(batch, config)
+        before, _, wanted = loss_and_grads(batch)
+        found = metrics["train/mtp_loss"]
+        self.assertAlmostEqual(loss - before, config.loss.mtp_weight * found, places=5)
+        own = grads.pop("mtp")
+        assert_close(grads, {k: v for k, v in wanted.items() if k != "mtp"})
+        self.assertGreater(np.abs(own["eh_proj"]).max(), 0)
+        for x in jax.tree.leaves(own["block"]["indexer"]):
+            self.assertEqual(np.abs(x).max(), 0)
+        logits = np.asarray(mtp_logits(params(), batch), np.float64)
+        losses = []
+        for row, place in np.ndindex(ROWS, T - 1):
+            segments, mask = batch["segment_ids"][row], batch["loss_mask"][row]
+            if segments[place] == segments[place + 1] and mask[place + 1]:
+                x, target = logits[row, place], batch["targets"][row, place + 1]
+                losses.append(np.log(np.exp(x - x.max()).sum()) + x.max() - x[target])
+        self.assertAlmostEqual(found, np.mean(losses), places=5)
 
     @pytest.mark.slow
     def test_sharding_does_not_matter(self):
@@ -374,8 +411,10 @@ class RouterReplayTest(parameterized.TestCase):
         )
         self.assertGreater(np.abs(routed(batch)[0] - recorded)[mask].max(), 0.1)
 
-    def test_int8_rollouts_are_replayed_where_the_trainer_would_choose_others(self):
-        batch = rollouts_of("int8")
+    def test_rollouts_of_4_bits_are_replayed_where_the_trainer_would_choose_others(
+        self,
+    ):
+        batch = rollouts_of("w4a16")
         real = batch["segment_ids"] > 0
         without = {k: v for k, v in batch.items() if k != "experts"}
         np.testing.assert_array_equal(routed(batch)[1][real], batch["experts"][real])

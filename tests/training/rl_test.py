@@ -430,6 +430,30 @@ class BadInputTest(parameterized.TestCase):
             loop.train(rl_runs.make_config(*args, **kwargs), folder)
 
 
+@pytest.mark.slow  # 40 s
+class DraftsTest(parameterized.TestCase):
+    def test_rollouts_draft_and_mtp_learns_along(self):
+        folder = pathlib.Path(self.create_tempdir().full_path) / "run"
+        config = rl_runs.make_config({"num_drafts": 1, "trains_mtp": True})
+        with mock.patch.object(environments, "make", return_value=rl_runs.Lottery()):
+            loop.train(config, folder)
+        records = metrics.read(folder / "metrics.jsonl")
+        losses = [r["train/mtp_loss"] for r in records if "train/mtp_loss" in r]
+        self.assertLen(losses, config.num_steps)
+        self.assertLess(max(r.get("rl/logprob_gap", 0) for r in records), GAP_ATOL)
+        before, after = (
+            rl_runs.by_path(params)
+            for params in (
+                rl_runs.initial_params(config),
+                rl_runs.read_state(folder, config)["params"],
+            )
+        )
+        for path, old in before.items():
+            is_frozen = {"indexer", "e_score_correction_bias"} & set(path)
+            moved = np.abs(after[path] - old).max()
+            (self.assertEqual if is_frozen else self.assertGreater)(moved, 0, path)
+
+
 @pytest.mark.slow
 class KillTest(parameterized.TestCase):
     def test_killed_in_a_rollout_it_ends_as_if_it_had_not_been(self):

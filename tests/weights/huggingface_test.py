@@ -16,7 +16,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.model import rope, transformer
-from glm5_jax.weights import huggingface, huggingface_export, huggingface_names
+from glm5_jax.weights import huggingface, huggingface_export, huggingface_names, loading
 from tests import environment
 from tests.model import tiny
 
@@ -244,6 +244,36 @@ class ErrorTest(FolderCase):
         config = huggingface.read_config(folder)
         config = dataclasses.replace(config, num_nextn_predict_layers=0)
         self.assertNotIn("mtp", load(folder, config))
+
+    def test_a_folder_without_mtp_is_read_without_it(self):
+        """As transformers writes folders: the layer is in config.json alone."""
+        folder = self.copy()
+        names = [n for n in stored_tensors(folder) if n.startswith(MTP_PREFIX["glm5"])]
+        self.edit(folder, **dict.fromkeys(names))
+        with self.assertLogs("absl", "WARNING") as logs:
+            config, params, _ = loading.load_model(folder)
+        self.assertIn("has no tensors of the MTP layer", logs.output[0])
+        self.assertEqual(config.num_nextn_predict_layers, 0)
+        self.assertNotIn("mtp", params)
+        with self.assertRaisesRegex(config_lib.InputError, "has no MTP layer"):
+            loading.load_model(folder, [("model.num_nextn_predict_layers", "1")])
+
+    def test_a_tensor_in_two_files(self):
+        """The index says which of them counts."""
+        folder = self.copy()
+        stored, name = stored_tensors(folder), "model.norm.weight"
+        (folder / huggingface.SINGLE_FILE).unlink()
+        first, other = (
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+        )
+        safetensors.numpy.save_file(stored, folder / first)
+        safetensors.numpy.save_file({name: stored[name] + 1}, folder / other)
+        for file, shift in ((first, 0), (other, 1)):
+            files = dict.fromkeys(stored, first) | {name: file}
+            text = json.dumps({"weight_map": files})
+            (folder / huggingface.INDEX_FILE).write_text(text)
+            np.testing.assert_array_equal(load(folder)["norm"], stored[name] + shift)
 
     def test_mtp_left_out(self):
         """Skips MTP in a single file, and in a folder without MTP's own files."""

@@ -21,7 +21,12 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.inference import commands, engine
 from glm5_jax.model import transformer
-from glm5_jax.weights import conversion, loading
+from glm5_jax.weights import (
+    conversion,
+    generation_config,
+    loading,
+    quantized_loading,
+)
 from tests import environment, small_configs
 from tests.model import tiny
 
@@ -170,6 +175,13 @@ class LoadTest(FolderTest):
             del layer["indexer"]
         self.assert_trees_equal(found, want)
 
+    def test_attention_that_cannot_be_converted_is_refused_without_reading(self):
+        variants = tiny.SIZES_OF_VARIANTS  # heads narrower than those of TINY
+        types = ("latent", "grouped")
+        wanted = dataclasses.replace(TINY, layer_types=types, variants=variants)
+        with self.assertRaisesRegex(config_lib.InputError, "head_dim must be at least"):
+            loading.require_params(self.make_run(), wanted)
+
     def test_init_from_refuses_another_mathematics(self):
         run = self.make_run()
         loading.require_same_mathematics(self.train_config(run))
@@ -272,19 +284,14 @@ class LoadTest(FolderTest):
             '{"eos_token_id": 1}': (1.0, 1.0),
         }.items():
             file.write_text(text)
-            self.assertEqual(loading.sampling_defaults(folder), want)
+            self.assertEqual(generation_config.sampling_defaults(folder), want)
         more = {"top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
         file.write_text(json.dumps({**more, "do_sample": True, "pad_token_id": 0}))
-        self.assertEqual(loading.sampling_settings(folder), more)
+        self.assertEqual(generation_config.sampling_settings(folder), more)
         for text in ("[", "[]", '{"top_p": "x"}', '{"temperature": [1]}'):
             file.write_text(text)
             with self.assertRaisesRegex(config_lib.InputError, "cannot be used"):
-                loading.sampling_defaults(folder)
-
-    def test_a_name_of_the_hub_says_how_to_download(self):
-        message = "hf download zai-org/GLM-5 --local-dir zai-org/GLM-5"
-        with self.assertRaisesRegex(config_lib.InputError, message):
-            loading.find("zai-org/GLM-5")
+                generation_config.sampling_defaults(folder)
 
     def test_names_the_missing_parts(self):
         empty = self.folder / "empty"
@@ -468,8 +475,12 @@ class GenerateTest(FolderTest):
         completion = engine.Completion(drawn, [0.0] * len(drawn), "stop")
         shown = {}
         with (
-            mock.patch.object(loading, "load_model", return_value=(model, {}, used)),
-            mock.patch.object(loading, "sampling_defaults", return_value=(1.0, 1.0)),
+            mock.patch.object(
+                quantized_loading, "load_model", return_value=(model, {}, used)
+            ),
+            mock.patch.object(
+                generation_config, "sampling_defaults", return_value=(1.0, 1.0)
+            ),
             mock.patch.object(engine, "generate", return_value=[completion]),
         ):
             for name, options in (

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import struct
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +26,7 @@ ARRAYS = {
     "wide": RNG.normal(size=(3, 5000)).astype(np.float32),
 }
 ARRAYS["codes"] = ARRAYS["codes"].view(ml_dtypes.float8_e4m3fn)
+READ = safetensors_file.Tensor._read
 
 
 class FileCase(parameterized.TestCase):
@@ -75,6 +77,23 @@ class RoundTripTest(FileCase):
                     slice(*sorted(rng.integers(0, n + 1, size=2))) for n in array.shape
                 )
                 np.testing.assert_array_equal(tensors[name][window], array[window])
+
+    @parameterized.parameters((1, {1}), (599, {2, 1}), (10**6, {35}))
+    def test_columns_are_kept_of_a_bounded_number_of_rows(self, num_bytes, counts):
+        """A row of the matrix has 200 bytes; one that is too large is read alone."""
+        path = self.path()
+        safetensors.numpy.save_file(ARRAYS, path)
+        tensor = safetensors_file.read_header(path)["matrix"]
+        window = slice(1, 36), slice(1, 50)
+        with (
+            mock.patch.object(safetensors_file, "_READ_BYTES", num_bytes),
+            mock.patch.object(
+                safetensors_file.Tensor, "_read", autospec=True, side_effect=READ
+            ) as read,
+        ):
+            got = tensor[window]
+        np.testing.assert_array_equal(got, ARRAYS["matrix"][window])
+        self.assertEqual({call.args[2][0] for call in read.mock_calls}, counts)
 
     def test_a_file_that_shrinks_after_its_check(self):
         path = self.path()

@@ -1,6 +1,7 @@
 """RL with the rollouts of the policy itself (arXiv 2602.15763, section 3.2).
 
-The indexers are frozen, as in the paper; MTP has no term in the loss and stays.
+The indexers are frozen, as in the paper. MTP has no term in the loss and stays, unless
+rl.trains_mtp trains it beside the policy.
 """
 
 import dataclasses
@@ -14,14 +15,20 @@ def _is_trained(path: record.Path) -> bool:
 
 
 def _rules(config: record.Config) -> list[record.Rule]:
-    """Returns the rule that an episode fits a row."""
+    """Returns the rules that an episode fits a row, and that MTP is there to train."""
     length, new = config.data.sequence_length, config.rl.max_new_tokens
+    modules = config.model.num_nextn_predict_layers
     return [
+        (
+            not config.rl.trains_mtp or modules > 0,
+            "rl.trains_mtp needs a model with multi-token prediction; "
+            "model.num_nextn_predict_layers is 0.",
+        ),
         (
             new < length,
             f"rl.max_new_tokens must be smaller than data.sequence_length, which has "
             f"to hold prompt and answers, got {new} >= {length}.",
-        )
+        ),
     ]
 
 

@@ -325,6 +325,19 @@ def make_template(
     )
 
 
+def released_version(text: str) -> Version | None:
+    """Returns the version of a released chat_template.jinja; None if it is none.
+
+    Args:
+        text: the file's content. Only 5.2 has efforts, and 5 alone shows all of a tool.
+    """
+    if PREFIX[0] not in text:
+        return None
+    if "Reasoning Effort" in text:
+        return "glm5.2"
+    return "glm5.1" if "defer_loading" in text else "glm5"
+
+
 def check(special_tokens: Collection[str], field: str) -> None:
     """Checks that a tokenizer has every special token of the template.
 

@@ -65,7 +65,7 @@ def make(
     target: pathlib.Path,
     part: Part,
     *,
-    check: bool = False,
+    check: bool,
 ) -> None:
     """Writes the shards of a part, and last the record that completes it.
 
@@ -110,7 +110,7 @@ def make(
 
 
 def is_current(
-    target: pathlib.Path, part: Part, tokenizer: str, *, check: bool = False
+    target: pathlib.Path, part: Part, tokenizer: str, *, check: bool
 ) -> bool:
     """Tells whether a part is complete for this tokenizer and these files.
 

@@ -16,7 +16,7 @@ import pallas_kernels
 from glm5_jax import config as config_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
-from glm5_jax.model import indexer
+from glm5_jax.model import indexer, layers
 from glm5_jax.model import selection as selection_lib
 from glm5_jax.model.attention import mla
 from pallas_kernels import dispatch
@@ -49,8 +49,8 @@ def row_width(config: config_lib.ModelConfig) -> int:
 
 
 def decode(
-    params: dict[str, Array],
-    index_params: dict[str, Array] | None,
+    params: layers.Params,
+    index_params: layers.Params | None,
     config: config_lib.ModelConfig,
     x: Float[Array, "b T D"],
     context: context_lib.Context,

@@ -149,7 +149,7 @@ class GatedDeltaNet:
 
     def _inputs(
         self,
-        params: dict[str, Array],
+        params: layers.Params,
         x: Float[Array, "B T D"],
         context: context_lib.Context,
         recent: Float[Array, "B N earlier width"] | None = None,
@@ -196,7 +196,7 @@ class GatedDeltaNet:
 
     def _output(
         self,
-        params: dict[str, Array],
+        params: layers.Params,
         x: Float[Array, "B T D"],
         out: Float[Array, "B T N O"],
     ) -> Float[Array, "B T D"]:

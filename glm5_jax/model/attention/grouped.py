@@ -143,7 +143,7 @@ class GroupedAttention:
         return context if self.window is None else window.narrowed(context, self.window)
 
     def _keys_and_values(
-        self, attn: dict[str, Array], x: Array, context: context_lib.Context
+        self, attn: layers.Params, x: Array, context: context_lib.Context
     ) -> tuple[Float[Array, "B T U A"], Float[Array, "B T U A"]]:
         k = self._rotated(x, attn["k_proj"], context)
         return k, layers.linear(x, attn["v_proj"])
@@ -161,7 +161,7 @@ class GroupedAttention:
             ordered = rope.halves(w[..., plain:])
             return jnp.concatenate([w[..., :plain], ordered], axis=-1)
 
-        y = layers.linear_of_columns(x, weight, arrange)
+        (y,) = layers.linear_of_columns(x, weight, arrange)
         cos, sin = context.cos[:, :, None], context.sin[:, :, None]
         turned = rope.rotate(y[..., plain:], cos, sin)
         return jnp.concatenate([y[..., :plain], turned], axis=-1)

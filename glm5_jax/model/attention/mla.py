@@ -58,19 +58,21 @@ def table(config: config_lib.ModelConfig) -> dict:
     q, c = config.q_lora_rank, config.kv_lora_rank
     p, r, o = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     return {
-        "q_a_proj": layers.Param((d, q), ("D", "Q")),
+        "q_a_proj": layers.Param((d, q), ("D", "Q"), num_in=1),
         "q_a_layernorm": layers.scale(q, "Q"),
-        "q_b_proj": layers.Param((q, n, p + r), ("Q", "N", "H")),
-        "kv_a_proj": layers.Param((d, c + r), ("D", "C+R")),
+        "q_b_proj": layers.Param((q, n, p + r), ("Q", "N", "H"), num_in=1),
+        "kv_a_proj": layers.Param((d, c + r), ("D", "C+R"), num_in=1),
         "kv_a_layernorm": layers.scale(c, "C"),
         "k_b_proj": layers.Param((c, n, p), ("C", "N", "P")),
         "v_b_proj": layers.Param((c, n, o), ("C", "N", "O")),
-        "o_proj": layers.Param((n, o, d), ("N", "O", "D")),
+        "o_proj": layers.Param((n, o, d), ("N", "O", "D"), num_in=2),
     }
 
 
 def query_latent(
-    params: dict[str, Array], config: config_lib.ModelConfig, x: Float[Array, "B T D"]
+    params: layers.Params,
+    config: config_lib.ModelConfig,
+    x: Float[Array, "B T D"],
 ) -> Float[Array, "B T Q"]:
     """Returns c_q, from which attention and indexer make their queries."""
     c_q = layers.linear(x, params["q_a_proj"])
@@ -78,33 +80,36 @@ def query_latent(
 
 
 def queries(
-    params: dict[str, Array],
+    params: layers.Params,
     config: config_lib.ModelConfig,
     c_q: Float[Array, "B T Q"],
     context: context_lib.Context,
 ) -> tuple[Float[Array, "B T N P"], Float[Array, "B T N R"]]:
     """Returns the queries of every head: the part without RoPE, the rotated part."""
     nope = config.qk_nope_head_dim
-    weight = params["q_b_proj"]  # columns of a head: P without RoPE, then R with it
-    q_nope = layers.linear_of_columns(c_q, weight, lambda w: w[..., :nope])
-    q_rope = layers.linear_of_columns(c_q, weight, lambda w: rope.halves(w[..., nope:]))
+    q_nope, q_rope = layers.linear_of_columns(
+        c_q,
+        params["q_b_proj"],  # columns of a head: P without RoPE, then R with it
+        lambda w: w[..., :nope],
+        lambda w: rope.halves(w[..., nope:]),
+    )
     cos, sin = context.cos[:, :, None], context.sin[:, :, None]
     return q_nope, rope.rotate(q_rope, cos, sin)
 
 
 def latent(
-    params: dict[str, Array],
+    params: layers.Params,
     config: config_lib.ModelConfig,
     x: Float[Array, "B T D"],
     context: context_lib.Context,
 ) -> Latent:
     """Returns the latent and the shared rotated key of every token."""
-    rank, weight = config.kv_lora_rank, params["kv_a_proj"]
+    rank = config.kv_lora_rank
     # The first C columns of kv_a_proj make c, the last R make k_rope.
-    c = layers.linear_of_columns(x, weight, lambda w: w[..., :rank])
     # GLM rotates pairs of dims (2i, 2i + 1), rope.rotate (i, i + R/2). `halves` orders
     # the columns so. Those of q are reordered alike, so q . k does not change.
-    k_rope = layers.linear_of_columns(x, weight, lambda w: rope.halves(w[..., rank:]))
+    columns = (lambda w: w[..., :rank], lambda w: rope.halves(w[..., rank:]))
+    c, k_rope = layers.linear_of_columns(x, params["kv_a_proj"], *columns)
     return Latent(
         c=layers.rms_norm(c, params["kv_a_layernorm"], config.latent_norm_eps),
         k_rope=rope.rotate(k_rope, context.cos, context.sin),
@@ -112,7 +117,7 @@ def latent(
 
 
 def attend(
-    params: dict[str, Array],
+    params: layers.Params,
     config: config_lib.ModelConfig,
     c_q: Float[Array, "B T Q"],
     kv: Latent,
@@ -133,7 +138,7 @@ def attend(
 
 
 def listed(
-    params: dict[str, Array],
+    params: layers.Params,
     config: config_lib.ModelConfig,
     c_q: Float[Array, "B T Q"],
     kv: Latent,
@@ -154,26 +159,26 @@ def listed(
 
 
 def latent_queries(
-    params: dict[str, Array],
+    params: layers.Params,
     config: config_lib.ModelConfig,
     c_q: Float[Array, "B T Q"],
     context: context_lib.Context,
 ) -> Float[Array, "B T N row"]:
     """Returns [W_UK^T q_nope | q_rope], the queries of the absorbed form."""
     q_nope, q_rope = queries(params, config, c_q, context)
-    q_latent = jnp.einsum("btnp,cnp->btnc", q_nope, params["k_b_proj"])
+    q_latent = layers.einsum("btnp,cnp->btnc", q_nope, params["k_b_proj"])
     return jnp.concatenate([q_latent, q_rope], axis=-1)
 
 
 def from_latent(
-    params: dict[str, Array], mixed: Float[Array, "B T N C"]
+    params: layers.Params, mixed: Float[Array, "B T N C"]
 ) -> Float[Array, "B T D"]:
     """Applies W_UV to each head's weighted sum of latents, then projects the output."""
-    return output(params, jnp.einsum("btnc,cno->btno", mixed, params["v_b_proj"]))
+    return output(params, layers.einsum("btnc,cno->btno", mixed, params["v_b_proj"]))
 
 
 def expanded(
-    params: dict[str, Array],
+    params: layers.Params,
     config: config_lib.ModelConfig,
     c_q: Float[Array, "B T Q"],
     kv: Latent,
@@ -191,7 +196,7 @@ def expanded(
 
 
 def keys_and_values(
-    params: dict[str, Array], kv: Latent
+    params: layers.Params, kv: Latent
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N O"]]:
     """Restores the keys and values of every head."""
     k_nope = layers.linear(kv.c, params["k_b_proj"])
@@ -214,7 +219,7 @@ def all_heads(softmax: Softmax, is_latent: bool) -> Softmax:
 
 
 def output(
-    params: dict[str, Array], out: Float[Array, "B T N O"]
+    params: layers.Params, out: Float[Array, "B T N O"]
 ) -> Float[Array, "B T D"]:
     """Projects and sums over heads, also over those of other devices."""
     y = layers.linear(out, params["o_proj"], num_in=2)

@@ -30,6 +30,7 @@ from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
+from glm5_jax.model import layers
 from glm5_jax.model.attention import delta_rule, mla, protocol
 
 _MEMORIES = 16, 4096  # tokens after which the first and the last head keep 1 / e
@@ -99,7 +100,7 @@ class SimpleGatedDeltaNet:
 
     def _run(
         self,
-        params: dict[str, Array],
+        params: layers.Params,
         x: Float[Array, "B T D"],
         context: context_lib.Context,
         state: Float[Array, "B N H O"] | None = None,

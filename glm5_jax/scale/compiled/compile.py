@@ -74,7 +74,7 @@ def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
     with jax.set_mesh(job.mesh):
         traced = job.step.trace(*job.arguments)
         work = flops.of_traced(traced, job.mesh.size)
-        work = work.at_even_load(job.mesh.shape["expert"])
+        work = work.at_even_load(job.spare)
         lowered = traced.lower()
         arrays = inputs.arguments(job.arguments, job.names)
         traced_at = time.perf_counter()
@@ -97,7 +97,7 @@ def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
         peak=liveness.peak(module),
         temporaries=liveness.temporaries(module),
         traffic=communication.find(module, dict(job.mesh.shape), num_slices),
-        hbm_bytes=hbm.traffic(module, job.mesh.shape["expert"]),
+        hbm_bytes=hbm.traffic(module, job.spare),
         flops=work,
         trace_seconds=traced_at - began,
         compile_seconds=seconds,

@@ -104,6 +104,7 @@ def _setting(
         "devices": job.mesh.size,
         "mesh": dict(job.mesh.shape),
         "expert_chunks": config.model.expert_chunks,
+        "expert_room": job.spare,
         "accumulation_steps": config.optim.accumulation_steps,
         "num_hidden_layers": config.model.num_hidden_layers,
         "sequence_length": config.data.sequence_length,

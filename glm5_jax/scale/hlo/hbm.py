@@ -27,7 +27,7 @@ def traffic(module: hlo.Module, num_sharing: int = 1) -> float:
 
     Args:
       module: as compiled.
-      num_sharing: devices whose experts share the rows that buffers have room for.
+      num_sharing: times an even load that the experts' buffers have room for.
     """
     return _traffic(module, module.entry, num_sharing, {})
 
@@ -62,12 +62,17 @@ def _is_grouped(i: hlo.Instruction) -> bool:
 def _grouped(
     body: dict[str, hlo.Instruction], i: hlo.Instruction, num_sharing: int
 ) -> float:
-    """Bytes of a grouped product: rows (M, K) as they are filled, matrices whole."""
+    """Bytes of a grouped product: rows (M, K) as they are filled, matrices whole.
+
+    Of a stack of layers the matrices of one count (model/expert_products.py).
+    """
     types = [i.type, *(body[name].type for name in i.operands if name in body)]
+    within = re.search(r"\blayer_of_(\d+)\b", i.op_name)  # a stack of so many layers
+    num_layers = int(within.group(1)) if within else 1
     total = 0.0
     for shape, size, is_hbm in (x for text in types for x in hlo.shapes(text)):
         is_rows = shape.count(",") == 1
-        total += is_hbm * size / (num_sharing if is_rows else 1)
+        total += is_hbm * size / (num_sharing if is_rows else num_layers)
     return total
 
 
@@ -83,17 +88,13 @@ def _moved(
     if i.opcode == "fusion":
         inner = module.computations.get(i.called("calls")[0], {})
     updates = _sizes(inner, "dynamic-update-slice", 1) | _sizes(inner, "scatter", 2)
-    slices = _sizes(inner, "dynamic-slice", None)
+    slices = _slices(module, inner)
     if i.opcode == "dynamic-update-slice":
         updates = {i.name: _hbm(body[i.operands[1]].type)}
     if i.opcode == "dynamic-slice":
         slices = {i.operands[0]: _hbm(i.type)}
     yield sum(updates.values()) if updates else _hbm(i.type)
-    parameters = {
-        int(re.findall(r"\d+", p.rest)[0]): p.name
-        for p in inner.values()
-        if p.opcode == "parameter"
-    }
+    parameters = _parameters(inner)
     for k, operand in enumerate(i.operands):
         size = _hbm(body[operand].type) if operand in body else 0
         key = parameters.get(k, operand)
@@ -102,6 +103,28 @@ def _moved(
         elif updates and size == _hbm(i.type):  # updated in place
             size = 0
         yield size
+
+
+def _slices(module: hlo.Module, body: dict[str, hlo.Instruction]) -> dict[str, int]:
+    """Sizes slices by the array they are cut from, those of inner fusions too."""
+    out = _sizes(body, "dynamic-slice", None)
+    for i in body.values():
+        if i.opcode == "fusion":
+            inner = module.computations.get(i.called("calls")[0], {})
+            found, parameters = _slices(module, inner), _parameters(inner)
+            for k, operand in enumerate(i.operands):
+                if parameters.get(k) in found:
+                    out[operand] = out.get(operand, 0) + found[parameters[k]]
+    return out
+
+
+def _parameters(body: dict[str, hlo.Instruction]) -> dict[int, str]:
+    """Returns the names of a computation's parameters by their numbers."""
+    return {
+        int(re.findall(r"\d+", p.rest)[0]): p.name
+        for p in body.values()
+        if p.opcode == "parameter"
+    }
 
 
 def _sizes(

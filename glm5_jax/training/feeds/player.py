@@ -1,5 +1,6 @@
 """Episodes of a run: the engine that plays them, and success on held-out tasks."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from glm5_jax import intervals
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import engine as engine_lib
+from glm5_jax.inference import limits as limits_lib
+from glm5_jax.inference import service as service_lib
 from glm5_jax.rl import advantages, publisher, rollouts
 from glm5_jax.rl import episodes as episodes_lib
 
@@ -29,9 +32,20 @@ class Player:
         taskset: protocol.Taskset,
         template: templates.Template,
     ) -> None:
-        """Draws the held-out tasks; the first weights start the engine."""
+        """Draws the held-out tasks; the first weights start the engine.
+
+        Raises:
+          InputError: the model or its longest sequence cannot have rl.num_pages, or the
+            model cannot draft tokens.
+        """
         self._config, self._taskset, self._template = config, taskset, template
         self._engine: engine_lib.Engine | None = None
+        self._limits = limits_lib.Limits(
+            num_pages=config.rl.num_pages, num_drafts=config.rl.num_drafts
+        )
+        self._limits.table(config.model, config.data.sequence_length, 1)  # checks
+        self._limits.drafter(config.model)  # checks
+        self.num_read = 0  # tokens of prompts that the last episodes made it read
         self._held_out = held_out_tasks(taskset, config.rl.num_eval_tasks)
         self.shown: Sequence[episodes_lib.Episode] = ()
 
@@ -50,6 +64,7 @@ class Player:
                 seed=config.seed,
                 chunk=rl.prefill_chunk,
                 with_experts=config.replays_routing,
+                limits=self._limits,
             )
         publisher.publish(self._engine, params, version, weights)
 
@@ -66,21 +81,24 @@ class Player:
             temperature=rl.temperature,
             call_timeout=rl.step_timeout_seconds,
         )
-        with tqdm.tqdm(
+        service = service_lib.Service(self._engine)
+        bar = tqdm.tqdm(
             desc=what,
             total=len(jobs),
             unit=" episodes",
             leave=False,
             disable=not sys.stderr.isatty(),
-        ) as bar:
+        )
+        with contextlib.closing(service), bar:
             played = rollouts.collect(
-                self._engine,
+                service,
                 self._taskset,
                 self._template,
                 jobs,
                 settings,
                 on_episode=lambda *_: bar.update(),
             )
+        self.num_read = service.stats().prompt_tokens
         self.shown = played[:NUM_SHOWN]
         return played
 

@@ -72,9 +72,11 @@ class Rollouts:
         played: list[episodes_lib.Episode] = []
         kept: list[list[episodes_lib.Episode]] = []
         counts: dict[str, int] = {}
+        num_read = 0
         num_rounds = rl.max_rounds if rl.dynamic_sampling else 1
         for number in range(position * num_rounds, (position + 1) * num_rounds):
             groups = self._play(number)
+            num_read += self._player.num_read
             played += [episode for group in groups for episode in group]
             selected, more = advantages.select(
                 groups, group_size=rl.group_size, drop_equal=rl.dynamic_sampling
@@ -93,6 +95,7 @@ class Rollouts:
             **start,
             **seen,
             **{f"rollout/{name}": n for name, n in counts.items()},
+            "rollout/prompt_tokens_read": num_read,
             "rollout/max_staleness": _staleness(played, position),
             "rollout/used_groups": sum(map(advantages.teaches, used)),
             "perf/rollout_seconds": round(seconds, 3),

@@ -60,6 +60,24 @@ class GatedDeltaTest(absltest.TestCase):
         got = forward(jax.tree.map(jnp.asarray, params), jnp.asarray(x), context)
         np.testing.assert_allclose(got.x, given["out"], rtol=0, atol=ATOL)
 
+    def test_the_convolution_keeps_the_last_inputs_of_each_row(self):
+        """Those before them where a row has few tokens, or none."""
+        counts, num_tokens, taps = np.array([0, 2, 5]), 5, 4
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(3, num_tokens, N, H)).astype(np.float32)
+        recent = rng.normal(size=(3, N, taps - 1, H)).astype(np.float32)
+        weight = rng.normal(size=(N, H, taps)).astype(np.float32)
+        segments = jnp.asarray(np.arange(num_tokens) < counts[:, None], jnp.int32)
+        context = context_lib.make_context(
+            tiny.model(), segments, jnp.arange(num_tokens)[None] * segments
+        )
+        arrays = map(jnp.asarray, (weight, x, recent))
+        _, kept = gated_delta.convolved(*arrays, context)
+        for row, count in enumerate(counts):
+            inputs = [*recent[row].swapaxes(0, 1), *x[row, :count]]
+            want = np.stack(inputs[1 - taps :], axis=1)
+            np.testing.assert_array_equal(kept[row], want)
+
 
 if __name__ == "__main__":
     environment.main()

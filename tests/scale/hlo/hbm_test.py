@@ -29,6 +29,35 @@ custom_call_target="tpu_custom_call", \
 backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"777"}}}
 }
 """
+# A product that cuts its matrix out of a stack, two fusions deep.
+NESTED = """HloModule m, is_scheduled=true
+
+%cut (s: f32[9,64,64], n: s32[]) -> f32[64,64] {
+  %s = f32[9,64,64]{2,1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %part = f32[1,64,64]{2,1,0} dynamic-slice(%s, %n, %zero, %zero), \
+dynamic_slice_sizes={1,64,64}
+  ROOT %matrix = f32[64,64]{1,0} bitcast(%part)
+}
+
+%product (x: f32[8,64], layer: s32[], stack: f32[9,64,64]) -> f32[8,64] {
+  %x = f32[8,64]{1,0} parameter(0)
+  %layer = s32[] parameter(1)
+  %stack = f32[9,64,64]{2,1,0} parameter(2)
+  %inner = f32[64,64]{1,0} fusion(%stack, %layer), kind=kLoop, calls=%cut
+  ROOT %dot.1 = f32[8,64]{1,0} dot(%x, %inner), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[8,64], layer: s32[], stack: f32[9,64,64]) -> f32[8,64] {
+  %x = f32[8,64]{1,0} parameter(0)
+  %layer = s32[] parameter(1)
+  %stack = f32[9,64,64]{2,1,0} parameter(2)
+  ROOT %fusion.1 = f32[8,64]{1,0} fusion(%x, %layer, %stack), kind=kOutput, \
+calls=%product
+}
+"""
 # A grouped product as libtpu schedules it, the gather before it and its gradient. Of
 # its rows some lie in on-chip memory, which is not counted.
 GROUPED = """HloModule m, is_scheduled=true
@@ -70,6 +99,17 @@ class TrafficTest(parameterized.TestCase):
         got = hbm.traffic(module_of(f, (256, 256), (6, 256, 256)))
         # A product is 3, the slice of the stack 2, a copy of the carry 2.
         self.assertBetween(got, 6 * 3 * SIZE, (6 * 7 + 3) * SIZE)
+
+    def test_of_a_stack_in_an_inner_fusion_only_the_slice(self):
+        rows, matrix = 4 * 8 * 64, 4 * 64 * 64
+        got = hbm.traffic(hlo.parse(NESTED))
+        self.assertEqual(got, 2 * rows + 4 + matrix)
+
+    def test_of_a_stack_of_layers_the_matrices_of_one(self):
+        """The name scope says how many layers there are."""
+        text = GROUPED.replace("experts/ragged", "experts/layer_of_2/ragged")
+        every, own = (hbm.traffic(hlo.parse(x)) for x in (GROUPED, text))
+        self.assertEqual(every - own, 2 * 2 * 4 * 16 * 32 / 2)
 
     def test_a_write_in_place_and_a_kernel_that_states_its_bytes(self):
         rows = 4 * 8 * 128  # read once, written once

@@ -10,7 +10,6 @@ has the same values, and the same bytes where a block uses the code 448. The pro
 docs/huggingface.md.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -18,7 +17,6 @@ import numpy as np
 from jaxtyping import Float
 
 from glm5_jax import config as config_lib
-from glm5_jax.weights import safetensors_file
 
 BLOCK = 128
 MAX_CODE = np.float32(448)
@@ -28,40 +26,6 @@ _VALUES = np.arange(256, dtype=np.uint8).view(_FP8).astype(np.float32)  # of eac
 _LARGEST_CODE = 126  # 127 is NaN
 _LEAST_SCALE = np.float32(2.0**-149)
 _SAMPLE = 4  # weights of a block that reject most wrong scales
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedTensor:
-    """FP8 codes and scales of a file, read as their float32 products."""
-
-    codes: safetensors_file.Tensor
-    scales: safetensors_file.Tensor
-    block: tuple[int, int] = (BLOCK, BLOCK)
-
-    @property
-    def dtype(self) -> str:
-        """Returns the dtype that `[]` gives, float32."""
-        return "F32"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the weight."""
-        return self.codes.shape
-
-    def __getitem__(self, window: tuple[slice, ...]) -> np.ndarray:
-        """Reads and multiplies a window, which may cut through blocks."""
-        (rows, columns), (height, width) = window, self.block
-        start, stop, _ = rows.indices(self.shape[0])
-        left, right, _ = columns.indices(self.shape[1])
-        scales = self.scales[
-            start // height : -(-stop // height), left // width : -(-right // width)
-        ]
-        across = scales[:, np.arange(left, right) // width - left // width]
-        out = _VALUES[self.codes[rows, columns].view(np.uint8)]
-        for i, scale in enumerate(across):
-            top = (start // height + i) * height
-            out[max(top - start, 0) : top + height - start] *= scale
-        return out
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> list[int]:
@@ -104,7 +68,7 @@ def quantization_config(kept: list[str]) -> dict[str, Any]:
     }
 
 
-class Quantized(NamedTuple):
+class Codes(NamedTuple):
     """Codes [m, n] and the scales of their blocks."""
 
     codes: np.ndarray
@@ -113,7 +77,7 @@ class Quantized(NamedTuple):
 
 def quantize(
     weights: Float[np.ndarray, "rows columns"], block: tuple[int, int] = (BLOCK, BLOCK)
-) -> Quantized:
+) -> Codes:
     """Quantizes a float32 matrix to codes and scales.
 
     The scale is max |w| / 448. Where a block's weights are exact float32 products of
@@ -128,10 +92,10 @@ def quantize(
     for row in range(height):  # one row of blocks at a time bounds memory
         codes[row], scales[row] = _quantize_blocks(blocks[row])
     whole = codes.swapaxes(1, 2).reshape(padded.shape)
-    return Quantized(whole[: weights.shape[0], : weights.shape[1]], scales)
+    return Codes(whole[: weights.shape[0], : weights.shape[1]], scales)
 
 
-def _quantize_blocks(blocks: np.ndarray) -> Quantized:
+def _quantize_blocks(blocks: np.ndarray) -> Codes:
     """Quantizes blocks [n, height, width]."""
     largest = np.abs(blocks).max(axis=(1, 2))
     scales = np.maximum(largest / MAX_CODE, _LEAST_SCALE)
@@ -148,7 +112,7 @@ def _quantize_blocks(blocks: np.ndarray) -> Quantized:
             if _are_products(blocks[here], tried, scale).all():
                 codes[here], scales[here] = tried, scale
                 break
-    return Quantized(codes, scales)
+    return Codes(codes, scales)
 
 
 def _possible_scales(largest: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax.weights import quantized, safetensors_file
+from glm5_jax.weights import coded_tensor, fp8_blocks, safetensors_file
 from tests import environment
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -54,13 +54,13 @@ class MultiplyTest(parameterized.TestCase):
         for name, array in arrays.items():
             made[name].write(0, array)
         found = safetensors_file.read_header(path)
-        return quantized.QuantizedTensor(found["codes"], found["scales"], **kwargs)
+        return coded_tensor.CodedTensor(found["codes"], found["scales"], **kwargs)
 
     @parameterized.named_parameters(*SHAPES)
     def test_equals_float64_rounded_once(self, shape):
         rng = np.random.default_rng(0)
         codes = random_codes(rng, shape)
-        scales = random_scales(rng, quantized.scale_shape(shape, (128, 128)))
+        scales = random_scales(rng, fp8_blocks.scale_shape(shape, (128, 128)))
         tensor, expected = self.open(codes, scales), multiply(codes, scales)
         whole = tensor[:, :]
         self.assertEqual(whole.dtype, np.float32)
@@ -90,16 +90,16 @@ class MultiplyTest(parameterized.TestCase):
     )
     def test_refuses_other_quantizations(self, **settings):
         with self.assertRaisesRegex(config_lib.InputError, "weight_block_size"):
-            quantized.block_size(settings)
+            fp8_blocks.block_size(settings)
         with self.assertRaises(config_lib.InputError):
-            quantized.block_size([settings])
+            fp8_blocks.block_size([settings])
 
 
 class QuantizeTest(parameterized.TestCase):
     @parameterized.named_parameters(*SHAPES)
     def test_equals_the_nearest_code(self, shape):
         weights = np.random.default_rng(2).normal(size=shape).astype(np.float32)
-        codes, scales = quantized.quantize(weights)
+        codes, scales = fp8_blocks.quantize(weights)
         numbers = VALUES[IS_NUMBER]
         for i, j in np.ndindex(scales.shape):
             here = np.s_[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
@@ -117,9 +117,9 @@ class QuantizeTest(parameterized.TestCase):
         num_ties = 0
         for _ in range(10):
             codes = random_codes(rng, shape)
-            scales = random_scales(rng, quantized.scale_shape(shape, (128, 128)))
+            scales = random_scales(rng, fp8_blocks.scale_shape(shape, (128, 128)))
             num_ties += (np.float32(448) * scales / np.float32(448) != scales).sum()
-            again = quantized.quantize(multiply(codes, scales))
+            again = fp8_blocks.quantize(multiply(codes, scales))
             self.assertEqual(again.scales.tobytes(), scales.tobytes())
             self.assertEqual(again.codes.tobytes(), codes.tobytes())
         self.assertGreater(num_ties, 0)
@@ -137,7 +137,7 @@ class QuantizeTest(parameterized.TestCase):
         codes = rng.choice(allowed, size=(128, 128)).astype(np.uint8)
         codes[3, 5] = np.flatnonzero(largest == VALUES)[0]
         scales = np.full((1, 1), scale, np.float32)
-        again = quantized.quantize(multiply(codes.view(FP8), scales))
+        again = fp8_blocks.quantize(multiply(codes.view(FP8), scales))
         self.assertEqual(again.scales, scales)
         np.testing.assert_array_equal(again.codes.view(np.uint8), codes)
 
@@ -153,13 +153,13 @@ class QuantizeTest(parameterized.TestCase):
             np.random.default_rng(5).choice(list(some), size=(40, 40)).astype(np.uint8)
         )
         products = multiply(codes.view(FP8), np.full((1, 1), scale, np.float32))
-        again = quantized.quantize(products)
+        again = fp8_blocks.quantize(products)
         np.testing.assert_array_equal(multiply(*again), products)
 
     def test_zeros_keep_their_sign(self):
         weights = np.zeros((130, 3), np.float32)
         weights[1] = -0.0
-        codes, scales = quantized.quantize(weights)
+        codes, scales = fp8_blocks.quantize(weights)
         np.testing.assert_array_equal(scales, [[1], [1]])
         self.assertEqual(multiply(codes, scales).tobytes(), weights.tobytes())
 
@@ -168,11 +168,11 @@ class QuantizeTest(parameterized.TestCase):
         rng = np.random.default_rng(6)
         codes, scales = random_codes(rng, (300, 200)), random_scales(rng, (3, 2))
         rounded = multiply(codes, scales).astype(ml_dtypes.bfloat16)
-        once = quantized.quantize(rounded.astype(np.float32))
+        once = fp8_blocks.quantize(rounded.astype(np.float32))
         self.assertEqual(once.codes.tobytes(), codes.tobytes())
         np.testing.assert_allclose(once.scales, scales, rtol=2.0**-8)
         rounded = multiply(*once).astype(ml_dtypes.bfloat16)
-        twice = quantized.quantize(rounded.astype(np.float32))
+        twice = fp8_blocks.quantize(rounded.astype(np.float32))
         self.assertEqual(twice.codes.tobytes(), once.codes.tobytes())
         self.assertEqual(twice.scales.tobytes(), once.scales.tobytes())
 
@@ -182,7 +182,7 @@ class QuantizeTest(parameterized.TestCase):
         codes = random_codes(rng, (300, 200))
         scales = np.exp2(rng.integers(-20, 2, (3, 2))).astype(np.float32)
         rounded = multiply(codes, scales).astype(ml_dtypes.bfloat16)
-        again = quantized.quantize(rounded.astype(np.float32))
+        again = fp8_blocks.quantize(rounded.astype(np.float32))
         self.assertEqual(again.codes.tobytes(), codes.tobytes())
         self.assertEqual(again.scales.tobytes(), scales.tobytes())
 

@@ -1,0 +1,13 @@
+"""The flag --quantize of the commands that run a model."""
+
+from absl import flags
+
+from glm5_jax import config
+
+STORED = "stored"
+SCHEME = flags.DEFINE_enum(
+    "quantize",
+    STORED,
+    [STORED, *config.QUANTIZATION_SCHEMES],
+    "Scheme to which weights are rounded as they are read; default: as they are.",
+)

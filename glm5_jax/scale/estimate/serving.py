@@ -1,0 +1,195 @@
+"""Estimates what serving takes on chips, from one compiled decoding step.
+
+The compiler counts the bytes of a step that draws a token for each of some sequences.
+From these follow, by arithmetic on shapes, the steps of other formats of the weights,
+of as many sequences as fit, and of speculation: weights are read once a step, a cache
+once a sequence, and everything else grows with the tokens.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from glm5_jax import config as config_lib
+from glm5_jax.scale import slice_devices
+
+_GROUP = 8  # rows that a kernel fetches to read one (pallas_kernels/decode)
+_LANES = 128
+GIB = slice_devices.GIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """Bytes of a number, scales included."""
+
+    name: str
+    experts: float
+    matrices: float  # of attention, dense layers and shared experts
+    cache: float = 2.0
+
+
+_BLOCK_SCALE = 4 / 128**2  # of FP8 as released: a float32 for 128 x 128 codes
+_GROUP_SCALE = 4 / 128  # of INT4: a float32 for 128 codes
+FORMATS = (
+    Format("bfloat16", 2.0, 2.0),
+    Format("FP8", 1 + _BLOCK_SCALE, 1 + _BLOCK_SCALE),
+    Format("W4A8", 0.5 + _GROUP_SCALE, 1.0),
+    Format("W4A8, cache in FP8", 0.5 + _GROUP_SCALE, 1.0, 1.0),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A decoding step as compiled, of one device; bytes, seconds, in bfloat16."""
+
+    sequences: float  # of the device
+    length: int  # tokens of each in the cache
+    devices: int
+    caches: int  # devices with different sequences
+    hbm_bytes: float
+    flop_seconds: float
+    link_seconds: float
+    hbm_rate: float  # bytes a second
+    limit: float  # bytes of memory
+    besides: float  # temporaries and program
+    experts: float  # bytes of weights, MTP's included
+    matrices: float
+    head: float
+    others: float  # norms, biases and words: stored, and hardly read
+
+    @classmethod
+    def of_report(cls, report: Mapping[str, Any]) -> "Compiled":
+        """Reads what `aot --program=decode --out=STEM` writes as STEM.json."""
+        sizes = {k: v * GIB for k, v in report["arguments_gib"].items()}
+        words = sizes["parameters: embeddings"]
+        mesh, seconds = report["mesh"], report["roofline_seconds"]
+        caches = report["devices"] // mesh["tensor"]
+        return cls(
+            sequences=report["tokens"] / caches,
+            length=report["sequence_length"],
+            devices=report["devices"],
+            caches=caches,
+            hbm_bytes=report["hbm_traffic_gib"] * GIB,
+            flop_seconds=seconds["FLOPs"],
+            link_seconds=seconds["ICI"],
+            hbm_rate=report["device"]["hbm_tbps"] * 1e12,
+            limit=report["hbm_limit_gib"] * GIB,
+            besides=(report["hbm_temp_gib"] + report["hbm_code_gib"]) * GIB,
+            experts=sizes["parameters: experts"],
+            matrices=sizes["parameters: attention"] + sizes["parameters: dense"],
+            head=words / 2,
+            others=sizes["parameters: norms and biases"] + words / 2,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step of decoding with as many sequences as fit, of one device."""
+
+    sequences: int
+    hbm: float  # seconds
+    links: float
+    flops: float
+    tokens: float  # that a step adds to a sequence, in the mean
+    cache_tokens: int  # that all devices have room for
+
+    @property
+    def seconds(self) -> float:
+        """Returns the time of what binds."""
+        return max(self.hbm, self.links, self.flops)
+
+    def tokens_a_second(self, compiled: Compiled) -> float:
+        """Returns the tokens that a chip draws in a second, at best."""
+        share = compiled.caches / compiled.devices
+        return self.sequences * self.tokens * share / self.seconds
+
+
+def step(
+    config: config_lib.ModelConfig,
+    compiled: Compiled,
+    form: Format,
+    acceptance: Sequence[float] = (),
+    length: int | None = None,
+    sequences: int | None = None,
+) -> Step:
+    """Estimates a step.
+
+    Args:
+      config: of the model that was compiled, with MTP.
+      compiled: the step in bfloat16.
+      form: of the weights and the cache.
+      acceptance: probability that a step keeps the first, second, ... drafted token;
+        () for no speculation.
+      length: tokens of a sequence in the cache; None: as compiled.
+      sequences: of a device; None: as many as fit.
+    """
+    length, num_drafts = length or compiled.length, len(acceptance)
+    layers = config.num_hidden_layers
+    token_bytes = _token_bytes(config, num_drafts > 0) * form.cache / 2
+    room = compiled.limit - compiled.besides - compiled.others - compiled.head
+    mtp, others = _weights(config, compiled, form)
+    room -= mtp + others
+    cache_tokens = max(0, int(room / token_bytes))
+    if sequences is None:
+        sequences = cache_tokens // length
+    drawn = sequences * (1 + num_drafts)  # tokens that a pass of the model reads
+    # A drafting step reads MTP's layer and the head, for one token of each sequence.
+    hbm = others + mtp * num_drafts + compiled.head * (1 + num_drafts)
+    hbm += sequences * _keys(config, length, form) * (layers + num_drafts)
+    hbm += drawn * _latents(config, form) * layers
+    hbm += sequences * _latents(config, form) * num_drafts
+    of_model = drawn + sequences * num_drafts / layers
+    hbm += of_model * _rest(config, compiled)
+    passes = of_model / compiled.sequences
+    return Step(
+        sequences=sequences,
+        hbm=hbm / compiled.hbm_rate,
+        links=passes * compiled.link_seconds,
+        flops=passes * compiled.flop_seconds * length / compiled.length,
+        tokens=1 + math.fsum(acceptance),
+        cache_tokens=cache_tokens * compiled.caches,
+    )
+
+
+def _rest(config: config_lib.ModelConfig, compiled: Compiled) -> float:
+    """Returns the bytes for each token of what is neither weights nor cache."""
+    layers, form = config.num_hidden_layers, FORMATS[0]
+    known = _weights(config, compiled, form)[1] + compiled.head
+    of_sequence = _keys(config, compiled.length, form) + _latents(config, form)
+    known += compiled.sequences * of_sequence * layers
+    return max(0.0, compiled.hbm_bytes - known) / compiled.sequences
+
+
+def _weights(
+    config: config_lib.ModelConfig, compiled: Compiled, form: Format
+) -> tuple[float, float]:
+    """Returns the bytes of MTP's matrices, and of all layers'."""
+    layers = config.num_hidden_layers
+    experts = compiled.experts * form.experts / 2
+    matrices = compiled.matrices * form.matrices / 2
+    mtp = experts / (layers - config.first_k_dense_replace + 1)
+    mtp += matrices / (layers + 1)
+    return mtp, experts + matrices - mtp
+
+
+def _keys(config: config_lib.ModelConfig, length: int, form: Format) -> float:
+    """Returns the bytes of a layer's indexer keys of a sequence."""
+    return length * config.index_head_dim * form.cache
+
+
+def _latents(config: config_lib.ModelConfig, form: Format) -> float:
+    """Returns the bytes that a query of a layer reads for its selected keys."""
+    return config.index_topk * _GROUP * _row(config) * form.cache
+
+
+def _row(config: config_lib.ModelConfig) -> int:
+    """Returns the width of a cached latent on a TPU."""
+    size = config.kv_lora_rank + config.qk_rope_head_dim
+    return -(-size // _LANES) * _LANES
+
+
+def _token_bytes(config: config_lib.ModelConfig, has_drafts: bool) -> int:
+    """Returns what a token takes in the cache, in bfloat16."""
+    layers = config.num_hidden_layers + has_drafts
+    return layers * (_row(config) + config.index_head_dim) * 2

@@ -1,0 +1,191 @@
+"""Replaces the weights over HTTP, in vLLM's words, from files that a trainer wrote.
+
+    POST /start_weight_update
+    POST /update_weights {"update_info": {"path": "step_100"}}
+    POST /finish_weight_update {"weight_version": 7}
+
+The files are read beside the running engine. It takes them, whole and between two
+dispatches, only at the end; whatever fails before changes nothing. A trainer that wants
+no token of the old weights afterwards sends /pause before and /resume after.
+"""
+
+import asyncio
+import functools
+import pathlib
+from typing import Any
+
+import jax
+from absl import logging
+
+from glm5_jax.inference import placement
+from glm5_jax.model import transformer
+from glm5_jax.quantization import leaf as quantized
+from glm5_jax.rl.weight_store import manifest, reader
+from glm5_jax.serving import bodies, errors, served
+from glm5_jax.weights import loading
+
+START, UPDATE = "/start_weight_update", "/update_weights"
+FINISH = "/finish_weight_update"
+_MAX_VERSION = 2**31 - 1
+
+
+class UpdateInfo(bodies.Body):
+    """The place of new weights."""
+
+    path: str
+
+
+class UpdateBody(bodies.Body):
+    """The body of /update_weights."""
+
+    update_info: UpdateInfo
+
+
+class FinishBody(bodies.Body):
+    """The body of /finish_weight_update; None takes the next version."""
+
+    weight_version: int | str | None = None
+
+
+class Updates:
+    """The update of a server's weights that is under way, if any."""
+
+    def __init__(self, model: served.Served) -> None:
+        """Begins no update yet."""
+        self._model = model
+        self._has_started = self._is_reading = False
+        self._params: dict | None = None  # read, but not published
+
+    def start(self) -> dict[str, Any]:
+        """Begins an update; one that was not finished is forgotten.
+
+        Raises:
+            ApiError: updates are not allowed, or weights are being read.
+        """
+        self._folder()
+        if self._is_reading:
+            raise errors.ApiError(409, "Weights are being read; wait for the answer.")
+        self._has_started, self._params = True, None
+        return {"status": "started"}
+
+    async def update(self, body: UpdateBody) -> dict[str, Any]:
+        """Reads weights into memory, while the engine continues with the old ones.
+
+        Raises:
+            ApiError: the path is not allowed, or no update has begun.
+            InputError: no weights of this model are there.
+        """
+        path = self._path(body.update_info.path)
+        if not self._has_started or self._is_reading:
+            raise errors.ApiError(
+                409, f"Send {START} first, and one {UPDATE} after the other."
+            )
+        self._is_reading = True
+        try:
+            self._params = await asyncio.to_thread(self._read, path)
+        finally:
+            self._is_reading = False
+        return {"status": "read"}
+
+    async def finish(self, body: FinishBody) -> dict[str, Any]:
+        """Publishes the weights that were read, under a version.
+
+        Raises:
+            ApiError: there are none.
+            InputError: the version does not increase; it may be sent again.
+        """
+        self._folder()
+        if self._params is None or self._is_reading:
+            raise errors.ApiError(
+                409, f"No weights have been read; send {START} and {UPDATE} first."
+            )
+        version = self._version(body.weight_version)
+        await asyncio.wrap_future(self._model.service.publish(self._params, version))
+        self._has_started, self._params = False, None
+        logging.info("The weights are now of version %d.", version)
+        return {"status": "finished", "weight_version": version}
+
+    def _read(self, path: pathlib.Path) -> dict:
+        """Reads the parameters of the served model's shapes."""
+        service = self._model.service
+        config, placed = service.config, lambda engine: engine.placed_params
+        params, mesh = service.call(placed).result()
+        is_coded = quantized.is_quantized
+        if any(map(is_coded, jax.tree.leaves(params, is_leaf=is_coded))):
+            raise errors.bad_request(
+                "This server's weights are quantized, so they cannot be replaced; "
+                "start it without --quantize, from weights that are not."
+            )
+        abstract = transformer.abstract_params(config)
+        name = _version_at(path)
+        if name is not None:  # its arrays have the types of the computation
+            cast = functools.partial(transformer.cast, config=config)
+            abstract = jax.eval_shape(cast, abstract)
+        if mesh is None:
+            place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            places = jax.tree.map(lambda leaf: place, abstract)
+        else:
+            places = placement.params(abstract, config, mesh)
+        abstract = jax.tree.map(lambda x, s: x.update(sharding=s), abstract, places)
+        if name is None:
+            return loading.load_params(path, config, abstract)
+        try:
+            snapshot = reader.Reader(path.parent).read(name)
+            return reader.place(snapshot, abstract)
+        except (FileNotFoundError, manifest.StoreError) as error:
+            raise errors.bad_request(f"{path.name} cannot be used: {error}") from error
+
+    def _version(self, given: int | str | None) -> int:
+        """Returns the version as a number.
+
+        Raises:
+            ApiError: it is none.
+        """
+        if given is None:
+            return self._model.service.stats().version + 1
+        if isinstance(given, str) and given.isdecimal():
+            given = int(given[:12])
+        if not isinstance(given, int) or not 0 <= given <= _MAX_VERSION:
+            raise errors.bad_request(
+                f"weight_version must be a number in 0..{_MAX_VERSION}, got {given!r}."
+            )
+        return given
+
+    def _folder(self) -> pathlib.Path:
+        """Returns the folder below which weights may lie.
+
+        Raises:
+            ApiError: there is none.
+        """
+        root = self._model.weights_root
+        if root is None:
+            raise errors.ApiError(
+                403,
+                "This server keeps its weights; start it with --weights_root=FOLDER to "
+                "let clients replace them by those below a folder.",
+            )
+        return root.resolve()
+
+    def _path(self, given: str) -> pathlib.Path:
+        """Returns the place of weights.
+
+        Raises:
+            ApiError: it lies outside of the folder.
+        """
+        root = self._folder()
+        try:
+            path = (root / given).resolve()
+        except (OSError, ValueError) as error:
+            message = f"update_info.path cannot be used: {error}."
+            raise errors.bad_request(message) from error
+        if not path.is_relative_to(root):
+            raise errors.ApiError(
+                403, "update_info.path must lie below the server's --weights_root."
+            )
+        return path
+
+
+def _version_at(path: pathlib.Path) -> manifest.Name | None:
+    """Returns the version of a weight store at a path; None if it is none."""
+    names = manifest.names(path.parent) if path.is_dir() else ()
+    return next((name for name in names if name.folder == path.name), None)

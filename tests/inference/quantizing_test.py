@@ -1,0 +1,82 @@
+"""The command quantize, and a quantized folder in the engine."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+from absl.testing import absltest
+
+from glm5_jax import config as config_lib
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.inference import commands, engine, quantizing, scoring
+from glm5_jax.quantization import leaf
+from glm5_jax.weights import huggingface_export, quantized_loading
+from tests import environment
+from tests.model import tiny
+
+MODEL = tiny.model(
+    num_hidden_layers=2, num_nextn_predict_layers=0, vocab_size=260, index_topk=64
+)
+LOGPROBS = 1e-4  # one program decodes token by token, the other reads the row at once
+
+
+class QuantizingTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path)
+        self.plain = self.folder / "plain"
+        huggingface_export.save_params(tiny.params(MODEL), MODEL, self.plain)
+        tokenizer_lib.byte_tokenizer().save(self.plain / "tokenizer.json")
+        self.text = self.folder / "text.txt"
+        self.text.write_text("Codes and scales. " * 12)
+
+    def test_a_folder_is_described_scored_and_decoded(self):
+        options = quantizing.Options(
+            scheme="w4a16", data=str(self.text), calibration="auto"
+        )
+        target = self.folder / "coded"
+        report = quantizing.quantize(str(self.plain), str(target), options)
+        written = json.loads((target / quantizing.MANIFEST).read_text())
+        self.assertEqual(written, report)
+        tried = report["bits_per_byte_of_calibrations"]
+        self.assertLen(tried, 4)
+        self.assertEqual(tried[report["calibration"]], min(tried.values()))
+        change = report["bits_per_byte"] / report["bits_per_byte_before"] - 1
+        self.assertBetween(abs(change), 1e-6, 0.1)
+        self.assertGreater(report["bytes_by_dtype"]["I32"], 0)
+        config, params, _ = quantized_loading.load_model(target)
+        held = jax.tree.leaves(params, is_leaf=leaf.is_quantized)
+        self.assertTrue(any(leaf.is_quantized(x) for x in held))
+        prompt = list(b"Codes and")
+        (done,) = engine.generate(
+            params, config, [prompt], max_new_tokens=6, temperature=0.0
+        )
+        rows = scoring.rows_of_tokens(np.array([[*prompt, *done.tokens]]), config)
+        nll = scoring.score(params, config, rows)[0, len(prompt) - 1 : -1]
+        np.testing.assert_allclose(done.logprobs, -nll, atol=LOGPROBS)
+
+    def test_a_source_is_rounded_once(self):
+        options = quantizing.Options(scheme="int8")
+        target = self.folder / "coded"
+        report = quantizing.quantize(str(self.plain), str(target), options)
+        self.assertLess(report["bytes"], 4 * report["num_parameters"])
+        with self.assertRaisesRegex(config_lib.InputError, "quantized already"):
+            quantizing.quantize(str(target), str(self.folder / "again"), options)
+        with self.assertRaisesRegex(config_lib.InputError, "quantized already"):
+            commands.evaluate(
+                str(target),
+                (),
+                tokens=None,
+                text=str(self.text),
+                logits_out=None,
+                scheme="int8",
+            )
+
+    def test_auto_needs_a_text(self):
+        with self.assertRaisesRegex(config_lib.InputError, "--data"):
+            quantizing.Options(scheme="int8", calibration="auto")
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,187 @@
+"""Conversations in a terminal: a real one through a pty, and programs' pipes."""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from unittest import mock
+
+from absl import flags
+from absl.testing import parameterized
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from glm5_jax.inference import commands, terminal
+from tests import environment
+from tests.inference import terminal_child
+from tests.serving import scripted
+
+CHILD = pathlib.Path(terminal_child.__file__)
+SECONDS = 120
+
+
+def make(**settings):
+    return terminal_child.make_conversation(**settings)
+
+
+def converse(lines, made=None):
+    """Returns what a program that sends lines gets."""
+    sink = io.StringIO()
+    terminal.Terminal(made or make(), io.StringIO(lines), sink).run()
+    return sink.getvalue()
+
+
+class PipeTest(parameterized.TestCase):
+    def test_each_line_is_a_message_and_only_contents_come_back(self):
+        self.assertEqual(converse("Hi\n\nHo\r\n"), "Hé!\nHé!\n")
+
+    def test_the_conversation_is_remembered_and_reset(self):
+        made = make()
+        converse("Hi\nHo\n", made)
+        roles = [message["role"] for message in made.messages]
+        self.assertEqual(roles, ["user", "assistant"] * 2)
+        self.assertEqual(made.messages[1]["reasoning_content"], "So")
+        converse("/reset\n", made)
+        self.assertEmpty(made.messages)
+
+    def test_thinking_is_switched(self):
+        made = make()
+        self.assertEqual(converse("/think off\nHi\n", made), "Hé!\n")
+        self.assertEqual(made.messages[1]["reasoning_content"], "")
+        converse("/think on\nHi\n", made)
+        self.assertEqual(made.messages[3]["reasoning_content"], "So")
+
+    def test_other_commands(self):
+        notes = io.StringIO()
+        with contextlib.redirect_stderr(notes):
+            self.assertEqual(converse("/what\n/exit\nHi\n"), "")
+        self.assertIn("/what is no command", notes.getvalue())
+        self.assertIn("/reset", notes.getvalue())
+
+    def test_a_full_conversation_says_so_and_goes_on_after_reset(self):
+        made, notes = make(), io.StringIO()
+        long = "x" * scripted.CAPACITY
+        with contextlib.redirect_stderr(notes):
+            self.assertEqual(converse(f"{long}\n/reset\nHi\n", made), "Hé!\n")
+        self.assertIn("begin a new one with /reset", notes.getvalue())
+
+    def test_a_failing_engine_leaves_the_messages(self):
+        made = make()
+        with (
+            mock.patch.object(made._engine, "step", side_effect=RuntimeError("lost")),
+            self.assertRaisesRegex(RuntimeError, "lost"),
+        ):
+            made.answer("Hi", lambda event: None)
+        self.assertEmpty(made.messages)
+        made.answer("Hi", lambda event: None)
+        self.assertEqual(made.messages[1]["content"], "Hé!")
+
+    def test_an_answer_is_cut_off(self):
+        made = make(max_new_tokens=4)
+        outcome = made.answer("Hi", lambda event: None)
+        self.assertEqual((outcome.num_tokens, outcome.is_cut), (4, True))
+        with self.assertRaises(config_lib.InputError):
+            made.answer("x" * scripted.CAPACITY, lambda event: None)
+
+
+class CommandTest(parameterized.TestCase):
+    def test_a_folder_with_its_template_and_defaults(self):
+        path = CHILD.parents[1] / "golden" / "chat_model"
+        sampling = commands.Sampling(top_p=0.5, seed=3)
+        with mock.patch.object(terminal, "Terminal") as started:
+            commands.converse(str(path), (), "glm5.1", sampling)
+        (talk,) = started.call_args.args
+        started.return_value.run.assert_called_once()
+        self.assertEqual(talk._template.version, "glm5.1")
+        self.assertEqual(talk._settings.temperature, 0.7)  # generation_config.json
+        self.assertEqual((talk._settings.top_p, talk._settings.seed), (0.5, 3))
+        self.assertIsNone(talk._settings.max_new_tokens)
+
+    @parameterized.parameters(
+        ([], None), (["--chat"], "auto"), (["--chat=glm5.1"], "glm5.1")
+    )
+    def test_the_flag_needs_no_value(self, given, value):
+        values = flags.FlagValues()
+        flag = command_line.OptionalEnum("chat", ["auto", "glm5.1"], "Help.")
+        flags.DEFINE_flag(flag, values)
+        values(["program", *given])
+        self.assertEqual(values.chat, value)
+        with self.assertRaises(flags.IllegalFlagValueError):
+            values(["program", "--chat=other"])
+
+
+class PtyTest(parameterized.TestCase):
+    """One real terminal, whose user types, pastes and interrupts."""
+
+    def setUp(self):
+        super().setUp()
+        self.user, far = pty.openpty()
+        root = CHILD.parents[2]
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "tests.inference.terminal_child"],
+            stdin=far,
+            stdout=far,
+            stderr=subprocess.DEVNULL,
+            cwd=root,
+            env={**os.environ, "TERM": "xterm"},
+            start_new_session=True,
+        )
+        os.close(far)
+        self.addCleanup(os.close, self.user)
+        self.addCleanup(self.child.wait)
+        self.addCleanup(self.child.kill)
+        self.screen = ""
+
+    def wait_for(self, pattern):
+        """Reads until the screen shows a pattern; returns the text up to there."""
+        deadline = time.monotonic() + SECONDS
+        while not (found := re.search(pattern, self.screen, re.S)):
+            self.assertLess(time.monotonic(), deadline, self.screen)
+            if select.select([self.user], [], [], 0.1)[0]:
+                self.screen += os.read(self.user, 4096).decode()
+        text, self.screen = self.screen[: found.end()], self.screen[found.end() :]
+        return text
+
+    def say(self, text):
+        os.write(self.user, text.encode())
+
+    def test_a_user(self):
+        self.wait_for("> ")
+        self.say("Hi\r")
+        shown = self.wait_for(r"> $")
+        self.assertIn("\x1b[2mSo\x1b[0m\r\nHé!", shown)  # the thought is dim
+        self.assertRegex(shown, r"\[8 tokens, \d+ a second\]")
+        self.say("\x1b[200~one\ntwo\x1b[201~\r")  # pasted
+        self.wait_for(r"Hé!.*> $")
+        self.say("three\nfour\n")  # pasted in a terminal that does not tell
+        self.wait_for(r"Hé!.*> $")
+        self.say("/think off\r")
+        self.wait_for(r"> $")
+        self.say("\x1b[A" * 5 + "Ho\r")  # the first line, edited
+        self.assertNotIn("So", self.wait_for(r"Hé!.*> $"))
+        self.say("/think on\r")
+        self.wait_for(r"> $")
+        self.say("slow\r")
+        self.wait_for("So")
+        self.say("\x03")  # ctrl-C stops the answer, not the program
+        self.wait_for(r"stopped\].*> $")
+        self.say("half a line")
+        self.wait_for("half a line")
+        self.say("\x03")
+        self.wait_for(r"> $")
+        self.say("\x04")
+        self.wait_for("messages: ")
+        said = json.loads(self.wait_for(r"\n"))
+        self.assertEqual(said, ["Hi", "one\ntwo", "three\nfour", "HiHo", "slow"])
+        self.assertEqual(self.child.wait(SECONDS), 0)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,94 @@
+"""Schemes: which matrices they round, in the model's forward pass and on a mesh."""
+
+import jax
+import numpy as np
+from absl.testing import parameterized
+from jax.sharding import PartitionSpec
+
+from glm5_jax import config as config_lib
+from glm5_jax.model import transformer
+from glm5_jax.quantization import leaf, schemes, shards
+from tests import environment
+from tests.model import tiny
+
+TINY = tiny.model()
+DIMS = transformer.param_dims(TINY)
+FLOAT32 = 2e-5  # logits up to about 10
+KEPT = {"embed_tokens", "lm_head", "eh_proj", "gate", "weights_proj"}
+
+
+class SchemesTest(parameterized.TestCase):
+    @parameterized.parameters(*schemes.NAMES)
+    def test_a_scheme_rounds_the_matrices_of_an_fp8_release(self, name):
+        made = schemes.abstract(
+            transformer.abstract_params(TINY), DIMS, schemes.SCHEMES[name]
+        )
+        flat = jax.tree_util.tree_leaves_with_path(made, is_leaf=leaf.is_quantized)
+        depths = jax.tree.leaves(DIMS, is_leaf=lambda x: isinstance(x, tuple))
+        for (path, x), dims in zip(flat, depths, strict=True):
+            names = [key.key for key in path]
+            is_matrix = x.ndim - schemes.stacks(dims) > 1 and names[-1] not in KEPT
+            self.assertEqual(leaf.is_quantized(x), is_matrix, names)
+            if is_matrix and "experts" in names and name.startswith("w4"):
+                self.assertEqual(x.layout.kind, "int4")
+
+    def test_bytes_of_glm5_are_those_of_its_fp8_release(self):
+        """756,162,687,872; the release cuts kv_b_proj into fewer blocks."""
+        config = config_lib.ModelConfig(param_dtype="bfloat16")
+        shapes, dims = (
+            transformer.abstract_params(config),
+            transformer.param_dims(config),
+        )
+        sizes = {}
+        for name in ("fp8", "w4a8"):
+            made = schemes.abstract(shapes, dims, schemes.SCHEMES[name])
+            sizes[name] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made))
+        self.assertAlmostEqual(sizes["fp8"] / 756_162_687_872, 1, delta=1e-5)
+        self.assertLess(sizes["w4a8"], 0.55 * sizes["fp8"])
+
+    def test_codes_and_rounded_weights_give_the_same_logits(self):
+        """Attention, indexer, dense layer and experts."""
+        model = tiny.model(num_hidden_layers=2, num_nextn_predict_layers=0)
+        params, scheme = tiny.params(model), schemes.SCHEMES["w4a16"]
+        dims = transformer.param_dims(model)
+        tokens = tiny.batch(model, [(20,), (9, 8)], 24)["tokens"]
+
+        @jax.jit
+        def logits(params):
+            hidden = transformer.forward(params, model, tokens).hidden
+            return transformer.logits(params, model, hidden)
+
+        got = logits(schemes.quantized(params, dims, scheme))
+        wanted = logits(schemes.rounded(params, dims, scheme))
+        np.testing.assert_allclose(got, wanted, atol=FLOAT32)
+
+    def test_scales_lie_with_their_codes(self):
+        layouts = {
+            "a": leaf.Layout("int8", (leaf.WHOLE, 1)),
+            "b": leaf.Layout("int4", (4, 1)),
+        }
+        shapes = {k: leaf.abstract((2, 8, 16, 8), x) for k, x in layouts.items()}
+        dims = dict.fromkeys(shapes, ("L", "E", "D", "F"))
+        found = shards.specs(shapes, dims)
+        self.assertEqual(
+            found["a"].values,
+            PartitionSpec(None, ("expert",), ("fsdp", "context"), ("tensor",)),
+        )
+        self.assertEqual(
+            found["a"].scales, PartitionSpec(None, ("expert",), None, ("tensor",))
+        )
+        self.assertEqual(found["b"].scales, found["b"].values)
+
+    def test_a_mesh_must_not_cut_blocks(self):
+        mesh = jax.sharding.AbstractMesh(
+            (1, 8, 1, 1, 1), ("data", "fsdp", "expert", "tensor", "context")
+        )
+        shapes = {"x": leaf.abstract((16, 8), leaf.Layout("int4", (4, 1)))}
+        with self.assertRaisesRegex(
+            config_lib.InputError, "8 devices.*every 4 weights"
+        ):
+            shards.shardings(shapes, {"x": ("D", "F")}, mesh)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,96 @@
+"""Serving's estimates: against the compiler, and against arithmetic by hand."""
+
+import dataclasses
+import json
+import pathlib
+
+from absl.testing import parameterized
+
+from glm5_jax import presets
+from glm5_jax.scale.estimate import serving
+from tests import environment
+
+POINTS = pathlib.Path(__file__).parents[3] / "docs" / "serving_roofline.json"
+CLOSE = 0.1  # of the compiler's bytes
+MODEL = dataclasses.replace(
+    presets.GLM5, num_hidden_layers=9, first_k_dense_replace=1, index_topk=4
+)
+HAND = serving.Compiled(
+    sequences=2.0,
+    length=1000,
+    devices=8,
+    caches=4,
+    hbm_bytes=5e9,
+    flop_seconds=1e-4,
+    link_seconds=2e-3,
+    hbm_rate=1e12,
+    limit=9e9,
+    besides=1e8,
+    experts=1.8e9,
+    matrices=1e9,
+    head=1e8,
+    others=5e7,
+)
+
+
+class CompiledTest(parameterized.TestCase):
+    def test_bytes_of_another_length_are_near_the_compilers(self):
+        """From the steps at 32K follow those at 198K, on the same mesh."""
+        found = map(serving.Compiled.of_report, json.loads(POINTS.read_text()))
+        by_length = {c.length: c for c in found if c.devices == 2 * c.caches}
+        short, long = by_length[32_768], by_length[202_752]
+        step = serving.step(
+            presets.GLM5,
+            short,
+            serving.FORMATS[0],
+            length=long.length,
+            sequences=int(long.sequences),
+        )
+        ratio = step.hbm * long.hbm_rate / long.hbm_bytes
+        self.assertBetween(ratio, 1 - CLOSE, 1 + CLOSE)
+
+    def test_a_step_as_compiled_has_the_compilers_bytes(self):
+        step = serving.step(MODEL, HAND, serving.FORMATS[0], sequences=2)
+        self.assertAlmostEqual(step.hbm, 5e-3)
+        self.assertAlmostEqual(step.links, 2e-3)
+        self.assertEqual(step.tokens_a_second(HAND), 2 * 0.5 / 5e-3)
+
+
+class HandTest(parameterized.TestCase):
+    def test_the_cache_takes_what_the_weights_leave(self):
+        """A token takes 9 layers of 640 + 128 numbers, ten with drafts."""
+        room = 9e9 - 1e8 - 5e7 - 1e8
+        for form, drafts, weights, number in (
+            (serving.FORMATS[0], (), 2.8e9, 2),
+            (serving.FORMATS[0], (0.5,), 2.8e9, 2),
+            (serving.FORMATS[3], (), 1.8e9 * (0.25 + 2 / 128) + 0.5e9, 1),
+        ):
+            found = serving.step(MODEL, HAND, form, drafts)
+            token = (9 + len(drafts)) * 768 * number
+            wanted = int((room - weights) / token)
+            self.assertEqual(found.cache_tokens, 4 * wanted)
+            self.assertEqual(found.sequences, wanted // 1000)
+
+    def test_drafts_cost_their_layer_and_their_rows(self):
+        """One draft: two tokens a sequence are verified, MTP and head run once."""
+        form = serving.FORMATS[0]
+        plain = serving.step(MODEL, HAND, form, sequences=2)
+        drafted = serving.step(MODEL, HAND, form, (0.75,), sequences=2)
+        mtp = 1.8e9 / 9 + 1e9 / 10
+        keys, latents = 1000 * 128 * 2, 4 * 8 * 640 * 2
+        known = 2.8e9 - mtp + 1e8 + 2 * 9 * (keys + latents)
+        rest = (5e9 - known) / 2
+        more = mtp + 1e8 + 2 * keys + 2 * 9 * latents + 2 * latents
+        more += (2 + 2 / 9) * rest
+        self.assertAlmostEqual(drafted.hbm - plain.hbm, more / 1e12)
+        self.assertEqual(drafted.tokens, 1.75)
+        self.assertAlmostEqual(drafted.links, 2e-3 * (4 + 2 / 9) / 2)
+
+    def test_what_does_not_fit_has_no_sequence(self):
+        tight = dataclasses.replace(HAND, limit=2e9)
+        step = serving.step(MODEL, tight, serving.FORMATS[0])
+        self.assertEqual((step.sequences, step.cache_tokens), (0, 0))
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,79 @@
+"""Quantization-aware training: the step computes with what a conversion stores."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax.model import transformer
+from glm5_jax.quantization import leaf, schemes
+from glm5_jax.training import computed
+from glm5_jax.training import step as step_lib
+from tests import environment, small_configs
+from tests.model import tiny
+
+FLOAT32 = 1e-6  # Adam divides close numbers, of programs that are fused differently
+MODEL = tiny.model(num_hidden_layers=2, num_nextn_predict_layers=0)
+
+
+def aware(config, scheme):
+    return dataclasses.replace(config, quantization_aware=scheme)
+
+
+def converted(params, scheme, dtype):
+    """The matrices of a conversion: codes and scales, made outside of any program."""
+    dims = transformer.param_dims(MODEL)
+    made = schemes.quantized(params, dims, schemes.SCHEMES[scheme])
+
+    def restored(x, before):
+        if not leaf.is_quantized(x):
+            return before
+        return leaf.dequantized(x, dtype)
+
+    return jax.tree.map(restored, made, params, is_leaf=leaf.is_quantized)
+
+
+class ComputedTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("w4a16", "float32"), ("w4a8", "bfloat16"), ("fp8", "bfloat16")
+    )
+    def test_a_step_computes_with_the_bits_of_a_conversion(self, scheme, dtype):
+        model = dataclasses.replace(MODEL, dtype=dtype)
+        config = aware(config_lib.TrainConfig(model=model), scheme)
+        params = tiny.params(model)
+        got = jax.jit(computed.weights, static_argnums=1)(params, config)
+        wanted = transformer.cast(converted(params, scheme, jnp.dtype(dtype)), model)
+        before = transformer.cast(params, model)
+        num_rounded = 0
+        for a, b, c in zip(*map(jax.tree.leaves, (got, wanted, before)), strict=True):
+            np.testing.assert_array_equal(a, b)
+            num_rounded += bool(np.any(np.asarray(b != c)))
+        self.assertEqual(num_rounded, 2 * 8 + 3 + 6)  # of both layers, with experts
+
+    def test_the_gradient_at_the_rounded_weights_moves_the_weights(self):
+        config = small_configs.step(
+            12, small_configs.DENSE_MODEL, name="adamw", weight_decay=0.0
+        )
+        params = tiny.params(config.model)
+        batch = tiny.batch(config.model, [(12,)] * 8, 12)
+        batch["num_bytes"] = batch["loss_mask"]
+        rounded = computed.rounded(params, aware(config, "w4a8"))
+        after = []
+        for own, start in ((aware(config, "w4a8"), params), (config, rounded)):
+            optimizer = step_lib.make_optimizer(own)
+            step = jax.jit(step_lib.make_train_step(own, optimizer))
+            new, _, metrics = step(start, optimizer.init(start), batch)
+            change = jax.tree.map(lambda a, b: np.asarray(a - b), new, start)
+            after.append((change, metrics["train/loss"]))
+        (ours, loss), (theirs, same_loss) = after
+        np.testing.assert_allclose(loss, same_loss, rtol=FLOAT32)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(a, b, atol=FLOAT32)
+        self.assertGreater(max(np.abs(x).max() for x in jax.tree.leaves(ours)), 1e-4)
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,185 @@
+"""Folders of int8 and int4 codes: against the package compressed-tensors, and in full.
+
+golden/make_compressed.py made the codes and products that the package computes.
+"""
+
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax.model import transformer
+from glm5_jax.quantization import leaf, schemes
+from glm5_jax.weights import (
+    coded_tensor,
+    compressed_tensors,
+    huggingface_export,
+    loading,
+    quantized_loading,
+    safetensors_file,
+)
+from tests import environment
+from tests.model import tiny
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "compressed.npz"
+MODEL = tiny.model(num_hidden_layers=2, num_nextn_predict_layers=0)
+DIMS = transformer.param_dims(MODEL)
+ALL = np.s_[:, :]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def quantized(params, scheme):
+    return schemes.quantized(params, DIMS, schemes.SCHEMES[scheme])
+
+
+def products(params):
+    return jax.tree.map(
+        lambda x: leaf.dequantized(x, jnp.float32) if leaf.is_quantized(x) else x,
+        params,
+        is_leaf=leaf.is_quantized,
+    )
+
+
+class PackageTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.golden = np.load(GOLDEN)
+
+    def test_packed_codes_are_those_of_the_package(self):
+        codes, words = self.golden["int4"], self.golden["packed"]
+        np.testing.assert_array_equal(coded_tensor.packed(codes), words)
+        read = coded_tensor.PackedCodes(words, codes.shape)
+        np.testing.assert_array_equal(read[ALL], codes)
+        np.testing.assert_array_equal(read[2:5, 3:21], codes[2:5, 3:21])
+
+    @parameterized.parameters(("int4", "by_group", 8), ("int8", "by_channel", 32))
+    def test_products_are_those_of_the_package(self, kind, scales, width):
+        golden = self.golden
+        codes = golden[kind]
+        if kind == "int4":
+            codes = coded_tensor.PackedCodes(golden["packed"], codes.shape)
+        tensor = coded_tensor.CodedTensor(codes, golden[scales], (1, width), kind)
+        wanted = golden[f"{kind}_weights"]
+        np.testing.assert_array_equal(tensor[ALL], wanted)
+        np.testing.assert_array_equal(tensor[1:4, 5:19], wanted[1:4, 5:19])
+
+
+class FolderTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path)
+        self.params = tiny.params(MODEL)
+
+    def write(self, scheme, name="model"):
+        folder = self.folder / name
+        huggingface_export.save_params(self.params, MODEL, folder, scheme)
+        return folder
+
+    @parameterized.parameters("w4a8", "w8a8", "fp8")
+    def test_a_folder_holds_the_codes_that_training_rounds_to(self, scheme):
+        """Bit for bit; FP8 has scales of the blocks of its own format."""
+        config, got, _ = quantized_loading.load_model(self.write(scheme))
+        self.assertEqual(config.num_hidden_layers, 2)
+        wanted = quantized(self.params, scheme)
+        flat = jax.tree_util.tree_leaves_with_path(wanted, is_leaf=leaf.is_quantized)
+        for (path, a), b in zip(
+            flat, jax.tree.leaves(got, is_leaf=leaf.is_quantized), strict=True
+        ):
+            self.assertEqual(leaf.is_quantized(a), leaf.is_quantized(b), path)
+            if not leaf.is_quantized(a):
+                if scheme != "fp8":  # which stores the rest in bfloat16
+                    np.testing.assert_array_equal(a, b)
+            elif scheme == "fp8":
+                self.assertEqual(b.values.dtype, jnp.float8_e4m3fn)
+                is_shared = path[-1].key in schemes.BOTH_WAYS  # by keys and values
+                if a.layout.blocks == b.layout.blocks and not is_shared:
+                    # The release divides by 448, so that scales differ by a bit.
+                    np.testing.assert_allclose(
+                        jnp.broadcast_to(b.scales, a.scales.shape), a.scales, rtol=3e-7
+                    )
+            else:
+                self.assertEqual(b.layout.activations, a.layout.activations)
+                np.testing.assert_array_equal(a.values, b.values)
+                np.testing.assert_array_equal(
+                    jnp.broadcast_to(b.scales, a.scales.shape), a.scales
+                )
+
+    @parameterized.parameters("w4a8", "fp8")
+    def test_floats_are_the_products_of_codes_and_scales(self, scheme):
+        """In FP8 too, whose blocks run over heads, and over keys and values."""
+        folder = self.write(scheme)
+        override = [("model.param_dtype", "float32")]
+        _, dense, _ = loading.load_model(folder, override)
+        _, coded, _ = quantized_loading.load_model(folder, override)
+        wanted = jax.jit(products)(coded)
+        for a, b in zip(jax.tree.leaves(dense), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+        if scheme == "w4a8":
+            scheme = schemes.SCHEMES[scheme]
+            rounded = jax.jit(lambda p: schemes.rounded(p, DIMS, scheme))(self.params)
+            for a, b in zip(*map(jax.tree.leaves, (dense, rounded)), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+    def test_rounding_while_reading_gives_the_same_codes_as_a_folder(self):
+        plain = self.write(None, "plain")
+        _, got, _ = quantized_loading.load_model(plain, scheme="w4a8")
+        wanted = quantized(self.params, "w4a8")
+        self.assertEqual(jax.tree.structure(got), jax.tree.structure(wanted))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+        with self.assertRaisesRegex(config_lib.InputError, "quantized already"):
+            quantized_loading.load_model(self.write("int8"), scheme="int8")
+
+    def test_config_json_names_the_modules_of_each_kind(self):
+        folder = self.write("w4a8")
+        settings = json.loads((folder / "config.json").read_text())
+        found = settings["quantization_config"]
+        groups = {g["weights"]["num_bits"]: g for g in found["config_groups"].values()}
+        experts = r"re:^model\.layers\.\d+\.mlp\.experts\.\d+\.gate_proj$"
+        self.assertIn(experts, groups[4]["targets"])
+        self.assertIn(
+            r"re:^model\.layers\.\d+\.self_attn\.o_proj$", groups[8]["targets"]
+        )
+        self.assertIn("model.layers.1.mlp.gate", found["ignore"])
+        self.assertEqual(groups[4]["input_activations"]["num_bits"], 8)
+
+    @parameterized.parameters(
+        ({"num_bits": 3}, "symmetric int8 or int4"),
+        ({"symmetric": False}, "symmetric int8 or int4"),
+    )
+    def test_other_codes_are_refused(self, change, message):
+        folder = self.write("w8a8")
+        path = folder / "config.json"
+        settings = json.loads(path.read_text())
+        groups = settings["quantization_config"]["config_groups"]
+        groups["group_0"]["weights"] |= change
+        path.write_text(json.dumps(settings))
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            quantized_loading.load_model(folder)
+
+    def test_missing_scales_are_named(self):
+        folder = self.write("w8a8")
+        file = folder / "model.safetensors"
+        header = safetensors_file.read_header(file)
+        name = next(n for n in header if n.endswith(compressed_tensors.SCALE))
+        shutil.move(file, folder / "old.safetensors")
+        kept = {n: x for n, x in header.items() if n != name}
+        entries = {
+            n: (safetensors_file.DTYPES[x.dtype], x.shape) for n, x in kept.items()
+        }
+        made = safetensors_file.create(file, entries)
+        old = safetensors_file.read_header(folder / "old.safetensors")
+        for n, tensor in made.items():
+            tensor.write(0, old[n][tuple(slice(0, size) for size in tensor.shape)])
+        with self.assertRaisesRegex(config_lib.InputError, f"missing: {name}"):
+            quantized_loading.load_model(folder)
+
+
+if __name__ == "__main__":
+    environment.main()

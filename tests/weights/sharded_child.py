@@ -1,0 +1,53 @@
+"""Loads a folder onto a mesh of all devices, and prints the memory that it took.
+
+python -m tests.weights.sharded_child FOLDER AXIS
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from glm5_jax.processes import group, together
+from glm5_jax.weights import loading
+from tests import environment
+
+
+def peak_bytes():
+    """Returns the largest resident size since the last `forget`."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def forget():
+    """Lets the largest resident size start again from the present one."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
+def main(folder, axis):
+    with together.joined(group.find(), 60, 60):
+        mesh, _ = loading.mesh_of([(f"mesh.{axis}", str(len(jax.devices())))])
+        jax.block_until_ready(jax.device_put(np.zeros(1), jax.local_devices()[0]))
+        forget()
+        before = peak_bytes()
+        _, params, _ = loading.load_model(folder, mesh=mesh)
+        used = peak_bytes() - before
+        own = [
+            (np.asarray(shard.data), shard.index, name)
+            for name, x in jax.tree_util.tree_leaves_with_path(params)
+            for shard in x.addressable_shards
+        ]
+        kept = sum(data.nbytes for data, _, _ in own)
+        _, alone, _ = loading.load_model(folder)
+        whole = dict(jax.tree_util.tree_leaves_with_path(alone))
+        for data, index, name in own:
+            np.testing.assert_array_equal(data, np.asarray(whole[name])[index])
+        sys.stdout.write(json.dumps({"used": used, "kept": kept}) + "\n")
+
+
+if __name__ == "__main__":
+    environment.configure()
+    main(*sys.argv[1:])
