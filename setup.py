@@ -61,6 +61,7 @@ TEST = [
     "pydantic-ai-slim[openai]>=2.68",  # an agent that asks the server
     "pytest>=8",
     "pytest-xdist",
+    "qwix>=0.1.8",  # an oracle of quantized products
     "renderers>=0.1.12",  # a trainer that asks the server
 ]
 DOCS = ["furo>=2025.9", "myst-parser>=5", "sphinx>=9"]  # docs/conf.py

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import qwix
 from absl.testing import parameterized
 
 from glm5_jax.quantization import leaf
@@ -100,10 +101,6 @@ class LeafTest(parameterized.TestCase):
         np.testing.assert_allclose(got, value, rtol=0, atol=2e-38)
 
     def test_values_equal_those_of_qwix(self):
-        try:
-            import qwix
-        except ImportError:
-            self.skipTest("qwix is not installed.")
         made = leaf.quantize(jnp.asarray(draw((8, 6))), leaf.Layout("int8", (4, 1)))
         theirs = qwix.dequantize(qwix.QArray(made.values, made.scales))
         np.testing.assert_array_equal(leaf.dequantized(made, jnp.float32), theirs)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import qwix
 from absl.testing import parameterized
 
 from glm5_jax.quantization import leaf, products
@@ -89,10 +90,6 @@ class ProductsTest(parameterized.TestCase):
         same(got, wanted)
 
     def test_integer_products_equal_those_of_qwix(self):
-        try:
-            import qwix
-        except ImportError:
-            self.skipTest("qwix is not installed.")
         layout = leaf.Layout("int8", (WHOLE, 1), activations="int8")
         x, weights = draw(ROWS, IN), leaf.quantize(draw(IN, OUT, seed=1), layout)
         codes, scales = products.rounded_rows(x)
