@@ -6,7 +6,12 @@ defaults are GLM-5 (zai-org/GLM-5). All defaults of a run are defined here.
 
 from glm5_jax.config.attention import AttentionVariants
 from glm5_jax.config.checks import DamagedError, InputError
-from glm5_jax.config.data import DataConfig, DocumentKind, PrepareConfig
+from glm5_jax.config.data import (
+    INTERLEAVE_TOKENS,
+    DataConfig,
+    DocumentKind,
+    PrepareConfig,
+)
 from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.mesh import MeshConfig
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
@@ -33,6 +38,7 @@ from glm5_jax.config.train import (
 __all__ = [
     "DIS_AGENTIC",
     "DIS_REASONING",
+    "INTERLEAVE_TOKENS",
     "QUANTIZATION_SCHEMES",
     "TRACKERS",
     "AdvantageStd",

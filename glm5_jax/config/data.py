@@ -9,6 +9,7 @@ from glm5_jax.config import checks
 
 ChatTemplate = Literal["glm5", "glm5.1", "glm5.2"]
 DocumentKind = Literal["text", "conversations"]
+INTERLEAVE_TOKENS = 512  # tokens of a turn with packing "interleaved"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,6 @@ class DataConfig:
     held_out_percent: int = 10
     # Folder for trained tokenizers and token arrays.
     cache_dir: str = "~/.cache/glm5_jax"
-    num_prefetch: int = 2  # batches that a thread prepares in advance
     # Version of the chat template of conversations.
     chat_template: ChatTemplate = "glm5"
     # Ask for turns with a thought; set it to false if the data has no thoughts.
@@ -55,7 +55,6 @@ class DataConfig:
                 self,
                 "sequence_length",
                 "batch_size",
-                "num_prefetch",
                 most=checks.MAX_SIZE,
             ),
             (
@@ -144,7 +143,6 @@ class PrepareConfig:
     # placed first (its mid-training); "interleaved": similar documents share a row,
     # take turns in it, and see each other (GLM-5's mid-training).
     packing: Literal["truncate", "best_fit", "interleaved"] = "truncate"
-    interleave_tokens: int = 512  # tokens of a turn with packing "interleaved"
     # Lengths in tokens, e.g. (4096, 32768); documents longer than each go into a folder
     # of their own.
     buckets: tuple[int, ...] = ()
@@ -152,7 +150,6 @@ class PrepareConfig:
     held_out_percent: int = 1
     # Fraction of the training documents whose middle moves to the end, for code.
     fim_rate: float = 0.0
-    fim_spm_rate: float = 0.5  # fraction of those documents that begin with the suffix
     # Seed of the order of documents and of the cuts of fill-in-the-middle.
     seed: int = 0
     # MiB of the source that a worker reads at once, for one shard.
@@ -166,26 +163,22 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        rates = {name: getattr(self, name) for name in ("fim_rate", "fim_spm_rate")}
         checks.require(
             *checks.choices(self),
-            *checks.positive(
-                self, "sequence_length", "interleave_tokens", most=checks.MAX_SIZE
-            ),
+            *checks.positive(self, "sequence_length", most=checks.MAX_SIZE),
             (
                 self.packing != "interleaved"
-                or self.interleave_tokens < self.sequence_length,
-                f"interleave_tokens must be smaller than sequence_length with packing "
-                f"'interleaved', got {self.interleave_tokens} and "
-                f"{self.sequence_length}.",
+                or self.sequence_length > INTERLEAVE_TOKENS,
+                f"sequence_length must be larger than {INTERLEAVE_TOKENS}, the tokens "
+                f"of a turn, with packing 'interleaved', got {self.sequence_length}.",
             ),
             (bool(self.source), "source is empty; name a folder, or 'python'."),
             (self.shard_mib > 0, f"shard_mib must be > 0, got {self.shard_mib}."),
             bpe_rule(self.bpe_vocab_size),
             held_out_rule(self.held_out_percent),
-            *(
-                (0 <= rate <= 1, f"{name} must lie in 0..1, got {rate}.")
-                for name, rate in rates.items()
+            (
+                0 <= self.fim_rate <= 1,
+                f"fim_rate must lie in 0..1, got {self.fim_rate}.",
             ),
             checks.seed_rule(self.seed),
             *self._conversation_rules(),

@@ -85,8 +85,8 @@ class OptimConfig:
     # Use Nesterov's momentum; undisclosed in the paper, so xtuner's value.
     muon_nesterov: bool = True
     muon_update_rms: float = 0.2  # root mean square to which Muon scales its updates
-    ns_steps: int = 5  # Newton-Schulz iterations that orthogonalise an update
-    # Polynomial of those iterations; undisclosed in the paper, so xtuner's choice.
+    # Polynomials of the five Newton-Schulz iterations that orthogonalise an update;
+    # undisclosed in the paper, so xtuner's choice.
     ns_coefficients: Literal["quintic", "polar_express"] = "polar_express"
     ns_dtype: Dtype = "bfloat16"  # number type of those iterations' products
     adam_learning_rate_scale: float = 1.0  # ratio of AdamW's learning rate to Muon's
@@ -138,5 +138,5 @@ class OptimConfig:
                 (getattr(self, k) > 0, f"{k} must be > 0, got {getattr(self, k)}.")
                 for k in ("adam_eps", "adam_learning_rate_scale", "muon_update_rms")
             ),
-            *checks.positive(self, "ns_steps", "accumulation_steps", most=2**20),
+            *checks.positive(self, "accumulation_steps", most=2**20),
         )

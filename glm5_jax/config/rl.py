@@ -36,8 +36,6 @@ class RLConfig:
     max_new_tokens: int = 1024  # longest turn of the model, in tokens
     max_turns: int = 8  # most turns of an episode
     temperature: float = 1.0  # temperature of sampling, in rollouts and evaluations
-    # Must be 1, as the ids that a smaller value keeps are not recorded.
-    top_p: float = 1.0
     slots: int = 32  # sequences that the engine decodes at once
     prefill_chunk: int = 256  # tokens of a prompt that the engine reads at once
     # Pages of 64 tokens of the engine's cache, so that a group's prompt is read once.
@@ -117,12 +115,6 @@ class RLConfig:
                 self.temperature > 0,
                 f"temperature must be > 0, got {self.temperature}: a greedy choice "
                 f"has no log-probability to learn from.",
-            ),
-            (
-                self.top_p == 1,
-                f"top_p must be 1, got {self.top_p}: the ids that a smaller one keeps "
-                f"are not recorded, so the trainer could not recompute the "
-                f"probabilities.",
             ),
             (self.pop_beta >= 1, f"pop_beta must be at least 1, got {self.pop_beta}."),
             *(

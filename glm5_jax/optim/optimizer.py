@@ -284,7 +284,6 @@ def _muon(
         nesterov=config.muon_nesterov,
         update_rms=config.muon_update_rms,
         ns_coefficients=config.ns_coefficients,
-        ns_steps=config.ns_steps,
         ns_dtype=config.ns_dtype,
         moment_dtype=config.moment_dtype,
         specs=specs,

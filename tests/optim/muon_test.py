@@ -221,7 +221,6 @@ class MuonSplitTest(parameterized.TestCase):
             "nesterov": config.muon_nesterov,
             "update_rms": config.muon_update_rms,
             "ns_coefficients": config.ns_coefficients,
-            "ns_steps": config.ns_steps,
             "ns_dtype": jnp.dtype(config.ns_dtype),
             "moment_dtype": jnp.dtype(config.moment_dtype),
         }

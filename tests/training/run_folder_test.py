@@ -40,7 +40,7 @@ class ClaimTest(parameterized.TestCase):
             *("checkpoint_every", "sample_every", "sample_prompt", "sample_tokens"),
             *("checkpoints_to_keep", "checkpoints_keep_every", "checkpoints_keep_best"),
             *("mesh.slices", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.tensor"),
-            *("mesh.context", "data.cache_dir", "data.num_prefetch"),
+            *("mesh.context", "data.cache_dir"),
             *("eval_success", "stop_metric", "stop_at"),
             *("rl.max_logprob_gap", "rl.num_eval_tasks"),
             *("rl.min_start_success", "rl.max_start_success"),
@@ -101,6 +101,20 @@ class ClaimTest(parameterized.TestCase):
             run_folder.claim(self.folder, CONFIG)
         optim = dataclasses.replace(CONFIG.optim, router_gate="adamw")
         run_folder.claim(self.folder, dataclasses.replace(CONFIG, optim=optim))
+
+    def test_a_run_from_before_a_field_became_a_constant_resumes_if_it_had_it(self):
+        self.begin()
+        path = self.folder / "config.json"
+        written = json.loads(path.read_text())
+        written["optim"]["ns_steps"] = 5
+        written["data"]["num_prefetch"] = 3  # changes no number
+        path.write_text(json.dumps(written))
+        run_folder.claim(self.folder, CONFIG)
+        written["optim"]["ns_steps"] = 7
+        path.write_text(json.dumps(written))
+        message = r"optim\.ns_steps: 7 there, 5 here"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            run_folder.claim(self.folder, CONFIG)
 
     def test_changed_data_is_refused_and_named(self):
         self.begin()

@@ -175,7 +175,7 @@ def _texts(
     tokenizer: tokenizer_lib.Tokenizer,
     some: Sequence[documents_lib.Document],
 ) -> Iterator[Tokenized]:
-    arrange = infill.Infill(config.fim_rate, config.fim_spm_rate, config.seed).arrange
+    arrange = infill.Infill(config.fim_rate, seed=config.seed).arrange
     arranged = [
         # Held-out texts stay unchanged, so that bits per byte are comparable.
         [(None, document.text)]

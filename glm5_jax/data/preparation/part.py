@@ -255,7 +255,7 @@ def _pack(
             [document.ids for document in found],
             eos_id=eos_id,
             sequence_length=length,
-            chunk_tokens=config.interleave_tokens,
+            chunk_tokens=config_lib.INTERLEAVE_TOKENS,
         )
     pieces = []
     for document in found:

@@ -18,6 +18,7 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.preparation import index as index_lib
 from glm5_jax.data.preparation import inputs, workers
 from glm5_jax.data.preparation import part as part_lib
+from glm5_jax.data.rows import infill
 from glm5_jax.data.sources import formats
 
 VERSION = 1  # raise it when reading, rearranging, shuffling, packing or writing change
@@ -134,8 +135,9 @@ def _settings(config: config_lib.PrepareConfig) -> dict[str, Any]:
     else:
         settings["tokenizer"] = tokenizer_lib.named(config.tokenizer).digest[:16]
     del settings["bpe_vocab_size"]
-    if config.packing != "interleaved":  # plans of earlier versions lack it
-        del settings["interleave_tokens"]
+    settings["fim_spm_rate"] = infill.SPM_RATE
+    if config.packing == "interleaved":  # plans of earlier versions lack it else
+        settings["interleave_tokens"] = config_lib.INTERLEAVE_TOKENS
     if config.kind == "text":
         for name in _OF_CONVERSATIONS:
             del settings[name]

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from glm5_jax import config
 
 PREFIX, MIDDLE, SUFFIX = "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"
+SPM_RATE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Infill:
     """
 
     rate: float
-    spm_rate: float
+    spm_rate: float = SPM_RATE
     seed: int = 0
 
     def arrange(self, name: str, text: str) -> list[tuple[str | None, str]]:

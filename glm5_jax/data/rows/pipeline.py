@@ -20,6 +20,7 @@ from glm5_jax.data.sources import documents as documents_lib
 Batch = dict[str, np.ndarray]
 
 _ORDER_VERSION = 1  # raise it when packing or shuffling changes
+_NUM_PREFETCH = 2  # batches that a thread makes ahead
 _DOCUMENTS_AT_ONCE = 32  # between two updates of the progress bar
 
 
@@ -53,7 +54,6 @@ class Pipeline:
         self.template = template
         self._held_out = held_out
         self._batches = data.batches
-        self._num_prefetch = data.num_prefetch
         self._piece_sizes = np.array([len(piece) for piece in tokenizer.pieces])
         self._train = train
         self.held_out_names = tuple(held_out)
@@ -79,7 +79,7 @@ class Pipeline:
     def train_iterator(self, start_step: int = 0) -> Iterator[Batch]:
         """Returns endless batches from `start_step` on, made ahead by a thread."""
         options = grain.ReadOptions(
-            num_threads=1, prefetch_buffer_size=self._num_prefetch
+            num_threads=1, prefetch_buffer_size=_NUM_PREFETCH
         )
         return iter(self._steps[start_step:].to_iter_dataset(options))
 

@@ -29,7 +29,8 @@ MAY_CHANGE = (
     *("sample_every", "sample_prompt", "sample_tokens"),
     *("checkpoints_to_keep", "checkpoints_keep_every", "checkpoints_keep_best"),
     *(f"mesh.{field.name}" for field in dataclasses.fields(config_lib.MeshConfig)),
-    *("trackers", "profile_steps", "data.cache_dir", "data.num_prefetch"),
+    *("trackers", "profile_steps", "data.cache_dir"),
+    "data.num_prefetch",  # of earlier versions
     *("rl.max_logprob_gap", "rl.num_eval_tasks"),
     *("rl.min_start_success", "rl.max_start_success"),
     *(f"health.{field.name}" for field in dataclasses.fields(config_lib.HealthConfig)),
@@ -40,6 +41,8 @@ _OF_CONTENT = ("data.source", "data.mixture", "data.tokenizer")
 _OWN = {simulate.LOGS, folder_lock.NAME}  # before there is a config.json
 # Values that runs had before a field existed, if not the default.
 _WITHOUT = {"optim.router_gate": "adamw"}
+# Fields of earlier versions, with the values that are constants now.
+_CONSTANTS = {"optim.ns_steps": 5, "rl.top_p": 1.0}
 _MAX_SHOWN = 5
 _SHARED_SECONDS = 30  # until a network file system must show a new file
 
@@ -276,10 +279,10 @@ def _differing(
     theirs: dict, config: config_lib.TrainConfig, may_change: Sequence[str] = ()
 ) -> list[str]:
     """Returns a line for each field that differs, for a few at most."""
-    ours = _flat(command_line.to_json_dict(config))
+    ours = _CONSTANTS | _flat(command_line.to_json_dict(config))
     # An older version without a field did what the default does now.
     defaults = {path: d for path, _, d in fields.of(config_lib.TrainConfig)}
-    there = json.loads(json.dumps(defaults)) | _WITHOUT | _flat(theirs)
+    there = json.loads(json.dumps(defaults | _CONSTANTS)) | _WITHOUT | _flat(theirs)
     differing = [
         f"{key}: {there.get(key, 'absent')} there, {ours.get(key, 'absent')} here"
         for key in sorted(there | ours)
