@@ -1,10 +1,11 @@
 """Newton-Schulz: approximates the orthogonal matrix nearest to a given one.
 
 For x = U diag(s) V^T this is U V^T: the same directions, all singular values 1. An odd
-polynomial of x changes the singular values alone, so no SVD is needed: each of
-five steps applies one polynomial, by three products of matrices. The values only come near 1: after the division by the Frobenius norm, the
-five polynomials of "polar_express" take every s from 0.01 to 1 to between 0.97 and
-1.04, before rounding. Smaller ones stay below.
+polynomial of x changes the singular values alone, so no SVD is needed: each of five
+steps applies one polynomial, by three products of matrices. The values only come near
+1: after the division by the Frobenius norm, the five polynomials of "polar_express"
+take every s from 0.01 to 1 to between 0.97 and 1.04, before rounding. Smaller ones stay
+below.
 """
 
 import functools

@@ -78,9 +78,7 @@ class Pipeline:
 
     def train_iterator(self, start_step: int = 0) -> Iterator[Batch]:
         """Returns endless batches from `start_step` on, made ahead by a thread."""
-        options = grain.ReadOptions(
-            num_threads=1, prefetch_buffer_size=_NUM_PREFETCH
-        )
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_NUM_PREFETCH)
         return iter(self._steps[start_step:].to_iter_dataset(options))
 
     def epochs(self, num_steps: int) -> dict[str, float]:
