@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-QuantizationScheme = Literal["int8", "w8a8", "fp8", "w4a16", "w4a8"]
+QuantizationScheme = Literal["int8", "w8a8", "fp8", "w4a16", "w4a8", "int4"]
 QUANTIZATION_SCHEMES: tuple[str, ...] = get_args(QuantizationScheme)
-RolloutWeights = Literal["same", "int8", "w8a8", "fp8", "w4a16", "w4a8"]
-QuantizationAware = Literal["none", "int8", "w8a8", "fp8", "w4a16", "w4a8"]
+RolloutWeights = Literal["same", QuantizationScheme]
+QuantizationAware = Literal["none", QuantizationScheme]

@@ -20,7 +20,8 @@ from glm5_jax.quantization import leaf
 
 NAMES = config_lib.QUANTIZATION_SCHEMES
 FP8_BLOCK = 128
-GROUP = 128  # inputs that share a scale of int4 codes
+GROUP = 128  # inputs that share a scale of an expert's int4 codes
+WORD = 8  # int4 codes of an int32, in a Hugging Face folder
 
 # Input dims of the matrices that are rounded; the dims after them are outputs.
 NUM_IN = dict.fromkeys(
@@ -52,6 +53,7 @@ SCHEMES: dict[str, Scheme] = {
     "w4a16": Scheme("int8", "int4"),
     # GLM-5's (arXiv 2602.15763, section 5).
     "w4a8": Scheme("int8", "int4", "int8"),
+    "int4": Scheme("int4", "int4"),
 }
 
 
@@ -68,23 +70,35 @@ def layout_of(
     is_layer = path[0].startswith("layers_") or path[:2] == ("mtp", "block")
     if not is_layer or path[-1] not in NUM_IN:
         return None
-    num_in = NUM_IN[path[-1]]
-    kind = scheme.experts if "experts" in path else scheme.dense
+    num_in, kind = NUM_IN[path[-1]], kind_of(scheme, path, shape)
     activations = "same" if path[-1] in BOTH_WAYS else scheme.activations
     if kind == "fp8":
         return leaf.Layout(kind, tuple(_block(FP8_BLOCK, n) for n in shape), num_in)
-    if kind == "int4":
-        if shape[0] % 2:  # two codes make a byte
-            kind, group = "int8", leaf.WHOLE
-        else:
-            group = _block(group_of(shape[0]), shape[0])
+    if has_groups(kind, path):
+        group = _block(group_of(shape[0]), shape[0])
         return leaf.Layout(kind, (group, 1), num_in, activations)
     blocks = (leaf.WHOLE,) * num_in + (1,) * (len(shape) - num_in)
     return leaf.Layout(kind, blocks, num_in, activations)
 
 
+def kind_of(scheme: Scheme, path: tuple[str, ...], shape: tuple[int, ...]) -> leaf.Kind:
+    """Returns the codes of a parameter's matrices; see `layout_of`.
+
+    Where int4 codes would not fill bytes of ours, or words of a Hugging Face folder,
+    these are int8.
+    """
+    kind = scheme.experts if "experts" in path else scheme.dense
+    num_inputs = math.prod(shape[: NUM_IN[path[-1]]])
+    return "int8" if kind == "int4" and (shape[0] % 2 or num_inputs % WORD) else kind
+
+
+def has_groups(kind: leaf.Kind, path: tuple[str, ...]) -> bool:
+    """Returns whether only a group of an output's inputs share a scale, not all."""
+    return kind == "int4" and "experts" in path
+
+
 def group_of(num_inputs: int) -> int:
-    """Returns how many inputs share a scale of int4 codes."""
+    """Returns how many inputs share a scale, where there are groups."""
     return math.gcd(GROUP, num_inputs)
 
 

@@ -1,5 +1,6 @@
 """Shards quantized matrices: scales lie with the codes that they belong to."""
 
+import math
 from typing import Any
 
 import jax
@@ -65,15 +66,17 @@ def _require_whole_blocks(
     """Checks that every shard of a matrix has whole blocks."""
     if not leaf.is_quantized(x):
         return
-    each = zip(dims, x.shape, sharding.axes_of(dims), _blocks(x, dims), strict=True)
-    for dim, size, axes, block in each:
-        parts = 1
-        for axis in axes:
-            parts *= mesh.shape[axis]
-        if block > 1 and parts > 1 and size % (parts * block):
+    units = [*_blocks(x, dims)]
+    packed, reason = x.layout.packed_axis, "scale"
+    if packed is not None and units[packed] < 2:
+        units[packed], reason = 2, "byte"
+    each = zip(dims, x.shape, sharding.axes_of(dims), units, strict=True)
+    for dim, size, axes, unit in each:
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if unit > 1 and parts > 1 and size % (parts * unit):
             raise config_lib.InputError(
                 f"{parts} devices of the axes {' * '.join(axes)} cannot share dim "
-                f"{dim} of {size}, in which every {block} weights have one scale; "
+                f"{dim} of {size}, in which every {unit} weights have one {reason}; "
                 f"give fewer devices to these axes, or leave the weights unquantized."
             )
 

@@ -4,7 +4,7 @@ A matrix X.weight [out, in] is stored as one of
 
     int8: X.weight [out, in] int8, X.weight_scale [out, 1]
     int4: X.weight_packed [out, in / 8] int32, X.weight_scale [out, in / group],
-          X.weight_shape = (out, in)
+          X.weight_shape = (out, in); without groups the scale is that of int8
 
 and config.json lists the modules of either kind in its quantization_config.
 """
@@ -22,7 +22,6 @@ from glm5_jax.weights import huggingface_names as names_lib
 
 METHOD = "compressed-tensors"
 SCALE, PACKED, SHAPE = "_scale", "_packed", "_shape"  # after the weight's name
-_WORD = 8  # int4 codes of an int32
 _ACTIVATIONS = {
     "num_bits": 8,
     "type": "int",
@@ -30,49 +29,43 @@ _ACTIVATIONS = {
     "dynamic": True,
     "strategy": "token",
 }
-_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 
 
-def kind_of(slot: names_lib.Slot, scheme: schemes.Scheme) -> leaf.Kind | None:
-    """Returns the codes of a stored tensor; None if it stays as it is."""
+def layout_of(slot: names_lib.Slot, scheme: schemes.Scheme) -> leaf.Layout | None:
+    """Returns the layout of a stored matrix [out, in]; None if it stays as it is."""
     if not slot.is_quantized:
         return None
-    is_expert = _EXPERT.search(slot.name) is not None
-    is_int4 = is_expert and scheme.experts == "int4"
-    return "int4" if is_int4 and slot.layout.shape[1] % _WORD == 0 else "int8"
-
-
-def layout_of(kind: leaf.Kind, num_inputs: int) -> leaf.Layout:
-    """Returns the layout of codes [out, in]."""
-    size = leaf.WHOLE if kind == "int8" else schemes.group_of(num_inputs)
+    path = slot.paths[0]
+    kind = schemes.kind_of(scheme, path, slot.layout.parts[0])
+    size = leaf.WHOLE
+    if schemes.has_groups(kind, path):
+        size = schemes.group_of(slot.layout.shape[1])
     return leaf.Layout(kind, (1, size))
 
 
 def entries(
-    slot: names_lib.Slot, kind: leaf.Kind
+    slot: names_lib.Slot, layout: leaf.Layout
 ) -> dict[str, tuple[np.dtype, list[int]]]:
     """Returns names, dtypes and shapes of the tensors that hold a matrix."""
     out, inputs = slot.layout.shape
-    layout = layout_of(kind, inputs)
     scales = (np.dtype(np.float32), [*leaf.scale_shape((out, inputs), layout)])
-    if kind == "int8":
+    if layout.kind == "int8":
         codes = {slot.name: (np.dtype(np.int8), [out, inputs])}
     else:
         codes = {
-            slot.name + PACKED: (np.dtype(np.int32), [out, inputs // _WORD]),
+            slot.name + PACKED: (np.dtype(np.int32), [out, inputs // schemes.WORD]),
             slot.name + SHAPE: (np.dtype(np.int64), [2]),
         }
     return {**codes, slot.name + SCALE: scales}
 
 
-def coded(weights: np.ndarray, kind: leaf.Kind) -> dict[str, np.ndarray]:
+def coded(weights: np.ndarray, layout: leaf.Layout) -> dict[str, np.ndarray]:
     """Returns rows of the tensors that hold a matrix, by the ends of their names.
 
     The codes are those that quantization/leaf.py rounds to, bit for bit.
     """
-    layout = layout_of(kind, weights.shape[1])
     made = leaf.compiled_quantize(jnp.asarray(weights, jnp.float32), layout)
-    if kind == "int8":
+    if layout.kind == "int8":
         return {"": np.asarray(made.values), SCALE: np.asarray(made.scales)}
     codes = np.asarray(leaf.unpacked(made).values)
     return {PACKED: coded_tensor.packed(codes), SCALE: np.asarray(made.scales)}
@@ -85,12 +78,9 @@ def quantization_config(
     kept, groups, found = [], {}, {}
     for slot in slots:
         module = slot.name.removesuffix(".weight")
-        kind = kind_of(slot, scheme)
-        if kind is not None:
-            group = (
-                0 if kind == "int8" else layout_of(kind, slot.layout.shape[1]).blocks[1]
-            )
-            found.setdefault((kind, group), []).append(module)
+        layout = layout_of(slot, scheme)
+        if layout is not None:
+            found.setdefault((layout.kind, layout.blocks[1]), []).append(module)
         elif len(slot.layout.shape) == 2:
             kept.append(module)
     activations = _ACTIVATIONS if scheme.activations == "int8" else None
@@ -100,7 +90,7 @@ def quantization_config(
             "type": "int",
             "symmetric": True,
             "dynamic": False,
-            "strategy": "channel" if kind == "int8" else "group",
+            "strategy": "channel" if group == leaf.WHOLE else "group",
             "group_size": group or None,
         }
         groups[f"group_{number}"] = {
@@ -109,9 +99,10 @@ def quantization_config(
             "input_activations": activations,
             "format": "int-quantized" if kind == "int8" else "pack-quantized",
         }
+    formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": METHOD,
-        "format": "mixed-precision" if len(groups) > 1 else "int-quantized",
+        "format": "mixed-precision" if len(formats) > 1 else formats.pop(),
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": kept,

@@ -90,8 +90,9 @@ def _open(
     found: loading.Source, config: config_lib.ModelConfig, dtype: str | None
 ) -> dict[leaves_lib.Path, leaves_lib.Leaf]:
     """Opens the parameters in `dtype`; in float32 where FP8 codes are made of them."""
-    kind = {huggingface_export.FP8: "float32"}.get(dtype or "", dtype)
-    kind = None if kind in huggingface_export.COMPRESSED else kind
+    kind = dtype
+    if dtype in CODED:
+        kind = "float32" if dtype == huggingface_export.FP8 else None
     if found.is_huggingface:
         abstract = transformer.abstract_params(config)
         return dict(huggingface.open_params(found.weights, config, abstract, kind))

@@ -26,7 +26,7 @@ from glm5_jax.weights import (
 from glm5_jax.weights import huggingface_names as names_lib
 
 FP8 = "fp8"
-COMPRESSED = ("int8", "w8a8", "w4a16", "w4a8")  # schemes of compressed_tensors.py
+COMPRESSED = tuple(x for x in schemes.NAMES if x != FP8)  # compressed_tensors.py
 MAX_SHARD_BYTES = 5 * 10**9
 _QUANTIZATION = "quantization_config"
 _FLOAT32_BYTES = 4
@@ -87,7 +87,6 @@ def write_leaves(
     plans = [_plan(slot, leaves, dtype) for slot in slots]
     new_folder.require_space(folder, sum(plan.size for plan in plans))
     extra = {k: v for k, v in (extra_config or {}).items() if k != _QUANTIZATION}
-    kind: Any = "bfloat16" if dtype == FP8 else str(leaves["lm_head",].dtype)
     if dtype in COMPRESSED:
         scheme = schemes.SCHEMES[dtype]
         extra[_QUANTIZATION] = compressed_tensors.quantization_config(slots, scheme)
@@ -98,9 +97,8 @@ def write_leaves(
             if len(slot.layout.shape) == 2 and not slot.is_quantized
         ]
         extra[_QUANTIZATION] = fp8_blocks.quantization_config(kept)
-    elif dtype is not None:
-        kind = str(huggingface.cast(("lm_head",), dtype))
-    config = dataclasses.replace(config, param_dtype=kind)
+    kind = _cast(("lm_head",), leaves, dtype)
+    config = dataclasses.replace(config, param_dtype=str(kind))
     huggingface_config.write_config(config, folder, extra)
     tensors = _create_files(folder, plans, max_shard_bytes)
     _write_tensors(plans, leaves, tensors)
@@ -111,7 +109,7 @@ class _Plan(NamedTuple):
 
     slot: names_lib.Slot
     entries: dict[str, tuple[np.dtype, list[int]]]
-    codes: leaf.Kind | None = None
+    codes: leaf.Layout | None = None
 
     @property
     def size(self) -> int:
@@ -126,7 +124,7 @@ def _plan(
 ) -> _Plan:
     path, shape = slot.paths[0], slot.layout.shape
     if dtype in COMPRESSED:
-        codes = compressed_tensors.kind_of(slot, schemes.SCHEMES[dtype])
+        codes = compressed_tensors.layout_of(slot, schemes.SCHEMES[dtype])
         if codes is not None:
             return _Plan(slot, compressed_tensors.entries(slot, codes), codes)
     if dtype == FP8 and slot.is_quantized:
@@ -138,11 +136,20 @@ def _plan(
                 slot.name: (jnp.dtype("float8_e4m3fn"), shape),
                 slot.name + fp8_blocks.SCALE_SUFFIX: (jnp.dtype("float32"), scales),
             },
-            "fp8",
+            leaf.Layout("fp8", block),
         )
-    rest = {FP8: "bfloat16", **dict.fromkeys(COMPRESSED)}.get(dtype, dtype)
-    kind = huggingface.cast(path, rest)
-    return _Plan(slot, {slot.name: (kind or np.dtype(leaves[path].dtype), shape)})
+    return _Plan(slot, {slot.name: (_cast(path, leaves, dtype), shape)})
+
+
+def _cast(
+    path: leaves_lib.Path, leaves: Mapping[leaves_lib.Path, leaves_lib.Leaf], dtype: Any
+) -> np.dtype:
+    """Returns the dtype in which a parameter without codes is written."""
+    if dtype in COMPRESSED:
+        dtype = None  # as it is
+    elif dtype == FP8:
+        dtype = "bfloat16"
+    return huggingface.cast(path, dtype) or np.dtype(leaves[path].dtype)
 
 
 def _create_files(
@@ -207,7 +214,7 @@ def _write_rows(
     if plan.codes is None:
         kind = safetensors_file.DTYPES[tensors[name].dtype]
         tensors[name].write(start, np.ascontiguousarray(values, kind))
-    elif plan.codes == "fp8":
+    elif plan.codes.kind == "fp8":
         codes, scales = fp8_blocks.quantize(values.astype(np.float32))
         tensors[name].write(start, codes)
         tensors[name + fp8_blocks.SCALE_SUFFIX].write(start // fp8_blocks.BLOCK, scales)

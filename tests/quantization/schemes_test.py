@@ -13,6 +13,7 @@ from tests.model import tiny
 
 TINY = tiny.model()
 DIMS = transformer.param_dims(TINY)
+WHOLE = leaf.WHOLE
 FLOAT32 = 2e-5  # logits up to about 10
 KEPT = {"embed_tokens", "lm_head", "eh_proj", "gate", "weights_proj"}
 
@@ -32,6 +33,19 @@ class SchemesTest(parameterized.TestCase):
             if is_matrix and "experts" in names and name.startswith("w4"):
                 self.assertEqual(x.layout.kind, "int4")
 
+    @parameterized.parameters(
+        (("self_attn", "q_a_proj"), (16, 6), "int4", (WHOLE, 1)),
+        (("self_attn", "o_proj"), (2, 4, 6), "int4", (WHOLE, WHOLE, 1)),
+        (("self_attn", "o_proj"), (1, 8, 6), "int8", (WHOLE, WHOLE, 1)),
+        (("mlp", "experts", "down_proj"), (384, 6), "int4", (128, 1)),
+        (("mlp", "experts", "down_proj"), (192, 6), "int4", (64, 1)),
+        (("mlp", "experts", "down_proj"), (12, 6), "int8", (WHOLE, 1)),
+    )
+    def test_int4_codes_fill_bytes_and_words(self, names, shape, kind, blocks):
+        path = ("layers_0", "block_0", *names)
+        found = schemes.layout_of(schemes.SCHEMES["int4"], path, shape)
+        self.assertEqual((found.kind, found.blocks), (kind, blocks))
+
     def test_bytes_of_glm5_are_those_of_its_fp8_release(self):
         """756,162,687,872; the release cuts kv_b_proj into fewer blocks."""
         config = config_lib.ModelConfig(param_dtype="bfloat16")
@@ -46,10 +60,11 @@ class SchemesTest(parameterized.TestCase):
         self.assertAlmostEqual(sizes["fp8"] / 756_162_687_872, 1, delta=1e-5)
         self.assertLess(sizes["w4a8"], 0.55 * sizes["fp8"])
 
-    def test_codes_and_rounded_weights_give_the_same_logits(self):
+    @parameterized.parameters("w4a16", "int4")
+    def test_codes_and_rounded_weights_give_the_same_logits(self, name):
         """Attention, indexer, dense layer and experts."""
         model = tiny.model(num_hidden_layers=2, num_nextn_predict_layers=0)
-        params, scheme = tiny.params(model), schemes.SCHEMES["w4a16"]
+        params, scheme = tiny.params(model), schemes.SCHEMES[name]
         dims = transformer.param_dims(model)
         tokens = tiny.batch(model, [(20,), (9, 8)], 24)["tokens"]
 
@@ -83,11 +98,13 @@ class SchemesTest(parameterized.TestCase):
         mesh = jax.sharding.AbstractMesh(
             (1, 8, 1, 1, 1), ("data", "fsdp", "expert", "tensor", "context")
         )
-        shapes = {"x": leaf.abstract((16, 8), leaf.Layout("int4", (4, 1)))}
-        with self.assertRaisesRegex(
-            config_lib.InputError, "8 devices.*every 4 weights"
+        for blocks, message in (
+            ((4, 1), "8 devices.*every 4 weights have one scale"),
+            ((WHOLE, 1), "8 devices.*every 2 weights have one byte"),
         ):
-            shards.shardings(shapes, {"x": ("D", "F")}, mesh)
+            shapes = {"x": leaf.abstract((8, 8), leaf.Layout("int4", blocks))}
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                shards.shardings(shapes, {"x": ("D", "F")}, mesh)
 
 
 if __name__ == "__main__":

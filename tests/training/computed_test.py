@@ -38,7 +38,10 @@ def converted(params, scheme, dtype):
 
 class ComputedTest(parameterized.TestCase):
     @parameterized.parameters(
-        ("w4a16", "float32"), ("w4a8", "bfloat16"), ("fp8", "bfloat16")
+        ("w4a16", "float32"),
+        ("w4a8", "bfloat16"),
+        ("fp8", "bfloat16"),
+        ("int4", "float32"),
     )
     def test_a_step_computes_with_the_bits_of_a_conversion(self, scheme, dtype):
         model = dataclasses.replace(MODEL, dtype=dtype)

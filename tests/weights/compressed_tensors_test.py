@@ -81,7 +81,7 @@ class FolderTest(parameterized.TestCase):
         huggingface_export.save_params(self.params, MODEL, folder, scheme)
         return folder
 
-    @parameterized.parameters("w4a8", "w8a8", "fp8")
+    @parameterized.parameters("w4a8", "w8a8", "fp8", "int4")
     def test_a_folder_holds_the_codes_that_training_rounds_to(self, scheme):
         """Bit for bit; FP8 has scales of the blocks of its own format."""
         config, got, _ = quantized_loading.load_model(self.write(scheme))
@@ -110,7 +110,7 @@ class FolderTest(parameterized.TestCase):
                     jnp.broadcast_to(b.scales, a.scales.shape), a.scales
                 )
 
-    @parameterized.parameters("w4a8", "fp8")
+    @parameterized.parameters("w4a8", "fp8", "int4")
     def test_floats_are_the_products_of_codes_and_scales(self, scheme):
         """In FP8 too, whose blocks run over heads, and over keys and values."""
         folder = self.write(scheme)
@@ -120,7 +120,7 @@ class FolderTest(parameterized.TestCase):
         wanted = jax.jit(products)(coded)
         for a, b in zip(jax.tree.leaves(dense), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_array_equal(a, b)
-        if scheme == "w4a8":
+        if scheme != "fp8":
             scheme = schemes.SCHEMES[scheme]
             rounded = jax.jit(lambda p: schemes.rounded(p, DIMS, scheme))(self.params)
             for a, b in zip(*map(jax.tree.leaves, (dense, rounded)), strict=True):
@@ -148,6 +148,20 @@ class FolderTest(parameterized.TestCase):
         )
         self.assertIn("model.layers.1.mlp.gate", found["ignore"])
         self.assertEqual(groups[4]["input_activations"]["num_bits"], 8)
+
+    def test_int4_has_groups_in_experts_alone(self):
+        folder = self.write("int4")
+        settings = json.loads((folder / "config.json").read_text())
+        found = settings["quantization_config"]
+        num_dense = 0
+        for group in found["config_groups"].values():
+            for target in group["targets"]:
+                is_int4 = group["weights"]["num_bits"] == 4
+                is_expert = r".experts\." in target
+                has_groups = group["weights"]["group_size"] is not None
+                self.assertEqual(has_groups, is_int4 and is_expert, target)
+                num_dense += is_int4 and not is_expert
+        self.assertGreater(num_dense, 5)
 
     @parameterized.parameters(
         ({"num_bits": 3}, "symmetric int8 or int4"),
