@@ -97,8 +97,8 @@ def write_leaves(
             if len(slot.layout.shape) == 2 and not slot.is_quantized
         ]
         extra[_QUANTIZATION] = fp8_blocks.quantization_config(kept)
-    kind = _cast(("lm_head",), leaves, dtype)
-    config = dataclasses.replace(config, param_dtype=str(kind))
+    kind: Any = str(_cast(("lm_head",), leaves, dtype))
+    config = dataclasses.replace(config, param_dtype=kind)
     huggingface_config.write_config(config, folder, extra)
     tensors = _create_files(folder, plans, max_shard_bytes)
     _write_tensors(plans, leaves, tensors)
