@@ -64,6 +64,7 @@ def main(arguments: command_line.Arguments) -> None:
             out=_OUT.value,
             source=_SOURCE.value,
             questions=_QUESTIONS.value,
+            scheme=quantize_flag.SCHEME.value,
         )
         command.evaluate(_CHECKPOINT.value, overrides, suites)
         return

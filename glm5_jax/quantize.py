@@ -28,7 +28,7 @@ _DATA = flags.DEFINE_string("data", None, "Text file to score before and after."
 _CALIBRATION = flags.DEFINE_enum(
     "calibration",
     "none",
-    ["auto", "none", "rotate", "smooth", "both"],
+    ["auto", *config_lib.CALIBRATIONS],
     "How to rewrite the weights before; auto measures on --data.",
 )
 flags.adopt_module_key_flags(compile_cache)  # --help shows them

@@ -4,10 +4,9 @@ from absl import flags
 
 from glm5_jax import config
 
-STORED = "stored"
 SCHEME = flags.DEFINE_enum(
     "quantize",
-    STORED,
-    [STORED, *config.QUANTIZATION_SCHEMES],
+    config.STORED,
+    [config.STORED, *config.QUANTIZATION_SCHEMES],
     "Scheme to which weights are rounded as they are read; default: as they are.",
 )

@@ -17,7 +17,9 @@ from glm5_jax.config.mesh import MeshConfig
 from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
 from glm5_jax.config.optim import LossConfig, OptimConfig
 from glm5_jax.config.quantization import (
+    CALIBRATIONS,
     QUANTIZATION_SCHEMES,
+    STORED,
     QuantizationScheme,
     RolloutWeights,
 )
@@ -36,10 +38,12 @@ from glm5_jax.config.train import (
 )
 
 __all__ = [
+    "CALIBRATIONS",
     "DIS_AGENTIC",
     "DIS_REASONING",
     "INTERLEAVE_TOKENS",
     "QUANTIZATION_SCHEMES",
+    "STORED",
     "TRACKERS",
     "AdvantageStd",
     "AttentionMode",

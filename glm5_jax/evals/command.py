@@ -26,6 +26,7 @@ class Suites:
       out: folder for answers and results; None takes evals/ in the model's folder.
       source: held-out text; None takes that of the training run.
       questions: file of suite multiple_choice.
+      scheme: of quantization.
     """
 
     names: Sequence[str]
@@ -35,6 +36,7 @@ class Suites:
     out: str | None = None
     source: str | None = None
     questions: str | None = None
+    scheme: str = config_lib.STORED
 
 
 def evaluate(
@@ -52,7 +54,7 @@ def evaluate(
     has_tokenizer = (source.folder / "tokenizer.json").exists()
     runner.require(suites.names, config, has_tokenizer, lengths, suites.questions)
     out = source.folder / "evals" if suites.out is None else suites.out
-    model = subject.load(checkpoint, overrides, mesh)
+    model = subject.load(checkpoint, overrides, mesh, suites.scheme)
     logging.info("Compiling and answering ...")
     with placement.using(mesh):
         results = runner.run(

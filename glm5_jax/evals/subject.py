@@ -12,13 +12,14 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manifest
 from glm5_jax.data.preparation import prepared
 from glm5_jax.evals import record
-from glm5_jax.weights import loading
+from glm5_jax.weights import loading, quantized_loading
 
 
 def load(
     path: loading.Path,
     overrides: Sequence[command_line.Override] = (),
     mesh: Mesh | None = None,
+    scheme: str = quantized_loading.STORED,
 ) -> record.Subject:
     """Returns the model of a run folder, a step folder or a Hugging Face folder.
 
@@ -26,17 +27,20 @@ def load(
       path: of the folder.
       overrides: pairs such as ("model.index_topk", "32").
       mesh: devices that share the parameters; None puts them on the first device.
+      scheme: of quantization; STORED leaves the weights as they are, codes too.
 
     Raises:
       InputError: nothing usable is there, or its parts do not fit together.
     """
-    config, params, tokenizer = loading.load_model(path, overrides, mesh)
+    config, params, tokenizer = quantized_loading.load_model(
+        path, overrides, mesh, scheme
+    )
     source = loading.find(path)
     return record.Subject(
         config=config,
         params=params,
         tokenizer=tokenizer,
-        identity=_identity(source.weights),
+        identity=_identity(source.weights, scheme),
         corpus=_corpus(source),
     )
 
@@ -60,13 +64,15 @@ def _corpus(source: loading.Source) -> record.Corpus:
         return record.Corpus()
 
 
-def _identity(weights: pathlib.Path) -> str:
-    """Returns a digest of the weights' files.
+def _identity(weights: pathlib.Path, scheme: str) -> str:
+    """Returns a digest of the weights' files, and of what they are rounded to.
 
     A step has a manifest of all bytes; of other folders the files' names, sizes and
     times of writing count.
     """
     digest = hashlib.sha256()
+    if scheme != quantized_loading.STORED:
+        digest.update(scheme.encode())
     if (weights / manifest.NAME).exists():
         digest.update((weights / manifest.NAME).read_bytes())
         return digest.hexdigest()

@@ -29,7 +29,6 @@ from glm5_jax.weights import (
 )
 
 MANIFEST = "quantization.json"
-CALIBRATIONS = ("auto", *equivalents.METHODS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +169,7 @@ def _measured(
     dims = transformer.param_dims(config)
     round_all = jax.jit(lambda p: schemes.quantized(p, dims, schemes.SCHEMES[scheme]))
     found: dict[str, float] = {}
-    for method in equivalents.METHODS:
+    for method in config_lib.CALIBRATIONS:
         rounded = round_all(equivalents.rewritten(params, method))
         found[method] = _bits_per_byte(rounded, config, rows)
         logging.info("Calibration %s: %.5f bits per byte.", method, found[method])

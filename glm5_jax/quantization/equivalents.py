@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-METHODS = ("none", "rotate", "smooth", "both")
 _SEED = 0
 _TINY = 1e-12
 
@@ -31,7 +30,7 @@ def rewritten(params: dict, method: str) -> dict:
 
     Args:
       params: of the model.
-      method: one of METHODS.
+      method: one of config.CALIBRATIONS.
     """
 
     def layer(tree: dict) -> dict:

@@ -24,7 +24,7 @@ from glm5_jax.quantization import leaf as quantized
 from glm5_jax.quantization import schemes, shards
 from glm5_jax.weights import coded_leaves, huggingface, loading, to_variants
 
-STORED = "stored"  # as the folder has them
+STORED = config_lib.STORED
 
 
 def load_model(
