@@ -6,6 +6,8 @@ by the incoming factor (GLM-5 report 2.4: sequence-chunked head).
 """
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,7 +37,7 @@ def next_token_loss(
       chunk_tokens: tokens whose logits exist at once.
       z_weight: weight of the squared normaliser (PaLM, arXiv 2204.02311); 0 is off.
     """
-    chunks = _chunked(hidden, targets, weights, chunk_tokens)
+    chunks = _chunked(chunk_tokens, hidden, targets, weights)
     total = _total(_head(head, hidden.dtype), z_weight, *chunks)
     return collectives.total(total, collectives.TOKENS)
 
@@ -51,18 +53,8 @@ def token_nll(
     targets: Int[Array, "B T"],
     chunk_tokens: int,
 ) -> Float[Array, "B T"]:
-    """Returns -log softmax(hidden head)[target] of every token, without gradients."""
-    mask = jnp.ones(targets.shape, jnp.float32)
-    hidden, targets, _ = _chunked(hidden, targets, mask, chunk_tokens)
-    head = _head(head, hidden.dtype)
-
-    def chunk(xs: tuple[Array, Array]) -> Array:
-        xs = _all_rows(xs)
-        logits = _logits(xs[0], head)
-        return _own_rows(_normaliser(logits) - _at(logits, xs[1]))
-
-    nll = lax.map(chunk, (hidden, targets))
-    return nll.reshape(-1)[: mask.size].reshape(mask.shape)
+    """Returns -log softmax(hidden head)[target] of every token."""
+    return -token_logprobs(hidden, head, targets, chunk_tokens=chunk_tokens)
 
 
 def token_logprobs(
@@ -70,25 +62,20 @@ def token_logprobs(
     head: Float[Array, "d v"],
     targets: Int[Array, "B T"],
     *,
-    temperature: float,
+    temperature: float = 1.0,
     chunk_tokens: int,
 ) -> Float[Array, "B T"]:
     """Returns log softmax(hidden head / temperature)[target], differentiable.
 
     The backward pass recomputes the logits of each chunk.
     """
-    mask = jnp.ones(targets.shape, jnp.float32)
-    hidden, targets, _ = _chunked(hidden, targets, mask, chunk_tokens)
     head = _head(head, hidden.dtype)
 
-    @jax.checkpoint
-    def chunk(xs: tuple[Array, Array]) -> Array:
-        xs = _all_rows(xs)
-        logits = _logits(xs[0], head) / temperature
-        return _own_rows(_at(logits, xs[1]) - _normaliser(logits))
+    def chunk(states: Array, targets: Array) -> Array:
+        logits = _logits(states, head) / temperature
+        return _at(logits, targets) - _normaliser(logits)
 
-    logprobs = lax.map(chunk, (hidden, targets))
-    return logprobs.reshape(-1)[: mask.size].reshape(mask.shape)
+    return _of_each(chunk, hidden, targets, chunk_tokens)
 
 
 def mtp_loss(
@@ -167,22 +154,15 @@ def _kept(
 
     The backward pass recomputes the logits of each chunk.
     """
-    mask = jnp.ones(draft.shape[:2], jnp.float32)
-    drafts, judges = (_chunked(x, mask, mask, chunk_tokens)[0] for x in (draft, judge))
     head = _head(head, draft.dtype)
 
-    @jax.checkpoint
-    def chunk(xs: tuple[Array, Array]) -> Array:
-        q, p = (
-            _logits(x, w)
-            for x, w in zip(_all_rows(xs), (head, lax.stop_gradient(head)), strict=True)
-        )
+    def chunk(draft: Array, judge: Array) -> Array:
+        q, p = _logits(draft, head), _logits(judge, lax.stop_gradient(head))
         log_q, log_p = (x - _normaliser(x)[:, None] for x in (q, p))
         both = jnp.sum(jnp.exp(jnp.minimum(log_q, log_p)), axis=-1)
-        return _own_rows(collectives.total(both, collectives.WORDS))
+        return collectives.total(both, collectives.WORDS)
 
-    kept = lax.map(chunk, (drafts, judges))
-    return kept.reshape(-1)[: mask.size].reshape(mask.shape)
+    return _of_each(chunk, draft, judge, chunk_tokens)
 
 
 def mtp_targets(
@@ -213,20 +193,37 @@ def mtp_targets(
     return jnp.stack(ahead), jnp.stack(weights)
 
 
-def _chunked(hidden: Array, targets: Array, mask: Array, size: int) -> tuple:
-    """Flattens tokens and cuts them into zero-padded chunks [n, size, ...].
+def _of_each(
+    function: Callable[[Array, Array], Array], x: Array, y: Array, chunk_tokens: int
+) -> Float[Array, "B T"]:
+    """Returns a number for each token [B, T] of x and y, a chunk of tokens at a time.
+
+    `function` gets the tokens of all devices that share the vocabulary.
+    """
+
+    @jax.checkpoint
+    def chunk(xs: tuple[Array, Array]) -> Array:
+        return _own_rows(function(*_all_rows(xs)))
+
+    found = lax.map(chunk, _chunked(chunk_tokens, x, y))
+    shape = x.shape[:2]
+    return found.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+
+def _chunked(size: int, *arrays: Array) -> tuple[Array, ...]:
+    """Flattens tokens [B, T, ...] and cuts them into zero-padded chunks [n, size, ...].
 
     `size` counts the tokens of all devices that share the vocabulary.
     """
-    size = min(max(size // collectives.size(collectives.WORD_ROWS), 1), targets.size)
-    padding = -targets.size % size
+    num_tokens = math.prod(arrays[0].shape[:2])
+    size = min(max(size // collectives.size(collectives.WORD_ROWS), 1), num_tokens)
 
-    def cut(x: Array, tail: tuple[int, ...]) -> Array:
-        flat = x.reshape(-1, *tail)
-        flat = jnp.pad(flat, [(0, padding)] + [(0, 0)] * len(tail))
-        return flat.reshape(-1, size, *tail)
+    def cut(x: Array) -> Array:
+        flat = x.reshape(num_tokens, *x.shape[2:])
+        padding = [(0, -num_tokens % size)] + [(0, 0)] * (flat.ndim - 1)
+        return jnp.pad(flat, padding).reshape(-1, size, *flat.shape[1:])
 
-    return cut(hidden, hidden.shape[2:]), cut(targets, ()), cut(mask, ())
+    return tuple(map(cut, arrays))
 
 
 def _head(head: Array, dtype: jax.typing.DTypeLike) -> Array:

@@ -70,7 +70,7 @@ def convert(
         huggingface_config.require_writable(config)
     if (tokenizer := loading.tokenizer_of(found)) is not None:
         tokenizer_lib.check_vocab(tokenizer, config.vocab_size)
-    is_fp8 = found.is_huggingface and huggingface.is_quantized(found.settings)
+    is_fp8 = found.is_huggingface and huggingface.is_fp8(found.settings)
     if to == "hf" and dtype is None and is_fp8:
         dtype = huggingface_export.FP8
     original = companions.original_config(found)

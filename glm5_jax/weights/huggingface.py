@@ -153,7 +153,7 @@ def stores_mtp(folder: str | os.PathLike, config: config_lib.ModelConfig) -> boo
     return any(name.startswith(prefix) for name in names)
 
 
-def is_quantized(settings: dict[str, Any]) -> bool:
+def is_fp8(settings: dict[str, Any]) -> bool:
     """Returns whether a config.json describes FP8 weights."""
     found = settings.get("quantization_config")
     return isinstance(found, dict) and found.get("quant_method") == "fp8"

@@ -1,5 +1,7 @@
 """Models and batches so small that a CPU compiles and runs them in seconds."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +82,13 @@ def params(config, seed=0):
         return jnp.asarray(noise, config.param_dtype)
 
     return transformer.map_table(draw, transformer.table(config))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def logits(params, config, tokens):
+    """Of every token; a row is one document."""
+    hidden = transformer.forward(params, config, tokens).hidden
+    return transformer.logits(params, config, hidden)
 
 
 def batch(config, document_lengths, num_tokens, seed=0):

@@ -1,11 +1,12 @@
 """Rewritten weights compute the same function, and lose less to rounding."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from glm5_jax.model import transformer
 from glm5_jax.quantization import equivalents, leaf
 from tests import environment
 from tests.model import tiny
@@ -24,12 +25,7 @@ class EquivalentsTest(parameterized.TestCase):
     def test_logits_stay(self):
         params = tiny.params(MODEL)
         tokens = tiny.batch(MODEL, [(20,), (9, 8)], 24)["tokens"]
-
-        @jax.jit
-        def logits(params):
-            hidden = transformer.forward(params, MODEL, tokens).hidden
-            return transformer.logits(params, MODEL, hidden)
-
+        logits = functools.partial(tiny.logits, config=MODEL, tokens=tokens)
         wanted = logits(params)
         for method in ("rotate", "smooth", "both"):
             changed = equivalents.rewritten(params, method)

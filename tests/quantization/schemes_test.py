@@ -67,14 +67,10 @@ class SchemesTest(parameterized.TestCase):
         params, scheme = tiny.params(model), schemes.SCHEMES[name]
         dims = transformer.param_dims(model)
         tokens = tiny.batch(model, [(20,), (9, 8)], 24)["tokens"]
-
-        @jax.jit
-        def logits(params):
-            hidden = transformer.forward(params, model, tokens).hidden
-            return transformer.logits(params, model, hidden)
-
-        got = logits(schemes.quantized(params, dims, scheme))
-        wanted = logits(schemes.rounded(params, dims, scheme))
+        got, wanted = (
+            tiny.logits(rounded(params, dims, scheme), config=model, tokens=tokens)
+            for rounded in (schemes.quantized, schemes.rounded)
+        )
         np.testing.assert_allclose(got, wanted, atol=FLOAT32)
 
     def test_scales_lie_with_their_codes(self):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5_jax import config as config_lib
+from glm5_jax.quantization import schemes
 from glm5_jax.scale import slice_devices
 
 _GROUP = 8  # rows that a kernel fetches to read one (pallas_kernels/decode)
@@ -29,8 +30,8 @@ class Format:
     cache: float = 2.0
 
 
-_BLOCK_SCALE = 4 / 128**2  # of FP8 as released: a float32 for 128 x 128 codes
-_GROUP_SCALE = 4 / 128  # of INT4: a float32 for 128 codes
+_BLOCK_SCALE = 4 / schemes.FP8_BLOCK**2  # a float32 for the codes of a block
+_GROUP_SCALE = 4 / schemes.GROUP  # of INT4
 FORMATS = (
     Format("bfloat16", 2.0, 2.0),
     Format("FP8", 1 + _BLOCK_SCALE, 1 + _BLOCK_SCALE),
