@@ -13,7 +13,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int8
 
@@ -134,9 +133,13 @@ def _float_dot(x: Float[Array, "M n"], weights: leaf.Quantized) -> Array:
     """Multiplies by the weights that the codes stand for."""
     num_in = weights.layout.num_in
     num_parts = _num_parts(weights)
-    if num_parts == 1:
-        matrix = leaf.dequantized(weights, x.dtype)
+
+    def part(own: leaf.Quantized) -> Array:
+        matrix = leaf.dequantized(own, x.dtype)
         return jnp.matmul(x, matrix.reshape(x.shape[-1], -1))
+
+    if num_parts == 1:
+        return part(weights)
 
     def cut(array: Array) -> Array:
         """Returns the parts of the first output dim."""
@@ -146,10 +149,6 @@ def _float_dot(x: Float[Array, "M n"], weights: leaf.Quantized) -> Array:
         split = (*shape[:num_in], num_parts, -1, *shape[num_in + 1 :])
         return jnp.moveaxis(array.reshape(split), num_in, 0)
 
-    def part(own: leaf.Quantized) -> Array:
-        matrix = leaf.dequantized(own, x.dtype)
-        return jnp.matmul(x, matrix.reshape(x.shape[-1], -1))
-
     out = lax.map(part, jax.tree.map(cut, weights))
     return jnp.moveaxis(out, 0, 1).reshape(len(x), -1)
 
@@ -158,7 +157,7 @@ def _num_parts(weights: leaf.Quantized) -> int:
     """Returns into how many parts the outputs are cut, in whole blocks."""
     size = weights.shape[weights.layout.num_in]
     block = weights.layout.blocks[weights.layout.num_in] or 1
-    wanted = -(-int(np.prod(weights.shape)) // PART)
+    wanted = -(-math.prod(weights.shape) // PART)
     if size % block:
         return 1
     counts = (n for n in range(wanted, size // block + 1) if size // block % n == 0)

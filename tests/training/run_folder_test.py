@@ -89,6 +89,8 @@ class ClaimTest(parameterized.TestCase):
         self.begin()
         mesh = config_lib.MeshConfig(fsdp=2, expert=2)
         run_folder.claim(self.folder, dataclasses.replace(CONFIG, mesh=mesh))
+        written = json.loads((self.folder / "config.json").read_text())
+        self.assertEqual((written["mesh"]["fsdp"], written["mesh"]["expert"]), (2, 2))
 
     def test_a_run_from_before_a_field_resumes_with_its_behaviour(self):
         self.begin()

@@ -34,15 +34,15 @@ class Flops:
         """The sum of all kinds."""
         return sum(self.by_kind.values(), 0.0)
 
-    def at_even_load(self, num_devices: int) -> "Flops":
-        """Returns the count where the experts of some devices share the rows evenly.
+    def at_even_load(self, spare: int) -> "Flops":
+        """Returns the count where all experts have equally many rows.
 
-        Buffers have room for all rows of these devices. We assume that a grouped
+        Buffers have room for `spare` times as many. We assume that a grouped
         product skips the tiles after the last group; no chip has shown it.
         """
         by_kind = dict(self.by_kind)
         if GROUPED in by_kind:
-            by_kind[GROUPED] /= num_devices
+            by_kind[GROUPED] /= spare
         return Flops(by_kind, self.num_unknown_loops)
 
     def add(self, kind: str, flops: float) -> None:

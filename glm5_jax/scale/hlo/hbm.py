@@ -12,7 +12,7 @@ _VIEWS = {
 }
 
 
-def traffic(module: hlo.Module, num_sharing: int = 1) -> float:
+def traffic(module: hlo.Module, spare: int = 1) -> float:
     """Bytes that a device reads from and writes to HBM in a run.
 
     The operands and results of every scheduled instruction count once, times the runs
@@ -27,13 +27,13 @@ def traffic(module: hlo.Module, num_sharing: int = 1) -> float:
 
     Args:
       module: as compiled.
-      num_sharing: times an even load that the experts' buffers have room for.
+      spare: times an even load that the experts' buffers have room for.
     """
-    return _traffic(module, module.entry, num_sharing, {})
+    return _traffic(module, module.entry, spare, {})
 
 
 def _traffic(
-    module: hlo.Module, name: str, num_sharing: int, known: dict[str, float]
+    module: hlo.Module, name: str, spare: int, known: dict[str, float]
 ) -> float:
     if name in known:
         return known[name]
@@ -41,13 +41,13 @@ def _traffic(
     for i in body.values():
         if i.opcode == "while":
             runs = module.trip_count(i, name)
-            inner = _traffic(module, i.called("body")[0], num_sharing, known)
+            inner = _traffic(module, i.called("body")[0], spare, known)
             total += inner * (1 if runs is None else runs)
         elif i.opcode in ("conditional", "call"):
-            inside = (_traffic(module, c, num_sharing, known) for c in i.called())
+            inside = (_traffic(module, c, spare, known) for c in i.called())
             total += max(inside, default=0)
         elif _is_grouped(i):
-            total += _grouped(body, i, num_sharing)
+            total += _grouped(body, i, spare)
         elif i.opcode not in _VIEWS and not i.opcode.endswith(("-done", "-update")):
             total += sum(_moved(module, body, i))
     known[name] = total
@@ -59,9 +59,7 @@ def _is_grouped(i: hlo.Instruction) -> bool:
     return i.opcode == "custom-call" and "ragged_dot" in i.op_name
 
 
-def _grouped(
-    body: dict[str, hlo.Instruction], i: hlo.Instruction, num_sharing: int
-) -> float:
+def _grouped(body: dict[str, hlo.Instruction], i: hlo.Instruction, spare: int) -> float:
     """Bytes of a grouped product: rows (M, K) as they are filled, matrices whole.
 
     Of a stack of layers the matrices of one count (model/expert_products.py).
@@ -72,7 +70,7 @@ def _grouped(
     total = 0.0
     for shape, size, is_hbm in (x for text in types for x in hlo.shapes(text)):
         is_rows = shape.count(",") == 1
-        total += is_hbm * size / (num_sharing if is_rows else num_layers)
+        total += is_hbm * size / (spare if is_rows else num_layers)
     return total
 
 
