@@ -36,7 +36,7 @@ _WARM_UP = flags.DEFINE_bool(
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random numbers.", lower_bound=0)
 _NUM_REPLICAS = flags.DEFINE_integer(
-    "num_replicas", 1, "Servers on this machine behind a router.", lower_bound=1
+    "num_replicas", 0, "Servers on this machine behind a router; 0: one, without.", 0
 )
 _MAX_CONCURRENCY = flags.DEFINE_integer(
     "max_concurrency", 256, "Requests answered at the same time.", lower_bound=1
@@ -51,7 +51,7 @@ def main(arguments: command_line.Arguments) -> None:
     """Serves until SIGTERM or ctrl-C."""
     reach.require_extra()
     logging.set_verbosity(logging.INFO)  # on stderr
-    if _NUM_REPLICAS.value > 1:
+    if _NUM_REPLICAS.value:
         from glm5_jax.serving.router import local
 
         local.serve(_NUM_REPLICAS.value, _MAX_CONCURRENCY.value)

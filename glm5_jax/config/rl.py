@@ -62,6 +62,12 @@ class RLConfig:
     # Replace groups whose rewards are all equal by new ones.
     dynamic_sampling: bool = False
     max_rounds: int = 4  # most rounds of rollouts in a step, with dynamic sampling
+    # Most versions between the weights that begin a group of episodes and those that
+    # learn from it, in stage async_rl; 0: nothing is played while the model learns.
+    max_staleness: int = 4
+    # Servers of this machine that sample in stage async_rl, each a process of its own;
+    # 0: an engine in the trainer's process.
+    num_engines: int = 0
     router_replay: bool = False  # make the trainer route tokens as the engine did
     # Train multi-token prediction along, on the sampled tokens: the policy changes, and
     # the module's drafts would get worse. No gradient of it reaches the policy.
@@ -90,15 +96,9 @@ class RLConfig:
             *checks.choices(self),
             *checks.positive(
                 self,
-                "prompts_per_step",
-                "group_size",
-                "max_new_tokens",
-                "max_turns",
-                "slots",
-                "prefill_chunk",
-                "updates_per_rollout",
-                "num_eval_tasks",
-                "max_rounds",
+                *("prompts_per_step", "group_size", "max_new_tokens", "max_turns"),
+                *("slots", "prefill_chunk", "updates_per_rollout"),
+                *("num_eval_tasks", "max_rounds"),
                 most=checks.MAX_SIZE,
             ),
             (
@@ -110,7 +110,10 @@ class RLConfig:
                 f"group_size must be at least 2 where advantages are normalised by "
                 f"their group, got {size}; or set advantage_std='none'.",
             ),
-            (self.num_pages >= 0, f"num_pages must be >= 0, got {self.num_pages}."),
+            *(
+                (getattr(self, k) >= 0, f"{k} must be >= 0, got {getattr(self, k)}.")
+                for k in ("max_staleness", "num_engines", "num_pages")
+            ),
             (
                 self.temperature > 0,
                 f"temperature must be > 0, got {self.temperature}: a greedy choice "

@@ -67,6 +67,9 @@ class Completion:
     logprobs: list[float]  # of each token, in the distribution that it was drawn from
     finish_reason: Literal["stop", "length"] | None  # None: not finished
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights
+    # For each token: the oldest version of the weights that have read the text before
+    # it. It is below the token's own if weights were replaced meanwhile.
+    cache_versions: list[int] = dataclasses.field(default_factory=list)
     # With adjustments: the log-prob of each token in the model's own distribution, and
     # the likeliest tokens with theirs.
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)

@@ -53,6 +53,7 @@ def write(
     completion.tokens[first:] = new
     completion.logprobs[first:] = drawn.logprobs[row, : len(new)].tolist()
     completion.versions[first:] = [result.version] * len(new)
+    completion.cache_versions[first:] = [part.slot.version] * len(new)
     if drawn.details is not None:
         rows = [x[row, : len(new)].tolist() for x in drawn.details]
         size = part.work.request.num_alternatives

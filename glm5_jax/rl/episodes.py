@@ -19,6 +19,7 @@ A `close` that fails or takes too long does not change the label. Errors of the 
 are not the environment's fault and are not caught.
 """
 
+import asyncio
 import copy
 import dataclasses
 import functools
@@ -26,15 +27,14 @@ import itertools
 import math
 import numbers
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from glm5_jax import config
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
-from glm5_jax.rl import gateway
-from glm5_jax.rl import pump as pump_lib
+from glm5_jax.rl import calls, completer, gateway
 
 _MAX_REASON = 300  # characters
 _KEEP = 4  # dispatches that an environment may take before others get the slot
@@ -98,7 +98,7 @@ class Episode:
 class Context:
     """The objects that all episodes share."""
 
-    pump: pump_lib.Pump
+    engine: completer.Completer
     taskset: protocol.Taskset
     template: templates.Template
     settings: Settings
@@ -107,12 +107,46 @@ class Context:
     def max_characters(self) -> int:
         """The smallest number of characters that never fits the cache."""
         longest = max(map(len, self.template.tokenizer.pieces))
-        return self.pump.capacity * longest + 1
+        return self.engine.capacity * longest + 1
 
 
 async def run(context: Context, job: Job) -> Episode:
     """Plays an episode to its end and always closes its environment."""
     return await _Run(context, job).run()
+
+
+async def run_all(
+    context: Context,
+    jobs: Sequence[Job],
+    on_episode: Callable[[int, Episode], object] | None = None,
+) -> list[Episode]:
+    """Plays episodes, settings.num_concurrent at once; returns them in their order.
+
+    Args:
+        context: of all.
+        jobs: the episodes, which begin in this order.
+        on_episode: called with the index of a job when its episode ends.
+
+    Raises:
+        Exception: the engine's, or that of `on_episode`; it ends all others.
+    """
+    episodes: dict[int, Episode] = {}
+    todo = iter(enumerate(jobs))
+
+    async def work() -> None:
+        for i, job in todo:
+            episodes[i] = await run(context, job)
+            if on_episode is not None:
+                on_episode(i, episodes[i])
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(context.settings.num_concurrent, len(jobs))):
+                group.create_task(work())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # the one that stopped the others
+    assert len(episodes) == len(jobs), "every job ends in one episode"
+    return [episodes[i] for i in range(len(jobs))]
 
 
 class _EndError(Exception):
@@ -167,7 +201,7 @@ class _Run:
         self._put(first, "reset")
         for turn in range(self._settings.max_turns):
             prompt = self._prompt()
-            room = self._context.pump.capacity - len(prompt)
+            room = self._context.engine.capacity - len(prompt)
             if room < 1:
                 reason = f"a prompt of {len(prompt)} tokens does not fit the cache"
                 if turn == 0:  # nothing was sampled: there is nothing to score
@@ -208,7 +242,7 @@ class _Run:
             temperature=self._settings.temperature,
             keep=_KEEP if turn + 1 < self._settings.max_turns else 0,
         )
-        completion = await self._context.pump.complete(request)
+        completion = await self._context.engine.complete(request)
         message = self._session.record(completion)
         self._messages.append(message)
         return completion.finish_reason == "length", copy.deepcopy(message)
@@ -225,7 +259,7 @@ class _Run:
         Each takes a token at least, so that one more than the cache holds is enough.
         """
         try:
-            some = itertools.islice(new, self._context.pump.capacity + 1)
+            some = itertools.islice(new, self._context.engine.capacity + 1)
             new = [_copied(m, self._context.max_characters) for m in some]
         except Exception as error:
             raise _crash(call, error) from error
@@ -244,8 +278,8 @@ class _Run:
         limit = min(self._settings.call_timeout, self._seconds_left)
         start = time.monotonic()
         try:
-            return await pump_lib.bounded(call, limit, guest=self)
-        except pump_lib.LateError as error:
+            return await calls.bounded(call, limit, guest=self)
+        except calls.LateError as error:
             reason = f"{name} {error}"
             raise _EndError(protocol.Label.TIMEOUT, reason) from error
         except protocol.RewardError as error:

@@ -45,6 +45,13 @@ class Sample:
     versions: list[int]  # of the weights that sampled them; else NOT_SAMPLED
     # Experts of all tokens but the last, where the engine records them: [T-1, M, K].
     experts: np.ndarray | None = None
+    # The oldest weights that have read the text before a sampled token; by default, and
+    # unless weights were replaced meanwhile, those that sampled it.
+    cache_versions: list[int] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Takes the default of cache_versions."""
+        self.cache_versions = self.cache_versions or [*self.versions]
 
     def check(self) -> "Sample":
         """Returns itself.
@@ -57,6 +64,7 @@ class Sample:
             "mask": len(self.mask),
             "logprobs": len(self.logprobs),
             "versions": len(self.versions),
+            "cache_versions": len(self.cache_versions),
         }
         if self.experts is not None:
             lengths["experts"] = len(self.experts) + 1
@@ -137,6 +145,8 @@ class Session:
         sample.mask += [False] * num_new + [True] * len(completion.tokens)
         sample.logprobs += [0.0] * num_new + completion.logprobs
         sample.versions += [NOT_SAMPLED] * num_new + completion.versions
+        caches = completion.cache_versions or completion.versions
+        sample.cache_versions += [NOT_SAMPLED] * num_new + caches
         sample.experts = completion.experts
         sample.check()
 

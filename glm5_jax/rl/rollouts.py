@@ -4,7 +4,6 @@ A failure ends only its own episode (episodes.py lists how each one ends). An er
 the engine ends all of them.
 """
 
-import asyncio
 import collections
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from glm5_jax import config
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import service as service_lib
+from glm5_jax.rl import calls
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
 
@@ -48,7 +48,7 @@ def collect(
     _check_ids(jobs, settings.max_turns)
     pump = pump_lib.Pump(service)
     context = episodes_lib.Context(pump, taskset, template, settings)
-    episodes = pump_lib.run(_collect(context, jobs, on_episode))
+    episodes = calls.run(_played(context, jobs, on_episode, pump))
     failures = collections.Counter(e.reason for e in episodes if not e.label.is_scored)
     for reason, count in failures.most_common(3):
         logging.warning("%d episodes of %s: %s", count, taskset.name, reason)
@@ -83,31 +83,17 @@ def metrics(episodes: Sequence[episodes_lib.Episode]) -> dict[str, float]:
     return {name: float(value) for name, value in (counts | means).items()}
 
 
-async def _collect(
+async def _played(
     context: episodes_lib.Context,
     jobs: Sequence[episodes_lib.Job],
     on_episode: Callable[[int, episodes_lib.Episode], object] | None,
+    pump: pump_lib.Pump,
 ) -> list[episodes_lib.Episode]:
-    """Runs workers that take one job after another."""
-    episodes: dict[int, episodes_lib.Episode] = {}
-    todo = iter(enumerate(jobs))
-
-    async def work() -> None:
-        for i, job in todo:
-            episodes[i] = await episodes_lib.run(context, job)
-            if on_episode is not None:
-                on_episode(i, episodes[i])
-
+    """Runs all jobs, and lets the engine go on alone at the end."""
     try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(context.settings.num_concurrent, len(jobs))):
-                group.create_task(work())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # the one that stopped the others
+        return await episodes_lib.run_all(context, jobs, on_episode)
     finally:
-        context.pump.close()
-    assert len(episodes) == len(jobs), "every job ends in one episode"
-    return [episodes[i] for i in range(len(jobs))]
+        pump.close()
 
 
 def _check_ids(jobs: Sequence[episodes_lib.Job], max_turns: int) -> None:

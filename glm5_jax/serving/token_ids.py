@@ -98,6 +98,8 @@ async def generate(model: served.Served, body: GenerateBody) -> dict[str, Any]:
     for index, read in enumerate(under_way.turns):
         choice: dict[str, Any] = {"index": index, "token_ids": read.tokens}
         choice |= {"finish_reason": read.reason, "weight_versions": read.versions}
+        if read.end is not None:  # None: the request was aborted
+            choice["cache_versions"] = read.end.completion.cache_versions
         choice["logprobs"] = None
         if settings.logprobs is not None:
             choice["logprobs"] = logprobs.generation(read)

@@ -74,6 +74,7 @@ def _train(
         jax.set_mesh(mesh),
         contextlib.closing(writer),
         contextlib.closing(profiler),
+        contextlib.closing(run.feed),
         signals.listening() as is_asked_to_end,
         watched as watchdog,
     ):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from glm5_jax import collectives, losses, sharding
 from glm5_jax import config as config_lib
@@ -118,9 +118,9 @@ def make_policy_step(
             {**batch, "old_logprobs": lax.stop_gradient(old_logprobs)}, num_updates
         )
         parts["weights"] *= num_updates  # the weights of each part sum to 1
-        mask = batch["loss_mask"] > 0
-        gap, _ = objectives.gap(old_logprobs, batch["rollout_logprobs"], mask)
-        gap = gap / jnp.maximum(jnp.sum(mask), 1)
+        own = _by_staleness(config, batch)[0]
+        gap, _ = objectives.gap(old_logprobs, batch["rollout_logprobs"], own)
+        gap = gap / jnp.maximum(jnp.sum(own), 1)
         (params, state), metrics = lax.scan(
             functools.partial(update, gap=gap), (params, state), parts
         )
@@ -136,11 +136,27 @@ def _cut(batch: inputs_lib.Batch, num_parts: int) -> dict[str, Array]:
     )
 
 
+def _by_staleness(
+    config: config_lib.TrainConfig, batch: inputs_lib.Batch
+) -> list[Bool[Array, "B T"]]:
+    """Returns masks of the sampled tokens, by versions behind the trained weights.
+
+    Only the first are judged by rl.max_logprob_gap: others were drawn by another
+    policy. Without staleness in the batch, they are all tokens.
+    """
+    mask = batch["loss_mask"] > 0
+    if "staleness" not in batch:
+        return [mask]
+    staleness, most = batch["staleness"], config.rl.max_staleness
+    return [mask & (staleness == s) for s in range(most)] + [mask & (staleness >= most)]
+
+
 class Measured(NamedTuple):
     """Sums over the sampled tokens of a part of a batch, and its largest gap."""
 
     sums: objectives.Metrics
-    gap: Float[Array, ""]
+    gaps: Float[Array, " n"]  # by staleness
+    num_tokens: Float[Array, " n"]  # by staleness
     surprise: Float[Array, ""]
     load: dict
     largest_gap: Float[Array, ""]
@@ -184,11 +200,16 @@ def _local_loss(
     )
     # Not the objective's own ratio: in dis it also holds the change by the updates.
     old_logprobs = batch.get("old_logprobs", logprobs)
-    gap, largest_gap = objectives.gap(old_logprobs, batch["rollout_logprobs"], mask)
+    masks = _by_staleness(config, batch)
+    measured = [
+        objectives.gap(old_logprobs, batch["rollout_logprobs"], m) for m in masks
+    ]
+    gaps, largest_gap = jnp.stack([gap for gap, _ in measured]), measured[0][1]
+    num_tokens = jnp.stack([jnp.sum(m, dtype=jnp.float32) for m in masks])
     surprise = jnp.sum(jnp.where(mask, -lax.stop_gradient(logprobs), 0))
     loss = jnp.sum(batch["weights"] * tokens.loss)
-    loss, sums, gap, surprise = collectives.total(
-        (loss, tokens.metrics, gap, surprise), collectives.TOKENS
+    loss, sums, gaps, num_tokens, surprise = collectives.total(
+        (loss, tokens.metrics, gaps, num_tokens, surprise), collectives.TOKENS
     )
     largest_gap = collectives.largest(largest_gap, collectives.TOKENS)
     mtp = None
@@ -196,7 +217,7 @@ def _local_loss(
         mtp = _mtp_loss(config, params, out.hidden, inputs)
         loss += config.loss.mtp_weight * mtp
     load = loss_lib.loads(out.aux)
-    return loss, Measured(sums, gap, surprise, load, largest_gap, mtp)
+    return loss, Measured(sums, gaps, num_tokens, surprise, load, largest_gap, mtp)
 
 
 def _mtp_loss(
@@ -214,17 +235,21 @@ def _mtp_loss(
 def _metrics(measured: Measured) -> loss_lib.Metrics:
     values = objectives.means(measured.sums)
     num_tokens = jnp.maximum(values["tokens"], 1)
+    gaps = measured.gaps / jnp.maximum(measured.num_tokens, 1)
     metrics = {
         "rl/trained_tokens": values["tokens"],
         "rl/masked_fraction": values["masked_fraction"],
         "rl/clip_fraction": values["clip_fraction"],
-        GAP: measured.gap / num_tokens,
+        GAP: gaps[0],
         f"{GAP}_max": measured.largest_gap,
         "rl/ratio": values["ratio_mean"],
         "rl/kl": values["kl_k3"],
         # The mean of -log pi over sampled tokens estimates the policy's entropy.
         "rl/entropy": measured.surprise / num_tokens,
     }
+    for staleness in range(1, gaps.size):
+        metrics[f"{GAP}/stale_{staleness}"] = gaps[staleness]
+        metrics[f"rl/tokens/stale_{staleness}"] = measured.num_tokens[staleness]
     if measured.mtp is not None:
         metrics[loss_lib.METRIC_NAMES["mtp"]] = measured.mtp
     return metrics | loss_lib.load_metrics(measured.load)
@@ -238,7 +263,7 @@ def _summary(metrics: loss_lib.Metrics) -> loss_lib.Metrics:
             out[name] = values[-1]
         elif name.endswith("_max"):
             out[name] = jnp.max(values)
-        elif name == "rl/trained_tokens":
+        elif name == "rl/trained_tokens" or name.startswith("rl/tokens/"):
             out[name] = jnp.sum(values)
         else:
             out[name] = jnp.mean(values)

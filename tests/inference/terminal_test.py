@@ -152,6 +152,17 @@ class PtyTest(parameterized.TestCase):
     def say(self, text):
         os.write(self.user, text.encode())
 
+    def interrupt(self):
+        """Presses ctrl-C until something is shown, as a user does.
+
+        CPython loses a ctrl-C at its prompt that comes just before it waits for input:
+        readline has read the last key, and `select` has not begun.
+        """
+        for _ in range(SECONDS):
+            self.say("\x03")
+            if select.select([self.user], [], [], 1.0)[0]:
+                return
+
     def test_a_user(self):
         self.wait_for("> ")
         self.say("Hi\r")
@@ -174,7 +185,7 @@ class PtyTest(parameterized.TestCase):
         self.wait_for(r"stopped\].*> $")
         self.say("half a line")
         self.wait_for("half a line")
-        self.say("\x03")
+        self.interrupt()
         self.wait_for(r"> $")
         self.say("\x04")
         self.wait_for("messages: ")

@@ -30,6 +30,8 @@ def drawing(metrics_path, out_png):
 
 def dying(run, values=None, save=state.Run.save):
     if run.workdir.name == KILLED_IN and run.step == KILLED_AT:
+        # A killed process writes nothing more; a thread of this one would.
+        run.checkpoints.close()
         raise Killed
     save(run, values)
 

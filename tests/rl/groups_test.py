@@ -21,7 +21,11 @@ class Run(stateful.RuleBasedStateMachine):
         self.running: set[int] = set()
         self.taken: list[int] | None = None
         self.latest = 0
-        self.saved = (0, json.dumps(self.groups.state()), frozenset())
+        self.saved = (
+            0,
+            json.dumps(self.groups.state(self.groups.version)),
+            frozenset(),
+        )
 
     @stateful.rule(count=strategies.integers(1, 8))
     def begin(self, count: int) -> None:
@@ -70,7 +74,7 @@ class Run(stateful.RuleBasedStateMachine):
     @stateful.rule()
     def save(self) -> None:
         version = self.groups.version
-        state = json.dumps(self.groups.state())
+        state = json.dumps(self.groups.state(self.groups.version))
         self.saved = (version, state, frozenset(self.dropped))
         self.groups.commit(version)
 
@@ -136,7 +140,7 @@ class Run(stateful.RuleBasedStateMachine):
         else:
             raise AssertionError("no progress")
         learnt = {i for indices in self.learnt.values() for i in indices}
-        state = self.groups.state()
+        state = self.groups.state(self.groups.version)
         missing = set(range(state["next"])) - learnt - self.dropped
         assert missing == set(state["again"])
 

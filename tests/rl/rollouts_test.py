@@ -17,9 +17,10 @@ from absl.testing import absltest, parameterized
 from glm5_jax import config
 from glm5_jax import messages as messages_lib
 from glm5_jax.environments import protocol
+from glm5_jax.rl import calls as calls_lib
+from glm5_jax.rl import completer, rollouts
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
-from glm5_jax.rl import rollouts
 from tests import environment
 from tests.data import templates_test
 from tests.rl import faults, scripted
@@ -549,9 +550,9 @@ class RunTest(absltest.TestCase):
             return threading.current_thread()
 
         async def within_a_loop():
-            return pump_lib.run(thread())
+            return calls_lib.run(thread())
 
-        self.assertIs(pump_lib.run(thread()), threading.current_thread())
+        self.assertIs(calls_lib.run(thread()), threading.current_thread())
         inner = asyncio.run(within_a_loop())
         self.assertIsNot(inner, threading.current_thread())
 
@@ -580,7 +581,7 @@ class LoudTest(parameterized.TestCase):
             return act(*arguments)
 
         setattr(engine, name, breaks)
-        error = config.InputError if message is None else pump_lib.EngineError
+        error = config.InputError if message is None else completer.EngineError
         with self.assertRaisesRegex(error, message or "no"):
             scripted.collect(engine, taskset, TEMPLATE, jobs(taskset, 9), SETTINGS)
         self.assertEqual(taskset.num_open, 0)

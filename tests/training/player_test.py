@@ -9,7 +9,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
-from glm5_jax.rl import episodes
+from glm5_jax.rl import episodes, held_out
 from glm5_jax.training.feeds import player
 from tests import environment
 from tests.model import tiny
@@ -20,7 +20,7 @@ class HeldOutTest(parameterized.TestCase):
     @parameterized.parameters("gcd", "arithmetic:1-2", "reverse:3-6", "countdown")
     def test_no_task_is_asked_twice(self, name):
         taskset = environments.make(name)
-        tasks = player.held_out_tasks(taskset, 128)
+        tasks = held_out.tasks(taskset, 128)
         self.assertLen(tasks, 128)
         self.assertLen({task.messages[0]["content"] for task in tasks}, 128)
         first = [taskset.task("held_out", 0, i) for i in range(200)]
@@ -30,7 +30,7 @@ class HeldOutTest(parameterized.TestCase):
 
     def test_where_there_are_fewer_it_says_so(self):
         with self.assertLogs(level="WARNING") as logs:
-            tasks = player.held_out_tasks(environments.make("reverse:1"), 64)
+            tasks = held_out.tasks(environments.make("reverse:1"), 64)
         self.assertBetween(len(tasks), 1, 12)  # a fifth of 26 letters
         self.assertIn("fewer than rl.num_eval_tasks=64", logs.output[0])
 

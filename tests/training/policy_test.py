@@ -21,7 +21,7 @@ from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import gateway
 from glm5_jax.training import policy
 from glm5_jax.training import step as step_lib
-from glm5_jax.training.feeds import player
+from glm5_jax.training.feeds import player, rounds
 from glm5_jax.training.feeds import rollouts as rl_lib
 from tests import environment
 from tests.model import tiny
@@ -330,7 +330,7 @@ class BatchTest(parameterized.TestCase):
         ]
         with (
             mock.patch.object(player.Player, "publish"),
-            mock.patch.object(rl_lib.Rollouts, "_play", return_value=[played]),
+            mock.patch.object(rounds.Rounds, "_round", return_value=[played]),
         ):
             batch, metrics = feed.next({}, 0)
         self.assertEqual(metrics["rollout/episodes"], 4)

@@ -120,7 +120,7 @@ class RunTest(runs.OneDeviceTest):
             samples = [sample for episode in episodes for sample in episode.samples]
             versions = {v for sample in samples for v in sample.versions}
             self.assertEqual(versions, {-1, version})
-            self.assertEqual(record["rollout/max_staleness"], 0)
+            self.assertEqual(record["rollout/staleness_max"], 0)
             count = sum(sum(sample.mask) for sample in samples)
             self.assertEqual(record["rl/trained_tokens"], count)
             self.assertEqual(record["rollout/sampled_tokens"], count)

@@ -3,10 +3,24 @@
 To add a stage, write a file with its record and add it to STAGES.
 """
 
-from glm5_jax.config.stages import dsa_sparse, dsa_warmup, pretrain, rl, sft
+from glm5_jax.config.stages import (
+    async_rl,
+    dsa_sparse,
+    dsa_warmup,
+    pretrain,
+    rl,
+    sft,
+)
 from glm5_jax.config.stages.record import METRICS, SUCCESS, Feed, Metric, Stage, Update
 
-STAGES = (pretrain.STAGE, dsa_warmup.STAGE, dsa_sparse.STAGE, sft.STAGE, rl.STAGE)
+STAGES = (
+    pretrain.STAGE,
+    dsa_warmup.STAGE,
+    dsa_sparse.STAGE,
+    sft.STAGE,
+    rl.STAGE,
+    async_rl.STAGE,
+)
 BY_NAME = {stage.name: stage for stage in STAGES}
 
 __all__ = [

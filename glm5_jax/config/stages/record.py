@@ -17,7 +17,7 @@ from glm5_jax.config.rl import RLConfig
 
 Path = tuple[str, ...]  # of a parameter, e.g. ("mtp", "block", "mlp", "gate")
 Rule = tuple[bool, str]  # whether it holds, and the message where it does not
-Feed = Literal["text", "conversations", "rollouts"]
+Feed = Literal["text", "conversations", "rollouts", "stream"]
 Update = Literal["losses", "policy"]
 Loss = Literal["next_token", "mtp", "balance", "indexer_kl", "policy"]
 

@@ -180,15 +180,15 @@ class Groups(Generic[T]):
             "in_flight": in_flight,
         }
 
-    def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint of this version must keep; it fits JSON."""
+    def state(self, version: int) -> dict[str, Any]:
+        """Returns what a checkpoint of a version must keep; it fits JSON."""
         counts = collections.Counter(self._counts)
-        learnt = [i for i, g in self._groups.items() if _is_before(g, self.version)]
+        learnt = [i for i, g in self._groups.items() if _is_before(g, version)]
         rest = [i for i in self._groups if i not in set(learnt)]
         counts["done"] += len(learnt)
         counts["restarted"] += len(rest)
         return {
-            "version": self.version,
+            "version": version,
             "next": self._next,
             "again": [*rest, *self._again],
             "counts": dict(counts),

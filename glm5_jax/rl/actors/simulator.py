@@ -41,7 +41,7 @@ class Settings:
     batch_size: int  # groups of a step
     group_size: int
     max_staleness: int
-    num_concurrent: int  # most episodes under way
+    num_concurrent: int  # episodes under way; groups begin whole, while there are fewer
     num_steps: int
 
 
@@ -157,7 +157,6 @@ class _Run:
         self._order = itertools.count()
         self._now = 0.0
         self._episodes: dict[int, _Episode] = {}
-        self._todo: collections.deque[tuple[int, int]] = collections.deque()
         self._left: dict[int, int] = {}  # episodes of a group that have not ended
         self._tokens: collections.Counter[int] = collections.Counter()  # of a group
         self._num_tokens = 0
@@ -184,17 +183,21 @@ class _Run:
     def _begin(self) -> None:
         """Begins groups and episodes, and a step of training, as far as they may."""
         self._train()
-        while (index := self._groups.begin()) is not None:
+        while len(self._episodes) < self._settings.num_concurrent:
+            index = self._groups.begin()
+            if index is None:
+                return
             self._left[index] = self._settings.group_size
-            self._todo.extend((index, i) for i in range(self._settings.group_size))
-        while self._todo and len(self._episodes) < self._settings.num_concurrent:
-            index, number = self._todo.popleft()
-            engines = range(len(self._engines))
-            least = min(engines, key=lambda i: self._engines[i].num_assigned)
-            turns = iter(self._episode(index, number))
-            id = next(self._order)
-            self._episodes[id] = _Episode(index, turns, least)
-            self._begin_turn(id)
+            for number in range(self._settings.group_size):
+                self._begin_episode(index, number)
+
+    def _begin_episode(self, index: int, number: int) -> None:
+        engines = range(len(self._engines))
+        least = min(engines, key=lambda i: self._engines[i].num_assigned)
+        turns = iter(self._episode(index, number))
+        id = next(self._order)
+        self._episodes[id] = _Episode(index, turns, least)
+        self._begin_turn(id)
 
     def _begin_turn(self, id: int) -> None:
         episode = self._episodes[id]

@@ -149,7 +149,7 @@ def serve(number: int, max_concurrency: int) -> None:
         options=app.Options(replica_key=key, drain_seconds=seconds, max_wait=math.inf),
     )
     arguments = [sys.executable, *sys.orig_argv[1:]]
-    arguments += ["--num_replicas=1", "--host=127.0.0.1"]
+    arguments += ["--num_replicas=0", "--host=127.0.0.1"]
     environ = {**os.environ, **({reach.KEY_VARIABLE: key} if key else {})}
     folder = pathlib.Path(tempfile.mkdtemp(prefix="glm5_jax_replicas_"))
     logging.info("The logs of the replicas are in %s", folder)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -134,6 +135,16 @@ class Corpus:
             ),
         )
 
+    def memory(self, position: int) -> Mapping[str, Any]:
+        """Returns nothing: a batch is a function of its position."""
+        return {}
+
+    def resume(self, memory: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
     def epochs(self, num_batches: int) -> dict[str, float]:
         """Returns how often `num_batches` batches have read each source."""
         return self._pipeline.epochs(num_batches)
@@ -142,7 +153,7 @@ class Corpus:
 def _make_pipeline(config: config_lib.TrainConfig) -> pipeline_lib.Pipeline:
     """Opens rows of the kind that the stage learns from, prepared or read now."""
     kind = config.stage_record.feed
-    assert kind != "rollouts", "rollouts are no corpus"
+    assert kind in ("text", "conversations"), "rollouts are no corpus"
     if prepared.is_prepared(config.data):
         return prepared.make_pipeline(config.data, config.seed, kind)
     source = {"text": pipeline_lib, "conversations": sft}[kind]

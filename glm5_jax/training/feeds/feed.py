@@ -58,3 +58,15 @@ class Feed(Protocol):
     def sample(self, params: dict) -> str:
         """Returns a text that shows what the model does."""
         ...
+
+    def memory(self, position: int) -> Mapping[str, Any]:
+        """Returns what a checkpoint of a position must keep; it fits JSON."""
+        ...
+
+    def resume(self, memory: Mapping[str, Any]) -> None:
+        """Continues from what `memory` returned; {} begins."""
+        ...
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        ...

@@ -1,7 +1,7 @@
 """Episodes of a run: the engine that plays them, and success on held-out tasks."""
 
 import contextlib
-import json
+import functools
 import sys
 from collections.abc import Sequence
 
@@ -9,18 +9,16 @@ import tqdm
 from absl import logging
 
 from glm5_jax import config as config_lib
-from glm5_jax import intervals
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import engine as engine_lib
 from glm5_jax.inference import limits as limits_lib
 from glm5_jax.inference import service as service_lib
-from glm5_jax.rl import advantages, publisher, rollouts
 from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import held_out, publisher, rollouts
+from glm5_jax.rl import jobs as jobs_lib
 
 NUM_SHOWN = 4  # episodes of a sample
-EVAL_IDS = 2**30  # request ids from here on are those of evaluations
-_MAX_DRAWS = 16  # draws per held-out task, to find one unlike the others
 
 
 class Player:
@@ -40,13 +38,15 @@ class Player:
         """
         self._config, self._taskset, self._template = config, taskset, template
         self._engine: engine_lib.Engine | None = None
+        self._service: service_lib.Service | None = None  # that stays open
         self._limits = limits_lib.Limits(
             num_pages=config.rl.num_pages, num_drafts=config.rl.num_drafts
         )
         self._limits.table(config.model, config.data.sequence_length, 1)  # checks
         self._limits.drafter(config.model)  # checks
+        self.settings = jobs_lib.settings(config.rl)
         self.num_read = 0  # tokens of prompts that the last episodes made it read
-        self._held_out = held_out_tasks(taskset, config.rl.num_eval_tasks)
+        self._held_out = held_out.jobs(taskset, config.rl)
         self.shown: Sequence[episodes_lib.Episode] = ()
 
     def publish(
@@ -54,6 +54,12 @@ class Player:
     ) -> None:
         """Plays the next episodes with these parameters."""
         config, rl = self._config, self._config.rl
+        if self._service is not None:
+            publish = functools.partial(
+                publisher.publish, params=params, version=version, weights=weights
+            )
+            self._service.call(publish).result()
+            return
         if self._engine is None:
             logging.info("Compiling the engine, then playing the first episodes ...")
             self._engine = engine_lib.Engine(
@@ -73,15 +79,8 @@ class Player:
     ) -> list[episodes_lib.Episode]:
         """Returns the episodes of the jobs; `what` is the label of the progress bar."""
         assert self._engine is not None, "publish comes first"
-        rl = self._config.rl
-        settings = episodes_lib.Settings(
-            max_new_tokens=rl.max_new_tokens,
-            max_turns=rl.max_turns,
-            num_concurrent=2 * rl.slots,
-            temperature=rl.temperature,
-            call_timeout=rl.step_timeout_seconds,
-        )
-        service = service_lib.Service(self._engine)
+        service = self._service or service_lib.Service(self._engine)
+        own = contextlib.nullcontext() if self._service else contextlib.closing(service)
         bar = tqdm.tqdm(
             desc=what,
             total=len(jobs),
@@ -89,18 +88,30 @@ class Player:
             leave=False,
             disable=not sys.stderr.isatty(),
         )
-        with contextlib.closing(service), bar:
+        with own, bar:
             played = rollouts.collect(
                 service,
                 self._taskset,
                 self._template,
                 jobs,
-                settings,
+                self.settings,
                 on_episode=lambda *_: bar.update(),
             )
         self.num_read = service.stats().prompt_tokens
         self.shown = played[:NUM_SHOWN]
         return played
+
+    def serve(self) -> service_lib.Service:
+        """Returns a service that stays open for episodes beside those of `play`."""
+        assert self._engine is not None, "publish comes first"
+        if self._service is None:
+            self._service = service_lib.Service(self._engine)
+        return self._service
+
+    def close(self) -> None:
+        """Ends the service that stayed open."""
+        if self._service is not None:
+            self._service.close()
 
     def evaluate(self, params: dict, version: int) -> dict[str, float]:
         """Returns the share of held-out tasks solved, each tried once, and more.
@@ -109,63 +120,8 @@ class Player:
         trained and saved, even if rollouts use rounded ones.
         """
         self.publish(params, version, "same")
-        turns = self._config.rl.max_turns
-        jobs = [
-            episodes_lib.Job(task, i, EVAL_IDS + i * turns)
-            for i, task in enumerate(self._held_out)
-        ]
-        done = self.play(jobs, "evaluate")
-        valid = [
-            (e.task.tag, e.reward.total)
-            for e in done
-            if advantages.is_valid(e) and e.reward
-        ]
-        is_solved = [reward >= 1 for _, reward in valid]
-        solved = intervals.proportion_interval(sum(is_solved), len(valid))
-        return {
-            "eval/success": sum(is_solved) / max(len(valid), 1),
-            "eval/success_low": solved.low,
-            "eval/success_high": solved.high,
-            **_success_by_tag([tag for tag, _ in valid], is_solved),
-            "eval/reward": sum(reward for _, reward in valid) / max(len(valid), 1),
-            "eval/tasks": len(valid),
-            "eval/invalid": len(done) - len(valid),
-        }
+        return held_out.figures(self.play_held_out())
 
-
-def held_out_tasks(taskset: protocol.Taskset, count: int) -> list[protocol.Task]:
-    """Returns the first `count` held-out tasks of which no two ask the same.
-
-    An interval over equal tasks would be too narrow. Logs a warning and returns fewer
-    tasks if the taskset has no more.
-    """
-    found: dict[str, protocol.Task] = {}
-    for index in range(_MAX_DRAWS * count):
-        task = taskset.task("held_out", 0, index)
-        words = [*task.messages], task.answer
-        said = json.dumps(words, sort_keys=True, default=repr)
-        found.setdefault(task.problem or said, task)
-        if len(found) == count:
-            break
-    else:
-        logging.warning(
-            "%s has %d held-out tasks that differ, fewer than rl.num_eval_tasks=%d; "
-            "evaluations use those.",
-            taskset.name,
-            len(found),
-            count,
-        )
-    return [*found.values()]
-
-
-def _success_by_tag(tags: Sequence[str], is_solved: Sequence[bool]) -> dict[str, float]:
-    """Returns the share of tasks solved for every tag; one tag alone says nothing."""
-    by_tag: dict[str, list[bool]] = {}
-    for tag, solved in zip(tags, is_solved, strict=True):
-        by_tag.setdefault(tag, []).append(solved)
-    if len(by_tag) < 2:
-        return {}
-    return {
-        f"eval/success/{tag or 'untagged'}": sum(by_tag[tag]) / len(by_tag[tag])
-        for tag in sorted(by_tag)
-    }
+    def play_held_out(self) -> list[episodes_lib.Episode]:
+        """Returns an episode of each held-out task, with the engine's weights."""
+        return self.play(self._held_out, "evaluate")

@@ -1,15 +1,14 @@
 """The feed of reinforcement learning: rollouts of the policy itself, step by step.
 
-It is synchronous and in one process: the engine gets the weights of the step and plays
-a group of episodes of every task, whose rewards become advantages. Tasks, requests and
-random numbers are functions of the seed and the position, so a run that was killed
-plays the same rollouts again.
+A source plays groups of episodes, one task each (SOURCES). Their rewards become
+advantages, and every sample becomes a row.
 """
 
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,15 +16,21 @@ from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax import environments
+from glm5_jax.config import stages
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.rl import advantages, gateway, rollouts
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.training import policy, program
-from glm5_jax.training.feeds import feed
-from glm5_jax.training.feeds import player as player_lib
+from glm5_jax.training.feeds import feed, rounds, stream
+from glm5_jax.training.feeds import groups as groups_lib
 from glm5_jax.weights import loading
 
+# What plays the groups of each kind of feed.
+SOURCES: dict[stages.Feed, Callable[..., groups_lib.Source]] = {
+    "rollouts": rounds.Rounds,
+    "stream": stream.Stream,
+}
 _WARN_EVERY = 25  # steps in a row that teach nothing
 
 
@@ -45,10 +50,10 @@ class Rollouts:
           InputError: the environment or the tokenizer is unusable.
         """
         self._config = config
-        self._taskset = environments.make(config.rl.environment)
+        taskset = environments.make(config.rl.environment)
         self.tokenizer = _tokenizer(config)
         template = templates.make_template(config.data, self.tokenizer)
-        self._player = player_lib.Player(config, self._taskset, template)
+        self._source = SOURCES[config.stage_record.feed](config, taskset, template)
         self._idle_steps = 0  # in a row
         settings = {
             "environment": config.rl.environment,
@@ -63,47 +68,29 @@ class Rollouts:
         """Does nothing: a run has one process here, which makes all rows."""
 
     def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
-        """Plays the groups of a batch; returns its rows, and what to log about it."""
+        """Returns rows of the groups of a step, and what to log about them."""
         rl = self._config.rl
         jax.block_until_ready(params)  # do not bill pending updates to the rollouts
         began = time.perf_counter()
         start = self._require_start(params) if position == 0 else {}
-        self._player.publish(params, position, rl.rollout_weights)
-        played: list[episodes_lib.Episode] = []
-        kept: list[list[episodes_lib.Episode]] = []
-        counts: dict[str, int] = {}
-        num_read = 0
-        num_rounds = rl.max_rounds if rl.dynamic_sampling else 1
-        for number in range(position * num_rounds, (position + 1) * num_rounds):
-            groups = self._play(number)
-            num_read += self._player.num_read
-            played += [episode for group in groups for episode in group]
-            selected, more = advantages.select(
-                groups, group_size=rl.group_size, drop_equal=rl.dynamic_sampling
-            )
-            kept += selected
-            counts = {name: n + counts.get(name, 0) for name, n in more.items()}
-            if len(kept) >= rl.prompts_per_step:
-                break
-        used = self._used(kept[: rl.prompts_per_step])
+        played = self._source.play(params, position)
+        used = self._used(played.groups)
         weighted = advantages.weigh(
             used, std=rl.advantage_std, aggregation=rl.loss_mean
         )
-        self._player.shown = played[: player_lib.NUM_SHOWN]
-        seen, seconds = rollouts.metrics(played), time.perf_counter() - began
+        seen, seconds = rollouts.metrics(played.episodes), time.perf_counter() - began
         metrics = {
             **start,
             **seen,
-            **{f"rollout/{name}": n for name, n in counts.items()},
-            "rollout/prompt_tokens_read": num_read,
-            "rollout/max_staleness": _staleness(played, position),
+            **played.metrics,
+            "rollout/staleness_max": _staleness(played.groups, position),
             "rollout/used_groups": sum(map(advantages.teaches, used)),
             "perf/rollout_seconds": round(seconds, 3),
             "perf/sampled_tokens_per_second": round(
                 seen["rollout/sampled_tokens"] / seconds, 1
             ),
         }
-        return self._batch(weighted), metrics
+        return self._batch(weighted, position), metrics
 
     def check(self, metrics: feed.Metrics, step: int) -> None:
         """Ends the run if trainer and engine disagree.
@@ -128,11 +115,23 @@ class Rollouts:
         self, params: dict, position: int, to_devices: feed.ToDevices
     ) -> dict[str, float]:
         """Returns success on held-out tasks: see `player.Player.evaluate`."""
-        return self._player.evaluate(params, position)
+        return self._source.evaluate(params, position)
+
+    def memory(self, position: int) -> Mapping[str, Any]:
+        """Returns what a checkpoint must keep of the groups that are being played."""
+        return self._source.memory(position)
+
+    def resume(self, memory: Mapping[str, Any]) -> None:
+        """Continues from what `memory` returned."""
+        self._source.resume(memory)
+
+    def close(self) -> None:
+        """Ends the episodes that are being played."""
+        self._source.close()
 
     def sample(self, params: dict) -> str:
         """Returns the transcripts of a few episodes."""
-        return "\n".join(_shown(episode) for episode in self._player.shown)
+        return "\n".join(_shown(episode) for episode in self._source.shown)
 
     def _require_start(self, params: dict) -> dict[str, float]:
         """Measures held-out success before the first step; returns what to log.
@@ -144,7 +143,7 @@ class Rollouts:
         low, high = rl.min_start_success, rl.max_start_success
         if (low, high) == (0, 1):
             return {}
-        found = self._player.evaluate(params, 0)
+        found = self._source.evaluate(params, 0)
         share = found["eval/success"]
         what = (
             f"the start ({f'init_from={init_from}' if init_from else 'no init_from'}) "
@@ -166,9 +165,7 @@ class Rollouts:
             )
         return {"rollout/start_success": share}
 
-    def _used(
-        self, groups: list[list[episodes_lib.Episode]]
-    ) -> list[list[episodes_lib.Episode]]:
+    def _used(self, groups: Sequence[groups_lib.Group]) -> Sequence[groups_lib.Group]:
         """Returns the groups, or none if too few of them have a gradient."""
         rl = self._config.rl
         least = max(math.ceil(rl.min_used_groups * rl.prompts_per_step), 1)
@@ -188,23 +185,9 @@ class Rollouts:
             )
         return []
 
-    def _play(self, number: int) -> list[list[episodes_lib.Episode]]:
-        """Plays all groups of a round; a run counts its rounds from 0."""
-        rl, jobs = self._config.rl, []
-        for group in range(rl.prompts_per_step):
-            index = number * rl.prompts_per_step + group
-            task = self._taskset.task("train", self._config.seed, index)
-            for member in range(rl.group_size):
-                episode = index * rl.group_size + member
-                request = episode * rl.max_turns % player_lib.EVAL_IDS
-                jobs.append(episodes_lib.Job(task, group, request))
-        done = iter(self._player.play(jobs, "rollouts"))
-        return [
-            [next(done) for _ in range(rl.group_size)]
-            for _ in range(rl.prompts_per_step)
-        ]
-
-    def _batch(self, weighted: Sequence[advantages.Weighted]) -> feed.Batch:
+    def _batch(
+        self, weighted: Sequence[advantages.Weighted], position: int
+    ) -> feed.Batch:
         """Returns a row for each sample, padded to a multiple of num_rows rows."""
         config, size = self._config, self._config.num_rows
         num_rows = max(-(-len(weighted) // size), 1) * size
@@ -225,16 +208,23 @@ class Rollouts:
             batch["rollout_logprobs"][row, :n] = sample.logprobs[1:]
             batch["advantages"][row, :n] = item.advantage * mask
             batch["weights"][row, :n] = item.weight * mask
+            if "staleness" in batch:
+                versions = np.asarray(sample.cache_versions[1:], np.int32)
+                batch["staleness"][row, :n] = np.where(mask, position - versions, 0)
             if "experts" in batch:
                 batch["experts"][row, :n] = sample.experts
         return batch
 
 
-def _staleness(played: Sequence[episodes_lib.Episode], version: int) -> int:
-    """Returns how many versions the oldest weights of a token are behind `version`."""
+def _staleness(groups: Sequence[groups_lib.Group], version: int) -> int:
+    """Returns how many versions the oldest weights of a token are behind `version`.
+
+    A token's weights are those that sampled it, and those that read the text before it.
+    """
     drawn = [
-        np.asarray(sample.versions)[np.asarray(sample.mask, bool)]
-        for episode in played
+        np.asarray(sample.cache_versions)[np.asarray(sample.mask, bool)]
+        for group in groups
+        for episode in group
         for sample in episode.samples
     ]
     return max((version - int(v.min()) for v in drawn if v.size), default=0)

@@ -37,6 +37,7 @@ FEEDS: dict[stages.Feed, Callable[[config_lib.TrainConfig], feed_lib.Feed]] = {
     "text": corpus.Corpus,
     "conversations": corpus.Corpus,
     "rollouts": rl.Rollouts,
+    "stream": rl.Rollouts,
 }
 
 
@@ -124,6 +125,7 @@ class Run:
             "data": self.feed.fingerprint,
             "tokenizer": self.tokenizer,
             "health": self.health.memory(),
+            "feed": self.feed.memory(self.position),
             "metrics": {k: v for k, v in metrics.items() if k.startswith("eval/")},
         }
         self.checkpoints.save(self.step, state, metrics_lib.finite(metadata))
@@ -190,6 +192,7 @@ class Run:
         self.num_left_out = metadata.get("position", self.step) - self.step
         self.tokenizer = metadata.get("tokenizer", "")
         self.evaluation = metadata.get("metrics", {})
+        self.feed.resume(metadata.get("feed", {}))
         self.restore_seconds = time.perf_counter() - began
         return metadata.get("health", self.health.memory())
 

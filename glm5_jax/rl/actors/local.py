@@ -1,0 +1,94 @@
+"""An orchestrator in a thread of this process, with this process's engine."""
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import TypeVar
+
+from glm5_jax.data.chat import templates
+from glm5_jax.environments import protocol
+from glm5_jax.inference import service as service_lib
+from glm5_jax.rl import calls
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import pump as pump_lib
+from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import orchestrator as orchestrator_lib
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Game:
+    """What is played."""
+
+    taskset: protocol.Taskset
+    template: templates.Template
+    settings: episodes_lib.Settings
+    jobs: Callable[[int], Sequence[episodes_lib.Job]]  # of a group, by its index
+    drop_equal: bool  # groups of equal rewards
+
+
+class Local:
+    """Plays in the background; every method waits for the thread that plays."""
+
+    def __init__(
+        self,
+        service: service_lib.Service,
+        game: Game,
+        groups: groups_lib.Groups[orchestrator_lib.Group],
+    ) -> None:
+        """Begins to play.
+
+        Args:
+          service: of the engine, which may have other clients.
+          game: what is played.
+          groups: which the thread alone uses from now on.
+        """
+        self._service, self._game, self._groups = service, game, groups
+        self._started: futures.Future[asyncio.AbstractEventLoop] = futures.Future()
+        self._orchestrator: orchestrator_lib.Orchestrator
+        self._end: asyncio.Event
+        self._thread = threading.Thread(
+            target=lambda: calls.run(self._play()), name="actors", daemon=True
+        )
+        self._thread.start()
+        self._loop = self._started.result()
+
+    def take(self, stall_seconds: float) -> list[tuple[int, orchestrator_lib.Group]]:
+        """Waits for the groups of the next step: see `Orchestrator.take`."""
+        waiting = self._orchestrator.take(stall_seconds)
+        return asyncio.run_coroutine_threadsafe(waiting, self._loop).result()
+
+    def call(self, function: Callable[[orchestrator_lib.Orchestrator], T]) -> T:
+        """Returns what a function makes of the orchestrator, in its thread."""
+
+        async def called() -> T:
+            return function(self._orchestrator)
+
+        return asyncio.run_coroutine_threadsafe(called(), self._loop).result()
+
+    def close(self) -> None:
+        """Cancels all episodes and closes their environments."""
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    async def _play(self) -> None:
+        """Plays until `close`."""
+        game, pump = self._game, pump_lib.Pump(self._service)
+        self._end = asyncio.Event()
+        context = episodes_lib.Context(pump, game.taskset, game.template, game.settings)
+        self._orchestrator = orchestrator_lib.Orchestrator(
+            context, game.jobs, self._groups, drop_equal=game.drop_equal
+        )
+        playing = asyncio.create_task(self._orchestrator.run())
+        try:
+            self._started.set_result(asyncio.get_running_loop())
+            await self._end.wait()
+        finally:
+            playing.cancel()
+            await asyncio.wait({playing})
+            if not playing.cancelled():
+                playing.exception()  # `take` has raised it
+            pump.close()

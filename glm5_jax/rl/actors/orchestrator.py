@@ -1,0 +1,222 @@
+"""Plays groups of episodes without pause, and hands each step its groups.
+
+The coroutines of one event loop do everything. `run` begins a group whenever groups.py
+admits one and there is room; `take` waits for the groups of the next step. Nothing here
+imports jax: engines are behind a `completer.Completer`.
+"""
+
+import asyncio
+import collections
+import time
+from collections.abc import Callable, Sequence
+
+from absl import logging
+
+from glm5_jax.inference import requests
+from glm5_jax.rl import advantages, completer
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl.actors import groups as groups_lib
+
+Group = list[episodes_lib.Episode]  # of one task
+MAX_FAILURES = 8  # engine errors in a row, after which the run ends
+_RETRY_SECONDS = 0.5  # from an engine's error to the next attempt, times their number
+
+
+class StalledError(RuntimeError):
+    """Raised if no episode advances any more."""
+
+
+class Orchestrator:
+    """The episodes of an asynchronous run; every method runs in its event loop."""
+
+    def __init__(
+        self,
+        context: episodes_lib.Context,
+        jobs: Callable[[int], Sequence[episodes_lib.Job]],
+        groups: groups_lib.Groups[Group],
+        *,
+        drop_equal: bool,
+    ) -> None:
+        """Prepares; `run` plays.
+
+        Args:
+          context: of all episodes. At most settings.num_concurrent are under way, but
+            a group begins as a whole.
+          jobs: returns the episodes of a group by its index, which is called once for
+            every beginning of the group.
+          groups: which may begin, and which belong to a step.
+          drop_equal: whether groups of equal rewards are dropped, and replaced.
+        """
+        self._engine = _Watched(context.engine)
+        self._context = episodes_lib.Context(
+            self._engine, context.taskset, context.template, context.settings
+        )
+        self._jobs, self._drop_equal = jobs, drop_equal
+        self.groups = groups
+        self._num_running = 0  # episodes
+        self._num_failures = 0  # errors of the engines in a row
+        self._turn = asyncio.Event()  # set, and replaced, at every change
+        self._error: BaseException | None = None  # that ended `run`
+        self._played: list[episodes_lib.Episode] = []  # since the last `take`
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    async def run(self) -> None:
+        """Plays groups until it is cancelled.
+
+        Raises:
+          EngineError: the engines failed MAX_FAILURES times in a row.
+          Exception: of a taskset that makes no task.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    while (jobs := self._next()) is not None:
+                        tasks.create_task(self._play(*jobs))
+                    await self._turn.wait()
+        except BaseExceptionGroup as errors:
+            self._error = errors.exceptions[0]  # the one that stopped the others
+            raise self._error from None
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._tell()
+
+    async def take(self, stall_seconds: float) -> list[tuple[int, Group]]:
+        """Waits for the groups of the next step; returns them with their indices.
+
+        Raises:
+          StalledError: no turn of an episode ended for so long.
+          Exception: `run` has ended with it.
+        """
+        while (batch := self.groups.take()) is None:
+            if self._error is not None:
+                raise self._error
+            before = self._engine.num_answers
+            try:
+                await asyncio.wait_for(self._turn.wait(), stall_seconds)
+            except TimeoutError:
+                if self._engine.num_answers == before:
+                    raise StalledError(self._stalled(stall_seconds)) from None
+        return batch
+
+    def published(self, version: int) -> None:
+        """Notes that the engines have the weights of a version."""
+        while self.groups.version < version:
+            self.groups.publish()
+        self._tell()
+
+    def played(self) -> tuple[list[episodes_lib.Episode], dict[str, int]]:
+        """Returns episodes since the last call, and counts of what they were for."""
+        played, counts = self._played, dict(self._counts)
+        self._played, self._counts = [], collections.Counter()
+        return played, counts
+
+    def _next(self) -> tuple[int, Sequence[episodes_lib.Job]] | None:
+        """Begins a group if one may begin; returns its index and its episodes."""
+        if self._num_running >= self._context.settings.num_concurrent:
+            return None
+        index = self.groups.begin()
+        if index is None:
+            return None
+        jobs = self._jobs(index)
+        self._num_running += len(jobs)
+        return index, jobs
+
+    async def _play(self, index: int, jobs: Sequence[episodes_lib.Job]) -> None:
+        """Plays the episodes of a group and judges them."""
+        tasks = [asyncio.create_task(self._episode(job)) for job in jobs]
+        try:
+            group = [*await asyncio.gather(*tasks)]
+        except completer.EngineError as error:
+            await _cancelled(tasks)
+            await self._failed(error)
+            self.groups.restart(index)
+        except BaseException:
+            await _cancelled(tasks)
+            raise
+        else:
+            self._num_failures = 0
+            self._judge(index, group)
+        self._tell()
+
+    async def _episode(self, job: episodes_lib.Job) -> episodes_lib.Episode:
+        try:
+            return await episodes_lib.run(self._context, job)
+        finally:
+            self._num_running -= 1
+            self._tell()
+
+    def _judge(self, index: int, group: Group) -> None:
+        """Finishes a group, or drops one that teaches nothing."""
+        kept, counts = advantages.select(
+            [group], group_size=len(group), drop_equal=self._drop_equal
+        )
+        self._played += group
+        self._counts.update(counts)
+        if kept:
+            self.groups.finish(index, kept[0])
+        else:
+            is_invalid = counts["dropped_invalid_groups"]
+            self.groups.drop(index, "invalid" if is_invalid else "equal")
+
+    async def _failed(self, error: completer.EngineError) -> None:
+        """Waits before a group begins again.
+
+        Raises:
+          EngineError: that of the last attempt.
+        """
+        self._num_failures += 1
+        if self._num_failures >= MAX_FAILURES:
+            raise error
+        logging.warning("A group begins again: %s", error)
+        await asyncio.sleep(_RETRY_SECONDS * self._num_failures)
+
+    def _tell(self) -> None:
+        """Wakes everyone who waits for a change."""
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+    def _stalled(self, seconds: float) -> str:
+        ledger = {k: v for k, v in sorted(self.groups.ledger().items()) if v}
+        return (
+            f"no episode has advanced for {seconds:g} s: {self._num_running} episodes "
+            f"are under way, {self._engine.num_waiting} wait for an engine, the oldest "
+            f"for {self._engine.longest_wait():.0f} s; groups: {ledger}."
+        )
+
+
+class _Watched:
+    """A completer that counts its answers."""
+
+    def __init__(self, engine: completer.Completer) -> None:
+        self._engine = engine
+        self.num_answers = 0
+        self._waiting: dict[int, float] = {}  # since when, by id of the request
+
+    @property
+    def capacity(self) -> int:
+        return self._engine.capacity
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def longest_wait(self) -> float:
+        """Returns the seconds for which a request has waited at most."""
+        return time.monotonic() - min(self._waiting.values(), default=time.monotonic())
+
+    async def complete(self, request: requests.Request) -> requests.Completion:
+        self._waiting[request.id] = time.monotonic()
+        try:
+            return await self._engine.complete(request)
+        finally:
+            del self._waiting[request.id]
+            self.num_answers += 1
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task]) -> None:
+    """Cancels tasks and waits until they have cleaned up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

@@ -1,0 +1,196 @@
+"""The orchestrator as a process of its own, which a trainer asks over HTTP.
+
+    POST /start   {"groups": {...}}                begins to play: see `Groups`
+    POST /publish {"folder": "...", "version": 3}  gives the servers new weights
+    POST /take    {"stall_seconds": 60}            waits for the groups of a step
+    POST /evaluate                                 plays the held-out tasks
+    POST /memory  {"version": 3}                   what a checkpoint must keep
+    GET  /status                                   what a person wants to see
+
+A failure of a run is 500 with its message. Nothing here imports jax.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+from absl import logging
+from aiohttp import web
+
+from glm5_jax import config as config_lib
+from glm5_jax import environments
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import templates
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import held_out, jobs, trajectories
+from glm5_jax.rl.actors import fleet as fleet_lib
+from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import orchestrator as orchestrator_lib
+from glm5_jax.rl.actors import remote
+
+_REPAIR_SECONDS = 1.0
+_LAG_SECONDS = 1.0  # of the event loop, above which a warning is logged
+_MAX_BODY = 2**26
+
+
+class Process:
+    """An orchestrator behind HTTP."""
+
+    def __init__(self, config: config_lib.TrainConfig, servers: str) -> None:
+        """Opens the environment.
+
+        Args:
+          config: of the run.
+          servers: URL of the router before the servers.
+
+        Raises:
+          InputError: the environment or the tokenizer is unusable.
+        """
+        self._config, self._servers = config, servers
+        self._taskset = environments.make(config.rl.environment)
+        tokenizer = tokenizer_lib.for_corpus(config.data, [])
+        self._template = templates.make_template(config.data, tokenizer)
+        self._held_out = held_out.jobs(self._taskset, config.rl)
+        self._fleet: fleet_lib.Fleet
+        self._context: episodes_lib.Context
+        self._orchestrator: orchestrator_lib.Orchestrator | None = None
+        self._tasks: set[asyncio.Task] = set()
+        self.max_lag = 0.0  # seconds that the event loop was late
+
+    def app(self) -> web.Application:
+        """Returns the routes."""
+        app = web.Application(client_max_size=_MAX_BODY)
+        app.cleanup_ctx.append(self._running)
+        for path, handler in (
+            ("/start", self._start),
+            ("/publish", self._publish),
+            ("/take", self._take),
+            ("/evaluate", self._evaluate),
+            ("/memory", self._memory),
+        ):
+            app.router.add_post(path, _answering(handler))
+        app.router.add_get("/status", _answering(self._status))
+        return app
+
+    async def _running(self, app: web.Application) -> AsyncIterator[None]:
+        """Keeps what runs beside the requests."""
+        async with aiohttp.ClientSession() as session:
+            rl = self._config.rl
+            self._fleet = fleet_lib.Fleet(session, self._servers)
+            engine = remote.Remote(
+                session,
+                self._servers,
+                await remote.capacity_of(session, self._servers),
+                seconds=jobs.stall_seconds(rl),
+                with_experts=self._config.replays_routing,
+            )
+            self._context = episodes_lib.Context(
+                engine, self._taskset, self._template, jobs.settings(rl)
+            )
+            self._spawn(self._fleet.repair(_REPAIR_SECONDS))
+            self._spawn(self._watch_lag())
+            try:
+                yield
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+
+    async def _start(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self._orchestrator is not None:
+            raise RuntimeError("the orchestrator has started already.")
+        rl = self._config.rl
+        groups = groups_lib.Groups[orchestrator_lib.Group](
+            rl.prompts_per_step, rl.max_staleness, body["groups"]
+        )
+        self._orchestrator = orchestrator_lib.Orchestrator(
+            self._context,
+            lambda index: jobs.of_group(self._config, self._taskset, index, index),
+            groups,
+            drop_equal=rl.dynamic_sampling,
+        )
+        self._spawn(self._orchestrator.run())
+        return {}
+
+    async def _publish(self, body: dict[str, Any]) -> dict[str, Any]:
+        await self._fleet.publish(body["folder"], body["version"])
+        if self._orchestrator is not None:
+            self._orchestrator.published(body["version"])
+        return {}
+
+    async def _take(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert self._orchestrator is not None, "/start comes first"
+        taken = await self._orchestrator.take(body["stall_seconds"])
+        played, counts = self._orchestrator.played()
+        return {
+            "groups": [[trajectories.to_json(e) for e in group] for _, group in taken],
+            "episodes": [trajectories.to_json(e) for e in played],
+            "counts": counts,
+            "ledger": self._orchestrator.groups.ledger(),
+            "lag": self.max_lag,
+            "repaired": self._fleet.num_repaired,
+        }
+
+    async def _evaluate(self, body: dict[str, Any]) -> dict[str, Any]:
+        played = await episodes_lib.run_all(self._context, self._held_out)
+        return {"episodes": [trajectories.to_json(e) for e in played]}
+
+    async def _memory(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self._orchestrator is None:
+            return {}
+        saved = self._orchestrator.groups.state(body["version"])
+        self._orchestrator.groups.commit(body["version"])
+        return saved
+
+    async def _status(self, body: dict[str, Any]) -> dict[str, Any]:
+        started = self._orchestrator
+        return {
+            "version": None if started is None else started.groups.version,
+            "ledger": {} if started is None else started.groups.ledger(),
+            "replicas": await self._fleet.replicas(),
+            "max_lag_seconds": round(self.max_lag, 3),
+            "repaired": self._fleet.num_repaired,
+        }
+
+    async def _watch_lag(self) -> None:
+        """Measures how late the event loop is; a late one delays every episode."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.1)
+            lag = time.monotonic() - before - 0.1
+            self.max_lag = max(self.max_lag, lag)
+            if lag > _LAG_SECONDS:
+                logging.warning(
+                    "The event loop was late by %.1f s: an environment blocks it. Its "
+                    "long computations belong into asyncio.to_thread.",
+                    lag,
+                )
+
+
+def _answering(
+    handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Returns a handler of aiohttp: JSON in, JSON out."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        body: dict[str, Any] = {}
+        with contextlib.suppress(json.JSONDecodeError):
+            body = await request.json()
+        try:
+            answer = await handler(body)
+        except Exception as error:
+            logging.exception("%s failed.", request.path)
+            told = {"error": str(error), "type": type(error).__name__}
+            return web.json_response(told, status=500)
+        text = json.dumps(answer, default=repr)
+        return web.Response(text=text, content_type="application/json")
+
+    return handle

@@ -1,0 +1,162 @@
+"""Completes prompts at a server, or at a router before several, by token ids.
+
+The request is vLLM's /inference/v1/generate. Nothing here imports jax.
+"""
+
+import asyncio
+import base64
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import aiohttp
+import numpy as np
+
+from glm5_jax import config
+from glm5_jax.inference import requests
+from glm5_jax.rl import completer
+
+GENERATE, MODELS = "/inference/v1/generate", "/v1/models"
+_BUSY = frozenset((429, 503))  # comes again
+_REFUSED = frozenset((400, 404, 413, 422))  # comes never
+_MAX_WAIT = 5.0  # seconds between attempts at a busy server, at most
+_SHOWN = 300  # characters of an answer that is no completion
+
+
+class Remote:
+    """The servers behind a URL, as a `completer.Completer`."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        capacity: int,
+        *,
+        seconds: float,
+        with_experts: bool = False,
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+          session: with the key of the servers among its headers, if they have one.
+          url: http://HOST:PORT.
+          capacity: most tokens of a prompt and its completion.
+          seconds: for an answer, in which a busy server is asked again.
+          with_experts: whether to ask for the experts of each token.
+        """
+        self._session, self._url, self._capacity = session, url.rstrip("/"), capacity
+        self._seconds, self._with_experts = seconds, with_experts
+
+    @property
+    def capacity(self) -> int:
+        """Returns the most tokens of a prompt and its completion."""
+        return self._capacity
+
+    async def complete(self, request: requests.Request) -> requests.Completion:
+        """Returns the completion of a request; ends the request if cancelled.
+
+        Raises:
+          InputError: the servers refuse the request.
+          EngineError: they do not answer, or answer nonsense.
+        """
+        deadline, attempt = time.monotonic() + self._seconds, 0
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise completer.EngineError(
+                    f"{self._url} has not completed a request for {self._seconds:g} s."
+                )
+            status, answer, wait = await self._ask(self._body(request), left)
+            if status == 200:
+                return self._completion(answer)
+            if status in _REFUSED:
+                raise config.InputError(f"{self._url} refuses a request: {answer}")
+            if status not in _BUSY:
+                raise completer.EngineError(f"{self._url} answers {status}: {answer}")
+            attempt += 1
+            await asyncio.sleep(min(max(wait, 0.05 * 2**attempt), _MAX_WAIT, left))
+
+    async def _ask(self, body: Any, seconds: float) -> tuple[int, Any, float]:
+        """Returns status, answer, and the seconds to wait if it is busy."""
+        limit = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with self._session.post(
+                self._url + GENERATE, json=body, timeout=limit
+            ) as response:
+                if response.status == 200:
+                    return 200, await response.json(), 0.0
+                text = (await response.text())[:_SHOWN]
+                wait = response.headers.get("Retry-After", "0")
+                return response.status, text, float(wait) if wait.isdigit() else 0.0
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            shown = str(error) or type(error).__name__
+            raise completer.EngineError(f"{self._url} is lost: {shown}") from error
+
+    def _body(self, request: requests.Request) -> Mapping[str, Any]:
+        """Returns what asks for exactly this: no default of the server is left."""
+        return {
+            "token_ids": [*request.prompt],
+            "sampling_params": {
+                "max_tokens": request.max_new_tokens,
+                "temperature": request.temperature,
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "repetition_penalty": 1.0,
+                "seed": request.id,
+                "ignore_eos": True,
+                "stop_token_ids": sorted(request.stop_ids),
+                "logprobs": 1,
+            },
+            "return_routed_experts": self._with_experts,
+        }
+
+    def _completion(self, answer: Any) -> requests.Completion:
+        """Returns the only choice of an answer.
+
+        Raises:
+          EngineError: it has another form.
+        """
+        try:
+            (choice,) = answer["choices"]
+            content = choice["logprobs"]["content"]
+            reason = choice["finish_reason"]
+            if reason not in ("stop", "length"):
+                raise completer.EngineError(f"{self._url} ended a request: {reason}")
+            return requests.Completion(
+                tokens=choice["token_ids"],
+                logprobs=[row["logprob"] for row in content],
+                finish_reason=cast(Literal["stop", "length"], reason),
+                versions=choice["weight_versions"],
+                cache_versions=choice["cache_versions"],
+                experts=_experts(choice) if self._with_experts else None,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise completer.EngineError(
+                f"{self._url} answers {GENERATE} in another form: {error!r}"
+            ) from error
+
+
+async def capacity_of(session: aiohttp.ClientSession, url: str) -> int:
+    """Returns the most tokens that the servers behind a URL hold of a sequence.
+
+    Raises:
+      EngineError: they do not tell.
+    """
+    try:
+        async with session.get(url.rstrip("/") + MODELS) as response:
+            response.raise_for_status()
+            found = (await response.json())["data"]
+            return min(int(model["max_model_len"]) for model in found)
+    except (aiohttp.ClientError, TimeoutError, KeyError, ValueError) as error:
+        raise completer.EngineError(f"{url} does not tell its models: {error!r}") from (
+            error
+        )
+
+
+def _experts(choice: Mapping[str, Any]) -> np.ndarray:
+    packed = choice["routed_experts"]
+    data = np.frombuffer(base64.b64decode(packed["data"]), "<u2")
+    return data.reshape(packed["shape"]).astype(np.int32)

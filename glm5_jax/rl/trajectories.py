@@ -1,0 +1,96 @@
+"""Episodes as JSON, to send them between processes and to keep them.
+
+A record has everything that training reads, and what another reward needs: the task
+with its answer, and the transcript. So rewards can be computed again without sampling.
+"""
+
+import base64
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from glm5_jax.environments import protocol
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import gateway
+
+FORMAT = 1  # of a record; a reader refuses others
+_COUNTS = (
+    *("group", "num_turns", "num_forks", "num_drift_tokens", "num_truncated"),
+    *("reason", "close_error"),
+)
+_DAMAGE = (KeyError, TypeError, ValueError, zlib.error, gateway.MisalignedError)
+
+
+class FormatError(ValueError):
+    """Raised if a record is not one of this format."""
+
+
+def to_json(episode: episodes_lib.Episode) -> dict[str, Any]:
+    """Returns a record, which json.dumps(..., default=repr) can write.
+
+    An answer that is no JSON is written as its repr, so that such a task cannot be
+    scored again.
+    """
+    reward = episode.reward
+    return {
+        "format": FORMAT,
+        "task": dataclasses.asdict(episode.task),
+        "samples": [_sample_to_json(sample) for sample in episode.samples],
+        "reward": None if reward is None else dataclasses.asdict(reward),
+        "label": episode.label.value,
+        "transcript": episode.transcript,
+        **{name: getattr(episode, name) for name in _COUNTS},
+    }
+
+
+def from_json(record: Mapping[str, Any]) -> episodes_lib.Episode:
+    """Returns the episode of a record.
+
+    Raises:
+      FormatError: the record is damaged, or of another format.
+    """
+    if record.get("format") != FORMAT:
+        raise FormatError(
+            f"a trajectory must have format {FORMAT}, got {record.get('format')!r}; "
+            f"read it with the version of glm5_jax that wrote it."
+        )
+    try:
+        task = dict(record["task"])
+        for name in ("messages", "tools"):
+            task[name] = tuple(task[name])
+        reward = record["reward"]
+        return episodes_lib.Episode(
+            task=protocol.Task(**task),
+            samples=[_sample_from_json(sample) for sample in record["samples"]],
+            reward=None if reward is None else protocol.Reward(**reward),
+            label=protocol.Label(record["label"]),
+            transcript=list(record["transcript"]),
+            **{name: record[name] for name in _COUNTS},
+        )
+    except _DAMAGE as error:
+        raise FormatError(f"a trajectory is damaged: {error!r}") from error
+
+
+def _sample_to_json(sample: gateway.Sample) -> dict[str, Any]:
+    record: dict[str, Any] = {**vars(dataclasses.replace(sample, experts=None))}
+    record["mask"] = [int(is_sampled) for is_sampled in sample.mask]
+    if sample.experts is not None:
+        packed = zlib.compress(np.ascontiguousarray(sample.experts, "<u2").tobytes(), 1)
+        record["experts"] = {
+            "shape": [*sample.experts.shape],
+            "data": base64.b64encode(packed).decode(),
+        }
+    return record
+
+
+def _sample_from_json(record: Mapping[str, Any]) -> gateway.Sample:
+    fields = dict(record)
+    fields["mask"] = [bool(is_sampled) for is_sampled in fields["mask"]]
+    if (packed := fields["experts"]) is not None:
+        data = zlib.decompress(base64.b64decode(packed["data"]))
+        experts = np.frombuffer(data, "<u2").reshape(packed["shape"])
+        fields["experts"] = experts.astype(np.int32)
+    return gateway.Sample(**fields).check()

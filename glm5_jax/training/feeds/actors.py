@@ -1,0 +1,45 @@
+"""Who plays the episodes of an asynchronous run, and with which engines."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.training.feeds import groups as groups_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """The groups of a step."""
+
+    groups: Sequence[groups_lib.Group]
+    episodes: Sequence[episodes_lib.Episode]  # that ended since the last step
+    metrics: Mapping[str, float | int]
+
+
+class Actors(Protocol):
+    """Plays in the background, from `start` to `close`."""
+
+    def publish(self, params: dict, version: int) -> None:
+        """Gives the engines weights, with which they go on; versions increase."""
+        ...
+
+    def start(self, state: Mapping[str, Any]) -> None:
+        """Begins to play, from what `memory` returned; `publish` comes before."""
+        ...
+
+    def take(self) -> Taken:
+        """Waits for the groups of the next step."""
+        ...
+
+    def evaluate(self) -> Sequence[episodes_lib.Episode]:
+        """Plays the held-out tasks with the weights that were published last."""
+        ...
+
+    def memory(self, version: int) -> Mapping[str, Any]:
+        """Returns what a checkpoint of a version must keep; it fits JSON."""
+        ...
+
+    def close(self) -> None:
+        """Cancels all episodes and ends the engines."""
+        ...

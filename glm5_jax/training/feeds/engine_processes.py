@@ -1,0 +1,249 @@
+"""Actors in processes of this machine: servers, and an orchestrator without jax.
+
+    trainer ── weights ──▶ store ──▶ servers ◀── prompts, tokens ── orchestrator
+       ▲                                                                 │
+       └──────────────────────── groups of episodes ────────────────────┘
+
+A server that ends starts again, gets the present weights, and its episodes begin again;
+the trainer goes on meanwhile. All of them end with the trainer.
+"""
+
+import dataclasses
+import functools
+import http.client
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+
+from glm5_jax import command_line
+from glm5_jax import config as config_lib
+from glm5_jax.model import transformer
+from glm5_jax.processes import simulate
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import jobs, trajectories
+from glm5_jax.rl.weight_store import writer as writer_lib
+from glm5_jax.training.feeds import actors
+from glm5_jax.weights import huggingface_export, loading
+
+_SHARED_MEMORY = pathlib.Path("/dev/shm")
+_START_SECONDS = 900.0  # for the servers to load and compile
+_END_SECONDS = 15.0
+_POLL_SECONDS = 0.1
+_LAST_LINES = 20  # that are shown of a process that ended
+
+
+class ActorError(RuntimeError):
+    """Raised if the orchestrator or the servers cannot continue."""
+
+
+class EngineProcesses:
+    """Servers and an orchestrator as children of this process, as `actors.Actors`."""
+
+    def __init__(self, config: config_lib.TrainConfig) -> None:
+        """Starts nothing yet; the first weights do."""
+        self._config = config
+        self._children: dict[str, subprocess.Popen] = {}
+        self._folder: pathlib.Path | None = None
+        self._store: writer_lib.Writer | None = None
+        self._port = 0  # of the orchestrator
+        self._cast = jax.jit(functools.partial(transformer.cast, config=config.model))
+
+    def publish(self, params: dict, version: int) -> None:
+        """Adds a version to the store, and waits until the servers have it.
+
+        Raises:
+          ActorError: no server took it.
+        """
+        if self._store is None:
+            self._launch(params)
+        assert self._store is not None
+        began = time.perf_counter()
+        made = self._store.publish(self._cast(params), version)
+        assert made is not None, "one process writes"
+        self._ask("/publish", {"folder": made.name.folder, "version": version})
+        logging.log_first_n(
+            logging.INFO,
+            "The servers have the first weights after %.2f s.",
+            1,
+            time.perf_counter() - began,
+        )
+
+    def start(self, state: Mapping[str, Any]) -> None:
+        """Lets the orchestrator begin to play."""
+        self._ask("/start", {"groups": state})
+
+    def take(self) -> actors.Taken:
+        """Waits for the groups of the next step.
+
+        Raises:
+          ActorError: no episode advances, or the servers failed again and again.
+        """
+        stall = jobs.stall_seconds(self._config.rl)
+        found = self._ask("/take", {"stall_seconds": stall}, seconds=None)
+        metrics = {f"rollout/{name}": n for name, n in found["counts"].items()}
+        metrics |= {f"groups/{name}": n for name, n in found["ledger"].items()}
+        metrics["actors/loop_lag_seconds"] = round(found["lag"], 3)
+        metrics["actors/servers_repaired"] = found["repaired"]
+        return actors.Taken(
+            [_episodes(group) for group in found["groups"]],
+            _episodes(found["episodes"]),
+            metrics,
+        )
+
+    def evaluate(self) -> Sequence[episodes_lib.Episode]:
+        """Plays the held-out tasks beside the other episodes."""
+        return _episodes(self._ask("/evaluate", {}, seconds=None)["episodes"])
+
+    def memory(self, version: int) -> Mapping[str, Any]:
+        """Returns which groups are done, and which must begin again."""
+        return self._ask("/memory", {"version": version})
+
+    def close(self) -> None:
+        """Ends the processes and deletes the store."""
+        for child in self._children.values():
+            child.terminate()
+        for child in self._children.values():
+            try:
+                child.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _launch(self, params: dict) -> None:
+        """Starts all processes and waits until they answer."""
+        config = self._config
+        root = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="glm5_jax_rl_", dir=root))
+        self._store = writer_lib.Writer(self._folder / "store")
+        settings = self._folder / "config.json"
+        settings.write_text(json.dumps(command_line.to_json_dict(config)))
+        servers, self._port = _free_port(), _free_port()
+        logging.info(
+            "Starting %d servers and an orchestrator; their logs are in %s.",
+            config.rl.num_engines,
+            self._folder,
+        )
+        self._start("servers", self._serve(params, servers))
+        url = f"http://127.0.0.1:{servers}"
+        self._wait("servers", servers, "/health")
+        orchestrate = ("glm5_jax.orchestrate", f"--settings={settings}")
+        where = (f"--servers={url}", f"--port={self._port}")
+        self._start("orchestrator", [*orchestrate, *where])
+        self._wait("orchestrator", self._port, "/status")
+
+    def _serve(self, params: dict, port: int) -> list[str]:
+        """Returns the command of the servers, with a model of the right shapes."""
+        config, rl = self._config, self._config.rl
+        assert self._folder is not None
+        checkpoint, changes = config.init_from, []
+        if checkpoint is None:
+            checkpoint = str(self._folder / "start")
+            huggingface_export.save_params(params, config.model, checkpoint)
+        stored = loading.read_config(loading.find(checkpoint))
+        for field in dataclasses.fields(config.model):
+            value = getattr(config.model, field.name)
+            if value != getattr(stored, field.name):
+                changes.append(f"--config.model.{field.name}={value}")
+        return [
+            "glm5_jax.serve",
+            f"--checkpoint={checkpoint}",
+            f"--num_replicas={rl.num_engines}",
+            f"--port={port}",
+            f"--weights_root={self._folder / 'store'}",
+            f"--num_slots={rl.slots}",
+            f"--num_pages={rl.num_pages}",
+            f"--num_drafts={rl.num_drafts}",
+            f"--capacity={config.data.sequence_length}",
+            f"--seed={config.seed}",
+            f"--max_concurrency={4 * rl.slots}",
+            f"--routed_experts={config.replays_routing}",
+            *changes,
+        ]
+
+    def _start(self, name: str, command: Sequence[str]) -> None:
+        assert self._folder is not None
+        command = [sys.executable, "-m", *command]
+        path = self._folder / f"{name}.log"
+        self._children[name] = simulate.start(command, {**os.environ}, path)
+
+    def _wait(self, name: str, port: int, path: str) -> None:
+        """Waits until a process answers with 200."""
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            if self._children[name].poll() is not None:
+                raise ActorError(f"the {name} ended: {self._last_lines(name)}")
+            try:
+                if _request(port, "GET", path, None, 5.0)[0] == 200:
+                    return
+            except (OSError, http.client.HTTPException):
+                pass
+            time.sleep(_POLL_SECONDS)
+        raise ActorError(
+            f"the {name} did not answer in {_START_SECONDS:g} s: "
+            f"{self._last_lines(name)}"
+        )
+
+    def _ask(self, path: str, body: Any, seconds: float | None = 900.0) -> Any:
+        """Returns the orchestrator's answer.
+
+        Raises:
+          ActorError: it fails, or has ended.
+        """
+        try:
+            status, answer = _request(self._port, "POST", path, body, seconds)
+        except (OSError, http.client.HTTPException) as error:
+            raise ActorError(
+                f"the orchestrator is lost ({error!r}): "
+                f"{self._last_lines('orchestrator')}"
+            ) from error
+        if status != 200:
+            raise ActorError(
+                f"{answer.get('type', status)}: {answer.get('error', answer)}"
+            )
+        return answer
+
+    def _last_lines(self, name: str) -> str:
+        assert self._folder is not None
+        try:
+            text = (self._folder / f"{name}.log").read_text(errors="replace")
+        except OSError as error:
+            return str(error)
+        return "\n".join(text.splitlines()[-_LAST_LINES:])
+
+
+def _episodes(records: Sequence[Mapping[str, Any]]) -> list[episodes_lib.Episode]:
+    return [trajectories.from_json(record) for record in records]
+
+
+def _request(
+    port: int, method: str, path: str, body: Any, seconds: float | None
+) -> tuple[int, Any]:
+    """Returns status and JSON of an answer from this machine."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
+    try:
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+        return response.status, json.loads(text) if text else {}
+    finally:
+        connection.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -1,0 +1,47 @@
+"""Groups of episodes that a step of reinforcement learning gets, and who plays them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from glm5_jax.rl import episodes as episodes_lib
+
+Group = list[episodes_lib.Episode]  # of one task
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """The groups of a step."""
+
+    groups: Sequence[Group]  # at most rl.prompts_per_step, all usable
+    episodes: Sequence[episodes_lib.Episode]  # all that were played, for the metrics
+    metrics: Mapping[str, float | int]
+
+
+class Source(Protocol):
+    """Plays groups with the weights of the policy."""
+
+    @property
+    def shown(self) -> Sequence[episodes_lib.Episode]:
+        """Returns a few of the episodes that were played last."""
+        ...
+
+    def play(self, params: dict, position: int) -> Played:
+        """Returns the groups of the step at a position (feeds/feed.py)."""
+        ...
+
+    def evaluate(self, params: dict, position: int) -> dict[str, float]:
+        """Returns success on held-out tasks: see `player.Player.evaluate`."""
+        ...
+
+    def memory(self, position: int) -> Mapping[str, Any]:
+        """Returns what a checkpoint of a position must keep; it fits JSON."""
+        ...
+
+    def resume(self, memory: Mapping[str, Any]) -> None:
+        """Continues from what `memory` returned."""
+        ...
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        ...

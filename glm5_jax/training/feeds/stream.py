@@ -1,0 +1,95 @@
+"""Asynchronous rollouts: episodes are played while the trainer learns.
+
+Episodes that are under way continue with new weights, and each token records the
+version that drew it. A group may be at most rl.max_staleness versions older than the
+step that learns from it, which its admission ensures (rl/actors/groups.py). With
+max_staleness=0 and an engine of this process, rollouts are those of rounds.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from glm5_jax import config as config_lib
+from glm5_jax.data.chat import templates
+from glm5_jax.environments import protocol
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import held_out
+from glm5_jax.training.feeds import actors as actors_lib
+from glm5_jax.training.feeds import engine_processes, own_engine
+from glm5_jax.training.feeds import groups as groups_lib
+from glm5_jax.training.feeds import player as player_lib
+
+
+class Stream:
+    """Takes groups from actors, as a `groups.Source`."""
+
+    def __init__(
+        self,
+        config: config_lib.TrainConfig,
+        taskset: protocol.Taskset,
+        template: templates.Template,
+    ) -> None:
+        """Prepares the actors; the first step starts them.
+
+        Raises:
+          InputError: see `player.Player`, or the extra serve is missing.
+        """
+        self._config = config
+        self._actors: actors_lib.Actors = (
+            engine_processes.EngineProcesses(config)
+            if config.rl.num_engines
+            else own_engine.OwnEngine(config, taskset, template)
+        )
+        self._is_playing = False
+        self._version = -1  # of the engines' weights
+        self._saved: Mapping[str, Any] = {}
+        self.shown: Sequence[episodes_lib.Episode] = ()
+
+    def play(self, params: dict, position: int) -> groups_lib.Played:
+        """Publishes the weights and waits for the oldest groups.
+
+        Raises:
+          StalledError: no episode advances.
+          EngineError: the engines failed again and again.
+        """
+        self._publish(params, position)
+        if not self._is_playing:
+            first = position * self._config.rl.prompts_per_step
+            begun = {"next": first, "again": [], "counts": {}}
+            self._actors.start({**begun, **self._saved, "version": position})
+            self._is_playing = True
+        taken = self._actors.take()
+        self.shown = taken.episodes[: player_lib.NUM_SHOWN]
+        return groups_lib.Played(taken.groups, taken.episodes, taken.metrics)
+
+    def evaluate(self, params: dict, position: int) -> dict[str, float]:
+        """Returns success on held-out tasks, while other episodes continue.
+
+        The engines sample with the weights of rollouts, also where these are rounded
+        (rl.rollout_weights).
+        """
+        self._publish(params, position)
+        played = self._actors.evaluate()
+        self.shown = played[: player_lib.NUM_SHOWN]
+        return held_out.figures(played)
+
+    def memory(self, position: int) -> Mapping[str, Any]:
+        """Returns which groups are done, and which must begin again."""
+        return self._actors.memory(position) if self._is_playing else self._saved
+
+    def resume(self, memory: Mapping[str, Any]) -> None:
+        """Continues from what `memory` returned.
+
+        After a rollback of a running process nothing changes: its groups are newer.
+        """
+        self._saved = memory
+
+    def close(self) -> None:
+        """Cancels all episodes and ends the engines."""
+        self._actors.close()
+
+    def _publish(self, params: dict, position: int) -> None:
+        """Gives the engines the weights of a position, once."""
+        if position != self._version:
+            self._actors.publish(params, position)
+            self._version = position

@@ -1,0 +1,232 @@
+"""Groups are played without pause; nobody waits for ever, and nothing is lost."""
+
+import asyncio
+import collections
+import random
+
+from absl.testing import parameterized
+
+from glm5_jax.environments import protocol
+from glm5_jax.inference import requests
+from glm5_jax.rl import completer
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import orchestrator as orchestrator_lib
+from tests import environment
+from tests.data import templates_test
+from tests.rl import faults
+
+TEMPLATE = templates_test.template(clear=False)
+OK = templates_test.ids_of("</think>OK<|user|>")
+GROUP_SIZE = 2
+STALL = 5.0  # seconds; everything here takes milliseconds
+
+
+class Engine:
+    """Answers after a time of its own; `fails` tells which requests it does not."""
+
+    capacity = 512
+
+    def __init__(self, seconds=lambda: 0.0, fails=lambda: False):
+        self.seconds, self.fails = seconds, fails
+        self.version = 0
+        self.num_running = self.max_running = 0
+
+    async def complete(self, request):
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        try:
+            await asyncio.sleep(self.seconds())
+        finally:
+            self.num_running -= 1
+        if self.fails():
+            raise completer.EngineError("the engine is gone")
+        size = len(OK)
+        return requests.Completion([*OK], [-0.5] * size, "stop", [self.version] * size)
+
+
+class Lucky(faults.FaultyTaskset):
+    """A taskset that pays by chance, or always the same."""
+
+    def __init__(self, pays=lambda: 1.0, fault=faults.Fault.NONE):
+        super().__init__(fault)
+        self.pays = pays
+
+    def environment(self):
+        made, pays = super().environment(), self.pays
+        step = made.step
+
+        async def paid(message):
+            result = await step(message)
+            reward = protocol.Reward(pays())
+            return protocol.StepResult(result.messages, reward, True, False)
+
+        if self._fault is faults.Fault.NONE:
+            made.step = paid
+        return made
+
+
+def make(engine, taskset, groups, drop_equal=False, num_concurrent=8):
+    settings = episodes_lib.Settings(
+        max_new_tokens=16, max_turns=1, num_concurrent=num_concurrent, call_timeout=0.2
+    )
+
+    def jobs(index):
+        task = taskset.task("train", 0, index)
+        first = index * GROUP_SIZE
+        return [
+            episodes_lib.Job(task, index, first + member)
+            for member in range(GROUP_SIZE)
+        ]
+
+    context = episodes_lib.Context(engine, taskset, TEMPLATE, settings)
+    return orchestrator_lib.Orchestrator(context, jobs, groups, drop_equal=drop_equal)
+
+
+async def learn(orchestrator, engine, num_steps):
+    """Takes and publishes; returns the indices of each step, and their staleness."""
+    playing = asyncio.create_task(orchestrator.run())
+    steps, staleness = [], []
+    try:
+        for step in range(num_steps):
+            taken = await orchestrator.take(STALL)
+            indices = [index for index, _ in taken]
+            steps.append(indices)
+            oldest = min(
+                version
+                for _, group in taken
+                for episode in group
+                for version in episode.samples[0].versions
+                if version >= 0
+            )
+            staleness.append(step - oldest)
+            engine.version = step + 1
+            orchestrator.published(step + 1)
+            orchestrator.groups.commit(step + 1)
+    finally:
+        playing.cancel()
+        await asyncio.wait({playing})
+    return steps, staleness
+
+
+class OrchestratorTest(parameterized.TestCase):
+    @parameterized.product(max_staleness=(0, 1, 3), seed=(0, 1))
+    def test_every_group_is_learnt_from_once_and_none_is_too_old(
+        self, max_staleness, seed
+    ):
+        rng = random.Random(seed)
+        engine = Engine(seconds=lambda: rng.expovariate(500))
+        taskset = Lucky()
+        groups = groups_lib.Groups(3, max_staleness)
+        steps, staleness = asyncio.run(
+            learn(make(engine, taskset, groups), engine, num_steps=8)
+        )
+        learnt = [index for step in steps for index in step]
+        self.assertLen(set(learnt), 3 * 8)
+        self.assertContainsSubset(range(3 * 4), learnt)  # none is starved
+        self.assertLessEqual(max(staleness), max_staleness)
+        if max_staleness == 0:
+            self.assertEqual(learnt, [*range(3 * 8)])
+        self.assertEqual(taskset.counts.resets, taskset.counts.closes)
+        ledger = groups.ledger()
+        self.assertEqual(ledger["done"], 3 * 8)
+
+    def test_concurrency_is_bounded_by_whole_groups(self):
+        engine = Engine(seconds=lambda: 0.001)
+        groups = groups_lib.Groups(4, 3)
+        asyncio.run(learn(make(engine, Lucky(), groups, num_concurrent=5), engine, 4))
+        self.assertBetween(engine.max_running, 5, 6)
+
+    def test_groups_of_an_engine_that_fails_begin_again(self):
+        rng = random.Random(0)
+        engine = Engine(fails=lambda: rng.random() < 0.1)
+        taskset, groups = Lucky(), groups_lib.Groups(3, 2)
+        orchestrator_lib._RETRY_SECONDS, before = 0.001, orchestrator_lib._RETRY_SECONDS
+        self.addCleanup(setattr, orchestrator_lib, "_RETRY_SECONDS", before)
+        steps, staleness = asyncio.run(
+            learn(make(engine, taskset, groups), engine, num_steps=10)
+        )
+        learnt = [index for step in steps for index in step]
+        self.assertLen(set(learnt), 30)
+        self.assertContainsSubset(range(3 * 7), learnt)
+        self.assertLessEqual(max(staleness), 2)
+        self.assertGreater(groups.ledger()["restarted"], 0)
+        self.assertEqual(taskset.counts.resets, taskset.counts.closes)
+
+    def test_an_engine_that_always_fails_ends_the_run(self):
+        engine = Engine(fails=lambda: True)
+        orchestrator_lib._RETRY_SECONDS, before = 0.001, orchestrator_lib._RETRY_SECONDS
+        self.addCleanup(setattr, orchestrator_lib, "_RETRY_SECONDS", before)
+        taskset = Lucky()
+        run = learn(make(engine, taskset, groups_lib.Groups(2, 1)), engine, 1)
+        with self.assertRaisesRegex(completer.EngineError, "the engine is gone"):
+            asyncio.run(run)
+        self.assertEqual(taskset.counts.resets, taskset.counts.closes)
+
+    def test_equal_rewards_are_replaced_and_counted(self):
+        rng, engine = random.Random(1), Engine()
+        groups = groups_lib.Groups(2, 1)
+        made = make(
+            engine, Lucky(lambda: float(rng.random() < 0.5)), groups, drop_equal=True
+        )
+        steps, _ = asyncio.run(learn(made, engine, 6))
+        self.assertLen({i for step in steps for i in step}, 12)
+        ledger, (played, counts) = groups.ledger(), made.played()
+        self.assertGreater(ledger["dropped_equal"], 0)
+        self.assertEqual(counts["dropped_equal_groups"], ledger["dropped_equal"])
+        self.assertEqual(counts["groups"] * GROUP_SIZE, len(played))
+        self.assertEqual(made.played(), ([], {}))
+
+    def test_the_ledger_closes_after_every_step(self):
+        rng, engine = random.Random(2), Engine(seconds=lambda: rng.expovariate(500))
+        groups = groups_lib.Groups(2, 2)
+        made = make(
+            engine, Lucky(lambda: float(rng.random() < 0.5)), groups, drop_equal=True
+        )
+        publish = made.published
+
+        def published(version):
+            publish(version)
+            ledger = collections.Counter(groups.ledger())
+            begun = ledger.pop("begun")
+            self.assertEqual(begun, sum(ledger.values()), ledger)
+
+        made.published = published
+        asyncio.run(learn(made, engine, 6))
+
+    def test_crashed_environments_are_dropped_and_named(self):
+        engine, groups = Engine(), groups_lib.Groups(1, 0)
+        taskset = faults.FaultyTaskset(faults.Fault.CRASH_IN_STEP, every=5)
+        steps, _ = asyncio.run(learn(make(engine, taskset, groups), engine, 8))
+        self.assertLen({i for step in steps for i in step}, 8)
+        self.assertGreater(groups.ledger()["dropped_invalid"], 0)
+
+    def test_a_silent_engine_is_reported(self):
+        engine = Engine(seconds=lambda: faults.NEVER)
+        taskset = Lucky()
+        made = make(engine, taskset, groups_lib.Groups(1, 0))
+
+        async def run():
+            playing = asyncio.create_task(made.run())
+            try:
+                await made.take(0.05)
+            finally:
+                playing.cancel()
+                await asyncio.wait({playing})
+
+        words = "no episode has advanced for 0.05 s: 2 episodes .* 2 wait for an engine"
+        with self.assertRaisesRegex(orchestrator_lib.StalledError, words):
+            asyncio.run(run())
+        self.assertEqual(taskset.counts.resets, taskset.counts.closes)
+
+    def test_a_taskset_without_a_task_ends_the_run(self):
+        engine, taskset = Engine(), Lucky()
+        taskset.task = lambda *_: 1 / 0
+        with self.assertRaises(ZeroDivisionError):
+            asyncio.run(
+                learn(make(engine, taskset, groups_lib.Groups(1, 0)), engine, 1)
+            )
+
+
+if __name__ == "__main__":
+    environment.main()

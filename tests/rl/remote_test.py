@@ -1,0 +1,240 @@
+"""Servers that are busy, lost, slow or wrong; and versions that some of them miss."""
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import json
+
+import aiohttp
+import numpy as np
+from absl.testing import parameterized
+from aiohttp import web
+
+from glm5_jax import config
+from glm5_jax.inference import requests
+from glm5_jax.rl import completer
+from glm5_jax.rl.actors import fleet as fleet_lib
+from glm5_jax.rl.actors import remote
+from tests import environment
+
+REQUEST = requests.Request(7, [1, 2, 3], 4, frozenset([9]), temperature=0.5)
+ANSWER = {
+    "choices": [
+        {
+            "token_ids": [5, 9],
+            "logprobs": {"content": [{"logprob": -0.25}, {"logprob": -0.5}]},
+            "finish_reason": "stop",
+            "weight_versions": [3, 4],
+            "cache_versions": [3, 3],
+        }
+    ]
+}
+
+
+@contextlib.asynccontextmanager
+async def served(*routes):
+    """Yields the URL of a server with these routes, and a session of a client."""
+    app = web.Application()
+    for method, path, handler in routes:
+        app.router.add_route(method, path, handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield f"http://{host}:{port}", session
+    finally:
+        await runner.cleanup()
+
+
+def complete(*answers, seconds=5.0, **how):
+    """Returns the completion that these answers give, and the bodies they got."""
+    bodies, left = [], list(answers)
+
+    async def handle(request):
+        bodies.append(await request.json())
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if callable(answer):
+            return await answer(request)
+        status, body = answer
+        return web.json_response(body, status=status)
+
+    async def run():
+        async with served(("POST", remote.GENERATE, handle)) as (url, session):
+            engine = remote.Remote(session, url, 64, seconds=seconds, **how)
+            return await engine.complete(REQUEST)
+
+    return asyncio.run(run()), bodies
+
+
+class RemoteTest(parameterized.TestCase):
+    def test_a_request_leaves_nothing_to_the_server(self):
+        found, (body,) = complete((200, ANSWER))
+        self.assertEqual(found.tokens, [5, 9])
+        self.assertEqual(found.logprobs, [-0.25, -0.5])
+        self.assertEqual(found.versions, [3, 4])
+        self.assertEqual(found.cache_versions, [3, 3])
+        self.assertEqual(found.finish_reason, "stop")
+        self.assertEqual(body["token_ids"], [1, 2, 3])
+        wanted = {
+            **{"max_tokens": 4, "temperature": 0.5, "seed": 7, "stop_token_ids": [9]},
+            **{"ignore_eos": True, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
+            **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
+            **{"repetition_penalty": 1.0, "logprobs": 1},
+        }
+        self.assertEqual(body["sampling_params"], wanted)
+
+    def test_experts_are_read(self):
+        experts = np.arange(12, dtype="<u2").reshape(4, 1, 3)
+        data = base64.b64encode(experts.tobytes()).decode()
+        packed = {"data": data, "shape": [4, 1, 3]}
+        (choice,) = ANSWER["choices"]
+        answer = {"choices": [{**choice, "routed_experts": packed}]}
+        found, _ = complete((200, answer), with_experts=True)
+        np.testing.assert_array_equal(found.experts, experts)
+
+    def test_a_busy_server_is_asked_again(self):
+        busy = (429, {"error": "full"}), (503, {"error": "no replica"})
+        found, bodies = complete(*busy, (200, ANSWER))
+        self.assertEqual(found.tokens, [5, 9])
+        self.assertLen(bodies, 3)
+
+    @parameterized.named_parameters(
+        ("fails", (500, {"error": "boom"}), "answers 500: .*boom"),
+        ("other_form", (200, {"choices": []}), "in another form"),
+        ("aborted", (200, None), "ended a request: abort"),
+        ("no_logprobs", (200, {"choices": [{"logprobs": None}]}), "in another form"),
+        ("always_busy", (503, {}), "has not completed a request for 0.5 s"),
+    )
+    def test_errors_are_those_of_the_engine(self, answer, words):
+        if answer == (200, None):
+            (choice,) = ANSWER["choices"]
+            answer = (200, {"choices": [{**choice, "finish_reason": "abort"}]})
+        with self.assertRaisesRegex(completer.EngineError, words):
+            complete(answer, seconds=0.5)
+
+    def test_a_request_that_is_refused_is_wrong_input(self):
+        with self.assertRaisesRegex(config.InputError, "refuses a request: .*too long"):
+            complete((400, {"error": "too long"}))
+
+    def test_a_slow_or_vanished_server_is_lost(self):
+        async def slow(request):
+            await asyncio.sleep(60)
+
+        async def vanishes(request):
+            request.transport.close()
+            await asyncio.sleep(60)
+
+        for answer in (slow, vanishes):
+            with self.assertRaisesRegex(completer.EngineError, "is lost"):
+                complete(answer, seconds=0.3)
+
+    def test_a_cancelled_request_closes_its_connection(self):
+        closed = []
+
+        async def run():
+            async def handle(request):
+                while request.transport is not None:  # None: the client has left
+                    await asyncio.sleep(0.01)
+                closed.append(True)
+
+            route = ("POST", remote.GENERATE, handle)
+            async with served(route) as (url, session):
+                engine = remote.Remote(session, url, 64, seconds=60.0)
+                task = asyncio.create_task(engine.complete(REQUEST))
+                await asyncio.sleep(0.1)
+                task.cancel()
+                await asyncio.wait({task})
+                await asyncio.sleep(0.2)
+
+        asyncio.run(run())
+        self.assertTrue(closed)
+
+    def test_the_capacity_is_the_smallest(self):
+        async def models(request):
+            sizes = [{"max_model_len": 96}, {"max_model_len": 64}]
+            return web.json_response({"data": sizes})
+
+        async def run():
+            async with served(("GET", remote.MODELS, models)) as (url, session):
+                return await remote.capacity_of(session, url)
+
+        self.assertEqual(asyncio.run(run()), 64)
+
+
+@dataclasses.dataclass
+class Router:
+    """A router with replicas, some of which refuse; it keeps what they were told."""
+
+    states: list[str]
+    takes: bool = True
+    told: list = dataclasses.field(default_factory=list)
+
+    def routes(self):
+        async def replicas(request):
+            host = f"http://{request.host}"
+            return web.json_response(
+                {
+                    "replicas": [
+                        {"url": f"{host}/replica/{i}", "state": state}
+                        for i, state in enumerate(self.states)
+                    ]
+                }
+            )
+
+        async def tell(request):
+            self.told.append((request.path, json.loads(await request.text())))
+            index = request.match_info.get("index")
+            if not self.takes:
+                return web.json_response({"error": "no"}, status=500)
+            if index is not None and request.path.endswith(fleet_lib.FINISH):
+                self.states[int(index)] = "ready"
+            return web.json_response({})
+
+        paths = (fleet_lib.START, fleet_lib.UPDATE, fleet_lib.FINISH)
+        return [
+            ("GET", fleet_lib.REPLICAS, replicas),
+            *(("POST", path, tell) for path in paths),
+            *(("POST", "/replica/{index}" + path, tell) for path in paths),
+        ]
+
+
+class FleetTest(parameterized.TestCase):
+    def test_a_server_that_missed_a_version_gets_the_current_one(self):
+        router = Router(["ready", "ready"])
+
+        async def run():
+            async with served(*router.routes()) as (url, session):
+                fleet = fleet_lib.Fleet(session, url)
+                repair = asyncio.create_task(fleet.repair(0.01))
+                await fleet.publish("i0000-v000003", 3)
+                router.states[1] = "unfit"
+                while router.states[1] != "ready":
+                    await asyncio.sleep(0.01)
+                repair.cancel()
+                return fleet.num_repaired
+
+        self.assertEqual(asyncio.run(run()), 1)
+        words = [
+            (fleet_lib.START, {}),
+            (fleet_lib.UPDATE, {"update_info": {"path": "i0000-v000003"}}),
+            (fleet_lib.FINISH, {"weight_version": 3}),
+        ]
+        apart = [(f"/replica/1{path}", body) for path, body in words]
+        self.assertEqual(router.told[:6], words + apart)
+
+    def test_a_version_that_no_server_takes_is_an_error(self):
+        router = Router(["unfit", "down"], takes=False)
+
+        async def run():
+            async with served(*router.routes()) as (url, session):
+                await fleet_lib.Fleet(session, url).publish("folder", 5)
+
+        with self.assertRaisesRegex(completer.EngineError, "has taken version 5"):
+            asyncio.run(run())
+
+
+if __name__ == "__main__":
+    environment.main()

@@ -1,0 +1,121 @@
+"""Stage async_rl with servers of their own: it learns, and outlives a server."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from glm5_jax.training.reporting import metrics
+from tests import environment, runs
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SECONDS = 300  # for a run, most of them to compile
+
+
+def command(workdir, **changes):
+    """Returns a run of a tiny model, whose servers start from its own weights."""
+    settings = {
+        "stage": "async_rl",
+        "num_steps": 4,
+        "eval_every": 0,
+        "checkpoint_every": 2,
+        "optim.warmup_steps": 0,
+        "model.num_hidden_layers": 1,
+        "rl.environment": "reverse_dense:2-3",
+        "rl.prompts_per_step": 2,
+        "rl.group_size": 4,
+        "rl.max_new_tokens": 6,
+        "rl.max_turns": 1,
+        "rl.slots": 8,
+        "rl.num_eval_tasks": 8,
+        "rl.min_start_success": 0.0,
+        "rl.max_start_success": 1.0,
+        "rl.dynamic_sampling": False,
+        "rl.min_used_groups": 0.0,
+        "rl.max_staleness": 2,
+        "rl.num_engines": 1,
+    } | changes
+    flags = [f"--config.{name}={value}" for name, value in settings.items()]
+    config = ROOT / "configs" / "small_rl_reverse.py"
+    return [
+        *(sys.executable, "-m", "glm5_jax.train", f"--config={config}"),
+        *(f"--workdir={workdir}", *flags),
+    ]
+
+
+def children_of(pid, word):
+    """Returns the processes below another one whose command has a word."""
+    found = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+        except (OSError, ValueError):
+            continue
+        if parent == pid:
+            found += [int(entry.name)] if word in words else []
+            found += children_of(int(entry.name), word)
+    return found
+
+
+class ProcessesTest(runs.FolderTest):
+    def run_to_the_end(self, workdir, meanwhile=lambda child: None, **changes):
+        log = self.root / f"{workdir.name}.log"
+        with log.open("wb") as file:
+            child = subprocess.Popen(
+                command(workdir, **changes),
+                cwd=ROOT,
+                env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                meanwhile(child)
+                code = child.wait(SECONDS)
+            finally:
+                child.kill()
+        self.assertEqual(code, 0, log.read_text()[-4000:])
+        return metrics.read(workdir / "metrics.jsonl")
+
+    def test_one_command_starts_all_of_it(self):
+        workdir = self.root / "whole"
+        records = self.run_to_the_end(workdir)
+        self.assertEqual([r["step"] for r in records], [1, 2, 3, 4])
+        for record in records:
+            self.assertBetween(record["rollout/staleness_max"], 0, 2)
+            ledger = {k: v for k, v in record.items() if k.startswith("groups/")}
+            begun = ledger.pop("groups/begun")
+            self.assertEqual(begun, sum(ledger.values()))
+            self.assertLess(record["rl/logprob_gap"], 1e-5)
+        self.assertGreater(sum(r["rl/trained_tokens"] for r in records), 0)
+        summary = json.loads((workdir / "summary.json").read_text())
+        self.assertIn("eval/success", summary)
+
+    @pytest.mark.slow
+    def test_a_killed_server_starts_again_with_the_present_weights(self):
+        workdir = self.root / "killed"
+
+        def kill(child):
+            deadline = time.monotonic() + SECONDS
+            while not (workdir / "metrics.jsonl").exists():
+                self.assertLess(time.monotonic(), deadline)
+                self.assertIsNone(child.poll())
+                time.sleep(0.2)
+            (server,) = children_of(child.pid, "--num_replicas=0")
+            os.kill(server, signal.SIGKILL)
+
+        records = self.run_to_the_end(workdir, kill, num_steps=12)
+        self.assertEqual([r["step"] for r in records], [*range(1, 13)])
+        last = records[-1]
+        self.assertGreaterEqual(last["actors/servers_repaired"], 1)
+        self.assertGreater(last["groups/restarted"], 0)
+        self.assertLessEqual(max(r["rollout/staleness_max"] for r in records), 2)
+
+
+if __name__ == "__main__":
+    environment.main()

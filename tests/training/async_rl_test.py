@@ -1,0 +1,140 @@
+"""Stage async_rl: alone equal to stage rl, else never staler than it may be."""
+
+import collections
+import dataclasses
+import shutil
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import environments
+from glm5_jax.rl.actors import orchestrator as orchestrator_lib
+from glm5_jax.training import loop, policy
+from glm5_jax.training.feeds import player
+from glm5_jax.training.reporting import metrics
+from tests import environment, runs
+from tests.training import rl_runs
+
+SLOW = 0.02  # seconds that an environment thinks
+
+
+def make_config(max_staleness, rl=None, **changes):
+    rl = {"max_staleness": max_staleness, "objective": "dis"} | (rl or {})
+    return dataclasses.replace(rl_runs.make_config(rl), stage="async_rl", **changes)
+
+
+class AsyncTest(runs.OneDeviceTest):
+    def train(self, config, folder, seconds=0.0):
+        """Trains; returns the indices of the groups of each step."""
+        taskset = rl_runs.Lottery(seconds=seconds)
+        steps, take = [], orchestrator_lib.Orchestrator.take
+
+        async def taken(orchestrator, stall_seconds):
+            groups = await take(orchestrator, stall_seconds)
+            steps.append([index for index, _ in groups])
+            return groups
+
+        with (
+            mock.patch.object(environments, "make", return_value=taskset),
+            mock.patch.object(orchestrator_lib.Orchestrator, "take", taken),
+        ):
+            loop.train(config, folder)
+        return steps
+
+    def test_without_staleness_it_is_the_synchronous_stage_bit_for_bit(self):
+        config = make_config(0, eval_every=2)
+        synchronous = dataclasses.replace(config, stage="rl")
+        folders = self.root / "async", self.root / "sync"
+        steps = self.train(config, folders[0])
+        self.train(synchronous, folders[1])
+        self.assertEqual(steps, [[0, 1], [2, 3], [4, 5], [6, 7]])
+        rl_runs.assert_same_state(*folders, config)
+        ours, theirs = map(rl_runs.computed, folders)
+        for line, other in zip(ours, theirs, strict=True):
+            self.assertEqual(other.keys() - line.keys(), {"rollout/prompt_tokens_read"})
+            shared = {name: value for name, value in other.items() if name in line}
+            self.assertContainsSubset(shared.items(), line.items())
+        records = (metrics.read(folder / "metrics.jsonl") for folder in folders)
+        found = [[r.get("eval/success") for r in lines] for lines in records]
+        self.assertEqual(*found)
+
+    def test_stale_tokens_are_learnt_from_within_the_bound(self):
+        config = make_config(2, num_steps=6)
+        folder = self.root / "stale"
+        steps = self.train(config, folder, SLOW)
+        learnt = [index for step in steps for index in step]
+        self.assertLen(set(learnt), 12)
+        records = metrics.read(folder / "metrics.jsonl")
+        staleness = [r["rollout/staleness_max"] for r in records]
+        self.assertBetween(max(staleness), 1, 2)
+        for record in records:
+            ledger = collections.Counter(
+                {k: v for k, v in record.items() if k.startswith("groups/")}
+            )
+            begun = ledger.pop("groups/begun")
+            self.assertEqual(begun, sum(ledger.values()))
+            stale = sum(record[f"rl/tokens/stale_{s}"] for s in (1, 2))
+            self.assertBetween(stale, 0, record["rl/trained_tokens"])
+            self.assertLess(record["rl/logprob_gap"], 1e-5)
+            self.assertEqual(record["optim/skipped_total"], 0)
+        self.assertGreater(sum(r["rl/tokens/stale_1"] for r in records), 0)
+
+    def test_a_killed_run_loses_no_group(self):
+        config = make_config(2, num_steps=6)
+        folder = self.root / "killed"
+        first = self.train(config, folder, SLOW)
+        for step in ("4", "6"):  # as if it was killed before they were written
+            shutil.rmtree(folder / "checkpoints" / step)
+        (folder / "summary.json").unlink()
+        second = self.train(config, folder, SLOW)
+        self.assertLen(second, 4)
+        learnt = [index for step in first[:2] + second for index in step]
+        self.assertLen(set(learnt), 12)
+        oldest = sorted(learnt)[:8]
+        self.assertEqual(oldest, [*range(8)])
+        records = metrics.read(folder / "metrics.jsonl")
+        self.assertEqual([r["step"] for r in records], [1, 2, 3, 4, 5, 6])
+        self.assertLessEqual(max(r["rollout/staleness_max"] for r in records), 2)
+
+    def test_an_environment_that_hangs_is_a_timeout_not_a_hang(self):
+        config = make_config(1, {"step_timeout_seconds": 0.1}, num_steps=1)
+        with (
+            self.assertRaisesRegex(
+                orchestrator_lib.StalledError, "no episode has advanced"
+            ),
+            mock.patch.object(player.Player, "serve", _silent),
+        ):
+            self.train(config, self.root / "silent")
+
+
+def _silent(self, serve=player.Player.serve):
+    """Returns a service that never answers."""
+    service = serve(self)
+    service.pause("keep").result()
+    return service
+
+
+class GateTest(parameterized.TestCase):
+    def test_only_tokens_of_the_trained_weights_are_judged(self):
+        config = make_config(3)
+        staleness = np.array([[0, 1, 3, 7, 0]])
+        mask = np.array([[1.0, 1, 1, 1, 0]])
+        batch = jax.tree.map(jnp.asarray, {"loss_mask": mask, "staleness": staleness})
+        masks = policy._by_staleness(config, batch)
+        found = [np.flatnonzero(mask[0]).tolist() for mask in jax.device_get(masks)]
+        self.assertEqual(found, [[0], [1], [], [2, 3]])
+        del batch["staleness"]
+        (mask,) = policy._by_staleness(config, batch)
+        self.assertEqual(np.flatnonzero(mask[0]).tolist(), [0, 1, 2, 3])
+
+    def test_staleness_is_not_negative(self):
+        with self.assertRaisesRegex(config_lib.InputError, "max_staleness must be"):
+            make_config(-1)
+
+
+if __name__ == "__main__":
+    environment.main()
