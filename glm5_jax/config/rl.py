@@ -18,6 +18,11 @@ _POSITIVE = (
     *("clip_low", "clip_high", "dis_low", "dis_high", "tis_cap"),
     *("max_logprob_gap", "step_timeout_seconds"),
 )
+_COUNTS = (
+    *("prompts_per_step", "group_size", "max_new_tokens", "max_turns"),
+    *("slots", "prefill_chunk", "updates_per_rollout"),
+    *("num_eval_tasks", "max_rounds"),
+)
 MAX_DRAFTS = 7  # of a round of speculative decoding; GLM-5.2 drafts as many
 
 
@@ -96,9 +101,7 @@ class RLConfig:
             *checks.choices(self),
             *checks.positive(
                 self,
-                *("prompts_per_step", "group_size", "max_new_tokens", "max_turns"),
-                *("slots", "prefill_chunk", "updates_per_rollout"),
-                *("num_eval_tasks", "max_rounds"),
+                *_COUNTS,
                 most=checks.MAX_SIZE,
             ),
             (

@@ -74,7 +74,10 @@ class Run(stateful.RuleBasedStateMachine):
     @stateful.rule()
     def save(self) -> None:
         version = self.groups.version
-        state = json.dumps(self.groups.state(self.groups.version))
+        if self.taken:  # the checkpoint is written before the weights are published
+            self.learnt[version] = self.taken
+            version += 1
+        state = json.dumps(self.groups.state(version))
         self.saved = (version, state, frozenset(self.dropped))
         self.groups.commit(version)
 
@@ -150,6 +153,20 @@ RunTest.settings = settings(max_examples=100, stateful_step_count=40, deadline=N
 
 
 class GroupsTest(parameterized.TestCase):
+    def test_a_checkpoint_before_the_publication_admits_no_more_groups(self):
+        groups = groups_lib.Groups(2, max_staleness=1)
+        begun = [groups.begin() for _ in range(5)]
+        self.assertEqual(begun, [0, 1, 2, 3, None])
+        for index in begun[:4]:
+            groups.finish(index, "content")
+        groups.take()
+        groups.commit(1)  # the step is done and saved, and version 1 not yet published
+        self.assertIsNone(groups.begin())
+        groups.publish()
+        self.assertEqual([groups.begin() for _ in range(3)], [4, 5, None])
+        groups.rewind(0)
+        self.assertIsNone(groups.begin())
+
     def test_staleness_0_is_synchronous(self) -> None:
         groups = groups_lib.Groups(3, max_staleness=0)
         for version in range(4):

@@ -196,6 +196,7 @@ class Router:
         paths = (fleet_lib.START, fleet_lib.UPDATE, fleet_lib.FINISH)
         return [
             ("GET", fleet_lib.REPLICAS, replicas),
+            ("POST", fleet_lib.REPLICAS, tell),
             *(("POST", path, tell) for path in paths),
             *(("POST", "/replica/{index}" + path, tell) for path in paths),
         ]
@@ -223,14 +224,33 @@ class FleetTest(parameterized.TestCase):
             (fleet_lib.FINISH, {"weight_version": 3}),
         ]
         apart = [(f"/replica/1{path}", body) for path, body in words]
+        trusted = router.told[6][1]
         self.assertEqual(router.told[:6], words + apart)
+        self.assertTrue(trusted["has_weights"])
+        self.assertEndsWith(trusted["url"], "/replica/1")
+
+    def test_a_version_waits_for_a_server_that_starts_again(self):
+        router = Router(["down"])
+
+        async def start_again():
+            await asyncio.sleep(0.1)
+            router.states[0] = "unfit"
+
+        async def run():
+            async with served(*router.routes()) as (url, session):
+                starting = asyncio.create_task(start_again())
+                await fleet_lib.Fleet(session, url).publish("folder", 5, seconds=5.0)
+                await starting
+
+        asyncio.run(run())
+        self.assertEqual(router.states, ["ready"])
 
     def test_a_version_that_no_server_takes_is_an_error(self):
         router = Router(["unfit", "down"], takes=False)
 
         async def run():
             async with served(*router.routes()) as (url, session):
-                await fleet_lib.Fleet(session, url).publish("folder", 5)
+                await fleet_lib.Fleet(session, url).publish("folder", 5, seconds=0.3)
 
         with self.assertRaisesRegex(completer.EngineError, "has taken version 5"):
             asyncio.run(run())

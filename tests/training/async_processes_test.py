@@ -15,6 +15,7 @@ from tests import environment, runs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 300  # for a run, most of them to compile
+NUM_STEPS = 60  # so that a run lasts longer than a server takes to die
 
 
 def command(workdir, **changes):
@@ -26,7 +27,7 @@ def command(workdir, **changes):
         "checkpoint_every": 2,
         "optim.warmup_steps": 0,
         "model.num_hidden_layers": 1,
-        "rl.environment": "reverse_dense:2-3",
+        "rl.environment": "tests.rl.lottery:Lottery",
         "rl.prompts_per_step": 2,
         "rl.group_size": 4,
         "rl.max_new_tokens": 6,
@@ -79,6 +80,7 @@ class ProcessesTest(runs.FolderTest):
                 code = child.wait(SECONDS)
             finally:
                 child.kill()
+                child.wait()
         self.assertEqual(code, 0, log.read_text()[-4000:])
         return metrics.read(workdir / "metrics.jsonl")
 
@@ -102,15 +104,16 @@ class ProcessesTest(runs.FolderTest):
 
         def kill(child):
             deadline = time.monotonic() + SECONDS
-            while not (workdir / "metrics.jsonl").exists():
+            path = workdir / "metrics.jsonl"
+            while not (path.exists() and metrics.read(path)):
                 self.assertLess(time.monotonic(), deadline)
                 self.assertIsNone(child.poll())
                 time.sleep(0.2)
             (server,) = children_of(child.pid, "--num_replicas=0")
             os.kill(server, signal.SIGKILL)
 
-        records = self.run_to_the_end(workdir, kill, num_steps=12)
-        self.assertEqual([r["step"] for r in records], [*range(1, 13)])
+        records = self.run_to_the_end(workdir, kill, num_steps=NUM_STEPS)
+        self.assertEqual([r["step"] for r in records], [*range(1, NUM_STEPS + 1)])
         last = records[-1]
         self.assertGreaterEqual(last["actors/servers_repaired"], 1)
         self.assertGreater(last["groups/restarted"], 0)

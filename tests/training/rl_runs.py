@@ -1,6 +1,5 @@
 """Runs of stage rl that are over in seconds, and rewards that a random model earns."""
 
-import asyncio
 import dataclasses
 import pathlib
 import sys
@@ -12,51 +11,20 @@ import numpy as np
 from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.checkpoint import manager
-from glm5_jax.environments import protocol
-from glm5_jax.environments.tasks import ladder
 from glm5_jax.model import transformer
 from glm5_jax.training import loop
 from glm5_jax.training import step as step_lib
 from glm5_jax.training.reporting import metrics
 from tests import environment, runs
 from tests.model import tiny
+from tests.rl import lottery
 
 LENGTH = 40
+Lottery = lottery.Lottery
 # One stack of layers, which compiles faster than two.
 MODEL = tiny.model(
     num_hidden_layers=2, first_k_dense_replace=0, vocab_size=292, mtp_num_steps=1
 )
-
-
-class Lottery:
-    """Tasks of another taskset; what is paid is chance, but the same every time."""
-
-    def __init__(self, name="reverse_dense:2-3", seconds=0.0):
-        """`seconds` is how long an environment thinks about an answer."""
-        self.name, self._seconds = name, seconds
-        self._tasks = ladder.Ladder(name)
-
-    def task(self, split, seed, index):
-        task = self._tasks.task(split, seed, index)
-        return dataclasses.replace(task, pays_when_cut=True)
-
-    def environment(self):
-        return self
-
-    def demonstration(self, task):
-        return self._tasks.demonstration(task)
-
-    async def reset(self, task):
-        return task.messages
-
-    async def step(self, message):
-        await asyncio.sleep(self._seconds)
-        total = sum(map(ord, message["content"])) % 5 / 4
-        reward = protocol.Reward(total, {"luck": total})
-        return protocol.StepResult((), reward, terminated=True, truncated=False)
-
-    async def close(self):
-        pass
 
 
 def make_config(rl=None, model=None, **changes):

@@ -6,6 +6,7 @@ that the servers were started with. Nothing here imports jax.
 """
 
 import asyncio
+import time
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,9 @@ from glm5_jax.rl import completer
 START, UPDATE = "/start_weight_update", "/update_weights"
 FINISH, REPLICAS = "/finish_weight_update", "/replicas"
 _READY = "ready"
-_SECONDS = 600.0  # for a server to read its weights
+_SECONDS = 600.0  # for a server to start, and to read its weights
+_POLL_SECONDS = 0.2
+_CHECKED_SECONDS = 3.0  # within which the router sees that a server is right
 _SHOWN = 300  # characters of an answer
 
 
@@ -33,28 +36,38 @@ class Fleet:
         self._session, self._url = session, url.rstrip("/")
         self._current: tuple[str, int] | None = None  # folder and version
         self._publishing = asyncio.Lock()
+        self._wait_until: dict[str, float] = {}  # by server that got weights apart
         self.num_repaired = 0  # servers that got their weights apart
 
-    async def publish(self, folder: str, version: int) -> None:
+    async def publish(
+        self, folder: str, version: int, seconds: float = _SECONDS
+    ) -> None:
         """Gives all servers a version; they draw with it from their next step on.
 
         A server that fails is out of service until `repair` has given it the version.
+        If all of them do, it waits for one that starts again.
 
         Args:
           folder: of the version, relative to the root of the servers.
           version: above the last one.
+          seconds: to wait.
 
         Raises:
-          EngineError: no server took it.
+          EngineError: no server took it in time.
         """
+        deadline = time.monotonic() + seconds
         async with self._publishing:
             # At once: a server that starts now must not get the version before.
             self._current = folder, version
             await self._push(self._url)
-            if not any(r["state"] == _READY for r in await self.replicas()):
-                raise completer.EngineError(
-                    f"no server behind {self._url} has taken version {version}."
-                )
+            while not any(r["state"] == _READY for r in await self.replicas()):
+                if time.monotonic() > deadline:
+                    raise completer.EngineError(
+                        f"no server behind {self._url} has taken version {version} "
+                        f"in {seconds:g} s."
+                    )
+                await asyncio.sleep(_POLL_SECONDS)
+                await self._repair()
 
     async def repair(self, seconds: float) -> None:
         """Gives servers that missed a version the current one, until cancelled.
@@ -84,12 +97,18 @@ class Fleet:
     async def _repair(self) -> None:
         if self._current is None:
             return
+        now = time.monotonic()
         for replica in await self.replicas():
-            if replica["state"] == "unfit" and await self._push(replica["url"]):
+            url = replica["url"]
+            if replica["state"] != "unfit" or now < self._wait_until.get(url, 0.0):
+                continue
+            self._wait_until[url] = now + _CHECKED_SECONDS
+            if await self._push(url):
+                # If no other is in service, the router cannot know that it is right.
+                trusted = {"url": url, "has_weights": True}
+                await self._ask("POST", self._url + REPLICAS, trusted)
                 self.num_repaired += 1
-                logging.info(
-                    "%s got version %d apart.", replica["url"], self._current[1]
-                )
+                logging.info("%s got version %d apart.", url, self._current[1])
 
     async def _push(self, url: str) -> bool:
         """Sends the current version to a server, or through the router to all."""

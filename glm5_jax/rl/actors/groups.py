@@ -62,6 +62,7 @@ class Groups(Generic[T]):
         self._counts = collections.Counter(saved["counts"])
         # Oldest first: indices that begin again have no order of their own.
         self._groups: dict[int, _Group[T]] = {}
+        self._committed = self.version  # steps whose groups are forgotten
 
     @property
     def num_running(self) -> int:
@@ -75,8 +76,10 @@ class Groups(Generic[T]):
 
     def begin(self) -> int | None:
         """Returns the index of the group to run next; None if none may begin now."""
-        learnt = self.version * self.batch_size
-        others = sum(not _is_before(g, self.version) for g in self._groups.values())
+        # A checkpoint may be of a step whose weights are not published yet.
+        done = max(self.version, self._committed)
+        learnt = done * self.batch_size
+        others = sum(not _is_before(g, done) for g in self._groups.values())
         most = self.batch_size * (self.max_staleness + self.version + 1)
         if learnt + others >= most:
             return None
@@ -158,6 +161,7 @@ class Groups(Generic[T]):
         done = [i for i, group in self._groups.items() if _is_before(group, version)]
         for index in done:
             del self._groups[index]
+        self._committed = max(self._committed, version)
         self._counts["done"] += len(done)
 
     def rewind(self, version: int) -> None:
@@ -165,7 +169,7 @@ class Groups(Generic[T]):
         for group in self._groups.values():
             if group.step is not None and group.step >= version:
                 group.step = None
-        self.version = version
+        self.version = self._committed = version
 
     def ledger(self) -> dict[str, int]:
         """Returns the number of groups by what became of them.

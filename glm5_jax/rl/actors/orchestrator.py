@@ -101,7 +101,7 @@ class Orchestrator:
         return batch
 
     def published(self, version: int) -> None:
-        """Notes that the engines have the weights of a version."""
+        """Lets groups begin with a version, which the engines have."""
         while self.groups.version < version:
             self.groups.publish()
         self._tell()

@@ -2,7 +2,7 @@
 
     POST /start   {"groups": {...}}                begins to play: see `Groups`
     POST /publish {"folder": "...", "version": 3}  gives the servers new weights
-    POST /take    {"stall_seconds": 60}            waits for the groups of a step
+    POST /take    {"version": 3, "stall_seconds": 60}   waits for the groups of a step
     POST /evaluate                                 plays the held-out tasks
     POST /memory  {"version": 3}                   what a checkpoint must keep
     GET  /status                                   what a person wants to see
@@ -122,12 +122,11 @@ class Process:
 
     async def _publish(self, body: dict[str, Any]) -> dict[str, Any]:
         await self._fleet.publish(body["folder"], body["version"])
-        if self._orchestrator is not None:
-            self._orchestrator.published(body["version"])
         return {}
 
     async def _take(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self._orchestrator is not None, "/start comes first"
+        self._orchestrator.published(body["version"])
         taken = await self._orchestrator.take(body["stall_seconds"])
         played, counts = self._orchestrator.played()
         return {

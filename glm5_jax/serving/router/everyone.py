@@ -48,6 +48,10 @@ async def ask(
             *(_ask_one(link, r, method, target, body, seconds) for r in asked)
         )
         if any(answer.is_ok for answer in answers):
+            if path == FINISH:
+                # Now, as none may be left to ask when another one joins.
+                versions = [_version_in(a) for a in answers if a.is_ok]
+                pool.version = next((v for v in versions if v is not None), None)
             for replica, answer in zip(asked, answers, strict=True):
                 await _note(pool, replica, path, answer.is_ok)
         return {r.url: answer for r, answer in zip(asked, answers, strict=True)}
@@ -89,6 +93,13 @@ def as_json(fields: Mapping[str, Any], status: int = 200) -> upstream.Answer:
     """Returns an answer of the router itself."""
     body = json.dumps(fields).encode()
     return upstream.Answer(status, {"content-type": "application/json"}, body)
+
+
+def _version_in(answer: upstream.Answer) -> float | None:
+    """Returns the version of the weights that a replica says that it has now."""
+    found = answer.json.get("weight_version") if isinstance(answer.json, dict) else None
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    return float(found) if is_number else None
 
 
 async def _ask_one(

@@ -21,15 +21,18 @@ class Actors(Protocol):
     """Plays in the background, from `start` to `close`."""
 
     def publish(self, params: dict, version: int) -> None:
-        """Gives the engines weights, with which they go on; versions increase."""
+        """Gives the engines weights, with which they continue.
+
+        Versions never fall; weights of the last version are the same ones.
+        """
         ...
 
     def start(self, state: Mapping[str, Any]) -> None:
         """Begins to play, from what `memory` returned; `publish` comes before."""
         ...
 
-    def take(self) -> Taken:
-        """Waits for the groups of the next step."""
+    def take(self, version: int) -> Taken:
+        """Lets groups begin with a version; waits for those of the step after it."""
         ...
 
     def evaluate(self) -> Sequence[episodes_lib.Episode]:

@@ -57,6 +57,7 @@ class EngineProcesses:
         self._folder: pathlib.Path | None = None
         self._store: writer_lib.Writer | None = None
         self._port = 0  # of the orchestrator
+        self._version = -1  # that the servers have
         self._cast = jax.jit(functools.partial(transformer.cast, config=config.model))
 
     def publish(self, params: dict, version: int) -> None:
@@ -65,6 +66,8 @@ class EngineProcesses:
         Raises:
           ActorError: no server took it.
         """
+        if version == self._version:
+            return
         if self._store is None:
             self._launch(params)
         assert self._store is not None
@@ -72,6 +75,7 @@ class EngineProcesses:
         made = self._store.publish(self._cast(params), version)
         assert made is not None, "one process writes"
         self._ask("/publish", {"folder": made.name.folder, "version": version})
+        self._version = version
         logging.log_first_n(
             logging.INFO,
             "The servers have the first weights after %.2f s.",
@@ -83,14 +87,15 @@ class EngineProcesses:
         """Lets the orchestrator begin to play."""
         self._ask("/start", {"groups": state})
 
-    def take(self) -> actors.Taken:
-        """Waits for the groups of the next step.
+    def take(self, version: int) -> actors.Taken:
+        """Lets groups begin with a version; waits for those of the step after it.
 
         Raises:
           ActorError: no episode advances, or the servers failed again and again.
         """
         stall = jobs.stall_seconds(self._config.rl)
-        found = self._ask("/take", {"stall_seconds": stall}, seconds=None)
+        body = {"version": version, "stall_seconds": stall}
+        found = self._ask("/take", body, seconds=None)
         metrics = {f"rollout/{name}": n for name, n in found["counts"].items()}
         metrics |= {f"groups/{name}": n for name, n in found["ledger"].items()}
         metrics["actors/loop_lag_seconds"] = round(found["lag"], 3)

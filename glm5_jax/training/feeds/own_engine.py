@@ -36,8 +36,6 @@ class OwnEngine:
     def publish(self, params: dict, version: int) -> None:
         """Gives the engine a copy of weights between two dispatches."""
         self._player.publish(params, version, self._config.rl.rollout_weights)
-        if self._local is not None:
-            self._local.call(lambda made: made.published(version))
 
     def start(self, state: Mapping[str, Any]) -> None:
         """Begins to play in a thread."""
@@ -54,14 +52,15 @@ class OwnEngine:
         )
         self._local = local.Local(self._player.serve(), game, groups)
 
-    def take(self) -> actors.Taken:
-        """Waits for the groups of the next step.
+    def take(self, version: int) -> actors.Taken:
+        """Lets groups begin with a version; waits for those of the step after it.
 
         Raises:
           StalledError: no episode advances.
           EngineError: the engine failed again and again.
         """
         assert self._local is not None, "start comes first"
+        self._local.call(lambda made: made.published(version))
         taken = self._local.take(jobs.stall_seconds(self._config.rl))
         episodes, counts = self._local.call(orchestrator_lib.Orchestrator.played)
         ledger = self._local.call(lambda made: made.groups.ledger())

@@ -1,7 +1,6 @@
 """Episodes of a run: the engine that plays them, and success on held-out tasks."""
 
 import contextlib
-import functools
 import sys
 from collections.abc import Sequence
 
@@ -55,10 +54,9 @@ class Player:
         """Plays the next episodes with these parameters."""
         config, rl = self._config, self._config.rl
         if self._service is not None:
-            publish = functools.partial(
-                publisher.publish, params=params, version=version, weights=weights
-            )
-            self._service.call(publish).result()
+            self._service.call(
+                lambda engine: _publish_again(engine, params, version, weights)
+            ).result()
             return
         if self._engine is None:
             logging.info("Compiling the engine, then playing the first episodes ...")
@@ -125,3 +123,18 @@ class Player:
     def play_held_out(self) -> list[episodes_lib.Episode]:
         """Returns an episode of each held-out task, with the engine's weights."""
         return self.play(self._held_out, "evaluate")
+
+
+def _publish_again(
+    engine: engine_lib.Engine,
+    params: dict,
+    version: int,
+    weights: config_lib.RolloutWeights,
+) -> None:
+    """Publishes weights, unless requests are running with this very version.
+
+    If none is, the slots are emptied, so that rollouts do not depend on an evaluation
+    before them.
+    """
+    if version != engine.version or not engine.num_pending:
+        publisher.publish(engine, params, version, weights)

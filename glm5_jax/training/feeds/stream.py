@@ -41,7 +41,6 @@ class Stream:
             else own_engine.OwnEngine(config, taskset, template)
         )
         self._is_playing = False
-        self._version = -1  # of the engines' weights
         self._saved: Mapping[str, Any] = {}
         self.shown: Sequence[episodes_lib.Episode] = ()
 
@@ -52,23 +51,28 @@ class Stream:
           StalledError: no episode advances.
           EngineError: the engines failed again and again.
         """
-        self._publish(params, position)
+        self._actors.publish(params, position)
         if not self._is_playing:
             first = position * self._config.rl.prompts_per_step
             begun = {"next": first, "again": [], "counts": {}}
             self._actors.start({**begun, **self._saved, "version": position})
             self._is_playing = True
-        taken = self._actors.take()
-        self.shown = taken.episodes[: player_lib.NUM_SHOWN]
-        return groups_lib.Played(taken.groups, taken.episodes, taken.metrics)
+        taken = self._actors.take(position)
+        own = [episode for group in taken.groups for episode in group]
+        episodes = taken.episodes or own  # all may have ended before the last step
+        self.shown = episodes[: player_lib.NUM_SHOWN]
+        return groups_lib.Played(taken.groups, episodes, taken.metrics)
 
     def evaluate(self, params: dict, position: int) -> dict[str, float]:
         """Returns success on held-out tasks, while other episodes continue.
 
+        No group begins meanwhile, so that without staleness the engine plays nothing
+        else, as in rounds.py.
+
         The engines sample with the weights of rollouts, also where these are rounded
         (rl.rollout_weights).
         """
-        self._publish(params, position)
+        self._actors.publish(params, position)
         played = self._actors.evaluate()
         self.shown = played[: player_lib.NUM_SHOWN]
         return held_out.figures(played)
@@ -87,9 +91,3 @@ class Stream:
     def close(self) -> None:
         """Cancels all episodes and ends the engines."""
         self._actors.close()
-
-    def _publish(self, params: dict, position: int) -> None:
-        """Gives the engines the weights of a position, once."""
-        if position != self._version:
-            self._actors.publish(params, position)
-            self._version = position

@@ -99,8 +99,11 @@ class Light:
         self.asked.append(f"{path}?{query}" if query else path)
         if path in ("/pause", "/resume"):
             self.is_paused = path == "/pause"
-        self.version += path == "/finish_weight_update"
-        return responses.JSONResponse({"status": path[1:]})
+        told = {"status": path[1:]}
+        if path == "/finish_weight_update":
+            self.version += 1
+            told["weight_version"] = self.version
+        return responses.JSONResponse(told)
 
     async def _whole(self, request):
         if refusal := await self._refuse(request):

@@ -384,6 +384,19 @@ class EveryoneTest(RouterTest):
         self.assertEqual(status, 200)
         await until(lambda: replica.state == "ready")
 
+    async def test_the_only_one_that_comes_back_with_old_weights_gets_nothing(self):
+        """No other can be asked for the version that it ought to have."""
+        await self.started(1)
+        (one,) = self.lights[:1]
+        await self.post("/finish_weight_update")
+        replica = self.router.pool.replicas[one.url]
+        one.mode = "unwell"
+        await until(lambda: replica.state == "down")
+        one.mode, one.version = "ok", 0
+        await until(lambda: replica.state == "unfit")
+        one.version = 1
+        await until(lambda: replica.state == "ready")
+
     async def test_one_that_missed_the_resume_resumes_before_it_is_in_service(self):
         await self.started(2)
         await self.post("/pause")
