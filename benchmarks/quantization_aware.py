@@ -6,11 +6,13 @@ For each seed it teaches a model a task by supervised fine-tuning, and trains on
 there in two arms, over the same batches; one arm computes with rounded weights. Both
 are then rounded, and score held-out conversations in nats per token. A seed draws the
 initial weights, the batches of the start, and those of the arms. It prints a line a
-seed, and the mean of the differences with its 95% interval: negative ones are gains of
-quantization-aware training. The default, three seeds, takes ten minutes of a core.
+seed, and with 95% intervals the mean of the differences (negative ones are gains of
+quantization-aware training) and the geometric mean of the ratios. The default, three
+seeds, takes ten minutes of a core.
 """
 
 import argparse
+import math
 import pathlib
 import subprocess
 import sys
@@ -65,7 +67,7 @@ def main() -> None:
     parser.add_argument("--learning_rate", default="1e-3", help="of an arm; falls to 0")
     args = parser.parse_args()
     rows = held_out(command_line.resolve(files.load(args.config)).data)
-    root, differences = pathlib.Path(args.workdir).absolute(), []
+    root, pairs = pathlib.Path(args.workdir).absolute(), []
     print("| seed | before | rounded after | trained with rounding |")
     print("|---|---|---|---|", flush=True)
     for seed in range(args.seeds):
@@ -91,13 +93,16 @@ def main() -> None:
         ]
         before = nll(ours[0], rows, quantized_loading.STORED)
         after, aware = (nll(folder, rows, args.scheme) for folder in ours)
-        differences.append(aware - after)
+        pairs.append((after, aware))
         print(f"| {seed} | {before:.5f} | {after:.5f} | {aware:.5f} |", flush=True)
-    found = intervals.mean_interval(differences)
+    found = intervals.mean_interval([aware - after for after, aware in pairs])
     print(
         f"difference {found.mean:+.5f} ({found.low:+.5f} to {found.high:+.5f}) nats a "
         f"token, n = {args.seeds}"
     )
+    logs = intervals.mean_interval([math.log(aware / after) for after, aware in pairs])
+    mean, low, high = map(math.exp, (logs.mean, logs.low, logs.high))
+    print(f"ratio {mean:.3f} ({low:.3f} to {high:.3f}), n = {args.seeds}")
 
 
 if __name__ == "__main__":
