@@ -162,7 +162,7 @@ class OrderTest(parameterized.TestCase):
 
 
 class PaddingTest(parameterized.TestCase):
-    @parameterized.parameters("gather", "exchange")
+    @parameterized.parameters("gather", "rounds", "exchange")
     def test_it_takes_no_room_from_tokens(self, transport):
         """4 of 5 positions are padding, replayed as expert 0; a device has one."""
         config = dataclasses.replace(CONFIG, expert_transport=transport)
