@@ -123,7 +123,7 @@ def quantized(params: Any, dims: Any, scheme: Scheme) -> Any:
 
 
 def rounded(params: Any, dims: Any, scheme: Scheme) -> Any:
-    """Returns parameters with the values that their codes stand for, in their dtypes.
+    """Returns parameters with the values that their codes stand for, in float32.
 
     Training on these is quantization-aware: the gradient is taken with respect to the
     rounded weights, and moves the parameters themselves (a straight-through estimate).
