@@ -43,6 +43,7 @@ def train(
         f"--config.num_steps={steps}",
         *("--config.eval_every=0", "--config.checkpoint_every=0"),
         *("--config.rl.num_eval_tasks=8", "--config.sample_tokens=0"),
+        "--config.optim.warmup_steps=0",
         *("--config.rl.min_start_success=0", "--config.rl.max_start_success=1"),
         *("--config.rl.dynamic_sampling=False", "--config.rl.min_used_groups=0"),
         f"--config.rl.environment=slow_tools:{tools}",

@@ -12,6 +12,7 @@ from glm5_jax.environments import protocol
 from glm5_jax.environments.tasks import ladder, problems, reasoning_gym
 
 _CALLS = ("reset", "step", "close")  # of an environment
+_CALLS_OF_AGENT = ("play", "close")
 
 
 def make(name: str) -> protocol.Taskset:
@@ -46,10 +47,11 @@ def _own(name: str) -> protocol.Taskset:
             f"{name!r}: its first task or environment raised "
             f"{type(error).__name__}: {error}"
         ) from error
-    user_classes.require_methods(name, environment, _CALLS)
+    calls = _CALLS_OF_AGENT if hasattr(environment, "play") else _CALLS
+    user_classes.require_methods(name, environment, calls)
     blocking = [
         call
-        for call in _CALLS
+        for call in calls
         if not inspect.iscoroutinefunction(getattr(environment, call))
     ]
     checks.require(

@@ -82,8 +82,33 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class Agent(Protocol):
+    """One episode that a program of its own plays, which asks the model by itself.
+
+    It takes the place of an `Environment`.
+    """
+
+    async def play(self, task: Task, base_url: str) -> StepResult:
+        """Runs the program on a task and scores it.
+
+        Args:
+          task: to solve.
+          base_url: what the program takes for OpenAI's: its chat completions are turns
+            of this episode. It holds as long as the call.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Frees all resources; called once, also after a failure."""
+        ...
+
+
+@runtime_checkable
 class Taskset(Protocol):
-    """A source of tasks and of environments that run them."""
+    """A source of tasks and of environments that run them.
+
+    One whose environments are an `Agent` says so by an attribute `has_agents = True`.
+    """
 
     name: str
 
@@ -91,8 +116,8 @@ class Taskset(Protocol):
         """Returns a task of a split, "train" or "held_out"; no task is in both."""
         ...
 
-    def environment(self) -> Environment:
-        """Returns a new environment for one episode."""
+    def environment(self) -> Environment | Agent:
+        """Returns a new environment, or agent, for one episode."""
         ...
 
     def demonstration(self, task: Task) -> Sequence[messages_lib.Message] | None:

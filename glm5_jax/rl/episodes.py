@@ -20,6 +20,7 @@ are not the environment's fault and are not caught.
 """
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -28,17 +29,16 @@ import math
 import numbers
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from glm5_jax import config
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
-from glm5_jax.rl import calls, completer, gateway
+from glm5_jax.rl import agent_session, calls, completer, copies, gateway
 
 _MAX_REASON = 300  # characters
 _KEEP = 4  # dispatches that an environment may take before others get the slot
-_MAX_PARTS = 16  # of a message, each as large as the cache may be
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,17 @@ class Episode:
     close_error: str  # or ""
 
 
+@runtime_checkable
+class Doors(Protocol):
+    """Addresses at which agents ask for turns: actors/doors.py."""
+
+    def opened(
+        self, session: agent_session.AgentSession
+    ) -> contextlib.AbstractContextManager[str]:
+        """Yields the base URL of a session, which ends with the block."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Context:
     """The objects that all episodes share."""
@@ -102,6 +113,8 @@ class Context:
     taskset: protocol.Taskset
     template: templates.Template
     settings: Settings
+    # Where agents ask that are programs of their own; None: there are none.
+    doors: Doors | None = None
 
     @functools.cached_property
     def max_characters(self) -> int:
@@ -167,8 +180,9 @@ class _Run:
         self._context, self._job = context, job
         self._settings = context.settings
         self._session = gateway.Session(context.template, job.task.tools)
-        self._messages: list[dict[str, Any]] = []
-        self._environment: protocol.Environment | None = None
+        self._turns: gateway.Session | agent_session.AgentSession = self._session
+        self._messages: list[Mapping[str, Any]] = []
+        self._environment: protocol.Environment | protocol.Agent | None = None
         self._seconds_left = context.settings.episode_timeout
 
     async def run(self) -> Episode:
@@ -178,7 +192,7 @@ class _Run:
             label, reward, reason = end.label, None, end.reason
         finally:
             close_error = await self._close()
-        session = self._session
+        session = self._turns
         return Episode(
             task=self._job.task,
             group=self._job.group,
@@ -196,7 +210,10 @@ class _Run:
 
     async def _play(self) -> _Outcome:
         truncated, reward = protocol.Label.TRUNCATED, protocol.Reward(0.0)
-        environment = self._environment = self._make()
+        made = self._environment = self._make()
+        if isinstance(made, protocol.Agent):
+            return await self._play_agent(made)
+        environment = made
         first = await self._call("reset", lambda: environment.reset(self._job.task))
         self._put(first, "reset")
         for turn in range(self._settings.max_turns):
@@ -230,6 +247,44 @@ class _Run:
                 return truncated, reward, "the environment truncated"
         return truncated, reward, f"no end in {self._settings.max_turns} turns"
 
+    async def _play_agent(self, agent: protocol.Agent) -> _Outcome:
+        """Lets a program play; its turns are those that it asks for."""
+        doors, task, settings = self._context.doors, self._job.task, self._settings
+        assert doors is not None, "whoever plays agents opens doors"
+        session = self._turns = agent_session.AgentSession(
+            self._context.engine,
+            self._context.template,
+            request_id=self._job.request_id,
+            max_turns=settings.max_turns,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+        )
+        none = protocol.Label.TRUNCATED, protocol.Reward(0.0)
+        try:
+            with doors.opened(session) as url:
+                result = await self._call(
+                    "play",
+                    lambda: agent.play(task, url),
+                    limit=self._seconds_left,
+                )
+        except _EndError:
+            if session.over:  # it ran out of turns, which is no crash
+                return *none, session.over
+            raise
+        finally:
+            self._messages = [*session.transcript]
+            if session.error is not None:
+                raise session.error
+        if not isinstance(result, protocol.StepResult):
+            reason = f"play returned {_shown(result)}"
+            raise _EndError(protocol.Label.ENV_ERROR, reason)
+        if not session.num_turns:
+            raise _EndError(protocol.Label.ENV_ERROR, "the agent asked for no turn")
+        reward = self._checked(result.reward)
+        if result.terminated:
+            return protocol.Label.OK, reward, ""
+        return protocol.Label.TRUNCATED, reward, session.over or "the agent gave up"
+
     async def _sample(
         self, prompt: list[int], room: int, turn: int
     ) -> tuple[bool, dict[str, Any]]:
@@ -247,7 +302,7 @@ class _Run:
         self._messages.append(message)
         return completion.finish_reason == "length", copy.deepcopy(message)
 
-    def _make(self) -> protocol.Environment:
+    def _make(self) -> protocol.Environment | protocol.Agent:
         try:
             return self._context.taskset.environment()
         except Exception as error:
@@ -260,7 +315,7 @@ class _Run:
         """
         try:
             some = itertools.islice(new, self._context.engine.capacity + 1)
-            new = [_copied(m, self._context.max_characters) for m in some]
+            new = [copies.of_message(m, self._context.max_characters) for m in some]
         except Exception as error:
             raise _crash(call, error) from error
         if not new and not may_be_empty:
@@ -273,9 +328,11 @@ class _Run:
         except (ValueError, TypeError) as error:  # what the template cannot show
             raise _crash("a message", error) from error
 
-    async def _call(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Calls the environment within the remaining time."""
-        limit = min(self._settings.call_timeout, self._seconds_left)
+    async def _call(
+        self, name: str, call: Callable[[], Awaitable[Any]], limit: float | None = None
+    ) -> Any:
+        """Calls the environment within the remaining time, and `limit` seconds."""
+        limit = min(limit or self._settings.call_timeout, self._seconds_left)
         start = time.monotonic()
         try:
             return await calls.bounded(call, limit, guest=self)
@@ -312,37 +369,6 @@ class _Run:
         except _EndError as error:
             return error.reason
         return ""
-
-
-class _Copy:
-    """Copies a message; texts are cut to `limit` characters, which no cache can fit."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._left = limit, _MAX_PARTS * limit
-
-    def of(self, value: Any) -> Any:
-        """Returns a deep copy.
-
-        Raises:
-            ValueError: it has more than _MAX_PARTS * limit characters.
-        """
-        if isinstance(value, str):
-            value = value[: self._limit]
-        self._left -= len(value) if isinstance(value, str) else 1
-        if self._left < 0:
-            size = _MAX_PARTS * self._limit
-            raise ValueError(f"a message of more than {size} characters")
-        if isinstance(value, Mapping):
-            return {self.of(key): self.of(x) for key, x in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.of(x) for x in value]
-        return copy.deepcopy(value)
-
-
-def _copied(message: Any, limit: int) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise TypeError(f"a message must be a mapping, got {_shown(message)}")
-    return _Copy(limit).of(message)
 
 
 def _finite(value: Any) -> float:

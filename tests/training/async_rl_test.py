@@ -1,6 +1,7 @@
 """Stage async_rl: alone equal to stage rl, else never staler than it may be."""
 
 import collections
+import contextlib
 import dataclasses
 import shutil
 from unittest import mock
@@ -8,7 +9,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import openai
+import pydantic_ai
 from absl.testing import parameterized
+from pydantic_ai.models import openai as openai_models
+from pydantic_ai.providers import openai as openai_providers
 
 from glm5_jax import config as config_lib
 from glm5_jax import environments
@@ -109,6 +114,40 @@ class AsyncTest(runs.OneDeviceTest):
             mock.patch.object(player.Player, "serve", _silent),
         ):
             self.train(config, self.root / "silent")
+
+
+class Chatting(rl_runs.Lottery):
+    """The same tasks for a program from PyPI, which knows a base URL alone."""
+
+    has_agents = True
+
+    async def play(self, task, base_url):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="-") as client:
+            provider = openai_providers.OpenAIProvider(openai_client=client)
+            model = openai_models.OpenAIChatModel("any", provider=provider)
+            agent = pydantic_ai.Agent(model, retries=0)
+            with contextlib.suppress(pydantic_ai.exceptions.AgentRunError):
+                found = await agent.run(task.messages[-1]["content"])
+                return await self.step({"content": found.output})
+        return await self.step({"content": ""})
+
+
+class AgentTest(runs.OneDeviceTest):
+    def test_an_agent_from_pypi_is_trained_unchanged(self):
+        config = make_config(1, num_steps=3)
+        folder = self.root / "agent"
+        with mock.patch.object(environments, "make", return_value=Chatting()):
+            loop.train(config, folder)
+        records = metrics.read(folder / "metrics.jsonl")
+        self.assertEqual([r["step"] for r in records], [1, 2, 3])
+        for record in records:
+            self.assertEqual(record["rollout/label/env_error"], 0)
+            self.assertGreater(record["rl/trained_tokens"], 0)
+            self.assertLess(record["rl/logprob_gap"], 1e-5)
+        before = rl_runs.initial_params(config)
+        after = rl_runs.read_state(folder, config)["params"]
+        moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, after)
+        self.assertGreater(max(jax.tree.leaves(moved)), 1e-3)
 
 
 def _silent(self, serve=player.Player.serve):

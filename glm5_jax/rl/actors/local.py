@@ -10,7 +10,7 @@ from typing import TypeVar
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import service as service_lib
-from glm5_jax.rl import calls
+from glm5_jax.rl import calls, entrance
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
 from glm5_jax.rl.actors import groups as groups_lib
@@ -78,17 +78,18 @@ class Local:
         """Plays until `close`."""
         game, pump = self._game, pump_lib.Pump(self._service)
         self._end = asyncio.Event()
-        context = episodes_lib.Context(pump, game.taskset, game.template, game.settings)
-        self._orchestrator = orchestrator_lib.Orchestrator(
-            context, game.jobs, self._groups, drop_equal=game.drop_equal
-        )
-        playing = asyncio.create_task(self._orchestrator.run())
-        try:
-            self._started.set_result(asyncio.get_running_loop())
-            await self._end.wait()
-        finally:
-            playing.cancel()
-            await asyncio.wait({playing})
-            if not playing.cancelled():
-                playing.exception()  # `take` has raised it
-            pump.close()
+        plain = episodes_lib.Context(pump, game.taskset, game.template, game.settings)
+        async with entrance.of(plain) as context:
+            self._orchestrator = orchestrator_lib.Orchestrator(
+                context, game.jobs, self._groups, drop_equal=game.drop_equal
+            )
+            playing = asyncio.create_task(self._orchestrator.run())
+            try:
+                self._started.set_result(asyncio.get_running_loop())
+                await self._end.wait()
+            finally:
+                playing.cancel()
+                await asyncio.wait({playing})
+                if not playing.cancelled():
+                    playing.exception()  # `take` has raised it
+                pump.close()

@@ -7,6 +7,7 @@ imports jax: engines are behind a `completer.Completer`.
 
 import asyncio
 import collections
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -48,9 +49,7 @@ class Orchestrator:
           drop_equal: whether groups of equal rewards are dropped, and replaced.
         """
         self._engine = _Watched(context.engine)
-        self._context = episodes_lib.Context(
-            self._engine, context.taskset, context.template, context.settings
-        )
+        self._context = dataclasses.replace(context, engine=self._engine)
         self._jobs, self._drop_equal = jobs, drop_equal
         self.groups = groups
         self._num_running = 0  # episodes

@@ -25,8 +25,8 @@ from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
+from glm5_jax.rl import entrance, held_out, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import held_out, jobs, trajectories
 from glm5_jax.rl.actors import fleet as fleet_lib
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
@@ -88,17 +88,18 @@ class Process:
                 seconds=jobs.stall_seconds(rl),
                 with_experts=self._config.replays_routing,
             )
-            self._context = episodes_lib.Context(
+            context = episodes_lib.Context(
                 engine, self._taskset, self._template, jobs.settings(rl)
             )
-            self._spawn(self._fleet.repair(_REPAIR_SECONDS))
-            self._spawn(self._watch_lag())
-            try:
-                yield
-            finally:
-                for task in self._tasks:
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+            async with entrance.of(context) as self._context:
+                self._spawn(self._fleet.repair(_REPAIR_SECONDS))
+                self._spawn(self._watch_lag())
+                try:
+                    yield
+                finally:
+                    for task in self._tasks:
+                        task.cancel()
+                    await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)

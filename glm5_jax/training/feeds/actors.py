@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.training.feeds import groups as groups_lib
@@ -17,6 +17,7 @@ class Taken:
     metrics: Mapping[str, float | int]
 
 
+@runtime_checkable
 class Actors(Protocol):
     """Plays in the background, from `start` to `close`."""
 

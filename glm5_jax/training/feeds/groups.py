@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from glm5_jax.rl import episodes as episodes_lib
 
@@ -18,6 +18,7 @@ class Played:
     metrics: Mapping[str, float | int]
 
 
+@runtime_checkable
 class Source(Protocol):
     """Plays groups with the weights of the policy."""
 

@@ -1,0 +1,19 @@
+"""Opens addresses for agents, where a taskset has agents; they need the extra serve."""
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+from glm5_jax.rl import episodes
+
+
+@contextlib.asynccontextmanager
+async def of(context: episodes.Context) -> AsyncIterator[episodes.Context]:
+    """Yields a context in which the taskset's agents can ask, if it has any."""
+    if not getattr(context.taskset, "has_agents", False):
+        yield context
+        return
+    from glm5_jax.rl.actors import doors
+
+    async with doors.serving() as opened:
+        yield dataclasses.replace(context, doors=opened)

@@ -1,0 +1,337 @@
+"""Agents that are programs: real clients ask by a base URL, and their ids are kept."""
+
+import asyncio
+import dataclasses
+import json
+
+import aiohttp
+import openai
+import pydantic_ai
+from absl.testing import parameterized
+from pydantic_ai.models import openai as openai_models
+from pydantic_ai.providers import openai as openai_providers
+
+from glm5_jax import environments
+from glm5_jax.environments import protocol
+from glm5_jax.inference import requests
+from glm5_jax.rl import agent_session, completer, entrance
+from glm5_jax.rl import episodes as episodes_lib
+from tests import environment
+from tests.data import templates_test
+
+TEMPLATE = templates_test.template(clear=False)
+Label = protocol.Label
+CALL = "</think><tool_call>add<arg_key>a</arg_key><arg_value>2</arg_value>"
+CALL += "<arg_key>b</arg_key><arg_value>3</arg_value></tool_call><|observation|>"
+ANSWERS = ("so</think>five<|user|>", "</think>six<|user|>")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
+    },
+}
+
+
+class Engine:
+    """Answers with given texts, one after another."""
+
+    capacity = 2048
+
+    def __init__(self, *texts):
+        self.texts, self.prompts = list(texts), []
+
+    async def complete(self, request):
+        self.prompts.append([*request.prompt])
+        text = self.texts.pop(0) if self.texts else None
+        if text is None:
+            raise completer.EngineError("the engine is gone")
+        tokens = templates_test.ids_of(text)
+        size = len(tokens)
+        return requests.Completion(tokens, [-0.5] * size, "stop", [3] * size)
+
+
+class Tasks:
+    """Tasks whose agent is a coroutine function of a base URL; it returns a reward."""
+
+    name, has_agents = "agents", True
+
+    def __init__(self, play):
+        self._play, self.num_closed = play, 0
+
+    def task(self, split, seed, index):
+        return protocol.Task(str(index), ({"role": "user", "content": "2 + 3?"},))
+
+    def environment(self):
+        return self
+
+    async def play(self, task, base_url):
+        reward = await self._play(task, base_url)
+        return protocol.StepResult((), protocol.Reward(reward), True, False)
+
+    async def close(self):
+        self.num_closed += 1
+
+    def demonstration(self, task):
+        return None
+
+
+def run(play, *texts, **changes):
+    """Returns the episode of an agent, and the engine that it asked."""
+    engine, tasks = Engine(*texts), Tasks(play)
+    settings = episodes_lib.Settings(
+        max_new_tokens=64, max_turns=4, num_concurrent=1, episode_timeout=20.0
+    )
+    settings = dataclasses.replace(settings, **changes)
+    context = episodes_lib.Context(engine, tasks, TEMPLATE, settings)
+
+    async def played():
+        async with entrance.of(context) as opened:
+            job = episodes_lib.Job(tasks.task("train", 0, 0), 0, 40)
+            return await episodes_lib.run(opened, job)
+
+    try:
+        return asyncio.run(played()), engine
+    finally:
+        assert tasks.num_closed == 1
+
+
+async def chat(base_url, messages, **fields):
+    """Returns status and JSON of an answer."""
+    body = {"model": "any", "messages": messages, **fields}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{base_url}/chat/completions", json=body) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+class AgentsTest(parameterized.TestCase):
+    def test_a_program_of_openai_plays_two_turns_of_one_sample(self):
+        async def play(task, base_url):
+            client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
+            messages = [dict(message) for message in task.messages]
+            async with client:
+                for question in ("And 3 + 3?", None):
+                    answer = await client.chat.completions.create(
+                        model="gpt", messages=messages
+                    )
+                    said = answer.choices[0].message
+                    messages.append({"role": "assistant", "content": said.content})
+                    if question:
+                        messages.append({"role": "user", "content": question})
+            return float(said.content == "six")
+
+        episode, engine = run(play, *ANSWERS)
+        self.assertEqual((episode.label, episode.reward.total), (Label.OK, 1.0))
+        self.assertEqual((episode.num_turns, episode.num_forks), (2, 0))
+        (sample,) = episode.samples
+        first, second = map(templates_test.ids_of, ANSWERS)
+        self.assertEqual(sum(sample.mask), len(first) + len(second))
+        # The second prompt extends what was sampled, the thought included.
+        size = len(engine.prompts[0]) + len(first)
+        self.assertEqual(engine.prompts[1][:size], engine.prompts[0] + first)
+        trained = [t for t, m in zip(sample.tokens, sample.mask, strict=True) if m]
+        self.assertEqual(trained, first + second)
+        self.assertEqual({v for v in sample.versions if v >= 0}, {3})
+        roles = [message["role"] for message in episode.transcript]
+        self.assertEqual(roles, ["user", "assistant", "user", "assistant"])
+
+    def test_an_agent_from_pypi_completes_a_tool_loop_unchanged(self):
+        used = []
+
+        def add(a: int, b: int) -> int:
+            used.append((a, b))
+            return a + b
+
+        async def play(task, base_url):
+            async with openai.AsyncOpenAI(base_url=base_url, api_key="-") as client:
+                provider = openai_providers.OpenAIProvider(openai_client=client)
+                model = openai_models.OpenAIChatModel("any", provider=provider)
+                agent = pydantic_ai.Agent(model, tools=[add])
+                found = await agent.run(task.messages[0]["content"])
+            return float(found.output == "five")
+
+        episode, engine = run(play, CALL, ANSWERS[0])
+        self.assertEqual((episode.label, episode.reward.total), (Label.OK, 1.0))
+        self.assertEqual(used, [(2, 3)])
+        self.assertEqual((episode.num_turns, episode.num_forks), (2, 0))
+        first = templates_test.ids_of(CALL)
+        size = len(engine.prompts[0]) + len(first)
+        self.assertEqual(engine.prompts[1][:size], engine.prompts[0] + first)
+        self.assertLen(episode.samples, 1)
+
+    def test_a_stream_is_whole(self):
+        async def play(task, base_url):
+            client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
+            text, reasons = "", []
+            async with client:
+                stream = await client.chat.completions.create(
+                    model="gpt", messages=[*task.messages], stream=True
+                )
+                async for chunk in stream:
+                    (choice,) = chunk.choices
+                    text += choice.delta.content or ""
+                    reasons.append(choice.finish_reason)
+            self.assertEqual((text, reasons), ("five", [None, "stop"]))
+            return 1.0
+
+        episode, _ = run(play, ANSWERS[0])
+        self.assertIs(episode.label, Label.OK)
+
+    def test_a_changed_history_forks(self):
+        async def play(task, base_url):
+            await chat(base_url, [*task.messages])
+            changed = [
+                *task.messages,
+                {"role": "assistant", "content": "seven"},
+                {"role": "user", "content": "Sure?"},
+            ]
+            await chat(base_url, changed)
+            await chat(base_url, changed, tools=[TOOL])
+            return 0.5
+
+        episode, _ = run(play, *ANSWERS, ANSWERS[0])
+        self.assertEqual((episode.num_turns, episode.num_forks), (3, 2))
+        self.assertLen(episode.samples, 3)
+        self.assertEqual(episode.reward.total, 0.5)
+
+    def test_no_turn_follows_the_last_one(self):
+        statuses = []
+
+        async def play(task, base_url):
+            for _ in range(3):
+                status, answer = await chat(base_url, [*task.messages])
+                statuses.append(status)
+            self.assertEqual(answer["error"]["type"], "episode_over")
+            raise RuntimeError("the agent fell over")
+
+        episode, _ = run(play, *ANSWERS, max_turns=2)
+        self.assertEqual(statuses, [200, 200, 400])
+        self.assertIs(episode.label, Label.TRUNCATED)
+        self.assertEqual(episode.reward.total, 0.0)
+        self.assertIn("no end in 2 turns", episode.reason)
+
+    @parameterized.named_parameters(
+        ("crash", RuntimeError("boom"), Label.ENV_ERROR, "boom"),
+        ("no_reward", None, Label.REWARD_ERROR, "reward"),
+    )
+    def test_a_failing_agent_does_not_count(self, error, label, words):
+        async def play(task, base_url):
+            await chat(base_url, [*task.messages])
+            if error is not None:
+                raise error
+            return float("nan")
+
+        episode, _ = run(play, ANSWERS[0])
+        self.assertIs(episode.label, label)
+        self.assertIsNone(episode.reward)
+        self.assertIn(words, episode.reason)
+
+    def test_a_silent_agent_does_not_count(self):
+        async def play(task, base_url):
+            return 1.0
+
+        episode, _ = run(play)
+        self.assertIs(episode.label, Label.ENV_ERROR)
+        self.assertIn("asked for no turn", episode.reason)
+
+    def test_an_endless_agent_is_cut_off(self):
+        async def play(task, base_url):
+            await asyncio.sleep(1e6)
+
+        episode, _ = run(play, episode_timeout=0.2)
+        self.assertIs(episode.label, Label.TIMEOUT)
+
+    def test_a_lost_engine_is_the_engines_fault(self):
+        async def play(task, base_url):
+            status, _ = await chat(base_url, [*task.messages])
+            self.assertEqual(status, 503)
+            return 0.0
+
+        with self.assertRaises(completer.EngineError):
+            run(play, None)
+
+    @parameterized.named_parameters(
+        ("no_messages", {"messages": []}, "at least one message"),
+        ("bad_role", {"messages": [{"role": "cook", "content": ""}]}, "role must be"),
+        ("no_field", {}, "messages"),
+        ("bad_tool", {"messages": [{"role": "user"}], "tools": [1]}, "function"),
+    )
+    def test_wrong_requests_are_named_and_cost_no_turn(self, body, words):
+        async def play(task, base_url):
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(f"{base_url}/chat/completions", json=body) as answer,
+            ):
+                self.assertEqual(answer.status, 400)
+                self.assertIn(words, json.dumps(await answer.json()))
+            await chat(base_url, [*task.messages])
+            return 1.0
+
+        episode, _ = run(play, ANSWERS[0])
+        self.assertEqual((episode.label, episode.num_turns), (Label.OK, 1))
+
+    def test_the_address_ends_with_the_episode(self):
+        kept = []
+
+        async def play(task, base_url):
+            kept.append(base_url)
+            await chat(base_url, [*task.messages])
+            return 1.0
+
+        tasks = Tasks(play)
+        settings = episodes_lib.Settings(
+            max_new_tokens=64, max_turns=4, num_concurrent=1
+        )
+        context = episodes_lib.Context(Engine(*ANSWERS), tasks, TEMPLATE, settings)
+
+        async def late():
+            async with entrance.of(context) as opened:
+                job = episodes_lib.Job(tasks.task("train", 0, 0), 0, 0)
+                await episodes_lib.run(opened, job)
+                return await chat(kept[0], [{"role": "user", "content": "Hi"}])
+
+        status, answer = asyncio.run(late())
+        self.assertEqual(status, 404)
+        self.assertIn("is over", answer["error"]["message"])
+
+    def test_two_turns_at_once_take_their_turn(self):
+        async def play(task, base_url):
+            both = (chat(base_url, [*task.messages]) for _ in range(2))
+            found = await asyncio.gather(*both)
+            return float(all(status == 200 for status, _ in found))
+
+        episode, _ = run(play, *ANSWERS)
+        self.assertEqual((episode.num_turns, episode.reward.total), (2, 1.0))
+
+    def test_a_taskset_of_agents_is_accepted_by_name(self):
+        taskset = environments.make("tests.rl.agents_test:Named")
+        self.assertTrue(taskset.has_agents)
+
+    def test_an_agent_session_needs_no_server(self):
+        session = agent_session.AgentSession(
+            Engine(*ANSWERS),
+            TEMPLATE,
+            request_id=0,
+            max_turns=1,
+            max_new_tokens=8,
+            temperature=1.0,
+        )
+        asyncio.run(session.answer([{"role": "user", "content": "2 + 3?"}]))
+        with self.assertRaisesRegex(agent_session.OverError, "no end in 1 turns"):
+            asyncio.run(session.answer([{"role": "user", "content": "Again"}]))
+
+
+class Named(Tasks):
+    """Agents by "module:Class"."""
+
+    def __init__(self):
+        super().__init__(None)
+
+
+if __name__ == "__main__":
+    environment.main()
