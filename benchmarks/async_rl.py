@@ -2,8 +2,8 @@
 
     python benchmarks/async_rl.py --init_from=runs/sft --workdir=DIR --steps=30
 
-The calculator's recipe at equal numbers of steps, groups and episodes. A call of its
-tool takes 0.05 to 2 s (benchmarks/slow_tools.py). First a short run without waiting
+The calculator's recipe with small batches, at equal numbers of steps, groups and
+episodes. A call of its tool takes 0.05 to 2 s (benchmarks/slow_tools.py). First a short run without waiting
 gives the machine's speeds and the lengths of turns. From these the simulator predicts
 both runs; then they are made. Prints a table: seconds of the steps after the first two,
 which compile, beside the prediction.
@@ -25,7 +25,7 @@ from glm5_jax.rl.actors import simulator
 ROOT = pathlib.Path(__file__).parent.parent
 CALIBRATION = 10  # steps
 SKIPPED = 2  # steps, which compile
-GROUPS, MEMBERS, SLOTS = 16, 8, 128
+GROUPS, MEMBERS, SLOTS = 4, 8, 32
 TOKENS_PER_CHARACTER = 0.5  # of a turn as the log counts it: tool calls are escaped
 
 
@@ -47,6 +47,9 @@ def train(
         *("--config.rl.min_start_success=0", "--config.rl.max_start_success=1"),
         *("--config.rl.dynamic_sampling=False", "--config.rl.min_used_groups=0"),
         f"--config.rl.environment=slow_tools:{tools}",
+        f"--config.rl.prompts_per_step={GROUPS}",
+        f"--config.rl.group_size={MEMBERS}",
+        f"--config.rl.slots={SLOTS}",
         f"--config.rl.max_staleness={args.max_staleness}",
         f"--config.rl.num_engines={engines}",
     ]
