@@ -3,10 +3,10 @@
     python benchmarks/async_rl.py --init_from=runs/sft --workdir=DIR --steps=30
 
 The calculator's recipe with small batches, at equal numbers of steps, groups and
-episodes. A call of its tool takes 0.05 to 2 s (benchmarks/slow_tools.py). First a short run without waiting
-gives the machine's speeds and the lengths of turns. From these the simulator predicts
-both runs; then they are made. Prints a table: seconds of the steps after the first two,
-which compile, beside the prediction.
+episodes. A call of its tool takes 0.05 to 2 s (benchmarks/slow_tools.py). First a short
+run without waiting gives the machine's speeds and the lengths of turns. From these the
+simulator predicts both runs; then they are made. Prints a table: seconds of the steps
+after the first two, which compile, beside the prediction.
 """
 
 import argparse
