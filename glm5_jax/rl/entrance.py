@@ -13,7 +13,7 @@ async def of(context: episodes.Context) -> AsyncIterator[episodes.Context]:
     if not getattr(context.taskset, "has_agents", False):
         yield context
         return
-    from glm5_jax.rl.actors import doors
+    from glm5_jax.rl import doors
 
     async with doors.serving() as opened:
         yield dataclasses.replace(context, doors=opened)

@@ -96,7 +96,7 @@ class Episode:
 
 @runtime_checkable
 class Doors(Protocol):
-    """Addresses at which agents ask for turns: actors/doors.py."""
+    """Addresses at which agents ask for turns: doors.py."""
 
     def opened(
         self, session: agent_session.AgentSession
