@@ -1,12 +1,12 @@
 """Asynchronous against synchronous RL with slow tools, beside the simulator.
 
-    python benchmarks/async_rl.py --init_from=runs/sft --workdir=DIR --steps=30
+    python benchmarks/async_rl.py --init_from=runs/sft --workdir=DIR --steps=60
 
 The calculator's recipe with small batches, at equal numbers of steps, groups and
 episodes. A call of its tool takes 0.05 to 2 s (benchmarks/slow_tools.py). First a short
 run without waiting gives the machine's speeds and the lengths of turns. From these the
 simulator predicts both runs; then they are made. Prints a table: seconds of the steps
-after the first two, which compile, beside the prediction.
+after the first 20, which compile, beside the prediction.
 """
 
 import argparse
@@ -23,8 +23,8 @@ import slow_tools
 from glm5_jax.rl.actors import simulator
 
 ROOT = pathlib.Path(__file__).parent.parent
-CALIBRATION = 10  # steps
-SKIPPED = 2  # steps, which compile
+CALIBRATION = 30  # steps
+SKIPPED = 20  # steps: an engine compiles programs for every number of rows
 GROUPS, MEMBERS, SLOTS = 4, 8, 32
 TOKENS_PER_CHARACTER = 0.5  # of a turn as the log counts it: tool calls are escaped
 
@@ -126,7 +126,7 @@ def main() -> None:
     )
     parser.add_argument("--init_from", type=pathlib.Path, required=True)
     parser.add_argument("--workdir", type=pathlib.Path, required=True)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--max_staleness", type=int, default=4)
     parser.add_argument("--engines", type=int, default=0, help="servers; 0: none")
     args = parser.parse_args()
