@@ -16,7 +16,8 @@ from glm5_jax.inference import scheduler as scheduler_lib
 from glm5_jax.inference.requests import Request
 
 MIN_TOKENS = 16  # length of the shortest prefill program
-_DECODE_RATIO = 8  # between the slots of two neighbouring decode programs
+_DECODE_RATIO = 4  # between the slots of two neighbouring decode programs
+_FEW_SLOTS = 8  # from here on there is more than one decode program
 _IDLE = Request(id=0, prompt=(), max_new_tokens=0), 0
 
 
@@ -221,14 +222,17 @@ def row_counts(num_slots: int) -> list[int]:
 
 
 def decode_counts(num_slots: int) -> list[int]:
-    """Returns slot counts of decode programs: num_slots, and far smaller ones.
+    """Returns slot counts of decode programs: num_slots, smaller ones, and 1.
 
-    Each count is a program of its own, so there are few: one below 8 slots.
+    Each count is a program of its own, so there are few: one below 8 slots. A lone
+    request needs a program of one row, as two rows take a CPU nearly twice as long.
     """
+    if num_slots < _FEW_SLOTS:
+        return [num_slots]
     counts = [num_slots]
-    while counts[0] >= _DECODE_RATIO:
+    while counts[0] > _FEW_SLOTS:
         counts.insert(0, counts[0] // _DECODE_RATIO)
-    return counts
+    return counts if counts[0] == 1 else [1, *counts]
 
 
 def least(sizes: Iterable[int], size: int) -> int:

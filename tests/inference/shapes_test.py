@@ -48,8 +48,15 @@ class DecodeTest(parameterized.TestCase):
                 np.sort(found[8][id].experts), np.sort(wanted.experts)
             )
 
-    @parameterized.parameters((1, [1]), (4, [4]), (8, [1, 8]), (128, [2, 16, 128]))
-    def test_numbers_of_slots_are_few(self, num_slots, wanted):
+    @parameterized.parameters(
+        (1, [1]),
+        (4, [4]),
+        (8, [1, 8]),
+        (16, [1, 4, 16]),
+        (64, [1, 4, 16, 64]),
+        (128, [1, 8, 32, 128]),
+    )
+    def test_numbers_of_slots_are_few_and_one_is_among_them(self, num_slots, wanted):
         self.assertEqual(parts.decode_counts(num_slots), wanted)
 
 
@@ -117,10 +124,10 @@ class DevicesTest(parameterized.TestCase):
             self.machine.release(i)
         todo = self.machine.plan(0)
         rows, chosen = self.shapes.decode(todo.parts)
-        self.assertEqual((todo.kind, len(rows), len(chosen.slots)), ("decode", 3, 4))
-        want = np.full(4, 16)
+        self.assertEqual((todo.kind, len(rows), len(chosen.slots)), ("decode", 3, 8))
+        want = np.full(8, 16)
         for row, part in zip(rows, todo.parts, strict=True):
-            self.assertEqual(row // 2, part.slot.device)
+            self.assertEqual(row // 4, part.slot.device)
             want[row] = part.slot.index - 16 * part.slot.device
         np.testing.assert_array_equal(chosen.slots, want)
 
