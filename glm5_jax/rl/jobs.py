@@ -43,3 +43,8 @@ def settings(rl: config_lib.RLConfig) -> episodes_lib.Settings:
 def stall_seconds(rl: config_lib.RLConfig) -> float:
     """Returns after how long without an answer nothing will come any more."""
     return _STALLED * rl.step_timeout_seconds
+
+
+def most_dropped(rl: config_lib.RLConfig) -> int:
+    """Returns how many groups may be dropped for a step, which then takes fewer."""
+    return rl.max_rounds * rl.prompts_per_step

@@ -153,6 +153,21 @@ RunTest.settings = settings(max_examples=100, stateful_step_count=40, deadline=N
 
 
 class GroupsTest(parameterized.TestCase):
+    def test_a_step_takes_fewer_groups_once_too_many_were_dropped(self):
+        groups = groups_lib.Groups(2, max_staleness=0, max_dropped=3)
+        for step in range(3):
+            first, second = groups.begin(), groups.begin()
+            groups.finish(first, "content")
+            for _ in range(3):
+                self.assertIsNotNone(second)
+                self.assertIsNone(groups.take())
+                groups.drop(second, "equal")
+                second = groups.begin()
+            self.assertIsNone(second)
+            self.assertEqual(groups.take(), [(first, "content")])
+            self.assertEqual(groups.publish(), step + 1)
+        self.assertEqual(groups.ledger()["dropped_equal"], 9)
+
     def test_a_checkpoint_before_the_publication_admits_no_more_groups(self):
         groups = groups_lib.Groups(2, max_staleness=1)
         begun = [groups.begin() for _ in range(5)]

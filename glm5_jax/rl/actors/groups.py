@@ -24,6 +24,7 @@ is killed, `rewind` makes them ready again.
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
@@ -43,7 +44,11 @@ class Groups(Generic[T]):
     """The groups of a run; every call is quick, and one thread makes them."""
 
     def __init__(
-        self, batch_size: int, max_staleness: int, saved: dict[str, Any] | None = None
+        self,
+        batch_size: int,
+        max_staleness: int,
+        saved: dict[str, Any] | None = None,
+        max_dropped: float | int = math.inf,
     ) -> None:
         """Begins, or continues from what `state` returned.
 
@@ -53,8 +58,10 @@ class Groups(Generic[T]):
           batch_size: groups of a step.
           max_staleness: most versions between a group's beginning and its step.
           saved: of a checkpoint.
+          max_dropped: groups dropped while a step waits, after which it takes fewer.
         """
         self.batch_size, self.max_staleness = batch_size, max_staleness
+        self._max_dropped, self._num_dropped = max_dropped, 0  # since the last step
         saved = saved or {"version": 0, "next": 0, "again": [], "counts": {}}
         self.version: int = saved["version"]
         self._next: int = saved["next"]
@@ -81,7 +88,7 @@ class Groups(Generic[T]):
         learnt = done * self.batch_size
         others = sum(not _is_before(g, done) for g in self._groups.values())
         most = self.batch_size * (self.max_staleness + self.version + 1)
-        if learnt + others >= most:
+        if learnt + others >= most or self._num_dropped >= self._max_dropped:
             return None
         if self._again:
             index = self._again.popleft()
@@ -110,6 +117,7 @@ class Groups(Generic[T]):
         self._running(index)
         del self._groups[index]
         self._counts[f"dropped_{reason}"] += 1
+        self._num_dropped += 1
 
     def restart(self, index: int) -> None:
         """Ends a running group whose worker died; it begins again with new weights."""
@@ -121,8 +129,8 @@ class Groups(Generic[T]):
     def take(self) -> list[tuple[int, T]] | None:
         """Returns the groups of the next step, with their indices.
 
-        Returns None until enough groups are ready and none runs that only this step
-        could take.
+        Returns None until enough groups are ready, or too many were dropped, and none
+        runs that only this step could take.
 
         Raises:
           RuntimeError: the step has its groups already; `publish` or `rewind` is next.
@@ -135,8 +143,10 @@ class Groups(Generic[T]):
             group.content is None and group.version < oldest_of_next
             for group in self._groups.values()
         )
-        if must_wait or len(ready) < self.batch_size:
+        is_enough = len(ready) >= self.batch_size
+        if must_wait or not (is_enough or self._num_dropped >= self._max_dropped):
             return None
+        self._num_dropped = 0
         taken = sorted(ready, key=lambda index: (self._groups[index].version, index))
         batch = []
         for index in taken[: self.batch_size]:

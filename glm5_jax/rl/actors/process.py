@@ -110,7 +110,10 @@ class Process:
             raise RuntimeError("the orchestrator has started already.")
         rl = self._config.rl
         groups = groups_lib.Groups[orchestrator_lib.Group](
-            rl.prompts_per_step, rl.max_staleness, body["groups"]
+            rl.prompts_per_step,
+            rl.max_staleness,
+            body["groups"],
+            max_dropped=jobs.most_dropped(rl),
         )
         self._orchestrator = orchestrator_lib.Orchestrator(
             self._context,

@@ -48,7 +48,10 @@ class OwnEngine:
             drop_equal=rl.dynamic_sampling,
         )
         groups = groups_lib.Groups[orchestrator_lib.Group](
-            rl.prompts_per_step, rl.max_staleness, dict(state)
+            rl.prompts_per_step,
+            rl.max_staleness,
+            dict(state),
+            max_dropped=jobs.most_dropped(rl),
         )
         self._local = local.Local(self._player.serve(), game, groups)
 
