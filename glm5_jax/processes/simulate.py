@@ -6,7 +6,6 @@ Imports no jax.
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import pathlib
@@ -26,7 +25,14 @@ _LAST_LINES = 20  # lines that are shown of the process that failed
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 20.0  # time for the others to notice that one has failed
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
-_PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
+# A program that becomes another one, which gets SIGKILL when its parent dies (1 is
+# PR_SET_PDEATHSIG). The parent cannot ask for that after a fork: it has jax's threads.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 def run(config: config_lib.TrainConfig, workdir: pathlib.Path, count: int) -> int:
@@ -76,15 +82,9 @@ def start(
       environ: its environment.
       path: file of the log.
     """
-    parent, is_linux = os.getpid(), sys.platform == "linux"
-    libc = ctypes.CDLL(None) if is_linux else None
-
-    def die_with_parent() -> None:
-        assert libc is not None
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # dead already
-            os._exit(1)
-
+    if sys.platform == "linux":
+        bound = [sys.executable, "-E", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
+        command = [*bound, *command]
     with path.open("wb") as log:
         return subprocess.Popen(
             command,
@@ -92,7 +92,6 @@ def start(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # ctrl-C comes to us alone
-            preexec_fn=die_with_parent if is_linux else None,
         )
 
 
