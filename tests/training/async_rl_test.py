@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import importlib.util
 import shutil
 from unittest import mock
 
@@ -19,7 +20,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from glm5_jax.training import loop, policy
-from glm5_jax.training.feeds import player
+from glm5_jax.training.feeds import engine_processes, player
 from glm5_jax.training.reporting import metrics
 from tests import environment, runs
 from tests.training import rl_runs
@@ -29,7 +30,7 @@ SLOW = 0.02  # seconds that an environment thinks
 
 def make_config(max_staleness, rl=None, **changes):
     rl = {"max_staleness": max_staleness, "objective": "dis"} | (rl or {})
-    return dataclasses.replace(rl_runs.make_config(rl), stage="async_rl", **changes)
+    return rl_runs.make_config(rl, stage="async_rl", **changes)
 
 
 class AsyncTest(runs.OneDeviceTest):
@@ -169,6 +170,27 @@ class GateTest(parameterized.TestCase):
         del batch["staleness"]
         (mask,) = policy._by_staleness(config, batch)
         self.assertEqual(np.flatnonzero(mask[0]).tolist(), [0, 1, 2, 3])
+
+    @parameterized.named_parameters(
+        ("synchronous", "rl", {"num_engines": 1}, "num_engines must be 0 in stage"),
+        (
+            "quantized",
+            "async_rl",
+            {"num_engines": 1, "rollout_weights": "int8"},
+            "rollout_weights must be 'same' where rl.num_engines=1",
+        ),
+    )
+    def test_settings_that_nothing_would_read_are_refused(self, stage, rl, words):
+        with self.assertRaisesRegex(config_lib.InputError, words):
+            rl_runs.make_config(rl, stage=stage)
+
+    def test_a_missing_extra_is_named_before_anything_starts(self):
+        config = make_config(1, {"num_engines": 1})
+        with (
+            mock.patch.object(importlib.util, "find_spec", return_value=None),
+            self.assertRaisesRegex(config_lib.InputError, r'"glm5_jax\[serve\]"'),
+        ):
+            engine_processes.EngineProcesses(config)
 
     def test_staleness_is_not_negative(self):
         with self.assertRaisesRegex(config_lib.InputError, "max_staleness must be"):

@@ -27,7 +27,7 @@ MODEL = tiny.model(
 )
 
 
-def make_config(rl=None, model=None, **changes):
+def make_config(rl=None, model=None, stage="rl", **changes):
     """A run of 4 steps; `rl` and `model` are changes of those sections."""
     rl_settings = {
         "environment": "reverse_dense:2-3",
@@ -44,7 +44,7 @@ def make_config(rl=None, model=None, **changes):
         "max_start_success": 1.0,
     }
     config = config_lib.TrainConfig(
-        stage="rl",
+        stage=stage,
         num_steps=4,
         eval_every=0,
         checkpoint_every=2,

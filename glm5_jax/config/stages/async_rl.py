@@ -6,11 +6,27 @@ comes with its staleness. The paper's objective for it is rl.objective='dis'.
 
 import dataclasses
 
-from glm5_jax.config.stages import rl
+from glm5_jax.config.stages import record, rl
+
+
+def _rules(config: record.Config) -> list[record.Rule]:
+    """Returns the rules of episodes, and of the weights that servers take."""
+    number, weights = config.rl.num_engines, config.rl.rollout_weights
+    return [
+        *rl.episode_rules(config),
+        (
+            number == 0 or weights == "same",
+            f"rl.rollout_weights must be 'same' where rl.num_engines={number} servers "
+            f"sample, got {weights!r}: they take weights that are not quantized. Set "
+            f"rl.num_engines=0, or rl.rollout_weights='same'.",
+        ),
+    ]
+
 
 STAGE = dataclasses.replace(
     rl.STAGE,
     name="async_rl",
     feed="stream",
     integers=(*rl.STAGE.integers, "staleness"),
+    rules=_rules,
 )

@@ -14,7 +14,7 @@ def _is_trained(path: record.Path) -> bool:
     return "indexer" not in path and "mtp" not in path
 
 
-def _rules(config: record.Config) -> list[record.Rule]:
+def episode_rules(config: record.Config) -> list[record.Rule]:
     """Returns the rules that an episode fits a row, and that MTP is there to train."""
     length, new = config.data.sequence_length, config.rl.max_new_tokens
     modules = config.model.num_nextn_predict_layers
@@ -28,6 +28,19 @@ def _rules(config: record.Config) -> list[record.Rule]:
             new < length,
             f"rl.max_new_tokens must be smaller than data.sequence_length, which has "
             f"to hold prompt and answers, got {new} >= {length}.",
+        ),
+    ]
+
+
+def _rules(config: record.Config) -> list[record.Rule]:
+    """Returns the rules of episodes, and that the engine is the trainer's."""
+    number = config.rl.num_engines
+    return [
+        *episode_rules(config),
+        (
+            number == 0,
+            f"rl.num_engines must be 0 in stage {config.stage!r}, got {number}: its "
+            f"episodes are played by the trainer's own engine. Set stage='async_rl'.",
         ),
     ]
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -133,9 +133,12 @@ class Process:
         self._orchestrator.published(body["version"])
         taken = await self._orchestrator.take(body["stall_seconds"])
         played, counts = self._orchestrator.played()
+        groups = [group for _, group in taken]
+        # In a thread: a thousand episodes take longer than the loop may be late.
+        records = await asyncio.to_thread(_records, [*groups, played])
         return {
-            "groups": [[trajectories.to_json(e) for e in group] for _, group in taken],
-            "episodes": [trajectories.to_json(e) for e in played],
+            "groups": records[:-1],
+            "episodes": records[-1],
             "counts": counts,
             "ledger": self._orchestrator.groups.ledger(),
             "lag": self.max_lag,
@@ -178,6 +181,12 @@ class Process:
                 )
 
 
+def _records(
+    groups: Sequence[Sequence[episodes_lib.Episode]],
+) -> list[list[dict[str, Any]]]:
+    return [[trajectories.to_json(episode) for episode in group] for group in groups]
+
+
 def _answering(
     handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -193,7 +202,7 @@ def _answering(
             logging.exception("%s failed.", request.path)
             told = {"error": str(error), "type": type(error).__name__}
             return web.json_response(told, status=500)
-        text = json.dumps(answer, default=repr)
+        text = await asyncio.to_thread(json.dumps, answer, default=repr)
         return web.Response(text=text, content_type="application/json")
 
     return handle

@@ -30,8 +30,8 @@ from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
 from glm5_jax.processes import simulate
+from glm5_jax.rl import entrance, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import jobs, trajectories
 from glm5_jax.rl.weight_store import writer as writer_lib
 from glm5_jax.training.feeds import actors
 from glm5_jax.weights import huggingface_export, loading
@@ -51,7 +51,12 @@ class EngineProcesses:
     """Servers and an orchestrator as children of this process, as `actors.Actors`."""
 
     def __init__(self, config: config_lib.TrainConfig) -> None:
-        """Starts nothing yet; the first weights do."""
+        """Starts nothing yet; the first weights do.
+
+        Raises:
+          InputError: the extra serve is missing.
+        """
+        entrance.require_extra("rl.num_engines")
         self._config = config
         self._children: dict[str, subprocess.Popen] = {}
         self._folder: pathlib.Path | None = None
