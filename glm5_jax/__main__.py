@@ -11,7 +11,7 @@ import runpy
 import sys
 
 COMMANDS = (
-    *("train", "evaluate", "generate", "serve", "route", "chat"),
+    *("train", "evaluate", "generate", "serve", "route", "orchestrate", "chat"),
     *("prepare", "convert", "quantize", "checkpoint"),
     *("plan", "aot", "ablate", "pipeline"),
 )
