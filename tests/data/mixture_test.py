@@ -7,6 +7,7 @@ from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.data.rows import mixture
+from glm5_jax.data.rows import schedule as schedule_lib
 from tests import environment
 
 WEIGHTS = [
@@ -34,13 +35,13 @@ class Numbered:
 
 
 def schedule(*stages):
-    return mixture.Schedule([mixture.Stage(*stage) for stage in stages])
+    return schedule_lib.Schedule([schedule_lib.Stage(*stage) for stage in stages])
 
 
 class EvenOrderTest(parameterized.TestCase):
     @parameterized.parameters(*[(w,) for w in WEIGHTS])
     def test_never_a_row_off_the_exact_share(self, weights):
-        order = mixture.even_order(weights)
+        order = schedule_lib.even_order(weights)
         used = np.cumsum(order[:, None] == np.arange(len(weights)), axis=0)
         places = np.arange(1, order.size + 1)[:, None]
         # In whole numbers: |used / places - weight / sum| < 1 / places.
@@ -56,11 +57,11 @@ class EvenOrderTest(parameterized.TestCase):
         ((1e-4, 1.0), (1, 10_000)),
     )
     def test_weights_are_taken_as_written(self, weights, want):
-        self.assertEqual(mixture.shares(weights), want)
+        self.assertEqual(schedule_lib.shares(weights), want)
 
     def test_weights_of_too_many_digits(self):
         with self.assertRaisesRegex(config.InputError, "fewer digits"):
-            mixture.shares((0.123456789, 1.0))
+            schedule_lib.shares((0.123456789, 1.0))
 
 
 class ScheduleTest(parameterized.TestCase):

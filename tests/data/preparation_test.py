@@ -103,6 +103,13 @@ class PreparationTest(runs.FolderTest):
         self.assertEqual({p.name for p in times} - kept, made)
         self.assertEmpty(list(folder.glob(".train-*")))
 
+    def test_workers_start_without_jax(self):
+        """Each would take two seconds and 200 MB for it."""
+        code = "import glm5_jax.data.preparation.prepare, sys; print(*sys.modules)"
+        command = [sys.executable, "-c", code]
+        out = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+        self.assertNoCommonElements(out.stdout.decode().split(), {"jax", "grain"})
+
     def test_a_killed_preparation_resumes(self):
         """Kills the parent with SIGKILL: workers end too, and the next run finishes."""
         folder = self.target()

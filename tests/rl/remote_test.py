@@ -212,12 +212,14 @@ class FleetTest(parameterized.TestCase):
                 repair = asyncio.create_task(fleet.repair(0.01))
                 await fleet.publish("i0000-v000003", 3)
                 router.states[1] = "unfit"
-                while router.states[1] != "ready":
-                    await asyncio.sleep(0.01)
+                async with asyncio.timeout(30):
+                    while not fleet.num_repaired:
+                        await asyncio.sleep(0.01)
                 repair.cancel()
                 return fleet.num_repaired
 
         self.assertEqual(asyncio.run(run()), 1)
+        self.assertEqual(router.states, ["ready", "ready"])
         words = [
             (fleet_lib.START, {}),
             (fleet_lib.UPDATE, {"update_info": {"path": "i0000-v000003"}}),

@@ -16,6 +16,7 @@ from glm5_jax.data.preparation import part as part_lib
 from glm5_jax.data.preparation import shards
 from glm5_jax.data.rows import mixture, packing
 from glm5_jax.data.rows import pipeline as pipeline_lib
+from glm5_jax.data.rows import schedule as schedule_lib
 
 _HELD_OUT_SEED = 0  # evaluation reads the same rows in every run
 _ORDER_VERSION = 1  # raise it when mixing or shuffling changes
@@ -71,7 +72,7 @@ def make_pipeline(
     return pipeline_lib.Pipeline(
         data,
         tokenizer,
-        train=mixture.Mixture(train, mixture.Schedule(stages(data)), seed),
+        train=mixture.Mixture(train, schedule_lib.Schedule(stages(data)), seed),
         held_out=held_out,
         fingerprint=_fingerprint(data, list(indices.values()), seed),
         template=templates.make_template(data, tokenizer) if is_chat else None,
@@ -89,12 +90,12 @@ def sources(data: config.DataConfig) -> dict[str, pathlib.Path]:
     raise config.InputError(f"data.mixture names a folder twice: {data.mixture}.")
 
 
-def stages(data: config.DataConfig) -> list[mixture.Stage]:
+def stages(data: config.DataConfig) -> list[schedule_lib.Stage]:
     """Returns the weights of the sources, by the first row where they apply."""
     weights = data.mixture_weights or ((1.0,) * max(len(data.mixture), 1),)
     batches = data.batches
     firsts = [batches.rows_before(step) for step in (0, *data.mixture_steps)]
-    return [mixture.Stage(*stage) for stage in zip(firsts, weights, strict=True)]
+    return [schedule_lib.Stage(*stage) for stage in zip(firsts, weights, strict=True)]
 
 
 class _Shuffled:

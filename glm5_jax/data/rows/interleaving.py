@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int
 
-from glm5_jax.data.rows import mixture, packing, similarity
+from glm5_jax.data.rows import packing, similarity
+from glm5_jax.data.rows import schedule as schedule_lib
 
 
 def interleave(
@@ -67,7 +68,7 @@ def alternate(
         [ids[at : at + chunk_tokens] for at in range(0, ids.size, chunk_tokens)]
         for ids in documents
     ]
-    turns = mixture.even_order([len(some) for some in chunks]).tolist()
+    turns = schedule_lib.even_order([len(some) for some in chunks]).tolist()
     queues = [iter(some) for some in chunks]
     tokens, mask, before = [], [], None
     for turn in turns:
