@@ -1,28 +1,19 @@
 """The aot command as a user runs it: what is wrong is told before anything compiles."""
 
 import json
-import os
 import pathlib
 import shlex
-import subprocess
-import sys
 
 from absl.testing import parameterized
 
-from tests import environment
+from tests import environment, forked
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = "--config=configs/glm5_pretrain.py"
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "glm5_jax.aot", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment.VARIABLES},
-        capture_output=True,
-        text=True,
-    )
+    return forked.run("aot", *arguments)
 
 
 class AotTest(parameterized.TestCase):

@@ -1,26 +1,17 @@
 """The plan command as a user runs it."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 from absl.testing import parameterized
 
-from tests import environment
+from tests import environment, forked
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = "--config=configs/glm5_pretrain.py"
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "glm5_jax.plan", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment.VARIABLES},
-        capture_output=True,
-        text=True,
-    )
+    return forked.run("plan", *arguments)
 
 
 class PlanTest(parameterized.TestCase):

@@ -4,7 +4,6 @@ GLM5_JAX_KILLS=50 python -m pytest tests/checkpoint/kill_test.py
 """
 
 import collections
-import multiprocessing
 import os
 import sys
 import time
@@ -13,7 +12,7 @@ import numpy as np
 
 from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.checkpoint import manifest, step_folder
-from tests import environment
+from tests import environment, forked
 from tests.checkpoint import steps
 
 KILLS = int(os.environ.get("GLM5_JAX_KILLS", "10"))
@@ -21,11 +20,6 @@ KEEP = 2
 # A save takes about 0.1 s of an idle machine.
 LONGEST_LIFE = 0.4  # seconds after the first save
 PATIENCE = 300  # seconds for a first save, on a machine under load
-# Children are forked from a process that has the imports and no device.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["tests.checkpoint.kill_test", "tests.training.kill_test"]  # one server for both
-)
 
 
 def live(folder, said):
@@ -58,8 +52,8 @@ def moment(checkpoints):
 class KillTest(steps.StepsTestCase):
     def life(self, seconds):
         """Kills a process some time after its first save; returns the safe steps."""
-        hears, says = PROCESSES.Pipe(duplex=False)
-        child = PROCESSES.Process(target=live, args=(self.folder, says))
+        hears, says = forked.PROCESSES.Pipe(duplex=False)
+        child = forked.PROCESSES.Process(target=live, args=(self.folder, says))
         child.start()
         says.close()
         try:

@@ -6,7 +6,6 @@ GLM5_JAX_KILLS=50 python -m pytest -s tests/training/kill_test.py
 import collections
 import dataclasses
 import json
-import multiprocessing
 import os
 import pickle
 import re
@@ -23,16 +22,11 @@ from glm5_jax.checkpoint import manifest
 from glm5_jax.training import loop
 from glm5_jax.training import program as program_lib
 from glm5_jax.training.reporting import metrics, plot
-from tests import environment, runs, small_configs
+from tests import environment, forked, runs, small_configs
 
 KILLS = int(os.environ.get("GLM5_JAX_KILLS", "10"))
 STEPS_A_LIFE = 3  # at most, and some of them lost
 SECONDS = 600  # for a life, on a machine under load
-# Children are forked from a process that has the imports and no device.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["tests.checkpoint.kill_test", "tests.training.kill_test"]  # one server for both
-)
 
 
 def live(config, workdir, compiled):
@@ -102,7 +96,7 @@ class LivesTest(runs.FolderTest):
 
     def start(self, workdir):
         given = self.config, workdir, self.compiled
-        child = PROCESSES.Process(target=live, args=given)
+        child = forked.PROCESSES.Process(target=live, args=given)
         child.start()
         self.addCleanup(child.kill)
         return child

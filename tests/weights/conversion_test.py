@@ -28,7 +28,7 @@ from glm5_jax.weights import (
     huggingface_export,
     loading,
 )
-from tests import environment
+from tests import environment, forked
 from tests.model import tiny
 from tests.weights import fp8_folder
 
@@ -306,7 +306,7 @@ class ProcessTest(parameterized.TestCase):
     def test_wrong_input_exits_with_2(self):
         target = pathlib.Path(self.create_tempdir().full_path) / "run"
         paths = (f"--source={GOLDEN}", f"--target={target}")
-        done = self.run_python("-m", "glm5_jax.convert", *paths, "--dtype=fp8")
+        done = forked.run("convert", *paths, "--dtype=fp8")
         self.assertEqual(done.returncode, 2, done.stderr)
         self.assertIn("got --dtype=fp8", done.stderr)
         self.assertFalse(target.exists())

@@ -5,8 +5,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 from unittest import mock
 
 import jax
@@ -27,7 +25,7 @@ from glm5_jax.weights import (
     loading,
     quantized_loading,
 )
-from tests import environment, small_configs
+from tests import environment, forked, small_configs
 from tests.model import tiny
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -566,26 +564,16 @@ class ConvertTest(FolderTest):
 
 
 class EntryPointTest(absltest.TestCase):
-    def run_module(self, name, *flags):
-        return subprocess.run(
-            [sys.executable, "-m", f"glm5_jax.{name}", *flags],
-            cwd=ROOT,
-            env=os.environ,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
     def test_evaluate_prints_one_json_line(self):
         folder = self.create_tempdir().full_path
         ids = os.path.join(folder, "ids.npy")
         np.save(ids, np.arange(1, 41))
-        done = self.run_module("evaluate", f"--checkpoint={GOLDEN}", f"--tokens={ids}")
+        done = forked.run("evaluate", f"--checkpoint={GOLDEN}", f"--tokens={ids}")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(json.loads(done.stdout)["num_tokens"], 39)
 
     def test_wrong_input_exits_with_2(self):
-        done = self.run_module("generate", "--checkpoint=nowhere", "--prompt=a")
+        done = forked.run("generate", "--checkpoint=nowhere", "--prompt=a")
         self.assertEqual(done.returncode, 2, done.stderr)
         self.assertStartsWith(done.stderr, "error: There is no folder")
         self.assertEqual(done.stdout, "")
