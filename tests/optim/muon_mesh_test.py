@@ -17,7 +17,13 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
 from glm5_jax.model import transformer
-from glm5_jax.optim import dimension_numbers, matrix_groups, muon_mesh, optimizer
+from glm5_jax.optim import (
+    dimension_numbers,
+    matrix_groups,
+    muon,
+    muon_mesh,
+    optimizer,
+)
 from glm5_jax.scale.hlo import communication as wires
 from tests import environment, runs
 from tests.model import tiny
@@ -152,6 +158,42 @@ class MapMatricesTest(parameterized.TestCase):
         for x, layout, result in zip(arrays, layouts, got, strict=True):
             expected = layout.map(function, jnp.asarray(x))
             np.testing.assert_allclose(result, expected, atol=ROUNDING)
+
+
+class ScaleTest(parameterized.TestCase):
+    """Matrices on a mesh get the root mean square of one device, each part its own."""
+
+    def test_parts_of_a_cut_weight_are_scaled_by_their_own_sizes(self):
+        kind = dimension_numbers.DimensionNumbers
+        numbers = {
+            "columns": kind(rows=1, cols=2, cut=(2, 4)),
+            "rows": kind(rows=0, cols=1, cut=(0, 4)),
+            "whole": kind(rows=0, cols=1),
+        }
+        specs = {"columns": P(None, "fsdp"), "rows": P(None, "fsdp"), "whole": P()}
+        shapes = {"columns": (3, 8, 24), "rows": (24, 8), "whole": (4, 10)}
+        rng = np.random.default_rng(0)
+        grads = {
+            name: rng.normal(size=shape).astype(np.float32)
+            for name, shape in shapes.items()
+        }
+        wide = {
+            n: muon.scale_by_muon_split(numbers, ns_dtype="float32", specs=s)
+            for n, s in (("mesh", specs), ("device", None))
+        }
+
+        def update(transform):
+            return jax.jit(lambda g: transform.update(g, transform.init(g))[0])(grads)
+
+        expected = update(wide["device"])
+        with jax.set_mesh(mesh_of({"fsdp": 4, "data": 2})):
+            got = update(wide["mesh"])
+        for name, want in expected.items():
+            np.testing.assert_allclose(got[name], want, rtol=0, atol=ROUNDING)
+        parts = {"of_4": got["columns"][..., :4], "of_20": got["columns"][..., 4:]}
+        for part in (*parts.values(), got["rows"][:4], got["rows"][4:], got["whole"]):
+            rms = np.sqrt(np.mean(np.square(part)))
+            np.testing.assert_allclose(rms, 0.2, rtol=0.04)  # Newton-Schulz's error
 
 
 class UpdateTest(parameterized.TestCase):

@@ -44,6 +44,27 @@ class BlockSizesTest(parameterized.TestCase):
             tile = getattr(row, f"masked_mla{kernel}")
             self.assertEqual(128 % tile.sizes[0], 0)
 
+    @parameterized.parameters(("v5p", 2, 64), ("v6e", 1, 128), ("tpu7x", 1, 64))
+    def test_kernels_leave_an_eighth_of_the_vmem(self, name, cores, megabytes):
+        row = block_sizes.TPUS[name]
+        self.assertEqual(row.cores, cores)
+        self.assertEqual(8 * row.vmem_bytes, 7 * (megabytes << 20))
+        for size in (row.indexer_keys, row.sparse_rows, row.decode_groups):
+            self.assertEqual(size & (size - 1), 0)  # a power of two
+
+    @parameterized.parameters((chip,) for chip in block_sizes.GPUS)
+    def test_triton_takes_powers_of_two(self, name):
+        row = block_sizes.GPUS[name]
+        tiles = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
+        for kernel, tile in tiles.items():
+            for size in (*tile.sizes, tile.warps):
+                self.assertEqual(size & (size - 1), 0, kernel)
+            self.assertBetween(tile.warps, 4, 8)  # warp groups of 128 threads
+            self.assertGreater(tile.stages, 0)
+        rows, columns, depth = row.grouped_matmul.sizes
+        operands = 2 * depth * (rows + columns) * row.grouped_matmul.stages
+        self.assertLessEqual(operands, 227 << 10)  # bytes of shared memory
+
     def test_one_entry_is_tried_for_a_while(self):
         row = block_sizes.changed(block_sizes.of("h200"), "sparse_mla=32,4,3")
         tile = block_sizes.Tile((32,), warps=4, stages=3)

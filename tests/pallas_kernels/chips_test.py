@@ -9,6 +9,18 @@ from glm5_jax.scale import slice_devices
 from pallas_kernels import chips
 from tests import environment
 
+# As the vendors' pages write of a whole chip: devices that it is; TensorCores or
+# multiprocessors; memory in GB and GB/s; GB/s of its links both ways, and their
+# number; Gbit/s of the network beside them.
+VENDORS = {
+    "v5e": (1, 1, 16, 819, 400, 4, 25),
+    "v5p": (1, 2, 95, 2765, 1200, 6, 50),
+    "v6e": (1, 1, 32, 1638, 800, 4, 100),
+    "tpu7x": (2, 2, 192, 7380, 1200, 6, 100),
+    "h100": (1, 132, 80, 3350, 900, 18, 400),
+    "h200": (1, 132, 141, 4800, 900, 18, 400),
+    "b200": (1, 148, 180, 8000, 1800, 18, 400),
+}
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("glm5_jax", "pallas_kernels", "benchmarks", "configs")
 
@@ -68,6 +80,28 @@ class TableTest(parameterized.TestCase):
         """As the vendors write of a whole chip, in whole TFLOP/s."""
         bf16 = chips.CHIPS[name].bf16_tflops
         self.assertAlmostEqual(2 * num_devices * bf16, tflops, delta=1)
+
+    @parameterized.parameters(*VENDORS.items())
+    def test_memory_and_links_are_the_vendors(self, name, row):
+        devices, cores, gigabytes, memory, links, num_links, network = row
+        chip = chips.CHIPS[name]
+        # Devices of a chip share its links: each has all of them at a part of the rate.
+        self.assertEqual((chip.cores * devices, chip.num_links), (cores, num_links))
+        self.assertAlmostEqual(chip.hbm_gib * devices, gigabytes)
+        self.assertAlmostEqual(chip.hbm_tbps * 1e3 * devices, memory)
+        self.assertAlmostEqual(chip.interconnect_gbps * devices, links)
+        self.assertAlmostEqual(chip.network_gbps * 8 * devices, network)
+
+    @parameterized.parameters(
+        ("v5p", 459, 2.46, 90),  # one link of six: 1,200 / 6 / 2 GB/s, 90% reached
+        ("h200", 790, 4.3, 22.5),
+        ("v6e", 918, 1.638, 90),  # nobody timed it
+    )
+    def test_programs_reach_what_was_timed(self, name, tflops, tbps, gbps):
+        chip = chips.CHIPS[name]
+        self.assertAlmostEqual(chip.reachable_tflops, tflops)
+        self.assertAlmostEqual(chip.reachable_tbps, tbps)
+        self.assertAlmostEqual(chip.reachable_link_gbps, gbps)
 
     @parameterized.parameters(*slice_devices.DEVICES.values())
     def test_the_compiler_leaves_most_of_the_memory(self, device):

@@ -1,6 +1,7 @@
 """Checks which unfinished folders are removed, and by which process."""
 
 import pathlib
+import stat
 import subprocess
 import sys
 from unittest import mock
@@ -47,6 +48,11 @@ class NewFolderTest(parameterized.TestCase):
     def make(self):
         with new_folder.new_folder(self.folder) as partial:
             (partial / "whole").write_text("all of it")
+
+    def test_others_may_read_the_folder_but_not_write_it(self):
+        """mkdtemp makes folders for their owner alone."""
+        self.make()
+        self.assertEqual(stat.S_IMODE(self.folder.stat().st_mode), 0o755)
 
     def test_the_next_writer_removes_the_files_of_a_killed_process(self):
         killed = []
