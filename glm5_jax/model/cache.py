@@ -62,7 +62,7 @@ class Reader:
         """Copies the layer's entry of each sequence, such as its rows or its state."""
         entries = self.cache.entries[name][self.layers[name]]
         if self.cache.table is not None:
-            rows = entries[jnp.minimum(self.cache.table, len(entries) - 1)]
+            rows = entries[self.cache.table]  # no page: jax reads the last one
             rows = rows.reshape(rows.shape[0], -1, *rows.shape[3:])
             return rows[:, : self.cache.capacity]
         return entries if self.slots is None else entries[self.slots]
@@ -93,7 +93,7 @@ class Reader:
         first = jnp.clip(places[:, -1:] + 1 - size, 0, capacity - size)
         if size == capacity:
             return self.sequences(name), first
-        at = self._located(name, first + jnp.arange(size)[None], is_read=True)
+        at = self._located(name, first + jnp.arange(size)[None])
         return self.cache.entries[name][self.layers[name], *at], first
 
     def pages(
@@ -120,13 +120,11 @@ class Reader:
         lengths = lengths if slots is None else lengths[slots]
         return lengths[:, None] + jnp.arange(num_new)[None]
 
-    def _located(
-        self, name: str, places: Int[Array, "b T"], is_read: bool = False
-    ) -> tuple[Array, Array]:
+    def _located(self, name: str, places: Int[Array, "b T"]) -> tuple[Array, Array]:
         """Returns indices (sequence, place), or (page, row of it), of an entry's rows.
 
-        JAX drops rows that are written outside of all sequences and pages. A row that
-        is read, and masked later, comes from the last page instead.
+        JAX drops rows that are written outside of all sequences and pages, and reads
+        the last page in place of none; such rows are masked later.
         """
         slots, table = self.slots, self.cache.table
         if table is None:
@@ -136,4 +134,4 @@ class Reader:
         pages = jnp.take_along_axis(
             table, places // size, axis=1, mode="fill", fill_value=number
         )
-        return jnp.minimum(pages, number - 1) if is_read else pages, places % size
+        return pages, places % size

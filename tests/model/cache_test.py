@@ -9,8 +9,8 @@ from glm5_jax.model import cache as cache_lib
 from tests import environment
 
 LAYERS, CAPACITY, WIDTH, LAYER = 3, 6, 2, 1
-LENGTHS = np.array([1, 3, 4, 5])  # two new tokens more: within, to and beyond the end
-NEW = 2
+LENGTHS = np.array([1, 2, 3, 5])  # three tokens more: within, to and beyond the end
+NEW = 3
 SLOTS = np.array([3, 0, 2, 1])
 # Pages of two rows; 9 marks a run of rows without a page.
 TABLE = np.array([[4, 7, 9], [4, 0, 1], [5, 3, 8], [2, 6, 9]])

@@ -3,13 +3,14 @@
 import collections
 import math
 
+import jax
 from absl import logging
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.model import transformer
-from glm5_jax.optim import matrix_groups, optimizer
+from glm5_jax.optim import dimension_numbers, matrix_groups, optimizer
 from tests import environment
 
 TERA, GIBI = 1e12, 2**30
@@ -90,6 +91,76 @@ class PlanTest(parameterized.TestCase):
         lines = matrix_groups.markdown(groups).splitlines()
         self.assertLen(lines, len(groups) + 3)
         self.assertIn("71.52", lines[-1])
+
+
+def alone(shape, spec):
+    """A stack [L, rows, columns], as a leaf."""
+    layout = dimension_numbers.Layout((0,), (1,), (2,))
+    return shape, layout, jax.sharding.PartitionSpec(*spec)
+
+
+def pieces(*leaves):
+    """Returns leaf, start, count and pieces of each stack on four devices."""
+    groups = matrix_groups.plan(leaves, {"fsdp": 4})
+    return [
+        [(s.leaf, s.start, s.count, group.num_pieces) for s in group.stacks]
+        for group in groups
+    ]
+
+
+class PiecesTest(parameterized.TestCase):
+    """Matrices of 2 MiB in bfloat16: a piece has room for 64 on each device."""
+
+    @parameterized.named_parameters(
+        ("as_many_as_fit", 256, [[(0, 0, 256, 1)]]),
+        ("a_round_more", 260, [[(0, 0, 256, 1)], [(0, 256, 4, 1)]]),
+        ("two_equal_pieces", 264, [[(0, 0, 264, 2)]]),
+        ("three_equal_pieces", 4 * 129, [[(0, 0, 516, 3)]]),
+        ("some_devices_have_one_more", 259, [[(0, 0, 259, 1)]]),
+    )
+    def test_large_stacks_are_cut(self, count, wanted):
+        shape, spec = (count, 1024, 1024), (None, "fsdp")
+        self.assertEqual(pieces(alone(shape, spec)), wanted)
+
+    @parameterized.named_parameters(
+        ("fills", 2, [[(0, 0, 256, 1)], [(0, 256, 6, 1), (1, 0, 2, 1)]]),
+        ("does_not_fit", 3, [[(0, 0, 256, 1)], [(0, 256, 6, 1), (1, 0, 3, 1)]]),
+    )
+    def test_small_stacks_join_what_is_left(self, count, wanted):
+        sides, spec = (1024, 1024), (None, "fsdp")
+        found = pieces(alone((262, *sides), spec), alone((count, *sides), spec))
+        self.assertEqual(found, wanted)
+
+
+class WorkTest(parameterized.TestCase):
+    def test_work_in_closed_form(self):
+        """Ten matrices 8 x 8 in two blocks each, on two devices with three replicas."""
+        stack = matrix_groups.Stack(
+            leaf=0,
+            part=0,
+            start=0,
+            count=10,
+            block=(4, 8),
+            batch_axes=(),
+            row_axes=("fsdp",),
+            col_axes=(),
+            shards=(2, 1),
+            is_transposed=False,
+        )
+        group = matrix_groups.Group((stack,), ("fsdp",), ("data",), 2, 3)
+        one = 5 * (4 * 8**3 + 2 * 8**3)  # FLOPs of five steps
+        self.assertEqual((group.num_owners, group.num_rounds), (6, 2))
+        work = group.work
+        self.assertAlmostEqual(work.useful_flops, 10 * one / 6)
+        self.assertEqual(work.flops, 2 * one)
+        whole = 2 * 8 * 8 * 2  # bytes of a device's two matrices
+        self.assertEqual(work.exchanged_bytes, 2 * whole / 2)  # half stay, both ways
+        self.assertEqual(work.gathered_bytes, 2 * whole)  # of two other replicas
+        self.assertEqual(work.cost, 2 * one + 4400 * 3 * whole)
+        self.assertEqual(matrix_groups.newton_schulz_flops(16, 8), one + 5 * 4 * 8**3)
+        doubled = matrix_groups.total([group, group])
+        self.assertEqual((doubled.flops, doubled.cost), (4 * one, 2 * work.cost))
+        self.assertEqual(matrix_groups.total([]).cost, 0)
 
 
 if __name__ == "__main__":

@@ -159,6 +159,29 @@ class MapMatricesTest(parameterized.TestCase):
             expected = layout.map(function, jnp.asarray(x))
             np.testing.assert_allclose(result, expected, atol=ROUNDING)
 
+    def test_what_pieces_leave_over_is_mapped_too(self):
+        """Of five rounds two pieces take two each; a small stack fills the rest."""
+        most = 3 * 8 * 8 * 2  # three matrices
+        layout = dimension_numbers.Layout((0,), (1,), (2,))
+        rng = np.random.default_rng(0)
+        arrays = [rng.normal(size=(n, 8, 8)).astype(np.float32) for n in (10, 3, 11)]
+        specs = [P(None, "fsdp")] * 3
+        function = lambda x: x @ x.mT @ x
+        mesh = mesh_of({"fsdp": 2, "data": 4})
+        leaves = [(x.shape, layout, specs[0]) for x in arrays]
+
+        def mapped(*x):
+            return muon_mesh.map_matrices(function, x, [layout] * 3, specs, ("data",))
+
+        with mock.patch.object(matrix_groups, "PIECE_BYTES", most), jax.set_mesh(mesh):
+            groups = matrix_groups.plan(leaves, {"fsdp": 2})
+            got = jax.jit(mapped)(*arrays)
+        starts = {(s.leaf, s.start, s.count) for group in groups for s in group.stacks}
+        wanted = {(0, 0, 8), (0, 8, 2), (1, 0, 3), (2, 0, 8), (2, 8, 3)}
+        self.assertEqual(starts, wanted)
+        for x, result in zip(arrays, got, strict=True):
+            np.testing.assert_allclose(result, function(x), rtol=1e-5, atol=1e-5)
+
 
 class ScaleTest(parameterized.TestCase):
     """Matrices on a mesh get the root mean square of one device, each part its own."""

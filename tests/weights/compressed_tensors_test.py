@@ -17,6 +17,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
 from glm5_jax.quantization import leaf, schemes
 from glm5_jax.weights import (
+    coded_folder,
     coded_tensor,
     compressed_tensors,
     huggingface_export,
@@ -176,6 +177,31 @@ class FolderTest(parameterized.TestCase):
         path.write_text(json.dumps(settings))
         with self.assertRaisesRegex(config_lib.InputError, message):
             quantized_loading.load_model(folder)
+
+    @parameterized.parameters((64, 8), (65, 9), (72, 9), (73, 10))
+    def test_a_word_holds_eight_codes(self, width, num_words):
+        """And a scale a group of equally many; one a row where groups do not divide."""
+
+        def tensor(dtype, *shape):
+            return safetensors_file.Tensor(self.folder / "x", dtype, shape, 0)
+
+        for groups in (1, 8, 0):
+            found = {
+                "w" + compressed_tensors.PACKED: tensor("I32", 4, num_words),
+                "w" + compressed_tensors.SCALE: tensor("F32", 4, groups),
+            }
+            coding = coded_folder.Coding(is_compressed=True)
+            shapes, dtypes = coding.expected({"w": (4, width)}, found)
+            divides = groups and width % groups == 0
+            self.assertEqual(
+                shapes,
+                {
+                    "w" + compressed_tensors.PACKED: (4, num_words),
+                    "w" + compressed_tensors.SHAPE: (2,),
+                    "w" + compressed_tensors.SCALE: (4, groups if divides else 1),
+                },
+            )
+            self.assertEqual(dtypes.keys(), shapes.keys())
 
     def test_missing_scales_are_named(self):
         folder = self.write("w8a8")

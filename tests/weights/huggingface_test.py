@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+from unittest import mock
 
 import jax
 import numpy as np
@@ -156,6 +157,21 @@ class LoadTest(FolderCase):
 
 class SaveTest(FolderCase):
     """Exports parameter trees."""
+
+    @parameterized.parameters(
+        (1, [(0, 128), (128, 256), (256, 300)]),  # less than a step: a block of codes
+        (2 * 128 * 64 - 1, [(0, 128), (128, 256), (256, 300)]),
+        (2 * 128 * 64, [(0, 256), (256, 300)]),
+        (10**6, [(0, 300)]),
+    )
+    def test_rows_are_written_in_windows(self, size, wanted):
+        """Rows of 16 weights take 64 bytes in float32."""
+        row = huggingface_names.TABLE["model"][0]
+        layout = huggingface_names.Layout(row, [(300, 16)])
+        with mock.patch.object(leaves_lib, "WINDOW_BYTES", size):
+            windows = huggingface_export._row_windows(layout)
+            found = [(window.start, window.stop) for window in windows]
+        self.assertEqual(found, wanted)
 
     @parameterized.named_parameters(
         ("glm5", "glm5", 10**9),
@@ -342,6 +358,17 @@ class ErrorTest(FolderCase):
         }
         self.edit(folder, **changes)
         self.assert_fails(folder, *changes, "[63] instead of [64]", "I8", "config.json")
+
+    def test_only_so_many_names_are_listed(self):
+        folder = self.copy()
+        one = np.zeros(1, np.float32)
+        names = [f"model.surprise.{i:03}" for i in range(101)]
+        self.edit(folder, **dict.fromkeys(names[:100], one))
+        with self.assertRaises(config_lib.InputError) as caught:
+            load(folder)
+        self.assertIn(f"{names[99]}.\n", str(caught.exception))
+        self.edit(folder, **{names[100]: one})
+        self.assert_fails(folder, f"{names[99]} and 1 more.")
 
     def test_truncated(self):
         folder = self.copy()

@@ -22,6 +22,7 @@ from glm5_jax.model import transformer
 from glm5_jax.weights import (
     conversion,
     generation_config,
+    huggingface_export,
     loading,
     quantized_loading,
 )
@@ -206,6 +207,39 @@ class LoadTest(FolderTest):
             loading.require_same_mathematics(config)
         with self.assertRaisesRegex(config_lib.InputError, "rope_thetta"):
             self.train_config(run, ("rope_thetta",))
+
+    def test_sizes_of_variants_are_compared_if_both_models_have_variants(self):
+        run, types = self.make_run(), ("latent", "latent_sliding")
+        sizes = config_lib.AttentionVariants(sliding_window=8)
+        wider = dataclasses.replace(sizes, sliding_window=16)
+        loading.require_same_mathematics(self.train_config(run, variants=wider))
+        model = dataclasses.replace(TINY, layer_types=types, variants=sizes)
+        tree = {"model": command_line.to_json_dict(model)}
+        (run / "config.json").write_text(json.dumps(tree))
+        same = {"layer_types": types, "variants": sizes}
+        loading.require_same_mathematics(self.train_config(run, **same))
+        with self.assertRaisesRegex(config_lib.InputError, "variants: .*window=8.* in"):
+            loading.require_same_mathematics(
+                self.train_config(run, layer_types=types, variants=wider)
+            )
+        plain = self.train_config(run, ("layer_types",), variants=wider)
+        loading.require_same_mathematics(plain)
+
+    def test_codes_are_not_made_of_layers_that_have_to_be_converted(self):
+        """An indexer that is left out of a Hugging Face folder is not read."""
+        changes = [("model.index_topk_pattern", "FS")]
+        with self.assertRaisesRegex(config_lib.InputError, "convert the model first"):
+            quantized_loading.load_model(self.make_run(), changes, scheme="int8")
+        types = [("model.layer_types", "('latent', 'latent_sliding')")]
+        folder = self.folder / "exported"
+        huggingface_export.save_params(self.params, TINY, folder)
+        with self.assertRaisesRegex(config_lib.InputError, "convert the model first"):
+            quantized_loading.load_model(folder, types, scheme="int8")
+        config, params, _ = quantized_loading.load_model(folder, changes, scheme="int8")
+        self.assertEqual(config.index_topk_pattern, "FS")
+        self.assertNotIn("indexer", params["layers_1"]["block_0"])
+        places = [x.devices() for x in jax.tree.leaves(params)]
+        self.assertEqual(places, [{jax.local_devices()[0]}] * len(places))
 
     def test_init_from_refuses_indexers_that_are_not_ready(self):
         run = self.make_run()

@@ -9,6 +9,8 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+from glm5_jax import sharding
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import transformer
 from glm5_jax.model.attention import mla
@@ -25,6 +27,8 @@ SOURCE = tiny.model(
     num_nextn_predict_layers=0,
     latent_norm_eps=1e6,
 )
+# Parameters of a gated DeltaNet that MLA has nothing for.
+NEW_OF_DELTA = ["A_log", "a_proj", "b_proj", "conv1d", "dt_bias", "g_proj", "o_norm"]
 ATOL = 2e-5  # logits of size one, in float32
 
 
@@ -138,6 +142,60 @@ class GroupedTest(parameterized.TestCase):
             )
             found = made[group]["block_0"]
             jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+class ExpectedNormTest(parameterized.TestCase):
+    def test_values_of_a_latent_of_the_expected_size(self):
+        """Its mean square is trace(M^T M) / C, where M is of white noise."""
+        eps = 0.3
+        source = dataclasses.replace(SOURCE, latent_norm_eps=eps)
+        target = dataclasses.replace(source, layer_types=("gated_delta",) * 3)
+        params = tiny.params(source)
+        block = params["layers_0"]["block_0"]
+        rng = np.random.default_rng(0)
+        for tree, name in (
+            (block, "input_layernorm"),
+            (block["self_attn"], "kv_a_layernorm"),
+        ):
+            tree[name] = jnp.asarray(rng.uniform(0.5, 2, tree[name].shape), "float32")
+        made = converted(params, source, target)
+        new = jax.tree.map(np.float64, made["layers_0"]["block_0"]["self_attn"])
+        for layer in range(3):
+            old = jax.tree.map(lambda x, i=layer: np.float64(x[i]), block)
+            attn = old["self_attn"]
+            down = attn["kv_a_proj"][:, : source.kv_lora_rank]
+            white = old["input_layernorm"][:, None] * down
+            square = np.trace(white.T @ white) / source.kv_lora_rank
+            latent = down * attn["kv_a_layernorm"] / np.sqrt(square + eps)
+            wanted = np.tensordot(latent, attn["v_b_proj"], 1)
+            np.testing.assert_allclose(new["v_proj"][layer], wanted, rtol=0, atol=1e-6)
+
+
+class LoadTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("kept", ("latent_sliding",) * 3, {}, "none"),
+        ("restored", ("grouped",) * 3, {"num_key_value_heads": 2}, "none"),
+        (
+            "new",
+            ("latent", "gated_delta", "gated_delta"),
+            {},
+            ", ".join(f"self_attn.{name}" for name in NEW_OF_DELTA),
+        ),
+    )
+    def test_names_new_parameters_and_keeps_the_shardings(self, types, sizes, names):
+        target = with_types(*types, **sizes)
+        mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, fsdp=4))
+        places = sharding.shardings(transformer.param_dims(target), mesh)
+        shapes = transformer.abstract_params(target)
+        abstract = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, places)
+        params = jax.device_put(
+            tiny.params(SOURCE),
+            sharding.shardings(transformer.param_dims(SOURCE), mesh),
+        )
+        with jax.set_mesh(mesh), self.assertLogs("absl", "INFO") as logs:
+            made = to_variants.load(params, SOURCE, target, abstract)
+        self.assertIn(f"new parameters: {names}.", "".join(logs.output))
+        jax.tree.map(lambda x, s: self.assertEqual(x.sharding, s), made, places)
 
 
 class RefusalTest(parameterized.TestCase):
