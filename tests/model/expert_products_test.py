@@ -42,6 +42,16 @@ class RoomTest(absltest.TestCase):
             found = expert_rounds.room(num_rows, num_devices)
             self.assertEqual(found, wanted, (num_rows, num_devices))
 
+    def test_without_rounds_there_is_room_for_every_load(self):
+        for transport, num_devices, wanted in (
+            ("rounds", 8, 2),
+            ("rounds", 1, 1),
+            ("gather", 8, 8),
+            ("exchange", 4, 4),
+        ):
+            found = expert_rounds.spare(transport, num_devices)
+            self.assertEqual(found, wanted, (transport, num_devices))
+
 
 if __name__ == "__main__":
     environment.main()

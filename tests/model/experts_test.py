@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from glm5_jax import collectives, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.model import experts, layers, moe
+from glm5_jax.model import expert_rounds, experts, layers, moe
 from tests import environment, tpus
 from tests.model import tiny
 
@@ -106,6 +106,21 @@ class TransportTest(parameterized.TestCase):
             got,
             want,
         )
+
+    @parameterized.parameters(
+        ("gather", 2, None), ("gather", 4, None), ("rounds", 2, 24), ("rounds", 4, 24)
+    )
+    def test_only_rounds_have_a_bounded_buffer(self, transport, num_devices, size):
+        """A device has 12 rows of its own tokens: twice as many fit the buffer."""
+        config = dataclasses.replace(CONFIG, expert_transport=transport)
+        inputs = make_inputs("random")
+        mesh = mesh_lib.make_mesh(
+            config_lib.MeshConfig(data=8 // num_devices, expert=num_devices)
+        )
+        wrapped = mock.patch.object(expert_rounds, "run", wraps=expert_rounds.run)
+        with jax.set_mesh(mesh), wrapped as run:
+            jax.eval_shape(lambda *x: gradients.__wrapped__(config)(*x), *inputs)
+        self.assertEqual({call.args[0] for call in run.call_args_list}, {size} - {None})
 
 
 def ragged(rows, empty, starts, sent, landing, got, *, axis_name):

@@ -56,6 +56,14 @@ class InitialTest(parameterized.TestCase):
         stacks = np.stack([np.asarray(x).ravel()[:4096] for x in ours[2:4]])
         self.assertLess(np.abs(np.corrcoef(stacks) - np.eye(2)).max(), 0.07)
 
+    def test_arrays_of_two_million_elements_are_drawn_alone(self):
+        """8 MiB in float32; smaller ones together, up to as many."""
+        fill = layers.scale(8, "D")
+        sizes = (2**21 + 1, 2**20, None, 2**20, 1, 2**21, 2**21 - 1, 1, 7)
+        params = [fill if n is None else layers.Param((n,), ("M",)) for n in sizes]
+        packs = [[1, 3], [4], [5], [6, 7], [8], [0]]
+        self.assertEqual(initial._packs(params), packs)
+
 
 if __name__ == "__main__":
     environment.main()

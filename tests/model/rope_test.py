@@ -72,6 +72,20 @@ class YarnTest(absltest.TestCase):
         want = FREQUENCIES * (share / 5 + 1 - share)
         np.testing.assert_allclose(rope.frequencies(model), want, rtol=1e-3)
 
+    def test_where_both_ends_are_one_a_pair_stays_or_is_divided(self):
+        """As transformers, which puts 0.001 between ends that are equal."""
+        scaling = config_lib.RopeScaling(
+            rope_type="yarn",
+            factor=5.0,
+            original_max_position_embeddings=628,
+            beta_fast=3.0,  # of pair 1.52
+            beta_slow=3.0,
+            truncate=False,
+        )
+        model = tiny.model(qk_rope_head_dim=DIM, rope_theta=THETA, rope_scaling=scaling)
+        want = FREQUENCIES / np.array([1, 1, 5, 5])
+        np.testing.assert_allclose(rope.frequencies(model), want, rtol=1e-6)
+
 
 if __name__ == "__main__":
     environment.main()
