@@ -82,8 +82,8 @@ MAX_COLUMNS = 88
 # 5 follow the tokens of a run.
 # The suites of evaluations take 3, quantization-aware training takes 1.
 # The objective of multi-token prediction takes 1, its training and use in RL take 2;
-# pages of rollouts 1. Asynchronous RL takes 2.
-MAX_CONFIG_FIELDS = 187
+# pages of rollouts 1. Asynchronous RL takes 2. The cache's number type takes 1.
+MAX_CONFIG_FIELDS = 188
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 

@@ -17,6 +17,7 @@ AttentionMode = Literal["dense", "sparse", "dense_with_indexer_loss"]
 ExpertTransport = Literal["gather", "rounds", "exchange"]
 RematPolicy = Literal["none", "full", "dots", "offload"]
 Dtype = Literal["float32", "bfloat16"]
+CacheDtype = Literal["auto", "int8", "fp8"]
 
 # Fields that count something.
 _SIZES = (
@@ -112,6 +113,9 @@ class ModelConfig:
     expert_transport: ExpertTransport = "gather"
     # Parts of a device's tokens that the experts process in turn.
     expert_chunks: int = 1
+    # Number type of cached latents: "auto" is `dtype`; "int8" and "fp8" take half the
+    # memory, and "fp8" rounds the indexer's keys, too.
+    kv_cache_dtype: CacheDtype = "auto"
     # Makes a token's results independent of the rest of the batch, so that trainer and
     # engine select the same keys and experts (glm5_jax/model/invariance.py). None: true
     # in stage rl with bfloat16.
@@ -144,6 +148,11 @@ class ModelConfig:
                 f"{self.index_head_dim}.",
             ),
             *self._mtp_rules(),
+            (
+                self.kv_cache_dtype == "auto" or not self.batch_invariant,
+                f"kv_cache_dtype={self.kv_cache_dtype!r} rounds what decoding reads "
+                f"and so cannot select the keys of training; drop batch_invariant.",
+            ),
             (
                 not self.batch_invariant or self.attention == "sparse",
                 f"batch_invariant needs attention='sparse', whose lists of keys "

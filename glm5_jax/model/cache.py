@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 # Entries of a row for each token with a part for each head, [capacity, heads, ...],
 # which devices of the tensor axis share.
@@ -50,7 +50,7 @@ class Reader:
     layers: dict[str, Int[Array, ""]]  # for each entry, how many layers before have it
     shared: Any  # handed from layer to layer, as in `Attention.forward`
 
-    def append(self, name: str, rows: Float[Array, "b T *n"]) -> "Reader":
+    def append(self, name: str, rows: Shaped[Array, "b T *n"]) -> "Reader":
         """Writes rows of the new tokens after the rows of each sequence."""
         cache, stack = self.cache, self.cache.entries[name]
         sequences, places = self._located(name, self._places(rows.shape[1]))
@@ -58,7 +58,7 @@ class Reader:
         cache = dataclasses.replace(cache, entries=cache.entries | {name: stack})
         return dataclasses.replace(self, cache=cache)
 
-    def sequences(self, name: str) -> Float[Array, "b ..."]:
+    def sequences(self, name: str) -> Shaped[Array, "b ..."]:
         """Copies the layer's entry of each sequence, such as its rows or its state."""
         entries = self.cache.entries[name][self.layers[name]]
         if self.cache.table is not None:
@@ -78,7 +78,7 @@ class Reader:
 
     def latest(
         self, name: str, size: int, num_new: int
-    ) -> tuple[Float[Array, "b S *n"], Int[Array, "b 1"]]:
+    ) -> tuple[Shaped[Array, "b S *n"], Int[Array, "b 1"]]:
         """Copies the last `size` rows of each sequence, its new tokens among them.
 
         Args:
@@ -98,7 +98,7 @@ class Reader:
 
     def pages(
         self, name: str
-    ) -> tuple[Float[Array, "pages S width"], Int[Array, "b n"]]:
+    ) -> tuple[Shaped[Array, "pages S width"], Int[Array, "b n"]]:
         """Returns the rows of all layers as pages, and the layer's pages; no copy."""
         stack, table = self.cache.entries[name], self.cache.table
         number = stack.shape[1]
@@ -108,6 +108,13 @@ class Reader:
         table = jnp.minimum(table, number - 1)  # a kernel must find every page it reads
         page_table = self.layers[name] * number + table
         return stack.reshape(-1, *stack.shape[2:]), page_table
+
+    def picked(
+        self, name: str, places: Int[Array, "b K"]
+    ) -> Shaped[Array, "b K width"]:
+        """Copies the rows at these places of each sequence; any for a negative one."""
+        at = self._located(name, jnp.maximum(places, 0))
+        return self.cache.entries[name][self.layers[name], *at]
 
     def after(self, names: Any) -> "Reader":
         """Returns the reader at the next layer, after a layer with these entries."""

@@ -19,7 +19,7 @@ MODEL_TYPE = "glm_moe_dsa"
 # them, so they are neither written nor read.
 OURS = {
     *("attention", "dtype", "param_dtype", "remat_policy", "batch_invariant"),
-    *("expert_transport", "expert_chunks", "mtp_num_steps"),
+    *("expert_transport", "expert_chunks", "mtp_num_steps", "kv_cache_dtype"),
 }
 # Fields that config.json spells differently, or has only for unusual values.
 _SPELT = {"rope_theta", "rope_scaling", "latent_norm_eps"}

@@ -48,7 +48,8 @@ def _rules(config: record.Config) -> list[record.Rule]:
 def _batch_invariant(model: ModelConfig) -> ModelConfig:
     """Makes trainer and engine agree in bfloat16; in float32 they nearly do."""
     can_be = model.attention == "sparse" and not model.layer_types
-    if model.batch_invariant is None and can_be and model.dtype == "bfloat16":
+    can_be &= model.kv_cache_dtype == "auto" and model.dtype == "bfloat16"
+    if model.batch_invariant is None and can_be:
         return dataclasses.replace(model, batch_invariant=True)
     return model
 

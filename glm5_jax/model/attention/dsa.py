@@ -22,7 +22,7 @@ from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import indexer
 from glm5_jax.model import selection as selection_lib
-from glm5_jax.model.attention import dsa_cached, mla, protocol
+from glm5_jax.model.attention import cache_rows, dsa_cached, mla, protocol
 
 
 class Attended(NamedTuple):
@@ -114,10 +114,12 @@ class SparseLatentAttention:
 
     def cached(self, attended: Attended) -> dict[str, Array]:
         """Joins latent and rotated key to one row."""
-        rows = {"kv": jnp.concatenate(attended.kv, axis=-1)}
+        form = cache_rows.of_latents(self.config)
+        rows = {"kv": form.store(jnp.concatenate(attended.kv, axis=-1))}
         index = attended.index
         if self.owns_indexer and index is not None and index.projections is not None:
-            rows["k_index"] = index.projections.k
+            form = cache_rows.of_index_keys(self.config)
+            rows["k_index"] = form.store(index.projections.k)
         return rows
 
     def flops(self, length: int) -> float:

@@ -2,11 +2,14 @@
 
 The cache has a latent row for each token and layer ("kv"), and an indexer key for each
 token and layer with an indexer ("k_index"). New tokens are compared with the latents of
-the selected keys, so that no key or value of a head is ever restored.
+the selected keys, so that no key or value of a head is ever restored. Rows may have
+8 bits a number (cache_rows.py); those that are selected, and the keys of the indexer,
+are then restored before an op reads them.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,34 +21,20 @@ from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import indexer, layers
 from glm5_jax.model import selection as selection_lib
-from glm5_jax.model.attention import mla
-from pallas_kernels import dispatch
+from glm5_jax.model.attention import cache_rows, mla
 from pallas_kernels import selection as forms
 
 FEW = 8  # most new tokens of a sequence that a decoding kernel takes
-_LANES = 128  # of a TPU's tile
 
 
 def entries(
     config: config_lib.ModelConfig, owns_indexer: bool, capacity: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape and type of what is cached of a sequence in one layer."""
-    shapes = {"kv": (capacity, row_width(config))}
+    found = {"kv": cache_rows.of_latents(config).entry(capacity)}
     if owns_indexer:
-        shapes["k_index"] = (capacity, config.index_head_dim)
-    dtype = jnp.dtype(config.dtype)
-    return {name: jax.ShapeDtypeStruct(x, dtype) for name, x in shapes.items()}
-
-
-def row_width(config: config_lib.ModelConfig) -> int:
-    """Returns the width of a cached row: C + R, on a TPU rounded up to whole tiles.
-
-    XLA would give an argument with other rows another layout to save their padding,
-    and a program would change it back, which takes twice the cache's memory: 1.12 GiB
-    for 4 layers of GLM-5.
-    """
-    size = config.kv_lora_rank + config.qk_rope_head_dim
-    return -(-size // _LANES) * _LANES if dispatch.platform() == "tpu" else size
+        found["k_index"] = cache_rows.of_index_keys(config).entry(capacity)
+    return found
 
 
 def decode(
@@ -68,35 +57,38 @@ def decode(
     """
     c_q = mla.query_latent(params, config, x)
     kv = mla.latent(params, config, x, context)
-    width = reader.cache.entries["kv"].shape[-1]
-    reader = reader.append("kv", padded(jnp.concatenate(kv, axis=-1), width))
+    form = cache_rows.of_latents(config)
+    reader = reader.append("kv", form.store(jnp.concatenate(kv, axis=-1)))
     if index_params is not None:
         made = indexer.project(index_params, config, x, c_q, context)
-        reader = _select(reader, made, context, config.index_topk)
-    q = padded(mla.latent_queries(params, config, c_q, context), width)
-    out = _attend(reader, q, context, config.softmax_scale, config.kv_lora_rank)
+        reader = _select(reader, config, made, context)
+    q = mla.latent_queries(params, config, c_q, context)
+    out = _attend(reader, config, cache_rows.padded(q, form.num_numbers), context)
     return mla.from_latent(params, out), reader
 
 
 def _select(
     reader: cache_lib.Reader,
+    config: config_lib.ModelConfig,
     new: indexer.Projections,
     context: context_lib.Context,
-    topk: int,
 ) -> cache_lib.Reader:
     """Caches the indexer's keys, and selects keys if the cache may have more than K."""
-    reader = reader.append("k_index", new.k)
+    form = cache_rows.of_index_keys(config)
+    reader = reader.append("k_index", form.store(new.k))
     if isinstance(reader.shared, selection_lib.AllVisible):
         return reader
-    bounds = {"lo": context.lo, "hi": context.hi, "topk": topk}
+    bounds = {"lo": context.lo, "hi": context.hi, "topk": config.index_topk}
     num_new = new.q.shape[1]
     if num_new > FEW:
-        keys = reader.sequences("k_index")
+        keys = form.restore(reader.sequences("k_index"))
         # Padding may lie beyond the end of the cache; a query sees only earlier keys.
         keys = jnp.pad(keys, [(0, 0), (0, num_new), (0, 0)])
         indices = pallas_kernels.indexer_topk(new.q, keys, new.w, **bounds)
     else:
         keys, page_table = reader.pages("k_index")
+        if form.kind is not None:  # not those of other layers and sequences
+            keys, page_table = form.restore(reader.sequences("k_index")), None
         indices = pallas_kernels.decode_indexer_topk(
             new.q, keys, new.w, page_table=page_table, **bounds
         )
@@ -105,22 +97,49 @@ def _select(
 
 def _attend(
     reader: cache_lib.Reader,
+    config: config_lib.ModelConfig,
     q: Float[Array, "b T N row"],
     context: context_lib.Context,
-    scale: float,
-    value_dim: int,
 ) -> Float[Array, "b T N C"]:
     """Attends in the latent space to the selected rows, or to all visible ones."""
-    selection, sizes = reader.shared, {"scale": scale, "value_dim": value_dim}
+    form, selection = cache_rows.of_latents(config), reader.shared
+    sizes = {"scale": config.softmax_scale, "value_dim": config.kv_lora_rank}
     if isinstance(selection, selection_lib.Listed):
         if q.shape[1] <= FEW:
+            if form.kind is not None:
+                return _attend_to_copies(reader, form, q, selection.indices, sizes)
             rows, page_table = reader.pages("kv")
             return pallas_kernels.decode_sparse_mla(
                 q, rows, selection.indices, page_table, **sizes
             )[0]
-        rows = reader.sequences("kv")
+        rows = form.restore(reader.sequences("kv"))
         return pallas_kernels.sparse_mla(q, rows, selection.indices, **sizes)[0]
-    return attend_to_visible(q, reader.sequences("kv"), context.lo, context.hi, **sizes)
+    rows = form.restore(reader.sequences("kv"))
+    return attend_to_visible(q, rows, context.lo, context.hi, **sizes)
+
+
+def _attend_to_copies(
+    reader: cache_lib.Reader,
+    form: cache_rows.Rows,
+    q: Float[Array, "b T N row"],
+    indices: Int[Array, "b T K"],
+    sizes: dict[str, Any],
+) -> Float[Array, "b T N C"]:
+    """Restores the selected rows of each new token, which then attends to all of them.
+
+    Each token is a sequence of its own to the op, with its K rows as the only page.
+    """
+    rows = form.restore(reader.picked("kv", indices.reshape(len(indices), -1)))
+    (b, num_new, num_keys), row = indices.shape, rows.shape[-1]
+    places = jnp.where(indices >= 0, jnp.arange(num_keys), -1)
+    out, _ = pallas_kernels.decode_sparse_mla(
+        q.reshape(b * num_new, 1, *q.shape[2:]),
+        rows.reshape(b * num_new, num_keys, row),
+        places.reshape(b * num_new, 1, num_keys),
+        None,
+        **sizes,
+    )
+    return out.reshape(b, num_new, *out.shape[2:])
 
 
 def attend_to_visible(
@@ -139,9 +158,3 @@ def attend_to_visible(
     scores = jnp.where(keep[:, :, None], scores * scale, -1e30)
     probs = jax.nn.softmax(scores, axis=-1).astype(kv.dtype)
     return jnp.einsum("btns,bsc->btnc", probs, kv[..., :value_dim])
-
-
-def padded(x: Float[Array, "*n row"], size: int) -> Float[Array, "*n width"]:
-    """Zero-pads the last axis."""
-    missing = size - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

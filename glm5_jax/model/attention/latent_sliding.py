@@ -15,7 +15,14 @@ from jaxtyping import Array, Float
 from glm5_jax import config as config_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
-from glm5_jax.model.attention import dsa, dsa_cached, mla, protocol, window
+from glm5_jax.model.attention import (
+    cache_rows,
+    dsa,
+    dsa_cached,
+    mla,
+    protocol,
+    window,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +68,14 @@ class SlidingLatentAttention:
         context = window.narrowed(context, size)
         c_q = mla.query_latent(attn, config, x)
         row = jnp.concatenate(mla.latent(attn, config, x, context), axis=-1)
-        width = reader.cache.entries["kv"].shape[-1]
-        reader = reader.append("kv", dsa_cached.padded(row, width))
+        form = cache_rows.of_latents(config)
+        reader = reader.append("kv", form.store(row))
         num_rows = min(reader.cache.capacity, size + num_new - 1)
         kv, first = reader.latest("kv", num_rows, num_new)
         q = mla.latent_queries(attn, config, c_q, context)
         out = dsa_cached.attend_to_visible(
-            dsa_cached.padded(q, width),
-            kv,
+            cache_rows.padded(q, form.num_numbers),
+            form.restore(kv),
             context.lo - first,
             context.hi - first,
             scale=config.softmax_scale,

@@ -1,0 +1,138 @@
+"""A token's row in the cache of MLA: as it is, or in 8 bits (model.kv_cache_dtype).
+
+A rounded row is a row of bytes, as vLLM's fp8_ds_mla has them:
+
+    codes of the latent, a byte each | their scales, float32 | the rotated key
+
+Every 128 numbers share a scale. Numbers that RoPE has turned stay in the model's dtype:
+their rounding costs most, and they are few. GLM-5's row of 576 numbers takes 656 bytes
+instead of 1,152. A row of the indexer is rounded as a whole, to 132 bytes instead of
+256, with "fp8" alone: from int8 keys an indexer selects worse.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from glm5_jax import config as config_lib
+from glm5_jax.quantization import leaf
+from pallas_kernels import dispatch
+
+TILE = 128  # numbers that share a scale
+_LANES = 128  # of a TPU's tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The form of an entry's rows.
+
+    Attributes:
+      num_rounded: leading numbers of a row that are rounded.
+      num_kept: the others, which stay as they are.
+      kind: of the codes; None if nothing is rounded.
+      dtype: of the numbers.
+      is_padded: whether a TPU pads a row to whole tiles, in the cache and as numbers.
+    """
+
+    num_rounded: int
+    num_kept: int
+    kind: leaf.Kind | None
+    dtype: jax.typing.DTypeLike
+    is_padded: bool
+
+    @property
+    def num_numbers(self) -> int:
+        """Returns the numbers of a restored row."""
+        return self._tiled(self.num_rounded + self.num_kept)
+
+    @property
+    def width(self) -> int:
+        """Returns the elements of a row in the cache: numbers or bytes."""
+        if self.kind is None:
+            return self.num_numbers
+        num_scales = -(-self.num_rounded // TILE)
+        kept = self.num_kept * jnp.dtype(self.dtype).itemsize
+        return self._tiled(self.num_rounded + 4 * num_scales + kept)
+
+    def entry(self, capacity: int) -> jax.ShapeDtypeStruct:
+        """Declares the rows of a sequence."""
+        dtype = self.dtype if self.kind is None else jnp.uint8
+        return jax.ShapeDtypeStruct((capacity, self.width), jnp.dtype(dtype))
+
+    def store(self, x: Float[Array, "*n row"]) -> Shaped[Array, "*n width"]:
+        """Returns the rows that are cached of these numbers."""
+        if self.kind is None:
+            return padded(x, self.width)
+        latent, kept = jnp.split(x, [self.num_rounded], axis=-1)
+        rounded = leaf.quantize(latent, leaf.Layout(self.kind, (TILE,)))
+        parts = rounded.values, rounded.scales, kept.astype(self.dtype)
+        return padded(jnp.concatenate([*map(_bytes, parts)], axis=-1), self.width)
+
+    def restore(self, rows: Shaped[Array, "*n width"]) -> Float[Array, "*n row"]:
+        """Returns the numbers that cached rows stand for, zero-padded on a TPU."""
+        if self.kind is None:
+            return rows
+        first = self.num_rounded + 4 * -(-self.num_rounded // TILE)
+        last = first + self.num_kept * jnp.dtype(self.dtype).itemsize
+        codes = _numbers(rows[..., : self.num_rounded], leaf.DTYPES[self.kind])
+        scales = _numbers(rows[..., self.num_rounded : first], jnp.float32)
+        layout = leaf.Layout(self.kind, (TILE,))
+        latent = leaf.dequantized(leaf.Quantized(codes, scales, layout), self.dtype)
+        kept = _numbers(rows[..., first:last], self.dtype)
+        return padded(jnp.concatenate([latent, kept], axis=-1), self.num_numbers)
+
+    def _tiled(self, size: int) -> int:
+        """Rounds up to whole tiles where that is wanted.
+
+        XLA would give an argument with other rows another layout to save their padding,
+        and a program would change it back, which takes twice the cache's memory:
+        1.12 GiB for 4 layers of GLM-5.
+        """
+        if not self.is_padded or dispatch.platform() != "tpu":
+            return size
+        return -(-size // _LANES) * _LANES
+
+
+def of_latents(config: config_lib.ModelConfig) -> Rows:
+    """Returns the form of [latent | rotated key], C + R numbers."""
+    return Rows(
+        num_rounded=config.kv_lora_rank,
+        num_kept=config.qk_rope_head_dim,
+        kind=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        dtype=config.dtype,
+        is_padded=True,
+    )
+
+
+def of_index_keys(config: config_lib.ModelConfig) -> Rows:
+    """Returns the form of an indexer's keys, J numbers."""
+    return Rows(
+        num_rounded=config.index_head_dim,
+        num_kept=0,
+        kind="fp8" if config.kv_cache_dtype == "fp8" else None,
+        dtype=config.dtype,
+        is_padded=False,
+    )
+
+
+def padded(x: Shaped[Array, "*n row"], size: int) -> Shaped[Array, "*n width"]:
+    """Zero-pads the last axis."""
+    missing = size - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+def _bytes(x: Array) -> Array:
+    """Returns the bytes of numbers, those of each together."""
+    found = lax.bitcast_convert_type(x, jnp.uint8)
+    return found if x.dtype.itemsize == 1 else found.reshape(*x.shape[:-1], -1)
+
+
+def _numbers(rows: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """Returns the numbers of bytes."""
+    size = jnp.dtype(dtype).itemsize
+    if size > 1:
+        rows = rows.reshape(*rows.shape[:-1], -1, size)
+    return lax.bitcast_convert_type(rows, dtype)
