@@ -228,6 +228,21 @@ class StaticTest(parameterized.TestCase):
                 selection.check_lists(good.at[0, 1].set(jnp.asarray(row)), 8)
 
 
+class BoundsTest(parameterized.TestCase):
+    def test_a_query_sees_no_key_after_its_own(self):
+        """The queries are the last of the tokens: query t is token t + S - T."""
+        x = inputs(lo=jnp.asarray([[-3, 0, 7, 49]]), hi=jnp.asarray([[90, 48, 20, 90]]))
+        floats = {"q": (x["q_heads"], "B T N H"), "k": (x["k_heads"], "B S N H")}
+        known, lo, hi = contract.bounded("op", floats, x["lo"], x["hi"])
+        self.assertEqual((known["T"], known["S"]), (T, S))
+        np.testing.assert_array_equal(lo, [[0, 0, 7, 49]])
+        np.testing.assert_array_equal(hi, [[47, 48, 20, 50]])
+
+    def test_groups_end_with_the_rows(self):
+        sizes = contract.groups(jnp.asarray([3, -2, 0, 9, 4]), 10)
+        np.testing.assert_array_equal(sizes, [3, 0, 0, 7, 0])
+
+
 def beyond(x):
     """Bounds and lists that name keys that there are not."""
     rows = x["indices"]

@@ -1,0 +1,78 @@
+"""What decoding reads of the cache: the kernels, and the rows of a window."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from absl.testing import parameterized
+
+import pallas_kernels
+from glm5_jax.model import cache as cache_lib
+from glm5_jax.model import cached, transformer
+from glm5_jax.model.attention import dsa_cached
+from pallas_kernels import chips
+from tests import environment
+from tests.model import tiny
+from tests.pallas_kernels.dispatch_test import meant_for
+
+WINDOW = tiny.SIZES_OF_VARIANTS.sliding_window
+OPS = ("indexer_topk", "sparse_mla", "decode_indexer_topk", "decode_sparse_mla")
+
+
+def decode(config, num_new, capacity):
+    """Traces a decoding step of two sequences."""
+    params = transformer.abstract_params(config)
+    tokens = jax.ShapeDtypeStruct((2, num_new), jnp.int32)
+
+    def run(params, tokens):
+        cache = cached.empty(config, 2, capacity)
+        return cached.decode(params, config, cache, tokens)[0]
+
+    jax.eval_shape(run, params, tokens)
+
+
+class RowsTest(parameterized.TestCase):
+    @parameterized.parameters((512, 640), (64, 128), (65, 256))
+    def test_a_row_fills_tiles_of_128_on_a_tpu_alone(self, rank, width):
+        config = tiny.model(kv_lora_rank=rank, qk_rope_head_dim=64, index_head_dim=64)
+        self.assertEqual(dsa_cached.row_width(config), rank + 64)
+        for chip, wanted in (("v5p", width), ("tpu7x", width), ("h200", rank + 64)):
+            with meant_for(chips.CHIPS[chip]):
+                self.assertEqual(dsa_cached.row_width(config), wanted)
+                (rows,) = dsa_cached.entries(config, False, 7).values()
+        self.assertEqual(rows.shape, (7, rank + 64))
+
+    @parameterized.parameters((1, True), (8, True), (9, False))
+    def test_kernels_of_decoding_take_eight_tokens(self, num_new, is_few):
+        """More tokens, as of a prompt's chunk, run as in training."""
+        config = tiny.model(num_nextn_predict_layers=0)
+        called = set()
+        for name in OPS:
+            op = getattr(pallas_kernels, name)
+
+            def note(*args, _name=name, _op=op, **options):
+                called.add(_name)
+                return _op(*args, **options)
+
+            self.enter_context(mock.patch.object(pallas_kernels, name, note))
+        decode(config, num_new, capacity=32)
+        self.assertEqual(called, {*(OPS[2:] if is_few else OPS[:2])})
+
+    @parameterized.parameters((3, 32), (1, 4))
+    def test_a_window_reads_the_rows_that_its_queries_see(self, num_new, capacity):
+        read = []
+
+        def latest(self, name, size, num_new):
+            read.append((name, size))
+            return latest.real(self, name, size, num_new)
+
+        latest.real = cache_lib.Reader.latest
+        with mock.patch.object(cache_lib.Reader, "latest", latest):
+            decode(tiny.variants(), num_new, capacity)
+        rows = min(capacity, WINDOW + num_new - 1)
+        of_grouped = {("k", capacity), ("v", capacity), ("k", rows), ("v", rows)}
+        self.assertEqual(set(read), {("kv", rows), *of_grouped})
+
+
+if __name__ == "__main__":
+    environment.main()
