@@ -6,7 +6,9 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax.model import cache as cache_lib
+from glm5_jax.model import cached
 from tests import environment
+from tests.model import tiny
 
 LAYERS, CAPACITY, WIDTH, LAYER = 3, 6, 2, 1
 LENGTHS = np.array([1, 2, 3, 5])  # three tokens more: within, to and beyond the end
@@ -92,6 +94,25 @@ class ReaderTest(parameterized.TestCase):
         reader, _, _ = make("all")
         layers = reader.after({"kv": 0}).layers
         self.assertEqual({k: int(n) for k, n in layers.items()}, {"kv": 2, "state": 0})
+
+
+class SizeTest(parameterized.TestCase):
+    def test_rows_of_layers_and_of_drafts_if_asked_for(self):
+        """Latents of 12 + 8 numbers, and keys of an indexer of 16."""
+        config = tiny.model()
+        self.assertEqual(cached.num_layers_with(config), {"kv": 3, "k_index": 3})
+        self.assertEqual(cached.bytes_per_token(config), 3 * (20 + 16) * 4)
+        more = cached.bytes_per_token(config, with_mtp=True)
+        self.assertEqual(more, 4 * (20 + 16) * 4)
+        for options, kv in (
+            ({}, (3, 2, 8, 20)),
+            ({"with_mtp": True}, (4, 2, 8, 20)),
+            ({"pages": (7, 4)}, (3, 7, 4, 20)),
+        ):
+            cache = cached.empty(config, 2, 8, **options)
+            shapes = {name: x.shape for name, x in cache.entries.items()}
+            self.assertEqual(shapes, {"kv": kv, "k_index": (*kv[:3], 16)})
+            self.assertEqual((cache.lengths.shape, cache.capacity), ((2,), 8))
 
 
 if __name__ == "__main__":

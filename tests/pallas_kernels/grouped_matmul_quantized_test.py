@@ -11,6 +11,7 @@ from absl.testing import parameterized
 
 from pallas_kernels import dispatch, grouped_matmul_quantized
 from tests import environment
+from tests.pallas_kernels import contract_test
 
 E, K, N = 4, 200, 300  # two and three blocks of scales, the last ones ragged
 SIZES = (17, 0, 33, 5)
@@ -87,6 +88,24 @@ class GroupedMatmulQuantizedTest(parameterized.TestCase):
         x, w, scales, _ = make_inputs("int8")
         with self.assertRaisesRegex(ValueError, r"scales must be \[4, 2, 3\]"):
             grouped_matmul_quantized(x, w, scales[:, :1], jnp.asarray(SIZES))
+
+    @parameterized.parameters(
+        ("x", lambda a: a[:, :-1], "D = 199"),
+        ("w", lambda a: a.astype(jnp.float32), "w must be float8_e4m3fn or int8"),
+        ("scales", lambda a: a.astype(jnp.int32), "scales must be floats"),
+        ("group_sizes", lambda a: a[1:], "E = 4"),
+    )
+    def test_other_arguments_are_refused(self, name, change, message):
+        x, w, scales, _ = make_inputs("int8")
+        args = {"x": x, "w": w, "scales": scales, "group_sizes": jnp.asarray(SIZES)}
+        args[name] = change(args[name])
+        with (
+            contract_test.without_type_checks(),
+            self.assertRaisesRegex(
+                ValueError, f"^grouped_matmul_quantized: .*{message}"
+            ),
+        ):
+            grouped_matmul_quantized(*args.values())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from absl.testing import parameterized
 
 from pallas_kernels import (
     cases,
+    chips,
     indexer_bits,
     indexer_mask,
     indexer_select,
@@ -17,6 +18,7 @@ from pallas_kernels import (
 )
 from tests import environment
 from tests.pallas_kernels import program, sparse_mla_gpu_test
+from tests.pallas_kernels.dispatch_test import meant_for
 
 
 class SelectionFormsTest(parameterized.TestCase):
@@ -47,6 +49,20 @@ class SelectionFormsTest(parameterized.TestCase):
         with mock.patch.object(selection, "form", return_value="list") as form:
             jax.eval_shape(lambda *x: indexer_select(*x, topk=2), *args)
         form.assert_called_once_with(args[1].shape[1])
+
+    @parameterized.parameters(
+        ("h200", 16384),
+        ("v5p", 36864),
+        ("v6e", 131072),
+        ("tpu7x", 131072),
+        ("b200", 32768),  # nobody computed it
+    )
+    def test_lists_pay_from_a_length_of_the_chip_on(self, name, length):
+        """Design note 0004 has the lengths."""
+        self.assertEqual(selection.form(length), "mask")  # on this CPU
+        with meant_for(chips.CHIPS[name]):
+            self.assertEqual(selection.form(length - 1), "bits")
+            self.assertEqual(selection.form(length), "list")
 
     @parameterized.parameters("reference", "tiled", "gpu_interpret")
     def test_a_visible_key_counts_even_with_a_score_of_minus_infinity(self, name):

@@ -3,6 +3,9 @@
 No two sizes are equal, and key blocks lie beyond the first run of 4096 keys.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
@@ -144,6 +147,68 @@ class SizeTest(parameterized.TestCase):
         tiles = (s <= t + offset).reshape(num_blocks[0], rows[0], num_blocks[1], -1)
         most = np.maximum(tiles.any((1, 3)).sum(1), 1)  # one to write the outputs
         self.assertEqual(block_pairs.size(num_blocks, rows, offset), most.sum())
+
+
+class ListsTest(parameterized.TestCase):
+    @parameterized.parameters(("queries", 1), ("queries", 2), ("keys", 1))
+    def test_pairs_of_blocks_in_which_a_query_sees_a_key(self, major, parts):
+        """Of packed documents, the second row mostly padding; five keys come before."""
+        rows, offset, num_keys = (4, 5), 5, 25
+        t = np.arange(20)
+        lo, hi = np.zeros((2, 2, 20), int)
+        lo[0] = np.where(t < 9, 0, 14)
+        hi[0] = t + 1 + offset
+        hi[1, :3] = 2
+        make = functools.partial(
+            block_pairs.make, num_keys=num_keys, rows=rows, offset=offset
+        )
+        make = functools.partial(make, major=major, parts=parts)
+
+        @jax.jit
+        def run(lo, hi):
+            pairs = make(lo, hi)
+            size = block_pairs.size((5, 5), rows, offset)
+            flat = pairs.flat.reshape(2 * parts, size)
+            flags = (block_pairs.FIRST, block_pairs.LAST, block_pairs.WHOLE)
+            has = [block_pairs.has(flat, flag) for flag in flags]
+            numbers = block_pairs.query_block(flat), block_pairs.key_block(flat)
+            return flat, jnp.stack(numbers, -1), jnp.stack(has, -1), pairs.steps
+
+        flat, numbers, flags, steps = jax.device_get(run(lo, hi))
+        counts = []
+        for n, found in enumerate(flat):
+            want = wanted_pairs(lo[n // parts], hi[n // parts], rows, major)
+            want = [pair for pair in want if pair[0] % parts == n % parts]
+            counts.append(len(want))
+            is_pair = np.arange(len(found)) < len(want)
+            np.testing.assert_array_equal(found >= 0, is_pair)
+            last = want[-1:] * int(np.sum(~is_pair))
+            np.testing.assert_array_equal(numbers[n], [x[:2] for x in want + last])
+            at = [pair[major == "keys"] for pair in want]
+            is_first, is_last = (
+                np.diff(at, prepend=-1) != 0,
+                np.diff(at, append=-1) != 0,
+            )
+            is_whole = [pair[2] for pair in want]
+            set_ = np.stack([is_first, is_last, is_whole], -1)
+            np.testing.assert_array_equal(flags[n, is_pair], set_)
+            self.assertFalse(flags[n, ~is_pair].any())
+        self.assertEqual(steps, max(counts))
+
+
+def wanted_pairs(lo, hi, rows, major):
+    """Query block, key block, and whether all queries see all keys; sorted."""
+    s = np.arange(25)[None]
+    seen = ((s >= lo[:, None]) & (s < hi[:, None])).reshape(5, rows[0], 5, rows[1])
+    meets = seen.any((1, 3))
+    if major == "queries":
+        meets[~meets.any(1), 0] = True  # to write the outputs
+    else:
+        meets[-1, ~meets.any(0)] = True
+    found = [(i, j, seen[i, :, j].all()) for i, j in zip(*meets.nonzero(), strict=True)]
+    return sorted(
+        found, key=lambda pair: pair[:2] if major == "queries" else pair[1::-1]
+    )
 
 
 if __name__ == "__main__":

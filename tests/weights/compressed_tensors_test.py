@@ -18,6 +18,7 @@ from glm5_jax.model import transformer
 from glm5_jax.quantization import leaf, schemes
 from glm5_jax.weights import (
     coded_folder,
+    coded_leaves,
     coded_tensor,
     compressed_tensors,
     huggingface_export,
@@ -161,6 +162,8 @@ class FolderTest(parameterized.TestCase):
                 is_expert = r".experts\." in target
                 has_groups = group["weights"]["group_size"] is not None
                 self.assertEqual(has_groups, is_int4 and is_expert, target)
+                kind = "group" if has_groups else "channel"
+                self.assertEqual(group["weights"]["strategy"], kind)
                 num_dense += is_int4 and not is_expert
         self.assertGreater(num_dense, 5)
 
@@ -202,6 +205,24 @@ class FolderTest(parameterized.TestCase):
                 },
             )
             self.assertEqual(dtypes.keys(), shapes.keys())
+
+    @parameterized.parameters("w4a8", "fp8")
+    def test_a_device_reads_its_part_of_codes_and_scales(self, scheme):
+        """Devices that share experts read later layers of a stack, too."""
+        source = loading.find(self.write(scheme))
+        config = loading.read_config(source)
+        found = quantized_loading._open(source, config)
+        num_coded = 0
+        for name, stored in found.items():
+            opened = coded_leaves.opened(name, stored)
+            num_coded += leaf.is_quantized(opened)
+            for part in jax.tree.leaves(opened):
+                whole = part.read(tuple(slice(0, n) for n in part.shape))
+                cut = tuple(slice(n // 2, n) for n in part.shape)
+                np.testing.assert_array_equal(
+                    part.read(cut), whole[cut], ".".join(name)
+                )
+        self.assertGreater(num_coded, 5)
 
     def test_missing_scales_are_named(self):
         folder = self.write("w8a8")

@@ -4,6 +4,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl.testing import parameterized
 
 import pallas_kernels
@@ -72,6 +73,28 @@ class RowsTest(parameterized.TestCase):
         rows = min(capacity, WINDOW + num_new - 1)
         of_grouped = {("k", capacity), ("v", capacity), ("k", rows), ("v", rows)}
         self.assertEqual(set(read), {("kv", rows), *of_grouped})
+
+
+class VisibleTest(parameterized.TestCase):
+    def test_attention_to_rows_is_a_loop_and_padding_adds_nothing(self):
+        rng = np.random.default_rng(0)
+        q, kv = rng.normal(size=(2, 3, 4, 6)), rng.normal(size=(2, 9, 6))
+        lo = np.array([[0, 2, 3], [0, 1, 8]])
+        hi = np.array([[1, 5, 9], [9, 2, 9]])
+        want = np.empty((2, 3, 4, 5))
+        for b, t, n in np.ndindex(2, 3, 4):
+            rows = kv[b, lo[b, t] : hi[b, t]]
+            weights = np.exp(0.3 * rows @ q[b, t, n])
+            want[b, t, n] = weights @ rows[:, :5] / weights.sum()
+        for width in (6, 8):
+            rows = [
+                dsa_cached.padded(jnp.asarray(x, "float32"), width) for x in (q, kv)
+            ]
+            self.assertEqual(rows[0].shape, (2, 3, 4, width))
+            np.testing.assert_array_equal(rows[1][..., 6:], 0)
+            bounds = jnp.asarray(lo), jnp.asarray(hi)
+            got = dsa_cached.attend_to_visible(*rows, *bounds, scale=0.3, value_dim=5)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 if __name__ == "__main__":
