@@ -8,7 +8,7 @@ import inspect
 
 from glm5_jax import config
 from glm5_jax.config import checks, user_classes
-from glm5_jax.environments import protocol
+from glm5_jax.environments import mixture, protocol
 from glm5_jax.environments.tasks import ladder, problems, reasoning_gym
 
 _CALLS = ("reset", "step", "close")  # of an environment
@@ -21,12 +21,14 @@ def make(name: str) -> protocol.Taskset:
     Args:
         name: one of `names()`, with or without a size ("reverse", "reverse:3-6",
             "calculator_untold:2"), "reasoning_gym:NAME", or the user's own taskset as
-            "module:Class".
+            "module:Class"; or several of them, "2*reverse:3-6+gcd" (mixture.py).
 
     Raises:
         config.InputError: the taskset or size does not exist, an extra is not
             installed, or the user's class breaks the protocol.
     """
+    if mixture.SEPARATOR in name:
+        return mixture.Mixture(name, make)
     if name.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.ReasoningGym(name)
     return _own(name) if user_classes.is_own(name) else ladder.Ladder(name)

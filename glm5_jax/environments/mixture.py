@@ -1,0 +1,123 @@
+"""Several tasksets as one, in exact proportions: "2*reverse:3-6+calculator_untold:2".
+
+A weight counts a part's tasks in each cycle, 1 if it is left out, and they are spread
+over the cycle evenly. So any number of tasks from the first one on has every part
+within one task of its share, in each split and for every seed.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+from glm5_jax import config, messages
+from glm5_jax.environments import protocol
+
+SEPARATOR = "+"
+_PART = re.compile(r"(?:(\d{1,4})\*)?(.+)")
+_MAX_CYCLE = 10_000  # tasks
+
+
+class Mixture:
+    """Tasks of several tasksets in turn; a tag names the taskset of a task."""
+
+    has_agents = False
+
+    def __init__(self, name: str, make: Callable[[str], protocol.Taskset]) -> None:
+        """Makes the parts.
+
+        Args:
+            name: parts with weights, joined by "+".
+            make: returns the taskset of a part.
+
+        Raises:
+            config.InputError: a part does not exist, is named twice, has weight 0 or
+                brings agents of its own.
+        """
+        self.name = name
+        found = [_PART.fullmatch(part) for part in name.split(SEPARATOR)]
+        if not all(found):
+            raise config.InputError(
+                f"rl.environment={name!r} must be names joined by '+', each with a "
+                f"weight before it if wanted, as in '2*reverse:3-6+gcd'."
+            )
+        parts = [(int(x[1] or 1), x[2]) for x in found if x is not None]
+        names = [part for _, part in parts]
+        if len({*names}) < len(names) or min(weight for weight, _ in parts) < 1:
+            raise config.InputError(
+                f"rl.environment={name!r} must name each part once, with a weight of "
+                f"at least 1."
+            )
+        self._parts = [make(part) for part in names]
+        agents = [p.name for p in self._parts if getattr(p, "has_agents", False)]
+        if agents:
+            raise config.InputError(
+                f"rl.environment={name!r}: {agents[0]} is played by programs of its "
+                f"own, which cannot be mixed; train on it alone."
+            )
+        self._cycle = _even([weight for weight, _ in parts])
+        self._weights = [weight for weight, _ in parts]
+
+    def task(self, split: str, seed: int, index: int) -> protocol.Task:
+        """Returns the next task of the part whose turn it is."""
+        cycle, place = divmod(index, len(self._cycle))
+        number = self._cycle[place]
+        rank = self._cycle[:place].count(number)
+        part = self._parts[number]
+        task = part.task(split, seed, cycle * self._weights[number] + rank)
+        return dataclasses.replace(task, id=f"{number}/{task.id}", tag=part.name)
+
+    def environment(self) -> protocol.Environment:
+        """Returns an environment that becomes the one of its task's part."""
+        return _Environment(self._part_of)
+
+    def demonstration(self, task: protocol.Task) -> Sequence[messages.Message] | None:
+        """Returns what the task's part says."""
+        part, own = self._part_of(task)
+        return part.demonstration(own)
+
+    def _part_of(self, task: protocol.Task) -> tuple[protocol.Taskset, protocol.Task]:
+        """Returns the part of a task, and the task as the part made it."""
+        number, _, own = task.id.partition("/")
+        return self._parts[int(number)], dataclasses.replace(task, id=own)
+
+
+class _Environment:
+    """One episode of any part."""
+
+    def __init__(
+        self,
+        part_of: Callable[[protocol.Task], tuple[protocol.Taskset, protocol.Task]],
+    ) -> None:
+        self._part_of = part_of
+        self._inner: protocol.Environment | None = None
+
+    async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
+        part, own = self._part_of(task)
+        inner = part.environment()
+        assert isinstance(inner, protocol.Environment)
+        self._inner = inner
+        return await inner.reset(own)
+
+    async def step(self, message: messages.Message) -> protocol.StepResult:
+        assert self._inner is not None
+        return await self._inner.step(message)
+
+    async def close(self) -> None:
+        if self._inner is not None:
+            await self._inner.close()
+
+
+def _even(weights: Sequence[int]) -> list[int]:
+    """Returns the part of each place of a cycle: the one furthest behind its share."""
+    total = sum(weights)
+    if total > _MAX_CYCLE:
+        raise config.InputError(
+            f"The weights of rl.environment add up to {total}, more than {_MAX_CYCLE}; "
+            f"use smaller ones."
+        )
+    used, order = [0] * len(weights), []
+    for place in range(1, total + 1):
+        behind = [place * w - total * n for w, n in zip(weights, used, strict=True)]
+        order.append(behind.index(max(behind)))
+        used[order[-1]] += 1
+    return order

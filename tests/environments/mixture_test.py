@@ -1,0 +1,98 @@
+"""Several tasksets as one: their shares, their tasks unchanged, and what is refused."""
+
+import asyncio
+import collections
+
+from absl.testing import parameterized
+
+from glm5_jax import config, environments
+from tests import environment
+from tests.environments import episodes
+
+NAMES = ("reverse:3-6", "calculator_untold:2", "gcd")
+NAME = "3*reverse:3-6+2*calculator_untold:2+gcd"
+WEIGHTS = (3, 2, 1)
+
+
+def part_of(task):
+    return int(task.id.partition("/")[0])
+
+
+class MixtureTest(parameterized.TestCase):
+    def test_every_start_of_the_tasks_has_the_shares(self):
+        mixture = environments.make(NAME)
+        seen = collections.Counter()
+        for index in range(60):
+            seen[part_of(mixture.task("train", 0, index))] += 1
+            for number, weight in enumerate(WEIGHTS):
+                share = weight * (index + 1) / sum(WEIGHTS)
+                self.assertLess(abs(seen[number] - share), 1, (index, number))
+        self.assertEqual([seen[n] for n in range(3)], [30, 20, 10])
+
+    def test_the_tasks_are_the_first_ones_of_each_part(self):
+        mixture = environments.make(NAME)
+        tasks = [mixture.task("held_out", 7, index) for index in range(12)]
+        for number, name in enumerate(NAMES):
+            part = environments.make(name)
+            own = [task for task in tasks if part_of(task) == number]
+            self.assertLen(own, 2 * WEIGHTS[number])
+            for index, task in enumerate(own):
+                wanted = part.task("held_out", 7, index)
+                self.assertEqual(task.messages, wanted.messages)
+                self.assertEqual(task.tools, wanted.tools)
+                self.assertEqual(task.tag, name)
+                self.assertEqual(
+                    mixture.demonstration(task), part.demonstration(wanted)
+                )
+
+    def test_each_part_scores_its_own_tasks(self):
+        mixture = environments.make(NAME)
+        for index in range(6):
+            task = mixture.task("train", 1, index)
+            turns = episodes.demonstrated(mixture, task)
+            self.assertEqual(episodes.play(mixture, task, *turns)[-1].reward.total, 1)
+            wrong = episodes.play(mixture, task, "no")[-1].reward
+            self.assertEqual(wrong.total, 0)
+
+    def test_an_environment_without_a_task_closes(self):
+        asyncio.run(environments.make(NAME).environment().close())
+
+    @parameterized.parameters(
+        ("reverse:3+", "names joined by"),
+        ("reverse:3+reverse:3", "each part once"),
+        ("0*reverse:3+gcd", "at least 1"),
+        ("9999*reverse:3+9999*gcd", "add up to 19998"),
+        ("reverse:3+nothing", "nothing"),
+        ("reverse:3+tests.environments.mixture_test:Agents", "cannot be mixed"),
+    )
+    def test_wrong_ones_are_refused(self, name, message):
+        with self.assertRaisesRegex(config.InputError, message):
+            environments.make(name)
+
+
+class Agents:
+    """A taskset whose episodes programs play."""
+
+    name = "agents"
+    has_agents = True
+
+    def task(self, split, seed, index):
+        return environments.make("gcd").task(split, seed, index)
+
+    def environment(self):
+        return Program()
+
+    def demonstration(self, task):
+        return None
+
+
+class Program:
+    async def play(self, task, base_url):
+        raise NotImplementedError
+
+    async def close(self):
+        pass
+
+
+if __name__ == "__main__":
+    environment.main()
