@@ -4,12 +4,13 @@ Interpreted on a CPU the kernels would take some of them.
 """
 
 import dataclasses
+from unittest import mock
 
 import jax
 from absl.testing import parameterized
 
 import pallas_kernels
-from pallas_kernels import cases
+from pallas_kernels import cases, dispatch
 from tests import environment
 
 CASE = cases.SMALL["short"]
@@ -34,6 +35,7 @@ REFUSED = (
     ("masked_mla", {"head_dim": 64}, {}, r"multiples of 128, got \(64, 128\)"),
     ("masked_mla", {"value_dim": 64}, {}, r"multiples of 128, got \(128, 64\)"),
     ("masked_mla", {"batch": 2**18}, {}, "262144 pairs of blocks do not fit"),
+    ("masked_mla", {"batch": 220 * 1024 + 1}, {}, "225281 pairs of blocks do not"),
     ("sparse_mla", {"latent": 64}, {}, "multiple of 128, got 64"),
     ("sparse_mla", {}, FLOAT32, "got bfloat16, float32"),
     ("sparse_mla", {}, BOTH_FLOAT16, "got float16, float16"),
@@ -51,11 +53,40 @@ REFUSED = (
     ("sparse_indexer_kl_loss", {"index_dim": 64}, {}, "at most .* got 64"),
     ("sparse_indexer_kl_loss", {"index_dim": 512}, {}, "at most .* got 512"),
 )
+# At the limits of what the kernels take.
+TAKEN = (
+    ("indexer_bits", {"keys": 2**19}),
+    ("indexer_topk", {"index_heads": 16, "index_dim": 384}),
+    ("masked_mla", {"batch": 220 * 1024, "head_dim": 384, "value_dim": 256}),
+    ("sparse_mla", {"latent": 256}),
+    ("decode_sparse_mla", {"keys": 8}),
+    ("decode_indexer_topk", {"queries": 8, "keys": 16}),
+    ("decode_indexer_topk", {"keys": 2**20}),
+    ("indexer_kl_loss", {"batch": 110 * 1024, "heads": 8, "index_heads": 16}),
+    ("sparse_indexer_kl_loss", {"index_dim": 256}),
+)
+
+
+class TakenError(Exception):
+    """Raised in place of a kernel that would run."""
 
 
 class RefusalsTest(parameterized.TestCase):
     @parameterized.parameters(*REFUSED)
     def test_refused(self, name, sizes, dtypes, message):
+        with self.assertRaisesRegex(NotImplementedError, message):
+            self.trace(name, sizes, dtypes)
+
+    @parameterized.parameters(*TAKEN)
+    def test_taken(self, name, sizes):
+        with (
+            mock.patch.object(dispatch.Op, "load", side_effect=TakenError),
+            self.assertRaises(TakenError),
+        ):
+            self.trace(name, sizes, {})
+
+    def trace(self, name, sizes, dtypes):
+        """Traces an op with the kernel of TPUs."""
         case = dataclasses.replace(CASE, **sizes)
         specs = cases.shapes(case)
         for of, dtype in dtypes.items():
@@ -74,8 +105,7 @@ class RefusalsTest(parameterized.TestCase):
             op = getattr(pallas_kernels, name)
             return op(*args, **options, implementation="tpu_interpret")
 
-        with self.assertRaisesRegex(NotImplementedError, message):
-            jax.eval_shape(run, *args)
+        jax.eval_shape(run, *args)
 
 
 if __name__ == "__main__":

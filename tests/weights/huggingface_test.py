@@ -17,7 +17,13 @@ from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.model import rope, transformer
-from glm5_jax.weights import huggingface, huggingface_export, huggingface_names, loading
+from glm5_jax.weights import (
+    huggingface,
+    huggingface_config,
+    huggingface_export,
+    huggingface_names,
+    loading,
+)
 from tests import environment
 from tests.model import tiny
 
@@ -237,6 +243,23 @@ class SaveTest(FolderCase):
         with self.assertRaisesRegex(config_lib.InputError, message):
             huggingface_export.save_params(tiny.params(config), config, folder)
         self.assertFalse(folder.exists())
+
+    def test_several_modules_of_drafts_have_no_such_folder(self):
+        for num_modules in (0, 1):
+            config = tiny.model(num_nextn_predict_layers=num_modules)
+            huggingface_config.require_writable(config)
+            self.assertNotEmpty(
+                huggingface_names.tensor_slots(
+                    config, leaves_lib.flatten(transformer.abstract_params(config))[0]
+                )
+            )
+        config = tiny.model(num_nextn_predict_layers=2)
+        for refuse in (
+            lambda: huggingface_config.require_writable(config),
+            lambda: huggingface_names.tensor_slots(config, {}),
+        ):
+            with self.assertRaisesRegex(config_lib.InputError, "no Hugging Face form"):
+                refuse()
 
     def test_a_failure_leaves_nothing(self):
         parent = pathlib.Path(self.create_tempdir().full_path)

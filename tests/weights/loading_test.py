@@ -14,6 +14,7 @@ from absl.testing import absltest, parameterized
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
 from glm5_jax.checkpoint import manager
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
@@ -240,6 +241,16 @@ class LoadTest(FolderTest):
         self.assertNotIn("indexer", params["layers_1"]["block_0"])
         places = [x.devices() for x in jax.tree.leaves(params)]
         self.assertEqual(places, [{jax.local_devices()[0]}] * len(places))
+
+    def test_a_mesh_must_divide_the_model(self):
+        mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=1, tensor=8))
+        run = self.make_run()
+        for load in (
+            lambda: loading.load_model(run, mesh=mesh),
+            lambda: quantized_loading.load_model(run, mesh=mesh, scheme="int8"),
+        ):
+            with self.assertRaisesRegex(config_lib.InputError, "num_attention_heads"):
+                load()
 
     def test_init_from_refuses_indexers_that_are_not_ready(self):
         run = self.make_run()

@@ -219,6 +219,18 @@ class RefusalTest(parameterized.TestCase):
             "num_hidden_layers must be 3 .* got 2",
         ),
         (
+            "drafts",
+            dataclasses.replace(SOURCE, num_nextn_predict_layers=1),
+            SOURCE,
+            "num_nextn_predict_layers must be 1 .* got 0",
+        ),
+        (
+            "modules_of_drafts",
+            dataclasses.replace(SOURCE, num_nextn_predict_layers=2),
+            dataclasses.replace(SOURCE, num_nextn_predict_layers=2),
+            "A model with 2 MTP modules",
+        ),
+        (
             "width",
             SOURCE,
             dataclasses.replace(SOURCE, hidden_size=48),

@@ -10,12 +10,19 @@ from absl.testing import parameterized
 import pallas_kernels
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import cached, transformer
-from glm5_jax.model.attention import dsa_cached
+from glm5_jax.model.attention import cache_rows, dsa_cached
 from pallas_kernels import chips
 from tests import environment
 from tests.model import tiny
 from tests.pallas_kernels.dispatch_test import meant_for
 
+SLIDING = tiny.model(
+    num_hidden_layers=2,
+    first_k_dense_replace=2,  # compiles faster
+    num_nextn_predict_layers=0,
+    layer_types=("latent_sliding", "grouped_sliding"),
+    variants=tiny.SIZES_OF_VARIANTS,
+)
 WINDOW = tiny.SIZES_OF_VARIANTS.sliding_window
 OPS = ("indexer_topk", "sparse_mla", "decode_indexer_topk", "decode_sparse_mla")
 
@@ -36,10 +43,10 @@ class RowsTest(parameterized.TestCase):
     @parameterized.parameters((512, 640), (64, 128), (65, 256))
     def test_a_row_fills_tiles_of_128_on_a_tpu_alone(self, rank, width):
         config = tiny.model(kv_lora_rank=rank, qk_rope_head_dim=64, index_head_dim=64)
-        self.assertEqual(dsa_cached.row_width(config), rank + 64)
+        self.assertEqual(cache_rows.of_latents(config).width, rank + 64)
         for chip, wanted in (("v5p", width), ("tpu7x", width), ("h200", rank + 64)):
             with meant_for(chips.CHIPS[chip]):
-                self.assertEqual(dsa_cached.row_width(config), wanted)
+                self.assertEqual(cache_rows.of_latents(config).width, wanted)
                 (rows,) = dsa_cached.entries(config, False, 7).values()
         self.assertEqual(rows.shape, (7, rank + 64))
 
@@ -59,7 +66,7 @@ class RowsTest(parameterized.TestCase):
         decode(config, num_new, capacity=32)
         self.assertEqual(called, {*(OPS[2:] if is_few else OPS[:2])})
 
-    @parameterized.parameters((3, 32), (1, 4))
+    @parameterized.parameters((3, 32), (1, 32), (1, 4))
     def test_a_window_reads_the_rows_that_its_queries_see(self, num_new, capacity):
         read = []
 
@@ -69,10 +76,24 @@ class RowsTest(parameterized.TestCase):
 
         latest.real = cache_lib.Reader.latest
         with mock.patch.object(cache_lib.Reader, "latest", latest):
-            decode(tiny.variants(), num_new, capacity)
+            decode(SLIDING, num_new, capacity)
         rows = min(capacity, WINDOW + num_new - 1)
-        of_grouped = {("k", capacity), ("v", capacity), ("k", rows), ("v", rows)}
-        self.assertEqual(set(read), {("kv", rows), *of_grouped})
+        self.assertEqual(set(read), {(name, rows) for name in ("kv", "k", "v")})
+
+    def test_a_window_moves_over_the_cache(self):
+        """Of 16 rows the four last of 12 tokens read eight, from the fifth on."""
+        params = tiny.params(SLIDING)
+        tokens = np.random.default_rng(0).integers(0, 80, (2, 12))
+
+        @jax.jit
+        def run(params, tokens):
+            whole = transformer.forward(params, SLIDING, tokens).hidden
+            lengths = jnp.asarray([8, 8])
+            _, cache, _ = cached.prefill(params, SLIDING, tokens[:, :8], lengths, 16)
+            hidden, _, _ = cached.decode(params, SLIDING, cache, tokens[:, 8:])
+            return whole[:, 8:], hidden
+
+        np.testing.assert_allclose(*run(params, tokens), rtol=1e-4, atol=1e-5)
 
 
 class VisibleTest(parameterized.TestCase):
@@ -88,7 +109,7 @@ class VisibleTest(parameterized.TestCase):
             want[b, t, n] = weights @ rows[:, :5] / weights.sum()
         for width in (6, 8):
             rows = [
-                dsa_cached.padded(jnp.asarray(x, "float32"), width) for x in (q, kv)
+                cache_rows.padded(jnp.asarray(x, "float32"), width) for x in (q, kv)
             ]
             self.assertEqual(rows[0].shape, (2, 3, 4, width))
             np.testing.assert_array_equal(rows[1][..., 6:], 0)
