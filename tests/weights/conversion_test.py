@@ -280,6 +280,8 @@ class FolderTest(ConversionCase):
         source, out = self.write("source"), self.folder / "out"
         with self.assertRaisesRegex(config_lib.InputError, "--dtype=fp8"):
             conversion.convert(source, out, dtype="fp8")
+        with self.assertRaisesRegex(config_lib.InputError, "float32, bfloat16, got"):
+            conversion.convert(source, out, "orbax", dtype="fp8")
         with self.assertRaisesRegex(config_lib.InputError, "must be hf or orbax"):
             conversion.convert(source, out, "onnx")
         conversion.convert(source, out)

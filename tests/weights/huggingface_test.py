@@ -481,6 +481,14 @@ class ConfigTest(FolderCase):
         self.assertEqual(config.first_k_dense_replace, 1)
         self.assertEqual(self.changed(latent_norm_eps=1e-5).latent_norm_eps, 1e-5)
 
+    def test_yarn_turns_as_often_as_in_transformers(self):
+        """Where a config.json does not say from how many turns on it changes a pair."""
+        yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+        scaling = self.changed(rope_parameters=yarn).rope_scaling
+        self.assertEqual((scaling.beta_fast, scaling.beta_slow), (32, 1))
+        scaling = self.changed(rope_parameters=yarn | {"beta_fast": 9}).rope_scaling
+        self.assertEqual((scaling.beta_fast, scaling.beta_slow), (9, 1))
+
     def test_ids_outside_the_vocabulary_are_refused(self):
         message = r"config.json: {} must lie in 0..511 .*got {};"
         for name, ids, got in (

@@ -155,6 +155,14 @@ class DamageTest(FileCase):
     def test_length(self, length):
         self.assert_damaged(self.write({"a": entry(0, 8)}, 8, length))
 
+    def test_a_file_may_hold_nothing_but_a_header(self):
+        path = self.path()
+        self.assertEqual(safetensors_file.create(path, {}), {})
+        self.assertEqual(safetensors_file.read_header(path), {})
+        size = path.stat().st_size
+        self.assertEqual(size % 8, 0)  # so that tensors would be aligned
+        self.assert_damaged(self.write(b" " * 8, 0, length=9), "at most")
+
     def test_no_file(self):
         path = self.path()
         self.assert_damaged(path, "No such file")
