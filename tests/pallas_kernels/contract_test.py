@@ -238,6 +238,21 @@ class BoundsTest(parameterized.TestCase):
         np.testing.assert_array_equal(lo, [[0, 0, 7, 49]])
         np.testing.assert_array_equal(hi, [[47, 48, 20, 50]])
 
+    def test_a_list_names_keys_that_there_are(self):
+        rows = jnp.asarray([[[0, S - 1, S, S + 10]] * T])
+        floats = {"kv": (inputs()["kv"], "B S row")}
+        _, got = contract.listed("op", floats, rows)
+        np.testing.assert_array_equal(got, [[[0, S - 1, -1, -1]] * T])
+        self.assertEqual(got.dtype, jnp.int32)
+
+    def test_counts_and_values_at_their_limits(self):
+        contract.positive("op", topk=1)
+        for size in (1, 7):
+            contract.value_dim("op", size, 7)
+        for size in (0, 8):
+            with self.assertRaisesRegex(ValueError, r"in 1 \.\. 7, got"):
+                contract.value_dim("op", size, 7)
+
     def test_groups_end_with_the_rows(self):
         sizes = contract.groups(jnp.asarray([3, -2, 0, 9, 4]), 10)
         np.testing.assert_array_equal(sizes, [3, 0, 0, 7, 0])

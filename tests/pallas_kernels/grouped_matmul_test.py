@@ -1,15 +1,18 @@
 """Grouped products against their definition, and the definition against a loop."""
 
+import contextlib
 import functools
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import grouped_matmul
+from pallas_kernels import chips, dispatch, grouped_matmul
 from tests import environment
+from tests.pallas_kernels.dispatch_test import meant_for
 
 E, K, N = 5, 12, 10
 RTOL = 2e-5  # two orders of summation in float32
@@ -82,6 +85,21 @@ class GroupedMatmulTest(parameterized.TestCase):
             error = np.abs(np.asarray(g, np.float32) - want)
             # half a unit in the last of 8 bits, and cancellation
             self.assertLess((error - 2.0**-8 * np.abs(want)).max(), 1e-2)
+
+    @parameterized.parameters(
+        (None, None, None),
+        ("v5p", None, "ragged_dot"),  # XLA's own product wastes no work there
+        ("v5p", "blocked", "blocked"),
+        ("h200", None, None),
+    )
+    def test_xla_has_the_product_of_tpus(self, chip, asked, wanted):
+        x, w = make_inputs(23)
+        sizes = jnp.asarray([0, 11, 0, 12, 0])
+        here = meant_for(chips.CHIPS[chip]) if chip else contextlib.nullcontext()
+        out = jnp.zeros((23, N))
+        with here, mock.patch.object(dispatch, "run", return_value=out) as run:
+            grouped_matmul(x, w, sizes, implementation=asked)
+        self.assertEqual(run.call_args.args[1], wanted)
 
     def test_new_group_sizes_do_not_recompile(self):
         traces = []

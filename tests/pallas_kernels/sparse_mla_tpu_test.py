@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
@@ -28,6 +29,30 @@ def few_rows(queries, cores=2):
     sizes = block_sizes.Tpu(cores=cores, sparse_rows=4)
     with block_sizes.tried(sizes), mock.patch.object(tpu_rows, "QUERIES", queries):
         yield
+
+
+class RowsTest(parameterized.TestCase):
+    def test_cores_divide_whole_tiles_of_queries_or_one_takes_all(self):
+        for cores, num_queries, want in (
+            (2, 4, 1),
+            (2, 8, 2),
+            (2, 12, 1),
+            (2, 16, 2),
+            (1, 8, 1),
+        ):
+            with few_rows(queries=4, cores=cores):
+                self.assertEqual(tpu_rows.num_parts(num_queries), want)
+
+    @parameterized.parameters((5, 9, 8, 12), (4, 8, 4, 8), (1, 3, 4, 3), (8, 4, 8, 4))
+    def test_lists_are_padded_to_tiles_and_chunks(self, queries, topk, rows, columns):
+        """Chunks of four rows, or of as many as a shorter list has."""
+        lists = np.arange(2 * queries * topk).reshape(2, queries, topk)
+        with few_rows(queries=4):
+            self.assertEqual(tpu_rows.chunk_size(topk), min(topk, 4))
+            got = tpu_rows.pad_list(jnp.asarray(lists))
+        want = np.full((2, rows, columns), -1)
+        want[:, :queries, :topk] = lists
+        np.testing.assert_array_equal(got, want)
 
 
 class SparseMlaTpuTest(parameterized.TestCase):
