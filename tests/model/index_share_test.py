@@ -8,9 +8,11 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import pallas_kernels
+from glm5_jax import config as config_lib
 from glm5_jax import depth
 from glm5_jax.model import block, indexer, layers, mtp, transformer
 from glm5_jax.model.attention import mla
+from glm5_jax.weights import index_share
 from tests import environment
 from tests.model import tiny
 
@@ -23,6 +25,11 @@ class SharedIndexerLossTest(absltest.TestCase):
         config = tiny.model(num_hidden_layers=6, index_topk_pattern="FSSFSF")
         want = [1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2, 1]
         np.testing.assert_allclose(transformer.kl_weights(config), want)
+
+    def test_a_layer_without_an_indexer_cannot_select(self):
+        config = tiny.model(num_hidden_layers=2, index_topk_pattern="FS")
+        with self.assertRaisesRegex(config_lib.InputError, r"F at layers \[1\]"):
+            index_share.share({}, config, "FF")
 
     def test_gradient_is_that_of_the_averaged_target(self):
         """Three layers with one index: KL(mean of their attentions || index)."""

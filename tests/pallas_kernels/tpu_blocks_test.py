@@ -156,13 +156,14 @@ class ListsTest(parameterized.TestCase):
         rows, offset, num_keys = (4, 5), 5, 25
         t = np.arange(20)
         lo, hi = np.zeros((2, 2, 20), int)
-        lo[0] = np.where(t < 9, 0, 14)
+        lo[0] = np.where(t < 9, 0, 15)  # from the end of a block of keys on
         hi[0] = t + 1 + offset
-        hi[1, :3] = 2
+        hi[1, :3] = 5  # up to the end of a block
         make = functools.partial(
             block_pairs.make, num_keys=num_keys, rows=rows, offset=offset
         )
-        make = functools.partial(make, major=major, parts=parts)
+        options = {"parts": parts} if parts > 1 else {}
+        make = functools.partial(make, major=major, **options)
 
         @jax.jit
         def run(lo, hi):
