@@ -1,0 +1,80 @@
+"""Shells that model-written commands run in, shut off from the machine.
+
+    box = await sandbox.start(sandbox.Image({"a.txt": b"1"}))
+    result = await box.run("cat a.txt")
+    await box.close()
+
+bubblewrap (`apt-get install bubblewrap`) gives each box namespaces of its own: no
+network, no process, no file of the machine but a read-only /usr, no privileges. Where
+it does not work, `start` takes plain shells with resource limits, which keep nothing
+secret, and the log says so; a kind that is asked for is taken or refused, never
+replaced. box.py speaks with the shell, bubblewrap.py and plain.py start it.
+"""
+
+import functools
+
+from absl import logging
+
+from glm5_jax import config
+from glm5_jax.environments.sandbox import box, bubblewrap, plain
+from glm5_jax.environments.sandbox.box import Box, Result
+from glm5_jax.environments.sandbox.image import Image
+from glm5_jax.environments.sandbox.limits import Limits
+
+__all__ = ["KINDS", "Box", "Image", "Limits", "Result", "describe", "start"]
+
+KINDS = {"bubblewrap": bubblewrap, "rlimits": plain}  # the strongest first
+
+
+async def start(
+    image: Image | None = None,
+    limits: Limits | None = None,
+    kind: str | None = None,
+) -> Box:
+    """Starts a box.
+
+    Args:
+        image: its files; None: none.
+        limits: of its commands; None: the defaults.
+        kind: of KINDS; None takes the strongest that works.
+
+    Raises:
+        config.InputError: the kind does not exist or does not work here.
+    """
+    kind = kind or _strongest()
+    reason = _missing(kind)
+    if reason:
+        raise config.InputError(
+            f"The sandbox {kind!r} does not work on this machine: {reason}"
+        )
+    limits, image = limits or Limits(), image or Image()
+    return await box.start(KINDS[kind].holder, image, limits)
+
+
+def describe() -> str:
+    """Names the kind that `start` takes by itself, and why stronger ones are not."""
+    kind = _strongest()
+    weaker = [f"{name}: {_missing(name)}" for name in KINDS if _missing(name)]
+    return "; ".join([kind, *weaker])
+
+
+@functools.cache
+def _strongest() -> str:
+    kind = next(name for name in KINDS if not _missing(name))
+    if kind == "rlimits":
+        logging.warning(
+            "Commands run WITHOUT a sandbox, with resource limits alone: they can read "
+            "and write what you can, and use the network. %s",
+            _missing("bubblewrap"),
+        )
+    else:
+        logging.info("Commands run in %s.", kind)
+    return kind
+
+
+@functools.cache
+def _missing(kind: str) -> str:
+    """Returns why a kind does not work here, "" if it does."""
+    if kind not in KINDS:
+        return f"it is none of {', '.join(KINDS)}."
+    return KINDS[kind].missing()

@@ -1,0 +1,125 @@
+"""A box of bubblewrap: namespaces of its own, a file system in memory of bounded size.
+
+Its processes, from the outside in: the holder, a shell script in a user namespace in
+which it may mount, mounts the files and starts bubblewrap for each life of the inner
+shell; bubblewrap makes the namespaces that commands run in. When the holder dies, the
+kernel ends all others and drops the files.
+
+/work is a file system in memory, of Limits.disk_bytes. An image's folder lies below it
+as the lower layer of an overlay, so that it costs nothing to start with and is never
+written. For root, whose files another user could not change in a layer, it is copied.
+"""
+
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+
+from glm5_jax.environments.sandbox import image as image_lib
+from glm5_jax.environments.sandbox import limits as limits_lib
+
+# The user that root's boxes run as: the limit on processes does not bind root.
+_NOBODY = 65534
+_PROBE_SECONDS = 10
+# The holder ends with the process that started it; a new namespace forgets the signal.
+_UNSHARE = (
+    *("unshare", "--user", "--map-root-user", "--mount"),
+    *("setpriv", "--pdeathsig", "KILL"),
+)
+_SCRIPT = """set -e
+mount -t tmpfs -o size={size},mode=755 tmpfs {room}
+mkdir {room}/up {room}/aside {room}/work
+{fill}
+cp -R --preserve=mode,links,timestamps {stage}/. {room}/work/
+printf 'ready\\n' >&0
+exec 4>&2 2>/dev/null  # a shell tells what was killed
+while IFS= read -r line; do
+  {bwrap} 2>&4 4>&- || true
+  printf 'ended\\n' >&0
+done
+"""
+_OVERLAY = (
+    "mount -t overlay overlay -o lowerdir={folder},upperdir={room}/up,"
+    "workdir={room}/aside,userxattr {room}/work"
+)
+_COPY = "cp -R --preserve=mode,links,timestamps {folder}/. {room}/work/"
+_ISOLATED = (
+    *("--unshare-all", "--unshare-user", "--disable-userns"),
+    *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox"),
+    *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
+    *("--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", "/work"),
+    *("--setenv", "LANG", "C.UTF-8", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"),
+    *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
+    *("--symlink", "usr/sbin", "/sbin", "--symlink", "usr/lib", "/lib"),
+    *("--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev"),
+    *("--ro-bind-try", "/etc/alternatives", "/etc/alternatives"),
+    *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
+    *("--tmpfs", "/tmp", "--tmpfs", "/dev/shm"),
+)
+
+
+def holder(
+    room: pathlib.Path,
+    stage: pathlib.Path,
+    image: image_lib.Image,
+    shell: list[str],
+    limits: limits_lib.Limits,
+) -> list[str]:
+    """Returns the command of a holder.
+
+    Args:
+        room: an empty folder to mount the box's files at.
+        stage: folder of the image's files.
+        image: the rest of it.
+        shell: command of the inner shell.
+        limits: of the box.
+    """
+    binds = [word for path in image.binds for word in ("--ro-bind", path, path)]
+    inner = ["bwrap", *_ISOLATED, *binds, "--bind", room / "work", "/work"]
+    inner += ["--chdir", "/work", *shell]
+    fill = ":"
+    if image.folder is not None:
+        fill = _COPY if os.geteuid() == 0 else _OVERLAY
+        folder, at = (shlex.quote(str(path)) for path in (image.folder, room))
+        fill = fill.format(folder=folder, room=at)
+    script = _SCRIPT.format(
+        size=limits.disk_bytes,
+        room=shlex.quote(str(room)),
+        stage=shlex.quote(str(stage)),
+        fill=fill,
+        bwrap=shlex.join(map(str, inner)),
+    )
+    # Set here, as the kernel also counts the processes of all boxes against the bound
+    # that was in force when the namespace was made.
+    bounds = {
+        "nproc": limits.num_processes,
+        "as": limits.memory_bytes,
+        "fsize": limits.disk_bytes,
+        "core": 0,
+    }
+    bounded = ["prlimit", *(f"--{name}={value}" for name, value in bounds.items())]
+    return [*_as_user(), *_UNSHARE, *bounded, "sh", "-c", script]
+
+
+def missing() -> str:
+    """Returns why bubblewrap does not work here, "" if it does."""
+    if not shutil.which("bwrap"):
+        return "there is no bwrap; install the package bubblewrap."
+    if not shutil.which("unshare") or not shutil.which("setpriv"):
+        return "there is no unshare or no setpriv; install the package util-linux."
+    command = [*_as_user(), *_UNSHARE, "bwrap", *_ISOLATED, "true"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROBE_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"it could not be tried: {error}."
+    return done.stderr.strip() if done.returncode else ""
+
+
+def _as_user() -> list[str]:
+    if os.geteuid() != 0:
+        return []
+    user = f"--reuid={_NOBODY}", f"--regid={_NOBODY}"
+    return ["setpriv", *user, "--clear-groups"]

@@ -1,0 +1,35 @@
+"""The files that a box starts with."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+    """Files of a box.
+
+    Attributes:
+        files: contents by path below /work. A content that begins with "#!" may be run.
+        folder: copied into /work before the files are written.
+        binds: folders of this machine that the box sees, read-only, at the same path;
+            everyone must be able to read them.
+    """
+
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    folder: pathlib.Path | None = None
+    binds: tuple[pathlib.Path, ...] = ()
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes the files below a folder, which everyone may read.
+
+        Raises:
+            ValueError: a path leads out of it.
+        """
+        for name, content in self.files.items():
+            path = folder / name
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise ValueError(f"the path {name!r} leads out of the box")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            path.chmod(0o755 if content.startswith(b"#!") else 0o644)

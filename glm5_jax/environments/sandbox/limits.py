@@ -1,0 +1,30 @@
+"""The bounds of a box."""
+
+import dataclasses
+
+from glm5_jax.config import checks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of a box and of the commands in it."""
+
+    seconds: float = 30.0  # of a command; then all of the box's processes end
+    memory_bytes: int = 4 * 2**30  # address space of each process
+    num_processes: int = 128  # at a time, the box's own four among them; bubblewrap's
+    # Of all files in /work; of one file without bubblewrap.
+    disk_bytes: int = 256 * 2**20
+    output_bytes: int = 64 * 2**10  # kept of each of a command's two streams
+
+    def __post_init__(self) -> None:
+        """Checks the sizes.
+
+        Raises:
+            config.InputError: one is not positive.
+        """
+        checks.require(
+            *(
+                (value > 0, f"sandbox.Limits.{name} must be positive, got {value}.")
+                for name, value in vars(self).items()
+            )
+        )

@@ -1,0 +1,57 @@
+"""A box without a sandbox: a folder, a shell, and the kernel's limits on processes.
+
+For machines without bubblewrap. It bounds accidents, not malice: commands can read and
+write what their user can, use the network and leave processes behind.
+"""
+
+import pathlib
+import shlex
+
+from glm5_jax.environments.sandbox import image as image_lib
+from glm5_jax.environments.sandbox import limits as limits_lib
+
+_SCRIPT = """set -e
+ulimit -c 0
+ulimit -f {blocks}
+ulimit -v {kib} || true  # not everywhere
+mkdir {room}/work
+{fill}
+cp -R {stage}/. {room}/work/
+cd {room}/work
+printf 'ready\\n' >&0
+exec 4>&2 2>/dev/null  # a shell tells what was killed
+while IFS= read -r line; do
+  {shell} 2>&4 4>&- || true
+  printf 'ended\\n' >&0
+done
+"""
+
+
+def holder(
+    room: pathlib.Path,
+    stage: pathlib.Path,
+    image: image_lib.Image,
+    shell: list[str],
+    limits: limits_lib.Limits,
+) -> list[str]:
+    """Returns the command of a holder; see bubblewrap.py. A bind is seen anyway."""
+    fill = ":"
+    if image.folder is not None:
+        fill = (
+            f"cp -R {shlex.quote(str(image.folder))}/. {shlex.quote(str(room))}/work/"
+        )
+    environ = "HOME=$PWD PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8"
+    script = _SCRIPT.format(
+        blocks=-(-limits.disk_bytes // 512),
+        kib=limits.memory_bytes // 1024,
+        room=shlex.quote(str(room)),
+        stage=shlex.quote(str(stage)),
+        fill=fill,
+        shell=f"env -i {environ} setsid --wait {shlex.join(shell)}",
+    )
+    return ["sh", "-c", script]
+
+
+def missing() -> str:
+    """Returns "": a shell is everywhere."""
+    return ""

@@ -1,0 +1,281 @@
+"""Boxes: what a shell keeps, how commands end, and attempts to get out of one."""
+
+import asyncio
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+import pytest
+from absl.testing import parameterized
+
+from glm5_jax import config
+from glm5_jax.environments import sandbox
+from glm5_jax.environments.sandbox import box as box_lib
+from glm5_jax.environments.sandbox import bubblewrap
+from tests import environment
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+MISSING = bubblewrap.missing()
+SECONDS = 60.0  # for what must end by itself, on a machine under load
+SMALL = sandbox.Limits(
+    seconds=SECONDS, memory_bytes=2**30, num_processes=40, disk_bytes=2**22
+)
+
+
+def with_box(use, image=None, limits=SMALL, kind=None):
+    """Returns what a coroutine returns of a new box."""
+
+    async def run():
+        box = await sandbox.start(image, limits, kind)
+        try:
+            return await use(box)
+        finally:
+            await box.close()
+
+    return asyncio.run(run())
+
+
+def outputs(*commands, **settings):
+    """Returns the results of commands in one box."""
+
+    async def use(box):
+        return [await box.run(command) for command in commands]
+
+    return with_box(use, **settings)
+
+
+def folders():
+    return {*pathlib.Path(tempfile.gettempdir()).glob("glm5_jax_box_*")}
+
+
+class ShellTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.before = folders()
+
+    def tearDown(self):
+        super().tearDown()
+        self.assertEmpty(folders() - self.before)
+
+    @parameterized.parameters(*sandbox.KINDS)
+    def test_a_shell_remembers_and_outlives_what_ends_it(self, kind):
+        if kind == "bubblewrap" and MISSING:
+            self.skipTest(MISSING)
+        image = sandbox.Image(
+            {"a/b.txt": b"1\n", "run": b'#!/bin/sh\nprintf "ran %s" "$1"\n'}
+        )
+        one, two, both, ended, again, bad, back = outputs(
+            "cd a; x=$(cat b.txt)",
+            "echo $x; echo wrong >&2; false",
+            "echo 'done 0'; ../run \"a  'b\\n\"; printf '%s' '|é\\x'",
+            "exit 3",
+            "pwd; echo ${x-gone}; cat a/b.txt",
+            "if",
+            "sleep 100 & echo here",
+            image=image,
+            kind=kind,
+        )
+        self.assertEqual((one.exit_code, one.stdout, one.stderr), (0, "", ""))
+        self.assertEqual((two.exit_code, two.stdout, two.stderr), (1, "1\n", "wrong\n"))
+        self.assertEqual(both.stdout, "done 0\nran a  'b\\n|é\\x")
+        self.assertIsNone(ended.exit_code)
+        self.assertFalse(ended.is_timeout)
+        folder, *rest = again.stdout.split()
+        self.assertEndsWith(folder, "/work")
+        self.assertEqual(rest, ["gone", "1"])
+        self.assertNotEqual(bad.exit_code, 0)
+        self.assertIn("syntax error", bad.stderr)
+        self.assertEqual((back.exit_code, back.stdout), (0, "here\n"))
+
+    @parameterized.parameters(*sandbox.KINDS)
+    def test_time_and_output_are_bounded(self, kind):
+        if kind == "bubblewrap" and MISSING:
+            self.skipTest(MISSING)
+
+        async def use(box):
+            late = await box.run("echo 1 > kept; echo begun; sleep 100", 0.3)
+            after = await box.run("cat kept")
+            long = await box.run("head -c 300000 /dev/zero | tr '\\0' x; echo >&2")
+            return late, after, long, await box.run("echo short")
+
+        late, after, long, short = with_box(use, kind=kind)
+        self.assertEqual((late.exit_code, late.stdout), (None, "begun\n"))
+        self.assertTrue(late.is_timeout)
+        self.assertLess(late.seconds, SECONDS)
+        self.assertEqual((after.exit_code, after.stdout), (0, "1\n"))
+        self.assertEqual(long.stdout, "x" * SMALL.output_bytes)
+        self.assertTrue(long.is_cut)
+        self.assertEqual((short.stdout, short.is_cut), ("short\n", False))
+
+    @parameterized.parameters(*sandbox.KINDS)
+    def test_files_have_any_bytes_and_names(self, kind):
+        if kind == "bubblewrap" and MISSING:
+            self.skipTest(MISSING)
+        content = bytes(range(256)) * 3
+
+        async def use(box):
+            await box.write("x/it's \\ -n é", content)
+            await box.write("-n", b"")
+            with self.assertRaisesRegex(box_lib.BrokenError, "missing"):
+                await box.read("missing")
+            with self.assertRaisesRegex(box_lib.BrokenError, "could not be written"):
+                await box.write("/proc/x", b"")
+            return await box.read("x/it's \\ -n é"), await box.read("./-n")
+
+        self.assertEqual(with_box(use, kind=kind), (content, b""))
+
+    def test_a_start_or_command_that_is_cancelled_leaves_nothing(self):
+        async def use(box):
+            with self.assertRaises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await box.run("sleep 100")
+
+        with_box(use)
+
+        async def begin():
+            task = asyncio.create_task(sandbox.start(limits=SMALL))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        asyncio.run(begin())
+
+    def test_wrong_settings_are_refused(self):
+        with self.assertRaisesRegex(config.InputError, "'jail'.*none of bubblewrap"):
+            asyncio.run(sandbox.start(kind="jail"))
+        with self.assertRaisesRegex(config.InputError, "Limits.seconds must be posit"):
+            sandbox.Limits(seconds=0.0)
+        with self.assertRaisesRegex(ValueError, "leads out of the box"):
+            asyncio.run(sandbox.start(sandbox.Image({"../x": b""})))
+
+
+@unittest.skipIf(MISSING, f"no bubblewrap: {MISSING}")
+class EscapeTest(parameterized.TestCase):
+    """Every attempt aims at this machine's loopback, at a folder of the test and at
+    the box itself."""
+
+    def test_files_of_the_machine_are_not_there(self):
+        folder = self.create_tempdir()
+        secret = folder.create_file("secret", "hidden").full_path
+        link, listed, etc, usr, dev, node = outputs(
+            f"ln -s {secret} link; cat link {secret}",
+            "ls /; ls /proc/1/root/",
+            "ls /tmp; cat /etc/passwd /etc/shadow /root/* /home/*",
+            "touch /usr/x; echo x >> /usr/bin/env",
+            "ls /dev; cat /dev/mem /dev/kmsg",
+            "mknod x b 8 0; mount -t tmpfs x /tmp; chroot / true",
+        )
+        for result in (link, etc, usr, dev, node):
+            self.assertNotIn("hidden", result.stdout)
+            self.assertNotEqual(result.exit_code, 0, result)
+        top = {"bin", "dev", "etc", "lib", "lib64", "proc", "sbin", "tmp", "usr"}
+        self.assertEqual({*listed.stdout.split()}, top | {"work"})
+        self.assertEqual(etc.stdout, "")
+        self.assertNoCommonElements(dev.stdout.split(), {"sda", "vda", "mem", "kvm"})
+        self.assertEqual(node.stdout, "")
+
+    def test_a_folder_of_an_image_is_not_written(self):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        (folder / "a.txt").write_text("1\n")
+        for path in (folder, *folder.parents):
+            if path.stat().st_uid == os.geteuid() and path != path.parent:
+                path.chmod(path.stat().st_mode | 0o055)
+        (result,) = outputs(
+            "echo 2 >> a.txt; touch b; cat a.txt", image=sandbox.Image(folder=folder)
+        )
+        self.assertEqual((result.exit_code, result.stdout), (0, "1\n2\n"))
+        self.assertEqual([path.name for path in folder.iterdir()], ["a.txt"])
+        self.assertEqual((folder / "a.txt").read_text(), "1\n")
+
+    def test_there_is_no_network(self):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            tcp, links = outputs(
+                f"echo x > /dev/tcp/127.0.0.1/{port}", "cat /proc/net/dev | wc -l"
+            )
+            server.settimeout(0.1)
+            with self.assertRaises(TimeoutError):
+                server.accept()
+        self.assertIn("refused", tcp.stderr)
+        self.assertEqual(links.stdout.strip(), "3")  # two lines of titles, loopback
+
+    def test_other_processes_are_neither_seen_nor_reached(self):
+        with subprocess.Popen(["sleep", "100"]) as canary:
+            try:
+                seen, killed, after = outputs(
+                    f"cat /proc/{canary.pid}/cmdline; ps -e | wc -l",
+                    f"kill -9 {canary.pid}; kill -9 -1",
+                    "echo alive",
+                )
+                self.assertIsNone(canary.poll())
+            finally:
+                canary.kill()
+        self.assertNotIn("sleep", seen.stdout)
+        self.assertLess(int(seen.stdout.split()[-1]), 10)
+        self.assertNotEqual(killed.exit_code, 0)
+        self.assertEqual(after.stdout, "alive\n")
+
+    def test_there_are_no_privileges_to_gain(self):
+        status, nested, setuid = outputs(
+            "grep -E '^(CapEff|CapPrm|NoNewPrivs)' /proc/self/status",
+            "unshare --user true; unshare --mount true",
+            "cp /usr/bin/id .; chmod u+s id; ./id -u",
+        )
+        self.assertRegex(status.stdout, r"CapPrm:\t0+\nCapEff:\t0+\nNoNewPrivs:\t1")
+        self.assertNotEqual(nested.exit_code, 0)
+        self.assertEqual(setuid.stdout, "1000\n")
+
+    def test_memory_disk_and_processes_are_bounded(self):
+        code = "x = bytearray(2 * 10**9)"
+        memory, disk, files, bomb, after = outputs(
+            f"/usr/bin/python3 -c '{code}'",
+            "head -c 9000000 /dev/zero > big; wc -c < big; rm big",
+            "for i in $(seq 9); do head -c 1000000 /dev/zero > f$i || break; done",
+            ":(){ :|:& }; : ; sleep 0.3; ps -e | wc -l",
+            "sleep 0.1; rm f*; echo alive",
+        )
+        self.assertNotEqual(memory.exit_code, 0)
+        self.assertLess(int(disk.stdout), SMALL.disk_bytes + 1)
+        self.assertIn("No space left", files.stderr)
+        numbers = [int(word) for word in bomb.stdout.split() if word.isdigit()]
+        self.assertLessEqual(max(numbers, default=0), SMALL.num_processes + 2)
+        self.assertIn("alive", after.stdout)
+
+    @pytest.mark.slow
+    def test_a_killed_owner_leaves_no_process(self):
+        code = (
+            "import asyncio\n"
+            "from glm5_jax.environments import sandbox\n"
+            "async def main():\n"
+            "    box = await sandbox.start()\n"
+            "    task = asyncio.create_task(box.run('sleep 98.7654'))\n"
+            "    await asyncio.sleep(0.5)\n"
+            "    print('here', flush=True)\n"
+            "    await task\n"
+            "asyncio.run(main())\n"
+        )
+        before = folders()
+        with subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE
+        ) as child:
+            self.assertEqual(child.stdout.readline(), b"here\n")
+            child.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + SECONDS
+        command = ["pgrep", "-f", "sleep 98.7654"]
+        while subprocess.run(command, capture_output=True).stdout:
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.05)
+        for path in folders() - before:  # empty: its files were in memory
+            self.assertEmpty([*(path / "room").iterdir()])
+            (path / "room").rmdir()
+            path.rmdir()
+
+
+if __name__ == "__main__":
+    environment.main()
