@@ -13,7 +13,7 @@ import sys
 COMMANDS = (
     *("train", "evaluate", "generate", "serve", "route", "orchestrate", "chat"),
     *("prepare", "convert", "quantize", "checkpoint"),
-    *("plan", "aot", "ablate", "pipeline"),
+    *("plan", "aot", "ablate", "pipeline", "environments"),
 )
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 def _listing() -> str:
     """Returns the commands with the first sentence of what each says of itself."""
     lines = ["glm5_jax COMMAND [FLAGS]", ""]
-    lines += [f"  {name:<12}{_summary(name)}" for name in COMMANDS]
+    lines += [f"  {name:<14}{_summary(name)}" for name in COMMANDS]
     lines += ["", "glm5_jax COMMAND --help explains its flags."]
     return "\n".join(lines)
 

@@ -41,6 +41,7 @@ class Arguments:
 
     config: str | None = None  # "configs/x.py:variant"
     overrides: tuple[Override, ...] = ()
+    words: tuple[str, ...] = ()  # that belong to no flag
 
     @property
     def name(self) -> str:
@@ -157,6 +158,7 @@ def run(
     takes_config: bool = True,
     only_model: bool = False,
     interrupted: int = 130,
+    num_words: int = 0,
 ) -> None:
     """Runs an entry point: parses the command line, calls `main`, exits.
 
@@ -169,6 +171,7 @@ def run(
         takes_config: whether --config is accepted, and explained by --help.
         only_model: whether --config sets the model's fields only, those of a folder.
         interrupted: exit code on ctrl-C.
+        num_words: words beside the flags that it takes at most.
     """
     backends.skip_absent()
     handler = logging.get_absl_handler()
@@ -176,7 +179,7 @@ def run(
     handler.setFormatter(stdlib_logging.Formatter(_LOG_LINE, _LOG_TIME))
     try:
         kind = "model" if only_model else "run" if takes_config else ""
-        parse = functools.partial(_parse_flags, kind=kind)
+        parse = functools.partial(_parse_flags, kind=kind, num_words=num_words)
         app.run(main, flags_parser=parse)
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted.\n")
@@ -207,7 +210,7 @@ def _is_ours_or_serious(record: stdlib_logging.LogRecord) -> bool:
     )
 
 
-def _parse_flags(argv: Sequence[str], kind: str) -> Arguments:
+def _parse_flags(argv: Sequence[str], kind: str, num_words: int) -> Arguments:
     """Parses the whole command line; absl's flags end up in FLAGS."""
     arguments, rest = parse_command_line(argv)
     if not kind and (arguments.config or arguments.overrides):
@@ -224,17 +227,19 @@ def _parse_flags(argv: Sequence[str], kind: str) -> Arguments:
     except flags.Error as error:
         raise config_lib.InputError(f"{error} (--help lists the flags)") from error
     names = ["config", *flags.FLAGS]
-    errors = []
+    errors, words = [], []
     for word in extra:
         if word.startswith("-"):
             name = word.lstrip("-").partition("=")[0]
             guess = fields.did_you_mean(name, names, "--")
             errors.append(f"there is no flag --{name}.{guess} --help lists the flags.")
+        elif len(words) < num_words:
+            words.append(word)
         else:
             errors.append(f"{word!r} belongs to no flag; write --flag=value.")
     if errors:
         raise config_lib.InputError("\n".join(errors))
-    return arguments
+    return dataclasses.replace(arguments, words=tuple(words))
 
 
 def _run_help() -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from glm5_jax import config, messages
-from glm5_jax.environments import protocol
+from glm5_jax.environments import proofs, protocol
 
 SEPARATOR = "+"
 _PART = re.compile(r"(?:(\d{1,4})\*)?(.+)")
@@ -74,6 +74,10 @@ class Mixture:
         """Returns what the task's part says."""
         part, own = self._part_of(task)
         return part.demonstration(own)
+
+    def attempts(self, task: protocol.Task) -> proofs.Attempts | None:
+        """Returns the attempts that the task's part knows."""
+        return proofs.attempts_of(*self._part_of(task))
 
     def _part_of(self, task: protocol.Task) -> tuple[protocol.Taskset, protocol.Task]:
         """Returns the part of a task, and the task as the part made it."""

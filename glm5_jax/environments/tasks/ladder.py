@@ -1,9 +1,10 @@
 """The taskset of every kind of problem, each with the score of its answers."""
 
+import re
 from collections.abc import Callable, Sequence
 
 from glm5_jax import messages
-from glm5_jax.environments import protocol
+from glm5_jax.environments import proofs, protocol
 from glm5_jax.environments.tasks import calculator, expressions, maths, problems
 
 Score = Callable[[str, str], float]  # (right answer, given answer) -> 0 to 1
@@ -37,6 +38,16 @@ class Ladder:
         """Returns the question, the tool's call and result if any, and the answer."""
         split, seed, index = task.id.split("/")[-3:]
         return problems.problem(self.name, split, int(seed), int(index)).demonstration
+
+    def attempts(self, task: protocol.Task) -> proofs.Attempts:
+        """Returns the demonstration's turns, and answers that are wrong."""
+        shown = self.demonstration(task)
+        right = [turn for turn in shown if turn["role"] == "assistant"]
+        wrong, said = ["\n", "?"], f"{right[-1].get('content')}"
+        if re.fullmatch(r"-?\d+", said):
+            wrong.append(f"{int(said) + 1}")
+        turns = [({"role": "assistant", "content": text},) for text in wrong]
+        return proofs.Attempts(right, tuple(turns))
 
 
 class SingleTurn:

@@ -1,0 +1,58 @@
+"""Proves the tasks of a world, or plays one by hand.
+
+python -m glm5_jax.environments validate NAME [--num_tasks=N] [--out=FILE.jsonl]
+python -m glm5_jax.environments play NAME [--index=N]
+
+NAME is what rl.environment takes: reverse:3-6, calculator:2, module:Class, ...
+
+`validate` plays each task's solution ten times, wrong attempts and doing nothing, and
+prints one JSON object; the exit code is 1 if a task fails. `play` reads a turn a line:
+"/NAME ARGUMENT" calls a tool, anything else is a text.
+"""
+
+import json
+import pathlib
+
+from absl import flags, logging
+
+from glm5_jax import command_line, config
+
+_NUM_TASKS = flags.DEFINE_integer("num_tasks", 20, "Tasks to prove.")
+_SPLIT = flags.DEFINE_string("split", "train", "train or held_out.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the tasks.")
+_INDEX = flags.DEFINE_integer("index", 0, "Number of the task to play.")
+_NUM_REPEATS = flags.DEFINE_integer("num_repeats", 10, "Episodes of each solution.")
+_NUM_AT_ONCE = flags.DEFINE_integer("num_at_once", 4, "Tasks proven at a time.")
+_OUT = flags.DEFINE_string("out", None, "File for the proofs, a JSON line a task.")
+ACTIONS = ("validate", "play")
+
+
+def main(arguments: command_line.Arguments) -> int:
+    """Runs an action; returns 1 if a task is not proven."""
+    if len(arguments.words) != 2 or arguments.words[0] not in ACTIONS:
+        raise config.InputError(
+            f"Give an action and a name: python -m glm5_jax.environments "
+            f"{'|'.join(ACTIONS)} NAME; got {' '.join(arguments.words) or 'nothing'}."
+        )
+    action, name = arguments.words
+    from glm5_jax.environments import play, validate
+
+    logging.set_verbosity(logging.INFO)
+    if action == "play":
+        play.play(name, _SPLIT.value, _SEED.value, _INDEX.value)
+        return 0
+    settings = validate.Settings(
+        num_tasks=_NUM_TASKS.value,
+        split=_SPLIT.value,
+        seed=_SEED.value,
+        num_repeats=_NUM_REPEATS.value,
+        num_at_once=_NUM_AT_ONCE.value,
+    )
+    out = pathlib.Path(_OUT.value) if _OUT.value else None
+    figures = validate.validate(name, settings, out)
+    print(json.dumps(figures, indent=2))
+    return int(figures["proven"] < figures["tasks"])
+
+
+if __name__ == "__main__":
+    command_line.run(main, takes_config=False, num_words=2)

@@ -1,0 +1,176 @@
+"""Proves tasks before anyone learns from them.
+
+A taskset that can be proven has `attempts(task)`: a conversation's turns that solve
+the task, and others that must not. `prove` plays them through the ordinary environment:
+
+    the right turns earn 1, every time that they are repeated
+    doing nothing earns 0
+    wrong turns earn 0
+    nothing of solution and scorer can be read while an episode runs, if the taskset
+    can look for it: `async leaks(environment, task)` names what it found
+"""
+
+import asyncio
+import collections
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from glm5_jax import messages
+from glm5_jax.environments import protocol
+
+Turns = Sequence[messages.Message]
+NOTHING: messages.Message = {"role": "assistant", "content": ""}
+_MOST_TURNS = 64  # of doing nothing
+_CALL_SECONDS = 300.0  # of one call of an environment
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempts:
+    """The assistant's turns of episodes of a task."""
+
+    right: Turns
+    wrong: tuple[Turns, ...] = ()
+
+
+@runtime_checkable
+class Provable(Protocol):
+    """A taskset whose tasks can be proven."""
+
+    def attempts(self, task: protocol.Task) -> Attempts | None:
+        """Returns turns that solve the task, and turns that must not; None: unknown."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What was found about a task."""
+
+    task: str  # its id
+    tag: str
+    failures: tuple[str, ...]  # none: the task is proven
+    num_episodes: int
+    seconds: float  # of all episodes
+
+    @property
+    def is_proven(self) -> bool:
+        """Returns whether nothing failed."""
+        return not self.failures
+
+
+async def prove(
+    taskset: protocol.Taskset, task: protocol.Task, num_repeats: int = 10
+) -> Proof:
+    """Plays the attempts of a task.
+
+    Args:
+        taskset: of the task.
+        task: to prove.
+        num_repeats: episodes of the right turns.
+    """
+    began, failures, count = time.monotonic(), [], 0
+
+    async def expect(turns: Turns | None, wanted: float, name: str) -> bool:
+        nonlocal count
+        count += 1
+        said = await _reward(taskset, task, turns)
+        if said != wanted:
+            failures.append(f"{name} earns {said} instead of {wanted:g}")
+        return said == wanted
+
+    attempts = attempts_of(taskset, task)
+    if attempts is None:
+        failures.append("the taskset knows no right turns")
+    else:
+        for number in range(num_repeats):
+            if not await expect(attempts.right, 1.0, f"the solution, run {number + 1}"):
+                break
+        for number, turns in enumerate(attempts.wrong, 1):
+            await expect(turns, 0.0, f"wrong attempt {number}")
+    await expect(None, 0.0, "doing nothing")
+    failures += [f"an agent can read {what}" for what in await _leaks(taskset, task)]
+    seconds = time.monotonic() - began
+    return Proof(task.id, task.tag, tuple(failures), count, seconds)
+
+
+def summarize(proofs: Sequence[Proof]) -> dict[str, Any]:
+    """Returns counts of tasks, failures by kind, and seconds a task."""
+    kinds = collections.Counter(
+        failure.split(" earns ")[0].split(", run")[0]
+        for proof in proofs
+        for failure in proof.failures
+    )
+    seconds = sorted(proof.seconds for proof in proofs)
+    return {
+        "tasks": len(proofs),
+        "proven": sum(proof.is_proven for proof in proofs),
+        "proven_by_tag": _by_tag(proofs),
+        "episodes": sum(proof.num_episodes for proof in proofs),
+        "failures": dict(kinds.most_common()),
+        "seconds_a_task_median": round(seconds[len(seconds) // 2], 3) if seconds else 0,
+        "seconds_a_task_most": round(max(seconds, default=0), 3),
+    }
+
+
+def _by_tag(proofs: Sequence[Proof]) -> Mapping[str, str]:
+    """Returns "proven of all" for every tag."""
+    found: dict[str, list[bool]] = {}
+    for proof in proofs:
+        found.setdefault(proof.tag or "untagged", []).append(proof.is_proven)
+    return {tag: f"{sum(x)} of {len(x)}" for tag, x in sorted(found.items())}
+
+
+def attempts_of(taskset: protocol.Taskset, task: protocol.Task) -> Attempts | None:
+    """Returns the attempts, or the demonstration alone; None if there is neither."""
+    if isinstance(taskset, Provable):
+        return taskset.attempts(task)
+    shown = taskset.demonstration(task)
+    if shown is None:
+        return None
+    return Attempts([turn for turn in shown if turn["role"] == "assistant"])
+
+
+async def _leaks(taskset: protocol.Taskset, task: protocol.Task) -> Sequence[str]:
+    """Asks the taskset what an agent could read, at the start of an episode."""
+    look = getattr(taskset, "leaks", None)
+    if look is None:
+        return ()
+    environment = taskset.environment()
+    assert isinstance(environment, protocol.Environment)
+    try:
+        await environment.reset(task)
+        return await look(environment, task)
+    finally:
+        await environment.close()
+
+
+async def _reward(
+    taskset: protocol.Taskset, task: protocol.Task, turns: Turns | None
+) -> float | str:
+    """Returns the reward of an episode of given turns, or what became of it.
+
+    Args:
+        taskset: of the task.
+        task: to play.
+        turns: the assistant's; None does nothing until the episode ends.
+    """
+    environment = taskset.environment()
+    assert isinstance(environment, protocol.Environment)
+    given = [NOTHING] * _MOST_TURNS if turns is None else turns
+    try:
+        async with asyncio.timeout(_CALL_SECONDS):
+            await environment.reset(task)
+        for turn in given:
+            async with asyncio.timeout(_CALL_SECONDS):
+                result = await environment.step(turn)
+            if result.terminated or result.truncated:
+                reward = result.reward
+                return "no reward" if reward is None else float(reward.total)
+        return "no reward: the episode goes on"
+    except TimeoutError:
+        return "no reward: a call takes too long"
+    except Exception as error:
+        return f"no reward: {type(error).__name__}: {error}"
+    finally:
+        await environment.close()

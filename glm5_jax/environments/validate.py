@@ -1,0 +1,86 @@
+"""Proves the tasks of a taskset, several at a time: the command `validate`."""
+
+import asyncio
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+import tqdm
+
+from glm5_jax import config, environments
+from glm5_jax.config import checks
+from glm5_jax.environments import proofs, protocol
+
+_SHOWN = 5  # tasks that fail
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Which tasks are proven, and how."""
+
+    num_tasks: int = 20
+    split: str = "train"
+    seed: int = 0
+    num_repeats: int = 10  # episodes of the solution
+    num_at_once: int = 4  # tasks
+
+    def __post_init__(self) -> None:
+        """Checks the numbers.
+
+        Raises:
+            config.InputError: one is too small, or there is no such split.
+        """
+        sizes = "num_tasks", "num_repeats", "num_at_once"
+        checks.require(
+            *checks.positive(self, *sizes, most=checks.MAX_SIZE),
+            (
+                self.split in ("train", "held_out"),
+                f"--split must be train or held_out, got {self.split!r}.",
+            ),
+        )
+
+
+def validate(name: str, settings: Settings, out: pathlib.Path | None) -> dict[str, Any]:
+    """Proves tasks and returns their figures.
+
+    Args:
+        name: of the taskset, as rl.environment.
+        settings: which tasks.
+        out: file for the proofs, one JSON line a task; None writes none.
+
+    Raises:
+        config.InputError: there is no such taskset, or programs play its episodes.
+    """
+    taskset = environments.make(name)
+    if getattr(taskset, "has_agents", False):
+        raise config.InputError(
+            f"{name!r} is played by programs of its own, which cannot be replayed."
+        )
+    found = asyncio.run(_prove_all(taskset, settings))
+    if out is not None:
+        lines = [json.dumps(dataclasses.asdict(proof)) for proof in found]
+        out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    for proof in [proof for proof in found if proof.failures][:_SHOWN]:
+        sys.stderr.write(f"{proof.task}: {'; '.join(proof.failures)}\n")
+    return {"taskset": name, **proofs.summarize(found)}
+
+
+async def _prove_all(
+    taskset: protocol.Taskset, settings: Settings
+) -> list[proofs.Proof]:
+    gate = asyncio.Semaphore(settings.num_at_once)
+    bar = tqdm.tqdm(
+        total=settings.num_tasks, unit="task", disable=not sys.stderr.isatty()
+    )
+
+    async def prove(index: int) -> proofs.Proof:
+        async with gate:
+            task = taskset.task(settings.split, settings.seed, index)
+            proof = await proofs.prove(taskset, task, settings.num_repeats)
+        bar.update()
+        return proof
+
+    with bar:
+        return await asyncio.gather(*map(prove, range(settings.num_tasks)))

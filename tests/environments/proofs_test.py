@@ -1,0 +1,222 @@
+"""Proving tasks: what fails, by the commands that people give."""
+
+import asyncio
+import contextlib
+import io
+import json
+import pathlib
+import sys
+from unittest import mock
+
+from absl.testing import parameterized
+
+from glm5_jax import config, environments
+from glm5_jax.environments import play, proofs, protocol, validate
+from glm5_jax.environments.tasks import ladder
+from tests import environment, forked
+
+RIGHT = "yes"
+
+
+class Taskset:
+    """One task, whose answer is "yes"; subclasses break it."""
+
+    name = "one"
+
+    def task(self, split, seed, index):
+        said = ({"role": "user", "content": "say yes"},)
+        return protocol.Task(f"one/{index}", said, RIGHT)
+
+    def environment(self):
+        return ladder.SingleTurn(ladder.exact)
+
+    def demonstration(self, task):
+        return None
+
+    def attempts(self, task):
+        says = ({"role": "assistant", "content": text} for text in (RIGHT, "no"))
+        right, wrong = says
+        return proofs.Attempts((right,), ((wrong,),))
+
+
+class Generous(Taskset):
+    """Pays everyone."""
+
+    def environment(self):
+        return ladder.SingleTurn(lambda right, said: 1.0)
+
+
+class Endless(Taskset):
+    """Its environment never ends an episode."""
+
+    def environment(self):
+        inner = ladder.SingleTurn(ladder.exact)
+        again = protocol.StepResult(
+            ({"role": "tool", "content": ""},), None, False, False
+        )
+        inner.step = mock.AsyncMock(return_value=again)
+        return inner
+
+
+class Broken(Taskset):
+    """Its environment raises."""
+
+    def environment(self):
+        inner = ladder.SingleTurn(ladder.exact)
+        inner.step = mock.AsyncMock(side_effect=OSError("gone"))
+        return inner
+
+
+class Moody(Taskset):
+    """Pays the solution all but the third time."""
+
+    count = 0
+
+    def environment(self):
+        def score(right, said):
+            Moody.count += said == right
+            return float(said == right and Moody.count != 3)
+
+        return ladder.SingleTurn(score)
+
+
+class Leaky(Taskset):
+    """Its tests can be read."""
+
+    async def leaks(self, environment, task):
+        return [f"/tests of {task.id}"]
+
+
+class Silent(Taskset):
+    """Knows no solution."""
+
+    def attempts(self, task):
+        return None
+
+
+def failures(taskset):
+    proof = asyncio.run(proofs.prove(taskset, taskset.task("train", 0, 0), 4))
+    return proof.failures
+
+
+class ProveTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("whole", Taskset, ()),
+        (
+            "generous",
+            Generous,
+            (
+                "wrong attempt 1 earns 1.0 instead of 0",
+                "doing nothing earns 1.0 instead of 0",
+            ),
+        ),
+        ("moody", Moody, ("the solution, run 3 earns 0.0 instead of 1",)),
+        ("leaky", Leaky, ("an agent can read /tests of one/0",)),
+        ("silent", Silent, ("the taskset knows no right turns",)),
+    )
+    def test_failures(self, taskset, wanted):
+        self.assertEqual(failures(taskset()), wanted)
+
+    @parameterized.parameters(
+        (Endless, "no reward: the episode goes on"),
+        (Broken, "no reward: OSError: gone"),
+    )
+    def test_episodes_without_a_reward(self, taskset, reason):
+        found = failures(taskset())
+        self.assertEqual(found[0], f"the solution, run 1 earns {reason} instead of 1")
+        self.assertLen(found, 3)
+
+    def test_figures_count_by_kind_and_tag(self):
+        done = [
+            proofs.Proof("a", "x", (), 5, 1.0),
+            proofs.Proof("b", "x", ("doing nothing earns 1.0 instead of 0",), 5, 3.0),
+            proofs.Proof(
+                "c", "", ("the solution, run 7 earns 0 instead of 1",), 5, 2.0
+            ),
+        ]
+        self.assertEqual(
+            proofs.summarize(done),
+            {
+                "tasks": 3,
+                "proven": 1,
+                "proven_by_tag": {"untagged": "0 of 1", "x": "1 of 2"},
+                "episodes": 15,
+                "failures": {"doing nothing": 1, "the solution": 1},
+                "seconds_a_task_median": 2.0,
+                "seconds_a_task_most": 3.0,
+            },
+        )
+
+    @parameterized.parameters(
+        "reverse:3-6",
+        "calculator:2",
+        "countdown:3",
+        "gcd",
+        "chain_sum",
+        "arithmetic",
+        "reverse_dense",
+        "2*calculator_untold:2+gcd",
+    )
+    def test_the_tasks_that_come_with_the_package(self, name):
+        settings = validate.Settings(num_tasks=6, num_repeats=2)
+        figures = validate.validate(name, settings, None)
+        self.assertEqual((figures["proven"], figures["failures"]), (6, {}))
+
+
+class CommandTest(parameterized.TestCase):
+    def test_validate(self):
+        out = pathlib.Path(self.create_tempdir().full_path) / "proofs.jsonl"
+        done = forked.run(
+            "environments", "validate", "gcd", "--num_tasks=3", f"--out={out}"
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(json.loads(done.stdout)["proven"], 3)
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        self.assertEqual(
+            [x["task"] for x in lines], [f"gcd/train/0/{i}" for i in range(3)]
+        )
+        name = "tests.environments.proofs_test:Generous"
+        done = forked.run("environments", "validate", name, "--num_tasks=1")
+        self.assertEqual(done.returncode, 1, done.stdout)
+        self.assertIn("one/0: wrong attempt 1 earns 1.0", done.stderr)
+
+    @parameterized.parameters(
+        ((), "Give an action and a name"),
+        (("prove", "gcd"), "got prove gcd"),
+        (("validate", "gcd", "more"), "'more' belongs to no flag"),
+        (("validate", "gcd", "--num_tasks=0"), "num_tasks"),
+        (("validate", "gcd", "--split=dev"), "--split must be"),
+        (("play", "nothing"), "nothing"),
+    )
+    def test_wrong_input(self, arguments, message):
+        done = forked.run("environments", *arguments)
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn(message, done.stderr)
+
+    def test_play(self):
+        lines = "/calc 3*4\n12\n"
+        out = io.StringIO()
+        with (
+            mock.patch.object(sys, "stdin", io.StringIO(lines)),
+            contextlib.redirect_stdout(out),
+        ):
+            total = play.play("calculator:2", "train", 0, 0)
+            self.assertIsNone(play.play("gcd", "train", 0, 0))  # no line is left
+        self.assertIn("/calc (expression): Integer arithmetic.", out.getvalue())
+        self.assertIn("[tool] 12", out.getvalue())
+        self.assertIn(f"[reward] {total} ", out.getvalue())
+
+    def test_lines_become_turns(self):
+        tools = environments.make("calculator:2").task("train", 0, 0).tools
+        turn = play.turn_of('/calc {"expression": "1 + 1"}', tools)
+        (call,) = turn["tool_calls"]
+        self.assertEqual(
+            call["function"], {"name": "calc", "arguments": {"expression": "1 + 1"}}
+        )
+        self.assertEqual(play.turn_of("text", tools)["content"], "text")
+        with self.assertRaisesRegex(config.InputError, "no tool 'run'"):
+            play.turn_of("/run 1", tools)
+
+
+if __name__ == "__main__":
+    environment.main()
