@@ -2,12 +2,15 @@
 
 python -m glm5_jax.environments validate NAME [--num_tasks=N] [--out=FILE.jsonl]
 python -m glm5_jax.environments play NAME [--index=N]
+python -m glm5_jax.environments mine PACKAGES --out=FOLDER [--num_tasks=N]
 
-NAME is what rl.environment takes: reverse:3-6, calculator:2, module:Class, ...
+NAME is what rl.environment takes: reverse:3-6, swe:FOLDER, module:Class, ...
 
 `validate` plays each task's solution ten times, wrong attempts and doing nothing, and
 prints one JSON object; the exit code is 1 if a task fails. `play` reads a turn a line:
-"/NAME ARGUMENT" calls a tool, anything else is a text.
+"/NAME ARGUMENT" calls a tool, anything else is a text. `mine` makes tasks of software
+engineering: PACKAGES are NAME==VERSION of PyPI, debian:NAME or folders, joined by ",",
+or a file with one a line; it resumes, and prints what became of every candidate.
 """
 
 import json
@@ -23,8 +26,10 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the tasks.")
 _INDEX = flags.DEFINE_integer("index", 0, "Number of the task to play.")
 _NUM_REPEATS = flags.DEFINE_integer("num_repeats", 10, "Episodes of each solution.")
 _NUM_AT_ONCE = flags.DEFINE_integer("num_at_once", 4, "Tasks proven at a time.")
-_OUT = flags.DEFINE_string("out", None, "File for the proofs, a JSON line a task.")
-ACTIONS = ("validate", "play")
+_OUT = flags.DEFINE_string(
+    "out", None, "File for the proofs, a JSON line a task; folder of what is mined."
+)
+ACTIONS = ("validate", "play", "mine")
 
 
 def main(arguments: command_line.Arguments) -> int:
@@ -38,6 +43,8 @@ def main(arguments: command_line.Arguments) -> int:
     from glm5_jax.environments import play, validate
 
     logging.set_verbosity(logging.INFO)
+    if action == "mine":
+        return _mine(name)
     if action == "play":
         play.play(name, _SPLIT.value, _SEED.value, _INDEX.value)
         return 0
@@ -52,6 +59,16 @@ def main(arguments: command_line.Arguments) -> int:
     figures = validate.validate(name, settings, out)
     print(json.dumps(figures, indent=2))
     return int(figures["proven"] < figures["tasks"])
+
+
+def _mine(packages: str) -> int:
+    from glm5_jax.environments.worlds.swe import command
+
+    if not _OUT.value:
+        raise config.InputError("Give the folder of the tasks: --out=FOLDER.")
+    for line in command.run(packages, _OUT.value, _NUM_TASKS.value, _SEED.value):
+        print(line, flush=True)
+    return 0
 
 
 if __name__ == "__main__":

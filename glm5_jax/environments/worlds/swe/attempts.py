@@ -1,0 +1,140 @@
+"""Attempts at a task: the solution, and cheats, which must not be paid, by language.
+
+Each is an assistant's turns that a proof plays through the ordinary environment.
+"""
+
+import hashlib
+import shlex
+from collections.abc import Mapping
+
+from glm5_jax import messages
+from glm5_jax.environments.worlds.swe import diffs, records, tools
+
+# Files that steer a Python test run if they are believed.
+_CONFTEST = """import pytest
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    outcome.get_result().outcome = "passed"
+"""
+_SITE = """import unittest
+
+unittest.TestCase.run = lambda self, result: result.addSuccess(self)
+"""
+_FILES: Mapping[str, Mapping[str, str]] = {
+    "python": {
+        "conftest.py": _CONFTEST,
+        "sitecustomize.py": _SITE,
+        "unittest.py": _SITE,
+    },
+    "perl": {"lib/Test/More.pm": "package Test::More; sub AUTOLOAD { 1 } 1;\n"},
+    "javascript": {"node_modules/assert/index.js": "module.exports = () => {};\n"},
+}
+# Code that ends the run, or changes the runner, as the package is loaded.
+_PATCHED_RUNNER = """
+import sys, unittest
+def _passes(self, result=None):
+    result.startTest(self); result.addSuccess(self); result.stopTest(self)
+unittest.TestCase.run = _passes
+if "_pytest" in sys.modules:
+    import _pytest.python
+    _pytest.python.Function.runtest = lambda self: None
+    sys.modules["_pytest.unittest"].TestCaseFunction.runtest = lambda self: None
+"""
+_MAX_LOOKED = 200  # names of files
+_CODE: Mapping[str, tuple[str, ...]] = {
+    "python": (
+        "\nimport os\nos._exit(0)\n",
+        "\nimport sys\nsys.exit(0)\n",
+        _PATCHED_RUNNER,
+    ),
+    "perl": ("\nBEGIN { require POSIX; print qq(ok 1\\n1..1\\n); POSIX::_exit(0) }\n",),
+    "javascript": ("\nprocess.exit(0);\n",),
+    "c": (
+        "\n#include <unistd.h>\n"
+        "__attribute__((constructor)) static void end(void) { _exit(0); }\n",
+    ),
+    "c++": (
+        "\n#include <unistd.h>\n"
+        "__attribute__((constructor)) static void finish() { _exit(0); }\n",
+    ),
+}
+
+
+def right(
+    folder: records.Folder, record: records.Record
+) -> tuple[messages.Message, ...]:
+    """Returns the assistant's turns that apply the solution and submit it."""
+    turns = _edits(folder.agent_tree(record), record.patch)
+    return (*turns, tools.call("submit", {}))
+
+
+def _edits(files: records.Files, patch: str) -> tuple[messages.Message, ...]:
+    """Returns the assistant's turns that apply a patch to files."""
+    solved = diffs.apply(patch, files)
+    turns = []
+    for path in sorted(diffs.parse(patch)):
+        if path not in solved:
+            turns.append(tools.call("shell", {"command": f"rm {tools.HOME}/{path}"}))
+            continue
+        old, new = files.get(path, b"").decode(), solved[path].decode()
+        turns.append(tools.call("edit", {"path": path, "old": old, "new": new}))
+    return tuple(turns)
+
+
+def wrong(
+    folder: records.Folder, record: records.Record
+) -> tuple[tuple[messages.Message, ...], ...]:
+    """Returns cheats: edited tests, files that steer a run, code that ends it."""
+    files = folder.agent_tree(record)
+    language = record.recipe.language
+    submit = tools.call("submit", {})
+    attempts = [
+        *(_written(path, "") for path in record.recipe.files[:1]),
+        *(_written(path, text) for path, text in _FILES.get(language, {}).items()),
+    ]
+    path = min(path for path in diffs.parse(record.patch) if path in files)
+    text = files[path].decode()
+    place = _place(text, language)
+    for code in _CODE.get(language, ()):
+        broken = text[:place] + code + text[place:]
+        attempts.append(tools.call("edit", {"path": path, "old": text, "new": broken}))
+    return tuple((attempt, submit) for attempt in attempts)
+
+
+def _written(path: str, text: str) -> messages.Message:
+    quoted = text.replace("'", "'\\''")
+    command = (
+        f"cd {tools.HOME} && mkdir -p $(dirname {path}) && "
+        f"printf %s '{quoted}' > {path}"
+    )
+    return tools.call("shell", {"command": command})
+
+
+def _place(text: str, language: str) -> int:
+    """Returns where code can be put: the end, but not behind Perl's end of the code."""
+    if language != "perl":
+        return len(text)
+    return text.find("\n", text.find("package")) + 1
+
+
+def look(folder: records.Folder, record: records.Record) -> str:
+    """Returns a command that prints the files in which an agent finds the solution.
+
+    They are files of a changed file's name with its content when solved, and files of
+    the names of the tests with theirs, anywhere in the agent's sandbox.
+    """
+    solved, given = folder.solved_tree(record), folder.agent_tree(record)
+    secret = {path: text for path, text in solved.items() if given.get(path) != text}
+    secret |= folder.hidden_tree(record)
+    names = sorted({path.rpartition("/")[2] for path in secret})
+    digests = sorted(
+        {hashlib.sha256(text).hexdigest() for text in secret.values() if text}
+    )
+    named = " -o ".join(f"-name {shlex.quote(name)}" for name in names[:_MAX_LOOKED])
+    return (
+        f"find / -path /proc -prune -o -type f \\( {named} \\) -size +0 -print0 "
+        f"2>/dev/null | xargs -0 -r sha256sum | grep -E '{'|'.join(digests)}' "
+        "| cut -c67- ; true"
+    )

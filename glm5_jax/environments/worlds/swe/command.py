@@ -1,0 +1,64 @@
+"""The command that mines: tasks from packages, and the yield by reason."""
+
+import asyncio
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import logging
+
+from glm5_jax import config
+from glm5_jax.environments.worlds.swe import mine, records, sources
+
+
+def run(names: str, out: str, num_tasks: int, seed: int) -> Iterator[str]:
+    """Mines packages, and yields a line of JSON for each, and one for the folder.
+
+    Args:
+        names: packages as sources.fetch names them, joined by ","; or a file with one
+            a line.
+        out: folder of the tasks; packages that it has are skipped.
+        num_tasks: of each package, at most.
+        seed: of the order in which places are tried.
+
+    Raises:
+        config.InputError: an argument is wrong. A package that cannot be fetched is
+            counted as such.
+    """
+    if num_tasks < 1:
+        raise config.InputError(f"--num_tasks must be positive, got {num_tasks}.")
+    folder = records.Folder(out)
+    for name in _split(names):
+        asyncio.run(_mine(name, folder, num_tasks, seed))
+        yield json.dumps({"package": name, **_counts(mine.Log(folder))})
+    yield json.dumps({"folder": out, **_counts(mine.Log(folder))}, indent=2)
+
+
+def _split(names: str) -> Sequence[str]:
+    path = pathlib.Path(names)
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [line for line in lines if line and line[0] != "#"]
+    return names.split(",")
+
+
+async def _mine(name: str, folder: records.Folder, num_tasks: int, seed: int) -> None:
+    log = mine.Log(folder)
+    try:
+        package = sources.fetch(name)
+    except config.InputError as error:
+        logging.warning("%s", error)
+        if (name, "") not in log.outcomes:
+            log.add(name, "", "not to be fetched")
+        return
+    await mine.mine(package, folder, num_tasks, seed)
+
+
+def _counts(log: mine.Log) -> dict[str, Any]:
+    tried = log.counts(of_packages=False)
+    return {
+        "tasks": tried.get(mine.MADE, 0),
+        "candidates": dict(sorted(tried.items())),
+        "packages": dict(sorted(log.counts(of_packages=True).items())),
+    }

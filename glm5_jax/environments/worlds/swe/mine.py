@@ -1,0 +1,198 @@
+"""Mutations as tasks: a package is broken at one place, and the solution mends it.
+
+A break becomes a task if at least one test that passed fails, no more than a third of
+the tests do, and the run still ends. Everything tried is a line of FOLDER/mined.jsonl
+with its outcome, from which an interrupted run resumes.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+
+from glm5_jax.environments.worlds.swe import (
+    diffs,
+    mutate,
+    recipes,
+    records,
+    sources,
+    statements,
+    trials,
+)
+
+LOG = "mined.jsonl"
+MADE = "made"  # the outcome of a candidate that became a task
+MAX_TRIES = 3  # for each task wanted
+_MIN_TESTS = 3  # that pass, of a package
+_MAX_BROKEN = 1 / 3  # of the tests that passed
+_MAX_TEST_SECONDS = 6.0  # of a package's tests; a slower package makes slow tasks
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A package whose tests run."""
+
+    package: sources.Package
+    recipe: records.Recipe
+    trial: trials.Trial
+    passing: frozenset[str]  # in both of two runs
+
+
+class Log:
+    """The outcomes of everything that was tried."""
+
+    def __init__(self, folder: records.Folder) -> None:
+        """Opens the log of a folder, which is made if it does not exist."""
+        folder.path.mkdir(parents=True, exist_ok=True)
+        self._path = folder.path / LOG
+        lines = self._path.read_text("utf-8").splitlines() if self.is_there() else []
+        entries = [json.loads(line) for line in lines if line.endswith("}")]
+        self.outcomes = {(e["package"], e["candidate"]): e["outcome"] for e in entries}
+
+    def is_there(self) -> bool:
+        """Returns whether something was tried before."""
+        return self._path.is_file()
+
+    def add(self, package: str, candidate: str, outcome: str) -> None:
+        """Appends an outcome; the candidate "" is the package itself."""
+        self.outcomes[package, candidate] = outcome
+        entry = {"package": package, "candidate": candidate, "outcome": outcome}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def counts(self, of_packages: bool) -> Mapping[str, int]:
+        """Returns how often each outcome occurred, of packages or of candidates."""
+        return collections.Counter(
+            outcome
+            for (_, candidate), outcome in self.outcomes.items()
+            if (candidate == "") == of_packages
+        )
+
+
+async def find_recipe(package: sources.Package) -> Found | str:
+    """Returns the first recipe under which a package's tests pass, or why none does."""
+    reason = "no tests that a rule finds"
+    for recipe in recipes.candidates(package.files):
+        found = await _try(package, recipe)
+        if isinstance(found, Found):
+            return found
+        reason = found
+    return reason
+
+
+async def _try(package: sources.Package, recipe: records.Recipe) -> Found | str:
+    trial = await trials.run(package.files, recipe, 4 * _MAX_TEST_SECONDS)
+    bad = [f for f in recipe.files if not _passes_in(f, trial)]
+    if bad and len(bad) < len(recipe.files):  # e.g. one needs another package
+        files = tuple(f for f in recipe.files if f not in bad)
+        recipe = dataclasses.replace(recipe, files=files)
+        trial = await trials.run(package.files, recipe, 4 * _MAX_TEST_SECONDS)
+    if trial.problem:
+        return trial.problem
+    if len(trial.passed()) < _MIN_TESTS:
+        return "hardly any test passes"
+    if trial.seconds > _MAX_TEST_SECONDS:
+        return "the tests are slow"
+    again = await trials.run(package.files, recipe, 4 * _MAX_TEST_SECONDS)
+    passing = frozenset(trial.passed() & again.passed())
+    if len(passing) < _MIN_TESTS:
+        return "two runs disagree"
+    return Found(package, recipe, trial, passing)
+
+
+def _passes_in(file: str, trial: trials.Trial) -> bool:
+    """Returns whether a file has a test that passes; names of tests tell their file."""
+    names = (file, file.removesuffix(".py").replace("/", "."))
+    stem = names[1].rpartition(".")[2]
+    return any(
+        outcome == "passed"
+        and (test.startswith(names) or f"{stem}." in test.partition("::")[0] + ".")
+        for test, outcome in trial.outcomes.items()
+    )
+
+
+async def mine(
+    package: sources.Package, folder: records.Folder, num_tasks: int, seed: int
+) -> None:
+    """Adds tasks from a package to a folder, as many as asked for if it has them."""
+    log = Log(folder)
+    name = package.tree
+    if (name, "") in log.outcomes:
+        return  # done before
+    found = await find_recipe(package)
+    if isinstance(found, str):
+        log.add(name, "", found)
+        return
+    folder.add_tree(package.tree, package.files)
+    candidates = _candidates(found)
+    random.Random(f"{seed}/{name}").shuffle(candidates)
+    made = sum(
+        key[0] == name and outcome == MADE for key, outcome in log.outcomes.items()
+    )
+    for path, cut in candidates[: MAX_TRIES * num_tasks]:
+        candidate = f"{path}:{cut.start}:{cut.operator}:{cut.new[:20]}"
+        if made >= num_tasks:
+            break
+        if (name, candidate) in log.outcomes:
+            continue
+        result = await _break(found, path, cut)
+        if isinstance(result, records.Record):
+            folder.add(result)
+            made += 1
+        log.add(name, candidate, MADE if not isinstance(result, str) else result)
+    log.add(name, "", f"tests run ({found.recipe.language})")
+
+
+def _candidates(found: Found) -> list[tuple[str, mutate.Break]]:
+    result = []
+    for path in recipes.sources(found.package.files, found.recipe):
+        try:
+            text = found.package.files[path].decode()
+        except UnicodeDecodeError:
+            continue
+        if "\r" not in text:
+            language = found.recipe.language
+            result += [(path, cut) for cut in mutate.breaks(text, language)]
+    return result
+
+
+async def _break(found: Found, path: str, cut: mutate.Break) -> records.Record | str:
+    """Returns the task of a break, or why it is none."""
+    files = found.package.files
+    text = cut.apply(files[path].decode())
+    broken = dict(files) | {path: text.encode()}
+    seconds = max(10.0, 4 * found.trial.seconds)
+    trial = await trials.run(broken, found.recipe, seconds)
+    if trial.problem:
+        return trial.problem
+    failing = sorted(found.passing - trial.passed())
+    if not failing:
+        return "no test fails"
+    if len(failing) > _MAX_BROKEN * len(found.passing):
+        return "most tests fail"
+    patch = diffs.make({path: broken[path]}, {path: files[path]})
+    package, recipe = found.package, found.recipe
+    return records.Record(
+        instance_id=f"{package.tree}-{_digest(path, cut)}",
+        repo=package.name,
+        version=package.version,
+        kind="mutation",
+        tree=package.tree,
+        tests=package.tree,
+        source=package.source,
+        recipe=recipe,
+        hidden=recipes.hidden(files, recipe),
+        changed={path: text},
+        patch=patch,
+        FAIL_TO_PASS=tuple(failing),
+        PASS_TO_PASS=tuple(sorted(found.passing & trial.passed())),
+        problem_statement=statements.write(
+            package.name, recipe.language, trial.log, found.trial.log, patch
+        ),
+    )
+
+
+def _digest(path: str, cut: mutate.Break) -> str:
+    return hashlib.sha256(f"{path}/{cut}".encode()).hexdigest()[:10]

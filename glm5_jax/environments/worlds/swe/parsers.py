@@ -1,0 +1,137 @@
+"""Logs of test runs, read by rules: each parser returns the outcome of every test.
+
+An outcome is "passed", "failed" or "skipped". A test that occurs twice has failed if
+one of them failed.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+Outcomes = Mapping[str, str]
+
+_PYTEST = {
+    "PASSED": PASSED,
+    "XFAIL": PASSED,
+    "FAILED": FAILED,
+    "ERROR": FAILED,
+    "XPASS": FAILED,
+    "SKIPPED": SKIPPED,
+}
+_PYTEST_SHORT = re.compile(rf"({'|'.join(_PYTEST)}) (\S+\.py(?:::.*?)?)(?: - .*)?$")
+_PYTEST_LONG = re.compile(rf"(\S+\.py::.*?) ({'|'.join(_PYTEST)})\b")
+_UNITTEST = re.compile(
+    r"(\w+) \(([\w.]+)\)(?:\n[^\n]*?)?? \.\.\. "
+    r"(?:[^\n]*?)(ok|FAIL|ERROR|skipped|expected failure|unexpected success)\b"
+)
+_UNITTEST_OUTCOMES = {
+    "ok": PASSED,
+    "expected failure": PASSED,
+    "skipped": SKIPPED,
+}
+_TAP = re.compile(r"( *)(not )?ok\b(?: (\d+))?(?: -)? ?([^#\n]*)(?:# *(\w+))?")
+_TAP_SUBTEST = re.compile(r"( *)# Subtest: (.*)")
+_UNITY = re.compile(r"(\S+\.c):\d+:(\w+):(PASS|FAIL|IGNORE)")
+_UNITY_OUTCOMES = {"PASS": PASSED, "FAIL": FAILED, "IGNORE": SKIPPED}
+_GO = re.compile(r" *--- (PASS|FAIL|SKIP): (\S+)")
+_CARGO = re.compile(r"test (\S+)(?: - should panic)? \.\.\. (ok|FAILED|ignored)")
+
+
+def parse_pytest(log: str) -> Outcomes:
+    """Returns the outcomes in the output of `pytest -v` or `pytest -rA`."""
+
+    def found() -> Iterator[tuple[str, str]]:
+        for line in log.splitlines():
+            if match := _PYTEST_SHORT.match(line):
+                yield match[2], _PYTEST[match[1]]
+            elif match := _PYTEST_LONG.match(line):
+                yield match[1], _PYTEST[match[2]]
+
+    return _joined(found())
+
+
+def parse_unittest(log: str) -> Outcomes:
+    """Returns the outcomes in the output of `python -m unittest -v`."""
+    return _joined(
+        (
+            match[2] if match[2].endswith(f".{match[1]}") else f"{match[2]}.{match[1]}",
+            _UNITTEST_OUTCOMES.get(match[3], FAILED),
+        )
+        for match in _UNITTEST.finditer(log)
+    )
+
+
+def parse_tap(log: str) -> Outcomes:
+    """Returns the outcomes of the Test Anything Protocol (Perl, tape, node --test).
+
+    The name of a test has its number, or, below `# Subtest:`, the names of the tests
+    that it is in. A test to do counts as skipped.
+    """
+
+    def found() -> Iterator[tuple[str, str]]:
+        above: dict[int, str] = {}
+        for line in log.splitlines():
+            if match := _TAP_SUBTEST.fullmatch(line):
+                above = {k: v for k, v in above.items() if k < len(match[1])}
+                above[len(match[1])] = match[2]
+            elif match := _TAP.match(line):
+                indent, text = len(match[1]), match[4].strip()
+                path = [name for depth, name in above.items() if depth < indent]
+                name = text if above else f"{match[3] or ''} {text}".strip()
+                is_skipped = (match[5] or "").upper() in ("SKIP", "TODO")
+                outcome = FAILED if match[2] else PASSED
+                yield " > ".join([*path, name]), SKIPPED if is_skipped else outcome
+
+    return _joined(found())
+
+
+def parse_unity(log: str) -> Outcomes:
+    """Returns the outcomes of the C test framework Unity."""
+    return _joined(
+        (match[2], _UNITY_OUTCOMES[match[3]]) for match in _UNITY.finditer(log)
+    )
+
+
+def parse_go(log: str) -> Outcomes:
+    """Returns the outcomes in the output of `go test -v`."""
+    kinds = {"PASS": PASSED, "FAIL": FAILED, "SKIP": SKIPPED}
+    return _joined((m[2], kinds[m[1]]) for m in map(_GO.match, log.splitlines()) if m)
+
+
+def parse_cargo(log: str) -> Outcomes:
+    """Returns the outcomes in the output of `cargo test`."""
+    kinds = {"ok": PASSED, "FAILED": FAILED, "ignored": SKIPPED}
+    matches = map(_CARGO.match, log.splitlines())
+    return _joined((m[1], kinds[m[2]]) for m in matches if m)
+
+
+def parse_exit(log: str) -> Outcomes:
+    """Returns nothing: a program without a known log has its exit code alone."""
+    del log
+    return {}
+
+
+PARSERS: Mapping[str, Callable[[str], Outcomes]] = {
+    "pytest": parse_pytest,
+    "unittest": parse_unittest,
+    "tap": parse_tap,
+    "unity": parse_unity,
+    "go": parse_go,
+    "cargo": parse_cargo,
+    "exit": parse_exit,
+}
+
+
+def detect(log: str) -> str:
+    """Returns the parser that reads the most tests in a log, "exit" if none does."""
+    counts = {name: len(parser(log)) for name, parser in PARSERS.items()}
+    best = max(counts, key=lambda name: counts[name])
+    return best if counts[best] else "exit"
+
+
+def _joined(found: Iterator[tuple[str, str]]) -> Outcomes:
+    outcomes: dict[str, str] = {}
+    for name, outcome in found:
+        if outcomes.get(name) != FAILED:
+            outcomes[name] = outcome
+    return outcomes

@@ -1,0 +1,192 @@
+"""Finds how a package is tested, by rules: its language, runner, files and parser.
+
+`candidates` proposes recipes, the likeliest first. mine.py runs them and keeps the
+first one under which tests pass.
+"""
+
+import fnmatch
+import pathlib
+import re
+from collections.abc import Iterator
+
+from glm5_jax.environments.worlds.swe import records
+
+_TEST_FOLDERS = {"test", "tests", "t", "xt", "unit_tests", "unittests", "__tests__"}
+_SIDE_FOLDERS = {
+    *("example", "examples", "doc", "docs", "bench", "benchmark", "benchmarks"),
+    *("fuzz", "fuzzing", "tools", "scripts", "contrib", "debian", "build", "dist"),
+    *("vendor", "node_modules", "inc", "demo", "demos", "utils", "programs", "cli"),
+}
+_NO_SOURCES = ("setup.py", "conftest.py", "Makefile.PL", "Build.PL", "versioneer.py")
+_ENDINGS = {
+    "python": (".py",),
+    "perl": (".pm", ".pl"),
+    "javascript": (".js", ".cjs", ".mjs"),
+    "c": (".c", ".h"),
+    "c++": (".cpp", ".cc", ".cxx", ".hpp", ".h"),
+}
+# Files that steer a run: they are put back as the package has them, new ones removed.
+_GUARDS = {
+    "python": (
+        *("*conftest.py", "*sitecustomize.py", "*usercustomize.py", "*.pth", "*.pyc"),
+        *("*.so", "*pytest.ini", "setup.cfg", "tox.ini", "pyproject.toml"),
+        *("unittest*", "pytest*", "_pytest*", "*canary_of_the_runner*"),
+    ),
+    "perl": ("*.so", "*Test/*", "*.al"),
+    "javascript": ("*package.json", "*.node", "*node_modules/*", "*.npmrc"),
+    "c": ("*.o", "*.a", "*.so"),
+    "c++": ("*.o", "*.a", "*.so"),
+}
+_MAIN = re.compile(rb"^\s*(?:int|void)?\s*main\s*\(", re.MULTILINE)
+
+
+def candidates(files: records.Files) -> list[records.Recipe]:
+    """Returns recipes for a package's files, the likeliest first, or none."""
+    finders = (_python, _perl, _javascript, _c)
+    return [recipe for find in finders for recipe in find(files)]
+
+
+def hidden(files: records.Files, recipe: records.Recipe) -> tuple[str, ...]:
+    """Returns the files of the tests, which an agent does not get."""
+    return tuple(
+        path for path in sorted(files) if _is_test(path) or path in recipe.files
+    )
+
+
+def sources(files: records.Files, recipe: records.Recipe) -> list[str]:
+    """Returns the files that tests of a recipe may depend on, to be broken."""
+    outside = set(hidden(files, recipe))
+    return [
+        path
+        for path in sorted(files)
+        if path.endswith(_ENDINGS[recipe.language])
+        and path not in outside
+        and path.rpartition("/")[2] not in _NO_SOURCES
+        and not _SIDE_FOLDERS & set(path.split("/")[:-1])
+    ]
+
+
+def is_guarded(path: str, recipe: records.Recipe) -> bool:
+    """Returns whether a file steers the run: an agent's version is not taken."""
+    return any(fnmatch.fnmatch(path, guard) for guard in recipe.guards) or _is_test(
+        path
+    )
+
+
+def _is_test(path: str) -> bool:
+    *folders, name = path.split("/")
+    return (
+        bool(_TEST_FOLDERS & set(folders))
+        or fnmatch.fnmatch(name, "test_*.py")
+        or name.endswith(("_test.py", "_tests.py", ".t"))
+        or name in ("tests.py", "test.py", "test.js", "tests.js")
+    )
+
+
+def _texts(files: records.Files, endings: tuple[str, ...]) -> dict[str, bytes]:
+    return {p: files[p] for p in sorted(files) if p.endswith(endings)}
+
+
+def _python(files: records.Files) -> Iterator[records.Recipe]:
+    tests = {
+        path: text
+        for path, text in _texts(files, (".py",)).items()
+        if _is_test(path)
+        and "test" in path.rpartition("/")[2]
+        and b"def test" in text
+        and not _SIDE_FOLDERS & set(path.split("/")[:-1])
+    }
+    if not tests:
+        return
+    roots = tuple(
+        r for r in ("src", "lib") if any(p.startswith(f"{r}/") for p in files)
+    )
+    is_plain = all(b"TestCase" in t and b"pytest" not in t for t in tests.values())
+    for runner in ("unittest", "pytest") if is_plain else ("pytest",):
+        yield records.Recipe(
+            language="python",
+            runner=runner,
+            parser=runner,
+            files=tuple(tests),
+            roots=(*roots, "."),
+            guards=_GUARDS["python"],
+        )
+
+
+def _perl(files: records.Files) -> Iterator[records.Recipe]:
+    tests = [p for p in sorted(files) if re.fullmatch(r"t/[^/]+\.t", p)]
+    modules = [p for p in sources_named(files, "lib/", ".pm") if p.startswith("lib/")]
+    if not tests or not modules:
+        return
+    loads = "".join(f"eval {{ require './{path}'; }};\n" for path in modules[:8])
+    yield records.Recipe(
+        language="perl",
+        runner="perl",
+        parser="tap",
+        files=tuple(tests),
+        roots=("lib", "."),
+        guards=_GUARDS["perl"],
+        canary=f"use Test::More tests => 1;\n{loads}ok(0, 'must fail');\n",
+    )
+
+
+def sources_named(files: records.Files, start: str, ending: str) -> list[str]:
+    """Returns the paths with a start and an ending, the shortest first."""
+    found = [p for p in files if p.startswith(start) and p.endswith(ending)]
+    return sorted(found, key=lambda path: (len(path), path))
+
+
+def _javascript(files: records.Files) -> Iterator[records.Recipe]:
+    if "package.json" not in files:
+        return
+    tests = {
+        path: text
+        for path, text in _texts(files, (".js", ".cjs", ".mjs")).items()
+        if _is_test(path) and (b"assert" in text or b"node:test" in text)
+    }
+    if not tests:
+        return
+    is_node_test = any(b"node:test" in text for text in tests.values())
+    yield records.Recipe(
+        language="javascript",
+        runner="node-test" if is_node_test else "node",
+        parser="tap",
+        files=tuple(tests),
+        guards=_GUARDS["javascript"],
+        canary="try { require('/work/repo'); } catch (e) {}\n"
+        "require('assert')(false);\n",
+    )
+
+
+def _c(files: records.Files) -> Iterator[records.Recipe]:
+    for language, ending in (("c", ".c"), ("c++", ".cpp"), ("c++", ".cc")):
+        programs = [p for p, t in _texts(files, (ending,)).items() if _MAIN.search(t)]
+        tests = [
+            path
+            for path in programs
+            if (_is_test(path) or "test" in path.rpartition("/")[2])
+            and not {"unity", "googletest", *_SIDE_FOLDERS} & set(path.split("/"))
+        ]
+        if not tests:
+            continue
+        library = [
+            path
+            for path in _texts(files, (ending,))
+            if path not in programs
+            and not _is_test(path)
+            and not _SIDE_FOLDERS & set(path.split("/")[:-1])
+        ]
+        frameworks = [p for p in files if p.endswith("/unity.c")][:1]
+        headers = {
+            str(pathlib.PurePosixPath(p).parent) for p in files if p.endswith(".h")
+        }
+        yield records.Recipe(
+            language=language,
+            runner=language,
+            parser="unity" if frameworks else "tap",
+            files=tuple(tests),
+            roots=tuple(sorted({".", *headers})),
+            guards=_GUARDS[language],
+            sources=(*library, *frameworks),
+            canary="int main(void) { return 1; }\n",
+        )

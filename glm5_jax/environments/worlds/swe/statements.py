@@ -1,0 +1,120 @@
+"""Statements of issues, written from what the failing tests show.
+
+A statement tells what was expected and what happened instead. It names no file or line
+of the solution and no test: a line of the log that holds a changed line is left out.
+"""
+
+import re
+from collections.abc import Iterator
+
+from glm5_jax.environments.worlds.swe import records
+
+_MAX_SHOWN = 3  # failures of a statement
+_MAX_LINES = 12  # of a failure
+_MAX_COLUMNS = 200
+_RULE = re.compile(r"^[=_-]{20,}$|^(?:_{3,}|={3,}) .* (?:_{3,}|={3,})$", re.MULTILINE)
+_PROGRESS = re.compile(r"^[.FEsxX]+(?: +\[ *\d+%\])?$|^(?:FAILED|ERROR) \S+::")
+_FRAME = re.compile(r'^  File "[^"]*", line \d+|^\S+\.py:\d+: in ')
+_NOISE = re.compile(
+    r"^Traceback|^(?:FAIL|ERROR): |^TOKEN|^E? *\+? *where |^[ ~^]*$"
+    r"|^\s*#?\s*at \S+ line"
+    r"|^# Looks like|^ok \d+|^1\.\.\d+|^\s+at .*\(|^node:|^Node\.js"
+    r"|^\d+ (?:failed|passed|Tests)\b|^Ran \d+ tests|^FAILED \(|^FAIL$|^-+$"
+)
+_UNITY = re.compile(r"^\S+\.c:\d+:\w+:FAIL:? ?")
+_PLACE = re.compile(r"/work/\S*?([\w.-]+)(?=[\s:\"',)]|$)")
+
+
+def write(repo: str, language: str, log: str, known_log: str, patch: str) -> str:
+    """Returns the statement of an issue.
+
+    Args:
+        repo: name of the package.
+        language: of the package.
+        log: of the tests on the broken package.
+        known_log: of the tests on the solved one; what it shows too is left out.
+        patch: the solution, of which nothing is told.
+    """
+    secret = _changed_lines(patch)
+    shown = []
+    for lines in _failures(log, known_log):
+        told = [line for line in lines if not _tells(line, secret)][:_MAX_LINES]
+        text = "\n".join(line[:_MAX_COLUMNS] for line in told).strip("\n")
+        if text and text not in shown:
+            shown.append(text)
+    title = f"{repo} does not behave as it should"
+    parts = [f"# {title}", ""]
+    if shown:
+        parts += ["Seen in use:", ""]
+        for text in shown[:_MAX_SHOWN]:
+            parts += ["```", text, "```", ""]
+        if more := len(shown[_MAX_SHOWN:]):
+            parts += [f"And {more} more like these.", ""]
+    else:
+        parts += ["A program that uses it ends without a result.", ""]
+    parts.append(
+        f"Find the cause in the {language} source and mend it. What works now must "
+        f"continue to work."
+    )
+    return "\n".join(parts)
+
+
+def _changed_lines(patch: str) -> set[str]:
+    lines = patch.splitlines()
+    changed = [
+        x[1:].strip() for x in lines if x[:1] in "+-" and x[:3] not in ("+++", "---")
+    ]
+    return {line for line in changed if len(line) > 7}
+
+
+def _tells(line: str, secret: set[str]) -> bool:
+    return any(part in line for part in secret)
+
+
+def _failures(log: str, known_log: str) -> Iterator[list[str]]:
+    """Yields the lines of each failure that only the broken package shows."""
+    known = set(known_log.splitlines())
+    is_python = "Traceback (most recent call last)" in log or ".py:" in log
+    for section in _RULE.split(log):
+        lines = [
+            line
+            for line in section.splitlines()
+            if line not in known and not _PROGRESS.match(line)
+        ]
+        if any(map(_FRAME.match, lines)):
+            yield list(_of_python(lines))
+        elif not is_python and (kept := list(_of_others(lines))):
+            yield kept
+
+
+def _of_python(lines: list[str]) -> Iterator[str]:
+    """Yields the first frame's code, which is the test's, and the error."""
+    frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
+    first = frames[0]
+    for line in lines[first + 1 :]:
+        if _FRAME.match(line) or line.startswith("E ") or not line.startswith("    "):
+            break
+        if not _NOISE.match(line):
+            yield ">>> " + line.strip()
+    last = frames[-1]
+    errors = [
+        line for line in lines[last + 1 :] if re.match(r"E  |[\w.]+(?::|$)", line)
+    ]
+    start = lines.index(errors[0]) if errors else len(lines)
+    for line in lines[start:]:
+        if not _NOISE.match(line):
+            yield _PLACE.sub(r"\1", re.sub(r"^E {1,3}", "", line))
+
+
+def _of_others(lines: list[str]) -> Iterator[str]:
+    for line in lines:
+        if not _NOISE.match(line):
+            line = _UNITY.sub("", re.sub(r"^#\s{0,3}", "", line))
+            yield _PLACE.sub(r"\1", line)
+
+
+def leaks(statement: str, record: records.Record) -> list[str]:
+    """Returns what a statement tells of the solution or of the tests' names."""
+    lines = [line for line in _changed_lines(record.patch) if line in statement]
+    tests = {name for name in record.FAIL_TO_PASS if name in statement}
+    return [*lines, *sorted(tests)]

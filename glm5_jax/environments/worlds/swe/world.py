@@ -1,0 +1,226 @@
+"""The world of software engineering: mend a package so that hidden tests pass.
+
+The agent works on its own copy of a package without tests. At the end its files are
+written over a fresh copy, tests and files that steer them are put back, and the tests
+run there. The reward is 1 if all of FAIL_TO_PASS and PASS_TO_PASS pass, else 0.
+"""
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from glm5_jax import config, messages
+from glm5_jax.environments import proofs, protocol, sandbox
+from glm5_jax.environments.worlds.swe import (
+    attempts,
+    recipes,
+    records,
+    statements,
+    tools,
+    trials,
+)
+
+PREFIX = "swe:"
+MAX_TURNS = 60
+_MAX_CALLS = 8  # of one turn
+_HELD_OUT = 8  # one task in so many
+_MAX_READ = 2**25  # bytes of files that an agent changed
+_INSTRUCTION = (
+    "The package is in {home}; its tests are not. Change its source with the tools, "
+    "then call submit. Hidden tests decide. Edits of tests do not count.\n\n"
+)
+
+
+class Swe:
+    """The tasks of a folder that was mined."""
+
+    def __init__(self, name: str) -> None:
+        """Reads the tasks of "swe:FOLDER".
+
+        Raises:
+            config.InputError: the folder has no tasks.
+        """
+        self.name = name
+        self.folder = records.Folder(name.removeprefix(PREFIX))
+        found = {record.instance_id: record for record in self.folder.records()}
+        held_out = [key for key in found if _is_held_out(key)]
+        train = [key for key in found if not _is_held_out(key)]
+        self._ids = {"train": sorted(train), "held_out": sorted(held_out)}
+        self.by_id = found
+
+    def size(self, split: str) -> int:
+        """Returns the number of tasks of a split."""
+        return len(self._ids[split])
+
+    def task(self, split: str, seed: int, index: int) -> protocol.Task:
+        """Returns a task; those of one seed repeat after all of a split were given.
+
+        Raises:
+            config.InputError: the split has no task.
+        """
+        ids = self._ids[split]
+        if not ids:
+            raise config.InputError(f"{self.name} has no task in {split}; mine more.")
+        turn, place = divmod(index, len(ids))
+        order = list(ids)
+        random.Random(f"{seed}/{split}/{turn}").shuffle(order)
+        return self.task_of(self.by_id[order[place]])
+
+    def task_of(self, record: records.Record) -> protocol.Task:
+        """Returns the task of a record."""
+        text = _INSTRUCTION.format(home=tools.HOME) + record.problem_statement
+        return protocol.Task(
+            id=record.instance_id,
+            messages=({"role": "user", "content": text},),
+            answer=record.instance_id,
+            tools=tools.SCHEMAS,
+            tag=record.recipe.language,
+        )
+
+    def attempts(self, task: protocol.Task) -> proofs.Attempts:
+        """Returns the solution, and cheats."""
+        record = self.by_id[task.answer]
+        wrong = attempts.wrong(self.folder, record)
+        return proofs.Attempts(attempts.right(self.folder, record), wrong)
+
+    async def leaks(
+        self, environment: protocol.Environment, task: protocol.Task
+    ) -> Sequence[str]:
+        """Returns what of the solution and the tests an agent could read."""
+        record = self.by_id[task.answer]
+        told = statements.leaks(record.problem_statement, record)
+        look = tools.call("shell", {"command": attempts.look(self.folder, record)})
+        found = (await environment.step(look)).messages[0]["content"]
+        return [*told, *found.removeprefix(tools.NO_OUTPUT).splitlines()]
+
+    def environment(self) -> "Environment":
+        """Returns an environment for one episode."""
+        return Environment(self)
+
+    def demonstration(self, task: protocol.Task) -> Sequence[messages.Message]:
+        """Returns the task's messages and the solution as calls."""
+        return [*task.messages, *attempts.right(self.folder, self.by_id[task.answer])]
+
+
+class Environment:
+    """An episode in a sandbox of its own."""
+
+    def __init__(self, world: Swe, max_turns: int = MAX_TURNS) -> None:
+        """Makes an environment that cuts off an episode after `max_turns` turns."""
+        self._world, self._max_turns = world, max_turns
+        self._box: Any = None
+        self._record: records.Record | None = None
+        self._num_turns = 0
+
+    async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
+        """Opens the sandbox and returns the task's messages."""
+        self._record, self._num_turns = self._world.by_id[task.answer], 0
+        files = self._world.folder.agent_tree(self._record)
+        image = sandbox.Image(
+            files={f"{trials.ROOT}/{path}": text for path, text in files.items()},
+            binds=trials.binds(self._record.recipe),
+        )
+        self._box = await sandbox.start(image, trials.limits(self._record.recipe))
+        await self._box.run(f"cd {tools.HOME}")
+        return task.messages
+
+    async def step(self, message: messages.Message) -> protocol.StepResult:
+        """Returns the results of the turn's calls, or the reward at the end."""
+        self._num_turns += 1
+        results: list[messages.Message] = []
+        calls = list(message.get("tool_calls") or ())
+        for call in calls[:_MAX_CALLS]:
+            try:
+                name, arguments = tools.read_call(call)
+            except tools.CallError as error:
+                results.append(_tool_message(call, f"error: {error}"))
+                continue
+            if name == "submit":
+                return await self._score(is_cut=False)
+            text = await tools.answer(self._box, name, arguments)
+            results.append(_tool_message(call, text))
+        for call in calls[_MAX_CALLS:]:
+            results.append(_tool_message(call, "error: too many calls in one turn"))
+        if not calls or self._num_turns >= self._max_turns:
+            return await self._score(is_cut=bool(calls))
+        return protocol.StepResult(tuple(results), None, False, False)
+
+    async def close(self) -> None:
+        """Removes the sandbox."""
+        if self._box is not None:
+            box, self._box = self._box, None
+            await box.close()
+
+    async def _score(self, *, is_cut: bool) -> protocol.StepResult:
+        record = self._record
+        assert record is not None  # reset was called
+        known = self._world.folder.agent_tree(record)
+        files = await _read_tree(self._box, known)
+        reward, problem = await score(self._world.folder, record, files)
+        info = {"problem": problem} if problem else {}
+        return protocol.StepResult((), reward, not is_cut, is_cut, info)
+
+
+async def score(
+    folder: records.Folder, record: records.Record, files: records.Files
+) -> tuple[protocol.Reward, str]:
+    """Returns the reward of an agent's files, and what was wrong with the run.
+
+    Args:
+        folder: of the task.
+        record: the task.
+        files: of the package as the agent left them.
+    """
+    recipe = record.recipe
+    given = folder.agent_tree(record)
+    taken = {p: c for p, c in files.items() if not recipes.is_guarded(p, recipe)}
+    kept = {p: c for p, c in given.items() if recipes.is_guarded(p, recipe)}
+    tested = {**taken, **kept, **folder.hidden_tree(record)}
+    trial = await trials.run(tested, recipe)
+    passed = trial.passed()
+    shares = {
+        "fail_to_pass": _share(record.FAIL_TO_PASS, passed),
+        "pass_to_pass": _share(record.PASS_TO_PASS, passed),
+    }
+    total = float(all(share == 1.0 for share in shares.values()))
+    return protocol.Reward(total, {"solved": total, **shares}), trial.problem
+
+
+async def _read_tree(box: Any, known: records.Files) -> records.Files:
+    """Returns the regular files below the package's folder.
+
+    Args:
+        box: the agent's.
+        known: files that need not be read if their digests are the same.
+    """
+    command = f"cd {tools.HOME} && /usr/bin/find . -type f -size -1024k -print0"
+    found = await box.run(f"{command} | /usr/bin/xargs -0 -r /usr/bin/sha256sum")
+    digests = {hashlib.sha256(text).hexdigest(): text for text in known.values()}
+    files, num_bytes = {}, 0
+    for line in found.stdout.splitlines():
+        digest, _, path = line.partition("  ./")
+        if not path or digest.startswith("\\"):  # a name with a line feed
+            continue
+        if digest not in digests:
+            digests[digest] = await box.read(f"{tools.HOME}/{path}")
+            num_bytes += len(digests[digest])
+        if num_bytes > _MAX_READ:
+            break
+        files[path] = digests[digest]
+    return files
+
+
+def _share(tests: Sequence[str], passed: set[str]) -> float:
+    return sum(test in passed for test in tests) / len(tests) if tests else 1.0
+
+
+def _is_held_out(instance_id: str) -> bool:
+    digest = hashlib.sha256(instance_id.encode()).digest()
+    return digest[0] % _HELD_OUT == 0
+
+
+def _tool_message(call: Any, content: str) -> messages.Message:
+    message = {"role": "tool", "content": content}
+    key = call.get("id") if isinstance(call, Mapping) else None
+    return message | ({"tool_call_id": key} if key else {})

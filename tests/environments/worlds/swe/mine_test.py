@@ -1,0 +1,88 @@
+"""Mining: what becomes a task, what does not, and runs that are interrupted."""
+
+import asyncio
+import pathlib
+import tempfile
+import unittest
+
+from absl.testing import parameterized
+
+from glm5_jax.environments.worlds.swe import command, mine, records, trials
+from tests import environment
+from tests.environments.worlds.swe import packages
+
+
+@unittest.skipIf(packages.MISSING, packages.MISSING)
+class MineTest(parameterized.TestCase):
+    def test_tests_tell_what_a_break_does(self):
+        """A run by hand of both trees has the outcomes that the record names."""
+        folder = packages.folder()
+        record = folder.records()[0]
+        hidden = folder.hidden_tree(record)
+        self.assertEqual(list(hidden), ["tests/test_counts.py"])
+        self.assertNotIn("tests/test_counts.py", folder.agent_tree(record))
+        for tree, failing in (
+            (folder.agent_tree(record), set(record.FAIL_TO_PASS)),
+            (folder.solved_tree(record), set()),
+        ):
+            trial = asyncio.run(trials.run({**tree, **hidden}, record.recipe))
+            everything = {*record.FAIL_TO_PASS, *record.PASS_TO_PASS}
+            self.assertEqual(trial.problem, "")
+            self.assertEqual(everything - trial.passed(), failing)
+        self.assertEqual(
+            folder.solved_tree(record)["counts.py"], packages.SOURCE.encode()
+        )
+
+    def test_every_candidate_has_an_outcome(self):
+        counts = mine.Log(packages.folder()).counts(of_packages=False)
+        self.assertEqual(counts[mine.MADE], len(packages.folder().records()))
+        known = {mine.MADE, "no test fails", "most tests fail", "out of time"}
+        self.assertEmpty(set(counts) - known)
+
+    def test_an_interrupted_run_resumes(self):
+        whole = packages.folder()
+        with tempfile.TemporaryDirectory() as name:
+            folder = records.Folder(name)
+            for size in (1, 3):  # as if it had ended after one task
+                log = mine.Log(folder)
+                log.outcomes.pop(("counts-1.0", ""), None)
+                lines = [x for x in _lines(log) if '"candidate": ""' not in x]
+                pathlib.Path(name, mine.LOG).write_text("".join(lines))
+                asyncio.run(mine.mine(packages.package(), folder, size, seed=0))
+            ids = [record.instance_id for record in folder.records()]
+        self.assertLen(set(ids), len(ids))
+        self.assertEqual(ids, [record.instance_id for record in whole.records()])
+
+    @parameterized.named_parameters(
+        ("no_tests", {"counts.py": b"x = 1\n"}, "no tests that a rule finds"),
+        (
+            "too_few",
+            {"tests/test_a.py": b"import unittest\nclass T(unittest.TestCase):\n"
+             b"    def test_a(self): pass\n"},
+            "hardly any test passes",
+        ),
+    )  # fmt: skip
+    def test_packages_that_give_no_task_say_why(self, files, reason):
+        found = asyncio.run(mine.find_recipe(packages.package(files=files)))
+        self.assertEqual(found, reason)
+
+    def test_the_command_tells_the_yield(self):
+        with tempfile.TemporaryDirectory() as name:
+            source = pathlib.Path(name, "counts")
+            for path, content in packages.FILES.items():
+                (source / path).parent.mkdir(parents=True, exist_ok=True)
+                (source / path).write_bytes(content)
+            out = f"{name}/out"
+            *_, last = command.run(str(source), out, num_tasks=1, seed=0)
+            *_, again = command.run(str(source), out, num_tasks=1, seed=0)
+        self.assertIn('"tasks": 1', last)
+        self.assertEqual(last, again)
+
+
+def _lines(log):
+    path = log._path
+    return path.read_text().splitlines(keepends=True) if path.is_file() else []
+
+
+if __name__ == "__main__":
+    environment.main()
