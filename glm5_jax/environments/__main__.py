@@ -9,8 +9,9 @@ NAME is what rl.environment takes: reverse:3-6, swe:FOLDER, module:Class, ...
 `validate` plays each task's solution ten times, wrong attempts and doing nothing, and
 prints one JSON object; the exit code is 1 if a task fails. `play` reads a turn a line:
 "/NAME ARGUMENT" calls a tool, anything else is a text. `mine` makes tasks of software
-engineering: PACKAGES are NAME==VERSION of PyPI, debian:NAME or folders, joined by ",",
-or a file with one a line; it resumes, and prints what became of every candidate.
+engineering: PACKAGES are NAME==VERSION of PyPI, NAME==OLD->NEW for two releases,
+debian:NAME, npm:NAME@VERSION or folders, joined by ",", or a file with one a line; it
+resumes, and prints what became of every candidate.
 """
 
 import json

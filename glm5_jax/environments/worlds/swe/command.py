@@ -9,7 +9,7 @@ from typing import Any
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.environments.worlds.swe import mine, records, sources
+from glm5_jax.environments.worlds.swe import mine, records, releases, sources
 
 
 def run(names: str, out: str, num_tasks: int, seed: int) -> Iterator[str]:
@@ -43,16 +43,26 @@ def _split(names: str) -> Sequence[str]:
     return names.split(",")
 
 
+def _pair(name: str) -> tuple[str, str]:
+    """Returns the older and the newer release of "NAME==OLD->NEW"; "" if it is one."""
+    older, _, version = name.partition("->")
+    return older, f"{older.rpartition('==')[0]}=={version}" if version else ""
+
+
 async def _mine(name: str, folder: records.Folder, num_tasks: int, seed: int) -> None:
     log = mine.Log(folder)
     try:
+        name, newer = _pair(name)
         package = sources.fetch(name)
     except config.InputError as error:
         logging.warning("%s", error)
         if (name, "") not in log.outcomes:
             log.add(name, "", "not to be fetched")
         return
-    await mine.mine(package, folder, num_tasks, seed)
+    if newer:
+        await releases.mine_pair(package, sources.fetch(newer), folder, num_tasks)
+    else:
+        await mine.mine(package, folder, num_tasks, seed)
 
 
 def _counts(log: mine.Log) -> dict[str, Any]:

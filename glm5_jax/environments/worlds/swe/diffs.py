@@ -35,7 +35,7 @@ def make(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> str:
 
 def _file_diff(path: str, old: bytes | None, new: bytes | None) -> Iterator[str]:
     try:
-        before, after = (_lines((x or b"").decode()) for x in (old, new))
+        before, after = (lines_of((x or b"").decode()) for x in (old, new))
     except UnicodeDecodeError:
         return
     yield f"diff --git a/{path} b/{path}\n"
@@ -49,7 +49,7 @@ def _file_diff(path: str, old: bytes | None, new: bytes | None) -> Iterator[str]
         yield line if line.endswith("\n") else line + "\n" + _NO_NEWLINE
 
 
-def _lines(text: str) -> list[str]:
+def lines_of(text: str) -> list[str]:
     """Returns lines with their ends, which are line feeds alone."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
@@ -63,7 +63,7 @@ def parse(patch: str) -> dict[str, tuple[str | None, list[Hunk]]]:
         config.InputError: the text is no unified diff.
     """
     files: dict[str, tuple[str | None, list[Hunk]]] = {}
-    lines = _lines(patch)
+    lines = lines_of(patch)
     old_path, hunks, i = "", [], 0
     while i < len(lines):
         line = lines[i]
@@ -128,7 +128,7 @@ def apply(patch: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """
     result = dict(files)
     for old_path, (new_path, hunks) in parse(patch).items():
-        lines = _lines(result.pop(old_path, b"").decode())
+        lines = lines_of(result.pop(old_path, b"").decode())
         shift = 0
         for hunk in hunks:
             at = _find(lines, hunk, shift, old_path)

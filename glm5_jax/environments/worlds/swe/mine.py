@@ -62,6 +62,21 @@ class Log:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
+    def take(
+        self,
+        package: str,
+        candidate: str,
+        result: records.Record | str,
+        folder: records.Folder,
+    ) -> int:
+        """Adds a candidate, and its task to the folder; returns how many there are."""
+        if isinstance(result, str):
+            self.add(package, candidate, result)
+            return 0
+        folder.add(result)
+        self.add(package, candidate, MADE)
+        return 1
+
     def counts(self, of_packages: bool) -> Mapping[str, int]:
         """Returns how often each outcome occurred, of packages or of candidates."""
         return collections.Counter(
@@ -137,11 +152,10 @@ async def mine(
             break
         if (name, candidate) in log.outcomes:
             continue
-        result = await _break(found, path, cut)
-        if isinstance(result, records.Record):
-            folder.add(result)
-            made += 1
-        log.add(name, candidate, MADE if not isinstance(result, str) else result)
+        changed = {path: cut.apply(package.files[path].decode())}
+        task_id = f"{name}-{digest(f'{path}/{cut}')}"
+        result = await make_task(found, changed, task_id)
+        made += log.take(name, candidate, result, folder)
     log.add(name, "", f"tests run ({found.recipe.language})")
 
 
@@ -158,33 +172,58 @@ def _candidates(found: Found) -> list[tuple[str, mutate.Break]]:
     return result
 
 
-async def _break(found: Found, path: str, cut: mutate.Break) -> records.Record | str:
-    """Returns the task of a break, or why it is none."""
-    files = found.package.files
-    text = cut.apply(files[path].decode())
-    broken = dict(files) | {path: text.encode()}
-    seconds = max(10.0, 4 * found.trial.seconds)
-    trial = await trials.run(broken, found.recipe, seconds)
+async def make_task(
+    found: Found,
+    changed: Mapping[str, str | None],
+    task_id: str,
+    kind: str = "mutation",
+    base_version: str = "",
+) -> records.Record | str:
+    """Returns the task of undoing a change of a package, or why it is none.
+
+    Args:
+        found: the package, which is the solution.
+        changed: the files in which an agent's tree differs; None: it is not there.
+        task_id: of the task.
+        kind: of the record.
+        base_version: the release that an agent starts from, for a whole release.
+    """
+    package, recipe = found.package, found.recipe
+    files = dict(package.files)
+    broken = {path: text for path, text in files.items() if path not in changed}
+    broken |= {
+        path: text.encode() for path, text in changed.items() if text is not None
+    }
+    trial = await trials.run(broken, recipe, max(10.0, 4 * found.trial.seconds))
     if trial.problem:
         return trial.problem
     failing = sorted(found.passing - trial.passed())
     if not failing:
         return "no test fails"
-    if len(failing) > _MAX_BROKEN * len(found.passing):
+    if not base_version and len(failing) > _MAX_BROKEN * len(found.passing):
         return "most tests fail"
-    patch = diffs.make({path: broken[path]}, {path: files[path]})
-    package, recipe = found.package, found.recipe
+    known = {*recipes.sources(files, recipe), *recipes.sources(broken, recipe)}
+    before, after = (
+        {path: tree[path] for path in known & set(tree) & set(changed)}
+        for tree in (broken, files)
+    )
+    patch = diffs.make(before, after)
+    if set(changed) - known:  # what the patch leaves out may matter
+        solved = await trials.run(diffs.apply(patch, broken), recipe)
+        if found.passing - solved.passed():
+            return "the sources alone do not solve it"
     return records.Record(
-        instance_id=f"{package.tree}-{_digest(path, cut)}",
+        instance_id=task_id,
         repo=package.name,
         version=package.version,
-        kind="mutation",
+        base_version=base_version,
+        kind=kind,
         tree=package.tree,
         tests=package.tree,
         source=package.source,
         recipe=recipe,
         hidden=recipes.hidden(files, recipe),
-        changed={path: text},
+        changed=changed,
         patch=patch,
         FAIL_TO_PASS=tuple(failing),
         PASS_TO_PASS=tuple(sorted(found.passing & trial.passed())),
@@ -194,5 +233,6 @@ async def _break(found: Found, path: str, cut: mutate.Break) -> records.Record |
     )
 
 
-def _digest(path: str, cut: mutate.Break) -> str:
-    return hashlib.sha256(f"{path}/{cut}".encode()).hexdigest()[:10]
+def digest(text: str) -> str:
+    """Returns ten letters that stand for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:10]

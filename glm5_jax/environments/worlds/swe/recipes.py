@@ -49,7 +49,7 @@ def candidates(files: records.Files) -> list[records.Recipe]:
 def hidden(files: records.Files, recipe: records.Recipe) -> tuple[str, ...]:
     """Returns the files of the tests, which an agent does not get."""
     return tuple(
-        path for path in sorted(files) if _is_test(path) or path in recipe.files
+        path for path in sorted(files) if is_test(path) or path in recipe.files
     )
 
 
@@ -68,12 +68,11 @@ def sources(files: records.Files, recipe: records.Recipe) -> list[str]:
 
 def is_guarded(path: str, recipe: records.Recipe) -> bool:
     """Returns whether a file steers the run: an agent's version is not taken."""
-    return any(fnmatch.fnmatch(path, guard) for guard in recipe.guards) or _is_test(
-        path
-    )
+    return any(fnmatch.fnmatch(path, guard) for guard in recipe.guards) or is_test(path)
 
 
-def _is_test(path: str) -> bool:
+def is_test(path: str) -> bool:
+    """Returns whether a file is a test, or of a folder of tests."""
     *folders, name = path.split("/")
     return (
         bool(_TEST_FOLDERS & set(folders))
@@ -91,7 +90,7 @@ def _python(files: records.Files) -> Iterator[records.Recipe]:
     tests = {
         path: text
         for path, text in _texts(files, (".py",)).items()
-        if _is_test(path)
+        if is_test(path)
         and "test" in path.rpartition("/")[2]
         and b"def test" in text
         and not _SIDE_FOLDERS & set(path.split("/")[:-1])
@@ -142,14 +141,17 @@ def _javascript(files: records.Files) -> Iterator[records.Recipe]:
     tests = {
         path: text
         for path, text in _texts(files, (".js", ".cjs", ".mjs")).items()
-        if _is_test(path) and (b"assert" in text or b"node:test" in text)
+        if is_test(path) and re.search(rb"assert|node:test|tape", text)
     }
     if not tests:
         return
-    is_node_test = any(b"node:test" in text for text in tests.values())
+    text = b"".join(tests.values())
+    runner = "node-test" if b"node:test" in text else "node"
+    if re.search(rb"""['"]tape['"]""", text):
+        runner = "tape"
     yield records.Recipe(
         language="javascript",
-        runner="node-test" if is_node_test else "node",
+        runner=runner,
         parser="tap",
         files=tuple(tests),
         guards=_GUARDS["javascript"],
@@ -164,7 +166,7 @@ def _c(files: records.Files) -> Iterator[records.Recipe]:
         tests = [
             path
             for path in programs
-            if (_is_test(path) or "test" in path.rpartition("/")[2])
+            if (is_test(path) or "test" in path.rpartition("/")[2])
             and not {"unity", "googletest", *_SIDE_FOLDERS} & set(path.split("/"))
         ]
         if not tests:
@@ -173,7 +175,7 @@ def _c(files: records.Files) -> Iterator[records.Recipe]:
             path
             for path in _texts(files, (ending,))
             if path not in programs
-            and not _is_test(path)
+            and not is_test(path)
             and not _SIDE_FOLDERS & set(path.split("/")[:-1])
         ]
         frameworks = [p for p in files if p.endswith("/unity.c")][:1]

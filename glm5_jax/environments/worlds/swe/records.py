@@ -42,7 +42,7 @@ class Record:
     instance_id: str
     repo: str
     version: str
-    kind: str  # "mutation" or "release"
+    kind: str  # "mutation", "release" (a whole one) or "place" (one change of it)
     tree: str  # folder of the package below trees/
     tests: str  # folder that hidden files are taken from
     source: str  # where the package came from, with the sha256 of its archive
@@ -53,6 +53,7 @@ class Record:
     FAIL_TO_PASS: tuple[str, ...]
     PASS_TO_PASS: tuple[str, ...]
     problem_statement: str
+    base_version: str = ""  # of a whole release: the one before
 
     def to_json(self) -> str:
         """Returns the record on one line."""
@@ -67,15 +68,18 @@ def from_json(line: str) -> Record:
     """
     try:
         fields: dict[str, Any] = json.loads(line)
-        recipe = {k: _tuple(v) for k, v in fields.pop("recipe").items()}
-        return Record(
-            recipe=Recipe(**recipe), **{k: _tuple(v) for k, v in fields.items()}
-        )
+        recipe = recipe_of(fields.pop("recipe"))
+        return Record(recipe=recipe, **{k: _tuple(v) for k, v in fields.items()})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise config.InputError(
             f"{TASKS} has a line that is no task of this version ({error}); mine the "
             f"package anew into another folder."
         ) from error
+
+
+def recipe_of(fields: Mapping[str, Any]) -> Recipe:
+    """Returns the recipe of an object of JSON."""
+    return Recipe(**{key: _tuple(value) for key, value in fields.items()})
 
 
 def _tuple(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Packages with their tests, fetched by the ordinary clients: pip and apt-get.
+"""Packages with their tests, fetched by the ordinary clients: pip, apt-get and npm.
 
 A package is named "NAME==VERSION" (PyPI's source distribution), "debian:NAME" (the
-original archive of Debian's source package) or by the path of a folder. Archives are
-kept in ~/.cache/glm5_jax/swe, and their sha256 stands in every task.
+original archive of Debian's source package), "npm:NAME@VERSION" or by a folder.
+Archives are kept in ~/.cache/glm5_jax/swe, and their sha256 stands in every task.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from glm5_jax import config
 from glm5_jax.environments.worlds.swe import records
 
-DEBIAN = "debian:"
+DEBIAN, NPM = "debian:", "npm:"
 _MAX_BYTES = 2**25  # of a whole package
 _SECONDS = 300
 _DEBIAN_LIST = """Types: deb-src
@@ -48,7 +48,7 @@ def fetch(name: str, cache: pathlib.Path | None = None) -> Package:
     """Returns a package.
 
     Args:
-        name: "NAME==VERSION", "debian:NAME" or a folder.
+        name: "NAME==VERSION", "debian:NAME", "npm:NAME@VERSION" or a folder.
         cache: folder of archives.
 
     Raises:
@@ -61,15 +61,20 @@ def fetch(name: str, cache: pathlib.Path | None = None) -> Package:
     elif "==" in name:
         title, _, version = name.partition("==")
         archive = _fetch_pypi(title, version, cache)
+    elif name.startswith(NPM):
+        title, _, version = name.removeprefix(NPM).rpartition("@")
+        archive = _fetch_npm(title, version, cache)
     elif pathlib.Path(name).is_dir():
         return _of_folder(pathlib.Path(name))
     else:
         raise config.InputError(
-            f"--package={name} must be NAME==VERSION of PyPI, {DEBIAN}NAME, or a "
-            f"folder that exists."
+            f"{name!r} must be NAME==VERSION of PyPI, {DEBIAN}NAME, "
+            f"{NPM}NAME@VERSION, or a folder that exists."
         )
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    where = f"{name}={version}" if name.startswith(DEBIAN) else f"pypi:{name}"
+    where = {DEBIAN: f"{name}={version}", NPM: name}
+    kind = next((kind for kind in where if name.startswith(kind)), "")
+    where = where.get(kind, f"pypi:{name}")
     return Package(title, version, f"{where} sha256:{digest}", _unpack(archive))
 
 
@@ -92,8 +97,17 @@ def _fetch_pypi(name: str, version: str, cache: pathlib.Path) -> pathlib.Path:
                 *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
                 *("--no-binary", ":all:", "--dest", str(folder), f"{name}=={version}"),
             ],
-            f"--package={name}=={version}",
+            f"{name}=={version}",
         )
+        found = _archives(folder)
+    return found[0]
+
+
+def _fetch_npm(name: str, version: str, cache: pathlib.Path) -> pathlib.Path:
+    folder = cache / "npm" / f"{name}-{version}"
+    if not (found := _archives(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        _run(["npm", "pack", "--silent", f"{name}@{version}"], name, folder)
         found = _archives(folder)
     return found[0]
 
@@ -107,8 +121,16 @@ def _fetch_debian(name: str, cache: pathlib.Path) -> pathlib.Path:
         raise config.InputError(f"{DEBIAN}{name} needs Debian's apt-get.")
     options = _private_lists(cache / "debian" / ".lists", suite[1])
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["apt-get", *options, "-qq", "source", "--download-only", name]
-    _run(command, f"--package={DEBIAN}{name}", folder)
+    command = [
+        "apt-get",
+        *options,
+        "-qq",
+        "source",
+        "--download-only",
+        "--tar-only",
+        name,
+    ]
+    _run(command, f"{DEBIAN}{name}", folder)
     if not (found := _archives(folder)):
         raise config.InputError(f"{DEBIAN}{name} has no archive *.orig.tar.*.")
     return found[0]

@@ -5,21 +5,18 @@ that must fail, failed. Lines of the runner's own begin with a token that the pa
 code is not told.
 """
 
-import atexit
 import dataclasses
 import functools
-import importlib.metadata
 import pathlib
 import re
 import secrets
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 
 from glm5_jax import config
 from glm5_jax.environments import sandbox
-from glm5_jax.environments.worlds.swe import guarded_run, parsers, records
+from glm5_jax.environments.worlds.swe import guarded_run, parsers, records, runners
 
 ROOT = "repo"  # folder of the package below /work
 MAX_SECONDS = 20.0  # of a run
@@ -32,6 +29,7 @@ _ADDRESSES = {"javascript": 2**37}  # V8 reserves far more than it uses
 _STEPS = {
     "perl": "perl $roots $file",
     "node": "node $file",
+    "tape": "NODE_PATH=$tools/node_modules node $file",
     "node-test": "node --test --test-reporter=tap $file",
     "php": "php $file",
     "c": "cc -w -g -O0 $roots $file $link -lm -o /tmp/t && /tmp/t",
@@ -40,7 +38,14 @@ _STEPS = {
 _COMPILE = """mkdir -p /tmp/objects; n=0
 for s in $sources; do n=$((n+1)); $compiler -w -g -O0 $roots -c $s \
 -o /tmp/objects/$n.o || exit 1; done; ar rcs /tmp/objects/all.a /tmp/objects/*.o"""
-_ENDINGS = {"perl": ".t", "node": ".js", "node-test": ".js", "c": ".c", "c++": ".cpp"}
+_ENDINGS = {
+    "perl": ".t",
+    "node": ".js",
+    "tape": ".js",
+    "node-test": ".js",
+    "c": ".c",
+    "c++": ".cpp",
+}
 RUNNERS = ("pytest", "unittest", *_STEPS)
 # Everything is read before anything runs, so that no test can change the rest.
 _DRIVER = """main() {
@@ -108,7 +113,7 @@ def command(recipe: records.Recipe) -> str:
     files = " ".join(map(shlex.quote, recipe.files))
     token = f"/work/{_RUNNER}/token"
     if recipe.runner in ("pytest", "unittest"):
-        tools = tools_folder() if recipe.runner == "pytest" else "-"
+        tools = runners.folder("pytest") if recipe.runner == "pytest" else "-"
         return (
             f"cd /work/{ROOT} && {python()} -I /work/{_RUNNER}/guarded_run.py "
             f"{recipe.runner} {token} {tools} {':'.join(recipe.roots)} {files} 2>&1"
@@ -128,6 +133,7 @@ def _runner_files(recipe: records.Recipe) -> Mapping[str, bytes]:
         "sources": " ".join(map(shlex.quote, recipe.sources)),
         "compiler": "cc" if recipe.runner == "c" else "c++",
         "roots": roots,
+        "tools": str(*binds(recipe)),
         # A test may include a source file: its own definitions come first.
         "link": "-Wl,-z,muldefs /tmp/objects/all.a" if recipe.sources else "",
     }
@@ -179,7 +185,7 @@ def limits(recipe: records.Recipe) -> sandbox.Limits:
 
 def binds(recipe: records.Recipe) -> tuple[pathlib.Path, ...]:
     """Returns the host's folders that a box reads besides /usr."""
-    return (tools_folder(),) if recipe.runner == "pytest" else ()
+    return (runners.folder(recipe.runner),) if recipe.runner in runners.PATHS else ()
 
 
 @functools.cache
@@ -192,45 +198,3 @@ def python() -> str:
     if found := shutil.which("python3", path="/usr/bin:/usr/local/bin"):
         return found
     raise config.InputError("there is no python3 in /usr/bin; install python3.")
-
-
-@functools.cache
-def tools_folder() -> pathlib.Path:
-    """Returns a folder with pytest and what it needs, which ends with this process.
-
-    Raises:
-        config.InputError: pytest is not installed.
-    """
-    target = pathlib.Path(tempfile.mkdtemp(prefix="glm5_jax_pytest_"))
-    atexit.register(shutil.rmtree, target, ignore_errors=True)
-    target.chmod(0o755)  # a box runs as another user
-    for name in _needed("pytest"):
-        for file in importlib.metadata.files(name) or ():
-            path = pathlib.Path(file.locate())
-            if file.suffix in (".py", ".pyc") and ".." not in file.parts:
-                (target / file).parent.mkdir(parents=True, exist_ok=True)
-                if path.is_file():  # with its time, so that its byte code is taken
-                    shutil.copy2(path, target / file)
-    if not (target / "pytest").is_dir():
-        raise config.InputError(
-            "the tests of this task run with pytest, which is not installed: `pip "
-            "install pytest`."
-        )
-    return target
-
-
-def _needed(name: str) -> set[str]:
-    """Returns a distribution and those that it requires, as they are installed."""
-    found, todo = set(), [name]
-    while todo:
-        current = todo.pop()
-        try:
-            requires = importlib.metadata.requires(current) or ()
-        except importlib.metadata.PackageNotFoundError:
-            continue  # for another system or version
-        found.add(current)
-        names = [
-            re.split(r"[^\w.-]", need)[0] for need in requires if "extra" not in need
-        ]
-        todo += [need for need in names if need not in found]
-    return found
