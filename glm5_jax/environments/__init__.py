@@ -10,9 +10,10 @@ from glm5_jax import config
 from glm5_jax.config import checks, user_classes
 from glm5_jax.environments import mixture, protocol
 from glm5_jax.environments.tasks import ladder, problems, reasoning_gym
+from glm5_jax.environments.worlds import terminal
 from glm5_jax.environments.worlds.swe import world as swe_world
 
-_WORLDS = {swe_world.PREFIX: swe_world.Swe}
+_WORLDS = {"swe": swe_world.Swe, "terminal": terminal.Terminal}
 _CALLS = ("reset", "step", "close")  # of an environment
 _CALLS_OF_AGENT = ("play", "close")
 
@@ -22,9 +23,9 @@ def make(name: str) -> protocol.Taskset:
 
     Args:
         name: one of `names()`, with or without a size ("reverse", "reverse:3-6",
-            "calculator_untold:2"), "reasoning_gym:NAME", "swe:FOLDER", or the user's
-            own taskset as "module:Class"; or several of them, "2*reverse:3-6+gcd"
-            (mixture.py).
+            "calculator_untold:2"), "reasoning_gym:NAME", a world ("terminal",
+            "terminal:FAMILY", "swe:FOLDER"), or the user's own taskset as
+            "module:Class"; or several of them, "2*reverse:3-6+gcd" (mixture.py).
 
     Raises:
         config.InputError: the taskset or size does not exist, an extra is not
@@ -32,9 +33,8 @@ def make(name: str) -> protocol.Taskset:
     """
     if mixture.SEPARATOR in name:
         return mixture.Mixture(name, make)
-    for prefix, world in _WORLDS.items():
-        if name.startswith(prefix):
-            return world(name)
+    if world := _WORLDS.get(name.partition(":")[0]):
+        return world(name)
     if name.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.ReasoningGym(name)
     return _own(name) if user_classes.is_own(name) else ladder.Ladder(name)

@@ -3,6 +3,7 @@
 python -m glm5_jax.environments validate NAME [--num_tasks=N] [--out=FILE.jsonl]
 python -m glm5_jax.environments play NAME [--index=N]
 python -m glm5_jax.environments mine PACKAGES --out=FOLDER [--num_tasks=N]
+python -m glm5_jax.environments export NAME --out=FOLDER [--num_tasks=N]
 
 NAME is what rl.environment takes: reverse:3-6, swe:FOLDER, module:Class, ...
 
@@ -11,7 +12,8 @@ prints one JSON object; the exit code is 1 if a task fails. `play` reads a turn 
 "/NAME ARGUMENT" calls a tool, anything else is a text. `mine` makes tasks of software
 engineering: PACKAGES are NAME==VERSION of PyPI, NAME==OLD->NEW for two releases,
 debian:NAME, npm:NAME@VERSION or folders, joined by ",", or a file with one a line; it
-resumes, and prints what became of every candidate.
+resumes, and prints what became of every candidate. `export` writes tasks in Harbor's
+format.
 """
 
 import json
@@ -28,9 +30,9 @@ _INDEX = flags.DEFINE_integer("index", 0, "Number of the task to play.")
 _NUM_REPEATS = flags.DEFINE_integer("num_repeats", 10, "Episodes of each solution.")
 _NUM_AT_ONCE = flags.DEFINE_integer("num_at_once", 4, "Tasks proven at a time.")
 _OUT = flags.DEFINE_string(
-    "out", None, "File for the proofs, a JSON line a task; folder of what is mined."
+    "out", None, "File for the proofs, a JSON line a task; folder to mine or export to."
 )
-ACTIONS = ("validate", "play", "mine")
+ACTIONS = ("validate", "play", "mine", "export")
 
 
 def main(arguments: command_line.Arguments) -> int:
@@ -49,6 +51,10 @@ def main(arguments: command_line.Arguments) -> int:
     if action == "play":
         play.play(name, _SPLIT.value, _SEED.value, _INDEX.value)
         return 0
+    out = pathlib.Path(_OUT.value) if _OUT.value else None
+    if action == "export":
+        validate.export(name, _SPLIT.value, _SEED.value, _NUM_TASKS.value, out)
+        return 0
     settings = validate.Settings(
         num_tasks=_NUM_TASKS.value,
         split=_SPLIT.value,
@@ -56,7 +62,6 @@ def main(arguments: command_line.Arguments) -> int:
         num_repeats=_NUM_REPEATS.value,
         num_at_once=_NUM_AT_ONCE.value,
     )
-    out = pathlib.Path(_OUT.value) if _OUT.value else None
     figures = validate.validate(name, settings, out)
     print(json.dumps(figures, indent=2))
     return int(figures["proven"] < figures["tasks"])

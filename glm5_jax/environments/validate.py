@@ -1,4 +1,4 @@
-"""Proves the tasks of a taskset, several at a time: the command `validate`."""
+"""The commands `validate`, which proves tasks several at a time, and `export`."""
 
 import asyncio
 import dataclasses
@@ -65,6 +65,27 @@ def validate(name: str, settings: Settings, out: pathlib.Path | None) -> dict[st
     for proof in [proof for proof in found if proof.failures][:_SHOWN]:
         sys.stderr.write(f"{proof.task}: {'; '.join(proof.failures)}\n")
     return {"taskset": name, **proofs.summarize(found)}
+
+
+def export(
+    name: str, split: str, seed: int, num_tasks: int, out: pathlib.Path | None
+) -> None:
+    """Writes tasks in Harbor's format, a folder each.
+
+    Raises:
+        config.InputError: the taskset cannot, or the folder is missing or not empty.
+    """
+    taskset = environments.make(name)
+    write = getattr(taskset, "export", None)
+    if write is None:
+        raise config.InputError(f"{name!r} has no tasks in Harbor's format.")
+    if out is None:
+        raise config.InputError("--out is missing; name a new folder.")
+    if out.exists() and any(out.iterdir()):
+        raise config.InputError(f"--out={out} is not empty; choose another folder.")
+    for index in range(num_tasks):
+        task = taskset.task(split, seed, index)
+        write(task, out / task.id.replace("/", "_"))
 
 
 async def _prove_all(

@@ -48,7 +48,7 @@ async def start(
             f"The sandbox {kind!r} does not work on this machine: {reason}"
         )
     limits, image = limits or Limits(), image or Image()
-    return await box.start(KINDS[kind].holder, image, limits)
+    return await box.start(KINDS[kind], image, limits)
 
 
 def describe() -> str:

@@ -22,15 +22,12 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from glm5_jax.environments.sandbox import image as image_lib
 from glm5_jax.environments.sandbox import limits as limits_lib
+from glm5_jax.environments.sandbox import processes
 
-Holder = Callable[
-    [pathlib.Path, pathlib.Path, image_lib.Image, list[str], limits_lib.Limits],
-    list[str],
-]
 _LOOP = """while IFS= read -r _line; do
   printf -v _line %b "$_line"
   eval "$_line" </dev/null
@@ -43,6 +40,26 @@ _READ_BYTES = 2**16
 _ESCAPED = [f"\\x{byte:02x}" for byte in range(256)]
 for _byte in b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ./-_=,:":
     _ESCAPED[_byte] = chr(_byte)
+
+
+@runtime_checkable
+class Kind(Protocol):
+    """A module that starts shells."""
+
+    def holder(
+        self,
+        room: pathlib.Path,
+        stage: pathlib.Path,
+        image: image_lib.Image,
+        shell: list[str],
+        limits: limits_lib.Limits,
+    ) -> list[str]:
+        """Returns the command of a holder."""
+        ...
+
+    def kill(self, pid: int) -> None:
+        """Ends what the holder's child started, and the inner shell before it."""
+        ...
 
 
 class BrokenError(Exception):
@@ -100,9 +117,11 @@ class _Stream:
 class Box:
     """A started box; its methods must not run at the same time."""
 
-    def __init__(self, limits: limits_lib.Limits, folder: pathlib.Path) -> None:
+    def __init__(
+        self, kind: Kind, limits: limits_lib.Limits, folder: pathlib.Path
+    ) -> None:
         """Opens the pipes; `start` makes boxes."""
-        self._limits, self._folder = limits, folder
+        self._kind, self._limits, self._folder = kind, limits, folder
         self._out, self._err = (_Stream(limits.output_bytes) for _ in range(2))
         self._said: asyncio.StreamReader | None = None
         self._says: asyncio.StreamWriter | None = None
@@ -165,6 +184,10 @@ class Box:
             raise BrokenError(f"{path} could not be read: {reason}")
         return bytes.fromhex(done.stdout)
 
+    async def restart(self) -> None:
+        """Ends all processes; files of /work remain, and the next command is new."""
+        await self._kill_shell()
+
     async def close(self) -> None:
         """Ends all processes and drops the files."""
         if self._process is not None:
@@ -215,9 +238,9 @@ class Box:
         assert self._process is not None
         if not self._is_alive:
             return
-        for pid in _children(self._process.pid):
+        for pid in processes.children(self._process.pid):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                self._kind.kill(pid)
         async with asyncio.timeout(_SECONDS_TO_DIE):
             while await self._end() is not None:
                 pass
@@ -234,13 +257,11 @@ class Box:
         return b""
 
 
-async def start(
-    holder: Holder, image: image_lib.Image, limits: limits_lib.Limits
-) -> Box:
+async def start(kind: Kind, image: image_lib.Image, limits: limits_lib.Limits) -> Box:
     """Starts a box.
 
     Args:
-        holder: returns the holder's command.
+        kind: of the box.
         image: the box's files.
         limits: of the box.
 
@@ -253,24 +274,15 @@ async def start(
         path.mkdir(exist_ok=True)
         path.chmod(0o755)
     _allow_many_files()
-    box = Box(limits, folder)
+    box = Box(kind, limits, folder)
     try:
         image.write(stage)
-        await box._begin(holder(room, stage, image, _SHELL, limits))
+        await box._begin(kind.holder(room, stage, image, _SHELL, limits))
     except BaseException:
         await box.close()
         raise
     await asyncio.to_thread(shutil.rmtree, stage)
     return box
-
-
-def _children(pid: int) -> list[int]:
-    """Returns the processes that a process has started."""
-    try:
-        text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except OSError:
-        return []
-    return [int(word) for word in text.split()]
 
 
 def _allow_many_files() -> None:

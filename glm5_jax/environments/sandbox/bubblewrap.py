@@ -14,10 +14,12 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import subprocess
 
 from glm5_jax.environments.sandbox import image as image_lib
 from glm5_jax.environments.sandbox import limits as limits_lib
+from glm5_jax.environments.sandbox import processes
 
 # The user that root's boxes run as: the limit on processes does not bind root.
 _NOBODY = 65534
@@ -29,7 +31,8 @@ _UNSHARE = (
 )
 _SCRIPT = """set -e
 mount -t tmpfs -o size={size},mode=755 tmpfs {room}
-mkdir {room}/up {room}/aside {room}/work
+mkdir {room}/up {room}/aside {room}/work {room}/more
+{more}
 {fill}
 cp -R --preserve=mode,links,timestamps {stage}/. {room}/work/
 printf 'ready\\n' >&0
@@ -76,6 +79,8 @@ def holder(
         limits: of the box.
     """
     binds = [word for path in image.binds for word in ("--ro-bind", path, path)]
+    more = {path: room / "more" / str(i) for i, path in enumerate(image.folders)}
+    binds += [word for path, at in more.items() for word in ("--bind", at, path)]
     inner = ["bwrap", *_ISOLATED, *binds, "--bind", room / "work", "/work"]
     inner += ["--chdir", "/work", *shell]
     fill = ":"
@@ -88,6 +93,7 @@ def holder(
         room=shlex.quote(str(room)),
         stage=shlex.quote(str(stage)),
         fill=fill,
+        more=shlex.join(["mkdir", *map(str, more.values())]) if more else ":",
         bwrap=shlex.join(map(str, inner)),
     )
     # Set here, as the kernel also counts the processes of all boxes against the bound
@@ -100,6 +106,16 @@ def holder(
     }
     bounded = ["prlimit", *(f"--{name}={value}" for name, value in bounds.items())]
     return [*_as_user(), *_UNSHARE, *bounded, "sh", "-c", script]
+
+
+def kill(pid: int) -> None:
+    """Ends all processes of the namespace that a bubblewrap waits for.
+
+    The kernel ends its first process last. So a shell is never left behind that would
+    read what the next one should.
+    """
+    for first in processes.children(pid) or [pid]:
+        os.kill(first, signal.SIGKILL)
 
 
 def missing() -> str:

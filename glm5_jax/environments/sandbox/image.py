@@ -14,11 +14,14 @@ class Image:
         folder: copied into /work before the files are written.
         binds: folders of this machine that the box sees, read-only, at the same path;
             everyone must be able to read them.
+        folders: paths of empty folders of the box beside /work, such as "/logs"; only
+            bubblewrap has them.
     """
 
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     folder: pathlib.Path | None = None
     binds: tuple[pathlib.Path, ...] = ()
+    folders: tuple[str, ...] = ()
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes the files below a folder, which everyone may read.

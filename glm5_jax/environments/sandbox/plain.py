@@ -4,8 +4,10 @@ For machines without bubblewrap. It bounds accidents, not malice: commands can r
 write what their user can, use the network and leave processes behind.
 """
 
+import os
 import pathlib
 import shlex
+import signal
 
 from glm5_jax.environments.sandbox import image as image_lib
 from glm5_jax.environments.sandbox import limits as limits_lib
@@ -50,6 +52,14 @@ def holder(
         shell=f"env -i {environ} setsid --wait {shlex.join(shell)}",
     )
     return ["sh", "-c", script]
+
+
+def kill(pid: int) -> None:
+    """Ends the shell and the commands in its process group."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:  # it leads no group yet
+        os.kill(pid, signal.SIGKILL)
 
 
 def missing() -> str:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import unittest
+from unittest import mock
 
 import pytest
 from absl.testing import parameterized
@@ -50,18 +51,16 @@ def outputs(*commands, **settings):
     return with_box(use, **settings)
 
 
-def folders():
-    return {*pathlib.Path(tempfile.gettempdir()).glob("glm5_jax_box_*")}
-
-
 class ShellTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.before = folders()
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        os.chmod(folder, 0o755)
+        self.enterContext(mock.patch.object(tempfile, "tempdir", folder))
 
     def tearDown(self):
+        self.assertEmpty(os.listdir(tempfile.gettempdir()))
         super().tearDown()
-        self.assertEmpty(folders() - self.before)
 
     @parameterized.parameters(*sandbox.KINDS)
     def test_a_shell_remembers_and_outlives_what_ends_it(self, kind):
@@ -260,9 +259,11 @@ class EscapeTest(parameterized.TestCase):
             "    await task\n"
             "asyncio.run(main())\n"
         )
-        before = folders()
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        folder.chmod(0o755)
+        environ = {**os.environ, "TMPDIR": str(folder)}
         with subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE
+            [sys.executable, "-c", code], cwd=ROOT, env=environ, stdout=subprocess.PIPE
         ) as child:
             self.assertEqual(child.stdout.readline(), b"here\n")
             child.send_signal(signal.SIGKILL)
@@ -271,10 +272,8 @@ class EscapeTest(parameterized.TestCase):
         while subprocess.run(command, capture_output=True).stdout:
             self.assertLess(time.monotonic(), deadline)
             time.sleep(0.05)
-        for path in folders() - before:  # empty: its files were in memory
-            self.assertEmpty([*(path / "room").iterdir()])
-            (path / "room").rmdir()
-            path.rmdir()
+        (left,) = folder.iterdir()
+        self.assertEmpty([*(left / "room").iterdir()])  # its files were in memory
 
 
 if __name__ == "__main__":

@@ -1,0 +1,219 @@
+"""The world of terminal tasks: an agent with a shell, judged by what it leaves."""
+
+import functools
+import hashlib
+import pathlib
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from glm5_jax import config, messages
+from glm5_jax.environments import proofs, protocol, sandbox, tool_calls
+from glm5_jax.environments.harbor import folder as harbor
+from glm5_jax.environments.worlds.terminal import draft as draft_lib
+from glm5_jax.environments.worlds.terminal import families
+
+MAX_TURNS = 30
+_MAX_CALLS = 8  # of one turn
+_SECONDS = 30.0  # of a command
+_LIMITS = sandbox.Limits(seconds=_SECONDS, disk_bytes=64 * 2**20)
+_HELD_OUT = 5  # one seed in so many
+# Checks do not read an agent's settings of git, Python or the shell.
+_CLEAN = "cd /work; export HOME=/tmp GIT_CONFIG_NOSYSTEM=1 PYTHONNOUSERSITE=1; "
+TOOLS = (
+    tool_calls.schema(
+        "shell",
+        "Runs a command in a shell that keeps its folder and variables. There is no "
+        "network.",
+        command="The command.",
+    ),
+    tool_calls.schema("submit", "Ends the task."),
+)
+
+
+class Terminal:
+    """Tasks of all families in turn, or of one: "terminal", "terminal:git_revert"."""
+
+    def __init__(self, name: str) -> None:
+        """Takes the families whose programs this machine has.
+
+        Raises:
+            config.InputError: there is no such family, or its programs are missing.
+        """
+        self.name = name
+        wanted = name.partition(":")[2]
+        known = families.ALL
+        if wanted and wanted not in known:
+            raise config.InputError(
+                f"{name!r}: there is no family {wanted!r}; there are "
+                f"{', '.join(sorted(known))}."
+            )
+        chosen = [wanted] if wanted else sorted(known)
+        self.families = [n for n in chosen if not missing(known[n])]
+        if not self.families:
+            needs = missing(known[chosen[0]])
+            raise config.InputError(f"{name!r} needs {needs}, which is not installed.")
+
+    def task(self, split: str, seed: int, index: int) -> protocol.Task:
+        """Returns a task; a hash of its seed decides which split it is in."""
+        turn, place = divmod(index, len(self.families))
+        family = self.families[place]
+        rng = random.Random(f"{split}/{seed}/{family}/{turn}")
+        number = rng.randrange(2**31)
+        while _is_held_out(number) != (split == "held_out"):
+            number = rng.randrange(2**31)
+        made = draft(family, number)
+        said = {"role": "user", "content": f"You are in /work. {made.instruction}"}
+        return protocol.Task(
+            id=f"{family}/{number}",
+            messages=(said,),
+            answer=(family, number),
+            tools=TOOLS,
+            tag=family,
+        )
+
+    def environment(self) -> "Episode":
+        """Returns an environment for one episode."""
+        return Episode()
+
+    def demonstration(self, task: protocol.Task) -> Sequence[messages.Message]:
+        """Returns the task and the turns that solve it."""
+        return (*task.messages, *_turns(draft(*task.answer).solution))
+
+    def attempts(self, task: protocol.Task) -> proofs.Attempts:
+        """Returns the solution's turns, and those of wrong ones."""
+        made = draft(*task.answer)
+        return proofs.Attempts(
+            _turns(made.solution), tuple(_turns(text) for text in made.wrong)
+        )
+
+    def export(self, task: protocol.Task, folder: pathlib.Path) -> None:
+        """Writes a task in Harbor's format."""
+        made = draft(*task.answer)
+        family, number = task.answer
+        harbor.write(
+            folder,
+            f"{family}_{number}",
+            family,
+            instruction=f"You are in /work. {made.instruction}",
+            files=made.files,
+            setup=made.setup,
+            solution=made.solution,
+            checks=[(expect.command, expect.stdout) for expect in made.expects],
+        )
+
+    async def leaks(self, environment: "Episode", task: protocol.Task) -> list[str]:
+        """Looks for the commands of the checks in the files that an agent can read."""
+        made = draft(*task.answer)
+        found = []
+        for number, expect in enumerate(made.expects, 1):
+            if len(expect.command) > len("cat answer.txt"):
+                text = expect.command.replace("'", "'\\''")
+                command = f"grep -rFl -- '{text}' /work /tmp"
+                if (await environment.box.run(command)).stdout:
+                    found.append(f"check {number}")
+        return found
+
+
+class Episode:
+    """An episode in a box of its own."""
+
+    def __init__(self, max_turns: int = MAX_TURNS) -> None:
+        """Makes an environment that cuts an episode off after so many turns."""
+        self._max_turns = max_turns
+        self._num_turns = 0
+        self._draft: draft_lib.Draft | None = None
+        self._box: sandbox.Box | None = None
+
+    @property
+    def box(self) -> sandbox.Box:
+        """Returns the box of the episode under way."""
+        assert self._box is not None
+        return self._box
+
+    async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
+        """Starts the box, and lets the task's setup run in it."""
+        made = self._draft = draft(*task.answer)
+        files = {path: text.encode() for path, text in made.files.items()}
+        self._box = await sandbox.start(sandbox.Image(files), _LIMITS)
+        if made.setup:
+            done = await self._box.run(made.setup)
+            if done.exit_code != 0:
+                raise RuntimeError(f"the setup failed: {done.stderr.strip()}")
+            await self._box.restart()
+        return task.messages
+
+    async def step(self, message: messages.Message) -> protocol.StepResult:
+        """Runs the turn's calls; submit, or a turn without calls, ends the episode."""
+        self._num_turns += 1
+        calls, said = list(message.get("tool_calls") or ()), []
+        for call in calls[:_MAX_CALLS]:
+            try:
+                name, arguments = tool_calls.read(call, TOOLS)
+            except tool_calls.CallError as error:
+                said.append(tool_calls.result(call, f"error: {error}"))
+                continue
+            if name == "submit":
+                return await self._score(is_cut=False)
+            text = await self._shell(arguments["command"])
+            said.append(tool_calls.result(call, text))
+        for call in calls[_MAX_CALLS:]:
+            said.append(tool_calls.result(call, "error: too many calls in one turn"))
+        if not calls or self._num_turns >= self._max_turns:
+            return await self._score(is_cut=bool(calls))
+        return protocol.StepResult(tuple(said), None, False, False)
+
+    async def close(self) -> None:
+        """Ends the box."""
+        if self._box is not None:
+            box, self._box = self._box, None
+            await box.close()
+
+    async def _shell(self, command: str) -> str:
+        if "\0" in command:
+            return "error: a command has no zero bytes"
+        done = await self.box.run(command)
+        if done.is_timeout:
+            ending = f"[stopped after {_SECONDS:.0f} s; the shell is a new one]"
+        elif done.exit_code is None:
+            ending = "[the shell ended; the next command gets a new one]"
+        else:
+            ending = f"[exit code {done.exit_code}]" if done.exit_code else ""
+        cut = "[output was cut]" if done.is_cut else ""
+        parts = (done.stdout, done.stderr, cut, ending)
+        return "\n".join(part.rstrip("\n") for part in parts if part) or "(no output)"
+
+    async def _score(self, *, is_cut: bool) -> protocol.StepResult:
+        """Checks what the agent left, in a new shell."""
+        assert self._draft is not None
+        passed: list[bool] = []
+        for expect in self._draft.expects:
+            await self.box.restart()
+            done = await self.box.run(_CLEAN + expect.command)
+            passed.append(
+                done.exit_code == 0 and done.stdout.strip() == expect.stdout.strip()
+            )
+        parts: Mapping[str, Any] = {"checks": sum(passed) / len(passed)}
+        reward = protocol.Reward(float(all(passed)), parts)
+        return protocol.StepResult((), reward, not is_cut, is_cut)
+
+
+@functools.lru_cache(4096)
+def draft(family: str, number: int) -> draft_lib.Draft:
+    """Returns a family's task of a number."""
+    return families.ALL[family].make(random.Random(f"{family}/{number}"))
+
+
+def missing(family: draft_lib.Family) -> str:
+    """Returns the programs that a family lacks on this machine."""
+    return ", ".join(p for p in family.needs if not shutil.which(p, path="/usr/bin"))
+
+
+def _turns(commands: str) -> tuple[messages.Message, ...]:
+    return (tool_calls.turn("shell", command=commands), tool_calls.turn("submit"))
+
+
+def _is_held_out(number: int) -> bool:
+    digest = hashlib.sha256(str(number).encode()).digest()
+    return digest[0] % _HELD_OUT == 0
