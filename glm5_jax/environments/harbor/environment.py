@@ -2,7 +2,8 @@
 
     harbor run -p FOLDER -a oracle --environment-import-path CLASS
 
-with CLASS=glm5_jax.environments.harbor.environment:Bubblewrap (docs/worlds/terminal.md).
+with CLASS=glm5_jax.environments.harbor.environment:Bubblewrap (see
+docs/worlds/terminal.md).
 It takes tasks whose environment is made of files and a setup.sh (folder.py), not those
 that need an image. Harbor needs Python 3.12; nothing else here imports it.
 """

@@ -17,11 +17,20 @@ from absl import logging
 
 from glm5_jax import config
 from glm5_jax.environments.sandbox import box, bubblewrap, plain
-from glm5_jax.environments.sandbox.box import Box, Result
+from glm5_jax.environments.sandbox.box import NO_OUTPUT, Box, Result
 from glm5_jax.environments.sandbox.image import Image
 from glm5_jax.environments.sandbox.limits import Limits
 
-__all__ = ["KINDS", "Box", "Image", "Limits", "Result", "describe", "start"]
+__all__ = [
+    "KINDS",
+    "NO_OUTPUT",
+    "Box",
+    "Image",
+    "Limits",
+    "Result",
+    "describe",
+    "start",
+]
 
 KINDS = {"bubblewrap": bubblewrap, "rlimits": plain}  # the strongest first
 

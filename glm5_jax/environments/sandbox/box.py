@@ -66,6 +66,9 @@ class BrokenError(Exception):
     """Raised when a box could not be started, or has ended."""
 
 
+NO_OUTPUT = "(no output)"
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """What became of a command."""
@@ -76,6 +79,18 @@ class Result:
     is_timeout: bool  # the box's processes were ended; its files remain
     is_cut: bool  # a stream was longer than Limits.output_bytes
     seconds: float
+
+    def text(self) -> str:
+        """Returns what an agent reads: both streams, and how the command ended."""
+        if self.is_timeout:
+            ending = f"[stopped after {self.seconds:.0f} s; the shell is a new one]"
+        elif self.exit_code is None:
+            ending = "[the shell ended; the next command gets a new one]"
+        else:
+            ending = f"[exit code {self.exit_code}]" if self.exit_code else ""
+        cut = "[output was cut]" if self.is_cut else ""
+        parts = (self.stdout, self.stderr, cut, ending)
+        return "\n".join(part.rstrip("\n") for part in parts if part) or NO_OUTPUT
 
 
 class _Stream:

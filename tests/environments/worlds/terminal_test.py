@@ -134,13 +134,17 @@ class EpisodeTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"name": "vim", "arguments": {}}, "no tool 'vim'; use shell, submit"),
         ({"name": "shell", "arguments": {}}, "shell needs command"),
-        ({"name": "shell", "arguments": {"command": 1}}, "command must be a text"),
+        (
+            {"name": "shell", "arguments": {"command": 1}},
+            "must be of type string",
+        ),
         (
             {"name": "shell", "arguments": {"command": "ls", "cwd": "/"}},
             "shell has no argument 'cwd'",
         ),
         ({"name": "shell", "arguments": "{"}, "a tool call must be"),
-        ({"name": "shell", "arguments": {"command": "a\0b"}}, "no zero bytes"),
+        ({"name": "shell", "arguments": {"command": "a\0b"}}, "zero bytes"),
+        ({"name": "shell", "arguments": {"command": "\ud800"}}, "half characters"),
     )
     def test_a_wrong_call_is_answered(self, function, message):
         call = {"id": "c1", "function": function}
@@ -161,7 +165,7 @@ class EpisodeTest(parameterized.TestCase):
         (result,) = self.play(many)
         said = [message["content"] for message in result.messages]
         self.assertEqual(said[:8], ["a"] * 8)
-        self.assertEqual(said[8:], ["error: too many calls in one turn"] * 12)
+        self.assertEqual(said[8:], ["error: a turn has at most 8 calls."] * 12)
 
     @parameterized.parameters(
         # Writes the right answer only while nobody checks.

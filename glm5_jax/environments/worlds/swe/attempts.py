@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping
 
 from glm5_jax import messages
+from glm5_jax.environments import tool_calls
 from glm5_jax.environments.worlds.swe import diffs, records, tools
 
 # Files that steer a Python test run if they are believed.
@@ -67,7 +68,7 @@ def right(
 ) -> tuple[messages.Message, ...]:
     """Returns the assistant's turns that apply the solution and submit it."""
     turns = _edits(folder.agent_tree(record), record.patch)
-    return (*turns, tools.call("submit", {}))
+    return (*turns, tool_calls.turn(tool_calls.SUBMIT))
 
 
 def _edits(files: records.Files, patch: str) -> tuple[messages.Message, ...]:
@@ -76,10 +77,10 @@ def _edits(files: records.Files, patch: str) -> tuple[messages.Message, ...]:
     turns = []
     for path in sorted(diffs.parse(patch)):
         if path not in solved:
-            turns.append(tools.call("shell", {"command": f"rm {tools.HOME}/{path}"}))
+            turns.append(tool_calls.turn("shell", command=f"rm {tools.HOME}/{path}"))
             continue
         old, new = files.get(path, b"").decode(), solved[path].decode()
-        turns.append(tools.call("edit", {"path": path, "old": old, "new": new}))
+        turns.append(tool_calls.turn("edit", path=path, old=old, new=new))
     return tuple(turns)
 
 
@@ -89,7 +90,7 @@ def wrong(
     """Returns cheats: edited tests, files that steer a run, code that ends it."""
     files = folder.agent_tree(record)
     language = record.recipe.language
-    submit = tools.call("submit", {})
+    submit = tool_calls.turn(tool_calls.SUBMIT)
     attempts = [
         *(_written(path, "") for path in record.recipe.files[:1]),
         *(_written(path, text) for path, text in _FILES.get(language, {}).items()),
@@ -99,7 +100,7 @@ def wrong(
     place = _place(text, language)
     for code in _CODE.get(language, ()):
         broken = text[:place] + code + text[place:]
-        attempts.append(tools.call("edit", {"path": path, "old": text, "new": broken}))
+        attempts.append(tool_calls.turn("edit", path=path, old=text, new=broken))
     return tuple((attempt, submit) for attempt in attempts)
 
 
@@ -109,7 +110,7 @@ def _written(path: str, text: str) -> messages.Message:
         f"cd {tools.HOME} && mkdir -p $(dirname {path}) && "
         f"printf %s '{quoted}' > {path}"
     )
-    return tools.call("shell", {"command": command})
+    return tool_calls.turn("shell", command=command)
 
 
 def _place(text: str, language: str) -> int:

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from glm5_jax import config, messages
+from glm5_jax.environments import tool_calls
 from glm5_jax.environments.worlds.swe import trials
 
 HOME = f"/work/{trials.ROOT}"
@@ -14,110 +14,48 @@ _MAX_LINES = 400  # of a view
 _SECONDS = 30.0  # of a command
 
 
-def _schema(name: str, description: str, **arguments: str) -> Mapping[str, Any]:
-    kinds = {"start": "integer", "end": "integer"}
-    optional = ("start", "end")
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": description,
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    key: {"type": kinds.get(key, "string"), "description": text}
-                    for key, text in arguments.items()
-                },
-                "required": [key for key in arguments if key not in optional],
-            },
-        },
-    }
-
-
 SCHEMAS = (
-    _schema(
+    tool_calls.schema(
         "shell",
         f"Runs a command in a shell that keeps its folder and variables; it begins in "
         f"{HOME}. There is no network.",
         command="The command.",
     ),
-    _schema(
+    tool_calls.schema(
         "view",
         "Shows a file with line numbers, or the names in a folder.",
+        optional=("start", "end"),
+        integers=("start", "end"),
         path="The file or folder.",
         start="The first line, 1 if left out.",
         end="The last line.",
     ),
-    _schema(
+    tool_calls.schema(
         "edit",
         "Replaces a text that occurs once in a file. An empty old text makes a file.",
         path="The file.",
         old="The text to replace, with its blanks.",
         new="The text that takes its place.",
     ),
-    _schema("submit", "Ends the task: the package is tested as it is."),
+    tool_calls.schema(
+        tool_calls.SUBMIT, "Ends the task: the package is tested as it is."
+    ),
 )
-_NAMES = tuple(schema["function"]["name"] for schema in SCHEMAS)
 
 
-NO_OUTPUT = "(no output)"
-
-
-def call(name: str, arguments: Mapping[str, Any]) -> messages.Message:
-    """Returns an assistant's turn with one tool call."""
-    function = {"name": name, "arguments": dict(arguments)}
-    return {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-
-
-class CallError(Exception):
-    """A call that cannot be carried out; the model reads the message."""
-
-
-def read_call(call: Any) -> tuple[str, Mapping[str, Any]]:
-    """Returns the name and the checked arguments of a call.
+async def run(box: Any, name: str, arguments: Mapping[str, Any]) -> str:
+    """Returns the result of a checked call.
 
     Raises:
-        CallError: there is no such tool, or an argument is missing or of a wrong type.
+        CallError: it cannot be carried out.
     """
-    try:
-        name, arguments = messages.call_of(call)
-    except config.InputError as error:
-        raise CallError(str(error)) from error
-    if name not in _NAMES:
-        raise CallError(f"there is no tool {name[:40]!r}; use {', '.join(_NAMES)}.")
-    parameters = SCHEMAS[_NAMES.index(name)]["function"]["parameters"]
-    if missing := [key for key in parameters["required"] if key not in arguments]:
-        raise CallError(f"{name} needs {', '.join(missing)}.")
-    types = {"string": str, "integer": int}
-    for key, value in arguments.items():
-        known = parameters["properties"].get(key)
-        if known is None or type(value) is not types[known["type"]]:
-            kind = known["type"] if known else "no argument of this tool"
-            raise CallError(f"{name}: {key[:40]} is {kind}.")
-    return name, arguments
-
-
-async def answer(box: Any, name: str, arguments: Mapping[str, Any]) -> str:
-    """Returns the result of a checked call, or a message of what went wrong."""
-    try:
-        if name == "shell":
-            return _cut(await _shell(box, arguments["command"]))
-        path = posixpath.join(HOME, arguments["path"])
-        if name == "view":
-            lines = (arguments.get("start", 1), arguments.get("end"))
-            return _cut(await _view(box, path, *lines))
-        return await _edit(box, path, arguments["old"], arguments["new"])
-    except CallError as error:
-        return f"error: {error}"
-
-
-async def _shell(box: Any, command: str) -> str:
-    result = await box.run(command, seconds=_SECONDS)
-    if result.is_timeout:
-        return f"error: stopped after {_SECONDS:.0f} seconds; the shell is a new one."
-    text = result.stdout + result.stderr
-    ending = f"\n[exit code {result.exit_code}]" if result.exit_code else ""
-    return (text + ending).strip("\n") or NO_OUTPUT
+    if name == "shell":
+        return _cut((await box.run(arguments["command"], seconds=_SECONDS)).text())
+    path = posixpath.join(HOME, arguments["path"])
+    if name == "view":
+        lines = (arguments.get("start", 1), arguments.get("end"))
+        return _cut(await _view(box, path, *lines))
+    return await _edit(box, path, arguments["old"], arguments["new"])
 
 
 async def _view(box: Any, path: str, start: int, end: int | None) -> str:
@@ -128,7 +66,7 @@ async def _view(box: Any, path: str, start: int, end: int | None) -> str:
     lines = (await _text(box, path)).split("\n")
     end = min(end or len(lines), start + _MAX_LINES - 1, len(lines))
     if not 1 <= start <= end:
-        raise CallError(f"{path} has lines 1 to {len(lines)}.")
+        raise tool_calls.CallError(f"{path} has lines 1 to {len(lines)}.")
     shown = enumerate(lines[start - 1 : end], start)
     rest = len(lines) - end
     return "\n".join(f"{i}\t{line}" for i, line in shown) + (
@@ -139,14 +77,14 @@ async def _view(box: Any, path: str, start: int, end: int | None) -> str:
 async def _edit(box: Any, path: str, old: str, new: str) -> str:
     if not old:
         if await _is_there(box, path):
-            raise CallError(f"{path} exists; give the old text.")
+            raise tool_calls.CallError(f"{path} exists; give the old text.")
         await box.run(f"/bin/mkdir -p {shlex.quote(posixpath.dirname(path))}")
         await box.write(path, new.encode())
         return f"made {path}"
     text = await _text(box, path)
     count = text.count(old)
     if count != 1:
-        raise CallError(
+        raise tool_calls.CallError(
             f"the old text occurs {count} times in {path}; it must be once."
         )
     await box.write(path, text.replace(old, new).encode())
@@ -160,11 +98,11 @@ async def _is_there(box: Any, path: str) -> bool:
 
 async def _text(box: Any, path: str) -> str:
     if not path.startswith(HOME + "/") or not await _is_there(box, path):
-        raise CallError(f"there is no file {path} below {HOME}.")
+        raise tool_calls.CallError(f"there is no file {path} below {HOME}.")
     try:
         return (await box.read(path)).decode()
     except UnicodeDecodeError as error:
-        raise CallError(f"{path} is no text in UTF-8.") from error
+        raise tool_calls.CallError(f"{path} is no text in UTF-8.") from error
 
 
 def _cut(text: str) -> str:

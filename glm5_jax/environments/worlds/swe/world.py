@@ -5,13 +5,14 @@ written over a fresh copy, tests and files that steer them are put back, and the
 run there. The reward is 1 if all of FAIL_TO_PASS and PASS_TO_PASS pass, else 0.
 """
 
+import functools
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from glm5_jax import config, messages
-from glm5_jax.environments import proofs, protocol, sandbox
+from glm5_jax.environments import proofs, protocol, sandbox, tool_calls
 from glm5_jax.environments.worlds.swe import (
     attempts,
     recipes,
@@ -23,7 +24,6 @@ from glm5_jax.environments.worlds.swe import (
 
 PREFIX = "swe:"
 MAX_TURNS = 60
-_MAX_CALLS = 8  # of one turn
 _HELD_OUT = 8  # one task in so many
 _MAX_READ = 2**25  # bytes of files that an agent changed
 _INSTRUCTION = (
@@ -90,9 +90,9 @@ class Swe:
         """Returns what of the solution and the tests an agent could read."""
         record = self.by_id[task.answer]
         told = statements.leaks(record.problem_statement, record)
-        look = tools.call("shell", {"command": attempts.look(self.folder, record)})
+        look = tool_calls.turn("shell", command=attempts.look(self.folder, record))
         found = (await environment.step(look)).messages[0]["content"]
-        return [*told, *found.removeprefix(tools.NO_OUTPUT).splitlines()]
+        return [*told, *found.removeprefix(sandbox.NO_OUTPUT).splitlines()]
 
     def environment(self) -> "Environment":
         """Returns an environment for one episode."""
@@ -128,23 +128,12 @@ class Environment:
     async def step(self, message: messages.Message) -> protocol.StepResult:
         """Returns the results of the turn's calls, or the reward at the end."""
         self._num_turns += 1
-        results: list[messages.Message] = []
-        calls = list(message.get("tool_calls") or ())
-        for call in calls[:_MAX_CALLS]:
-            try:
-                name, arguments = tools.read_call(call)
-            except tools.CallError as error:
-                results.append(_tool_message(call, f"error: {error}"))
-                continue
-            if name == "submit":
-                return await self._score(is_cut=False)
-            text = await tools.answer(self._box, name, arguments)
-            results.append(_tool_message(call, text))
-        for call in calls[_MAX_CALLS:]:
-            results.append(_tool_message(call, "error: too many calls in one turn"))
-        if not calls or self._num_turns >= self._max_turns:
-            return await self._score(is_cut=bool(calls))
-        return protocol.StepResult(tuple(results), None, False, False)
+        run = functools.partial(tools.run, self._box)
+        results, is_over = await tool_calls.answer(message, tools.SCHEMAS, run)
+        is_over |= not message.get("tool_calls")
+        if is_over or self._num_turns >= self._max_turns:
+            return await self._score(is_cut=not is_over)
+        return protocol.StepResult(results, None, False, False)
 
     async def close(self) -> None:
         """Removes the sandbox."""
@@ -218,9 +207,3 @@ def _share(tests: Sequence[str], passed: set[str]) -> float:
 def _is_held_out(instance_id: str) -> bool:
     digest = hashlib.sha256(instance_id.encode()).digest()
     return digest[0] % _HELD_OUT == 0
-
-
-def _tool_message(call: Any, content: str) -> messages.Message:
-    message = {"role": "tool", "content": content}
-    key = call.get("id") if isinstance(call, Mapping) else None
-    return message | ({"tool_call_id": key} if key else {})

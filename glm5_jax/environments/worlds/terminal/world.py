@@ -15,7 +15,6 @@ from glm5_jax.environments.worlds.terminal import draft as draft_lib
 from glm5_jax.environments.worlds.terminal import families
 
 MAX_TURNS = 30
-_MAX_CALLS = 8  # of one turn
 _SECONDS = 30.0  # of a command
 _LIMITS = sandbox.Limits(seconds=_SECONDS, disk_bytes=64 * 2**20)
 _HELD_OUT = 5  # one seed in so many
@@ -147,22 +146,11 @@ class Episode:
     async def step(self, message: messages.Message) -> protocol.StepResult:
         """Runs the turn's calls; submit, or a turn without calls, ends the episode."""
         self._num_turns += 1
-        calls, said = list(message.get("tool_calls") or ()), []
-        for call in calls[:_MAX_CALLS]:
-            try:
-                name, arguments = tool_calls.read(call, TOOLS)
-            except tool_calls.CallError as error:
-                said.append(tool_calls.result(call, f"error: {error}"))
-                continue
-            if name == "submit":
-                return await self._score(is_cut=False)
-            text = await self._shell(arguments["command"])
-            said.append(tool_calls.result(call, text))
-        for call in calls[_MAX_CALLS:]:
-            said.append(tool_calls.result(call, "error: too many calls in one turn"))
-        if not calls or self._num_turns >= self._max_turns:
-            return await self._score(is_cut=bool(calls))
-        return protocol.StepResult(tuple(said), None, False, False)
+        results, is_over = await tool_calls.answer(message, TOOLS, self._shell)
+        is_over |= not message.get("tool_calls")
+        if is_over or self._num_turns >= self._max_turns:
+            return await self._score(is_cut=not is_over)
+        return protocol.StepResult(results, None, False, False)
 
     async def close(self) -> None:
         """Ends the box."""
@@ -170,19 +158,9 @@ class Episode:
             box, self._box = self._box, None
             await box.close()
 
-    async def _shell(self, command: str) -> str:
-        if "\0" in command:
-            return "error: a command has no zero bytes"
-        done = await self.box.run(command)
-        if done.is_timeout:
-            ending = f"[stopped after {_SECONDS:.0f} s; the shell is a new one]"
-        elif done.exit_code is None:
-            ending = "[the shell ended; the next command gets a new one]"
-        else:
-            ending = f"[exit code {done.exit_code}]" if done.exit_code else ""
-        cut = "[output was cut]" if done.is_cut else ""
-        parts = (done.stdout, done.stderr, cut, ending)
-        return "\n".join(part.rstrip("\n") for part in parts if part) or "(no output)"
+    async def _shell(self, name: str, arguments: Mapping[str, str]) -> str:
+        del name  # the only tool besides submit
+        return (await self.box.run(arguments["command"])).text()
 
     async def _score(self, *, is_cut: bool) -> protocol.StepResult:
         """Checks what the agent left, in a new shell."""

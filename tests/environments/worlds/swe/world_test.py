@@ -8,7 +8,7 @@ import unittest
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.environments import proofs, protocol
+from glm5_jax.environments import proofs, protocol, tool_calls
 from glm5_jax.environments.worlds.swe import attempts, records, statements, tools, world
 from tests import environment
 from tests.environments.worlds.swe import packages
@@ -33,10 +33,10 @@ def play(swe, record, turns, max_turns=9):
 
 
 def shell(command):
-    return tools.call("shell", {"command": command})
+    return tool_calls.turn("shell", command=command)
 
 
-SUBMIT = tools.call("submit", {})
+SUBMIT = tool_calls.turn("submit")
 
 
 @unittest.skipIf(packages.MISSING, packages.MISSING)
@@ -128,30 +128,30 @@ class EpisodeTest(parameterized.TestCase):
 
     def test_tools(self):
         turns = [
-            tools.call("view", {"path": "counts.py", "start": 1, "end": 2}),
-            tools.call("view", {"path": "."}),
+            tool_calls.turn("view", path="counts.py", start=1, end=2),
+            tool_calls.turn("view", path="."),
             shell("cd /tmp; x=1"),
             shell("pwd; echo $x; false"),
-            tools.call("edit", {"path": "counts.py", "old": "return", "new": ""}),
-            tools.call("edit", {"path": "new.py", "old": "", "new": "a 'b'\n"}),
-            tools.call("view", {"path": "new.py"}),
+            tool_calls.turn("edit", path="counts.py", old="return", new=""),
+            tool_calls.turn("edit", path="new.py", old="", new="a 'b'\n"),
+            tool_calls.turn("view", path="new.py"),
         ]
         results = play(self.world, self.record, turns)
         told = [result.messages[0]["content"] for result in results]
         self.assertStartsWith(told[0], '1\t"""Counts things."""\n2\t\n')
         self.assertEqual(told[1], "counts.py\n")
-        self.assertEqual(told[3], "/tmp\n1\n\n[exit code 1]")
+        self.assertEqual(told[3], "/tmp\n1\n[exit code 1]")
         self.assertIn("it must be once", told[4])
         self.assertEqual(told[6], "1\ta 'b'\n2\t")
 
     @parameterized.named_parameters(
         ("unknown", "fly", {}, "there is no tool 'fly'"),
         ("missing", "shell", {}, "shell needs command"),
-        ("type", "view", {"path": 1}, "path is string"),
-        ("more", "submit", {"now": "x"}, "now is no argument"),
+        ("type", "view", {"path": 1}, "path must be of type string"),
+        ("more", "submit", {"now": "x"}, "no argument 'now'"),
     )
     def test_wrong_calls_are_told_and_the_episode_continues(self, name, args, told):
-        turns = [tools.call(name, args), SUBMIT]
+        turns = [tool_calls.turn(name, **args), SUBMIT]
         first, last = play(self.world, self.record, turns)
         self.assertIn(told, first.messages[0]["content"])
         self.assertIsNone(first.reward)
@@ -182,8 +182,8 @@ class TasksetTest(parameterized.TestCase):
         swe = taskset()
         task = swe.task("train", 0, 0)
         turns = swe.demonstration(task)
-        self.assertEqual(turns[-1]["tool_calls"][0]["function"]["name"], "submit")
-        self.assertEqual(tools.read_call(turns[-1]["tool_calls"][0]), ("submit", {}))
+        (call,) = turns[-1]["tool_calls"]
+        self.assertEqual(tool_calls.read(call, tools.SCHEMAS), ("submit", {}))
 
     def test_a_folder_without_tasks_is_refused(self):
         with tempfile.TemporaryDirectory() as folder:
