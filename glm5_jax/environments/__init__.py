@@ -11,9 +11,14 @@ from glm5_jax.config import checks, user_classes
 from glm5_jax.environments import mixture, protocol
 from glm5_jax.environments.tasks import ladder, problems, reasoning_gym
 from glm5_jax.environments.worlds import terminal
+from glm5_jax.environments.worlds.search import world as search_world
 from glm5_jax.environments.worlds.swe import world as swe_world
 
-_WORLDS = {"swe": swe_world.Swe, "terminal": terminal.Terminal}
+_WORLDS = {
+    "search": search_world.Search,
+    "swe": swe_world.Swe,
+    "terminal": terminal.Terminal,
+}
 _CALLS = ("reset", "step", "close")  # of an environment
 _CALLS_OF_AGENT = ("play", "close")
 
@@ -24,8 +29,8 @@ def make(name: str) -> protocol.Taskset:
     Args:
         name: one of `names()`, with or without a size ("reverse", "reverse:3-6",
             "calculator_untold:2"), "reasoning_gym:NAME", a world ("terminal",
-            "terminal:FAMILY", "swe:FOLDER"), or the user's own taskset as
-            "module:Class"; or several of them, "2*reverse:3-6+gcd" (mixture.py).
+            "terminal:FAMILY", "swe:FOLDER", "search:COLLECTION"), or the user's own
+            taskset as "module:Class"; or several, "2*reverse:3-6+gcd" (mixture.py).
 
     Raises:
         config.InputError: the taskset or size does not exist, an extra is not
