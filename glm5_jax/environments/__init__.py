@@ -8,7 +8,7 @@ import inspect
 
 from glm5_jax import config
 from glm5_jax.config import checks, user_classes
-from glm5_jax.environments import mixture, protocol
+from glm5_jax.environments import context, mixture, protocol
 from glm5_jax.environments.tasks import ladder, problems, reasoning_gym
 from glm5_jax.environments.worlds import terminal
 from glm5_jax.environments.worlds.search import world as search_world
@@ -30,7 +30,8 @@ def make(name: str) -> protocol.Taskset:
         name: one of `names()`, with or without a size ("reverse", "reverse:3-6",
             "calculator_untold:2"), "reasoning_gym:NAME", a world ("terminal",
             "terminal:FAMILY", "swe:FOLDER", "search:COLLECTION"), or the user's own
-            taskset as "module:Class"; or several, "2*reverse:3-6+gcd" (mixture.py).
+            taskset as "module:Class"; or several, "2*reverse:3-6+gcd" (mixture.py);
+            or one with less history, "context:5:search:foldoc" (context.py).
 
     Raises:
         config.InputError: the taskset or size does not exist, an extra is not
@@ -38,6 +39,8 @@ def make(name: str) -> protocol.Taskset:
     """
     if mixture.SEPARATOR in name:
         return mixture.Mixture(name, make)
+    if name.startswith(context.PREFIX):
+        return context.Context(name, make)
     if world := _WORLDS.get(name.partition(":")[0]):
         return world(name)
     if name.startswith(reasoning_gym.PREFIX):

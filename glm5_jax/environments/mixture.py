@@ -106,6 +106,10 @@ class _Environment:
         assert self._inner is not None
         return await self._inner.step(message)
 
+    def shown(self, history: Sequence[messages.Message]) -> Sequence[messages.Message]:
+        inner = self._inner
+        return inner.shown(history) if isinstance(inner, protocol.Editor) else history
+
     async def close(self) -> None:
         if self._inner is not None:
             await self._inner.close()

@@ -82,6 +82,17 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class Editor(Protocol):
+    """An `Environment` that decides what the model sees of the episode so far."""
+
+    def shown(
+        self, history: Sequence[messages_lib.Message]
+    ) -> Sequence[messages_lib.Message]:
+        """Returns the messages of the next prompt; `history` has all, in order."""
+        ...
+
+
+@runtime_checkable
 class Agent(Protocol):
     """One episode that a program of its own plays, which asks the model by itself.
 

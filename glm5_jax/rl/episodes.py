@@ -313,18 +313,24 @@ class _Run:
 
         Each takes a token at least, so that one more than the cache holds is enough.
         """
-        try:
-            some = itertools.islice(new, self._context.engine.capacity + 1)
-            new = [copies.of_message(m, self._context.max_characters) for m in some]
-        except Exception as error:
-            raise _crash(call, error) from error
+        new = self._copied(lambda: new, call)
         if not new and not may_be_empty:
             raise _EndError(protocol.Label.ENV_ERROR, f"{call} returned no message")
         self._messages.extend(new)
 
-    def _prompt(self) -> list[int]:
+    def _copied(self, get: Callable[[], Any], call: str) -> list[dict[str, Any]]:
         try:
-            return self._session.prompt(self._messages)
+            some = itertools.islice(get(), self._context.engine.capacity + 1)
+            return [copies.of_message(m, self._context.max_characters) for m in some]
+        except Exception as error:
+            raise _crash(call, error) from error
+
+    def _prompt(self) -> list[int]:
+        shown, editor = self._messages, self._environment
+        if isinstance(editor, protocol.Editor):
+            shown = self._copied(lambda: editor.shown((*self._messages,)), "shown")
+        try:
+            return self._session.prompt(shown)
         except (ValueError, TypeError) as error:  # what the template cannot show
             raise _crash("a message", error) from error
 

@@ -18,6 +18,7 @@ PREFIX = "search:"
 MAX_TURNS = 32
 _MAX_WALKS = 5000  # tried for one question
 _SPLITS = ("train", "held_out")
+_MARKS = " *_`\"'"  # around an answer
 _HELD_OUT = 8  # every 8th article is an answer of held-out questions alone
 _TOLD = (
     "Answer the question with the tools. When you know the answer, reply with the "
@@ -74,7 +75,7 @@ class Search:
 
     def environment(self) -> protocol.Environment:
         """Returns an environment with the four tools."""
-        return Environment(tools_lib.Tools(self._graph, self._index))
+        return Environment(self._graph, tools_lib.Tools(self._graph, self._index))
 
     def demonstration(self, task: protocol.Task) -> Sequence[messages.Message] | None:
         """Returns None: the results of calls are not known beforehand."""
@@ -106,7 +107,9 @@ class Search:
         number = task.answer["question"].path[-1]
         article = self._graph.articles[number]
         shown = {"messages": " ".join(m["content"] for m in task.messages)}
-        look = tool_calls.turn("python", code="import os; print(os.listdir('.'), *os.environ)")
+        look = tool_calls.turn(
+            "python", code="import os; print(os.listdir('.'), *os.environ)"
+        )
         shown["sandbox"] = (await environment.step(look)).messages[0]["content"]
         return [
             f"the answer in the {place}"
@@ -132,15 +135,15 @@ class Search:
 class Environment:
     """An episode: calls are answered, a turn without a call is scored."""
 
-    def __init__(self, tools: tools_lib.Tools) -> None:
-        """Takes the tools of the episode."""
-        self._tools = tools
-        self._right: frozenset[str] = frozenset()
+    def __init__(self, graph: articles.Graph, tools: tools_lib.Tools) -> None:
+        """Takes the articles, and the tools of the episode."""
+        self._graph, self._tools = graph, tools
+        self._right: int | None = None
         self._num_turns = 0
 
     async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
         """Returns the task's messages."""
-        self._right = frozenset(map(_normalized, task.answer["names"]))
+        self._right = task.answer["question"].path[-1]
         self._num_turns = 0
         return task.messages
 
@@ -149,12 +152,10 @@ class Environment:
         self._num_turns += 1
         if not message.get("tool_calls"):
             _, said = messages.thought_and_content(message)
-            return _ending(float(_normalized(said) in self._right), True)
+            return _ending(float(_meant(self._graph, said) == self._right), True)
         if self._num_turns >= MAX_TURNS:
             return _ending(0.0, False)
-        results, _ = await tool_calls.answer(
-            message, tools_lib.TOOLS, self._tools.run
-        )
+        results, _ = await tool_calls.answer(message, tools_lib.TOOLS, self._tools.run)
         return protocol.StepResult(results, None, False, False)
 
     async def close(self) -> None:
@@ -162,10 +163,13 @@ class Environment:
         await self._tools.close()
 
 
-def _normalized(answer: str) -> str:
-    """Returns an answer in lower case without quotes, emphasis and a final period."""
-    text = articles.normalize(answer).removeprefix("answer:")
-    return text.strip(" *_`\"'").removesuffix(".").strip(" *_`\"'")
+def _meant(graph: articles.Graph, answer: str) -> int | None:
+    """Returns the article of a name, or of what is left without marks around it."""
+    number = graph.find(answer)
+    if number is None:
+        text = articles.normalize(answer).removeprefix("answer:")
+        number = graph.find(text.strip(_MARKS).removesuffix(".").strip(_MARKS))
+    return number
 
 
 @functools.cache

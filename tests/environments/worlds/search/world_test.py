@@ -1,6 +1,7 @@
 """Episodes of the search world: its questions are solved by reading alone."""
 
 import asyncio
+import json
 import pathlib
 import re
 import tempfile
@@ -8,8 +9,9 @@ import tempfile
 from absl.testing import absltest, parameterized
 
 from glm5_jax import config, environments
-from glm5_jax.environments import proofs, sandbox
-from glm5_jax.environments.worlds.search import articles, world
+from glm5_jax.environments import proofs, protocol, sandbox
+from glm5_jax.environments.worlds.search import articles, questions, world
+from tests.environments import episodes
 from tests.environments.worlds.search import collection
 
 NUM_TASKS = 6
@@ -141,6 +143,24 @@ class WorldTest(parameterized.TestCase):
         done = play(task, said(form.format(task.answer["names"][0])))[0]
         self.assertEqual((done.reward.total, done.terminated), (expected, True))
 
+    def test_marks_that_tell_two_articles_apart_are_part_of_the_answer(self):
+        records = [
+            {"title": "Axiom*", "text": "A dialect."},
+            {"title": "Axiom", "text": "A language."},
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "two.jsonl"
+            path.write_text("".join(f"{json.dumps(x)}\n" for x in records))
+            taskset = environments.make(f"search:{path}")
+        question = questions.Question((1, 0), "?", ())
+        task = protocol.Task("two", (), {"question": question, "names": ["Axiom*"]})
+        rewards = {
+            answer: episodes.play(taskset, task, answer)[0].reward.total
+            for answer in ("Axiom", "Axiom*", '"axiom*".', "**Axiom**")
+        }
+        expected = {"Axiom": 0.0, "Axiom*": 1.0, '"axiom*".': 0.0, "**Axiom**": 0.0}
+        self.assertEqual(rewards, expected)
+
     def test_tools(self):
         task = TASKSET.task("train", 0, 0)
         title = collection.records()[0]["title"]
@@ -160,9 +180,9 @@ class WorldTest(parameterized.TestCase):
         self.assertIn(f"Perhaps: {title}", wrong.messages[0]["content"])
 
     @parameterized.named_parameters(
-        ("tool", call(fly={}), "no such tool"),
-        ("argument", call(open={"title": "a"}), "takes one string, 'page'"),
-        ("type", call(open={"page": 1}), "takes one string"),
+        ("tool", call(fly={}), "no tool 'fly'"),
+        ("argument", call(open={"title": "a"}), "open needs page"),
+        ("type", call(open={"page": 1}), "must be of type string"),
         ("shape", {"role": "assistant", "tool_calls": [7]}, "a tool call must be"),
         ("order", call(find={"text": "a"}), "open an article first"),
     )
