@@ -32,6 +32,7 @@ _UNSHARE = (
 _SCRIPT = """set -e
 mount -t tmpfs -o size={size},mode=755 tmpfs {room}
 mkdir {room}/up {room}/aside {room}/work {room}/more
+: > {room}/empty
 {more}
 {fill}
 cp -R --preserve=mode,links,timestamps {stage}/. {room}/work/
@@ -81,6 +82,9 @@ def holder(
     binds = [word for path in image.binds for word in ("--ro-bind", path, path)]
     more = {path: room / "more" / str(i) for i, path in enumerate(image.folders)}
     binds += [word for path, at in more.items() for word in ("--bind", at, path)]
+    for path in image.hidden:
+        empty = ["--tmpfs", path, "--remount-ro", path]
+        binds += empty if path.is_dir() else ["--ro-bind", room / "empty", path]
     inner = ["bwrap", *_ISOLATED, *binds, "--bind", room / "work", "/work"]
     inner += ["--chdir", "/work", *shell]
     fill = ":"

@@ -16,12 +16,15 @@ class Image:
             everyone must be able to read them.
         folders: paths of empty folders of the box beside /work, such as "/logs"; only
             bubblewrap has them.
+        hidden: folders and files of this machine that are empty in the box; only
+            bubblewrap hides them.
     """
 
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     folder: pathlib.Path | None = None
     binds: tuple[pathlib.Path, ...] = ()
     folders: tuple[str, ...] = ()
+    hidden: tuple[pathlib.Path, ...] = ()
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes the files below a folder, which everyone may read.

@@ -92,6 +92,18 @@ class ShellTest(parameterized.TestCase):
         self.assertIn("syntax error", bad.stderr)
         self.assertEqual((back.exit_code, back.stdout), (0, "here\n"))
 
+    @unittest.skipIf(MISSING, MISSING)
+    def test_hidden_folders_and_files_are_empty_and_stay_so(self):
+        hidden = (pathlib.Path("/usr/share"), pathlib.Path("/usr/bin/env"))
+        found, kept = outputs(
+            "ls -A /usr/share | wc -l; wc -c < /usr/bin/env; touch /usr/share/a",
+            "ls /usr/share /usr/bin/wc",
+            image=sandbox.Image(hidden=hidden),
+        )
+        self.assertEqual(found.stdout.split(), ["0", "0"])
+        self.assertIn("Read-only file system", found.stderr)
+        self.assertEqual(kept.stdout.split(), ["/usr/bin/wc", "/usr/share:"])
+
     @parameterized.parameters(*sandbox.KINDS)
     def test_time_and_output_are_bounded(self, kind):
         if kind == "bubblewrap" and MISSING:

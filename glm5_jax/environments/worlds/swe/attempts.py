@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from glm5_jax import messages
 from glm5_jax.environments import tool_calls
-from glm5_jax.environments.worlds.swe import diffs, records, tools
+from glm5_jax.environments.worlds.swe import copies, diffs, records, tools
 
 # Files that steer a Python test run if they are believed.
 _CONFTEST = """import pytest
@@ -126,13 +126,9 @@ def look(folder: records.Folder, record: records.Record) -> str:
     They are files of a changed file's name with its content when solved, and files of
     the names of the tests with theirs, anywhere in the agent's sandbox.
     """
-    solved, given = folder.solved_tree(record), folder.agent_tree(record)
-    secret = {path: text for path, text in solved.items() if given.get(path) != text}
-    secret |= folder.hidden_tree(record)
+    secret = copies.secrets(folder, record)
     names = sorted({path.rpartition("/")[2] for path in secret})
-    digests = sorted(
-        {hashlib.sha256(text).hexdigest() for text in secret.values() if text}
-    )
+    digests = sorted({hashlib.sha256(text).hexdigest() for text in secret.values()})
     named = " -o ".join(f"-name {shlex.quote(name)}" for name in names[:_MAX_LOOKED])
     return (
         f"find / -path /proc -prune -o -type f \\( {named} \\) -size +0 -print0 "

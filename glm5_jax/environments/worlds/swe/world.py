@@ -15,6 +15,7 @@ from glm5_jax import config, messages
 from glm5_jax.environments import proofs, protocol, sandbox, tool_calls
 from glm5_jax.environments.worlds.swe import (
     attempts,
+    copies,
     recipes,
     records,
     statements,
@@ -120,6 +121,7 @@ class Environment:
         image = sandbox.Image(
             files={f"{trials.ROOT}/{path}": text for path, text in files.items()},
             binds=trials.binds(self._record.recipe),
+            hidden=copies.on_host(copies.secrets(self._world.folder, self._record)),
         )
         self._box = await sandbox.start(image, trials.limits(self._record.recipe))
         await self._box.run(f"cd {tools.HOME}")
