@@ -60,6 +60,24 @@ async def bounded(
                 logging.error("A call of an environment ignores being cancelled.")
 
 
+async def finished(work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`, which is not cancelled if the caller is.
+
+    Raises:
+        CancelledError: the caller was cancelled; it is raised when `work` has ended.
+    """
+    task, cancellation = asyncio.create_task(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is not None:
+        _retrieve(task)
+        raise cancellation
+    return task.result()
+
+
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine to its end in a new event loop.
 

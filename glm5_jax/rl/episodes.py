@@ -191,7 +191,7 @@ class _Run:
         except _EndError as end:
             label, reward, reason = end.label, None, end.reason
         finally:
-            close_error = await self._close()
+            close_error = await calls.finished(self._close())
         session = self._turns
         return Episode(
             task=self._job.task,

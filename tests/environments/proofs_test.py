@@ -87,6 +87,13 @@ class Leaky(Taskset):
         return [f"/tests of {task.id}"]
 
 
+class Blind(Taskset):
+    """Fails where it should look."""
+
+    async def leaks(self, environment, task):
+        raise OSError("gone")
+
+
 class Silent(Taskset):
     """Knows no solution."""
 
@@ -112,6 +119,7 @@ class ProveTest(parameterized.TestCase):
         ),
         ("moody", Moody, ("the solution, run 3 earns 0.0 instead of 1",)),
         ("leaky", Leaky, ("an agent can read /tests of one/0",)),
+        ("blind", Blind, ("nobody could look for leaks: OSError: gone",)),
         ("silent", Silent, ("the taskset knows no right turns",)),
     )
     def test_failures(self, taskset, wanted):

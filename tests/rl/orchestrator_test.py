@@ -153,6 +153,36 @@ class OrchestratorTest(parameterized.TestCase):
         self.assertGreater(groups.ledger()["restarted"], 0)
         self.assertEqual(taskset.counts.resets, taskset.counts.closes)
 
+    def test_a_cancelled_run_lets_every_environment_close(self):
+        class Slow(Lucky):
+            num_closed = num_made = 0
+
+            def environment(self):
+                made = super().environment()
+                self.num_made += 1
+                close, seconds = made.close, 0.02 * self.num_made
+
+                async def slowly():
+                    await asyncio.sleep(seconds)
+                    await close()
+                    self.num_closed += 1
+
+                made.close = slowly
+                return made
+
+        async def run(taskset):
+            engine = Engine(seconds=lambda: 10.0)
+            made = make(engine, taskset, groups_lib.Groups(2, 1))
+            playing = asyncio.create_task(made.run())
+            while engine.num_running < 8:
+                await asyncio.sleep(0.01)
+            playing.cancel()
+            await asyncio.wait({playing})
+
+        taskset = Slow()
+        asyncio.run(run(taskset))
+        self.assertEqual((taskset.num_made, taskset.num_closed), (8, 8))
+
     def test_an_engine_that_always_fails_ends_the_run(self):
         engine = Engine(fails=lambda: True)
         orchestrator_lib._RETRY_SECONDS, before = 0.001, orchestrator_lib._RETRY_SECONDS

@@ -52,7 +52,7 @@ class Orchestrator:
         self._context = dataclasses.replace(context, engine=self._engine)
         self._jobs, self._drop_equal = jobs, drop_equal
         self.groups = groups
-        self._num_running = 0  # episodes
+        self.num_running = 0  # episodes
         self._num_failures = 0  # errors of the engines in a row
         self._turn = asyncio.Event()  # set, and replaced, at every change
         self._error: BaseException | None = None  # that ended `run`
@@ -113,13 +113,13 @@ class Orchestrator:
 
     def _next(self) -> tuple[int, Sequence[episodes_lib.Job]] | None:
         """Begins a group if one may begin; returns its index and its episodes."""
-        if self._num_running >= self._context.settings.num_concurrent:
+        if self.num_running >= self._context.settings.num_concurrent:
             return None
         index = self.groups.begin()
         if index is None:
             return None
         jobs = self._jobs(index)
-        self._num_running += len(jobs)
+        self.num_running += len(jobs)
         return index, jobs
 
     async def _play(self, index: int, jobs: Sequence[episodes_lib.Job]) -> None:
@@ -143,7 +143,7 @@ class Orchestrator:
         try:
             return await episodes_lib.run(self._context, job)
         finally:
-            self._num_running -= 1
+            self.num_running -= 1
             self._tell()
 
     def _judge(self, index: int, group: Group) -> None:
@@ -179,7 +179,7 @@ class Orchestrator:
     def _stalled(self, seconds: float) -> str:
         ledger = {k: v for k, v in sorted(self.groups.ledger().items()) if v}
         return (
-            f"no episode has advanced for {seconds:g} s: {self._num_running} episodes "
+            f"no episode has advanced for {seconds:g} s: {self.num_running} episodes "
             f"are under way, {self._engine.num_waiting} wait for an engine, the oldest "
             f"for {self._engine.longest_wait():.0f} s; groups: {ledger}."
         )

@@ -228,7 +228,7 @@ async def make_task(
         FAIL_TO_PASS=tuple(failing),
         PASS_TO_PASS=tuple(sorted(found.passing & trial.passed())),
         problem_statement=statements.write(
-            package.name, recipe.language, trial.log, found.trial.log, patch
+            package.name, recipe.language, trial.log, found.trial.log, patch, failing
         ),
     )
 

@@ -5,13 +5,14 @@ of the solution and no test: a line of the log that holds a changed line is left
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from glm5_jax.environments.worlds.swe import records
 
 _MAX_SHOWN = 3  # failures of a statement
 _MAX_LINES = 12  # of a failure
 _MAX_COLUMNS = 200
+_A_TEST = "(a test)"  # where a log names one
 _RULE = re.compile(r"^[=_-]{20,}$|^(?:_{3,}|={3,}) .* (?:_{3,}|={3,})$", re.MULTILINE)
 _PROGRESS = re.compile(r"^[.FEsxX]+(?: +\[ *\d+%\])?$|^(?:FAILED|ERROR) \S+::")
 _FRAME = re.compile(r'^  File "[^"]*", line \d+|^\S+\.py:\d+: in ')
@@ -25,7 +26,14 @@ _UNITY = re.compile(r"^\S+\.c:\d+:\w+:FAIL:? ?")
 _PLACE = re.compile(r"/work/\S*?([\w.-]+)(?=[\s:\"',)]|$)")
 
 
-def write(repo: str, language: str, log: str, known_log: str, patch: str) -> str:
+def write(
+    repo: str,
+    language: str,
+    log: str,
+    known_log: str,
+    patch: str,
+    tests: Collection[str],
+) -> str:
     """Returns the statement of an issue.
 
     Args:
@@ -34,12 +42,15 @@ def write(repo: str, language: str, log: str, known_log: str, patch: str) -> str
         log: of the tests on the broken package.
         known_log: of the tests on the solved one; what it shows too is left out.
         patch: the solution, of which nothing is told.
+        tests: names of those that fail, which are not told either.
     """
     secret = _changed_lines(patch)
     shown = []
     for lines in _failures(log, known_log):
         told = [line for line in lines if not _tells(line, secret)][:_MAX_LINES]
         text = "\n".join(line[:_MAX_COLUMNS] for line in told).strip("\n")
+        for name in sorted(tests, key=len, reverse=True):
+            text = text.replace(name, _A_TEST)
         if text and text not in shown:
             shown.append(text)
     title = f"{repo} does not behave as it should"

@@ -118,10 +118,12 @@ class Environment:
         """Opens the sandbox and returns the task's messages."""
         self._record, self._num_turns = self._world.by_id[task.answer], 0
         files = self._world.folder.agent_tree(self._record)
+        secret = copies.secrets(self._world.folder, self._record)
+        binds = trials.binds(self._record.recipe)
         image = sandbox.Image(
             files={f"{trials.ROOT}/{path}": text for path, text in files.items()},
-            binds=trials.binds(self._record.recipe),
-            hidden=copies.on_host(copies.secrets(self._world.folder, self._record)),
+            binds=binds,
+            hidden=copies.on_host(secret, (copies.USR, *binds)),
         )
         self._box = await sandbox.start(image, trials.limits(self._record.recipe))
         await self._box.run(f"cd {tools.HOME}")

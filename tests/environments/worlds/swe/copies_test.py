@@ -18,24 +18,30 @@ class OnHostTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
         self.root = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        copies._paths.cache_clear()
-        self.enter_context(mock.patch.object(copies, "_ROOT", str(self.root)))
         core = (f"{self.root}/lib/core",)
         self.enter_context(mock.patch.object(copies, "_CORES", core))
-        self.addCleanup(copies._paths.cache_clear)
 
     def put(self, path, content):
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
         (self.root / path).write_bytes(content)
 
     def hidden(self):
-        return [str(p.relative_to(self.root)) for p in copies.on_host(FILES)]
+        return [
+            str(p.relative_to(self.root)) for p in copies.on_host(FILES, (self.root,))
+        ]
 
     def test_a_package_of_the_same_names_is_hidden_whatever_it_holds(self):
         self.put("lib/other/vendor/pack/deep/codec.py", b"an older release")
         self.put("lib/other/vendor/pack/more.py", b"")
         self.put("lib/other/deep/codec.py", b"a part of it")
         self.assertEqual(self.hidden(), ["lib/other/deep", "lib/other/vendor/pack"])
+
+    def test_folders_of_common_names_tell_no_package(self):
+        files = {"src/a.c": b"one", "tests/b.py": b"two"}
+        for name, content in (("x/src/a.c", b"other"), ("y/tests/b.py", b"two")):
+            self.put(name, content)
+        found = copies.on_host(files, (self.root,))
+        self.assertEqual(found, (self.root / "y/tests/b.py",))
 
     def test_a_file_alone_is_hidden_for_its_content(self):
         self.put("share/a/setup.py", b"set up")

@@ -1,0 +1,30 @@
+"""Statements show what fails, and name neither the solution's lines nor tests."""
+
+from absl.testing import absltest
+
+from glm5_jax.environments.worlds.swe import statements
+
+LOG = """not ok 8 - a list
+#   Failed test 'a list'
+#   at t/10_Aligner.t line 20.
+#          got: '3'
+# seen in t/10_Aligner.t: return 3 + one
+"""
+
+
+class StatementsTest(absltest.TestCase):
+    def test_names_of_tests_and_lines_of_the_solution_are_left_out(self):
+        tests = ("t/10_Aligner.t", "t/10_Aligner.t::8 a list")
+        patch = "--- a/x\n+++ b/x\n-return 3 + one\n+return 2 + one\n"
+        written = statements.write("x", "perl", LOG, "", patch, tests)
+        self.assertIn("got: '3'", written)
+        self.assertNotIn("10_Aligner", written)
+        self.assertNotIn("return 3", written)
+        other = statements.write("x", "perl", LOG, "", "", tests)
+        self.assertIn("seen in (a test): return 3", other)
+        known = statements.write("x", "perl", LOG, LOG, patch, tests)
+        self.assertIn("without a result", known)
+
+
+if __name__ == "__main__":
+    absltest.main()
