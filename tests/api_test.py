@@ -14,7 +14,7 @@ from absl.testing import absltest
 import glm5_jax
 from glm5_jax import config as config_lib
 from glm5_jax import presets
-from glm5_jax.inference import engine, requests
+from glm5_jax.inference import engine, requests, scoring
 from glm5_jax.model import transformer
 from glm5_jax.weights import generation_config, loading
 from tests import environment
@@ -32,6 +32,13 @@ class ApiTest(absltest.TestCase):
     def setUpClass(cls):
         super().setUpClass()
         cls.model = glm5_jax.new(TINY)
+
+    def test_rows_may_have_all_positions_and_no_more(self):
+        scoring.require_positions(8, config_lib.ModelConfig(max_position_embeddings=8))
+        with self.assertRaisesRegex(config_lib.InputError, "9 tokens, more than .*=8"):
+            scoring.require_positions(
+                9, config_lib.ModelConfig(max_position_embeddings=8)
+            )
 
     def test_importing_the_package_does_not_import_jax(self):
         command = "import glm5_jax, sys; sys.exit('jax' in sys.modules)"

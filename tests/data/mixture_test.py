@@ -100,6 +100,11 @@ class MixtureTest(parameterized.TestCase):
         self.assertEqual([got[i] for i in range(80)], want)
         self.assertNotEqual(self.rows(self.make(seed=1), range(80)), want)
 
+    def test_seeds_beyond_32_bits_count_by_their_lower_ones(self):
+        for seed in (2**32, 2**32 + 5, 3**31):
+            got = self.rows(self.make(seed=seed), range(20))
+            self.assertEqual(got, self.rows(self.make(seed=seed % 2**32), range(20)))
+
     def test_every_epoch_of_a_source_has_each_row_once(self):
         seen = self.rows(self.make(), range(40))
         second = [row for source, row in seen if source == 1]

@@ -67,6 +67,17 @@ class ChunksTest(parameterized.TestCase):
             got = experts.run(params, chunked, x_, chosen_, gates_)
             np.testing.assert_allclose(got, want, rtol=ATOL, atol=ATOL)
 
+    def test_single_tokens_are_never_cut_into_parts(self):
+        """They are few: parts would read the experts' weights several times."""
+        params, x, chosen, gates = make_inputs("random")
+        chunked = dataclasses.replace(CONFIG, expert_chunks=4, batch_invariant=True)
+        for length, is_cut in ((1, False), (2, True)):
+            inputs = (y[:, :length] for y in (x, chosen, gates))
+            wrapped = mock.patch.object(experts, "_in_chunks", wraps=experts._in_chunks)
+            with wrapped as in_chunks:
+                experts.run(params, chunked, *inputs)
+            self.assertEqual(in_chunks.called, is_cut)
+
 
 class DecodingTest(parameterized.TestCase):
     @parameterized.named_parameters(
