@@ -137,6 +137,19 @@ class ChoicesTest(parameterized.TestCase):
             changed(changes)
         changed(changes | choice)
 
+    @parameterized.parameters(
+        ({"rl.objective": "gspo"}, "rl.objective='gspo', whose ratio is that of"),
+        (
+            {"loss.mtp_objective": "end_to_end"},
+            "loss.mtp_objective='end_to_end', which",
+        ),
+    )
+    def test_losses_of_whole_rows_are_not_cut(self, changes, words):
+        changed(changes)
+        message = f"mesh.context must be 1 for {words}"
+        with self.assertRaisesRegex(config_lib.InputError, re.escape(message)):
+            changed(changes | {"mesh.context": 2})
+
 
 if __name__ == "__main__":
     environment.main()

@@ -6,7 +6,7 @@ from typing import Literal
 from glm5_jax.config import checks
 from glm5_jax.config.quantization import RolloutWeights
 
-Objective = Literal["icepop", "grpo", "dis", "tis"]
+Objective = Literal["icepop", "grpo", "dis", "tis", "cispo", "gspo"]
 AdvantageStd = Literal["sample", "population", "none"]
 LossMean = Literal["sequence", "token"]
 
@@ -46,17 +46,18 @@ class RLConfig:
     # Pages of 64 tokens of the engine's cache, so that a group's prompt is read once.
     # 0: each slot has the rows of a longest episode.
     num_pages: int = 0
-    # Loss: GRPO with IcePop (GLM-5), plain GRPO, or two that correct for rollouts of
-    # older weights (objectives.py).
+    # Loss: GRPO with IcePop (GLM-5), plain GRPO, three that correct for rollouts of
+    # older weights (dis, tis, cispo), or ratios of whole sequences (objectives.py).
     objective: Objective = "icepop"
     # Bound of pi_train / pi_infer: tokens outside 1/pop_beta..pop_beta do not count.
     pop_beta: float = 2.0
     # Clips the ratio of new to old probability below 1 - clip_low.
     clip_low: float = 0.2
     clip_high: float = 0.28  # clips the same ratio above 1 + clip_high
-    # Smallest ratio that counts in objective dis; 0.8 for agents.
+    # Objective dis drops tokens of smaller ratios than 1 - dis_low, and cispo gives
+    # them this weight; 0.8 for agents.
     dis_low: float = DIS_REASONING[0]
-    # Largest ratio that counts in objective dis; 3 for agents.
+    # The same of larger ratios than 1 + dis_high; 3 for agents.
     dis_high: float = DIS_REASONING[1]
     tis_cap: float = 2.0  # largest weight of truncated importance sampling
     # Standard deviation of a group's rewards that divides its advantages.

@@ -352,23 +352,24 @@ class TrainConfig:
             axes, parts = "data * fsdp * expert * context", shares * mesh.context
             remedy = "give devices to mesh.tensor"
             rules += [checks.divisible("rl.slots", self.rl.slots, axes, parts, remedy)]
-        rules.append(
+        mtp = self.loss.mtp_objective
+        alone = {
+            "model.layer_types with gated delta nets, whose states run through the "
+            "tokens of a row in order": self.model.is_recurrent,
+            f"loss.mtp_objective={mtp!r}, which compares states of neighbouring "
+            f"tokens": mtp != "cross_entropy",
+            "rl.objective='gspo', whose ratio is that of a whole row": (
+                self.rl.objective == "gspo"
+            ),
+        }
+        rules += [
             (
-                mesh.context == 1 or not self.model.is_recurrent,
-                f"mesh.context must be 1 where model.layer_types has gated delta nets, "
-                f"got {mesh.context}: their states run through the tokens of a row in "
-                f"order. Give the devices to mesh.fsdp or mesh.tensor.",
-            )
-        )
-        objective = self.loss.mtp_objective
-        rules.append(
-            (
-                mesh.context == 1 or objective == "cross_entropy",
-                f"mesh.context must be 1 for loss.mtp_objective={objective!r}, which "
-                f"compares states of neighbouring tokens, got {mesh.context}; give the "
+                mesh.context == 1 or not is_so,
+                f"mesh.context must be 1 for {what}, got {mesh.context}; give the "
                 f"devices to mesh.fsdp or mesh.tensor.",
             )
-        )
+            for what, is_so in alone.items()
+        ]
         return [*rules, *mesh.model_rules(self.model)]
 
     def _token_rules(self, num_devices: int) -> list[tuple[bool, str]]:

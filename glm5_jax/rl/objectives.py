@@ -60,6 +60,8 @@ def of(settings: config.RLConfig) -> Objective:
         "icepop": functools.partial(icepop, beta=settings.pop_beta, **clip),
         "tis": functools.partial(tis, tis_cap=settings.tis_cap, **clip),
         "dis": functools.partial(dis, **band),
+        "cispo": functools.partial(cispo, **band),
+        "gspo": functools.partial(gspo, **clip),
     }
     return objectives[settings.objective]
 
@@ -159,6 +161,57 @@ def dis(
     weight = jnp.where(is_inside, r, 0)
     metrics = _metrics(x, x.mismatch, ~is_inside, ~is_inside)
     return TokenLoss(-weight * x.advantages * x.logprobs, metrics)
+
+
+def cispo(
+    logprobs: Float[Array, "*n"],
+    old_logprobs: Float[Array, "*n"] | None,
+    rollout_logprobs: Float[Array, "*n"],
+    advantages: Float[Array, "*n"],
+    mask: Bool[Array, "*n"],
+    *,
+    dis_low: float,
+    dis_high: float,
+) -> TokenLoss:
+    """Returns -sg(clip(r, 1 - dis_low, 1 + dis_high)) A logprobs.
+
+    Clipped importance sampling, MiniMax-M1 (arXiv 2506.13585), Eq. 4 and 5: as in dis,
+    r is exp(logprobs - rollout_logprobs) and `old_logprobs` is not read, but a token
+    outside the band keeps its gradient, with the weight of the band's edge.
+    """
+    del old_logprobs
+    x = _masked(logprobs, None, rollout_logprobs, advantages, mask)
+    r = _ratio(x.mismatch)
+    weight = jnp.clip(r, 1 - dis_low, 1 + dis_high)
+    metrics = _metrics(x, x.mismatch, weight != r, jnp.zeros_like(mask))
+    return TokenLoss(-weight * x.advantages * x.logprobs, metrics)
+
+
+def gspo(
+    logprobs: Float[Array, "*n T"],
+    old_logprobs: Float[Array, "*n T"] | None,
+    rollout_logprobs: Float[Array, "*n T"],
+    advantages: Float[Array, "*n T"],
+    mask: Bool[Array, "*n T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """Returns -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A); ignores rho.
+
+    Group sequence policy optimisation (arXiv 2507.18071), its form by tokens (Eq. 13):
+    s is the geometric mean of r over the sampled tokens of a row, so that a row is
+    clipped as a whole, and each token's gradient has the factor s. Its bands are
+    narrow: 3e-4 and 4e-4 in the paper. A row must be one sequence.
+    """
+    x = _masked(logprobs, old_logprobs, rollout_logprobs, advantages, mask)
+    count = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+    mean = jnp.sum(x.moved, axis=-1, keepdims=True) / count
+    here = x.logprobs - lax.stop_gradient(x.logprobs)  # 0, with the token's gradient
+    x = x._replace(moved=lax.stop_gradient(mean) + here)
+    surrogate, is_clipped = _clipped_surrogate(x, clip_low, clip_high)
+    loss = jnp.where(mask, -surrogate, 0)
+    return TokenLoss(loss, _metrics(x, x.mismatch, jnp.zeros_like(mask), is_clipped))
 
 
 def distillation_advantages(

@@ -13,7 +13,7 @@ from glm5_jax.config import rl
 from glm5_jax.rl import objectives
 from tests import environment
 
-NAMES = ("grpo", "icepop", "tis", "dis")
+NAMES = ("grpo", "icepop", "tis", "dis", "cispo", "gspo")
 EACH = tuple((name, name) for name in NAMES)
 FLOAT32 = 1e-5  # relative: differences of log-probs of order 1, then an exp
 SPLITS = 1e-6  # absolute, of sums of order 0.1 in another order
@@ -50,9 +50,10 @@ def to_jax(tokens):
 
 def token_by_loop(name, logprob, old, rollout, advantage):
     """Returns a token's loss and its derivative by logprob, in float64."""
-    if name == "dis":
+    if name in ("dis", "cispo"):
         r = np.exp(logprob - rollout)
-        weight = r if 0.7 < r < 6.0 else 0.0
+        dropped = r if 0.7 < r < 6.0 else 0.0
+        weight = dropped if name == "dis" else min(max(r, 0.7), 6.0)
         return -weight * advantage * logprob, -weight * advantage
     r, rho = np.exp(logprob - old), np.exp(old - rollout)
     if advantage >= 0:
@@ -76,10 +77,15 @@ def by_loop(name, tokens):
     old = tokens["logprobs"] if old is None else old
     for at in np.ndindex(loss.shape):
         if tokens["mask"][at]:
+            logprob, row = tokens["logprobs"][at], tokens["mask"][at[:-1]]
+            before = old[at]
+            if name == "gspo":  # as grpo, by the mean of the row's log-ratios
+                moved = (tokens["logprobs"] - old)[at[:-1]]
+                before = logprob - np.mean(moved[row])
             loss[at], gradient[at] = token_by_loop(
-                name,
-                tokens["logprobs"][at],
-                old[at],
+                "grpo" if name == "gspo" else name,
+                logprob,
+                before,
                 tokens["rollout_logprobs"][at],
                 tokens["advantages"][at],
             )
@@ -132,11 +138,16 @@ class OracleTest(parameterized.TestCase):
     def test_the_tokens_cover_every_branch(self):
         tokens = make_tokens()
         for name in NAMES:
+            if name == "gspo":  # rows move less than tokens
+                tokens = make_tokens(moved=1.5, shape=(20, 4))
             metrics = objective(name)(**to_jax(tokens)).metrics
             count = tokens["mask"].sum()
             self.assertEqual(metrics.num_tokens, count)
-            self.assertBetween(metrics.num_clipped, 0.05 * count, 0.5 * count)
-            if name != "grpo":
+            if name == "cispo":  # drops nothing
+                self.assertEqual(metrics.num_clipped, 0)
+            else:
+                self.assertBetween(metrics.num_clipped, 0.05 * count, 0.5 * count)
+            if name not in ("grpo", "gspo"):
                 self.assertBetween(metrics.num_masked, 0.03 * count, 0.5 * count)
 
     def test_metrics(self):
@@ -172,6 +183,15 @@ class OracleTest(parameterized.TestCase):
         self.assertEqual(
             objectives.gap(jnp.full(mask.shape, jnp.nan), *given[1:], mask), (0, 0)
         )
+
+    def test_sequences_that_moved_are_clipped_as_a_whole(self):
+        tokens = make_tokens(moved=1.5, shape=(20, 4))
+        loss, slope = by_loop("gspo", tokens)
+        found = objective("gspo")(**to_jax(tokens)).loss
+        np.testing.assert_allclose(found, loss, rtol=FLOAT32, atol=FLOAT32)
+        found = gradient("gspo", to_jax(tokens))
+        np.testing.assert_allclose(found, slope, rtol=FLOAT32, atol=FLOAT32)
+        self.assertTrue(np.any(slope == 0, where=tokens["mask"]))
 
 
 class IdentityTest(parameterized.TestCase):
