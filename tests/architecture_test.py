@@ -43,7 +43,7 @@ LAYERS = (
     {"model", "optim", "data", "losses", "checkpoint"},
     {"quantization"},
     {"collectives", "environments"},
-    {"sharding", "processes", "messages"},
+    {"sharding", "processes", "messages", "anthropic_form"},
     {
         "command_line",
         "compile_cache",

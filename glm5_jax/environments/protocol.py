@@ -105,7 +105,8 @@ class Agent(Protocol):
         Args:
           task: to solve.
           base_url: what the program takes for OpenAI's: its chat completions are turns
-            of this episode. It holds as long as the call.
+            of this episode, and so are Anthropic's messages. It holds as long as the
+            call.
         """
         ...
 

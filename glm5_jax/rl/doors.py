@@ -1,6 +1,7 @@
-"""OpenAI's chat completions for agents: every episode has an address of its own.
+"""OpenAI's and Anthropic's addresses for agents: every episode has its own.
 
     http://127.0.0.1:PORT/TOKEN/v1/chat/completions
+    http://127.0.0.1:PORT/TOKEN/v1/messages
 
 Any program that takes a base URL can thus be trained unchanged. Nothing here imports
 jax.
@@ -15,10 +16,10 @@ from typing import Any
 
 from aiohttp import web
 
-from glm5_jax import config
+from glm5_jax import anthropic_form, config
 from glm5_jax import messages as messages_lib
 from glm5_jax.inference import requests
-from glm5_jax.rl import agent_session, completer
+from glm5_jax.rl import agent_session, anthropic_answers, completer
 
 MODEL = "policy"  # name that agents see; they may send any
 _MAX_BODY = 2**24
@@ -50,6 +51,7 @@ class Doors:
         """Returns the routes."""
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_post("/{token}/v1/chat/completions", self._complete)
+        app.router.add_post("/{token}" + anthropic_form.PATH, self._complete)
         app.router.add_get("/{token}/v1/models", self._models)
         return app
 
@@ -61,9 +63,13 @@ class Doors:
         session = self._sessions.get(request.match_info["token"])
         if session is None:
             return _error(404, "The episode of this address is over.")
+        is_anthropic = request.path.endswith(anthropic_form.PATH)
         try:
             body = await request.json()
             messages, tools = body["messages"], body.get("tools") or []
+            if is_anthropic:
+                messages = anthropic_form.messages_of(messages, body.get("system"))
+                tools = [*map(anthropic_form.tool, tools)]
             message, completion = await session.answer(messages, tools)
         except agent_session.OverError as error:
             return _error(400, str(error), "episode_over")
@@ -71,9 +77,14 @@ class Doors:
             return _error(400, f"The request cannot be used: {error}")
         except completer.EngineError as error:
             return _error(503, str(error))
-        answer = _answer(message, completion, session.num_turns)
+        if is_anthropic:
+            answer = anthropic_answers.whole(message, completion, MODEL)
+            events = anthropic_answers.events(answer)
+        else:
+            answer = _answer(message, completion, session.num_turns)
+            events = _events(answer)
         if body.get("stream"):
-            return await _streamed(request, answer)
+            return await _streamed(request, events)
         return web.json_response(answer)
 
 
@@ -121,10 +132,8 @@ def _answer(
     return {**head, "choices": [choice], "usage": usage}
 
 
-async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
-    """Sends a whole answer as the events of a stream."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
+def _events(answer: dict[str, Any]) -> Iterator[str]:
+    """Yields the events of a whole answer in OpenAI's form."""
     (choice,) = answer["choices"]
     delta = dict(choice["message"])
     calls = delta.get("tool_calls", [])
@@ -137,8 +146,15 @@ async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamR
         {"delta": {}, "finish_reason": choice["finish_reason"]},
     ):
         event = {**head, "choices": [{"index": 0, "logprobs": None, **changes}]}
-        await response.write(f"data: {json.dumps(event)}\n\n".encode())
-    await response.write(b"data: [DONE]\n\n")
+        yield f"data: {json.dumps(event)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _streamed(request: web.Request, events: Iterator[str]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(event.encode())
     await response.write_eof()
     return response
 

@@ -5,14 +5,14 @@ A body becomes that of a chat completion, so both forms share prompt and parser.
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
+from glm5_jax import anthropic_form
 from glm5_jax.serving import bodies, chat, errors, served, sse, turn
 
-PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+COUNT = f"{anthropic_form.PATH}/count_tokens"
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
-Block = dict[str, Any]
 
 
 class MessagesBody(bodies.Body):
@@ -44,15 +44,10 @@ class MessagesBody(bodies.Body):
             ApiError: a field cannot be used.
             InputError: a message is malformed.
         """
-        said: list[dict[str, Any]] = []
-        if self.system is not None:
-            said.append(_said("system", self.system))
-        for message in self.messages:
-            said += _messages(message)
         body = chat.ChatBody(
             model=self.model,
-            messages=said,
-            tools=[_tool(tool) for tool in self.tools or ()] or None,
+            messages=anthropic_form.messages_of(self.messages, self.system),
+            tools=[*map(anthropic_form.tool, self.tools or ())] or None,
             tool_choice=_choice(self.tool_choice),
             strict_tools=any(tool.get("strict") is True for tool in self.tools or ()),
             parallel_tool_calls=self.is_parallel,
@@ -79,13 +74,14 @@ async def whole(talk: chat.Conversation) -> dict[str, Any]:
     """Returns the whole answer."""
     await talk.answers.finish()
     (read,) = talk.answers.turns
-    content: list[Block] = []
+    content: list[anthropic_form.Block] = []
     if read.reasoning:
-        content.append(_block("thinking", read.reasoning))
+        content.append(anthropic_form.text_block("thinking", read.reasoning))
     if read.content:
-        content.append(_block("text", read.content))
+        content.append(anthropic_form.text_block("text", read.content))
     for call in read.calls:
-        content.append({**_call(call), "input": json.loads(call.arguments)})
+        arguments = json.loads(call.arguments)
+        content.append(anthropic_form.call_block(call.id, call.name, arguments))
     return {**_head(talk), "content": content, **_end(read), "usage": _usage(talk)}
 
 
@@ -103,7 +99,7 @@ async def stream(talk: chat.Conversation) -> AsyncIterator[str]:
                 if kind is not None:
                     yield _event("content_block_stop", index=index)
                 index, kind = index + 1, new
-                block = _block(new, "")
+                block = anthropic_form.text_block(new, "")
                 yield _event("content_block_start", index=index, content_block=block)
             more = {"type": f"{new}_delta", new: text}
             yield _event("content_block_delta", index=index, delta=more)
@@ -121,7 +117,7 @@ async def stream(talk: chat.Conversation) -> AsyncIterator[str]:
 
 def _call_events(index: int, call: turn.Call) -> Iterator[str]:
     """Yields the block of a tool call."""
-    block = {**_call(call), "input": {}}
+    block = anthropic_form.call_block(call.id, call.name, {})
     yield _event("content_block_start", index=index, content_block=block)
     more = {"type": "input_json_delta", "partial_json": call.arguments}
     yield _event("content_block_delta", index=index, delta=more)
@@ -159,22 +155,6 @@ def _usage(talk: chat.Conversation) -> dict[str, int]:
     }
 
 
-def _block(kind: str, text: str) -> Block:
-    signature = {"signature": ""} if kind == "thinking" else {}
-    return {"type": kind, kind: text, **signature}
-
-
-def _call(call: turn.Call) -> Block:
-    return {"type": "tool_use", "id": call.id, "name": call.name}
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool in OpenAI's form."""
-    shown = {name: tool[name] for name in ("name", "description") if name in tool}
-    function = {**shown, "parameters": tool.get("input_schema", {})}
-    return {"type": "function", "function": function}
-
-
 def _choice(given: Mapping[str, Any] | None) -> Any:
     """Returns a tool_choice in OpenAI's form."""
     if given is None:
@@ -195,45 +175,3 @@ def _format(given: Any) -> dict[str, Any] | None:
     if not isinstance(given, Mapping) or given.get("type") != "json_schema":
         raise errors.bad_request("output_config.format must be of type json_schema.")
     return {"type": "json_schema", "json_schema": dict(given)}
-
-
-def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a message in our form; a user's may hold results of tools.
-
-    Raises:
-        ApiError: it has a block that is not supported.
-    """
-    role, content = message.get("role"), message.get("content")
-    if isinstance(content, str) or role not in ("user", "assistant"):
-        return [_said(role, content)]
-    if not isinstance(content, list) or not all(isinstance(x, dict) for x in content):
-        raise errors.bad_request("content must be a string or a list of blocks.")
-    by_kind: dict[Any, list[Block]] = {}
-    for block in content:
-        by_kind.setdefault(block.get("type"), []).append(block)
-    known = {"text", "thinking", "redacted_thinking", "tool_use", "tool_result"}
-    if unknown := {*by_kind} - known:
-        raise errors.bad_request(
-            f"A block of type {unknown.pop()!r} is not supported; text, thinking, "
-            f"tool_use and tool_result are."
-        )
-    texts = by_kind.get("text", [])
-    if role == "user":
-        results = [
-            _said("tool", x.get("content")) for x in by_kind.get("tool_result", [])
-        ]
-        return [*results, *([_said("user", texts)] if texts or not results else [])]
-    thought = "".join(str(x.get("thinking", "")) for x in by_kind.get("thinking", []))
-    calls = [
-        {"name": x.get("name"), "arguments": x.get("input", {})}
-        for x in by_kind.get("tool_use", [])
-    ]
-    more = {"reasoning_content": thought, "tool_calls": calls}
-    return [{**_said("assistant", texts), **more}]
-
-
-def _said(role: Any, content: str | Iterable[Mapping[str, Any]] | None) -> dict:
-    """Returns a message of a role; keys of blocks such as cache_control are dropped."""
-    if content is not None and not isinstance(content, str):
-        content = [{"type": x.get("type"), "text": x.get("text")} for x in content]
-    return {"role": role, "content": content}

@@ -12,7 +12,7 @@ from fastapi import exceptions, responses
 from starlette import exceptions as starlette_exceptions
 
 import glm5_jax
-from glm5_jax import config
+from glm5_jax import anthropic_form, config
 from glm5_jax.inference import service as service_lib
 from glm5_jax.serving import (
     anthropic_messages,
@@ -111,14 +111,14 @@ def _add_texts(app: fastapi.FastAPI, model: served.Served) -> None:
             return sse.response(events, openai_responses.PATH)
         return await openai_responses.whole(talk, body)
 
-    @app.post(anthropic_messages.PATH, response_model=None)
+    @app.post(anthropic_form.PATH, response_model=None)
     async def messages(
         body: anthropic_messages.MessagesBody,
     ) -> responses.Response | dict:
         talk = await chat.begin(model, body.as_chat(model))
         if body.stream:
             events = anthropic_messages.stream(talk)
-            return sse.response(events, anthropic_messages.PATH)
+            return sse.response(events, anthropic_form.PATH)
         return await anthropic_messages.whole(talk)
 
     @app.post(anthropic_messages.COUNT)

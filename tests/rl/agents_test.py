@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 import aiohttp
+import anthropic
 import openai
 import pydantic_ai
 from absl.testing import parameterized
@@ -163,6 +164,71 @@ class AgentsTest(parameterized.TestCase):
         size = len(engine.prompts[0]) + len(first)
         self.assertEqual(engine.prompts[1][:size], engine.prompts[0] + first)
         self.assertLen(episode.samples, 1)
+
+    @parameterized.parameters(False, True)
+    def test_a_program_of_anthropic_completes_a_tool_loop(self, is_streamed):
+        tool = {"name": "add", "input_schema": TOOL["function"]["parameters"]}
+
+        async def ask(client, messages):
+            given = {
+                "model": "any",
+                "max_tokens": 64,
+                "system": "Be brief.",
+                "messages": messages,
+                "tools": [tool],
+            }
+            if not is_streamed:
+                return await client.messages.create(**given)
+            async with client.messages.stream(**given) as stream:
+                return await stream.get_final_message()
+
+        async def play(task, base_url):
+            url = base_url.removesuffix("/v1")  # the client adds it
+            messages = [{"role": "user", "content": task.messages[0]["content"]}]
+            async with anthropic.AsyncAnthropic(base_url=url, api_key="-") as client:
+                called = await ask(client, messages)
+                (block,) = called.content
+                self.assertEqual(called.stop_reason, "tool_use")
+                self.assertEqual((block.name, block.input), ("add", {"a": 2, "b": 3}))
+                result = {
+                    "type": "tool_result",
+                    "tool_use_id": block.id,
+                    "content": "5",
+                }
+                messages += [
+                    {"role": "assistant", "content": called.content},
+                    {"role": "user", "content": [result]},
+                ]
+                said = await ask(client, messages)
+            thought, text = said.content
+            self.assertEqual((thought.thinking, text.text), ("so", "five"))
+            self.assertEqual(said.stop_reason, "end_turn")
+            self.assertGreater(said.usage.output_tokens, 0)
+            return 1.0
+
+        episode, engine = run(play, CALL, ANSWERS[0])
+        self.assertEqual((episode.label, episode.reward.total), (Label.OK, 1.0))
+        self.assertEqual((episode.num_turns, episode.num_forks), (2, 0))
+        first = templates_test.ids_of(CALL)
+        size = len(engine.prompts[0]) + len(first)
+        self.assertEqual(engine.prompts[1][:size], engine.prompts[0] + first)
+        roles = [message["role"] for message in episode.transcript]
+        self.assertEqual(roles, ["system", "user", "assistant", "tool", "assistant"])
+
+    def test_wrong_requests_of_anthropic_are_told_and_end_nothing(self):
+        async def play(task, base_url):
+            image = [{"type": "image", "source": {}}]
+            async with aiohttp.ClientSession() as session:
+                body = {"messages": [{"role": "user", "content": image}]}
+                async with session.post(f"{base_url}/messages", json=body) as answer:
+                    self.assertEqual(answer.status, 400)
+                    told = (await answer.json())["error"]["message"]
+                    self.assertIn("'image' is not supported", told)
+            await chat(base_url, [*task.messages])
+            return 1.0
+
+        episode, _ = run(play, ANSWERS[0])
+        self.assertEqual((episode.num_turns, episode.reward.total), (1, 1.0))
 
     def test_a_stream_is_whole(self):
         async def play(task, base_url):
