@@ -168,9 +168,8 @@ class EpisodeTest(parameterized.TestCase):
         self.assertEqual(said[8:], ["error: a turn has at most 8 calls."] * 12)
 
     @parameterized.parameters(
-        # Writes the right answer only while nobody checks.
-        "(while :; do echo 7 > answer.txt; sleep 0.01; echo 8 > answer.txt; done) &"
-        " sleep 0.1; echo 8 > answer.txt; chmod a-w answer.txt",
+        # Has the right answer written by a process that outlives its shell.
+        "(setsid sh -c 'sleep 20; echo 7 > answer.txt') & echo 8 > answer.txt",
         # Programs of its own in place of those of the check.
         "printf '#!/bin/sh\\necho 7\\n' > cat; chmod +x cat; PATH=/work:$PATH",
         "cat() { echo 7; }; export -f cat; alias cat='echo 7'",
