@@ -1,11 +1,15 @@
 """Scores given tokens: their log-likelihoods under a model."""
 
+import dataclasses
 import functools
 import math
 import pathlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm5_jax import collectives, losses
@@ -21,6 +25,28 @@ BATCH_TOKENS = 4096  # tokens of a forward pass
 CHUNK_TOKENS = 1024  # tokens whose logits are in memory at once
 
 Rows = dict[str, np.ndarray]  # stacked rows of data/rows/packing.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternatives:
+    """The likeliest tokens after each position, to be filled by `score`.
+
+    Attributes:
+      ids: of the likeliest tokens, the likeliest first.
+      logprobs: of these tokens.
+      ranks: of the targets; 1 is the likeliest token.
+    """
+
+    ids: Int[np.ndarray, "rows T k"]
+    logprobs: Float[np.ndarray, "rows T k"]
+    ranks: Int[np.ndarray, "rows T"]
+
+    @classmethod
+    def empty(cls, rows: int, num_tokens: int, number: int) -> "Alternatives":
+        """Returns room for `number` tokens at each position."""
+        shape = rows, num_tokens, number
+        ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        return cls(ids, logprobs, np.zeros((rows, num_tokens), np.int32))
 
 
 def rows_of_tokens(
@@ -113,6 +139,7 @@ def score(
     config: config_lib.ModelConfig,
     rows: Rows,
     logits_out: Float[np.ndarray, "rows T V"] | None = None,
+    alternatives_out: Alternatives | None = None,
 ) -> Float[np.ndarray, "rows T"]:
     """Computes -log p(target) at every position, in nats.
 
@@ -123,6 +150,8 @@ def score(
       config: of the model.
       rows: tokens, targets and masks.
       logits_out: if given, filled with the logits of every position.
+      alternatives_out: if given, filled; the targets' log-probs then come from the same
+        logits as those of the likeliest tokens, and are equal where the tokens are.
 
     Raises:
       InputError: a row is longer than the model's positions.
@@ -145,6 +174,16 @@ def score(
             nll[part] = result[:count]
             if logits_out is not None:
                 logits_out[part] = _logits(params, config, hidden)[:count]
+            if (out := alternatives_out) is not None:
+                number, targets = out.ids.shape[-1], batch[1]
+                found = _likeliest(params, config, hidden, targets, number)
+                ids, logprobs, own, ranks = (x[:count] for x in found)
+                out.ids[part], out.logprobs[part], out.ranks[part] = (
+                    ids,
+                    logprobs,
+                    ranks,
+                )
+                nll[part] = -own
     return nll
 
 
@@ -192,6 +231,42 @@ def _score(
     arguments = specs, placement.ROWS, placement.ROWS, placement.ROWS
     run = collectives.on_shards(local, arguments, placement.ROWS)
     return run(params, tokens, targets, context)
+
+
+@functools.partial(invariance.jit, static_argnames=("config", "number"))
+def _likeliest(
+    params: dict,
+    config: config_lib.ModelConfig,
+    hidden: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    number: int,
+) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"], Float[Array, "B T"], Array]:
+    """Finds the likeliest tokens, the targets' log-probs and their ranks, in chunks."""
+
+    def chunk(part: tuple[Array, Array]) -> tuple[Array, Array, Array, Array]:
+        states, targets = part
+        logits = transformer.logits(params, config, states)
+        logprobs = jax.nn.log_softmax(logits)
+        own = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)
+        best, ids = lax.top_k(logprobs, number)
+        return ids, best, own[:, 0], 1 + jnp.sum(logprobs > own, axis=-1)
+
+    count = targets.size
+    size = min(CHUNK_TOKENS, count)
+    padding = -count % size
+
+    def chunked(array: Array) -> Array:
+        flat = array.reshape(count, *array.shape[2:])
+        flat = jnp.pad(flat, [(0, padding), *[(0, 0)] * (flat.ndim - 1)])
+        return flat.reshape(-1, size, *flat.shape[1:])
+
+    def joined(array: Array) -> Array:
+        flat = array.reshape(-1, *array.shape[2:])[:count]
+        return flat.reshape(*targets.shape, *flat.shape[1:])
+
+    found = lax.map(chunk, (chunked(hidden), chunked(targets)))
+    ids, best, own, ranks = (joined(array) for array in found)
+    return ids, best, own, ranks
 
 
 _logits = invariance.jit(transformer.logits, static_argnames="config")

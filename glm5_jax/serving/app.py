@@ -98,8 +98,8 @@ def _add_texts(app: fastapi.FastAPI, model: served.Served) -> None:
     ) -> responses.Response | dict:
         talk = await completions.begin(model, body)
         if body.stream:
-            return sse.response(completions.stream(talk, body), completions.PATH)
-        return await completions.whole(talk, body)
+            return sse.response(completions.stream(talk), completions.PATH)
+        return await completions.whole(talk)
 
     @app.post(openai_responses.PATH, response_model=None)
     async def respond(
@@ -179,6 +179,10 @@ def _add_token_ids(app: fastapi.FastAPI, model: served.Served) -> None:
     @app.post(token_ids.TOKENIZE)
     async def tokenize(body: token_ids.TokenizeBody) -> dict[str, Any]:
         return token_ids.tokenize(model, body)
+
+    @app.get(token_ids.TOKENIZER_INFO)
+    async def tokenizer_info() -> dict[str, Any]:
+        return token_ids.tokenizer_info(model)
 
     @app.post(token_ids.DETOKENIZE)
     async def detokenize(body: token_ids.DetokenizeBody) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+from glm5_jax.inference import prompt_scores, requests
 from glm5_jax.serving import (
     answers,
     bodies,
     errors,
     logprobs,
+    prompt_logprobs,
     served,
     sse,
     structured,
@@ -28,26 +30,47 @@ class CompletionBody(bodies.Sampling):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = None
     logprobs: int | None = None
+    echo: bool = False  # begins each answer with its prompt
+    prompt_logprobs: int | None = None  # likeliest tokens beside each of a prompt
     stream_options: bodies.StreamOptions | None = None
     return_token_ids: bool = False
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Returns whether the answer tells something of the prompt."""
+        return self.echo or self.prompt_logprobs is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """Prompts, and the answers that are under way; `num_choices` for each prompt."""
+    """Prompts, and the answers that are under way; `num_choices` for each prompt.
+
+    Attributes:
+        model: that is served.
+        body: of the request.
+        prompts: ids.
+        scores: of the prompts; empty if nobody asked.
+        answers: `num_choices` for each prompt.
+    """
 
     model: served.Served
+    body: CompletionBody
     prompts: list[list[int]]
-    num_choices: int
+    scores: list[prompt_scores.Scores]
     answers: answers.Answers
 
-    def prompt_of(self, index: int) -> list[int]:
-        """Returns the prompt of an answer."""
-        return self.prompts[index // self.num_choices]
+    @property
+    def has_answers(self) -> bool:
+        """Returns whether anything follows the prompts."""
+        return self.body.max_tokens != 0
+
+    def place(self, index: int) -> int:
+        """Returns the place of an answer's prompt."""
+        return index // self.body.num_choices
 
 
 async def begin(model: served.Served, body: CompletionBody) -> Continuation:
-    """Reads the prompts and submits the requests.
+    """Reads the prompts, scores them if asked for, and submits the requests.
 
     Raises:
         ApiError: a field cannot be used.
@@ -60,53 +83,119 @@ async def begin(model: served.Served, body: CompletionBody) -> Continuation:
         size = min(_MAX_TOKENS, *(model.room(len(prompt)) for prompt in prompts))
     ends, number = model.stop_ids, body.logprobs
     constraint = await structured.of_text(model, structured.field_of(body), ends)
-    asked = [
-        request
-        for prompt in prompts
-        for request in body.requests(model, prompt, size, ends, number, constraint)
-    ]
-    turns = [turn.Turn(turn.TextReader(model.text), stop) for _ in asked]
+    asked = list[requests.Request]()
+    if size or not body.reads_prompt:
+        for prompt in prompts:
+            asked += body.requests(model, prompt, size, ends, number, constraint)
+    scores = await _scores(model, body, prompts)
+    number = len(prompts) * body.num_choices
+    turns = [turn.Turn(turn.TextReader(model.text), stop) for _ in range(number)]
     under_way = answers.Answers(model, asked, turns)
-    return Continuation(model, prompts, body.num_choices, under_way)
+    return Continuation(model, body, prompts, scores, under_way)
 
 
-async def whole(talk: Continuation, body: CompletionBody) -> dict[str, Any]:
+async def whole(talk: Continuation) -> dict[str, Any]:
     """Returns all answers together."""
     await talk.answers.finish()
     choices = []
     for index, read in enumerate(talk.answers.turns):
-        choice: dict[str, Any] = {"index": index, "text": read.content}
-        choice |= {"finish_reason": read.reason, "logprobs": None}
-        if body.logprobs is not None:
-            choice["logprobs"] = logprobs.completion(talk.model.text, read)
-        if body.return_token_ids:
-            choice["prompt_token_ids"] = talk.prompt_of(index)
-            choice["token_ids"] = read.tokens
-        choices.append(choice)
+        answer = _answer(talk, index, read.content, (0, len(read.tokens)))
+        reason = {"finish_reason": _reason(read)}
+        choices.append(_joined(_prompt(talk, index), answer) | reason)
     return {**_head(talk.model), "choices": choices, "usage": _usage(talk)}
 
 
-async def stream(talk: Continuation, body: CompletionBody) -> AsyncIterator[str]:
-    """Yields the events of all answers as they come."""
-    head, has_begun = _head(talk.model), set()
+async def stream(talk: Continuation) -> AsyncIterator[str]:
+    """Yields the events of all answers as they come, prompts before them."""
+    head, turns, body = _head(talk.model), talk.answers.turns, talk.body
+    for index in range(len(turns) if body.reads_prompt or body.return_token_ids else 0):
+        reason = None if talk.has_answers else "length"
+        choice = _prompt(talk, index) | {"finish_reason": reason}
+        yield sse.event({**head, "choices": [choice]})
     async for index, delta in talk.answers.deltas():
-        read = talk.answers.turns[index]
-        choice: dict[str, Any] = {"index": index, "text": delta.content}
-        choice |= {"logprobs": None, "finish_reason": None}
-        if body.logprobs is not None:
-            span = delta.first, delta.end
-            choice["logprobs"] = logprobs.completion(talk.model.text, read, *span)
-        if body.return_token_ids:
-            choice["token_ids"] = read.tokens[delta.first : delta.end]
-            if index not in has_begun:
-                choice["prompt_token_ids"] = talk.prompt_of(index)
-            has_begun.add(index)
-        if read.end is not None:
-            choice["finish_reason"] = read.reason
+        choice = _answer(talk, index, delta.content, (delta.first, delta.end))
+        has_ended = turns[index].end is not None
+        choice["finish_reason"] = turns[index].reason if has_ended else None
         yield sse.event({**head, "choices": [choice]})
     if body.stream_options and body.stream_options.include_usage:
         yield sse.event({**head, "choices": [], "usage": _usage(talk)})
     yield sse.DONE
+
+
+def _prompt(talk: Continuation, index: int) -> dict[str, Any]:
+    """Returns what a choice tells of its prompt."""
+    body, tokenizer, place = talk.body, talk.model.text, talk.place(index)
+    ids = talk.prompts[place]
+    choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None}
+    if body.echo:
+        choice["text"] = tokenizer.spell(ids)
+    if body.logprobs is not None:
+        shown = logprobs.completion(tokenizer, [], [], [])
+        if body.echo:
+            scores = talk.scores[place]
+            values = [None, *scores.logprobs]
+            others = [[], *(x[: body.logprobs] for x in scores.alternatives)]
+            shown = logprobs.completion(tokenizer, ids, values, others)
+        choice["logprobs"] = shown
+    if body.prompt_logprobs is not None:
+        scores, most = talk.scores[place], body.prompt_logprobs
+        choice["prompt_logprobs"] = prompt_logprobs.by_id(tokenizer, ids, scores, most)
+    if body.return_token_ids:
+        choice |= {"prompt_token_ids": ids, "token_ids": []}
+    return choice
+
+
+def _answer(
+    talk: Continuation, index: int, text: str, span: tuple[int, int]
+) -> dict[str, Any]:
+    """Returns a part of an answer; `span` is its tokens."""
+    body, tokenizer, read = talk.body, talk.model.text, talk.answers.turns[index]
+    part, before = slice(*span), read.tokens[: span[0]]
+    choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+    if body.logprobs is not None:
+        if body.echo:
+            before = [*talk.prompts[talk.place(index)], *before]
+        choice["logprobs"] = logprobs.completion(
+            tokenizer,
+            read.tokens[part],
+            read.raw_logprobs[part],
+            read.alternatives[part],
+            offset=len(tokenizer.spell(before)),
+        )
+    if body.return_token_ids:
+        choice["token_ids"] = read.tokens[part]
+    return choice
+
+
+def _joined(prompt: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """Returns a whole choice."""
+    choice = {**prompt, **answer, "text": prompt["text"] + answer["text"]}
+    if prompt["logprobs"] is not None:
+        pairs = (
+            (name, prompt["logprobs"][name], answer["logprobs"][name])
+            for name in prompt["logprobs"]
+        )
+        # Nothing is None where no likeliest tokens were asked for.
+        joined = {name: [*(a or ()), *(b or ())] for name, a, b in pairs}
+        choice["logprobs"] = joined | {"top_logprobs": joined["top_logprobs"] or None}
+    return choice
+
+
+def _reason(read: turn.Turn) -> str:
+    """Returns why an answer ended; one without any token has its length."""
+    return read.reason if read.stop_string or read.end else "length"
+
+
+async def _scores(
+    model: served.Served, body: CompletionBody, prompts: list[list[int]]
+) -> list[prompt_scores.Scores]:
+    """Returns the scores of the prompts; nothing if nobody asked."""
+    numbers = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    asked = [number for number in numbers if number is not None]
+    if not asked:
+        return []
+    found, _ = await prompt_logprobs.scored(model, prompts, max(asked))
+    return found
 
 
 def _prompts(
@@ -139,7 +228,7 @@ def _usage(talk: Continuation) -> dict[str, Any]:
     """Returns the counts of tokens; each prompt counts once."""
     new = sum(len(read.tokens) for read in talk.answers.turns)
     prompt = sum(map(len, talk.prompts))
-    cached = sum(t.num_cached for t in talk.answers.turns[:: talk.num_choices])
+    cached = sum(t.num_cached for t in talk.answers.turns[:: talk.body.num_choices])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,

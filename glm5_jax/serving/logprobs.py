@@ -6,6 +6,7 @@ log-prob in the distribution that they were drawn from, which trainers need.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from glm5_jax.data import tokenizer as tokenizer_lib
@@ -39,22 +40,32 @@ def chat(
 
 def completion(
     tokenizer: tokenizer_lib.Tokenizer,
-    read: turn.Turn,
-    first: int = 0,
-    end: int | None = None,
+    ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    alternatives: Sequence[Sequence[tuple[int, float]]],
+    offset: int = 0,
 ) -> dict[str, Any]:
-    """Returns the tokens first..end of an answer in the form of completions."""
-    tokens = [tokenizer.spell([id]) for id in read.tokens[first:end]]
-    before = len(tokenizer.spell(read.tokens[:first]))
-    likeliest = [
-        {tokenizer.spell([id]): logprob for id, logprob in others}
-        for others in read.alternatives[first:end]
-    ]
+    """Returns tokens in the form of completions.
+
+    Args:
+        tokenizer: of the model.
+        ids: of the tokens.
+        logprobs: of the tokens; a prompt's first has none.
+        alternatives: the likeliest tokens in their places.
+        offset: characters before them.
+    """
+    tokens = [tokenizer.spell([id]) for id in ids]
+    likeliest = []
+    for others in alternatives:
+        place: dict[str, float] = {}
+        for id, logprob in others:  # several tokens may be spelt alike
+            place.setdefault(tokenizer.spell([id]), logprob)
+        likeliest.append(place or None)
     return {
         "tokens": tokens,
-        "token_logprobs": read.raw_logprobs[first:end],
+        "token_logprobs": [*logprobs],
         "top_logprobs": likeliest if any(likeliest) else None,
-        "text_offset": [*itertools.accumulate(map(len, tokens), initial=before)][:-1],
+        "text_offset": [*itertools.accumulate(map(len, tokens), initial=offset)][:-1],
     }
 
 

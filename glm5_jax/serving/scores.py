@@ -1,10 +1,8 @@
 """Answers POST /score: log-probs of given tokens in the model's own distribution."""
 
-import asyncio
 from typing import Any
 
-from glm5_jax.inference import prompt_scores
-from glm5_jax.serving import bodies, errors, served
+from glm5_jax.serving import bodies, errors, prompt_logprobs, served
 
 PATH = "/score"
 _MAX_ROWS = 256
@@ -27,18 +25,10 @@ async def score(model: served.Served, body: ScoreBody) -> dict[str, Any]:
     """
     model.require_name(body.model)
     rows = _rows(model, body)
-    for row in rows:
-        if len(row) > model.service.capacity:
-            raise errors.bad_request(
-                f"A row has {len(row)} tokens, more than the {model.service.capacity} "
-                f"of this server.",
-                "context_length_exceeded",
-            )
-    asked = model.service.call(lambda engine: prompt_scores.of(engine, rows))
-    found, version = await asyncio.wrap_future(asked)
+    found, version = await prompt_logprobs.scored(model, rows)
     data = [
-        {"index": i, "token_ids": row, "logprobs": [None, *logprobs]}
-        for i, (row, logprobs) in enumerate(zip(rows, found, strict=True))
+        {"index": i, "token_ids": row, "logprobs": [None, *scores.logprobs]}
+        for i, (row, scores) in enumerate(zip(rows, found, strict=True))
     ]
     number = sum(map(len, rows))
     usage = {"prompt_tokens": number, "completion_tokens": 0, "total_tokens": number}

@@ -13,13 +13,14 @@ from glm5_jax.serving import (
     chat,
     errors,
     logprobs,
+    prompt_logprobs,
     served,
     structured,
     turn,
 )
 
 GENERATE, TOKENIZE = "/inference/v1/generate", "/tokenize"
-DETOKENIZE = "/detokenize"
+DETOKENIZE, TOKENIZER_INFO = "/detokenize", "/tokenizer_info"
 
 
 class SamplingParams(bodies.Sampling):
@@ -27,6 +28,7 @@ class SamplingParams(bodies.Sampling):
 
     max_tokens: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class GenerateBody(bodies.Body):
@@ -92,6 +94,7 @@ async def generate(model: served.Served, body: GenerateBody) -> dict[str, Any]:
     ends, form = model.stop_ids, structured.field_of(settings)
     constraint = await structured.of_text(model, form, ends)
     asked = settings.requests(model, prompt, size, ends, others, constraint)
+    told = await _of_prompt(model, prompt, settings.prompt_logprobs)
     under_way = answers.Answers(model, asked, [turn.Turn(_NoText()) for _ in asked])
     await under_way.finish()
     choices = []
@@ -110,12 +113,15 @@ async def generate(model: served.Served, body: GenerateBody) -> dict[str, Any]:
         "request_id": f"gen-{uuid.uuid4().hex}",
         "model": model.name,
         "choices": choices,
+        "prompt_logprobs": told,
         "usage": chat.usage(prompt, under_way.turns),
     }
 
 
 def tokenize(model: served.Served, body: TokenizeBody) -> dict[str, Any]:
     """Returns the ids of a text or of a rendered conversation.
+
+    A prompt that is the name of a special token, and nothing else, stands for it.
 
     Raises:
         ApiError: not exactly one of prompt and messages is given.
@@ -124,17 +130,36 @@ def tokenize(model: served.Served, body: TokenizeBody) -> dict[str, Any]:
     model.require_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise errors.bad_request("Give either prompt or messages.")
-    if body.prompt is not None:
+    if body.prompt in model.text.special_ids:
+        ids = [model.text.special_ids[body.prompt]]
+    elif body.prompt is not None:
         ids = model.text.encode(body.prompt)
     else:
         ids = chat.render(model, body, body.add_generation_prompt)
     return {"tokens": ids, "count": len(ids), "max_model_len": model.service.capacity}
 
 
+def tokenizer_info(model: served.Served) -> dict[str, Any]:
+    """Returns the names of the tokens that clients put around texts."""
+    eos = model.text.spell([model.text.eos_id])
+    names = {"bos_token": None, "eos_token": eos, "pad_token": eos}
+    return {"tokenizer_class": "Tokenizer", "chat_template": None} | names
+
+
 def detokenize(model: served.Served, body: DetokenizeBody) -> dict[str, Any]:
     """Returns the text of ids, with special tokens spelt out."""
     model.require_name(body.model)
     return {"prompt": model.text.spell(body.tokens)}
+
+
+async def _of_prompt(
+    model: served.Served, prompt: list[int], number: int | None
+) -> list[dict[str, Any] | None] | None:
+    """Returns a prompt's log-probs, with `number` likeliest tokens in each place."""
+    if number is None:
+        return None
+    (scores,), _ = await prompt_logprobs.scored(model, [prompt], number)
+    return prompt_logprobs.by_id(model.tokenizer, prompt, scores, number)
 
 
 def _routed_experts(read: turn.Turn) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ class MeshTest(parameterized.TestCase):
             thread = threading.Thread(target=server.run, args=([listener],))
             thread.start()
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            settings = {"temperature": 0, "max_tokens": 6}
+            settings = {"temperature": 0, "max_tokens": 6, "prompt_logprobs": 2}
             answers = []
             try:
                 for prompt in PROMPTS:
@@ -38,13 +38,15 @@ class MeshTest(parameterized.TestCase):
                     reply = httpx.post(
                         f"{url}/inference/v1/generate", json=body, timeout=120
                     )
-                    answers.append(reply.raise_for_status().json()["choices"][0])
+                    answer = reply.raise_for_status().json()
+                    places = answer["prompt_logprobs"][1:]
+                    answers.append(answer["choices"][0] | {"places": places})
             finally:
                 server.should_exit = True
                 thread.join()
         return answers
 
-    def test_equal_ids(self):
+    def test_equal_ids_and_scores(self):
         folder = pathlib.Path(self.create_tempdir().full_path) / "model"
         huggingface_export.save_params(tiny.params(CONFIG), CONFIG, folder)
         alone = self.answers(folder, [])
@@ -52,6 +54,11 @@ class MeshTest(parameterized.TestCase):
         for one, other in zip(alone, shared, strict=True):
             self.assertEqual(one["token_ids"], other["token_ids"])
             self.assertLen(one["token_ids"], 6)
+            for place, same in zip(one["places"], other["places"], strict=True):
+                self.assertEqual(list(place), list(same))
+                for id, found in place.items():
+                    self.assertEqual(found["rank"], same[id]["rank"])
+                    self.assertAlmostEqual(found["logprob"], same[id]["logprob"], 4)
 
 
 if __name__ == "__main__":
