@@ -25,7 +25,6 @@ from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manifest, same_shapes, step_folder
 
 _TREE = "params"  # top-level name in the item PARAMS
-_CHUNK_BYTES = 2**25
 _CACHE_BYTES = 2**28  # of decoded chunks; more if a chunk is larger
 
 
@@ -88,7 +87,7 @@ def open_params(
         }
         return {path: StepLeaf(store.result()) for path, store in opening.items()}
 
-    found = open_all(0)
+    found = open_all(_CACHE_BYTES)
     names = {path[1:] for path in stored if path[0] == _TREE}
     theirs = {path: found[path].shape if path in found else "present" for path in names}
     ours = {path: tuple(leaf.shape) for path, leaf in wanted.items()}
@@ -193,7 +192,7 @@ class _WindowHandler(ocp.type_handlers.TypeHandler):
 
     async def _write(self, leaf: leaves_lib.Leaf, info: Any) -> None:
         chunk = leaves_lib.chunk_shape(
-            leaf.shape, leaf.dtype.itemsize, leaf.cuts, _CHUNK_BYTES
+            leaf.shape, leaf.dtype.itemsize, leaf.cuts, leaves_lib.WINDOW_BYTES
         )
         store = await tensorstore.open(
             {

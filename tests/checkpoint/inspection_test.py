@@ -3,10 +3,15 @@
 import contextlib
 import io
 import json
+import pathlib
+import re
 import shutil
+import time
 
 from absl import flags
+from absl import logging as absl_logging
 from absl.testing import flagsaver, parameterized
+from etils import epath
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
@@ -152,6 +157,66 @@ class CommandTest(faults_test.FaultsTestCase):
     def test_sizes_in_words(self):
         sizes = [inspection.bytes_text(x) for x in (0, 999, 1000, 9330000, 89 * 10**11)]
         self.assertEqual(sizes, ["0 B", "999 B", "1 kB", "9.33 MB", "8.9 TB"])
+
+
+class TableTest(parameterized.TestCase):
+    def row(self, **changes):
+        """Returns a row of step 7, 2 s old."""
+        row = inspection.Row(epath.Path("/run/checkpoints/7"), 5, 2.0, {}, "fine")
+        return row._replace(**changes)
+
+    @parameterized.parameters(
+        (-1.0, "0 s"),
+        (0.0, "0 s"),
+        (119.0, "119 s"),
+        (120.0, "2 min"),
+        (7199.0, "120 min"),
+        (7200.0, "2 h"),
+        (172_799.0, "48 h"),
+        (172_800.0, "2 d"),
+    )
+    def test_an_age_is_told_in_a_larger_unit_from_two_of_them_on(self, age, want):
+        line = inspection.table([self.row(age=age)]).splitlines()[1]
+        self.assertRegex(line, f"  5 B +{want} +fine$")
+
+    def test_columns(self):
+        """Numbers are on the right, words on the left, with two metrics at most."""
+        metrics = {"eval/loss": 2.34567, "accuracy": 0.5, "eval/other": 1}
+        rows = [
+            self.row(metrics=metrics, status="DAMAGED", problem="7 is bad."),
+            self.row(folder=epath.Path("/run/checkpoints/1000"), size=12_345, age=9e4),
+        ]
+        self.assertEqual(
+            inspection.table(rows),
+            "step     size   age  evaluation                status\n"
+            "   7      5 B   2 s  loss 2.346, accuracy 0.5  DAMAGED\n"
+            "1000  12.3 kB  25 h                            fine\n"
+            "error: 7 is bad.",
+        )
+
+    def test_the_rate_of_a_verification_is_that_of_its_bytes(self):
+        folder = pathlib.Path(self.create_tempdir()) / "checkpoints" / "7"
+        files = {
+            "params/_METADATA": "",
+            "metadata/metadata": '{"step": 7}',
+            "_CHECKPOINT_METADATA": "",
+        }
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        with (folder / "more").open("wb") as file:
+            file.truncate(2**24)
+        manifest.seal(epath.Path(folder))
+        began = time.perf_counter()
+        with self.assertLogs(absl_logging.get_absl_logger(), "INFO") as logs:
+            (row,) = inspection.describe([epath.Path(folder)], is_verified=True)
+        seconds = time.perf_counter() - began
+        rate = float(row.status.removeprefix("verified, ").removesuffix(" GB/s"))
+        self.assertGreater(rate, 2**24 / seconds / 1e9 - 0.01)
+        self.assertLess(rate, 100)
+        (line,) = [line for line in logs.output if "Hashed" in line]
+        said = float(re.search(r"in ([0-9.]+) s, ", line)[1])
+        self.assertLess(said, seconds + 0.001)
 
 
 if __name__ == "__main__":

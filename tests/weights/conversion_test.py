@@ -18,7 +18,7 @@ from absl.testing import parameterized
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
-from glm5_jax.checkpoint import manager, step_windows, stored
+from glm5_jax.checkpoint import manager, stored
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.model import transformer
 from glm5_jax.weights import (
@@ -74,11 +74,8 @@ class WindowsTest(ConversionCase):
 
     def setUp(self):
         super().setUp()
-        for module, name in (
-            (leaves_lib, "WINDOW_BYTES"),
-            (step_windows, "_CHUNK_BYTES"),
-            (stored, "_CHUNK_BYTES"),
-        ):
+        names = ((leaves_lib, "WINDOW_BYTES"), (stored, "_CHUNK_BYTES"))
+        for module, name in names:
             self.enter_context(mock.patch.object(module, name, SMALL_WINDOW))
 
     @parameterized.parameters("bfloat16", "float32", "fp8")
