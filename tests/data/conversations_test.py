@@ -132,6 +132,8 @@ class ConversationsTest(parameterized.TestCase):
         self.assertEqual(first.fingerprint, second.fingerprint)
         # A new version invalidates every run; raise it only for a new order.
         self.assertIn("order_version=1", first.fingerprint.split())
+        digests = "^corpus=[0-9a-f]{16} tokenizer=[0-9a-f]{16} "
+        self.assertRegex(first.fingerprint, digests)
         self.assertNotEqual(first.fingerprint, other.fingerprint)
         for changes in ({"chat_template": "glm5.2"}, {"clear_thinking": False}):
             self.assertNotEqual(self.make(1, **changes).fingerprint, first.fingerprint)

@@ -106,6 +106,53 @@ class FormatsTest(parameterized.TestCase):
         found = documents_lib.read_documents(str(self.root))
         self.assertCountEqual([(d.name, d.text) for d in found], whole)
 
+    @parameterized.parameters(
+        (9, [(0, 10, 1), (10, 20, 2), (20, 30, 3), (30, 34, 4)]),
+        (10, [(0, 20, 1), (20, 34, 3)]),  # a cut is in the line after so many bytes
+        (19, [(0, 20, 1), (20, 34, 3)]),
+        (20, [(0, 30, 1), (30, 34, 4)]),
+        (34, [(0, 34, 1)]),
+    )
+    def test_spans_of_lines(self, num_bytes, want):
+        """Three lines of ten bytes, and one of four without an end."""
+        path = self.root / "a.jsonl"
+        path.write_bytes(b"012345678\n" * 3 + b"0123")
+        spans = formats.cut(self.root, path, num_bytes)
+        self.assertEqual([(s.start, s.stop, s.first) for s in spans], want)
+        sizes = [s.num_bytes for s in spans]
+        self.assertEqual(sizes, [stop - start for start, stop, _ in want])
+
+    @parameterized.parameters(
+        (1, [(0, 1, 1), (1, 2, 4), (2, 3, 6)]),
+        (100, [(0, 1, 1), (1, 3, 4)]),
+        (80, [(0, 1, 1), (1, 2, 4), (2, 3, 6)]),
+        (101, [(0, 2, 1), (2, 3, 6)]),
+        (180, [(0, 2, 1), (2, 3, 6)]),
+        (181, [(0, 3, 1)]),
+    )
+    def test_neighbours_are_joined_until_they_have_the_bytes(self, num_bytes, want):
+        sizes = [(3, 100), (2, 80), (4, 120)]
+        spans = list(formats._joined(sizes, num_bytes))
+        self.assertEqual(
+            [(start, stop, first) for start, stop, first, _ in spans], want
+        )
+        got = [size for *_, size in spans]
+        self.assertEqual(got, [sum(b for _, b in sizes[i:j]) for i, j, _ in want])
+
+    def test_spans_of_records(self):
+        """Twenty records; the file's bytes are divided evenly."""
+        path = self.root / "a.array_record"
+        write_array_record(path, [b"x" * 50] * 20)
+        size = path.stat().st_size
+        for num_bytes, step in ((1, 1), (size // 4, 5), (size - 1, 19), (size, 20)):
+            spans = formats.cut(self.root, path, num_bytes)
+            want = [
+                (i, stop := min(i + step, 20), i + 1, (stop - i) * size // 20)
+                for i in range(0, 20, step)
+            ]
+            got = [(s.start, s.stop, s.first, s.num_bytes) for s in spans]
+            self.assertEqual(got, want)
+
     def test_empty_lines_count_and_are_no_documents(self):
         path = self.root / "a.jsonl"
         path.write_text('\n{"text": "a"}\r\n \n\n{"text": "b"}\n\n')

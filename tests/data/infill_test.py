@@ -47,6 +47,25 @@ class InfillTest(parameterized.TestCase):
         self.assertEqual(infill.Infill(0.0, 0.5).arrange("a", TEXT), [(None, TEXT)])
         self.assertEqual(len(infill.Infill(1.0, 0.5).arrange("a", "")), 3)
 
+    @parameterized.parameters(
+        ("0", [(None, "0123456789")]),
+        (
+            "3",
+            [(infill.SUFFIX, "56789"), (infill.PREFIX, "0"), (infill.MIDDLE, "1234")],
+        ),
+        (
+            "6",
+            [(infill.PREFIX, "012"), (infill.SUFFIX, "56789"), (infill.MIDDLE, "34")],
+        ),
+        (
+            "7",
+            [(infill.PREFIX, "0123"), (infill.SUFFIX, "9"), (infill.MIDDLE, "45678")],
+        ),
+    )
+    def test_every_machine_cuts_at_the_same_places(self, name, want):
+        """Other places would need another version of the plan."""
+        self.assertEqual(infill.Infill(0.5).arrange(name, "0123456789"), want)
+
     def test_special_tokens_are_required(self):
         infill.check(tokenizer_lib.SPECIAL_TOKENS)
         with self.assertRaisesRegex(config.InputError, "code_prefix.*'byte_chat'"):

@@ -1,5 +1,6 @@
 """Interleaved packing: chunks in turns, and rows of documents that are alike."""
 
+import hashlib
 import itertools
 
 import numpy as np
@@ -84,6 +85,26 @@ class InterleavingTest(runs.FolderTest):
         found = similarity.vectors(documents)
         exact = found.astype(np.int64) @ found.astype(np.int64).T
         np.testing.assert_array_equal(found @ found.T, exact)
+
+    def test_every_machine_finds_the_same_vectors(self):
+        """A document of one token is one place; one of none is zero."""
+        ids = ([5], [1, 2, 3, 4, 1, 2, 3], [1, 2, 3, 9], [], [154_879, 7, 7, 7, 7])
+        found = similarity.vectors([np.array(some, np.int32) for some in ids])
+        self.assertEqual(np.flatnonzero(found[0]).tolist(), [929])
+        self.assertEqual(found[0, 929], -2048)
+        self.assertFalse(found[3].any())
+        digest = hashlib.sha256(found.tobytes()).hexdigest()
+        self.assertEqual(digest[:16], "58097834fa3079b4")
+
+    def test_a_row_takes_what_just_fits(self):
+        found = np.ones((5, 1), np.float32)
+        for capacity, want in (
+            (6, [[0, 2], [1, 3], [4]]),
+            (7, [[0, 1], [2, 3, 4]]),
+            (5, [[0], [1, 2], [3, 4]]),
+        ):
+            groups = similarity.groups(found, [4, 3, 2, 3, 2], capacity)
+            self.assertEqual(groups, want, capacity)
 
 
 if __name__ == "__main__":

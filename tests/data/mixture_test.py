@@ -63,6 +63,11 @@ class EvenOrderTest(parameterized.TestCase):
         with self.assertRaisesRegex(config.InputError, "fewer digits"):
             schedule_lib.shares((0.123456789, 1.0))
 
+    def test_a_cycle_has_a_hundred_thousand_rows_at_most(self):
+        self.assertEqual(schedule_lib.shares((1.0, 99_999.0)), (1, 99_999))
+        with self.assertRaisesRegex(config.InputError, "sum is 100001, .* 100000;"):
+            schedule_lib.shares((1.0, 100_000.0))
+
 
 class ScheduleTest(parameterized.TestCase):
     def test_each_row_of_a_source_comes_once_across_stages(self):

@@ -7,7 +7,7 @@ from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.data.chat import parsing, templates, text_stream
+from glm5_jax.data.chat import parsing, templates, text_stream, tool_calls
 from glm5_jax.data.chat.parsing import Call, Content, Reasoning
 from tests import environment
 
@@ -173,6 +173,28 @@ class CasesTest(parameterized.TestCase):
         ids = ids_of(f"</think><tool_call>{call}</tool_call>")
         events, _ = events_of([ids], tools=[WEATHER])
         self.assertEqual(events, [Call("weather", {"city": "5", "days": 5})])
+
+    @parameterized.parameters(
+        ("1.5", 1.5),
+        ("null", None),
+        ('{"a": [1, true]}', {"a": [1, True]}),
+        ("Köln", "Köln"),
+        ("1e999", "1e999"),
+        ("[-1e999]", "[-1e999]"),
+        ("NaN", "NaN"),
+        ('"\\ud800"', '"\\ud800"'),
+        ("[" * 65 + "]" * 65, "[" * 65 + "]" * 65),
+        ('{"a":' * 65 + "1" + "}" * 65, '{"a":' * 65 + "1" + "}" * 65),
+    )
+    def test_a_value_is_text_if_it_could_not_be_written_again(self, text, want):
+        self.assertEqual(tool_calls._value(text), want)
+
+    def test_brackets_of_a_value_are_64_deep_at_most(self):
+        for depth in (1, 63, 64):
+            value = tool_calls._value("[" * depth + "]" * depth)
+            for _ in range(depth - 1):
+                (value,) = value
+            self.assertEqual(value, [])
 
     def test_nothing_after_the_stop_is_read(self):
         events, _ = events_of([ids_of("</think>a<|user|>b"), ids_of("c")])

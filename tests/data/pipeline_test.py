@@ -168,6 +168,8 @@ class PipelineTest(parameterized.TestCase):
         self.assertEqual(self.make().fingerprint, base.fingerprint)
         # A new version invalidates every run; raise it only for a new order.
         self.assertIn("order_version=1", base.fingerprint.split())
+        digests = "^corpus=[0-9a-f]{16} tokenizer=[0-9a-f]{16} "
+        self.assertRegex(base.fingerprint, digests)
         for part, changed in (
             ("seed", self.make(seed=1)),
             ("sequence_length", self.make(sequence_length=16)),

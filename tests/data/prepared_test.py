@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import itertools
+import json
 import pathlib
 import shutil
 
@@ -109,6 +110,16 @@ class PreparedTest(runs.FolderTest):
         fewer = dataclasses.replace(index.train[0], rows=index.train[0].rows - 1)
         other = dataclasses.replace(index, train=(fewer, *index.train[1:]))
         self.assertNotEqual(index.fingerprint["rows"], other.fingerprint["rows"])
+        for name in ("corpus", "tokenizer", "rows"):
+            self.assertRegex(index.fingerprint[name], "^[0-9a-f]{16}$")
+
+    def test_an_index_may_be_written_in_another_order(self):
+        """A program that formats JSON anew may sort its keys."""
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        text = (self.folders["web"] / index_lib.NAME).read_text()
+        ordered = json.dumps(dict(reversed(json.loads(text).items())))
+        (folder / index_lib.NAME).write_text(ordered)
+        self.assertEqual(index_lib.read(folder), index_lib.read(self.folders["web"]))
 
     @parameterized.parameters("../web/train-00000.array_record", "/etc/passwd", "")
     def test_an_index_names_no_file_of_another_folder(self, name):

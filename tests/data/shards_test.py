@@ -1,6 +1,7 @@
 """Rows written to records and files, and the effect of damage."""
 
 import dataclasses
+import hashlib
 import pathlib
 import resource
 from unittest import mock
@@ -100,6 +101,34 @@ class ShardsTest(parameterized.TestCase):
             damaged[len(rows) + 5]
         for index in (5, len(rows), 2 * len(rows) + 5):
             self.assert_equal_rows(damaged[index], rows[index % len(rows)])
+
+    @parameterized.parameters(0, 1, 4095, 4096, 4097, 8192, 9000)
+    def test_ends_are_the_first_and_the_last_4096_bytes(self, size):
+        content = np.random.default_rng(size).bytes(size)
+        path = self.folder / "a"
+        path.write_bytes(content)
+        want = hashlib.sha256(content[:4096] + content[-4096:]).hexdigest()
+        self.assertEqual(shards.ends(path), want)
+
+    @parameterized.parameters((2**16 - 1, "<u2"), (2**16, "<u4"))
+    def test_the_bytes_of_a_record(self, largest, kind):
+        """Two documents: 1 2 3, of which 2 is no target, and 4 and the largest id."""
+        rows = packing.fit(
+            [
+                (np.array([1, 2, 3]), np.array([True, False, True])),
+                (np.array([4, largest]), np.array([False, True])),
+            ],
+            eos_id=EOS,
+            sequence_length=LENGTH,
+        )
+        header = np.array([1, int(kind[-1])], "<u2").tobytes()
+        counts = np.array([2, 2, 1], "<u4").tobytes()
+        ids = np.array([1, 2, 3, 4, largest], kind).tobytes()
+        record = header + counts + ids + b"\x60"  # 0, 1, 1 from the highest bit
+        self.assertEqual(shards.encode(rows[0]), record)
+        self.assert_equal_rows(shards.decode(record, LENGTH, EOS), rows[0])
+        padding = np.array([0, 2, 0, 0], "<u2").tobytes()
+        self.assertEqual(shards.encode(rows[1]), padding)
 
     def test_missing_and_cut_files_are_refused_at_once(self):
         shard = self.write("a", packed(300))

@@ -57,6 +57,18 @@ class FolderTest(parameterized.TestCase):
             documents_lib.parted(documents_lib.Document("a", "x"), percent), 1
         )
 
+    @parameterized.parameters(
+        ("0\n2\n4\n6\n8\n", 50, "0\n2\n", "4\n6\n8\n"),
+        ("0\n2\n4\n6\n8\n", 40, "0\n2\n4\n", "6\n8\n"),
+        ("\n123456789", 50, "\n", "123456789"),
+        ("0123456789", 30, "0123456", "789"),  # no line to cut at
+        ("01234567890\n", 99, None, None),  # nothing to train on
+    )
+    def test_a_lone_document_is_cut_after_a_line(self, text, percent, train, held_out):
+        parts = documents_lib.parted(documents_lib.Document("a", text), percent)
+        want = [text] if train is None else [train, held_out]
+        self.assertEqual([part.text for part in parts], want)
+
     def test_endless_or_nameless_sources_are_refused(self):
         folder = self.make_folder({"a.txt": "a"})
         os.mkfifo(f"{folder}/b.txt")

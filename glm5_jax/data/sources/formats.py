@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".py")
 JSONL = ".jsonl"
 _COMPRESSIBLE = (*TEXT_SUFFIXES, JSONL)
 _CHUNK_BYTES = 2**24
-WHOLE = 2**62  # bytes of a span, to have a whole file in one
+WHOLE = sys.maxsize  # bytes of a span, to have a whole file in one
 _ROWS_AT_ONCE = 256  # of a Parquet file, in memory
 _ARROW_FILE_MAGIC = b"ARROW1"
 _BOM = b"\xef\xbb\xbf"
