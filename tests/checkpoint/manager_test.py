@@ -2,6 +2,8 @@
 
 import contextlib
 import shutil
+import threading
+from concurrent import futures
 from unittest import mock
 
 import jax
@@ -101,6 +103,37 @@ class SaveRestoreTest(steps.StepsTestCase):
             self.assertGreater(manifest.verify(manager_lib.find_step(path)), 0)
         _, state, _ = self.open().restore(steps.abstract(steps.make_state(0)))
         steps.assert_same(state, steps.make_state(50))
+
+    def test_older_steps_with_a_manifest(self):
+        manager = self.with_steps(2, 3)
+        has = [step for step in range(5) if manager.has_before(step)]
+        self.assertEqual(has, [3, 4])
+        (self.step_folder(2) / manifest.NAME).unlink()
+        has = [step for step in range(5) if manager.has_before(step)]
+        self.assertEqual(has, [4])
+
+    def test_errors_in_the_background_are_raised_once(self):
+        manager = self.open()
+        manager.check_for_errors()
+        with mock.patch.object(manifest, "seal", side_effect=OSError("it is full")):
+            manager.save(1, steps.make_state(1), steps.METADATA)
+            futures.wait([manager._pending])
+        with self.assertRaisesRegex(OSError, "step 1 cannot be written.* it is full"):
+            manager.check_for_errors()
+        manager.check_for_errors()
+
+    def test_a_save_under_way_is_not_waited_for(self):
+        manager = self.open()
+        go_on, seal = threading.Event(), manifest.seal
+        self.addCleanup(go_on.set)  # otherwise the thread outlives a failure
+        held = lambda *args: (go_on.wait(), seal(*args))
+        with mock.patch.object(manifest, "seal", held):
+            manager.save(1, steps.make_state(1), steps.METADATA)
+            manager.check_for_errors()
+            self.assertFalse((self.step_folder(1) / manifest.NAME).exists())
+            go_on.set()
+            manager.close()
+        self.assertTrue((self.step_folder(1) / manifest.NAME).exists())
 
     def test_a_step_that_was_deleted_can_be_saved_again(self):
         manager = self.open(retention.Retention(newest=1, every=2))

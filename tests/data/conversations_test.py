@@ -15,6 +15,7 @@ from glm5_jax import config, messages
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import conversations, templates, view
 from glm5_jax.data.rows import sft
+from glm5_jax.environments import protocol
 from glm5_jax.environments.tasks import problems
 from tests import environment
 
@@ -37,6 +38,17 @@ def make_conversation(i):
     if i % 3 == 0:
         turns += [user("Thanks"), assistant("Bye." * (i % 7), is_masked=i % 2 == 0)]
     return {"messages": turns, "tools": TOOLS}
+
+
+class Endless:
+    """Tasks without end, each with its own demonstration."""
+
+    def task(self, split, seed, index):
+        asked = user(f"{split} {seed} {index}")
+        return protocol.Task(str(index), (asked,))
+
+    def demonstration(self, task):
+        return (*task.messages, assistant("a"))
 
 
 class ConversationsTest(parameterized.TestCase):
@@ -273,6 +285,11 @@ class ConversationsTest(parameterized.TestCase):
             # A tool may be called even if the prompt does not describe it.
             tools = conversation.tools or (problems.CALC_TOOL,)
             messages.check(conversation.messages, tools)
+
+    def test_an_own_task_shows_4096_training_problems_of_seed_0(self):
+        found = conversations.read_conversations(f"tasks:{__name__}:Endless")
+        texts = [c.messages[0]["content"] for c in found]
+        self.assertEqual(texts, [f"train 0 {i}" for i in range(4096)])
 
     def test_a_folder_is_its_files(self):
         (self.file.parent / "b.jsonl").write_text(json.dumps(make_conversation(99)))

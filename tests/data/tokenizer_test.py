@@ -1,5 +1,6 @@
 """Tokenizers: exact round trips, files, and refused ones."""
 
+import contextlib
 import itertools
 import pathlib
 
@@ -254,6 +255,32 @@ class ReleasedTest(parameterized.TestCase):
         with self.assertRaisesRegex(config.InputError, message.replace("|", r"\|")):
             self.check(names)
 
+    @parameterized.parameters((5, ""), (6, "; and 1 more"), (7, "; and 2 more"))
+    def test_a_message_names_five_tokens_and_counts_the_others(self, count, more):
+        names = [f"<|{i}|>" for i in range(36)]
+        kept = [*range(0, 36 - count)]
+        for i in kept:
+            names[i] = tokenizer_lib.SPECIAL_TOKENS[i]
+        with self.assertRaises(config.InputError) as caught:
+            self.check(names)
+        wrong = [
+            f"{name} must be {154_820 + 36 - count + i}, is missing"
+            for i, name in enumerate(tokenizer_lib.SPECIAL_TOKENS[-count:][:5])
+        ]
+        self.assertIn(f" GLM-5's: {'; '.join(wrong)}{more}. Use", str(caught.exception))
+
+    @parameterized.parameters((154_819, True), (154_820, False))
+    def test_ids_are_those_of_the_release_in_tokenizers_of_its_size(self, last, passes):
+        """A tokenizer of 154,820 ids has room for no special token of the release."""
+        vocab = tokenizer_lib._ALPHABET | {"[gMASK]": 256, "<|endoftext|>": last}
+        tokenizer = tokenizer_lib.Tokenizer(
+            of_bytes(vocab, ["[gMASK]", "<|endoftext|>"])
+        )
+        self.assertEqual(tokenizer.vocab_size, last + 1)
+        refused = self.assertRaisesRegex(config.InputError, "not GLM-5's")
+        with contextlib.nullcontext() if passes else refused:
+            tokenizer_lib.check_released(tokenizer, "x")
+
     def test_large_tokenizers_of_other_families_are_none_of_ours(self):
         self.check(["<|other|>", "<|endoftext|>", "<|user|>"])
 
@@ -290,6 +317,11 @@ class TokenizerErrorTest(parameterized.TestCase):
         path = self.create_tempfile(content=text.replace(before, after, 1)).full_path
         with self.assertRaisesRegex(config.InputError, message):
             tokenizer_lib.load(path)
+
+    @parameterized.parameters((1, 1), (3, 1), (4, 2), (6, 2), (7, 3), (9, 3), (99, 3))
+    def test_a_bpe_trains_on_the_first_texts_that_reach_the_limit(self, limit, count):
+        texts = ["abc", "def", "ghi"]
+        self.assertEqual(tokenizer_lib._leading(texts, limit), texts[:count])
 
     def test_model_smaller_than_the_vocabulary(self):
         tokenizer = tokenizer_lib.byte_tokenizer()
