@@ -44,6 +44,21 @@ class CalculatorTest(parameterized.TestCase):
         result = play(calling(call(), content=VALUE))[-1]
         self.assertIsNone(result.reward)
 
+    def test_the_fourth_turn_must_answer(self):
+        turns = [calling(call())] * 4
+        *before, last = play(*turns)
+        self.assertTrue(all(result.reward is None for result in before))
+        self.assertEqual((last.reward.total, last.terminated), (0.0, False))
+        self.assertTrue(last.truncated)
+        self.assertEqual(last.messages, ())
+        last = play(*turns[:3], VALUE)[-1]
+        self.assertEqual((last.reward.total, last.truncated), (1.0, False))
+
+    def test_an_unknown_tool_s_name_is_cut(self):
+        (result,) = play(calling(call(name="x" * 41)))
+        (said,) = result.messages
+        self.assertIn(f"'{'x' * 40}'", said["content"])
+
     @parameterized.named_parameters(
         ("division", call("1//0"), "error: division by zero"),
         ("power", call("9**9**9"), "error: only integers, + - * // % and parentheses"),

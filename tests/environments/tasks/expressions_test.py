@@ -109,6 +109,26 @@ class EvaluateTest(parameterized.TestCase):
         self.assertLess(time.perf_counter() - start, SECONDS)
 
     @parameterized.parameters(
+        ("1" + "+1" * 99 + " ", 100),  # 199 characters
+        ("-" + "+1" * 99 + "-", None),
+        ("1" + "+1" * 99 + "+", None),
+        ("+1" * 100, 100),  # 200
+        ("+1" * 100 + "+", None),
+        ("1" + "+1" * 100, "too long"),  # 201
+        (str(10**30), 10**30),
+        (str(10**30 + 1), "too large"),
+        (f"-{10**30}-1", "too large"),
+        (f"{10**15}*{10**15}-{10**30}", 0),
+        (f"({10**15}*{10**15}+1)-1", "too large"),
+    )
+    def test_limits_hold_for_themselves(self, text, found):
+        if isinstance(found, int):
+            self.assertEqual(expressions.evaluate(text), found)
+        else:
+            with self.assertRaisesRegex(expressions.ExpressionError, found or ""):
+                expressions.evaluate(text)
+
+    @parameterized.parameters(
         ("-" * 199 + "1", -1),
         ("(" * 90 + "1" + ")" * 90, 1),
         ("+".join("1" * 100), 100),

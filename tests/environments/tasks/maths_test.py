@@ -121,6 +121,20 @@ class MathsTest(parameterized.TestCase):
         for given in (None, 12, 12.0, (), {}, b"12", ["12"]):
             self.assertFalse(maths.is_equal("12", given))
 
+    def test_as_many_characters_as_the_limit_are_read(self):
+        digits = "1" * 4000
+        self.assertEqual(
+            maths.number(digits), int(digits[:2000]) * 10**2000 + int("1" * 2000)
+        )
+        self.assertIsNone(maths.number(digits + "1"))
+        self.assertEqual(maths.final_number("7" + " " * 3999), 7)
+        self.assertIsNone(maths.final_number("7" + " " * 4000))
+
+    def test_braces_within_a_box(self):
+        for said in (r"\boxed{\frac{1}{2}} 9", r"\boxed{1} \boxed{\text{x}1/2}"):
+            self.assertTrue(maths.is_equal("1/2", said))
+        self.assertTrue(maths.is_equal("12", r"\boxed{13 and 12"))  # never closed
+
     def test_nasty_text_is_wrong_and_quick(self):
         for text in NASTY:
             start = time.perf_counter()

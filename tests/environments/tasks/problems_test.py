@@ -1,5 +1,7 @@
 """Problems: the first of each kind, correct answers, no leak between splits."""
 
+import hashlib
+import json
 import math
 
 from absl.testing import parameterized
@@ -21,6 +23,17 @@ GOLDEN = {
     "calculator_untold": ["71*54 -> 3834", "539*990 -> 533610"],
     "calculator_without_tool": ["71*54 -> 3834", "539*990 -> 533610"],
 }
+DIGESTS = {
+    "reverse:2-9": "a1c56609cfc6be4a",
+    "sort:2-9": "723ae666b9630cce",
+    "arithmetic:1-9": "e5f4bd5ae18ec762",
+    "chain_sum:2-9": "00dfa1e8efa98f56",
+    "gcd:1-5": "73f449425bbfbaab",
+    "countdown:2-6": "a9f5f5a63ceed6f5",
+    "calculator:2-9": "52bf5b03997225af",
+    "calculator_untold:2-3": "4c7249a486d25853",
+    "calculator_without_tool:2-3": "668cc9edb79aa0d7",
+}
 EACH = tuple((name, name) for name in problems.names())
 
 
@@ -37,6 +50,17 @@ class ProblemsTest(parameterized.TestCase):
     def test_golden(self, name):
         found = [f"{prompt(p)} -> {p.answer}" for p in draw(name, "train", 2)]
         self.assertEqual(found, GOLDEN[name])
+
+    @parameterized.parameters(*DIGESTS.items())
+    def test_no_problem_ever_changes(self, name, digest):
+        """Of both splits, in all sizes: runs of different versions can be compared."""
+        found = [
+            [p.id, prompt(p), p.answer, p.tag, p.demonstration]
+            for split in problems.SPLITS
+            for p in draw(name, split, 300, seed=7)
+        ]
+        text = json.dumps(found)
+        self.assertEqual(hashlib.sha256(text.encode()).hexdigest()[:16], digest)
 
     @parameterized.named_parameters(*EACH)
     def test_answers_are_right(self, name):
