@@ -31,6 +31,16 @@ def unequal(group, number):
     ]
 
 
+UNEQUAL = simulator.Prediction(
+    seconds=147.18031121452063,
+    num_tokens=61361,
+    train_idle=0.3554617968223577,
+    engine_idle=0.3053605117788874,
+    occupancy=0.2703830201781488,
+    staleness={0: 2, 1: 2, 2: 36},
+)
+
+
 class SimulatorTest(parameterized.TestCase):
     def test_synchronous_steps_add_up(self):
         found = simulator.predict(equal, SPEEDS, SETTINGS)
@@ -78,6 +88,29 @@ class SimulatorTest(parameterized.TestCase):
         found = simulator.predict(unequal, SPEEDS, settings)
         self.assertLessEqual(max(found.staleness), most)
         self.assertEqual(sum(found.staleness.values()), 60)
+
+    def test_a_run_of_unequal_episodes_is_predicted_as_ever(self):
+        """Three engines share their time among sequences. Figures of version 0.1."""
+        speeds = dataclasses.replace(
+            SPEEDS,
+            num_engines=3,
+            slots=4,
+            step_seconds=lambda n: 0.004 + 0.002 * n,
+            train_seconds=lambda tokens: tokens / 600,
+            publish_seconds=0.25,
+        )
+        settings = dataclasses.replace(
+            SETTINGS, group_size=3, max_staleness=2, num_steps=20, num_concurrent=9
+        )
+        found = simulator.predict(unequal, speeds, settings)
+        for name, value in dataclasses.asdict(UNEQUAL).items():
+            if isinstance(value, float):
+                self.assertAlmostEqual(getattr(found, name), value, places=6)
+            else:
+                self.assertEqual(getattr(found, name), value)
+        self.assertAlmostEqual(
+            found.tokens_per_second, found.num_tokens / found.seconds, places=9
+        )
 
     def test_more_staleness_is_never_slower_here(self):
         seconds = [
