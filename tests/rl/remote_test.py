@@ -247,6 +247,55 @@ class FleetTest(parameterized.TestCase):
         asyncio.run(run())
         self.assertEqual(router.states, ["ready"])
 
+    @parameterized.parameters(
+        # A router refuses for one server; the others must get the rest.
+        (500, "", ["start", "update", "finish"]),
+        # Without an answer there is nobody to go on with.
+        (None, "", ["start"]),
+        (500, "/replica/0", ["start"]),
+        (None, "/replica/0", ["start"]),
+    )
+    def test_a_step_that_fails(self, status, server, asked):
+        """Of an update of all servers through the router, or of one apart."""
+        found, told = [], []
+
+        async def step(request):
+            found.append(request.path.removeprefix(server).split("_")[0][1:])
+            if len(found) > 1:
+                return web.json_response({})
+            if status is None:
+                request.transport.close()
+            return web.Response(status=status or 200)
+
+        async def replicas(request):
+            state = "unfit" if server else "ready"
+            url = f"http://{request.host}{server}"
+            return web.json_response({"replicas": [{"url": url, "state": state}]})
+
+        async def tell(request):
+            told.append(await request.json())
+            return web.json_response({})
+
+        paths = (fleet_lib.START, fleet_lib.UPDATE, fleet_lib.FINISH)
+        routes = [("POST", server + path, step) for path in paths]
+        routes += [("GET", fleet_lib.REPLICAS, replicas)]
+        routes += [("POST", fleet_lib.REPLICAS, tell)]
+
+        async def run():
+            async with served(*routes) as (url, session):
+                fleet = fleet_lib.Fleet(session, url)
+                if not server:
+                    await fleet.publish("folder", 5, seconds=0.0)
+                    return
+                fleet._current = "folder", 5
+                for _ in range(2):  # the second look is too early to try again
+                    await fleet._repair()
+                self.assertEqual(fleet.num_repaired, 0)
+
+        asyncio.run(run())
+        self.assertEqual(found, asked)
+        self.assertEmpty(told)
+
     def test_a_version_that_no_server_takes_is_an_error(self):
         router = Router(["unfit", "down"], takes=False)
 
