@@ -1,0 +1,207 @@
+"""An orchestrator behind HTTP, before a server that answers by a script."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging as std_logging
+import time
+from unittest import mock
+
+import aiohttp
+from absl.testing import absltest
+from aiohttp import web
+
+from glm5_jax.config import DataConfig, RLConfig, TrainConfig
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.rl import held_out, trajectories
+from glm5_jax.rl.actors import fleet, process, remote
+from tests.rl import remote_test
+
+TOKENIZER = tokenizer_lib.named("byte_chat")
+END = TOKENIZER.special_ids["<|user|>"]
+SAID = [*b"ab", END]
+CONFIG = TrainConfig(
+    stage="async_rl",
+    data=DataConfig(tokenizer="byte_chat", enable_thinking=False),
+    rl=RLConfig(
+        environment="reverse_dense:2-3",
+        prompts_per_step=2,
+        group_size=3,
+        max_new_tokens=8,
+        max_turns=1,
+        slots=4,
+        num_eval_tasks=4,
+        max_staleness=1,
+        num_engines=1,
+        dynamic_sampling=False,
+    ),
+)
+
+
+@dataclasses.dataclass
+class Server:
+    """A server of scripted answers that is its own router."""
+
+    version: int = 0
+    requests: list = dataclasses.field(default_factory=list)
+    updates: list = dataclasses.field(default_factory=list)
+
+    async def models(self, request):
+        return web.json_response({"data": [{"max_model_len": 64}]})
+
+    async def generate(self, request):
+        self.requests.append(await request.json())
+        choice = {
+            "token_ids": SAID,
+            "logprobs": {"content": [{"logprob": -0.5} for _ in SAID]},
+            "finish_reason": "stop",
+            "weight_versions": [self.version] * len(SAID),
+            "cache_versions": [self.version] * len(SAID),
+        }
+        return web.json_response({"choices": [choice]})
+
+    async def update(self, request):
+        body = await request.json()
+        self.updates.append((request.path, body))
+        self.version = body.get("weight_version", self.version)
+        return web.json_response({})
+
+    async def replicas(self, request):
+        return web.json_response({"replicas": [{"url": "u", "state": "ready"}]})
+
+    def routes(self):
+        paths = (fleet.START, fleet.UPDATE, fleet.FINISH)
+        return [
+            ("GET", remote.MODELS, self.models),
+            ("POST", remote.GENERATE, self.generate),
+            ("GET", fleet.REPLICAS, self.replicas),
+            *(("POST", path, self.update) for path in paths),
+        ]
+
+
+@contextlib.asynccontextmanager
+async def orchestrating(server):
+    """Yields what posts a body to the orchestrator: (status, answer)."""
+    async with remote_test.served(*server.routes()) as (url, session):
+        runner = web.AppRunner(process.Process(CONFIG, url).app())
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            host, port = runner.addresses[0][:2]
+
+            async def ask(path, method="POST", **body):
+                address = f"http://{host}:{port}{path}"
+                limit = aiohttp.ClientTimeout(60)
+                async with session.request(
+                    method, address, json=body, timeout=limit
+                ) as answer:
+                    return answer.status, await answer.json()
+
+            yield ask
+        finally:
+            await runner.cleanup()
+
+
+def episodes(records):
+    return [trajectories.from_json(record) for record in records]
+
+
+class ProcessTest(absltest.TestCase):
+    def test_a_step(self):
+        server = Server()
+
+        async def run():
+            async with orchestrating(server) as ask:
+                found = [await ask("/status", "GET"), await ask("/memory", version=0)]
+                found.append(await ask("/take", version=0, stall_seconds=9.0))
+                await ask("/publish", folder="i0-v3", version=3)
+                found += [
+                    await ask("/start", groups={}),
+                    await ask("/start", groups={}),
+                ]
+                found.append(await ask("/take", version=0, stall_seconds=9.0))
+                found.append(await ask("/memory", version=0))
+                found.append(await ask("/take", version=1, stall_seconds=9.0))
+                found.append(await ask("/status", "GET"))
+                return found
+
+        found = asyncio.run(run())
+        before, memory, too_early, started, again, taken, saved, other, after = found
+        ready = [{"url": "u", "state": "ready"}]
+        self.assertEqual(before[0], 200)
+        self.assertIsNone(before[1]["version"])
+        self.assertEqual(before[1]["ledger"], {})
+        self.assertEqual((before[1]["replicas"], before[1]["repaired"]), (ready, 0))
+        self.assertEqual(memory, (200, {}))
+        self.assertEqual(too_early[0], 500)
+        self.assertEqual(too_early[1]["type"], "AssertionError")
+        self.assertIn("/start comes first", too_early[1]["error"])
+        self.assertEqual(started, (200, {}))
+        self.assertEqual((again[0], again[1]["type"]), (500, "RuntimeError"))
+        self.assertIn("already", again[1]["error"])
+
+        status, answer = taken
+        self.assertEqual(status, 200)
+        groups = [episodes(group) for group in answer["groups"]]
+        self.assertEqual([len(group) for group in groups], [3, 3])
+        played = episodes(answer["episodes"])
+        self.assertGreaterEqual(len(played), 6)
+        for episode in played:
+            (sample,) = episode.samples
+            self.assertEqual(sample.tokens[-len(SAID) :], SAID)
+            self.assertEqual({*sample.versions} - {-1}, {3})
+        self.assertEqual(answer["repaired"], 0)
+        self.assertBetween(answer["lag"], 0, 60)
+        self.assertEqual(answer["ledger"]["in_flight"], 2, answer["ledger"])
+        self.assertEqual(saved[0], 200)
+        self.assertEqual(other[0], 200)
+        first, second = (answer["groups"], other[1]["groups"])
+        ids = [[group[0]["task"]["id"] for group in step] for step in (first, second)]
+        self.assertEmpty({*ids[0]} & {*ids[1]})
+        self.assertEqual(after[1]["version"], 1)
+        self.assertEqual(
+            server.updates,
+            [
+                (fleet.START, {}),
+                (fleet.UPDATE, {"update_info": {"path": "i0-v3"}}),
+                (fleet.FINISH, {"weight_version": 3}),
+            ],
+        )
+
+    def test_an_evaluation_plays_the_held_out_tasks(self):
+        server = Server()
+
+        async def run():
+            async with orchestrating(server) as ask:
+                return await ask("/evaluate")
+
+        status, answer = asyncio.run(run())
+        self.assertEqual(status, 200)
+        self.assertLen(answer["episodes"], 4)
+        asked = {body["sampling_params"]["seed"] for body in server.requests}
+        self.assertEqual(asked, {held_out.FIRST_ID + i for i in range(4)})
+
+    def test_a_blocked_event_loop_is_named(self):
+        async def run():
+            async with orchestrating(Server()) as ask:
+                await asyncio.sleep(0.15)
+                time.sleep(0.4)  # as an environment that computes would
+                await asyncio.sleep(0.15)
+                _, found = await ask("/status", "GET")
+                return found["max_lag_seconds"]
+
+        for limit, is_named in ((0.2, True), (30.0, False)):
+            with (
+                mock.patch.object(process, "_LAG_SECONDS", limit),
+                self.assertLogs("absl", std_logging.INFO) as logs,
+            ):
+                std_logging.getLogger("absl").info("at least one line")
+                lag = asyncio.run(run())
+            self.assertBetween(lag, 0.2, 30.0)
+            said = [line for line in logs.output if "event loop was late" in line]
+            self.assertEqual(bool(said), is_named)
+        self.assertEqual(process._LAG_SECONDS, 1.0)
+
+
+if __name__ == "__main__":
+    absltest.main()
