@@ -3,6 +3,8 @@
 import asyncio
 import collections
 import random
+import time
+from unittest import mock
 
 from absl.testing import parameterized
 
@@ -193,6 +195,28 @@ class OrchestratorTest(parameterized.TestCase):
             asyncio.run(run)
         self.assertEqual(taskset.counts.resets, taskset.counts.closes)
 
+    def test_failures_in_a_row_are_counted(self):
+        """Seven are borne, again and again, with longer and longer waits; eight not."""
+        most = orchestrator_lib.MAX_FAILURES
+
+        def play(*attempts):
+            flags = [flag for flag in attempts for _ in range(GROUP_SIZE)]
+            flags = iter([*flags, *[False] * 1000])
+            engine, groups = Engine(fails=lambda: next(flags)), groups_lib.Groups(1, 0)
+            made = make(engine, Lucky(), groups, num_concurrent=1)
+            began = time.monotonic()
+            asyncio.run(learn(made, engine, 2))
+            return groups.ledger()["restarted"], time.monotonic() - began
+
+        with mock.patch.object(orchestrator_lib, "_RETRY_SECONDS", 0.01):
+            seven = [True] * (most - 1)
+            restarted, seconds = play(*seven, False, *seven, False)
+            self.assertEqual(restarted, 2 * (most - 1))
+            self.assertBetween(seconds, 2 * 0.01 * sum(range(most)), 30)
+            with self.assertRaises(completer.EngineError):
+                play(*seven, True, False)
+        self.assertEqual(orchestrator_lib._RETRY_SECONDS, 0.5)
+
     def test_equal_rewards_are_replaced_and_counted(self):
         rng, engine = random.Random(1), Engine()
         groups = groups_lib.Groups(2, 1)
@@ -244,7 +268,10 @@ class OrchestratorTest(parameterized.TestCase):
                 playing.cancel()
                 await asyncio.wait({playing})
 
-        words = "no episode has advanced for 0.05 s: 2 episodes .* 2 wait for an engine"
+        words = (
+            "no episode has advanced for 0.05 s: 2 episodes .* 2 wait for an engine, "
+            "the oldest for 0 s"
+        )
         with self.assertRaisesRegex(orchestrator_lib.StalledError, words):
             asyncio.run(run())
         self.assertEqual(taskset.counts.resets, taskset.counts.closes)
