@@ -5,6 +5,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+from unittest import mock
 
 import aiohttp
 import numpy as np
@@ -115,9 +116,38 @@ class RemoteTest(parameterized.TestCase):
         with self.assertRaisesRegex(completer.EngineError, words):
             complete(answer, seconds=0.5)
 
-    def test_a_request_that_is_refused_is_wrong_input(self):
+    @parameterized.parameters(400, 404, 413, 422)
+    def test_a_request_that_is_refused_is_wrong_input(self, status):
         with self.assertRaisesRegex(config.InputError, "refuses a request: .*too long"):
-            complete((400, {"error": "too long"}))
+            complete((status, {"error": "too long"}))
+
+    @parameterized.parameters(
+        (None, [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]),  # doubled, up to a limit
+        ("3", [3.0, 3.0, 3.0, 3.0, 3.0, 3.2, 5.0]),
+        ("9", [5.0, 5.0]),
+        ("soon", [0.1, 0.2]),
+    )
+    def test_a_busy_server_says_when_to_come_again(self, wait, waits):
+        slept, left = [], list(waits)
+
+        async def sleep(seconds):
+            slept.append(seconds)
+
+        async def busy(request):
+            if not left:
+                return web.json_response(ANSWER)
+            left.pop()
+            headers = {} if wait is None else {"Retry-After": wait}
+            return web.Response(status=503, headers=headers)
+
+        with mock.patch.object(remote, "asyncio", mock.Mock(sleep=sleep)):
+            complete(busy, seconds=60.0)
+        self.assertEqual(slept, waits)
+
+    def test_an_answer_is_shown_in_part(self):
+        with self.assertRaises(completer.EngineError) as caught:
+            complete((500, {"error": "x" * 1000}))
+        self.assertEqual(str(caught.exception).count("x"), 300 - len('{"error": "'))
 
     def test_a_slow_or_vanished_server_is_lost(self):
         async def slow(request):
