@@ -119,6 +119,13 @@ class WeightsTest(parameterized.TestCase):
         total = math.fsum(w.weight * sum(w.sample.mask) for w in found)
         self.assertAlmostEqual(total, 1.0, places=12)
 
+    def test_nothing_was_sampled(self):
+        for aggregation in ("token", "sequence"):
+            found = advantages.token_weights([[0, 0]], aggregation)
+            self.assertEqual(
+                found, [[1.0, 1.0] if aggregation == "token" else [0.5] * 2]
+            )
+
     def test_forks_share_their_episodes_weight_by_tokens(self):
         whole = [episode(1.0, tokens=(8,)), episode(0.0, tokens=(5,))]
         forked = [episode(1.0, tokens=(2, 6)), episode(0.0, tokens=(5,))]

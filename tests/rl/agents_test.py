@@ -391,6 +391,45 @@ class AgentsTest(parameterized.TestCase):
         with self.assertRaisesRegex(agent_session.OverError, "no end in 1 turns"):
             asyncio.run(session.answer([{"role": "user", "content": "Again"}]))
 
+    def session(self, *texts, capacity=2048, max_new_tokens=8):
+        engine = Engine(*texts)
+        engine.capacity = capacity
+        made = agent_session.AgentSession(
+            engine,
+            TEMPLATE,
+            request_id=40,
+            max_turns=3,
+            max_new_tokens=max_new_tokens,
+            temperature=0.5,
+        )
+        return made, engine
+
+    def test_a_prompt_may_leave_room_for_one_token(self):
+        asked = [{"role": "user", "content": "2 + 3?"}]
+        end = "<|user|>"
+        session, engine = self.session(end)
+        asyncio.run(session.answer(asked))
+        size = len(engine.prompts[0])
+        session, _ = self.session(end, capacity=size + 1)
+        asyncio.run(session.answer(asked))
+        self.assertEqual((session.num_turns, session.over), (1, ""))
+        session, _ = self.session(end, capacity=size)
+        with self.assertRaisesRegex(agent_session.OverError, f"of {size} tokens does"):
+            asyncio.run(session.answer(asked))
+        self.assertEqual(session.samples(), [])
+
+    def test_the_order_of_a_tool_s_words_does_not_fork(self):
+        session, _ = self.session("<|user|>", "<|user|>", "<|user|>")
+        asked = [{"role": "user", "content": "2 + 3?"}]
+        function = TOOL["function"]
+        again = {"function": dict(reversed(function.items())), "type": "function"}
+        other = {"function": function | {"name": "plus"}, "type": "function"}
+        for tool, num_forks in ((TOOL, 0), (again, 0), (other, 1)):
+            message, _ = asyncio.run(session.answer(asked, [tool]))
+            asked += [message, {"role": "user", "content": "And now?"}]
+            self.assertEqual(session.num_forks, num_forks)
+        self.assertLen(session.samples(), 2)
+
 
 class Named(Tasks):
     """Agents by "module:Class"."""

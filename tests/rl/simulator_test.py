@@ -103,6 +103,11 @@ class SimulatorTest(parameterized.TestCase):
             SETTINGS, group_size=3, max_staleness=2, num_steps=20, num_concurrent=9
         )
         found = simulator.predict(unequal, speeds, settings)
+        speeds = dataclasses.replace(speeds, slots=2)  # episodes wait for one
+        settings = dataclasses.replace(settings, num_concurrent=14)
+        crowded = simulator.predict(unequal, speeds, settings)
+        self.assertAlmostEqual(crowded.seconds, 146.97723931451827, places=6)
+        self.assertAlmostEqual(crowded.occupancy, 0.5209644302487092, places=6)
         for name, value in dataclasses.asdict(UNEQUAL).items():
             if isinstance(value, float):
                 self.assertAlmostEqual(getattr(found, name), value, places=6)
