@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import time
 
 import aiohttp
 import anthropic
@@ -15,7 +16,7 @@ from pydantic_ai.providers import openai as openai_providers
 from glm5_jax import environments
 from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
-from glm5_jax.rl import agent_session, completer, entrance
+from glm5_jax.rl import agent_session, completer, doors, entrance
 from glm5_jax.rl import episodes as episodes_lib
 from tests import environment
 from tests.data import templates_test
@@ -81,8 +82,20 @@ class Tasks:
 
 
 def run(play, *texts, **changes):
-    """Returns the episode of an agent, and the engine that it asked."""
-    engine, tasks = Engine(*texts), Tasks(play)
+    """Returns the episode of an agent, and the engine that it asked.
+
+    What the agent asserts counts, though an agent that fails ends no run.
+    """
+    failures = []
+
+    async def watched(task, base_url):
+        try:
+            return await play(task, base_url)
+        except AssertionError as error:
+            failures.append(error)
+            raise
+
+    engine, tasks = Engine(*texts), Tasks(watched)
     settings = episodes_lib.Settings(
         max_new_tokens=64, max_turns=4, num_concurrent=1, episode_timeout=20.0
     )
@@ -98,6 +111,7 @@ def run(play, *texts, **changes):
         return asyncio.run(played()), engine
     finally:
         assert tasks.num_closed == 1
+        assert not failures, failures[0]
 
 
 async def chat(base_url, messages, **fields):
@@ -313,13 +327,43 @@ class AgentsTest(parameterized.TestCase):
         self.assertIs(episode.label, Label.TIMEOUT)
 
     def test_a_lost_engine_is_the_engines_fault(self):
+        found = []
+
         async def play(task, base_url):
-            status, _ = await chat(base_url, [*task.messages])
-            self.assertEqual(status, 503)
+            found.append(await chat(base_url, [*task.messages]))
             return 0.0
 
         with self.assertRaises(completer.EngineError):
             run(play, None)
+        ((status, answer),) = found
+        self.assertEqual(
+            (status, answer["error"]["message"]), (503, "the engine is gone")
+        )
+
+    def test_an_address_cannot_be_guessed(self):
+        """It has 16 random bytes."""
+        found = set()
+        opened = doors.Doors()
+        for _ in range(3):
+            with opened.opened(self.session()[0]) as url:
+                found.add(url.split("/")[-2])
+        self.assertLen(found, 3)
+        self.assertEqual({len(token) for token in found}, {22})
+
+    def test_tokens_are_counted(self):
+        found = []
+
+        async def play(task, base_url):
+            found.append(await chat(base_url, [*task.messages]))
+            return 1.0
+
+        run(play, ANSWERS[0])
+        ((_, answer),) = found
+        number = len(templates_test.ids_of(ANSWERS[0]))
+        wanted = {"prompt_tokens": 0, "completion_tokens": number}
+        self.assertEqual(answer["usage"], wanted | {"total_tokens": number})
+        self.assertEqual(answer["choices"][0]["index"], 0)
+        self.assertBetween(answer["created"], time.time() - 600, time.time())
 
     @parameterized.named_parameters(
         ("no_messages", {"messages": []}, "at least one message"),
