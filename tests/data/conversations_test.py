@@ -286,6 +286,23 @@ class ConversationsTest(parameterized.TestCase):
             tools = conversation.tools or (problems.CALC_TOOL,)
             messages.check(conversation.messages, tools)
 
+    def test_a_conversation_may_have_one_token_more_than_a_row(self):
+        """Its last token is only a target."""
+        turns = [user("ab"), assistant("cd")]
+        template = templates.make_template(
+            self.data, tokenizer_lib.named(self.data.tokenizer)
+        )
+        whole = template.render(turns, (), end=True)
+        size = len(whole.tokens)
+        given = conversations.Conversation(turns)
+        for length, want in ((size, size), (size - 1, size), (size - 2, size - 2)):
+            tokens, mask, is_cut = conversations.render(given, template, length)
+            self.assertEqual(tokens.tolist(), whole.tokens[:want])
+            self.assertEqual(mask.tolist(), whole.mask[:want])
+            self.assertEqual(is_cut, want < size)
+        first = whole.mask.index(True)
+        self.assertIsNone(conversations.render(given, template, first - 1))
+
     def test_an_own_task_shows_4096_training_problems_of_seed_0(self):
         found = conversations.read_conversations(f"tasks:{__name__}:Endless")
         texts = [c.messages[0]["content"] for c in found]

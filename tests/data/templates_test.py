@@ -363,6 +363,33 @@ class TruncateTest(parameterized.TestCase):
         # A cut within a text loses few tokens.
         self.assertGreater(len(lengths), size / 3)
 
+    def test_all_places_of_cuts(self):
+        """Marks them with ^; the turn before the last user's is not trained."""
+        call = {"function": {"name": "xy", "arguments": {"k": "v"}}}
+        roles = ("user", "assistant", "tool", "assistant", "user", "assistant", "user")
+        contents = ("ab", "ef", "rs", "ij", "gh", "kl", "mn")
+        turns = [
+            {"role": role, "content": text}
+            for role, text in zip(roles, contents, strict=True)
+        ]
+        turns[1]["tool_calls"], turns[5]["is_masked"] = [call], True
+        turns.append({"role": "assistant", "content": "op"})
+        tokenizer = tokenizer_lib.named("byte_chat")
+        ours = templates.Template(tokenizer)
+        whole = ours.render(turns, (), end=True)
+        ends = [len(ours.truncate(whole, n).tokens) for n in range(len(whole.tokens))]
+        pieces = [tokenizer.spell([token]) for token in whole.tokens]
+        got = "".join("^" * (i in ends) + piece for i, piece in enumerate(pieces))
+        self.assertEqual(
+            got,
+            "^[gMASK]<sop>^<|user|>a^b^<|assistant|></think>e^f<tool_call>xy<arg_key>k"
+            "</arg_key><arg_value>v</arg_value></tool_call>^<|observation|>^"
+            "<tool_response>rs</tool_response>^<|assistant|></think>i^j^<|user|>^g^h^"
+            "<|assistant|></think>k^l^<|user|>m^n^<|assistant|></think>o^p<|endoftext|>",
+        )
+        for n in set(ends):  # a whole prefix needs no fewer tokens
+            self.assertLen(ours.truncate(whole, n).tokens, n)
+
 
 if __name__ == "__main__":
     environment.main()

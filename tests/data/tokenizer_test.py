@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import pathlib
 
 import tokenizers
@@ -95,6 +96,54 @@ class TokenizerTest(parameterized.TestCase):
         tokenizer = tokenizer_lib.byte_tokenizer()
         ids = [*"é".encode()[:1], tokenizer.eos_id, *b"a", tokenizer.vocab_size, -1]
         self.assertEqual(tokenizer.decode(ids), "\ufffda\ufffd\ufffd")
+
+    def test_every_byte_of_utf8_comes_back(self):
+        """Bytes are spelt by GPT-2's characters, as the library has them."""
+        text = "".join(map(chr, [*range(0x900), 0xD7FF, 0xFFFD, 0x1F642, 0x10FFFF]))
+        tokenizer = tokenizer_lib.byte_tokenizer()
+        self.assertEqual(tokenizer.encode(text), [*text.encode()])
+        self.assertEqual(tokenizer.decode(tokenizer.encode(text)), text)
+        library = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
+        ((spelt, _),) = library.pre_tokenize_str(text)
+        alphabet = tokenizer_lib._ALPHABET
+        self.assertEqual([alphabet[character] for character in spelt], [*text.encode()])
+        self.assertEqual(sorted(alphabet.values()), [*range(256)])
+
+    def test_a_file_may_cut_pad_and_frame_texts_and_ours_do_not(self):
+        backend = tokenizers.Tokenizer.from_str(tokenizer_lib.byte_tokenizer().text)
+        backend.enable_truncation(4)
+        backend.enable_padding(length=9, pad_id=256)
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+        )
+        file = self.create_tempfile(content=backend.to_str()).full_path
+        self.assertLen(backend.encode("abcdef").ids, 9)
+        tokenizer = tokenizer_lib.load(file)
+        for text in ("a", "abcdef", "a" * 20):
+            self.assertEqual(tokenizer.encode(text), [*text.encode()])
+            self.assertEqual(tokenizer.encode_batch([text]), [[*text.encode()]])
+
+    def test_special_tokens_in_the_file(self):
+        """As in the released file, whose special tokens no normalizer changes."""
+        (token,) = json.loads(tokenizer_lib.byte_tokenizer().text)["added_tokens"]
+        kept = {"id": 256, "content": "<|endoftext|>", "special": True}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        self.assertEqual(token, kept | flags)
+
+    @parameterized.parameters(
+        ("bpe", "61568ce45277e24d"), ("bpe_chat", "9e545f726784c752")
+    )
+    def test_a_bpe_of_an_earlier_version_is_found(self, name, want):
+        cache_dir = self.create_tempdir().full_path
+        data = config.DataConfig(
+            cache_dir=cache_dir, tokenizer=name, bpe_vocab_size=320
+        )
+        with self.assertLogs(level="INFO") as logs:
+            tokenizer_lib.for_corpus(data, CORPUS[:2])
+        (path,) = pathlib.Path(cache_dir).iterdir()
+        self.assertEqual(path.name, f"bpe-{want}.json")
+        (line,) = [line for line in logs.output if " tokens in " in line]
+        self.assertLess(float(line.split(" tokens in ")[1].split()[0]), 60)
 
     def test_a_bpe_is_trained_once_for_a_corpus_and_its_settings(self):
         cache_dir = self.create_tempdir().full_path
