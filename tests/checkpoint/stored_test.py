@@ -99,6 +99,26 @@ class CacheTest(steps.StepsTestCase):
         limits = [call.args[0]["cache_pool"] for call in made.call_args_list]
         self.assertEqual(limits[-1], {"total_bytes_limit": 2**30 // 4})
 
+    @parameterized.parameters(
+        (("layers_0", "mlp"), (1, 2, 6), 48, 192),  # one tensor of 8 x 6
+        (("layers_0", "mlp"), (3, 2, 6), 144, 288),  # two chunks, which are more
+        (("mtp", "mlp"), (1, 2, 6), 48, 576),
+        (("mtp", "mlp"), (9, 9, 9), 576, 1152),  # a chunk has no more than the array
+        (("layers_0", "experts", "mlp"), (1, 1, 6), 24, 48),
+    )
+    def test_the_cache_holds_a_tensor_and_two_chunks(self, path, chunks, size, want):
+        store = tensorstore.open(
+            {
+                "driver": "zarr",
+                "kvstore": {"driver": "memory"},
+                "metadata": {"shape": [3, 8, 6], "chunks": chunks, "dtype": "<f4"},
+            },
+            create=True,
+        ).result()
+        leaf = step_windows.StepLeaf(store)
+        self.assertEqual(leaf.chunk_bytes, size)
+        self.assertEqual(step_windows._needed_cache(path, leaf), want)
+
     def test_windows_of_one_chunk_decode_it_once(self):
         """Its three layers are read one by one."""
         path = (*LAYER, "mlp", "gate")

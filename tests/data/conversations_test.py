@@ -5,8 +5,10 @@ import gzip
 import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 from absl.testing import parameterized
@@ -166,6 +168,28 @@ class ConversationsTest(parameterized.TestCase):
         documents = self.documents(pipeline.eval_batches(100))
         self.assertEqual(max(len(ids) for ids, _ in documents), 501)
         self.assertTrue(all(trained for _, trained in documents))
+
+    @parameterized.parameters(True, False)
+    def test_only_a_terminal_shows_how_far_it_is(self, is_terminal):
+        with (
+            mock.patch.object(sys.stderr, "isatty", return_value=is_terminal),
+            mock.patch.object(sys.stderr, "write") as written,
+        ):
+            self.make()
+        shown = "".join(call.args[0] for call in written.call_args_list)
+        self.assertEqual("render: 100%" in shown, is_terminal)
+
+    def test_the_log_counts_what_is_cut_and_what_is_dropped(self):
+        """A row of 20 tokens has no room for the first trained ones."""
+        self.write([{"messages": [user("a" * n), assistant("bbb")]} for n in range(40)])
+        with self.assertLogs(level="INFO") as logs:
+            self.make(sequence_length=20)
+        lines = [line for line in logs.output if "are cut to 20 tokens" in line]
+        found = np.array([re.findall(r"\b\d+\b", line) for line in lines], int)
+        numbers, num_cut, _, num_dropped = found.sum(0)
+        # [gMASK] <sop> <|user|> a..a <|assistant|> </think> bbb <|endoftext|>: n + 9, and
+        # n + 6 with the first b.
+        self.assertEqual((numbers, num_cut, num_dropped), (40, 3, 24))
 
     def test_warns_where_the_prompt_asks_for_thoughts_that_are_not_there(self):
         with self.assertLogs(level="WARNING") as logs:

@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import itertools
 import pathlib
+import sys
+from unittest import mock
 
 import numpy as np
 from absl.testing import parameterized
@@ -162,6 +164,16 @@ class PipelineTest(parameterized.TestCase):
         ):
             self.assert_equal_batches(first, second)
         self.assertLen(list(self.make().eval_batches(1)), 1)
+
+    @parameterized.parameters(True, False)
+    def test_only_a_terminal_shows_how_far_it_is(self, is_terminal):
+        with (
+            mock.patch.object(sys.stderr, "isatty", return_value=is_terminal),
+            mock.patch.object(sys.stderr, "write") as written,
+        ):
+            self.make(cache_dir=self.create_tempdir().full_path)
+        shown = "".join(call.args[0] for call in written.call_args_list)
+        self.assertEqual("tokenize: 100%" in shown, is_terminal)
 
     def test_fingerprint_names_the_difference(self):
         base = self.make()

@@ -7,6 +7,7 @@ import json
 import pathlib
 import shutil
 
+import grain
 import numpy as np
 from absl.testing import parameterized
 
@@ -197,6 +198,20 @@ class PreparedTest(runs.FolderTest):
             for name, weight in zip(self.folders, weights, strict=True):
                 used = (after[name] - before[name]) * sizes[name]
                 self.assertAlmostEqual(used, num_rows * weight, delta=1)
+
+    def test_held_out_rows_are_in_the_order_of_seed_0(self):
+        """Another order would change the figures of runs that have begun."""
+        folder = self.folders["web"]
+        rows = shards.ShardRows(
+            folder, index_lib.read(folder).held_out, eos_id=256, sequence_length=32
+        )
+        order = grain.MapDataset.source(range(len(rows))).shuffle(seed=0)
+        batches = list(self.make().eval_batches(99))
+        got = np.concatenate([batch["tokens"] for batch in batches])
+        want = [rows[order[i]]["tokens"] for i in range(len(rows))]
+        np.testing.assert_array_equal(got[: len(want)], want)
+        self.assertFalse(batches[-1]["loss_mask"].ravel()[32 * len(rows) :].any())
+        self.assertLen(batches, -(-len(rows) // BATCH))
 
     def test_held_out_batches_are_the_same_for_every_seed_and_by_source(self):
         one, two = self.mix(seed=1), self.mix(seed=2)

@@ -385,7 +385,8 @@ class TruncateTest(parameterized.TestCase):
             "^[gMASK]<sop>^<|user|>a^b^<|assistant|></think>e^f<tool_call>xy<arg_key>k"
             "</arg_key><arg_value>v</arg_value></tool_call>^<|observation|>^"
             "<tool_response>rs</tool_response>^<|assistant|></think>i^j^<|user|>^g^h^"
-            "<|assistant|></think>k^l^<|user|>m^n^<|assistant|></think>o^p<|endoftext|>",
+            "<|assistant|></think>k^l^<|user|>m^n^<|assistant|></think>o^p"
+            "<|endoftext|>",
         )
         for n in set(ends):  # a whole prefix needs no fewer tokens
             self.assertLen(ours.truncate(whole, n).tokens, n)
