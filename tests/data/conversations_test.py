@@ -187,8 +187,8 @@ class ConversationsTest(parameterized.TestCase):
         lines = [line for line in logs.output if "are cut to 20 tokens" in line]
         found = np.array([re.findall(r"\b\d+\b", line) for line in lines], int)
         numbers, num_cut, _, num_dropped = found.sum(0)
-        # [gMASK] <sop> <|user|> a..a <|assistant|> </think> bbb <|endoftext|>: n + 9, and
-        # n + 6 with the first b.
+        # [gMASK] <sop> <|user|> a..a <|assistant|> </think> bbb <|endoftext|>: n + 9,
+        # and n + 6 with the first b.
         self.assertEqual((numbers, num_cut, num_dropped), (40, 3, 24))
 
     def test_warns_where_the_prompt_asks_for_thoughts_that_are_not_there(self):
