@@ -14,11 +14,12 @@ import time
 from unittest import mock
 
 from absl import flags
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.inference import commands, terminal
+from glm5_jax.data.chat import parsing
+from glm5_jax.inference import commands, conversation, terminal
 from tests import environment
 from tests.inference import terminal_child
 from tests.serving import scripted
@@ -89,6 +90,166 @@ class PipeTest(parameterized.TestCase):
         self.assertEqual((outcome.num_tokens, outcome.is_cut), (4, True))
         with self.assertRaises(config_lib.InputError):
             made.answer("x" * scripted.CAPACITY, lambda event: None)
+
+
+class Screen(io.StringIO):
+    """A terminal's screen, on which only what was flushed can be seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = ""
+
+    def isatty(self):
+        return True
+
+    def flush(self):
+        super().flush()
+        self.seen = self.getvalue()
+
+
+class Keys(io.StringIO):
+    """What a user types; `pastes` counts the lines that follow at once."""
+
+    def __init__(self, *lines):
+        super().__init__()
+        self.lines, self.prompts = list(lines), []
+
+    def isatty(self):
+        return True
+
+    def input(self, prompt=""):
+        self.prompts.append(prompt)
+        line = self.lines.pop(0) if self.lines else EOFError
+        if isinstance(line, type):
+            raise line
+        return line.removesuffix("+")
+
+    def select(self, reads, writes, others, seconds):
+        """Tells whether a line that ends with + was read, whose paste goes on."""
+        self.seconds = seconds
+        return ([self] if self.pasting else [], [], [])
+
+
+class Said(conversation.Conversation):
+    """A conversation with given answers: events, and an outcome or an error."""
+
+    def __init__(self, *answers):
+        self.answers, self.heard = list(answers), []
+        self.is_thinking = True
+
+    def answer(self, text, on_event, is_stopped=lambda: False):
+        self.heard.append(text)
+        events, outcome = self.answers.pop(0)
+        for event in events:
+            on_event(event)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+class ScreenTest(parameterized.TestCase):
+    """What a terminal shows, to the last character."""
+
+    def shown(self, keys, said):
+        screen = Screen()
+        pasted = [line.endswith("+") for line in keys.lines if isinstance(line, str)]
+
+        def read(prompt=""):
+            line = keys.input(prompt)
+            keys.pasting = pasted.pop(0) if pasted else False
+            return line
+
+        keys.pasting = False
+        with (
+            mock.patch("builtins.input", read),
+            mock.patch.object(terminal.select, "select", keys.select),
+        ):
+            terminal.Terminal(said, keys, screen).run()
+        self.assertEqual(screen.seen, screen.getvalue())
+        return screen.seen
+
+    def outcome(self, **changes):
+        fields = {"num_tokens": 6, "seconds": 2.0, "is_cut": False, "is_stopped": False}
+        return conversation.Outcome(**fields | changes)
+
+    def test_thought_content_and_calls(self):
+        events = [
+            parsing.Reasoning("So "),
+            parsing.Reasoning("it is."),
+            parsing.Content("Hé"),
+            parsing.Content("!"),
+            parsing.Call("f", {"k": "é"}),
+        ]
+        keys = Keys("Hi")
+        shown = self.shown(keys, Said((events, self.outcome())))
+        thought = "\x1b[2mSo it is.\x1b[0m\n"
+        call = '\nf({"k": "é"})'
+        figures = "\n\x1b[2m[6 tokens, 3 a second]\x1b[0m\n"
+        self.assertEqual(shown, f"{thought}Hé!{call}{figures}\n")
+        self.assertEqual(keys.prompts, ["> ", "> "])
+        self.assertEqual(keys.seconds, 0.05)
+
+    @parameterized.parameters(
+        ({"is_stopped": True}, ", stopped"),
+        ({"is_cut": True}, ", cut off: no room is left"),
+        ({"is_cut": True, "is_stopped": True}, ", cut off: no room is left"),
+        ({"seconds": 0.0, "num_tokens": 0}, ""),
+    )
+    def test_ends(self, changes, why):
+        """A thought alone is left, so that what follows is not dim."""
+        said = Said(([parsing.Reasoning("So")], self.outcome(**changes)))
+        shown = self.shown(Keys("Hi"), said)
+        self.assertStartsWith(shown, "\x1b[2mSo\x1b[0m\n\n\x1b[2m[")
+        self.assertIn(f" a second{why}]", shown)
+
+    def test_pasted_lines_are_one_message(self):
+        said = Said(*[([], self.outcome())] * 2)
+        self.shown(Keys("one+", "two+", "three", "", "  ", "four+"), said)
+        self.assertEqual(said.heard, ["one\ntwo\nthree", "four"])
+
+    def test_interrupts_drop_a_line(self):
+        said = Said(([], self.outcome()))
+        shown = self.shown(Keys(KeyboardInterrupt, "Hi"), said)
+        self.assertStartsWith(shown, "\n")
+        self.assertEqual(said.heard, ["Hi"])
+
+    def test_two_answers_and_an_error(self):
+        thought = [parsing.Reasoning("So"), parsing.Content("Hé")]
+        error = config_lib.InputError("No room.")
+        said = Said((thought, self.outcome()), ([], error), (thought, self.outcome()))
+        notes = Screen()
+        with contextlib.redirect_stderr(notes):
+            shown = self.shown(Keys("1", "2", "3"), said)
+        self.assertEqual(shown.count("\x1b[2mSo\x1b[0m\nHé"), 2)
+        self.assertEqual(notes.seen, "No room.\n")
+
+    @parameterized.parameters("/exit", "/quit")
+    def test_commands(self, end):
+        said, notes = Said(), Screen()
+        with contextlib.redirect_stderr(notes):
+            self.shown(Keys("/think off", "/help", "/think maybe", end, "Hi"), said)
+        self.assertFalse(said.is_thinking)
+        wanted = f"{terminal.HELP}/think is no command.\n{terminal.HELP}"
+        self.assertEqual(notes.seen, wanted)
+        self.assertEmpty(said.heard)
+
+
+class ConversationTest(absltest.TestCase):
+    def test_a_request(self):
+        """Of the second answer; the settings' stop ids add to the template's."""
+        made = make(stop_ids=frozenset([7]), temperature=0.5, top_p=0.9, seed=11)
+        made.answer("Hi", lambda event: None)
+        submit = made._engine.submit
+        with mock.patch.object(made._engine, "submit", wraps=submit) as submitted:
+            made.answer("Hi", lambda event: None)
+        (request,) = submitted.call_args.args
+        special = scripted.TOKENIZER.special_ids
+        names = ("<|user|>", "<|observation|>", "<|endoftext|>")
+        self.assertEqual(request.stop_ids, {7, *(special[name] for name in names)})
+        self.assertEqual((request.id, request.seed), (2, 12))
+        self.assertEqual((request.temperature, request.top_p), (0.5, 0.9))
+        room = scripted.CAPACITY - len(request.prompt)
+        self.assertEqual(request.max_new_tokens, room)
 
 
 class CommandTest(parameterized.TestCase):
