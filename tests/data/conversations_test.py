@@ -182,7 +182,7 @@ class ConversationsTest(parameterized.TestCase):
     def test_the_log_counts_what_is_cut_and_what_is_dropped(self):
         """A row of 20 tokens has no room for the first trained ones."""
         self.write([{"messages": [user("a" * n), assistant("bbb")]} for n in range(40)])
-        with self.assertLogs(level="INFO") as logs:
+        with self.assertLogs("absl", "INFO") as logs:
             self.make(sequence_length=20)
         lines = [line for line in logs.output if "are cut to 20 tokens" in line]
         found = np.array([re.findall(r"\b\d+\b", line) for line in lines], int)

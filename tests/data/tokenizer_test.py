@@ -138,7 +138,7 @@ class TokenizerTest(parameterized.TestCase):
         data = config.DataConfig(
             cache_dir=cache_dir, tokenizer=name, bpe_vocab_size=320
         )
-        with self.assertLogs(level="INFO") as logs:
+        with self.assertLogs("absl", "INFO") as logs:
             tokenizer_lib.for_corpus(data, CORPUS[:2])
         (path,) = pathlib.Path(cache_dir).iterdir()
         self.assertEqual(path.name, f"bpe-{want}.json")
