@@ -7,7 +7,7 @@ from glm5_jax.inference import requests
 from glm5_jax.inference import service as service_lib
 from glm5_jax.serving import errors, served, turn
 
-_Queue = asyncio.Queue[tuple[int, service_lib.Event]]
+_Letter = tuple[int, service_lib.Event] | None  # None: the time is up
 
 
 class Answers:
@@ -35,12 +35,13 @@ class Answers:
         loop = asyncio.get_running_loop()
         self.turns = turns
         self._service, self._asked = model.service, asked
-        self._deadline = loop.time() + model.max_seconds
         self._open: set[int] = set()
-        self._events: _Queue = asyncio.Queue()
+        self._events: asyncio.Queue[_Letter] = asyncio.Queue()
+        self._clock = loop.call_later(model.max_seconds, self._events.put_nowait, None)
+        send = model.letters.send
         try:
             for index, request in enumerate(asked):
-                model.service.submit(request, _listener(loop, self._events, index))
+                model.service.submit(request, _listener(send, self._events, index))
                 self._open.add(index)
         except service_lib.ClosedError as error:
             raise errors.busy("The server is shutting down.", 503) from error
@@ -81,26 +82,24 @@ class Answers:
             pass
 
     async def _next(self) -> tuple[int, service_lib.Event]:
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                return await self._events.get()
-        except TimeoutError:
+        letter = await self._events.get()
+        if letter is None:
             raise errors.ApiError(
                 504, "The answer took longer than this server's time limit."
-            ) from None
+            )
+        return letter
 
     def _abort(self) -> None:
+        self._clock.cancel()
         for index in self._open:
             self._service.abort(self._asked[index].id)
         self._open = set()
 
 
 def _listener(
-    loop: asyncio.AbstractEventLoop, events: _Queue, index: int
+    send: Callable[[asyncio.Queue[_Letter], _Letter], None],
+    events: asyncio.Queue[_Letter],
+    index: int,
 ) -> Callable[[service_lib.Event], None]:
     """Returns what passes a request's events from the engine's thread to the loop."""
-
-    def hear(event: service_lib.Event) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, (index, event))
-
-    return hear
+    return lambda event: send(events, (index, event))

@@ -1,16 +1,19 @@
 """The model that a server serves, with all that requests are checked against."""
 
+import asyncio
 import dataclasses
 import functools
 import pathlib
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.inference import grammars as grammars_lib
 from glm5_jax.inference import service as service_lib
 from glm5_jax.serving import errors
+from glm5_jax.serving import letters as letters_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,11 @@ class Served:
                 f"The model {name!r} does not exist; this server has {self.name!r}.",
                 "model_not_found",
             )
+
+    @functools.cached_property
+    def letters(self) -> letters_lib.Letters[Any]:
+        """Returns what wakes the event loop, the one that runs at the first use."""
+        return letters_lib.Letters(asyncio.get_running_loop())
 
     @functools.cached_property
     def grammars(self) -> grammars_lib.Grammars:

@@ -10,12 +10,13 @@ from fastapi import responses
 from glm5_jax.serving import errors
 
 DONE = "data: [DONE]\n\n"  # ends OpenAI's streams
+_encoded = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps makes one each time
 
 
 def event(data: Any, name: str | None = None) -> str:
     """Returns the text of one event."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"{head}data: {_encoded(data)}\n\n"
 
 
 def response(events: AsyncIterator[str], path: str) -> responses.StreamingResponse:
