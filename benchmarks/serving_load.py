@@ -41,8 +41,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: str, core: int, *flags: str) -> Iterator[Server]:
-    """Starts `glm5_jax.serve`, waits until it answers, and ends it."""
+def serving(folder: str, core: int | str, *flags: str) -> Iterator[Server]:
+    """Starts `glm5_jax.serve` on a core or several, waits for it, and ends it."""
     port = free_port()
     command = ["taskset", "-c", str(core), sys.executable, "-m", "glm5_jax.serve"]
     process = subprocess.Popen(
@@ -107,7 +107,8 @@ async def ask(
                 continue
             for choice in json.loads(line[6:])["choices"]:
                 number += len(choice["token_ids"])
-            first = first or time.perf_counter() - began
+            if number:  # the first event tells the prompt
+                first = first or time.perf_counter() - began
     if number != num_tokens:
         raise RuntimeError(f"{number} tokens came instead of {num_tokens}.")
     return Answer(number, first, time.perf_counter() - began)

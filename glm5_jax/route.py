@@ -19,6 +19,12 @@ from glm5_jax.serving import reach
 _REPLICAS = flags.DEFINE_list(
     "replicas", [], "Addresses of servers, http://HOST:PORT; more may join later."
 )
+_PREFILL_REPLICAS = flags.DEFINE_list(
+    "prefill_replicas",
+    [],
+    "Servers that read prompts for those of --replicas, which name them, too, in "
+    "--prefill_servers.",
+)
 _REPLICA_KEY = flags.DEFINE_string(
     "replica_key", None, "Key of the replicas; default: $GLM5_JAX_REPLICA_KEY, or ours."
 )
@@ -60,6 +66,7 @@ def main(arguments: command_line.Arguments) -> None:
         api_key=key,
         max_concurrency=_MAX_CONCURRENCY.value,
         options=options,
+        prefill_urls=_PREFILL_REPLICAS.value,
     )
     command.route(_REPLICAS.value, settings)
 

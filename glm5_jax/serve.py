@@ -13,7 +13,7 @@ from typing import cast
 from absl import flags, logging
 
 from glm5_jax import command_line, compile_cache, quantize_flag
-from glm5_jax.serving import for_trainers, reach
+from glm5_jax.serving import for_prefill, for_trainers, reach
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
@@ -43,6 +43,7 @@ _MAX_CONCURRENCY = flags.DEFINE_integer(
 )
 flags.adopt_module_key_flags(reach)
 flags.adopt_module_key_flags(for_trainers)
+flags.adopt_module_key_flags(for_prefill)
 flags.adopt_module_key_flags(compile_cache)  # --help shows them
 flags.adopt_module_key_flags(quantize_flag)
 
@@ -51,7 +52,7 @@ def main(arguments: command_line.Arguments) -> None:
     """Serves until SIGTERM or ctrl-C."""
     reach.require_extra()
     logging.set_verbosity(logging.INFO)  # on stderr
-    if _NUM_REPLICAS.value:
+    if _NUM_REPLICAS.value or for_prefill.NUM_PREFILL_REPLICAS.value:
         from glm5_jax.serving.router import local
 
         local.serve(_NUM_REPLICAS.value, _MAX_CONCURRENCY.value)
@@ -78,6 +79,8 @@ def main(arguments: command_line.Arguments) -> None:
         weights_root=for_trainers.WEIGHTS_ROOT.value,
         max_concurrency=_MAX_CONCURRENCY.value,
         drain_seconds=reach.DRAIN_SECONDS.value,
+        prefill_servers=for_prefill.PREFILL_SERVERS.value,
+        min_prefill_tokens=for_prefill.MIN_PREFILL_TOKENS.value,
         quantize=quantize_flag.SCHEME.value,
     )
     command.serve(_CHECKPOINT.value, loading.overrides_of(arguments), options)

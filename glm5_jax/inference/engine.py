@@ -19,13 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from glm5_jax import config as config_lib
-from glm5_jax.inference import (
-    host_pages,
-    paged_scheduler,
-    placement,
-    requests,
-    results,
-)
+from glm5_jax.inference import handover, host_pages, placement, requests, results
 from glm5_jax.inference import parts as parts_lib
 from glm5_jax.inference import runner as runner_lib
 from glm5_jax.inference import scheduler as scheduler_lib
@@ -97,7 +91,7 @@ class Engine:
             with_experts,
             self.drafter,
         )
-        self._scheduler, self._num_preempted = self._new_scheduler(), 0
+        self._scheduler, self._num_preempted = self._runner.new_scheduler(chunk), 0
         self._host = host_pages.HostPages(limits)
         # Of the last step, also of one that raised; None if there was nothing to do.
         self.dispatch: scheduler_lib.Dispatch | None = None
@@ -205,7 +199,7 @@ class Engine:
             weights = weights_lib.make(params, version, self.config, self._runner.mesh)
         if not is_running:
             self._num_preempted = self.num_preempted
-            self._scheduler = self._new_scheduler()
+            self._scheduler = self._runner.new_scheduler(self._chunk)
         self._weights = weights
         self.drafter.renew()
 
@@ -258,6 +252,24 @@ class Engine:
         for array in jax.tree.leaves(self._state):  # as if a program had lost it
             array.delete()
 
+    def num_known(self, prompt: Sequence[int]) -> int:
+        """Returns a prompt's tokens that are in pages; a guess in other threads."""
+        return self._scheduler.num_known(prompt)
+
+    def view(self) -> handover.View:
+        """Returns the pages of the cache as they are until the next call.
+
+        Raises:
+          InputError: they cannot be handed over.
+        """
+        self._settle()
+        with self._runner.on_mesh():
+            self._restore()
+            self._state = self._host.move(self._scheduler.moves, self._state)
+        return handover.view(
+            self._scheduler, self._host, self._state, self._weights, self._runner
+        )
+
     def step(self) -> list[tuple[int, Completion]]:
         """Runs one dispatch and returns the requests that it finished.
 
@@ -306,19 +318,6 @@ class Engine:
                 self._finished[request.id] = part.work.completion
                 self._scheduler.release(request.id, request.keep)
         self._result = None
-
-    def _new_scheduler(self) -> scheduler_lib.Scheduler:
-        """Returns a scheduler whose slots are all free."""
-        shapes, limits = self._runner.shapes, self._limits
-        sizes = shapes.num_slots * shapes.num_devices, self._chunk, shapes.num_devices
-        if limits.num_pages:
-            most_drawn = self._runner.most_drawn
-            return paged_scheduler.PagedScheduler(*sizes, limits, most_drawn)
-        return scheduler_lib.Scheduler(
-            *sizes,
-            prefill_tokens=limits.prefill_tokens,
-            can_set_back=not self.config.is_recurrent,
-        )
 
     def _restore(self) -> None:
         """Makes an empty cache if a failed program has consumed it."""

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from glm5_jax.inference import limits as limits_lib
+from glm5_jax.inference import pages as pages_lib
 from glm5_jax.inference import steps
 from glm5_jax.inference.pages import Move
 
@@ -45,12 +46,45 @@ class HostPages:
                 moves.popleft()
         return state
 
+    def copied(
+        self, nodes: Sequence[pages_lib.Node], entries: dict[str, Array]
+    ) -> dict[str, np.ndarray]:
+        """Returns the rows of pages, wherever they are: [layers, pages, rows, ...].
+
+        Args:
+          nodes: of the pages.
+          entries: of the cache, after all moves.
+        """
+        found = {
+            name: np.empty((len(x), len(nodes), *x.shape[2:]), x.dtype)
+            for name, x in entries.items()
+        }
+        hosted = [i for i, node in enumerate(nodes) if node.host >= 0]
+        for name, rows in found.items() if hosted else ():
+            hosts = [nodes[i].host for i in hosted]
+            rows[:, hosted] = self._arrays[name][:, hosts]
+        others = [i for i, node in enumerate(nodes) if node.host < 0]
+        for start in range(0, len(others), BATCH):
+            batch = others[start : start + BATCH]
+            pages = _padded([nodes[i].page for i in batch], entries)
+            for name, rows in jax.device_get(_read(entries, pages)).items():
+                found[name][:, batch] = rows[:, : len(batch)]
+        return found
+
+    def reserve(self, rows: dict[str, np.ndarray]) -> None:
+        """Takes memory for rows of this form before the first copy."""
+        for name, values in rows.items():
+            self._array(name, values)
+
+    def put(self, hosts: Sequence[int], rows: dict[str, np.ndarray]) -> None:
+        """Replaces pages of the host memory by rows as `copied` returns them."""
+        for name, values in rows.items():
+            self._array(name, values)[:, hosts] = values
+
     def _move(self, batch: Sequence[Move], state: steps.State) -> steps.State:
         """Makes the copies of a batch of `_first`."""
         entries = state.cache.entries
-        missing = next(iter(entries.values())).shape[1]
-        padding = [missing] * (BATCH - len(batch))
-        pages = jnp.asarray([move.page for move in batch] + padding)
+        pages = _padded([move.page for move in batch], entries)
         hosts = [move.host for move in batch]
         if batch[0].to_host:
             copies = jax.device_get(_read(entries, pages))
@@ -58,7 +92,7 @@ class HostPages:
                 self._array(name, rows)[:, hosts] = rows[:, : len(batch)]
             return state
         self.num_restored += len(batch)
-        hosts += hosts[:1] * len(padding)
+        hosts += hosts[:1] * (BATCH - len(batch))
         rows = {name: array[:, hosts] for name, array in self._arrays.items()}
         cache = dataclasses.replace(state.cache, entries=_write(entries, pages, rows))
         return dataclasses.replace(state, cache=cache)
@@ -69,6 +103,12 @@ class HostPages:
             shape = rows.shape[0], self._num_pages, *rows.shape[2:]
             self._arrays[name] = np.empty(shape, rows.dtype)
         return self._arrays[name]
+
+
+def _padded(pages: Sequence[int], entries: dict[str, Array]) -> Int[Array, " pages"]:
+    """Returns indices of pages, with one beyond all pages as padding."""
+    missing = next(iter(entries.values())).shape[1]
+    return jnp.asarray([*pages] + [missing] * (BATCH - len(pages)))
 
 
 def _first(moves: Iterable[Move]) -> list[Move]:

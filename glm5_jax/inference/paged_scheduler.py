@@ -12,6 +12,7 @@ of them free, and running requests read their tokens again.
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 
 from glm5_jax.inference import pages as pages_lib
 from glm5_jax.inference import prefixes, scheduler
@@ -48,10 +49,7 @@ class PagedScheduler(scheduler.Scheduler):
 
     def _next(self, version: int) -> scheduler.Dispatch | None:
         """Returns the next dispatch, all of whose parts have the pages they need."""
-        if version != self._version:
-            self._version = version
-            for pool in self.pools:
-                pool.renew()
+        self._renew(version)
         while (todo := super()._next(version)) is not None:
             for part in sorted(todo.parts, key=lambda part: part.work.order):
                 self._provide(part)
@@ -88,6 +86,40 @@ class PagedScheduler(scheduler.Scheduler):
         self.pools = self._new_pools()
         for slot in self.slots:
             slot.pages, slot.nodes, slot.pieces = [], [], []
+
+    def num_known(self, prompt: Sequence[int]) -> int:
+        """Returns the tokens of a prompt that are in pages of one device."""
+        return self.page_size * max(len(pool.match(prompt)) for pool in self.pools)
+
+    def known(self, tokens: Sequence[int], version: int) -> list[pages_lib.Node]:
+        """Returns the pages of the first device that spell a text from its start.
+
+        Args:
+          tokens: whole pages.
+          version: of the weights that must have read them.
+        """
+        with self._change() as is_torn:
+            if is_torn:
+                return []
+            self._renew(version)
+            return self.pools[0].match([*tokens, 0])  # which leaves the last id out
+
+    def adopt(
+        self, tokens: Sequence[int], first: int, version: int
+    ) -> tuple[int, list[pages_lib.Node]]:
+        """Makes nodes in host memory, as `Pool.adopt`; the caller writes their rows."""
+        with self._change() as is_torn:
+            if is_torn:
+                return 0, []
+            self._renew(version)
+            return self.pools[0].adopt(tokens, first)
+
+    def _renew(self, version: int) -> None:
+        """Empties the trees if other weights will read from now on."""
+        if version != self._version:
+            self._version = version
+            for pool in self.pools:
+                pool.renew()
 
     def _mend(self) -> None:
         """Makes all pages free, and gives each request a slot or a place in line."""

@@ -143,6 +143,31 @@ class Pool:
         self.hold([node])
         return node
 
+    def adopt(self, tokens: Sequence[int], first: int) -> tuple[int, list[Node]]:
+        """Puts pages of another engine into host memory, as far as there is room.
+
+        Args:
+          tokens: of whole pages, from the first of the text.
+          first: number of the first page whose rows there are.
+
+        Returns:
+          The number of pages that were known, and the new nodes behind them. There are
+          none if a page before `first` is missing here.
+        """
+        path, size = self.match([*tokens, 0]), self.page_size
+        num_known = len(path)
+        self.hold(path)
+        for start in range(num_known * size, len(tokens), size):
+            host = self._take_hosted() if num_known >= first else None
+            if host is None:
+                break
+            parent, key = path[-1] if path else self._root, tuple(tokens[start:][:size])
+            node = Node(-1, parent, key, num_users=1, host=host)
+            parent.children[key] = node
+            path.append(node)
+        self.let_go(path)
+        return num_known, path[num_known:]
+
     def renew(self) -> None:
         """Empties the tree, as other weights will read; slots keep what they use."""
         todo = [*self._root.children.values()]

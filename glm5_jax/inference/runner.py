@@ -12,6 +12,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.inference import (
     adjustments,
     guides,
+    paged_scheduler,
     placement,
     programs,
     results,
@@ -56,6 +57,22 @@ class Runner:
             contextlib.nullcontext()
             if self.mesh is None
             else placement.using(self.mesh)
+        )
+
+    def new_scheduler(self, chunk: int) -> scheduler.Scheduler:
+        """Returns a scheduler whose slots are all free.
+
+        Args:
+          chunk: tokens of a prompt that a dispatch reads.
+        """
+        shapes, limits = self.shapes, self.limits
+        sizes = shapes.num_slots * shapes.num_devices, chunk, shapes.num_devices
+        if limits.num_pages:
+            return paged_scheduler.PagedScheduler(*sizes, limits, self.most_drawn)
+        return scheduler.Scheduler(
+            *sizes,
+            prefill_tokens=limits.prefill_tokens,
+            can_set_back=not self.config.is_recurrent,
         )
 
     def empty(self) -> steps.State:

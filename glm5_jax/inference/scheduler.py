@@ -140,6 +140,10 @@ class Scheduler:
         """Returns 0: sequences own the rows of their slots."""
         return 0
 
+    def num_known(self, prompt: Sequence[int]) -> int:
+        """Returns 0: no pages hold the beginning of a prompt."""
+        return 0
+
     @property
     def num_waiting(self) -> int:
         """Returns the number of requests that have no slot yet."""

@@ -21,7 +21,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Literal, TypeVar
 
@@ -169,6 +169,10 @@ class Service:
             self._takes_requests = self._takes_commands = False
             self._lock.notify_all()
         self._thread.join()
+
+    def num_known(self, prompt: Sequence[int]) -> int:
+        """Returns about how many tokens of a prompt are in pages of the cache."""
+        return self._engine.num_known(prompt)
 
     def stats(self) -> Stats:
         """Returns the state after the last dispatch, without waiting for the engine."""

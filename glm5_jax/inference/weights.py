@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+from jaxtyping import Array
 
 from glm5_jax import config as config_lib
 from glm5_jax.inference import placement
@@ -11,6 +12,7 @@ from glm5_jax.model import cached, transformer
 from pallas_kernels import dispatch
 
 MAX_UNSTACKED_LAYERS = 32  # each adds compile time
+_NUM_SAMPLED = 8  # numbers of a parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +22,19 @@ class Weights:
     params: dict  # in their dtypes of computation
     decode_params: dict  # the same, laid out for decoding
     version: int
+
+    @functools.cached_property
+    def sample(self) -> bytes:
+        """Returns the first numbers of each parameter, which differ between models."""
+        leaves = jax.tree.leaves(self.params)
+        mine = [leaf.addressable_shards[0].data for leaf in leaves]
+        return b"".join(x.tobytes() for x in jax.device_get(_firsts(mine)))
+
+
+@jax.jit
+def _firsts(arrays: list[Array]) -> list[Array]:
+    """Returns the first numbers of each array."""
+    return [x[(0,) * (x.ndim - 1)][:_NUM_SAMPLED] for x in arrays]
 
 
 def make(

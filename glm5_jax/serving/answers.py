@@ -10,6 +10,23 @@ from glm5_jax.serving import errors, served, turn
 _Letter = tuple[int, service_lib.Event] | None  # None: the time is up
 
 
+async def begin(
+    model: served.Served,
+    asked: Sequence[requests.Request],
+    turns: Sequence[turn.Turn],
+) -> "Answers":
+    """Submits requests, whose prompts another server may have to read first.
+
+    Raises:
+        InputError: a request is wrong.
+        ApiError: the server is shutting down.
+    """
+    if model.fetcher is not None:
+        prompts = {id(request.prompt): request.prompt for request in asked}
+        await asyncio.gather(*map(model.fetcher.fetch, prompts.values()))
+    return Answers(model, asked, turns)
+
+
 class Answers:
     """Requests under way, each with the turn that reads its events.
 

@@ -19,9 +19,11 @@ from glm5_jax.serving import (
     chat,
     completions,
     errors,
+    fetching,
     guard,
     metrics,
     openai_responses,
+    prefill,
     scores,
     served,
     sse,
@@ -37,17 +39,22 @@ _TYPE = re.compile(r"\[|^(str|int|dict)$")
 def make(model: served.Served, limits: guard.Limits) -> guard.Guard:
     """Returns the ASGI application."""
     app = fastapi.FastAPI(title="glm5_jax", version=glm5_jax.__version__)
-    door = guard.Guard(app, limits)
+    door, prefills = guard.Guard(app, limits), prefill.Prefills(model)
     _handle_errors(app)
-    _add_status(app, model, door)
+    _add_status(app, model, door, prefills)
     _add_texts(app, model)
     _add_token_ids(app, model)
-    _add_engine(app, model)
+    _add_engine(app, model, prefills)
     _add_weight_updates(app, model)
     return door
 
 
-def _add_status(app: fastapi.FastAPI, model: served.Served, door: guard.Guard) -> None:
+def _add_status(
+    app: fastapi.FastAPI,
+    model: served.Served,
+    door: guard.Guard,
+    prefills: prefill.Prefills,
+) -> None:
     """Adds the routes that tell about the server."""
 
     @app.get("/health")
@@ -56,7 +63,7 @@ def _add_status(app: fastapi.FastAPI, model: served.Served, door: guard.Guard) -
 
     @app.get("/metrics", response_class=responses.PlainTextResponse)
     async def figures() -> str:
-        return metrics.render(model.service.stats(), door)
+        return metrics.render(model, door, prefills)
 
     @app.get("/", response_class=responses.HTMLResponse)
     async def page() -> str:
@@ -126,8 +133,14 @@ def _add_texts(app: fastapi.FastAPI, model: served.Served) -> None:
         return anthropic_messages.count(model, body)
 
 
-def _add_engine(app: fastapi.FastAPI, model: served.Served) -> None:
-    """Adds the routes that stop and start the engine, in vLLM's words."""
+def _add_engine(
+    app: fastapi.FastAPI, model: served.Served, prefills: prefill.Prefills
+) -> None:
+    """Adds the routes that use the engine, or stop and start it in vLLM's words."""
+
+    @app.post(fetching.PATH, response_model=None)
+    async def read(body: prefill.PrefillBody) -> responses.Response:
+        return await prefills.answer(body)
 
     @app.post("/pause")
     async def pause(

@@ -138,7 +138,8 @@ async def begin(model: served.Served, body: ChatBody) -> Conversation:
     asked = body.requests(model, prompt, size, ends, body.top_logprobs, constraint)
     stop = body.stop_strings
     turns = [turn.chat(template, prompt, calls.tools, stop) for _ in asked]
-    return Conversation(model, prompt, answers.Answers(model, asked, turns))
+    under_way = await answers.begin(model, asked, turns)
+    return Conversation(model, prompt, under_way)
 
 
 def render(

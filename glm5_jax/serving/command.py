@@ -13,7 +13,8 @@ from glm5_jax.data.chat import templates
 from glm5_jax.inference import commands, engine, placement
 from glm5_jax.inference import limits as limits_lib
 from glm5_jax.inference import service as service_lib
-from glm5_jax.serving import app, guard, listening, served
+from glm5_jax.serving import app, fetching, for_prefill, guard, listening, served
+from glm5_jax.serving.router import pool
 from glm5_jax.weights import generation_config, hub, loading, quantized_loading
 
 _MAX_STOP_IDS = 32  # of a request, the model's own included
@@ -40,6 +41,8 @@ class Options:
       weights_root: folder below which clients may name new weights; None forbids it.
       max_concurrency: requests that are answered at the same time.
       drain_seconds: for answers under way, after SIGTERM.
+      prefill_servers: addresses of servers that read long prompts for this one.
+      min_prefill_tokens: new tokens of a prompt that are worth asking them.
       quantize: the scheme to round the weights to; "stored" keeps them.
     """
 
@@ -59,6 +62,8 @@ class Options:
     weights_root: str | None = None
     max_concurrency: int = 256
     drain_seconds: int = 60
+    prefill_servers: Sequence[str] = ()
+    min_prefill_tokens: int = for_prefill.MIN_TOKENS
     quantize: str = quantized_loading.STORED
 
     def __post_init__(self) -> None:
@@ -133,9 +138,10 @@ def loaded(
                 host_pages=options.host_pages,
             ),
         )
+    name = options.name or _name(checkpoint, source)
     with contextlib.closing(service_lib.Service(made)) as service:
         yield served.Served(
-            name=options.name or _name(checkpoint, source),
+            name=name,
             service=service,
             tokenizer=tokenizer,
             template=commands.template_of(tokenizer, source, options.template),
@@ -143,12 +149,36 @@ def loaded(
             defaults=defaults,
             routed_experts=options.routed_experts,
             weights_root=_folder(options.weights_root),
+            fetcher=_fetcher(service, name, options),
         )
 
 
 def _name(checkpoint: str, source: loading.Source) -> str:
     """Returns the name of a model on the hub, or that of its folder."""
     return checkpoint if hub.is_name(checkpoint) else source.folder.name
+
+
+def _fetcher(
+    service: service_lib.Service, name: str, options: Options
+) -> fetching.Fetcher | None:
+    """Returns what lets other servers read prompts, if there are any.
+
+    Raises:
+      InputError: an address is none, or there is no room for their pages.
+    """
+    if not options.prefill_servers:
+        return None
+    if not options.host_pages:
+        raise config.InputError(
+            "--prefill_servers needs --num_pages and --host_pages, which hold what "
+            "they send."
+        )
+    settings = fetching.Settings(
+        urls=[pool.checked(url) for url in options.prefill_servers],
+        api_key=options.api_key,
+        least_tokens=options.min_prefill_tokens,
+    )
+    return fetching.Fetcher(service, name, settings)
 
 
 def _folder(path: str | None) -> pathlib.Path | None:

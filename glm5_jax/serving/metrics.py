@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from glm5_jax.inference import drafter
 from glm5_jax.inference import service as service_lib
-from glm5_jax.serving import guard
+from glm5_jax.serving import fetching, guard, prefill, served
 
 _GAUGES = {
     "requests_running": ("running", "Requests that the engine works on."),
@@ -26,9 +26,12 @@ _COUNTERS = {
 }
 
 
-def render(stats: service_lib.Stats, door: guard.Guard) -> str:
+def render(model: served.Served, door: guard.Guard, prefills: prefill.Prefills) -> str:
     """Returns all figures."""
-    return "".join(_lines(stats, door))
+    found = [*_lines(model.service.stats(), door), *_sent(prefills)]
+    if model.fetcher is not None:
+        found += _fetched(model.fetcher)
+    return "".join(found)
 
 
 def _lines(stats: service_lib.Stats, door: guard.Guard) -> Iterator[str]:
@@ -46,6 +49,30 @@ def _lines(stats: service_lib.Stats, door: guard.Guard) -> Iterator[str]:
         "http_requests_refused_total", "counter", "HTTP requests beyond limits."
     )
     yield f"glm5_jax_http_requests_refused_total {door.num_refused}\n"
+
+
+def _sent(prefills: prefill.Prefills) -> Iterator[str]:
+    """Yields the figures of prompts that were read for other servers."""
+    for name, kind, text, number in (
+        ("pages_sent_total", "counter", "Pages for other servers.", prefills.num_pages),
+        ("page_bytes_sent_total", "counter", "Their bytes.", prefills.num_bytes),
+        ("page_bytes_held", "gauge", "Bytes not taken yet.", prefills.num_held),
+    ):
+        yield f"{_head(name, kind, text)}glm5_jax_{name} {number}\n"
+
+
+def _fetched(fetcher: fetching.Fetcher) -> Iterator[str]:
+    """Yields the figures of prompts that other servers were to read."""
+    for name, text, number in (
+        ("pages_fetched_total", "Pages of other servers.", fetcher.num_pages),
+        ("page_bytes_fetched_total", "Their bytes.", fetcher.num_bytes),
+    ):
+        yield f"{_head(name, 'counter', text)}glm5_jax_{name} {number}\n"
+    text = "Prompts for other servers; only those that were fetched were not read here."
+    yield _head("prefills_total", "counter", text)
+    for outcome in fetching.OUTCOMES:
+        number = fetcher.outcomes[outcome]
+        yield f'glm5_jax_prefills_total{{outcome="{outcome}"}} {number}\n'
 
 
 def _drafts(acceptance: drafter.Acceptance) -> Iterator[str]:

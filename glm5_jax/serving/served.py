@@ -12,7 +12,7 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.inference import grammars as grammars_lib
 from glm5_jax.inference import service as service_lib
-from glm5_jax.serving import errors
+from glm5_jax.serving import errors, fetching
 from glm5_jax.serving import letters as letters_lib
 
 
@@ -30,6 +30,7 @@ class Served:
         max_seconds: for an answer.
         routed_experts: whether the engine records the experts of each token.
         weights_root: folder below which clients may name new weights; None forbids it.
+        fetcher: of prompts that other servers read; None reads all of them here.
         created: Unix time.
     """
 
@@ -42,6 +43,7 @@ class Served:
     max_seconds: float = 3600.0
     routed_experts: bool = False
     weights_root: pathlib.Path | None = None
+    fetcher: fetching.Fetcher | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def require_name(self, name: str | None) -> None:

@@ -95,7 +95,8 @@ async def generate(model: served.Served, body: GenerateBody) -> dict[str, Any]:
     constraint = await structured.of_text(model, form, ends)
     asked = settings.requests(model, prompt, size, ends, others, constraint)
     told = await _of_prompt(model, prompt, settings.prompt_logprobs)
-    under_way = answers.Answers(model, asked, [turn.Turn(_NoText()) for _ in asked])
+    turns = [turn.Turn(_NoText()) for _ in asked]
+    under_way = await answers.begin(model, asked, turns)
     await under_way.finish()
     choices = []
     for index, read in enumerate(under_way.turns):

@@ -106,6 +106,11 @@ class EngineMachine(stateful.RuleBasedStateMachine):
         version = self.machine.version + 1
         self.act(lambda: self.machine.publish({}, version), line)
 
+    @stateful.precondition(lambda self: self.num_pages)
+    @stateful.rule(prompt=PROMPTS, first=st.integers(0, 2))
+    def hand_over(self, prompt, first):
+        fake_devices.hand_over(self.machine, prompt, first)
+
     @stateful.rule()
     def clear_cache(self):
         self.machine.clear_cache()

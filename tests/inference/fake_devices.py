@@ -14,6 +14,7 @@ import numpy as np
 
 from glm5_jax.inference import (
     engine,
+    handover,
     host_pages,
     paged_scheduler,
     pages,
@@ -120,7 +121,7 @@ class FakeRunner(runner.Runner):
         return ("slot", slot.index), i
 
 
-class FakeHostPages:
+class FakeHostPages(host_pages.HostPages):
     """Host memory for the rows of a FakeRunner."""
 
     def __init__(self, limits):
@@ -139,6 +140,29 @@ class FakeHostPages:
             self.num_restored += not move.to_host
             moves.popleft()
         return state
+
+    def reserve(self, rows):
+        """Takes no memory."""
+
+    def put(self, hosts, rows):
+        """Writes pages of `handed_over`."""
+        numbers = next(iter(rows.values()))[0]
+        for host, number in zip(hosts, numbers, strict=True):
+            for i in range(PAGE_SIZE):
+                text = self.text[: number * PAGE_SIZE + i + 1]
+                self.rows[host, i] = tuple(text), self.version
+
+
+def hand_over(machine, text, first):
+    """Hands the whole pages of a text over, from page `first` on."""
+    view, number = machine.view(), len(text) // PAGE_SIZE
+    text = text[: number * PAGE_SIZE]
+    machine._host.text, machine._host.version = text, machine.version
+    experts = np.reshape(text, (1, number, PAGE_SIZE, 1))[:, first:]
+    arrays = dict.fromkeys(view.entries, np.arange(number)[None, first:])
+    arrays[handover.EXPERTS] = experts
+    pages = handover.Pages(view.mark, machine.version, first, arrays)
+    return handover.take(view, text, pages)
 
 
 def token_of(request, position):

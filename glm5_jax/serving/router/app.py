@@ -65,17 +65,20 @@ class Router:
         await self._health.close()
         await self._link.close()
 
-    def join(self, url: str, is_trusted: bool = False) -> pool_lib.Replica:
+    def join(
+        self, url: str, is_trusted: bool = False, is_prefill: bool = False
+    ) -> pool_lib.Replica:
         """Adds a replica; it gets requests once it answers.
 
         Args:
           url: its address.
           is_trusted: see `pool.Replica`.
+          is_prefill: see `pool.Replica`.
 
         Raises:
           InputError: the address is none.
         """
-        replica = self.pool.join(url)
+        replica = self.pool.join(url, is_prefill)
         replica.is_trusted |= is_trusted
         self._health.watch(replica)
         return replica
@@ -120,7 +123,7 @@ class Router:
         )
 
     async def _tell_health(self, request: requests.Request) -> responses.Response:
-        number = len(self.pool.ready())
+        number = len(self.pool.answering())
         told = {"status": "ok" if number else "no replica", "replicas": number}
         return responses.JSONResponse(told, status_code=200 if number else 503)
 
@@ -157,10 +160,10 @@ class Router:
         return responses.JSONResponse({"replicas": told})
 
     async def _post(self, fields: dict[str, Any]) -> dict[str, Any]:
-        is_trusted = fields.get("has_weights", False)
-        if not isinstance(is_trusted, bool):
-            raise errors.bad_request("has_weights must be true or false.")
-        return self.join(_url(fields), is_trusted).described()
+        told = [fields.get(name, False) for name in ("has_weights", "prefill")]
+        if not all(isinstance(value, bool) for value in told):
+            raise errors.bad_request("has_weights and prefill must be true or false.")
+        return self.join(_url(fields), *told).described()
 
     async def _delete(self, fields: dict[str, Any]) -> dict[str, Any]:
         replica = self.pool.replicas.get(pool_lib.checked(_url(fields)))

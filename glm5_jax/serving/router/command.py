@@ -28,6 +28,7 @@ class Settings:
       api_key: that clients must send; None asks for none.
       max_concurrency: requests that are answered at the same time.
       options: of the router.
+      prefill_urls: addresses of replicas that read prompts for the others.
     """
 
     host: str = "127.0.0.1"
@@ -35,6 +36,7 @@ class Settings:
     api_key: str | None = None
     max_concurrency: int = 1024
     options: app.Options = dataclasses.field(default_factory=app.Options)
+    prefill_urls: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Checks that the router is not open to everybody.
@@ -87,6 +89,8 @@ async def run(
         stack.push_async_callback(router.close)
         for url in urls:
             router.join(url)
+        for url in settings.prefill_urls:
+            router.join(url, is_prefill=True)
         if beside is not None:
             await stack.enter_async_context(beside(router, end))
         logging.info("Routing to %d replicas at http://%s:%d", len(urls), host, port)

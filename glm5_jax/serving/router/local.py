@@ -15,7 +15,7 @@ from absl import logging
 
 from glm5_jax import config
 from glm5_jax.processes import simulate
-from glm5_jax.serving import listening, reach
+from glm5_jax.serving import for_prefill, listening, reach
 from glm5_jax.serving.router import app, command, pool
 
 _WRONG_INPUT = 2  # exit code of a server that starting again does not help
@@ -41,19 +41,28 @@ class Servers:
         environs: Sequence[Mapping[str, str]],
         cores: Sequence[set[int]],
         folder: pathlib.Path,
+        num_prefill: int = 0,
     ) -> None:
-        """Starts nothing yet.
+        """Starts nothing yet, and chooses the ports.
 
         Args:
           arguments: the command, without --port.
           environs: the environment of each server.
           cores: of each server.
           folder: for their logs.
+          num_prefill: servers, the last ones, that read prompts for the others.
         """
         self.failure: str | None = None
         self.processes: dict[int, subprocess.Popen] = {}
         self._arguments, self._environs = arguments, environs
         self._cores, self._folder = cores, folder
+        with contextlib.ExitStack() as stack:  # so that all ports differ
+            free = [
+                stack.enter_context(contextlib.closing(listening.bind("127.0.0.1", 0)))
+                for _ in environs
+            ]
+            self._ports = [one.getsockname()[1] for one in free]
+        self._num_answering = len(environs) - num_prefill
 
     @contextlib.asynccontextmanager
     async def beside(
@@ -77,13 +86,12 @@ class Servers:
     ) -> None:
         """Starts one server, again after it has ended."""
         loop, delay = asyncio.get_running_loop(), _MIN_DELAY
-        with contextlib.closing(listening.bind("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         path = self._folder / f"replica_{index}.log"
-        replica, was_ready = router.join(f"http://127.0.0.1:{port}"), False
+        is_prefill, was_ready = index >= self._num_answering, False
+        replica = router.join(_url(self._ports[index]), is_prefill=is_prefill)
         while True:
             begun = loop.time()
-            child = self._start(index, port, path)
+            child = self._start(index, path)
             while (code := child.poll()) is None:
                 was_ready |= replica.state == pool.State.READY
                 await asyncio.sleep(_POLL_SECONDS)
@@ -107,8 +115,12 @@ class Servers:
             await asyncio.sleep(delay)
             delay = min(2 * delay, _MAX_DELAY)
 
-    def _start(self, index: int, port: int, path: pathlib.Path) -> subprocess.Popen:
+    def _start(self, index: int, path: pathlib.Path) -> subprocess.Popen:
+        port, prefill = self._ports[index], self._ports[self._num_answering :]
         command_line = [*self._arguments, f"--port={port}"]
+        if prefill:
+            urls = map(_url, prefill if index < self._num_answering else ())
+            command_line.append(f"--prefill_servers={','.join(urls)}")
         child = simulate.start(command_line, self._environs[index], path)
         if self._cores[index]:
             with contextlib.suppress(OSError):  # it may have ended
@@ -133,12 +145,20 @@ def serve(number: int, max_concurrency: int) -> None:
     """Serves what the command line says by several processes, until SIGTERM or ctrl-C.
 
     Args:
-      number: of servers.
+      number: of servers that answer; --num_prefill_replicas others read prompts.
       max_concurrency: requests that each answers at the same time.
 
     Raises:
-      InputError: the devices cannot be divided, or the servers refuse their input.
+      InputError: no server answers, the devices cannot be divided, or the servers
+        refuse their input.
     """
+    num_prefill = for_prefill.NUM_PREFILL_REPLICAS.value
+    if not number:
+        raise config.InputError(
+            f"--num_prefill_replicas={num_prefill} needs --num_replicas, the number of "
+            f"servers that answer."
+        )
+    every = number + num_prefill
     key = reach.api_key()
     seconds = reach.DRAIN_SECONDS.value
     settings = command.Settings(
@@ -149,19 +169,24 @@ def serve(number: int, max_concurrency: int) -> None:
         options=app.Options(replica_key=key, drain_seconds=seconds, max_wait=math.inf),
     )
     arguments = [sys.executable, *sys.orig_argv[1:]]
-    arguments += ["--num_replicas=0", "--host=127.0.0.1"]
+    arguments += ["--num_replicas=0", "--num_prefill_replicas=0", "--host=127.0.0.1"]
     environ = {**os.environ, **({reach.KEY_VARIABLE: key} if key else {})}
     folder = pathlib.Path(tempfile.mkdtemp(prefix="glm5_jax_replicas_"))
     logging.info("The logs of the replicas are in %s", folder)
     servers = Servers(
         arguments,
-        [environ | part for part in gpus_of(number, environ)],
-        cores_of(number),
+        [environ | part for part in gpus_of(every, environ)],
+        cores_of(every),
         folder,
+        num_prefill,
     )
     command.route([], settings, servers.beside)
     if servers.failure is not None:
         raise config.InputError(servers.failure)
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
 
 
 def cores_of(number: int) -> list[set[int]]:

@@ -31,6 +31,7 @@ class Replica:
 
     Attributes:
       url: its address, without a slash at the end.
+      is_prefill: whether it reads prompts for the others, and gets no requests.
       state: see `State`.
       reason: why it is not in service, for people.
       load: requests under way.
@@ -41,6 +42,7 @@ class Replica:
     """
 
     url: str
+    is_prefill: bool = False
     state: State = State.JOINING
     reason: str = "has not answered yet"
     load: int = 0
@@ -88,6 +90,7 @@ class Replica:
         """Returns what GET /replicas tells."""
         return {
             "url": self.url,
+            "prefill": self.is_prefill,
             "state": str(self.state),
             "reason": self.reason,
             "load": self.load,
@@ -126,11 +129,17 @@ class Pool:
         every = self.replicas.items()
         return {url: one for url, one in every if one.state == State.READY}
 
-    def join(self, url: str) -> Replica:
+    def answering(self) -> dict[str, Replica]:
+        """Returns the replicas in service that get requests, by address."""
+        every = self.ready().items()
+        return {url: one for url, one in every if not one.is_prefill}
+
+    def join(self, url: str, is_prefill: bool = False) -> Replica:
         """Adds a replica, or returns the one that has this address.
 
         Args:
           url: its address.
+          is_prefill: see `Replica`.
 
         Raises:
           InputError: the address is none.
@@ -138,7 +147,7 @@ class Pool:
         url = checked(url)
         found = self.replicas.get(url)
         if found is None or found.state == State.LEAVING:
-            found = self.replicas[url] = Replica(url)
+            found = self.replicas[url] = Replica(url, is_prefill)
             self.balance.ring.add(url)
         return found
 
@@ -166,9 +175,9 @@ class Pool:
         Raises:
           ApiError: none came into service in time.
         """
-        if not self.ready():
+        if not self.answering():
             await self._wait()
-        ready = self.ready()
+        ready = self.answering()
         loads = {url: one.load for url, one in ready.items()}
         url = self.balance.choose(key, loads, excluded)
         return None if url is None else ready[url]
@@ -181,7 +190,7 @@ class Pool:
         """
         try:
             async with asyncio.timeout(self._max_wait), self._changed:
-                await self._changed.wait_for(self.ready)
+                await self._changed.wait_for(self.answering)
         except TimeoutError:
             states = collections.Counter(str(r.state) for r in self.replicas.values())
             shown = ", ".join(f"{number} {state}" for state, number in states.items())

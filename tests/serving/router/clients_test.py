@@ -19,10 +19,12 @@ OUTER = "outer"
 
 
 @contextlib.contextmanager
-def routed(urls):
+def routed(urls, key=scripted.KEY, prefill_urls=()):
     """Runs the command's router in a thread; yields its address."""
     settings = command.Settings(
-        api_key=OUTER, options=router_app.Options(replica_key=scripted.KEY)
+        api_key=OUTER,
+        options=router_app.Options(replica_key=key),
+        prefill_urls=prefill_urls,
     )
     with contextlib.closing(listening.bind("127.0.0.1", 0)) as listener:
         ends = []

@@ -160,6 +160,22 @@ class WrongInputTest(absltest.TestCase):
         command.route([], settings, servers.beside)
         self.assertEqual(servers.failure, "error: no such folder")
 
+    def test_servers_that_answer_know_those_that_read_prompts(self):
+        text = "import sys; print(sys.argv[1:]); sys.exit(2)"
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        servers = local.Servers(
+            [sys.executable, "-c", text], [{**os.environ}] * 3, [set()] * 3, folder, 1
+        )
+        command.route([], command.Settings(port=0), servers.beside)
+        ports = servers._ports
+        self.assertLen({*ports}, 3)
+        prefill = f"--prefill_servers=http://127.0.0.1:{ports[2]}"
+        for index, flag in enumerate((prefill, prefill, "--prefill_servers=")):
+            log = (folder / f"replica_{index}.log").read_text()
+            if log:  # it had time to start
+                self.assertEqual(log, f"{[f'--port={ports[index]}', flag]}\n")
+        self.assertIn("--prefill_servers", servers.failure)
+
     @pytest.mark.slow
     def test_the_command_shows_their_message(self):
         flags = ["--checkpoint=/nowhere", "--num_replicas=2", "--port=0"]

@@ -306,13 +306,39 @@ class MembersTest(RouterTest):
             self.assertEqual((await found.json())["cut_off"], 1)
         self.assertIn('"error"', (await asked)[1])
 
+    async def test_a_replica_that_reads_prompts_gets_no_requests(self):
+        """But pauses and updates of the weights, as all do."""
+        await self.started(1)
+        (one,), reader = self.lights, light.Light("r")
+        async with reader.serving() as url:
+            _, _, text = await self.post("/replicas", url=url, prefill=True)
+            self.assertTrue(json.loads(text)["prefill"])
+            await until(lambda: len(self.router.pool.ready()) == 2)
+            for session in map(str, range(12)):
+                _, _, text = await self.post(GENERATE, {"X-Session-ID": session})
+                self.assertEqual(json.loads(text)["name"], "a")
+            for path in ("/pause", "/resume", "/finish_weight_update"):
+                await self.post(path)
+            self.assertEqual(reader.asked, one.asked)
+            self.assertIn(
+                f'requests_ended_total{{replica="{url}"', await self.figures()
+            )
+            self.assertEmpty(reader.seen)
+            one.mode = "unwell"
+            await until(lambda: [*self.router.pool.ready()] == [url])
+            async with self.http.get("/health") as found:
+                self.assertEqual(found.status, 503)
+
     async def test_bad_addresses(self):
         await self.started(1)
         wrong = ("", "ftp://a:1", "http://", "http://a:x", "http://a/v1", 'http://"a')
         for url in (*wrong, "http://a:1\nx", "http://u:p@a", 3, None):
             status, _, _ = await self.post("/replicas", url=url)
             self.assertEqual(status, 400, url)
-        for body in ("[]", "{", '{"url": "http://a:1", "has_weights": 1}'):
+        for name in ("has_weights", "prefill"):
+            status, _, _ = await self.post("/replicas", url="http://a:1", **{name: 1})
+            self.assertEqual(status, 400, name)
+        for body in ("[]", "{"):
             head = {"Content-Type": "application/json"}
             async with self.http.post("/replicas", data=body, headers=head) as found:
                 self.assertEqual(found.status, 400, body)
