@@ -6,10 +6,11 @@
 The bench shape on a CPU. One server has cores 0 and 1; apart, one that answers has core
 0 and one that reads prompts has core 1. Eight streams decode, and meanwhile prompts of
 2,048 tokens arrive, each of which nobody has seen, one after the answer to the other.
-A trial asks both ways in turn; the first is not counted. All programs are compiled
-before. A pause is the time between two pieces of a stream. It is also given in seconds
-that the answering server computed, over all cores, which other work on the machine
-changes less. The client shares the cores with the servers.
+A trial asks both ways in turn; the first is not counted. Programs are compiled as they
+are needed, or come from the cache on disk: run it twice. A pause is the time between
+two pieces of a stream. It is also given in seconds that the answering server computed,
+over all cores, which other work on the machine changes less. The client shares the
+cores with the servers.
 """
 
 import argparse
