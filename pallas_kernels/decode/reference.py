@@ -46,5 +46,6 @@ def decode_sparse_mla(
     position = jnp.where(is_key, indices, 0)
     if page_table is not None:
         sequence, position = page_table[sequence, position // size], position % size
-    rows = kv[sequence, position]  # [B, T, K, row]
+    # To fill rows beyond the end, as by default, takes a CPU as long as to fetch all.
+    rows = kv.at[sequence, position].get(mode="clip")  # [B, T, K, row]
     return attention.attend(q, rows, is_key, scale, value_dim)

@@ -81,21 +81,44 @@ class ChunksTest(parameterized.TestCase):
 
 class DecodingTest(parameterized.TestCase):
     @parameterized.named_parameters(
-        ("one_token_of_each", 32, 1, None, True),
-        ("too_many_tokens", 33, 1, None, False),
-        ("two_tokens_of_each", 8, 2, None, False),
-        ("batch_invariant", 32, 1, True, False),
+        ("one_token", 1, 1, None, "in_turn"),
+        ("almost_a_token_for_each_expert", E // K - 1, 1, None, "in_turn"),
+        ("a_token_for_each_expert", E // K, 1, None, "side_by_side"),
+        ("the_most_tokens", 16, 1, None, "side_by_side"),
+        ("too_many_tokens", 17, 1, None, "grouped"),
+        ("two_tokens_of_each", 8, 2, None, "grouped"),
+        ("batch_invariant", 16, 1, True, "grouped"),
     )
-    def test_few_tokens_run_expert_by_expert(self, batch, length, invariant, is_so):
+    def test_few_tokens_are_not_sorted(self, batch, length, invariant, way):
         """They sum in another order, which batch_invariant forbids."""
         config = dataclasses.replace(CONFIG, batch_invariant=invariant)
         params, *_ = make_inputs("random")
         x = jnp.zeros((batch, length, CONFIG.hidden_size))
         chosen = jnp.zeros((batch, length, K), jnp.int32)
-        with mock.patch.object(experts, "in_turn", wraps=experts.in_turn) as in_turn:
+        with mock.patch.object(experts, way, wraps=getattr(experts, way)) as taken:
             run = functools.partial(experts.run, params, config)
             jax.eval_shape(run, x, chosen, chosen.astype(jnp.float32))
-        self.assertEqual(in_turn.called, is_so)
+        taken.assert_called_once()
+
+    @parameterized.product(way=("in_turn", "side_by_side"), load=("random", "absent"))
+    def test_ways_equal_a_loop(self, way, load):
+        """A token without an expert, as padding, gets nothing of it."""
+        params, x, chosen, gates = make_inputs("random")
+        rows, chosen = x.reshape(-1, x.shape[-1]), np.array(chosen.reshape(-1, K))
+        gates = gates.reshape(-1, K)
+        if load == "absent":
+            chosen[::2] = E
+        want = np.zeros(rows.shape)
+        stacks = {k: np.float64(v) for k, v in params.items()}
+        for t, of_token in enumerate(chosen):
+            for k, e in enumerate(of_token):
+                if e < E:
+                    gate = np.float64(rows[t]) @ stacks["gate_proj"][e]
+                    up = np.float64(rows[t]) @ stacks["up_proj"][e]
+                    hidden = gate / (1 + np.exp(-gate)) * up
+                    want[t] += float(gates[t, k]) * (hidden @ stacks["down_proj"][e])
+        got = getattr(experts, way)(params, rows, jnp.asarray(chosen), gates)
+        np.testing.assert_allclose(got, want, rtol=ATOL, atol=ATOL)
 
 
 class TransportTest(parameterized.TestCase):
