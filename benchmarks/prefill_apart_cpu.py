@@ -30,11 +30,7 @@ import serving_load
 
 STREAMS, SHORT, STREAMED = 8, 32, 1000  # streams, and their tokens
 PROMPTS, LONG, NEW = 3, 2048, 8  # prompts that arrive, and their tokens
-FLAGS = (
-    "--num_slots=12",
-    "--capacity=3072",
-    "--num_pages=640",
-)
+FLAGS = ("--num_slots=12", "--capacity=3072", "--num_pages=640", "--nowarm_up")
 
 
 def computed(server: serving_load.Server) -> float:
