@@ -119,6 +119,61 @@ def windows(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Window]:
     return itertools.product(*cuts)
 
 
+def place(leaf: Leaf, sharding: jax.sharding.Sharding, dtype: Any = None) -> jax.Array:
+    """Reads this process's parts of a parameter onto its devices, window by window.
+
+    The host holds one window beside the devices. All parts grow together, because their
+    windows may lie in the same stored chunk.
+
+    Args:
+      leaf: the parameter.
+      sharding: of the result.
+      dtype: of the result; None keeps the leaf's.
+    """
+    dtype = np.dtype(leaf.dtype if dtype is None else dtype)
+    shape = sharding.shard_shape(leaf.shape)
+    parts: dict[jax.Device, Any] = {}
+    owners: dict[tuple[int, ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        cuts = zip(index or (), leaf.shape, strict=True)
+        owners.setdefault(tuple(c.indices(n)[0] for c, n in cuts), []).append(device)
+        parts[device] = None
+    # By the global shape: all parts of a matrix may lie in one stored chunk.
+    itemsize = max(dtype.itemsize, leaf.dtype.itemsize)
+    chunk = chunk_shape(leaf.shape, itemsize, leaf.cuts)
+    for window in windows(shape, list(map(min, chunk, shape))):
+        for first, devices in owners.items():
+            pairs = zip(window, first, strict=True)
+            there = tuple(slice(w.start + n, w.stop + n) for w, n in pairs)
+            values = leaf.read(there).astype(dtype, copy=False)
+            for device in devices:
+                new = _written(parts[device], values, window, shape, device)
+                parts[device] = new.block_until_ready()
+    return jax.make_array_from_single_device_arrays(
+        leaf.shape, sharding, [*parts.values()]
+    )
+
+
+def _written(
+    part: jax.Array | None,
+    values: np.ndarray,
+    window: Window,
+    shape: tuple[int, ...],
+    device: jax.Device,
+) -> jax.Array:
+    """Returns a device's part with a window written into it, in place."""
+    new = jax.device_put(values, device)
+    if values.shape == shape:
+        return new
+    if part is None:
+        part = jnp.zeros(shape, values.dtype, device=device)
+    return _update(part, new, [w.start for w in window])
+
+
+# The starts are operands, so one program serves all windows of a size.
+_update = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
+
+
 def require_finite(values: np.ndarray, name: str) -> None:
     """Checks that no weight is NaN or infinite.
 

@@ -20,7 +20,14 @@ from absl import logging
 from etils import epath
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import arrays, manifest, retention, step_folder, stored
+from glm5_jax.checkpoint import (
+    arrays,
+    manifest,
+    retention,
+    step_folder,
+    step_windows,
+    stored,
+)
 from glm5_jax.processes import together
 
 PyTree = Any
@@ -300,9 +307,8 @@ def restore_params(folder: epath.PathLike, abstract_params: PyTree) -> PyTree:
         InputError: there is no checkpoint, or it is of another model.
         DamagedError: a file fails its checksum.
     """
-    path = find_step(folder)
-    verify_params(path)
-    return stored.read(path, {"params": abstract_params}, "model")["params"]
+    verify_params(path := find_step(folder))
+    return step_windows.read_params(path, abstract_params)
 
 
 def require_shapes(folder: epath.PathLike, abstract_params: PyTree) -> None:

@@ -26,6 +26,7 @@ from glm5_jax.checkpoint import manifest, same_shapes, step_folder
 
 _TREE = "params"  # top-level name in the item PARAMS
 _CACHE_BYTES = 2**28  # of decoded chunks; more if a chunk is larger
+_PLACING_BYTES = 2**26  # the same, while devices' parts are read one after another
 
 
 class StepLeaf(leaves_lib.Leaf):
@@ -49,25 +50,31 @@ class StepLeaf(leaves_lib.Leaf):
 
 
 def open_params(
-    folder: epath.PathLike, abstract_params: dict
+    folder: epath.PathLike, abstract_params: dict, least_cache: int | None = None
 ) -> dict[leaves_lib.Path, StepLeaf]:
     """Opens the parameters of a step folder.
 
     Args:
       folder: of a step.
       abstract_params: the tree, with anything that has a shape as leaves.
+      least_cache: bytes of decoded chunks to keep, more if a tensor or two chunks are
+        larger; None is a quarter of a GiB.
 
     Raises:
       InputError: the step is of another model.
     """
+    least = _CACHE_BYTES if least_cache is None else least_cache
     state = epath.Path(folder) / step_folder.PARAMS
     if not state.exists():  # a step from before manifests
         state = epath.Path(folder) / step_folder.STATE
+    if state.exists() and not ocp.utils.is_checkpoint_finalized(state):
+        raise ValueError(f"{state} is incomplete: its save did not finish.")
     metadata = json.loads((state / "_METADATA").read_text())
-    stored = {
+    stored = (
         tuple(str(key["key"]) for key in entry["key_metadata"])
         for entry in metadata["tree_metadata"].values()
-    }
+    )
+    names = [path[1:] for path in stored if path[0] == _TREE]
     wanted, _ = leaves_lib.flatten(abstract_params)
     is_ocdbt = (state / "manifest.ocdbt").exists()
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
@@ -82,17 +89,36 @@ def open_params(
                 context=context,
                 read=True,
             )
-            for path in wanted
-            if (_TREE, *path) in stored
+            for path in names
         }
         return {path: StepLeaf(store.result()) for path, store in opening.items()}
 
-    found = open_all(_CACHE_BYTES)
-    names = {path[1:] for path in stored if path[0] == _TREE}
-    theirs = {path: found[path].shape if path in found else "present" for path in names}
+    found = open_all(least)
+    theirs = {path: leaf.shape for path, leaf in found.items()}
     ours = {path: tuple(leaf.shape) for path, leaf in wanted.items()}
     same_shapes.require(_dotted(theirs), _dotted(ours), f"the model in {folder}")
-    return open_all(max(_CACHE_BYTES, *itertools.starmap(_needed_cache, found.items())))
+    return open_all(max(least, *itertools.starmap(_needed_cache, found.items())))
+
+
+def read_params(folder: epath.PathLike, abstract_params: dict) -> dict:
+    """Reads the parameters of a step folder, each process the parts of its own devices.
+
+    Args:
+      folder: of a step.
+      abstract_params: shapes, types and shardings of the result; a leaf without a
+        sharding comes onto the first device.
+
+    Raises:
+      InputError: the step is of another model.
+    """
+    opened = open_params(folder, abstract_params, _PLACING_BYTES)
+    wanted, treedef = leaves_lib.flatten(abstract_params)
+    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    arrays = [
+        leaves_lib.place(opened[path], like.sharding or first, like.dtype)
+        for path, like in wanted.items()
+    ]
+    return jax.tree.unflatten(treedef, arrays)
 
 
 def save_params(folder: epath.PathLike, params: dict, metadata: dict) -> None:
@@ -234,7 +260,7 @@ def _key(state: epath.Path, path: leaves_lib.Path, is_ocdbt: bool) -> Any:
 
 
 def _dotted(shapes: dict[leaves_lib.Path, Any]) -> dict[str, Any]:
-    return {".".join(path): shape for path, shape in shapes.items()}
+    return {".".join((_TREE, *path)): shape for path, shape in shapes.items()}
 
 
 def _folder(path: epath.Path) -> dict[str, str]:

@@ -76,7 +76,7 @@ def load_params(
 ) -> dict:
     """Reads a folder's tensors into a parameter tree.
 
-    Each process reads only the shards of its own devices.
+    Each process reads only the parts of its own devices, window by window.
 
     Args:
       folder: with model.safetensors, or an index and the files that it names.
@@ -94,7 +94,7 @@ def load_params(
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.unflatten(treedef, [device] * len(leaves))
     arrays = [
-        _load_leaf(leaf, sharding)
+        leaves_lib.place(leaf, sharding)
         for leaf, sharding in zip(
             leaves.values(), treedef.flatten_up_to(shardings), strict=True
         )
@@ -176,23 +176,6 @@ def _dtype(
         return jnp.dtype(config.param_dtype)
     kinds = {tensor.dtype for tensor in tensors}
     return safetensors_file.DTYPES[kinds.pop() if len(kinds) == 1 else "F32"]
-
-
-def _load_leaf(leaf: StoredLeaf, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Reads one parameter, shard by shard."""
-
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        bounds = [c.indices(n) for c, n in zip(index or (), leaf.shape, strict=True)]
-        return leaf.read(tuple(slice(start, stop) for start, stop, _ in bounds))
-
-    # One after another, so that the host holds no more than a shard beside the devices.
-    shards = [
-        jax.device_put(read(index), device).block_until_ready()
-        for device, index in sharding.addressable_devices_indices_map(
-            leaf.shape
-        ).items()
-    ]
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
 def _open(

@@ -284,7 +284,10 @@ class FolderTest(ConversionCase):
         conversion.convert(source, out)
         for override, words in {
             ("model.vocab_size", "96"): r"embed_tokens: \(80, 160\) there, \(96, 160\)",
-            ("model.num_nextn_predict_layers", "0"): "mtp.*present there, absent here",
+            (
+                "model.num_nextn_predict_layers",
+                "0",
+            ): r"mtp\.block\.indexer\.wk: \(160, 16\) there, absent here",
         }.items():
             with self.assertRaisesRegex(config_lib.InputError, words):
                 conversion.convert(out, self.folder / "x", overrides=[override])
