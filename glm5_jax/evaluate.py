@@ -9,10 +9,12 @@ line a length, with the mean and the 95% interval of each figure.
 """
 
 import json
+from collections.abc import Sequence
 
 from absl import flags, logging
 
 from glm5_jax import command_line, compile_cache, quantize_flag
+from glm5_jax.processes import flags as process_flags
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
@@ -22,9 +24,7 @@ _TEXT = flags.DEFINE_string("text", None, "Text file to score.")
 _LOGITS_OUT = flags.DEFINE_string(
     "logits_out", None, "Path for the logits: .npy, float32 [N, T, V]."
 )
-_SUITE = flags.DEFINE_list(
-    "suite", None, "Suites to run; docs/evaluation.md lists them."
-)
+_SUITE = flags.DEFINE_list("suite", None, "Suites; docs/evaluation.md lists them.")
 _SUITE_LENGTHS = flags.DEFINE_list(
     "suite_lengths", [], "Tokens of a task; default: the length of training."
 )
@@ -42,19 +42,25 @@ _QUESTIONS = flags.DEFINE_string(
     "questions", None, "JSONL file of suite multiple_choice."
 )
 flags.mark_flags_as_mutual_exclusive(["suite", "tokens", "text"])
-flags.adopt_module_key_flags(compile_cache)  # --help shows them
-flags.adopt_module_key_flags(quantize_flag)
+for module in (compile_cache, quantize_flag, process_flags):  # --help shows them
+    flags.adopt_module_key_flags(module)
 
 
-def main(arguments: command_line.Arguments) -> None:
+def main(arguments: command_line.Arguments) -> int | None:
     """Prints the scores."""
+    from glm5_jax.weights import loading
+
+    overrides, alone = loading.overrides_of(arguments, alone=False), bool(_SUITE.value)
+    mesh = loading.mesh_config_of(overrides)
+    return process_flags.run(lambda: _run(overrides), mesh, alone=alone)
+
+
+def _run(overrides: Sequence[command_line.Override]) -> None:
     from glm5_jax.evals import command
     from glm5_jax.inference import commands
-    from glm5_jax.weights import loading
 
     logging.set_verbosity(logging.INFO)  # on stderr
     compile_cache.enable()
-    overrides = loading.overrides_of(arguments)
     if _SUITE.value is not None:
         suites = command.Suites(
             names=_SUITE.value,
@@ -76,7 +82,8 @@ def main(arguments: command_line.Arguments) -> None:
         logits_out=_LOGITS_OUT.value,
         scheme=quantize_flag.SCHEME.value,
     )
-    print(json.dumps(scores))
+    if scores:
+        print(json.dumps(scores))
 
 
 if __name__ == "__main__":

@@ -2,16 +2,17 @@
 
 python -m glm5_jax.generate --checkpoint=runs/NAME --prompt="class" --max_new_tokens=64
 python -m glm5_jax.generate --checkpoint=FOLDER --chat --prompt="What is 2 + 3?"
-python -m glm5_jax.generate --checkpoint=FOLDER --chat
 
 --chat alone holds a conversation: in a terminal, or a line of the input at a time.
 """
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 from absl import flags, logging
 
 from glm5_jax import command_line, compile_cache, quantize_flag
+from glm5_jax.processes import flags as process_flags
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
@@ -33,31 +34,31 @@ _MAX_NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", None, "Tokens to add; default: 128, in a conversation what fits."
 )
 _TEMPERATURE = flags.DEFINE_float(
-    "temperature",
-    None,
-    "0 takes the likeliest token; default: generation_config.json's, or 1.",
+    "temperature", None, "0: the likeliest; default: generation_config.json's, or 1."
 )
 _TOP_P = flags.DEFINE_float(
-    "top_p",
-    None,
-    "Probability to sample from; default: generation_config.json's, or 1 (all).",
+    "top_p", None, "Share to sample from; default: generation_config.json's, or 1."
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random numbers.")
-_NUM_DRAFTS = flags.DEFINE_integer(
-    "num_drafts", 0, "Tokens to draft by multi-token prediction in a round; 0: none."
-)
+_NUM_DRAFTS = flags.DEFINE_integer("num_drafts", 0, "Tokens to draft in a round.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Continues after end of text.")
-_TOKENS_OUT = flags.DEFINE_string(
-    "tokens_out", None, "Path for the ids of prompt and continuation: .npy."
-)
-flags.adopt_module_key_flags(compile_cache)  # --help shows them
-flags.adopt_module_key_flags(quantize_flag)
+_OUT = flags.DEFINE_string("tokens_out", None, "Path for all ids: .npy.")
+for module in (compile_cache, quantize_flag, process_flags):  # --help shows them
+    flags.adopt_module_key_flags(module)
 
 
-def main(arguments: command_line.Arguments) -> None:
+def main(arguments: command_line.Arguments) -> int | None:
     """Prints each prompt with its continuation, or holds a conversation."""
-    from glm5_jax.inference import commands
     from glm5_jax.weights import loading
+
+    overrides = loading.overrides_of(arguments, alone=False)
+    talks = bool(_CHAT.value) and _PROMPT.value is None and _TOKENS.value is None
+    mesh = loading.mesh_config_of(overrides)
+    return process_flags.run(lambda: _run(overrides, talks), mesh, alone=talks)
+
+
+def _run(overrides: Sequence[command_line.Override], talks: bool) -> None:
+    from glm5_jax.inference import commands
 
     logging.set_verbosity(logging.INFO)  # on stderr
     compile_cache.enable()
@@ -70,9 +71,8 @@ def main(arguments: command_line.Arguments) -> None:
         num_drafts=_NUM_DRAFTS.value,
         scheme=quantize_flag.SCHEME.value,
     )
-    where = _CHECKPOINT.value, loading.overrides_of(arguments)
-    chat = cast(commands.Chat | None, _CHAT.value)
-    if chat and _PROMPT.value is None and _TOKENS.value is None:
+    where, chat = (_CHECKPOINT.value, overrides), cast(Any, _CHAT.value)
+    if talks:
         commands.converse(*where, chat, sampling)
         return
     prompt = commands.Prompt(
@@ -81,8 +81,9 @@ def main(arguments: command_line.Arguments) -> None:
         chat=chat,
         special_tokens=_SPECIAL_TOKENS.value,
     )
-    texts = commands.generate(*where, prompt, sampling, _TOKENS_OUT.value)
-    print(*texts, sep="\n")
+    texts = commands.generate(*where, prompt, sampling, _OUT.value)
+    if texts:
+        print(*texts, sep="\n")
 
 
 if __name__ == "__main__":

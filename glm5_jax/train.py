@@ -14,6 +14,7 @@ from absl import flags, logging
 
 from glm5_jax import command_line, compile_cache
 from glm5_jax.config import checks
+from glm5_jax.processes import flags as process_flags
 from glm5_jax.processes import group, interrupts, simulate
 from glm5_jax.training.run import host_memory
 
@@ -25,29 +26,7 @@ _WORKDIR = flags.DEFINE_string(
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Prints parameters and memory, and checks what a start checks."
 )
-_COORDINATOR = flags.DEFINE_string(
-    "coordinator",
-    None,
-    "HOST:PORT of process 0, if no cluster provides it; or JAX_COORDINATOR_ADDRESS.",
-)
-_NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", None, "Number of processes; or JAX_NUM_PROCESSES."
-)
-_PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "Number of this process, from 0; or JAX_PROCESS_ID."
-)
-_JOIN_SECONDS = flags.DEFINE_integer(
-    "join_seconds", 300, "Seconds that processes wait for one another at the start."
-)
-_HEARTBEAT_SECONDS = flags.DEFINE_integer(
-    "heartbeat_seconds",
-    100,
-    "Seconds without a sign of life after which a process counts as dead.",
-    lower_bound=1,
-)
-_SIMULATE = flags.DEFINE_integer(
-    "simulate_processes", 0, "Runs as N processes on the CPU of this machine."
-)
+flags.adopt_module_key_flags(process_flags)
 flags.adopt_module_key_flags(compile_cache)  # --help shows them
 
 
@@ -65,14 +44,17 @@ def main(arguments: command_line.Arguments) -> int | None:
         return None
     now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     workdir = _WORKDIR.value or f"runs/{arguments.name}-{now}"
-    if _SIMULATE.value:
-        return simulate.run(config, pathlib.Path(workdir), _SIMULATE.value)
-    me = group.find(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    if process_flags.SIMULATE.value:
+        count = process_flags.SIMULATE.value
+        return simulate.run(config, pathlib.Path(workdir), count)
+    me = process_flags.find()
     group.require_supported(config, me)
     host_memory.restart_with_large_pages()
     from glm5_jax.processes import together  # imports jax: after the input is checked
 
-    with together.joined(me, _JOIN_SECONDS.value, _HEARTBEAT_SECONDS.value):
+    with together.joined(
+        me, process_flags.JOIN_SECONDS.value, process_flags.HEARTBEAT_SECONDS.value
+    ):
         from glm5_jax.training import loop
 
         is_first = together.is_first()

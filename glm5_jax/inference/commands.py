@@ -1,13 +1,12 @@
 """Implements the commands generate and evaluate."""
 
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from absl import logging
-from jaxtyping import Int
+from jaxtyping import Float
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
@@ -16,11 +15,13 @@ from glm5_jax.data.chat import templates
 from glm5_jax.inference import (
     conversation,
     engine,
+    id_files,
     limits,
     placement,
     scoring,
     terminal,
 )
+from glm5_jax.processes import together
 from glm5_jax.weights import generation_config, loading, quantized_loading
 
 Chat = templates.Version | Literal["auto"]
@@ -101,13 +102,14 @@ def generate(
 
     Returns:
       Each prompt with its continuation, as text, or as ids if the model has no
-      tokenizer; in a chat only the answer.
+      tokenizer; in a chat only the answer. Nothing on processes but the first, all of
+      which must call it alike.
 
     Raises:
       InputError: see `quantized_loading.load_model` and `engine.generate`.
     """
-    _require_folder_of(tokens_out)
-    ids = None if prompt.tokens is None else read_ids(prompt.tokens)
+    id_files.require_folder_of(tokens_out)
+    ids = None if prompt.tokens is None else id_files.read_ids(prompt.tokens)
     mesh, overrides = loading.mesh_of(overrides)
     config, params, tokenizer = quantized_loading.load_model(
         checkpoint, overrides, mesh, sampling.scheme
@@ -121,6 +123,7 @@ def generate(
         raise _no_tokenizer(checkpoint)
     ends = stop_ids(config, tokenizer, prompt.chat if ids is None else None)
     temperature, top_p = _settled(sampling, checkpoint)
+    _require_same(config, prompts, sampling, (temperature, top_p))
     logging.info("Compiling and sampling ...")
     with placement.using(mesh):
         completions = engine.generate(
@@ -135,9 +138,22 @@ def generate(
             num_drafts=sampling.num_drafts,
         )
     rows = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]
+    if not together.is_first():
+        return []
     if tokens_out is not None:
         is_single = ids is None or ids.ndim == 1
-        _save_rows(tokens_out, rows, config.pad_token_id or 0, is_single)
+        id_files.save_rows(tokens_out, rows, config.pad_token_id or 0, is_single)
+    return _texts(rows, completions, prompt, tokenizer, ends)
+
+
+def _texts(
+    rows: list[list[int]],
+    completions: list[engine.Completion],
+    prompt: Prompt,
+    tokenizer: tokenizer_lib.Tokenizer | None,
+    ends: frozenset[int],
+) -> list[str]:
+    """Returns what `generate` prints."""
     if tokenizer is None:
         return [" ".join(map(str, row)) for row in rows]
     if prompt.chat:
@@ -297,14 +313,15 @@ def evaluate(
     Writes the logits of every position to `logits_out`, float32 [N, T, V].
 
     Returns:
-      The figures that evaluate.py prints.
+      The figures that evaluate.py prints; nothing on processes but the first, all of
+      which must call it alike.
 
     Raises:
       InputError: see `quantized_loading.load_model` and `scoring.score`.
     """
     _require_one(tokens=tokens, text=text)
-    _require_folder_of(logits_out)
-    ids = None if tokens is None else np.atleast_2d(read_ids(tokens))
+    id_files.require_folder_of(logits_out)
+    ids = None if tokens is None else np.atleast_2d(id_files.read_ids(tokens))
     written = None if text is None else scoring.read_text(text)
     mesh, overrides = loading.mesh_of(overrides)
     config, params, tokenizer = quantized_loading.load_model(
@@ -320,43 +337,26 @@ def evaluate(
     logits = None
     if logits_out is not None:
         shape = (*rows["tokens"].shape, config.vocab_size)
-        logits = np.lib.format.open_memmap(logits_out, "w+", np.float32, shape)
+        logits = _room_for(logits_out, shape)
+    _require_same(config, *(x.tobytes().hex() for x in rows.values()), logits_out)
     logging.info("Compiling and scoring ...")
     with placement.using(mesh):
         nll = scoring.score(params, config, rows, logits)
-    return scoring.summarize(rows, nll)
+    return scoring.summarize(rows, nll) if together.is_first() else {}
 
 
-def _save_rows(path: str, rows: list[list[int]], padding: int, is_single: bool) -> None:
-    """Writes rows of ids, padded to one length; a single row as [T]."""
-    length = max(map(len, rows))
-    padded = [row + [padding] * (length - len(row)) for row in rows]
-    out = np.asarray(padded[0] if is_single else padded, np.int32)
-    with open(path, "wb") as file:  # np.save would append .npy to a name
-        np.save(file, out)
+def _require_same(config: config_lib.ModelConfig, *inputs: Any) -> None:
+    """Checks that all processes were given the same, whose programs must be equal."""
+    together.require_same("settings or inputs", repr((config, inputs)))
 
 
-def read_ids(path: str) -> Int[np.ndarray, "*n T"]:
-    """Reads token ids of an .npy file, [T] or [N, T].
-
-    Raises:
-      InputError: the file cannot be read, or holds something else.
-    """
-    try:
-        # Mapped, so that a header with too large a shape takes no memory.
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, OverflowError) as error:
-        raise config_lib.InputError(
-            f"Token ids cannot be read from {path}: {error}. Write integers with "
-            f"numpy.save."
-        ) from error
-    is_array = isinstance(ids, np.ndarray) and np.issubdtype(ids.dtype, np.integer)
-    if not (is_array and ids.ndim in (1, 2) and ids.size):
-        shown = f"{ids.dtype}{list(ids.shape)}" if hasattr(ids, "shape") else "an .npz"
-        raise config_lib.InputError(
-            f"{path} must hold integers of shape [T] or [N, T], got {shown}."
-        )
-    return np.array(ids)
+def _room_for(path: str, shape: tuple[int, ...]) -> Float[np.ndarray, "*n"]:
+    """Returns an array that is a file in the first process; others keep one number."""
+    if together.is_first():
+        return np.lib.format.open_memmap(path, "w+", np.float32, shape)
+    return np.lib.stride_tricks.as_strided(
+        np.empty(1, np.float32), shape, [0] * len(shape)
+    )
 
 
 def _require_one(**given: str | None) -> None:
@@ -366,16 +366,6 @@ def _require_one(**given: str | None) -> None:
         names = " or ".join(f"--{name}" for name in given)
         found = " and ".join(f"--{name}" for name in values) or "neither"
         raise config_lib.InputError(f"Give either {names}, got {found}.")
-
-
-def _require_folder_of(path: str | None) -> None:
-    """Checks that a result can be written, before it is computed."""
-    if path is None:
-        return
-    if not pathlib.Path(path).absolute().parent.is_dir():
-        raise config_lib.InputError(f"The folder of {path} does not exist; make it.")
-    if pathlib.Path(path).is_dir():
-        raise config_lib.InputError(f"{path} is a folder; give the name of a file.")
 
 
 def _require_chat(tokenizer: tokenizer_lib.Tokenizer) -> None:

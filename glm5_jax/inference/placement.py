@@ -7,6 +7,7 @@ entries. Devices of the context axis hold more slots: no sequence is cut.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -95,7 +96,39 @@ def params(tree: dict, config: config_lib.ModelConfig, mesh: AnyMesh) -> dict:
 
 def rows(tree: Any, mesh: AnyMesh | None) -> Any:
     """Puts arrays of rows on the devices of their slots."""
-    return tree if mesh is None else jax.device_put(tree, _sharding(mesh, ROWS))
+    if mesh is None:
+        return tree
+    place = _sharding(mesh, ROWS)
+    if place.is_fully_addressable:
+        return jax.device_put(tree, place)
+
+    def own(x: Any) -> jax.Array:  # device_put would compare it among the processes
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            numbers = own(jax.random.key_data(x))
+            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, place, lambda i: host[i])
+
+    return jax.tree.map(own, tree)
+
+
+def fetched(tree: Any) -> Any:
+    """Returns whole arrays on the host, in every process; all must call it."""
+    places = [x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if all(place.is_fully_addressable for place in places):
+        return jax.device_get(tree)
+    first = places[0]
+    assert isinstance(first, NamedSharding)
+    assert isinstance(first.mesh, Mesh)
+    return jax.device_get(_copied(first.mesh)(tree))
+
+
+@functools.cache
+def _copied(mesh: Mesh) -> Callable[[Any], Any]:
+    """Returns a program that gives every device a copy of whole arrays."""
+    return jax.jit(
+        lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec())
+    )
 
 
 def shapes(

@@ -6,8 +6,6 @@ import functools
 import time
 from collections.abc import Iterable, Sequence
 
-import jax
-
 from glm5_jax import config as config_lib
 from glm5_jax.inference import (
     adjustments,
@@ -105,7 +103,8 @@ class Runner:
             arrays = self._adjusted(arrays, zip(rows, todo.parts, strict=True))
             found, _ = self._guides(rows, todo.parts, len(arrays.num_tokens))
             state, drawn = self._prefill(state, weights, arrays, found, is_fresh)
-        return results.Result(todo, rows, state, jax.device_get(drawn), weights.version)
+        host = placement.fetched(drawn)
+        return results.Result(todo, rows, state, host, weights.version)
 
     def paddings(self) -> list[functools.partial]:
         """Returns a function for every program, which runs it on padding.
@@ -245,7 +244,7 @@ class Runner:
         rows = self.shapes.num_slots if slots is None else len(slots)
         number, began = self.drafter.choose(rows), time.perf_counter()
         state, drawn = self._decode(state, weights, chosen, found, number)
-        drawn = jax.device_get(drawn)
+        drawn = placement.fetched(drawn)
         seconds = time.perf_counter() - began
         self.drafter.record(rows, number, drawn.tally, seconds)
         return state, drawn

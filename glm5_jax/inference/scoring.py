@@ -171,12 +171,15 @@ def score(
             part = slice(first, first + size)
             count = len(tokens[part])
             result, hidden = _score(params, config, *batch)
-            nll[part] = result[:count]
+            nll[part] = placement.fetched(result)[:count]
             if logits_out is not None:
-                logits_out[part] = _logits(params, config, hidden)[:count]
+                logits = placement.fetched(_logits(params, config, hidden))
+                logits_out[part] = logits[:count]
             if (out := alternatives_out) is not None:
                 number, targets = out.ids.shape[-1], batch[1]
-                found = _likeliest(params, config, hidden, targets, number)
+                found = placement.fetched(
+                    _likeliest(params, config, hidden, targets, number)
+                )
                 ids, logprobs, own, ranks = (x[:count] for x in found)
                 out.ids[part], out.logprobs[part], out.ranks[part] = (
                     ids,

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -55,14 +56,53 @@ def run(config: config_lib.TrainConfig, workdir: pathlib.Path, count: int) -> in
     logs.mkdir(parents=True, exist_ok=True)
     with folder_lock.held(logs.parent):  # else their logs would be overwritten
         pass
+    return _together(environ, logs, count, f"--workdir={workdir}")
+
+
+def run_command(mesh: config_lib.MeshConfig, count: int) -> int:
+    """Restarts this program as `count` processes, the first in place of this one.
+
+    The first has this program's input and output. The output of the others is shown if
+    they fail.
+
+    Returns:
+      The exit code: that of the first process that failed, or 0.
+
+    Raises:
+      InputError: the mesh has no whole share for each process.
+    """
+    environ = _environ(devices_each(mesh, count))
+    with tempfile.TemporaryDirectory(prefix="glm5_jax_") as logs:
+        return _together(environ, pathlib.Path(logs), count, shows_first=True)
+
+
+def _together(
+    environ: Mapping[str, str],
+    logs: pathlib.Path,
+    count: int,
+    *more: str,
+    shows_first: bool = False,
+) -> int:
+    """Starts this program's processes, and waits for their end.
+
+    Args:
+      environ: of each process.
+      logs: folder for their output.
+      count: of processes.
+      *more: flags besides those of the command line.
+      shows_first: whether process 0 writes to this program's output, not to a log.
+    """
     paths = [logs / f"process_{number}.log" for number in range(count)]
+    if shows_first:
+        paths[0] = pathlib.Path(os.devnull)
     address = f"127.0.0.1:{_free_port()}"
     children = []
     for number, path in enumerate(paths):
         flags = [f"--coordinator={address}", f"--num_processes={count}"]
-        flags += [f"--process_id={number}", "--simulate_processes=0"]
-        command = [sys.executable, *sys.orig_argv[1:], *flags, f"--workdir={workdir}"]
-        children.append(start(command, environ, path))
+        flags += [f"--process_id={number}", "--simulate_processes=0", *more]
+        command = [sys.executable, *sys.orig_argv[1:], *flags]
+        shown = shows_first and number == 0
+        children.append(start(command, environ, None if shown else path))
     try:
         with _passed_on(children):
             return _watch(children, paths)
@@ -73,24 +113,25 @@ def run(config: config_lib.TrainConfig, workdir: pathlib.Path, count: int) -> in
 
 
 def start(
-    command: Sequence[str], environ: Mapping[str, str], path: pathlib.Path
+    command: Sequence[str], environ: Mapping[str, str], path: pathlib.Path | None
 ) -> subprocess.Popen:
     """Starts a process that writes to a log, and on Linux dies with this one.
 
     Args:
       command: program and arguments.
       environ: its environment.
-      path: file of the log.
+      path: file of the log; None shares this program's output.
     """
     if sys.platform == "linux":
         bound = [sys.executable, "-E", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
         command = [*bound, *command]
-    with path.open("wb") as log:
+    with contextlib.ExitStack() as stack:
+        log = None if path is None else stack.enter_context(path.open("wb"))
         return subprocess.Popen(
             command,
             env=environ,
             stdout=log,
-            stderr=subprocess.STDOUT,
+            stderr=None if log is None else subprocess.STDOUT,
             start_new_session=True,  # ctrl-C comes to us alone
         )
 

@@ -7,6 +7,7 @@ jax.distributed starts anyway, and ends with the same message and exit code.
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
+from glm5_jax import config as config_lib
 from glm5_jax.config import failures
 from glm5_jax.processes import group as group_lib
 from glm5_jax.processes import interrupts, roll_call
@@ -39,6 +41,7 @@ def joined(
     group: group_lib.Group | None,
     timeout: int = JOIN_SECONDS,
     heartbeat: int = HEARTBEAT_SECONDS,
+    ends_at_once: bool = False,
 ) -> Iterator[None]:
     """Joins the processes of a group to one run until the block ends.
 
@@ -51,6 +54,7 @@ def joined(
       timeout: seconds that processes wait for each other.
       heartbeat: seconds without a sign of life after which a process counts as dead and
         the others end.
+      ends_at_once: whether SIGTERM or ctrl-C, to any process, ends all at once.
 
     Raises:
       InputError: other processes are missing, or disagree on the numbers.
@@ -75,7 +79,11 @@ def joined(
     )
     end = _End(distributed.global_state.client)
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            if ends_at_once:
+                stack.enter_context(interrupts.ending_at_once())
+                stack.enter_context(interrupts.undoing(end.interrupt_others))
+            yield
     except SystemExit:
         end.part()
         raise
@@ -159,6 +167,25 @@ def all_true(mine: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.int32(mine))))
 
 
+def require_same(what: str, text: str) -> None:
+    """Checks that all processes were given the same; all must call it.
+
+    Args:
+      what: names it in messages.
+      text: that must be equal.
+
+    Raises:
+      InputError: this process has another one than process 0.
+    """
+    digest = hashlib.sha256(text.encode()).digest()
+    numbers = np.frombuffer(digest, np.int32).tolist()
+    if numbers_of_first(numbers) != numbers:
+        raise config_lib.InputError(
+            f"process {_number()} has other {what} than process 0; start the same "
+            f"command, with the same files, as every process."
+        )
+
+
 def _number() -> int:
     """Returns this process's number; jax.process_index() would start the devices."""
     return distributed.global_state.process_id
@@ -196,6 +223,12 @@ class _End:
             self._say(code, message)
             self._leave(code)
 
+    def interrupt_others(self) -> None:
+        """Ends the other processes, before this one ends on a signal."""
+        with self._is_failing:
+            self._say(interrupts.EXIT_TERMINATED, "error: interrupted.\n")
+            self._wait_for_others()
+
     def _listen(self) -> None:
         """Waits for the message that ends the run; on a failure, ends this process."""
         word = None
@@ -220,10 +253,14 @@ class _End:
 
     def _leave(self, code: int) -> None:
         """Ends without clean-up, which would wait for a collective that never ends."""
+        self._wait_for_others()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _wait_for_others(self) -> None:
+        """Waits until the others have the message, or have ended."""
         with contextlib.suppress(Exception):  # another process has ended already
             self._client.wait_at_barrier(_LEAVING, _FAREWELL_MS)
         if _number() == 0:  # without its service the others would abort
             threading.Event().wait(1.0)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

@@ -343,22 +343,39 @@ def mesh_of(
     Raises:
       InputError: there is no such axis, or the devices do not fill the mesh.
     """
-    ours = [o for o in overrides if o[0].partition(".")[0] == "mesh"]
-    if not ours:
+    config = mesh_config_of(overrides)
+    if config is None:
         return None, [*overrides]
-    config = command_line.resolve({}, ours, _Overridable).mesh
-    return mesh_lib.make_mesh(config), [o for o in overrides if o not in ours]
+    others = [o for o in overrides if not o[0].startswith("mesh.")]
+    return mesh_lib.make_mesh(config), others
+
+
+def mesh_config_of(
+    overrides: Sequence[command_line.Override],
+) -> config_lib.MeshConfig | None:
+    """Returns the mesh that --config.mesh.X asks for, None without any.
+
+    Raises:
+      InputError: there is no such axis.
+    """
+    ours = [o for o in overrides if o[0].partition(".")[0] == "mesh"]
+    return command_line.resolve({}, ours, _Overridable).mesh if ours else None
 
 
 def overrides_of(
-    arguments: command_line.Arguments,
+    arguments: command_line.Arguments, alone: bool = True
 ) -> tuple[command_line.Override, ...]:
     """Returns the overrides of a command that takes its config from a checkpoint.
+
+    Args:
+      arguments: of the command line.
+      alone: whether the command runs in one process only.
 
     Raises:
       InputError: a --config file was given, or this is one of several processes.
     """
-    group.require_alone()
+    if alone:
+        group.require_alone()
     if arguments.config is not None:
         raise config_lib.InputError(
             f"--config={arguments.config} is not used here: the config comes from the "

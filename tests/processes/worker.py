@@ -4,6 +4,7 @@ python -m tests.processes.worker SCENARIO FOLDER
 """
 
 import dataclasses
+import json
 import os
 import pathlib
 import signal
@@ -20,6 +21,7 @@ from glm5_jax import sharding
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.checkpoint import stored
+from glm5_jax.inference import commands
 from glm5_jax.model import transformer
 from glm5_jax.processes import group, together
 from glm5_jax.training.run import rows
@@ -27,6 +29,7 @@ from glm5_jax.weights import huggingface, loading, safetensors_file
 
 SHAPE = (16, 8)
 AXES = ("a", "b")
+FLOATS = [("model.dtype", "float32"), ("model.param_dtype", "float32")]
 METADATA = {"data": "corpus=1"}
 
 
@@ -166,6 +169,32 @@ def import_shards(folder):
             if any(r.start < mine.stop and mine.start < r.stop for r in reads):
                 experts.add(index[-1])
     sys.stdout.write(f"experts {sorted(experts)}\n")
+
+
+def continue_and_score(folder):
+    """Continues and scores rows on a mesh of all devices."""
+    path, overrides = str(folder / "release"), [*FLOATS, ("mesh.fsdp", "2")]
+    tokens, out = str(folder / "ids.npy"), folder / str(jax.process_count())
+    sampling = commands.Sampling(max_new_tokens=4, temperature=0.0)
+    prompt = commands.Prompt(tokens=tokens)
+    texts = commands.generate(path, overrides, prompt, sampling, f"{out}_ids")
+    logits = f"{out}_logits"
+    scores = commands.evaluate(
+        path, overrides, tokens=tokens, text=None, logits_out=logits
+    )
+    first = together.is_first()
+    assert (bool(texts), bool(scores)) == (first, first)
+    if first:
+        pathlib.Path(f"{out}.json").write_text(json.dumps([texts, scores]))
+
+
+def score_other_rows(folder):
+    """Each process is given a file of its own."""
+    overrides = [*FLOATS, ("mesh.fsdp", "2")]
+    tokens = str(folder / f"ids{jax.process_index()}.npy")
+    commands.evaluate(
+        str(folder / "release"), overrides, tokens=tokens, text=None, logits_out=None
+    )
 
 
 def refuse(folder):

@@ -1,0 +1,152 @@
+"""generate and evaluate in two real processes equal those in one."""
+
+import pathlib
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from glm5_jax.processes import interrupts
+from tests import environment
+from tests.processes import launch, worker
+
+GOLDEN = str(pathlib.Path(__file__).parent.parent / "golden" / "glm5")
+FLAGS = [f"--config.{name}={value}" for name, value in worker.FLOATS]
+FLAGS += [f"--checkpoint={GOLDEN}", "--config.mesh.fsdp=2"]
+HEARTBEAT = 10
+SECONDS_TO_LEAVE = 60  # of which HEARTBEAT in silence, on a machine under load
+
+
+class CommandsTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path)
+        rows = np.random.default_rng(0).integers(3, 80, (3, 12))
+        np.save(self.folder / "ids.npy", rows)
+        (self.folder / "release").symlink_to(GOLDEN)
+
+    def run_as(self, scenario, count):
+        command = [sys.executable, "-m", "tests.processes.worker", scenario]
+        each = {"count": count, "JAX_NUM_CPU_DEVICES": 2 // count}
+        return launch.together([*command, str(self.folder)], **each)
+
+    def test_two_processes_equal_one_on_the_same_mesh(self):
+        for count in (1, 2):
+            for code, output in self.run_as("continue_and_score", count):
+                self.assertEqual(code, 0, output)
+        for name in ("{}.json", "{}_ids", "{}_logits"):
+            one, two = (self.folder / name.format(count) for count in (1, 2))
+            self.assertEqual(one.read_bytes(), two.read_bytes(), name)
+        logits = np.load(self.folder / "2_logits")
+        self.assertTrue(np.isfinite(logits).all() and np.ptp(logits) > 0)
+
+    @pytest.mark.slow
+    def test_other_inputs_are_refused_by_both(self):
+        ids = np.load(self.folder / "ids.npy")
+        for number in range(2):
+            np.save(self.folder / f"ids{number}.npy", ids + number)
+        for code, output in self.run_as("score_other_rows", 2):
+            self.assertEqual(code, 2, output)
+            self.assertIn("process 1 has other settings or inputs than", output)
+
+
+class CommandLineTest(parameterized.TestCase):
+    """The commands themselves, as a shell starts them."""
+
+    def command(self, name, *flags):
+        return [sys.executable, "-m", f"glm5_jax.{name}", *FLAGS, *flags]
+
+    def long(self):
+        """Returns two processes that sample, after the first tokens."""
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        np.save(folder / "ids.npy", np.full((1, 8), 5))
+        command = self.command(
+            "generate",
+            f"--tokens={folder / 'ids.npy'}",
+            "--max_new_tokens=100000",
+            "--config.model.max_position_embeddings=200000",
+            "--ignore_eos",
+            f"--heartbeat_seconds={HEARTBEAT}",
+        )
+        address = f"127.0.0.1:{launch.free_port()}"
+        children = [
+            launch.start(
+                command,
+                JAX_COORDINATOR_ADDRESS=address,
+                JAX_NUM_PROCESSES=2,
+                JAX_PROCESS_ID=number,
+                JAX_NUM_CPU_DEVICES=1,
+            )
+            for number in range(2)
+        ]
+        for child in children:
+            self.addCleanup(child.stdout.close)
+            self.addCleanup(child.wait)
+            self.addCleanup(child.kill)  # the last clean-up runs first
+            while "Compiling and sampling" not in child.stdout.readline():
+                self.assertIsNone(child.poll())
+        time.sleep(2.0)
+        return children
+
+    @parameterized.parameters(0, 1)
+    @pytest.mark.slow
+    def test_if_one_is_killed_the_other_ends(self, victim):
+        children = self.long()
+        began = time.monotonic()
+        children[victim].send_signal(signal.SIGKILL)
+        code, output = launch.finish(children[1 - victim], timeout=120)
+        self.assertNotIn(code, (0, interrupts.EXIT_TERMINATED), output)
+        self.assertLess(time.monotonic() - began, SECONDS_TO_LEAVE)
+        # jax's own words; ours could not be said by a process that jax aborts.
+        self.assertRegex(output, "another task died|have crashed")
+
+    @parameterized.parameters(0, 1)
+    @pytest.mark.slow
+    def test_sigterm_to_one_ends_both(self, victim):
+        children = self.long()
+        children[victim].send_signal(signal.SIGTERM)
+        for child in children:
+            code, output = launch.finish(child, timeout=60)
+            self.assertEqual(code, interrupts.EXIT_TERMINATED, output)
+            self.assertIn("interrupted", output)
+
+    @pytest.mark.slow
+    def test_a_simulation_prints_what_one_process_prints(self):
+        command = self.command("evaluate", f"--tokens={self.tokens()}")
+        outputs = []
+        for count in (1, 2):
+            flag = f"--simulate_processes={count}"
+            code, output = launch.finish(launch.start([*command, flag]))
+            self.assertEqual(code, 0, output)
+            outputs.append([x for x in output.splitlines() if x.startswith("{")])
+        self.assertEqual(*outputs)
+
+    def tokens(self):
+        path = pathlib.Path(self.create_tempdir().full_path) / "ids.npy"
+        np.save(path, np.random.default_rng(0).integers(3, 80, (2, 12)))
+        return path
+
+    @parameterized.parameters(
+        ("generate", ["--chat=glm5"], "run as several"),
+        ("evaluate", ["--suite=needle"], "run as several"),
+        ("serve", [], "there is no flag --simulate_processes"),
+    )
+    def test_what_runs_in_one_process_is_refused(self, name, flags, message):
+        command = self.command(name, *flags, "--simulate_processes=2")
+        code, output = launch.finish(launch.start(command))
+        self.assertEqual(code, 2, output)
+        self.assertIn(message, output)
+
+    def test_a_mesh_is_needed(self):
+        command = [sys.executable, "-m", "glm5_jax.evaluate", f"--checkpoint={GOLDEN}"]
+        command += ["--tokens=ids.npy", "--simulate_processes=2"]
+        code, output = launch.finish(launch.start(command))
+        self.assertEqual(code, 2, output)
+        self.assertIn("several processes need a mesh", output)
+
+
+if __name__ == "__main__":
+    environment.main()
