@@ -22,7 +22,13 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.model import transformer
 from glm5_jax.quantization import leaf as quantized
 from glm5_jax.quantization import schemes, shards
-from glm5_jax.weights import coded_leaves, huggingface, loading, to_variants
+from glm5_jax.weights import (
+    coded_leaves,
+    huggingface,
+    loading,
+    rounding,
+    to_variants,
+)
 
 STORED = config_lib.STORED
 
@@ -67,15 +73,14 @@ def load_model(
     if mesh is not None:
         checks.require(*config_lib.MeshConfig(**mesh.shape).model_rules(config))
     logging.info("Reading the parameters of %s ...", source.weights)
-    opened = {}
-    dims = dict(_dims(config))
-    for name, leaf in _open(source, config).items():
-        opened[name] = (
-            coded_leaves.opened(name, leaf)
-            if is_coded
-            else _rounded(name, leaf, dims[name], schemes.SCHEMES[scheme])
-        )
-    return config, _arrays(opened, config, mesh), tokenizer
+    opened, dims = _open(source, config), dict(_dims(config))
+    tree: dict[leaves_lib.Path, Any] = {
+        name: coded_leaves.opened(name, leaf)
+        if is_coded
+        else _to_round(name, leaf, dims[name], schemes.SCHEMES[scheme])
+        for name, leaf in opened.items()
+    }
+    return config, _arrays(tree, opened, config, mesh), tokenizer
 
 
 def _open(
@@ -100,53 +105,69 @@ def _dims(
         yield tuple(key.key for key in path), dims
 
 
-def _rounded(
+def _to_round(
     path: leaves_lib.Path,
     leaf: leaves_lib.Leaf,
     dims: tuple[str, ...],
     scheme: schemes.Scheme,
 ) -> leaves_lib.Leaf | quantized.Quantized:
-    """Reads and rounds one matrix after another; a parameter that stays is not read."""
-    depth = schemes.stacks(dims)
-    stack, shape = leaf.shape[:depth], leaf.shape[depth:]
-    layout = schemes.layout_of(scheme, path, shape)
-    if layout is None:
-        return leaf
-    made = jax.tree.map(
-        lambda x: np.empty(x.shape, x.dtype), quantized.abstract(leaf.shape, layout)
-    )
-    for index in np.ndindex(*stack):
-        window = (*(slice(i, i + 1) for i in index), *(slice(0, n) for n in shape))
-        weights = leaf.read(window).reshape(shape)
-        leaves_lib.require_finite(weights, ".".join(path))
-        own = quantized.compiled_quantize(weights, layout)
-        made.values[index], made.scales[index] = own.values, own.scales
-    return made
+    """Returns the shapes of a parameter's codes; the leaf itself if it stays."""
+    layout = schemes.layout_of(scheme, path, leaf.shape[schemes.stacks(dims) :])
+    return leaf if layout is None else quantized.abstract(leaf.shape, layout)
 
 
 def _arrays(
-    opened: dict[leaves_lib.Path, Any],
+    tree: dict[leaves_lib.Path, Any],
+    opened: Mapping[leaves_lib.Path, leaves_lib.Leaf],
     config: config_lib.ModelConfig,
     mesh: Mesh | None,
 ) -> dict:
-    """Puts parameters on their devices, each process those of its own."""
-    tree = leaves_lib.unflatten(opened)
+    """Puts parameters on their devices, each process those of its own.
+
+    Args:
+      tree: leaves to read, and shapes of those to round.
+      opened: the leaves that are rounded.
+      config: of the model.
+      mesh: the devices; None for the first one.
+    """
+    nested = leaves_lib.unflatten(tree)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    places = (
-        jax.tree.map(lambda _: device, tree)
+    shardings = (
+        jax.tree.map(lambda _: device, nested)
         if mesh is None
-        else shards.shardings(tree, transformer.param_dims(config), mesh)
+        else shards.shardings(nested, transformer.param_dims(config), mesh)
     )
+    is_leaf = quantized.is_quantized
+    places = jax.tree.leaves(shardings, is_leaf=is_leaf)
+    pairs = jax.tree_util.tree_leaves_with_path(nested, is_leaf=is_leaf)
+    made: dict[leaves_lib.Path, Any] = {}
+    for (keys, x), place in zip(pairs, places, strict=True):
+        path = tuple(key.key for key in keys)
+        name = ".".join(path)
+        if not is_leaf(x):
+            made[path] = leaves_lib.place(_Checked(x, name), place)
+        elif isinstance(x.values, jax.ShapeDtypeStruct):
+            made[path] = rounding.place(name, opened[path], place)
+        else:
+            values = leaves_lib.place(_Checked(x.values, name), place.values)
+            scales = leaves_lib.place(_Checked(x.scales, name), place.scales)
+            made[path] = quantized.Quantized(values, scales, x.layout)
+    return leaves_lib.unflatten(made)
 
-    def one(path: tuple, x: Any, place: jax.sharding.Sharding) -> jax.Array:
-        def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            pairs = zip(index or (), x.shape, strict=True)
-            window = tuple(slice(*cut.indices(n)[:2]) for cut, n in pairs)
-            part = x[window] if isinstance(x, np.ndarray) else x.read(window)
-            if jnp.issubdtype(part.dtype, jnp.floating):
-                leaves_lib.require_finite(part, jax.tree_util.keystr(path))
-            return part
 
-        return jax.make_array_from_callback(x.shape, place, read)
+class _Checked(leaves_lib.Leaf):
+    """A parameter whose numbers must be finite."""
 
-    return jax.tree_util.tree_map_with_path(one, tree, places)
+    def __init__(self, leaf: leaves_lib.Leaf, name: str) -> None:
+        self._leaf, self._name = leaf, name
+        self.shape, self.dtype = leaf.shape, leaf.dtype
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        return self._leaf.cuts
+
+    def read(self, window: leaves_lib.Window) -> np.ndarray:
+        values = self._leaf.read(window)
+        if jnp.issubdtype(values.dtype, jnp.floating):
+            leaves_lib.require_finite(values, self._name)
+        return values

@@ -28,9 +28,9 @@ class CommandsTest(parameterized.TestCase):
         np.save(self.folder / "ids.npy", rows)
         (self.folder / "release").symlink_to(GOLDEN)
 
-    def run_as(self, scenario, count):
+    def run_as(self, scenario, count, num_devices=2):
         command = [sys.executable, "-m", "tests.processes.worker", scenario]
-        each = {"count": count, "JAX_NUM_CPU_DEVICES": 2 // count}
+        each = {"count": count, "JAX_NUM_CPU_DEVICES": num_devices // count}
         return launch.together([*command, str(self.folder)], **each)
 
     def test_two_processes_equal_one_on_the_same_mesh(self):
@@ -51,6 +51,15 @@ class CommandsTest(parameterized.TestCase):
         for code, output in self.run_as("score_other_rows", 2):
             self.assertEqual(code, 2, output)
             self.assertIn("process 1 has other settings or inputs than", output)
+
+    @pytest.mark.slow
+    def test_each_process_rounds_only_its_parts(self):
+        done = self.run_as("round_shards", 2, num_devices=8)
+        for (code, output), experts in zip(
+            done, ("0, 1, 2, 3", "4, 5, 6, 7"), strict=True
+        ):
+            self.assertEqual(code, 0, output)
+            self.assertIn(f"experts [{experts}]", output)
 
 
 class CommandLineTest(parameterized.TestCase):

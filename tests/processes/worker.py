@@ -4,6 +4,7 @@ python -m tests.processes.worker SCENARIO FOLDER
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -25,7 +26,12 @@ from glm5_jax.inference import commands
 from glm5_jax.model import transformer
 from glm5_jax.processes import group, together
 from glm5_jax.training.run import rows
-from glm5_jax.weights import huggingface, loading, safetensors_file
+from glm5_jax.weights import (
+    huggingface,
+    loading,
+    quantized_loading,
+    safetensors_file,
+)
 
 SHAPE = (16, 8)
 AXES = ("a", "b")
@@ -169,6 +175,27 @@ def import_shards(folder):
             if any(r.start < mine.stop and mine.start < r.stop for r in reads):
                 experts.add(index[-1])
     sys.stdout.write(f"experts {sorted(experts)}\n")
+
+
+def round_shards(folder):
+    """Rounds a release on the way, of which each process reads its experts."""
+    seen, read = [], huggingface.StoredLeaf.read
+
+    def noted(leaf, window):
+        if leaf._depth == 2:  # layers and experts
+            seen.append(range(window[1].start, window[1].stop))
+        return read(leaf, window)
+
+    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(expert=8))
+    given = folder / "release", FLOATS
+    whole = quantized_loading.load_model(*given, scheme="int8")[1]
+    huggingface.StoredLeaf.read = noted
+    params = quantized_loading.load_model(*given, mesh, "int8")[1]
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(whole), strict=True)
+    for leaf, want in pairs:
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(want)[shard.index])
+    sys.stdout.write(f"experts {sorted({*itertools.chain(*seen)})}\n")
 
 
 def continue_and_score(folder):
