@@ -21,7 +21,9 @@ from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.data.chat import templates
+from glm5_jax.inference import engine
 from glm5_jax.serving import command, listening
+from glm5_jax.weights import quantized_loading
 from tests import environment
 from tests.serving import scripted
 from tests.serving.scripted import TOKENIZER, wait_until
@@ -649,6 +651,34 @@ class CommandTest(parameterized.TestCase):
                 child.send_signal(signal.SIGTERM)
                 self.assertEqual(answer.result().status_code, 200)
             self.assertEqual(child.wait(60), 0)
+
+    @pytest.mark.slow
+    def test_the_command_serves_quantized_weights(self):
+        """Greedy ids over a socket are those of an engine with the same codes."""
+        path = pathlib.Path(__file__).parents[1] / "golden" / "chat_model"
+        with contextlib.closing(listening.bind("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        flags = [f"--checkpoint={path}", f"--port={port}", "--quantize=w4a16"]
+        flags += ["--capacity=64", "--num_slots=1"]
+        prompt = [5, 9, 2, 33, 7]
+        child = subprocess.Popen([sys.executable, "-m", "glm5_jax.serve", *flags])
+        with child, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+            try:
+                wait_until(lambda: can_connect(http.base_url), seconds=240)
+                settings = {"temperature": 0, "max_tokens": 8, "logprobs": 1}
+                body = {"token_ids": prompt, "sampling_params": settings}
+                url = "/inference/v1/generate"
+                answer = http.post(url, json=body, timeout=240).raise_for_status()
+            finally:
+                child.send_signal(signal.SIGTERM)
+            self.assertEqual(child.wait(60), 0)
+        model, params, _ = quantized_loading.load_model(path, scheme="w4a16")
+        (want,) = engine.generate(
+            params, model, [prompt], max_new_tokens=8, temperature=0.0
+        )
+        ids = answer.json()["choices"][0]["token_ids"]
+        self.assertEqual(ids, want.tokens[: len(ids)])
+        self.assertNotEmpty(ids)
 
 
 class OptionsTest(parameterized.TestCase):
