@@ -6,6 +6,7 @@ python -m glm5_jax.aot --config=configs/glm5_pretrain.py --topology=v5p:8x8x8 \
 Prints one JSON line; --out=STEM also writes STEM.json and the report STEM.md. Nothing
 runs: times are rooflines. Needs libtpu: pip install 'glm5_jax[aot]'. The exit code is 2
 if the program does not fit; the message names the largest arrays and what to change.
+--quantize and --num_drafts are of the engine's programs, as in `serve`.
 
 --arrays compiles nothing and needs no libtpu: it lists every array by name, with dims,
 shape, spec and bytes per device, and sums by kind.
@@ -18,7 +19,7 @@ from typing import Any
 
 from absl import flags
 
-from glm5_jax import command_line
+from glm5_jax import command_line, quantize_flag
 from glm5_jax import config as config_lib
 from glm5_jax.scale import command
 
@@ -31,11 +32,18 @@ _PROGRAM = flags.DEFINE_string(
     "train",
     "train (any stage); init, restore or save (its state); prefill, extend or decode.",
 )
+_NUM_DRAFTS = flags.DEFINE_integer(
+    "num_drafts",
+    0,
+    "Tokens that multi-token prediction drafts in a round of --program=decode.",
+    lower_bound=0,
+)
 _DEPTH = flags.DEFINE_integer(
     "depth", None, "Number of layers, for a quick look; default: the model's."
 )
 _ARRAYS = flags.DEFINE_bool("arrays", False, "List all arrays; compile nothing.")
 _OUT = flags.DEFINE_string("out", None, "Path of the report, without suffix.")
+flags.adopt_module_key_flags(quantize_flag)
 
 
 def main(arguments: command_line.Arguments) -> int:
@@ -44,11 +52,13 @@ def main(arguments: command_line.Arguments) -> int:
     config = arguments.train_config()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips are those of --topology
     # These import jax, after the input is checked.
+    from glm5_jax.scale import programs
     from glm5_jax.scale.compiled import arrays, report
 
+    serving = programs.Serving(quantize_flag.SCHEME.value, _NUM_DRAFTS.value)
     of_what = config, str(arguments.config), topology
     how: dict[str, Any] = {"program": _PROGRAM.value, "num_slices": _SLICES.value}
-    how |= {"depth": _DEPTH.value, "command": command.typed()}
+    how |= {"serving": serving, "depth": _DEPTH.value, "command": command.typed()}
     if _ARRAYS.value:
         listing = arrays.make(*of_what, **how)
         print(listing.text())

@@ -6,6 +6,7 @@ files are implementations that agree with it in values and gradients.
 
 from pallas_kernels.decode import decode_indexer_topk, decode_sparse_mla
 from pallas_kernels.dispatch import SAVED
+from pallas_kernels.grouped_codes import grouped_codes, takes_grouped_codes
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_quantized
 from pallas_kernels.indexer_kl import indexer_kl_loss, sparse_indexer_kl_loss
 from pallas_kernels.indexer_topk import (
@@ -26,6 +27,7 @@ __all__ = [
     "SAVED",
     "decode_indexer_topk",
     "decode_sparse_mla",
+    "grouped_codes",
     "grouped_matmul",
     "grouped_matmul_quantized",
     "indexer_bits",
@@ -39,4 +41,5 @@ __all__ = [
     "segment_bounds",
     "sparse_indexer_kl_loss",
     "sparse_mla",
+    "takes_grouped_codes",
 ]

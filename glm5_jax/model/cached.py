@@ -305,9 +305,8 @@ def _scan(unit: Callable, carry: tuple, stack: dict) -> tuple:
 
 
 def _has_experts(block: dict) -> bool:
-    """Returns whether a stack's parameters have experts, as arrays."""
-    experts = block["mlp"].get("experts", {})
-    return bool(experts) and all(isinstance(x, jax.Array) for x in experts.values())
+    """Returns whether a stack's parameters have experts."""
+    return bool(block["mlp"].get("experts"))
 
 
 def _in_turn(unit: Callable, carry: tuple, steps: tuple) -> tuple:

@@ -20,7 +20,7 @@ class OfLayer:
     bytes again twice. With the whole stack, the experts of other layers have no rows.
     """
 
-    stack: Float[Array, "L E rows columns"]
+    stack: Float[Array, "L E rows columns"] | leaf.Quantized
     layer: Int[Array, ""]
 
     @property
@@ -29,7 +29,9 @@ class OfLayer:
         return self.stack.shape[1:]
 
     def astype(self, dtype: str) -> "OfLayer":
-        """Returns the matrices in another dtype."""
+        """Returns the matrices in another dtype; codes stay codes."""
+        if isinstance(self.stack, leaf.Quantized):
+            return self
         return dataclasses.replace(self, stack=self.stack.astype(dtype))
 
 
@@ -65,6 +67,8 @@ def product(
         return products.grouped(rows, w, sizes)
     if not isinstance(w, OfLayer):
         return pallas_kernels.grouped_matmul(rows, w, sizes)
+    if isinstance(w.stack, leaf.Quantized):
+        return products.grouped(rows, w.stack, sizes, w.layer)
     num_layers, num_experts, *shape = w.stack.shape
     every = jnp.zeros(num_layers * num_experts, sizes.dtype)
     every = lax.dynamic_update_slice_in_dim(every, sizes, w.layer * num_experts, 0)

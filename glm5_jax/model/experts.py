@@ -22,6 +22,9 @@ from glm5_jax.model import expert_products, expert_rounds, layers
 from pallas_kernels import dispatch
 
 FEW_TOKENS = 16  # up to here, reading an expert's weights costs more than using them
+# Up to here, the new tokens of a sequence are drafts to verify: decoding, whose weights
+# would be read once for each chunk of the tokens.
+_FEW_NEW = 8
 _AXES = ("expert",)
 
 
@@ -57,7 +60,7 @@ def run(
         way = {"gather": by_gather, "rounds": by_rounds, "exchange": by_exchange}[
             config.expert_transport
         ]
-    if x.shape[1] > 1:  # prompts of any length may not divide
+    if x.shape[1] > _FEW_NEW:  # prompts of any length may not divide
         way = _in_chunks(way, math.gcd(config.expert_chunks, len(rows)))
     y = way(params, rows, chosen, gates)
     return collectives.total(y, collectives.SHARES).reshape(x.shape)

@@ -100,10 +100,11 @@ def fetched(params: Any, table: Any, dtype: str, num_rows: int | None = None) ->
         dims, num_in = param.dims, param.num_in
         if isinstance(x, expert_products.OfLayer):
             return x
+        of_rows = "float32" if param.is_float32 else dtype
+        if num_rows is not None and stationary.pays(x, dims, num_in, num_rows, of_rows):
+            return stationary.stored(x, dims, num_in)
         if isinstance(x, leaf.Quantized):
             return shards.fetched(x, dims)
-        if num_rows is not None and stationary.pays(x, dims, num_in, num_rows):
-            return stationary.Stationary(x, dims, num_in)
         return collectives.fetched(x, dims)
 
     params = cast(params, table, dtype)

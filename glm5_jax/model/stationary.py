@@ -9,16 +9,24 @@ A device on axes that cut the matrix's input dim has some of its rows. It receiv
 columns of all devices' x, and the products are summed over the devices. On axes that
 cut the output dim it has some columns, receives x whole, and sends its columns of the
 product back.
+
+Of a quantized matrix, the codes stay and so do their scales. Where activations are
+rounded to int8 too, a row is rounded before it is cut, by the largest number of the
+whole row, and travels as codes; its sums of integers are exact on any number of
+devices, and equal to those of the gathered matrix bit for bit.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from glm5_jax import collectives
+from glm5_jax.quantization import leaf, products, shards
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +34,7 @@ from glm5_jax import collectives
 class Stationary:
     """A matrix as it is stored: `part` on this device, and the dims of the whole."""
 
-    part: Array
+    part: Array | leaf.Quantized
     dims: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     num_in: int = dataclasses.field(metadata={"static": True})
 
@@ -37,34 +45,42 @@ class Stationary:
         return axes[0], axes[self.num_in]
 
 
+def stored(
+    part: Array | leaf.Quantized, dims: tuple[str, ...], num_in: int
+) -> Stationary:
+    """Returns the matrix of which a device stores a part."""
+    if isinstance(part, leaf.Quantized):
+        part = shards.local(part, dims)
+    return Stationary(part, dims, num_in)
+
+
 def pays(
-    part: Array | jax.ShapeDtypeStruct,
-    dims: tuple[str, ...],
-    num_in: int,
-    num_rows: int,
+    part: Any, dims: tuple[str, ...], num_in: int, num_rows: int, dtype: str
 ) -> bool:
     """Returns whether sending rows to a matrix takes fewer bytes than gathering it.
 
     Args:
-      part: of the matrix, on this device.
+      part: of the matrix, on this device: an array, a quantized matrix, or shapes.
       dims: of the matrix; mesh axes must cut no input or output dim but the first.
       num_in: input dims of the matrix, which come first; 0: it is no matrix.
       num_rows: rows of this device.
+      dtype: of the rows.
     """
     axes = collectives.fetched_axes(dims)
     num_parts = collectives.size([axis for cut in axes for axis in cut])
     if num_in == 0 or num_parts == 1 or not _are_first(axes, num_in):
         return False
+    codes = part.values if isinstance(part, leaf.Quantized) else part
     num_inside, num_outside = (collectives.size(axes[i]) for i in (0, num_in))
     width_in = math.prod(part.shape[:num_in]) * num_inside
     width_out = math.prod(part.shape[num_in:]) * num_outside
-    rows = num_rows * num_outside
-    size = part.dtype.itemsize
-    sent = (num_outside - 1) * num_rows * width_in * size  # gathered
-    sent += rows * width_in * size  # exchanged
-    sent += num_inside * rows * width_out // num_outside * 4  # summed in float32
+    rows, size = num_rows * num_outside, jnp.dtype(dtype).itemsize
+    row_bytes = width_in * (1 if _is_integer(part) else size)
+    sent = (num_outside - 1) * num_rows * row_bytes  # gathered
+    sent += rows * row_bytes  # exchanged
+    sent += num_inside * rows * width_out // num_outside * 4  # summed, 4 bytes a number
     sent += rows * width_out // num_outside * size
-    return sent < (num_parts - 1) * part.size * size
+    return sent < (num_parts - 1) * codes.size * codes.dtype.itemsize
 
 
 def linear(
@@ -77,19 +93,42 @@ def linear(
     Args:
       x: rows of this device.
       w: the matrix.
-      product: of rows [t, input] and a part, in float32.
+      product: of rows [t, input] and a part that is an array, in float32.
     """
-    free, dtype = x.shape[: x.ndim - w.num_in], x.dtype
+    free, part = x.shape[: x.ndim - w.num_in], w.part
     inside, outside = w.axes
-    rows = x.reshape(math.prod(free), -1)
+    rows, row_scales = x.reshape(math.prod(free), -1), None
+    if _is_integer(part):
+        rows, row_scales = products.rounded_rows(rows)
+        row_scales = collectives.gather(row_scales, outside, 0)
     rows = collectives.gather(rows, outside, 0)
     rows = collectives.exchange(rows, inside, split=1, joined=0)
-    shape = w.part.shape
-    part = w.part.reshape(math.prod(shape[: w.num_in]), -1)
-    y = collectives.scatter_sum(product(rows, part), inside, 0).astype(dtype)
-    y = collectives.exchange(y, outside, split=0, joined=1)
-    heads = shape[w.num_in] * collectives.size(outside), *shape[w.num_in + 1 :]
-    return y.reshape(*free, *heads)
+    if row_scales is not None:
+        assert isinstance(part, leaf.Quantized)
+        y = products.integer_sums(rows, part)
+        y = collectives.scatter_sum(y, inside, 0)
+        y = products.scaled(y, part) * row_scales
+    else:
+        y = collectives.scatter_sum(_float32(rows, w, product), inside, 0)
+    y = collectives.exchange(y.astype(x.dtype), outside, split=0, joined=1)
+    num_first = part.shape[w.num_in] * collectives.size(outside)
+    return y.reshape(*free, num_first, *part.shape[w.num_in + 1 :])
+
+
+def _float32(
+    rows: Float[Array, "t input"], w: Stationary, product: Callable
+) -> Float[Array, "t output"]:
+    """Returns the product with this device's part."""
+    part = w.part
+    if isinstance(part, leaf.Quantized):
+        return products.float_sums(rows, part, jnp.float32)
+    return product(rows, part.reshape(math.prod(part.shape[: w.num_in]), -1))
+
+
+def _is_integer(part: Any) -> bool:
+    """Returns whether activations are rounded for this matrix."""
+    is_quantized = isinstance(part, leaf.Quantized)
+    return is_quantized and part.layout.activations == "int8"
 
 
 def _are_first(axes: list[tuple[str, ...]], num_in: int) -> bool:

@@ -12,13 +12,41 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import arrays
 from glm5_jax.config import checks
-from glm5_jax.inference import engine, placement, steps, weights
+from glm5_jax.inference import engine, limits, placement, rounds, steps, weights
 from glm5_jax.model import expert_rounds, transformer
+from glm5_jax.quantization import schemes
 from glm5_jax.training import program as program_lib
 
 OF_A_RUN = ("train", "init", "restore", "save")
 NAMES = (*OF_A_RUN, "prefill", "extend", "decode")
 NUM_STOP_IDS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """The engine's settings beside the config.
+
+    Attributes:
+      quantize: scheme to which the weights are rounded; STORED: they stay as they are.
+      num_drafts: tokens that multi-token prediction drafts for a sequence in a round.
+    """
+
+    quantize: str = config_lib.STORED
+    num_drafts: int = 0
+
+    def require_used(self, name: str) -> None:
+        """Checks that the program `name` has these settings."""
+        is_default = self == Serving()
+        checks.require(
+            (
+                name not in OF_A_RUN or is_default,
+                f"--quantize and --num_drafts are of the engine's programs "
+                f"(prefill, extend, decode), not of {name!r}; leave them out.",
+            )
+        )
+
+
+AS_STORED = Serving()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +63,25 @@ class Job:
 
 
 def make(
-    config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh, name: str = "train"
+    config: config_lib.TrainConfig,
+    mesh: Mesh | AbstractMesh,
+    name: str = "train",
+    serving: Serving = AS_STORED,
 ) -> Job:
     """Builds one of NAMES; for an abstract mesh its shapes, not to be compiled.
 
     The engine's programs are for a cache of data.batch_size sequences, of
     data.sequence_length tokens each. prefill reads the first tokens of these prompts,
-    a chunk of each; extend a later chunk of each; decode draws a token for each.
+    a chunk of each; extend a later chunk of each; decode draws a token for each, or
+    with drafts runs one round: it drafts tokens and verifies them in one pass.
     """
     if name not in NAMES:
         raise config_lib.InputError(
             f"program must be one of {', '.join(NAMES)}, got {name!r}."
         )
+    serving.require_used(name)
     if name not in OF_A_RUN:
-        return _serving(config, mesh, name)
+        return _serving(config, mesh, name, serving)
     program = program_lib.make_program(config, mesh)
     if name != "train":
         return _of_state(program, name)
@@ -115,38 +148,41 @@ def _of_state(program: program_lib.Program, name: str) -> Job:
 
 
 def _serving(
-    config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh, name: str
+    config: config_lib.TrainConfig,
+    mesh: Mesh | AbstractMesh,
+    name: str,
+    serving: Serving,
 ) -> Job:
     """Builds one of the engine's programs; every slot is in use."""
-    model, data = config.model, config.data
+    model, data, num_drafts = config.model, config.data, serving.num_drafts
     batch, length = data.batch_size, data.sequence_length
     mesh = placement.engine_mesh(mesh)
     placement.require_whole("data.batch_size", batch, mesh)
-    params = jax.eval_shape(
-        functools.partial(weights.cast_params, config=model),
-        transformer.abstract_params(model),
-    )
-    params = jax.tree.map(_placed, params, placement.params(params, model, mesh))
+    has_drafts = limits.Limits(num_drafts=num_drafts).drafter(model).is_on
+    params = _engine_params(model, mesh, serving.quantize)
     with placement.using(mesh):  # of a TPU, whose cache has wider rows
         state, to_state = placement.shapes(
-            lambda: steps.empty(model, batch, length, NUM_STOP_IDS), mesh
+            lambda: steps.empty(
+                model, batch, length, NUM_STOP_IDS, with_drafts=has_drafts
+            ),
+            mesh,
         )
     chunk = min(length, engine.CHUNK)
     num_slots = batch // placement.num_shares(mesh)
     parts, to_parts = placement.shapes(lambda: _parts(batch, chunk, num_slots), mesh)
 
     def decode(params: Any, state: Any) -> tuple[Any, Any]:
-        out, drawn = steps.decode(params, model, to_state(state), num_steps=1)
+        now = to_state(state)
+        if has_drafts:
+            settings = rounds.Settings(num_rounds=1, num_drafts=num_drafts)
+            out, drawn = rounds.decode(params, model, now, settings=settings)
+        else:
+            out, drawn = steps.decode(params, model, now, num_steps=1)
         return placement.named(out), drawn.ids
 
     def prefill(params: Any, state: Any, parts: Any) -> tuple[Any, Any]:
-        out, drawn = steps.prefill(
-            params,
-            model,
-            to_state(state),
-            to_parts(parts),
-            is_fresh=name == "prefill",
-        )
+        now, new, is_fresh = to_state(state), to_parts(parts), name == "prefill"
+        out, drawn = steps.prefill(params, model, now, new, is_fresh=is_fresh)
         return placement.named(out), drawn.ids
 
     is_decode = name == "decode"
@@ -163,6 +199,19 @@ def _serving(
         num_tokens=batch if is_decode else batch * chunk,
         spare=_spare(model, mesh),
     )
+
+
+def _engine_params(
+    model: config_lib.ModelConfig, mesh: Mesh | AbstractMesh, scheme: str
+) -> Any:
+    """Returns shapes of the engine's parameters, rounded to a scheme."""
+    params = transformer.abstract_params(model)
+    if scheme != config_lib.STORED:
+        dims = transformer.param_dims(model)
+        params = schemes.abstract(params, dims, schemes.SCHEMES[scheme])
+    cast = functools.partial(weights.cast_params, config=model)
+    params = jax.eval_shape(cast, params)
+    return jax.tree.map(_placed, params, placement.params(params, model, mesh))
 
 
 def _spare(model: config_lib.ModelConfig, mesh: Mesh | AbstractMesh) -> int:

@@ -15,6 +15,8 @@ from glm5_jax.scale.hlo import parser as hlo
 from tests import environment, tpus
 from tests.model import tiny
 
+PLAIN = programs.AS_STORED
+CODED = programs.Serving(quantize="w4a8", num_drafts=2)
 MESH = config_lib.MeshConfig(data=1, fsdp=2, expert=2, tensor=2)
 SERVING = config_lib.TrainConfig(
     model=tiny.model(num_nextn_predict_layers=0, dtype="bfloat16"),
@@ -50,13 +52,44 @@ class ServingTest(parameterized.TestCase):
         with self.assertRaisesRegex(config_lib.InputError, "got 10 on 4; set it to 8"):
             programs.make(config, mesh, "decode")
 
-    @parameterized.parameters("prefill", "extend", "decode")
-    def test_the_cache_is_written_in_place(self, name):
-        job = programs.make(SERVING, mesh_lib.make_mesh(MESH), name)
+    @parameterized.named_parameters(
+        ("prefill", "prefill", PLAIN),
+        ("extend", "extend", PLAIN),
+        ("decode", "decode", PLAIN),
+        ("decode_with_codes_and_drafts", "decode", CODED),
+    )
+    def test_the_cache_is_written_in_place(self, name, serving):
+        config = SERVING
+        if serving.num_drafts:
+            model = dataclasses.replace(config.model, num_nextn_predict_layers=1)
+            config = dataclasses.replace(config, model=model)
+        job = programs.make(config, mesh_lib.make_mesh(MESH), name, serving)
         with jax.set_mesh(job.mesh):
             compiled = job.step.lower(*job.arguments).compile()
         aliased = compiled.memory_analysis().alias_size_in_bytes
         self.assertGreaterEqual(aliased, cache_bytes(job))
+
+    def test_arguments_are_codes_and_the_rows_of_drafts(self):
+        model = dataclasses.replace(SERVING.model, num_nextn_predict_layers=1)
+        config = dataclasses.replace(SERVING, model=model)
+        mesh, found = mesh_lib.make_mesh(MESH), {}
+        for serving in (PLAIN, CODED):
+            job = programs.make(config, mesh, "decode", serving)
+            arrays = inputs.arguments(job.arguments, job.names)
+            found[serving] = {array.name: array for array in arrays}
+        plain, coded = found[PLAIN], found[CODED]
+        name = "params.layers_1.block_0.mlp.experts.up_proj"
+        size = plain[name].device_bytes
+        self.assertEqual(4 * coded[f"{name}.values"].device_bytes, size)
+        kv = "cache.cache.entries.kv"
+        self.assertEqual(coded[kv].shape[0], plain[kv].shape[0] + 1)
+
+    def test_settings_of_the_engine_are_for_its_programs(self):
+        mesh = mesh_lib.make_mesh(MESH)
+        with self.assertRaisesRegex(config_lib.InputError, "not of 'train'"):
+            programs.make(SERVING, mesh, "train", CODED)
+        with self.assertRaisesRegex(config_lib.InputError, "num_drafts must be 0"):
+            programs.make(SERVING, mesh, "decode", CODED)
 
 
 class StateTest(parameterized.TestCase):

@@ -92,6 +92,7 @@ def make(
     topology: str,
     *,
     program: str = "train",
+    serving: programs.Serving = programs.AS_STORED,
     num_slices: int | None = None,
     depth: int | None = None,
     command: str = "",
@@ -117,16 +118,19 @@ def make(
             "expert_chunks": config.model.expert_chunks,
             "accumulation_steps": config.optim.accumulation_steps,
         },
-        arrays=of_program(config, mesh, program),
+        arrays=of_program(config, mesh, program, serving),
         notes=tuple(_notes(config, program)),
     )
 
 
 def of_program(
-    config: config_lib.TrainConfig, mesh: AbstractMesh, program: str = "train"
+    config: config_lib.TrainConfig,
+    mesh: AbstractMesh,
+    program: str = "train",
+    serving: programs.Serving = programs.AS_STORED,
 ) -> list[Array]:
     """Arguments of a program, and for a training step what it is known to keep."""
-    job = programs.make(config, mesh, program)
+    job = programs.make(config, mesh, program, serving)
     arguments = inputs.arguments(job.arguments, job.names)
     table = dict(_parameters(config.model))
     arrays = [_with_dims(array, table) for array in arguments]

@@ -39,6 +39,7 @@ def make(
     topology: str,
     *,
     program: str = "train",
+    serving: programs.Serving = programs.AS_STORED,
     num_slices: int | None = None,
     depth: int | None = None,
     command: str = "",
@@ -50,6 +51,7 @@ def make(
       config_name: its name in the report.
       topology: name of a slice, see glm5_jax/mesh.py.
       program: one of `programs.NAMES`.
+      serving: settings of the engine's programs.
       num_slices: replaces the config's mesh.slices.
       depth: replaces the model's number of layers.
       command: the command line, recorded so that it can be rerun.
@@ -61,10 +63,12 @@ def make(
     slices = config.mesh.slices
     mesh = mesh_lib.make_mesh(config.mesh, mesh_lib.topology(topology, slices))
     programs.require_whole_rows(config, mesh.shape)
-    job = programs.make(config, mesh, program)
+    job = programs.make(config, mesh, program, serving)
     made = compile_lib.compile(job, slices)
     line = {"command": command} if command else {}
     line |= _setting(config, config_name, topology, job)
+    if program not in programs.OF_A_RUN:
+        line |= dataclasses.asdict(serving)
     tables: dict[str, Any] = {
         "arguments_gib": _in_gib(inputs.by_kind(made.arrays)),
         "largest_arguments": _rows(made.arrays, "device_bytes"),

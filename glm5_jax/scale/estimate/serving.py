@@ -85,6 +85,50 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
+class Measured:
+    """The figures of a compiled program that decodes, by its roofline."""
+
+    seconds: float  # of a step, or of a round with drafts
+    num_drafts: int
+    sequences: int  # of all devices
+    devices: int
+    cache_tokens: int  # that a chip has room for; those that share slots have the same
+
+    @classmethod
+    def of_report(cls, report: Mapping[str, Any]) -> "Measured":
+        """Reads what `aot --program=decode --out=STEM` writes as STEM.json."""
+        sizes, sequences = dict(report["arguments_gib"]), report["tokens"]
+        cache = sizes.pop("cache")
+        shares = report["devices"] // report["mesh"]["tensor"]
+        of_token = cache / (sequences // shares * report["sequence_length"])
+        taken = report["hbm_temp_gib"] + report["hbm_code_gib"] + sum(sizes.values())
+        return cls(
+            seconds=max(report["roofline_seconds"].values()),
+            num_drafts=report.get("num_drafts", 0),
+            sequences=sequences,
+            devices=report["devices"],
+            cache_tokens=max(0, int((report["hbm_limit_gib"] - taken) / of_token)),
+        )
+
+    def tokens_a_second(self, acceptance: Sequence[float]) -> float:
+        """Returns the tokens that a chip draws in a second, at best.
+
+        Args:
+          acceptance: probability that a round keeps the first, second, ... draft.
+        """
+        tokens = 1 + math.fsum(acceptance[: self.num_drafts])
+        return self.sequences * tokens / (self.devices * self.seconds)
+
+    def break_even(self, plain: "Measured") -> float:
+        """Returns the kept drafts of a round from which on drafts pay.
+
+        Args:
+          plain: the step without drafts, with as many sequences.
+        """
+        return self.seconds / plain.seconds - 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Step:
     """A step of decoding with as many sequences as fit, of one device."""
 

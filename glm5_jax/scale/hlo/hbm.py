@@ -113,7 +113,15 @@ def _slices(module: hlo.Module, body: dict[str, hlo.Instruction]) -> dict[str, i
             for k, operand in enumerate(i.operands):
                 if parameters.get(k) in found:
                     out[operand] = out.get(operand, 0) + found[parameters[k]]
+    for i in reversed(body.values()):
+        if i.name in out and _is_renamed(i):  # so it is read no further either
+            out[i.operands[0]] = out.get(i.operands[0], 0) + out[i.name]
     return out
+
+
+def _is_renamed(i: hlo.Instruction) -> bool:
+    """Returns whether it is another view of its operand, such as of other tiles."""
+    return i.opcode == "bitcast" or "output_to_operand_aliasing={{}: (0" in i.rest
 
 
 def _parameters(body: dict[str, hlo.Instruction]) -> dict[int, str]:

@@ -36,7 +36,10 @@ HAND = serving.Compiled(
 class CompiledTest(parameterized.TestCase):
     def test_bytes_of_another_length_are_near_the_compilers(self):
         """From the steps at 32K follow those at 198K, on the same mesh."""
-        found = map(serving.Compiled.of_report, json.loads(POINTS.read_text()))
+        reports = json.loads(POINTS.read_text())
+        plain = [x for x in reports if not x.get("num_drafts")]
+        plain = [x for x in plain if x.get("quantize", "stored") == "stored"]
+        found = map(serving.Compiled.of_report, plain)
         by_length = {c.length: c for c in found if c.devices == 2 * c.caches}
         short, long = by_length[32_768], by_length[202_752]
         step = serving.step(
@@ -54,6 +57,30 @@ class CompiledTest(parameterized.TestCase):
         self.assertAlmostEqual(step.hbm, 5e-3)
         self.assertAlmostEqual(step.links, 2e-3)
         self.assertEqual(step.tokens_a_second(HAND), 2 * 0.5 / 5e-3)
+
+
+class MeasuredTest(parameterized.TestCase):
+    def test_rates_and_room_by_hand(self):
+        """4 chips, two for each cache of 2 sequences of 1000 tokens: 1 MiB a token."""
+        report = {
+            "arguments_gib": {"cache": 2000 / 1024, "parameters: experts": 3.0},
+            "tokens": 4,
+            "devices": 4,
+            "mesh": {"tensor": 2},
+            "sequence_length": 1000,
+            "hbm_temp_gib": 0.5,
+            "hbm_code_gib": 0.5,
+            "hbm_limit_gib": 10.0,
+            "roofline_seconds": {"FLOPs": 0.01, "HBM": 0.04, "ICI": 0.02},
+        }
+        plain = serving.Measured.of_report(report)
+        self.assertEqual(plain.cache_tokens, 6 * 1024)
+        self.assertAlmostEqual(plain.tokens_a_second((0.9,)), 4 / (4 * 0.04))
+        seconds = {"HBM": 0.06}
+        drafted = report | {"num_drafts": 2, "roofline_seconds": seconds}
+        found = serving.Measured.of_report(drafted)
+        self.assertAlmostEqual(found.tokens_a_second((0.75, 0.25, 0.1)), 2 / 0.06)
+        self.assertAlmostEqual(found.break_even(plain), 0.5)
 
 
 class HandTest(parameterized.TestCase):

@@ -1,0 +1,96 @@
+"""Grouped products with codes: the definition against a loop, the kernel against it."""
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from pallas_kernels import grouped_codes
+from tests import environment
+
+NUM_MATRICES, DEPTH, WIDTH, ROWS = 5, 512, 128, 70
+SIZES, FIRST = (3, 0, 40), 2  # rows of each group; the matrix of the first one
+RTOL = 1e-5  # sums of float32 in another order
+BFLOAT16 = 2.0**-8  # one rounding
+KINDS = ("fp8", "int8", "int4")
+
+
+def make_inputs(kind, blocks, is_integer, num_scales=NUM_MATRICES):
+    rng = np.random.default_rng(0)
+    shape = NUM_MATRICES, DEPTH, WIDTH
+    if kind == "fp8":  # of all sizes, subnormal ones too
+        numbers = rng.standard_normal(shape) * np.exp(3 * rng.standard_normal(shape))
+        codes = jnp.asarray(np.clip(numbers, -448, 448), jnp.float8_e4m3fn)
+        plain = np.asarray(codes, np.float64)
+    else:
+        most = 7 if kind == "int4" else 127
+        plain = rng.integers(-most, most + 1, shape)
+        codes = jnp.asarray(plain, jnp.int8)
+        if kind == "int4":
+            low, high = plain[:, ::2] & 15, plain[:, 1::2] & 15
+            codes = jnp.asarray(low | high << 4, jnp.uint8)
+    if is_integer:
+        x = jnp.asarray(rng.integers(-127, 128, (ROWS, DEPTH)), jnp.int8)
+    else:
+        x = jnp.asarray(rng.standard_normal((ROWS, DEPTH)), jnp.bfloat16)
+    scales = jnp.asarray(rng.random((num_scales, blocks, WIDTH)), jnp.float32)
+    return x, codes, scales, jnp.asarray(SIZES), plain
+
+
+def loop(x, plain, scales):
+    """Row by row, in float64."""
+    y = np.zeros((ROWS, WIDTH))
+    x, scales = np.asarray(x, np.float64), np.asarray(scales, np.float64)
+    each = np.repeat(scales, DEPTH // scales.shape[1], axis=1)
+    offset = FIRST if len(scales) == NUM_MATRICES else 0
+    for row, e in enumerate(np.repeat(np.arange(len(SIZES)), SIZES)):
+        y[row] = x[row] @ (plain[FIRST + e] * each[offset + e])
+    return y
+
+
+class GroupedCodesTest(parameterized.TestCase):
+    @parameterized.product(
+        kind=KINDS, is_integer=(False, True), implementation=("reference", "tpu")
+    )
+    def test_equals_a_loop(self, kind, is_integer, implementation):
+        if kind == "fp8" and is_integer:
+            self.skipTest("int8 rows meet integer codes")
+        *args, plain = make_inputs(kind, 4, is_integer)
+        self.check(args, plain, implementation)
+
+    @parameterized.parameters("reference", "tpu")
+    def test_a_column_with_one_scale_and_scales_of_the_groups(self, implementation):
+        *args, plain = make_inputs("int8", 1, True, len(SIZES))
+        self.check(args, plain, implementation)
+
+    def check(self, args, plain, implementation):
+        name = "tpu_interpret" if implementation == "tpu" else implementation
+        got = grouped_codes(*args, FIRST, implementation=name)
+        wanted = loop(args[0], plain, args[2])
+        rounding = RTOL if got.dtype == jnp.float32 else BFLOAT16
+        atol = RTOL * np.abs(wanted).max()
+        got = np.asarray(got, np.float64)
+        np.testing.assert_allclose(got, wanted, rtol=rounding, atol=atol)
+
+    @parameterized.named_parameters(
+        ("codes", {"codes": (5, 100, 128)}, "codes must be"),
+        ("blocks", {"scales": (5, 3, 128)}, "blocks must divide"),
+        ("scales", {"scales": (4, 4, 128)}, "scales must be of all 5 matrices"),
+    )
+    def test_wrong_shapes_are_told(self, shapes, message):
+        x, codes, scales, sizes, _ = make_inputs("int8", 4, False)
+        if "codes" in shapes:
+            codes = jnp.zeros(shapes["codes"], jnp.int8)
+        if "scales" in shapes:
+            scales = jnp.zeros(shapes["scales"], jnp.float32)
+        with self.assertRaisesRegex(ValueError, f"^grouped_codes: {message}"):
+            grouped_codes(x, codes, scales, sizes)
+
+    def test_rows_beyond_vmem_are_refused(self):
+        x = jnp.zeros((16384, DEPTH), jnp.bfloat16)
+        big = jnp.zeros((1, DEPTH, 8192), jnp.int8), jnp.ones((1, 4, 8192))
+        with self.assertRaisesRegex(NotImplementedError, "bytes of VMEM"):
+            grouped_codes(x, *big, jnp.asarray([1]), implementation="tpu_interpret")
+
+
+if __name__ == "__main__":
+    environment.main()
