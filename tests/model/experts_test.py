@@ -55,7 +55,15 @@ def gradients(config):
     return jax.jit(jax.grad(both, argnums=(0, 1, 3), has_aux=True))
 
 
-class ChunksTest(parameterized.TestCase):
+class Chunked(parameterized.TestCase):
+    """Tests whose texts of a few tokens are cut as long ones are."""
+
+    def setUp(self):
+        super().setUp()
+        self.enter_context(mock.patch.object(experts, "_FEW_NEW", 1))
+
+
+class ChunksTest(Chunked):
     def test_texts_of_any_length_are_read(self):
         """5 tokens have no 4 parts, 6 have two: the same numbers as in one."""
         params, x, chosen, gates = make_inputs("random")
@@ -72,6 +80,17 @@ class ChunksTest(parameterized.TestCase):
         params, x, chosen, gates = make_inputs("random")
         chunked = dataclasses.replace(CONFIG, expert_chunks=4, batch_invariant=True)
         for length, is_cut in ((1, False), (2, True)):
+            inputs = (y[:, :length] for y in (x, chosen, gates))
+            wrapped = mock.patch.object(experts, "_in_chunks", wraps=experts._in_chunks)
+            with wrapped as in_chunks:
+                experts.run(params, chunked, *inputs)
+            self.assertEqual(in_chunks.called, is_cut)
+
+    def test_drafts_are_not_cut_either(self):
+        self.enter_context(mock.patch.object(experts, "_FEW_NEW", 5))
+        params, x, chosen, gates = make_inputs("random")
+        chunked = dataclasses.replace(CONFIG, expert_chunks=2)
+        for length, is_cut in ((5, False), (6, True)):
             inputs = (y[:, :length] for y in (x, chosen, gates))
             wrapped = mock.patch.object(experts, "_in_chunks", wraps=experts._in_chunks)
             with wrapped as in_chunks:
@@ -121,7 +140,7 @@ class DecodingTest(parameterized.TestCase):
         np.testing.assert_allclose(got, want, rtol=ATOL, atol=ATOL)
 
 
-class TransportTest(parameterized.TestCase):
+class TransportTest(Chunked):
     @parameterized.product(
         transport=("gather", "rounds", "exchange"),
         load=("random", "all_to_one_device"),
