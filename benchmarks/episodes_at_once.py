@@ -203,7 +203,7 @@ async def play(at_once: int, num_steps: int, most: Most) -> dict:
         began = time.perf_counter()
         ledgers = await learn(made, num_steps)
         seconds = time.perf_counter() - began
-        episodes_played, _ = made.played()
+        episodes_played = made.played().episodes
         watching.cancel()
         running.cancel()
         await asyncio.wait({running, watching})

@@ -13,7 +13,7 @@ import sys
 COMMANDS = (
     *("train", "evaluate", "generate", "serve", "route", "orchestrate", "chat"),
     *("prepare", "convert", "quantize", "checkpoint"),
-    *("plan", "aot", "ablate", "pipeline", "environments"),
+    *("plan", "aot", "ablate", "pipeline", "environments", "episodes"),
 )
 
 

@@ -311,6 +311,13 @@ def restore_params(folder: epath.PathLike, abstract_params: PyTree) -> PyTree:
     return step_windows.read_params(path, abstract_params)
 
 
+def read_state(folder: epath.PathLike, abstract_state: PyTree) -> PyTree:
+    """Reads the whole state of a step folder, verified; changes nothing on the disk."""
+    path = step_folder.absolute(folder)
+    _verify(path)
+    return stored.read(path, abstract_state, "state")
+
+
 def require_shapes(folder: epath.PathLike, abstract_params: PyTree) -> None:
     """Checks that `restore_params` would find every parameter, without reading any.
 
@@ -371,11 +378,8 @@ def _attempt(
     try:
         if lacking := step_folder.missing(folder):
             raise config_lib.DamagedError(f"{folder} has no {lacking}.")
-        _verify(folder)
-        return (
-            stored.read(folder, abstract_state, "state"),
-            read_metadata(folder),
-        ), None
+        state = read_state(folder, abstract_state)
+        return (state, read_metadata(folder)), None
     except _NOT_UNREADABLE:
         raise
     except Exception as error:  # Orbax raises Exception itself

@@ -95,6 +95,10 @@ class RLConfig:
     # is skipped: Adam's update is as large for one group as for all.
     min_used_groups: float = 0.125
 
+    # Most GiB of episodes that the run folder keeps, compressed, for other rewards, for
+    # a replay and to look at; the oldest steps go first. 0 keeps none.
+    episodes_gib: float = 1.0
+
     def __post_init__(self) -> None:
         """Checks every field."""
         size, std = self.group_size, self.advantage_std
@@ -116,7 +120,7 @@ class RLConfig:
             ),
             *(
                 (getattr(self, k) >= 0, f"{k} must be >= 0, got {getattr(self, k)}.")
-                for k in ("max_staleness", "num_engines", "num_pages")
+                for k in ("max_staleness", "num_engines", "num_pages", "episodes_gib")
             ),
             (
                 self.temperature > 0,

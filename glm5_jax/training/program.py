@@ -70,6 +70,20 @@ class Program:
         with jax.set_mesh(self.mesh):
             return self.step.lower(self.params, self.opt_state, batch)
 
+    def compile(self, num_rows: int) -> Callable[[Any, Any, Any], tuple]:
+        """Returns the step, compiled for batches of so many rows; it takes others too.
+
+        Episodes that forked make a batch with more rows.
+        """
+        compiled = self.lower(num_rows).compile()
+        shape = self.batch_of(num_rows)["tokens"].shape
+
+        def step(params: Any, opt_state: Any, batch: Any) -> tuple:
+            fits = batch["tokens"].shape == shape
+            return (compiled if fits else self.step)(params, opt_state, batch)
+
+        return step
+
 
 def make_program(config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh) -> Program:
     """Returns the program of a stage; outputs are sharded as the inputs are."""

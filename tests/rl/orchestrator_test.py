@@ -225,11 +225,11 @@ class OrchestratorTest(parameterized.TestCase):
         )
         steps, _ = asyncio.run(learn(made, engine, 6))
         self.assertLen({i for step in steps for i in step}, 12)
-        ledger, (played, counts) = groups.ledger(), made.played()
+        ledger, (played, _, counts) = groups.ledger(), made.played()
         self.assertGreater(ledger["dropped_equal"], 0)
         self.assertEqual(counts["dropped_equal_groups"], ledger["dropped_equal"])
         self.assertEqual(counts["groups"] * GROUP_SIZE, len(played))
-        self.assertEqual(made.played(), ([], {}))
+        self.assertEqual(made.played(), ([], [], {}))
 
     def test_the_ledger_closes_after_every_step(self):
         rng, engine = random.Random(2), Engine(seconds=lambda: rng.expovariate(500))

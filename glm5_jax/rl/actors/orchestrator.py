@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from absl import logging
 
@@ -21,6 +22,14 @@ from glm5_jax.rl.actors import groups as groups_lib
 Group = list[episodes_lib.Episode]  # of one task
 MAX_FAILURES = 8  # engine errors in a row, after which the run ends
 _RETRY_SECONDS = 0.5  # from an engine's error to the next attempt, times their number
+
+
+class Played(NamedTuple):
+    """The episodes that have ended, and what became of them."""
+
+    episodes: list[episodes_lib.Episode]
+    unused: list[episodes_lib.Episode]  # of these, those that no step learns from
+    counts: collections.Counter[str]  # of what they were for
 
 
 class StalledError(RuntimeError):
@@ -56,8 +65,7 @@ class Orchestrator:
         self._num_failures = 0  # errors of the engines in a row
         self._turn = asyncio.Event()  # set, and replaced, at every change
         self._error: BaseException | None = None  # that ended `run`
-        self._played: list[episodes_lib.Episode] = []  # since the last `take`
-        self._counts: collections.Counter[str] = collections.Counter()
+        self._played = Played([], [], collections.Counter())  # since the last `take`
 
     async def run(self) -> None:
         """Plays groups until it is cancelled.
@@ -105,11 +113,10 @@ class Orchestrator:
             self.groups.publish()
         self._tell()
 
-    def played(self) -> tuple[list[episodes_lib.Episode], dict[str, int]]:
-        """Returns episodes since the last call, and counts of what they were for."""
-        played, counts = self._played, dict(self._counts)
-        self._played, self._counts = [], collections.Counter()
-        return played, counts
+    def played(self) -> Played:
+        """Returns the episodes since the last call."""
+        played, self._played = self._played, Played([], [], collections.Counter())
+        return played
 
     def _next(self) -> tuple[int, Sequence[episodes_lib.Job]] | None:
         """Begins a group if one may begin; returns its index and its episodes."""
@@ -151,8 +158,10 @@ class Orchestrator:
         kept, counts = advantages.select(
             [group], group_size=len(group), drop_equal=self._drop_equal
         )
-        self._played += group
-        self._counts.update(counts)
+        used = {id(episode) for episodes in kept for episode in episodes}
+        self._played.episodes.extend(group)
+        self._played.unused.extend(e for e in group if id(e) not in used)
+        self._played.counts.update(counts)
         if kept:
             self.groups.finish(index, kept[0])
         else:

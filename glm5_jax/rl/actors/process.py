@@ -132,14 +132,16 @@ class Process:
         assert self._orchestrator is not None, "/start comes first"
         self._orchestrator.published(body["version"])
         taken = await self._orchestrator.take(body["stall_seconds"])
-        played, counts = self._orchestrator.played()
+        played = self._orchestrator.played()
         groups = [group for _, group in taken]
         # In a thread: a thousand episodes take longer than the loop may be late.
-        records = await asyncio.to_thread(_records, [*groups, played])
+        wanted = [*groups, played.episodes, played.unused]
+        *records, episodes, unused = await asyncio.to_thread(_records, wanted)
         return {
-            "groups": records[:-1],
-            "episodes": records[-1],
-            "counts": counts,
+            "groups": records,
+            "episodes": episodes,
+            "unused": unused,
+            "counts": played.counts,
             "ledger": self._orchestrator.groups.ledger(),
             "lag": self.max_lag,
             "repaired": self._fleet.num_repaired,

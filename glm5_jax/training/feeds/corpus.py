@@ -1,6 +1,7 @@
 """The feed of the stages that predict next tokens: texts, or conversations."""
 
 import math
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,9 @@ class Corpus:
         batches = self._batches[1]
         self._batches = position + 1, batches
         return next(batches), self._metrics(position + 1)
+
+    def keep(self, workdir: pathlib.Path, step: int) -> None:
+        """Does nothing: the seed and the position give the batch again."""
 
     def check(self, metrics: feed.Metrics, step: int) -> None:
         """Does nothing: the loop itself catches gradients that are not finite."""

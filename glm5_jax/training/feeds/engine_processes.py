@@ -108,6 +108,7 @@ class EngineProcesses:
         return actors.Taken(
             [_episodes(group) for group in found["groups"]],
             _episodes(found["episodes"]),
+            _episodes(found["unused"]),
             metrics,
         )
 

@@ -9,6 +9,7 @@ Three counts have these names everywhere:
     at, where one set of parameters is trained.
 """
 
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,6 +39,15 @@ class Feed(Protocol):
 
         The tokens of a batch are data/batch_tokens, padding included, or
         rollout/tokens.
+        """
+        ...
+
+    def keep(self, workdir: pathlib.Path, step: int) -> None:
+        """Writes what a person may want to know of the last batch into a run's folder.
+
+        Args:
+          workdir: the folder.
+          step: that learns from the batch.
         """
         ...
 

@@ -65,11 +65,12 @@ class OwnEngine:
         assert self._local is not None, "start comes first"
         self._local.call(lambda made: made.published(version))
         taken = self._local.take(jobs.stall_seconds(self._config.rl))
-        episodes, counts = self._local.call(orchestrator_lib.Orchestrator.played)
+        played = self._local.call(orchestrator_lib.Orchestrator.played)
         ledger = self._local.call(lambda made: made.groups.ledger())
-        metrics = {f"rollout/{name}": n for name, n in counts.items()}
+        metrics = {f"rollout/{name}": n for name, n in played.counts.items()}
         metrics |= {f"groups/{name}": n for name, n in ledger.items()}
-        return actors.Taken([group for _, group in taken], episodes, metrics)
+        groups = [group for _, group in taken]
+        return actors.Taken(groups, played.episodes, played.unused, metrics)
 
     def evaluate(self) -> Sequence[episodes_lib.Episode]:
         """Plays the held-out tasks beside the other episodes."""

@@ -5,13 +5,12 @@ advantages, and every sample becomes a row.
 """
 
 import json
-import math
+import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 
 from glm5_jax import config as config_lib
@@ -19,10 +18,10 @@ from glm5_jax import environments
 from glm5_jax.config import stages
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
-from glm5_jax.rl import advantages, gateway, rollouts
+from glm5_jax.rl import episode_files, rollouts
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.training import policy, program
-from glm5_jax.training.feeds import feed, rounds, stream
+from glm5_jax.training import policy
+from glm5_jax.training.feeds import feed, policy_batch, rounds, stream
 from glm5_jax.training.feeds import groups as groups_lib
 from glm5_jax.weights import loading
 
@@ -55,6 +54,8 @@ class Rollouts:
         template = templates.make_template(config.data, self.tokenizer)
         self._source = SOURCES[config.stage_record.feed](config, taskset, template)
         self._idle_steps = 0  # in a row
+        self._drawn: tuple[int, groups_lib.Played]  # the last batch
+        self._files: episode_files.Writer | None = None
         settings = {
             "environment": config.rl.environment,
             "tokenizer": self.tokenizer.digest[:16],
@@ -69,28 +70,38 @@ class Rollouts:
 
     def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
         """Returns rows of the groups of a step, and what to log about them."""
-        rl = self._config.rl
         jax.block_until_ready(params)  # do not bill pending updates to the rollouts
         began = time.perf_counter()
         start = self._require_start(params) if position == 0 else {}
         played = self._source.play(params, position)
-        used = self._used(played.groups)
-        weighted = advantages.weigh(
-            used, std=rl.advantage_std, aggregation=rl.loss_mean
-        )
+        self._drawn = position, played
+        num_teaching = policy_batch.num_teaching(played.groups)
+        self._count_idle(num_teaching)
         seen, seconds = rollouts.metrics(played.episodes), time.perf_counter() - began
         metrics = {
             **start,
             **seen,
             **played.metrics,
-            "rollout/staleness_max": _staleness(played.groups, position),
-            "rollout/used_groups": sum(map(advantages.teaches, used)),
+            "rollout/staleness_max": policy_batch.staleness(played.groups, position),
+            "rollout/used_groups": 0 if self._idle_steps else num_teaching,
             "perf/rollout_seconds": round(seconds, 3),
             "perf/sampled_tokens_per_second": round(
                 seen["rollout/sampled_tokens"] / seconds, 1
             ),
         }
-        return self._batch(weighted, position), metrics
+        return policy_batch.make(self._config, played.groups, position), metrics
+
+    def keep(self, workdir: pathlib.Path, step: int) -> None:
+        """Writes the episodes of the last batch into the run's folder."""
+        limit = self._config.rl.episodes_gib * 2**30
+        if not limit:
+            return
+        if self._files is None:
+            self._files = episode_files.Writer(workdir, limit)
+        position, played = self._drawn
+        self._files.write(
+            episode_files.Step(step, position, played.groups, played.unused)
+        )
 
     def check(self, metrics: feed.Metrics, step: int) -> None:
         """Ends the run if trainer and engine disagree.
@@ -118,7 +129,12 @@ class Rollouts:
         return self._source.evaluate(params, position)
 
     def memory(self, position: int) -> Mapping[str, Any]:
-        """Returns what a checkpoint must keep of the groups that are being played."""
+        """Returns what a checkpoint must keep of the groups that are being played.
+
+        The episodes that it learnt from are on the disk before it.
+        """
+        if self._files is not None:
+            self._files.wait()
         return self._source.memory(position)
 
     def resume(self, memory: Mapping[str, Any]) -> None:
@@ -127,7 +143,11 @@ class Rollouts:
 
     def close(self) -> None:
         """Ends the episodes that are being played."""
-        self._source.close()
+        try:
+            self._source.close()
+        finally:
+            if self._files is not None:
+                self._files.close()
 
     def sample(self, params: dict) -> str:
         """Returns the transcripts of a few episodes."""
@@ -165,14 +185,10 @@ class Rollouts:
             )
         return {"rollout/start_success": share}
 
-    def _used(self, groups: Sequence[groups_lib.Group]) -> Sequence[groups_lib.Group]:
-        """Returns the groups, or none if too few of them have a gradient."""
-        rl = self._config.rl
-        least = max(math.ceil(rl.min_used_groups * rl.prompts_per_step), 1)
-        num_used = sum(map(advantages.teaches, groups))
-        self._idle_steps = 0 if num_used >= least else self._idle_steps + 1
-        if not self._idle_steps:
-            return groups
+    def _count_idle(self, num_teaching: int) -> None:
+        """Counts steps without an update, and warns of many in a row."""
+        least = policy_batch.least_teaching(self._config.rl)
+        self._idle_steps = 0 if num_teaching >= least else self._idle_steps + 1
         if self._idle_steps % _WARN_EVERY == 1:
             logging.warning(
                 "%d steps in a row are skipped: in the last one the rewards of %d "
@@ -180,54 +196,9 @@ class Rollouts:
                 "tasks of which some are solved and some are not, a larger "
                 "rl.group_size, or rl.dynamic_sampling=true.",
                 self._idle_steps,
-                num_used,
+                num_teaching,
                 least,
             )
-        return []
-
-    def _batch(
-        self, weighted: Sequence[advantages.Weighted], position: int
-    ) -> feed.Batch:
-        """Returns a row for each sample, padded to a multiple of num_rows rows."""
-        config, size = self._config, self._config.num_rows
-        num_rows = max(-(-len(weighted) // size), 1) * size
-        batch: feed.Batch = {
-            name: np.zeros((num_rows, *x.shape[1:]), x.dtype)
-            for name, x in program.batch_shapes(config).items()
-        }
-        for row, item in enumerate(weighted):
-            sample = item.sample
-            assert isinstance(sample, gateway.Sample)
-            n = len(sample.tokens) - 1  # the last token is only a target
-            mask = np.asarray(sample.mask[1:], np.float32)
-            batch["tokens"][row, :n] = sample.tokens[:-1]
-            batch["targets"][row, :n] = sample.tokens[1:]
-            batch["segment_ids"][row, :n] = 1
-            batch["positions"][row, :n] = np.arange(n)
-            batch["loss_mask"][row, :n] = mask
-            batch["rollout_logprobs"][row, :n] = sample.logprobs[1:]
-            batch["advantages"][row, :n] = item.advantage * mask
-            batch["weights"][row, :n] = item.weight * mask
-            if "staleness" in batch:
-                versions = np.asarray(sample.cache_versions[1:], np.int32)
-                batch["staleness"][row, :n] = np.where(mask, position - versions, 0)
-            if "experts" in batch:
-                batch["experts"][row, :n] = sample.experts
-        return batch
-
-
-def _staleness(groups: Sequence[groups_lib.Group], version: int) -> int:
-    """Returns how many versions the oldest weights of a token are behind `version`.
-
-    A token's weights are those that sampled it, and those that read the text before it.
-    """
-    drawn = [
-        np.asarray(sample.cache_versions)[np.asarray(sample.mask, bool)]
-        for group in groups
-        for episode in group
-        for sample in episode.samples
-    ]
-    return max((version - int(v.min()) for v in drawn if v.size), default=0)
 
 
 def _tokenizer(config: config_lib.TrainConfig) -> tokenizer_lib.Tokenizer:

@@ -58,7 +58,10 @@ class Rounds:
             if len(kept) >= rl.prompts_per_step:
                 break
         metrics = {f"rollout/{name}": n for name, n in counts.items()}
-        return groups_lib.Played(kept[: rl.prompts_per_step], episodes, metrics)
+        used = kept[: rl.prompts_per_step]
+        learnt = {id(episode) for group in used for episode in group}
+        unused = [episode for episode in episodes if id(episode) not in learnt]
+        return groups_lib.Played(used, episodes, unused, metrics)
 
     def evaluate(self, params: dict, position: int) -> dict[str, float]:
         """Returns success on held-out tasks: see `player.Player.evaluate`."""

@@ -61,7 +61,7 @@ class Stream:
         own = [episode for group in taken.groups for episode in group]
         episodes = taken.episodes or own  # all may have ended before the last step
         self.shown = episodes[: player_lib.NUM_SHOWN]
-        return groups_lib.Played(taken.groups, episodes, taken.metrics)
+        return groups_lib.Played(taken.groups, episodes, taken.unused, taken.metrics)
 
     def evaluate(self, params: dict, position: int) -> dict[str, float]:
         """Returns success on held-out tasks, while other episodes continue.

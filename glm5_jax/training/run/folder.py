@@ -1,8 +1,9 @@
 """The folder of a run: which run it belongs to, and the small files in it.
 
 config.json (resolved), metrics.jsonl, summary.json (written last), checkpoints/STEP/,
-samples/STEP.txt, tokenizer.json, loss.png; rollback.json after a rollback, stacks_N.txt
-where process N hung. Process 0 writes all but the checkpoints and the stacks.
+samples/STEP.txt, episodes/STEP.json.gz, tokenizer.json, loss.png; rollback.json after a
+rollback, stacks_N.txt where process N hung. Process 0 writes all but the checkpoints
+and the stacks.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ MAY_CHANGE = (
     *("trackers", "profile_steps", "data.cache_dir"),
     "data.num_prefetch",  # of earlier versions
     *("rl.max_logprob_gap", "rl.num_eval_tasks"),
-    *("rl.min_start_success", "rl.max_start_success"),
+    *("rl.min_start_success", "rl.max_start_success", "rl.episodes_gib"),
     *(f"health.{field.name}" for field in dataclasses.fields(config_lib.HealthConfig)),
 )
 # Paths of the data may change as well once there is a checkpoint: its fingerprint of

@@ -95,15 +95,8 @@ class Run:
         """Compiles the training step for the size of the next batch."""
         program, size, began = self.program, self.next_size, time.perf_counter()
         logging.info("Compiling the training step for %d rows ...", size)
-        compiled = program.lower(size).compile()
+        train_step = program.compile(size)
         together.meet(f"compiled for position {self.position}")  # some found it cached
-        # Episodes that forked make a batch with more rows than the compiled step takes.
-        shape = program.batch_of(size)["tokens"].shape
-
-        def train_step(params: dict, state: Any, batch: dict) -> tuple:
-            fits = batch["tokens"].shape == shape
-            return (compiled if fits else program.step)(params, state, batch)
-
         self.train_step, self.compiled_size = train_step, size
         seconds = time.perf_counter() - began
         self.compile_seconds += seconds
@@ -267,7 +260,7 @@ def _fill(run: Run) -> None:
     if together.is_first():
         companions.into_training(workdir, config.init_from, run.feed.tokenizer)
     run.tokenizer = _same_tokenizer(workdir, run.feed.tokenizer)
-    run.params, run.opt_state = _initial(config, program)
+    run.params, run.opt_state = initial(config, program)
 
 
 def _same_tokenizer(
@@ -304,7 +297,7 @@ def _same_tokenizer(
     return together.from_first("tokenizer.json", repaired)
 
 
-def _initial(
+def initial(
     config: config_lib.TrainConfig, program: program_lib.Program
 ) -> tuple[dict, Any]:
     """Returns the parameters, drawn or read, and the optimizer state of step 0."""

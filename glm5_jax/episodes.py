@@ -1,0 +1,64 @@
+"""Reads the episodes that a run has kept: their rewards, or what it learnt from them.
+
+python -m glm5_jax.episodes --run=runs/rl
+python -m glm5_jax.episodes --run=runs/rl --steps=10-20 --rescore
+python -m glm5_jax.episodes --run=runs/rl --replay
+
+Without another flag it lists the steps. --rescore lets the present environment score
+the episodes again; it samples nothing and exits with 1 if one gets another reward or
+label. --replay learns all steps again without an engine; it exits with 1 if parameters
+differ from the run's checkpoint. docs/episodes.md.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+from absl import flags, logging
+
+from glm5_jax import command_line, compile_cache
+from glm5_jax import config as config_lib
+
+_RUN = flags.DEFINE_string("run", None, "Folder of the run.", required=True)
+_STEPS = flags.DEFINE_string("steps", "", "Steps to read, as 7 or 10-20; default all.")
+_RESCORE = flags.DEFINE_bool("rescore", False, "Scores the episodes again.")
+_REPLAY = flags.DEFINE_bool("replay", False, "Learns the steps again.")
+_ENVIRONMENT = flags.DEFINE_string(
+    "environment", None, "With --rescore: scores instead of the run's rl.environment."
+)
+flags.adopt_module_key_flags(compile_cache)
+
+
+def main(arguments: command_line.Arguments) -> int:
+    """Does what the flags ask for."""
+    _check()
+    workdir = pathlib.Path(_RUN.value).expanduser()
+    from glm5_jax.training import episode_reports, replay  # import jax: after the flags
+
+    logging.set_verbosity(logging.INFO)
+    config = replay.config_of(workdir)
+    steps = episode_reports.steps_of(workdir, _STEPS.value)
+    if _REPLAY.value:
+        compile_cache.enable()
+        found = replay.replay(workdir, steps[-1] if _STEPS.value else None)
+        print(json.dumps(dataclasses.asdict(found)))
+        return int(found.is_same is False)
+    if _RESCORE.value:
+        lines, counts = episode_reports.rescored(
+            config, workdir, steps, _ENVIRONMENT.value
+        )
+        print("\n".join([*lines, json.dumps(counts)]))
+        return int(counts["same"] < counts["episodes"])
+    print("\n".join(episode_reports.listed(workdir, steps)))
+    return 0
+
+
+def _check() -> None:
+    if _RESCORE.value and _REPLAY.value:
+        raise config_lib.InputError("give only one of --rescore and --replay.")
+    if _ENVIRONMENT.value is not None and not _RESCORE.value:
+        raise config_lib.InputError("--environment needs --rescore; add it.")
+
+
+if __name__ == "__main__":
+    command_line.run(main, takes_config=False)

@@ -1,0 +1,84 @@
+"""The batch that a step of reinforcement learning makes of its groups of episodes.
+
+It is a function of the groups, the config and the position: a run's kept episodes give
+its batches again.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from glm5_jax import config as config_lib
+from glm5_jax.rl import advantages, gateway
+from glm5_jax.training import program
+from glm5_jax.training.feeds import feed
+from glm5_jax.training.feeds import groups as groups_lib
+
+
+def make(
+    config: config_lib.TrainConfig, groups: Sequence[groups_lib.Group], position: int
+) -> feed.Batch:
+    """Returns a row for each sample, padded to a multiple of num_rows rows.
+
+    All rows are padding if too few groups have a gradient.
+    """
+    rl = config.rl
+    used = groups if num_teaching(groups) >= least_teaching(rl) else []
+    weighted = advantages.weigh(used, std=rl.advantage_std, aggregation=rl.loss_mean)
+    size = config.num_rows
+    num_rows = max(-(-len(weighted) // size), 1) * size
+    batch: feed.Batch = {
+        name: np.zeros((num_rows, *x.shape[1:]), x.dtype)
+        for name, x in program.batch_shapes(config).items()
+    }
+    for row, item in enumerate(weighted):
+        _fill(batch, row, item, position)
+    return batch
+
+
+def num_teaching(groups: Sequence[groups_lib.Group]) -> int:
+    """Returns the number of groups whose rewards differ."""
+    return sum(map(advantages.teaches, groups))
+
+
+def least_teaching(rl: config_lib.RLConfig) -> int:
+    """Returns the number of groups with differing rewards that an update needs."""
+    return max(math.ceil(rl.min_used_groups * rl.prompts_per_step), 1)
+
+
+def staleness(groups: Sequence[groups_lib.Group], version: int) -> int:
+    """Returns how many versions the oldest weights of a token are behind `version`.
+
+    A token's weights are those that sampled it, and those that read the text before it.
+    """
+    drawn = [
+        np.asarray(sample.cache_versions)[np.asarray(sample.mask, bool)]
+        for group in groups
+        for episode in group
+        for sample in episode.samples
+    ]
+    return max((version - int(v.min()) for v in drawn if v.size), default=0)
+
+
+def _fill(
+    batch: feed.Batch, row: int, item: advantages.Weighted, position: int
+) -> None:
+    """Writes a sample into a row."""
+    sample = item.sample
+    assert isinstance(sample, gateway.Sample)
+    n = len(sample.tokens) - 1  # the last token is only a target
+    mask = np.asarray(sample.mask[1:], np.float32)
+    batch["tokens"][row, :n] = sample.tokens[:-1]
+    batch["targets"][row, :n] = sample.tokens[1:]
+    batch["segment_ids"][row, :n] = 1
+    batch["positions"][row, :n] = np.arange(n)
+    batch["loss_mask"][row, :n] = mask
+    batch["rollout_logprobs"][row, :n] = sample.logprobs[1:]
+    batch["advantages"][row, :n] = item.advantage * mask
+    batch["weights"][row, :n] = item.weight * mask
+    if "staleness" in batch:
+        versions = np.asarray(sample.cache_versions[1:], np.int32)
+        batch["staleness"][row, :n] = np.where(mask, position - versions, 0)
+    if "experts" in batch:
+        batch["experts"][row, :n] = sample.experts

@@ -1,0 +1,98 @@
+"""The files of a run's episodes: whole or none, bounded, and what they hold."""
+
+import gzip
+import json
+from unittest import mock
+
+from absl.testing import parameterized
+
+from glm5_jax import config as config_lib
+from glm5_jax import files
+from glm5_jax.environments import protocol
+from glm5_jax.rl import episode_files
+from tests import environment, runs
+from tests.rl import trajectories_test
+
+
+def make_step(number, groups=((0, 1, 0), (2,)), num_unused=1, position=None):
+    """A step whose episodes are told apart by their rewards."""
+    made = [
+        trajectories_test.episode(reward=protocol.Reward(number + i / 8))
+        for i in range(3 + num_unused)
+    ]
+    return episode_files.Step(
+        number,
+        number - 1 if position is None else position,
+        [[made[i] for i in group] for group in groups],
+        made[3:],
+    )
+
+
+def rewards(step):
+    return [[e.reward.total for e in group] for group in step.groups]
+
+
+class EpisodeFilesTest(runs.FolderTest):
+    def folder(self):
+        return self.root / self.id()
+
+    def write(self, *steps, most_bytes=2.0**30):
+        writer = episode_files.Writer(self.folder(), most_bytes)
+        for step in steps:
+            writer.write(step)
+        writer.close()
+
+    def test_a_step_comes_back_with_its_repeated_episodes(self):
+        self.write(make_step(7, position=9))
+        read = episode_files.read(self.folder(), 7)
+        self.assertEqual((read.step, read.position), (7, 9))
+        self.assertEqual(rewards(read), [[7, 7.125, 7], [7.25]])
+        self.assertIs(read.groups[0][0], read.groups[0][2])
+        self.assertEqual([e.reward.total for e in read.unused], [7.375])
+
+    def test_a_step_that_is_done_again_ends_the_later_ones(self):
+        self.write(*map(make_step, (1, 2, 3, 10)))
+        self.assertEqual(episode_files.numbers(self.folder()), [1, 2, 3, 10])
+        self.write(make_step(2, groups=((1,),)))
+        self.assertEqual(episode_files.numbers(self.folder()), [1, 2])
+        self.assertEqual(rewards(episode_files.read(self.folder(), 2)), [[2.125]])
+
+    def test_the_oldest_go_where_the_bound_is_reached(self):
+        self.write(make_step(1))
+        size = episode_files.path_of(self.folder(), 1).stat().st_size
+        self.write(*map(make_step, range(2, 7)), most_bytes=3.5 * size)
+        self.assertEqual(episode_files.numbers(self.folder()), [4, 5, 6])
+        self.write(make_step(7), most_bytes=1.0)  # the newest stays
+        self.assertEqual(episode_files.numbers(self.folder()), [7])
+
+    def test_a_writer_that_is_killed_leaves_no_half_file(self):
+        self.write(make_step(1))
+        with mock.patch.object(files.pathlib.Path, "replace", side_effect=OSError):
+            writer = episode_files.Writer(self.folder(), 2.0**30)
+            writer.write(make_step(2))
+            with self.assertRaises(OSError):
+                writer.close()
+        (self.folder() / "episodes" / ".2.json-abc.gz").write_bytes(b"half")
+        self.assertEqual(episode_files.numbers(self.folder()), [1])
+
+    @parameterized.named_parameters(
+        ("cut_off", lambda data: data[:-20]),
+        ("a_flipped_bit", lambda data: data[:90] + bytes([data[90] ^ 1]) + data[91:]),
+        ("no_gzip", lambda data: b"{}"),
+        (
+            "another_format",
+            lambda data: gzip.compress(json.dumps({"format": 2}).encode()),
+        ),
+    )
+    def test_damage_is_refused_and_other_steps_are_read(self, damaged):
+        self.write(make_step(1), make_step(2))
+        path = episode_files.path_of(self.folder(), 1)
+        path.write_bytes(damaged(path.read_bytes()))
+        with self.assertRaisesRegex(config_lib.DamagedError, "1.json.gz cannot be"):
+            episode_files.read(self.folder(), 1)
+        (read,) = episode_files.read_whole(self.folder(), [1, 2])
+        self.assertEqual(read.step, 2)
+
+
+if __name__ == "__main__":
+    environment.main()
