@@ -108,7 +108,7 @@ setuptools.setup(
         include=["glm5_jax", "glm5_jax.*", "pallas_kernels", "pallas_kernels.*"]
     ),
     package_data={
-        "glm5_jax": ["serving/page.html"],
+        "glm5_jax": ["serving/page.html", "training/reporting/transcripts.html"],
         "pallas_kernels": ["py.typed"],
     },
     # An explicit root makes an editable install put the whole checkout on the path, so

@@ -80,6 +80,7 @@ def metrics(episodes: Sequence[episodes_lib.Episode]) -> dict[str, float]:
             sum(episode.num_drift_tokens for episode in episodes), num_sampled
         ),
     }
+    means |= _reward_by_tag(episodes)
     return {name: float(value) for name, value in (counts | means).items()}
 
 
@@ -106,6 +107,22 @@ def _check_ids(jobs: Sequence[episodes_lib.Job], max_turns: int) -> None:
                 f"request_id of jobs must be max_turns={max_turns} apart, as each turn "
                 f"takes one; got {one} and {other}."
             )
+
+
+def _reward_by_tag(
+    episodes: Sequence[episodes_lib.Episode],
+) -> dict[str, float | int]:
+    """Returns the mean reward for every tag; one tag alone says nothing."""
+    by_tag: dict[str, list[float]] = {}
+    for episode in episodes:
+        if episode.reward is not None:
+            by_tag.setdefault(episode.task.tag, []).append(episode.reward.total)
+    if len(by_tag) < 2:
+        return {}
+    return {
+        f"rollout/reward/{tag or 'untagged'}": _ratio(sum(paid), len(paid))
+        for tag, paid in sorted(by_tag.items())
+    }
 
 
 def _ratio(value: float | int, count: int) -> float:

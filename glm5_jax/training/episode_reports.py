@@ -6,12 +6,13 @@ import re
 from collections.abc import Sequence
 
 from glm5_jax import config as config_lib
-from glm5_jax import environments
+from glm5_jax import environments, files
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.rl import episode_files, jobs, rescoring
 from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.training.reporting import transcripts
 from glm5_jax.weights import companions
 
 _HEAD = f"{'step':>6} {'groups':>7} {'episodes':>9} {'unused':>7} {'reward':>8}  labels"
@@ -93,13 +94,30 @@ def rescored(
     return lines, counts
 
 
+def write_page(
+    config: config_lib.TrainConfig,
+    workdir: pathlib.Path,
+    steps: Sequence[int],
+    path: pathlib.Path,
+) -> str:
+    """Writes the HTML of steps into a file; returns what it did."""
+    kept = episode_files.read_whole(workdir, steps)
+    text = transcripts.page(config, tokenizer_of(workdir), kept, workdir.name)
+    files.write_text(path, text)
+    count = sum(len(once(step)) for step in kept)
+    return f"{path}: {count} episodes of {len(kept)} steps, {len(text) / 1e6:.1f} MB"
+
+
+def tokenizer_of(workdir: pathlib.Path) -> tokenizer_lib.Tokenizer:
+    """Returns the tokenizer in a run's folder."""
+    return tokenizer_lib.load(workdir / companions.TOKENIZER)
+
+
 def template_of(
     config: config_lib.TrainConfig, workdir: pathlib.Path
 ) -> templates.Template:
     """Returns the template of a run, with the tokenizer in its folder."""
-    path = workdir / companions.TOKENIZER
-    tokenizer = tokenizer_lib.load(path)
-    return templates.make_template(config.data, tokenizer)
+    return templates.make_template(config.data, tokenizer_of(workdir))
 
 
 def once(kept: episode_files.Step) -> list[episodes_lib.Episode]:

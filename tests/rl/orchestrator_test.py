@@ -231,6 +231,27 @@ class OrchestratorTest(parameterized.TestCase):
         self.assertEqual(counts["groups"] * GROUP_SIZE, len(played))
         self.assertEqual(made.played(), ([], [], {}))
 
+    def test_engines_are_idle_while_nobody_asks(self):
+        async def play():
+            made = make(Engine(), Lucky(), groups_lib.Groups(1, 0))
+            watched = made._engine
+            with mock.patch.object(orchestrator_lib.time, "monotonic") as clock:
+                clock.return_value = watched._changed = watched._measured = 10.0
+
+                async def complete(request):
+                    clock.return_value += 3.0
+                    return request
+
+                watched._engine.complete = complete
+                clock.return_value += 1.0
+                await watched.complete(requests.Request(0, [1], 1))
+                clock.return_value += 2.0
+                first = made.engines_idle_share()
+                clock.return_value += 5.0
+                return first, made.engines_idle_share(), made.engines_idle_share()
+
+        self.assertEqual(asyncio.run(play()), (0.5, 1.0, 0.0))
+
     def test_the_ledger_closes_after_every_step(self):
         rng, engine = random.Random(2), Engine(seconds=lambda: rng.expovariate(500))
         groups = groups_lib.Groups(2, 2)

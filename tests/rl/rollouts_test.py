@@ -492,6 +492,22 @@ class ManyTest(parameterized.TestCase):
 
         self.assertLen(asyncio.run(cell()), 4)
 
+    def test_rewards_of_several_tags(self):
+        found = collect(faults.FaultyTaskset(Fault.NONE), 4)
+        for i, (tag, total) in enumerate(
+            [("a", 0.5), ("", 0.0), ("a", 0.75), ("b", 1.0)]
+        ):
+            task = dataclasses.replace(found[i].task, tag=tag)
+            found[i] = dataclasses.replace(
+                found[i], task=task, reward=protocol.Reward(total)
+            )
+        found[3] = dataclasses.replace(found[3], reward=None)
+        metrics = rollouts.metrics(found)
+        by_tag = {k: v for k, v in metrics.items() if "reward/" in k}
+        wanted = {"rollout/reward/a": 0.625, "rollout/reward/untagged": 0.0}
+        self.assertEqual(by_tag, wanted)
+        self.assertLen(rollouts.metrics(found[:1]), len(metrics) - 2)
+
     def test_metrics(self):
         taskset = faults.FaultyTaskset(Fault.ENDLESS, every=2)
         metrics = rollouts.metrics(collect(taskset, 4))

@@ -118,6 +118,10 @@ class Orchestrator:
         played, self._played = self._played, Played([], [], collections.Counter())
         return played
 
+    def engines_idle_share(self) -> float:
+        """Returns the share of time since the last call in which nobody asked them."""
+        return self._engine.idle_share()
+
     def _next(self) -> tuple[int, Sequence[episodes_lib.Job]] | None:
         """Begins a group if one may begin; returns its index and its episodes."""
         if self.num_running >= self._context.settings.num_concurrent:
@@ -201,6 +205,8 @@ class _Watched:
         self._engine = engine
         self.num_answers = 0
         self._waiting: dict[int, float] = {}  # since when, by id of the request
+        self._measured = self._changed = time.monotonic()  # last measured, last changed
+        self._idle_seconds = 0.0  # since it was measured
 
     @property
     def capacity(self) -> int:
@@ -215,12 +221,28 @@ class _Watched:
         return time.monotonic() - min(self._waiting.values(), default=time.monotonic())
 
     async def complete(self, request: requests.Request) -> requests.Completion:
+        self._count_idle()
         self._waiting[request.id] = time.monotonic()
         try:
             return await self._engine.complete(request)
         finally:
+            self._count_idle()
             del self._waiting[request.id]
             self.num_answers += 1
+
+    def idle_share(self) -> float:
+        """Returns the share of time without a request since the last call."""
+        self._count_idle()
+        seconds, idle = self._changed - self._measured, self._idle_seconds
+        self._measured, self._idle_seconds = self._changed, 0.0
+        return idle / seconds if seconds else 0.0
+
+    def _count_idle(self) -> None:
+        """Counts the time since the last change, if nobody waited; call it before."""
+        now = time.monotonic()
+        if not self._waiting:
+            self._idle_seconds += now - self._changed
+        self._changed = now
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task]) -> None:

@@ -143,6 +143,7 @@ class Process:
             "unused": unused,
             "counts": played.counts,
             "ledger": self._orchestrator.groups.ledger(),
+            "idle": self._orchestrator.engines_idle_share(),
             "lag": self.max_lag,
             "repaired": self._fleet.num_repaired,
         }

@@ -67,8 +67,12 @@ class OwnEngine:
         taken = self._local.take(jobs.stall_seconds(self._config.rl))
         played = self._local.call(orchestrator_lib.Orchestrator.played)
         ledger = self._local.call(lambda made: made.groups.ledger())
-        metrics = {f"rollout/{name}": n for name, n in played.counts.items()}
+        metrics: dict[str, float | int] = {
+            f"rollout/{name}": n for name, n in played.counts.items()
+        }
         metrics |= {f"groups/{name}": n for name, n in ledger.items()}
+        idle = self._local.call(orchestrator_lib.Orchestrator.engines_idle_share)
+        metrics["actors/engines_idle_share"] = round(idle, 4)
         groups = [group for _, group in taken]
         return actors.Taken(groups, played.episodes, played.unused, metrics)
 
