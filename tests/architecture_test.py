@@ -84,8 +84,8 @@ MAX_COLUMNS = 88
 # The suites of evaluations take 3, quantization-aware training takes 1.
 # The objective of multi-token prediction takes 1, its training and use in RL take 2;
 # pages of rollouts 1. Asynchronous RL takes 2. The cache's number type takes 1.
-# The episodes that a run keeps take 1.
-MAX_CONFIG_FIELDS = 189
+# The episodes that a run keeps take 1, forgetting the moments of a step takes 1.
+MAX_CONFIG_FIELDS = 190
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 

@@ -65,6 +65,9 @@ class RLConfig:
     loss_mean: LossMean = "sequence"  # unit of equal weight: a sequence or a token
     # Updates of a step, each with an equal part of its rollouts.
     updates_per_rollout: int = 1
+    # Begin every step without the optimizer's moments, as GLM-5 does whenever engines
+    # get new weights (section 4.1), because the problem has changed.
+    forgets_moments: bool = False
     # Replace groups whose rewards are all equal by new ones.
     dynamic_sampling: bool = False
     max_rounds: int = 4  # most rounds of rollouts in a step, with dynamic sampling

@@ -51,6 +51,11 @@ class Optimizer:
         counts = jnp.zeros(3, jnp.int32)
         return State(self.transform.init(_in_float32(params)), *counts)
 
+    def forgetting(self, state: State, params: optax.Params) -> State:
+        """Returns the state with the moments of `init`, and its counts of updates."""
+        inner = self.transform.init(_in_float32(params))
+        return state._replace(inner=_moved(self, inner, jax.memory.Space.Host))
+
     def state_dims(self, state: State, params: optax.Params) -> State:
         """Returns the logical dims of every array of a state, for `sharding.shardings`.
 

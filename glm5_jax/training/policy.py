@@ -108,6 +108,8 @@ def make_policy_step(
     def policy_step(
         params: Any, state: Any, batch: inputs_lib.Batch
     ) -> tuple[Any, Any, loss_lib.Metrics]:
+        if config.rl.forgets_moments:
+            state = optimizer.forgetting(state, params)
         if num_updates == 1:
             (params, state), metrics = update((params, state), batch)
             return params, state, metrics

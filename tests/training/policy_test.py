@@ -260,6 +260,21 @@ class UpdatesTest(parameterized.TestCase):
         fraction = np.mean([2 / halves[0], 1 / halves[1]])  # rows 0 and 2, row 1
         self.assertAlmostEqual(metrics["rl/masked_fraction"], fraction, places=6)
 
+    def test_a_step_may_forget_the_moments_of_those_before_it(self):
+        batch, rl = make_batch(), dataclasses.replace(CONFIG.rl, forgets_moments=True)
+        config = dataclasses.replace(CONFIG, rl=rl)
+        optimizer = step_lib.make_optimizer(config)
+        forgetting = jax.jit(policy.make_policy_step(config, optimizer))
+        remembering, fresh = two_updates()
+        _, state, _ = remembering(params(), fresh, batch)
+        wanted, _, _ = remembering(params(), state._replace(inner=fresh.inner), batch)
+        got, after, _ = forgetting(params(), state, batch)
+        assert_close(got, wanted, atol=1e-6)
+        self.assertEqual(int(after.num_updates), 4)  # the schedule does not begin anew
+        kept, _, _ = remembering(params(), state, batch)
+        far = jax.tree.map(lambda a, b: np.abs(a - b).max(), kept, wanted)
+        self.assertGreater(max(jax.tree.leaves(far)), 1e-3)
+
     def test_log_probs_from_before_take_no_more_rows_at_once_than_an_update(self):
         optim = dataclasses.replace(CONFIG.optim, accumulation_steps=2)
         config = dataclasses.replace(CONFIG, optim=optim)
