@@ -12,11 +12,14 @@ from glm5_jax.environments import context, mixture, protocol
 from glm5_jax.environments.tasks import ladder, problems, reasoning_gym
 from glm5_jax.environments.worlds import terminal
 from glm5_jax.environments.worlds.business import world as business_world
+from glm5_jax.environments.worlds.code import world as code_world
 from glm5_jax.environments.worlds.search import world as search_world
 from glm5_jax.environments.worlds.swe import world as swe_world
 
 _WORLDS = {
     "business": business_world.Business,
+    "code": code_world.Code,
+    "humaneval": code_world.HumanEval,
     "search": search_world.Search,
     "swe": swe_world.Swe,
     "terminal": terminal.Terminal,
@@ -31,9 +34,9 @@ def make(name: str) -> protocol.Taskset:
     Args:
         name: one of `names()`, with or without a size ("reverse", "reverse:3-6",
             "calculator_untold:2"), "reasoning_gym:NAME", a world ("terminal",
-            "terminal:FAMILY", "swe:FOLDER", "search:COLLECTION", "business:DAYS"), or
-            the user's own taskset as "module:Class"; or several,
-            "2*reverse:3-6+gcd" (mixture.py); or one with less history,
+            "terminal:FAMILY", "swe:FOLDER", "search:COLLECTION", "business:DAYS",
+            "code", "humaneval"), or the user's own taskset as "module:Class"; or
+            several, "2*reverse:3-6+gcd" (mixture.py); or one with less history,
             "context:5:search:foldoc" (context.py).
 
     Raises:

@@ -24,7 +24,9 @@ from absl import flags, logging
 from glm5_jax import command_line, config
 
 _NUM_TASKS = flags.DEFINE_integer("num_tasks", 20, "Tasks to prove.")
-_SPLIT = flags.DEFINE_string("split", "train", "train or held_out.")
+_SPLIT = flags.DEFINE_string(
+    "split", "", "train or held_out; empty: the first that the taskset has."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the tasks.")
 _INDEX = flags.DEFINE_integer("index", 0, "Number of the task to play.")
 _NUM_REPEATS = flags.DEFINE_integer("num_repeats", 10, "Episodes of each solution.")

@@ -23,7 +23,7 @@ def play(name: str, split: str, seed: int, index: int) -> float | None:
         config.InputError: there is no such taskset, or a line calls no tool.
     """
     taskset = environments.make(name)
-    task = taskset.task(split, seed, index)
+    task = taskset.task(split or protocol.splits(taskset)[0], seed, index)
     return asyncio.run(_episode(taskset, task))
 
 

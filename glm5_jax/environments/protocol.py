@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from glm5_jax import messages as messages_lib
 
+SPLITS = ("train", "held_out")
+
 
 class Label(enum.Enum):
     """The way an episode ended; its reward counts only for OK and TRUNCATED."""
@@ -119,7 +121,8 @@ class Agent(Protocol):
 class Taskset(Protocol):
     """A source of tasks and of environments that run them.
 
-    One whose environments are an `Agent` says so by an attribute `has_agents = True`.
+    One whose environments are an `Agent` says so by an attribute `has_agents = True`,
+    one for evaluation alone by `splits = ("held_out",)`.
     """
 
     name: str
@@ -135,3 +138,8 @@ class Taskset(Protocol):
     def demonstration(self, task: Task) -> Sequence[messages_lib.Message] | None:
         """Returns a conversation that solves the task, for SFT; None if unknown."""
         ...
+
+
+def splits(taskset: Taskset) -> Sequence[str]:
+    """Returns the splits in which a taskset has tasks."""
+    return getattr(taskset, "splits", SPLITS)

@@ -21,7 +21,7 @@ class Settings:
     """Which tasks are proven, and how."""
 
     num_tasks: int = 20
-    split: str = "train"
+    split: str = ""  # "": the taskset's first
     seed: int = 0
     num_repeats: int = 10  # episodes of the solution
     num_at_once: int = 4  # tasks
@@ -36,7 +36,7 @@ class Settings:
         checks.require(
             *checks.positive(self, *sizes, most=checks.MAX_SIZE),
             (
-                self.split in ("train", "held_out"),
+                self.split in ("", *protocol.SPLITS),
                 f"--split must be train or held_out, got {self.split!r}.",
             ),
         )
@@ -84,7 +84,7 @@ def export(
     if out.exists() and any(out.iterdir()):
         raise config.InputError(f"--out={out} is not empty; choose another folder.")
     for index in range(num_tasks):
-        task = taskset.task(split, seed, index)
+        task = taskset.task(split or protocol.splits(taskset)[0], seed, index)
         write(task, out / task.id.replace("/", "_"))
 
 
@@ -92,13 +92,14 @@ async def _prove_all(
     taskset: protocol.Taskset, settings: Settings
 ) -> list[proofs.Proof]:
     gate = asyncio.Semaphore(settings.num_at_once)
+    split = settings.split or protocol.splits(taskset)[0]
     bar = tqdm.tqdm(
         total=settings.num_tasks, unit="task", disable=not sys.stderr.isatty()
     )
 
     async def prove(index: int) -> proofs.Proof:
         async with gate:
-            task = taskset.task(settings.split, settings.seed, index)
+            task = taskset.task(split, settings.seed, index)
             proof = await proofs.prove(taskset, task, settings.num_repeats)
         bar.update()
         return proof

@@ -8,6 +8,7 @@ from glm5_jax.evals import record
 from glm5_jax.evals.probes import attention, mtp, router
 from glm5_jax.evals.suites import (
     bits_per_byte,
+    code,
     counting,
     mrcr,
     multiple_choice,
@@ -24,6 +25,7 @@ _ALL = (
     *sources.SUITES,
     *mrcr.SUITES,
     multiple_choice.SUITE,
+    code.SUITE,
     attention.RECALL,
     attention.LOGITS,
     mtp.SUITE,

@@ -18,12 +18,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from glm5_jax import config, messages
+from glm5_jax.environments import protocol
 
 # "told": the prompt describes the tool. "untold": the tool exists, but the prompt does
 # not describe it, to save bytes; demonstrations teach the call. "none": no tool.
 Tool = Literal["told", "untold", "none"]
 
-SPLITS = ("train", "held_out")
+SPLITS = protocol.SPLITS
 CALC_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
