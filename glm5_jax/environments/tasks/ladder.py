@@ -49,6 +49,11 @@ class Ladder:
         turns = [({"role": "assistant", "content": text},) for text in wrong]
         return proofs.Attempts(right, tuple(turns))
 
+    def program(self, task: protocol.Task) -> str | None:
+        """Returns a Python program that prints the answer; None: there is none."""
+        write = _PROGRAMS.get(self._kind.removesuffix("_dense"))
+        return write(task.messages[0]["content"]) if write else None
+
 
 class SingleTurn:
     """An environment that scores the one answer to its task."""
@@ -109,4 +114,13 @@ _SCORES: dict[str, Score] = {
     "gcd": same_number,
     "calculator_without_tool": same_number,
     "countdown": same_countdown,
+}
+
+_PROGRAMS: dict[str, Callable[[str], str]] = {
+    "reverse": lambda said: f"print({said.split()[1]!r}[::-1])",
+    "sort": lambda said: f"print(''.join(sorted({said.split()[1]!r})))",
+    "arithmetic": lambda said: f"print({said})",
+    "chain_sum": lambda said: f"print({said})",
+    "gcd": lambda said: f"import math\nprint(math.gcd({','.join(said.split()[1:])}))",
+    "calculator_without_tool": lambda said: f"print({said})",
 }

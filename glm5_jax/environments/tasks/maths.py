@@ -48,7 +48,7 @@ def is_equal(reference: str, given: object) -> bool:
     right = number(reference)
     if right is not None:
         return final_number(given) == right
-    answer = _boxed(given)
+    answer = boxed(given)
     answer = given if answer is None else answer
     return "".join(answer.split()) == "".join(reference.split())
 
@@ -66,9 +66,9 @@ def final_number(text: str) -> fractions.Fraction | None:
     It is in the last \boxed, else after the last "answer is", else the last number.
     """
     text = text[-_MAX_CHARACTERS:]
-    boxed = _boxed(text)
-    if boxed is not None:
-        return number(boxed.rpartition("=")[2])
+    answer = boxed(text)
+    if answer is not None:
+        return number(answer.rpartition("=")[2])
     whole = number(text)
     if whole is not None:
         return whole
@@ -107,7 +107,7 @@ def _value(found: re.Match[str] | None) -> fractions.Fraction | None:
     return -size if parts["sign"] == "-" else size
 
 
-def _boxed(text: str) -> str | None:
+def boxed(text: str) -> str | None:
     r"""Returns the text between the braces of the last \boxed, or None."""
     start = text.rfind(_BOXED)
     if start < 0:
