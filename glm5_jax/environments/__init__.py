@@ -9,7 +9,13 @@ import inspect
 from glm5_jax import config
 from glm5_jax.config import checks, user_classes
 from glm5_jax.environments import context, mixture, protocol, python_tool
-from glm5_jax.environments.tasks import algebra, ladder, problems, reasoning_gym
+from glm5_jax.environments.tasks import (
+    algebra,
+    function_calls,
+    ladder,
+    problems,
+    reasoning_gym,
+)
 from glm5_jax.environments.worlds import terminal
 from glm5_jax.environments.worlds.business import world as business_world
 from glm5_jax.environments.worlds.code import world as code_world
@@ -18,6 +24,7 @@ from glm5_jax.environments.worlds.swe import world as swe_world
 
 _WORLDS = {
     "algebra": algebra.Algebra,
+    "bfcl": function_calls.FunctionCalls,
     "business": business_world.Business,
     "code": code_world.Code,
     "humaneval": code_world.HumanEval,
