@@ -19,6 +19,7 @@ from glm5_jax.environments.tasks import (
 from glm5_jax.environments.worlds import terminal
 from glm5_jax.environments.worlds.business import world as business_world
 from glm5_jax.environments.worlds.code import world as code_world
+from glm5_jax.environments.worlds.miniwob import world as miniwob_world
 from glm5_jax.environments.worlds.search import world as search_world
 from glm5_jax.environments.worlds.swe import world as swe_world
 
@@ -29,6 +30,7 @@ _WORLDS = {
     "code": code_world.Code,
     "humaneval": code_world.HumanEval,
     "math": algebra.Algebra,
+    "miniwob": miniwob_world.MiniWoB,
     "search": search_world.Search,
     "swe": swe_world.Swe,
     "terminal": terminal.Terminal,
