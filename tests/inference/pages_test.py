@@ -53,6 +53,16 @@ class SchedulerTest(parameterized.TestCase):
         self.assertEqual([found[i].num_cached for i in range(2)], [0, 0])
         self.assertLen(found[1].tokens, 52)
 
+    def test_a_preempted_request_resumes_before_later_ones_begin(self):
+        """Else each request that comes could keep it waiting."""
+        prompts = [*range(1, 9)], [*range(11, 16)], [*range(21, 26)]
+        machine = fake_devices.make_engine(2, 20)
+        for id, prompt in enumerate(prompts):
+            machine.submit(Request(id, prompt, 52))
+        while not machine.num_preempted:
+            machine.step()
+        self.assertEqual([*machine._scheduler._waiting], [1, 2])
+
     def test_the_least_recently_used_leaf_goes_first(self):
         pool = pages.Pool(4, 1)
         a, b = (pool.add([], [token], pool.take()) for token in (1, 2))
