@@ -474,6 +474,22 @@ class AgentsTest(parameterized.TestCase):
             self.assertEqual(session.num_forks, num_forks)
         self.assertLen(session.samples(), 2)
 
+    def test_turns_count_their_requests_upwards(self):
+        """The ids below are those of the episode before."""
+        session, engine = self.session(*["<|user|>"] * 3)
+        complete, ids = engine.complete, []
+
+        async def noted(request):
+            ids.append(request.id)
+            return await complete(request)
+
+        engine.complete = noted
+        asked = [{"role": "user", "content": "2 + 3?"}]
+        for _ in range(3):
+            message, _ = asyncio.run(session.answer(asked))
+            asked += [message, {"role": "user", "content": "And now?"}]
+        self.assertEqual(ids, [40, 41, 42])
+
 
 class Named(Tasks):
     """Agents by "module:Class"."""
