@@ -25,7 +25,7 @@ import numpy as np
 from absl import logging
 
 from glm5_jax import command_line
-from glm5_jax.checkpoint import manager, manifest
+from glm5_jax.checkpoint import manifest, step_folder
 from glm5_jax.training.run import state as run_lib
 
 GIB = 2**30
@@ -48,7 +48,7 @@ def main() -> None:
         run = run_lib.start(config, pathlib.Path(folder), mesh)
         with jax.set_mesh(mesh):
             times = _train(run, args.saves)
-        step = manager.find_step(folder)
+        step = step_folder.find(folder)
         bytes_saved = sum(manifest.files(step).values())
         run.checkpoints.close()
     step_seconds = times.pop("step_seconds")

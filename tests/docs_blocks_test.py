@@ -76,6 +76,8 @@ def flags_of(file):
     defined = r'(?:DEFINE_\w+|add|OptionalEnum)\(\s*(?:\*\()?"(?:--)?(\w+)"'
     names = set(re.findall(defined, text))
     for module in re.findall(r"adopt_module_key_flags\((\w+)\)", text):
+        if renamed := re.search(rf"import (\w+) as {module}\b", text):
+            module = renamed[1]
         for adopted in (ROOT / "glm5_jax").rglob(f"{module}.py"):
             names |= set(re.findall(defined, adopted.read_text(encoding="utf-8")))
     if "PrepareConfig" in text:  # prepare has a flag a field

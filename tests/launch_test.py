@@ -10,7 +10,7 @@ import sys
 import pytest
 from absl.testing import parameterized
 
-from glm5_jax.checkpoint import manager
+from glm5_jax.checkpoint import step_folder
 from glm5_jax.training.run import signals
 from tests import environment, runs, tpus
 from tests.processes import launch
@@ -163,7 +163,7 @@ class RunTest(runs.FolderTest):
         self.assertIn(f"ended with code {signals.EXIT_TERMINATED}", output)
         self.assertIn("saved and ended by SIGTERM; restart 1", output)
         self.assertIn("Resumes from step", output)
-        self.assertEqual(manager.find_step(workdir).name, "60")
+        self.assertEqual(step_folder.find(workdir).name, "60")
         names = {path.name for path in pathlib.Path(f"{workdir}_logs").iterdir()}
         self.assertEqual(names, {"process_0.log", "process_1.log"})
 
@@ -191,7 +191,7 @@ class RunTest(runs.FolderTest):
         for child in children:
             code, output = launch.finish(child)
             self.assertEqual(code, 0, output)
-        self.assertEqual(manager.find_step(self.root / "slurm").name, "5")
+        self.assertEqual(step_folder.find(self.root / "slurm").name, "5")
 
 
 def _training_process(workdir, number):

@@ -307,7 +307,7 @@ def restore_params(folder: epath.PathLike, abstract_params: PyTree) -> PyTree:
         InputError: there is no checkpoint, or it is of another model.
         DamagedError: a file fails its checksum.
     """
-    verify_params(path := find_step(folder))
+    verify_params(path := step_folder.find(folder))
     return step_windows.read_params(path, abstract_params)
 
 
@@ -324,7 +324,7 @@ def require_shapes(folder: epath.PathLike, abstract_params: PyTree) -> None:
     Raises:
         InputError: there is no checkpoint, or it is of another model.
     """
-    stored.require_shapes(find_step(folder), abstract_params, "model")
+    stored.require_shapes(step_folder.find(folder), abstract_params, "model")
 
 
 def verify_params(folder: epath.PathLike) -> None:
@@ -341,19 +341,8 @@ def verify_params(folder: epath.PathLike) -> None:
 
 def read_metadata(folder: epath.PathLike) -> dict[str, Any]:
     """Returns the metadata of a step folder, or of the newest step of a run folder."""
-    path = find_step(folder)
+    path = step_folder.find(folder)
     return json.loads((path / step_folder.METADATA / "metadata").read_text())
-
-
-def find_step(folder: epath.PathLike) -> epath.Path:
-    """Returns a step folder itself, or the newest one of a run folder.
-
-    A run with sealed steps gives the newest of these.
-
-    Raises:
-        InputError: there is no step.
-    """
-    return step_folder.find(folder)
 
 
 def describe_steps(checkpoints: epath.Path) -> list[retention.Step]:

@@ -240,7 +240,7 @@ def find(path: Path) -> Source:
             f"{folder / 'config.json'} describes no model: it has neither a section "
             f"'model' (as in a run) nor a model_type (as in a Hugging Face folder)."
         )
-    return Source(folder, pathlib.Path(manager.find_step(path)), settings)
+    return Source(folder, pathlib.Path(step_folder.find(path)), settings)
 
 
 def read_config(

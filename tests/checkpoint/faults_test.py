@@ -20,7 +20,7 @@ from absl.testing import parameterized
 from etils import epath
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import inspection, manifest, rollback
+from glm5_jax.checkpoint import inspection, manifest, rollback, step_folder
 from glm5_jax.checkpoint import manager as manager_lib
 from tests import environment
 from tests.checkpoint import steps
@@ -149,9 +149,9 @@ class DamageTest(FaultsTestCase):
             before = path.read_bytes()
             flip(path, byte=rng.integers(len(before)), bit=rng.integers(8))
             with self.subTest(path), self.assertRaises(config_lib.DamagedError):
-                manifest.verify(manager_lib.find_step(step))
+                manifest.verify(step_folder.find(step))
             path.write_bytes(before)
-        self.assertGreater(manifest.verify(manager_lib.find_step(step)), 0)
+        self.assertGreater(manifest.verify(step_folder.find(step)), 0)
 
     def test_damaged_twice_is_set_aside_twice(self):
         for _ in range(2):
@@ -237,7 +237,7 @@ class DamageTest(FaultsTestCase):
         largest(step, "params").unlink()
         message = r"in 2 of \d+ files: params/.*: missing; state/.* of .* bytes"
         with self.assertRaisesRegex(config_lib.DamagedError, message):
-            manifest.verify(manager_lib.find_step(step))
+            manifest.verify(step_folder.find(step))
 
     def test_reading_parameters_verifies_only_their_files(self):
         params = self.abstract["params"]
@@ -307,7 +307,7 @@ class KilledTest(FaultsTestCase):
             manager.save(3, steps.make_state(3), steps.METADATA)
             self.assertTrue(hashing.wait(timeout=60))
             self.assertEqual(self.names(), ["1", "2", "3"])
-            self.assertEqual(manager_lib.find_step(self.folder).name, "2")
+            self.assertEqual(step_folder.find(self.folder).name, "2")
             go_on.set()
             manager.wait()
         self.assertEqual(self.names(), ["3"])

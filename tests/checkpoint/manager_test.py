@@ -100,7 +100,7 @@ class SaveRestoreTest(steps.StepsTestCase):
         manager.close()
         self.assertEqual(self.names(), ["2", "5"])
         for path in self.checkpoints.iterdir():
-            self.assertGreater(manifest.verify(manager_lib.find_step(path)), 0)
+            self.assertGreater(manifest.verify(step_folder.find(path)), 0)
         _, state, _ = self.open().restore(steps.abstract(steps.make_state(0)))
         steps.assert_same(state, steps.make_state(50))
 

@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager as manager_lib
-from glm5_jax.checkpoint import manifest
+from glm5_jax.checkpoint import manifest, step_folder
 from glm5_jax.weights import loading
 from tests import environment
 from tests.checkpoint import faults_test
@@ -42,7 +42,7 @@ class TogetherTest(parameterized.TestCase):
         manager.close()
         self.assertEqual((step, metadata), (2, worker.METADATA))
         worker.assert_equal(state, 2)
-        folder = manager_lib.find_step(self.folder / "saved")
+        folder = step_folder.find(self.folder / "saved")
         self.assertEqual(manifest.verify(folder), sum(manifest.files(folder).values()))
         self.assertNotEmpty([f for f in manifest.read(folder) if "process_1" in f])
 
@@ -75,7 +75,7 @@ class TogetherTest(parameterized.TestCase):
         manager.close()
         self.assertEqual(step, 4)
         worker.assert_equal(state, 4)
-        folder = manager_lib.find_step(self.folder / "given")
+        folder = step_folder.find(self.folder / "given")
         writers = [f for f in manifest.read(folder) if "ocdbt.process_3/" in f]
         self.assertNotEmpty(writers)
 

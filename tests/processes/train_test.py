@@ -13,7 +13,7 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import command_line
-from glm5_jax.checkpoint import manager
+from glm5_jax.checkpoint import manager, step_folder
 from glm5_jax.config import files
 from glm5_jax.training.reporting import metrics
 from glm5_jax.training.run import health, signals
@@ -154,7 +154,7 @@ class TrainTest(runs.FolderTest):
         for child in children:
             code, output = launch.finish(child)
             self.assertEqual(code, signals.EXIT_TERMINATED, output)
-        step = int(manager.find_step(workdir).name)
+        step = int(step_folder.find(workdir).name)
         self.assertEqual(max(losses(workdir)), step)
         more = f"--config.num_steps={step + 3}"
         got, output = launch.train(
@@ -172,7 +172,7 @@ class TrainTest(runs.FolderTest):
         os.kill(child.pid, getattr(signal, name))
         code, output = launch.finish(child)
         self.assertEqual(code, signals.EXIT_TERMINATED, output)
-        self.assertEqual(max(losses(workdir)), int(manager.find_step(workdir).name))
+        self.assertEqual(max(losses(workdir)), int(step_folder.find(workdir).name))
 
     @parameterized.parameters("SIGKILL", "SIGSTOP")
     def test_one_dies_or_hangs_and_the_other_notices(self, name):

@@ -91,16 +91,18 @@ class SchemesTest(parameterized.TestCase):
         self.assertEqual(found["b"].scales, found["b"].values)
 
     def test_a_mesh_must_not_cut_blocks(self):
-        mesh = jax.sharding.AbstractMesh(
-            (1, 8, 1, 1, 1), ("data", "fsdp", "expert", "tensor", "context")
-        )
-        for blocks, message in (
-            ((4, 1), "8 devices.*every 4 weights have one scale"),
-            ((WHOLE, 1), "8 devices.*every 2 weights have one byte"),
+        """Devices that gather a dim may share its blocks, but never a byte."""
+        names = "data", "fsdp", "expert", "tensor", "context"
+        gathered = jax.sharding.AbstractMesh((1, 8, 1, 1, 1), names)
+        kept = jax.sharding.AbstractMesh((1, 1, 1, 8, 1), names)
+        for mesh, dims, blocks, message in (
+            (kept, ("F", "D"), (4, 1), "8 devices.*every 4 weights have one scale"),
+            (gathered, ("D", "F"), (4, 1), "8 devices.*every 2 weights have one byte"),
+            (gathered, ("D", "F"), (WHOLE, 1), "8 devices.*2 weights have one byte"),
         ):
             shapes = {"x": leaf.abstract((8, 8), leaf.Layout("int4", blocks))}
             with self.assertRaisesRegex(config_lib.InputError, message):
-                shards.shardings(shapes, {"x": ("D", "F")}, mesh)
+                shards.shardings(shapes, {"x": dims}, mesh)
 
 
 if __name__ == "__main__":

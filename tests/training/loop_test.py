@@ -19,7 +19,7 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import manager, manifest
+from glm5_jax.checkpoint import manager, manifest, step_folder
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.training import loop
 from glm5_jax.training.reporting import metrics, plot
@@ -111,7 +111,7 @@ class RunTest(runs.OneDeviceTest):
         (folder / "samples").touch()  # no folder can be made there
         with self.assertRaises(OSError):
             loop.train(self.config, folder)
-        self.assertEqual(manager.find_step(folder).name, "6")
+        self.assertEqual(step_folder.find(folder).name, "6")
         self.assertEqual(metrics.read(folder / "metrics.jsonl")[-1]["step"], 6)
 
     def test_a_finished_run_stays_as_it_is(self):
@@ -234,7 +234,7 @@ class RunTest(runs.OneDeviceTest):
             loop.train(config, folder)
         self.assertEqual(caught.exception.code, signals.EXIT_TERMINATED)
         steps = [r["step"] for r in metrics.read(folder / "metrics.jsonl")]
-        self.assertEqual(manager.find_step(folder).name, str(steps[-1]))
+        self.assertEqual(step_folder.find(folder).name, str(steps[-1]))
 
 
 class RefusalTest(runs.FolderTest):

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from glm5_jax.checkpoint import manager
+from glm5_jax.checkpoint import step_folder
 from glm5_jax.training import loop
 from glm5_jax.training.reporting import metrics
 from tests import environment, runs, small_configs
@@ -37,7 +37,7 @@ class ResumeTest(runs.FolderTest):
                 loop.train(
                     dataclasses.replace(config, num_steps=last), self.root / "fewer"
                 )
-            self.assertEqual(manager.find_step(self.root / "fewer").name, str(last))
+            self.assertEqual(step_folder.find(self.root / "fewer").name, str(last))
         losses = [
             [r["train/loss"] for r in metrics.read(self.root / n / "metrics.jsonl")]
             for n in ("one", "fewer")
