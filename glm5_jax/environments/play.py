@@ -73,8 +73,12 @@ def _arguments(text: str, function: Mapping[str, Any]) -> dict[str, Any]:
             return json.loads(text)
         except ValueError:
             pass  # the text of the first argument
-    names = [*function["parameters"].get("properties", {})]
-    return {names[0]: text} if names and text else {}
+    properties = function["parameters"].get("properties", {})
+    if not properties or not text:
+        return {}
+    name, kind = next(iter(properties.items()))
+    is_number = kind.get("type") == "integer" and text.removeprefix("-").isdecimal()
+    return {name: int(text) if is_number else text}
 
 
 def _signatures(tools: Iterable[Mapping[str, Any]]) -> str:

@@ -12,6 +12,7 @@ replaced. box.py speaks with the shell, bubblewrap.py and plain.py start it.
 """
 
 import functools
+from collections.abc import Sequence
 
 from absl import logging
 
@@ -28,6 +29,7 @@ __all__ = [
     "Image",
     "Limits",
     "Result",
+    "confine",
     "describe",
     "start",
 ]
@@ -58,6 +60,18 @@ async def start(
         )
     limits, image = limits or Limits(), image or Image()
     return await box.start(KINDS[kind], image, limits)
+
+
+def confine(words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:
+    """Returns the command that runs one program in the strongest kind that works.
+
+    It reads and writes through the descriptors that it inherits.
+
+    Args:
+        words: of the program's command.
+        binds: folders of this machine that it sees, read-only, where they exist.
+    """
+    return KINDS[_strongest()].confined(words, binds)
 
 
 def describe() -> str:

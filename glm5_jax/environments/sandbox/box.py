@@ -22,6 +22,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from glm5_jax.environments.sandbox import image as image_lib
@@ -55,6 +56,10 @@ class Kind(Protocol):
         limits: limits_lib.Limits,
     ) -> list[str]:
         """Returns the command of a holder."""
+        ...
+
+    def confined(self, words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:
+        """Returns the command that runs one program by itself."""
         ...
 
     def kill(self, pid: int) -> None:

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 
 from glm5_jax.environments.sandbox import image as image_lib
 from glm5_jax.environments.sandbox import limits as limits_lib
@@ -110,6 +111,17 @@ def holder(
     }
     bounded = ["prlimit", *(f"--{name}={value}" for name, value in bounds.items())]
     return [*_as_user(), *_UNSHARE, *bounded, "sh", "-c", script]
+
+
+def confined(words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:
+    """Returns the command that runs one program alone, without a shell or files.
+
+    Args:
+        words: of the program's command.
+        binds: folders of this machine that it sees, read-only, where they exist.
+    """
+    seen = [word for path in binds for word in ("--ro-bind-try", path, path)]
+    return [*_as_user(), "bwrap", *_ISOLATED, *seen, *words]
 
 
 def kill(pid: int) -> None:

@@ -1,0 +1,116 @@
+"""Judges front-end submissions and compares the judge with the oracle.
+
+    python benchmarks/frontend_judge.py [--numbers=3] [--error_rate=0.06]
+        [--base_url=URL --model=NAME] [--out=FOLDER]
+
+Submissions are the reference of every brief and its flawed versions. The judge is a
+script that errs at the given rate or, with --base_url, a model behind an
+OpenAI-compatible endpoint. Prints one JSON object: build success, checklist and
+instance rates, agreement and Spearman's rank correlation, labels that the oracle
+confirms, and, where --out names a folder, what a verification of its traces finds.
+"""
+
+import argparse
+import asyncio
+import json
+import pathlib
+import time
+
+from glm5_jax.environments import browser
+from glm5_jax.environments.worlds.frontend import (
+    draft,
+    endpoint,
+    families,
+    judge,
+    oracle,
+    rates,
+    scripted,
+    traces,
+)
+
+_AT_ONCE = 3  # submissions
+
+
+def main() -> None:
+    """Judges the submissions."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--numbers", type=int, default=3)
+    parser.add_argument("--families", default=",".join(sorted(families.ALL)))
+    parser.add_argument("--error_rate", type=float, default=0.06)
+    parser.add_argument("--base_url", default="")
+    parser.add_argument("--model", default="")
+    parser.add_argument("--sees", action="store_true", help="gives it screenshots")
+    parser.add_argument("--out", type=pathlib.Path)
+    print(json.dumps(asyncio.run(_run(parser.parse_args())), indent=2))
+
+
+async def _run(arguments: argparse.Namespace) -> dict:
+    renderer = browser.Browser()
+    gate = asyncio.Semaphore(_AT_ONCE)
+    began = time.perf_counter()
+    names = arguments.families.split(",")
+    briefs = [(name, n) for name in names for n in range(arguments.numbers)]
+    work = [
+        _judged(renderer, gate, arguments, brief, name, html)
+        for brief in briefs
+        for name, html in traces.draft(*brief).submissions().items()
+    ]
+    found = await asyncio.gather(*work)
+    seconds = time.perf_counter() - began
+    figures = {
+        "briefs": len(briefs),
+        "items_of_briefs": sum(len(traces.draft(*brief).items) for brief in briefs),
+        "labels_confirmed": f"{sum(map(_is_as_labelled, found))} of {len(found)}",
+        **rates.summarize([trace.instance() for trace in found]),
+        "seconds": round(seconds),
+    }
+    if arguments.out:
+        traces.write(arguments.out, found)
+        began = time.perf_counter()
+        wrong = []
+        for trace in traces.read(arguments.out):
+            wrong += await traces.verify(renderer, trace)
+        figures["verification_differs_in"] = wrong
+        figures["verification_seconds"] = round(time.perf_counter() - began)
+    renderer.close()
+    return figures
+
+
+async def _judged(
+    renderer: browser.Browser,
+    gate: asyncio.Semaphore,
+    arguments: argparse.Namespace,
+    brief: tuple[str, int],
+    name: str,
+    html: str,
+) -> traces.Trace:
+    """Decides a submission, by the oracle and by the judge."""
+    made = traces.draft(*brief)
+    files = {"index.html": html.encode()}
+    seed = f"{brief[0]}/{brief[1]}/{name}"
+
+    def model(item: draft.Item) -> judge.Ask:
+        if arguments.base_url:
+            return endpoint.ask(arguments.base_url, arguments.model)
+        return scripted.ask(item, arguments.error_rate, seed)
+
+    async with gate:
+        builds, truth = await oracle.decide(renderer, files, made.items)
+        hands = judge.Hands(renderer, files)
+        judgements = [
+            await judge.judge(hands, made, item, model(item), arguments.sees)
+            for item in made.items
+        ]
+        await hands.close()
+    texts = {"index.html": html}
+    return traces.Trace(*brief, name, texts, builds, truth, tuple(judgements))
+
+
+def _is_as_labelled(trace: traces.Trace) -> bool:
+    """Returns whether the items fail that the submission's name says, and no others."""
+    named = set() if trace.submission == "reference" else {*trace.submission.split("+")}
+    return {item for item, passes in trace.truth.items() if not passes} == named
+
+
+if __name__ == "__main__":
+    main()

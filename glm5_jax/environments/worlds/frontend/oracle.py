@@ -1,0 +1,179 @@
+"""Decides checklist items exactly: plays their steps in a browser."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from glm5_jax.environments import browser
+from glm5_jax.environments.worlds.frontend import draft
+
+_SECONDS = 30.0  # of an item, and of opening a page
+_WAIT = 4000  # milliseconds for an element to be there
+Files = Mapping[str, bytes]
+
+
+class StepError(Exception):
+    """Raised when a step cannot be done on a page, with the reason."""
+
+
+async def act(page: Any, step: draft.Step) -> None:
+    """Clicks, types, presses a key or chooses.
+
+    Raises:
+        StepError: there is no such element, or it cannot be used.
+    """
+    from playwright import async_api
+
+    action, selector, *rest = step
+    found = page.locator(selector).first
+    try:
+        if action == "click":
+            await found.click(timeout=_WAIT)
+        elif action == "type":
+            await found.fill(rest[0], timeout=_WAIT)
+        elif action == "choose":
+            await found.select_option(rest[0], timeout=_WAIT)
+        else:
+            await found.press(rest[0], timeout=_WAIT)
+    except async_api.Error as error:
+        if page.is_closed():
+            raise
+        raise StepError(str(error).splitlines()[0]) from error
+
+
+async def look(page: Any, selector: str) -> dict[str, Any]:
+    """Returns count, visibility, text and value of the elements of a selector.
+
+    Raises:
+        StepError: the selector is malformed.
+    """
+    from playwright import async_api
+
+    found = page.locator(selector)
+    try:
+        count = await found.count()
+        if not count:
+            return {"count": 0, "shown": False, "text": "", "value": ""}
+        first = found.first
+        is_shown = await first.is_visible()
+        text = await first.inner_text(timeout=_WAIT) if is_shown else ""
+        value = await first.evaluate("e => 'value' in e ? String(e.value) : ''")
+    except async_api.Error as error:
+        if page.is_closed():
+            raise
+        raise StepError(str(error).splitlines()[0]) from error
+    words = " ".join(text.split())
+    return {"count": count, "shown": is_shown, "text": words, "value": value}
+
+
+def holds(step: draft.Step, seen: Mapping[str, Any]) -> bool:
+    """Returns whether an expectation holds of what `look` saw."""
+    action, _, *rest = step
+    if action == "reads":
+        return seen["shown"] and seen["text"] == rest[0]
+    if action == "count":
+        return seen["count"] == int(rest[0])
+    if action == "value":
+        return seen["count"] > 0 and seen["value"] == rest[0]
+    return seen["shown"] == (action == "shown")
+
+
+def is_expectation(step: draft.Step) -> bool:
+    """Returns whether a step expects something and does nothing."""
+    return step[0] in ("reads", "count", "value", "shown", "hidden")
+
+
+async def decide(
+    renderer: browser.Browser, files: Files, items: Sequence[draft.Item]
+) -> tuple[bool, dict[str, bool]]:
+    """Returns whether a submission builds, and of each item whether it passes.
+
+    It builds if index.html opens without an error of its scripts and shows something;
+    one that does not passes no item.
+
+    Args:
+        renderer: the browser.
+        files: the submission.
+        items: the checklist.
+    """
+    nothing = {item.name: False for item in items}
+    if "index.html" not in files:
+        return False, nothing
+    room = _Room(renderer, files)
+    try:
+        if not await room.try_out(_is_shown) or room.has_errors:
+            return False, nothing
+        return True, {item.name: await room.try_out(_play(item)) for item in items}
+    finally:
+        await room.close()
+
+
+class _Room:
+    """A page that is opened anew for every item."""
+
+    def __init__(self, renderer: browser.Browser, files: Files) -> None:
+        self._renderer, self._site = renderer, browser.Site(files)
+        self._session: browser.Session | None = None
+
+    @property
+    def has_errors(self) -> bool:
+        return self._session is None or bool(self._session.errors)
+
+    async def try_out(self, work: Callable[[Any], Awaitable[bool]]) -> bool:
+        """Returns what work returns; False if the page hinders it."""
+        for is_last in (False, True):
+            try:
+                if self._session is None:
+                    self._session = await self._renderer.open(self._site, _SECONDS)
+                return await self._session.run(work, _SECONDS)
+            except StepError:
+                return False
+            except browser.SlowPageError:
+                await self.close()
+                return False
+            except browser.BrowserError:  # through another page's fault
+                await self.close()
+                if is_last:
+                    raise
+        raise AssertionError("one of two turns returns or raises")
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+async def _is_shown(page: Any) -> bool:
+    return await page.evaluate("document.body.getClientRects().length > 0")
+
+
+def _play(item: draft.Item) -> Callable[[Any], Awaitable[bool]]:
+    """Makes the work that decides an item."""
+
+    async def play(page: Any) -> bool:
+        await reopen(page)
+        for step in item.steps:
+            if not is_expectation(step):
+                await act(page, step)
+            elif not holds(step, await look(page, step[1])):
+                return False
+        return True
+
+    return play
+
+
+async def reopen(page: Any) -> None:
+    """Opens the page anew, without what it stored.
+
+    Raises:
+        StepError: it does not open.
+    """
+    from playwright import async_api
+
+    try:
+        await page.evaluate("localStorage.clear(); sessionStorage.clear()")
+        await page.context.clear_cookies()
+        await page.goto(browser.ORIGIN)
+    except async_api.Error as error:
+        if page.is_closed():
+            raise
+        raise StepError(str(error).splitlines()[0]) from error

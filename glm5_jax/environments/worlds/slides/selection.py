@@ -1,0 +1,110 @@
+"""What of judged decks is worth training on: rejection, best pages, masks.
+
+keep_best     whole decks: the best of a brief, if it is good enough
+best_pages    the best page of each number, from several decks of one brief
+masked        a deck's conversation in which turns with flawed pages are not trained
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from glm5_jax import messages
+from glm5_jax.environments import tool_calls
+from glm5_jax.environments.worlds.slides import world
+
+
+@dataclasses.dataclass(frozen=True)
+class Deck:
+    """A played episode.
+
+    Attributes:
+        task: its id.
+        history: all messages.
+        scores: of its pages, by number from 1.
+    """
+
+    task: str
+    history: Sequence[messages.Message]
+    scores: Mapping[int, float]
+
+    @property
+    def total(self) -> float:
+        """Returns the mean of the pages."""
+        return sum(self.scores.values()) / len(self.scores)
+
+
+def keep_best(decks: Sequence[Deck], least: float) -> list[Deck]:
+    """Returns the best deck of each brief whose pages all score `least` or more.
+
+    Of equal decks the one with fewer messages is taken.
+    """
+    found: dict[str, Deck] = {}
+    for deck in decks:
+        other = found.get(deck.task)
+        if min(deck.scores.values()) >= least and (
+            other is None
+            or (deck.total, -len(deck.history)) > (other.total, -len(other.history))
+        ):
+            found[deck.task] = deck
+    return [*found.values()]
+
+
+def best_pages(decks: Sequence[Deck], least: float) -> dict[int, str]:
+    """Returns the best HTML of each page, from decks of one brief.
+
+    Args:
+        decks: of the brief.
+        least: score that a page must have.
+    """
+    best: dict[int, tuple[float, str]] = {}
+    for deck in decks:
+        for number, (_, html) in _written(deck.history).items():
+            score = deck.scores[number]
+            if score >= least and score > best.get(number, (-1.0, ""))[0]:
+                best[number] = (score, html)
+    return {number: html for number, (_, html) in sorted(best.items())}
+
+
+def masked(deck: Deck, least: float) -> list[messages.Message]:
+    """Returns a conversation that trains only the turns which wrote good pages.
+
+    Masked are turns that write a page which scores less than `least`, or one that is
+    written anew later: nobody judged it. Other turns are kept as they are.
+
+    Args:
+        deck: whose history is copied.
+        least: score that a page must have.
+    """
+    last = {number: place for number, (place, _) in _written(deck.history).items()}
+    return [
+        {**message, "is_masked": True}
+        if any(
+            deck.scores[number] < least or last[number] != place
+            for number, _ in _pages_in(message)
+            if number in deck.scores
+        )
+        else message
+        for place, message in enumerate(deck.history)
+    ]
+
+
+def _written(history: Sequence[messages.Message]) -> dict[int, tuple[int, str]]:
+    """Returns by page the place of the message that wrote it last, and its HTML."""
+    return {
+        number: (place, html)
+        for place, message in enumerate(history)
+        for number, html in _pages_in(message)
+    }
+
+
+def _pages_in(message: messages.Message) -> list[tuple[int, str]]:
+    """Returns number and HTML of the pages that a turn writes."""
+    found = []
+    for call in message.get("tool_calls") or ():
+        try:
+            name, arguments = tool_calls.read(call, world.SCHEMAS)
+        except tool_calls.CallError:
+            continue  # it wrote nothing
+        if name == "write":
+            found.append((arguments["page"], arguments["html"]))
+    return found

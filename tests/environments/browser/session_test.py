@@ -1,0 +1,148 @@
+"""The browser: what it serves, what it shuts off, and that it survives bad pages."""
+
+import asyncio
+import importlib.util
+import os
+import pathlib
+import shutil
+import unittest
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from glm5_jax import config
+from glm5_jax.environments import browser
+from glm5_jax.environments.browser import chromium
+from glm5_jax.environments.sandbox import bubblewrap
+
+MISSING = browser.missing()
+PICTURE = b"<svg xmlns='http://www.w3.org/2000/svg' width='10' height='20'></svg>"
+
+
+def site(body, **files):
+    text = f"<!doctype html><title>first</title>{body}".encode()
+    return browser.Site({"index.html": text, **files})
+
+
+def descendants(pid):
+    threads = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(word) for path in threads for word in path.read_text().split()]
+    return [*found, *(below for child in found for below in descendants(child))]
+
+
+def chromiums():
+    """Returns the processes of Chromium that this process started."""
+    found = []
+    for pid in descendants(os.getpid()):
+        words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"--remote-debugging-pipe" in words and b"bwrap" not in words:
+            found.append(pid)
+    return found
+
+
+class MissingTest(parameterized.TestCase):
+    def test_what_is_missing_is_said_with_its_remedy(self):
+        with (
+            mock.patch.object(importlib.util, "find_spec", return_value=None),
+            self.assertRaisesRegex(config.InputError, r"playwright.*glm5_jax\[browser"),
+        ):
+            browser.Browser()
+        with (
+            mock.patch.object(importlib.util, "find_spec"),
+            mock.patch.object(shutil, "which", return_value=None),
+            self.assertRaisesRegex(config.InputError, "apt-get install chromium"),
+        ):
+            browser.Browser()
+
+
+@unittest.skipIf(MISSING, MISSING)
+class BrowserTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.browser = browser.Browser()
+        self.addCleanup(self.browser.close)
+
+    def run_page(self, page_site, work, seconds=20.0):
+        return asyncio.run(self.browser.run(page_site, work, seconds))
+
+    def test_files_of_the_site_are_there_and_nothing_else(self):
+        body = "<img src=a.svg><img src=b.svg><img src='http://example.org/c.svg'>"
+
+        async def work(page):
+            return await page.evaluate("[...document.images].map(i => i.naturalHeight)")
+
+        self.assertEqual(
+            self.run_page(site(body, **{"a.svg": PICTURE}), work), [20, 0, 0]
+        )
+        # A page is used again, with the files of another site.
+        self.assertEqual(
+            self.run_page(site(body, **{"b.svg": PICTURE}), work), [0, 20, 0]
+        )
+
+    def test_scripts_run_in_sessions_alone(self):
+        scripted = site("<script>document.title = 'second'; nothing()</script>")
+        self.assertEqual(self.run_page(scripted, lambda page: page.title()), "first")
+
+        async def play():
+            session = await self.browser.open(scripted)
+            found = await session.run(lambda page: page.title(), 5.0)
+            await session.close()
+            return found, session.errors
+
+        self.assertEqual(asyncio.run(play()), ("second", ["nothing is not defined"]))
+
+    def test_a_page_that_hangs_is_told_from_those_beside_it(self):
+        async def hang(page):
+            await page.evaluate("while (true);")
+
+        async def play():
+            good = [
+                self.browser.run(site(""), lambda page: page.title(), 30.0)
+                for _ in range(2)
+            ]
+            slow = self.browser.run(site(""), hang, 1.0)
+            return await asyncio.gather(slow, *good, return_exceptions=True)
+
+        slow, *good = asyncio.run(play())
+        self.assertIsInstance(slow, browser.SlowPageError)
+        self.assertEqual(good, ["first", "first"])
+
+    def test_a_page_cannot_take_another_one_away(self):
+        away = site("<meta http-equiv=refresh content='0;url=http://site.test/x'>")
+        self.run_page(away, lambda page: asyncio.sleep(0.3))
+
+        async def work(page):
+            await asyncio.sleep(0.3)
+            return page.url, await page.title()
+
+        self.assertEqual(self.run_page(site(""), work), (site("").address, "first"))
+
+    @unittest.skipIf(bubblewrap.missing(), "needs bubblewrap")
+    def test_it_is_confined_and_leaves_no_process(self):
+        self.run_page(site(""), lambda page: page.title())
+        found = chromiums()
+        self.assertNotEmpty(found)
+        own = os.readlink("/proc/self/ns/net")
+        for pid in found:
+            status = pathlib.Path(f"/proc/{pid}/status").read_text()
+            self.assertIn("CapEff:\t0000000000000000", status)
+            self.assertIn("NoNewPrivs:\t1", status)
+            if os.geteuid() == 0:
+                self.assertNotEqual(os.readlink(f"/proc/{pid}/ns/net"), own)
+        self.browser.close()
+        self.assertEmpty(chromiums())
+
+    def test_fonts_have_a_digest(self):
+        self.assertRegex(chromium.fonts(), "^[0-9a-f]{12}$")
+        chromium.fonts.cache_clear()
+        self.addCleanup(chromium.fonts.cache_clear)
+        before = chromium.fonts()
+        chromium.fonts.cache_clear()
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        (folder / "new.ttf").write_bytes(b"font")
+        with mock.patch.object(chromium, "_FONTS", (*chromium._FONTS, str(folder))):
+            self.assertNotEqual(chromium.fonts(), before)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,190 @@
+"""Front-end tasks: the oracle confirms the labels, and judges are compared with it."""
+
+import asyncio
+import dataclasses
+import pathlib
+import random
+import unittest
+from unittest import mock
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from glm5_jax import config, environments
+from glm5_jax.environments import browser, proofs, tool_calls
+from glm5_jax.environments.worlds.frontend import (
+    families,
+    judge,
+    oracle,
+    rates,
+    scripted,
+    traces,
+)
+from tests.environments import episodes
+
+MISSING = browser.missing()
+
+
+class DraftsTest(parameterized.TestCase):
+    @parameterized.parameters(*families.ALL)
+    def test_every_number_makes_a_whole_task(self, family):
+        for number in range(10):
+            made = traces.draft(family, number)
+            names = [item.name for item in made.items]
+            self.assertGreaterEqual(len(set(names)), 8)
+            self.assertLen(set(names), len(names))
+            self.assertLen(made.submissions(), 1 + len(made.flaws))
+            for flaw in made.flaws:
+                self.assertContainsSubset(flaw.fails, names)
+
+    def test_twenty_briefs_have_a_hundred_and_fifty_items(self):
+        made = [traces.draft(f, n) for f in families.ALL for n in range(2)]
+        self.assertGreaterEqual(len({one.brief for one in made}), 20)
+        self.assertGreaterEqual(sum(len(one.items) for one in made), 150)
+
+
+class RatesTest(absltest.TestCase):
+    def test_figures_are_counted(self):
+        found = [
+            rates.Instance("a", True, {"x": True, "y": True}, {"x": True, "y": False}),
+            rates.Instance(
+                "b", False, {"x": False, "y": False}, {"x": False, "y": False}
+            ),
+            rates.Instance("c", True, {"x": True, "y": False}),
+        ]
+        self.assertEqual(
+            rates.summarize(found),
+            {
+                "submissions": 3,
+                "items": 6,
+                "build_success": 0.6667,
+                "checklist_rate": 0.5,
+                "instance_rate": 0.3333,
+                "judged_checklist_rate": 0.25,
+                "judged_instance_rate": 0.0,
+                "agreement": 0.75,
+                "spearman": 1.0,
+            },
+        )
+
+    def test_spearman_has_its_closed_form(self):
+        """Without ties it is 1 - 6 sum d^2 / (n (n^2 - 1))."""
+        first = [float(place) for place in range(8)]
+        second = random.Random(0).sample(first, 8)
+        squares = sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
+        wanted = 1 - 6 * squares / (8 * 63)
+        self.assertAlmostEqual(rates.spearman(first, second), wanted)
+        # Ranks 0.5, 0.5, 2 against 0, 1, 2: 1.5 / sqrt(1.5 * 2).
+        self.assertAlmostEqual(
+            rates.spearman([1.0, 1.0, 2.0], [1.0, 2.0, 3.0]), 0.75**0.5
+        )
+        self.assertIsNone(rates.spearman([1.0, 1.0], [1.0, 2.0]))
+
+
+@unittest.skipIf(MISSING, MISSING)
+class BrowserTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.world = environments.make("frontend:counter")
+        cls.browser = cls.world.browser
+        cls.addClassCleanup(cls.world.close)
+
+    def decide(self, html, made):
+        files = {"index.html": html.encode()}
+        return asyncio.run(oracle.decide(self.browser, files, made.items))
+
+    def failing(self, family, name):
+        made = traces.draft(family, 0)
+        _, passed = self.decide(made.submissions()[name], made)
+        return {item for item, is_good in passed.items() if not is_good}
+
+    @parameterized.parameters(("counter", "reset"), ("tabs", "left"))
+    def test_a_flaw_fails_its_items_alone(self, family, flaw):
+        self.assertEqual(self.failing(family, flaw), {*flaw.split("+")})
+        self.assertEqual(self.failing(family, "reference"), set())
+
+    @pytest.mark.slow  # three minutes
+    @parameterized.parameters(*families.ALL)
+    def test_the_oracle_confirms_every_label(self, family):
+        for number in range(2):
+            made = traces.draft(family, number)
+            for name, html in made.submissions().items():
+                _, passed = self.decide(html, made)
+                failed = {item for item, is_good in passed.items() if not is_good}
+                named = set() if name == "reference" else {*name.split("+")}
+                self.assertEqual(failed, named, (number, name))
+
+    @parameterized.parameters(
+        "<!doctype html><script>nothing()</script><p>text",
+        "<!doctype html><script>while (document.body === null);</script>",
+        "<!doctype html><body style='display:none'>text",
+    )
+    def test_what_does_not_build_passes_nothing(self, html):
+        made = traces.draft("counter", 0)
+        with mock.patch.object(oracle, "_SECONDS", 3.0):
+            builds, passed = self.decide(html, made)
+        self.assertFalse(builds)
+        self.assertFalse(any(passed.values()))
+
+    def test_a_task_is_proven(self):
+        task = self.world.task("train", 0, 0)
+        proof = asyncio.run(proofs.prove(self.world, task, num_repeats=1))
+        self.assertEqual(proof.failures, ())
+
+    def test_the_reward_needs_every_item(self):
+        task = self.world.task("train", 0, 0)
+        html = traces.draft(*task.answer).submissions()["reset"]
+        write = tool_calls.turn("write", path="index.html", content=html)
+        *_, last = episodes.play(self.world, task, write, tool_calls.turn("submit"))
+        self.assertEqual(last.reward.total, 0.0)
+        self.assertEqual(last.reward.parts, {"builds": 1.0, "checklist": 8 / 9})
+        self.assertEqual(last.info["failed"], ["reset"])
+
+    def test_judgements_are_stored_and_verified_without_the_judge(self):
+        made = traces.draft("counter", 0)
+        html = made.submissions()["reset"]
+        files = {"index.html": html.encode()}
+        builds, truth = self.decide(html, made)
+
+        async def judge_all(rate):
+            hands = judge.Hands(self.browser, files)
+            try:
+                return tuple(
+                    [
+                        await judge.judge(hands, made, x, scripted.ask(x, rate, "a"))
+                        for x in made.items[:6]
+                    ]
+                )
+            finally:
+                await hands.close()
+
+        right, wrong = (asyncio.run(judge_all(rate)) for rate in (0.0, 1.0))
+        for one, other in zip(right, wrong, strict=True):
+            self.assertEqual(one.verdict, truth[one.item])
+            self.assertEqual(other.verdict, not truth[one.item])
+        trace = traces.Trace(
+            "counter", 0, "reset", {"index.html": html}, builds, truth, right
+        )
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        traces.write(folder, [trace])
+        (again,) = traces.read(folder)
+        self.assertEqual(again.instance(), trace.instance())
+        self.assertEqual(asyncio.run(traces.verify(self.browser, again)), [])
+        # A stored verdict, result or truth that is not so is found.
+        last = dataclasses.replace(again.judgements[0], verdict=False)
+        changed = dataclasses.replace(
+            again, judgements=(last,), truth={**truth, "add": False}
+        )
+        self.assertEqual(
+            asyncio.run(traces.verify(self.browser, changed)),
+            ["truth of add", "verdict on start"],
+        )
+
+    def test_wrong_names_are_refused(self):
+        with self.assertRaisesRegex(config.InputError, "no family 'chess'.*counter"):
+            environments.make("frontend:chess")
+
+
+if __name__ == "__main__":
+    absltest.main()
