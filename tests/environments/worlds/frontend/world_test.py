@@ -104,8 +104,8 @@ class BrowserTest(parameterized.TestCase):
         self.assertEqual(self.failing(family, flaw), {*flaw.split("+")})
         self.assertEqual(self.failing(family, "reference"), set())
 
-    @pytest.mark.slow  # three minutes
     @parameterized.parameters(*families.ALL)
+    @pytest.mark.slow  # three minutes
     def test_the_oracle_confirms_every_label(self, family):
         for number in range(2):
             made = traces.draft(family, number)
