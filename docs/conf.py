@@ -63,7 +63,7 @@ apidoc_modules = [
 autodoc_typehints = "signature"
 napoleon_use_ivar = True
 autodoc_preserve_defaults = True
-autodoc_mock_imports = ["harbor", "lm_eval"]  # not installed
+autodoc_mock_imports = ["harbor", "lm_eval", "math_verify"]  # not installed
 # A name that two modules have (config.DamagedError is checks.DamagedError) is no error.
 suppress_warnings = ["ref.python"]
 

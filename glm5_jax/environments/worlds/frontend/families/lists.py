@@ -106,9 +106,9 @@ def _to_do_items(two: str, three: str, both: tuple[str, ...]) -> tuple[Item, ...
 def table(rng: random.Random) -> Draft:
     """Makes a table that is sorted and filtered."""
     names = rng.sample(_THINGS, 5)
-    rows = [[name, rng.randrange(100, 999)] for name in names]
-    by_name = sorted(names)
-    by_price = [name for name, _ in sorted(rows, key=lambda row: row[1])]
+    prices = {name: rng.randrange(100, 999) for name in names}
+    rows = [[name, price] for name, price in prices.items()]
+    by_name, by_price = sorted(names), sorted(names, key=prices.__getitem__)
     part = names[0][:3]
     matching = [name for name in names if part in name]
     page = _table_page(rows)
