@@ -65,6 +65,13 @@ class ApplyTest(parameterized.TestCase):
         ]
         np.testing.assert_allclose(got, want, atol=ATOL)
 
+    @parameterized.parameters("presence_penalty", "frequency_penalty")
+    def test_a_penalty_of_one_that_all_rows_have(self, name):
+        rows = [(request(**{name: 1.0}), [2, 4, 4])] * 3
+        got = adjustments.apply(LOGITS, adjustments.make(rows, CAPACITY))
+        want = [by_hand(row, request(**{name: 1.0}), [2, 4, 4]) for row in LOGITS]
+        np.testing.assert_allclose(got, want, atol=ATOL)
+
 
 class DetailsTest(parameterized.TestCase):
     @parameterized.parameters(0, 3)

@@ -45,6 +45,16 @@ class SchedulerTest(parameterized.TestCase):
         engine_test.run_all(machine, [Request(1, [*text, 5, 6], 3)])
         self.assertEqual(sum(num_read), len(text) + 2 - 16)
 
+    def test_an_emptied_cache_has_no_prompt(self):
+        request = Request(0, [*range(1, 35)], 7)
+        machine, _, _ = self.run_all(2, 100, [request])
+        for id, num_cached in ((1, 32), (2, 0)):
+            if not num_cached:
+                machine.clear_cache()
+            again = dataclasses.replace(request, id=id)
+            found = engine_test.run_all(machine, [again])
+            self.assertEqual(found[id].num_cached, num_cached)
+
     def test_a_preempted_request_counts_no_pages_of_its_own_as_cached(self):
         prompts = [*range(1, 9)], [*range(11, 16)]
         requests = [Request(i, prompt, 52) for i, prompt in enumerate(prompts)]

@@ -87,6 +87,17 @@ class LosslessTest(parameterized.TestCase):
         self.assertGreater(want.std(), 0.1)
         np.testing.assert_allclose(logits(made, target), want, rtol=0, atol=ATOL)
 
+    def test_multi_token_prediction_is_kept(self):
+        target = with_types("latent", "latent_sliding", "latent", sliding_window=T)
+        source, target = (
+            dataclasses.replace(config, num_nextn_predict_layers=1)
+            for config in (SOURCE, target)
+        )
+        to_variants.require_convertible(source, target)
+        params = tiny.params(source)
+        made = to_variants.converted(params, source, target)["mtp"]
+        jax.tree.map(np.testing.assert_array_equal, made, params["mtp"])
+
 
 class DeltaTest(parameterized.TestCase):
     def test_a_gated_delta_net_has_the_heads_of_mla(self):
