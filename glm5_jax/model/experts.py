@@ -21,7 +21,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import expert_products, expert_rounds, layers
 from pallas_kernels import dispatch
 
-FEW_TOKENS = 16  # up to here, reading an expert's weights costs more than using them
+FEW_TOKENS = 32  # up to here, reading an expert's weights costs more than using them
 # Up to here, the new tokens of a sequence are drafts to verify: decoding, whose weights
 # would be read once for each chunk of the tokens.
 _FEW_NEW = 8
@@ -50,11 +50,7 @@ def run(
     is_decoding &= not config.batch_invariant  # decoding sums in another order
     is_here = collectives.size((*_AXES, *collectives.SHARES)) == 1
     if is_decoding and is_here and dispatch.platform() == "cpu":
-        are_arrays = all(isinstance(x, jax.Array) for x in params.values())
-        # Else few experts have a token, or their codes are multiplied out in turn.
-        is_full = are_arrays and chosen.size >= config.n_routed_experts
-        way = side_by_side if is_full else in_turn
-        return way(params, rows, chosen, gates).reshape(x.shape)
+        return in_turn(params, rows, chosen, gates).reshape(x.shape)
     way = grouped
     if collectives.size(_AXES) > 1:
         way = {"gather": by_gather, "rounds": by_rounds, "exchange": by_exchange}[
@@ -191,7 +187,8 @@ def in_turn(
 
     On a CPU, a decoding step spends its time on reading weights and on overheads.
     """
-    gates_Et = _gates_of_experts(params["gate_proj"].shape[0], chosen, gates)
+    gates_Et = jnp.zeros((params["gate_proj"].shape[0], x.shape[0]), x.dtype)
+    gates_Et = gates_Et.at[chosen, jnp.arange(x.shape[0])[:, None]].set(gates)
 
     def expert(e: Array, total: Array) -> Array:
         def add(total: Array) -> Array:
@@ -201,30 +198,6 @@ def in_turn(
         return lax.cond(jnp.any(chosen == e), add, lambda total: total, total)
 
     return lax.fori_loop(0, len(gates_Et), expert, jnp.zeros_like(x))
-
-
-def side_by_side(
-    params: layers.Params,
-    x: Float[Array, "t D"],
-    chosen: Int[Array, "t K"],
-    gates: Float[Array, "t K"],
-) -> Float[Array, "t D"]:
-    """Runs all experts on all of a few tokens, in one product for each matrix."""
-    gates_Et = _gates_of_experts(params["gate_proj"].shape[0], chosen, gates)
-    x_EtD = jnp.broadcast_to(x, (len(gates_Et), *x.shape))
-    product = functools.partial(jnp.einsum, "etm,emn->etn")
-    hidden = jax.nn.silu(product(x_EtD, params["gate_proj"]))
-    hidden = hidden * product(x_EtD, params["up_proj"]) * gates_Et[..., None]
-    return jnp.sum(product(hidden, params["down_proj"]), axis=0)
-
-
-def _gates_of_experts(
-    num_experts: int, chosen: Int[Array, "t K"], gates: Float[Array, "t K"]
-) -> Float[Array, "E t"]:
-    """Returns each token's gate for each expert, 0 for those that it did not choose."""
-    gates_Et = jnp.zeros((num_experts, len(gates)), gates.dtype)
-    token = jnp.arange(len(gates))[:, None]
-    return gates_Et.at[chosen, token].set(gates, mode="drop")
 
 
 def _sorted(

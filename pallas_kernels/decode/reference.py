@@ -46,6 +46,5 @@ def decode_sparse_mla(
     position = jnp.where(is_key, indices, 0)
     if page_table is not None:
         sequence, position = page_table[sequence, position // size], position % size
-    # To fill rows beyond the end, as by default, takes a CPU as long as to fetch all.
-    rows = kv.at[sequence, position].get(mode="clip")  # [B, T, K, row]
+    rows = kv[sequence, position]  # [B, T, K, row]
     return attention.attend(q, rows, is_key, scale, value_dim)
