@@ -153,6 +153,22 @@ RunTest.settings = settings(max_examples=100, stateful_step_count=40, deadline=N
 
 
 class GroupsTest(parameterized.TestCase):
+    def test_a_newer_group_does_not_take_the_place_that_an_older_one_needs(self):
+        groups = groups_lib.Groups(3, max_staleness=2)
+        for _ in range(9):  # of version 0, for the steps 0, 1 and 2
+            groups.begin()
+        for index in (0, 1, 2):
+            groups.finish(index, "content")
+        self.assertLen(groups.take(), 3)
+        groups.publish()
+        newer = groups.begin()
+        for index in (3, 4, newer):
+            groups.finish(index, "content")
+        # Step 2 takes three of 5, 6, 7 and 8, and the fourth would be too old.
+        self.assertIsNone(groups.take())
+        groups.finish(5, "content")
+        self.assertEqual([index for index, _ in groups.take()], [3, 4, 5])
+
     def test_a_step_takes_fewer_groups_once_too_many_were_dropped(self):
         groups = groups_lib.Groups(2, max_staleness=0, max_dropped=3)
         for step in range(3):

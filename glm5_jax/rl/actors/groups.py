@@ -10,13 +10,14 @@ v + max_staleness. That needs no group to be thrown away:
 
 1. Groups begin only while those that were not dropped number fewer than
    (max_staleness + version + 1) * batch_size (the capacity of AReaL, arXiv 2505.24298).
-2. A step takes the oldest groups.
-3. A step waits for the running groups that no later step could take.
+2. A step takes the oldest of the finished groups.
+3. A step waits while the groups that it would leave could not all be taken in time by
+   the steps after it, batch_size each, the oldest first.
 
-By 1, at most (v + max_staleness + 1) * batch_size groups have begun by the time of
-version v. Steps before v + max_staleness have taken (v + max_staleness) * batch_size of
-them, so by 2 and 3 that step takes all the others. With max_staleness 0 every step
-waits for all of its groups, and none runs during an update.
+The wait ends: by 1, the groups of versions up to v fit into the steps up to
+v + max_staleness, and once all of them have finished, the step takes the oldest, which
+leaves no more than fit into the steps after it. With max_staleness 0 every step waits
+for all of its groups, and none runs during an update.
 
 A step's groups are in flight until a checkpoint holds what they taught. If the trainer
 is killed, `rewind` makes them ready again.
@@ -129,8 +130,8 @@ class Groups(Generic[T]):
     def take(self) -> list[tuple[int, T]] | None:
         """Returns the groups of the next step, with their indices.
 
-        Returns None until enough groups are ready, or too many were dropped, and none
-        runs that only this step could take.
+        Returns None until enough groups are ready, or too many were dropped, and later
+        steps can take all others in time.
 
         Raises:
           RuntimeError: the step has its groups already; `publish` or `rewind` is next.
@@ -138,18 +139,16 @@ class Groups(Generic[T]):
         if any(group.step == self.version for group in self._groups.values()):
             raise RuntimeError(f"step {self.version} has taken its groups already")
         ready = self._ready()
-        oldest_of_next = self.version + 1 - self.max_staleness
-        must_wait = any(
-            group.content is None and group.version < oldest_of_next
-            for group in self._groups.values()
-        )
         is_enough = len(ready) >= self.batch_size
-        if must_wait or not (is_enough or self._num_dropped >= self._max_dropped):
+        if not (is_enough or self._num_dropped >= self._max_dropped):
+            return None
+        ready.sort(key=lambda index: (self._groups[index].version, index))
+        taken = ready[: self.batch_size]
+        if not self._can_leave_all_but(taken):
             return None
         self._num_dropped = 0
-        taken = sorted(ready, key=lambda index: (self._groups[index].version, index))
         batch = []
-        for index in taken[: self.batch_size]:
+        for index in taken:
             group = self._groups[index]
             group.step = self.version
             assert group.content is not None, "ready groups have their episodes"
@@ -214,6 +213,18 @@ class Groups(Generic[T]):
             for index, group in self._groups.items()
             if group.content is not None and group.step is None
         ]
+
+    def _can_leave_all_but(self, taken: list[int]) -> bool:
+        """Returns whether the steps after this one can take the others in time."""
+        others = sorted(
+            group.version
+            for index, group in self._groups.items()
+            if group.step is None and index not in taken
+        )
+        return all(
+            self.version + 1 + place // self.batch_size <= version + self.max_staleness
+            for place, version in enumerate(others)
+        )
 
     def _running(self, index: int) -> _Group[T]:
         """Returns a running group.
