@@ -3,17 +3,20 @@
 python -m glm5_jax.serve --checkpoint=FOLDER --port=8000
 python -m glm5_jax.serve --checkpoint=FOLDER --host=0.0.0.0 --api_key=KEY
 python -m glm5_jax.serve --checkpoint=FOLDER --num_replicas=4
+python -m glm5_jax.serve --checkpoint=FOLDER --config.mesh.fsdp=16  # on every host
 
 Needs the extra serve: pip install "glm5_jax[serve]". docs/serving.md lists the routes.
 The key may also be in the variable GLM5_JAX_API_KEY, which other users cannot see.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 from absl import flags, logging
 
 from glm5_jax import command_line, compile_cache, quantize_flag
-from glm5_jax.serving import for_prefill, for_trainers, reach
+from glm5_jax.processes import flags as process_flags
+from glm5_jax.serving import engine_flags, for_prefill, for_trainers, reach
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
@@ -24,16 +27,6 @@ _MODEL_NAME = flags.DEFINE_string(
 _TEMPLATE = flags.DEFINE_enum(
     "template", None, ["glm5", "glm5.1", "glm5.2"], "Chat template; default: the run's."
 )
-_NUM_SLOTS = flags.DEFINE_integer("num_slots", 8, "Sequences decoded at once.", 1)
-_NUM_PAGES = flags.DEFINE_integer("num_pages", 0, "Pages of 64 tokens to share.")
-_NUM_DRAFTS = flags.DEFINE_integer("num_drafts", 0, "Most tokens to draft; 0: none.")
-_HOST_PAGES = flags.DEFINE_integer("host_pages", 0, "Pages in host memory.")
-_CAPACITY = flags.DEFINE_integer(
-    "capacity", 0, "Most tokens of prompt and answer; 0: as in training, or 4,096."
-)
-_WARM_UP = flags.DEFINE_bool(
-    "warm_up", False, "Compiles for every length of prompts before the port opens."
-)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random numbers.", lower_bound=0)
 _NUM_REPLICAS = flags.DEFINE_integer(
     "num_replicas", 0, "Servers on this machine behind a router; 0: one, without.", 0
@@ -41,25 +34,31 @@ _NUM_REPLICAS = flags.DEFINE_integer(
 _MAX_CONCURRENCY = flags.DEFINE_integer(
     "max_concurrency", 256, "Requests answered at the same time.", lower_bound=1
 )
-flags.adopt_module_key_flags(reach)
-flags.adopt_module_key_flags(for_trainers)
-flags.adopt_module_key_flags(for_prefill)
-flags.adopt_module_key_flags(compile_cache)  # --help shows them
-flags.adopt_module_key_flags(quantize_flag)
+for module in (engine_flags, reach, for_trainers, for_prefill):  # --help shows them
+    flags.adopt_module_key_flags(module)
+for module in (compile_cache, quantize_flag, process_flags):
+    flags.adopt_module_key_flags(module)
 
 
-def main(arguments: command_line.Arguments) -> None:
+def main(arguments: command_line.Arguments) -> int | None:
     """Serves until SIGTERM or ctrl-C."""
     reach.require_extra()
     logging.set_verbosity(logging.INFO)  # on stderr
     if _NUM_REPLICAS.value or for_prefill.NUM_PREFILL_REPLICAS.value:
         from glm5_jax.serving.router import local
 
-        local.serve(_NUM_REPLICAS.value, _MAX_CONCURRENCY.value)
-        return
+        numbers = _NUM_REPLICAS.value, _MAX_CONCURRENCY.value
+        return process_flags.run(lambda: local.serve(*numbers), None, alone=True)
+    from glm5_jax.weights import loading
+
+    overrides = loading.overrides_of(arguments, alone=False)
+    mesh = loading.mesh_config_of(overrides)
+    return process_flags.run(lambda: _run(overrides), mesh)
+
+
+def _run(overrides: Sequence[command_line.Override]) -> None:
     from glm5_jax.data.chat import templates
     from glm5_jax.serving import command
-    from glm5_jax.weights import loading
 
     compile_cache.enable()
     options = command.Options(
@@ -68,12 +67,12 @@ def main(arguments: command_line.Arguments) -> None:
         api_key=reach.api_key(),
         name=_MODEL_NAME.value,
         template=cast(templates.Version | None, _TEMPLATE.value),
-        num_slots=_NUM_SLOTS.value,
-        num_pages=_NUM_PAGES.value,
-        num_drafts=_NUM_DRAFTS.value,
-        host_pages=_HOST_PAGES.value,
-        capacity=_CAPACITY.value,
-        warm_up=_WARM_UP.value,
+        num_slots=engine_flags.NUM_SLOTS.value,
+        num_pages=engine_flags.NUM_PAGES.value,
+        num_drafts=engine_flags.NUM_DRAFTS.value,
+        host_pages=engine_flags.HOST_PAGES.value,
+        capacity=engine_flags.CAPACITY.value,
+        warm_up=engine_flags.WARM_UP.value,
         seed=_SEED.value,
         routed_experts=for_trainers.ROUTED_EXPERTS.value,
         weights_root=for_trainers.WEIGHTS_ROOT.value,
@@ -83,7 +82,7 @@ def main(arguments: command_line.Arguments) -> None:
         min_prefill_tokens=for_prefill.MIN_PREFILL_TOKENS.value,
         quantize=quantize_flag.SCHEME.value,
     )
-    command.serve(_CHECKPOINT.value, loading.overrides_of(arguments), options)
+    command.serve(_CHECKPOINT.value, overrides, options)
 
 
 if __name__ == "__main__":

@@ -75,11 +75,14 @@ def flags_of(file):
     text = file.read_text(encoding="utf-8")
     defined = r'(?:DEFINE_\w+|add|OptionalEnum)\(\s*(?:\*\()?"(?:--)?(\w+)"'
     names = set(re.findall(defined, text))
-    for module in re.findall(r"adopt_module_key_flags\((\w+)\)", text):
+    adopted = re.findall(r"adopt_module_key_flags\((\w+)\)", text)
+    for several in re.findall(r"for module in \(([\w, ]+)\):", text):
+        adopted += several.split(", ")
+    for module in adopted:
         if renamed := re.search(rf"import (\w+) as {module}\b", text):
             module = renamed[1]
-        for adopted in (ROOT / "glm5_jax").rglob(f"{module}.py"):
-            names |= set(re.findall(defined, adopted.read_text(encoding="utf-8")))
+        for path in (ROOT / "glm5_jax").rglob(f"{module}.py"):
+            names |= set(re.findall(defined, path.read_text(encoding="utf-8")))
     if "PrepareConfig" in text:  # prepare has a flag a field
         names |= {field.name for field in dataclasses.fields(config_lib.PrepareConfig)}
     return names

@@ -15,6 +15,7 @@ of devices. An engine made under `jax.set_mesh` uses all devices of the mesh
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 
@@ -35,9 +36,8 @@ class Engine:
     """A model, a cache, and the requests under way.
 
     One thread submits, steps and aborts; another may publish meanwhile. A step that
-    raises changes nothing, so the next step repeats its work. Programs donate the
-    cache: if one fails and loses it, the engine makes an empty cache and reads the
-    tokens of the running requests again.
+    raises changes nothing, and the next repeats its work: if a program fails and loses
+    the cache, the tokens of running requests are read again, into an empty one.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class Engine:
         """Replaces the parameters; running requests keep their caches.
 
         The parameters must not be donated while the engine uses them. A dispatch under
-        way ends with the parameters that it began with. If no request is running, all
-        slots are emptied, so that later results do not depend on earlier requests.
+        way ends with those that it began with. If no request runs, all slots are
+        emptied, so that later results do not depend on earlier requests.
 
         Args:
           params: of `transformer.table`.
@@ -270,6 +270,10 @@ class Engine:
             self._scheduler, self._host, self._state, self._weights, self._runner
         )
 
+    def everywhere(self, function: Callable, *args: Any) -> Any:
+        """Returns function(engine, *args), called in all processes (leader.py)."""
+        return function(self, *args)
+
     def step(self) -> list[tuple[int, Completion]]:
         """Runs one dispatch and returns the requests that it finished.
 
@@ -349,7 +353,7 @@ def generate(
       params: of `transformer.table`.
       config: of the model.
       prompts: token ids.
-      max_new_tokens: upper bound for each completion.
+      max_new_tokens: most tokens of each.
       temperature: 0 takes the most likely token.
       top_p: samples among the most likely tokens that together have this probability.
       stop_ids: tokens that end a completion.
@@ -366,8 +370,7 @@ def generate(
         for i, prompt in enumerate(prompts)
     ]
     limit = config.max_position_embeddings
-    found = [line for r in requests for line in errors(r, config, limit)]
-    if found:
+    if found := [line for r in requests for line in errors(r, config, limit)]:
         raise config_lib.InputError("\n".join(dict.fromkeys(found)))
     if not requests:
         return []

@@ -114,11 +114,10 @@ def not_alone() -> config_lib.InputError:
     """Returns the error of a command that is one of several processes."""
     return config_lib.InputError(
         "several processes were started together (by flags, JAX_NUM_PROCESSES, Slurm, "
-        "Open MPI or a TPU pod), but only glm5_jax.train, glm5_jax.generate with a "
-        "prompt, and glm5_jax.evaluate with --tokens or --text run as several. Other "
-        "commands run in one, on all devices of its host: start the command on one "
-        "host, without these variables. To serve from several hosts, start a server "
-        "on each."
+        "Open MPI or a TPU pod), but only glm5_jax.train, glm5_jax.serve without "
+        "replicas, glm5_jax.generate with a prompt, and glm5_jax.evaluate with "
+        "--tokens or --text run as several. Other commands run in one, on all devices "
+        "of its host: start the command on one host, without these variables."
     )
 
 

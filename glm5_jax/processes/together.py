@@ -34,6 +34,7 @@ _PATIENCE_MS = 3_600_000  # time for a value of process 0, which may read a corp
 _FINISH_MS = 600_000  # time for all to finish: process 0 draws curves at the end
 _FAREWELL_MS = 10_000  # time for all to learn of a failure
 _WORD, _LEAVING, _DONE = "glm5_jax/word", "glm5_jax/leaving", "glm5_jax/done"
+_end: "_End | None" = None  # of this process, while it is one of several
 
 
 @contextlib.contextmanager
@@ -77,7 +78,8 @@ def joined(
         initialization_timeout=timeout,
         heartbeat_timeout_seconds=heartbeat,
     )
-    end = _End(distributed.global_state.client)
+    global _end
+    end = _end = _End(distributed.global_state.client)
     try:
         with contextlib.ExitStack() as stack:
             if ends_at_once:
@@ -90,6 +92,12 @@ def joined(
     except BaseException as error:
         end.take_others_along(error)
     end.part()
+
+
+def end_all(error: BaseException) -> None:
+    """Ends all processes with a message, from any thread; returns if there is one."""
+    if _end is not None:
+        _end.take_others_along(error)
 
 
 def _is_loopback(address: str | None) -> bool:

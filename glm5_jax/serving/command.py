@@ -6,13 +6,16 @@ import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 from absl import logging
 
 from glm5_jax import command_line, config
+from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
-from glm5_jax.inference import commands, engine, placement
+from glm5_jax.inference import commands, engine, leader, placement
 from glm5_jax.inference import limits as limits_lib
 from glm5_jax.inference import service as service_lib
+from glm5_jax.processes import together
 from glm5_jax.serving import app, fetching, for_prefill, guard, listening, served
 from glm5_jax.serving.router import pool
 from glm5_jax.weights import generation_config, hub, loading, quantized_loading
@@ -85,9 +88,14 @@ def serve(
 ) -> None:
     """Serves a model until SIGTERM or ctrl-C; the port is closed until it is loaded.
 
+    Of several processes the first one serves, with the devices of all.
+
     Raises:
       InputError: see `loaded`; or the address cannot be used.
     """
+    if not together.is_first():
+        leader.follow(_engine(checkpoint, overrides, options)[0])
+        return
     limits = guard.Limits(
         api_key=options.api_key,
         max_concurrency=options.max_concurrency,
@@ -115,15 +123,47 @@ def loaded(
     Raises:
       InputError: see `quantized_loading.load_model` and `engine.Engine`.
     """
-    mesh, overrides = loading.mesh_of(overrides)
     source = loading.find(checkpoint)
+    defaults = generation_config.sampling_settings(checkpoint)
+    made, tokenizer = _engine(checkpoint, overrides, options)
+    name = options.name or _name(checkpoint, source)
+    with contextlib.ExitStack() as stack:
+        if isinstance(made, leader.Leader):
+            stack.callback(made.dismiss)
+        service = stack.enter_context(contextlib.closing(service_lib.Service(made)))
+        yield served.Served(
+            name=name,
+            service=service,
+            tokenizer=tokenizer,
+            template=commands.template_of(tokenizer, source, options.template),
+            stop_ids=commands.stop_ids(made.config, tokenizer),
+            defaults=defaults,
+            routed_experts=options.routed_experts,
+            weights_root=_folder(options.weights_root),
+            fetcher=_fetcher(service, name, options),
+        )
+
+
+def _engine(
+    checkpoint: str, overrides: Sequence[command_line.Override], options: Options
+) -> tuple[engine.Engine, tokenizer_lib.Tokenizer | None]:
+    """Returns an engine and the tokenizer; of several processes the first one leads.
+
+    Raises:
+      InputError: see `loaded`; or several processes cannot do what is asked for.
+    """
+    mesh, overrides = loading.mesh_of(overrides)
+    make: type[engine.Engine] = engine.Engine
+    if jax.process_count() > 1:
+        _require_shared(options)
+        together.require_same("settings", repr((checkpoint, overrides, options)))
+        make = leader.Leader if together.is_first() else make
     model_config, params, tokenizer = quantized_loading.load_model(
         checkpoint, overrides, mesh, options.quantize
     )
-    defaults = generation_config.sampling_settings(checkpoint)
     length = loading.context_length(checkpoint, model_config)
     with placement.using(mesh):
-        made = engine.Engine(
+        made = make(
             params,
             model_config,
             num_slots=options.num_slots,
@@ -138,18 +178,22 @@ def loaded(
                 host_pages=options.host_pages,
             ),
         )
-    name = options.name or _name(checkpoint, source)
-    with contextlib.closing(service_lib.Service(made)) as service:
-        yield served.Served(
-            name=name,
-            service=service,
-            tokenizer=tokenizer,
-            template=commands.template_of(tokenizer, source, options.template),
-            stop_ids=commands.stop_ids(model_config, tokenizer),
-            defaults=defaults,
-            routed_experts=options.routed_experts,
-            weights_root=_folder(options.weights_root),
-            fetcher=_fetcher(service, name, options),
+    return made, tokenizer
+
+
+def _require_shared(options: Options) -> None:
+    """Checks that several processes can do what the flags ask for.
+
+    Raises:
+      InputError: lists the flags for servers of one process.
+    """
+    alone = ("host_pages", "prefill_servers", "weights_root")
+    found = [f"--{name}" for name in alone if getattr(options, name)]
+    if found:
+        raise config.InputError(
+            f"{', '.join(found)} cannot be given to a server of several processes: one "
+            f"process has a part of the cache and of the weights alone. Leave it out, "
+            f"or start a server in one process."
         )
 
 

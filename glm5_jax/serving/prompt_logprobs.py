@@ -95,5 +95,7 @@ async def _call(
     num_alternatives: int | None,
 ) -> tuple[list[prompt_scores.Scores], int]:
     """Scores rows that share a forward pass."""
-    asked = service.call(lambda e: prompt_scores.of(e, rows, num_alternatives))
+    asked = service.call(
+        lambda engine: engine.everywhere(prompt_scores.of, rows, num_alternatives)
+    )
     return await asyncio.wrap_future(asked)

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 
+import httpx
 import numpy as np
 import pytest
 from absl.testing import parameterized
@@ -16,6 +17,7 @@ from tests.processes import launch, worker
 GOLDEN = str(pathlib.Path(__file__).parent.parent / "golden" / "glm5")
 FLAGS = [f"--config.{name}={value}" for name, value in worker.FLOATS]
 FLAGS += [f"--checkpoint={GOLDEN}", "--config.mesh.fsdp=2"]
+CHAT_MODEL = str(pathlib.Path(__file__).parent.parent / "golden" / "chat_model")
 HEARTBEAT = 10
 SECONDS_TO_LEAVE = 60  # of which HEARTBEAT in silence, on a machine under load
 
@@ -37,11 +39,17 @@ class CommandsTest(parameterized.TestCase):
         for count in (1, 2):
             for code, output in self.run_as("continue_and_score", count):
                 self.assertEqual(code, 0, output)
-        for name in ("{}.json", "{}_ids", "{}_logits"):
+        for name in ("{}.json", "{}_ids", "{}_logits", "{}_led.json"):
             one, two = (self.folder / name.format(count) for count in (1, 2))
             self.assertEqual(one.read_bytes(), two.read_bytes(), name)
         logits = np.load(self.folder / "2_logits")
         self.assertTrue(np.isfinite(logits).all() and np.ptp(logits) > 0)
+
+    @pytest.mark.slow
+    def test_a_call_that_fails_in_one_ends_both(self):
+        for code, output in self.run_as("lead_and_fail", 2):
+            self.assertEqual(code, 1, output)
+            self.assertIn("RuntimeError: a bug in process 0", output)
 
     @pytest.mark.slow
     def test_other_inputs_are_refused_by_both(self):
@@ -133,6 +141,63 @@ class CommandLineTest(parameterized.TestCase):
             outputs.append([x for x in output.splitlines() if x.startswith("{")])
         self.assertEqual(*outputs)
 
+    @pytest.mark.slow
+    def test_a_server_of_two_processes_answers_as_one_of_one_process(self):
+        """Tokens, scores and refusals are the same; clients may leave; SIGTERM ends."""
+        found = [self.answers(count) for count in (1, 2)]
+        self.assertEqual(*found)
+        *answered, refused, after = found[0]
+        self.assertEqual([code for code, _ in answered], [200] * 3)
+        self.assertEqual(refused[0], 400)
+        self.assertEqual(after, answered[1])
+
+    def answers(self, count):
+        """Returns what a server of so many processes says."""
+        port = launch.free_port()
+        flags = f"--port={port}", "--capacity=64", f"--simulate_processes={count}"
+        flags += f"--checkpoint={CHAT_MODEL}", "--model_name=tiny"
+        child = launch.start(self.command("serve", *flags))
+        for end in (child.stdout.close, child.wait, child.kill):  # the last one first
+            self.addCleanup(end)
+        log = []
+        while not any("Serving tiny" in line for line in log):
+            log.append(child.stdout.readline())
+            self.assertIsNone(child.poll(), log)
+        body = {"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 8, "seed": 3}
+        body |= {"return_token_ids": True, "logprobs": 2}
+        url = f"http://127.0.0.1:{port}"
+        retry = httpx.HTTPTransport(retries=10)  # the port opens after the message
+        with httpx.Client(base_url=url, timeout=120, transport=retry) as client:
+
+            def ask(path, **fields):
+                answer = client.post(path, json=fields)
+                return answer.status_code, self.without_names(answer.json())
+
+            stream = body | {"max_tokens": 50, "stream": True, "ignore_eos": True}
+            with client.stream("POST", "/v1/completions", json=stream) as answer:
+                next(answer.iter_lines())  # then the client leaves
+            form = {"response_format": {"type": "json_object"}}
+            found = [
+                ask("/v1/completions", **body, temperature=0.0),
+                ask("/v1/completions", **body),
+                ask("/score", token_ids=[[5, 6, 7, 8, 9]]),
+                ask("/v1/completions", **body | {"prompt": [10**6]}),
+                ask("/v1/completions", **body),
+            ]
+            if count > 1:
+                code, said = ask("/v1/completions", **body, **form)
+                self.assertEqual(code, 400, said)
+                self.assertIn("a server of one process", str(said))
+        child.send_signal(signal.SIGTERM)
+        code, output = launch.finish(child, timeout=60)
+        self.assertEqual(code, 0, output)
+        return found
+
+    def without_names(self, answer):
+        for name in ("id", "created"):
+            answer.pop(name, None)
+        return answer
+
     def tokens(self):
         path = pathlib.Path(self.create_tempdir().full_path) / "ids.npy"
         np.save(path, np.random.default_rng(0).integers(3, 80, (2, 12)))
@@ -141,7 +206,8 @@ class CommandLineTest(parameterized.TestCase):
     @parameterized.parameters(
         ("generate", ["--chat=glm5"], "run as several"),
         ("evaluate", ["--suite=needle"], "run as several"),
-        ("serve", [], "there is no flag --simulate_processes"),
+        ("serve", ["--num_replicas=2"], "run as several"),
+        ("serve", ["--host_pages=8"], "--host_pages cannot be given to a server of"),
     )
     def test_what_runs_in_one_process_is_refused(self, name, flags, message):
         command = self.command(name, *flags, "--simulate_processes=2")

@@ -134,7 +134,7 @@ class SupportedTest(parameterized.TestCase):
             "JAX_NUM_PROCESSES": "4",
             "JAX_PROCESS_ID": "1",
         }
-        with self.assertRaisesRegex(config_lib.InputError, "start a server on each"):
+        with self.assertRaisesRegex(config_lib.InputError, "on one host, without"):
             group.require_alone(several)
 
     def test_settings_for_one_process_are_refused_in_several(self):

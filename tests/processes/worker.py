@@ -3,6 +3,7 @@
 python -m tests.processes.worker SCENARIO FOLDER
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -10,6 +11,7 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -22,7 +24,7 @@ from glm5_jax import sharding
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.checkpoint import stored
-from glm5_jax.inference import commands
+from glm5_jax.inference import commands, engine, leader, placement, prompt_scores
 from glm5_jax.model import transformer
 from glm5_jax.processes import group, together
 from glm5_jax.training.run import rows
@@ -213,6 +215,42 @@ def continue_and_score(folder):
     assert (bool(texts), bool(scores)) == (first, first)
     if first:
         pathlib.Path(f"{out}.json").write_text(json.dumps([texts, scores]))
+    lead(folder)
+
+
+def lead(folder):
+    """Process 0 alone knows the requests; the others make the same calls."""
+    path, overrides = folder / "release", [*FLOATS, ("mesh.fsdp", "2")]
+    mesh, overrides = loading.mesh_of(overrides)
+    config, params, _ = quantized_loading.load_model(path, overrides, mesh)
+    is_alone = jax.process_count() == 1
+    make = leader.Leader if together.is_first() and not is_alone else engine.Engine
+    sizes = {"num_slots": 2, "capacity": 32, "num_steps": 4}
+    with placement.using(mesh):
+        made = make(params, config, **sizes)
+    if not together.is_first():
+        leader.follow(made)
+        return
+    rows = np.load(folder / "ids.npy").tolist()
+    asked = [
+        engine.Request(0, rows[0], 9, temperature=0.0),
+        engine.Request(1, rows[1], 12, top_p=0.9),
+        engine.Request(2, rows[2], 12),
+    ]
+    completions = [made.submit(request) for request in asked]
+    made.step()
+    made.step()
+    made.abort(2)
+    while made.num_pending:
+        made.step()
+    scores, _ = made.everywhere(prompt_scores.of, rows)
+    with contextlib.suppress(config_lib.InputError):  # which ends nobody
+        made.everywhere(prompt_scores.of, [[10**6, 1]])
+    drawn = [[x.tokens, x.logprobs] for x in completions]
+    found = json.dumps([drawn, [score.logprobs for score in scores]])
+    (folder / f"{jax.process_count()}_led.json").write_text(found)
+    if isinstance(made, leader.Leader):
+        made.dismiss()
 
 
 def score_other_rows(folder):
@@ -244,6 +282,23 @@ def raise_error(folder):
     if jax.process_index() == 0:
         raise RuntimeError("a bug in process 0")
     together.all_true(True)
+
+
+def lead_and_fail(folder):
+    """A call of a led engine fails in process 0 alone, in a thread as a server's."""
+    config, params, _ = quantized_loading.load_model(folder / "release", FLOATS)
+    sizes = {"num_slots": 2, "capacity": 8}
+    if not together.is_first():
+        leader.follow(engine.Engine(params, config, **sizes))
+        return
+    led = leader.Leader(params, config, **sizes)
+    threading.Thread(target=led.everywhere, args=(fail_in_first,)).start()
+    threading.Event().wait()
+
+
+def fail_in_first(_):
+    if together.is_first():
+        raise RuntimeError("a bug in process 0")
 
 
 if __name__ == "__main__":
