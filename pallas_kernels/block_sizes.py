@@ -91,7 +91,7 @@ def changed(sizes: Tpu | Gpu, entry: str) -> Tpu | Gpu:
     name, _, values = entry.partition("=")
     names = [field.name for field in dataclasses.fields(sizes)]
     if name not in names:
-        close = difflib.get_close_matches(name, names, 1)
+        close = difflib.get_close_matches(name, names)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"NAME must be of {', '.join(names)}, got {name!r}{hint}")
     old = getattr(sizes, name)

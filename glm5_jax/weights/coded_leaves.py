@@ -48,13 +48,15 @@ class _PackedLeaf(leaves_lib.Leaf):
 
     def __init__(self, codes: leaves_lib.Leaf, layout: quantized.Layout) -> None:
         """Takes the codes, one a byte."""
+        assert layout.packed_axis is not None
         self._codes, self._layout = codes, layout
         shape = quantized.abstract(codes.shape, layout).values.shape
         self.shape, self.dtype = shape, np.dtype(np.uint8)
+        self._axis = len(shape) + layout.packed_axis
 
     def read(self, window: leaves_lib.Window) -> np.ndarray:
         """Reads twice as many codes, and packs them."""
-        axis = len(self.shape) + (self._layout.packed_axis or 0)
+        axis = self._axis
         cut = slice(2 * window[axis].start, 2 * window[axis].stop)
         codes = self._codes.read((*window[:axis], cut, *window[axis + 1 :]))
         return np.asarray(quantized.packed(jnp.asarray(codes), self._layout))

@@ -22,9 +22,9 @@ BLOCK = 128
 MAX_CODE = np.float32(448)
 SCALE_SUFFIX = "_scale_inv"  # of the scale's name: it multiplies the codes
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-_VALUES = np.arange(256, dtype=np.uint8).view(_FP8).astype(np.float32)  # of each code
-_LARGEST_CODE = 126  # 127 is NaN
-_LEAST_SCALE = np.float32(2.0**-149)
+_VALUES = np.frombuffer(bytes(range(256)), _FP8).astype(np.float32)  # of each code
+_LARGEST_CODE = int(np.nanargmax(_VALUES))
+_LEAST_SCALE = np.finfo(np.float32).smallest_subnormal
 _SAMPLE = 4  # weights of a block that reject most wrong scales
 
 
@@ -75,18 +75,16 @@ class Codes(NamedTuple):
     scales: np.ndarray
 
 
-def quantize(
-    weights: Float[np.ndarray, "rows columns"], block: tuple[int, int] = (BLOCK, BLOCK)
-) -> Codes:
+def quantize(weights: Float[np.ndarray, "rows columns"]) -> Codes:
     """Quantizes a float32 matrix to codes and scales.
 
     The scale is max |w| / 448. Where a block's weights are exact float32 products of
     codes and another scale, that scale is used, and nothing is lost.
     """
-    height, width = scale_shape(weights.shape, block)
-    padded = np.zeros((height * block[0], width * block[1]), np.float32)
+    height, width = scale_shape(weights.shape, (BLOCK, BLOCK))
+    padded = np.zeros((height * BLOCK, width * BLOCK), np.float32)
     padded[: weights.shape[0], : weights.shape[1]] = weights
-    blocks = padded.reshape(height, block[0], width, block[1]).swapaxes(1, 2)
+    blocks = padded.reshape(height, BLOCK, width, BLOCK).swapaxes(1, 2)
     codes = np.empty(blocks.shape, _FP8)
     scales = np.empty((height, width), np.float32)
     for row in range(height):  # one row of blocks at a time bounds memory
@@ -125,7 +123,7 @@ def _possible_scales(largest: np.ndarray) -> np.ndarray:
         quotients = largest[:, None] / _VALUES[_LARGEST_CODE:0:-1]
     above = np.nextafter(quotients, np.float32(np.inf))
     below = np.nextafter(quotients, np.float32(0))
-    candidates = np.stack([quotients, above, below], axis=-1)
+    candidates = np.stack([quotients, above, below], axis=2)
     candidates = candidates.reshape(len(largest), 3 * _LARGEST_CODE)
     return np.clip(candidates, _LEAST_SCALE, np.finfo(np.float32).max)
 

@@ -91,10 +91,10 @@ def _require_room(name: str, cache: pathlib.Path, num_bytes: int) -> None:
 def _message(name: str, reason: str) -> str:
     repository, _, revision = name.partition("@")
     flag = f" --revision {revision}" if revision else ""
-    reason = " ".join(reason.split())[:300].rstrip(".")
+    reason = " ".join(reason.split()).rstrip(".")
     return (
         f"There is no folder {name}, and it could not be downloaded from the Hugging "
-        f"Face hub ({reason}). On a machine with a network run pip install "
+        f"Face hub ({reason:.300}). On a machine with a network run pip install "
         f"huggingface_hub, then hf download {repository}{flag} --local-dir "
         f"{repository}; copy the folder here and give its path."
     )

@@ -27,7 +27,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 DTYPES = coded_folder.FLOATS
-_MAX_ITEMSIZE = 4
 MAX_LISTED = 100  # names of one kind in an error message
 
 read_config = huggingface_config.read_config
@@ -272,7 +271,9 @@ def _require_equal(
             continue
         copy, other = spare[name], tensors[original]
         is_same = (copy.dtype, copy.shape) == (other.dtype, other.shape)
-        chunk = leaves_lib.chunk_shape(other.shape, _MAX_ITEMSIZE, (0, 1))
+        itemsize = safetensors_file.DTYPES[other.dtype].itemsize
+        axes = range(len(other.shape))
+        chunk = leaves_lib.chunk_shape(other.shape, itemsize, axes)
         if not is_same or not all(
             np.array_equal(copy[window].view(np.uint8), other[window].view(np.uint8))
             for window in leaves_lib.windows(other.shape, chunk)

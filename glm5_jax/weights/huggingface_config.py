@@ -119,7 +119,7 @@ def read_config(folder: str | os.PathLike) -> config_lib.ModelConfig:
             f"{path}: model_type must be {MODEL_TYPE!r} (GLM-5, 5.1, 5.2, 5.3), got "
             f"{kind!r}."
         )
-    if given.get("eos_token_id", 1) is None:
+    if given.get("eos_token_id", "absent") is None:
         given["eos_token_id"] = []  # null means none; an absent key means the default
     given = {name: value for name, value in given.items() if value is not None}
     try:

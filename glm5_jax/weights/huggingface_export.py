@@ -227,7 +227,7 @@ def _row_windows(layout: names_lib.Layout) -> Iterator[slice]:
     """Yields rows of at most WINDOW_BYTES in float32, in whole steps and FP8 blocks."""
     step = math.lcm(layout.rows_per_step, fp8_blocks.BLOCK)
     row_bytes = math.prod(layout.shape[1:]) * _FLOAT32_BYTES
-    step *= max(1, leaves_lib.WINDOW_BYTES // max(1, step * row_bytes))
+    step *= max(1, leaves_lib.WINDOW_BYTES // (step * row_bytes))
     for start in range(0, layout.shape[0], step):
         yield slice(start, min(start + step, layout.shape[0]))
 

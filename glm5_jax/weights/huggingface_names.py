@@ -210,7 +210,7 @@ def tensor_slots(config: config_lib.ModelConfig, leaves: dict[Path, Any]) -> lis
                 shapes = [shape[1:] for shape in shapes]
             layout = Layout(row, shapes)
             for i in indices:
-                name = prefix + row.stored.format(e=(0, *i)[-1])
+                name = prefix + row.stored.format(e=(None, *i)[-1])
                 slots.append(Slot(name, layout, paths, i))
     unknown = set(leaves) - {path for slot in slots for path in slot.paths}
     assert not unknown, f"parameters without a row in TABLE: {unknown}"

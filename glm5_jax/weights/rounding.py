@@ -28,26 +28,26 @@ def place(
     layout = places.layout
     shapes = quantized.abstract(leaf.shape, layout)
     owned = places.values.addressable_devices_indices_map(shapes.values.shape)
-    windows = {
-        device: _weights_of(index, shapes.values.shape, layout)
+    keys = {
+        device: _weights_of(index or (), shapes.values.shape, layout)
         for device, index in owned.items()
     }
     rounded: dict[tuple, quantized.Quantized] = {}
-    parts = {key: _room(key, layout) for key in map(_key, windows.values())}
+    parts = {key: _room(key, layout) for key in keys.values()}
     depth = len(leaf.shape) - len(layout.blocks)
     for index in np.ndindex(*leaf.shape[:depth]):
         rounded.clear()  # what devices share of one matrix is read once
         for key, part in parts.items():
-            here = tuple(i - start for i, (start, _) in zip(index, key, strict=False))
-            stack = zip(here, key[:depth], strict=True)
-            if not all(0 <= i < stop - start for i, (start, stop) in stack):
+            stack = [*zip(index, key[:depth], strict=True)]
+            if not all(start <= i < stop for i, (start, stop) in stack):
                 continue
+            here = tuple(i - start for i, (start, _) in stack)
             whole = _extended(key[depth:], leaf.shape[depth:], layout)
             if whole not in rounded:
                 rounded[whole] = _matrix(name, leaf, index, whole, layout)
             values, scales = _cut(rounded[whole], key[depth:], layout)
             part.values[here], part.scales[here] = values, scales
-    found = {device: parts[_key(window)] for device, window in windows.items()}
+    found = {device: parts[key] for device, key in keys.items()}
 
     def joined(what: str) -> jax.Array:
         sharding, shape = getattr(places, what), getattr(shapes, what).shape
@@ -64,18 +64,15 @@ _Key = tuple[tuple[int, int], ...]  # start and stop in every dim
 
 
 def _weights_of(
-    index: tuple[slice, ...] | None, shape: tuple[int, ...], layout: quantized.Layout
-) -> leaves_lib.Window:
+    index: tuple[slice, ...], shape: tuple[int, ...], layout: quantized.Layout
+) -> _Key:
     """Returns the window of weights that a window of codes stands for."""
-    cuts = zip(index or (slice(None),) * len(shape), shape, strict=True)
-    window = [slice(*cut.indices(size)[:2]) for cut, size in cuts]
+    cuts = [range(size)[cut] for cut, size in zip(index, shape, strict=True)]
+    key = [(cut.start, cut.stop) for cut in cuts]
     if (axis := layout.packed_axis) is not None:
-        window[axis] = slice(2 * window[axis].start, 2 * window[axis].stop)
-    return tuple(window)
-
-
-def _key(window: leaves_lib.Window) -> _Key:
-    return tuple((cut.start, cut.stop) for cut in window)
+        start, stop = key[axis]
+        key[axis] = 2 * start, 2 * stop
+    return tuple(key)
 
 
 def _room(key: _Key, layout: quantized.Layout) -> quantized.Quantized:

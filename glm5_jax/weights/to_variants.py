@@ -134,15 +134,14 @@ def load(
         ", ".join(new) or "none",
     )
     places = jax.tree.map(lambda x: x.sharding, abstract)
-    is_placed = None not in jax.tree.leaves(places, is_leaf=lambda x: x is None)
-    options = {"out_shardings": places} if is_placed else {}
-    return jax.jit(lambda p: converted(p, source, target), **options)(params)
+    convert = jax.jit(lambda p: converted(p, source, target), out_shardings=places)
+    return convert(params)
 
 
 def abstract_source(source: config_lib.ModelConfig, abstract: Any) -> Any:
     """Returns shapes, types and shardings of the source, on the target's mesh."""
     shapes = transformer.abstract_params(source)
-    place = jax.tree.leaves(abstract)[0].sharding
+    place, *_ = (leaf.sharding for leaf in jax.tree.leaves(abstract))
     if not isinstance(place, jax.sharding.NamedSharding):
         return jax.tree.map(lambda x: x.update(sharding=place), shapes)
     places = sharding.shardings(transformer.param_dims(source), place.mesh)
@@ -241,7 +240,7 @@ def _restored(
 
     q = restored(c_q, attn["q_b_proj"])
     k, v = (restored(c_kv, attn[name]) for name in ("k_b_proj", "v_b_proj"))
-    rope = jnp.broadcast_to(rope_a[:, None], (*k.shape[:2], rope_a.shape[-1]))
+    rope = jnp.broadcast_to(rope_a[:, None], (*k.shape[:2], source.qk_rope_head_dim))
     k = jnp.concatenate([k, rope], axis=-1)
     return dict(zip(_RESTORED, (q, k, v, attn["o_proj"]), strict=True))
 
@@ -300,13 +299,12 @@ def _new_names(
     pairs = zip(depth.layer_kinds(source), depth.layer_kinds(target), strict=True)
     for old, new in dict.fromkeys(pairs):
         before, after = (
-            block_lib.make(config, kind).table()
+            block_lib.make(config, kind).table()["self_attn"]
             for config, kind in ((source, old), (target, new))
         )
-        names |= set(after) - set(before)
         if old.attention != new.attention:
-            kept = {*before["self_attn"], *_RESTORED}
-            names |= {f"self_attn.{name}" for name in set(after["self_attn"]) - kept}
+            added = set(after) - {*before, *_RESTORED}
+            names |= {f"self_attn.{name}" for name in added}
     return names
 
 

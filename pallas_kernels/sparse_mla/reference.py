@@ -11,7 +11,7 @@ def sparse_mla(
     indices: Int[Array, "B T K"],
     scale: float,
     value_dim: int,
-    deterministic: bool = False,
+    deterministic: bool,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
     """See `pallas_kernels.sparse_mla`; its order of summation is always the same."""
     del deterministic

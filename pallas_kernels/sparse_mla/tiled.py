@@ -20,7 +20,7 @@ def sparse_mla(
     indices: Int[Array, "B T K"],
     scale: float,
     value_dim: int,
-    deterministic: bool = False,
+    deterministic: bool,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
     """See `pallas_kernels.sparse_mla`; as deterministic as XLA's scatter."""
     del deterministic
@@ -42,7 +42,8 @@ def scatter_add(total: Array, rows: Array, indices: Array) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _attend(q: Array, kv: Array, indices: Array, scale: float, value_dim: int) -> tuple:
     def tile(_: None, q: Array, indices: Array) -> tuple[None, tuple]:
-        out, lse = reference.sparse_mla(q, kv, indices, scale, value_dim)
+        rows, is_key = gather(kv, indices), indices >= 0
+        out, lse = reference.attend(q, rows, is_key, scale, value_dim)
         return None, (out, lse.swapaxes(1, 2))
 
     _, (out, lse) = tiles.over_queries(tile, None, q, indices)

@@ -4,6 +4,7 @@ golden/make_compressed.py made the codes and products that the package computes.
 """
 
 import functools
+import itertools
 import json
 import pathlib
 import shutil
@@ -21,7 +22,9 @@ from glm5_jax.weights import (
     coded_leaves,
     coded_tensor,
     compressed_tensors,
+    huggingface,
     huggingface_export,
+    huggingface_names,
     loading,
     quantized_loading,
     safetensors_file,
@@ -59,6 +62,14 @@ class PackageTest(parameterized.TestCase):
         read = coded_tensor.PackedCodes(words, codes.shape)
         np.testing.assert_array_equal(read[ALL], codes)
         np.testing.assert_array_equal(read[2:5, 3:21], codes[2:5, 3:21])
+
+    def test_words_are_read_from_any_column_to_any(self):
+        codes, words = self.golden["int4"], self.golden["packed"]
+        read, width = coded_tensor.PackedCodes(words, codes.shape), codes.shape[1]
+        for left, right in itertools.combinations(range(width + 1), 2):
+            np.testing.assert_array_equal(
+                read[:, left:right], codes[:, left:right], f"{left}:{right}"
+            )
 
     @parameterized.parameters(("int4", "by_group", 8), ("int8", "by_channel", 32))
     def test_products_are_those_of_the_package(self, kind, scales, width):
@@ -149,7 +160,26 @@ class FolderTest(parameterized.TestCase):
             r"re:^model\.layers\.\d+\.self_attn\.o_proj$", groups[8]["targets"]
         )
         self.assertIn("model.layers.1.mlp.gate", found["ignore"])
-        self.assertEqual(groups[4]["input_activations"]["num_bits"], 8)
+        signed = {"type": "int", "symmetric": True}
+        by_token = signed | {"num_bits": 8, "dynamic": True, "strategy": "token"}
+        by_row = signed | {"dynamic": False, "strategy": "channel", "group_size": None}
+        for num_bits, group in groups.items():
+            kind = "int-quantized" if num_bits == 8 else "pack-quantized"
+            self.assertEqual(group["format"], kind)
+            self.assertEqual(group["input_activations"], by_token)
+            size = {"strategy": "group", "group_size": 32} if num_bits == 4 else {}
+            weights = by_row | {"num_bits": num_bits} | size
+            self.assertEqual(group["weights"], weights)
+        self.assertEqual(found["format"], "mixed-precision")
+        header = safetensors_file.read_header(folder / "model.safetensors")
+        num_shapes = 0
+        for name, tensor in header.items():
+            if name.endswith(compressed_tensors.SHAPE):
+                words = name.removesuffix(compressed_tensors.SHAPE)
+                rows, columns = header[words + compressed_tensors.PACKED].shape
+                np.testing.assert_array_equal(tensor[:,], (rows, 8 * columns))
+                num_shapes += 1
+        self.assertGreater(num_shapes, 5)
 
     def test_int4_has_groups_in_experts_alone(self):
         folder = self.write("int4")
@@ -168,18 +198,69 @@ class FolderTest(parameterized.TestCase):
         self.assertGreater(num_dense, 5)
 
     @parameterized.parameters(
-        ({"num_bits": 3}, "symmetric int8 or int4"),
-        ({"symmetric": False}, "symmetric int8 or int4"),
+        ("weights", {"num_bits": 3}, "symmetric int8 or int4"),
+        ("weights", {"symmetric": False}, "symmetric int8 or int4"),
+        ("input_activations", {"dynamic": False}, "dynamic int8 by token"),
     )
-    def test_other_codes_are_refused(self, change, message):
+    def test_other_codes_are_refused(self, part, change, message):
         folder = self.write("w8a8")
         path = folder / "config.json"
         settings = json.loads(path.read_text())
         groups = settings["quantization_config"]["config_groups"]
-        groups["group_0"]["weights"] |= change
+        groups["group_0"][part] |= change
         path.write_text(json.dumps(settings))
         with self.assertRaisesRegex(config_lib.InputError, message):
             quantized_loading.load_model(folder)
+
+    @parameterized.parameters(
+        # q_b_proj: 4 heads of 8 dims in the rows, 6 inputs in the columns.
+        ("(NH)Q -> QNH", "", [(6, 4, 8)], (128, 128), [(0, 0, 0)]),
+        ("(NH)Q -> QNH", "", [(6, 4, 8)], (32, 6), [(0, 0, 0)]),
+        ("(NH)Q -> QNH", "", [(6, 4, 8)], (16, 6), [(0, 1, 8)]),
+        ("(NH)Q -> QNH", "", [(6, 4, 8)], (12, 3), [(3, 1, 4)]),
+        # kv_b_proj: 4 dims of a head are its key's, the next 6 its value's.
+        (
+            "(NP)C -> CNP",
+            "P",
+            [(5, 3, 4), (5, 3, 6)],
+            (8, 5),
+            [(0, 1, 2), (0, 1, 2)],
+        ),
+        ("(NP)C -> CNP", "P", [(5, 3, 4), (5, 3, 6)], (30, 1), [(1, 0, 0)] * 2),
+    )
+    def test_blocks_of_merged_dims_are_cut_where_heads_end(
+        self, dims, join, shapes, block, wanted
+    ):
+        """A block as large as the matrix is the whole; 0 stands for it."""
+        stored = huggingface_names.Layout(
+            huggingface_names.Row("", "", dims, join), shapes
+        )
+        codes = np.zeros(stored.shape, np.int8)
+        tensor = coded_tensor.CodedTensor(codes, None, block, "int8")
+        found = [coded_tensor.layout(tensor, stored, i, 1) for i in range(len(shapes))]
+        self.assertEqual(found, [leaf.Layout("int8", blocks) for blocks in wanted])
+
+    def test_a_stack_of_unlike_codes_is_read_as_floats(self):
+        row = huggingface_names.Row("", "", "FD -> DF")
+        stored = huggingface_names.Layout(row, [(8, 3)])
+
+        def opened(name, *blocks):
+            tensors = [
+                coded_tensor.CodedTensor(
+                    np.ones((3, 8), np.int8), scales, block, "int8"
+                )
+                for block in blocks
+                for scales in [np.ones((3, 8 // block[1]), np.float32)]
+            ]
+            pieces = {(i,): (tensor, stored, 0) for i, tensor in enumerate(tensors)}
+            shape = (len(blocks), 8, 3)
+            made = huggingface.StoredLeaf(shape, np.dtype(np.float32), pieces)
+            found = coded_leaves.opened(("layers_0", "block_0", "mlp", name), made)
+            return leaf.is_quantized(found)
+
+        self.assertTrue(opened("up_proj", (1, 8), (1, 8)))
+        self.assertFalse(opened("up_proj", (1, 8), (1, 4)))
+        self.assertFalse(opened("gate", (1, 8), (1, 8)))  # no code takes codes here
 
     @parameterized.parameters((64, 8), (65, 9), (72, 9), (73, 10))
     def test_a_word_holds_eight_codes(self, width, num_words):

@@ -27,6 +27,7 @@ from glm5_jax.weights import (
     huggingface,
     huggingface_export,
     loading,
+    quantized_loading,
 )
 from tests import environment, forked
 from tests.model import tiny
@@ -117,9 +118,19 @@ class WindowsTest(ConversionCase):
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-        with self.assertRaisesRegex(config_lib.DamagedError, "lm_head.*other content"):
-            conversion.convert(run, self.folder / "back")
+        for read in (
+            lambda: conversion.convert(run, self.folder / "back"),
+            lambda: quantized_loading.load_model(run, scheme="int8"),
+        ):
+            message = "lm_head.*other content"
+            with self.assertRaisesRegex(config_lib.DamagedError, message):
+                read()
         self.assertFalse((self.folder / "back").exists())
+        with self.subTest("but after the config, which costs nothing to read"):
+            types = [("model.layer_types", "('latent', 'latent_sliding')")]
+            message = "no Hugging Face form"
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                conversion.convert(run, self.folder / "back", overrides=types)
 
     @parameterized.parameters(1, 8)
     def test_exports_a_step_that_training_saved(self, num_devices):
@@ -205,6 +216,26 @@ class FolderTest(ConversionCase):
             self.assertEqual((back / name).read_text(), text)
         found = json.loads((back / "config.json").read_text())
         self.assertEqual(found, settings | others | {"dtype": "bfloat16"})
+        originals = run / companions.ORIGINAL_CONFIG
+        for file in (run / "config.json", originals, back / "config.json"):
+            text = file.read_text()
+            self.assertEqual(text, json.dumps(json.loads(text), indent=2) + "\n")
+
+    def test_a_run_that_no_step_was_made_for_begins_at_0(self):
+        """Whatever the folder is called."""
+        conversion.convert(self.write("12"), self.folder / "run")
+        (step,) = (self.folder / "run" / "checkpoints").iterdir()
+        self.assertEqual(step.name, "0")
+        step.rename(step.with_name("best"))
+        conversion.convert(step.with_name("best"), self.folder / "copy", "orbax")
+        (step,) = (self.folder / "copy" / "checkpoints").iterdir()
+        self.assertEqual(step.name, "0")
+
+    def test_a_tokenizer_with_more_ids_than_the_model_is_not_converted(self):
+        source = self.write("source")
+        tokenizer_lib.byte_tokenizer().save(source / "tokenizer.json")
+        with self.assertRaisesRegex(config_lib.InputError, "tokenizer's 257 ids"):
+            conversion.convert(source, self.folder / "run")
 
     def test_another_tokenizer_is_not_exported(self):
         source, run = self.write("source"), self.folder / "run"
@@ -240,12 +271,17 @@ class FolderTest(ConversionCase):
 
     @parameterized.parameters("hf", "orbax")
     def test_a_full_disk_is_noticed_before_the_write(self, to):
-        source = self.write("source")
-        usage = mock.Mock(free=1000)
-        patch = mock.patch("shutil.disk_usage", return_value=usage)
-        with patch, self.assertRaisesRegex(config_lib.InputError, "1,000 bytes free"):
-            conversion.convert(source, self.folder / "out", to)
-        self.assertEqual([path.name for path in self.folder.iterdir()], ["source"])
+        source, out = self.write("source"), self.folder / "out"
+        size = sum(x.nbytes for x in jax.tree.leaves(tiny.params(WIDE)))
+        usage = mock.Mock(free=size - 1)
+        message = f"{size - 1:,} bytes free, but the tensors take {size:,}"
+        with mock.patch("shutil.disk_usage", return_value=usage):
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                conversion.convert(source, out, to)
+            self.assertEqual([path.name for path in self.folder.iterdir()], ["source"])
+            usage.free = size
+            conversion.convert(source, out, to)
+        self.assertTrue(out.exists())
 
     @parameterized.parameters("hf", "orbax")
     def test_a_disk_that_fills_while_it_is_written_leaves_no_folder(self, to):

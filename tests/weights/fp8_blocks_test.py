@@ -94,6 +94,11 @@ class MultiplyTest(parameterized.TestCase):
         with self.assertRaises(config_lib.InputError):
             fp8_blocks.block_size([settings])
 
+    @parameterized.parameters((128, 128), (1, 1))
+    def test_takes_blocks_of_any_size(self, *block):
+        settings = {"quant_method": "fp8", "weight_block_size": [*block]}
+        self.assertEqual(fp8_blocks.block_size(settings), block)
+
 
 class QuantizeTest(parameterized.TestCase):
     @parameterized.named_parameters(*SHAPES)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 from unittest import mock
@@ -54,6 +55,11 @@ def load(folder, config=None, **kwargs):
     config = config or huggingface.read_config(folder)
     abstract = transformer.abstract_params(config)
     return huggingface.load_params(folder, config, abstract, **kwargs)
+
+
+def as_transformers_writes(text):
+    """Returns the same JSON indented by two blanks, with a newline at its end."""
+    return json.dumps(json.loads(text), indent=2) + "\n"
 
 
 class FolderCase(parameterized.TestCase):
@@ -118,6 +124,17 @@ class LoadTest(FolderCase):
         gate = stored["model.layers.5.mlp.shared_experts.gate_proj.weight"]
         equal(mtp["block"]["mlp"]["shared_experts"]["gate_proj"], gate.T)
 
+    def test_windows_are_whole_rows_of_the_file(self):
+        """The axis of its rows is cut before the others, after layers and experts."""
+        config = huggingface.read_config(GOLDEN / "glm5")
+        abstract = transformer.abstract_params(config)
+        leaves = huggingface.open_params(GOLDEN / "glm5", config, abstract)
+        block = ("layers_1", "block_0")
+        experts = leaves[*block, "mlp", "experts", "gate_proj"]  # [L, E, D, F] of FD
+        self.assertEqual(experts.cuts, (0, 1, 3, 2))
+        o_proj = leaves[*block, "self_attn", "o_proj"]  # [L, N, O, D] of D(NO)
+        self.assertEqual(o_proj.cuts, (0, 3, 1, 2))
+
     def test_layer_order_of_index_share(self):
         stored, params = stored_tensors(GOLDEN / "glm5_2"), load(GOLDEN / "glm5_2")
         for repeat in range(2):
@@ -129,6 +146,8 @@ class LoadTest(FolderCase):
     def test_dtype(self):
         params = load(GOLDEN / "glm5", dtype="float32")
         kept = load(GOLDEN / "glm5")
+        places = {device for x in jax.tree.leaves(kept) for device in x.devices()}
+        self.assertEqual(places, {jax.local_devices()[0]})
         self.assertEqual({x.dtype.name for x in jax.tree.leaves(params)}, {"float32"})
         self.assertEqual(kept["lm_head"].dtype.name, "bfloat16")
         half = load(GOLDEN / "glm5", dtype="bfloat16")["layers_1"]["block_0"]["mlp"]
@@ -187,9 +206,18 @@ class SaveTest(FolderCase):
     def test_export_of_an_import_is_byte_identical(self, name, max_shard_bytes):
         folder = pathlib.Path(self.create_tempdir().full_path) / "out"
         config = huggingface.read_config(GOLDEN / name)
-        huggingface_export.save_params(
-            load(GOLDEN / name), config, folder, max_shard_bytes=max_shard_bytes
-        )
+        flushed, fsync = set(), os.fsync
+
+        def noted(file):
+            flushed.add(os.fstat(file).st_ino)
+            fsync(file)
+
+        with mock.patch.object(os, "fsync", noted):
+            huggingface_export.save_params(
+                load(GOLDEN / name), config, folder, max_shard_bytes=max_shard_bytes
+            )
+        files = {path.stat().st_ino for path in folder.glob("*.safetensors")}
+        self.assertContainsSubset(files, flushed)  # on the disk before their name is
         before, after = stored_tensors(GOLDEN / name), stored_tensors(folder)
         self.assertEqual(set(before), set(after))
         for key, value in before.items():
@@ -203,9 +231,29 @@ class SaveTest(FolderCase):
             self.assertFalse((folder / huggingface.INDEX_FILE).exists())
         jax.tree.map(np.testing.assert_array_equal, load(folder), load(GOLDEN / name))
 
+    def test_files_hold_up_to_five_gigabytes(self):
+        """As transformers' do; files without content take no room."""
+        half = 2_500_000_000
+        plans = [
+            huggingface_export._Plan(None, {f"x{i}": (np.dtype(np.uint8), [size])})
+            for i, size in enumerate((half, half, 1, half, half - 1))
+        ]
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        limit = huggingface_export.MAX_SHARD_BYTES
+        huggingface_export._create_files(folder, plans, limit)
+        index = json.loads((folder / huggingface.INDEX_FILE).read_text())
+        self.assertEqual(index["metadata"]["total_size"], 4 * half)
+        files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+        wanted = {f"x{i}": files[i > 1] for i in range(5)}
+        self.assertEqual(index["weight_map"], wanted)
+        found = sorted(path.name for path in folder.glob("*.safetensors"))
+        self.assertEqual(found, files)
+
     def assert_is_index_of(self, folder, tensors, max_bytes):
         """Checks that the index names every tensor of files of at most that size."""
-        index = json.loads((folder / huggingface.INDEX_FILE).read_text())
+        text = (folder / huggingface.INDEX_FILE).read_text()
+        self.assertEqual(text, as_transformers_writes(text))
+        index = json.loads(text)
         sizes = {name: value.nbytes for name, value in tensors.items()}
         self.assertEqual(index["metadata"]["total_size"], sum(sizes.values()))
         files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -242,6 +290,8 @@ class SaveTest(FolderCase):
         folder = pathlib.Path(self.create_tempdir().full_path) / "out"
         with self.assertRaisesRegex(config_lib.InputError, message):
             huggingface_export.save_params(tiny.params(config), config, folder)
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            huggingface.write_config(config, folder)
         self.assertFalse(folder.exists())
 
     def test_several_modules_of_drafts_have_no_such_folder(self):
@@ -371,6 +421,20 @@ class ErrorTest(FolderCase):
         )
         self.assert_fails(folder, name, "quantization_config", "FP8 release")
 
+    def test_other_codes_than_those_of_known_releases(self):
+        folder = self.copy()
+        config = huggingface.read_config(folder)
+        settings = {"quantization_config": {"quant_method": "gptq"}}
+        (folder / "config.json").write_text(json.dumps(settings))
+        self.assert_fails(folder, "config.json: quantization_config", config=config)
+        (folder / "config.json").unlink()  # tensors need none
+        load(folder, config)
+
+    def test_what_a_folder_without_tensors_lacks_is_no_mtp_layer(self):
+        folder = self.copy()
+        (folder / huggingface.SINGLE_FILE).unlink()
+        self.assertTrue(loading.read_config(loading.find(folder)).has_mtp)
+
     def test_all_faults_at_once(self):
         folder = self.copy()
         changes = {
@@ -454,9 +518,11 @@ class ConfigTest(FolderCase):
         ),
     )
     def test_round_trip(self, config):
-        folder = self.create_tempdir().full_path
+        folder = pathlib.Path(self.create_tempdir().full_path) / "new" / "model"
         huggingface.write_config(config, folder)
         self.assertEqual(huggingface.read_config(folder), config)
+        text = (folder / "config.json").read_text()
+        self.assertEqual(text, as_transformers_writes(text))
         with self.assertRaisesRegex(config_lib.InputError, "exists"):
             huggingface.write_config(config, folder)
 
@@ -476,6 +542,10 @@ class ConfigTest(FolderCase):
         self.assertEqual(config.index_topk_pattern, "FSFFS")
         config = self.changed(indexer_types=None, index_topk_pattern="FSFFS")
         self.assertEqual(config.index_topk_pattern, "FSFFS")
+        types = ["full"] * 5 + ["shared"] * 2  # of as many layers as there are
+        self.assertIsNone(self.changed(indexer_types=types).index_topk_pattern)
+        for types in (["full_attention"] * 5, "full_attention"):
+            self.assertEqual(self.changed(layer_types=types), self.changed())
         types = ["dense"] + ["sparse"] * 4
         config = self.changed(mlp_layer_types=types)
         self.assertEqual(config.first_k_dense_replace, 1)
@@ -488,6 +558,13 @@ class ConfigTest(FolderCase):
         self.assertEqual((scaling.beta_fast, scaling.beta_slow), (32, 1))
         scaling = self.changed(rope_parameters=yarn | {"beta_fast": 9}).rope_scaling
         self.assertEqual((scaling.beta_fast, scaling.beta_slow), (9, 1))
+
+    @parameterized.parameters((64, 4.0), (1, 256.0), (512, 1.0))
+    def test_yarn_without_a_factor_reaches_the_longest_context(self, context, factor):
+        yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": None}
+        yarn |= {"original_max_position_embeddings": context}
+        config = self.changed(rope_parameters=yarn, max_position_embeddings=256)
+        self.assertEqual(config.rope_scaling.factor, factor)
 
     def test_ids_outside_the_vocabulary_are_refused(self):
         message = r"config.json: {} must lie in 0..511 .*got {};"
@@ -582,6 +659,27 @@ class ConfigTest(FolderCase):
         ("huge", {"rope_parameters": {"rope_theta": 10**400}}, "rope_theta must"),
         ("fp8", {"quantization_config": {"quant_method": "fp8"}}, "BF16"),
         ("mixed", {"mlp_layer_types": ["sparse"] * 4 + ["dense"]}, "mlp_layer_types"),
+        ("few", {"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types must list 5"),
+        ("no_list", {"mlp_layer_types": "dense"}, "mlp_layer_types must list 5"),
+        ("dense_text", {"first_k_dense_replace": "1"}, "_replace must be an integer"),
+        ("layers_text", {"num_hidden_layers": "5"}, "_layers must be an integer"),
+        ("drafts", {"num_nextn_predict_layers": 2}, "several MTP modules"),
+        (
+            "no_context",
+            {
+                "rope_parameters": {"rope_type": "yarn", "factor": None}
+                | {"original_max_position_embeddings": 0}
+            },
+            "original_max_position_embeddings",
+        ),
+        (
+            "context_text",
+            {
+                "rope_parameters": {"rope_type": "yarn", "factor": None}
+                | {"original_max_position_embeddings": "8"}
+            },
+            "original_max_position_embeddings must be",
+        ),
         ("index", {"indexer_types": ["full"] * 4 + ["half"]}, "index_topk_pattern"),
         ("type", {"hidden_size": "64"}, "hidden_size must be an integer"),
         ("value", {"hidden_size": 0}, "hidden_size"),

@@ -147,6 +147,10 @@ class LoadTest(FolderTest):
             message = r"embed_tokens: \(260, 32\) there, \(260, 64\) here"
             with self.assertRaisesRegex(config_lib.InputError, message):
                 loading.require_params(folder, other)
+        shared = dataclasses.replace(TINY, index_topk_pattern="FS")
+        message = r"indexer.*: \(.*\) there, absent here"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loading.require_params(run, shared)
         config = loading.read_config(loading.find(GOLDEN))
         loading.require_params(GOLDEN, config)
         with self.assertRaisesRegex(config_lib.InputError, "embed_tokens.weight .* in"):
@@ -179,8 +183,14 @@ class LoadTest(FolderTest):
         variants = tiny.SIZES_OF_VARIANTS  # heads narrower than those of TINY
         types = ("latent", "grouped")
         wanted = dataclasses.replace(TINY, layer_types=types, variants=variants)
-        with self.assertRaisesRegex(config_lib.InputError, "head_dim must be at least"):
-            loading.require_params(self.make_run(), wanted)
+        run, message = self.make_run(), "head_dim must be at least"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loading.require_params(run, wanted)
+        fields = dataclasses.asdict(variants).items()
+        overrides = [(f"model.variants.{k}", str(v)) for k, v in fields]
+        overrides.append(("model.layer_types", str(types)))
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loading.load_model(run, overrides)
 
     def test_init_from_refuses_another_mathematics(self):
         run = self.make_run()
@@ -234,6 +244,8 @@ class LoadTest(FolderTest):
         types = [("model.layer_types", "('latent', 'latent_sliding')")]
         folder = self.folder / "exported"
         huggingface_export.save_params(self.params, TINY, folder)
+        with self.assertNoLogs("absl", "WARNING"):  # nobody misses an MTP layer
+            loading.read_config(loading.find(folder))
         with self.assertRaisesRegex(config_lib.InputError, "convert the model first"):
             quantized_loading.load_model(folder, types, scheme="int8")
         config, params, _ = quantized_loading.load_model(folder, changes, scheme="int8")
@@ -316,6 +328,18 @@ class LoadTest(FolderTest):
             loading.load_model(folder)
         with self.assertRaisesRegex(config_lib.InputError, "nan: lm_head holds a NaN"):
             loading.load_params(folder, config, transformer.abstract_params(config))
+        message = r"{} has .*NaN|{} holds a NaN"
+        for stored_name, name in (
+            ("model.embed_tokens.weight", "embed_tokens"),
+            ("model.layers.0.mlp.down_proj.weight", "layers_0.block_0.mlp.down_proj"),
+        ):
+            stored = safetensors.numpy.load_file(GOLDEN / "model.safetensors")
+            stored[stored_name][2, 3] = np.nan
+            safetensors.numpy.save_file(stored, folder / "model.safetensors")
+            with self.assertRaisesRegex(
+                config_lib.InputError, message.format(name, name)
+            ):
+                quantized_loading.load_model(folder, scheme="int8")
 
     def test_sampling_defaults_come_from_the_model(self):
         folder = self.folder / "model"
@@ -354,13 +378,44 @@ class LoadTest(FolderTest):
 
     def test_tokenizer_with_more_ids_than_the_model(self):
         run = self.make_run()
-        with self.assertRaisesRegex(config_lib.InputError, "the tokenizer's 257 ids"):
-            loading.load_model(run, [("model.vocab_size", "200")])
+        for load in (
+            lambda few: loading.load_model(run, few),
+            lambda few: quantized_loading.load_model(run, few, scheme="int8"),
+        ):
+            message = "the tokenizer's 257 ids"
+            with self.assertRaisesRegex(config_lib.InputError, message):
+                load([("model.vocab_size", "200")])
 
     def test_a_config_file_is_refused(self):
         arguments = command_line.Arguments(config="configs/quickstart.py")
         with self.assertRaisesRegex(config_lib.InputError, "not used here"):
             loading.overrides_of(arguments)
+
+    def test_overrides_are_those_of_the_mesh_and_others(self):
+        depth = ("model.index_topk", "3")
+        given = (("mesh.fsdp", "4"), depth, ("mesh.data", "2"))
+        mesh, others = loading.mesh_of(given)
+        self.assertEqual((mesh.shape["data"], mesh.shape["fsdp"]), (2, 4))
+        self.assertEqual(others, [depth])
+        self.assertEqual(loading.mesh_of([depth]), (None, [depth]))
+        arguments = command_line.Arguments(overrides=given)
+        self.assertEqual(loading.overrides_of(arguments), given)
+        several = {
+            "JAX_COORDINATOR_ADDRESS": "10.0.0.1:8476",
+            "JAX_NUM_PROCESSES": "4",
+            "JAX_PROCESS_ID": "1",
+        }
+        with mock.patch.dict(os.environ, several):
+            self.assertEqual(loading.overrides_of(arguments, alone=False), given)
+            with self.assertRaisesRegex(config_lib.InputError, "several processes"):
+                loading.overrides_of(arguments)
+
+    def test_tokens_that_are_read_at_once(self):
+        """As many as in training; no more than the model has positions for."""
+        longer = dataclasses.replace(TINY, max_position_embeddings=5000)
+        self.assertEqual(loading.context_length(self.make_run(), longer), 24)
+        self.assertEqual(loading.context_length(GOLDEN, longer), 4096)
+        self.assertEqual(loading.context_length(GOLDEN, TINY), 64)
 
     def test_parameters_for_a_config_that_is_known(self):
         run = self.make_run()

@@ -1,6 +1,8 @@
 """Checks which unfinished folders are removed, and by which process."""
 
+import fcntl
 import pathlib
+import shutil
 import stat
 import subprocess
 import sys
@@ -110,6 +112,34 @@ class NewFolderTest(parameterized.TestCase):
         ):
             (partial / "half").write_text(str(1 // 0))
         self.assertEqual(self.names(), [])
+
+    def test_a_failure_is_not_hidden_by_what_became_of_the_folder(self):
+        with (
+            self.assertRaises(ZeroDivisionError),
+            new_folder.new_folder(self.folder) as partial,
+        ):
+            shutil.rmtree(partial)
+            raise ZeroDivisionError
+
+    def test_folders_above_it_are_made(self):
+        self.folder = self.parent / "new" / "deep" / "out"
+        self.make()
+        self.assertTrue((self.folder / "whole").exists())
+
+    def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(self):
+        """By another writer, which takes it for a dead one's."""
+        flock, locks = fcntl.flock, []
+
+        def late(lock, kind):
+            if not locks:
+                shutil.rmtree(pathlib.Path(lock.name).parent)
+            locks.append(lock)
+            flock(lock, kind)
+
+        with mock.patch.object(fcntl, "flock", late):
+            self.make()
+        self.assertEqual(self.names(), ["out"])
+        self.assertEqual([lock.closed for lock in locks], [True, True])
 
     def test_never_overwrites(self):
         self.make()

@@ -1,6 +1,7 @@
 """Reads files of the safetensors library, and damaged files."""
 
 import json
+import math
 import os
 import pathlib
 import struct
@@ -24,6 +25,7 @@ ARRAYS = {
     "scalar": np.full((), 3, np.float32),
     "empty": np.zeros((0, 4), np.float16),
     "wide": RNG.normal(size=(3, 5000)).astype(np.float32),
+    "cube": RNG.normal(size=(4, 5, 6)).astype(np.float32),
 }
 ARRAYS["codes"] = ARRAYS["codes"].view(ml_dtypes.float8_e4m3fn)
 READ = safetensors_file.Tensor._read
@@ -55,6 +57,7 @@ class RoundTripTest(FileCase):
             path, {name: (array.dtype, array.shape) for name, array in ARRAYS.items()}
         )
         for name, array in ARRAYS.items():
+            self.assertEqual(tensors[name].offset % array.dtype.itemsize, 0, name)
             starts = range(0, len(array), 5) if array.ndim else [0]
             for row in reversed(starts):  # any order
                 part = array[row : row + 5] if array.ndim else array
@@ -70,7 +73,7 @@ class RoundTripTest(FileCase):
         safetensors.numpy.save_file(ARRAYS, path)
         tensors = safetensors_file.read_header(path)
         rng = np.random.default_rng(1)
-        for name in ("matrix", "wide", "vector", "half"):
+        for name in ("matrix", "wide", "vector", "half", "cube"):
             array = ARRAYS[name]
             for _ in range(30):
                 window = tuple(
@@ -78,22 +81,34 @@ class RoundTripTest(FileCase):
                 )
                 np.testing.assert_array_equal(tensors[name][window], array[window])
 
-    @parameterized.parameters((1, {1}), (599, {2, 1}), (10**6, {35}))
-    def test_columns_are_kept_of_a_bounded_number_of_rows(self, num_bytes, counts):
-        """A row of the matrix has 200 bytes; one that is too large is read alone."""
+    def shapes_read(self, name, window):
+        """Reads a window, and returns the shapes that were read from the file."""
         path = self.path()
         safetensors.numpy.save_file(ARRAYS, path)
-        tensor = safetensors_file.read_header(path)["matrix"]
-        window = slice(1, 36), slice(1, 50)
-        with (
-            mock.patch.object(safetensors_file, "_READ_BYTES", num_bytes),
-            mock.patch.object(
-                safetensors_file.Tensor, "_read", autospec=True, side_effect=READ
-            ) as read,
-        ):
+        tensor = safetensors_file.read_header(path)[name]
+        with mock.patch.object(
+            safetensors_file.Tensor, "_read", autospec=True, side_effect=READ
+        ) as read:
             got = tensor[window]
-        np.testing.assert_array_equal(got, ARRAYS["matrix"][window])
-        self.assertEqual({call.args[2][0] for call in read.mock_calls}, counts)
+        np.testing.assert_array_equal(got, ARRAYS[name][window])
+        return [call.args[2] for call in read.mock_calls]
+
+    @parameterized.parameters(
+        (1, 1, {1}), (599, 1, {2, 1}), (10**6, 1, {35}), (1, 0, {35})
+    )
+    def test_columns_are_kept_of_a_bounded_number_of_rows(self, size, left, counts):
+        """A row of the matrix has 200 bytes; one that is too large is read alone.
+
+        Whole rows are read at once.
+        """
+        with mock.patch.object(safetensors_file, "_READ_BYTES", size):
+            shapes = self.shapes_read("matrix", np.s_[1:36, left:50])
+        self.assertEqual({rows for rows, *_ in shapes}, counts)
+
+    @parameterized.parameters((1249, 3 * 1249), (1250, 3 * 5000))
+    def test_a_band_narrower_than_a_quarter_is_read_alone(self, width, num_values):
+        shapes = self.shapes_read("wide", np.s_[:, 5 : 5 + width])
+        self.assertEqual(sum(map(math.prod, shapes)), num_values)
 
     def test_a_file_that_shrinks_after_its_check(self):
         path = self.path()
@@ -126,13 +141,14 @@ class DamageTest(FileCase):
         ("more", {"a": entry(0, 8)}, 12, "describes"),
         ("shape", {"a": entry(0, 8, (3,))}, 8, "contradict its shape"),
         ("huge", {"a": entry(0, 0, (2**62, 4))}, 0, "contradict its shape"),
-        ("too_huge", {"a": entry(0, 2**70)}, 8, "a has a bad entry"),
+        ("too_huge", {"a": entry(0, 2**63)}, 8, "a has a bad entry"),
         ("negative", {"a": entry(0, 8, (-2,))}, 8, "a has a bad entry"),
         ("backwards", {"a": entry(8, 0)}, 8, "a has a bad entry"),
         ("float", {"a": entry(0, 8.0)}, 8, "a has a bad entry"),
         ("bool", {"a": entry(0, 4, (True,))}, 4, "a has a bad entry"),
         ("no_shape", {"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8, "has keys"),
         ("text", {"a": {"dtype": 3, "shape": "2", "data_offsets": [0, 8]}}, 8, ""),
+        ("dtype", {"a": entry(0, 8, dtype=3)}, 8, "a has a bad entry"),
         ("one_offset", {"a": entry(0, 8) | {"data_offsets": [0]}}, 8, "broken"),
         ("null", {"a": None}, 8, "broken"),
         ("list", [1], 8, "broken"),
@@ -147,13 +163,18 @@ class DamageTest(FileCase):
 
     def test_repeated_names_are_refused(self):
         """The safetensors library would read the last one."""
-        one = json.dumps({"a": entry(0, 8)})[:-1] + ", "
+        one = json.dumps({"b": entry(8, 16), "a": entry(0, 8)})[:-1] + ", "
         text = one + json.dumps({"a": entry(0, 8)})[1:]
-        self.assert_damaged(self.write(text.encode(), 8), "a occurs twice")
+        self.assert_damaged(self.write(text.encode(), 16), "a occurs twice")
 
     @parameterized.parameters(0, 3, 8, 10, 2**40, 2**64 - 1)
     def test_length(self, length):
         self.assert_damaged(self.write({"a": entry(0, 8)}, 8, length))
+
+    def test_a_header_has_at_most_100_megabytes(self):
+        path = self.write({"a": entry(0, 8)}, 8, 10**8 + 1)
+        os.truncate(path, 2 * 10**8)
+        self.assert_damaged(path, "at most 100,000,000 are allowed")
 
     def test_a_file_may_hold_nothing_but_a_header(self):
         path = self.path()

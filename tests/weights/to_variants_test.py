@@ -128,6 +128,11 @@ class DeltaTest(parameterized.TestCase):
         np.testing.assert_array_equal(own["o_proj"], attn["o_proj"])
         np.testing.assert_array_equal(own["conv1d"][..., :-1], 0)  # the identity
         np.testing.assert_array_equal(own["conv1d"][..., -1], 1)
+        drawn = jax.jit(transformer.init_params, static_argnums=0)(
+            target, jax.random.key(0)
+        )["layers_1"]["block_0"]["self_attn"]
+        for name in NEW_OF_DELTA:
+            np.testing.assert_allclose(own[name], drawn[name][0], rtol=1e-6)
 
     def test_one_without_gates_keeps_the_parameters(self):
         target = with_types("latent", *("simple_gated_delta",) * 2)
@@ -215,7 +220,13 @@ class RefusalTest(parameterized.TestCase):
             "back",
             with_types("latent", "grouped", "grouped", num_key_value_heads=2),
             SOURCE,
-            "type 'grouped' cannot become 'latent'",
+            "type 'grouped' cannot become 'latent'; it can become grouped_sliding",
+        ),
+        (
+            "without_a_way",
+            with_types("latent", "latent", "latent_sliding"),
+            SOURCE,
+            "type 'latent_sliding' cannot become 'latent'; it can become no other type",
         ),
         (
             "narrow_heads",
@@ -247,10 +258,20 @@ class RefusalTest(parameterized.TestCase):
             dataclasses.replace(SOURCE, hidden_size=48),
             r"\['embed_tokens'\]: \(80, 32\) there, \(80, 48\) here",
         ),
+        (
+            "experts",
+            SOURCE,
+            dataclasses.replace(SOURCE, first_k_dense_replace=2),
+            r"\['mlp'\]\['down_proj'\]: .* there, absent here",
+        ),
     )
     def test_refused_before_anything_is_computed(self, source, target, message):
         with self.assertRaisesRegex(config_lib.InputError, message):
             to_variants.require_convertible(source, target)
+
+    def test_heads_may_just_fit(self):
+        target = with_types(*("grouped",) * 3, num_key_value_heads=2, head_dim=16)
+        to_variants.require_convertible(SOURCE, target)
 
 
 if __name__ == "__main__":
