@@ -24,6 +24,8 @@ from tests import environment
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "glm5"
 NAME = "some-org/GLM-5.tiny"
 SHA = "0123456789abcdef0123456789abcdef01234567"
+TENSORS = ".safetensors"
+NEXT = SHA[::-1]  # of the revision v2
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -48,9 +50,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
         of_model = f"/api/models/{NAME}"
         if path in (of_model, f"{of_model}/revision/main"):
             self.send(json.dumps({"id": NAME, "modelId": NAME, "sha": SHA}).encode())
-        elif path == f"{of_model}/tree/{SHA}":
+        elif path == f"{of_model}/revision/v2":
+            self.send(json.dumps({"id": NAME, "modelId": NAME, "sha": NEXT}).encode())
+        elif path in (f"{of_model}/tree/{SHA}", f"{of_model}/tree/{NEXT}"):
             self.send(json.dumps([self.entry(name) for name in self.files]).encode())
-        elif path.startswith(f"/{NAME}/resolve/{SHA}/"):
+        elif path.startswith((f"/{NAME}/resolve/{SHA}/", f"/{NAME}/resolve/{NEXT}/")):
             self.send(self.files[path.rpartition("/")[2]], has_body)
         else:
             self.send(b"{}", status=404, **{"X-Error-Code": "RepoNotFound"})
@@ -63,7 +67,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def send(self, body, has_body=True, status=200, **headers):
         self.send_response(status)
         etag = hashlib.sha1(body).hexdigest()
-        named = {"ETag": f'"{etag}"', "X-Repo-Commit": SHA, "Content-Length": len(body)}
+        sha = NEXT if NEXT in self.path else SHA
+        named = {"ETag": f'"{etag}"', "X-Repo-Commit": sha, "Content-Length": len(body)}
         for name, value in (named | headers).items():
             self.send_header(name, str(value))
         self.end_headers()
@@ -105,7 +110,11 @@ class HubTest(parameterized.TestCase):
         with self.subTest("also without a network"):
             hub.folder.cache_clear()
             self.set_hub(closed_port())
-            self.assertEqual(loading.find(NAME).folder.name, SHA)
+            with self.disk(free=0), self.assertNoLogs("absl", "INFO"):
+                self.assertEqual(loading.find(NAME).folder.name, SHA)
+
+    def test_a_revision_is_asked_for(self):
+        self.assertEqual(loading.find(f"{NAME}@v2").folder.name, NEXT)
 
     def test_without_a_network_it_says_how_to_download(self):
         self.set_hub(closed_port())
@@ -117,13 +126,21 @@ class HubTest(parameterized.TestCase):
         with self.assertRaisesRegex(config_lib.InputError, "no folder some-org/other"):
             loading.find("some-org/other")
 
+    def disk(self, free):
+        usage = mock.Mock(return_value=mock.Mock(free=free))
+        return mock.patch.object(shutil, "disk_usage", usage)
+
     def test_a_disk_without_room(self):
-        usage = mock.Mock(return_value=mock.Mock(free=1000))
+        wanted = [n for n in Hub.files if pathlib.Path(n).suffix in (".json", TENSORS)]
+        size = sum(len(Hub.files[name]) for name in wanted)
         with (
-            mock.patch.object(shutil, "disk_usage", usage),
+            self.disk(free=size - 1),
             self.assertRaisesRegex(config_lib.InputError, "set HF_HUB_CACHE"),
         ):
             loading.find(NAME)
+        self.assertEmpty([path for path in Hub.asked if "resolve" in path])
+        with self.disk(free=size):
+            self.assertEqual(loading.find(NAME).folder.name, SHA)
 
     def test_a_path_below_a_folder_is_no_name(self):
         folder = self.create_tempdir().full_path
