@@ -36,7 +36,7 @@ def segment_bounds(
       segment_ids: document of each token, contiguous; 0 is padding, which sees nothing.
     """
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
-    before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    before = jnp.roll(segment_ids, 1, axis=1)  # a row's first token starts at 0 anyway
     starts = jnp.where(segment_ids != before, index, 0)
     return lax.cummax(starts, axis=1), jnp.where(segment_ids > 0, index + 1, 0)
 

@@ -71,7 +71,7 @@ def grouped_codes(
 
 
 def takes_grouped_codes(
-    x: Array, codes: Array, scales: Array, group_sizes: Array, first: Array | int = 0
+    x: Array, codes: Array, scales: Array, group_sizes: Array, first: Array | int
 ) -> bool:
     """Returns whether the platform has a kernel of `grouped_codes` for these."""
     name = dispatch.platform()

@@ -17,7 +17,7 @@ def grouped_codes(
     rows = jnp.arange(x.shape[0])
     group = jnp.searchsorted(jnp.cumsum(group_sizes), rows, side="right")
     has_group = group < len(group_sizes)
-    group = jnp.where(has_group, group, 0)
+    group = group * has_group
     own = scales[group + (first if len(scales) == len(codes) else 0)]
     matrices = unpacked(codes)[first + group].astype(dtype)
     blocks = x.astype(dtype).reshape(len(x), num_blocks, -1)
@@ -32,5 +32,5 @@ def unpacked(codes: Array) -> Array:
     if codes.dtype != jnp.uint8:
         return codes
     low = (codes << 4).astype(jnp.int8) >> 4  # the shift of a signed byte keeps signs
-    pairs = jnp.stack([low, codes.astype(jnp.int8) >> 4], axis=-2)
-    return pairs.reshape(*codes.shape[:-2], -1, codes.shape[-1])
+    pairs = jnp.stack([low, codes.astype(jnp.int8) >> 4], axis=2)
+    return pairs.reshape(len(codes), -1, codes.shape[2])

@@ -22,8 +22,10 @@ def masked_mla(
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.where(seen, jnp.exp(scores - top), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    probs = weights / jnp.where(total > 0, total, 1)
-    lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), 0)
+    has_key = total > 0
+    total = jnp.where(has_key, total, 1)
+    probs = weights / total
+    lse = jnp.where(has_key, top + jnp.log(total), 0)
     out = jnp.einsum(
         "bnts,bsno->btno", probs.astype(v.dtype), v, preferred_element_type=jnp.float32
     )

@@ -33,8 +33,10 @@ def attend(
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.where(is_key, jnp.exp(scores - top), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    probs = weights / jnp.where(total > 0, total, 1)
-    lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), 0)
+    has_key = total > 0
+    total = jnp.where(has_key, total, 1)
+    probs = weights / total
+    lse = jnp.where(has_key, top + jnp.log(total), 0)
     out = jnp.einsum(
         "btnk,btkc->btnc",
         probs.astype(rows.dtype),

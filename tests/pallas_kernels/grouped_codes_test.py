@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import grouped_codes
+from pallas_kernels import chips, grouped_codes, takes_grouped_codes
 from tests import environment
+from tests.pallas_kernels.dispatch_test import meant_for
 
 NUM_MATRICES, DEPTH, WIDTH, ROWS = 5, 512, 128, 70
 SIZES, FIRST = (3, 0, 40), 2  # rows of each group; the matrix of the first one
@@ -83,13 +84,45 @@ class GroupedCodesTest(parameterized.TestCase):
         if "scales" in shapes:
             scales = jnp.zeros(shapes["scales"], jnp.float32)
         with self.assertRaisesRegex(ValueError, f"^grouped_codes: {message}"):
-            grouped_codes(x, codes, scales, sizes)
+            grouped_codes(x, codes, scales, sizes, FIRST)
+
+    def test_a_scale_of_half_a_byte_is_refused(self):
+        x, codes, _, sizes, _ = make_inputs("int4", 4, False)
+        scales = jnp.ones((NUM_MATRICES, DEPTH, WIDTH))
+        with self.assertRaisesRegex(ValueError, "into whole bytes, got 512"):
+            grouped_codes(x, codes, scales, sizes, FIRST)
+
+    def test_groups_are_cut_where_the_rows_end(self):
+        x, codes, scales, _, _ = make_inputs("int8", 4, True)
+        got, want = (
+            grouped_codes(
+                x, codes, scales, jnp.asarray(sizes), FIRST, implementation="reference"
+            )
+            for sizes in ((3, 0, 400), (3, 0, ROWS - 3))
+        )
+        np.testing.assert_array_equal(got, want)
+
+    def test_the_first_group_has_the_first_matrix_by_default(self):
+        *args, _ = make_inputs("int8", 4, True)
+        got, want = (
+            grouped_codes(*args, *first, implementation="reference")
+            for first in ((), (0,))
+        )
+        np.testing.assert_array_equal(got, want)
+
+    def test_the_kernel_is_for_a_tpu_with_room(self):
+        *args, _ = make_inputs("int8", 4, True)
+        self.assertFalse(takes_grouped_codes(*args, FIRST))
+        with meant_for(chips.CHIPS["v5p"]):
+            self.assertTrue(takes_grouped_codes(*args, FIRST))
+            long = jnp.zeros((2**16, DEPTH), jnp.int8)
+            self.assertFalse(takes_grouped_codes(long, *args[1:], FIRST))
 
     def test_rows_beyond_vmem_are_refused(self):
         x = jnp.zeros((16384, DEPTH), jnp.bfloat16)
         big = jnp.zeros((1, DEPTH, 8192), jnp.int8), jnp.ones((1, 4, 8192))
         with self.assertRaisesRegex(NotImplementedError, "bytes of VMEM"):
-            grouped_codes(x, *big, jnp.asarray([1]), implementation="tpu_interpret")
+            grouped_codes(x, *big, jnp.asarray([1]), 0, implementation="tpu_interpret")
 
 
 if __name__ == "__main__":
