@@ -37,8 +37,8 @@ def indexer_mask(
     """Marks the first `topk` visible keys in a stable sort by descending score."""
     seen = selection.visible(lo, hi, k.shape[1])
     scores = ranked(indexer_scores(q, k, w), seen)
-    order = jnp.argsort(-scores, axis=-1, stable=True)
-    rank = jnp.argsort(order, axis=-1, stable=True)
+    order = jnp.argsort(-scores)  # stable: of equal scores the lower index goes first
+    rank = jnp.argsort(order)
     return ((rank < topk) & seen).swapaxes(1, 2)
 
 

@@ -57,7 +57,7 @@ def tile_scores(k: Array, queries: tuple[Array, float], keep: Array) -> Array:
     """
     q, rest = queries
     scores = jnp.einsum("nsh,nth->nst", k, q, preferred_element_type=jnp.float32)
-    return jnp.where(keep[None], scores if rest == 1 else scores * rest, HIDDEN)
+    return jnp.where(keep[None], scores * rest, HIDDEN)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -74,7 +74,7 @@ def _attend(
         top = jnp.max(scores, axis=1)
         weights = jnp.exp(scores - top[:, None])
         total = jnp.sum(weights, axis=1)
-        is_empty = top <= HIDDEN / 2
+        is_empty = top == HIDDEN
         inverse = jnp.where(is_empty, 0, 1 / total)
         out = jnp.einsum("nos,nst->not", v_NOS, weights)
         out = (out * inverse[:, None]).swapaxes(1, 2).astype(q.dtype)

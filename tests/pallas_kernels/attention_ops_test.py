@@ -10,6 +10,7 @@ from absl.testing import parameterized
 from pallas_kernels import indexer_kl_loss, indexer_mask, indexer_topk, masked_mla
 from pallas_kernels.indexer_topk import reference as indexer_reference
 from pallas_kernels.indexer_topk import tiled as indexer_tiled
+from pallas_kernels.masked_mla import tiled as attention_tiled
 from tests import environment
 from tests.pallas_kernels import program
 
@@ -51,6 +52,19 @@ def make_inputs(num_queries, num_keys, seed=0):
 
 def selected(x, topk):
     return program.call(indexer_mask, *x["index"], x["lo"], x["hi"], topk=topk)
+
+
+class ScaleTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("bfloat16", 0.25, 0.25, 1.0),
+        ("bfloat16", 0.3, 1.0, 0.3),  # rounded, every score would be wrong alike
+        ("float32", 0.3, 0.3, 1.0),
+    )
+    def test_queries_are_scaled_where_that_is_exact(self, dtype, scale, factor, rest):
+        q = jnp.asarray([1.0, -3.0], dtype)
+        got, left = attention_tiled.scaled(q, scale)
+        np.testing.assert_array_equal(got, factor * q)
+        self.assertEqual((got.dtype, left), (dtype, rest))
 
 
 class SelectionTest(parameterized.TestCase):
