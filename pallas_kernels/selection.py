@@ -155,9 +155,9 @@ def to_list(mask: Bool[Array, "B S T"], topk: int) -> Int[Array, "B T K"]:
     num_keys = mask.shape[1]
     s = jnp.arange(num_keys, dtype=jnp.int32)[None, :, None]
     rows = jnp.sort(jnp.where(mask, s, num_keys).swapaxes(1, 2), axis=-1)[..., :topk]
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, max(topk - num_keys, 0))), "constant")
-    is_key = (rows < num_keys) & (jnp.arange(topk)[None, None] < num_keys)
-    return jnp.where(is_key, rows, -1)
+    room = ((0, 0), (0, 0), (0, max(topk - num_keys, 0)))
+    rows = jnp.pad(rows, room, constant_values=num_keys)
+    return jnp.where(rows < num_keys, rows, -1)
 
 
 def to_mask(indices: Int[Array, "B T K"], num_keys: int) -> Bool[Array, "B S T"]:
