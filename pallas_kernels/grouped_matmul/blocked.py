@@ -94,7 +94,7 @@ def _rows_times_matrix(
     x: Array, w: Array, scales: Array | None, group_sizes: Array, formula: str
 ) -> Array:
     """Multiplies tile by tile; the next group overwrites rows after a group's end."""
-    size = _tile_rows(x.shape[0], w.shape[0])
+    size = _tile_rows(len(x), len(w))
     padded = jnp.pad(x, ((0, size), (0, 0)))
     width = w.shape[2] if formula.endswith("mn") else w.shape[1]
     product = functools.partial(jnp.einsum, formula, preferred_element_type=x.dtype)
@@ -118,13 +118,13 @@ def _rows_times_matrix(
 
     # An empty group needs no matrix; only the conversion of codes would cost.
     step = group if scales is None else unless_empty
-    out = varying.zeros((padded.shape[0], width), x.dtype, (x, w, group_sizes))
-    return lax.fori_loop(0, w.shape[0], step, out)[: x.shape[0]]
+    out = varying.zeros((len(padded), width), x.dtype, (x, w, group_sizes))
+    return lax.fori_loop(0, len(w), step, out)[: len(x)]
 
 
 def _rows_times_rows(x: Array, dy: Array, group_sizes: Array) -> Array:
     """Computes dw[e] = x_e^T dy_e, summed in float32 over the tiles of group e."""
-    size = _tile_rows(x.shape[0], group_sizes.shape[0])
+    size = _tile_rows(len(x), len(group_sizes))
     x = jnp.pad(x, ((0, size), (0, 0)))
     dy = jnp.pad(dy, ((0, size), (0, 0)))
 
@@ -145,4 +145,4 @@ def _rows_times_rows(x: Array, dy: Array, group_sizes: Array) -> Array:
         zeros = varying.zeros(shape, jnp.float32, (x, dy, group_sizes))
         return lax.fori_loop(0, num_tiles, tile, zeros)
 
-    return lax.map(group, jnp.arange(group_sizes.shape[0]))
+    return lax.map(group, jnp.arange(len(group_sizes)))
