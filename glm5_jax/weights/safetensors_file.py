@@ -82,7 +82,7 @@ class Tensor:
         """Writes whole rows from `row` on into a file that `create` made."""
         assert values.dtype == DTYPES[self.dtype]
         assert values.shape[1:] == self.shape[1:]
-        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        data = np.ascontiguousarray(values).ravel().view(np.uint8).data
         with self.path.open("r+b", buffering=0) as file:
             file.seek(self.offset + row * self._row_bytes)
             while data:

@@ -56,6 +56,7 @@ class RoundTripTest(FileCase):
         tensors = safetensors_file.create(
             path, {name: (array.dtype, array.shape) for name, array in ARRAYS.items()}
         )
+        self.assertEqual(safetensors_file.read_header(path), tensors)
         for name, array in ARRAYS.items():
             self.assertEqual(tensors[name].offset % array.dtype.itemsize, 0, name)
             starts = range(0, len(array), 5) if array.ndim else [0]
