@@ -589,6 +589,14 @@ class ConfigTest(FolderCase):
         config = self.changed(mlp_layer_types=None, first_k_dense_replace=9)
         self.assertEqual(config.first_k_dense_replace, 5)
         self.changed(n_group=4, topk_group=4)  # all groups are chosen
+        values = json.loads((GOLDEN / "glm5" / "config.json").read_text())
+        for name in ("eos_token_id", "pad_token_id", "num_nextn_predict_layers"):
+            values.pop(name, None)
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        (folder / "config.json").write_text(json.dumps(values))
+        config = huggingface.read_config(folder)
+        self.assertEqual((config.eos_token_id, config.pad_token_id), ((1,), None))
+        self.assertFalse(config.has_mtp)
 
     def test_warns_of_unknown_keys(self):
         with self.assertLogs(level="WARNING") as logged:
@@ -617,6 +625,14 @@ class ConfigTest(FolderCase):
             *("moe_layer_freq", "rope_interleave", "scoring_func", "topk_method"),
         }
         self.assertEmpty(set(written) - set(of_transformers) - of_zai - {"kept"})
+        only = {  # as in the releases of GLM-5
+            **{"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu"},
+            **{"indexer_rope_interleave": True, "rope_interleave": True},
+            **{"moe_layer_freq": 1, "n_group": 1, "topk_group": 1},
+            **{"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+            **{"tie_word_embeddings": False},
+        }
+        self.assertEqual(written, written | only)
         (folder / "config.json").unlink()
         huggingface.write_config(config, folder)
         text = json.dumps(written | ours | {"expert_transport": "exchange"})
