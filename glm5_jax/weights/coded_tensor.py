@@ -88,14 +88,15 @@ class PackedCodes:
         left, right, _ = columns.indices(self.shape[1])
         words = self.words[rows, left // 8 : -(-right // 8)].view(np.uint32)
         codes = (words[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & 15
-        codes = codes.reshape(len(words), -1).astype(np.int8) - 8
+        codes = codes.reshape(len(words), 8 * words.shape[1]).astype(np.int8) - 8
         return codes[:, left % 8 : left % 8 + right - left]
 
 
 def packed(codes: np.ndarray) -> np.ndarray:
     """Returns the int32 of int4 codes [rows, columns], as `PackedCodes` reads them."""
     parts = (codes.astype(np.int16) + 8).astype(np.uint32)
-    parts = parts.reshape(len(codes), -1, 8) << np.arange(0, 32, 4, dtype=np.uint32)
+    parts = parts.reshape(len(codes), codes.shape[1] // 8, 8)
+    parts = parts << np.arange(0, 32, 4, dtype=np.uint32)
     return np.bitwise_or.reduce(parts, axis=-1).view(np.int32)
 
 
