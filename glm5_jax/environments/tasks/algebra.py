@@ -138,7 +138,9 @@ def _read(path: pathlib.Path) -> Mapping[str, list[_Draft]]:
             error
         )
     rows: dict[str, list[_Draft]] = {split: [] for split in protocol.SPLITS}
-    for number, line in enumerate(filter(None, lines), 1):
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
         try:
             row = json.loads(line)
             draft = _Draft(row["problem"], str(row["answer"]))
@@ -156,11 +158,11 @@ def _polynomial(terms: Mapping[int, int]) -> str:
     text = ""
     for power, factor in sorted(terms.items(), reverse=True):
         if factor:
-            size = "" if abs(factor) == 1 and power else str(abs(factor))
-            letter = {0: "", 1: "x"}.get(power, f"x^{{{power}}}")
-            sign = "-" if factor < 0 else "+" if text else ""
-            text += f"{sign}{size}{letter}"
-    return text or "0"
+            size = f"{factor:+d}"
+            if power and abs(factor) == 1:
+                size = size[0]
+            text += size + {0: "", 1: "x"}.get(power, f"x^{{{power}}}")
+    return text.removeprefix("+")
 
 
 def _factor(rng: random.Random) -> int:

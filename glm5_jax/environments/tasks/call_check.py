@@ -74,11 +74,7 @@ def _filled(wanted: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         key: next((one for one in values if one != _OMITTED), _OMITTED)
         for key, values in wanted.items()
     }
-    return {
-        key: _example(one)
-        for key, one in chosen.items()
-        if one != _OMITTED or wanted[key] != [_OMITTED]
-    }
+    return {key: _example(one) for key, one in chosen.items() if one != _OMITTED}
 
 
 def _example(wanted: Any) -> Any:

@@ -89,7 +89,7 @@ def by_position(right: str, said: str) -> float:
     """Returns the fraction of positions with the right letter; extra ones are wrong."""
     said = said.strip()
     same = sum(a == b for a, b in zip(right, said, strict=False))
-    return same / max(len(right), len(said), 1)
+    return same / max(len(right), len(said))
 
 
 def same_number(right: str, said: str) -> float:

@@ -132,7 +132,7 @@ def parse(name: str) -> tuple[str, int, int]:
     kind_name, _, size = name.partition(":")
     kind = _KINDS.get(kind_name)
     if kind is None:
-        close = difflib.get_close_matches(kind_name, names(), n=1)
+        close = difflib.get_close_matches(kind_name, names())
         guess = f" Did you mean {close[0]!r}?" if close else ""
         raise config.InputError(
             f"There is no task {kind_name!r}.{guess} Choose one of "

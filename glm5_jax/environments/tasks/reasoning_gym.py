@@ -35,7 +35,7 @@ class ReasoningGym:
         self._dataset = name.removeprefix(PREFIX)
         self._gym = _imported()
         self._at = functools.lru_cache(maxsize=4)(self._make)
-        self._at(0)  # an unknown name raises now
+        self._scorer = self._at(0)  # an unknown name raises now
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
         """Returns the first entry of the split in the index-th block of a dataset.
@@ -60,12 +60,12 @@ class ReasoningGym:
 
     def environment(self) -> protocol.Environment:
         """Returns an environment that scores one turn."""
-        return _SingleTurn(self._at(0))
+        return _SingleTurn(self._scorer)
 
     def demonstration(self, task: protocol.Task) -> Sequence[messages.Message] | None:
         """Returns question and answer; None if the entry's answer does not score 1."""
         answer = task.answer["answer"]
-        if answer is None or self._at(0).score_answer(answer, task.answer) != 1:
+        if answer is None or self._scorer.score_answer(answer, task.answer) != 1:
             return None
         return (*task.messages, {"role": "assistant", "content": str(answer)})
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import pathlib
 import random
 import sys
@@ -12,7 +13,7 @@ from unittest import mock
 from absl.testing import parameterized
 
 from glm5_jax import config, environments
-from glm5_jax.environments import validate
+from glm5_jax.environments import protocol, validate
 from glm5_jax.environments.tasks import call_check, function_calls
 from tests import environment
 from tests.environments import episodes
@@ -40,6 +41,10 @@ class CheckTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("value", {**GOOD, "a": 3}),
         ("type", {**GOOD, "a": "1"}),
+        ("text", {**GOOD, "b": "Boston"}),
+        ("number_for_text", {**GOOD, "b": 1}),
+        ("text_for_list", {**GOOD, "c": "xx"}),
+        ("number_in_list", {**GOOD, "c": [2.5, "x"]}),
         ("float", {**GOOD, "a": 1.0}),
         ("truth_value", {**GOOD, "a": True}),
         ("one_for_true", {**GOOD, "d": 1}),
@@ -59,6 +64,9 @@ class CheckTest(parameterized.TestCase):
         self.assertTrue(call_check.is_right([two, one], wanted))
         for calls in ([one], [one, one], [one, two, two], []):
             self.assertFalse(call_check.is_right(calls, wanted))
+        overlapping = [{"f": {"a": [1, 2]}}, {"f": {"a": [1, 3]}}]
+        self.assertTrue(call_check.is_right([one, one], overlapping))
+        self.assertFalse(call_check.is_right([one, ("f", {"a": 4})], overlapping))
 
     def test_nested_values(self):
         right = {"rows": [{"n": 2}], "plain": {"deep": {"x": 1}}}
@@ -66,6 +74,20 @@ class CheckTest(parameterized.TestCase):
         for rows in ([{"n": 3}], [{"n": 2, "m": 1}], [{}], [], [{"n": 2}, {"n": 2}]):
             wrong = {**right, "rows": rows}
             self.assertFalse(call_check.is_right(call(wrong), [ROW]), rows)
+        for plain in (2, {}, {"deep": {"x": 2}}, {"deep": {"x": 1, "y": 2}}):
+            wrong = {**right, "plain": plain}
+            self.assertFalse(call_check.is_right(call(wrong), [ROW]), plain)
+
+    def test_a_right_call_is_made_of_the_possible_values(self):
+        name, arguments = call_check.right_call(
+            {"f": {**ROW["f"], "left_out": [""], "may_be": ["", "given"]}}
+        )
+        wanted = {
+            "rows": [{"k": "v", "n": 2.0}],
+            "plain": {"deep": {"x": 1}},
+            "may_be": "given",
+        }
+        self.assertEqual((name, arguments), ("f", wanted))
 
 
 class WithoutTest(parameterized.TestCase):
@@ -78,6 +100,168 @@ class WithoutTest(parameterized.TestCase):
             environments.make("bfcl")
         with self.assertRaisesRegex(config.InputError, "no category 'vim'.*parallel"):
             environments.make("bfcl:vim")
+
+
+def function(name, required=(), **types):
+    """Returns a function as the package's data describes it."""
+    properties = {key: {"type": kind} for key, kind in types.items()}
+    parameters = {"type": "dict", "properties": properties, "required": [*required]}
+    return {"name": name, "description": f"Does {name}.", "parameters": parameters}
+
+
+AREA = function("math.area", ["side"], side="integer", unit="string", more="any")
+AREA["parameters"]["properties"]["ends"] = {"type": "tuple", "items": {"type": "float"}}
+# By category, the functions of each task and its possible answers.
+DATA = {
+    "simple_python": [
+        ([AREA], [{"math.area": {"side": [5.0, ""], "unit": ["m", ""], "old": [""]}}]),
+        ([AREA], [{"math.area": {"side": [5], "old": ["x"]}}]),  # nothing is right
+        ([AREA], [{"math.area": {"side": [""], "more": [5.0, 2.5]}}]),
+    ],
+    "parallel": [
+        (
+            [function("f", x="float"), function("g")],
+            [{"f": {"x": [1.5]}}, {"g": {}}],
+        )
+    ],
+    "irrelevance": [([AREA], None), ([], None)],
+}
+
+
+class SubstituteTest(parameterized.TestCase):
+    """The tasks of a package with a few rows in its form."""
+
+    def setUp(self):
+        super().setUp()
+        folder = self.create_tempdir()
+        folder.create_file("bfcl_eval/__init__.py")
+        for category in function_calls.CATEGORIES:
+            rows, answers = [], []
+            for i, (functions, right) in enumerate(DATA.get(category, ())):
+                row = {"id": f"{category}_{i}", "function": functions}
+                said = {"role": "user", "content": f"{category} {i}"}
+                rows.append(row | {"question": [[said], [{"role": "later"}]]})
+                answers.append({"id": row["id"], "ground_truth": right})
+            name = f"BFCL_v4_{category}.json"
+            files = {f"bfcl_eval/data/{name}": rows}
+            if "irrelevance" not in category:
+                files[f"bfcl_eval/data/possible_answer/{name}"] = answers
+            for file, content in files.items():
+                folder.create_file(file, content="\n\n".join(map(json.dumps, content)))
+        self.enter_context(
+            mock.patch.object(sys, "path", [folder.full_path, *sys.path])
+        )
+        function_calls._read.cache_clear()
+        self.addCleanup(function_calls._read.cache_clear)
+
+    def test_a_task_says_all_of_its_row(self):
+        taskset = environments.make("bfcl:simple_python")
+        self.assertEqual(taskset.size("held_out"), 2)
+        self.assertEqual(taskset.size("train"), 0)
+        first, last = (taskset.task("held_out", 0, i) for i in range(2))
+        self.assertEqual(taskset.task("held_out", 9, 5), last)
+        properties = {
+            "side": {"type": "integer"},
+            "unit": {"type": "string"},
+            "more": {},
+            "ends": {"type": "array", "items": {"type": "number"}},
+        }
+        parameters = {"type": "object", "properties": properties, "required": ["side"]}
+        described = {"name": "math_area", "description": "Does math.area."}
+        tool = {"type": "function", "function": described | {"parameters": parameters}}
+        self.assertEqual(
+            first,
+            protocol.Task(
+                "simple_python_0",
+                ({"role": "user", "content": "simple_python 0"},),
+                [{"math_area": {"side": [5], "unit": ["m", ""]}}],
+                (tool,),
+                "simple_python_0",
+                "simple_python",
+            ),
+        )
+        self.assertIs(type(first.answer[0]["math_area"]["side"][0]), int)
+        self.assertEqual(
+            last.answer, [{"math_area": {"side": [""], "more": [5.0, 2.5]}}]
+        )
+
+    def test_categories_come_in_turn_while_they_last(self):
+        taskset = environments.make("bfcl")
+        tasks = [
+            taskset.task("held_out", 0, i) for i in range(taskset.size("held_out"))
+        ]
+        self.assertEqual(
+            [task.tag for task in tasks],
+            [
+                "simple_python",
+                "parallel",
+                "irrelevance",
+                "simple_python",
+                "irrelevance",
+            ],
+        )
+        with self.assertRaisesRegex(config.InputError, "no tasks in train"):
+            taskset.task("train", 0, 0)
+
+    def test_turns(self):
+        taskset = environments.make("bfcl")
+        one, two, none = (taskset.task("held_out", 0, i) for i in range(3))
+        both = [
+            {"function": {"name": "g", "arguments": {}}},
+            {"function": {"name": "f", "arguments": '{"x": 1.5}'}},
+        ]
+        for task, content, calls, reward in (
+            (one, "m", [], 0.0),
+            (two, "", both, 1.0),
+            (two, "Both.", both, 1.0),
+            (two, "", both[:1], 0.0),
+            (two, "", [{"function": {"name": ""}}], 0.0),
+            (none, "None fits.", None, 1.0),
+            (none, "", both, 0.0),
+            (none, " ", [], 0.0),
+            (none, None, [], 0.0),
+            (none, "None fits.", [{"function": {}}], 0.0),
+        ):
+            turn = {"role": "assistant", "content": content, "tool_calls": calls}
+            (result,) = episodes.play(taskset, task, turn)
+            paid = protocol.Reward(reward, {"correct": reward})
+            self.assertEqual(result, protocol.StepResult((), paid, True, False), turn)
+
+    def test_attempts(self):
+        taskset = environments.make("bfcl")
+        tasks = [taskset.task("held_out", 0, i) for i in range(5)]
+        found = []
+        for task in tasks:
+            attempts = taskset.attempts(task)
+            (right,) = attempts.right
+            self.assertEqual(taskset.demonstration(task), (*task.messages, right))
+            wrong = [turn for (turn,) in attempts.wrong]
+            for turn, reward in ((right, 1.0), *((turn, 0.0) for turn in wrong)):
+                (result,) = episodes.play(taskset, task, turn)
+                self.assertEqual(result.reward.total, reward, turn)
+            found.append([[*calls_of(turn)] for turn in (right, *wrong)])
+        f, g = ("f", {"x": 1.5}), ("g", {})
+        other = ("a_function_of_nobody", {})
+        self.assertEqual(
+            found[1],
+            [
+                [f, g],
+                [f, g, f],
+                [other, g],
+                [("f", {"x": 1.5, "more": 1}), g],
+                [("f", {"x": ["changed"]}), g],
+                [],
+            ],
+        )
+        changed = [("math_area", {"side": ["changed"], "unit": "m"})]
+        self.assertEqual(found[0][-2], changed)
+        self.assertEqual(found[2], [[], [("math_area", {})]])
+        self.assertEqual(found[4], [[], [other]])
+
+
+def calls_of(turn):
+    for made in turn.get("tool_calls", ()):
+        yield made["function"]["name"], made["function"]["arguments"]
 
 
 @unittest.skipUnless(HAS_DATA, "bfcl-eval is not installed")

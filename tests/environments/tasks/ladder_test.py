@@ -1,5 +1,7 @@
 """Every taskset: names, splits, demonstrations that earn 1, wrong answers."""
 
+import contextlib
+import io
 import math
 import pathlib
 import re
@@ -82,6 +84,32 @@ class TasksetTest(parameterized.TestCase):
             for i in range(10)
         }
         self.assertLen(ids, 60)
+
+    @parameterized.named_parameters(*EACH)
+    def test_programs_print_the_answer(self, name):
+        taskset = environments.make(name)
+        for i in range(20):
+            task, said = taskset.task("held_out", 3, i), io.StringIO()
+            program = taskset.program(task)
+            if name in ("countdown", "calculator", "calculator_untold"):
+                self.assertIsNone(program)
+                continue
+            with contextlib.redirect_stdout(said):
+                exec(program, {})
+            (result,) = episodes.play(taskset, task, said.getvalue())
+            self.assertEqual(result.reward.total, 1.0)
+
+    def test_attempts_are_wrong_by_one_where_the_answer_is_a_number(self):
+        for name, more in (("gcd", 1), ("arithmetic", 1), ("sort", 0)):
+            taskset = environments.make(name)
+            task = taskset.task("train", 0, 0)
+            attempts = taskset.attempts(task)
+            self.assertEqual(
+                [turn["content"] for turn in attempts.right], [task.answer]
+            )
+            wrong = [turn["content"] for (turn,) in attempts.wrong]
+            numbers = [str(int(task.answer) + 1)] if more else []
+            self.assertEqual(wrong, ["\n", "?", *numbers])
 
     def test_environments_do_not_share_anything(self):
         taskset = environments.make("reverse")

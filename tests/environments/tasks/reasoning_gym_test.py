@@ -1,6 +1,9 @@
 """The adapter, with a substitute for the library, and with it where installed."""
 
+import dataclasses
+import hashlib
 import importlib.util
+import json
 import random
 import sys
 import types
@@ -20,10 +23,12 @@ IS_INSTALLED = importlib.util.find_spec("reasoning_gym") is not None
 class Dataset:
     """Sums. As in the library, entry i depends on seed + i, and scores are partial."""
 
-    def __init__(self, seed):
-        self._seed = seed
+    def __init__(self, seed, size):
+        self._seed, self._size = seed, size
 
     def __getitem__(self, i):
+        if not 0 <= i < self._size:
+            raise IndexError(i)
         rng = random.Random(self._seed + i)
         a, b = rng.randint(0, 99), rng.randint(0, 99)
         return {"question": f"{a} + {b} =", "answer": str(a + b), "metadata": {}}
@@ -31,13 +36,15 @@ class Dataset:
     def score_answer(self, answer, entry):
         if answer == "crash":
             raise KeyError(answer)
+        if answer == "half":
+            return 0.5
         return 1.0 if answer == entry["answer"] else 0.01
 
 
 def create_dataset(name, seed, size):
     if name != "sums":
         raise ValueError(f"Dataset {name!r} not registered")
-    return Dataset(seed)
+    return Dataset(seed, size)
 
 
 class AdapterTest(parameterized.TestCase):
@@ -53,9 +60,12 @@ class AdapterTest(parameterized.TestCase):
         (right,) = episodes.play(taskset, task, f" {task.answer['answer']}\n")
         parts = {"correct": 1.0, "score": 1.0}
         self.assertEqual(right.reward, protocol.Reward(1.0, parts))
+        self.assertEqual((right.terminated, right.truncated), (True, False))
         (wrong,) = episodes.play(taskset, task, "1000")
         self.assertEqual(wrong.reward.total, 0.0)
         self.assertEqual(wrong.reward.parts["score"], 0.01)
+        (silent,) = episodes.play(taskset, task, {"role": "assistant", "content": None})
+        self.assertEqual(silent.reward.total, 0.0)
 
     def test_splits_and_places(self):
         taskset = environments.make("reasoning_gym:sums")
@@ -78,6 +88,23 @@ class AdapterTest(parameterized.TestCase):
         task = taskset.task("train", 0, 0)
         answer = taskset.demonstration(task)[-1]["content"]
         self.assertEqual(answer, task.answer["answer"])
+        for other in (None, "half"):  # no answer, and one of which the scorer doubts
+            entry = {**task.answer, "answer": other}
+            unknown = dataclasses.replace(task, answer=entry)
+            self.assertIsNone(taskset.demonstration(unknown))
+
+    def test_no_task_ever_changes(self):
+        """Also behind the last entry of a dataset, where it begins anew."""
+        taskset = environments.make("reasoning_gym:sums")
+        places = [
+            (split, seed, index)
+            for split in ("train", "held_out")
+            for seed in (0, 7)
+            for index in (0, 1, 2, 2147483, 2147484)
+        ]
+        text = json.dumps([taskset.task(*place).messages for place in places])
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.assertEqual(digest, "0d4907d6f2b13439")
 
     def test_a_scorer_that_falls_over(self):
         taskset = environments.make("reasoning_gym:sums")
