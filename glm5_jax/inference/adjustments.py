@@ -119,9 +119,9 @@ def details(
       ids: the drawn tokens.
       wishes: if nobody asks for alternatives, they are zeros.
     """
-    total = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
-    size = min(requests.MAX_ALTERNATIVES, logits.shape[-1])
+    total = jax.nn.logsumexp(logits, axis=1)
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
+    size = min(requests.MAX_ALTERNATIVES, logits.shape[1])
 
     def likeliest(logits: Array) -> tuple[Array, Array]:
         values, found = jax.lax.top_k(logits, size)
@@ -139,13 +139,16 @@ def details(
 
 def no_details(rows: int, num_steps: int, vocab_size: int) -> Details:
     """Returns zeros for `num_steps` tokens of each row."""
-    size = min(requests.MAX_ALTERNATIVES, vocab_size)
-    zeros = jnp.zeros((rows, num_steps, size), jnp.float32)
-    return Details(zeros[..., 0], zeros.astype(jnp.int32), zeros)
+    shape = rows, num_steps, min(requests.MAX_ALTERNATIVES, vocab_size)
+    return Details(
+        jnp.zeros((rows, num_steps), jnp.float32),
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, jnp.float32),
+    )
 
 
 def _penalized(logits: Array, wishes: Adjustments) -> Array:
-    size = logits.shape[-1]
+    size = logits.shape[1]
 
     def counts(ids: Array) -> Array:
         zeros = jnp.zeros(logits.shape, jnp.float32)

@@ -84,7 +84,7 @@ class Grammars:
         Raises:
           GrammarError: a source is no such grammar, or llguidance is missing.
         """
-        key = json.dumps(sources, ensure_ascii=False)
+        key = json.dumps(sources)
         with self._lock:
             matcher = self._kept.get(key)
         if matcher is None:
@@ -103,7 +103,7 @@ class Grammars:
             named = [{**part, "name": f"part_{i}"} for i, part in enumerate(parts)]
             rule = " | ".join(f"@{part['name']}" for part in named)
             parts = [{"name": "main", "lark_grammar": f"start: {rule}"}, *named]
-        text = json.dumps({"grammars": parts}, ensure_ascii=False)
+        text = json.dumps({"grammars": parts})
         matcher = library.LLMatcher(self._library_tokenizer, text, log_level=0)
         if matcher.is_error():
             raise GrammarError(_shown(matcher.get_error()))
@@ -169,13 +169,13 @@ class _Matcher:
     def consume(self, ids: Sequence[int]) -> None:
         """Appends tokens to the text."""
         ids = [id for id in ids if id not in self._grammar.ends]
-        if ids and not self._matcher.consume_tokens(ids):
-            self._check()
+        self._matcher.consume_tokens(ids)
+        self._check()
 
     def rollback(self, number: int) -> None:
         """Removes the last tokens from the text."""
-        if number and not self._matcher.rollback(number):
-            self._check()
+        self._matcher.rollback(number)
+        self._check()
 
     def _check(self) -> None:
         """Raises ConstraintError if the library cannot continue."""
@@ -219,7 +219,7 @@ def with_blanks(schema: Any) -> Any:
     return {**schema, "x-guidance": _BLANKS} if isinstance(schema, Mapping) else schema
 
 
-def alternatives(texts: Sequence[str]) -> str:
+def alternatives(texts: Any) -> str:
     """Returns the texts as alternatives of a Lark rule.
 
     Raises:
@@ -238,8 +238,15 @@ def literal(text: str) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Returns a regular expression as one of Lark's form."""
-    return f"/{_library().regex_to_lark(pattern)}/"
+    """Returns a regular expression as one of Lark's form.
+
+    Raises:
+      GrammarError: its characters have no UTF-8.
+    """
+    try:
+        return f"/{_library().regex_to_lark(pattern)}/"
+    except ValueError as error:
+        raise GrammarError(_shown(error)) from error
 
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from glm5_jax.inference import constraints
 
 _NO_ID, _NO_LIMIT = -1, np.iinfo(np.int32).max
+_ALL = np.uint32(2**constraints.WORD - 1)  # a word that allows all its tokens
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +50,7 @@ def make(
     """
     num_rows = len(found)
     words = constraints.num_words(vocab_size)
-    allowed = np.full((num_rows, words), 2**constraints.WORD - 1, np.uint32)
+    allowed = np.full((num_rows, words), _ALL)
     forced = np.full((num_rows, num_steps), _NO_ID, np.int32)
     pause = np.full(num_rows, _NO_ID, np.int32)
     limit = _NO_LIMIT
@@ -68,18 +69,18 @@ def make(
 
 def apply(logits: Float[Array, "B V"], guides: Guides) -> Float[Array, "B V"]:
     """Returns the logits of the next tokens, -inf for those that are not allowed."""
-    ids = jnp.arange(logits.shape[-1])[None]
+    ids = jnp.arange(logits.shape[1])
     place = jnp.minimum(guides.num_drawn, guides.forced.shape[1] - 1)
     forced = jnp.take_along_axis(guides.forced, place[:, None], axis=1)
 
     def masked(logits: Array) -> Array:
-        words = guides.allowed[:, ids[0] // constraints.WORD]
-        bits = words >> (ids % constraints.WORD).astype(jnp.uint32)
+        words = guides.allowed[:, ids // constraints.WORD]
+        bits = words >> (ids % constraints.WORD).astype(jnp.uint32)[None]
         is_allowed = (bits & 1) == 1
-        is_allowed = jnp.where(forced == _NO_ID, is_allowed, ids == forced)
+        is_allowed = jnp.where(forced == _NO_ID, is_allowed, ids[None] == forced)
         return jnp.where(is_allowed, logits, -jnp.inf)
 
-    is_free = jnp.all(guides.allowed == np.uint32(2**constraints.WORD - 1))
+    is_free = jnp.all(guides.allowed == _ALL)
     return jax.lax.cond(is_free, lambda x: x, masked, logits)
 
 

@@ -75,7 +75,10 @@ def of(
     length = max(_length(row, config) for row in rows)
     if length < 2:
         return [Scores([], [], []) for _ in rows], engine.version
-    size = next(n for n in _sizes(length) if n >= len(rows))
+    size = 1
+    while size < len(rows):
+        size *= _GROWTH
+    size = min(size, _most_rows(length))
     tokens = np.zeros((size, length), np.int32)
     for place, row in enumerate(rows):  # a token's score sees nothing behind it
         tokens[place, : len(row)] = row
@@ -135,13 +138,4 @@ def _length(row: Sequence[int], config: config_lib.ModelConfig) -> int:
 
 
 def _most_rows(length: int) -> int:
-    return max(1, scoring.BATCH_TOKENS // max(1, length))
-
-
-def _sizes(length: int) -> Iterator[int]:
-    """Yields the numbers of rows that a pass may have."""
-    size, most = 1, _most_rows(length)
-    while size < most:
-        yield size
-        size *= _GROWTH
-    yield most
+    return max(1, scoring.BATCH_TOKENS // length)

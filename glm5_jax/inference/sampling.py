@@ -82,11 +82,11 @@ def choose(
         token_keys = jax.vmap(jax.random.fold_in)(keys, positions)
         return jax.vmap(jax.random.categorical)(token_keys, logits)
 
-    best = jnp.argmax(logits, axis=-1)
+    best = jnp.argmax(logits, axis=1)
     drawn = jax.lax.cond(jnp.all(is_greedy), lambda _: best, draw, logits)
     ids = jnp.where(is_greedy, best, drawn)
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
-    return ids, chosen - jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
+    return ids, chosen - jax.nn.logsumexp(logits, axis=1)
 
 
 def scaled_logits(
@@ -107,11 +107,11 @@ def scaled_logits(
 def _filtered(logits: Array, sampling: Sampling) -> Array:
     """Keeps all tokens as likely as the least likely one that passes all filters."""
     top_p, top_k = sampling.top_p[:, None], sampling.top_k[:, None]
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    is_kept = (jnp.arange(logits.shape[-1])[None] < top_k) | (top_k <= 0)
-    probs = jax.nn.softmax(jnp.where(is_kept, ordered, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs
+    ordered = jnp.sort(logits, axis=1, descending=True)
+    is_kept = (jnp.arange(logits.shape[1])[None] < top_k) | (top_k <= 0)
+    probs = jax.nn.softmax(jnp.where(is_kept, ordered, -jnp.inf), axis=1)
+    before = jnp.cumsum(probs, axis=1) - probs
     is_kept &= (before < top_p) | (top_p >= 1)  # sums may round above 1
     is_kept &= probs >= sampling.min_p[:, None] * probs[:, :1]
-    least = jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    least = jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=1, keepdims=True)
     return jnp.where(logits >= least, logits, -jnp.inf)

@@ -250,9 +250,9 @@ def _likeliest(
         states, targets = part
         logits = transformer.logits(params, config, states)
         logprobs = jax.nn.log_softmax(logits)
-        own = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)
+        own = jnp.take_along_axis(logprobs, targets[:, None], axis=1)
         best, ids = lax.top_k(logprobs, number)
-        return ids, best, own[:, 0], 1 + jnp.sum(logprobs > own, axis=-1)
+        return ids, best, own[:, 0], 1 + jnp.sum(logprobs > own, axis=1)
 
     count = targets.size
     size = min(CHUNK_TOKENS, count)

@@ -66,7 +66,7 @@ def accept_or_redraw(
     is_kept = jax.vmap(jax.random.uniform)(fold_in(here, _KEEPS)) < ratio
     rest = jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0)
     # p = q leaves no rest, and then the draft is kept, but for rounding.
-    rest = jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, jnp.exp(log_p))
+    rest = jnp.where(jnp.any(rest > 0, axis=1, keepdims=True), rest, jnp.exp(log_p))
     again = fold_in(here, _DRAWS_AGAIN)
     other = jax.vmap(jax.random.categorical)(again, jnp.log(rest))
     ids = jnp.where(is_plain, plain, jnp.where(is_kept, draft.ids, other))
@@ -74,4 +74,4 @@ def accept_or_redraw(
 
 
 def _at(values: Float[Array, "B V"], ids: Int[Array, "B 1"]) -> Float[Array, " B"]:
-    return jnp.take_along_axis(values, ids, axis=-1)[:, 0]
+    return jnp.take_along_axis(values, ids, axis=1)[:, 0]

@@ -65,11 +65,17 @@ class ApplyTest(parameterized.TestCase):
         ]
         np.testing.assert_allclose(got, want, atol=ATOL)
 
-    @parameterized.parameters("presence_penalty", "frequency_penalty")
-    def test_a_penalty_of_one_that_all_rows_have(self, name):
-        rows = [(request(**{name: 1.0}), [2, 4, 4])] * 3
-        got = adjustments.apply(LOGITS, adjustments.make(rows, CAPACITY))
-        want = [by_hand(row, request(**{name: 1.0}), [2, 4, 4]) for row in LOGITS]
+    @parameterized.parameters(
+        ("presence_penalty", 1.0),
+        ("frequency_penalty", 1.0),
+        ("repetition_penalty", 2.0),
+    )
+    def test_a_penalty_that_all_rows_have(self, name, value):
+        asked, drawn = request(**{name: value}), [*range(4, 12)]
+        got = adjustments.apply(
+            LOGITS, adjustments.make([(asked, drawn)] * 3, CAPACITY)
+        )
+        want = [by_hand(row, asked, drawn) for row in LOGITS]
         np.testing.assert_allclose(got, want, atol=ATOL)
 
 

@@ -279,6 +279,92 @@ class Failing:
         pass
 
 
+class TrackerTest(parameterized.TestCase):
+    MOST = 4
+
+    def guide(self, tracker, text):
+        """Returns the forced tokens after a text, and those allowed after them."""
+        guide = tracker.guide([*text.encode()], self.MOST)
+        words = guide.allowed
+        allowed = [
+            id
+            for id in range(len(words) * constraints.WORD)
+            if words[id // constraints.WORD] >> (id % constraints.WORD) & 1
+        ]
+        self.assertEqual(guide.num_tokens, len(guide.forced) + 1)
+        return bytes(guide.forced).decode(), allowed
+
+    def test_a_guide_is_a_function_of_the_text(self):
+        """Also if a request has fewer tokens than before."""
+        constraint = of("choice", ["ab", "abc@?", "z _`x"])
+        wanted = {
+            "": ("", [*b"az"]),
+            "a": ("b", [*b"c", *ENDS]),
+            "ab": ("", [*b"c", *ENDS]),
+            "abc": ("@?", [*ENDS]),
+            "abc@": ("?", [*ENDS]),
+            # No more than a dispatch draws.
+            "z": (" _`", [*b"x"]),
+            "z ": ("_`x", [*ENDS]),
+        }
+        orders = [*wanted][:5], ["abc@", "ab", "ab", "abc", "a", ""], ["z ", "z", "z "]
+        for texts in orders:
+            tracker = constraints.Tracker(constraint)
+            for text in texts:
+                forced, allowed = wanted[text]
+                found = self.guide(tracker, text)
+                self.assertEqual(found, (forced, sorted(allowed)), text)
+
+    def test_a_text_that_the_grammar_does_not_allow_ends(self):
+        tracker = constraints.Tracker(of("choice", ["ab"]))
+        for text in ("b", "bb"):
+            self.assertEqual(self.guide(tracker, text), ("", sorted(ENDS)))
+            self.assertIn('token "b" doesn\'t satisfy', tracker.error)
+
+    def test_a_matcher_that_failed_stays_so(self):
+        matcher = of("choice", ["ab"]).start()
+        with self.assertRaisesRegex(constraints.ConstraintError, "cannot be followed"):
+            matcher.rollback(1)
+        with self.assertRaisesRegex(constraints.ConstraintError, "cannot be followed"):
+            matcher.allowed()
+
+    @parameterized.parameters({}, {"may_end": True})
+    def test_until_a_grammar_begins_one_mask_holds(self, **ending):
+        inner, forbidden = of("choice", ["ab"]), frozenset([65])
+        after = constraints.After(inner, THOUGHT_END, forbidden, **ending)
+        tracker = constraints.Tracker(after)
+        for text in ([], [66, 97], [66, 97, 98]):
+            guide = tracker.guide(text, self.MOST)
+            self.assertEqual((guide.forced, guide.pause), ((), THOUGHT_END))
+            self.assertIsNone(guide.num_tokens)
+            banned = forbidden if ending else forbidden | ENDS
+            wanted = ~constraints.mask_of(banned, MODEL.vocab_size)
+            np.testing.assert_array_equal(guide.allowed, wanted)
+        ends = constraints.mask_of(ENDS, MODEL.vocab_size)
+        for text, forced in (
+            ([66, 97, 98, THOUGHT_END], (97, 98)),
+            ([66, 97, 98, THOUGHT_END, 97], (98,)),
+            ([THOUGHT_END, 97, 98], ()),
+        ):
+            for one in (tracker, constraints.Tracker(after)):
+                guide = one.guide(text, self.MOST)
+                self.assertEqual((guide.forced, guide.pause), (forced, None))
+                np.testing.assert_array_equal(guide.allowed, ends)
+
+
+class KeptTest(parameterized.TestCase):
+    def test_the_latest_grammars_are_kept(self):
+        own = grammars.Grammars(TOKENIZER, MODEL.vocab_size)
+
+        def compiled(i):
+            return own.compile([grammars.Source("choice", [str(i)])], ENDS)
+
+        made = [compiled(i) for i in range(65)]
+        for i in (1, 64):
+            self.assertEqual(compiled(i), made[i])
+        self.assertNotEqual(compiled(0), made[0])
+
+
 class ErrorTest(parameterized.TestCase):
     def test_a_matcher_that_fails_ends_its_request_alone(self):
         heard, done = {}, threading.Semaphore(0)
@@ -314,6 +400,12 @@ class ErrorTest(parameterized.TestCase):
         ("regex", 5, "must be a text, got 5"),
         ("choice", [], "at least one text"),
         ("choice", ["a", ""], "none of them empty"),
+        ("choice", "ab", "at least one text"),
+        ("choice", ["a", 5], "at least one text"),
+        ("choice", ["\ud800"], ""),
+        ("regex", "\ud800", "surrogates"),
+        ("regex", [8] * 100, f"got {[8] * 100}"),  # 300 characters
+        ("regex", 10**300, f"got 1{'0' * 296}..."),
         ("lark", "start: missing", "missing"),
         ("grammar", "nonsense", "GBNF"),
     )

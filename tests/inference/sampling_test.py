@@ -1,5 +1,6 @@
 """Compares sampled frequencies with the distribution in closed form."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -42,7 +43,9 @@ class SampleTest(parameterized.TestCase):
         ("least_top_p", {"top_p": 1e-6}, [0]),
         ("top_k", {"top_k": 3}, [0, 3, 2]),
         ("top_k_then_top_p", {"top_k": 3, "top_p": 0.8}, [0, 3]),
+        ("one", {"top_k": 1}, [0]),
         ("min_p", {"min_p": 0.2}, [0, 3, 2]),
+        ("whole_min_p", {"min_p": 1.0}, [0]),
         ("cold_top_p", {"temperature": 0.5, "top_p": 0.9}, [0, 3]),
     )
     def test_frequencies_and_logprobs(self, options, kept):
@@ -57,6 +60,21 @@ class SampleTest(parameterized.TestCase):
         np.testing.assert_allclose(
             logprobs, np.log(probs[np.asarray(ids)]), atol=LOGPROB_ATOL
         )
+
+    def test_a_mass_that_is_reached_needs_no_further_token(self):
+        ordered = jnp.sort(LOGITS, descending=True)
+        masses = np.cumsum(np.asarray(jax.nn.softmax(ordered)), dtype=np.float32)
+        logits = jnp.broadcast_to(LOGITS, (LOGITS.size, LOGITS.size))
+        how = dataclasses.replace(sampling.make_sampling(6), top_p=jnp.asarray(masses))
+        kept = np.isfinite(sampling.scaled_logits(logits, how)).sum(axis=1)
+        np.testing.assert_array_equal(kept, [1, 2, 3, 4, 5, 6])
+
+    def test_no_token_is_lost_where_none_is_filtered(self):
+        """Also if the masses of the others round to a sum of 1."""
+        logits = np.random.default_rng(0).normal(size=(4, 1000)) * 6
+        logits = jnp.asarray(logits, jnp.float32)
+        how = sampling.make_sampling(4, top_k=1000)
+        np.testing.assert_array_equal(sampling.scaled_logits(logits, how), logits)
 
     def test_by_default_every_command_draws_from_the_whole_distribution(self):
         """As test_frequencies_and_logprobs_plain does."""

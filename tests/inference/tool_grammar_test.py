@@ -20,11 +20,14 @@ PROPERTIES = {
     "code": {"type": "string", "pattern": "^[a-c]{2}$"},
     "part": {"type": "string", "pattern": "x/y"},
     "short": {"type": "string", "minLength": 1, "maxLength": 3},
+    "brief": {"type": "string", "maxLength": 2},
+    "long": {"type": "string", "minLength": 2},
     "fixed": {"type": "string", "const": "on"},
     "size": {"$ref": "#/$defs/size"},
     "any": {},
     "flags": {"type": "array", "items": {"type": "boolean"}},
     "maybe": {"type": ["string", "null"]},
+    "free": True,
 }
 OPEN = {
     "name": "open",
@@ -35,6 +38,7 @@ OPEN = {
         "$defs": {"size": {"type": "integer", "maximum": 99}},
     },
 }
+BOTH = {"type": "string", "enum": ["a"], "pattern": "a"}
 TOOLS = [{"type": "function", "function": OPEN}, {"name": "stop"}]
 WHOLE = {
     "path": "a\n<b>/é",
@@ -88,6 +92,8 @@ class CallTest(parameterized.TestCase):
         ({"path": ""},),
         (WHOLE,),
         ({"path": "x", "short": "abc", "any": "text"} | {"maybe": None},),
+        ({"path": "x", "brief": "", "long": "several", "free": [1]},),
+        ({"path": "x", "brief": "ab", "long": "ab"},),
     )
     def test_what_the_template_writes_is_allowed(self, arguments):
         arguments = {k: arguments[k] for k in PROPERTIES if k in arguments}
@@ -111,6 +117,8 @@ class CallTest(parameterized.TestCase):
         ("open", {"path": "", "part": "xy"}),
         ("open", {"path": "", "short": "four"}),
         ("open", {"path": "", "short": ""}),
+        ("open", {"path": "", "brief": "abc"}),
+        ("open", {"path": "", "long": "a"}),
         ("open", {"path": "", "size": 100}),
         ("open", {"path": "", "size": "7a"}),
         ("open", {"path": "", "flags": [1]}),
@@ -165,6 +173,13 @@ class CallTest(parameterized.TestCase):
         ([{"name": "f", "parameters": {"$ref": "x"}}], None, r"\$ref"),
         ([{"name": "f", "parameters": {"required": ["a"]}}], None, "require 'a'"),
         ([{"name": "f", "parameters": ["a"]}], "f", "must be a JSON schema"),
+        ([{"name": "f", "parameters": {"properties": ["a"]}}], "f", "are not a JSON"),
+        ([{"name": "f", "parameters": {"required": "a"}}], "f", "are not a JSON"),
+        (
+            [{"name": "f", "parameters": {"properties": {"a": BOTH}}}],
+            "f",
+            "f'.a cannot have enum and pattern together",
+        ),
     )
     def test_wrong_tools(self, tools, name, message):
         with self.assertRaisesRegex(grammars.GrammarError, message):
