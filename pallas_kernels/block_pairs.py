@@ -42,9 +42,14 @@ def key_block(pair: Array) -> Array:
     return pair & NUMBER
 
 
+def is_pair(pair: Array) -> Array:
+    """Tells a pair from the padding of its list."""
+    return pair >= 0
+
+
 def has(pair: Array, flag: int) -> Array:
     """Tests a flag: FIRST or LAST of a major block; WHOLE if all keys are visible."""
-    return (pair >= 0) & ((pair & flag) != 0)
+    return is_pair(pair) & ((pair & flag) != 0)
 
 
 def size(num_blocks: tuple[int, int], rows: tuple[int, int], offset: int) -> int:

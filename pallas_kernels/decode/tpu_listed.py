@@ -77,7 +77,7 @@ def decode_sparse_mla(
         name="decode_sparse_mla",
     )(groups, is_row, q.reshape(-1, heads, width), kv.reshape(-1, GROUP, width))
     if parts > 1:
-        has_rows = jnp.any(rows >= 0, axis=-1, keepdims=True)
+        has_rows = jnp.any(is_row, axis=-1, keepdims=True)
         out, lse = _combined(out, lse, has_rows, parts)
     out = out.reshape(batch, num_queries, heads, value_dim).astype(q.dtype)
     return out, lse.reshape(batch, num_queries, heads).swapaxes(1, 2)
@@ -87,13 +87,14 @@ def _groups(
     rows: Int[Array, "parts 1 fetched"], chunk: int
 ) -> tuple[Int[Array, "parts 1 fetched"], Float[Array, "parts 1 8*fetched"]]:
     """Returns the groups to fetch, -1 after a list's end, and marks of listed rows."""
+    is_listed = rows >= 0
     is_row = rows[..., None] % GROUP == jnp.arange(GROUP)[None, None, None]
-    is_row = (is_row & (rows >= 0)[..., None]).astype(jnp.float32)
+    is_row = (is_row & is_listed[..., None]).astype(jnp.float32)
     # The last chunk is fetched whole; its padding may be any rows.
-    chunks = -(-jnp.sum(rows >= 0, axis=-1, keepdims=True) // chunk)
+    chunks = -(-jnp.sum(is_listed, axis=-1, keepdims=True) // chunk)
     slots = jnp.arange(rows.shape[-1])[None, None]
     padding = jnp.where(slots < jnp.maximum(chunks, 1) * chunk, 0, -1)
-    return jnp.where(rows >= 0, rows // GROUP, padding), is_row.reshape(
+    return jnp.where(is_listed, rows // GROUP, padding), is_row.reshape(
         len(rows), 1, -1
     )
 
@@ -127,7 +128,7 @@ def unsupported_decode_sparse_mla(
     del indices, page_table
     if kv.shape[1] % GROUP:
         return f"pages must be multiples of {GROUP} tokens, got {kv.shape[1]}"
-    return attention.unsupported_sparse_mla(q, kv, kv, scale, value_dim)
+    return attention.unsupported_sparse_mla(q, kv, kv, scale, value_dim, True)
 
 
 def _cost(keys: int, q: Array, kv: Array, value_dim: int) -> pl.CostEstimate:

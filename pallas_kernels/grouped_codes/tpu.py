@@ -115,15 +115,17 @@ def _type_of_y(x: Array) -> Any:
 
 def _columns(width: int) -> int:
     """Returns the columns of a matrix that are in VMEM at a time."""
-    fits = (n for n in range(_COLUMNS, 0, -LANES) if width % n == 0)
-    return next(fits, width)
+    return _divisor(width, _COLUMNS)
 
 
 def _part(block: int) -> int:
     """Returns the inputs of a block that are multiplied at a time."""
-    if block <= _MOST:
-        return block
-    return next((n for n in range(_MOST, 0, -LANES) if block % n == 0), block)
+    return _divisor(block, _MOST)
+
+
+def _divisor(size: int, most: int) -> int:
+    """Returns the largest number of whole tiles that divides a size, or the size."""
+    return next((n for n in range(most, 0, -LANES) if size % n == 0), size)
 
 
 def _cost(

@@ -9,7 +9,6 @@ back for each tile, in a fixed order. So the attention's scores are computed onl
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import block_pairs, block_sizes, cost, dispatch, selection
 from pallas_kernels.indexer_kl import gradient as gradient_lib
+from pallas_kernels.masked_mla import tiled
 from pallas_kernels.masked_mla import tpu_blocks as blocks
 
 HEADS = 8  # attention heads per step: the fewest of a log-sum-exp block
@@ -70,8 +70,7 @@ def indexer_kl_loss(
     (q, k, lse), (q_index, k_index, w) = main, index
     num_queries, num_keys = q.shape[1], k.shape[1]
     rows = _tile_rows(q, num_keys, axis=1)
-    if math.frexp(scale)[0] == 0.5:  # powers of two are exact in any precision
-        q, scale = q * jnp.asarray(scale, q.dtype), 1.0
+    q, scale = tiled.scaled(q, scale)
     bounds, bits = blocks.masks(lo, hi, selected, num_keys, rows[0])
     of_queries = functools.partial(blocks.pad, multiple=rows[0], axis=2)
     of_keys = functools.partial(blocks.pad, multiple=rows[1])
@@ -280,7 +279,7 @@ def _norm_kernel(pairs: Any, *refs: Any, size: int) -> None:
         top_ref[...] = jnp.full_like(top_ref, blocks.HIDDEN)
         total_ref[...] = jnp.zeros_like(total_ref)
 
-    @pl.when(pair >= 0)
+    @pl.when(block_pairs.is_pair(pair))
     def _() -> None:
         _score(q_ref, k_ref, w_ref, scores_ref)
         keep = blocks.keep(mask_ref, pair, k_ref.shape[1], key_axis=0)
@@ -293,7 +292,7 @@ def _norm_kernel(pairs: Any, *refs: Any, size: int) -> None:
     @pl.when(block_pairs.has(pair, block_pairs.LAST))
     def _() -> None:
         norm = top_ref[...] + jnp.log(total_ref[...])
-        norm_ref[0] = jnp.where(top_ref[...] <= blocks.HIDDEN / 2, 0.0, norm)
+        norm_ref[0] = jnp.where(top_ref[...] == blocks.HIDDEN, 0.0, norm)
 
 
 def _score(q_ref: Any, k_ref: Any, w_ref: Any, scores_ref: Any) -> None:
@@ -324,15 +323,15 @@ def _loss_kernel(pairs: Any, *refs: Any, scale: float, size: int) -> None:
     def _() -> None:
         loss_ref[...] = jnp.zeros_like(loss_ref)
 
-    @pl.when(is_first & (pair >= 0))
+    @pl.when(is_first & block_pairs.is_pair(pair))
     def _() -> None:
         target_ref[...] = jnp.zeros_like(target_ref)
 
-    @pl.when(pair >= 0)
+    @pl.when(block_pairs.is_pair(pair))
     def _() -> None:
         _add_probabilities(q_ref, k_ref, lse_ref, target_ref, scale)
 
-    @pl.when(is_last & (pair >= 0))
+    @pl.when(is_last & block_pairs.is_pair(pair))
     def _() -> None:
         _score(q_index_ref, k_index_ref, w_ref, scores_ref)
         keep = blocks.keep(mask_ref, pair, k_ref.shape[2], key_axis=0)
@@ -357,14 +356,14 @@ def _gradient_kernel(pairs: Any, *refs: Any, scale: float, size: int) -> None:
         dw_ref[...] = jnp.zeros_like(dw_ref)
         dq_sum[...] = jnp.zeros_like(dq_sum)
 
-    @pl.when(is_first & (pair >= 0))
+    @pl.when(is_first & block_pairs.is_pair(pair))
     def _() -> None:
         fetch.start()
 
     arrays = (loss_ref, target_ref, scores_ref)
     _loss_kernel(pairs, *inputs, *arrays, scale=scale, size=size)
 
-    @pl.when(is_last & (pair >= 0))
+    @pl.when(is_last & block_pairs.is_pair(pair))
     def _() -> None:
         fetch.wait()
         arrays = (target_ref, inputs[3:6], turned_ref, scores_ref, inputs[7])

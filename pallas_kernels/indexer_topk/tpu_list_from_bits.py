@@ -24,7 +24,7 @@ GROUP = 8  # vectors whose steps overlap
 
 
 def list_from_bits(
-    bits: UInt32[Array, "B T W"], topk: int, *, interpret: bool = False
+    bits: UInt32[Array, "B T W"], topk: int, *, interpret: bool
 ) -> Int[Array, "B T K"]:
     """Lists at most `topk` marked keys, ascending, padded with -1."""
     batch, num_queries, words = bits.shape

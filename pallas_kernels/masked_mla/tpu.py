@@ -6,7 +6,6 @@ is bit n of each word, so that a shift and a comparison make its mask.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import block_pairs, block_sizes, cost, dispatch
-from pallas_kernels.masked_mla import tpu_backward
+from pallas_kernels.masked_mla import tiled, tpu_backward
 from pallas_kernels.masked_mla import tpu_blocks as blocks
 
 LANES, HIDDEN = blocks.LANES, blocks.HIDDEN
@@ -58,8 +57,7 @@ def masked_mla(
     """See `pallas_kernels.masked_mla`."""
     num_queries, num_keys = q.shape[1], k.shape[1]
     rows = _tile_rows(q, num_keys, axis=1)
-    if math.frexp(scale)[0] == 0.5:  # powers of two are exact in any precision
-        q, scale = q * jnp.asarray(scale, q.dtype), 1.0
+    q, scale = tiled.scaled(q, scale)
     bounds, bits = blocks.masks(lo, hi, selected, num_keys, rows[0])
     q, k, v = (
         blocks.pad(x.swapaxes(1, 2), r, 2)
@@ -155,12 +153,14 @@ def _kernel(pairs: Any, *refs: Any, scale: float, size: int) -> None:
 
     is_whole = block_pairs.has(pair, block_pairs.WHOLE) & (not is_bits)
     pl.when(is_whole)(functools.partial(add, is_whole=True))
-    pl.when((pair >= 0) & ~is_whole)(functools.partial(add, is_whole=False))
+    pl.when(block_pairs.is_pair(pair) & ~is_whole)(
+        functools.partial(add, is_whole=False)
+    )
 
     @pl.when(block_pairs.has(pair, block_pairs.LAST))
     def _() -> None:
         top = top_ref[...]
-        is_empty = top <= HIDDEN / 2
+        is_empty = top == HIDDEN
         total = jnp.sum(total_ref[...], axis=1, keepdims=True)
         inverse = jnp.where(is_empty, 0.0, 1 / total)
         out = sum_ref[...] * blocks.wide(inverse, sum_ref.shape[1])

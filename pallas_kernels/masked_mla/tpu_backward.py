@@ -94,7 +94,9 @@ def _visit(pairs: Any, size: int, mask_ref: Any, sums: tuple, add: Any) -> None:
     is_whole = block_pairs.has(pair, block_pairs.WHOLE)
     is_whole &= mask_ref.dtype != jnp.uint32
     pl.when(is_whole)(functools.partial(add, pair, is_whole=True))
-    pl.when((pair >= 0) & ~is_whole)(functools.partial(add, pair, is_whole=False))
+    pl.when(block_pairs.is_pair(pair) & ~is_whole)(
+        functools.partial(add, pair, is_whole=False)
+    )
 
 
 def _at_last(pairs: Any, size: int) -> Any:

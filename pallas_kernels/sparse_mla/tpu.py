@@ -27,7 +27,7 @@ def sparse_mla(
     indices: Int[Array, "B T K"],
     scale: float,
     value_dim: int,
-    deterministic: bool = False,
+    deterministic: bool,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
@@ -42,7 +42,7 @@ def unsupported_sparse_mla(
     indices: Array,
     scale: float,
     value_dim: int,
-    deterministic: bool = False,
+    deterministic: bool,
 ) -> str | None:
     """Returns why shapes or dtypes cannot be taken."""
     del indices, scale, deterministic

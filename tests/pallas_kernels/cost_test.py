@@ -12,6 +12,7 @@ from pallas_kernels import cases, chips
 from pallas_kernels.bench import measure, operations
 from pallas_kernels.decode import tpu_dense
 from tests import environment
+from tests.pallas_kernels import program
 from tests.pallas_kernels.dispatch_test import meant_for
 
 B, N, H, O, I, J, C, R = 3, 16, 256, 128, 8, 384, 512, 64
@@ -42,6 +43,10 @@ FORWARD = {
         of(DENSE, "q", "k", "v"),
     ),
     ("indexer_bits", "indexer_bits"): (
+        PAIRS * INDEX,
+        of(DENSE, "q_index", "k_index", "w"),
+    ),
+    ("indexer_topk", "indexer_bits"): (
         PAIRS * INDEX,
         of(DENSE, "q_index", "k_index", "w"),
     ),
@@ -112,30 +117,19 @@ def estimates(op, mode):
     inputs = [specs[name] for name in operations.OPERATIONS[op].inputs]
     with meant_for(chips.CHIPS["v5p"]):
         run = measure.Job(op, 0, mode, sizes=case).function(None, case)
-        program = jax.jit(run).trace(*inputs).jaxpr
-    return kernels(program.jaxpr)
+        traced = jax.jit(run).trace(*inputs).jaxpr
+    return kernels(traced.jaxpr)
 
 
 def kernels(jaxpr):
     """FLOPs and bytes of each kernel in a jaxpr, summed over its calls."""
     found = collections.defaultdict(lambda: np.zeros(2, np.int64))
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            params = equation.params
-            if equation.primitive.name == "pallas_call":
-                cost = params["cost_estimate"]
-                assert not params["interpret"], params["name"]
-                if cost is not None:
-                    assert not cost.transcendentals, "exponentials do not count"
-                    found[params["name"]] += (cost.flops, cost.bytes_accessed)
-                continue
-            for inner in jax.tree.leaves(list(params.values())):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    visit(inner)
-
-    visit(jaxpr)
+    for params in program.kernels(jaxpr):
+        cost = params["cost_estimate"]
+        assert not params["interpret"], params["name"]
+        if cost is not None:
+            assert not cost.transcendentals, "exponentials do not count"
+            found[params["name"]] += (cost.flops, cost.bytes_accessed)
     return found
 
 
@@ -156,8 +150,8 @@ class CostTest(parameterized.TestCase):
         run = functools.partial(
             tpu_dense.decode_indexer_topk, page_table=None, topk=256
         )
-        program = jax.jit(run).trace(*inputs, bound, bound).jaxpr
-        flops, _ = kernels(program.jaxpr)["decode_indexer_topk"]
+        traced = jax.jit(run).trace(*inputs, bound, bound).jaxpr
+        flops, _ = kernels(traced.jaxpr)["decode_indexer_topk"]
         self.assertEqual(flops, 2 * 2048 * INDEX)
 
     def check(self, op, mode, table):

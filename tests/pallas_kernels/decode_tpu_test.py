@@ -3,6 +3,7 @@
 import functools
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
@@ -41,6 +42,39 @@ class RowsTest(parameterized.TestCase):
         )
 
 
+class LimitsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (32, 16, 4096, None),
+        (33, 16, 4096, "540672 bytes does not fit beside 524288"),
+        (128, 2048, 512, None),  # two copies of 1024 keys a page
+        (129, 2048, 512, "528384 bytes"),
+        (1, 2048, 513, "at most 1048576 keys a sequence, got 1050624"),
+        (1, 24, 1, "multiples of 16 tokens, got 24"),
+    )
+    def test_page_tables_and_scores_that_fit(self, batch, size, pages, message):
+        args = [((batch, 1, 8, 128), "bfloat16"), ((9, size, 128), "bfloat16")]
+        args += [((batch, 1, 8), "float32"), *[((batch, 1), "int32")] * 2]
+        args.append(((batch, pages), "int32"))
+        unsupported = functools.partial(
+            tpu_dense.unsupported_decode_indexer_topk, topk=1
+        )
+        found = program.traced(unsupported, *args)
+        self.assertIn(message or "None", str(found))
+
+    def test_vmem_has_room_for_all_scores(self):
+        """8 x 4 bytes a key, and 24 MiB for what else is computed with."""
+        inputs = [((1, 1, 8, 128), "bfloat16"), ((1, 8192, 128), "bfloat16")]
+        inputs += [((1, 1, 8), "float32"), ((1, 1), "int32"), ((1, 1), "int32")]
+        inputs = [jax.ShapeDtypeStruct(*x) for x in inputs]
+        run = functools.partial(
+            tpu_dense.decode_indexer_topk, page_table=None, topk=256
+        )
+        (call, _) = program.kernels(jax.make_jaxpr(run)(*inputs).jaxpr)
+        self.assertEqual(
+            call["compiler_params"].vmem_limit_bytes, 8192 * 8 * 4 + 24 * 2**20
+        )
+
+
 class DecodeTpuTest(parameterized.TestCase):
     @parameterized.named_parameters(*CACHES)
     def test_attention(self, sequences, queries, size, pages, dtype):
@@ -57,8 +91,9 @@ class DecodeTpuTest(parameterized.TestCase):
         lists = np.full((sequences, queries, 20), -1, np.int32)
         for b, t in np.ndindex(lists.shape[:2]):
             length = (19, 17, 0, 3)[(b + t) % 4]
-            rows = rng.choice(size * max(pages, 1), length, replace=False)
+            rows = 1 + rng.choice(size * max(pages, 1) - 1, length, replace=False)
             lists[b, t, :length] = np.sort(rows)
+        lists[0, 0, 0] = 0  # the very first row of a cache in one piece
         args = (q, kv, jnp.asarray(lists), table)
         options = {"scale": 0.05, "value_dim": 128}
         attend = functools.partial(program.call, decode.decode_sparse_mla, **options)

@@ -1,11 +1,16 @@
 """Grouped products with codes: the definition against a loop, the kernel against it."""
 
+from unittest import mock
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import chips, grouped_codes, takes_grouped_codes
+from pallas_kernels import block_sizes, chips, grouped_codes, takes_grouped_codes
+from pallas_kernels.grouped_codes import tpu
 from tests import environment
+from tests.pallas_kernels import program
 from tests.pallas_kernels.dispatch_test import meant_for
 
 NUM_MATRICES, DEPTH, WIDTH, ROWS = 5, 512, 128, 70
@@ -63,6 +68,12 @@ class GroupedCodesTest(parameterized.TestCase):
         *args, plain = make_inputs("int8", 1, True, len(SIZES))
         self.check(args, plain, implementation)
 
+    @parameterized.parameters("int8", "int4")
+    def test_a_long_block_is_multiplied_part_by_part(self, kind):
+        with mock.patch.multiple(tpu, _MOST=256, _COLUMNS=128):
+            *args, plain = make_inputs(kind, 1, False)
+            self.check(args, plain, "tpu")
+
     def check(self, args, plain, implementation):
         name = "tpu_interpret" if implementation == "tpu" else implementation
         got = grouped_codes(*args, FIRST, implementation=name)
@@ -118,11 +129,67 @@ class GroupedCodesTest(parameterized.TestCase):
             long = jnp.zeros((2**16, DEPTH), jnp.int8)
             self.assertFalse(takes_grouped_codes(long, *args[1:], FIRST))
 
-    def test_rows_beyond_vmem_are_refused(self):
-        x = jnp.zeros((16384, DEPTH), jnp.bfloat16)
-        big = jnp.zeros((1, DEPTH, 8192), jnp.int8), jnp.ones((1, 4, 8192))
-        with self.assertRaisesRegex(NotImplementedError, "bytes of VMEM"):
-            grouped_codes(x, *big, jnp.asarray([1]), 0, implementation="tpu_interpret")
+
+class LimitsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (100, 512, 2, "int8", 512),
+        (64, 1024, 4, "int8", 256),
+        (33, 640, 1, "uint8", 128),
+    )
+    def test_rows_beyond_vmem_are_refused(self, num_rows, depth, blocks, codes, part):
+        """Two of rows, results, codes and scales; a tile's sums and its matrix."""
+        stored = depth // (2 if codes == "uint8" else 1)
+        args = ((num_rows, depth), "bfloat16"), ((1, stored, 1536), codes)
+        args += ((1, blocks, 1536), "float32"), ((1,), "int32"), ((), "int32")
+        padded, columns, part = -(-num_rows // 32) * 32, 768, min(depth // blocks, 512)
+        if depth // blocks == 640:
+            part = 128  # the largest that divides the block
+        needed = 2 * padded * (2 * depth + 2 * columns)
+        needed += 2 * columns * (stored + 4 * blocks)
+        needed += 4 * columns * (4 * 32 + 4 * part)
+        for limit, is_taken in ((needed, True), (needed - 1, False)):
+            with block_sizes.tried(block_sizes.Tpu(vmem_bytes=limit)):
+                found = program.traced(tpu.unsupported_grouped_codes, *args)
+            self.assertEqual(found is None, is_taken)
+        self.assertIn(f"take {needed} bytes", found)
+
+    @parameterized.parameters(
+        ("bfloat16", "int8", (512, 128), 4, None),
+        ("bfloat16", "float8_e4m3fn", (512, 128), 4, None),
+        ("int8", "int8", (512, 128), 4, None),
+        ("float32", "int8", (512, 128), 4, "x must be bfloat16 or int8"),
+        ("int8", "float8_e4m3fn", (512, 128), 4, "meet integer codes"),
+        ("bfloat16", "int8", (512, 192), 4, "multiples of 128, got 192 and 128"),
+        ("bfloat16", "int8", (512, 128), 8, "multiples of 128, got 128 and 64"),
+    )
+    def test_what_the_kernel_takes(self, x, codes, shape, blocks, message):
+        args = ((8, 512), x), ((1, *shape), codes), ((1, blocks, 128), "float32")
+        args += ((1,), "int32"), ((), "int32")
+        found = program.traced(tpu.unsupported_grouped_codes, *args)
+        self.assertIn(message or "None", str(found))
+
+    @parameterized.parameters(
+        (128, 128), (1024, 1024), (1152, 384), (1536, 768), (2048, 1024), (100, 100)
+    )
+    def test_columns_of_a_matrix_in_vmem_divide_it(self, width, columns):
+        """The most up to 1024, in whole tiles."""
+        self.assertEqual(tpu._columns(width), columns)
+
+    @parameterized.parameters((64, 64), (512, 512), (640, 128), (1024, 512), (600, 600))
+    def test_inputs_that_are_multiplied_at_a_time_divide_a_block(self, block, part):
+        self.assertEqual(tpu._part(block), part)
+
+    def test_cost_is_that_of_the_groups_matrices(self):
+        """All padded rows against one matrix each; bytes of 2 of 5 matrices."""
+        args = [((64, 512), "bfloat16"), ((5, 512, 384), "int8")]
+        args += [((5, 4, 384), "float32"), ((2,), "int32"), ((), "int32")]
+        specs = (jax.ShapeDtypeStruct(*arg) for arg in args)
+        (call,) = program.kernels(jax.make_jaxpr(tpu.grouped_codes)(*specs).jaxpr)
+        found = call["cost_estimate"]
+        self.assertFalse(call["interpret"])
+        self.assertEqual(found.flops, 2 * 64 * 512 * 384)
+        moved = 2 * 64 * (512 + 384) + 2 * 384 * (512 + 4 * 4)
+        self.assertEqual(found.bytes_accessed, moved)
 
 
 if __name__ == "__main__":

@@ -54,12 +54,15 @@ class IndexerTest(parameterized.TestCase):
     def test_lists_name_the_same_keys_part_by_part(self):
         case = cases.SMALL["documents"]
         args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
-        with mock.patch.object(tpu_dense, "PART_BYTES", 64 * 4 * 128):  # of 64 queries
+        wrapped = mock.Mock(wraps=tpu_dense._part_rows)
+        sizes = {"PART_BYTES": 64 * 4 * 128, "_part_rows": wrapped}  # of 64 queries
+        with mock.patch.multiple(tpu_dense, **sizes):
             got = jax.jit(
                 functools.partial(
                     indexer_topk, topk=case.topk, implementation="tpu_interpret"
                 )
             )(*args)
+        wrapped.assert_called_with(case.queries, 64)
         want = indexer_topk(*args, topk=case.topk, implementation="reference")
         np.testing.assert_array_equal(got, want)
 

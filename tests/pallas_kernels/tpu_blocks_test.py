@@ -13,7 +13,9 @@ from absl.testing import parameterized
 from pallas_kernels import block_pairs, selection
 from pallas_kernels.indexer_kl import tpu_dense as kl
 from pallas_kernels.indexer_topk import tpu_dense as topk
+from pallas_kernels.masked_mla import tiled
 from pallas_kernels.masked_mla import tpu_blocks as blocks
+from pallas_kernels.sparse_mla import tpu_rows
 from tests import environment
 
 ROWS = 256, 1024  # of a query block and of a key block
@@ -21,6 +23,16 @@ PADDING = -(1 << 31)
 # Query and key block of each entry of three lists.
 PAIRS = np.int32([[(0, 0), (1, 3), (1, 4)], [(2, 9), (0, 1), (5, 7)], [(3, 2)] * 3])
 FLAT = (PAIRS[..., 0] << block_pairs.NUMBER_BITS | PAIRS[..., 1]).ravel()
+
+
+class PairTest(parameterized.TestCase):
+    def test_padding_is_negative_and_has_no_flag(self):
+        """The first blocks of queries and of keys are a pair, without a flag too."""
+        first = jnp.asarray([0, 1, block_pairs.FIRST, PADDING, PADDING | 1])
+        np.testing.assert_array_equal(block_pairs.is_pair(first), [1, 1, 1, 0, 0])
+        padded = jnp.asarray([block_pairs.FIRST, PADDING | block_pairs.FIRST])
+        found = block_pairs.has(padded, block_pairs.FIRST)
+        np.testing.assert_array_equal(found, [True, False])
 
 
 class SpecsTest(parameterized.TestCase):
@@ -82,6 +94,34 @@ class KeepTest(parameterized.TestCase):
         got = blocks.keep(mask, jnp.int32(7 << 14 | j), keys, key_axis)
         want = np.asarray(seen)[0, :, j * keys : (j + 1) * keys]
         np.testing.assert_array_equal(got, want if key_axis == 1 else want.T)
+
+
+class ProductsTest(parameterized.TestCase):
+    @parameterized.parameters(("float32", "HIGHEST"), ("bfloat16", None))
+    def test_float32_operands_are_not_rounded(self, dtype, precision):
+        """A TPU would multiply them as bfloat16, and this one in several passes."""
+        a, b = jnp.zeros((16, 128), dtype), jnp.zeros((256, 128), dtype)
+        w_lanes = jnp.zeros((1, 16, 128))
+        for multiply in (
+            lambda a, b: blocks.contract(a, b, (1, 1)),
+            lambda a, b: tpu_rows.dot(a, b, 1, 1),
+            lambda a, b: topk._scores(a, b, w_lanes),
+        ):
+            equations = jax.make_jaxpr(multiply)(a, b).eqns
+            (dot,) = (e for e in equations if e.primitive.name == "dot_general")
+            want = precision and (jax.lax.Precision[precision],) * 2
+            self.assertEqual(dot.params["precision"], want)
+            self.assertEqual(dot.params["preferred_element_type"], jnp.float32)
+
+    def test_a_factor_goes_into_queries_where_that_is_exact(self):
+        for dtype, scale, want in (
+            ("bfloat16", 0.25, (0.75, 1.0)),
+            ("bfloat16", 0.3, (3.0, 0.3)),
+            ("float32", 0.3, (np.float32(3) * np.float32(0.3), 1.0)),
+        ):
+            q, rest = tiled.scaled(jnp.full((1, 2, 3, 4), 3, dtype), scale)
+            self.assertEqual(q.dtype, dtype)
+            self.assertEqual((float(q[0, 0, 0, 0]), rest), want)
 
 
 class TileRowsTest(parameterized.TestCase):

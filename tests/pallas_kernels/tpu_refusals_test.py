@@ -4,14 +4,18 @@ Interpreted on a CPU the kernels would take some of them.
 """
 
 import dataclasses
+import functools
 from unittest import mock
 
 import jax
 from absl.testing import parameterized
 
 import pallas_kernels
-from pallas_kernels import cases, dispatch
+from pallas_kernels import block_sizes, cases, dispatch
+from pallas_kernels.indexer_kl import tpu_dense as indexer_kl
+from pallas_kernels.masked_mla import tpu as masked_mla
 from tests import environment
+from tests.pallas_kernels import program
 
 CASE = cases.SMALL["short"]
 # Of each op: the names of its inputs, and its options.
@@ -106,6 +110,44 @@ class RefusalsTest(parameterized.TestCase):
             return op(*args, **options, implementation="tpu_interpret")
 
         jax.eval_shape(run, *args)
+
+
+class PairsTest(parameterized.TestCase):
+    """Blocks of 1024 keys, in which the queries of a block see some key."""
+
+    @parameterized.parameters((16091, None), (16092, "225288 pairs of blocks do not"))
+    def test_attention_has_a_limit(self, batch, message):
+        """3 x 5 blocks; queries 0 to 1023 do not see the last keys."""
+        heads = ((batch, 2500, 2, 128), "bfloat16"), ((batch, 5000, 2, 128), "bfloat16")
+        unsupported = functools.partial(
+            masked_mla.unsupported_masked_mla, selected=None, scale=0.1
+        )
+        bounds = [((batch, 2500), "int32")] * 2
+        with block_sizes.tried(block_sizes.Tpu()):
+            found = program.traced(unsupported, *heads, heads[1], *bounds)
+        self.assertIn(message or "None", str(found))
+
+    @parameterized.parameters((8664, None), (8665, "225290 pairs of blocks do not"))
+    def test_the_loss_has_a_list_for_each_core(self, batch, message):
+        """3 x 5 blocks; queries 0 to 1023 do not see the last keys."""
+        shapes = (batch, 1300, 8, 128), (batch, 4300, 8, 128), (batch, 8, 1300)
+        main = [(shape, "bfloat16") for shape in shapes]
+        index = [
+            main[0],
+            ((batch, 4300, 128), "bfloat16"),
+            ((batch, 1300, 8), "float32"),
+        ]
+
+        def unsupported(*args):
+            main, index, (lo, hi, weight) = args[:3], args[3:6], args[6:]
+            return indexer_kl.unsupported_indexer_kl_loss(
+                main, index, lo, hi, None, weight, 0.1
+            )
+
+        rows = [((batch, 1300), kind) for kind in ("int32", "int32", "float32")]
+        with block_sizes.tried(block_sizes.Tpu(cores=2)):
+            found = program.traced(unsupported, *main, *index, *rows)
+        self.assertIn(message or "None", str(found))
 
 
 if __name__ == "__main__":
