@@ -93,7 +93,10 @@ class Stack:
         tokens = jnp.asarray(batch["tokens"])
         x = embedding.embed(self._params["embed_tokens"], self._config, tokens)
         num_rows, length = tokens.shape
-        return x, attention_lib.first_shared(self._config, num_rows, length)
+        shared = attention_lib.first_shared(
+            self._config, num_rows, length, with_indexer_loss=False
+        )
+        return x, shared
 
     def _layer(
         self, layer: int, kind: depth.Kind, state: State, context: context_lib.Context

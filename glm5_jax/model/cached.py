@@ -272,7 +272,7 @@ def _unit(
     experts, shared = [], []
     x, reader = carry
     for p, block in enumerate(blocks):
-        own = block.fetched(params[f"block_{p}"], num_rows=x.shape[0] * x.shape[1])
+        own = block.fetched(params[f"block_{p}"], num_rows=context.is_token.size)
         x, reader, routing = block.decode(own, x, context, reader)
         shared.append(reader.shared)
         if routing is not None:

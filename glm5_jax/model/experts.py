@@ -212,7 +212,7 @@ def _argsort(chosen: Int[Array, " M"], num_experts: int) -> Int[Array, " M"]:
     """Returns the stable order by expert, sorting packed keys if they fit 31 bits."""
     size = chosen.size
     if size * num_experts >= 2**31:
-        return jnp.argsort(chosen, stable=True)
+        return jnp.argsort(chosen)
     return jnp.sort(chosen * size + jnp.arange(size)) % size
 
 
@@ -262,7 +262,7 @@ def _exchange(
         return lax.ragged_all_to_all(rows, empty, *offsets, axis_name=_AXES[0])
     # XLA on CPU has no ragged exchange, so every device receives all rows.
     place = jnp.arange(len(rows))[None]
-    pieces = rows[jnp.minimum(starts[:, None] + place, len(rows) - 1)]
+    pieces = rows[starts[:, None] + place]  # behind the end, JAX reads the last row
     pieces = lax.all_to_all(pieces, _AXES[0], 0, 0)
     place = jnp.where(place < got[:, None], arrivals[:, None] + place, room)
     return empty.at[place].set(pieces, mode="drop")

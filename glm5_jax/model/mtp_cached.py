@@ -156,7 +156,7 @@ def _run(
     reader = cache_lib.Reader(
         cache=dataclasses.replace(cache, lengths=cache.lengths + offset),
         slots=slots,
-        layers={name: jnp.asarray(counts.get(name, 0)) for name in cache.entries},
+        layers={name: jnp.asarray(counts[name]) for name in cache.entries},
         shared=shared,
     )
     x = mtp.joined(own, config, params["embed_tokens"], tokens, before)

@@ -1,11 +1,14 @@
 """Experts within the stack of all layers, against those of the layer alone."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
-from glm5_jax.model import expert_products, expert_rounds
+from glm5_jax.model import cached, expert_products, expert_rounds, experts, layers
+from glm5_jax.quantization import leaf
 from tests import environment
 
 L, E, D, F, M = 3, 4, 8, 6, 24  # layers, experts, widths, rows
@@ -29,6 +32,56 @@ class OfLayerTest(absltest.TestCase):
 
         for layer in range(L):
             np.testing.assert_allclose(*both(jnp.int32(layer)), rtol=1e-6, atol=1e-6)
+
+
+class ScanTest(parameterized.TestCase):
+    @parameterized.parameters(None, "int8")
+    def test_where_kernels_run_experts_stay_in_their_stack(self, kind):
+        """A scan gives the same states, in bfloat16 or with codes."""
+        rng = np.random.default_rng(0)
+        shapes = {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
+        table = {
+            k: layers.Param((L, E, *s), ("L", "E", "D", "F")) for k, s in shapes.items()
+        }
+        stacks = {k: jnp.float32(rng.normal(size=p.shape)) for k, p in table.items()}
+        if kind:
+            layout = leaf.Layout(kind, (leaf.WHOLE, 1))
+            stacks = {k: leaf.quantize(x, layout) for k, x in stacks.items()}
+        x = jnp.asarray(rng.normal(size=(M, D)), jnp.bfloat16)
+        chosen = jnp.asarray(rng.integers(0, E, (M, 1)))
+        norms = jnp.float32(rng.normal(size=(L, 1, D)))
+        mlp = {"experts": stacks, "shift": norms}
+        stack = {"block_0": {"mlp": mlp}, "block_1": {"mlp": {"shift": norms}}}
+        seen = []
+
+        def unit(carry, params):
+            (x,) = carry
+            first, second = (params[f"block_{i}"]["mlp"] for i in range(2))
+            own = layers.fetched(first["experts"], table, "bfloat16")
+            seen.append({type(w) for w in own.values()})
+            ones = jnp.ones((M, 1), x.dtype)
+            x += experts.grouped(own, x + first["shift"].astype(x.dtype), chosen, ones)
+            return (x + second["shift"].astype(x.dtype),), jnp.sum(x)
+
+        found = []
+        for platform in ("cpu", "tpu"):
+            with mock.patch.object(cached, "dispatch") as dispatch:
+                dispatch.platform.return_value = platform
+                found.append(jax.jit(lambda x: cached._scan(unit, (x,), stack))(x))
+        self.assertEqual(seen[-1], {expert_products.OfLayer})
+        self.assertNotIn(expert_products.OfLayer, seen[0])
+        jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+class RoundsTest(parameterized.TestCase):
+    @parameterized.parameters((0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3))
+    def test_no_more_rounds_than_there_are_rows(self, num_rows, wanted):
+        """Of buffers of 4 rows, from the first round or from the second."""
+        sizes = jnp.asarray([num_rows - num_rows // 2, num_rows // 2])
+        for start in (0, 1):
+            count = lambda carry: (carry[0] + 1, carry[1] + 1)
+            found = expert_rounds._while_rows(4, sizes, count, start, jnp.int32(0))
+            self.assertEqual(found, max(wanted - start, 0))
 
 
 class RoomTest(absltest.TestCase):

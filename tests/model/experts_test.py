@@ -86,19 +86,20 @@ class ChunksTest(Chunked):
                 experts.run(params, chunked, *inputs)
             self.assertEqual(in_chunks.called, is_cut)
 
-    def test_drafts_are_not_cut_either(self):
-        self.enter_context(mock.patch.object(experts, "_FEW_NEW", 5))
-        params, x, chosen, gates = make_inputs("random")
-        chunked = dataclasses.replace(CONFIG, expert_chunks=2)
-        for length, is_cut in ((5, False), (6, True)):
-            inputs = (y[:, :length] for y in (x, chosen, gates))
-            wrapped = mock.patch.object(experts, "_in_chunks", wraps=experts._in_chunks)
-            with wrapped as in_chunks:
-                experts.run(params, chunked, *inputs)
-            self.assertEqual(in_chunks.called, is_cut)
-
 
 class DecodingTest(parameterized.TestCase):
+    @parameterized.parameters((8, False), (9, True))
+    def test_up_to_eight_drafts_are_not_cut_into_parts(self, length, is_cut):
+        params, x, chosen, gates = make_inputs("random")
+        longer = (
+            jnp.concatenate([y, y], axis=1)[:, :length] for y in (x, chosen, gates)
+        )
+        chunked = dataclasses.replace(CONFIG, expert_chunks=2)
+        wrapped = mock.patch.object(experts, "_in_chunks", wraps=experts._in_chunks)
+        with wrapped as in_chunks:
+            jax.eval_shape(functools.partial(experts.run, params, chunked), *longer)
+        self.assertEqual(in_chunks.called, is_cut)
+
     @parameterized.named_parameters(
         ("one_token_of_each", 32, 1, None, True),
         ("too_many_tokens", 33, 1, None, False),
@@ -158,7 +159,12 @@ class TransportTest(Chunked):
         )
 
     @parameterized.parameters(
-        ("gather", 2, None), ("gather", 4, None), ("rounds", 2, 24), ("rounds", 4, 24)
+        ("gather", 1, None),
+        ("gather", 2, None),
+        ("gather", 4, None),
+        ("rounds", 1, None),
+        ("rounds", 2, 24),
+        ("rounds", 4, 24),
     )
     def test_only_rounds_have_a_bounded_buffer(self, transport, num_devices, size):
         """A device has 12 rows of its own tokens: twice as many fit the buffer."""
@@ -216,6 +222,22 @@ class ExchangeTest(parameterized.TestCase):
             np.testing.assert_array_equal(back[device, :num_sent], mine)
             num_got = int(sizes[:, device].sum())
             self.assertTrue((there[device, num_got:] == 0).all())
+
+
+class WholeTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"data": 8}, True),
+        ({"expert": 4, "tensor": 2}, True),  # each has experts, or widths, of its own
+        ({"fsdp": 2, "data": 4}, False),
+    )
+    def test_matrices_of_experts_are_whole_unless_they_are_gathered(self, axes, wanted):
+        found = []
+        with jax.set_mesh(mesh_lib.make_mesh(config_lib.MeshConfig(**axes))):
+            run = collectives.on_shards(
+                lambda: found.append(experts.are_whole()), (), None
+            )
+            jax.eval_shape(run)
+        self.assertEqual(found, [wanted])
 
 
 class OrderTest(parameterized.TestCase):

@@ -132,20 +132,22 @@ class BalanceTest(parameterized.TestCase):
         gates *= CONFIG.routed_scaling_factor / gates.sum(-1, keepdims=True)
         np.testing.assert_allclose(after.gates, gates, rtol=1e-5)
 
-    def test_load_and_balance_loss_by_hand(self):
+    @parameterized.parameters(7, 1, 0)
+    def test_load_and_balance_loss_by_hand(self, length):
         """mean over rows of sum_e f_e P_e (DeepSeek-V3, equations 17 to 20)."""
-        params, x, is_token = make_inputs()
+        params, x, _ = make_inputs()
+        is_token = jnp.arange(T)[None] < jnp.asarray([[T], [length]])
         got = run_router(params, CONFIG, x, is_token)
         scores = sigmoid(np.asarray(x, np.float64) @ in_float64(params)["gate"])
         losses, load = [], np.zeros(CONFIG.n_routed_experts)
-        for b, num_tokens in enumerate((T, 7)):
+        for b, num_tokens in enumerate((T, length)):
             experts = np.asarray(got.experts)[b, :num_tokens]
             counts = np.bincount(experts.ravel(), minlength=CONFIG.n_routed_experts)
             share = counts * CONFIG.n_routed_experts
-            share = share / (CONFIG.num_experts_per_tok * num_tokens)
+            share = share / (CONFIG.num_experts_per_tok * max(num_tokens, 1))
             normal = scores[b, :num_tokens]
             normal = normal / normal.sum(-1, keepdims=True)
-            losses.append(np.sum(share * normal.mean(0)))
+            losses.append(np.sum(share * normal.sum(0)) / max(num_tokens, 1))
             load += counts
         np.testing.assert_array_equal(got.load, load)
         np.testing.assert_allclose(got.balance, np.mean(losses), rtol=1e-5)

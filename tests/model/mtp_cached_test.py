@@ -35,7 +35,10 @@ def main_states(params, config, tokens):
 
 @functools.partial(jax.jit, static_argnums=1)
 def drafts(params, config, tokens, hidden, table):
-    """Returns the states of all steps after two parts of each text were filled in."""
+    """Returns the states of all steps after two parts of each text were filled in.
+
+    Also the lengths, and the rows of the module in the cache.
+    """
     cache = cached.empty(config, 2, CAPACITY, None if table is None else (12, 4), True)
     cache = dataclasses.replace(cache, table=table)
     before = jnp.roll(hidden, 1, axis=1)
@@ -60,7 +63,8 @@ def drafts(params, config, tokens, hidden, table):
         token = tokens[rows, last + step - 1]
         draft = mtp_cached.later(params, config, draft, token, step, None)
         found.append(draft.hidden)
-    return jnp.stack(found), draft.cache.lengths
+    rows_of_module = draft.cache.entries["kv"][-1]
+    return jnp.stack(found), draft.cache.lengths, rows_of_module
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -76,15 +80,20 @@ def trained(params, config, tokens, hidden):
 
 @functools.partial(jax.jit, static_argnums=1)
 def whole_row(params, config, tokens, hidden, size):
-    """Runs the module over pairs of a token and a state; returns the last state."""
+    """Runs the module over pairs of a token and a state.
+
+    Returns the last state, and the latent and rotated key of every pair.
+    """
     positions = jnp.arange(NUM_TOKENS)[None]
     is_token = (positions < size).astype(jnp.int32)
     context = context_lib.make_context(config, is_token, positions)
     module = params["mtp"]
     x = mtp.joined(module, config, params["embed_tokens"], tokens, hidden)
     block = block_lib.make(config, depth.mtp_kind(config))
-    x = block.forward(module["block"], x, context).x[0, size - 1]
-    return x * jax.lax.rsqrt(jnp.mean(x * x) + config.rms_norm_eps) * module["norm"]
+    out = block.forward(module["block"], x, context)
+    x = out.x[0, size - 1]
+    norm = jax.lax.rsqrt(jnp.mean(x * x) + config.rms_norm_eps)
+    return x * norm * module["norm"], jnp.concatenate(out.attended.kv, axis=-1)[0]
 
 
 class MtpCachedTest(parameterized.TestCase):
@@ -93,13 +102,13 @@ class MtpCachedTest(parameterized.TestCase):
         hidden = main_states(params, config, tokens)
         table = np.random.default_rng(1).permutation(12)[:10].reshape(2, 5)
         table = jnp.asarray(table) if is_paged else None
-        found, lengths = drafts(params, config, tokens, hidden, table)
+        found, lengths, rows = drafts(params, config, tokens, hidden, table)
         np.testing.assert_array_equal(lengths, LENGTHS)
-        return params, tokens, np.asarray(hidden), np.asarray(found)
+        return params, tokens, np.asarray(hidden), np.asarray(found), rows
 
     @parameterized.named_parameters(("rows", False), ("pages", True))
     def test_steps_that_share_are_those_of_training(self, is_paged):
-        params, tokens, hidden, found = self.run_drafts(SHARED, is_paged)
+        params, tokens, hidden, found, _ = self.run_drafts(SHARED, is_paged)
         wanted = trained(params, SHARED, tokens, hidden)
         for row, length in enumerate(LENGTHS):
             np.testing.assert_allclose(
@@ -107,7 +116,7 @@ class MtpCachedTest(parameterized.TestCase):
             )
 
     def test_chained_steps_are_those_of_a_row_that_grows(self):
-        params, tokens, hidden, found = self.run_drafts(CHAINED)
+        params, tokens, hidden, found, rows = self.run_drafts(CHAINED)
         first = trained(params, CHAINED, tokens, hidden)[0]
         for row, length in enumerate(LENGTHS):
             np.testing.assert_allclose(found[0, row], first[row, length - 1], atol=ATOL)
@@ -115,7 +124,10 @@ class MtpCachedTest(parameterized.TestCase):
             states[0, :length] = hidden[row, :length]
             ahead = jnp.roll(tokens[row : row + 1], -1, axis=1)
             for step in range(1, STEPS + 1):
-                state = whole_row(params, CHAINED, ahead, states, length + step - 1)
+                state, kv = whole_row(params, CHAINED, ahead, states, length + step - 1)
+                if step == 1:  # row r is that of position r - 1
+                    own = rows[row, 1 : length + 1]
+                    np.testing.assert_allclose(own, kv[:length], atol=ATOL)
                 np.testing.assert_allclose(found[step - 1, row], state, atol=ATOL)
                 states[0, length + step - 1] = state
 

@@ -77,6 +77,17 @@ class SeparateModulesTest(parameterized.TestCase):
         )
         self.assertIn("train/mtp_loss", metrics)
 
+    def test_two_modules_are_separate_too(self):
+        config = dataclasses.replace(
+            SHARED, num_nextn_predict_layers=2, mtp_num_steps=2
+        )
+        batch = tiny.batch(config, [(T,)], T)
+        hidden = jax.ShapeDtypeStruct((1, T, config.hidden_size), "float32")
+        traced = functools.partial(run.__wrapped__, config=config, batch=batch)
+        params = transformer.abstract_params(config)
+        states, _ = jax.eval_shape(lambda p, h: traced(p, hidden=h), params, hidden)
+        self.assertEqual(states.shape, (STEPS, *hidden.shape))
+
     def test_they_are_counted(self):
         one, three = map(accounting.count_parameters, (SHARED, SEPARATE))
         self.assertEqual(three["mtp"], 3 * one["mtp"])

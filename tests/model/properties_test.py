@@ -183,7 +183,7 @@ class SelectionFormTest(parameterized.TestCase):
 
             with mock.patch.object(selection, "form", return_value=form) as used:
                 results[form] = jax.device_get(jax.jit(compute)(params, batch, weights))
-            used.assert_called()
+            used.assert_called_with(T)
         for form in ("bits", "list"):
             close = functools.partial(assert_close, atol=1e-4)
             jax.tree.map(close, results[form], results["mask"])

@@ -72,6 +72,26 @@ class YarnTest(absltest.TestCase):
         want = FREQUENCIES * (share / 5 + 1 - share)
         np.testing.assert_allclose(rope.frequencies(model), want, rtol=1e-3)
 
+    def test_ends_are_whole_numbers_of_pairs_within_the_head(self):
+        """Pairs 0.52 to 1.52 are cut as 0 to 2, and pairs -1 to 9 as 0 to 7."""
+        for positions, fast, slow, truncate, share in (
+            (628, 30.0, 3.0, True, [0, 0.5, 1, 1]),
+            (6283185, 1e7, 1e-3, False, [0, 1 / 7, 2 / 7, 3 / 7]),
+        ):
+            scaling = config_lib.RopeScaling(
+                rope_type="yarn",
+                factor=5.0,
+                original_max_position_embeddings=positions,
+                beta_fast=fast,
+                beta_slow=slow,
+                truncate=truncate,
+            )
+            sizes = {"qk_rope_head_dim": DIM, "rope_theta": THETA}
+            model = tiny.model(**sizes, rope_scaling=scaling)
+            share = np.array(share)
+            want = FREQUENCIES * (share / 5 + 1 - share)
+            np.testing.assert_allclose(rope.frequencies(model), want, rtol=1e-5)
+
     def test_where_both_ends_are_one_a_pair_stays_or_is_divided(self):
         """As transformers, which puts 0.001 between ends that are equal."""
         scaling = config_lib.RopeScaling(

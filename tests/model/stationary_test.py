@@ -9,12 +9,14 @@ import numpy as np
 from absl.testing import parameterized
 from jax.sharding import PartitionSpec
 
-from glm5_jax import collectives, sharding
+from glm5_jax import collectives, depth, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.model import layers, stationary
+from glm5_jax.model import block as block_lib
+from glm5_jax.model import layers, stationary, transformer
 from glm5_jax.quantization import leaf, shards
 from tests import environment
+from tests.model import tiny
 
 SIZES = {"D": 16, "Q": 24, "N": 4, "H": 6, "O": 3, "F": 32, "E": 8, "I": 2, "J": 5}
 ROWS = 2  # of a device
@@ -48,6 +50,21 @@ def layout_of(name, dims, num_in):
 
 def make_mesh():
     return mesh_lib.make_mesh(config_lib.MeshConfig(data=1, fsdp=2, expert=2, tensor=2))
+
+
+def pays(mesh, shape, dims, num_in):
+    """Returns for some numbers of rows whether to send them to the matrix."""
+    found = {}
+
+    def count(w):
+        for num_rows in (1, 2, 3, 4):
+            found[num_rows] = stationary.pays(w, dims, num_in, num_rows, "float32")
+        return w
+
+    with jax.set_mesh(mesh):
+        run = collectives.on_shards(count, (sharding.spec(dims),), sharding.spec(dims))
+        jax.eval_shape(run, jax.ShapeDtypeStruct(shape, jnp.float32))
+    return found
 
 
 class StationaryTest(parameterized.TestCase):
@@ -118,10 +135,19 @@ class StationaryTest(parameterized.TestCase):
             wanted = np.tensordot(x, whole, axes=num_in)
             np.testing.assert_allclose(found[0], wanted, rtol=RTOL, atol=10 * RTOL)
 
+    def test_on_one_device_nothing_is_sent(self):
+        whole = jnp.arange(float(SIZES["D"] * SIZES["Q"])).reshape(SIZES["D"], -1)
+        table = {"w": layers.Param(whole.shape, ("D", "Q"), num_in=1)}
+        fetched = layers.fetched({"w": whole}, table, "float32", num_rows=1)
+        self.assertIsInstance(fetched["w"], jax.Array)
+        np.testing.assert_array_equal(fetched["w"], whole)
+
+
+class PaysTest(parameterized.TestCase):
     def test_a_quantized_matrix_pays_by_its_codes(self):
         """Gathered codes take a byte each; sent rows are codes as well."""
         layout, found = LAYOUTS["w8a8"], {}
-        codes = leaf.abstract((16, 24), layout)
+        codes = leaf.abstract((96, 24), layout)
 
         def count(codes, num_rows):
             found[num_rows] = stationary.pays(
@@ -135,33 +161,65 @@ class StationaryTest(parameterized.TestCase):
                 run = functools.partial(count, num_rows=num_rows)
                 mapped = collectives.on_shards(run, (specs,), specs.values)
                 jax.eval_shape(mapped, codes)
-        # A row of 16 codes goes; 4 sums of 24 come, and stay, rounded to 2 bytes.
-        row = 16 + 4 * 24 * 4 + 24 * 2
-        self.assertEqual(found, {n: n * row < 3 * 4 * 24 for n in found})
+        # A row of 96 codes goes; 4 sums of 24 come, and stay, rounded to 2 bytes.
+        row = 96 + 4 * 24 * 4 + 24 * 2
+        self.assertEqual(found, {n: n * row < 3 * 24 * 24 for n in found})
+        self.assertEqual(set(found.values()), {True, False})
 
-    def test_pays_for_few_rows_only(self):
-        """The bytes of a ring: of all-gather, exchange and scattered sum."""
-        found = {}
+    @parameterized.named_parameters(
+        # The numbers sent for a row: gathered over the devices that cut the output,
+        # exchanged, summed over those that cut the input, returned.
+        ("input_cut", ("D", "Q"), 1, 0 + 32 + 4 * 32 + 32, 3 * 8 * 32),
+        ("output_cut", ("F", "D"), 1, 3 * 20 + 4 * 20 + 32 + 32, 3 * 20 * 8),
+        ("both_cut", ("D", "E"), 1, 32 + 2 * 32 + 2 * 8 + 8, 3 * 16 * 4),
+        ("heads", ("Q", "N", "H"), 1, 0 + 32 + 4 * 12 + 12, 3 * 8 * 12),
+        ("two_input_dims", ("N", "O", "D"), 2, 3 * 6 + 4 * 6 + 32 + 32, 3 * 6 * 8),
+        ("cut_within_the_input", ("I", "D", "J"), 2, None, None),
+        ("no_matrix", ("D", "Q"), 0, None, None),
+    )
+    def test_pays_for_few_rows_only(self, dims, num_in, row, gathered):
+        """Where rows take fewer bytes than the parts of the other three devices."""
+        sizes = SIZES | {"D": 32, "Q": 32, "F": 40}
+        shape = [sizes[dim] for dim in dims]
+        found = pays(make_mesh(), shape, dims, num_in)
+        self.assertEqual(found, {n: bool(row) and n * row < gathered for n in found})
 
-        def count(w, num_rows):
-            found[num_rows] = stationary.pays(w, ("D", "Q"), 1, num_rows, "float32")
-            return w
+    def test_pays_with_two_parts(self):
+        mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=4, fsdp=2))
+        found = pays(mesh, (32, 32), ("D", "Q"), 1)
+        row = 32 + 2 * 32 + 32
+        self.assertEqual(found, {n: n * row < 16 * 32 for n in found})
 
-        for num_rows in (1, 2, 3, 4):
-            with jax.set_mesh(make_mesh()):
-                spec = sharding.spec(("D", "Q"))
-                run = functools.partial(count, num_rows=num_rows)
-                shape = jax.ShapeDtypeStruct((16, 24), jnp.float32)
-                jax.eval_shape(collectives.on_shards(run, (spec,), spec), shape)
-        # 4 parts of 4 x 24: 3 * 96 numbers are gathered; a row costs 16 + 4 * 24.
-        self.assertEqual(found, {n: n * (16 + 96) < 288 for n in found})
 
-    def test_on_one_device_nothing_is_sent(self):
-        whole = jnp.arange(float(SIZES["D"] * SIZES["Q"])).reshape(SIZES["D"], -1)
-        table = {"w": layers.Param(whole.shape, ("D", "Q"), num_in=1)}
-        fetched = layers.fetched({"w": whole}, table, "float32", num_rows=1)
-        self.assertIsInstance(fetched["w"], jax.Array)
-        np.testing.assert_array_equal(fetched["w"], whole)
+class DecodingTest(parameterized.TestCase):
+    @parameterized.parameters((1, None), (None, None), (1, True))
+    def test_a_row_goes_to_the_matrices_of_a_layer(self, num_rows, invariant):
+        """Not to those of heads and experts; nor where sums may not be reordered."""
+        config = tiny.model(batch_invariant=invariant, kv_lora_rank=16)
+        block, found = block_lib.make(config, depth.layer_kinds(config)[-1]), {}
+        dims = transformer.map_table(lambda p: p.dims, block.table())
+        shapes = transformer.map_table(
+            lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), block.table()
+        )
+
+        def fetch(params):
+            own = block.fetched(params, num_rows)
+            is_whole = lambda node: isinstance(node, stationary.Stationary)
+            for path, w in jax.tree_util.tree_leaves_with_path(own, is_leaf=is_whole):
+                if is_whole(w):
+                    found["/".join(key.key for key in path[-2:])] = w.num_in
+            return ()
+
+        with jax.set_mesh(mesh_lib.make_mesh(config_lib.MeshConfig(fsdp=8))):
+            specs = (sharding.specs(dims),)
+            jax.eval_shape(collectives.on_shards(fetch, specs, ()), shapes)
+        names = (
+            *("self_attn/q_a_proj", "self_attn/q_b_proj", "self_attn/kv_a_proj"),
+            *("indexer/wq_b", "indexer/wk", "indexer/weights_proj", "mlp/gate"),
+            *(f"shared_experts/{name}_proj" for name in ("gate", "up", "down")),
+        )
+        wanted = dict.fromkeys(names, 1) | {"self_attn/o_proj": 2}
+        self.assertEqual(found, wanted if num_rows and not invariant else {})
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def visits(
     tokens = jnp.asarray(batch["tokens"])
     places = jnp.asarray(batch["segment_ids"]), jnp.asarray(batch["positions"])
     x, context = _start(params["embed_tokens"], config, tokens, *places)
-    shared = attention_lib.first_shared(config, len(tokens), tokens.shape[1])
+    shared = attention_lib.first_shared(config, *tokens.shape, with_indexer_loss=False)
     numbered: dict[int, tuple[depth.Kind, str, str, int]] = {
         group.layer(repeat, p): (kind, f"layers_{g}", f"block_{p}", repeat)
         for g, group in enumerate(depth.layer_groups(config))

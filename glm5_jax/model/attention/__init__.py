@@ -33,7 +33,7 @@ def first_shared(
     config: config_lib.ModelConfig,
     batch: int,
     num_tokens: int,
-    with_indexer_loss: bool = False,
+    with_indexer_loss: bool,
 ) -> Any:
     """Returns the shared value for the first layer over whole rows of this shape.
 

@@ -247,7 +247,7 @@ def _inverse(x: Float[Array, "*n s s"]) -> Float[Array, "*n s s"]:
         top = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)
         blocks = jnp.concatenate([top, jnp.concatenate([low, c], axis=-1)], axis=-2)
         rows *= 2
-    return blocks[..., 0, :size, :size]
+    return blocks.reshape(x.shape)[..., :size, :size]
 
 
 def _inverse_and_itself(x: Float[Array, "*n s s"]) -> tuple[Array, Array]:

@@ -142,7 +142,7 @@ def first_shared(
     config: config_lib.ModelConfig,
     batch: int,
     num_tokens: int,
-    with_indexer_loss: bool = False,
+    with_indexer_loss: bool,
 ) -> indexer.Index | None:
     """Returns an empty index, or None where no layers share one."""
     if not config.shares_index:

@@ -184,7 +184,7 @@ class RouterTest(absltest.TestCase):
     def test_loads_and_entropies_are_counted_over_the_group(self):
         config = SUBJECT.config
         *_, visit = walk.visits(SUBJECT.params, config, BATCH)
-        shared = attention_lib.first_shared(config, 2, LENGTH)
+        shared = attention_lib.first_shared(config, 2, LENGTH, False)
         block, x = visit.block, walk.normed(visit)
         out = block.attention.forward(visit.params, x, visit.context, shared).x
         params = jax.device_get(visit.params)

@@ -2,15 +2,18 @@
 
 import functools
 import pathlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
+from glm5_jax.model import context as context_lib
 from glm5_jax.model.attention import delta_rule
 from glm5_jax.scale.compiled import flops as flops_lib
 from tests import environment
+from tests.model import tiny
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "delta_rule.npz"
 TOL = 1e-5  # float32 against float64, values of about 1
@@ -147,6 +150,22 @@ class DeltaRuleTest(parameterized.TestCase):
             out, state = step(*token, state)
             close(out, want[:, t])
         close(state, last)
+
+    def test_small_vectors_are_divided_with_the_released_eps(self):
+        """transformers' l2norm adds 1e-6 to the square of the length."""
+        x = jnp.asarray([[[3e-3, 4e-3], [0, 0]], [[6e-4, 8e-4], [3, 4]]])
+        lengths = np.sqrt([[26e-6, 1e-6], [2e-6, 25]])[..., None]
+        np.testing.assert_allclose(delta_rule.unit(x), x / lengths, rtol=1e-5)
+
+    @parameterized.parameters((1, False), (2, True))
+    def test_rows_of_several_tokens_run_in_chunks(self, num_tokens, in_chunks):
+        arrays = (x[:, :num_tokens] for x in in_float32(inputs(1)))
+        ids = jnp.ones((B, num_tokens), jnp.int32)
+        context = context_lib.make_context(tiny.model(), ids, ids)
+        wrapped = mock.patch.object(delta_rule, "chunked", wraps=delta_rule.chunked)
+        with wrapped as run:
+            jax.eval_shape(delta_rule.over_documents, *arrays, context)
+        self.assertEqual(run.called, in_chunks)
 
     def test_flops_are_those_of_the_program(self):
         """Of one token."""

@@ -47,8 +47,22 @@ class RowsTest(parameterized.TestCase):
         for chip, wanted in (("v5p", width), ("tpu7x", width), ("h200", rank + 64)):
             with meant_for(chips.CHIPS[chip]):
                 self.assertEqual(cache_rows.of_latents(config).width, wanted)
-                (rows,) = dsa_cached.entries(config, False, 7).values()
-        self.assertEqual(rows.shape, (7, rank + 64))
+                entries = dsa_cached.entries(config, True, 7)
+            shapes = [entry.shape for entry in entries.values()]
+            self.assertEqual(shapes, [(7, wanted), (7, 64)])
+
+    def test_128_rounded_numbers_share_a_scale(self):
+        """GLM-5's row takes 656 bytes instead of 1,152, an indexer's 132 of 256."""
+        sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+        config = tiny.model(**sizes, dtype="bfloat16", kv_cache_dtype="fp8")
+        self.assertEqual(cache_rows.of_latents(config).width, 656)
+        self.assertEqual(cache_rows.of_index_keys(config).width, 132)
+        config = tiny.model(kv_lora_rank=256, kv_cache_dtype="fp8")
+        form = cache_rows.of_latents(config)
+        x = np.repeat([1.0, 100, 1.0], [128, 128, 8])[None].astype(np.float32)
+        x[0, :256:2] *= 0.0123  # in tile 0 too small for the scale of tile 1
+        got = form.restore(form.store(jnp.asarray(x)))
+        np.testing.assert_allclose(got, x, rtol=2**-4)
 
     @parameterized.parameters((1, True), (8, True), (9, False))
     def test_kernels_of_decoding_take_eight_tokens(self, num_new, is_few):
@@ -116,6 +130,32 @@ class VisibleTest(parameterized.TestCase):
             bounds = jnp.asarray(lo), jnp.asarray(hi)
             got = dsa_cached.attend_to_visible(*rows, *bounds, scale=0.3, value_dim=5)
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+    def test_attention_to_copies_of_listed_rows_is_a_loop(self):
+        """Row 0 counts as any other, and padding adds nothing."""
+        rng = np.random.default_rng(0)
+        q, kv = rng.normal(size=(2, 3, 4, 6)), rng.normal(size=(1, 2, 9, 6))
+        lists = np.array([[[0, -1], [1, 2], [0, 8]], [[0, 3], [5, -1], [-1, -1]]])
+        want = np.zeros((2, 3, 4, 5))
+        for b, t, n in np.ndindex(2, 3, 4):
+            rows = kv[0, b, [s for s in lists[b, t] if s >= 0]]
+            weights = np.exp(0.3 * rows @ q[b, t, n])
+            want[b, t, n] = weights @ rows[:, :5] / max(weights.sum(), 1e-30)
+        cache = cache_lib.Cache(
+            entries={"kv": jnp.asarray(kv, "float32")},
+            lengths=jnp.asarray([9, 9]),
+            capacity=9,
+        )
+        reader = cache_lib.Reader(cache, None, {"kv": jnp.asarray(0)}, None)
+        form = cache_rows.Rows(5, 1, None, "float32", is_padded=False)
+        got = dsa_cached._attend_to_copies(
+            reader,
+            form,
+            jnp.asarray(q, "float32"),
+            jnp.asarray(lists),
+            {"scale": 0.3, "value_dim": 5},
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """FLOPs of every attention against loops over the pairs of query and key."""
 
+import numpy as np
 from absl.testing import absltest, parameterized
 
 from glm5_jax import depth
@@ -75,6 +76,16 @@ class MemoriesTest(absltest.TestCase):
         self.assertAlmostEqual(float(16 * log_decays[0]), -1, places=6)
         self.assertAlmostEqual(float(4096 * log_decays[-1]), -1, places=6)
         self.assertSequenceAlmostEqual(log_decays, sorted(log_decays))
+
+    def test_gated_heads_start_with_memories_of_2_to_2048_tokens(self):
+        """At W_a x = 0, and with a convolution that keeps a token's own input."""
+        table = make(CONFIG, "gated_delta").table()["self_attn"]
+        decays = np.exp(table["A_log"].fill) * np.log1p(np.exp(table["dt_bias"].fill))
+        self.assertAlmostEqual(2 * decays[0], 1)
+        self.assertAlmostEqual(2048 * decays[-1], 1)
+        ratios = decays[1:] / decays[:-1]
+        np.testing.assert_allclose(ratios, ratios[0])
+        self.assertEqual(table["conv1d"].fill, (0, 0, 0, 1))
 
 
 if __name__ == "__main__":
