@@ -120,9 +120,7 @@ class Tokenizer:
 
     def encode_spelt(self, text: str) -> list[int]:
         """Token ids of a text whose special tokens are spelt out, as `spell` does."""
-        names = "|".join(
-            map(re.escape, sorted(self.special_ids, key=len, reverse=True))
-        )
+        names = "|".join(map(re.escape, self.special_ids))
         ids: list[int] = []
         for piece in re.split(f"({names})", text) if names else [text]:
             special = self.special_ids.get(piece)
@@ -349,11 +347,11 @@ def _byte_alphabet() -> dict[str, int]:
 
     Visible Latin-1 characters stand for themselves; all other bytes map to U+0100 on.
     """
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in visible]
-    characters = {byte: chr(byte) for byte in visible}
-    characters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return {characters[byte]: byte for byte in range(256)}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    visible = {c: ord(c) for c in alphabet if ord(c) < 256}
+    others = sorted(set(range(256)) - set(visible.values()))
+    rest = [c for c in alphabet if c not in visible]
+    return visible | dict(zip(rest, others, strict=True))
 
 
 _ALPHABET = _byte_alphabet()

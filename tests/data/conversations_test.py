@@ -337,7 +337,22 @@ class ConversationsTest(parameterized.TestCase):
         (self.file.parent / "c.txt").write_text("no conversation")
         found = conversations.read_conversations(str(self.file.parent))
         self.assertLen(found, 41)
-        self.assertEqual(conversations.pick(str(self.file.parent), 40), found[40])
+        for index in (0, 40):
+            got = conversations.pick(str(self.file.parent), index)
+            self.assertEqual(got, found[index])
+
+    def test_equal_ones_have_one_name_in_any_order_of_their_keys(self):
+        turn = assistant("a", tool_calls=[{"name": "é", "arguments": {"k": "ü"}}])
+        given = conversations.Conversation([turn], [{"name": "é", "type": "ß"}])
+        again = conversations.Conversation(
+            [dict(reversed(turn.items()))], [{"type": "ß", "name": "é"}]
+        )
+        self.assertEqual(given.name, again.name)
+        # A BPE trains on letters, not on their escapes.
+        self.assertEqual(
+            given.text.split("\n"),
+            ['{"name": "é", "type": "ß"}', "a", "é", '{"k": "ü"}'],
+        )
 
 
 class ViewTest(parameterized.TestCase):

@@ -85,8 +85,11 @@ class CutTest(parameterized.TestCase):
     @QUICK
     @hypothesis.given(IDS)
     def test_texts_are_those_of_all_ids_together(self, ids):
-        for is_spelt, whole in ((True, TOKENIZER.spell), (False, TOKENIZER.decode)):
-            stream = text_stream.TextStream(TOKENIZER, is_spelt=is_spelt)
+        for options, whole in (
+            ({"is_spelt": True}, TOKENIZER.spell),
+            ({}, TOKENIZER.decode),
+        ):
+            stream = text_stream.TextStream(TOKENIZER, **options)
             text = "".join(map(stream.feed, ids)) + stream.close()
             self.assertEqual(text, whole(ids))
 
@@ -195,6 +198,34 @@ class CasesTest(parameterized.TestCase):
             for _ in range(depth - 1):
                 (value,) = value
             self.assertEqual(value, [])
+
+    @parameterized.parameters(
+        # A thought begins at the first id or not at all.
+        (False, "<think>a</think>b", [Reasoning("a"), Content("b")]),
+        (True, "</think>a<think>b", [Content("a<think>b")]),
+        # Half a character before a token, and at the end.
+        (True, b"a\xc3</think>b\xc3", [Reasoning("a\ufffd"), Content("b\ufffd")]),
+        (True, b"\0</think>\0", [Reasoning("\0"), Content("\0")]),
+        (
+            True,
+            "a<tool_call>f</tool_call>b",
+            [Reasoning("a"), Call("f", {}), Content("b")],
+        ),
+    )
+    def test_borders_of_thought_and_content(self, is_thinking, text, want):
+        if isinstance(text, bytes):
+            first, second = text.split(b"</think>")
+            ids = [*first, SPECIAL["</think>"], *second]
+        else:
+            ids = ids_of(text)
+        events, _ = events_of([ids], is_thinking=is_thinking)
+        self.assertEqual(joined(events), want)
+
+    def test_the_open_thought_is_the_first_error(self):
+        _, parser = events_of([ids_of("a<tool_call>f<tool_call>g")])
+        unclosed = "a tool call is not closed by </tool_call>"
+        thought = "the thought is not closed by </think>"
+        self.assertEqual(parser.errors, [thought, unclosed, unclosed])
 
     def test_nothing_after_the_stop_is_read(self):
         events, _ = events_of([ids_of("</think>a<|user|>b"), ids_of("c")])

@@ -115,9 +115,32 @@ class TemplateTest(parameterized.TestCase):
         ("[gMASK]<sop>{% if not tool.defer_loading %}", "glm5.1"),
         ("[gMASK]<sop>Reasoning Effort: {% if not tool.defer_loading %}", "glm5.2"),
         ("<|im_start|>", None),
+        ("[MASK]<sop>{{ tool | tojson }}", None),
     )
     def test_the_version_of_a_released_template(self, text, version):
         self.assertEqual(templates.released_version(text), version)
+
+    def test_defaults_are_those_of_a_run(self):
+        of_a_run = templates.make_template(config.DataConfig(), TOKENIZER)
+        self.assertEqual(templates.Template(TOKENIZER), of_a_run)
+
+    @parameterized.parameters(
+        (
+            "glm5",
+            '{"function": {"name": "f", "strict": true}}',
+            '{"name": "g"}',
+            '{"name": "h", "defer_loading": true}',
+        ),
+        ("glm5.1", '{"name": "f"}', '{"name": "g"}', '{"name": "h"}'),
+        ("glm5.2", '{"name": "f"}', '{"name": "g"}'),
+    )
+    def test_what_a_version_shows_of_a_tool(self, version, *want):
+        """All of it, its function, or its function unless it is to be loaded later."""
+        deferred = {"name": "h", "defer_loading": True}
+        tools = [{"function": {"name": "f", "strict": True}}, {"name": "g"}, deferred]
+        text = TOKENIZER.spell(template(version).render([HI], tools).tokens)
+        lines = text.partition("<tools>\n")[2].partition("</tools>")[0].splitlines()
+        self.assertEqual(lines, [*want])
 
     def test_reasoning_effort(self):
         ours = dataclasses.replace(template("glm5.2"), reasoning_effort="high")
@@ -206,6 +229,17 @@ class TemplateTest(parameterized.TestCase):
         self.assertEqual(ours.bridge([HI], end), tail)
         self.assertEqual(ours.bridge([HI], tail[0]), tail[1:])
         self.assertEqual(ours.bridge([HI], ids_of("<|observation|>")[0]), tail)
+
+    def test_without_a_user_every_turn_is_current(self):
+        turn = {"role": "assistant", "reasoning_content": "é", "content": "a"}
+        call = {"function": {"name": "f", "arguments": {"k": ["é"]}}}
+        messages = [turn, turn | {"tool_calls": [call]}]
+        text = TOKENIZER.spell(template().render(messages).tokens)
+        self.assertEqual(
+            text,
+            "[gMASK]<sop><|assistant|><think>é</think>a<|assistant|><think>é</think>a"
+            '<tool_call>f<arg_key>k</arg_key><arg_value>["é"]</arg_value></tool_call>',
+        )
 
     def test_content_in_parts(self):
         """Follows the release's visible_text and its loop over a tool's results."""
@@ -374,22 +408,33 @@ class TruncateTest(parameterized.TestCase):
         ]
         turns[1]["tool_calls"], turns[5]["is_masked"] = [call], True
         turns.append({"role": "assistant", "content": "op"})
-        tokenizer = tokenizer_lib.named("byte_chat")
-        ours = templates.Template(tokenizer)
-        whole = ours.render(turns, (), end=True)
-        ends = [len(ours.truncate(whole, n).tokens) for n in range(len(whole.tokens))]
-        pieces = [tokenizer.spell([token]) for token in whole.tokens]
-        got = "".join("^" * (i in ends) + piece for i, piece in enumerate(pieces))
         self.assertEqual(
-            got,
+            self.marked(turns),
             "^[gMASK]<sop>^<|user|>a^b^<|assistant|></think>e^f<tool_call>xy<arg_key>k"
             "</arg_key><arg_value>v</arg_value></tool_call>^<|observation|>^"
             "<tool_response>rs</tool_response>^<|assistant|></think>i^j^<|user|>^g^h^"
             "<|assistant|></think>k^l^<|user|>m^n^<|assistant|></think>o^p"
             "<|endoftext|>",
         )
+
+    def test_a_cut_follows_the_stop_of_an_empty_answer(self):
+        turns = [HI, {"role": "assistant", "content": ""}, HI]
+        self.assertEqual(
+            self.marked([*turns, {"role": "assistant", "content": "a"}]),
+            "^[gMASK]<sop>^<|user|>H^i^<|assistant|></think>^<|user|>^H^i^"
+            "<|assistant|></think>a<|endoftext|>",
+        )
+
+    def marked(self, turns):
+        """Returns the text of a conversation with ^ where it may be cut."""
+        tokenizer = tokenizer_lib.named("byte_chat")
+        ours = templates.Template(tokenizer)
+        whole = ours.render(turns, (), end=True)
+        ends = [len(ours.truncate(whole, n).tokens) for n in range(len(whole.tokens))]
         for n in set(ends):  # a whole prefix needs no fewer tokens
             self.assertLen(ours.truncate(whole, n).tokens, n)
+        pieces = [tokenizer.spell([token]) for token in whole.tokens]
+        return "".join("^" * (i in ends) + piece for i, piece in enumerate(pieces))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,9 @@ class TokenizerTest(parameterized.TestCase):
         self.assertLessEqual(tokenizer.vocab_size, 320)
         self.assertLen(tokenizer.encode(" argument"), 1)
         self.assertGreater(len(tokenizer.encode("argument argument")), 1)
+        # A mark and the letters after it are one word of GLM-5's, two of GPT-2's.
+        tokenizer = tokenizer_lib.train_bpe(["(argument"] * 9, 320)
+        self.assertLen(tokenizer.encode("(argument"), 1)
 
     def test_decode_survives_any_ids(self):
         tokenizer = tokenizer_lib.byte_tokenizer()
@@ -330,6 +333,14 @@ class ReleasedTest(parameterized.TestCase):
         with contextlib.nullcontext() if passes else refused:
             tokenizer_lib.check_released(tokenizer, "x")
 
+    def test_a_file_with_other_ids_is_not_loaded(self):
+        ids = {"[gMASK]": 154_820, "<|endoftext|>": 154_821}
+        file = self.create_tempfile().full_path
+        of_bytes(tokenizer_lib._ALPHABET | ids, list(ids)).save(file)
+        message = f"{file} is of GLM-5's size"
+        with self.assertRaisesRegex(config.InputError, message):
+            tokenizer_lib.load(file)
+
     def test_large_tokenizers_of_other_families_are_none_of_ours(self):
         self.check(["<|other|>", "<|endoftext|>", "<|user|>"])
 
@@ -356,6 +367,14 @@ class TokenizerErrorTest(parameterized.TestCase):
 
     @parameterized.named_parameters(
         ("huge_id", '"Ā":0', '"Ā":4000000000', "id of 4,000,000,000"),
+        ("large_id", '"Ā":0', '"Ā":10000000', "10,000,000; give one below 10,000,000"),
+        # The library panics, which is no Exception of Python.
+        (
+            "panic",
+            '"normalizer":null',
+            '"normalizer":{"type":"Precompiled","precompiled_charsmap":""}',
+            "is not a tokenizer.json",
+        ),
         ("prefix", 'prefix":null', 'prefix":"x"', "continuing_subword_prefix must"),
         ("deep", "{", "[" * 100_000, "is not a tokenizer.json"),
     )

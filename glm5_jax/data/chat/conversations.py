@@ -196,7 +196,6 @@ def _no_conversations(source: str) -> config.InputError:
 def _conversation(line: str) -> Conversation:
     try:
         record = json.loads(line)
-        line.encode()
         json.dumps(record, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise config.InputError(f"this is not JSON in Unicode: {error}.") from error

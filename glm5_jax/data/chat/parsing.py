@@ -111,7 +111,6 @@ class Parser:
         self._leave_call(_UNCLOSED_CALL, events.append)
         self._write(self._text.close(), events.append)
         if self._has_open_thought:
-            self._has_open_thought = False
             self.errors.insert(0, _UNCLOSED_THOUGHT)
         return events
 

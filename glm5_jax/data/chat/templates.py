@@ -6,6 +6,7 @@ therefore trained as part of the turn.
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
@@ -189,9 +190,8 @@ class Template:
         roles = {ids[name] for name in (SYSTEM, USER, ASSISTANT, OBSERVATION)}
         opening = {ids["<tool_call>"], ids["<tool_response>"]}
         closing = {ids["</tool_call>"], ids["</tool_response>"]}
-        cuts, is_open, tokens = [], False, rendered.tokens
-        for i in range(1, len(tokens)):
-            before, after = tokens[i - 1], tokens[i]
+        cuts, is_open = [], False
+        for i, (before, after) in enumerate(itertools.pairwise(rendered.tokens), 1):
             is_open = (is_open or before in opening) and before not in closing
             is_text = before not in special and after not in special
             is_stop = before in roles and rendered.mask[i - 1]
@@ -204,9 +204,7 @@ class Template:
         self, writer: "_Writer", messages: Sequence[messages_lib.Message]
     ) -> bool:
         """Writes the messages; returns whether the last one is a trained turn."""
-        last_user = max(
-            (i for i, m in enumerate(messages) if m.get("role") == "user"), default=-1
-        )
+        roles = [message.get("role") for message in messages]
         is_trained, before = False, None
         for i, message in enumerate(messages):
             role = messages_lib.role_of(message)
@@ -225,7 +223,8 @@ class Template:
                     writer.special("</tool_response>")
             else:
                 thinking = self._is_thinking(messages[: i + 1])
-                is_trained = self._write_turn(writer, message, thinking, i > last_user)
+                is_current = "user" not in roles[i:]
+                is_trained = self._write_turn(writer, message, thinking, is_current)
             is_trained = is_trained and role == "assistant"
             before = role
         return is_trained
