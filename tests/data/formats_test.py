@@ -14,8 +14,8 @@ from absl.testing import absltest, parameterized
 from array_record.python import array_record_module
 
 from glm5_jax import config
+from glm5_jax.data.sources import compression, formats
 from glm5_jax.data.sources import documents as documents_lib
-from glm5_jax.data.sources import formats
 from tests import environment
 
 WHOLE = 2**62
@@ -160,6 +160,13 @@ class FormatsTest(parameterized.TestCase):
             got = self.read(path, num_bytes)
             self.assertEqual(got, [("a.jsonl:2", "a"), ("a.jsonl:5", "b")])
 
+    def test_a_text_is_one_span(self):
+        path = self.root / "a.txt"
+        path.write_text("abc\n" * 9)
+        self.assertEqual(
+            formats.cut(self.root, path, 5), [formats.Span("a.txt", 0, 36, 0, 36)]
+        )
+
     def test_other_fields(self):
         for name, write in (("a.jsonl", write_jsonl), ("a.parquet", write_parquet)):
             write(self.root / name)
@@ -257,6 +264,21 @@ class CompressedTest(parameterized.TestCase):
         self.write(".zst", write_gzip)
         with self.assertRaisesRegex(config.InputError, r"zst cannot be read"):
             documents_lib.read_documents(str(self.root))
+
+    @parameterized.parameters((".gz", write_gzip), (".zst", write_zstandard))
+    def test_bytes_are_skipped_and_a_file_is_closed(self, suffix, write):
+        self.write(suffix, write)
+        path = self.root / f"b.txt{suffix}"
+        for skipped in (0, 1, 6, 300_000):
+            with compression.open_file(path) as file:
+                compression.skip(file, skipped)
+                want = ("naïve\n".encode() * 70_000)[skipped:][:9]
+                self.assertEqual(file.read(9), want)
+            self.assertTrue(file.closed)
+            still_open = [
+                fd.resolve() for fd in pathlib.Path("/proc/self/fd").iterdir()
+            ]
+            self.assertNotIn(path.resolve(), still_open)
 
     def test_the_message_without_zstandard_names_the_extra(self):
         (self.root / "a.jsonl.zst").write_bytes(b"")

@@ -1,5 +1,7 @@
 """Fill-in-the-middle: no text is lost, names decide, rates are met."""
 
+import hashlib
+
 from absl.testing import parameterized
 
 from glm5_jax import config
@@ -65,6 +67,20 @@ class InfillTest(parameterized.TestCase):
     def test_every_machine_cuts_at_the_same_places(self, name, want):
         """Other places would need another version of the plan."""
         self.assertEqual(infill.Infill(0.5).arrange(name, "0123456789"), want)
+
+    @parameterized.parameters("a", "漢")
+    def test_numbers_below_the_rate_choose(self, name):
+        """Number k of a document is in [0, 1): 53 bits of its name's hash."""
+        digest = hashlib.sha256(f"fim:0:{name}".encode()).digest()
+        numbers = [digest[i : i + 8] for i in (0, 8)]
+        chosen, order = ((int.from_bytes(n) >> 11) / 2**53 for n in numbers)
+        for rate, spm, want in (
+            (chosen, 0.5, [None]),
+            (chosen + 2**-53, order, PSM),
+            (chosen + 2**-53, order + 2**-53, SPM),
+        ):
+            parts = infill.Infill(rate, spm).arrange(name, TEXT)
+            self.assertEqual([special for special, _ in parts], want)
 
     def test_special_tokens_are_required(self):
         infill.check(tokenizer_lib.SPECIAL_TOKENS)

@@ -70,7 +70,8 @@ class InterleavingTest(runs.FolderTest):
 
     def test_vectors_are_those_of_a_loop(self):
         """Counts each word by itself; and products in float32 are exact."""
-        documents = make_documents(2, 3)
+        # Tokens 656 and 787 share a number under which frequency is counted.
+        documents = [*make_documents(2, 3), np.array([656, 1]), np.array([787, 2])]
         words = [similarity._words(ids).tolist() for ids in documents]
         n = len(documents)
         for ids, got in zip(words, similarity.vectors(documents), strict=True):
@@ -93,6 +94,8 @@ class InterleavingTest(runs.FolderTest):
         self.assertEqual(np.flatnonzero(found[0]).tolist(), [929])
         self.assertEqual(found[0, 929], -2048)
         self.assertFalse(found[3].any())
+        common = similarity.vectors([np.array([5])] * 2)  # the least weight, 1
+        self.assertEqual(np.abs(common).sum(1).tolist(), [2048, 2048])
         digest = hashlib.sha256(found.tobytes()).hexdigest()
         self.assertEqual(digest[:16], "58097834fa3079b4")
 

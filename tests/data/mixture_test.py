@@ -1,6 +1,8 @@
 """Mixtures: proportions, order, and changes of weights."""
 
 import collections
+import fractions
+import math
 
 import numpy as np
 from absl.testing import parameterized
@@ -49,6 +51,19 @@ class EvenOrderTest(parameterized.TestCase):
         self.assertLess(errors.max(), sum(weights))
         np.testing.assert_array_equal(used[-1], weights)
 
+    @parameterized.parameters((1, 2), (3, 1), (2, 3, 1), (1, 0, 2), (4, 1, 1, 5))
+    def test_the_released_row_that_is_due_first_comes_next(self, *weights):
+        total, used, want = sum(weights), [0] * len(weights), []
+        for place in range(total):
+            rows = [
+                (math.ceil(fractions.Fraction((used[i] + 1) * total, w)), i)
+                for i, w in enumerate(weights)
+                if w and used[i] * total // w <= place
+            ]
+            want.append(min(rows)[1])
+            used[want[-1]] += 1
+        self.assertEqual(schedule_lib.even_order(weights).tolist(), want)
+
     @parameterized.parameters(
         ((0.7, 0.3), (7, 3)),
         ((0.1, 0.2, 0.7), (1, 2, 7)),
@@ -71,8 +86,9 @@ class EvenOrderTest(parameterized.TestCase):
 
 class ScheduleTest(parameterized.TestCase):
     def test_each_row_of_a_source_comes_once_across_stages(self):
-        plan = schedule((0, (0.7, 0.3)), (13, (0.0, 1.0)), (20, (0.5, 0.5)))
-        seen = [[], []]
+        weights = (0.5, 0.3, 0.2), (0.0, 1.0, 0.0), (0.5, 0.25, 0.25)
+        plan = schedule(*zip((0, 13, 20), weights, strict=True))
+        seen = [[], [], []]
         for index in range(60):
             counts = plan.counts(index)
             np.testing.assert_array_equal(counts, [len(s) for s in seen])

@@ -61,15 +61,14 @@ class PackedRows:
         lengths = np.diff(cuts, prepend=0, append=end - begin)
         segment_ids = np.repeat(np.arange(1, lengths.size + 1), lengths)
         piece_starts = np.repeat(np.concatenate(([0], cuts)), lengths)
-        targets = np.append(self.tokens[begin + 1 : end + 1], self.eos_id)
-        targets = targets[: end - begin]
+        targets = self._pad(self.tokens[begin + 1 : end + 1], self.eos_id)
         targets[cuts - 1] = self.eos_id
         if last < self.starts.size and self.starts[last] == end:
             targets[-1] = self.eos_id
         padded_segments = self._pad(segment_ids, 0)
         return {
             "tokens": self._pad(self.tokens[begin:end], self.eos_id),
-            "targets": self._pad(targets, self.eos_id),
+            "targets": targets,
             "loss_mask": (padded_segments > 0).astype(np.float32),
             "segment_ids": padded_segments,
             "positions": self._pad(np.arange(end - begin) - piece_starts, 0),
@@ -189,7 +188,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Returns:
         For each bin the indices of its things, in the order they were put in.
     """
-    assert max(lengths, default=0) <= capacity
+    assert all(length <= capacity for length in lengths)
     bins: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # keys of by_room that have a bin, ascending

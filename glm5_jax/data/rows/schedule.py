@@ -96,7 +96,7 @@ def even_order(weights: Sequence[int]) -> Int[np.ndarray, " cycle"]:
     for place in range(total):
         may = used * total < (place + 1) * weight
         deadline = -(-(used + 1) * total // safe)
-        order[place] = np.argmin(np.where(may, deadline, total + 1))
+        order[place] = np.argmin(np.where(may, deadline, np.inf))
         used[order[place]] += 1
     return order
 

@@ -31,9 +31,9 @@ def vectors(documents: Sequence[Int[np.ndarray, " _"]]) -> Float[np.ndarray, "n 
     found = np.zeros((len(documents), _DIMS), np.float32)
     for vector, (words, times) in zip(found, counted, strict=True):
         weights = _log2(2 * times) * rarity[_kind(words)]
-        signs = np.where(words >> np.uint64(63), -1, 1)
+        signed = np.where(words >> np.uint64(63), -weights, weights)
         places = (words >> np.uint64(32)) % np.uint64(_DIMS)
-        total = np.bincount(places.astype(np.int64), weights * signs, _DIMS)
+        total = np.bincount(places.astype(np.int64), signed, _DIMS)
         length = np.sqrt(np.sum(total * total))
         vector[:] = np.rint(total * (_SCALE / max(length, 1.0)))
     return found

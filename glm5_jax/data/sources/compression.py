@@ -39,7 +39,7 @@ def skip(file: io.BufferedIOBase, num_bytes: int) -> None:
     if file.seekable():
         file.seek(num_bytes)
         return
-    while num_bytes > 0 and (chunk := file.read(min(num_bytes, _CHUNK_BYTES))):
+    while chunk := file.read(min(num_bytes, _CHUNK_BYTES)):
         num_bytes -= len(chunk)
 
 

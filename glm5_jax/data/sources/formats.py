@@ -236,9 +236,7 @@ def _cut_jsonl(path: pathlib.Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
     with compression.open_file(path) as file:
         while True:
             num_lines, size = 0, 0
-            while size < num_bytes and (
-                chunk := file.read(min(num_bytes - size, _CHUNK_BYTES))
-            ):
+            while chunk := file.read(min(num_bytes - size, _CHUNK_BYTES)):
                 num_lines += chunk.count(b"\n")
                 size += len(chunk)
             rest = file.readline()
