@@ -96,6 +96,9 @@ class MendedSourceTest(runs.FolderTest):
         self.replace_line("0.jsonl", 0, json.dumps({"text": "zyx " * 2000}))
         self.prepare(**settings)
         self.assertNotEqual((self.target / "tokenizer.json").read_bytes(), before)
+        (self.target / "tokenizer.json").unlink()  # as if killed before it was made
+        self.replace_line("0.jsonl", 0, json.dumps({"text": "xyz " * 2000}))
+        self.prepare(**settings)
         self.assert_as_if_new(**settings)
 
     def test_files_that_are_not_read_are_named(self):
@@ -123,6 +126,7 @@ class MendedSourceTest(runs.FolderTest):
         self.source = self.folder / "moved"
         self.prepare()
         self.replace_line("1.jsonl", 5, json.dumps({"text": "something shorter"}))
+        self.source = self.source / ".." / "moved"  # the same, written otherwise
         self.prepare()
         self.assert_as_if_new()
 

@@ -2,12 +2,17 @@
 
 import contextlib
 import io
+import multiprocessing
 import os
 import pathlib
+import signal
+import subprocess
+import threading
 from unittest import mock
 
 from absl.testing import parameterized
 
+from glm5_jax import config
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.preparation import inputs, plan, prepare, workers
 from glm5_jax.data.preparation import part as part_lib
@@ -44,6 +49,7 @@ class PlanTest(FolderTest):
         ([MIB // 2, MIB // 2 + 1], [[0], [1]]),
         ([MIB + 1, 1, 1], [[0], [1, 2]]),
         ([1, MIB, 1], [[0], [1], [2]]),
+        ([MIB, MIB // 2, MIB // 2], [[0], [1, 2]]),
     )
     def test_neighbours_are_joined_up_to_shard_mib(self, sizes, want):
         for i, size in enumerate(sizes):
@@ -69,6 +75,40 @@ class PlanTest(FolderTest):
         names = [f"{i}.csv" for i in range(min(count, 5))]
         more = [f"and {count - 5} more"] if count > 5 else []
         self.assertEndsWith(logs.output[0], f": {', '.join(names + more)}.")
+
+    def test_a_lone_file_and_conversations_have_no_unread_files(self):
+        (self.source / "a.jsonl").write_text('{"messages": []}')
+        (self.source / "b.csv").write_text("a")
+        chats = self.settings(kind="conversations", packing="best_fit")
+        file = corpora.settings(self.source / "a.jsonl")
+        with self.assertNoLogs(level="WARNING"):
+            for i, settings in enumerate((file, chats)):
+                (self.target / f"{i}").mkdir()
+                files = inputs.files_of(settings)
+                plan.make(settings, self.target / f"{i}", files, 1)
+                self.assertEqual([name for name, *_ in files], ["a.jsonl"])
+        with self.assertRaisesRegex(config.InputError, "b.csv' is a file"):
+            inputs.files_of(corpora.settings(self.source / "b.csv"))
+
+    def test_a_preparation_of_before_resumes(self):
+        """It has these settings; others, and a new version, would be refused."""
+        settings = self.settings(packing="best_fit", buckets=(5,))
+        (self.source / "a.txt").write_text("a")
+        made = plan.make(settings, self.target, inputs.files_of(settings), 1)
+        want = {
+            "version": 1,
+            "tokenizer": tokenizer_lib.named("byte").digest[:16],
+            "field": "text",
+            "sequence_length": 32,
+            "packing": "best_fit",
+            "buckets": [5],
+            "held_out_percent": 20,
+            "fim_rate": 0.0,
+            "fim_spm_rate": 0.5,
+            "seed": 0,
+            "shard_mib": corpora.SHARD_MIB,
+        }
+        self.assertEqual(made.settings, want)
 
     @parameterized.parameters((15, 1), (16, 1), (17, 2), (32, 2), (33, 3))
     def test_a_bpe_trains_on_at_most_16_parts_spread_evenly(self, count, step):
@@ -115,16 +155,39 @@ class PlanTest(FolderTest):
         self.assertEqual(figures["train"]["tokens"] + held_out, 5 * 3)
         rows, tokens = figures["train"]["rows"], figures["train"]["tokens"]
         self.assertEqual(figures["train"]["filled"], round(tokens / rows / 32, 4))
+        self.assertBetween(figures["seconds"], 0, 60)
+        self.assertEqual(figures["seconds"], round(figures["seconds"], 2))
+
+    def test_a_bucket_holds_documents_up_to_its_length(self):
+        """A text of n bytes has n targets, the end of the document included."""
+        texts = ["x" * n for n in (4, 5, 6, 7, 8, 9)] * 5
+        lines = "".join(f'{{"text": "{text}"}}\n' for text in texts)
+        (self.source / "a.jsonl").write_text(lines)
+        figures = prepare.prepare(self.settings(buckets=(5, 8)), self.target)
+        numbers = {"up_to_5": {4, 5}, "up_to_8": {6, 7, 8}, "longer": {9}}
+        is_train = lambda i: (
+            not inputs.is_held_out(
+                self.settings(), documents_lib.Document(f"a.jsonl:{i + 1}", "")
+            )
+        )
+        sizes = [len(text) for i, text in enumerate(texts) if is_train(i)]
+        got = {name: figures[f"{name}/train"]["tokens"] for name in numbers}
+        want = {name: sum(n for n in sizes if n in of) for name, of in numbers.items()}
+        self.assertEqual(got, want)
 
 
 class BarTest(FolderTest):
     def test_bars_reach_their_end_on_a_terminal(self):
         corpora.write_jsonl(self.source)
-        with contextlib.redirect_stderr(Terminal()) as shown:
+        context = mock.patch.object(multiprocessing, "get_context")
+        with contextlib.redirect_stderr(Terminal()) as shown, context as begun:
             prepare.prepare(self.settings(), self.target, check=True)
             prepare.prepare(self.settings(), self.target, check=True)
         for label in ("scan", "prepare", "check"):
-            self.assertIn(f"{label}: 100%", shown.getvalue())
+            size = r"\d+(\.\d+)?k"  # in units that a person reads
+            done = rf"{label}: 100%[^\r]*\| {size}/{size} "
+            self.assertRegex(shown.getvalue(), done)
+        begun.assert_not_called()  # one process, unless more are asked for
 
     def test_no_bar_without_a_terminal(self):
         (self.source / "a.jsonl").write_text('{"text": "abc"}\n' * 5)
@@ -140,6 +203,36 @@ class WorkersTest(parameterized.TestCase):
         here = lambda task: (task, os.getpid())
         got = list(workers.results(here, tasks, num_workers))
         self.assertEqual(got, [(task, os.getpid()) for task in tasks])
+
+    def test_two_workers_are_other_processes_and_an_error_ends_them(self):
+        got = set(workers.results(os.readlink, ["/proc/self"] * 2, 2))
+        self.assertNotIn(str(os.getpid()), got)
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        wait = "sleep 0.1; touch"
+        tasks = [["sh", "-c", f"{wait} {folder / str(i)}"] for i in range(40)]
+        with self.assertRaises(subprocess.CalledProcessError):
+            list(workers.results(subprocess.check_call, [["false"], *tasks], 2))
+        self.assertLess(len(os.listdir(folder)), 30)  # those under way finish
+
+    def test_a_worker_ends_when_its_parent_dies(self):
+        """A pipe stands for the parent's life; its other end closes as that dies."""
+        dead, alive = os.pipe()
+        self.addCleanup(os.close, dead)
+        parent, ended = mock.Mock(sentinel=dead), threading.Event()
+        end = {"side_effect": lambda _: ended.set()}
+        with (
+            mock.patch.object(multiprocessing, "parent_process", return_value=parent),
+            mock.patch.object(signal, "raise_signal", **end),
+            mock.patch.dict(os.environ),
+        ):
+            before = set(threading.enumerate())
+            workers._begin()
+            (waiting,) = set(threading.enumerate()) - before
+            self.assertTrue(waiting.daemon)  # it keeps no worker from ending
+            self.assertFalse(ended.wait(0.05))
+            os.close(alive)
+            self.assertTrue(ended.wait(30))
+            waiting.join()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Preparing a corpus: the same bytes in every way, and their content."""
 
+import fcntl
 import json
 import os
 import pathlib
@@ -87,14 +88,16 @@ class PreparationTest(runs.FolderTest):
         folder = corpora.make_prepared(self.source, self.target())
         want = corpora.contents(folder)
         times = {p: p.stat().st_mtime_ns for p in folder.glob("train-*")}
-        (folder / "train-00001.array_record").unlink()
-        cut, flipped = folder / "train-00002.array_record", folder / "tr"
-        cut.write_bytes(cut.read_bytes()[:-9])
-        (folder / "parts" / "00003.json").write_text('{"docu')
         flipped = folder / "held_out-00004.array_record"
         content = bytearray(flipped.read_bytes())
         content[len(content) // 2] ^= 1
         flipped.write_bytes(content)
+        corpora.make_prepared(self.source, folder)  # without check it trusts sizes
+        self.assertEqual(flipped.read_bytes(), content)
+        (folder / "train-00001.array_record").unlink()
+        cut = folder / "train-00002.array_record"
+        cut.write_bytes(cut.read_bytes()[:-9])
+        (folder / "parts" / "00003.json").write_text('{"docu')
         (folder / ".train-00001-abc.array_record").write_text("half")
         prepare.prepare(corpora.settings(self.source), folder, check=True)
         self.assertEqual(corpora.contents(folder), want)
@@ -186,6 +189,13 @@ for mib in (1, 8):  # the peak does not fall
         with self.assertRaisesRegex(config.InputError, "corpus there, .*other here"):
             corpora.make_prepared(other, self.whole)
         self.assertEqual(corpora.contents(self.whole), before)
+
+    def test_one_preparation_at_a_time(self):
+        refused = self.assertRaisesRegex(config.InputError, "another process is prep")
+        with (self.whole / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with refused:
+                corpora.make_prepared(self.source, self.whole)
 
     def test_a_folder_of_others_is_left_alone(self):
         folder = pathlib.Path(self.create_tempdir().full_path)
@@ -358,6 +368,7 @@ class ErrorTest(parameterized.TestCase):
         (part,) = plan.make(corpora.settings("python"), folder, files, 1).parts
         (span,) = part.spans
         self.assertEqual((span.path, span.start, span.stop), (inputs.PYTHON, 0, 7))
+        self.assertEqual((part.number, span.first), (0, 0))
         self.assertEqual(part.files, tuple(files))
 
     def test_command(self):

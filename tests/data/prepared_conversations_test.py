@@ -12,6 +12,7 @@ from glm5_jax import config
 from glm5_jax.data.chat import conversations
 from glm5_jax.data.preparation import prepare, prepared
 from glm5_jax.data.rows import sft
+from glm5_jax.data.sources import documents as documents_lib
 from tests import environment, runs
 from tests.data import conversations_test, corpora
 
@@ -182,6 +183,28 @@ class PreparedConversationsTest(runs.FolderTest):
         self.assertIn("No turn has a thought", logs.output[0])
         with self.assertNoLogs(level="WARNING"):
             self.prepare(self.target())
+
+    @parameterized.parameters(False, True)
+    def test_a_thought_of_the_training_side_suffices(self, is_held_out):
+        records = [conversations_test.make_conversation(i) for i in range(20)]
+        thought = conversations_test.assistant("a", reasoning_content="b")
+        turns = next(
+            turns
+            for i in itertools.count()
+            if documents_lib.is_held_out(
+                conversations.Conversation(
+                    turns := [conversations_test.user(f"{i}"), thought]
+                ).name,
+                20,
+            )
+            == is_held_out
+        )
+        path = self.root / f"thoughts_{is_held_out}.jsonl"
+        lines = map(json.dumps, [*records, {"messages": turns}])
+        path.write_text("\n".join(lines))
+        expected = self.assertLogs if is_held_out else self.assertNoLogs
+        with expected(level="WARNING"):
+            self.prepare(self.target(), source=str(path), enable_thinking=True)
 
     def test_stages_learn_from_their_kind_alone(self):
         data = dataclasses.replace(self.data, source=str(self.whole))

@@ -114,6 +114,26 @@ class PreparedTest(runs.FolderTest):
         for name in ("corpus", "tokenizer", "rows"):
             self.assertRegex(index.fingerprint[name], "^[0-9a-f]{16}$")
 
+    def test_folders_and_mixtures_are_prepared_and_documents_are_not(self):
+        source = str(self.root / "web_corpus")
+        for changes, want in (
+            ({}, True),
+            ({"source": source}, False),
+            ({"source": source, "mixture": (str(self.folders["web"]),)}, True),
+        ):
+            data = dataclasses.replace(self.data, **changes)
+            self.assertEqual(prepared.is_prepared(data), want)
+
+    def test_sources_have_the_shortest_names_that_differ(self):
+        for given, names in (
+            (("/a/x", "/b/y"), ["x", "y"]),
+            (("/a/x", "/b/x"), ["a/x", "b/x"]),
+            (("/a/b c/x", "/d/b c/x"), ["a/b_c/x", "d/b_c/x"]),
+            (("/x", "/a/x"), ["//x", "a/x"]),
+        ):
+            data = config.DataConfig(mixture=given)
+            self.assertEqual(list(prepared.sources(data)), names)
+
     def test_an_index_may_be_written_in_another_order(self):
         """A program that formats JSON anew may sort its keys."""
         folder = pathlib.Path(self.create_tempdir().full_path)
@@ -233,6 +253,8 @@ class PreparedTest(runs.FolderTest):
         self.assertEqual(self.mix().fingerprint, base.fingerprint)
         # A new version invalidates every run; raise it only for a new order.
         self.assertIn("order_version=1", base.fingerprint.split())
+        alone = self.make().fingerprint.split()
+        self.assertContainsSubset(["source.version=1", "mixture=[[0,[1.0]]]"], alone)
         source = self.root / "web_corpus"
         other = corpora.make_prepared(
             source, pathlib.Path(self.create_tempdir().full_path) / "web", seed=1

@@ -161,6 +161,12 @@ class OpenFilesTest(parameterized.TestCase):
         found = [call.args for call in changed["setrlimit"].call_args_list]
         self.assertEqual(found, calls)
 
+    def test_opening_shards_asks_for_them(self):
+        few = mock.patch.object(resource, "getrlimit", return_value=(9, 9))
+        refused = self.assertRaisesRegex(config.InputError, "0 shards needs 256 open")
+        with few, mock.patch.object(resource, "setrlimit"), refused:
+            shards.ShardRows(pathlib.Path(), (), eos_id=EOS, sequence_length=LENGTH)
+
     def test_a_system_that_allows_too_few_refuses(self):
         with (
             mock.patch.object(resource, "getrlimit", return_value=(1024, 4096)),

@@ -193,7 +193,7 @@ class _Content:
 
 
 def _write_record(target: pathlib.Path, part: Part, record: dict[str, Any]) -> None:
-    text = json.dumps(record | {"part": part.digest}, indent=1, sort_keys=True)
+    text = json.dumps(record | {"part": part.digest})
     files.write_text(_record_path(target, part.number), text)
 
 
@@ -224,7 +224,7 @@ def _write_shards(
         if chosen:
             (target / folder).mkdir(exist_ok=True)
             path = target / folder / _shard_name(side, part.number)
-            rows = _pack(chosen, config, tokenizer.eos_id)
+            rows = _pack(chosen, side, config, tokenizer.eos_id)
             shard = shards.write(path, map(rows.__getitem__, range(len(rows))), sizes)
             folders.setdefault(folder, {})[side] = dataclasses.asdict(shard)
     return folders
@@ -239,6 +239,7 @@ def _folder(config: config_lib.PrepareConfig, document: inputs.Tokenized) -> str
 
 def _pack(
     found: Sequence[inputs.Tokenized],
+    side: str,
     config: config_lib.PrepareConfig,
     eos_id: int,
 ) -> packing.Rows:
@@ -249,7 +250,7 @@ def _pack(
             eos_id=eos_id,
             sequence_length=length,
         )
-    if config.packing == "interleaved" and found[0].side == inputs.SIDES[0]:
+    if config.packing == "interleaved" and side == inputs.SIDES[0]:
         # Held-out texts stay apart, so that bits per byte are comparable.
         return interleaving.interleave(
             [document.ids for document in found],

@@ -79,6 +79,7 @@ class ShardRows:
         self._eos_id, self._sequence_length = eos_id, sequence_length
         self._paths = [folder / shard.name for shard in shards]
         self._ends = list(itertools.accumulate(shard.rows for shard in shards))
+        self._num_rows = sum(shard.rows for shard in shards)
         _allow_open_files(len(shards))
         self._records = array_record_data_source.ArrayRecordDataSource(
             [_Instruction.of(folder, shard) for shard in shards]
@@ -86,7 +87,7 @@ class ShardRows:
 
     def __len__(self) -> int:
         """Returns the number of rows."""
-        return self._ends[-1] if self._ends else 0
+        return self._num_rows
 
     def __getitem__(self, index: int) -> packing.Row:
         """Returns row `index`; rows after the last are padding.
@@ -178,7 +179,7 @@ def encode(row: packing.Row) -> bytes:
     ends = np.cumsum(lengths)
     last = row["targets"][ends - 1]
     ids = np.insert(row["tokens"][:used], ends, last)
-    kind = "<u2" if ids.max(initial=0) < 2**16 else "<u4"
+    kind = "<u4" if (ids >= 2**16).any() else "<u2"
     is_trained = row["loss_mask"][:used] > 0
     mask = b"" if is_trained.all() else np.packbits(is_trained).tobytes()
     header = np.array([_MASKED if mask else _ALL_TRAINED, int(kind[-1])], "<u2")
@@ -201,7 +202,7 @@ def decode(record: bytes, sequence_length: int, eos_id: int) -> packing.Row:
     is_first[ends - lengths + np.arange(num_segments)] = True
     mask = np.ones(used, np.float32)
     if is_masked:
-        bits = np.frombuffer(record, np.uint8, -1, offset + int(width) * ids.size)
+        bits = np.frombuffer(record, np.uint8, offset=offset + int(width) * ids.size)
         mask = np.unpackbits(bits, count=used).astype(np.float32)
     starts = np.repeat(ends - lengths, lengths)
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,9 +37,6 @@ def results(
                 "a worker has died; where memory ran out, give fewer --workers or a "
                 "smaller --shard_mib. What is finished stays: run the command again."
             ) from error
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
 
 
 def bar(label: str, num_bytes: int, *, is_shown: bool = True) -> tqdm.tqdm:
@@ -60,6 +58,6 @@ def _begin() -> None:
 
     def wait() -> None:
         connection.wait([parent.sentinel])
-        os._exit(1)
+        signal.raise_signal(signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()
