@@ -72,7 +72,6 @@ def _of_steps(
     The types of optax ask for whole numbers, which units need not be.
     """
     peak, end = config.learning_rate, config.end_learning_rate
-    assert warmup < num_steps, "config.TrainConfig leaves steps for the decay"
     length = num_steps - warmup
     decay = {
         "cosine": optax.cosine_decay_schedule(peak, length, end / peak),

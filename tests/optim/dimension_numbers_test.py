@@ -45,6 +45,7 @@ class DimensionNumbersTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("plain", 0, 1, 2, ((), (0,), (1,))),
         ("from_the_end", -2, -1, 4, ((0, 1), (2,), (3,))),
+        ("from_the_end_to_the_first", -2, -1, 2, ((), (0,), (1,))),
         ("merged", (0, 1), 2, 3, ((), (0, 1), (2,))),
         ("merged_in_this_order", 1, (2, 0), 3, ((), (1,), (2, 0))),
         ("scattered", -1, (1,), 5, ((0, 2, 3), (4,), (1,))),
@@ -53,6 +54,11 @@ class DimensionNumbersTest(parameterized.TestCase):
         numbers = dimension_numbers.DimensionNumbers(rows, cols)
         layout = numbers.layout(ndim)
         self.assertEqual((layout.batch, layout.rows, layout.cols), expected)
+
+    @parameterized.parameters(2, -1)
+    def test_a_cut_may_count_from_the_last_dim_too(self, dim):
+        numbers = dimension_numbers.DimensionNumbers(1, 2, cut=(dim, 4))
+        self.assertEqual(numbers.layout(3).cut, (2, 4))
 
     @parameterized.parameters((0, 2, 2), (0, 0, 2), (0, -2, 2), ((), 0, 2), (0, 1, 0))
     def test_arrays_without_matrices_are_refused(self, rows, cols, ndim):

@@ -54,6 +54,7 @@ class PlanTest(parameterized.TestCase):
             others = math.prod(mesh_shape[axis] for axis in axes)
             for stack in group.stacks:
                 counts[tuple(sorted(stack.shape))] += stack.count * others
+                self.assertLessEqual(*stack.block)  # accelerators want it wide
             copies = num_devices // (others * group.num_owners)
             once += group.work.useful_flops * num_devices / copies
             room = group.num_rounds * group.num_owners
@@ -129,13 +130,36 @@ class PiecesTest(parameterized.TestCase):
         self.assertEqual(found, [[(0, 0, 8, 2)]])
 
     @parameterized.named_parameters(
-        ("fills", 2, [[(0, 0, 256, 1)], [(0, 256, 6, 1), (1, 0, 2, 1)]]),
-        ("does_not_fit", 3, [[(0, 0, 256, 1)], [(0, 256, 6, 1), (1, 0, 3, 1)]]),
+        ("fills", (262, 2), [[(0, 0, 256, 1)], [(0, 256, 6, 1), (1, 0, 2, 1)]]),
+        ("does_not_fit", (262, 3), [[(0, 0, 256, 1)], [(0, 256, 6, 1), (1, 0, 3, 1)]]),
+        (
+            "leaves_another_alone",
+            (261, 4, 3),
+            [[(0, 0, 256, 1)], [(0, 256, 5, 1), (2, 0, 3, 1)], [(1, 0, 4, 1)]],
+        ),
+        ("joins_a_full_piece", (256, 2), [[(0, 0, 256, 1), (1, 0, 2, 1)]]),
     )
-    def test_small_stacks_join_what_is_left(self, count, wanted):
+    def test_small_stacks_join_what_is_left(self, counts, wanted):
         sides, spec = (1024, 1024), (None, "fsdp")
-        found = pieces(alone((262, *sides), spec), alone((count, *sides), spec))
+        found = pieces(*(alone((count, *sides), spec) for count in counts))
         self.assertEqual(found, wanted)
+
+    @parameterized.named_parameters(
+        ("small_ones_become_one_group", (4, 64, 64), (4, 64, 128), 1),
+        ("one_round_serves_both", (1, 2048, 4096), (1, 2048, 4000), 1),
+        ("padding_costs_more", (4, 4096, 4096), (4, 1024, 1024), 2),
+    )
+    def test_stacks_of_two_shapes_share_a_group_if_that_is_cheaper(
+        self, one, other, num_groups
+    ):
+        leaves = [alone(shape, (None, "fsdp")) for shape in (one, other)]
+        self.assertLen(pieces(*leaves), num_groups)
+
+    def test_an_axis_of_one_device_makes_no_difference(self):
+        axes = ("fsdp", ("fsdp", "tensor"))
+        leaves = [alone((4, 64, 64), (None, axis)) for axis in axes]
+        (group,) = matrix_groups.plan(leaves, {"fsdp": 4, "tensor": 1})
+        self.assertEqual((group.exchanged, group.shared), (("fsdp",), ()))
 
 
 class WorkTest(parameterized.TestCase):

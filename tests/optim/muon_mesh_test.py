@@ -175,7 +175,9 @@ class MapMatricesTest(parameterized.TestCase):
 
         with mock.patch.object(matrix_groups, "PIECE_BYTES", most), jax.set_mesh(mesh):
             groups = matrix_groups.plan(leaves, {"fsdp": 2})
+            text = jax.jit(mapped).lower(*arrays).as_text()
             got = jax.jit(mapped)(*arrays)
+        self.assertIn("stablehlo.while", text)  # one piece at a time is whole
         starts = {(s.leaf, s.start, s.count) for group in groups for s in group.stacks}
         wanted = {(0, 0, 8), (0, 8, 2), (1, 0, 3), (2, 0, 8), (2, 8, 3)}
         self.assertEqual(starts, wanted)
@@ -292,6 +294,16 @@ class CompiledTest(parameterized.TestCase):
         members = {n for _, n, _, scope in collectives(text) if scope}
         inside = {n for _, n, _, scope in collectives(text) if "newton" in scope}
         self.assertEqual((inside, members), ({4}, {4, 8}))
+
+    def test_two_devices_suffice_to_exchange_matrices(self):
+        numbers = {"w": dimension_numbers.DimensionNumbers(1, 2)}
+        specs = {"w": P(None, "fsdp")}
+        transform = muon.scale_by_muon_split(numbers, specs=specs)
+        grads = {"w": jax.ShapeDtypeStruct((4, 8, 8), jnp.float32)}
+        state = jax.eval_shape(transform.init, grads)
+        with jax.set_mesh(runs.first_devices(fsdp=2)):
+            text = jax.jit(transform.update).lower(grads, state).as_text()
+        self.assertIn("all_to_all", text)
 
     def test_on_one_device_nothing_of_it_shows(self):
         opt, shapes = make(), transformer.abstract_params(MODEL)

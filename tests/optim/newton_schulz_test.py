@@ -54,11 +54,17 @@ class NewtonSchulzTest(parameterized.TestCase):
         for platform, batch in (("cpu", "tensor<7x7x"), ("tpu", "tensor<4x7x7x")):
             text = lowered.lower(lowering_platforms=(platform,)).as_text()
             self.assertIn(f"{batch}f32>", text)
+            # A chip would round the factors otherwise.
+            self.assertIn("precision = [HIGHEST, HIGHEST]", text)
+        half = jax.jit(lambda x: newton_schulz.orthogonalize(x, steps, jnp.bfloat16))
+        self.assertNotIn("HIGHEST", half.lower(x).as_text())
 
     def test_no_gradient_no_update(self):
         zeros = jnp.zeros((3, 4, 5))
         got = newton_schulz.orthogonalize(zeros, POLAR, "float32")
         np.testing.assert_array_equal(got, zeros)
+        tiny = newton_schulz.orthogonalize(jnp.full((1, 1), 1e-8), POLAR, "float32")
+        self.assertBetween(float(tiny[0, 0]), 0.5, 1 + POLYNOMIAL)
 
     @parameterized.parameters((3, 3), (5, 5), (7, 5))
     def test_the_last_coefficients_repeat(self, num_steps, num_distinct):
@@ -66,6 +72,11 @@ class NewtonSchulzTest(parameterized.TestCase):
         table = newton_schulz.COEFFICIENTS["polar_express"]
         self.assertEqual(tuple(steps[:num_distinct]), table[:num_steps])
         self.assertEqual(list(steps[5:]), [table[-1]] * (num_steps - num_distinct))
+
+    def test_the_polynomials_are_those_of_xtuner(self):
+        """Where they take 1: a mistyped number would change few singular values."""
+        ends = [0.1172, 0.2853, 0.4542, 0.9388, 0.9853]
+        np.testing.assert_allclose([sum(abc) for abc in POLAR], ends, atol=1e-9)
 
     def test_an_unknown_polynomial_is_refused(self):
         with self.assertRaisesRegex(ValueError, "polar_express.*got cubic"):

@@ -12,10 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glm5_jax import config as config_lib
-from glm5_jax import presets
+from glm5_jax import presets, sharding
 from glm5_jax.model import transformer
 from glm5_jax.optim import newton_schulz, optimizer, schedule
-from tests import environment
+from tests import environment, runs
 from tests.optim import parameter_tree
 
 MODEL = config_lib.ModelConfig(
@@ -328,6 +328,25 @@ class ShardedTest(parameterized.TestCase):
             moment.sharding.shard_shape(moment.shape),
             shardings["layers_0"]["q_b_proj"].shard_shape(moment.shape),
         )
+
+    @parameterized.parameters({"data": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
+    def test_the_norm_on_a_mesh_is_one_sum_of_all_shards(self, **axes):
+        mesh = runs.first_devices(**axes)
+        opt, params, grads = make(name="adamw"), random_tree(0), random_tree(1)
+        state = opt.init(params)
+
+        @jax.jit
+        def norm(grads):
+            _, _, metrics = optimizer.update_if_finite(opt, grads, state, params)
+            return metrics["train/grad_norm"]
+
+        placed = jax.device_put(grads, sharding.shardings(SMALL_DIMS, mesh))
+        with jax.set_mesh(mesh):
+            got, text = norm(placed), norm.lower(placed).as_text()
+        grads["layers_0"].pop("e_score_correction_bias")  # not trained
+        want = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+        self.assertEqual(text.count("stablehlo.all_reduce"), 1)
 
 
 class StateDimsTest(parameterized.TestCase):
