@@ -179,15 +179,17 @@ class PlanTest(FolderTest):
 class BarTest(FolderTest):
     def test_bars_reach_their_end_on_a_terminal(self):
         corpora.write_jsonl(self.source)
-        context = mock.patch.object(multiprocessing, "get_context")
-        with contextlib.redirect_stderr(Terminal()) as shown, context as begun:
+        # One process, unless more are asked for.
+        alone = mock.patch.object(
+            multiprocessing, "get_context", side_effect=AssertionError
+        )
+        with contextlib.redirect_stderr(Terminal()) as shown, alone:
             prepare.prepare(self.settings(), self.target, check=True)
             prepare.prepare(self.settings(), self.target, check=True)
         for label in ("scan", "prepare", "check"):
             size = r"\d+(\.\d+)?k"  # in units that a person reads
             done = rf"{label}: 100%[^\r]*\| {size}/{size} "
             self.assertRegex(shown.getvalue(), done)
-        begun.assert_not_called()  # one process, unless more are asked for
 
     def test_no_bar_without_a_terminal(self):
         (self.source / "a.jsonl").write_text('{"text": "abc"}\n' * 5)
