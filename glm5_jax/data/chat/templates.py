@@ -204,7 +204,7 @@ class Template:
         self, writer: "_Writer", messages: Sequence[messages_lib.Message]
     ) -> bool:
         """Writes the messages; returns whether the last one is a trained turn."""
-        roles = [message.get("role") for message in messages]
+        users = [i for i, m in enumerate(messages) if m.get("role") == "user"]
         is_trained, before = False, None
         for i, message in enumerate(messages):
             role = messages_lib.role_of(message)
@@ -223,7 +223,7 @@ class Template:
                     writer.special("</tool_response>")
             else:
                 thinking = self._is_thinking(messages[: i + 1])
-                is_current = "user" not in roles[i:]
+                is_current = not users or i > users[-1]
                 is_trained = self._write_turn(writer, message, thinking, is_current)
             is_trained = is_trained and role == "assistant"
             before = role
