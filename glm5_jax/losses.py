@@ -262,7 +262,7 @@ def _rows_and_words(logits: Array, targets: Array) -> tuple[Array, Array, Array]
     """Returns row, column and presence of targets on this device's vocabulary shard."""
     words = targets - collectives.index(collectives.WORDS) * logits.shape[1]
     is_here = (words >= 0) & (words < logits.shape[1])
-    return jnp.arange(targets.size), jnp.where(is_here, words, 0), is_here
+    return jnp.arange(targets.size), words * is_here, is_here
 
 
 def _at(logits: Array, targets: Array) -> Array:

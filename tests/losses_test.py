@@ -54,6 +54,13 @@ class NextTokenLossTest(parameterized.TestCase):
         for g, w in zip(got[1], want[1], strict=True):
             np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-7)
 
+    def test_weights_of_each_batch_sum_to_one_or_are_zero(self):
+        mask = jnp.asarray([[[0.0, 1], [0, 0]], [[1, 1], [1, 1]], [[0, 0], [0, 0]]])
+        got = losses.mean_weights(mask)
+        np.testing.assert_array_equal(got[0], mask[0])
+        np.testing.assert_array_equal(got[1], mask[1] / 4)
+        np.testing.assert_array_equal(got[2], 0)
+
     def test_token_nll_sums_to_the_loss(self):
         hidden, head, targets, mask = make_inputs()
         nll = losses.token_nll(hidden, head, targets, 5)

@@ -166,7 +166,6 @@ class _EndError(Exception):
     """Raised to end an episode that does not count."""
 
     def __init__(self, label: protocol.Label, reason: str) -> None:
-        super().__init__(reason)
         self.label, self.reason = label, reason
 
 
@@ -311,7 +310,7 @@ class _Run:
     def _put(self, new: Any, call: str, may_be_empty: bool = False) -> None:
         """Appends copies of messages that an environment returned.
 
-        Each takes a token at least, so that one more than the cache holds is enough.
+        Each takes a token at least, so that as many as the cache has tokens fill it.
         """
         new = self._copied(lambda: new, call)
         if not new and not may_be_empty:
@@ -320,7 +319,7 @@ class _Run:
 
     def _copied(self, get: Callable[[], Any], call: str) -> list[dict[str, Any]]:
         try:
-            some = itertools.islice(get(), self._context.engine.capacity + 1)
+            some = itertools.islice(get(), self._context.engine.capacity)
             return [copies.of_message(m, self._context.max_characters) for m in some]
         except Exception as error:
             raise _crash(call, error) from error

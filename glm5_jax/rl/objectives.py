@@ -224,8 +224,7 @@ def distillation_advantages(
     GLM-5 (arXiv 2602.15763) 3.5: it replaces the group advantage, so groups have one
     rollout. The engine computes the teacher's log-probs, the trainer the student's.
     """
-    difference = jnp.where(mask, teacher_logprobs, 0) - jnp.where(mask, logprobs, 0)
-    return lax.stop_gradient(difference)
+    return lax.stop_gradient(jnp.where(mask, teacher_logprobs - logprobs, 0))
 
 
 def gap(

@@ -7,6 +7,7 @@ and every prompt must be the recorded one, token for token.
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from glm5_jax.data.chat import templates
@@ -139,11 +140,9 @@ def _turns(episode: episodes_lib.Episode, stop_ids: frozenset[int]) -> list[_Tur
     turns = []
     for sample in episode.samples:
         begin = 0
-        while begin < len(sample.mask):
-            end = begin
-            while end < len(sample.mask) and sample.mask[end]:
-                end += 1
-            if end > begin:
+        for is_sampled, same in itertools.groupby(sample.mask):
+            end = begin + len([*same])
+            if is_sampled:
                 tokens = sample.tokens[begin:end]
                 completion = requests.Completion(
                     tokens,
@@ -153,5 +152,5 @@ def _turns(episode: episodes_lib.Episode, stop_ids: frozenset[int]) -> list[_Tur
                     sample.cache_versions[begin:end],
                 )
                 turns.append(_Turn(sample.tokens[:begin], completion))
-            begin = max(end, begin + 1)
+            begin = end
     return turns

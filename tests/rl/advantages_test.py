@@ -174,6 +174,17 @@ class SelectTest(parameterized.TestCase):
         kept, _ = select(group)
         self.assertIs(kept[0][3], group[0])
 
+    def test_they_are_repeated_in_turn(self):
+        group = [episode(i, name=i) for i in range(4)]
+        kept, counts = select(group, group_size=7)
+        self.assertEqual([e.name for e in kept[0]], [0, 1, 2, 3, 0, 1, 2])
+        self.assertEqual(counts["repeated_episodes"], 3)
+
+    @parameterized.parameters((1.9e-6, False), (2e-6, True))
+    def test_the_least_difference_that_teaches(self, total, want):
+        """Two rewards deviate from their mean by half of their difference."""
+        self.assertEqual(advantages.teaches([episode(0.0), episode(total)]), want)
+
     @parameterized.parameters(math.nan, math.inf, -math.inf, "1.0", None)
     def test_a_reward_that_is_no_finite_number(self, total):
         kept, counts = select(

@@ -57,7 +57,10 @@ class Engine:
 
 
 class Tasks:
-    """Tasks whose agent is a coroutine function of a base URL; it returns a reward."""
+    """Tasks whose agent is a coroutine function of a base URL.
+
+    It returns a reward, or all that `play` returns.
+    """
 
     name, has_agents = "agents", True
 
@@ -71,8 +74,10 @@ class Tasks:
         return self
 
     async def play(self, task, base_url):
-        reward = await self._play(task, base_url)
-        return protocol.StepResult((), protocol.Reward(reward), True, False)
+        found = await self._play(task, base_url)
+        if isinstance(found, float):
+            return protocol.StepResult((), protocol.Reward(found), True, False)
+        return found
 
     async def close(self):
         self.num_closed += 1
@@ -318,6 +323,27 @@ class AgentsTest(parameterized.TestCase):
         episode, _ = run(play)
         self.assertIs(episode.label, Label.ENV_ERROR)
         self.assertIn("asked for no turn", episode.reason)
+
+    @parameterized.parameters((4, "the agent gave up"), (1, "no end in 1 turns"))
+    def test_an_agent_that_gives_up_is_truncated_and_paid(self, max_turns, reason):
+        async def play(task, base_url):
+            for _ in range(2):
+                await chat(base_url, [*task.messages])
+            return protocol.StepResult((), protocol.Reward(0.25), False, True)
+
+        episode, _ = run(play, *ANSWERS, max_turns=max_turns)
+        self.assertIs(episode.label, Label.TRUNCATED)
+        self.assertEqual(episode.reward.total, 0.25)
+        self.assertEqual(episode.reason, reason)
+
+    def test_an_agent_must_return_a_result(self):
+        async def play(task, base_url):
+            await chat(base_url, [*task.messages])
+            return "five"
+
+        episode, _ = run(play, ANSWERS[0])
+        self.assertIs(episode.label, Label.ENV_ERROR)
+        self.assertEqual(episode.reason, "play returned 'five'")
 
     def test_an_endless_agent_is_cut_off(self):
         async def play(task, base_url):

@@ -1,7 +1,7 @@
 """The files of a run's episodes: whole or none, bounded, and what they hold."""
 
 import gzip
-import json
+import threading
 from unittest import mock
 
 from absl.testing import parameterized
@@ -62,6 +62,10 @@ class EpisodeFilesTest(runs.FolderTest):
         size = episode_files.path_of(self.folder(), 1).stat().st_size
         self.write(*map(make_step, range(2, 7)), most_bytes=3.5 * size)
         self.assertEqual(episode_files.numbers(self.folder()), [4, 5, 6])
+        paths = [episode_files.path_of(self.folder(), n) for n in (4, 5, 6)]
+        full = float(sum(path.stat().st_size for path in paths))
+        self.write(make_step(6), most_bytes=full)  # the bound itself is allowed
+        self.assertEqual(episode_files.numbers(self.folder()), [4, 5, 6])
         self.write(make_step(7), most_bytes=1.0)  # the newest stays
         self.assertEqual(episode_files.numbers(self.folder()), [7])
 
@@ -69,9 +73,14 @@ class EpisodeFilesTest(runs.FolderTest):
         self.write(make_step(1))
         with mock.patch.object(files.pathlib.Path, "replace", side_effect=OSError):
             writer = episode_files.Writer(self.folder(), 2.0**30)
+            writer.write(make_step(1))  # again
+            with self.assertRaises(OSError):
+                writer.write(make_step(2))
             writer.write(make_step(2))
             with self.assertRaises(OSError):
                 writer.close()
+        names = [thread.name for thread in threading.enumerate()]
+        self.assertFalse([name for name in names if name.startswith("episodes")])
         (self.folder() / "episodes" / ".2.json-abc.gz").write_bytes(b"half")
         self.assertEqual(episode_files.numbers(self.folder()), [1])
 
@@ -81,7 +90,9 @@ class EpisodeFilesTest(runs.FolderTest):
         ("no_gzip", lambda data: b"{}"),
         (
             "another_format",
-            lambda data: gzip.compress(json.dumps({"format": 2}).encode()),
+            lambda data: gzip.compress(
+                gzip.decompress(data).replace(b'"format": 1', b'"format": 2', 1)
+            ),
         ),
     )
     def test_damage_is_refused_and_other_steps_are_read(self, damaged):

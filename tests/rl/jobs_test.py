@@ -9,6 +9,7 @@ from glm5_jax import environments, intervals
 from glm5_jax.config import RLConfig, TrainConfig
 from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes, held_out, jobs
+from tests.rl import faults
 
 RL = RLConfig(
     environment="reverse:5",
@@ -69,6 +70,20 @@ class JobsTest(parameterized.TestCase):
         self.assertEqual([job.group for job in found], [*range(8)])
         ids = [LIMIT + 5 * i for i in range(8)]
         self.assertEqual([job.request_id for job in found], ids)
+        seeds = {job.task.id.rpartition("/")[0] for job in found}
+        self.assertEqual(seeds, {"reverse:5/held_out/0"})
+
+    def test_tasks_of_one_problem_or_with_the_same_words_are_one(self):
+        class Tasks(faults.FaultyTaskset):
+            def task(self, split, seed, index):
+                answer = {"a": 1, "b": 2} if index % 2 else {"b": 2, "a": 1}
+                words = "same" if index < 2 else f"words {index}"
+                messages = ({"role": "user", "content": words},)
+                problem = "" if index < 4 else f"problem {index // 2}"
+                return protocol.Task(str(index), messages, answer, problem=problem)
+
+        found = held_out.tasks(Tasks(faults.Fault.NONE), 5)
+        self.assertEqual([task.id for task in found], ["0", "2", "3", "4", "6"])
 
 
 class FiguresTest(parameterized.TestCase):
@@ -102,6 +117,15 @@ class FiguresTest(parameterized.TestCase):
         shown = {k: v for k, v in found.items() if k.startswith("eval/success/")}
         wanted = {"a": 0.5, "untagged": 1.0, "b": 0.0}
         self.assertEqual(shown, {f"eval/success/{k}": v for k, v in wanted.items()})
+
+        self.assertEqual(
+            held_out.figures(played[1:3]).keys() - held_out.figures(played[:2]).keys(),
+            {"eval/success/a", "eval/success/untagged"},
+        )
+
+    def test_one_episode(self):
+        found = held_out.figures([episode(1.0)])
+        self.assertEqual((found["eval/success"], found["eval/reward"]), (1.0, 1.0))
 
     def test_nothing_was_scored(self):
         found = held_out.figures([episode(None, label=protocol.Label.TIMEOUT)])

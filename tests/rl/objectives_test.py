@@ -217,6 +217,8 @@ class IdentityTest(parameterized.TestCase):
         rho = jnp.exp(-border["rollout_logprobs"])
         np.testing.assert_array_equal(rho, [2.0, 0.5])  # exactly on the band
         np.testing.assert_allclose(gradient("icepop", border), [-2.0, 0.5])
+        metrics = objective("tis")(**border).metrics
+        self.assertEqual(metrics.num_masked, 0)  # a ratio may be as large as the cap
 
     def test_dis_band_is_open(self):
         def found(rho, low, high):
@@ -308,6 +310,8 @@ class IdentityTest(parameterized.TestCase):
             return jnp.sum(objective("grpo")(student, None, student, found, mask).loss)
 
         np.testing.assert_array_equal(jax.grad(loss)(student), [-1, 1, 0])
+        found = objectives.distillation_advantages(teacher, student, mask)
+        np.testing.assert_array_equal(found, [1, -1, 0])
 
 
 class MaskTest(parameterized.TestCase):
@@ -338,6 +342,18 @@ class MaskTest(parameterized.TestCase):
         for leaf in jax.tree.leaves((found, gradient(name, tokens))):
             self.assertTrue(np.isfinite(leaf).all())
 
+    def test_a_log_ratio_counts_up_to_20(self):
+        tokens = pair(advantage=-1.0) | {"logprobs": jnp.full(2, 100.0)}
+        found = objective("grpo")(**tokens).loss
+        np.testing.assert_allclose(found, [np.exp(20), -1.28], rtol=FLOAT32)
+        tokens = pair() | {"rollout_logprobs": jnp.array([-100.0, 100.0])}
+        tokens["old_logprobs"] = tokens["logprobs"] = jnp.zeros(2)
+        metrics = objective("grpo")(**tokens).metrics
+        np.testing.assert_allclose(
+            metrics.sum_ratio, np.exp(20) + np.exp(-20), rtol=FLOAT32
+        )
+        np.testing.assert_allclose(metrics.sum_kl, np.exp(20) - 2, rtol=FLOAT32)
+
     @parameterized.named_parameters(*EACH)
     def test_a_broken_trained_token_shows(self, name):
         tokens = to_jax(make_tokens()) | {"mask": jnp.ones((6, 40), bool)}
@@ -353,6 +369,10 @@ class MaskTest(parameterized.TestCase):
         np.testing.assert_allclose(
             gradient("icepop", tokens, weights), [-0.5, 0], rtol=FLOAT32
         )
+
+    def test_means_of_one_token_are_its_values(self):
+        sums = objectives.Metrics(*(jnp.float32(x) for x in (1, 2, 3, 4, 5)))
+        self.assertEqual([*objectives.means(sums).values()], [1, 2, 3, 4, 5])
 
     def test_all_masked(self):
         tokens = to_jax(make_tokens())

@@ -259,6 +259,46 @@ class FaultTest(parameterized.TestCase):
         labels = [episode.label for episode in found]
         self.assertEqual(labels, [Label.TIMEOUT] + [Label.OK] * 3)
 
+    def test_the_first_message_must_exist(self):
+        async def reset(task):
+            return ()
+
+        (episode,) = collect(Scripted(None, reset), count=1)
+        self.assertIs(episode.label, Label.ENV_ERROR)
+        self.assertEqual(episode.reason, "reset returned no message")
+
+    def test_the_largest_reward_counts(self):
+        async def step(env, message):
+            return ends(SETTINGS.max_reward)
+
+        (episode,) = collect(Scripted(step), count=1)
+        self.assertIs(episode.label, Label.OK)
+        self.assertEqual(episode.reward.total, SETTINGS.max_reward)
+
+    def test_a_long_reason_is_cut(self):
+        async def step(env, message):
+            raise ValueError("x" * 1000)
+
+        (episode,) = collect(Scripted(step), count=1)
+        self.assertEqual(episode.reason, f"step: ValueError('{'x' * 288}")
+
+    @parameterized.parameters(-1, 0, 1)
+    def test_a_text_is_kept_until_no_cache_could_hold_it(self, more):
+        """Each token has at most as many characters as the longest piece."""
+        longest = max(map(len, TEMPLATE.tokenizer.pieces))
+        size = 9 * longest + 1
+        engine = scripted.ScriptedEngine(answers_ok, capacity=9)
+        taskset = Scripted(None)
+
+        async def reset(task):
+            return ({"role": "user", "content": "x" * (size + more)},)
+
+        taskset.reset = reset
+        (episode,) = collect(taskset, 1, engine=engine)
+        self.assertIn("does not fit the cache", episode.reason)
+        (message,) = episode.transcript
+        self.assertLen(message["content"], min(size + more, size))
+
     def test_an_environment_that_cannot_be_made(self):
         taskset = Scripted(None)
         taskset.environment = lambda: _raise(OSError)
@@ -371,6 +411,7 @@ class TurnsTest(parameterized.TestCase):
         collect(Scripted(step), 1, answer=answer)
         kept = [request.keep > 0 for _, request in sorted(asked.items())]
         self.assertEqual(kept, [True, True, False])
+        self.assertEqual({request.temperature for request in asked.values()}, {1.0})
 
     @parameterized.named_parameters(
         ("ends", False, Label.TRUNCATED, 1), ("goes_on", True, Label.OK, 2)
@@ -481,6 +522,21 @@ class ManyTest(parameterized.TestCase):
         taskset = faults.FaultyTaskset(Fault.CRASH_IN_STEP, every=3)
         found = collect(taskset, 7, on_episode=told.__setitem__)
         self.assertEqual([told[i] for i in range(7)], found)
+
+    def test_the_three_most_frequent_failures_are_logged(self):
+        reasons = "aaaabbbccd"
+
+        async def step(env, message):
+            index = int(env.task.id)
+            return ends() if index >= len(reasons) else _raise(OSError(reasons[index]))
+
+        with self.assertLogs(level="WARNING") as logs:
+            collect(Scripted(step), 13)
+        told = [record.getMessage() for record in logs.records]
+        wanted = [(4, "a"), (3, "b"), (2, "c")]
+        self.assertEqual(
+            told, [f"{n} episodes of scripted: step: OSError('{x}')" for n, x in wanted]
+        )
 
     def test_nothing_to_do(self):
         self.assertEqual(collect(faults.FaultyTaskset(Fault.NONE), 0), [])
@@ -630,7 +686,10 @@ class BadInputTest(parameterized.TestCase):
     def test_request_ids_must_not_overlap(self):
         taskset = faults.FaultyTaskset(Fault.NONE)
         engine = scripted.ScriptedEngine(answers_ok)
-        todo = jobs(taskset, 3, spacing=2)
+        todo = [
+            dataclasses.replace(job, request_id=60 + job.request_id)
+            for job in jobs(taskset, 3, spacing=2)
+        ]
         with self.assertRaisesRegex(config.InputError, "max_turns=3 apart"):
             scripted.collect(engine, taskset, TEMPLATE, todo, SETTINGS)
 
