@@ -158,7 +158,7 @@ def _save_as_training_does(run: pathlib.Path, target: pathlib.Path) -> None:
     ]
     abstract = jax.tree.unflatten(treedef, abstract)
     params = loading.load_params(run, config, abstract)
-    checkpoints = manager.CheckpointManager(target)
+    checkpoints = manager.CheckpointManager(target, keep=1)
     began = time.perf_counter()
     checkpoints.save(1, {"params": params}, {})
     checkpoints.close()

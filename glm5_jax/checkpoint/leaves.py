@@ -105,8 +105,7 @@ def chunk_shape(
     chunk = [max(n, 1) for n in shape]  # a chunk needs an element
     for axis in cuts:
         rest = math.prod(chunk) // chunk[axis] * itemsize
-        if rest * chunk[axis] > limit:
-            chunk[axis] = max(1, limit // rest)
+        chunk[axis] = min(chunk[axis], max(1, limit // rest))
     return tuple(chunk)
 
 

@@ -9,6 +9,7 @@ is skipped by all.
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from concurrent import futures
@@ -39,9 +40,7 @@ _PARTS = (step_folder.PARAMS, step_folder.STATE, step_folder.METADATA)
 class CheckpointManager:
     """Saves and restores the state of one run."""
 
-    def __init__(
-        self, folder: epath.PathLike, keep: int | retention.Retention = 3
-    ) -> None:
+    def __init__(self, folder: epath.PathLike, keep: int | retention.Retention) -> None:
         """Opens a run folder, which may be missing, and removes unfinished saves.
 
         Args:
@@ -89,7 +88,7 @@ class CheckpointManager:
         # One thread for all saves: starting one takes as long as a save blocks.
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: futures.Future[None] | None = None
-        self._num_sealed = 0
+        self._seals = itertools.count()
 
     def save(self, step: int, state: PyTree, metadata: dict[str, Any]) -> None:
         """Copies the state and writes it in the background.
@@ -246,8 +245,7 @@ class CheckpointManager:
             raise
 
     def _seal(self, folder: epath.Path) -> None:
-        self._num_sealed += 1
-        name = f"manifest/{folder}/{self._num_sealed}"
+        name = f"manifest/{folder}/{next(self._seals)}"  # never used before
         manifest.seal(
             folder, jax.process_index(), lambda text: together.to_first(name, text)
         )

@@ -28,7 +28,7 @@ FOLDER = "checkpoints"  # of the steps of a run
 HASH = "sha256"
 _VERSION = 2
 _WITHOUT_NUMBER = 1  # written by earlier versions, or outside of a run
-_THREADS = min(4, os.cpu_count() or 1)  # hashlib releases the GIL
+_THREADS = 4  # hashlib releases the GIL
 _CHUNK = 2**20  # bytes
 _MAX_NAMED = 5  # files listed in a message
 # The manifest, and the temporary file that a killed process may leave.
@@ -161,7 +161,7 @@ def verify(
     try:
         require_sizes(folder, entries)
         mine = _share(entries, process, num_processes)
-        found = _hash(folder, mine, is_shown=True)
+        found = _hash(folder, mine, is_written=False)
     except OSError as error:
         raise config_lib.DamagedError(f"{folder} cannot be read: {error}.") from error
     differing = {n: "other content" for n in mine if found[n] != entries[n]}
@@ -218,10 +218,9 @@ def _share(entries: Entries, process: int, num_processes: int) -> list[str]:
 def _hash(
     folder: epath.Path,
     names: Sequence[str],
-    is_written: bool = False,
-    is_shown: bool = False,
+    is_written: bool,
 ) -> Entries:
-    """Hashes files; with `is_written` also syncs them to disk."""
+    """Hashes files that were just written, and syncs them, or files to verify."""
     began = time.perf_counter()
     sizes = [(folder / name).stat().length for name in names]
 
@@ -243,7 +242,7 @@ def _hash(
             unit="B",
             unit_scale=True,
             delay=1.0,
-            disable=None if is_shown else True,  # None: not on a terminal
+            disable=is_written or None,  # None: where there is no terminal
         ) as bar,
     ):
         for name, size, hexed in zip(

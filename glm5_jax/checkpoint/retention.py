@@ -48,9 +48,8 @@ class Retention:
 
     def _best(self, steps: list[Step]) -> set[int]:
         """Returns the best steps; ties go to the newer one."""
-        sign = 1 if self.is_lower_better else -1
         ranked = sorted(
-            (sign * value, -step.number)
+            (value if self.is_lower_better else -value, -step.number)
             for step in steps
             if isinstance(value := step.metrics.get(self.metric), int | float)
             and math.isfinite(value)

@@ -5,6 +5,7 @@ element decodes its whole chunk. Parameters are therefore cut further, into laye
 experts, which an export or a restore onto another mesh reads one by one.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -66,13 +67,11 @@ def require_shapes(folder: epath.Path, abstract: PyTree, what: str) -> None:
     Raises:
         InputError: the step has other leaves or shapes.
     """
-    parts = folder / step_folder.PARAMS, folder / step_folder.STATE
-    path = next((part for part in parts if part.exists()), parts[0])
-    handler = ocp.PyTreeCheckpointHandler()
-    try:
+    path = folder / step_folder.PARAMS
+    if not path.exists():  # a step from before manifests
+        path = folder / step_folder.STATE
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         _require_shapes(handler, path, {"params": abstract}, what)
-    finally:
-        handler.close()
 
 
 def stack_axes(path: leaves.Path, shape: Sequence[int], itemsize: int) -> list[int]:
@@ -100,8 +99,7 @@ def _read_part(path: epath.Path, abstract: PyTree, what: str) -> PyTree:
     abstract = jax.tree.map(_with_sharding, abstract)
     # Without a Checkpointer: if one process could not read, the others would wait for
     # it at the end of the restore.
-    handler = ocp.PyTreeCheckpointHandler()
-    try:
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         _require_shapes(handler, path, abstract, what)
         arguments = ocp.args.PyTreeRestore(
             abstract,
@@ -109,8 +107,6 @@ def _read_part(path: epath.Path, abstract: PyTree, what: str) -> PyTree:
             partial_restore=True,
         )
         return handler.restore(path, args=arguments)
-    finally:
-        handler.close()
 
 
 def _require_shapes(

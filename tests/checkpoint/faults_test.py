@@ -367,6 +367,7 @@ class NoManifestTest(FaultsTestCase):
         self.assertEqual(self.restored(), 2)
         params = manager_lib.restore_params(self.folder, self.abstract["params"])
         steps.assert_same(params, steps.make_state(2)["params"])
+        manager_lib.require_shapes(self.folder, self.abstract["params"])
 
 
 class DiskTest(FaultsTestCase):

@@ -22,7 +22,7 @@ from tests.checkpoint import faults_test
 
 
 class CommandTest(faults_test.FaultsTestCase):
-    def run_command(self, **given):
+    def run_command(self, config=None, overrides=(), **given):
         """Runs the command; returns its exit code and its output."""
         out = io.StringIO()
         if not flags.FLAGS.is_parsed():
@@ -33,7 +33,9 @@ class CommandTest(faults_test.FaultsTestCase):
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(out),
         ):
-            code = command.main(command_line.Arguments(config=None, overrides=()))
+            code = command.main(
+                command_line.Arguments(config=config, overrides=overrides)
+            )
         return code, out.getvalue()
 
     def rows(self, **given):
@@ -84,6 +86,10 @@ class CommandTest(faults_test.FaultsTestCase):
             (code, text), (0, "The run resumes from step 2, with batch 7.\n")
         )
 
+    def test_rolls_back_and_skips_no_batch(self):
+        _, text = self.run_command(roll_back=1, leave_out=0)
+        self.assertIn("from step 1, with batch 1.", text)
+
     def test_prune_deletes_when_told_to(self):
         self.write_steps(3, 4, keep=9)
         shutil.copytree(self.step_folder(1), self.step_folder("0.damaged"))
@@ -94,8 +100,9 @@ class CommandTest(faults_test.FaultsTestCase):
         self.assertNotIn("DAMAGED", text)
         self.assertRegex(text, r"\n +2 .* sizes match\n0\.damaged .* set aside\n")
         self.assertEqual(self.names(), before)
-        code, _ = self.run_command(prune=True, keep=2, yes=True)
+        code, text = self.run_command(prune=True, keep=2, yes=True)
         self.assertEqual(code, 0)
+        self.assertEndsWith(text, "\nDeleted 3 folders.\n")
         self.assertEqual(self.names(), ["3", "4"])
         self.assertEqual(self.restored(), 4)
 
@@ -141,6 +148,9 @@ class CommandTest(faults_test.FaultsTestCase):
         ("no_rule", {"prune": True}, "give --keep=N"),
         ("keep_none", {"prune": True, "keep": 0}, "--keep must be at least 1"),
         ("keep_alone", {"keep": 1}, "need --prune"),
+        ("leave_out_alone", {"leave_out": 1}, "needs --roll_back"),
+        ("config", {"config": "configs/x.py"}, "--config has no effect"),
+        ("override", {"overrides": (("config.seed", "1"),)}, "--config has no effect"),
         ("yes_alone", {"yes": True}, "need --prune"),
         ("both", {"verify": True, "prune": True}, "only one of"),
     )
@@ -148,6 +158,22 @@ class CommandTest(faults_test.FaultsTestCase):
         with self.assertRaisesRegex(config_lib.InputError, message):
             self.run_command(**given)
         self.assertEqual(self.names(), ["1", "2"])
+
+    def test_a_checkpoint_must_be_named(self):
+        with self.assertRaisesRegex(flags.IllegalFlagValueError, "--checkpoint"):
+            self.run_command(checkpoint=None)
+
+    def test_a_step_that_a_running_job_has_deleted_is_no_row(self):
+        folders = [epath.Path(self.step_folder(n)) for n in (1, 7)]
+        (row,) = inspection.describe(folders)
+        self.assertEqual((row.folder, row.status), (folders[0], "sizes match"))
+
+    def test_the_metadata_must_be_of_the_step(self):
+        self.remove_manifests(2)
+        (self.step_folder(2) / "metadata" / "metadata").write_text('{"step": 1}')
+        code, text = self.run_command()
+        self.assertEqual(code, 1)
+        self.assertIn("2 holds step 1, not step 2", text)
 
     def test_one_step_cannot_be_pruned(self):
         one = str(self.step_folder(1))

@@ -15,7 +15,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glm5_jax import config as config_lib
-from glm5_jax.checkpoint import arrays, manifest, retention, same_shapes, step_folder
+from glm5_jax.checkpoint import (
+    arrays,
+    manifest,
+    retention,
+    same_shapes,
+    step_folder,
+    stored,
+)
 from glm5_jax.checkpoint import manager as manager_lib
 from tests import environment
 from tests.checkpoint import steps
@@ -28,12 +35,49 @@ class SaveRestoreTest(steps.StepsTestCase):
         self.assertEqual((step, metadata), (2, steps.METADATA))
         steps.assert_same(state, steps.make_state(2))
         self.assertEqual(state["params"]["frozen"]["b"].dtype, jnp.bfloat16)
+        # Without a sharding they come onto the first device.
+        params = manager_lib.restore_params(
+            self.folder, steps.abstract(steps.make_state(0)["params"])
+        )
+        for leaf in jax.tree.leaves((state, params)):
+            self.assertEqual(leaf.devices(), {jax.devices()[0]})
 
     def test_a_named_step(self):
         manager = self.with_steps(1, 2)
         step, state, _ = manager.restore(steps.abstract(steps.make_state(0)), step=1)
         self.assertEqual(step, 1)
         steps.assert_same(state, steps.make_state(1))
+
+    def test_an_older_step(self):
+        manager, like = self.with_steps(1, 2, 3), steps.abstract(steps.make_state(0))
+        self.assertEqual(manager.restore(like, before=3)[0], 2)
+        with self.assertRaisesRegex(config_lib.InputError, r"no step 2 .*steps \[1\]"):
+            manager.restore(like, step=2, before=2)
+
+    def test_parts_of_a_state(self):
+        self.write_steps(1)
+        state = steps.make_state(1)
+        some = {name: state[name] for name in ("params", "step")}
+        got = manager_lib.read_state(self.step_folder(1), steps.abstract(some))
+        steps.assert_same(got, some)
+
+    def test_a_save_does_not_wait_for_its_writer(self):
+        manager, go_on = self.open(), threading.Event()
+        self.addCleanup(go_on.set)  # otherwise the thread outlives a failure
+        to_save = stored.to_save
+        held = lambda *args: (go_on.wait(timeout=5), to_save(*args))[1]
+        with mock.patch.object(stored, "to_save", held):
+            manager.save(1, steps.make_state(1), steps.METADATA)
+            self.assertFalse(manager._pending.done())
+            go_on.set()
+            manager.close()
+        self.assertEqual(self.names(), ["1"])
+
+    def test_a_folder_is_made_with_its_parents(self):
+        folder = self.folder / "some" / "run"
+        manager = manager_lib.CheckpointManager(folder, 3)
+        self.addCleanup(manager._orbax.close)
+        self.assertEqual([*(folder / "checkpoints").iterdir()], [])
 
     def test_donation_does_not_reach_a_save_under_way(self):
         manager = self.open()
@@ -82,7 +126,9 @@ class SaveRestoreTest(steps.StepsTestCase):
     def test_rolled_back_run_replaces_later_steps(self):
         manager = self.with_steps(1, 2, 3)
         manager.restore(steps.abstract(steps.make_state(0)), step=1)
-        manager.save(2, steps.make_state(20), steps.METADATA)
+        with self.assertLogs(level="WARNING") as logs:
+            manager.save(2, steps.make_state(20), steps.METADATA)
+        self.assertRegex(logs.output[0], r"Steps \[2, 3\] .* an abandoned branch")
         manager.wait()
         self.assertEqual(self.names(), ["1", "2"])  # 3 was of another branch
         manager.save(3, steps.make_state(30), steps.METADATA)
@@ -121,6 +167,26 @@ class SaveRestoreTest(steps.StepsTestCase):
         with self.assertRaisesRegex(OSError, "step 1 cannot be written.* it is full"):
             manager.check_for_errors()
         manager.check_for_errors()
+
+    def test_the_next_save_raises_the_error_of_the_one_before(self):
+        manager = self.open()
+        with mock.patch.object(manifest, "seal", side_effect=KeyError("a mistake")):
+            manager.save(1, steps.make_state(1), steps.METADATA)
+            futures.wait([manager._pending])
+        with self.assertRaisesRegex(KeyError, "a mistake"):
+            manager.save(2, steps.make_state(2), steps.METADATA)
+        manager.save(1, steps.make_state(1), steps.METADATA)  # it is not saved yet
+        manager.close()
+        self.assertEqual(self.names(), ["1"])
+        self.assertTrue((self.step_folder(1) / manifest.NAME).exists())
+
+    def test_closing_ends_the_threads(self):
+        before = {*threading.enumerate()}
+        manager = self.with_steps(1)
+        manager.save(2, steps.make_state(2), steps.METADATA)
+        manager.close()
+        left = {thread.name for thread in {*threading.enumerate()} - before}
+        self.assertEqual(left, set())
 
     def test_a_save_under_way_is_not_waited_for(self):
         manager = self.open()

@@ -1,7 +1,11 @@
 """Manifests of folders made by hand: shares, messages, names of steps."""
 
+import errno
+import hashlib
 import json
+import os
 import pathlib
+from unittest import mock
 
 from absl.testing import parameterized
 from etils import epath
@@ -9,6 +13,9 @@ from etils import epath
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, manifest, step_folder
 from tests import environment
+
+OTHERS = "params/ocdbt.process_1/d"  # of process 1
+SHA_123 = hashlib.sha256(b"123").hexdigest()
 
 
 class ManifestTest(parameterized.TestCase):
@@ -55,6 +62,62 @@ class ManifestTest(parameterized.TestCase):
         self.assertEqual(manifest.verify(folder), 1600 + rest)
         self.assertEqual(manifest.verify(folder, ["state"]), rest)
         self.assertEqual(manifest.verify(folder, ["state", "metadata"]), 0)
+
+    def seal_with_two_writers(self, parts=()):
+        """Seals a step with a file of process 1; returns it and the lists of hashes."""
+        folder, given = self.write(sizes=[5], is_sealed=False), []
+        (folder / "params" / "ocdbt.process_1").mkdir()
+        (folder / OTHERS).write_text("123")
+        manifest.seal(folder, gather=lambda text: given.append(text) or [text, *parts])
+        return folder, [*map(json.loads, given)]
+
+    @parameterized.parameters(
+        ([], SHA_123),  # its writer did not see it
+        ([{OTHERS: [2, "early"]}], SHA_123),  # it grew after its writer saw it
+        ([{OTHERS: [3, "ours"]}], "ours"),  # in its writer's memory
+    )
+    def test_a_file_is_hashed_by_its_writer_if_that_saw_it_whole(self, parts, want):
+        folder, (ours,) = self.seal_with_two_writers(map(json.dumps, parts))
+        self.assertEqual(
+            {*ours},
+            {"params/_METADATA", "_CHECKPOINT_METADATA", "metadata/metadata"}
+            | {"state/0"},
+        )
+        entries = manifest.read(folder)
+        self.assertEqual({*entries}, {*ours, OTHERS})
+        self.assertEqual(entries[OTHERS], (3, want))
+
+    def test_process_0_syncs_what_the_others_did_not_see(self):
+        synced = []
+        note = lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        with mock.patch.object(os, "fsync", note):
+            folder, _ = self.seal_with_two_writers()
+        self.assertContainsSubset(
+            [str(folder / OTHERS), str((folder / OTHERS).parent)], synced
+        )
+
+    def test_only_process_0_writes_the_manifest(self):
+        folder, given = self.write(sizes=[5], is_sealed=False), []
+        manifest.seal(folder, 1, lambda text: given.append(text) or [])
+        self.assertEqual(given, ["{}"])
+        self.assertFalse(manifest.is_sealed(folder))
+
+    def test_verifying_writes_nothing_to_the_disk(self):
+        folder = self.write(sizes=[5])
+        with mock.patch.object(os, "fsync", side_effect=AssertionError):
+            self.assertGreater(manifest.verify(folder), 5)
+
+    @parameterized.parameters(
+        {"version": 2, "hash": "sha256", "step": 7}, {"version": 1, "hash": "sha256"}
+    )
+    def test_manifests_of_both_formats_are_read(self, **head):
+        folder = self.write(sizes=[3], is_sealed=False)
+        entries = {"state/0": [3, hashlib.sha256(bytes(3)).hexdigest()]}
+        content = {**head, "files": entries}
+        own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        text = json.dumps(content | {"checksum": own}, indent=1) + "\n"
+        (folder / manifest.NAME).write_text(text)
+        self.assertEqual(manifest.verify(folder), 3)
 
     def test_each_process_finds_the_damage_of_its_share(self):
         folder = self.write(sizes=[500, 400])
@@ -110,6 +173,28 @@ class ManifestTest(parameterized.TestCase):
             step_folder.remove(epath.Path(link))
         self.assertEqual([path.name for path in self.checkpoints.iterdir()], ["7"])
         self.assertTrue(step_folder.is_whole(self.run, 7))
+
+    def test_a_bucket_may_drop_a_folder_with_its_last_file(self):
+        folder, rmdir = self.write("7", [3, 4]), os.rmdir
+
+        def dropped(path, **where):
+            rmdir(path, **where)
+            raise FileNotFoundError(errno.ENOENT, "dropped", path)
+
+        with mock.patch.object(os, "rmdir", dropped):
+            step_folder.remove(folder)
+        self.assertEqual([*self.checkpoints.iterdir()], [])
+
+    def test_a_folder_that_cannot_be_deleted_is_told(self):
+        folder = self.write("7", [3])
+        error = PermissionError(errno.EPERM, "not yours")
+        with (
+            mock.patch.object(os, "unlink", side_effect=error),
+            self.assertRaisesRegex(PermissionError, "not yours"),
+        ):
+            step_folder.remove(folder)
+        names = [path.name for path in self.checkpoints.iterdir()]
+        self.assertEqual(names, ["7.deleting"])
 
     @parameterized.parameters((400, 400), (401, 405), (9000, 405))
     def test_long_errors_keep_their_beginning_and_their_end(self, size, want):

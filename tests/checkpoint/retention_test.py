@@ -40,6 +40,7 @@ class RuleTest(parameterized.TestCase):
         ),
         ("unproven_newest", {"newest": 2}, (50, 60), [10, 20]),
         ("unproven_are_not_best", {"newest": 1, "best": 1}, (50,), [10, 30, 40, 50]),
+        ("as_many_as_are_proven", {"newest": 4}, (10, 20), [10, 20]),
         ("none_proven", {"newest": 1}, (10, 20, 30, 40, 50, 60), []),
     )
     def test_goes(self, rule, unsafe, want):
@@ -50,6 +51,10 @@ class RuleTest(parameterized.TestCase):
         rule = retention.Retention(newest=1, best=1)
         named = found(metrics={10: "good", 20: None, 30: 1.0})
         self.assertEqual(rule.to_delete(named), [10, 20, 40, 50])
+
+    def test_a_run_of_an_earlier_version_keeps_the_newest_alone(self):
+        rule = retention.of_run({"checkpoints_to_keep": 4})
+        self.assertEqual(rule, retention.Retention(newest=4))
 
 
 class ManagerTest(steps.StepsTestCase):

@@ -53,6 +53,9 @@ class ByHandTest(faults_test.FaultsTestCase):
             else:  # only whitespace changed
                 self.assertEqual(note.num_left_out, 6)
                 self.assertEqual(json.loads(content), json.loads(whole))
+        # An editor may change the order of the keys.
+        path.write_text(json.dumps(dict(reversed(json.loads(whole).items()))))
+        self.assertEqual(rollback.read(self.folder).num_left_out, 6)
         path.write_text('{"step": 3, "num_left_out": 7, "health": null}')
         self.assertEqual(rollback.read(self.folder), rollback.Rollback(3, 7, None))
 
@@ -80,6 +83,12 @@ class ByHandTest(faults_test.FaultsTestCase):
     def test_refuses_a_damaged_step(self):
         faults_test.flip(faults_test.largest(self.step_folder(2)))
         with self.assertRaises(config_lib.DamagedError):
+            rollback.by_hand(self.folder, 2)
+        self.assertEqual(self.names(), ["1", "2", "3", "4"])
+
+    def test_refuses_to_count_batches_by_a_step_of_another_number(self):
+        (self.step_folder(4) / "metadata" / "metadata").write_text('{"step": 3}')
+        with self.assertRaisesRegex(config_lib.DamagedError, "4 holds step 3"):
             rollback.by_hand(self.folder, 2)
         self.assertEqual(self.names(), ["1", "2", "3", "4"])
 

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
+from absl import logging
 from absl.testing import parameterized
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager as manager_lib
 from glm5_jax.checkpoint import step_windows, stored
@@ -17,6 +19,7 @@ from tests import environment
 from tests.checkpoint import steps
 
 LIMIT = 2**12  # bytes of a chunk here
+KEY = "total_bytes_limit"
 LAYER = ("layers_1", "block_0")
 SHAPES = {
     (*LAYER, "mlp", "experts", "up_proj"): (3, 4, 16, 32),  # an expert has 2 KiB
@@ -74,6 +77,35 @@ class ChunksTest(steps.StepsTestCase):
         steps.assert_same(got, params)
 
 
+class WindowsTest(steps.StepsTestCase):
+    """Steps that `save_params` writes, without the arrays of a training state."""
+
+    def setUp(self):
+        super().setUp()
+        params = {"a": {"w": np.ones((3, 4), np.float32)}, "zeros": np.zeros(5)}
+        self.params = jax.tree.map(np.float32, params)
+        leaves = jax.tree.map(leaves_lib.DeviceLeaf, self.params)
+        self.logger = logging.get_absl_logger()
+        self.level = self.logger.level
+        with self.assertNoLogs(self.logger, "WARNING"):
+            step_windows.save_params(self.step_folder(1), leaves, {"step": 1})
+
+    def test_the_level_of_the_log_is_what_it_was(self):
+        self.assertEqual(self.logger.level, self.level)
+
+    def test_orbax_reads_them_with_a_parameter_of_zeros(self):
+        abstract = {"params": steps.abstract(self.params)}
+        got = manager_lib.read_state(self.step_folder(1), abstract)
+        steps.assert_same(got, {"params": self.params})
+
+    def test_other_arrays_are_absent(self):
+        abstract = {"params": self.params, "step": jnp.int32(1)}
+        message = r"step: absent there, \(\) here"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            self.open().restore(steps.abstract(abstract))
+        manager_lib.require_shapes(self.folder, self.params)
+
+
 class ChunkShapeTest(parameterized.TestCase):
     @parameterized.parameters(
         ((1000, 7), (0,), 280, (10, 7)),  # 28 bytes a row
@@ -96,8 +128,10 @@ class CacheTest(steps.StepsTestCase):
         context = tensorstore.Context
         with mock.patch.object(tensorstore, "Context", wraps=context) as made:
             step_windows.open_params(self.step_folder(1), params)
+            manager_lib.restore_params(self.folder, params)
         limits = [call.args[0]["cache_pool"] for call in made.call_args_list]
-        self.assertEqual(limits[-1], {"total_bytes_limit": 2**30 // 4})
+        # Devices' parts, which are read one after another, need less.
+        self.assertEqual([limits[1], limits[-1]], [{KEY: 2**28}, {KEY: 2**26}])
 
     @parameterized.parameters(
         (("layers_0", "mlp"), (1, 2, 6), 48, 192),  # one tensor of 8 x 6
@@ -150,6 +184,8 @@ class Glm5Test(parameterized.TestCase):
         ("experts", "mlp.experts.up_proj", (75, 256, 6144, 2048), [0, 1]),  # 25 MB
         ("q_b_proj", "self_attn.q_b_proj", (75, 2048, 64, 256), [0]),  # 67 MB
         ("norm", "input_layernorm", (75, 6144), []),  # small as it is
+        ("a_chunk", "mlp.experts.up_proj", (75, 2, 8192, 2048), [0]),  # 67 MB, exactly
+        ("four_experts", "mlp.experts.up_proj", (75, 4, 6144, 2048), [0, 1]),  # 101 MB
     )
     def test_stacks(self, name, shape, axes):
         path = (*LAYER, *name.split("."))
