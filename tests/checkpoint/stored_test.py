@@ -64,6 +64,7 @@ class ChunksTest(steps.StepsTestCase):
         found = step_windows.open_params(self.step_folder(1), params)
         for path in SHAPES:
             self.assertLessEqual(found[path].chunk_bytes, LIMIT, path)
+            self.assertFalse(found[path]._store.writable)
         for path, shape in zip(SHAPES, CHUNKS[num_devices], strict=False):
             chunk = found[path]._store.chunk_layout.read_chunk.shape
             self.assertEqual(chunk, shape, path)
@@ -85,13 +86,14 @@ class WindowsTest(steps.StepsTestCase):
         params = {"a": {"w": np.ones((3, 4), np.float32)}, "zeros": np.zeros(5)}
         self.params = jax.tree.map(np.float32, params)
         leaves = jax.tree.map(leaves_lib.DeviceLeaf, self.params)
-        self.logger = logging.get_absl_logger()
-        self.level = self.logger.level
-        with self.assertNoLogs(self.logger, "WARNING"):
+        logger = logging.get_absl_logger()
+        with self.assertNoLogs(logger, "WARNING"):
+            before = logger.level
             step_windows.save_params(self.step_folder(1), leaves, {"step": 1})
+            self.levels = before, logger.level
 
     def test_the_level_of_the_log_is_what_it_was(self):
-        self.assertEqual(self.logger.level, self.level)
+        self.assertEqual(*self.levels)
 
     def test_orbax_reads_them_with_a_parameter_of_zeros(self):
         abstract = {"params": steps.abstract(self.params)}
