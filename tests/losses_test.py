@@ -4,9 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from jax.sharding import PartitionSpec as P
 
-from glm5_jax import losses
+from glm5_jax import collectives, losses
+from glm5_jax import config as config_lib
+from glm5_jax import mesh as mesh_lib
+from tests import environment
 
+WORDS = ("tensor", "expert")  # axes that shard the vocabulary
 CHUNKED_RTOL = 1e-6  # the same sums in another order
 
 
@@ -85,6 +90,38 @@ class NextTokenLossTest(parameterized.TestCase):
         all_logits = 4 * 256 * 4096 * 4
         self.assertLess(memory(64).temp_size_in_bytes, all_logits / 2)
         self.assertGreater(memory(1024).temp_size_in_bytes, all_logits)
+
+
+class ShardsTest(absltest.TestCase):
+    def test_four_shards_of_the_vocabulary_equal_the_whole(self):
+        """Two of them hold other rows; the targets are all words, borders included."""
+        rng = np.random.default_rng(0)
+        rows, words = P(("data", "fsdp", "expert"), "context"), P(None, WORDS)
+        given = (
+            jnp.asarray(rng.normal(size=(4, 8, 6)), jnp.float32),
+            jnp.asarray(rng.normal(size=(6, 32)), jnp.float32),
+            jnp.asarray(rng.permutation(32).reshape(4, 8), jnp.int32),
+            jnp.asarray(rng.random((4, 8)), jnp.float32),
+        )
+
+        def local(hidden, head, targets, weights):
+            def loss(hidden, head):
+                return losses.next_token_loss(
+                    hidden, head, targets, weights, chunk_tokens=6, z_weight=0.1
+                )
+
+            total, slopes = jax.value_and_grad(loss, argnums=(0, 1))(hidden, head)
+            # Each device returns the sum of all, so the gradients are summed so often.
+            d_hidden = collectives.total(slopes[0], collectives.SHARES)
+            slopes = [x / collectives.num_devices() for x in (d_hidden, slopes[1])]
+            return total, slopes, losses.token_nll(hidden, head, targets, 6)
+
+        config = config_lib.MeshConfig(data=1, expert=2, tensor=2)
+        with jax.set_mesh(mesh_lib.make_mesh(config, jax.devices()[:4])):
+            specs = (rows, words, rows, rows), (P(), [rows, words], rows)
+            got = jax.jit(collectives.on_shards(local, *specs))(*given)
+        for g, w in zip(*map(jax.tree.leaves, (got, local(*given))), strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
 
 
 class MtpLossTest(absltest.TestCase):
@@ -168,4 +205,4 @@ def rejection(states, hidden, head, mask, is_end_to_end):
 
 
 if __name__ == "__main__":
-    absltest.main()
+    environment.main()
