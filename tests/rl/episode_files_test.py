@@ -1,6 +1,7 @@
 """The files of a run's episodes: whole or none, bounded, and what they hold."""
 
 import gzip
+import json
 import threading
 from unittest import mock
 
@@ -91,7 +92,7 @@ class EpisodeFilesTest(runs.FolderTest):
         (
             "another_format",
             lambda data: gzip.compress(
-                gzip.decompress(data).replace(b'"format": 1', b'"format": 2', 1)
+                json.dumps(json.loads(gzip.decompress(data)) | {"format": 2}).encode()
             ),
         ),
     )
