@@ -61,6 +61,16 @@ class SaveRestoreTest(steps.StepsTestCase):
         got = manager_lib.read_state(self.step_folder(1), steps.abstract(some))
         steps.assert_same(got, some)
 
+    def test_a_step_whose_folder_went_is_saved_again(self):
+        """Somebody deleted it, and the run has gone back to the one before."""
+        manager = self.with_steps(1, 2)
+        shutil.rmtree(self.step_folder(2))
+        manager.restore(steps.abstract(steps.make_state(0)), step=1)
+        manager.save(2, steps.make_state(5), steps.METADATA)
+        manager.wait()
+        _, state, _ = manager.restore(steps.abstract(steps.make_state(0)))
+        steps.assert_same(state, steps.make_state(5))
+
     def test_a_save_does_not_wait_for_its_writer(self):
         manager, go_on = self.open(), threading.Event()
         self.addCleanup(go_on.set)  # otherwise the thread outlives a failure
