@@ -43,18 +43,16 @@ class Stats:
     free_slots: int
     free_pages: int  # of the cache, also those kept for later prompts; 0 without pages
     is_paused: bool
+    dispatch_seconds: float  # in steps of the engine
+    restored: int  # pages that came back from host memory
+    preemptions: int  # of requests whose pages older ones needed
+    acceptance: drafter.Acceptance  # of drafted tokens
+    ended: Mapping[Reason, int]  # requests
     prompt_tokens: int = 0  # that dispatches read
     cached_tokens: int = 0  # of prompts that were in the cache already
     drawn_tokens: int = 0
     dispatches: int = 0
-    dispatch_seconds: float = 0.0  # in steps of the engine
     failures: int = 0  # dispatches that raised
-    restored: int = 0  # pages that came back from host memory
-    preemptions: int = 0  # of requests whose pages older ones needed
-    acceptance: drafter.Acceptance = dataclasses.field(
-        default_factory=drafter.Acceptance
-    )  # of drafted tokens
-    ended: Mapping[Reason, int] = dataclasses.field(default_factory=dict)  # requests
 
 
 class ClosedError(RuntimeError):

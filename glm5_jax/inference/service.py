@@ -270,11 +270,10 @@ class Service:
         if mode == "abort":
             for id in [*self._streams]:
                 self._abort(id)
-        self._settle_pause()
 
     def _settle_pause(self) -> None:
         """Tells those who asked for a pause once no dispatch will follow."""
-        if self._pause is not None and not self._is_busy():
+        if not self._is_busy():
             for paused in self._pauses:
                 paused.set_result(None)
             self._pauses = []

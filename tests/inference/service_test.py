@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import threading
+import time
 from unittest import mock
 
 import numpy as np
@@ -66,7 +67,7 @@ class Client:
         return self.events[-1]
 
 
-class ServiceTest(parameterized.TestCase):
+class ServiceCase(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.service = service.Service(make_engine())
@@ -99,6 +100,8 @@ class ServiceTest(parameterized.TestCase):
             atol=engine_test.LOGPROB_ATOL,
         )
 
+
+class ServiceTest(ServiceCase):
     def test_a_failing_dispatch_ends_its_own_requests_only(self):
         bad = Request(50, [POISON, 3], 9)
 
@@ -119,7 +122,7 @@ class ServiceTest(parameterized.TestCase):
         self.assertEqual(end.reason, "error")
         self.assertEqual(end.message, "RuntimeError: RESOURCE_EXHAUSTED")
         self.assertLen(client.events, 1)
-        self.assertEqual(self.service.stats().failures, service.MAX_FAILURES)
+        self.assertEqual(self.service.stats().failures, 2)
         self.check(first, good)
         self.check(later, after)
 
@@ -130,7 +133,7 @@ class ServiceTest(parameterized.TestCase):
             calls.append(event)
             raise ValueError("gone")
 
-        request, other = make_requests()[:2]
+        request, other = Request(60, [3], 40), make_requests()[1]
         self.service.submit(request, broken)
         (client,) = self.submit(other)
         client.end()
@@ -243,16 +246,185 @@ class ServiceTest(parameterized.TestCase):
         self.check(first, clients[0])
 
     def test_if_the_thread_fails_every_request_ends(self):
+        late = []
+
+        def failing(machine):
+            late.append(self.service.call(lambda _: 5))
+            raise SystemExit
+
         self.service.pause()
         (client,) = self.submit(make_requests()[0])
-        with mock.patch.object(
-            engine.Engine, "step", mock.Mock(side_effect=SystemExit)
-        ):
+        with mock.patch.object(engine.Engine, "step", failing):
             self.service.resume()
             self.assertEqual(client.end().reason, "error")
             self.assertTrue(self.service.drain(SECONDS))
+        self.assertEqual(late[0].result(SECONDS), 5)
         with self.assertRaises(events.ClosedError):
             self.submit(make_requests()[1])
+
+
+class PauseTest(ServiceCase):
+    def test_running_requests_stay_where_they_are(self):
+        """Five requests and four slots; the pause comes after the first dispatch."""
+        began, paused = time.monotonic(), []
+
+        def pausing(event):
+            clients[0](event)
+            if not paused:
+                paused.append(self.service.pause())
+
+        requests = [Request(i, [7] * 12, 11) for i in range(6)]
+        clients = [Client() for _ in requests]
+        self.service.pause()
+        for request, client in zip(requests, (pausing, *clients[1:5]), strict=False):
+            self.service.submit(request, client)
+        self.service.resume()
+        self.assertTrue(clients[0].has_begun.wait(SECONDS))
+        paused[0].result(SECONDS)
+        self.service.submit(requests[5], clients[5])
+        for _ in range(2):
+            self.service.call(lambda _: None).result(SECONDS)
+        stats = self.service.stats()
+        self.assertTrue(stats.is_paused)
+        self.assertEqual((stats.running, stats.waiting), (4, 2))
+        self.assertEqual((stats.free_slots, stats.dispatches), (0, 1))
+        self.assertEqual([len(client.events) for client in clients], [1] * 4 + [0] * 2)
+        self.service.resume()
+        for client in clients:
+            self.assertEqual(client.end().reason, "length")
+        self.service.call(lambda _: None).result(SECONDS)
+        stats = self.service.stats()
+        # The last two requests read one token each behind an equal prompt.
+        self.assertEqual((stats.prompt_tokens, stats.cached_tokens), (4 * 12 + 2, 22))
+        self.assertEqual((stats.drawn_tokens, stats.dispatches), (6 * 11, 6))
+        self.assertEqual((stats.ended, stats.failures), ({"length": 6}, 0))
+        self.assertBetween(stats.dispatch_seconds, 1e-6, time.monotonic() - began)
+
+    def test_new_requests_wait_without_a_dispatch(self):
+        self.service.pause("wait").result(SECONDS)
+        self.submit(make_requests()[0])
+        self.service.call(lambda _: None).result(SECONDS)
+        self.assertEqual(self.service.stats().dispatches, 0)
+        self.service.pause("wait").result(SECONDS)
+
+    def test_a_failure_does_not_count_for_requests_that_are_held_back(self):
+        gate, (first, second) = threading.Event(), make_requests()[:2]
+        with mock.patch.object(engine.Engine, "step", side_effect=RuntimeError("lost")):
+            self.service.call(lambda _: gate.wait(SECONDS))
+            (failed,) = self.submit(first)
+            paused = self.service.pause("wait")
+            (held,) = self.submit(second)
+            gate.set()
+            self.assertEqual(failed.end().message, "RuntimeError: lost")
+            paused.result(SECONDS)
+        self.service.resume()
+        self.assertIn(held.end().reason, ("stop", "length"))
+        self.check(second, held)
+
+    def test_closing_ends_requests_and_a_pause_that_waits_for_them(self):
+        """The thread has ended when `close` returns, and its slots are free."""
+        gate, ends = threading.Event(), []
+
+        def slow(event):
+            time.sleep(0.05)
+            ends.append(event.reason)
+
+        self.service.call(lambda _: gate.wait(SECONDS))
+        self.service.submit(make_requests()[4], slow)
+        paused = self.service.pause("wait")
+        closing = threading.Thread(target=self.service.close)
+        closing.start()
+        with self.assertRaises(events.ClosedError):
+            while True:
+                self.service.call(lambda _: time.sleep(0.001))
+        gate.set()
+        closing.join(SECONDS)
+        self.assertEqual(ends, ["abort"])
+        with self.assertRaises(events.ClosedError):
+            paused.result(SECONDS)
+        stats = self.service.stats()
+        self.assertEqual((stats.running, stats.waiting, stats.free_slots), (0, 0, 4))
+
+
+class CommandTest(ServiceCase):
+    def test_a_new_service_sleeps_and_has_done_nothing(self):
+        stats = self.service.stats()
+        self.assertEqual((stats.running, stats.waiting, stats.version), (0, 0, 0))
+        read = stats.prompt_tokens, stats.cached_tokens, stats.drawn_tokens
+        self.assertEqual(read, (0, 0, 0))
+        done = stats.dispatches, stats.dispatch_seconds, stats.failures
+        self.assertEqual(done, (0, 0.0, 0))
+        self.assertEqual((stats.restored, stats.preemptions), (0, 0))
+        time.sleep(0.02)
+        self.assertIs(self.service.stats(), stats)  # a thread that is busy renews it
+
+    def test_a_program_may_end_without_closing_it(self):
+        threads = [t for t in threading.enumerate() if t.name == "engine"]
+        self.assertNotEmpty(threads)
+        self.assertTrue(all(thread.daemon for thread in threads))
+
+    def test_new_ids_are_those_of_no_running_request(self):
+        self.assertEqual(self.service.new_id(), 0)
+        self.service.pause()
+        self.submit(Request(1, [3], 1), Request(2**31 - 1, [3], 1))
+        self.assertEqual([self.service.new_id() for _ in range(2)], [2, 3])
+        self.service._last_id = 2**31 - 3
+        self.assertEqual([self.service.new_id() for _ in range(2)], [2**31 - 2, 0])
+
+    def test_nobody_cancels_a_command(self):
+        gate = threading.Event()
+        self.service.call(lambda _: gate.wait(SECONDS))
+        later = self.service.call(lambda _: 5)
+        self.assertFalse(later.cancel())
+        gate.set()
+        self.assertEqual(later.result(SECONDS), 5)
+
+    def test_an_abort_ends_its_request_alone(self):
+        running = Request(60, [3], 40)
+        held, other, begun = (Client() for _ in range(3))
+
+        def aborting(event):
+            begun(event)
+            if isinstance(event, events.Tokens):
+                self.service.abort(running.id)
+
+        self.service.submit(running, aborting)
+        self.assertEqual(begun.end().reason, "abort")
+        self.assertLess(len(begun.events[-1].completion.tokens), 40)
+        self.service.pause()
+        self.service.submit(make_requests()[0], held)
+        self.service.submit(make_requests()[1], other)
+        self.service.abort(make_requests()[0].id)
+        self.service.abort(77)  # of no request
+        self.assertEqual(held.end().reason, "abort")
+        self.service.resume()
+        other.end()
+        self.check(make_requests()[1], other)
+        self.service.call(lambda _: None).result(SECONDS)
+        self.assertEqual(self.service.stats().free_slots, 4)
+
+    def test_draining_ends_a_pause_and_returns_with_the_last_end(self):
+        self.service.pause()
+        (client,) = self.submit(make_requests()[4])
+        began = time.monotonic()
+        self.assertTrue(self.service.drain(SECONDS))
+        self.assertTrue(client.has_ended.is_set())
+        self.assertLess(time.monotonic() - began, SECONDS / 2)
+
+    def test_a_failure_counts_until_the_next_token(self):
+        """Every dispatch that decodes fails once."""
+        decode, calls = programs.decode, []
+
+        def flaky(*args, **options):
+            calls.append(None)
+            if len(calls) % 2:
+                raise RuntimeError("injected")
+            return decode(*args, **options)
+
+        with mock.patch.object(programs, "decode", flaky):
+            (client,) = self.submit(Request(60, [3], 16))
+            self.assertEqual(client.end().reason, "length")
+        self.assertLen(calls, 6)
 
 
 if __name__ == "__main__":
