@@ -355,7 +355,7 @@ def _room_for(path: str, shape: tuple[int, ...]) -> Float[np.ndarray, "*n"]:
     if together.is_first():
         return np.lib.format.open_memmap(path, "w+", np.float32, shape)
     return np.lib.stride_tricks.as_strided(
-        np.empty(1, np.float32), shape, [0] * len(shape)
+        np.empty((), np.float32), shape, [0] * len(shape)
     )
 
 

@@ -25,9 +25,9 @@ class Settings:
 
     stop_ids: frozenset[int]
     max_new_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
+    temperature: float
+    top_p: float
+    seed: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,12 @@ def make_conversation(**settings):
         chunk=16,
         num_steps=2,
     )
-    used = {"stop_ids": frozenset([scripted.TOKENIZER.eos_id]), "temperature": 0.0}
+    used = {
+        "stop_ids": frozenset([scripted.TOKENIZER.eos_id]),
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": 0,
+    }
     return conversation.Conversation(
         made,
         templates.Template(scripted.TOKENIZER),

@@ -48,7 +48,8 @@ class PipeTest(parameterized.TestCase):
         converse("Hi\nHo\n", made)
         roles = [message["role"] for message in made.messages]
         self.assertEqual(roles, ["user", "assistant"] * 2)
-        self.assertEqual(made.messages[1]["reasoning_content"], "So")
+        answer = {"role": "assistant", "reasoning_content": "So", "content": "Hé!"}
+        self.assertEqual(made.messages[1], answer)
         converse("/reset\n", made)
         self.assertEmpty(made.messages)
 
@@ -81,15 +82,40 @@ class PipeTest(parameterized.TestCase):
         ):
             made.answer("Hi", lambda event: None)
         self.assertEmpty(made.messages)
+        self.assertEqual(made._engine.num_pending, 0)
         made.answer("Hi", lambda event: None)
         self.assertEqual(made.messages[1]["content"], "Hé!")
 
     def test_an_answer_is_cut_off(self):
-        made = make(max_new_tokens=4)
+        made, began = make(max_new_tokens=5), time.perf_counter()
         outcome = made.answer("Hi", lambda event: None)
-        self.assertEqual((outcome.num_tokens, outcome.is_cut), (4, True))
+        self.assertEqual((outcome.num_tokens, outcome.is_cut), (5, True))
+        self.assertFalse(outcome.is_stopped)
+        self.assertBetween(outcome.seconds, 1e-6, time.perf_counter() - began)
+        # It ends within a letter of two bytes, whose half is told at the end.
+        self.assertEqual(made.messages[1]["content"], "H\ufffd")
         with self.assertRaises(config_lib.InputError):
             made.answer("x" * scripted.CAPACITY, lambda event: None)
+
+    def test_an_answer_is_stopped(self):
+        made, said = make(), []
+        outcome = made.answer("Hi", said.append, lambda: bool(said))
+        self.assertEqual((outcome.is_stopped, outcome.is_cut), (True, False))
+        self.assertEqual(made._engine.num_pending, 0)
+
+    def test_the_last_room_is_used(self):
+        """A prompt may leave room for a single token."""
+        made = make()
+        made.answer("Hi", lambda event: None)
+        prompt = made._template.render(
+            [{"role": "user", "content": "x"}], add_generation_prompt=True
+        )
+        long = "x" * (scripted.CAPACITY - len(prompt.tokens))
+        made.reset()
+        self.assertEqual(made.answer(long, lambda event: None).num_tokens, 1)
+        made.reset()
+        with self.assertRaises(config_lib.InputError):
+            made.answer(f"{long}x", lambda event: None)
 
 
 class Screen(io.StringIO):
@@ -169,7 +195,7 @@ class ScreenTest(parameterized.TestCase):
         return screen.seen
 
     def outcome(self, **changes):
-        fields = {"num_tokens": 6, "seconds": 2.0, "is_cut": False, "is_stopped": False}
+        fields = {"num_tokens": 6, "seconds": 0.5, "is_cut": False, "is_stopped": False}
         return conversation.Outcome(**fields | changes)
 
     def test_thought_content_and_calls(self):
@@ -184,7 +210,7 @@ class ScreenTest(parameterized.TestCase):
         shown = self.shown(keys, Said((events, self.outcome())))
         thought = "\x1b[2mSo it is.\x1b[0m\n"
         call = '\nf({"k": "é"})'
-        figures = "\n\x1b[2m[6 tokens, 3 a second]\x1b[0m\n"
+        figures = "\n\x1b[2m[6 tokens, 12 a second]\x1b[0m\n"
         self.assertEqual(shown, f"{thought}Hé!{call}{figures}\n")
         self.assertEqual(keys.prompts, ["> ", "> "])
         self.assertEqual(keys.seconds, 0.05)
@@ -264,6 +290,7 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual(talk._settings.temperature, 0.7)  # generation_config.json
         self.assertEqual((talk._settings.top_p, talk._settings.seed), (0.5, 3))
         self.assertIsNone(talk._settings.max_new_tokens)
+        self.assertEqual(talk._engine.num_free_slots, 1)  # for one conversation
 
     @parameterized.parameters(
         ([], None), (["--chat"], "auto"), (["--chat=glm5.1"], "glm5.1")
