@@ -105,13 +105,14 @@ class Shapes:
         rows = [device * num_rows + row for device, row in _arranged(todo)]
         shape = self.num_devices * num_rows, size
         arrays = make(todo, rows, shape, self.num_slots, seed, num_stops)
-        return rows, dataclasses.replace(arrays, table=self._table(todo, rows, shape))
+        table = self._table(todo, rows, shape[0])
+        return rows, dataclasses.replace(arrays, table=table)
 
     def padding(self, shape: tuple[int, int], num_stops: int) -> steps.Parts:
         """Returns arrays without a part, of one of `prefill_shapes`."""
         shape = self.num_devices * shape[0], shape[1]
         arrays = make([], [], shape, self.num_slots, 0, num_stops)
-        return dataclasses.replace(arrays, table=self._table([], [], shape))
+        return dataclasses.replace(arrays, table=self._table([], [], shape[0]))
 
     def decode(
         self, todo: Sequence[scheduler_lib.Part]
@@ -139,7 +140,7 @@ class Shapes:
           todo: parts of the slots.
         """
         number = self.num_devices * num_rows
-        table = self._table(todo, rows, (number, 1))
+        table = self._table(todo, rows, number)
         if num_rows == self.num_slots:
             return None if table is None else steps.Chosen(None, table)
         slots = np.full(number, self.num_slots, np.int32)
@@ -150,13 +151,13 @@ class Shapes:
         self,
         todo: Sequence[scheduler_lib.Part],
         rows: Sequence[int],
-        shape: tuple[int, int],
+        number: int,
     ) -> jax.Array | None:
-        """Returns the pages of each row; the number of pages marks a missing one."""
+        """Returns pages of `number` rows; the number of pages marks a missing one."""
         if self._table_sizes is None:
             return None
         width, missing = self._table_sizes
-        table = np.full((shape[0], width), missing, np.int32)
+        table = np.full((number, width), missing, np.int32)
         for row, part in zip(rows, todo, strict=True):
             table[row, : len(part.slot.pages)] = part.slot.pages
         return jnp.asarray(table)
@@ -232,7 +233,7 @@ def decode_counts(num_slots: int) -> list[int]:
     counts = [num_slots]
     while counts[0] > _FEW_SLOTS:
         counts.insert(0, counts[0] // _DECODE_RATIO)
-    return counts if counts[0] == 1 else [1, *counts]
+    return [1, *counts]
 
 
 def least(sizes: Iterable[int], size: int) -> int:

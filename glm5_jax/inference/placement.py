@@ -35,7 +35,7 @@ _STACKED = "cache.entries."  # prefix of leaves whose first dim is the layers
 def in_use() -> AnyMesh | None:
     """Returns the mesh of `jax.set_mesh` as an engine uses it; None for one device."""
     mesh = jax.sharding.get_mesh()
-    return None if mesh.empty or mesh.size == 1 else engine_mesh(mesh)
+    return None if mesh.size <= 1 else engine_mesh(mesh)
 
 
 def engine_mesh(mesh: AnyMesh) -> AnyMesh:

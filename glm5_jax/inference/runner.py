@@ -38,24 +38,16 @@ class Runner:
     with_experts: bool
     drafter: drafter_lib.Drafter
     # Guides of rows without a constraint, on the devices; by the number of rows.
-    _idle: dict[int, guides.Guides] = dataclasses.field(
-        default_factory=dict, compare=False
-    )
+    _idle: dict[int, guides.Guides] = dataclasses.field(default_factory=dict)
 
     @property
     def most_drawn(self) -> int:
         """Returns the most tokens of a sequence that a dispatch draws."""
-        if not self.drafter.is_on:
-            return self.num_steps
         return max(self._rounds(n).most_drawn for n in self.drafter.numbers)
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
         """Enters the engine's mesh, in whatever thread calls."""
-        return (
-            contextlib.nullcontext()
-            if self.mesh is None
-            else placement.using(self.mesh)
-        )
+        return placement.using(self.mesh)
 
     def new_scheduler(self, chunk: int) -> scheduler.Scheduler:
         """Returns a scheduler whose slots are all free.
@@ -235,13 +227,11 @@ class Runner:
         is_cut: bool,
     ) -> tuple[steps.State, steps.Drawn]:
         """Draws tokens for the chosen slots; measures drafts."""
-        if not self.drafter.is_on:
-            return self._decode(state, weights, chosen, found, 0)
-        if is_cut:  # rounds of drafts are cut off too, and their times say nothing
+        if is_cut or not self.drafter.is_on:
+            # Rounds of drafts are cut off too, and their times say nothing.
             fewest = min(self.drafter.numbers)
             return self._decode(state, weights, chosen, found, fewest)
-        slots = None if chosen is None else chosen.slots
-        rows = self.shapes.num_slots if slots is None else len(slots)
+        rows = self._num_rows(chosen)
         number, began = self.drafter.choose(rows), time.perf_counter()
         state, drawn = self._decode(state, weights, chosen, found, number)
         drawn = placement.fetched(drawn)

@@ -125,7 +125,7 @@ def empty(
             keys=sampling_lib.request_keys(0, zeros),
             sampling=sampling_lib.make_sampling(slots),
             budget=jnp.zeros(slots, jnp.int32),
-            stop_ids=jnp.full((slots, n), -1, jnp.int32),
+            stop_ids=jnp.zeros((slots, n), jnp.int32),
             adjustments=wishes,
         ),
     )
@@ -138,7 +138,7 @@ def prefill(
     parts: Parts,
     *,
     is_fresh: bool,
-    with_experts: bool = False,
+    with_experts: bool,
 ) -> tuple[State, Drawn]:
     """Reads parts of prompts; draws a token after each prompt that ends.
 
@@ -183,7 +183,7 @@ def _prefill(
         )
         experts = choices.experts
     states, last = hidden, jnp.maximum(parts.num_tokens - 1, 0)
-    hidden = jnp.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
+    hidden = jnp.take_along_axis(states, last[:, None, None], axis=1).squeeze(1)
     logits = transformer.logits(params, config, hidden)
     ids, logprobs, details, plan = draws.draw(
         logits, parts.start + parts.num_tokens, parts.plan
@@ -219,7 +219,7 @@ def decode(
     chosen: Chosen | None = None,
     *,
     num_steps: int,
-    with_experts: bool = False,
+    with_experts: bool,
 ) -> tuple[State, Drawn]:
     """Draws up to `num_steps` tokens for each slot that has a budget.
 
@@ -263,7 +263,7 @@ def _decode(
             slots,
         )
         lengths = cache.lengths if slots is None else cache.lengths[slots]
-        logits = transformer.logits(params, config, hidden[:, 0])
+        logits = transformer.logits(params, config, hidden.squeeze(1))
         ids, logprobs, details, plan = draws.draw(logits, lengths, plan, is_running)
         tokens = jnp.where(is_running, ids, tokens)
         experts = drawn.experts
@@ -364,7 +364,7 @@ def _with_mtp(
         another sequence, it is that of another token, and one row is inexact: a draft
         may get worse, what is drawn does not change.
     """
-    firsts = before[jnp.minimum(parts.slots, len(before) - 1)]
+    firsts = before.at[parts.slots].get(mode="clip")
     states = jnp.concatenate([firsts[:, None], states[:, :-1]], axis=1)
     starts = cache.lengths.at[parts.slots].set(parts.start, mode="drop")
     filled = mtp_cached.fill(

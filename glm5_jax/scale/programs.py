@@ -177,12 +177,16 @@ def _serving(
             settings = rounds.Settings(num_rounds=1, num_drafts=num_drafts)
             out, drawn = rounds.decode(params, model, now, settings=settings)
         else:
-            out, drawn = steps.decode(params, model, now, num_steps=1)
+            out, drawn = steps.decode(
+                params, model, now, num_steps=1, with_experts=False
+            )
         return placement.named(out), drawn.ids
 
     def prefill(params: Any, state: Any, parts: Any) -> tuple[Any, Any]:
         now, new, is_fresh = to_state(state), to_parts(parts), name == "prefill"
-        out, drawn = steps.prefill(params, model, now, new, is_fresh=is_fresh)
+        out, drawn = steps.prefill(
+            params, model, now, new, is_fresh=is_fresh, with_experts=False
+        )
         return placement.named(out), drawn.ids
 
     is_decode = name == "decode"

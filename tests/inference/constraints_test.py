@@ -191,6 +191,11 @@ class InvarianceTest(parameterized.TestCase):
 
     def test_drafts(self):
         machine = make_engine(4, num_drafts=2, adapts_drafts=False)
+        requests = make_requests()
+        # Rounds that a grammar cuts off do not count; those of others do.
+        for ids, is_counted in (([0, 2, 5], False), ([1], True)):
+            engine_test.run_all(machine, [requests[i] for i in ids])
+            self.assertEqual(machine.drafter.acceptance.rounds > 0, is_counted)
         check_all(self, engine_test.run_all(machine, make_requests()))
 
     def test_dispatches_that_fail(self):

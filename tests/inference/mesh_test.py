@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from unittest import mock
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.inference import engine, placement, scheduler, steps
 from glm5_jax.inference.limits import Limits
-from glm5_jax.model import transformer
+from glm5_jax.model import cached, transformer
 from tests import environment
 from tests.model import tiny
 
@@ -168,8 +169,9 @@ class PlacementTest(parameterized.TestCase):
         ):
             engine.Engine({}, TINY, num_slots=6, capacity=64)
 
-    def test_a_context_axis_holds_slots_and_weights_stay(self):
-        mesh = make_mesh(context=2, expert=2, tensor=2)
+    @parameterized.parameters("expert", "fsdp")
+    def test_a_context_axis_holds_slots_and_weights_stay(self, axis):
+        mesh = make_mesh(context=2, tensor=2, **{axis: 2})
         other = placement.engine_mesh(mesh)
         self.assertEqual(placement.num_shares(other), 4)
         shapes = transformer.abstract_params(TINY)
@@ -197,6 +199,51 @@ class PlacementTest(parameterized.TestCase):
             local = list(x.shape)
             local[rows] //= 4
             self.assertEqual(x.sharding.shard_shape(x.shape), tuple(local), name)
+
+    def test_slots_are_a_power_of_two_on_each_device(self):
+        numbers = [placement.least_slots(n) for n in range(1, 10)]
+        self.assertEqual(numbers, [1, 2, 4, 4, 8, 8, 8, 8, 16])
+        with jax.set_mesh(make_mesh(fsdp=2, expert=2, tensor=2)):
+            numbers = [placement.least_slots(n) for n in (1, 4, 5, 9)]
+        self.assertEqual(numbers, [4, 4, 8, 16])
+
+    @parameterized.parameters(1, 2)
+    def test_a_mesh_of_one_device_shards_nothing(self, count):
+        sizes, seen = config_lib.MeshConfig(data=1, tensor=count), []
+        mesh = mesh_lib.make_mesh(sizes, jax.devices()[:count])
+        state = steps.empty(TINY, 2, 64, 1)
+        params = transformer.abstract_params(TINY)
+        if count == 1:  # as an engine decodes with them
+            params = jax.eval_shape(lambda p: cached.unstacked(p, TINY), params)
+
+        def local(params, state):
+            seen.append(params["lm_head"].shape)
+            return state, state.tokens
+
+        with jax.set_mesh(mesh):
+            self.assertEqual(placement.in_use() is None, count == 1)
+            run = placement.on_shards(local, TINY, placement.ROWS)
+            jax.eval_shape(lambda params: run(params, state)[1], params)
+        self.assertEqual(np.prod(seen[0]) * count, np.prod(params["lm_head"].shape))
+
+    def test_arrays_of_several_processes_hold_the_same(self):
+        """Where a process has some of the devices only, no array is put whole."""
+        mesh = make_mesh(fsdp=8)
+        tree = {
+            "numbers": np.arange(16).reshape(8, 2),
+            "keys": jax.random.split(jax.random.key(3), 8),
+        }
+        wanted = placement.rows(tree, mesh)
+        partly = mock.PropertyMock(return_value=False)
+        kind = jax.sharding.NamedSharding
+        with mock.patch.object(kind, "is_fully_addressable", partly):
+            placed = placement.rows(tree, mesh)
+            numbers = placement.fetched({"numbers": placed["numbers"]})
+        np.testing.assert_array_equal(numbers["numbers"], tree["numbers"])
+        for name, want in wanted.items():
+            self.assertEqual(placed[name].sharding, want.sharding)
+        draws = [jax.random.uniform(x["keys"][5]) for x in (placed, tree)]
+        self.assertEqual(*draws)
 
 
 if __name__ == "__main__":

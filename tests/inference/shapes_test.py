@@ -24,14 +24,25 @@ class DecodeTest(parameterized.TestCase):
 
         def spy(params, config, state, chosen, **options):
             sizes.append(8 if chosen is None else len(chosen.slots))
-            return decode(params, config, state, chosen, **options)
+            state, drawn = decode(params, config, state, chosen, **options)
+            self.assertGreaterEqual(drawn.ids.min(), -1)  # which is no token
+            return state, drawn
+
+        def read(*args, **options):
+            state, drawn = prefill(*args, **options)
+            self.assertGreaterEqual(drawn.ids.min(), -1)
+            return state, drawn
 
         decode, found, options = programs.decode, {}, {**engine_test.ENGINE}
+        prefill = programs.prefill
         for num_slots in (8, 4):
             machine = engine.Engine(
                 params, engine_test.TINY, **(options | {"num_slots": num_slots})
             )
-            with mock.patch.object(programs, "decode", spy):
+            with (
+                mock.patch.object(programs, "decode", spy),
+                mock.patch.object(programs, "prefill", read),
+            ):
                 found[num_slots] = engine_test.run_all(machine, make_requests())
             if num_slots == 8:
                 self.assertEqual(sorted(set(sizes)), [1, 8])
@@ -59,8 +70,18 @@ class DecodeTest(parameterized.TestCase):
     def test_numbers_of_slots_are_few_and_one_is_among_them(self, num_slots, wanted):
         self.assertEqual(parts.decode_counts(num_slots), wanted)
 
+    def test_a_slot_more_or_less(self):
+        self.assertEqual(parts.decode_counts(7), [7])
+        self.assertEqual(parts.decode_counts(9), [1, 2, 9])
+
 
 class PrefillTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (1, [1]), (2, [1, 2]), (6, [1, 2, 6]), (64, [1, 4, 16, 64])
+    )
+    def test_rows_grow_about_fourfold(self, num_slots, wanted):
+        self.assertEqual(parts.row_counts(num_slots), wanted)
+
     @parameterized.parameters((48, 1), (4 * 48, 4), (10**6, 9))
     def test_a_dispatch_reads_no_more_than_it_may(self, max_tokens, num_parts):
         """Reads 9 prompts of 40 tokens in rows of 48: 1, 4 or 16 rows a dispatch."""
@@ -98,7 +119,7 @@ class DevicesTest(parameterized.TestCase):
         rows, arrays = self.shapes.prefill(todo.parts, 3, 2)
         self.assertEqual(arrays.tokens.shape, (2 * 4, 32))
         self.assertEqual(todo.num_tokens, 4 * 32)  # of a device
-        self.assertLen(set(rows), 5)
+        self.assertEqual(sorted(rows), [0, 1, 2, 4, 5])  # the first ones of a device
         for row, part in zip(rows, todo.parts, strict=True):
             slot, length = part.slot, len(part.tokens)
             self.assertEqual(row // 4, slot.device)
@@ -135,10 +156,13 @@ class DevicesTest(parameterized.TestCase):
         arrays = self.shapes.padding((4, 24), 2)
         self.assertEqual(arrays.tokens.shape, (8, 24))
         np.testing.assert_array_equal(arrays.slots, [16] * 8)
-        np.testing.assert_array_equal(arrays.num_tokens, [0] * 8)
+        np.testing.assert_array_equal(arrays.tokens, np.zeros((8, 24)))
+        for nothing in (arrays.num_tokens, arrays.start, arrays.plan.budget):
+            np.testing.assert_array_equal(nothing, [0] * 8)
+        np.testing.assert_array_equal(arrays.is_last, [False] * 8)
 
     def test_shapes_are_those_that_a_dispatch_may_have(self):
-        got = self.shapes.prefill_shapes(100)
+        got = self.shapes.prefill_shapes(96)  # just 4 rows of 24
         sizes = (16, 24, 32, 48, 64)
         rows = {16: (1, 4), 24: (1, 4)}
         want = [(n, size) for size in sizes for n in rows.get(size, (1,))]

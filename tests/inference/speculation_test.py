@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax.inference import engine
+from glm5_jax.inference import engine, steps
 from glm5_jax.inference.limits import Limits
 from tests import environment
 from tests.inference import engine_test, pages_test
@@ -131,6 +133,33 @@ class SpeculationTest(parameterized.TestCase):
         self.check(done)
         versions = {v for completion in done.values() for v in completion.versions}
         self.assertEqual(versions, {version, version + 1})
+
+    def test_rounds_are_measured(self):
+        """A drafter is told what each dispatch took, by the rows of its program."""
+        machine, began = drafting(), time.perf_counter()
+        with mock.patch.object(machine.drafter, "record") as record:
+            engine_test.run_all(machine, make_requests()[:1])
+        self.assertNotEmpty(record.call_args_list)
+        total = sum(call.args[3] for call in record.call_args_list)
+        self.assertBetween(total, 1e-6, time.perf_counter() - began)
+        for call in record.call_args_list:
+            self.assertEqual(call.args[:2], (4, 3))
+
+    def test_dispatches_draw_num_steps_tokens_if_half_of_the_drafts_are_kept(self):
+        """Five tokens: 5 rounds of 1; 4 of up to 2; 2 of up to 4; 2 of up to 8."""
+        for number, most in ((0, 5), (1, 4 * 2), (3, 2 * 4), (7, 2 * 8)):
+            machine = make_engine(num_drafts=number, adapts_drafts=False)
+            self.assertEqual(machine._runner.most_drawn, most)
+
+    def test_new_weights_end_an_alarm(self):
+        """Their drafts are judged anew."""
+        machine = make_engine(**DRAFTS)
+        judged = np.full((1, 3), 300, np.int32)
+        tally = steps.Tally(judged[:, 0], judged, 0 * judged)
+        machine.drafter.record(4, 3, tally, 1.0)
+        self.assertTrue(machine.drafter.acceptance.is_low)
+        machine.publish(params(), 1)
+        self.assertFalse(machine.drafter.acceptance.is_low)
 
     @pytest.mark.slow
     def test_each_number_of_drafts_and_slots_without_pages(self):

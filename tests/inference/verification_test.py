@@ -113,7 +113,9 @@ def texts(params, first, settings):
         ),
     )
     state = steps.empty(MODEL, ROWS, 24, 1, with_drafts=True)
-    state, drawn = steps.prefill(params, MODEL, state, parts, is_fresh=True)
+    state, drawn = steps.prefill(
+        params, MODEL, state, parts, is_fresh=True, with_experts=False
+    )
     _, more = rounds.decode(params, MODEL, state, settings=settings)
     return jnp.concatenate([drawn.ids, more.ids[:, : TOKENS - 1]], 1), more.tally
 
