@@ -167,7 +167,12 @@ class BatchTest(absltest.TestCase):
         prompts = make_prompts(9, 15, 3)
         options = {"max_new_tokens": 17, "temperature": 1.0}
         first = engine.generate(params, TINY, prompts, **options)
-        self.assertEqual(engine.generate(params, TINY, prompts, **options), first)
+        again = engine.generate(params, TINY, prompts, max_new_tokens=17)
+        self.assertEqual(again, first)
+        self.assertIsNone(first[0].experts)
+        machine = engine.Engine(params, TINY, num_slots=4, capacity=32)
+        alike = run_all(machine, make_requests(9, 15, 3, n=17))
+        self.assertEqual([alike[i] for i in range(3)], first)
         fewer = engine.generate(params, TINY, prompts[:1], **options)
         self.assertEqual(fewer[0].tokens, first[0].tokens)
         other = engine.generate(params, TINY, prompts, seed=1, **options)
@@ -436,6 +441,8 @@ class CompilationTest(absltest.TestCase):
             self.assertEqual(seen, [(1, 3), (2, 3), (3, 3)])
             num_compiled = len(COMPILES.findall("\n".join(logs.output)))
             self.assertEqual(num_compiled, machine.max_programs)
+            machine.clear_cache()
+            machine.warm_up()  # as after a program that failed and lost the cache
             done = run_all(machine, make_requests(3, 17, 5)[:2])
         self.assertLen(COMPILES.findall("\n".join(logs.output)), num_compiled)
         self.assertLen(done[1].tokens, 12)

@@ -148,15 +148,45 @@ class FailureTest(parameterized.TestCase):
         self.check(drain(machine)[0])
 
 
+class InterruptTest(parameterized.TestCase):
+    """Ctrl-C comes between a dispatch and its bookkeeping, which the next call does."""
+
+    def setUp(self):
+        super().setUp()
+        self.machine, self.request = make_engine(), make_requests()[0]
+        self.machine.submit(self.request)
+        late = None, KeyboardInterrupt  # the second call is after the dispatch
+        with (
+            mock.patch.object(self.machine, "_settle", side_effect=late),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            self.machine.step()
+
+    def test_an_aborted_request_has_the_token_that_was_drawn(self):
+        aborted = self.machine.abort(self.request.id)
+        self.assertLen(aborted.tokens, 1)
+        budget = self.machine._state.plan.budget
+        np.testing.assert_array_equal(budget, 0)  # no slot draws any more
+        with self.assertRaisesRegex(config_lib.InputError, "0 is not running"):
+            self.machine.abort(self.request.id)
+
+    def test_the_cache_that_is_emptied_is_the_new_one(self):
+        self.machine.clear_cache()
+        self.machine._settle()
+        self.assertTrue(self.machine._is_lost())
+
+
 class VersionTest(parameterized.TestCase):
     def test_versions_increase(self):
         machine = make_engine()
+        machine.publish(params(), 0)
         machine.publish(params(), 3)
         machine.publish(params(), 3)  # nothing is running: slots are emptied
-        with self.assertRaisesRegex(config_lib.InputError, "version must increase"):
+        with self.assertRaisesRegex(config_lib.InputError, r"got 2 after 3\.$"):
             machine.publish(params(), 2)
         machine.submit(make_requests()[0])
-        with self.assertRaisesRegex(config_lib.InputError, "got 3 after 3"):
+        message = "version must increase .*, got 3 after 3; it may stay .* nothing runs"
+        with self.assertRaisesRegex(config_lib.InputError, message):
             machine.publish(params(), 3)
         with self.assertRaisesRegex(config_lib.InputError, "version must not be neg"):
             machine.publish(params(), -1)
@@ -253,7 +283,11 @@ class RequestTest(parameterized.TestCase):
         self.assertEqual(done.tokens, want.tokens)
 
     @parameterized.parameters(
-        {"num_slots": 0}, {"chunk": 0}, {"num_steps": -2}, {"seed": -1}
+        {"num_slots": 0},
+        {"chunk": 0},
+        {"num_steps": -2},
+        {"seed": -1},
+        {"capacity": 129},
     )
     def test_sizes_of_an_engine(self, **changes):
         (name,) = changes

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax.inference import engine, handover, pages
+from glm5_jax.inference import engine, handover, host_pages, pages
 from glm5_jax.inference.limits import Limits
 from glm5_jax.inference.requests import Request
 from tests import environment
@@ -81,6 +82,7 @@ class HandoverTest(parameterized.TestCase):
         found = answer(target)
         self.assertEqual((found.num_cached, target.num_restored), (40, 5))
         self.check(found, answer(source))
+        self.assertEqual(target.drafter.acceptance.rounds > 0, num_drafts > 0)
         whole = answer(make(config, limits))  # reads all of the prompt itself
         self.assertEqual(found.tokens, whole.tokens)
         np.testing.assert_allclose(
@@ -144,6 +146,42 @@ class HandoverTest(parameterized.TestCase):
             other.publish(params(), 2)
             with self.assertRaisesRegex(handover.MismatchError, "another model"):
                 hand_over(source, other)
+
+    def test_the_form_is_that_of_a_page(self):
+        source = make()
+        read(source)
+        form = source.view().form
+        found = handover.copy(source.view(), WHOLE, 4)
+        self.assertEqual(found.arrays.keys(), form.arrays.keys())
+        for name, array in found.arrays.items():
+            self.assertEqual(form.arrays[name].shape, array.shape, name)
+            self.assertEqual(array.shape[1], 1, name)  # the fifth page alone
+            self.assertEqual(form.arrays[name].dtype, array.dtype, name)
+        size = sum(array.nbytes for array in found.arrays.values())
+        self.assertEqual(form.page_bytes, size)
+
+    def test_without_memory_nothing_is_taken(self):
+        source, target = make(), make()
+        read(source)
+        found = handover.copy(source.view(), WHOLE, 0)
+        with (
+            mock.patch.object(host_pages.np, "empty", side_effect=MemoryError),
+            self.assertRaises(MemoryError),
+        ):
+            handover.take(target.view(), WHOLE, found)
+        self.assertEqual(target.num_known(PROMPT), 0)
+
+    def test_a_dispatch_that_ctrl_c_interrupted_counts(self):
+        """Its pages are handed over, although its tokens were not put down yet."""
+        source = make()
+        source.submit(Request(9, WHOLE[:16], 2))
+        late = None, KeyboardInterrupt  # the second call is after the dispatch
+        with (
+            mock.patch.object(source, "_settle", side_effect=late),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            source.step()
+        self.assertEqual(handover.copy(source.view(), WHOLE, 0).number, 2)
 
     def test_a_lost_cache_has_no_pages(self):
         source, target = make(), make()

@@ -10,8 +10,8 @@ from absl.testing import absltest
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import commands, engine, quantizing, scoring
-from glm5_jax.quantization import leaf
-from glm5_jax.weights import huggingface_export, quantized_loading
+from glm5_jax.quantization import equivalents, leaf
+from glm5_jax.weights import huggingface_export, loading, quantized_loading
 from tests import environment
 from tests.model import tiny
 
@@ -61,6 +61,8 @@ class QuantizingTest(absltest.TestCase):
         target = self.folder / "coded"
         report = quantizing.quantize(str(self.plain), str(target), options)
         self.assertLess(report["bytes"], 4 * report["num_parameters"])
+        self.assertEqual(report["bytes"], self.bytes_of_tensors(target))
+        self.assertEqual(report["bytes"], sum(report["bytes_by_dtype"].values()))
         with self.assertRaisesRegex(config_lib.InputError, "quantized already"):
             quantizing.quantize(str(target), str(self.folder / "again"), options)
         with self.assertRaisesRegex(config_lib.InputError, "quantized already"):
@@ -72,6 +74,38 @@ class QuantizingTest(absltest.TestCase):
                 logits_out=None,
                 scheme="int8",
             )
+
+    def bytes_of_tensors(self, folder):
+        """Returns the bytes behind the headers, whose length is in 8 bytes."""
+        files = [file.read_bytes() for file in folder.glob("*.safetensors")]
+        return sum(len(x) - 8 - int.from_bytes(x[:8], "little") for x in files)
+
+    def test_a_calibration_needs_no_text(self):
+        options = quantizing.Options(scheme="int8", calibration="smooth")
+        target = self.folder / "coded"
+        report = quantizing.quantize(str(self.plain), str(target), options)
+        self.assertEqual(report["calibration"], "smooth")
+        self.assertNotIn("bits_per_byte", report)
+        _, params, tokenizer = quantized_loading.load_model(target)
+        self.assertIsNotNone(tokenizer)
+        changed, other = self.folder / "changed", self.folder / "other"
+        rewritten = equivalents.rewritten(loading.load_model(self.plain)[1], "smooth")
+        huggingface_export.save_params(rewritten, MODEL, changed)
+        options = quantizing.Options(scheme="int8")
+        quantizing.quantize(str(changed), str(other), options)
+        wanted = quantized_loading.load_model(other)[1]
+        jax.tree.map(np.testing.assert_array_equal, params, wanted)
+
+    def test_a_text_is_cut_into_halves(self):
+        """The first chooses, the second is scored; the middle row is in the second."""
+        rows = {"tokens": np.arange(10).reshape(5, 2), "num_bytes": np.arange(5)}
+        first, second = quantizing._halves(rows)
+        for name, whole in rows.items():
+            np.testing.assert_array_equal(first[name], whole[:2])
+            np.testing.assert_array_equal(second[name], whole[2:])
+        single = {name: x[:1] for name, x in rows.items()}
+        for half in quantizing._halves(single):
+            jax.tree.map(np.testing.assert_array_equal, half, single)
 
     def test_auto_needs_a_text(self):
         with self.assertRaisesRegex(config_lib.InputError, "--data"):
