@@ -6,7 +6,6 @@ own.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent import futures
 from typing import Any, TypeVar
@@ -40,13 +39,10 @@ async def bounded(
     context = event_loop.context_of(guest)
     task = asyncio.create_task(_contained(call), context=context)
     task.add_done_callback(_retrieve)
-    deadline = time.monotonic() + seconds
     try:
-        while not task.done():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise LateError(f"took longer than {seconds:.3g} s")
-            await asyncio.wait({task}, timeout=left)
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise LateError(f"took longer than {seconds:.3g} s")
         if task.cancelled():
             raise RuntimeError("the call cancelled itself")
         if isinstance(task.exception(), GeneratorExit):  # raised, not thrown in
@@ -88,7 +84,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return _run(main)
-    with futures.ThreadPoolExecutor(1) as executor:
+    with futures.ThreadPoolExecutor() as executor:
         return executor.submit(_run, main).result()
 
 

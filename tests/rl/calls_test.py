@@ -9,7 +9,26 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from glm5_jax.rl import calls
+from glm5_jax.rl import calls, event_loop
+
+
+class Clock(event_loop.Loop):
+    """A loop whose time passes at once while all its coroutines sleep."""
+
+    now = 0.0
+
+    def __init__(self):
+        super().__init__()
+        select = self._selector.select
+
+        def skip(timeout=None):
+            self.now += timeout or 0.0
+            return select(0.0)
+
+        self._selector.select = skip
+
+    def time(self):
+        return self.now
 
 
 def bounded(call, seconds=20.0):
@@ -95,6 +114,30 @@ class BoundedTest(parameterized.TestCase):
             self.assertEqual(calls.run(run()), "went on")
         self.assertIn("ignores being cancelled", logs.output[0])
 
+    def test_a_call_has_a_second_to_clean_up(self):
+        ended = []
+
+        async def call():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.9 if not ended else 60)
+                ended.append(True)
+
+        async def run():
+            for seconds in (0.9, 1.0):
+                began = asyncio.get_running_loop().time()
+                with self.assertRaises(calls.LateError):
+                    await calls.bounded(call, 5.0, object())
+                passed = asyncio.get_running_loop().time() - began
+                self.assertAlmostEqual(passed, 5.0 + seconds, places=6)
+            self.assertEqual(ended, [True])
+            await asyncio.sleep(60)
+
+        with mock.patch.object(event_loop, "Loop", Clock), self.assertLogs("absl"):
+            calls.run(run())
+        self.assertEqual(ended, [True, True])
+
     def test_a_cancelled_caller_cancels_its_call(self):
         ended = []
 
@@ -153,7 +196,7 @@ class FinishedTest(absltest.TestCase):
         gc.collect()
 
 
-class RunTest(absltest.TestCase):
+class RunTest(parameterized.TestCase):
     def test_within_another_loop(self):
         async def inner():
             return 7
@@ -177,6 +220,35 @@ class RunTest(absltest.TestCase):
         with self.assertRaises(KeyboardInterrupt):
             calls.run(main())
         self.assertEqual(ended, [True])
+
+    @parameterized.parameters((9.0, True), (60.0, False))
+    def test_an_interrupt_of_the_loop_gives_ten_seconds(self, seconds, is_in_time):
+        ended, loops = [], []
+
+        async def main():
+            loops.append(asyncio.get_running_loop())
+            loops[0].call_soon(signal.raise_signal, signal.SIGINT)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(seconds)
+                ended.append(loops[0].time())
+                raise ValueError("nobody sees this")
+
+        with (
+            mock.patch.object(event_loop, "Loop", Clock),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            calls.run(main())
+        self.assertEqual(ended, [9.0] * is_in_time)
+        (loop,) = loops
+        self.assertAlmostEqual(loop.time(), min(seconds, 10.0), places=6)
+        self.assertTrue(loop.is_closed())
+        # A coroutine that was left says so as it is destroyed.
+        said = self.assertNoLogs if is_in_time else self.assertLogs
+        with said("asyncio"):
+            loops.clear()
+            gc.collect()
 
     def test_generators_that_were_left_end(self):
         ended, kept = [], []
