@@ -226,7 +226,11 @@ class GroupsTest(parameterized.TestCase):
         groups = groups_lib.Groups(1, max_staleness=0)
         index = groups.begin()
         groups.finish(index, "x")
-        for call in (groups.restart, lambda i: groups.finish(i, "y")):
+        for call in (
+            groups.restart,
+            lambda i: groups.finish(i, "y"),
+            lambda i: groups.drop(i, "spoilt"),
+        ):
             with self.assertRaises(KeyError):
                 call(index)
 

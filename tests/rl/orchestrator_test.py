@@ -133,11 +133,31 @@ class OrchestratorTest(parameterized.TestCase):
         ledger = groups.ledger()
         self.assertEqual(ledger["done"], 3 * 8)
 
-    def test_concurrency_is_bounded_by_whole_groups(self):
+    @parameterized.parameters((4, 4), (5, 6))
+    def test_concurrency_is_bounded_by_whole_groups(self, most, running):
         engine = Engine(seconds=lambda: 0.001)
         groups = groups_lib.Groups(4, 3)
-        asyncio.run(learn(make(engine, Lucky(), groups, num_concurrent=5), engine, 4))
-        self.assertBetween(engine.max_running, 5, 6)
+        made = make(engine, Lucky(), groups, num_concurrent=most)
+        asyncio.run(learn(made, engine, 4))
+        self.assertBetween(engine.max_running, most, running)
+
+    def test_an_episode_that_ends_makes_room_at_once(self):
+        """Though another one of its group still runs."""
+        engine, asked = Engine(), []
+        complete, third = engine.complete, asyncio.Event()
+
+        async def noted(request):
+            asked.append(request.id)
+            if len(asked) == 3:
+                third.set()
+            if request.id == 0:
+                await third.wait()
+            return await complete(request)
+
+        engine.complete = noted
+        made = make(engine, Lucky(), groups_lib.Groups(1, 1), num_concurrent=2)
+        steps, _ = asyncio.run(learn(made, engine, 1))
+        self.assertEqual(steps, [[0]])
 
     def test_groups_of_an_engine_that_fails_begin_again(self):
         rng = random.Random(0)
@@ -197,7 +217,7 @@ class OrchestratorTest(parameterized.TestCase):
 
     def test_failures_in_a_row_are_counted(self):
         """Seven are borne, again and again, with longer and longer waits; eight not."""
-        most = orchestrator_lib.MAX_FAILURES
+        most = 8
 
         def play(*attempts):
             flags = [flag for flag in attempts for _ in range(GROUP_SIZE)]
@@ -225,7 +245,11 @@ class OrchestratorTest(parameterized.TestCase):
         )
         steps, _ = asyncio.run(learn(made, engine, 6))
         self.assertLen({i for step in steps for i in step}, 12)
-        ledger, (played, _, counts) = groups.ledger(), made.played()
+        ledger, (played, unused, counts) = groups.ledger(), made.played()
+        self.assertLen(unused, GROUP_SIZE * ledger["dropped_equal"])
+        learnt = [i for step in steps for i in step]
+        for episode in unused:
+            self.assertNotIn(episode.group, learnt)
         self.assertGreater(ledger["dropped_equal"], 0)
         self.assertEqual(counts["dropped_equal_groups"], ledger["dropped_equal"])
         self.assertEqual(counts["groups"] * GROUP_SIZE, len(played))

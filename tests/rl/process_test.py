@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging as std_logging
+import pathlib
 import time
 from unittest import mock
 
@@ -18,6 +20,7 @@ from glm5_jax.rl.actors import fleet, process, remote
 from tests.rl import remote_test
 
 TOKENIZER = tokenizer_lib.named("byte_chat")
+PACKAGE = str(pathlib.Path(process.__file__).parents[2])
 END = TOKENIZER.special_ids["<|user|>"]
 SAID = [*b"ab", END]
 CONFIG = TrainConfig(
@@ -100,6 +103,9 @@ async def orchestrating(server):
             yield ask
         finally:
             await runner.cleanup()
+            running = [task.get_coro().cr_code for task in asyncio.all_tasks()]
+            ours = [code for code in running if code.co_filename.startswith(PACKAGE)]
+            assert not ours, "an orchestrator leaves no task behind"
 
 
 def episodes(records):
@@ -122,6 +128,7 @@ class ProcessTest(absltest.TestCase):
                 found.append(await ask("/take", version=0, stall_seconds=9.0))
                 found.append(await ask("/memory", version=0))
                 found.append(await ask("/take", version=1, stall_seconds=9.0))
+                await ask("/memory", version=1)
                 found.append(await ask("/status", "GET"))
                 return found
 
@@ -159,6 +166,7 @@ class ProcessTest(absltest.TestCase):
         ids = [[group[0]["task"]["id"] for group in step] for step in (first, second)]
         self.assertEmpty({*ids[0]} & {*ids[1]})
         self.assertEqual(after[1]["version"], 1)
+        self.assertEqual(after[1]["ledger"]["done"], 2)
         self.assertEqual(
             server.updates,
             [
@@ -180,6 +188,34 @@ class ProcessTest(absltest.TestCase):
         self.assertLen(answer["episodes"], 4)
         asked = {body["sampling_params"]["seed"] for body in server.requests}
         self.assertEqual(asked, {held_out.FIRST_ID + i for i in range(4)})
+
+    def test_a_server_that_missed_a_version_gets_it(self):
+        server, router = Server(), remote_test.Router(["ready", "ready"])
+        server.routes = lambda: [*Server.routes(server)[:2], *router.routes()]
+
+        async def run():
+            async with orchestrating(server) as ask:
+                await ask("/publish", folder="i0-v3", version=3)
+                router.states[1] = "unfit"
+                async with asyncio.timeout(30):
+                    while router.states[1] != "ready":
+                        await asyncio.sleep(0.01)
+
+        with mock.patch.object(process, "_REPAIR_SECONDS", 0.01):
+            asyncio.run(run())
+
+    def test_a_late_event_loop_is_measured(self):
+        """By a clock on which a tenth of a second takes 0.2504."""
+
+        async def run():
+            async with orchestrating(Server()) as ask:
+                await asyncio.sleep(0.25)
+                _, found = await ask("/status", "GET")
+                return found["max_lag_seconds"]
+
+        ticks = (0.2504 * i for i in itertools.count())
+        with mock.patch.object(process, "time", mock.Mock(monotonic=ticks.__next__)):
+            self.assertEqual(asyncio.run(run()), 0.15)
 
     def test_a_blocked_event_loop_is_named(self):
         async def run():

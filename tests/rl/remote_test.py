@@ -157,8 +157,8 @@ class RemoteTest(parameterized.TestCase):
             request.transport.close()
             await asyncio.sleep(60)
 
-        for answer in (slow, vanishes):
-            with self.assertRaisesRegex(completer.EngineError, "is lost"):
+        for answer, words in ((slow, "Timeout"), (vanishes, "Server disconnected")):
+            with self.assertRaisesRegex(completer.EngineError, f"is lost: {words}"):
                 complete(answer, seconds=0.3)
 
     def test_a_cancelled_request_closes_its_connection(self):
@@ -192,6 +192,17 @@ class RemoteTest(parameterized.TestCase):
                 return await remote.capacity_of(session, url)
 
         self.assertEqual(asyncio.run(run()), 64)
+
+    def test_an_error_tells_no_capacity(self):
+        async def models(request):
+            return web.json_response({"data": [{"max_model_len": 96}]}, status=503)
+
+        async def run():
+            async with served(("GET", remote.MODELS, models)) as (url, session):
+                return await remote.capacity_of(session, url)
+
+        with self.assertRaisesRegex(completer.EngineError, "does not tell its models"):
+            asyncio.run(run())
 
 
 @dataclasses.dataclass
@@ -274,8 +285,17 @@ class FleetTest(parameterized.TestCase):
                 await fleet_lib.Fleet(session, url).publish("folder", 5, seconds=5.0)
                 await starting
 
-        asyncio.run(run())
+        slept, sleep = [], asyncio.sleep
+
+        async def noted(seconds):
+            slept.append(seconds)
+            await sleep(0.01)
+
+        library = mock.Mock(sleep=noted, Lock=asyncio.Lock)
+        with mock.patch.object(fleet_lib, "asyncio", library):
+            asyncio.run(run())
         self.assertEqual(router.states, ["ready"])
+        self.assertEqual({*slept}, {0.2})  # a fifth of a second between two looks
 
     @parameterized.parameters(
         # A router refuses for one server; the others must get the rest.
@@ -318,13 +338,39 @@ class FleetTest(parameterized.TestCase):
                     await fleet.publish("folder", 5, seconds=0.0)
                     return
                 fleet._current = "folder", 5
-                for _ in range(2):  # the second look is too early to try again
+                # The router needs three seconds to see that a server is right.
+                for seconds in (0.0, 2.9):
+                    clock.monotonic.return_value = 100.0 + seconds
                     await fleet._repair()
                 self.assertEqual(fleet.num_repaired, 0)
+                self.assertEqual(found, asked)
+                clock.monotonic.return_value += 0.1
+                await fleet._repair()
+                self.assertEqual(fleet.num_repaired, 1)
 
-        asyncio.run(run())
-        self.assertEqual(found, asked)
-        self.assertEmpty(told)
+        clock = mock.Mock(monotonic=mock.Mock(return_value=100.0))
+        with mock.patch.object(fleet_lib, "time", clock):
+            asyncio.run(run())
+        again = ["start", "update", "finish"] if server else []
+        self.assertEqual(found, asked + again)
+        self.assertLen(told, len(server) > 0)
+
+    @parameterized.named_parameters(
+        ("refuses", 500, "/replicas answers 500: x{300}$"),
+        ("vanishes", None, "/replicas answers 0: Server disconnected"),
+    )
+    def test_a_router_that_does_not_list_its_servers(self, status, words):
+        async def replicas(request):
+            if status is None:
+                request.transport.close()
+            return web.Response(text="x" * 1000, status=status or 200)
+
+        async def run():
+            async with served(("GET", fleet_lib.REPLICAS, replicas)) as (url, session):
+                await fleet_lib.Fleet(session, url).replicas()
+
+        with self.assertRaisesRegex(completer.EngineError, words):
+            asyncio.run(run())
 
     def test_a_version_that_no_server_takes_is_an_error(self):
         router = Router(["unfit", "down"], takes=False)

@@ -100,7 +100,7 @@ class Fleet:
         now = time.monotonic()
         for replica in await self.replicas():
             url = replica["url"]
-            if replica["state"] != "unfit" or now < self._wait_until.get(url, 0.0):
+            if replica["state"] != "unfit" or now < self._wait_until.get(url, now):
                 continue
             self._wait_until[url] = now + _CHECKED_SECONDS
             if await self._push(url):

@@ -99,11 +99,11 @@ class Orchestrator:
         while (batch := self.groups.take()) is None:
             if self._error is not None:
                 raise self._error
-            before = self._engine.num_answers
+            before = self._engine.ended
             try:
                 await asyncio.wait_for(self._turn.wait(), stall_seconds)
             except TimeoutError:
-                if self._engine.num_answers == before:
+                if self._engine.ended is before:
                     raise StalledError(self._stalled(stall_seconds)) from None
         return batch
 
@@ -199,11 +199,11 @@ class Orchestrator:
 
 
 class _Watched:
-    """A completer that counts its answers."""
+    """A completer that notes its requests."""
 
     def __init__(self, engine: completer.Completer) -> None:
         self._engine = engine
-        self.num_answers = 0
+        self.ended: requests.Request | None = None  # the last one that has
         self._waiting: dict[int, float] = {}  # since when, by id of the request
         self._measured = self._changed = time.monotonic()  # last measured, last changed
         self._idle_seconds = 0.0  # since it was measured
@@ -228,7 +228,7 @@ class _Watched:
         finally:
             self._count_idle()
             del self._waiting[request.id]
-            self.num_answers += 1
+            self.ended = request
 
     def idle_share(self) -> float:
         """Returns the share of time without a request since the last call."""

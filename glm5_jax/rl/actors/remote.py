@@ -83,11 +83,13 @@ class Remote:
             async with self._session.post(
                 self._url + GENERATE, json=body, timeout=limit
             ) as response:
-                if response.status == 200:
-                    return 200, await response.json(), 0.0
-                text = (await response.text())[:_SHOWN]
                 wait = response.headers.get("Retry-After", "0")
-                return response.status, text, float(wait) if wait.isdigit() else 0.0
+                seconds = float(wait) if wait.isdigit() else 0.0
+                if response.status == 200:
+                    answer = await response.json()
+                else:
+                    answer = (await response.text())[:_SHOWN]
+                return response.status, answer, seconds
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             shown = str(error) or type(error).__name__
             raise completer.EngineError(f"{self._url} is lost: {shown}") from error

@@ -170,8 +170,8 @@ class _Run:
             ends = [engine.next_end() for engine in self._engines]
             first = min(range(len(ends)), key=ends.__getitem__)
             at = self._events[0][0] if self._events else math.inf
-            assert min(ends[first], at) < math.inf, "something is always under way"
             self._now = min(ends[first], at)
+            assert math.isfinite(self._now), "something is always under way"
             for engine in self._engines:
                 engine.advance(self._now)
             if at <= ends[first]:

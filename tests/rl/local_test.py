@@ -1,0 +1,112 @@
+"""Episodes that a thread plays beside the trainer: they begin, and end, in time."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+import time
+
+from absl.testing import absltest
+
+from glm5_jax.inference import service
+from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import local
+from tests.data import templates_test
+from tests.rl import faults, scripted
+
+OK = templates_test.ids_of("</think>OK<|user|>")
+STALL = 20.0  # seconds; everything here takes milliseconds
+HOLD = 5.0  # seconds; an engine that waits for a loop in vain takes 10
+SETTINGS = episodes_lib.Settings(max_new_tokens=16, max_turns=1, num_concurrent=4)
+
+
+class Taskset(faults.FaultyTaskset):
+    """A taskset whose environments close by a coroutine function."""
+
+    num_closed = 0
+
+    def __init__(self, close=lambda: asyncio.sleep(0.02)):
+        super().__init__(faults.Fault.NONE)
+        self.close = close
+
+    def environment(self):
+        made = super().environment()
+
+        async def close():
+            await self.close()
+            self.num_closed += 1
+
+        made.close = close
+        return made
+
+
+def game(taskset):
+    def jobs(index):
+        task = taskset.task("train", 0, index)
+        return [episodes_lib.Job(task, index, 2 * index + i) for i in range(2)]
+
+    template = templates_test.template(clear=False)
+    return local.Game(taskset, template, SETTINGS, jobs, drop_equal=False)
+
+
+class LocalTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enterContext(self.assertNoLogs("asyncio"))
+
+    @contextlib.contextmanager
+    def playing(self, taskset, engine=None):
+        """Yields what plays episodes with an engine of a service of its own."""
+        engine = engine or scripted.ScriptedEngine(lambda _: OK)
+        with contextlib.closing(service.Service(engine)) as served:
+            yield local.Local(served, game(taskset), groups_lib.Groups(2, 1))
+
+    def actors(self):
+        return [t for t in threading.enumerate() if t.name == "actors"]
+
+    def test_a_step_and_its_end(self):
+        taskset = Taskset()
+        with self.playing(taskset) as played:
+            taken = played.take(STALL)
+            self.assertEqual([index for index, _ in taken], [0, 1])
+            self.assertEqual([len(group) for _, group in taken], [2, 2])
+            self.assertEqual(played.call(lambda made: made.groups.version), 0)
+            (thread,) = self.actors()
+            self.assertTrue(thread.daemon)  # a trainer that fails can end
+            played.close()
+            self.assertEmpty(self.actors())
+            self.assertGreaterEqual(taskset.num_closed, taskset.counts.resets)
+
+    def test_the_engine_waits_for_no_thread_that_has_ended(self):
+        async def close():  # meanwhile the engine begins to wait for the coroutines
+            time.sleep(0.05)
+
+        engine = scripted.ScriptedEngine(lambda _: [7] * 16)
+        stepping, step = threading.Event(), engine.step
+
+        def slowly():
+            stepping.set()
+            time.sleep(0.01)
+            return step()
+
+        engine.step = slowly
+        with self.playing(Taskset(close), engine) as played:
+            self.assertTrue(stepping.wait(STALL))
+            played.close()
+            began = time.monotonic()
+        self.assertLess(time.monotonic() - began, HOLD)
+
+    def test_a_taskset_without_a_task(self):
+        taskset = Taskset()
+        taskset.task = lambda *_: 1 / 0
+        with self.playing(taskset) as played:
+            with self.assertRaises(ZeroDivisionError):
+                played.take(STALL)
+            played.close()
+            self.assertEmpty(self.actors())
+        gc.collect()  # asyncio would log an exception that nobody retrieves
+
+
+if __name__ == "__main__":
+    absltest.main()
