@@ -3,12 +3,15 @@
 import dataclasses
 import os
 import pathlib
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -87,6 +90,63 @@ class WeightStoreTest(parameterized.TestCase):
         self._require(eye.follow(held), _params(1, rate=1e-6))
         self._require(reader.Reader(self.root).follow(), _params(1, rate=1e-6))
 
+    def test_no_changes_take_no_bytes(self) -> None:
+        store, eye = (
+            writer.Writer(self.root / "below"),
+            reader.Reader(self.root / "below"),
+        )
+        store.publish(_params(0), 0)
+        held = eye.follow()
+        self.assertEqual(store.publish(_params(0), 1).num_bytes, 0)
+        held = eye.follow(held)
+        self._require(held, _params(0))
+        self.assertEqual(held.version, 1)
+
+    def test_windows_have_32_mib_and_begin_at_64_bytes(self) -> None:
+        blocks = [*writer._blocks(np.zeros(2**26 + 8, np.uint8))]
+        starts = [(0,), (2**25,), (2**26,)]
+        self.assertEqual([start for start, _ in blocks], starts)
+        self.assertEqual([len(values) for _, values in blocks], [2**25, 2**25, 8])
+        with mock.patch.object(writer, "_WINDOW_BYTES", 1000):
+            leaves = writer.Writer(self.root).publish(_params(0), 0).leaves
+        windows = [window for leaf in leaves.values() for window in leaf.windows]
+        self.assertGreater(len(windows), 12)
+        self.assertEqual({window.offset % 64 for window in windows}, {0})
+        self.assertLess(max(window.offset for window in windows), 12_000 + 64 * 20)
+        self._require(reader.Reader(self.root).follow(), _params(0))
+
+    def test_versions_are_on_the_disk_before_they_have_their_name(self) -> None:
+        synced, sync = [], os.fsync
+
+        def noted(descriptor: int) -> None:
+            found = os.fstat(descriptor)
+            size = None if stat.S_ISDIR(found.st_mode) else found.st_size
+            synced.append((found.st_ino, size, len(manifest.names(self.root))))
+            sync(descriptor)
+
+        def file(path: pathlib.Path) -> tuple[int, int]:
+            return path.stat().st_ino, path.stat().st_size
+
+        with mock.patch.object(os, "fsync", noted):
+            name = writer.Writer(self.root).publish(_params(0), 3).name
+        folder = self.root / name.folder
+        wanted = [
+            (*file(folder / "process_0.bin"), 0),
+            (*file(folder / manifest.FILE), 0),
+            (folder.stat().st_ino, None, 0),
+            (self.root.stat().st_ino, None, 1),
+        ]
+        self.assertEqual(synced, wanted)
+
+    def test_two_versions_stay_and_every_sixteenth_is_whole(self) -> None:
+        store, bases = writer.Writer(self.root), []
+        for version in range(18):
+            params = {"a": np.full(1000, version, np.int32)}
+            bases.append(store.publish(params, version).base)
+        whole = [version for version, base in enumerate(bases) if base is None]
+        self.assertEqual(whole, [0, 16])
+        self.assertEqual(manifest.names(self.root), [(0, 16), (0, 17)])
+
     def test_large_changes_are_stored_whole_and_need_no_base(self) -> None:
         store = writer.Writer(self.root)
         store.publish(_noise(0), 0)
@@ -94,12 +154,36 @@ class WeightStoreTest(parameterized.TestCase):
 
     def test_late_readers_need_at_most_full_every_versions(self) -> None:
         store = writer.Writer(self.root, full_every=3, keep=1)
-        for version in range(8):
-            store.publish(_params(version, rate=1e-6), version)
-            self.assertLen(manifest.names(self.root), version % 3 + 1)
-            self._require(
-                reader.Reader(self.root).follow(), _params(version, rate=1e-6)
-            )
+        seen, remove = [], shutil.rmtree
+
+        def noted(folder: pathlib.Path, **how: Any) -> None:
+            seen.append((folder / manifest.FILE).exists())
+            remove(folder, **how)
+
+        with mock.patch.object(shutil, "rmtree", noted):
+            for version in range(8):
+                store.publish(_params(version, rate=1e-6), version)
+                self.assertLen(manifest.names(self.root), version % 3 + 1)
+                self._require(
+                    reader.Reader(self.root).follow(), _params(version, rate=1e-6)
+                )
+        self.assertEqual(seen, [False] * 6)  # readers must not see half a version
+
+    def test_folders_that_stay_stop_nothing(self) -> None:
+        """As those of a network's file system, whose files a reader has open."""
+        store = writer.Writer(self.root, keep=1)
+        (self.root / ".i0009-v000000003").mkdir()
+        with mock.patch.object(os, "rmdir", side_effect=OSError("not empty")):
+            store.publish(_noise(0), 0)
+            store.publish(_noise(1), 1)
+            store = writer.Writer(self.root, keep=1)
+            with (
+                mock.patch.object(os, "fsync", side_effect=OSError("no space left")),
+                self.assertRaisesRegex(OSError, "no space"),
+            ):
+                store.publish(_noise(2), 2)
+            found = reader.Reader(self.root).follow()
+        np.testing.assert_array_equal(_values(found)["a"], _noise(1)["a"])
 
     @hypothesis.settings(max_examples=25, deadline=None)
     @hypothesis.given(
@@ -116,12 +200,13 @@ class WeightStoreTest(parameterized.TestCase):
         with tempfile.TemporaryDirectory() as root:
             store, eye = writer.Writer(root, full_every=4), reader.Reader(root)
             held = None
-            for version, (rate, reads) in enumerate(steps):
-                params = _params(version, rate)
-                store.publish(params, version)
-                if reads:
-                    held = eye.follow(held)
-                    self._require(held, params)
+            with self.assertNoLogs("absl", "WARNING"):  # no second attempts
+                for version, (rate, reads) in enumerate(steps):
+                    params = _params(version, rate)
+                    store.publish(params, version)
+                    if reads:
+                        held = eye.follow(held)
+                        self._require(held, params)
 
     @parameterized.parameters("flipped", "short", "missing", "manifest")
     def test_damage_is_never_served(self, damage: str) -> None:
@@ -188,23 +273,32 @@ class WeightStoreTest(parameterized.TestCase):
         self._require(held, _params(9, rate=1e-6))
         with self.assertRaisesRegex(config.InputError, "version must increase"):
             after.publish(_params(9), 1)
+        third = writer.Writer(self.root).publish(_params(9), 0).name
+        self.assertEqual(third, manifest.Name(2, 0))
+        with self.assertRaisesRegex(config.InputError, "version must increase"):
+            writer.Writer(self.root).publish(_params(9), -1)
 
     def assertNoHiddenFolders(self) -> None:
         self.assertEmpty([p for p in self.root.iterdir() if p.name.startswith(".")])
 
-    def test_a_version_that_vanishes_is_replaced_by_the_next(self) -> None:
+    @parameterized.parameters(1, 2, 3)
+    def test_a_version_that_vanishes_is_replaced_by_the_next(self, times: int) -> None:
         store, eye = writer.Writer(self.root, keep=1), reader.Reader(self.root)
         store.publish(_noise(0), 0)
-        latest = eye.latest
+        read, versions = eye.read, iter(range(1, times + 1))
 
-        def late() -> manifest.Name | None:  # deleted between its listing and reading
-            name = latest()
-            eye.latest = latest
-            store.publish(_noise(1), 1)
-            return name
+        def late(name: manifest.Name, held: None) -> reader.Snapshot:
+            version = next(versions, None)
+            if version is not None:  # deleted between its listing and reading
+                store.publish(_noise(version), version)
+            return read(name, held)
 
-        eye.latest = late
-        self.assertEqual(eye.follow().version, 1)
+        eye.read = late
+        if times < 3:
+            self.assertEqual(eye.follow().version, times)
+            return
+        with self.assertRaisesRegex(manifest.StoreError, "v000000002 lacks a file"):
+            eye.follow()
 
     def test_what_was_read_outlives_its_files(self) -> None:
         store, eye = writer.Writer(self.root, keep=1), reader.Reader(self.root)
@@ -365,6 +459,21 @@ class PlaceTest(parameterized.TestCase):
         placed = reader.place(reader.Reader(self.root).follow(), {"x": like})
         np.testing.assert_array_equal(placed["x"], self.values)
         self.assertEqual(placed["x"].sharding, sharding)
+
+    def test_devices_need_all_their_windows(self) -> None:
+        """A process that leaves out windows cannot place the arrays of others."""
+        whole, half = self._sharded(PartitionSpec()), self._sharded(PartitionSpec("a"))
+        halves = {"x": jax.device_put(self.values, half)}
+        writer.Writer(self.root).publish(halves, 0)
+        like = {"x": jax.ShapeDtypeStruct((8, 12), jnp.float32, sharding=whole)}
+        for is_needed in (False, True):
+            eye = reader.Reader(
+                self.root, lambda leaf, w, first=is_needed: first and w.start == (0, 0)
+            )
+            held = eye.follow()
+            self.assertLen(held.leaves["x"].windows, int(is_needed))
+            with self.assertRaisesRegex(manifest.StoreError, "do not cover"):
+                reader.place(held, like)
 
     @parameterized.parameters(
         ({"y": ((8, 12), np.float32)}, "the store lacks y|the model lacks x"),

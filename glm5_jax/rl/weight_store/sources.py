@@ -70,7 +70,7 @@ class Folder:
         """Maps a file, which stays readable if it is deleted."""
         path = self._root / name.folder / file
         if path.stat().st_size == 0:  # cannot be mapped
-            return _Memory(np.zeros(0, np.uint8))
+            return _Memory(np.frombuffer(b"", np.uint8))
         return _Memory(np.memmap(path, np.uint8, mode="r"))
 
 

@@ -23,7 +23,7 @@ from glm5_jax.rl.weight_store import coding, manifest
 
 ALIGNMENT = 64  # bytes; jax uses aligned memory of a CPU as it is
 _WINDOW_BYTES = 2**25
-_THREADS = min(4, os.cpu_count() or 1)  # hashing and compressing release the GIL
+_THREADS = 4  # hashing and compressing release the GIL
 
 
 class _Held(NamedTuple):
