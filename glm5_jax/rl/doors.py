@@ -33,8 +33,8 @@ class Doors:
     """
 
     def __init__(self) -> None:
-        """Begins without agents."""
-        self.port = 0
+        """Begins without agents; `serving` tells the port."""
+        self.port: int
         self._sessions: dict[str, agent_session.AgentSession] = {}
 
     @contextlib.contextmanager

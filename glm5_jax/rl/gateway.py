@@ -103,8 +103,8 @@ class Session:
         self._samples: list[Sample] = []
         self._history: list[messages_lib.Message] = []  # what the last sample spells
         self._prompt: _Prompt | None = None
-        self._is_thinking = False  # the last turn was asked for with a thought,
-        self._is_open = False  # ... and was cut off in it
+        self._is_thinking: bool  # the last turn was asked for with a thought,
+        self._is_open: bool  # ... and was cut off in it
 
     def prompt(self, messages: Sequence[messages_lib.Message]) -> list[int]:
         """Returns the ids of the prompt for the next turn.

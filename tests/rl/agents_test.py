@@ -2,8 +2,11 @@
 
 import asyncio
 import dataclasses
+import importlib.util
+import io
 import json
 import time
+from unittest import mock
 
 import aiohttp
 import anthropic
@@ -13,13 +16,14 @@ from absl.testing import parameterized
 from pydantic_ai.models import openai as openai_models
 from pydantic_ai.providers import openai as openai_providers
 
-from glm5_jax import environments
+from glm5_jax import config, environments
 from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
 from glm5_jax.rl import agent_session, completer, doors, entrance
 from glm5_jax.rl import episodes as episodes_lib
 from tests import environment
 from tests.data import templates_test
+from tests.rl import faults
 
 TEMPLATE = templates_test.template(clear=False)
 Label = protocol.Label
@@ -223,6 +227,7 @@ class AgentsTest(parameterized.TestCase):
             self.assertEqual((thought.thinking, text.text), ("so", "five"))
             self.assertEqual(said.stop_reason, "end_turn")
             self.assertGreater(said.usage.output_tokens, 0)
+            self.assertEqual(said.usage.input_tokens, 0)  # not counted
             return 1.0
 
         episode, engine = run(play, CALL, ANSWERS[0])
@@ -368,13 +373,140 @@ class AgentsTest(parameterized.TestCase):
 
     def test_an_address_cannot_be_guessed(self):
         """It has 16 random bytes."""
-        found = set()
-        opened = doors.Doors()
-        for _ in range(3):
-            with opened.opened(self.session()[0]) as url:
-                found.add(url.split("/")[-2])
+
+        async def tokens():
+            found = set()
+            async with doors.serving() as opened:
+                for _ in range(3):
+                    with opened.opened(self.session()[0]) as url:
+                        found.add(url.split("/")[-2])
+            return found
+
+        found = asyncio.run(tokens())
         self.assertLen(found, 3)
         self.assertEqual({len(token) for token in found}, {22})
+
+    def test_two_processes_have_ports_of_their_own(self):
+        async def ports():
+            async with doors.serving() as one, doors.serving() as other:
+                return one.port, other.port
+
+        one, other = asyncio.run(ports())
+        self.assertNotEqual(one, other)
+        self.assertGreater(min(one, other), 1023)
+
+    def test_the_model_has_a_name(self):
+        found = []
+
+        async def play(task, base_url):
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"{base_url}/models") as answer,
+            ):
+                found.append(await answer.json())
+            await chat(base_url, [*task.messages])
+            return 1.0
+
+        run(play, ANSWERS[0])
+        model = {"id": "policy", "object": "model", "created": 0}
+        model |= {"owned_by": "glm5_jax"}
+        self.assertEqual(found, [{"object": "list", "data": [model]}])
+
+    def test_requests_have_16_mib(self):
+        found = []
+
+        async def ask(session, url, body):
+            try:
+                async with session.post(url, data=io.BytesIO(body.encode())) as answer:
+                    return answer.status
+            except (aiohttp.ClientError, OSError):  # closed before it is read
+                return 413
+
+        async def play(task, base_url):
+            url = f"{base_url}/chat/completions"
+            for size in (2**24, 2**24 - 1000):
+                body = json.dumps({"messages": [*task.messages], "x": "x" * size})
+                async with aiohttp.ClientSession() as session:
+                    found.append(await ask(session, url, body))
+            return 1.0
+
+        run(play, *ANSWERS)
+        self.assertEqual(found, [413, 200])
+
+    def test_a_call_with_words_is_the_same_in_a_stream(self):
+        text = f"so</think>Let me see.{CALL.removeprefix('</think>')}"
+        found, events = [], []
+
+        async def play(task, base_url):
+            given = {"tools": [TOOL]}
+            found.append(await chat(base_url, [*task.messages], **given))
+            body = {"messages": [*task.messages], "stream": True, **given}
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(f"{base_url}/chat/completions", json=body) as answer,
+            ):
+                events.extend((await answer.text()).split("\n\n"))
+            return 1.0
+
+        run(play, text, text)
+        ((status, answer),) = found
+        (choice,) = answer["choices"]
+        self.assertEqual((status, choice["finish_reason"]), (200, "tool_calls"))
+        message = choice["message"]
+        (call,) = message["tool_calls"]
+        self.assertEqual(
+            message,
+            {
+                "role": "assistant",
+                "content": "Let me see.",
+                "reasoning_content": "so",
+                "tool_calls": [call],
+            },
+        )
+        self.assertEqual(call["function"]["name"], "add")
+        self.assertEqual(json.loads(call["function"]["arguments"]), {"a": 2, "b": 3})
+
+        first, last, done, nothing = events
+        self.assertEqual((done, nothing), ("data: [DONE]", ""))
+        first, last = (json.loads(e.removeprefix("data: ")) for e in (first, last))
+        ((begun,), (ended,)) = first["choices"], last["choices"]
+        self.assertEqual((begun["index"], begun["finish_reason"]), (0, None))
+        (streamed,) = begun["delta"].pop("tool_calls")
+        self.assertEqual(streamed["index"], 0)
+        self.assertEqual(streamed["function"], call["function"])
+        del message["tool_calls"]
+        self.assertEqual(begun["delta"], message)
+        self.assertEqual((ended["delta"], ended["index"]), ({}, 0))
+        self.assertEqual(ended["finish_reason"], "tool_calls")
+
+    def test_an_answer_without_a_thought_shows_none(self):
+        found = []
+
+        async def play(task, base_url):
+            found.append(await chat(base_url, [*task.messages]))
+            return 1.0
+
+        run(play, ANSWERS[1])
+        message = found[0][1]["choices"][0]["message"]
+        self.assertEqual(message, {"role": "assistant", "content": "six"})
+
+    def test_agents_need_the_extra(self):
+        settings = episodes_lib.Settings(
+            max_new_tokens=64, max_turns=4, num_concurrent=1
+        )
+        context = episodes_lib.Context(Engine(), Tasks(None), TEMPLATE, settings)
+
+        async def opened(context):
+            async with entrance.of(context) as found:
+                return found
+
+        words = r'A taskset of agents needs .*\(aiohttp, .*"glm5_jax\[serve\]"'
+        with mock.patch.object(importlib.util, "find_spec", return_value=None):
+            with self.assertRaisesRegex(config.InputError, words):
+                asyncio.run(opened(context))
+            tasks = faults.FaultyTaskset(faults.Fault.NONE)
+            plain = dataclasses.replace(context, taskset=tasks)
+            self.assertIs(asyncio.run(opened(plain)), plain)
 
     def test_tokens_are_counted(self):
         found = []
@@ -499,6 +631,35 @@ class AgentsTest(parameterized.TestCase):
             asked += [message, {"role": "user", "content": "And now?"}]
             self.assertEqual(session.num_forks, num_forks)
         self.assertLen(session.samples(), 2)
+
+    def test_calls_that_are_not_ours_are_shown(self):
+        session, engine = self.session("<|user|>")
+        function = {"name": "add", "arguments": {"a": 2, "b": 3}}
+        said = [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": "2 + 3?"},
+            {
+                "role": "assistant",
+                "content": "I add.",
+                "tool_calls": [{"function": function}],
+            },
+            {"role": "tool", "content": "5"},
+        ]
+        given = [{"function": {**function, "arguments": json.dumps({"a": 2, "b": 3})}}]
+        asked = [*said[:2], said[2] | {"tool_calls": given}, said[3]]
+        asyncio.run(session.answer(asked, [TOOL]))
+        said[0] = {"role": "system", "content": "Be brief."}
+        wanted = TEMPLATE.render(said, [TOOL], add_generation_prompt=True)
+        self.assertEqual(engine.prompts, [wanted.tokens])
+
+    def test_wrong_messages_fork_nothing(self):
+        session, _ = self.session("<|user|>")
+        asked = [{"role": "user", "content": "2 + 3?"}]
+        for wrong, tools in (([{"role": "cook", "content": ""}], []), (asked, [1])):
+            with self.assertRaises(config.InputError):
+                asyncio.run(session.answer(wrong, tools))
+        asyncio.run(session.answer(asked, [TOOL]))
+        self.assertEqual((session.num_turns, session.num_forks), (1, 0))
 
     def test_turns_count_their_requests_upwards(self):
         """The ids below are those of the episode before."""

@@ -282,7 +282,7 @@ class MisalignedTest(parameterized.TestCase):
         ("logprob_missing", {"logprobs": [-1.0]}, "1 log-probs"),
         ("version_missing", {"versions": [0]}, "1 versions"),
         ("nan", {"logprobs": [-1.0, float("nan")]}, "not finite"),
-        ("above_0", {"logprobs": [-1.0, 0.5]}, "above 0"),
+        ("above_0", {"logprobs": [-1.0, 0.001]}, "above 0"),
         ("unfinished", {"finish_reason": None}, "finish reason None"),
         ("stop_without_one", {"tokens": [65, 66]}, "0 stop tokens"),
         ("two_stops", {"tokens": [SPECIAL["<|user|>"]] * 2}, "2 stop tokens"),
