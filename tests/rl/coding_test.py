@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import zlib
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -49,6 +50,17 @@ class CodingTest(parameterized.TestCase):
         changes = np.zeros(size, np.uint8)
         changes[: int(share * size)] = noise(int(share * size))
         self.assertEqual(self.coded(changes)[0], kind)
+
+    def test_changes_of_exactly_three_quarters_are_stored(self):
+        changes, size = np.zeros(4000, np.uint8), 0
+        for count in range(2900, 3000):
+            changes[:count] = noise(count)
+            size = len(zlib.compress(changes.data, 1))
+            if size == 3000:
+                break
+        self.assertEqual(size, 3000)
+        kind, stored = self.coded(changes)
+        self.assertEqual((kind, stored.size), ("xor+zlib", 3000))
 
     @parameterized.parameters(
         (np.s_[: 2 * TRIED], "xor+zlib"),  # the middle is as it was

@@ -19,7 +19,7 @@ class Engine(scripted.ScriptedEngine):
     """Keeps how many requests each dispatch had."""
 
     def __init__(self, num_tokens=1):
-        super().__init__(lambda request: [7] * num_tokens)
+        super().__init__(lambda request: [7] * num_tokens, num_slots=16)
         self.sizes = []
 
     def step(self):
@@ -77,18 +77,18 @@ class PumpTest(absltest.TestCase):
             for number in range(2):
                 for _ in range(num_rounds):
                     await asyncio.sleep(0)
-                    time.sleep(0.001)
+                    time.sleep(0.002)
                 await pump.complete(request(first + number))
 
         async def main(pump, served):
-            rounds = (0, 0, 0, 40)
+            rounds = (*[0] * 8, 90)
             await asyncio.gather(
                 *(episode(pump, 10 * i, n) for i, n in enumerate(rounds))
             )
 
         engine = Engine()
         self.play(engine, main)
-        self.assertEqual(engine.sizes, [3, 3, 1, 1])
+        self.assertEqual(engine.sizes, [8, 8, 1, 1])
 
     def test_a_cancelled_request_ends(self):
         engine = Engine(num_tokens=400)

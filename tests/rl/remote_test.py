@@ -144,6 +144,15 @@ class RemoteTest(parameterized.TestCase):
             complete(busy, seconds=60.0)
         self.assertEqual(slept, waits)
 
+    def test_no_time_left_is_no_request(self):
+        """A limit of 0 seconds would be none for aiohttp."""
+        clock = mock.Mock(monotonic=mock.Mock(return_value=100.0))
+        with (
+            mock.patch.object(remote, "time", clock),
+            self.assertRaisesRegex(completer.EngineError, "for 0 s"),
+        ):
+            complete((200, ANSWER), seconds=0.0)
+
     def test_an_answer_is_shown_in_part(self):
         with self.assertRaises(completer.EngineError) as caught:
             complete((500, {"error": "x" * 1000}))

@@ -71,7 +71,7 @@ class Writer:
         self._full_every, self._keep = full_every, keep
         self._process, self._gather = process, gather
         self._held: _Held | None = None
-        self._num_published = 0
+        self._until_whole = 0  # versions before the next whole one
         if process == 0:  # of a trainer that was killed
             for stale in self._root.glob(".i*"):
                 if not stale.name.startswith(f".i{incarnation:04d}-"):
@@ -103,8 +103,8 @@ class Writer:
             )
         name = manifest.Name(self._incarnation, version)
         held, self._held = self._held, None  # until this version is complete
-        if self._num_published % self._full_every == 0:
-            held = None
+        if not self._until_whole:
+            held, self._until_whole = None, self._full_every
         staging = self._root / f".{name.folder}"
         try:
             staging.mkdir(exist_ok=True)
@@ -116,7 +116,7 @@ class Writer:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
         self._held, self._last = _Held(name, windows), version
-        self._num_published += 1
+        self._until_whole -= 1
         return found
 
     def _write(
