@@ -198,6 +198,16 @@ class GroupsTest(parameterized.TestCase):
         groups.rewind(0)
         self.assertIsNone(groups.begin())
 
+    def test_a_step_after_the_checkpoint_takes_its_groups_again(self) -> None:
+        groups = groups_lib.Groups(1, max_staleness=0)
+        for step in range(2):
+            groups.finish(groups.begin(), step)
+            self.assertEqual(groups.take(), [(step, step)])
+            if step == 0:
+                groups.commit(groups.publish())
+        groups.rewind(1)
+        self.assertEqual(groups.take(), [(1, 1)])
+
     def test_staleness_0_is_synchronous(self) -> None:
         groups = groups_lib.Groups(3, max_staleness=0)
         for version in range(4):
