@@ -43,7 +43,8 @@ class PagedScheduler(scheduler.Scheduler):
             num_slots, chunk, num_devices, prefill_tokens=limits.prefill_tokens
         )
         self._num_steps, self._limits = num_steps, limits
-        self._num_devices, self._version = num_devices, -1
+        self._num_devices = num_devices
+        self._version: int | None = None  # of the weights that read the trees' pages
         self.page_size = limits.page_size
         self.pools = self._new_pools()
 
@@ -89,7 +90,7 @@ class PagedScheduler(scheduler.Scheduler):
 
     def num_known(self, prompt: Sequence[int]) -> int:
         """Returns the tokens of a prompt that are in pages of one device."""
-        return self.page_size * max(len(pool.match(prompt)) for pool in self.pools)
+        return self.page_size * max(len(pool.match(prompt[:-1])) for pool in self.pools)
 
     def known(self, tokens: Sequence[int], version: int) -> list[pages_lib.Node]:
         """Returns the pages of the first device that spell a text from its start.
@@ -102,7 +103,7 @@ class PagedScheduler(scheduler.Scheduler):
             if is_torn:
                 return []
             self._renew(version)
-            return self.pools[0].match([*tokens, 0])  # which leaves the last id out
+            return self.pools[0].match(tokens)
 
     def adopt(
         self, tokens: Sequence[int], first: int, version: int
@@ -140,7 +141,8 @@ class PagedScheduler(scheduler.Scheduler):
                 return
             work = self._waiting[id]
             text = [*work.prompt, *work.completion.tokens]
-            found = {d: self.pools[d].match(text) for d in places.free}
+            # The last token is always read, as the next one is drawn from it.
+            found = {d: self.pools[d].match(text[:-1]) for d in places.free}
             if places.is_being_read(work, found):
                 continue
             device = min(found, key=lambda d: (-len(found[d]), places.taken[d], d))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 class Node:
     """A full page that any sequence with these first tokens may use."""
 
-    page: int  # -1: in host memory
+    page: int = -1  # of the device, unless it is in host memory
     parent: "Node | None" = None
     key: tuple[int, ...] = ()  # the page's tokens
     children: dict[tuple[int, ...], "Node"] = dataclasses.field(default_factory=dict)
@@ -40,15 +40,15 @@ class Move(NamedTuple):
 class Pool:
     """The pages of one device."""
 
-    def __init__(self, num_pages: int, page_size: int, num_hosted: int = 0) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_hosted: int) -> None:
         """Makes free pages of `page_size` tokens each, and some in host memory."""
         self.num_pages, self.page_size = num_pages, page_size
         self.moves: collections.deque[Move] = collections.deque()
-        self._free_hosted = list(range(num_hosted))[::-1]
+        self._free_hosted = [*range(num_hosted)]
         # Nodes in host memory that no slot is about to use. They follow their children.
         self._hosted: collections.OrderedDict[Node, None] = collections.OrderedDict()
-        self._free = list(range(num_pages))[::-1]
-        self._root = Node(-1)
+        self._free = [*range(num_pages)]
+        self._root = Node()
         # Nodes that no slot uses, the least recently used first. A slot lets go of its
         # last page first, so that a node always comes after its children.
         self._idle: collections.OrderedDict[Node, None] = collections.OrderedDict()
@@ -59,12 +59,9 @@ class Pool:
         return len(self._free) + len(self._idle)
 
     def match(self, tokens: Sequence[int]) -> list[Node]:
-        """Returns the nodes of the longest prefix in the tree; no whole prompt.
-
-        The last token of a prompt is always read, as the next one is drawn from it.
-        """
+        """Returns the nodes of the longest prefix in the tree."""
         found, node, size = [], self._root, self.page_size
-        for start in range(0, len(tokens) - size, size):
+        for start in range(0, len(tokens), size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
                 break
@@ -113,7 +110,7 @@ class Pool:
             _remove(node)
         else:
             self.moves.append(Move(True, page, host))
-            node.page, node.host = -1, host
+            node.host = host
             self._hosted[node] = None
         return page
 
@@ -154,7 +151,7 @@ class Pool:
           The number of pages that were known, and the new nodes behind them. There are
           none if a page before `first` is missing here.
         """
-        path, size = self.match([*tokens, 0]), self.page_size
+        path, size = self.match(tokens), self.page_size
         num_known = len(path)
         self.hold(path)
         for start in range(num_known * size, len(tokens), size):
@@ -162,7 +159,7 @@ class Pool:
             if host is None:
                 break
             parent, key = path[-1] if path else self._root, tuple(tokens[start:][:size])
-            node = Node(-1, parent, key, num_users=1, host=host)
+            node = Node(parent=parent, key=key, num_users=1, host=host)
             parent.children[key] = node
             path.append(node)
         self.let_go(path)
@@ -179,7 +176,7 @@ class Pool:
         self._free_hosted.extend(node.host for node in self._hosted)
         self._idle.clear()
         self._hosted.clear()
-        self._root = Node(-1)
+        self._root = Node()
 
     def _take_hosted(self) -> int | None:
         """Returns a page of the host memory, that of the oldest node if none is free.

@@ -63,7 +63,7 @@ def write(
             for ids, logprobs in zip(*rows[1:], strict=True)
         ]
     if drawn.experts is not None:
-        num_read = len(part.tokens) + max(len(new) - 1, 0)
+        num_read = len(part.tokens) + len(new[:-1])
         read = np.asarray(drawn.experts)[:, row, :num_read].swapaxes(0, 1)
         _put(pieces, part.start, read)
     reason = _finish_reason(part.work)

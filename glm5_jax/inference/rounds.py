@@ -157,7 +157,7 @@ def _round(
     num_new = jnp.sum(new.is_drawn, axis=1)
     everyone = slice(None) if slots is None else slots
     lengths = now.cache.lengths.at[everyone].add(num_new, mode="drop")
-    last = jnp.maximum(num_new - 1, 0)[:, None]
+    last = num_new[:, None] - 1  # of a sequence without a budget nobody reads it
     tokens = jnp.take_along_axis(new.ids, last, axis=1)[:, 0]
     hidden = jnp.take_along_axis(states, last[..., None], axis=1)[:, 0]
     return _Progress(
@@ -243,8 +243,9 @@ def _verified(
         plan, is_next, is_over = carry
         own, draft = ids[:, i], None
         if drafts.logits is not None:
-            at = jnp.minimum(i, drafts.ids.shape[1] - 1)
-            draft = verification.Draft(own, drafts.logits[:, at])
+            # Behind the drafts there is none, and the index stops at the last one.
+            at = lax.dynamic_index_in_dim(drafts.logits, i, axis=1, keepdims=False)
+            draft = verification.Draft(own, at)
         is_drawn = is_next & plan.is_running
         drawn, logprobs, details, plan = draws.draw(
             logits[:, i], positions + i, plan, is_drawn, draft

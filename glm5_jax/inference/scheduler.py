@@ -13,6 +13,7 @@ works that things are half done, and the next plan puts them right.
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -31,7 +32,7 @@ class Work:
     prompt: list[int]  # prompt and, on a restart, drawn tokens
     text: bytes  # the prompt, encoded
     completion: Completion  # so far
-    order: int = 0  # among all requests that were submitted
+    order: int  # among all requests that were submitted
     was_preempted: bool = False  # and waits again, with pages
     tracker: constraints.Tracker | None = None  # of the request's constraint
 
@@ -41,7 +42,7 @@ class Slot:
     """The place of one sequence."""
 
     index: int
-    device: int = 0  # device that holds it
+    device: int  # device that holds it
     work: Work | None = None  # None: free
     tokens: list[int] = dataclasses.field(default_factory=list)  # in the cache
     last: int | None = None  # drawn, not yet in the cache
@@ -104,7 +105,7 @@ class Scheduler:
         chunk: int,
         num_devices: int = 1,
         *,
-        prefill_tokens: int = 2**31,
+        prefill_tokens: int,
         can_set_back: bool = True,
     ) -> None:
         """Makes free slots, equally many on each device.
@@ -123,17 +124,16 @@ class Scheduler:
         self.works: dict[int, Work] = {}
         self.chunk, self._can_set_back = chunk, can_set_back
         self.prefill_tokens = prefill_tokens
-        self._clock = 0
-        self._num_done = self._num_submitted = 0  # dispatches, requests
-        self.num_preempted = 0  # with pages, requests that lost theirs
+        self._orders, self._clock = itertools.count(), itertools.count()
+        # Dispatches; next turns that overtook the oldest request; tokens that a device
+        # has read since it last drew; with pages, requests that lost theirs.
+        self._num_done = self._num_passed = self._num_read = self.num_preempted = 0
         # With pages, the copies to make before the next dispatch, in their order.
         self.moves: collections.deque[pages_lib.Move] = collections.deque()
-        self._num_passed = 0  # next turns that overtook the oldest request
         self._waiting: collections.OrderedDict[int, Work] = collections.OrderedDict()
         self._new: list[int] = []  # requests not yet matched with slots
-        self._num_read = 0  # tokens that a device has read since it last drew
-        self._has_left_some = False  # the last dispatch left prompts unread
-        self._is_torn = False  # an interrupt may have left things half done
+        # The last dispatch left prompts unread; an interrupt left things half done.
+        self._has_left_some = self._is_torn = False
 
     @property
     def num_free_pages(self) -> int:
@@ -158,11 +158,10 @@ class Scheduler:
         """Queues a request."""
         prompt = [int(token) for token in request.prompt]
         text, completion = prefixes.encoded(prompt), Completion([], [], None)
-        work = Work(request, prompt, text, completion, self._num_submitted)
+        work = Work(request, prompt, text, completion, next(self._orders))
         if request.constraint is not None:
             tracker = constraints.Tracker(request.constraint)
             work = dataclasses.replace(work, tracker=tracker)
-        self._num_submitted += 1
         with self._change():
             self.works[request.id] = self._waiting[request.id] = work
             self._new.append(request.id)
@@ -181,8 +180,7 @@ class Scheduler:
             self._waiting.pop(id, None)
             for slot in self.slots:
                 if slot.work is not None and slot.work.request.id == id:
-                    self._clock += 1
-                    slot.last_used, slot.last, found = self._clock, None, slot
+                    slot.last_used, slot.last, found = next(self._clock), None, slot
                     slot.kept_until = self._num_done + keep
                     slot.work = None
         return found
@@ -265,10 +263,8 @@ class Scheduler:
                     busy.add(id)
                 else:
                     slot.work = slot.last = None
-        waiting = [work for id, work in self.works.items() if id not in busy]
-        waiting.sort(key=lambda work: work.order)
-        self._waiting.clear()
-        self._waiting.update((work.request.id, work) for work in waiting)
+        waiting = {id: work for id, work in self.works.items() if id not in busy}
+        self._waiting = collections.OrderedDict(waiting)
         self._new = [*self._waiting]
         self._is_torn = False
 
@@ -339,7 +335,7 @@ class _Places:
     def continues(self, work: Work) -> bool:
         """Assigns the slot whose whole text the prompt extends, if there is one."""
         size, found = self._kept(work)
-        whole = [slot for slot in found if len(slot.tokens) == size > 0]
+        whole = [slot for slot in found if size and len(slot.tokens) == size]
         if whole:
             self._put(work, max(whole, key=lambda slot: slot.last_used), size)
         return bool(whole)

@@ -185,7 +185,7 @@ class PlacementTest(parameterized.TestCase):
         jax.tree.map(same, shapes, trained, served)
 
     def test_requests_spread_over_devices(self):
-        machine = scheduler.Scheduler(num_slots=8, chunk=16, num_devices=4)
+        machine = scheduler.Scheduler(8, 16, num_devices=4, prefill_tokens=16)
         for request in make_requests()[:5]:
             machine.submit(request)
         devices = [part.slot.device for part in machine.plan(0).parts]

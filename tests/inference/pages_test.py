@@ -73,15 +73,97 @@ class SchedulerTest(parameterized.TestCase):
             machine.step()
         self.assertEqual([*machine._scheduler._waiting], [1, 2])
 
+
+class PoolTest(parameterized.TestCase):
+    """One token a page, and one page of the device unless a test says otherwise."""
+
+    def test_a_page_goes_to_host_memory_and_comes_back(self):
+        pool, move = pages.Pool(1, 1, num_hosted=1), pages.Move
+        node = pool.add([], [7], pool.take())
+        self.assertIsNone(pool.take())  # in use
+        for number in range(1, 3):
+            pool.let_go([node])
+            self.assertEqual(pool.num_available, 1)
+            pool.give_back([pool.take()])
+            self.assertEqual(pool.moves[-1], move(to_host=True, page=0, host=0))
+            self.assertEqual((node.host, pool.match([7])), (0, [node]))
+            pool.hold([node])
+            pool.restore([node])
+            self.assertEqual(pool.moves[-1], move(to_host=False, page=0, host=0))
+            self.assertEqual((node.page, node.host), (0, -1))
+            pool.restore([node])  # changes nothing on the device
+            self.assertEqual((len(pool.moves), pool.num_available), (2 * number, 0))
+
     def test_the_least_recently_used_leaf_goes_first(self):
-        pool = pages.Pool(4, 1)
+        pool = pages.Pool(4, 1, 0)
         a, b = (pool.add([], [token], pool.take()) for token in (1, 2))
         leaf = pool.add([a], [3], pool.take())
         pool.let_go([b])
         pool.let_go([a, leaf])
-        self.assertEqual(pool.match([1, 3, 9]), [a, leaf])
+        self.assertEqual(pool.match([1, 3]), [a, leaf])
         taken = [pool.take() for _ in range(5)]
         self.assertEqual(taken[1:], [b.page, leaf.page, a.page, None])
+        self.assertEqual(pool.match([1, 3]), [])
+
+    def test_a_page_that_two_slots_read_is_kept_once(self):
+        pool = pages.Pool(3, 1, 0)
+        first, second = pool.take(), pool.take()
+        node = pool.add([], [7], first)
+        self.assertIs(pool.add([], [7], second), node)
+        self.assertEqual((node.page, node.num_users, pool.num_available), (first, 2, 2))
+        pool.let_go([node])
+        self.assertEqual(pool.num_available, 2)
+        pool.let_go([node])
+        self.assertEqual(pool.num_available, 3)
+
+    def test_a_page_in_host_memory_that_is_read_again_frees_the_copy(self):
+        pool = pages.Pool(2, 1, num_hosted=1)
+        page = pool.take()
+        _, (node,) = pool.adopt([7], 0)
+        self.assertIs(pool.add([], [7], page), node)
+        self.assertEqual((node.page, node.host), (page, -1))
+        self.assertEqual(pool.match([7]), [node])
+        _, (other,) = pool.adopt([8], 0)
+        self.assertEqual(other.host, 0)
+        self.assertEqual(pool.match([7]), [node])
+
+    def test_a_page_in_host_memory_stays_there_if_its_user_does_not_need_it(self):
+        """As when a request waits for other pages."""
+        pool = pages.Pool(1, 1, num_hosted=1)
+        _, (node,) = pool.adopt([7], 0)
+        pool.hold([node])
+        self.assertEqual(pool.adopt([8], 0), (0, []))  # no room
+        pool.let_go([node])
+        self.assertEqual(pool.num_available, 1)
+        self.assertEqual(pool.match([7]), [node])
+        _, (other,) = pool.adopt([8], 0)
+        self.assertEqual((other.host, pool.match([7])), (0, []))
+
+    def test_pages_that_older_weights_read_are_free_at_once(self):
+        """Those in use are as soon as they are not; host memory takes none of them."""
+        pool = pages.Pool(3, 1, num_hosted=2)
+        used = pool.add([], [1], pool.take())
+        child = pool.add([used], [2], pool.take())
+        pool.let_go([child])
+        pool.adopt([4, 5], 0)
+        pool.renew()
+        self.assertEqual((pool.num_available, pool.match([1])), (2, []))
+        _, hosted = pool.adopt([6, 7, 8], 0)
+        self.assertEqual({node.host for node in hosted}, {0, 1})
+        pool.let_go([used])
+        self.assertEqual(pool.num_available, 3)
+        taken = [pool.take() for _ in range(4)]
+        self.assertCountEqual(taken, [0, 1, 2, None])
+        self.assertEmpty(pool.moves)
+        self.assertEqual(pool.match([6, 7]), hosted)
+
+    def test_a_prefix_is_matched_in_whole_pages(self):
+        pool = pages.Pool(2, 3, 0)
+        a = pool.add([], [1, 2, 3], pool.take())
+        b = pool.add([a], [4, 5, 6], pool.take())
+        for size, wanted in ((2, []), (3, [a]), (5, [a]), (6, [a, b]), (8, [a, b])):
+            self.assertEqual(pool.match([*range(1, size + 1)]), wanted)
+        self.assertEqual(pool.match([4, 5, 6]), [])
 
 
 # One layer, with an indexer and experts, compiles fastest.

@@ -56,7 +56,7 @@ class RecurrentTest(absltest.TestCase):
         """A state has no earlier version: a prompt extends all tokens, or none."""
         text = [*range(1, 11)]
         for prompt, want in (([*text, 11, 12], 10), ([*text[:9], 11, 12], 0)):
-            machine = scheduler.Scheduler(1, 64, can_set_back=False)
+            machine = scheduler.Scheduler(1, 64, prefill_tokens=64, can_set_back=False)
             for id, ids in enumerate((text[:9], prompt)):
                 machine.submit(engine.Request(id=id, prompt=ids, max_new_tokens=2))
                 first = machine.plan(0)

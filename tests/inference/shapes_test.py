@@ -85,7 +85,7 @@ class PrefillTest(parameterized.TestCase):
     @parameterized.parameters((48, 1), (4 * 48, 4), (10**6, 9))
     def test_a_dispatch_reads_no_more_than_it_may(self, max_tokens, num_parts):
         """Reads 9 prompts of 40 tokens in rows of 48: 1, 4 or 16 rows a dispatch."""
-        machine = scheduler.Scheduler(16, chunk=64)
+        machine = scheduler.Scheduler(16, chunk=64, prefill_tokens=10**6)
         for i in range(9):
             machine.submit(Request(i, [1 + i] * 40, 1))
         shapes, read = parts.Shapes(16, 1, 64), []
@@ -107,7 +107,7 @@ class DevicesTest(parameterized.TestCase):
 
     def setUp(self):
         super().setUp()
-        self.machine = scheduler.Scheduler(32, chunk=64, num_devices=2)
+        self.machine = scheduler.Scheduler(32, 64, 2, prefill_tokens=10**6)
         self.shapes = parts.Shapes(32, 2, 64)
         for i, length in enumerate((3, 20, 7, 1, 30)):
             prompt = [10 * i + n for n in range(length)]

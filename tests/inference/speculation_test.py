@@ -96,6 +96,22 @@ class SpeculationTest(parameterized.TestCase):
         self.assertEqual(rounds, judged[0])
         self.assertLess(rounds, sum(len(c.tokens) - 1 for c in wanted().values()))
 
+    def test_a_model_that_knows_nothing_keeps_every_draft(self):
+        """Drafts and tokens are drawn with the same noise, here from equal logits."""
+        machine, head = drafting(), params()["lm_head"]
+        blind = params() | {"lm_head": np.zeros_like(head)}
+        machine.publish(blind, machine.version + 1)
+        self.addCleanup(lambda: machine.publish(params(), machine.version + 1))
+        before = machine.drafter.acceptance
+        engine_test.run_all(machine, engine_test.make_requests(5, 11, n=11))
+        after = machine.drafter.acceptance
+        kept = np.subtract(after.accepted, before.accepted)
+        judged = np.subtract(after.judged, before.judged)
+        # Two requests draw 1 token behind their prompts, then 4, 4 and 2.
+        self.assertEqual(after.rounds - before.rounds, 2 * 3)
+        self.assertEqual(judged.tolist(), [2 * 3, 2 * 3, 2 * 2])
+        self.assertEqual(kept.tolist(), judged.tolist())
+
     def test_logprobs_and_experts_are_those_of_training(self):
         requests = engine_test.make_requests(*pages_test.PROMPTS)
         done = engine_test.run_all(drafting(), requests)
