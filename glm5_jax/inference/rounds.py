@@ -36,7 +36,7 @@ class Settings:
 
     num_rounds: int  # most rounds
     num_drafts: int  # of a round; 0 decodes as without drafts
-    by_rejection: bool = False  # how drafts are accepted, see verification.py
+    by_rejection: bool  # how drafts are accepted, see verification.py
 
     @property
     def most_drawn(self) -> int:

@@ -174,7 +174,7 @@ def _serving(
     def decode(params: Any, state: Any) -> tuple[Any, Any]:
         now = to_state(state)
         if has_drafts:
-            settings = rounds.Settings(num_rounds=1, num_drafts=num_drafts)
+            settings = rounds.Settings(1, num_drafts, by_rejection=False)
             out, drawn = rounds.decode(params, model, now, settings=settings)
         else:
             out, drawn = steps.decode(

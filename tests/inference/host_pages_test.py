@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +53,15 @@ class HostPagesTest(parameterized.TestCase):
         self.assertEqual(machine.num_restored, 4)
         for name, x in read(state).items():
             np.testing.assert_array_equal(x, want[name])
+
+    def test_one_copy_moves_eight_pages(self):
+        machine, state = host_pages.HostPages(LIMITS), make_state()
+        for number, wanted in ((8, 1), (9, 2)):
+            moves = collections.deque(Move(True, i, i) for i in range(number))
+            read_pages = host_pages._read
+            with mock.patch.object(host_pages, "_read", wraps=read_pages) as spy:
+                machine.move(moves, state)
+            self.assertEqual(spy.call_count, wanted)
 
     def test_copies_of_pages_wherever_they_are(self):
         machine, state = host_pages.HostPages(LIMITS), make_state()

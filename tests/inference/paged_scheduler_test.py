@@ -11,9 +11,11 @@ SIZE, CHUNK, NUM_STEPS = 4, 16, 5
 TEXT = [*range(1, 64)]
 
 
-def make(num_pages, num_slots=4, chunk=CHUNK, host_pages=0):
+def make(num_pages, num_slots=4, chunk=CHUNK, host_pages=0, num_devices=1):
     limits = Limits(num_pages=num_pages, page_size=SIZE, host_pages=host_pages)
-    return paged_scheduler.PagedScheduler(num_slots, chunk, 1, limits, NUM_STEPS)
+    return paged_scheduler.PagedScheduler(
+        num_slots, chunk, num_devices, limits, NUM_STEPS
+    )
 
 
 def submit(machine, id, prompt, size=20):
@@ -82,11 +84,12 @@ class AdmissionTest(parameterized.TestCase):
 
         self.check(1 + 3 + 3 + 2, ready, 2)
 
-    def test_beside_one_that_reads_a_long_prompt(self):
+    @parameterized.parameters(40, 43)
+    def test_beside_one_that_reads_a_long_prompt(self, size):
         """It has 4 of its 11 pages."""
 
         def ready(machine):
-            submit(machine, 0, [90] * 40)
+            submit(machine, 0, [90] * size)
             run(machine)
             submit(machine, 1, TEXT[:8])
 
@@ -128,6 +131,15 @@ class AdmissionTest(parameterized.TestCase):
 
         self.check(2 + 1 + 1, ready, 1)
 
+    def test_on_the_device_that_knows_most_of_the_prompt(self):
+        """Although it has more requests than the other one."""
+        machine = make(32, num_devices=2)
+        for id, prompt in enumerate((TEXT[:9], TEXT[:10], [80] * 9)):
+            work = submit(machine, id, prompt)
+            run(machine)
+            (slot,) = (slot for slot in machine.slots if slot.work is work)
+            self.assertEqual(slot.device, 1 if id == 2 else 0)
+
     def test_one_that_is_alone_is_always_admitted(self):
         machine = make(2)
         submit(machine, 0, TEXT[:4])
@@ -149,13 +161,13 @@ class AdmissionTest(parameterized.TestCase):
 class PagesTest(parameterized.TestCase):
     def test_a_slot_has_the_pages_of_its_next_tokens(self):
         machine = make(64)
-        submit(machine, 0, TEXT[:17], 9)
-        for size in (16, 17, 22, 25):  # in the cache after each dispatch
+        submit(machine, 0, TEXT[:17], 8)
+        for size in (16, 17, 22, 24):  # in the cache after each dispatch
             (part,) = machine.plan(0).parts
             self.assertLen(part.slot.pages, -(-size // SIZE))
             run(machine)
             self.assertLen(part.slot.tokens, size)
-        self.assertEqual(machine.num_free_pages, 64 - 7)
+        self.assertEqual(machine.num_free_pages, 64 - 6)
 
     def test_the_youngest_request_loses_its_pages_once(self):
         machine = make(5, num_slots=2)
@@ -163,6 +175,22 @@ class PagesTest(parameterized.TestCase):
             submit(machine, id, [80 + id] * 4, 8)
         self.assertEqual(run(machine, 4), [[0, 1], [0], [0], [0]])
         self.assertEqual(machine.num_preempted, 1)
+
+    def test_pages_are_free_when_their_request_is_gone(self):
+        """One that begins alike waits meanwhile for the seven pages that it lacks."""
+        machine = make(9)
+        submit(machine, 0, TEXT[:8])
+        run(machine)
+        submit(machine, 1, [*TEXT[:8], *[80] * 24])
+        submit(machine, 2, TEXT[:4])
+        for _ in range(2):
+            self.assertEqual(running(machine), [0])
+        self.assertIsNone(machine.release(2))
+        machine.release(0)
+        self.assertEqual(machine.num_free_pages, 9)
+        self.assertEqual(running(machine), [1])
+        machine.release(1)
+        self.assertEqual(machine.num_free_pages, 9)
 
     def test_whole_pages_of_a_prompt_are_known(self):
         machine = make(64)
@@ -176,12 +204,21 @@ class PagesTest(parameterized.TestCase):
         self.assertLen(fresh.adopt(TEXT[:16], 0, 0)[1], 4)
         self.assertEqual(fresh.num_known(TEXT), 16)
 
+    def test_a_page_that_two_versions_read_is_not_shared(self):
+        for version, known in ((0, 4), (1, 0)):
+            machine = make(64)
+            submit(machine, 0, TEXT[:3])
+            run(machine)
+            run(machine, version=version)
+            self.assertEqual(machine.num_known([*TEXT[:3], 70, 70]), known)
+
     def test_pages_are_of_one_version_of_the_weights(self):
         machine = make(64, host_pages=4)
         submit(machine, 0, TEXT[:16])
         run(machine)
         self.assertEqual(machine.known(TEXT[:16], 1), [])
-        self.assertEqual(machine.num_known(TEXT), 0)
+        run(machine, version=1)
+        self.assertEqual(machine.num_known(TEXT), 0)  # older weights read the first
         self.assertLen(machine.adopt(TEXT[:16], 0, 2)[1], 4)
         run(machine, version=2)
         self.assertEqual(machine.num_known(TEXT), 16)

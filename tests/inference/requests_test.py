@@ -1,6 +1,7 @@
 """Checks the bounds of each field of a request, from both sides."""
 
 import dataclasses
+import types
 
 import numpy as np
 from absl.testing import parameterized
@@ -73,6 +74,19 @@ class BoundsTest(parameterized.TestCase):
             self.assertEqual(errors(name, value), [], value)
         for value in refused:
             self.assertLen(errors(name, value), 1, value)
+
+    @parameterized.named_parameters(
+        ("fits", 400, {7}, 0),
+        ("small", 399, {7}, 1),
+        ("without_ends", 400, set(), 1),
+        ("ends_that_do_not_stop", 400, {7, 8}, 1),
+        ("fewer_ends_than_stop_ids", 500, {6}, 0),
+    )
+    def test_constraints(self, vocab_size, ends, number):
+        constraint = types.SimpleNamespace(vocab_size=vocab_size, ends=frozenset(ends))
+        request = changed("constraint", constraint)
+        object.__setattr__(request, "stop_ids", {6, 7})
+        self.assertLen(requests.errors(request, CONFIG, 9), number)
 
     def test_errors_of_several_fields_come_together(self):
         request = dataclasses.replace(changed("top_k", -1), min_p=2.0, prompt=[])

@@ -65,6 +65,7 @@ class RoundsTest(absltest.TestCase):
         last, left, ids = np.asarray(drawn.ids)[:, 0], budget, []
         for _ in range(3):
             state, drawn = programs.speculate(params, MODEL, state, settings=ROUND)
+            self.assertIsNone(drawn.experts)
             new = np.minimum(left, DRAFTS + 1)
             is_drawn = np.arange(DRAFTS + 1) < new[:, None]
             np.testing.assert_array_equal(drawn.ids >= 0, is_drawn)

@@ -9,6 +9,7 @@ from absl.testing import parameterized
 from glm5_jax.inference import parts, prefixes, scheduler
 from glm5_jax.inference.requests import Request
 from tests import environment
+from tests.inference import fake_devices
 
 CHUNK = 2048
 
@@ -160,7 +161,6 @@ class ConversationsTest(parameterized.TestCase):
         (part,) = machine.plan(0).parts
         self.assertEqual((part.work.request.id, part.start), (2, 1))
 
-
     def test_a_turn_that_came_before_its_slot_was_free_overtakes_too(self):
         machine = make(1)
         machine.submit(Request(0, [8] * 4, 9))
@@ -195,6 +195,23 @@ class SlotsTest(parameterized.TestCase):
         (part,) = machine.plan(0).parts
         self.assertEqual((part.start, part.tokens), (size, prompt[size:]))
         self.assertEqual(work.completion.num_cached, size)
+
+    def test_tokens_that_other_weights_read_are_read_again(self):
+        machine = make(1)
+        answer(machine, Request(0, TEXT, 1))
+        machine.submit(Request(1, [*TEXT, 5, 7], 1))
+        (part,) = machine.plan(1).parts
+        self.assertEqual((part.start, len(part.tokens)), (0, 12))
+
+    def test_a_lost_cache_is_read_again_with_the_drawn_tokens(self):
+        machine = make(1)
+        work = machine.submit(Request(0, TEXT, 9))
+        draw(machine, machine.plan(0))
+        work.completion.tokens.append(5)
+        machine.forget()
+        (part,) = machine.plan(0).parts
+        self.assertEqual((part.start, part.tokens), (0, [*TEXT, 5]))
+        self.assertTrue(part.is_last)
 
     def test_an_unused_slot_is_taken_before_one_with_a_text(self):
         machine = make(2)
@@ -262,6 +279,40 @@ class SlotsTest(parameterized.TestCase):
         machine = make(1)
         answer(machine, Request(0, TEXT, 1))
         self.assertEqual((machine.num_free_pages, machine.num_known(TEXT)), (0, 0))
+
+
+class InterruptTest(parameterized.TestCase):
+    def test_ctrl_c_at_any_line_loses_no_request(self):
+        """Two slots, and four requests of which one has ended."""
+        num_interrupts, line = 0, 0
+        while num_interrupts == line:
+            machine, ended, line = make(2), [], line + 1
+            for id in range(3):
+                machine.submit(Request(id, [11 + id] * 9, 9))
+            draw(machine, machine.plan(0))
+            try:
+                with fake_devices.ctrl_c(line):
+                    machine.submit(Request(3, [14] * 9, 9))
+                    machine.release(0)
+                    machine.plan(0)
+            except KeyboardInterrupt:
+                num_interrupts += 1
+            wanted = sorted(machine.works)
+            for _ in range(9):
+                if (dispatch := machine.plan(0)) is None:
+                    break
+                works = [slot.work for slot in machine.slots if slot.work is not None]
+                ids = [work.request.id for work in works]
+                self.assertLen({*ids} & machine.works.keys(), len(ids))
+                self.assertNotIn(0, machine._waiting)
+                draw(machine, dispatch)
+                for part in dispatch.parts:
+                    if dispatch.kind == "decode":
+                        ended.append(part.work.request.id)
+                        machine.release(ended[-1])
+            self.assertEqual(sorted(ended), wanted, line)
+            self.assertFalse(machine._is_torn)
+        self.assertGreater(num_interrupts, 30)
 
 
 class StallTest(parameterized.TestCase):
