@@ -362,6 +362,8 @@ class Service:
         with self._lock:
             self._ids.discard(id)
         _deliver(stream, End(reason, completion, message))
+        if not self._streams:  # who drained the service sees all that ended
+            self._stats = self._snapshot()
         with self._lock:
             self._num_open -= 1
             self._lock.notify_all()

@@ -411,6 +411,18 @@ class CommandTest(ServiceCase):
         self.assertTrue(client.has_ended.is_set())
         self.assertLess(time.monotonic() - began, SECONDS / 2)
 
+    def test_who_drained_the_service_sees_what_ended(self):
+        snapshot = self.service._snapshot
+
+        def slowly():
+            time.sleep(0.1)
+            return snapshot()
+
+        with mock.patch.object(self.service, "_snapshot", slowly):
+            self.submit(make_requests()[0])
+            self.assertTrue(self.service.drain(SECONDS))
+            self.assertEqual(sum(self.service.stats().ended.values()), 1)
+
     def test_a_failure_counts_until_the_next_token(self):
         """Every dispatch that decodes fails once."""
         decode, calls = programs.decode, []
