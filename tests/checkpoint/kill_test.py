@@ -15,7 +15,7 @@ from glm5_jax.checkpoint import manifest, step_folder
 from tests import environment, forked
 from tests.checkpoint import steps
 
-KILLS = int(os.environ.get("GLM5_JAX_KILLS", "10"))
+KILLS = int(os.environ.get("GLM5_JAX_KILLS", "6"))
 KEEP = 2
 # A save takes about 0.1 s of an idle machine.
 LONGEST_LIFE = 0.4  # seconds after the first save
