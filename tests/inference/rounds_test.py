@@ -40,7 +40,9 @@ def start(params, prompts, budget, temperature):
         plan=plan,
     )
     state = steps.empty(MODEL, ROWS, CAPACITY, 1, with_drafts=True)
-    return programs.prefill(params, MODEL, state, parts, is_fresh=True)
+    return programs.prefill(
+        params, MODEL, state, parts, is_fresh=True, with_experts=False
+    )
 
 
 @functools.partial(jax.jit, static_argnums=1)
