@@ -333,6 +333,12 @@ class TrackerTest(parameterized.TestCase):
         with self.assertRaisesRegex(constraints.ConstraintError, "cannot be followed"):
             matcher.allowed()
 
+    def test_a_token_that_is_not_allowed_is_refused(self):
+        matcher = of("choice", ["ab"]).start()
+        matcher.consume([*b"a"])
+        with self.assertRaisesRegex(constraints.ConstraintError, "cannot be followed"):
+            matcher.consume([*b"c"])
+
     @parameterized.parameters({}, {"may_end": True})
     def test_until_a_grammar_begins_one_mask_holds(self, **ending):
         inner, forbidden = of("choice", ["ab"]), frozenset([65])

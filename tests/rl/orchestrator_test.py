@@ -175,6 +175,15 @@ class OrchestratorTest(parameterized.TestCase):
         self.assertGreater(groups.ledger()["restarted"], 0)
         self.assertEqual(taskset.counts.resets, taskset.counts.closes)
 
+    def test_nobody_waits_for_an_episode_beside_one_that_failed(self):
+        seconds, fails = iter([0.0, 60.0]), iter([True])
+        engine = Engine(lambda: next(seconds, 0.0), lambda: next(fails, False))
+        orchestrator = make(engine, Lucky(), groups_lib.Groups(1, 0))
+        began = time.monotonic()
+        asyncio.run(learn(orchestrator, engine, 1))
+        self.assertLess(time.monotonic() - began, 30.0)
+        self.assertEqual(orchestrator.groups.ledger()["restarted"], 1)
+
     def test_a_cancelled_run_lets_every_environment_close(self):
         class Slow(Lucky):
             num_closed = num_made = 0
