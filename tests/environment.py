@@ -6,6 +6,7 @@ conftest.py calls `configure` for pytest; a test file run alone calls `main`.
 import contextlib
 import os
 import pathlib
+import signal
 from collections.abc import Iterator
 
 import jax
@@ -38,6 +39,8 @@ def configure() -> None:
     """Sets up jax; call it before the first array. What the user has set stays."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)  # child processes inherit these
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     environ = os.environ
     jax.config.update("jax_platforms", environ["JAX_PLATFORMS"])
     jax.config.update("jax_compilation_cache_dir", environ["JAX_COMPILATION_CACHE_DIR"])
