@@ -74,7 +74,7 @@ OPTIMIZED = (
 )
 # They wait for the disk as users do.
 SYNCED = ("checkpoint/kill_test.py",)
-FULL_GIB = 2.0  # of a process, of which most are then compiled programs
+FULL_GIB = 4.0  # of a process, of which most are then compiled programs
 PAGE_BYTES = 4096
 # The garbage collector's; Python's own are 700, 10 and 10. Tracing makes so many
 # objects that collecting them took a tenth of the tests' CPU time.

@@ -4,19 +4,21 @@ conftest.py calls `configure` for pytest; a test file run alone calls `main`.
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import jax
 from absl.testing import absltest
-from jax.experimental.compilation_cache import compilation_cache
+from jax._src.interpreters import mlir
 
 CACHE_DIR = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
 VARIABLES = {
     "JAX_PLATFORMS": "cpu",
-    # So that the second run of the suite compiles little.
+    # For the programs that tests start: `configure` says why not for this process.
     "JAX_COMPILATION_CACHE_DIR": str(CACHE_DIR),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     # Compiling takes most of the time of most tests: a third less so. Set it to 0 for
@@ -33,6 +35,8 @@ VARIABLES = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# A context keeps the constants of its modules.
+MODULES_OF_A_CONTEXT = 100
 
 
 def configure() -> None:
@@ -48,6 +52,10 @@ def configure() -> None:
         "jax_persistent_cache_min_compile_time_secs",
         float(environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
     )
+    # Hashing each program and writing the long ones took a tenth of the tests' CPU time.
+    # XLA takes a twentieth: a second run would win less.
+    jax.config.update("jax_enable_compilation_cache", False)
+    mlir.make_ir_context = _shared(mlir.make_ir_context)
     limit = int(environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"])
     jax.config.update("jax_traceback_in_locations_limit", limit)
     jax.config.update("jax_disable_most_optimizations", _is_quick())
@@ -66,22 +74,29 @@ def optimized() -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", _is_quick())
 
 
-@contextlib.contextmanager
-def without_cache() -> Iterator[None]:
-    """Compiles anew while this lasts."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # jax asks once whether there is one
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-        compilation_cache.reset_cache()
-
-
 def main() -> None:
     """Runs the tests of the file that is being executed."""
     configure()
     absltest.main()
+
+
+def _shared(make: Callable[[], mlir.ir.Context]) -> Callable[[], mlir.ir.Context]:
+    """Returns a maker of MLIR's contexts that gives a thread one for many modules.
+
+    Making one takes 4 ms, and jax does for each program, also for one operation.
+    """
+    if hasattr(make, "__wrapped__"):
+        return make
+    kept = threading.local()
+
+    @functools.wraps(make)
+    def shared() -> mlir.ir.Context:
+        kept.uses = getattr(kept, "uses", 0) + 1
+        if kept.uses % MODULES_OF_A_CONTEXT == 1:
+            kept.context = make()
+        return kept.context
+
+    return shared
 
 
 def _is_quick() -> bool:

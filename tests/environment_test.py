@@ -22,7 +22,7 @@ def code_size():
 @functools.cache
 def unoptimized_size():
     """Returns the bytes of that program in the other files."""
-    with environment.without_cache(), conftest.circumstances("losses_test.py"):
+    with conftest.circumstances("losses_test.py"):
         return code_size()
 
 
@@ -39,7 +39,7 @@ class EnvironmentTest(parameterized.TestCase):
         if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "1":
             self.skipTest("the user asked for optimizations in every file")
         shorter = unoptimized_size()
-        with environment.without_cache(), conftest.circumstances(name):
+        with conftest.circumstances(name):
             self.assertGreater(code_size(), 1.2 * shorter)
 
     @parameterized.parameters(*[(name,) for name in conftest.SYNCED])

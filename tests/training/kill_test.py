@@ -88,9 +88,7 @@ class LivesTest(runs.FolderTest):
         cls.config = json.dumps(command_line.to_json_dict(config))
         # Tracing and compiling would take most of a life's seconds.
         program = program_lib.make_program(config, runs.first_devices())
-        with environment.without_cache():  # what comes from it cannot be serialised
-            compiled = program.lower().compile()
-        executable = serialize_executable.serialize(compiled)
+        executable = serialize_executable.serialize(program.lower().compile())
         cls.compiled = cls.root / "compiled.pickle"
         cls.compiled.write_bytes(pickle.dumps(executable))
 
