@@ -52,8 +52,8 @@ def configure() -> None:
         "jax_persistent_cache_min_compile_time_secs",
         float(environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
     )
-    # Hashing each program and writing the long ones took a tenth of the tests' CPU time.
-    # XLA takes a twentieth: a second run would win less.
+    # Hashing programs and writing the long ones took a tenth of the tests' CPU time,
+    # XLA a twentieth: a second run would win less.
     jax.config.update("jax_enable_compilation_cache", False)
     mlir.make_ir_context = _shared(mlir.make_ir_context)
     limit = int(environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"])
