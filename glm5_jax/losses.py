@@ -78,6 +78,28 @@ def token_logprobs(
     return _of_each(chunk, hidden, targets, chunk_tokens)
 
 
+def token_entropies(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "d v"],
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int,
+) -> Float[Array, "B T"]:
+    """Returns -sum_v p log p, p = softmax(hidden head / temperature), differentiable.
+
+    The backward pass recomputes the logits of each chunk.
+    """
+    head = _head(head, hidden.dtype)
+
+    def chunk(states: Array, _: Array) -> Array:
+        logits = _logits(states, head) / temperature
+        surprise = _normaliser(logits)[:, None] - logits
+        own = jnp.sum(jnp.exp(-surprise) * surprise, axis=-1)
+        return collectives.total(own, collectives.WORDS)
+
+    return _of_each(chunk, hidden, jnp.zeros(hidden.shape[:2]), chunk_tokens)
+
+
 def mtp_loss(
     states: Float[Array, "k B T D"],
     head: Float[Array, "d v"],

@@ -92,6 +92,31 @@ class NextTokenLossTest(parameterized.TestCase):
         self.assertGreater(memory(1024).temp_size_in_bytes, all_logits)
 
 
+class EntropyTest(absltest.TestCase):
+    def test_it_is_that_of_the_tempered_distribution_with_gradients(self):
+        """The gradient by a logit is -p (log p + entropy) / temperature."""
+        hidden, head, _, weights = jax.device_get(make_inputs())
+        logits = (hidden.astype(np.float64) @ head) / 0.7
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        want = -np.sum(p * np.log(p), axis=-1)
+        d_logits = -p * (np.log(p) + want[..., None]) / 0.7 * weights[..., None]
+        d_head = np.einsum("btd,btv->dv", hidden, d_logits)
+
+        def total(hidden, head):
+            found = losses.token_entropies(
+                hidden, head, temperature=0.7, chunk_tokens=5
+            )
+            return jnp.sum(weights * found), found
+
+        gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+        grads, found = gradient(jnp.asarray(hidden), jnp.asarray(head))
+        np.testing.assert_allclose(found, want, rtol=1e-4)
+        wanted = d_logits @ head.T, d_head
+        for g, w in zip(grads, wanted, strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
+
+
 class ShardsTest(absltest.TestCase):
     def test_four_shards_of_the_vocabulary_equal_the_whole(self):
         """Two of them hold other rows; the targets are all words, borders included."""
@@ -114,11 +139,17 @@ class ShardsTest(absltest.TestCase):
             # Each device returns the sum of all, so the gradients are summed so often.
             d_hidden = collectives.total(slopes[0], collectives.SHARES)
             slopes = [x / collectives.num_devices() for x in (d_hidden, slopes[1])]
-            return total, slopes, losses.token_nll(hidden, head, targets, 6)
+            nll = losses.token_nll(hidden, head, targets, 6)
+            return (
+                total,
+                slopes,
+                nll,
+                losses.token_entropies(hidden, head, chunk_tokens=6),
+            )
 
         config = config_lib.MeshConfig(data=1, expert=2, tensor=2)
         with jax.set_mesh(mesh_lib.make_mesh(config, jax.devices()[:4])):
-            specs = (rows, words, rows, rows), (P(), [rows, words], rows)
+            specs = (rows, words, rows, rows), (P(), [rows, words], rows, rows)
             got = jax.jit(collectives.on_shards(local, *specs))(*given)
         for g, w in zip(*map(jax.tree.leaves, (got, local(*given))), strict=True):
             np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)

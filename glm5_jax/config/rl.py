@@ -62,6 +62,12 @@ class RLConfig:
     tis_cap: float = 2.0  # largest weight of truncated importance sampling
     # Standard deviation of a group's rewards that divides its advantages.
     advantage_std: AdvantageStd = "sample"
+    # Weight in the loss of the KL to the reference, in nats a token. GLM-5 has none.
+    kl_weight: float = 0.0
+    # Run, step or Hugging Face folder of the policy to stay near; None: init_from.
+    reference: str | None = None
+    # Weight in the loss of the policy's entropy, in nats a token, which rises with it.
+    entropy_weight: float = 0.0
     loss_mean: LossMean = "sequence"  # unit of equal weight: a sequence or a token
     # Updates of a step, each with an equal part of its rollouts.
     updates_per_rollout: int = 1
@@ -123,7 +129,10 @@ class RLConfig:
             ),
             *(
                 (getattr(self, k) >= 0, f"{k} must be >= 0, got {getattr(self, k)}.")
-                for k in ("max_staleness", "num_engines", "num_pages", "episodes_gib")
+                for k in (
+                    *("max_staleness", "num_engines", "num_pages", "episodes_gib"),
+                    *("kl_weight", "entropy_weight"),
+                )
             ),
             (
                 self.temperature > 0,

@@ -16,6 +16,11 @@ from glm5_jax.config.quantization import QuantizationAware
 from glm5_jax.config.rl import RLConfig
 
 TRACKERS = ("tensorboard", "wandb")
+# Settings that depend on the tokens that a run has trained on.
+BY_TOKENS = (
+    *("data.batch_warmup_sizes", "optim.warmup_tokens"),
+    *("loss.mtp_weight_changes", "loss.router_bias_rate_changes"),
+)
 if TYPE_CHECKING:
     StageName = str
 else:
@@ -185,6 +190,12 @@ class TrainConfig:
         return self.model.mtp_num_steps if has_loss and is_computed else 0
 
     @property
+    def reference(self) -> str | None:
+        """Folder of the policy that a term of the loss stays near; None: no term."""
+        is_used = self.rl.kl_weight > 0 and self.stage_record.update == "policy"
+        return (self.rl.reference or self.init_from) if is_used else None
+
+    @property
     def replays_routing(self) -> bool:
         """True where the trainer routes tokens to the experts that the engine chose."""
         return self.rl.router_replay and self.stage_record.can_replay_routing
@@ -274,11 +285,12 @@ class TrainConfig:
             ),
             *(
                 (
-                    not value or stage.has_batch_size,
+                    not (value := operator.attrgetter(name)(self))
+                    or stage.has_batch_size,
                     f"{name} counts the tokens of texts and is not for stage "
                     f"{self.stage!r}, got {value}; leave it out.",
                 )
-                for name, value in self._counts_of_tokens().items()
+                for name in BY_TOKENS
             ),
             (
                 not self.eval_success or stage.can_measure_success,
@@ -306,14 +318,6 @@ class TrainConfig:
                 f"eval/bits_per_byte, got {self.stop_at}.",
             ),
         ]
-
-    def _counts_of_tokens(self) -> dict[str, Any]:
-        """Returns the settings that depend on the tokens that a run has trained on."""
-        paths = (
-            *("data.batch_warmup_sizes", "optim.warmup_tokens"),
-            *("loss.mtp_weight_changes", "loss.router_bias_rate_changes"),
-        )
-        return {path: operator.attrgetter(path)(self) for path in paths}
 
     def batch_rules(self, num_shares: int) -> list[tuple[bool, str]]:
         """Returns the rules that devices of data * fsdp * expert get equal rows."""
@@ -386,9 +390,8 @@ class TrainConfig:
             halves = 1 if length % 2 else math.gcd(length // 2, num_devices)
             near = checks.nearest_divisors(halves, context)
             remedy = f"context to {checks.listed(near)}"
-            rules.append(
-                checks.divisible(name, length, "2 * context", 2 * context, remedy)
-            )
+            parts = 2 * context
+            rules.append(checks.divisible(name, length, "2 * context", parts, remedy))
         return rules
 
 

@@ -214,6 +214,26 @@ def gspo(
     return TokenLoss(loss, _metrics(x, x.mismatch, jnp.zeros_like(mask), is_clipped))
 
 
+def kl_to_reference(
+    logprobs: Float[Array, "*n"],
+    old_logprobs: Float[Array, "*n"] | None,
+    reference_logprobs: Float[Array, "*n"],
+    mask: Bool[Array, "*n"],
+) -> Float[Array, "*n"]:
+    """Returns r (exp(d) - 1 - d), d = reference_logprobs - logprobs; 0 off the mask.
+
+    Over tokens that theta_old samples, its mean is KL(pi_train || reference), and its
+    gradient is that of the KL; without the factor r, the gradient would be that of the
+    reversed KL. DeepSeek-V3.2 (arXiv 2512.02556) 3.1. Where tokens are older than
+    theta_old, it is an estimate for the tokens that are there.
+    """
+    logprobs, reference = _cut(logprobs, mask), _cut(reference_logprobs, mask)
+    old = logprobs if old_logprobs is None else _cut(old_logprobs, mask)
+    difference = lax.stop_gradient(reference) - logprobs
+    apart = jnp.expm1(jnp.minimum(difference, _MAX_LOG_RATIO)) - difference
+    return _ratio(logprobs - lax.stop_gradient(old)) * apart
+
+
 def distillation_advantages(
     teacher_logprobs: Float[Array, "*n"],
     logprobs: Float[Array, "*n"],
@@ -270,18 +290,20 @@ def _masked(
     advantages: Array,
     mask: Array,
 ) -> _Masked:
-    """Sets untrained tokens to zero before any computation.
+    """Sets untrained tokens to zero before any computation."""
+    logprobs = _cut(logprobs, mask)
+    old = logprobs if old_logprobs is None else _cut(old_logprobs, mask)
+    constants = old, _cut(rollout_logprobs, mask), _cut(advantages, mask)
+    old, rollout, advantages = lax.stop_gradient(constants)
+    return _Masked(logprobs, logprobs - old, old - rollout, advantages, mask)
+
+
+def _cut(x: Array, mask: Array) -> Array:
+    """Returns x in float32, zero outside the mask.
 
     A `where` after an exp or a product would still let a NaN into the gradient.
     """
-
-    def cut(x: Array) -> Array:
-        return jnp.where(mask, x.astype(jnp.float32), 0)
-
-    logprobs, rollout = cut(logprobs), lax.stop_gradient(cut(rollout_logprobs))
-    old = lax.stop_gradient(logprobs if old_logprobs is None else cut(old_logprobs))
-    advantages = lax.stop_gradient(cut(advantages))
-    return _Masked(logprobs, logprobs - old, old - rollout, advantages, mask)
+    return jnp.where(mask, x.astype(jnp.float32), 0)
 
 
 def _ratio(log_ratio: Array) -> Array:

@@ -152,8 +152,9 @@ class _Loop:
                 run.compile()
         with self._clock.waiting():
             batch, seen = run.feed.next(run.params, run.position)
+        placed = run.with_reference(run.to_devices(batch, size))
         run.params, run.opt_state, metrics = run.train_step(
-            run.params, run.opt_state, run.to_devices(batch, size)
+            run.params, run.opt_state, placed
         )
         return {**metrics, **seen}
 

@@ -1,8 +1,9 @@
 """The training step of reinforcement learning: objective, gradient, update.
 
 The objectives are in glm5_jax/rl/objectives.py. A batch has the arrays of a batch of
-text, and for every target: rollout_logprobs, advantages, weights, and if the trainer
-replays the engine's routing, experts [B, T, expert_layers, K].
+text, and for every target: rollout_logprobs, advantages, weights; reference_logprobs
+where the loss has a KL to a reference; and if the trainer replays the engine's routing,
+experts [B, T, expert_layers, K].
 """
 
 import functools
@@ -23,6 +24,7 @@ from glm5_jax.training import accumulation, computed
 from glm5_jax.training import inputs as inputs_lib
 from glm5_jax.training import loss as loss_lib
 
+REFERENCE = "reference_logprobs"
 GAP = "rl/logprob_gap"  # mean |log pi_train - log pi_infer| of the sampled tokens
 
 
@@ -162,6 +164,7 @@ class Measured(NamedTuple):
     surprise: Float[Array, ""]
     load: dict
     largest_gap: Float[Array, ""]
+    terms: dict  # further terms of the loss, by name of their metric
     mtp: Float[Array, ""] | None  # loss of multi-token prediction, if it learns along
 
     def plus(self, other: "Measured") -> "Measured":
@@ -209,9 +212,10 @@ def _local_loss(
     gaps, largest_gap = jnp.stack([gap for gap, _ in measured]), measured[0][1]
     num_tokens = jnp.stack([jnp.sum(m, dtype=jnp.float32) for m in masks])
     surprise = jnp.sum(jnp.where(mask, -lax.stop_gradient(logprobs), 0))
-    loss = jnp.sum(batch["weights"] * tokens.loss)
-    loss, sums, gaps, num_tokens, surprise = collectives.total(
-        (loss, tokens.metrics, gaps, num_tokens, surprise), collectives.TOKENS
+    added, terms = _terms(config, params, inputs, logprobs, out.hidden)
+    loss = jnp.sum(batch["weights"] * (tokens.loss + added))
+    loss, sums, gaps, num_tokens, surprise, terms = collectives.total(
+        (loss, tokens.metrics, gaps, num_tokens, surprise, terms), collectives.TOKENS
     )
     largest_gap = collectives.largest(largest_gap, collectives.TOKENS)
     mtp = None
@@ -219,7 +223,37 @@ def _local_loss(
         mtp = _mtp_loss(config, params, out.hidden, inputs)
         loss += config.loss.mtp_weight * mtp
     load = loss_lib.loads(out.aux)
-    return loss, Measured(sums, gaps, num_tokens, surprise, load, largest_gap, mtp)
+    measured = Measured(sums, gaps, num_tokens, surprise, load, largest_gap, terms, mtp)
+    return loss, measured
+
+
+def _terms(
+    config: config_lib.TrainConfig,
+    params: dict,
+    inputs: inputs_lib.Inputs,
+    logprobs: Float[Array, "B T"],
+    hidden: Float[Array, "B T D"],
+) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
+    """Returns what KL and entropy add to the loss of every token, and their sums."""
+    batch, rl = inputs.batch, config.rl
+    mask, old = batch["loss_mask"] > 0, batch.get("old_logprobs")
+    added, sums = jnp.zeros_like(logprobs), {}
+    if config.reference:
+        kl = objectives.kl_to_reference(logprobs, old, batch[REFERENCE], mask)
+        added += rl.kl_weight * kl
+        sums["rl/reference_kl"] = jnp.sum(lax.stop_gradient(kl))
+    if rl.entropy_weight:
+        with jax.named_scope("head"):
+            entropies = losses.token_entropies(
+                hidden,
+                params["lm_head"],
+                temperature=rl.temperature,
+                chunk_tokens=config.loss.chunk_tokens,
+            )
+        entropies = jnp.where(mask, entropies, 0)
+        added -= rl.entropy_weight * entropies
+        sums["rl/exact_entropy"] = jnp.sum(lax.stop_gradient(entropies))
+    return added, sums
 
 
 def _mtp_loss(
@@ -252,6 +286,7 @@ def _metrics(measured: Measured) -> loss_lib.Metrics:
     for staleness in range(1, gaps.size):
         metrics[f"{GAP}/stale_{staleness}"] = gaps[staleness]
         metrics[f"rl/tokens/stale_{staleness}"] = measured.num_tokens[staleness]
+    metrics |= {name: total / num_tokens for name, total in measured.terms.items()}
     if measured.mtp is not None:
         metrics[loss_lib.METRIC_NAMES["mtp"]] = measured.mtp
     return metrics | loss_lib.load_metrics(measured.load)

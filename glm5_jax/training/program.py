@@ -131,6 +131,8 @@ def batch_shapes(config: config_lib.TrainConfig) -> dict[str, jax.ShapeDtypeStru
     shape, stage = (config.num_rows, config.data.sequence_length), config.stage_record
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in stage.integers}
     batch |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in stage.floats}
+    if config.reference:
+        batch[policy.REFERENCE] = jax.ShapeDtypeStruct(shape, jnp.float32)
     if config.replays_routing:
         groups = depth.layer_groups(config.model)
         num_expert_layers = sum(group.num_expert_layers for group in groups)

@@ -6,7 +6,7 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from glm5_jax import config
 from glm5_jax.config import rl
@@ -192,6 +192,64 @@ class OracleTest(parameterized.TestCase):
         found = gradient("gspo", to_jax(tokens))
         np.testing.assert_allclose(found, slope, rtol=FLOAT32, atol=FLOAT32)
         self.assertTrue(np.any(slope == 0, where=tokens["mask"]))
+
+
+class ReferenceTest(absltest.TestCase):
+    def test_values_and_gradients_are_those_of_a_loop(self):
+        tokens, reference = make_tokens(), make_tokens(seed=1)["logprobs"]
+        for old in (tokens["old_logprobs"], tokens["logprobs"]):
+            r = np.exp(tokens["logprobs"] - old)
+            away = reference - tokens["logprobs"]
+            loss = np.where(tokens["mask"], r * (np.exp(away) - 1 - away), 0)
+            slope = np.where(tokens["mask"], loss + r * (1 - np.exp(away)), 0)
+            others = [jnp.asarray(x, jnp.float32) for x in (old, reference)]
+            if old is tokens["logprobs"]:
+                others[0] = None
+            others.append(jnp.asarray(tokens["mask"]))
+
+            def kl(logprobs, others=others):
+                return objectives.kl_to_reference(logprobs, *others)
+
+            given = jnp.asarray(tokens["logprobs"], jnp.float32)
+            found = kl(given)
+            np.testing.assert_allclose(found, loss, rtol=FLOAT32, atol=FLOAT32)
+            found = jax.grad(lambda x, kl=kl: jnp.sum(kl(x)))(given)
+            np.testing.assert_allclose(found, slope, rtol=FLOAT32, atol=FLOAT32)
+
+    def test_over_all_tokens_it_is_the_kl_and_its_gradient(self):
+        rng = np.random.default_rng(0)
+        logits, other = rng.normal(size=(2, 9))
+        reference = jnp.asarray(other - np.log(np.exp(other).sum()), jnp.float32)
+
+        def kl(logits):
+            logprobs = jax.nn.log_softmax(logits)
+            return jnp.sum(jnp.exp(logprobs) * (logprobs - reference))
+
+        def estimate(logits):
+            logprobs = jax.nn.log_softmax(logits)
+            share = jax.lax.stop_gradient(jnp.exp(logprobs))
+            every = jnp.ones(9, bool)
+            found = objectives.kl_to_reference(logprobs, None, reference, every)
+            return jnp.sum(share * found)
+
+        given = jnp.asarray(logits, jnp.float32)
+        got, want = (jax.value_and_grad(f)(given) for f in (estimate, kl))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=FLOAT32),
+            got,
+            want,
+        )
+
+    def test_far_and_masked_tokens_are_finite(self):
+        logprobs = jnp.asarray([-200.0, -0.1, -jnp.inf, jnp.nan])
+        reference = jnp.asarray([-0.1, -200.0, jnp.nan, -jnp.inf])
+        mask = jnp.asarray([True, True, False, False])
+        value, slope = jax.value_and_grad(
+            lambda x: jnp.sum(objectives.kl_to_reference(x, None, reference, mask))
+        )(logprobs)
+        self.assertTrue(np.isfinite(value))
+        self.assertTrue(np.isfinite(slope).all())
+        np.testing.assert_array_equal(slope[2:], 0)
 
 
 class IdentityTest(parameterized.TestCase):

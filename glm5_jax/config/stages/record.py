@@ -32,6 +32,11 @@ class Config(Protocol):
         ...
 
     @property
+    def init_from(self) -> str | None:
+        """The folder of the first parameters."""
+        ...
+
+    @property
     def model(self) -> ModelConfig:
         """The section of the model."""
         ...

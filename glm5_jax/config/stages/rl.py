@@ -15,7 +15,8 @@ def _is_trained(path: record.Path) -> bool:
 
 
 def episode_rules(config: record.Config) -> list[record.Rule]:
-    """Returns the rules that an episode fits a row, and that MTP is there to train."""
+    """Returns rules: an episode fits a row; MTP and the reference are there."""
+    kl_weight = config.rl.kl_weight
     length, new = config.data.sequence_length, config.rl.max_new_tokens
     modules = config.model.num_nextn_predict_layers
     return [
@@ -23,6 +24,11 @@ def episode_rules(config: record.Config) -> list[record.Rule]:
             not config.rl.trains_mtp or modules > 0,
             "rl.trains_mtp needs a model with multi-token prediction; "
             "model.num_nextn_predict_layers is 0.",
+        ),
+        (
+            kl_weight == 0 or bool(config.rl.reference or config.init_from),
+            f"rl.kl_weight={kl_weight:g} needs the policy to stay near: set init_from "
+            f"or rl.reference to its folder.",
         ),
         (
             new < length,

@@ -4,6 +4,7 @@ import pathlib
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager
+from glm5_jax.training import reference
 from glm5_jax.training.feeds import corpus
 from glm5_jax.training.feeds import feed as feed_lib
 from glm5_jax.training.reporting import suites, trackers
@@ -48,6 +49,12 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
             loading.require_same_mathematics(config)
             loading.require_params(config.init_from, config.model)
             found.append(f"init_from: {config.init_from} has every parameter")
+    except config_lib.InputError as error:
+        errors.append(str(error))
+    try:
+        reference.require(config)
+        if config.reference is not None:
+            found.append(f"rl.reference: {config.reference} has every parameter")
     except config_lib.InputError as error:
         errors.append(str(error))
     try:
