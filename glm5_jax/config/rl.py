@@ -69,6 +69,9 @@ class RLConfig:
     # Weight in the loss of the policy's entropy, in nats a token, which rises with it.
     entropy_weight: float = 0.0
     loss_mean: LossMean = "sequence"  # unit of equal weight: a sequence or a token
+    # Rows that the episodes of a step are packed into, several in a row; those that do
+    # not fit make a second batch of as many rows. 0: a row for each episode.
+    rows_per_step: int = 0
     # Updates of a step, each with an equal part of its rollouts.
     updates_per_rollout: int = 1
     # Begin every step without the optimizer's moments, as GLM-5 does whenever engines
@@ -131,7 +134,7 @@ class RLConfig:
                 (getattr(self, k) >= 0, f"{k} must be >= 0, got {getattr(self, k)}.")
                 for k in (
                     *("max_staleness", "num_engines", "num_pages", "episodes_gib"),
-                    *("kl_weight", "entropy_weight"),
+                    *("kl_weight", "entropy_weight", "rows_per_step"),
                 )
             ),
             (
@@ -155,12 +158,18 @@ class RLConfig:
             ),
             (
                 self.num_rows % self.updates_per_rollout == 0,
-                f"updates_per_rollout must divide prompts_per_step * group_size = "
-                f"{self.num_rows}, got {self.updates_per_rollout}.",
+                f"updates_per_rollout must divide rows_per_step, or without it "
+                f"prompts_per_step * group_size, here {self.num_rows}; got "
+                f"{self.updates_per_rollout}.",
+            ),
+            (
+                not self.rows_per_step or self.objective != "gspo",
+                "rows_per_step must be 0 with objective='gspo', whose ratio is that of "
+                "a whole row.",
             ),
         )
 
     @property
     def num_rows(self) -> int:
-        """Returns the rows of a batch: one for each rollout."""
-        return self.prompts_per_step * self.group_size
+        """Returns the rows of a batch: those asked for, or one for each rollout."""
+        return self.rows_per_step or self.prompts_per_step * self.group_size

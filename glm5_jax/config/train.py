@@ -140,7 +140,8 @@ class TrainConfig:
     @property
     def num_rows(self) -> int:
         """Rows of a step, over all devices."""
-        return math.prod(operator.attrgetter(p)(self) for p in self.stage_record.rows)
+        fields = self.stage_record.rows_of(self)
+        return math.prod(operator.attrgetter(field)(self) for field in fields)
 
     @property
     def updates_per_step(self) -> int:
@@ -339,7 +340,7 @@ class TrainConfig:
         axes = "data * fsdp * expert" + " * accumulation_steps" * (parts > 1)
         field = self.stage_record.updates.rpartition(".")[2]
         return checks.divisible(
-            " * ".join(self.stage_record.rows),
+            " * ".join(self.stage_record.rows_of(self)),
             self.num_rows,
             axes + f" * {field}" * (updates > 1),
             num_shares * parts * updates,
@@ -379,8 +380,7 @@ class TrainConfig:
     def _token_rules(self, num_devices: int) -> list[tuple[bool, str]]:
         """Returns rules: context, then expert_chunks, divide the tokens of a row."""
         length, context = self.data.sequence_length, self.mesh.context
-        chunks, rules = self.model.expert_chunks, []
-        name = "data.sequence_length"
+        chunks, rules, name = self.model.expert_chunks, [], "data.sequence_length"
         if chunks > 1:
             near = checks.nearest_divisors(max(length // context, 1), chunks)
             remedy = f"model.expert_chunks to {checks.listed(near)}"

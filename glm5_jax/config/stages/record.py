@@ -7,6 +7,7 @@ and STEPS in training/program.py.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
 
@@ -103,6 +104,8 @@ class Stage:
     # Fields of the config whose product is the rows of a step. The first is the one
     # to lower where a step needs too much memory.
     rows: tuple[str, ...] = ("data.batch_size",)
+    # Field with the rows of a step that replaces them, unless it is 0.
+    packed_rows: str = ""
     # Field of the config with the updates of a step, each on an equal part of its
     # rows; "": one update.
     updates: str = ""
@@ -136,6 +139,11 @@ class Stage:
     def computes(self, loss: Loss) -> bool:
         """Tells whether a step computes a term, minimised or not."""
         return loss in self.losses or loss in self.monitored
+
+    def rows_of(self, config: Config) -> tuple[str, ...]:
+        """Returns the fields whose product is the rows of a step of a run."""
+        path = self.packed_rows
+        return (path,) if path and operator.attrgetter(path)(config) else self.rows
 
     @property
     def has_batch_size(self) -> bool:

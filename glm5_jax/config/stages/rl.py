@@ -64,6 +64,7 @@ STAGE = record.Stage(
     name="rl",
     feed="rollouts",
     rows=("rl.prompts_per_step", "rl.group_size"),
+    packed_rows="rl.rows_per_step",
     updates="rl.updates_per_rollout",
     floats=("loss_mask", "rollout_logprobs", "advantages", "weights"),
     can_replay_routing=True,

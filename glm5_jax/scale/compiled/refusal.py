@@ -165,7 +165,7 @@ def _smaller(
     config: config_lib.TrainConfig, mesh: Mapping[str, int]
 ) -> Iterator[Change]:
     """Yields half the rows: fewer a device, or each on twice as many devices."""
-    path = config.stage_record.rows[0]
+    path = config.stage_record.rows_of(config)[0]
     section, field = path.split(".")
     rows = getattr(getattr(config, section), field) // 2
     name = f"{path}={rows}"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from glm5_jax import config as config_lib
+from glm5_jax.data.rows import packing
 from glm5_jax.rl import advantages, gateway
 from glm5_jax.training import program
 from glm5_jax.training.feeds import feed
@@ -19,21 +20,31 @@ from glm5_jax.training.feeds import groups as groups_lib
 def make(
     config: config_lib.TrainConfig, groups: Sequence[groups_lib.Group], position: int
 ) -> feed.Batch:
-    """Returns a row for each sample, padded to a multiple of num_rows rows.
+    """Returns a row for each sample, or with rl.rows_per_step for several.
 
-    All rows are padding if too few groups have a gradient.
+    The rows are padded to a multiple of num_rows. All are padding if too few groups
+    have a gradient.
     """
     rl = config.rl
     used = groups if num_teaching(groups) >= least_teaching(rl) else []
     weighted = advantages.weigh(used, std=rl.advantage_std, aggregation=rl.loss_mean)
-    size = config.num_rows
-    num_rows = max(-(-len(weighted) // size), 1) * size
+    size, rows = config.num_rows, [[place] for place in range(len(weighted))]
+    if rl.rows_per_step:
+        lengths = [len(item.sample.mask) - 1 for item in weighted]
+        rows = packing.best_fit(lengths, config.data.sequence_length)
+    num_rows = max(-(-len(rows) // size), 1) * size
     batch: feed.Batch = {
         name: np.zeros((num_rows, *x.shape[1:]), x.dtype)
         for name, x in program.batch_shapes(config).items()
     }
-    for row, item in enumerate(weighted):
-        _fill(batch, row, item, position)
+    for row, places in enumerate(rows):
+        start = 0
+        for number, place in enumerate(places, 1):
+            item = weighted[place]
+            here = row, slice(start, start + len(item.sample.mask) - 1)
+            batch["segment_ids"][here] = number
+            _fill(batch, here, item, position)
+            start = here[1].stop
     return batch
 
 
@@ -62,23 +73,24 @@ def staleness(groups: Sequence[groups_lib.Group], version: int) -> int:
 
 
 def _fill(
-    batch: feed.Batch, row: int, item: advantages.Weighted, position: int
+    batch: feed.Batch,
+    here: tuple[int, slice],
+    item: advantages.Weighted,
+    position: int,
 ) -> None:
-    """Writes a sample into a row."""
+    """Writes a sample into a part of a row."""
     sample = item.sample
     assert isinstance(sample, gateway.Sample)
-    n = len(sample.tokens) - 1  # the last token is only a target
     mask = np.asarray(sample.mask[1:], np.float32)
-    batch["tokens"][row, :n] = sample.tokens[:-1]
-    batch["targets"][row, :n] = sample.tokens[1:]
-    batch["segment_ids"][row, :n] = 1
-    batch["positions"][row, :n] = np.arange(n)
-    batch["loss_mask"][row, :n] = mask
-    batch["rollout_logprobs"][row, :n] = sample.logprobs[1:]
-    batch["advantages"][row, :n] = item.advantage * mask
-    batch["weights"][row, :n] = item.weight * mask
+    batch["tokens"][here] = sample.tokens[:-1]  # the last token is only a target
+    batch["targets"][here] = sample.tokens[1:]
+    batch["positions"][here] = np.arange(len(mask))
+    batch["loss_mask"][here] = mask
+    batch["rollout_logprobs"][here] = sample.logprobs[1:]
+    batch["advantages"][here] = item.advantage * mask
+    batch["weights"][here] = item.weight * mask
     if "staleness" in batch:
         versions = np.asarray(sample.cache_versions[1:], np.int32)
-        batch["staleness"][row, :n] = np.where(mask, position - versions, 0)
+        batch["staleness"][here] = np.where(mask, position - versions, 0)
     if "experts" in batch:
-        batch["experts"][row, :n] = sample.experts
+        batch["experts"][here] = sample.experts

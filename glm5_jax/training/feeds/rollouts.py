@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 
 from glm5_jax import config as config_lib
@@ -78,18 +79,20 @@ class Rollouts:
         num_teaching = policy_batch.num_teaching(played.groups)
         self._count_idle(num_teaching)
         seen, seconds = rollouts.metrics(played.episodes), time.perf_counter() - began
+        batch = policy_batch.make(self._config, played.groups, position)
         metrics = {
             **start,
             **seen,
             **played.metrics,
             "rollout/staleness_max": policy_batch.staleness(played.groups, position),
+            "rollout/filled_share": float(np.mean(batch["segment_ids"] > 0)),
             "rollout/used_groups": 0 if self._idle_steps else num_teaching,
             "perf/rollout_seconds": round(seconds, 3),
             "perf/sampled_tokens_per_second": round(
                 seen["rollout/sampled_tokens"] / seconds, 1
             ),
         }
-        return policy_batch.make(self._config, played.groups, position), metrics
+        return batch, metrics
 
     def keep(self, workdir: pathlib.Path, step: int) -> None:
         """Writes the episodes of the last batch into the run's folder."""
