@@ -3,6 +3,7 @@
     python benchmarks/compare_cpu.py train --transformers=/tmp/peer/bin/python \
         --maxtext=/tmp/maxtext/bin/python
     python benchmarks/compare_cpu.py decode --transformers=/tmp/peer/bin/python
+    python benchmarks/compare_cpu.py mixed --transformers=/tmp/peer/bin/python
 
 The interpreters are those of the environments that the peers' programs ask for. Every
 round runs each once, so that a busy machine slows all alike; prints a line for each
@@ -32,6 +33,14 @@ def commands(args: argparse.Namespace, folder: str) -> Iterator[tuple[str, list[
             yield "transformers", [args.transformers, str(HERE / "transformers_cpu.py")]
         if args.maxtext:
             yield "maxtext", [args.maxtext, str(HERE / "maxtext_cpu.py")]
+        return
+    if args.what == "mixed":
+        ours = [sys.executable, str(HERE / "decode_cpu.py"), "--mixed"]
+        yield "ours", ours
+        yield "ours in turn", [*ours, "--in_turn"]
+        if args.transformers:
+            program = [str(HERE / "transformers_cpu.py"), "--mixed"]
+            yield "transformers in turn", [args.transformers, *program]
         return
     for batch in (1, 8):
         flag = f"--batch={batch}"
@@ -64,7 +73,7 @@ def run(command: list[str], core: int) -> dict[str, float]:
 def main() -> None:
     """Parses flags, runs the rounds and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("train", "decode"))
+    parser.add_argument("what", choices=("train", "decode", "mixed"))
     parser.add_argument("--transformers", help="interpreter that has transformers")
     parser.add_argument("--maxtext", help="interpreter that has MaxText")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,9 +1,11 @@
 """Our cached decoding of the bench shape on a CPU, as benchmarks/transformers_cpu.py.
 
     taskset -c 0 python benchmarks/decode_cpu.py --batch=8
+    taskset -c 0 python benchmarks/decode_cpu.py --mixed
 
 Prompts of 256 random tokens, 128 new ones, greedy, float32, random weights. Prints one
-JSON line; rates are medians over the timed runs, with and without the prefill.
+JSON line; rates are medians over the timed runs, with and without the prefill. With
+--mixed, 16 requests of mixed lengths come at once, or one after another.
 """
 
 import argparse
@@ -21,14 +23,40 @@ from glm5_jax.training.run import host_memory
 
 CONFIG = presets.BENCH
 PROMPT, NEW_TOKENS = 256, 128
+MIXED = [(16 + 16 * i % 240, 256 - 14 * i) for i in range(16)]  # prompt, new tokens
+
+
+def mixed(num_runs: int, in_turn: bool) -> dict[str, float]:
+    """Returns the rate of MIXED by an engine with a slot for each request."""
+    init = jax.jit(transformer.init_params, static_argnums=0)
+    params, rng = init(CONFIG, jax.random.key(0)), np.random.default_rng(0)
+    capacity = max(map(sum, MIXED))
+    machine = engine.Engine(params, CONFIG, num_slots=len(MIXED), capacity=capacity)
+    total, rates = sum(new for _, new in MIXED), []
+    for _ in range(1 + num_runs):
+        prompts = [rng.integers(0, CONFIG.vocab_size, n).tolist() for n, _ in MIXED]
+        began = time.perf_counter()
+        for id, (prompt, (_, new)) in enumerate(zip(prompts, MIXED, strict=True)):
+            machine.submit(engine.Request(id, prompt, new, temperature=0.0))
+            while in_turn and machine.num_pending:
+                machine.step()
+        while machine.num_pending:
+            machine.step()
+        rates.append(total / (time.perf_counter() - began))
+    return {"tokens_per_second": round(statistics.median(rates[1:]), 1)}
 
 
 def main() -> None:
     """Parses flags and prints one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=8, help="sequences")
+    parser.add_argument("--mixed", action="store_true", help="16 requests of MIXED")
+    parser.add_argument("--in_turn", action="store_true", help="one after another")
     parser.add_argument("--runs", type=int, default=7)
     args = parser.parse_args()
+    if args.mixed:
+        print(json.dumps({"jax": jax.__version__} | mixed(args.runs, args.in_turn)))
+        return
     init = jax.jit(transformer.init_params, static_argnums=0)
     params = init(CONFIG, jax.random.key(0))
     rng = np.random.default_rng(0)

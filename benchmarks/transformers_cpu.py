@@ -4,6 +4,7 @@
     /tmp/peer/bin/pip install torch==2.13.0 transformers==5.23.0
     taskset -c 0 /tmp/peer/bin/python benchmarks/transformers_cpu.py
     taskset -c 0 /tmp/peer/bin/python benchmarks/transformers_cpu.py --decode --batch=1
+    taskset -c 0 /tmp/peer/bin/python benchmarks/transformers_cpu.py --mixed
 
 The shape is that of configs/bench_cpu.py. Training is the whole step: next-token loss,
 gradients, fused AdamW; the indexer has no gradient there and there is no MTP. Prints
@@ -48,6 +49,7 @@ CONFIG = {
     "eos_token_id": None,
 }
 PROMPT, NEW_TOKENS = 256, 128
+MIXED = [(16 + 16 * i % 240, 256 - 14 * i) for i in range(16)]  # prompt, new tokens
 
 
 def measure(run: Callable[[], int], warmup: int, steps: int) -> dict[str, float]:
@@ -109,10 +111,29 @@ def decode(args: argparse.Namespace, model: transformers.PreTrainedModel) -> dic
     return whole | {"without_prefill_tokens_per_second": round(rate, 1)}
 
 
+def mixed(args: argparse.Namespace, model: transformers.PreTrainedModel) -> dict:
+    """Times 16 requests of mixed lengths, one after another."""
+
+    def generate() -> int:
+        for prompt, new_tokens in MIXED:
+            ids = torch.randint(0, CONFIG["vocab_size"], (1, prompt))
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+            )
+            assert out.shape[1] == prompt + new_tokens
+        return sum(new_tokens for _, new_tokens in MIXED)
+
+    return measure(generate, 1, args.steps)
+
+
 def main() -> None:
     """Parses flags and prints one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--decode", action="store_true")
+    parser.add_argument("--mixed", action="store_true", help="16 requests of MIXED")
     parser.add_argument("--experts", choices=("eager", "grouped_mm"), default="eager")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=1)
@@ -125,9 +146,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     config = glm_moe_dsa.GlmMoeDsaConfig(**CONFIG, experts_implementation=args.experts)
     model = glm_moe_dsa.GlmMoeDsaForCausalLM(config).to(getattr(torch, args.dtype))
-    if args.decode:
+    if args.decode or args.mixed:
         model.eval()
-    result = (decode if args.decode else train)(args, model)
+    what = mixed if args.mixed else decode if args.decode else train
+    result = what(args, model)
     parameters = sum(p.numel() for p in model.parameters())
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     print(json.dumps(versions | vars(args) | {"parameters": parameters} | result))
