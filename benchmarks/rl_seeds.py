@@ -2,6 +2,7 @@
 
     python benchmarks/rl_seeds.py --task=reverse --seeds=0,1,2,3,4 \
         --workdir=runs/seeds --out=docs/rl_reverse.png
+    python benchmarks/rl_seeds.py --stage=async --task=reverse --workdir=runs/seeds
 
 Seed i of RL starts from seed i of SFT, so that data order, initial values and rollouts
 all differ. Runs that are done are not repeated, those that were stopped resume: typed
@@ -31,6 +32,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--task", default="reverse", help="of configs/small_sft_TASK")
+    parser.add_argument("--stage", choices=("rl", "async"), default="rl")
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--workdir", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, help="the picture to write")
@@ -39,21 +41,22 @@ def main() -> None:
     args = parser.parse_args()
     workdir, seeds = args.workdir.resolve(), args.seeds.split(",")
     for seed in [] if args.report_only else seeds:
-        sft, rl = (workdir / f"{args.task}_{stage}_{seed}" for stage in ("sft", "rl"))
+        sft, rl = folders(workdir, args, seed)
         train(f"small_sft_{args.task}", sft, f"--config.seed={seed}")
         train(
-            f"small_rl_{args.task}",
+            f"small_{args.stage}_{args.task}",
             rl,
             f"--config.seed={seed}",
             f"--config.init_from={sft}",
             *args.overrides,
         )
-    done = [s for s in seeds if (workdir / f"{args.task}_rl_{s}/summary.json").exists()]
+    pairs = {seed: folders(workdir, args, seed) for seed in seeds}
+    done = [s for s, (_, rl) in pairs.items() if (rl / "summary.json").exists()]
     lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    lines += [row(workdir, args.task, seed) for seed in done]
+    lines += [row(seed, *pairs[seed]) for seed in done]
     print("\n".join("| " + " | ".join(line) + " |" for line in lines))
     if args.out and done:
-        runs = [rl_curves.read(str(workdir / f"{args.task}_rl_{s}")) for s in done]
+        runs = [rl_curves.read(str(pairs[seed][1])) for seed in done]
         rl_curves.draw({args.task: runs}).savefig(args.out, dpi=130)
 
 
@@ -73,9 +76,16 @@ def train(config: str, workdir: pathlib.Path, *changes: str) -> None:
         sys.exit(f"{workdir} ended with {done.returncode}; see above.")
 
 
-def row(workdir: pathlib.Path, task: str, seed: str) -> list[str]:
+def folders(
+    workdir: pathlib.Path, args: argparse.Namespace, seed: str
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """Returns the folders of a seed's SFT and of its RL."""
+    sft, rl = (f"{args.task}_{stage}_{seed}" for stage in ("sft", args.stage))
+    return workdir / sft, workdir / rl
+
+
+def row(seed: str, sft: pathlib.Path, rl: pathlib.Path) -> list[str]:
     """Returns a seed's row of the table."""
-    sft, rl = (workdir / f"{task}_{stage}_{seed}" for stage in ("sft", "rl"))
     taught, learned = rl_curves.read(str(sft)), rl_curves.read(str(rl))
     start, end = taught[-1], learned[-1]
     first = rl_curves.first_solved(learned)
