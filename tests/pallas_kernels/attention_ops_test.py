@@ -73,8 +73,10 @@ class SelectionTest(parameterized.TestCase):
         x = make_inputs(num_queries, num_keys)
         args = (*x["index"], x["lo"], x["hi"])
         for topk in (1, 17, num_keys + 3):
-            got = indexer_mask(*args, topk=topk, implementation="tiled")
-            want = indexer_mask(*args, topk=topk, implementation="reference")
+            got, want = (
+                program.call(indexer_mask, *args, topk=topk, implementation=name)
+                for name in ("tiled", "reference")
+            )
             np.testing.assert_array_equal(got, want)
 
     def test_definition_is_lexsort(self):
@@ -118,25 +120,14 @@ class AttentionTest(parameterized.TestCase):
         x = make_inputs(num_queries, num_keys)
         mask = selected(x, topk=9)
 
-        def loss(q, k, v, mask, implementation):
-            out, lse = masked_mla(
-                q,
-                k,
-                v,
-                x["lo"],
-                x["hi"],
-                mask,
-                scale=0.3,
-                implementation=implementation,
-            )
+        def loss(q, k, v, lo, hi, mask, name):
+            out, lse = masked_mla(q, k, v, lo, hi, mask, scale=0.3, implementation=name)
             return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse)), (out, lse)
 
-        gradients = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnums=4)
+        gradients = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnums=6)
+        args = [x[name] for name in ("q", "k", "v", "lo", "hi")]
         for keep in (mask, None):
-            results = [
-                gradients(x["q"], x["k"], x["v"], keep, name)
-                for name in ("tiled", "reference")
-            ]
+            results = [gradients(*args, keep, name) for name in ("tiled", "reference")]
             for got, want in zip(*map(jax.tree.leaves, results), strict=True):
                 np.testing.assert_allclose(got, want, rtol=FLOAT32_RTOL, atol=2e-5)
 
@@ -187,29 +178,24 @@ class IndexerLossTest(parameterized.TestCase):
         mask = selected(x, topk=9)
         weight = jnp.asarray(np.random.default_rng(3).random((B, num_queries)))
 
-        @functools.partial(jax.jit, static_argnums=3)
-        def loss(index, q, keep, implementation):
-            _, lse = masked_mla(q, x["k"], x["v"], x["lo"], x["hi"], keep, scale=0.3)
+        # Constants of a program would be folded, which takes XLA much longer.
+        @functools.partial(jax.jit, static_argnums=7)
+        def loss(index, q, k, v, lo, hi, keep, implementation):
+            _, lse = masked_mla(q, k, v, lo, hi, keep, scale=0.3)
+            options = {"scale": 0.3, "implementation": implementation}
             return 2 * indexer_kl_loss(
-                (q, x["k"], lse),
-                index,
-                x["lo"],
-                x["hi"],
-                keep,
-                weight,
-                scale=0.3,
-                implementation=implementation,
+                (q, k, lse), index, lo, hi, keep, weight, **options
             )
 
-        gradients = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=3)
+        gradients = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=7)
+        args = [x[name] for name in ("index", "q", "k", "v", "lo", "hi")]
         for keep in (mask, None):
             (got, (grads, dq)), (want, (wanted, _)) = (
-                gradients(x["index"], x["q"], keep, name)
-                for name in ("tiled", "reference")
+                gradients(*args, keep, name) for name in ("tiled", "reference")
             )
             np.testing.assert_allclose(got, want, rtol=1e-4)
             if num_queries < num_keys:  # the value alone comes without a gradient
-                alone = loss(x["index"], x["q"], keep, "tiled")
+                alone = loss(*args, keep, "tiled")
                 np.testing.assert_allclose(alone, got)
             for g, w in zip(grads, wanted, strict=True):
                 np.testing.assert_allclose(g, w, rtol=1e-3, atol=2e-5)

@@ -14,6 +14,7 @@ from pallas_kernels import (
     selection,
 )
 from tests import environment
+from tests.pallas_kernels import program
 
 # No two dims of a block are equal.
 _SMALL = {"heads": 16, "head_dim": 256, "index_heads": 8, "index_dim": 384, "topk": 32}
@@ -48,29 +49,27 @@ class IndexerKlTest(parameterized.TestCase):
         names = ("q", "k", "v", "q_index", "k_index", "w", "lo", "hi", "weight")
         q, k, v, *index, lo, hi, weight = cases.make(case, *names)
         index[2] = index[2] / 8  # scores of the size of logits
-        selected = indexer_mask(*index, lo, hi, topk=32) if is_selected else None
-        _, lse = masked_mla(q, k, v, lo, hi, selected, scale=case.scale)
+        selected = None
+        if is_selected:
+            selected = program.call(indexer_mask, *index, lo, hi, topk=32)
+        _, lse = program.call(masked_mla, q, k, v, lo, hi, selected, scale=case.scale)
         if is_selected and case.dtype == "bfloat16":
-            selected = selection.pack(selected)
+            selected = program.call(selection.pack, selected)
 
-        def loss(index, implementation):
-            return 2 * indexer_kl_loss(
-                (q, k, lse),
-                tuple(index),
-                lo,
-                hi,
-                selected,
-                weight,
-                scale=case.scale,
-                implementation=implementation,
-            )
+        # Constants of a program would be folded, which takes XLA ten times as long.
+        args = tuple(index), (q, k, lse), lo, hi, selected, weight
 
-        run = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-        got, gradient = run(index, "tpu_interpret")
-        want, wanted = run(index, "reference")
+        def loss(index, main, *rows, implementation):
+            options = {"scale": case.scale, "implementation": implementation}
+            return 2 * indexer_kl_loss(main, index, *rows, **options)
+
+        run = jax.jit(jax.value_and_grad(loss), static_argnames="implementation")
+        got, gradient = run(*args, implementation="tpu_interpret")
+        want, wanted = run(*args, implementation="reference")
         np.testing.assert_allclose(got, want, rtol=LOSS_RTOL)
         if not is_selected:  # the value alone comes without a gradient
-            value = jax.jit(loss, static_argnums=1)(index, "tpu_interpret")
+            alone = jax.jit(loss, static_argnames="implementation")
+            value = alone(*args, implementation="tpu_interpret")
             np.testing.assert_allclose(value, got, rtol=LOSS_RTOL)
         for g, w in zip(gradient, wanted, strict=True):
             self.assertEqual((g.dtype, g.shape), (w.dtype, w.shape))

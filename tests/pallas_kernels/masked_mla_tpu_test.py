@@ -14,6 +14,7 @@ from pallas_kernels import (
     selection,
 )
 from tests import environment
+from tests.pallas_kernels import program
 
 # No two dims of a block are equal.
 _SMALL = {"heads": 3, "head_dim": 384, "value_dim": 640, "index_heads": 8, "topk": 32}
@@ -43,16 +44,17 @@ class MaskedMlaTest(parameterized.TestCase):
     def run_both(self, case, selected, scale=SCALE):
         q, k, v, lo, hi = cases.make(case, "q", "k", "v", "lo", "hi")
 
-        def loss(q, k, v, implementation):
+        def loss(q, k, v, lo, hi, selected, name):
             out, lse = masked_mla(
-                q, k, v, lo, hi, selected, scale=scale, implementation=implementation
+                q, k, v, lo, hi, selected, scale=scale, implementation=name
             )
             value = jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
             return value, (out, lse)
 
         run = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
-        run = jax.jit(run, static_argnums=3)
-        return run(q, k, v, "tpu_interpret"), run(q, k, v, "reference")
+        run = jax.jit(run, static_argnums=6)
+        args = q, k, v, lo, hi, selected  # constants of a program would be folded
+        return run(*args, "tpu_interpret"), run(*args, "reference")
 
     def assert_close(self, case, got, want):
         limits = np.array(TOLERANCES[case.dtype])[[0, 0, 0, 1, 2]]
@@ -63,7 +65,8 @@ class MaskedMlaTest(parameterized.TestCase):
 
     def selected(self, case):
         args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
-        return indexer_mask(*args, topk=case.topk, implementation="reference")
+        options = {"topk": case.topk, "implementation": "reference"}
+        return program.call(indexer_mask, *args, **options)
 
     @parameterized.named_parameters((case.name, case) for case in CASES)
     def test_all_keys(self, case):
@@ -77,7 +80,8 @@ class MaskedMlaTest(parameterized.TestCase):
     @parameterized.named_parameters((case.name, case) for case in CASES)
     def test_selected_keys(self, case):
         mask = self.selected(case)
-        selected = mask if case.dtype == "float32" else selection.pack(mask)
+        is_packed = case.dtype != "float32"
+        selected = program.call(selection.pack, mask) if is_packed else mask
         self.assert_close(case, *self.run_both(case, selected, scale=0.125))
 
 
@@ -89,16 +93,14 @@ class BlockPairsTest(parameterized.TestCase):
         hi = np.arange(8)[None] + 1 + 10 - np.array([[0], [1]])
         lo = np.maximum(hi - rng.integers(0, 12, hi.shape), 0)
         lo[0, 2:4] = hi[0, 2:4]  # a block that sees nothing
-        pairs = block_pairs.make(
-            jnp.asarray(lo),
-            jnp.asarray(hi),
-            18,
-            (2, 3),
-            10,
-            major=major,
-            parts=parts,
-        )
-        lists = np.asarray(pairs.flat).reshape(2, parts, pairs.size)
+
+        @jax.jit
+        def make(lo, hi):
+            sizes = 18, (2, 3), 10
+            pairs = block_pairs.make(lo, hi, *sizes, major=major, parts=parts)
+            return pairs.flat.reshape(2, parts, pairs.size), pairs.steps
+
+        lists, steps = map(np.asarray, make(lo, hi))
         for b in range(2):
             seen = (np.arange(18) >= lo[b, :, None]) & (np.arange(18) < hi[b, :, None])
             tiles = seen.reshape(4, 2, 6, 3)
@@ -109,7 +111,7 @@ class BlockPairsTest(parameterized.TestCase):
                 meets[-1, ~meets.any(0)] = True
             found = []
             for row in lists[b]:
-                live = jnp.asarray(row[row >= 0])
+                live = row[row >= 0]
                 i, j = block_pairs.query_block(live), block_pairs.key_block(live)
                 np.testing.assert_array_equal(
                     block_pairs.has(live, block_pairs.WHOLE), whole[i, j]
@@ -122,7 +124,7 @@ class BlockPairsTest(parameterized.TestCase):
                     (block_pairs.LAST, np.diff(group, append=-1) != 0),
                 ):
                     np.testing.assert_array_equal(block_pairs.has(live, flag), edge)
-                self.assertLessEqual(len(live), int(pairs.steps))
+                self.assertLessEqual(len(live), int(steps))
                 found += list(zip(i.tolist(), j.tolist(), strict=True))
             want = list(zip(*(x.tolist() for x in np.nonzero(meets)), strict=True))
             self.assertEqual(sorted(found), want)
