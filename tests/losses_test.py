@@ -32,16 +32,18 @@ def whole_loss(hidden, head, targets, mask, z_weight=0.0):
     return jnp.sum((nll + z_weight * norm**2) * mask) / jnp.sum(mask)
 
 
+whole_gradient = jax.jit(jax.value_and_grad(whole_loss, argnums=(0, 1)))
+
+
 class NextTokenLossTest(parameterized.TestCase):
     @parameterized.product(chunk_tokens=(1, 5, 21, 1000), z_weight=(0.0, 0.1))
     def test_chunked_equals_whole_with_gradients(self, chunk_tokens, z_weight):
         hidden, head, targets, mask = make_inputs()
         with jax.enable_x64(True):
             hidden, head = hidden.astype(jnp.float64), head.astype(jnp.float64)
-            want = jax.value_and_grad(whole_loss, argnums=(0, 1))(
-                hidden, head, targets, mask, z_weight
-            )
+            want = whole_gradient(hidden, head, targets, mask, z_weight)
 
+        @jax.jit
         def chunked(hidden, head):
             return losses.next_token_loss(
                 hidden,
@@ -53,7 +55,7 @@ class NextTokenLossTest(parameterized.TestCase):
             )
 
         args = hidden.astype(jnp.float32), head.astype(jnp.float32)
-        got = jax.value_and_grad(chunked, argnums=(0, 1))(*args)
+        got = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1)))(*args)
         np.testing.assert_allclose(got[0], want[0], rtol=CHUNKED_RTOL)
         np.testing.assert_allclose(chunked(*args), want[0], rtol=CHUNKED_RTOL)
         for g, w in zip(got[1], want[1], strict=True):
@@ -68,8 +70,9 @@ class NextTokenLossTest(parameterized.TestCase):
 
     def test_token_nll_sums_to_the_loss(self):
         hidden, head, targets, mask = make_inputs()
-        nll = losses.token_nll(hidden, head, targets, 5)
-        want = whole_loss(hidden, head, targets, mask)
+        run = jax.jit(losses.token_nll, static_argnums=3)
+        nll = run(hidden, head, targets, 5)
+        want = jax.jit(whole_loss)(hidden, head, targets, mask)
         got = jnp.sum(nll * mask) / jnp.sum(mask)
         np.testing.assert_allclose(got, want, rtol=CHUNKED_RTOL)
 
@@ -151,7 +154,8 @@ class ShardsTest(absltest.TestCase):
         with jax.set_mesh(mesh_lib.make_mesh(config, jax.devices()[:4])):
             specs = (rows, words, rows, rows), (P(), [rows, words], rows, rows)
             got = jax.jit(collectives.on_shards(local, *specs))(*given)
-        for g, w in zip(*map(jax.tree.leaves, (got, local(*given))), strict=True):
+        want = jax.jit(local)(*given)
+        for g, w in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
 
 
@@ -161,13 +165,21 @@ class MtpLossTest(absltest.TestCase):
         segments = jnp.asarray([[1] * 7, [1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 0, 0, 0]])
         mask = jnp.where(segments > 0, mask, 0)
         states = jnp.stack([hidden, hidden * 0.5])
-        ahead, counts = losses.mtp_targets(targets, mask, segments, 2)
-        weights = losses.mean_weights(counts)
-        got = losses.mtp_loss(states, head, ahead, weights, chunk_tokens=4)
+
+        @jax.jit
+        def loss(states, head, targets, mask, segments):
+            ahead, counts = losses.mtp_targets(targets, mask, segments, 2)
+            weights = losses.mean_weights(counts)
+            return losses.mtp_loss(states, head, ahead, weights, chunk_tokens=4)
+
+        got = loss(states, head, targets, mask, segments)
+        arrays = states, head, targets, mask, segments
+        states, head, targets, mask, segments = map(np.asarray, arrays)
         means = []
         for k in (1, 2):
             total = weights = 0.0
-            log_probs = jax.nn.log_softmax(states[k - 1] @ head)
+            log_probs = states[k - 1] @ head
+            log_probs -= np.log(np.exp(log_probs).sum(-1, keepdims=True))
             for b, i in np.ndindex(3, 7 - k):
                 if segments[b, i] == segments[b, i + k]:
                     weight = mask[b, i + k]
@@ -197,7 +209,8 @@ class RejectionTest(parameterized.TestCase):
                 chunk_tokens=chunk_tokens,
             )
 
-        got = jax.value_and_grad(loss, argnums=(0, 1, 2))(states, hidden, head)
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+        got = run(states, hidden, head)
         want = rejection(*map(np.float64, (states, hidden, head, mask)), is_end_to_end)
         np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
         self.assertEqual(np.abs(got[1][1]).max(), 0)  # p is constant

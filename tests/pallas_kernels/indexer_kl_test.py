@@ -87,20 +87,14 @@ class LoopTest(parameterized.TestCase):
         if is_selected:
             keep = program.call(indexer_mask, *index, lo, hi, topk=CASE.topk)
 
-        def loss(index):
+        def loss(index, q, k, v, lo, hi, keep, weight):
             lse = masked_mla(q, k, v, lo, hi, keep, scale=CASE.scale)[1]
-            return indexer_kl_loss(
-                (q, k, lse),
-                index,
-                lo,
-                hi,
-                keep,
-                weight,
-                scale=CASE.scale,
-                implementation=implementation,
-            )
+            options = {"scale": CASE.scale, "implementation": implementation}
+            rest = (lo, hi, keep, weight)
+            return indexer_kl_loss((q, k, lse), index, *rest, **options)
 
-        got = jax.jit(jax.value_and_grad(loss))(index)
+        run = jax.jit(jax.value_and_grad(loss))
+        got = run(index, q, k, v, lo, hi, keep, weight)
         seen = np.asarray(selection.as_rows(lo, hi, keep, CASE.keys))
         keys_of = lambda b, t: np.flatnonzero(seen[b, t])
         self.assertEmpty(keys_of(0, -1))  # a query without keys is among them
@@ -115,7 +109,7 @@ class LoopTest(parameterized.TestCase):
             cases.make(CASE, "q_latent", "kv", seed=seed) for seed in range(num_layers)
         ]
 
-        def loss(index):
+        def loss(index, layers, indices, weight):
             total = 0.0
             for q, kv in layers:
                 options = {"scale": CASE.scale, "implementation": implementation}
@@ -125,7 +119,9 @@ class LoopTest(parameterized.TestCase):
                 )
             return total
 
-        got, gradients = jax.jit(jax.value_and_grad(loss))(index)
+        got, gradients = jax.jit(jax.value_and_grad(loss))(
+            index, layers, indices, weight
+        )
         heads = lambda kv: np.repeat(np.asarray(kv)[:, :, None], CASE.heads, axis=2)
         main = [(q, heads(kv)) for q, kv in layers]
         lists = np.asarray(indices)

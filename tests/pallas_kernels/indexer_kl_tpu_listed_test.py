@@ -10,6 +10,7 @@ from absl.testing import parameterized
 from pallas_kernels import cases, sparse_indexer_kl_loss, sparse_mla
 from pallas_kernels.sparse_mla import tpu_rows
 from tests import environment
+from tests.pallas_kernels import program
 from tests.pallas_kernels.sparse_mla_tpu_test import few_rows
 
 # Every copy of a row is a call back into Python: few queries, short lists. Lists are of
@@ -31,26 +32,16 @@ def run(case, implementation, with_gradient=True):
     q, kv, indices, *index, weight = cases.make(case, *names)
     index[2] = index[2] / 8  # scores of the size of logits
     weight = weight.at[:, 1].set(0)
-    _, lse = sparse_mla(
-        q,
-        kv,
-        indices,
-        scale=case.scale,
-        value_dim=case.latent,
-        implementation="reference",
-    )
+    options = {"scale": case.scale, "implementation": "reference"}
+    options["value_dim"] = case.latent
+    _, lse = program.call(sparse_mla, q, kv, indices, **options)
 
-    def loss(index):
-        return 2 * sparse_indexer_kl_loss(
-            (q, kv, lse),
-            tuple(index),
-            indices,
-            weight,
-            scale=case.scale,
-            implementation=implementation,
-        )
+    def loss(index, main, indices, weight):
+        options = {"scale": case.scale, "implementation": implementation}
+        return 2 * sparse_indexer_kl_loss(main, index, indices, weight, **options)
 
-    return jax.jit(jax.value_and_grad(loss) if with_gradient else loss)(index)
+    compiled = jax.jit(jax.value_and_grad(loss) if with_gradient else loss)
+    return compiled(tuple(index), (q, kv, lse), indices, weight)
 
 
 def error(got, want):

@@ -17,6 +17,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.indexer_topk import tpu_dense
 from tests import environment
+from tests.pallas_kernels import program
 
 HEADS, DIM = 8, 128
 QUERIES, KEYS, TOPK = 20, 4300, 100  # blocks of keys, a run of words and a bit more
@@ -26,6 +27,11 @@ QUERIES, KEYS, TOPK = 20, 4300, 100  # blocks of keys, a run of words and a bit 
 def select(q, k, w, lo, hi, topk):
     bits = indexer_bits(q, k, w, lo, hi, topk=topk, implementation="tpu_interpret")
     return selection.unpack(bits, k.shape[1])
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def definition(q, k, w, lo, hi, topk):
+    return indexer_mask(q, k, w, lo, hi, topk=topk, implementation="reference")
 
 
 def whole_numbers(size):
@@ -47,8 +53,7 @@ class IndexerTest(parameterized.TestCase):
     )
     def test_equals_definition(self, case):
         args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
-        got = select(*args, case.topk)
-        want = indexer_mask(*args, topk=case.topk, implementation="reference")
+        got, want = select(*args, case.topk), definition(*args, case.topk)
         np.testing.assert_array_equal(got, want)
 
     def test_lists_name_the_same_keys_part_by_part(self):
@@ -63,7 +68,8 @@ class IndexerTest(parameterized.TestCase):
                 )
             )(*args)
         wrapped.assert_called_with(case.queries, 64)
-        want = indexer_topk(*args, topk=case.topk, implementation="reference")
+        options = {"topk": case.topk, "implementation": "reference"}
+        want = program.call(indexer_topk, *args, **options)
         np.testing.assert_array_equal(got, want)
 
     @parameterized.parameters(
@@ -89,7 +95,7 @@ class IndexerTest(parameterized.TestCase):
         lo[5:8], hi[7], lo[9], hi[12], hi[15] = 4200, 4260, 4096, 4096, 0
         lo, hi = (jnp.asarray(x[None], jnp.int32) for x in (lo, hi))
         got = select(q, k, w, lo, hi, TOPK)
-        want = indexer_mask(q, k, w, lo, hi, topk=TOPK, implementation="reference")
+        want = definition(q, k, w, lo, hi, TOPK)
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(got[0, 4200:, 7], np.arange(100) < 60)
         self.assertEqual(got[0, :, 15].sum(), 0)

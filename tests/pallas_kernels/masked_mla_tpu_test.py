@@ -98,9 +98,14 @@ class BlockPairsTest(parameterized.TestCase):
         def make(lo, hi):
             sizes = 18, (2, 3), 10
             pairs = block_pairs.make(lo, hi, *sizes, major=major, parts=parts)
-            return pairs.flat.reshape(2, parts, pairs.size), pairs.steps
+            flags = block_pairs.WHOLE, block_pairs.FIRST, block_pairs.LAST
+            entries = pairs.flat, block_pairs.query_block(pairs.flat)
+            entries += (block_pairs.key_block(pairs.flat),)
+            entries += tuple(block_pairs.has(pairs.flat, flag) for flag in flags)
+            shape = 2, parts, pairs.size
+            return [x.reshape(shape) for x in entries], pairs.steps
 
-        lists, steps = map(np.asarray, make(lo, hi))
+        entries, steps = jax.device_get(make(lo, hi))
         for b in range(2):
             seen = (np.arange(18) >= lo[b, :, None]) & (np.arange(18) < hi[b, :, None])
             tiles = seen.reshape(4, 2, 6, 3)
@@ -110,21 +115,18 @@ class BlockPairsTest(parameterized.TestCase):
             else:
                 meets[-1, ~meets.any(0)] = True
             found = []
-            for row in lists[b]:
-                live = row[row >= 0]
-                i, j = block_pairs.query_block(live), block_pairs.key_block(live)
-                np.testing.assert_array_equal(
-                    block_pairs.has(live, block_pairs.WHOLE), whole[i, j]
-                )
-                i, j = np.asarray(i), np.asarray(j)
+            for part in range(parts):
+                row, *rest = (x[b, part] for x in entries)
+                i, j, is_whole, is_first, is_last = (x[row >= 0] for x in rest)
+                np.testing.assert_array_equal(is_whole, whole[i, j])
                 group = i if major == "queries" else j
                 self.assertTrue((np.diff(group) >= 0).all())
                 for flag, edge in (
-                    (block_pairs.FIRST, np.diff(group, prepend=-1) != 0),
-                    (block_pairs.LAST, np.diff(group, append=-1) != 0),
+                    (is_first, np.diff(group, prepend=-1) != 0),
+                    (is_last, np.diff(group, append=-1) != 0),
                 ):
-                    np.testing.assert_array_equal(block_pairs.has(live, flag), edge)
-                self.assertLessEqual(len(live), int(steps))
+                    np.testing.assert_array_equal(flag, edge)
+                self.assertLessEqual(len(i), int(steps))
                 found += list(zip(i.tolist(), j.tolist(), strict=True))
             want = list(zip(*(x.tolist() for x in np.nonzero(meets)), strict=True))
             self.assertEqual(sorted(found), want)

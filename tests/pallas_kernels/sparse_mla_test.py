@@ -9,6 +9,7 @@ from absl.testing import parameterized
 
 from pallas_kernels import cases, sparse_mla
 from tests import environment
+from tests.pallas_kernels import program
 
 FLOAT32_RTOL = 2e-5  # two orders of summation in float32; outputs half of it
 BFLOAT16_NORM = 1e-2  # of gradients, relative; outputs 4e-3 (spec: 8 bits of mantissa)
@@ -20,19 +21,18 @@ def run(case, implementation, deterministic=False):
     q, kv, indices = cases.make(case, "q_latent", "kv", "indices")
     attend = functools.partial(
         sparse_mla,
-        indices=indices,
         scale=case.scale,
         value_dim=case.latent,
         deterministic=deterministic,
         implementation=implementation,
     )
 
-    def loss(q, kv):
-        out, lse = attend(q, kv)
+    def loss(q, kv, indices):
+        out, lse = attend(q, kv, indices)
         out32 = out.astype(jnp.float32)
         return jnp.sum(jnp.sin(out32)) + jnp.sum(jnp.cos(lse)), (out, lse)
 
-    grads, (out, lse) = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(q, kv)
+    grads, (out, lse) = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(q, kv, indices)
     return {"out": out, "lse": lse, "dq": grads[0], "dkv": grads[1]}
 
 
@@ -72,12 +72,15 @@ class SparseMlaTest(parameterized.TestCase):
         case = cases.SMALL["float32"]
         q, kv, indices = cases.make(case, "q_latent", "kv", "indices")
         args = (q, kv, indices)
-        out, lse = sparse_mla(
-            *args, scale=case.scale, value_dim=case.latent, implementation="reference"
+        options = {"scale": case.scale, "value_dim": case.latent}
+        out, lse = map(
+            np.asarray,
+            program.call(sparse_mla, *args, implementation="reference", **options),
         )
+        indices = np.asarray(indices)
         q, kv = (np.asarray(x, np.float64) for x in (q, kv))
         for b, t, n in np.ndindex(q.shape[:3]):
-            rows = kv[b, [i for i in np.asarray(indices[b, t]) if i >= 0]]
+            rows = kv[b, [i for i in indices[b, t] if i >= 0]]
             scores = case.scale * rows @ q[b, t, n]
             weights = np.exp(scores)
             want = weights @ rows[:, : case.latent] / weights.sum()

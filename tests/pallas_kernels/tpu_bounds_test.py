@@ -4,6 +4,7 @@ The other tests of these kernels use the other one, which is faster.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pallas_kernels import block_sizes, cases, indexer_kl_loss, masked_mla
 from pallas_kernels.indexer_kl import tpu_dense
 from pallas_kernels.masked_mla import tpu
 from tests import environment
+from tests.pallas_kernels import program
 
 # Fewer tokens than a block may have, which therefore shrinks; no two dims are equal.
 SIZES = {"heads": 8, "head_dim": 256, "value_dim": 384, "dtype": "float32"}
@@ -39,35 +41,36 @@ class BoundsTest(parameterized.TestCase):
         q, k, v, lo, hi = cases.make(CASE, "q", "k", "v", "lo", "hi")
 
         def loss(attend):
-            def run(qkv):
-                out, lse = attend(*qkv)
+            def run(qkv, lo, hi):
+                out, lse = attend(*qkv, lo, hi)
                 return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
 
             return run
 
+        options = {"scale": 0.1, "implementation": "reference"}
         self.assert_close(
-            loss(lambda *qkv: tpu.masked_mla(*qkv, lo, hi, None, 0.1)),
-            loss(
-                lambda *qkv: masked_mla(
-                    *qkv, lo, hi, scale=0.1, implementation="reference"
-                )
-            ),
+            loss(lambda *args: tpu.masked_mla(*args, None, 0.1)),
+            loss(functools.partial(masked_mla, **options)),
             (q, k, v),
+            lo,
+            hi,
         )
 
     def test_indexer_kl_loss(self):
         names = ("q", "k", "lo", "hi", "q_index", "k_index", "w", "weight")
         q, k, lo, hi, *index, weight = cases.make(CASE, *names)
-        args = (q, k, k, lo, hi)
-        _, lse = masked_mla(*args, scale=0.1, implementation="reference")
-        rest = (lo, hi, None, weight)
-        self.assert_close(
-            lambda index: tpu_dense.indexer_kl_loss((q, k, lse), index, *rest, 0.1),
-            lambda index: indexer_kl_loss(
-                (q, k, lse), index, *rest, scale=0.1, implementation="reference"
-            ),
-            tuple(index),
-        )
+        options = {"scale": 0.1, "implementation": "reference"}
+        _, lse = program.call(masked_mla, q, k, k, lo, hi, **options)
+
+        def kernel(index, main, lo, hi, weight):
+            rest = (lo, hi, None, weight)
+            return tpu_dense.indexer_kl_loss(main, index, *rest, 0.1)
+
+        def definition(index, main, lo, hi, weight):
+            return indexer_kl_loss(main, index, lo, hi, None, weight, **options)
+
+        args = tuple(index), (q, k, lse), lo, hi, weight
+        self.assert_close(kernel, definition, *args)
 
 
 if __name__ == "__main__":
