@@ -1,5 +1,7 @@
 """The optimizer's moments in bfloat16 and in the host's memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,24 +45,32 @@ def make(**fields):
     return optimizer.make_optimizer(config, config_lib.ModelConfig(), DIMS, 20)
 
 
+@functools.cache
+def programs(axes, fields):
+    """Returns the mesh, the places of parameters, and jitted init and update."""
+    opt = make(**dict(fields))
+    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(**{"data": 1} | dict(axes)))
+    places = sharding.shardings(DIMS, mesh)
+    params = draw(0)
+    shapes = jax.eval_shape(opt.init, params)
+    dims = opt.state_dims(shapes, params)
+    kept = opt.kept(shapes, sharding.shardings(dims, mesh))
+    update = jax.jit(
+        lambda p, s, g: optimizer.update_if_finite(opt, g, s, p)[:2],
+        out_shardings=(places, kept),
+        donate_argnums=(0, 1),
+    )
+    return mesh, places, jax.jit(opt.init, out_shardings=kept), update
+
+
 class Run:
     """Updates on a mesh, with the state where the optimizer keeps it."""
 
     def __init__(self, axes, **fields):
-        self.optimizer = make(**fields)
-        axes = {"data": 1} | axes
-        self.mesh = mesh_lib.make_mesh(config_lib.MeshConfig(**axes))
-        places = sharding.shardings(DIMS, self.mesh)
+        keys = (tuple(sorted(x.items())) for x in (axes, fields))
+        self.mesh, places, init, self.step = programs(*keys)
         self.params = jax.device_put(draw(0), places)
-        shapes = jax.eval_shape(self.optimizer.init, self.params)
-        dims = self.optimizer.state_dims(shapes, self.params)
-        kept = self.optimizer.kept(shapes, sharding.shardings(dims, self.mesh))
-        self.state = jax.jit(self.optimizer.init, out_shardings=kept)(self.params)
-        self.step = jax.jit(
-            lambda p, s, g: optimizer.update_if_finite(self.optimizer, g, s, p)[:2],
-            out_shardings=(places, kept),
-            donate_argnums=(0, 1),
-        )
+        self.state = init(self.params)
 
     def __call__(self, seeds):
         for seed in seeds:
