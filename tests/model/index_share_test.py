@@ -1,6 +1,7 @@
 """IndexShare: one selection for several layers, and for several MTP steps."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pallas_kernels
 from glm5_jax import config as config_lib
 from glm5_jax import depth
 from glm5_jax.model import block, indexer, layers, mtp, transformer
+from glm5_jax.model import context as context_lib
 from glm5_jax.model.attention import mla
 from glm5_jax.weights import index_share
 from tests import environment
@@ -18,6 +20,28 @@ from tests.model import tiny
 
 T = 16
 RTOL = 1e-4  # gradients of small numbers, in float32
+
+
+OWN = tiny.model(mtp_num_steps=3)
+SHARED = dataclasses.replace(OWN, index_share_for_mtp_iteration=True)
+
+
+def context_of(config, batch):
+    return context_lib.make_context(config, batch["segment_ids"], batch["positions"])
+
+
+def main_states():
+    """Random ones in place of the main model's, which are normed."""
+    size = 2, T, OWN.hidden_size
+    return jnp.asarray(np.random.default_rng(1).normal(size=size), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def steps(params, config, hidden, batch):
+    """Returns the states of MTP and the layer's auxiliary outputs."""
+    ahead, context = mtp.ahead(batch["tokens"], 3), context_of(config, batch)
+    embedding, weight = params["embed_tokens"], jnp.ones(())
+    return mtp.steps(params["mtp"], config, embedding, hidden, ahead, context, weight)
 
 
 class SharedIndexerLossTest(absltest.TestCase):
@@ -78,12 +102,17 @@ class SharedIndexerLossTest(absltest.TestCase):
         stack = [params["layers_0"]["block_0"]] + [params["layers_1"]["block_0"]] * 2
         traces = tiny.by_layer(config, out.traces)
         probs, inputs = [], []
+
+        @jax.jit
+        def project(own, x):
+            h = layers.rms_norm(x, own["input_layernorm"], config.rms_norm_eps)
+            c_q = mla.query_latent(own["self_attn"], config, h)
+            return h, c_q, mla.queries(own["self_attn"], config, c_q, out.context)
+
         for layer, (block_params, trace) in enumerate(zip(stack, traces, strict=True)):
             step = max(layer - 1, 0)  # of the scan
             own = jax.tree.map(lambda w, step=step: w[step], block_params)
-            h = layers.rms_norm(x, own["input_layernorm"], config.rms_norm_eps)
-            c_q = mla.query_latent(own["self_attn"], config, h)
-            q = mla.queries(own["self_attn"], config, c_q, out.context)
+            h, c_q, q = project(own, x)
             k_nope = np.einsum(
                 "bsc,cnp->bsnp", trace.attended.kv.c, own["self_attn"]["k_b_proj"]
             )
@@ -104,39 +133,28 @@ class MtpTest(parameterized.TestCase):
     @parameterized.named_parameters(("own", False), ("shared", True))
     def test_steps_are_a_loop_over_the_block(self, is_shared):
         """Later steps have their own keys and selection, or those of step 1."""
-        config = tiny.model(index_share_for_mtp_iteration=is_shared, mtp_num_steps=3)
+        config = SHARED if is_shared else OWN
         params = tiny.params(config)
         batch = tiny.batch(config, [(T,), (5, 9)], T)
-        args = batch["tokens"], batch["segment_ids"], batch["positions"]
-        forward = jax.jit(transformer.forward, static_argnums=1)
-        out = forward(params, config, *args)
-        run = jax.jit(mtp.steps, static_argnums=1)
+        states, aux = steps(params, config, main_states(), batch)
         embedding, module = params["embed_tokens"], params["mtp"]
-        states, aux = run(
-            module,
-            config,
-            embedding,
-            out.hidden,
-            mtp.ahead(args[0], config.mtp_num_steps),
-            out.context,
-            jnp.ones(()),
-        )
 
         @jax.jit
         def step(h, ahead, attended):
+            context = context_of(config, batch)
             norm = lambda x, name: layers.rms_norm(x, module[name], config.rms_norm_eps)
             pair = [norm(ahead, "enorm"), norm(h, "hnorm")]
             x = jnp.concatenate(pair, axis=-1) @ module["eh_proj"]
             result = block.make(config, depth.mtp_kind(config)).forward(
                 module["block"],
                 x,
-                out.context,
+                context,
                 kl_weight=jnp.ones(()),
                 attended=attended,
             )
             return norm(result.x, "norm"), result
 
-        h, attended = out.hidden, None
+        h, attended = main_states(), None
         for k in range(1, 4):
             ahead = np.asarray(embedding)[np.roll(batch["tokens"], -k, axis=1)]
             h, result = step(h, jnp.asarray(ahead), attended)
@@ -148,19 +166,11 @@ class MtpTest(parameterized.TestCase):
                 attended = result.attended
 
     def test_sharing_changes_the_later_steps_alone(self):
-        config = tiny.model(mtp_num_steps=3)
-        shared = dataclasses.replace(config, index_share_for_mtp_iteration=True)
-        params = tiny.params(config)
-        tokens = tiny.batch(config, [(T,), (T,)], T)["tokens"]
-
-        @jax.jit
-        def run(params):
-            out = transformer.forward(params, config, tokens)
-            ahead = mtp.ahead(tokens, config.mtp_num_steps)
-            args = params["embed_tokens"], out.hidden, ahead, out.context
-            return [mtp.steps(params["mtp"], c, *args)[0] for c in (config, shared)]
-
-        own, reused = run(params)
+        params, batch = tiny.params(OWN), tiny.batch(OWN, [(T,), (T,)], T)
+        own, reused = (
+            np.asarray(steps(params, config, main_states(), batch)[0])
+            for config in (OWN, SHARED)
+        )
         np.testing.assert_allclose(own[0], reused[0], rtol=0, atol=2e-5)
         self.assertGreater(np.abs(own - reused)[1].max(), 1e-2)
 

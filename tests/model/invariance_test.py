@@ -15,7 +15,14 @@ from pallas_kernels import selection
 from tests import environment
 from tests.model import tiny
 
-MODEL = tiny.model(dtype="bfloat16", batch_invariant=True, num_nextn_predict_layers=0)
+# A dense layer's products are those of the shared expert.
+MODEL = tiny.model(
+    dtype="bfloat16",
+    batch_invariant=True,
+    num_hidden_layers=2,
+    first_k_dense_replace=0,
+    num_nextn_predict_layers=0,
+)
 CAPACITY = 64
 
 

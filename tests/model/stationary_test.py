@@ -105,7 +105,7 @@ class StationaryTest(parameterized.TestCase):
         rng = np.random.default_rng(0)
         w = rng.standard_normal([SIZES[dim] for dim in dims]).astype(np.float32)
         x = rng.standard_normal([4 * ROWS, *w.shape[:num_in]]).astype(np.float32)
-        codes = leaf.quantize(jnp.asarray(w), layout)
+        codes = jax.jit(leaf.quantize, static_argnums=1)(w, layout)
 
         def local(codes, x, stays):
             if stays:
@@ -131,7 +131,8 @@ class StationaryTest(parameterized.TestCase):
         rtol = 0 if is_exact else RTOL
         np.testing.assert_allclose(*found, rtol=rtol, atol=10 * rtol)
         if layout.activations == "same" and not shares:
-            whole = np.asarray(leaf.dequantized(codes, jnp.float32))
+            restore = jax.jit(leaf.dequantized, static_argnums=1)
+            whole = np.asarray(restore(codes, jnp.float32))
             wanted = np.tensordot(x, whole, axes=num_in)
             np.testing.assert_allclose(found[0], wanted, rtol=RTOL, atol=10 * RTOL)
 

@@ -129,9 +129,8 @@ class DeltaRuleTest(parameterized.TestCase):
         for b, starts in enumerate(STARTS):
             is_first[b, list(starts)] = True
         is_token[:, 70:] = is_token[0, 30:40] = is_token[1, 0] = False
-        g, strength = delta_rule.gated(
-            *in_float32((log_decay, beta)), jnp.asarray(is_first), jnp.asarray(is_token)
-        )
+        gates = in_float32((log_decay, beta))
+        g, strength = jax.jit(delta_rule.gated)(*gates, is_first, is_token)
         got = chunked(*in_float32((q, k, v)), g, strength, in_float32([zeros() + 1])[0])
         log_decay[~is_token] = beta[~is_token] = 0
         starts = STARTS[0], STARTS[1][1:]  # padding forgets nothing
@@ -143,7 +142,8 @@ class DeltaRuleTest(parameterized.TestCase):
         q, k, v, log_decay, beta = in_float32(inputs(1))
         want, last = chunked(q, k, v, log_decay, beta, jnp.zeros((B, N, H, O)))
         is_prefix = jnp.broadcast_to(jnp.arange(T)[None] < 70, (B, T))
-        padded = delta_rule.gated(log_decay, beta, jnp.zeros_like(is_prefix), is_prefix)
+        gates = log_decay, beta, jnp.zeros_like(is_prefix), is_prefix
+        padded = jax.jit(delta_rule.gated)(*gates)
         _, state = chunked(q, k, v, *padded, jnp.zeros((B, N, H, O)))
         for t in range(70, T):
             token = (x[:, t] for x in (q, k, v, log_decay, beta))
