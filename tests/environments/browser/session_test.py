@@ -57,10 +57,11 @@ class MissingTest(parameterized.TestCase):
 
 @unittest.skipIf(MISSING, MISSING)
 class BrowserTest(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.browser = browser.Browser()
-        self.addCleanup(self.browser.close)
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.browser = browser.Browser()
+        cls.addClassCleanup(cls.browser.close)
 
     def run_page(self, page_site, work, seconds=20.0):
         return asyncio.run(self.browser.run(page_site, work, seconds))
@@ -129,7 +130,7 @@ class BrowserTest(parameterized.TestCase):
             self.assertIn("NoNewPrivs:\t1", status)
             if os.geteuid() == 0:
                 self.assertNotEqual(os.readlink(f"/proc/{pid}/ns/net"), own)
-        self.browser.close()
+        self.browser.close()  # another test starts it again
         self.assertEmpty(chromiums())
 
     def test_fonts_have_a_digest(self):

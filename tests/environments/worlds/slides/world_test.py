@@ -30,12 +30,11 @@ class WorldTest(parameterized.TestCase):
     def play(self, *turns):
         return episodes.play(self.world, self.task, *turns)
 
-    @parameterized.parameters("train", "held_out")
-    def test_a_task_is_proven(self, split):
-        task = self.world.task(split, 3, 0)
-        proof = asyncio.run(proofs.prove(self.world, task, num_repeats=2))
+    def test_a_task_is_proven(self):
+        task = self.world.task("held_out", 3, 0)
+        proof = asyncio.run(proofs.prove(self.world, task, num_repeats=1))
         self.assertEqual(proof.failures, ())
-        self.assertEqual(proof.num_episodes, 2 + 4 + 1)
+        self.assertEqual(proof.num_episodes, 1 + 4 + 1)
 
     def test_splits_share_no_task_and_repeat(self):
         train, held_out = (
