@@ -28,7 +28,9 @@ class CommandsTest(parameterized.TestCase):
         self.folder = pathlib.Path(self.create_tempdir().full_path)
         rows = np.random.default_rng(0).integers(3, 80, (3, 12))
         np.save(self.folder / "ids.npy", rows)
+        np.save(self.folder / "two_ids.npy", rows[:2])
         (self.folder / "release").symlink_to(GOLDEN)
+        (self.folder / "chat_model").symlink_to(CHAT_MODEL)
 
     def run_as(self, scenario, count, num_devices=2):
         command = [sys.executable, "-m", "tests.processes.worker", scenario]

@@ -38,6 +38,7 @@ from glm5_jax.weights import (
 SHAPE = (16, 8)
 AXES = ("a", "b")
 FLOATS = [("model.dtype", "float32"), ("model.param_dtype", "float32")]
+MOST_TOKENS = 36  # more than two dispatches of an engine
 METADATA = {"data": "corpus=1"}
 
 
@@ -202,10 +203,10 @@ def round_shards(folder):
 
 def continue_and_score(folder):
     """Continues and scores rows on a mesh of all devices."""
-    path, overrides = str(folder / "release"), [*FLOATS, ("mesh.fsdp", "2")]
+    path, overrides = str(folder / "chat_model"), [*FLOATS, ("mesh.fsdp", "2")]
     tokens, out = str(folder / "ids.npy"), folder / str(jax.process_count())
-    sampling = commands.Sampling(max_new_tokens=4, temperature=0.0)
-    prompt = commands.Prompt(tokens=tokens)
+    sampling = commands.Sampling(max_new_tokens=MOST_TOKENS, temperature=0.0)
+    prompt = commands.Prompt(tokens=str(folder / "two_ids.npy"))
     texts = commands.generate(path, overrides, prompt, sampling, f"{out}_ids")
     logits = f"{out}_logits"
     scores = commands.evaluate(
@@ -220,12 +221,13 @@ def continue_and_score(folder):
 
 def lead(folder):
     """Process 0 alone knows the requests; the others make the same calls."""
-    path, overrides = folder / "release", [*FLOATS, ("mesh.fsdp", "2")]
+    path, overrides = folder / "chat_model", [*FLOATS, ("mesh.fsdp", "2")]
     mesh, overrides = loading.mesh_of(overrides)
     config, params, _ = quantized_loading.load_model(path, overrides, mesh)
     is_alone = jax.process_count() == 1
     make = leader.Leader if together.is_first() and not is_alone else engine.Engine
-    sizes = {"num_slots": 2, "capacity": 32, "num_steps": 4}
+    # Those of continue_and_score, for the same programs.
+    sizes = {"num_slots": 2, "capacity": 48, "limits": engine.Limits.of_prompts(1, 0)}
     with placement.using(mesh):
         made = make(params, config, **sizes)
     if not together.is_first():
@@ -233,9 +235,9 @@ def lead(folder):
         return
     rows = np.load(folder / "ids.npy").tolist()
     asked = [
-        engine.Request(0, rows[0], 9, temperature=0.0),
-        engine.Request(1, rows[1], 12, top_p=0.9),
-        engine.Request(2, rows[2], 12),
+        engine.Request(0, rows[0], 18, temperature=0.0),
+        engine.Request(1, rows[1], MOST_TOKENS, top_p=0.9),
+        engine.Request(2, rows[2], MOST_TOKENS),
     ]
     completions = [made.submit(request) for request in asked]
     made.step()
