@@ -11,7 +11,7 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax.processes import interrupts
-from tests import environment
+from tests import environment, forked
 from tests.processes import launch, worker
 
 GOLDEN = str(pathlib.Path(__file__).parent.parent / "golden" / "glm5")
@@ -206,23 +206,26 @@ class CommandLineTest(parameterized.TestCase):
         return path
 
     @parameterized.parameters(
-        ("generate", ["--chat=glm5"], "run as several"),
-        ("evaluate", ["--suite=needle"], "run as several"),
-        ("serve", ["--num_replicas=2"], "run as several"),
-        ("serve", ["--host_pages=8"], "--host_pages cannot be given to a server of"),
+        ("generate", "--chat=glm5"),
+        ("evaluate", "--suite=needle"),
+        ("serve", "--num_replicas=2"),
     )
-    def test_what_runs_in_one_process_is_refused(self, name, flags, message):
-        command = self.command(name, *flags, "--simulate_processes=2")
+    def test_what_runs_in_one_process_is_refused(self, name, flag):
+        got = forked.run(name, *FLAGS, flag, "--simulate_processes=2")
+        self.assertEqual(got.returncode, 2, got.stderr)
+        self.assertIn("run as several", got.stderr)
+
+    def test_host_pages_need_one_process(self):
+        command = self.command("serve", "--host_pages=8", "--simulate_processes=2")
         code, output = launch.finish(launch.start(command))
         self.assertEqual(code, 2, output)
-        self.assertIn(message, output)
+        self.assertIn("--host_pages cannot be given to a server of", output)
 
     def test_a_mesh_is_needed(self):
-        command = [sys.executable, "-m", "glm5_jax.evaluate", f"--checkpoint={GOLDEN}"]
-        command += ["--tokens=ids.npy", "--simulate_processes=2"]
-        code, output = launch.finish(launch.start(command))
-        self.assertEqual(code, 2, output)
-        self.assertIn("several processes need a mesh", output)
+        flags = f"--checkpoint={GOLDEN}", "--tokens=ids.npy", "--simulate_processes=2"
+        got = forked.run("evaluate", *flags)
+        self.assertEqual(got.returncode, 2, got.stderr)
+        self.assertIn("several processes need a mesh", got.stderr)
 
 
 if __name__ == "__main__":
