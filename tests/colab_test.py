@@ -133,7 +133,7 @@ class NotebookTest(runs.OneDeviceTest):
             num_hidden_layers=1,
             first_k_dense_replace=1,
             num_nextn_predict_layers=0,
-            index_topk=16,
+            attention="dense",
             vocab_size=320,
         )
         _, text, _ = self.run_tiny(
@@ -164,8 +164,8 @@ class NotebookTest(runs.OneDeviceTest):
 
     def test_sparse_attention(self):
         model = tiny.model(
-            num_hidden_layers=2,
-            first_k_dense_replace=2,
+            num_hidden_layers=1,
+            first_k_dense_replace=1,
             num_nextn_predict_layers=0,
             vocab_size=260,
         )
@@ -228,7 +228,7 @@ class NotebookTest(runs.OneDeviceTest):
         """A study of two runs of two steps; Muon Split changes nothing in the base."""
         base = config_lib.TrainConfig(
             num_steps=2,
-            eval_every=1,
+            eval_every=2,
             eval_batches=1,
             sample_tokens=0,
             eval_suites=("attention_logits",),
