@@ -16,7 +16,9 @@ class QuantizedTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
         self.folder = pathlib.Path(self.create_tempdir().full_path)
-        self.made = subjects.subject(num_hidden_layers=2, num_nextn_predict_layers=0)
+        self.made = subjects.subject(
+            num_hidden_layers=1, first_k_dense_replace=0, num_nextn_predict_layers=0
+        )
         self.path = self.folder / "model"
         self.save(self.path)
 

@@ -19,7 +19,7 @@ PLAIN = programs.AS_STORED
 CODED = programs.Serving(quantize="w4a8", num_drafts=2)
 MESH = config_lib.MeshConfig(data=1, fsdp=2, expert=2, tensor=2)
 SERVING = config_lib.TrainConfig(
-    model=tiny.model(num_nextn_predict_layers=0, dtype="bfloat16"),
+    model=tiny.model(num_hidden_layers=2, num_nextn_predict_layers=0, dtype="bfloat16"),
     data=config_lib.DataConfig(sequence_length=64, batch_size=8),
     mesh=MESH,
 )
