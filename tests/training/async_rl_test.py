@@ -22,6 +22,7 @@ from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from glm5_jax.training import loop, policy
 from glm5_jax.training.feeds import engine_processes, player
 from glm5_jax.training.reporting import metrics
+from glm5_jax.training.run import state as run_lib
 from tests import environment, runs
 from tests.training import rl_runs
 
@@ -30,7 +31,10 @@ SLOW = 0.02  # seconds that an environment thinks
 
 def make_config(max_staleness, rl=None, **changes):
     rl = {"max_staleness": max_staleness, "objective": "dis"} | (rl or {})
-    return rl_runs.make_config(rl, stage="async_rl", **changes)
+    return rl_runs.make_config(rl, rl_runs.PLAIN, stage="async_rl", **changes)
+
+
+STALE = make_config(2, num_steps=6)
 
 
 class AsyncTest(runs.OneDeviceTest):
@@ -45,6 +49,7 @@ class AsyncTest(runs.OneDeviceTest):
             return groups
 
         with (
+            runs.compile_once(config),
             mock.patch.object(environments, "make", return_value=taskset),
             mock.patch.object(orchestrator_lib.Orchestrator, "take", taken),
         ):
@@ -69,9 +74,8 @@ class AsyncTest(runs.OneDeviceTest):
         self.assertEqual(*found)
 
     def test_stale_tokens_are_learnt_from_within_the_bound(self):
-        config = make_config(2, num_steps=6)
         folder = self.root / "stale"
-        steps = self.train(config, folder, SLOW)
+        steps = self.train(STALE, folder, SLOW)
         learnt = [index for step in steps for index in step]
         self.assertLen(set(learnt), 12)
         records = metrics.read(folder / "metrics.jsonl")
@@ -90,13 +94,12 @@ class AsyncTest(runs.OneDeviceTest):
         self.assertGreater(sum(r["rl/tokens/stale_1"] for r in records), 0)
 
     def test_a_killed_run_loses_no_group(self):
-        config = make_config(2, num_steps=6)
         folder = self.root / "killed"
-        first = self.train(config, folder, SLOW)
+        first = self.train(STALE, folder, SLOW)
         for step in ("4", "6"):  # as if it was killed before they were written
             shutil.rmtree(folder / "checkpoints" / step)
         (folder / "summary.json").unlink()
-        second = self.train(config, folder, SLOW)
+        second = self.train(STALE, folder, SLOW)
         self.assertLen(second, 4)
         learnt = [index for step in first[:2] + second for index in step]
         self.assertLen(set(learnt), 12)
@@ -113,6 +116,7 @@ class AsyncTest(runs.OneDeviceTest):
                 orchestrator_lib.StalledError, "no episode has advanced"
             ),
             mock.patch.object(player.Player, "serve", _silent),
+            mock.patch.object(run_lib.Run, "compile"),
         ):
             self.train(config, self.root / "silent")
 
@@ -135,18 +139,20 @@ class Chatting(rl_runs.Lottery):
 
 class AgentTest(runs.OneDeviceTest):
     def test_an_agent_from_pypi_is_trained_unchanged(self):
-        config = make_config(1, num_steps=3)
         folder = self.root / "agent"
-        with mock.patch.object(environments, "make", return_value=Chatting()):
-            loop.train(config, folder)
+        with (
+            runs.compile_once(STALE),
+            mock.patch.object(environments, "make", return_value=Chatting()),
+        ):
+            loop.train(STALE, folder)
         records = metrics.read(folder / "metrics.jsonl")
-        self.assertEqual([r["step"] for r in records], [1, 2, 3])
+        self.assertEqual([r["step"] for r in records], [1, 2, 3, 4, 5, 6])
         for record in records:
             self.assertEqual(record["rollout/label/env_error"], 0)
             self.assertGreater(record["rl/trained_tokens"], 0)
             self.assertLess(record["rl/logprob_gap"], 1e-5)
-        before = rl_runs.initial_params(config)
-        after = rl_runs.read_state(folder, config)["params"]
+        before = rl_runs.initial_params(STALE)
+        after = rl_runs.read_state(folder, STALE)["params"]
         moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, after)
         self.assertGreater(max(jax.tree.leaves(moved)), 1e-3)
 

@@ -30,9 +30,11 @@ from tests.training import rl_runs
 T, ROWS = rl_runs.LENGTH, 8
 ORDER_ATOL = 1e-6  # of sums of order 0.1 in float32, in another order
 GAP_ATOL = 1e-5  # log-probabilities from two programs, in float32
-BETA = 1.02  # so narrow that rounding to int8 leaves it
+BETA = 1.02  # so narrow that rounding leaves it
+RL = {"updates_per_rollout": 2, "max_logprob_gap": 0.05, "pop_beta": BETA}
 CONFIG = rl_runs.make_config(
-    {"updates_per_rollout": 2, "max_logprob_gap": 0.05, "pop_beta": BETA},
+    RL,
+    rl_runs.PLAIN,
     # Adam's step is then a smooth function of the gradient, not of its sign.
     optim=config_lib.OptimConfig(
         name="adamw",
@@ -43,14 +45,14 @@ CONFIG = rl_runs.make_config(
         adam_eps=1e-2,
     ),
 )
-
-
+# Of rl_runs.MODEL: two layers that choose experts and keys, and MTP.
+WHOLE = rl_runs.make_config(RL)
 OBSERVATION = "<tool_response>", "</tool_response>"
 
 
 @functools.cache
-def params():
-    return tiny.params(CONFIG.model)
+def params(model=CONFIG.model):
+    return tiny.params(model)
 
 
 @functools.cache
@@ -65,8 +67,15 @@ def metrics_function():
 
 
 def loss_and_grads(batch, config=CONFIG):
-    (loss, metrics), grads = loss_function(config)(params(), config, batch)
+    (loss, metrics), grads = loss_function(config)(params(config.model), config, batch)
     return jax.device_get((loss, metrics, grads))
+
+
+def logprobs_of(batch, config=CONFIG):
+    """The trainer's, of the file's parameters."""
+    read = ("tokens", "targets", "segment_ids", "positions", "experts")
+    batch = {name: batch[name] for name in read if name in batch}
+    return np.asarray(logprobs_function()(params(config.model), config, batch))
 
 
 @functools.cache
@@ -74,14 +83,27 @@ def logprobs_function():
     return jax.jit(policy.token_logprobs, static_argnums=1)
 
 
+def forward(batch):
+    """The outputs of the whole model, which may be told the experts."""
+    experts = batch.get("experts")
+    return jax.jit(transformer.forward, static_argnums=1)(
+        params(WHOLE.model),
+        WHOLE.model,
+        batch["tokens"],
+        batch["segment_ids"],
+        batch["positions"],
+        experts=None if experts is None else np.moveaxis(experts, 2, 0),
+    )
+
+
 @functools.cache
-def make_batch(seed=0):
+def make_batch(config=CONFIG):
     """Rows of episodes whose rollout log-probs are near the trainer's, but for some."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     lengths = [(int(n),) for n in rng.integers(8, T + 1, ROWS)]
-    batch = jax.device_get(tiny.batch(CONFIG.model, lengths, T, seed))
+    batch = jax.device_get(tiny.batch(config.model, lengths, T))
     mask = (batch["segment_ids"] > 0) & (rng.random((ROWS, T)) < 0.7)
-    logprobs = np.asarray(logprobs_function()(params(), CONFIG, batch))
+    logprobs = logprobs_of(batch, config)
     gaps = rng.uniform(-0.01, 0.01, (ROWS, T))
     gaps[np.arange(3), mask.argmax(1)[:3]] = 1.0  # beyond the band of IcePop
     advantages = rng.normal(size=(ROWS, 1)) * np.ones((1, T))
@@ -118,18 +140,11 @@ def formula():
 
 
 @jax.jit
-def mtp_logits(params, batch):
+def mtp_logits(params, tokens, hidden, context):
     """Returns the logits of the first step of multi-token prediction."""
-    model = CONFIG.model
-    out = transformer.forward(
-        params, model, batch["tokens"], batch["segment_ids"], batch["positions"]
-    )
-    ahead = mtp.ahead(batch["tokens"], 1)
-    embedding = params["embed_tokens"]
-    states, _ = mtp.steps(
-        params["mtp"], model, embedding, out.hidden, ahead, out.context
-    )
-    return transformer.logits(params, model, states[0])
+    ahead, embedding = mtp.ahead(tokens, 1), params["embed_tokens"]
+    states, _ = mtp.steps(params["mtp"], WHOLE.model, embedding, hidden, ahead, context)
+    return transformer.logits(params, WHOLE.model, states[0])
 
 
 class LossTest(parameterized.TestCase):
@@ -147,7 +162,7 @@ class LossTest(parameterized.TestCase):
 
     def test_it_is_the_formula_and_rows_of_padding_do_not_matter(self):
         few = {k: v[: ROWS // 2] for k, v in make_batch().items()}
-        old = logprobs_function()(params(), CONFIG, make_batch())
+        old = logprobs_of(make_batch())
         (wanted, _), wanted_grads = formula()(params(), few, old[: ROWS // 2])
         padded = {k: np.concatenate([v, np.zeros_like(v)]) for k, v in few.items()}
         loss, metrics, grads = loss_and_grads(padded)
@@ -159,10 +174,10 @@ class LossTest(parameterized.TestCase):
 
     def test_mtp_learns_beside_the_policy(self):
         """Its loss is that of a loop; no other gradient changes."""
-        rl = dataclasses.replace(CONFIG.rl, trains_mtp=True)
-        config, batch = dataclasses.replace(CONFIG, rl=rl), make_batch()
+        rl = dataclasses.replace(WHOLE.rl, trains_mtp=True)
+        config, batch = dataclasses.replace(WHOLE, rl=rl), make_batch(WHOLE)
         loss, metrics, grads = loss_and_grads(batch, config)
-        before, _, wanted = loss_and_grads(batch)
+        before, _, wanted = loss_and_grads(batch, WHOLE)
         found = metrics["train/mtp_loss"]
         self.assertAlmostEqual(loss - before, config.loss.mtp_weight * found, places=5)
         own = grads.pop("mtp")
@@ -170,7 +185,11 @@ class LossTest(parameterized.TestCase):
         self.assertGreater(np.abs(own["eh_proj"]).max(), 0)
         for x in jax.tree.leaves(own["block"]["indexer"]):
             self.assertEqual(np.abs(x).max(), 0)
-        logits = np.asarray(mtp_logits(params(), batch), np.float64)
+        out = forward(batch)
+        logits = mtp_logits(
+            params(WHOLE.model), batch["tokens"], out.hidden, out.context
+        )
+        logits = np.asarray(logits, np.float64)
         losses = []
         for row, place in np.ndindex(ROWS, T - 1):
             segments, mask = batch["segment_ids"][row], batch["loss_mask"][row]
@@ -181,16 +200,16 @@ class LossTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_sharding_does_not_matter(self):
-        wanted = loss_and_grads(make_batch())
+        wanted = loss_and_grads(make_batch(WHOLE), WHOLE)
         mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, expert=2))
-        places = sharding.shardings(transformer.param_dims(CONFIG.model), mesh)
+        places = sharding.shardings(transformer.param_dims(WHOLE.model), mesh)
         where = jax.NamedSharding(mesh, sharding.spec(("B", "T")))
         function = jax.jit(policy.value_and_grad, static_argnums=1)
         with jax.set_mesh(mesh):
             (loss, metrics), grads = function(
-                jax.device_put(params(), places),
-                CONFIG,
-                jax.device_put(make_batch(), where),
+                jax.device_put(params(WHOLE.model), places),
+                WHOLE,
+                jax.device_put(make_batch(WHOLE), where),
             )
             assert_close(jax.device_get((loss, metrics, grads)), wanted)
 
@@ -230,7 +249,7 @@ def two_updates():
 class UpdatesTest(parameterized.TestCase):
     def test_two_updates_equal_a_loop_with_the_log_probs_from_before(self):
         batch = make_batch()
-        old = logprobs_function()(params(), CONFIG, batch)
+        old = logprobs_of(batch)
         transform = optax.adamw(0.1, b1=0.9, b2=0.95, eps=1e-2, weight_decay=0.0)
         transform = optax.partition(
             {"trained": transform, "frozen": optax.set_to_zero()},
@@ -239,14 +258,18 @@ class UpdatesTest(parameterized.TestCase):
                 step_lib.make_optimizer(CONFIG).labels,
             ),
         )
-        update = jax.jit(transform.update)
-        wanted, state, losses = params(), transform.init(params()), []
+
+        @jax.jit
+        def update(grads, state, params):
+            updates, state = transform.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        wanted, state, losses = params(), jax.jit(transform.init)(params()), []
         for first in range(2):
             part = {k: v[first::2] for k, v in batch.items()}
             part["weights"] = 2 * part["weights"]
             (loss, num_moved), grads = formula()(wanted, part, old[first::2])
-            updates, state = update(grads, state, wanted)
-            wanted = optax.apply_updates(wanted, updates)
+            wanted, state = update(grads, state, wanted)
             losses.append(float(loss))
         self.assertGreater(num_moved, 3)  # or old log-probs would not be tested
         step, state = two_updates()
@@ -271,8 +294,10 @@ class UpdatesTest(parameterized.TestCase):
         got, after, _ = forgetting(params(), state, batch)
         assert_close(got, wanted, atol=1e-6)
         self.assertEqual(int(after.num_updates), 4)  # the schedule does not begin anew
-        kept, _, _ = remembering(params(), state, batch)
-        far = jax.tree.map(lambda a, b: np.abs(a - b).max(), kept, wanted)
+        kept, _, _ = jax.device_get(remembering(params(), state, batch))
+        far = jax.tree.map(
+            lambda a, b: np.abs(a - b).max(), kept, jax.device_get(wanted)
+        )
         self.assertGreater(max(jax.tree.leaves(far)), 1e-3)
 
     def test_log_probs_from_before_take_no_more_rows_at_once_than_an_update(self):
@@ -382,23 +407,13 @@ def rollouts_of(weights, temperature=1.0):
     taskset = rl_runs.Lottery()
     with mock.patch.object(environments, "make", return_value=taskset):
         feed = rl_lib.Rollouts(config)
-    return feed.next(params(), 0)[0]
+    return feed.next(params(WHOLE.model), 0)[0]
 
 
-def routed(batch):
-    """Log-probs and the experts that each token of the batch went to."""
-    logprobs = logprobs_function()(params(), CONFIG, batch)
-    replayed = batch.get("experts")
-    out = jax.jit(transformer.forward, static_argnums=1)(
-        params(),
-        CONFIG.model,
-        batch["tokens"],
-        batch["segment_ids"],
-        batch["positions"],
-        experts=None if replayed is None else jnp.moveaxis(replayed, 2, 0),
-    )
-    experts = cached.chosen_experts(CONFIG.model, out.aux, batch["tokens"].shape)
-    return np.asarray(logprobs), np.moveaxis(np.asarray(experts), 0, 2)
+def experts_of(batch):
+    """The experts that each token of the batch went to."""
+    aux, shape = forward(batch).aux, batch["tokens"].shape
+    return np.moveaxis(np.asarray(cached.chosen_experts(WHOLE.model, aux, shape)), 0, 2)
 
 
 class RouterReplayTest(parameterized.TestCase):
@@ -406,9 +421,9 @@ class RouterReplayTest(parameterized.TestCase):
         batch = rollouts_of("same")
         real, mask = batch["segment_ids"] > 0, batch["loss_mask"] > 0
         without = {k: v for k, v in batch.items() if k != "experts"}
-        (replayed, experts), (chosen, own) = routed(batch), routed(without)
-        np.testing.assert_array_equal(experts[real], batch["experts"][real])
-        np.testing.assert_array_equal(own[real], batch["experts"][real])
+        replayed, chosen = logprobs_of(batch, WHOLE), logprobs_of(without, WHOLE)
+        for experts in (experts_of(batch), experts_of(without)):
+            np.testing.assert_array_equal(experts[real], batch["experts"][real])
         np.testing.assert_allclose(replayed[real], chosen[real], rtol=0, atol=GAP_ATOL)
         recorded = batch["rollout_logprobs"]
         np.testing.assert_allclose(
@@ -417,14 +432,13 @@ class RouterReplayTest(parameterized.TestCase):
 
     def test_log_probs_are_those_of_the_temperature(self):
         batch, temperature = rollouts_of("same", 0.7), 0.7
-        rl = dataclasses.replace(CONFIG.rl, temperature=temperature)
-        config = dataclasses.replace(CONFIG, rl=rl)
-        got = logprobs_function()(params(), config, batch)
+        rl = dataclasses.replace(WHOLE.rl, temperature=temperature)
+        got = logprobs_of(batch, dataclasses.replace(WHOLE, rl=rl))
         recorded, mask = batch["rollout_logprobs"], batch["loss_mask"] > 0
-        np.testing.assert_allclose(
-            np.asarray(got)[mask], recorded[mask], rtol=0, atol=GAP_ATOL
+        np.testing.assert_allclose(got[mask], recorded[mask], rtol=0, atol=GAP_ATOL)
+        self.assertGreater(
+            np.abs(logprobs_of(batch, WHOLE) - recorded)[mask].max(), 0.1
         )
-        self.assertGreater(np.abs(routed(batch)[0] - recorded)[mask].max(), 0.1)
 
     def test_rollouts_of_4_bits_are_replayed_where_the_trainer_would_choose_others(
         self,
@@ -432,15 +446,15 @@ class RouterReplayTest(parameterized.TestCase):
         batch = rollouts_of("w4a16")
         real = batch["segment_ids"] > 0
         without = {k: v for k, v in batch.items() if k != "experts"}
-        np.testing.assert_array_equal(routed(batch)[1][real], batch["experts"][real])
-        others = np.sort(routed(without)[1]) != np.sort(batch["experts"])
+        np.testing.assert_array_equal(experts_of(batch)[real], batch["experts"][real])
+        others = np.sort(experts_of(without)) != np.sort(batch["experts"])
         self.assertGreater(others[real].sum(), 0)
 
-    def test_int8_rollouts_have_a_gap_that_is_logged_and_masked(self):
-        without = {k: v for k, v in rollouts_of("int8").items() if k != "experts"}
+    def test_quantized_rollouts_have_a_gap_that_is_logged_and_masked(self):
+        without = {k: v for k, v in rollouts_of("w4a16").items() if k != "experts"}
         mask = without["loss_mask"] > 0
-        _, metrics, _ = loss_and_grads(without)
-        log_rho = (routed(without)[0] - without["rollout_logprobs"])[mask]
+        _, metrics, _ = loss_and_grads(without, WHOLE)
+        log_rho = (logprobs_of(without, WHOLE) - without["rollout_logprobs"])[mask]
         self.assertGreater(metrics[policy.GAP], 1e-3)
         self.assertAlmostEqual(metrics[policy.GAP], np.abs(log_rho).mean(), places=5)
         wanted = np.mean(np.abs(log_rho) > np.log(BETA))

@@ -23,7 +23,7 @@ class ReplayTest(runs.OneDeviceTest):
     def setUpClass(cls):
         super().setUpClass()
         rl = {"max_staleness": 2, "objective": "dis"}
-        cls.config = rl_runs.make_config(rl, stage="async_rl")
+        cls.config = rl_runs.make_config(rl, rl_runs.PLAIN, stage="async_rl")
         cls.enterClassContext(runs.compile_once(cls.config))
         cls.taskset = rl_runs.Lottery(seconds=SLOW)
         make = mock.patch.object(environments, "make", return_value=cls.taskset)
