@@ -10,8 +10,14 @@ from glm5_jax import config as config_lib
 from glm5_jax.config import stages
 from tests.model import tiny
 
-# One stack of layers, which compiles faster than two.
-TEXT_MODEL = tiny.model(num_hidden_layers=1, first_k_dense_replace=0, vocab_size=260)
+# One stack of layers, which compiles faster than two. Multi-token prediction would take
+# more than half of the time: training/growth_test.py has it.
+TEXT_MODEL = tiny.model(
+    num_hidden_layers=1,
+    first_k_dense_replace=0,
+    num_nextn_predict_layers=0,
+    vocab_size=260,
+)
 # Compiles fastest, and nothing is chosen by a largest value, which the last bit can
 # decide.
 DENSE_MODEL = tiny.model(
@@ -21,8 +27,7 @@ DENSE_MODEL = tiny.model(
     attention="dense",
     vocab_size=260,
 )
-# Multi-token prediction would take more than half of the time to compile.
-CHAT_MODEL = dataclasses.replace(TEXT_MODEL, vocab_size=292, num_nextn_predict_layers=0)
+CHAT_MODEL = dataclasses.replace(TEXT_MODEL, vocab_size=292)
 SENTENCE = "def f{}(x):\n    '''Adds {} to x, and nothing else.'''\n    return x + {}\n"
 
 

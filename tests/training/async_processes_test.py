@@ -27,6 +27,8 @@ def command(workdir, **changes):
         "checkpoint_every": 2,
         "optim.warmup_steps": 0,
         "model.num_hidden_layers": 1,
+        "model.num_nextn_predict_layers": 0,
+        "model.attention": "dense",
         "rl.environment": "tests.rl.lottery:Lottery",
         "rl.prompts_per_step": 2,
         "rl.group_size": 4,

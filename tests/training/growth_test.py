@@ -36,7 +36,11 @@ class GrowthTest(runs.OneDeviceTest):
             config,
             # Two batch sizes are two programs: MTP's layer alone has experts.
             model=dataclasses.replace(
-                config.model, first_k_dense_replace=1, attention="dense"
+                config.model,
+                first_k_dense_replace=1,
+                num_nextn_predict_layers=1,
+                mtp_num_steps=1,
+                attention="dense",
             ),
             data=dataclasses.replace(
                 config.data, batch_warmup_sizes=(4,), batch_warmup_tokens=3.0 * TOKENS
