@@ -24,7 +24,7 @@ def objective(name):
     return jax.jit(objectives.of(config.RLConfig(objective=name)))
 
 
-def make_tokens(seed=0, shape=(6, 40), gap=0.5, moved=0.3):
+def make_tokens(seed=0, shape=(16, 40), gap=0.5, moved=0.3):
     """Returns float64 log-probs whose ratios lie on both sides of every band."""
     rng = np.random.default_rng(seed)
     rollout = np.log(rng.uniform(0.01, 0.9, shape))
@@ -99,8 +99,15 @@ def total(logprobs, name, tokens, weights):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def gradient(name, tokens, weights=1.0):
+def weighted_gradient(name, tokens, weights):
     return jax.grad(total)(tokens["logprobs"], name, tokens, weights)
+
+
+def gradient(name, tokens, weights=None):
+    """By each log-prob; tokens have weight 1 where none are given."""
+    if weights is None:  # an array as the others, so that one program does
+        weights = np.ones(tokens["mask"].shape, np.float32)
+    return np.asarray(weighted_gradient(name, tokens, weights))
 
 
 def pair(rho=1.0, r=1.0, advantage=1.0):
@@ -312,7 +319,7 @@ class IdentityTest(parameterized.TestCase):
             r = jnp.exp(logprobs - tokens["rollout_logprobs"])
             return -jnp.sum(r * tokens["advantages"] * logprobs)
 
-        wrong = jax.grad(without_sg)(tokens["logprobs"])
+        wrong = jax.jit(jax.grad(without_sg))(tokens["logprobs"])
         self.assertGreater(np.abs(wrong - with_sg).max(), 1.0)
         # With one update, r and rho of the others read the same log-probs.
         for name in ("icepop", "tis"):
@@ -329,7 +336,7 @@ class IdentityTest(parameterized.TestCase):
         def loss(given):
             return jnp.sum(objective(name)(**(tokens | given)).loss)
 
-        for found in jax.grad(loss)({k: tokens[k] for k in keys}).values():
+        for found in jax.jit(jax.grad(loss))({k: tokens[k] for k in keys}).values():
             np.testing.assert_array_equal(found, 0)
 
     @parameterized.named_parameters(*EACH)
@@ -343,7 +350,7 @@ class IdentityTest(parameterized.TestCase):
             given = tokens | {"logprobs": logprobs, "advantages": advantages}
             return jnp.sum(objective(name)(**given).loss)
 
-        value, slope = jax.value_and_grad(loss)(tokens["logprobs"])
+        value, slope = jax.jit(jax.value_and_grad(loss))(tokens["logprobs"])
         self.assertEqual(value, 0)
         np.testing.assert_array_equal(slope, 0)
 
@@ -355,7 +362,7 @@ class IdentityTest(parameterized.TestCase):
             return jnp.sum(objectives.distillation_advantages(*logprobs, mask))
 
         given = (tokens["rollout_logprobs"], tokens["logprobs"])
-        for found in jax.grad(total_advantage, argnums=(0, 1))(*given):
+        for found in jax.jit(jax.grad(total_advantage, argnums=(0, 1)))(*given):
             np.testing.assert_array_equal(found, 0)
 
     def test_distillation_moves_towards_the_teacher(self):
@@ -367,7 +374,7 @@ class IdentityTest(parameterized.TestCase):
             found = objectives.distillation_advantages(teacher, student, mask)
             return jnp.sum(objective("grpo")(student, None, student, found, mask).loss)
 
-        np.testing.assert_array_equal(jax.grad(loss)(student), [-1, 1, 0])
+        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(student), [-1, 1, 0])
         found = objectives.distillation_advantages(teacher, student, mask)
         np.testing.assert_array_equal(found, [1, -1, 0])
 
@@ -375,12 +382,12 @@ class IdentityTest(parameterized.TestCase):
 class MaskTest(parameterized.TestCase):
     @parameterized.product(name=NAMES, filling=(0.0, jnp.nan, jnp.inf, -jnp.inf, 1e30))
     def test_nothing_of_a_masked_token_counts(self, name, filling):
-        tokens = to_jax(make_tokens())
+        tokens = jax.device_get(to_jax(make_tokens()))
         expected = objective(name)(**tokens)
         expected_gradient = gradient(name, tokens)
         mask = tokens["mask"]
         spoilt = {
-            k: v if k == "mask" else jnp.where(mask, v, filling)
+            k: v if k == "mask" else np.where(mask, v, np.float32(filling))
             for k, v in tokens.items()
         }
         found = objective(name)(**spoilt)
@@ -414,7 +421,7 @@ class MaskTest(parameterized.TestCase):
 
     @parameterized.named_parameters(*EACH)
     def test_a_broken_trained_token_shows(self, name):
-        tokens = to_jax(make_tokens()) | {"mask": jnp.ones((6, 40), bool)}
+        tokens = to_jax(make_tokens()) | {"mask": jnp.ones((16, 40), bool)}
         tokens["logprobs"] = tokens["logprobs"].at[0, 0].set(jnp.nan)
         self.assertTrue(np.isnan(total(tokens["logprobs"], name, tokens, 1.0)))
 
@@ -445,9 +452,9 @@ class MaskTest(parameterized.TestCase):
 class InvarianceTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.tokens = to_jax(make_tokens(shape=(16, 40)))
+        self.tokens = jax.device_get(to_jax(make_tokens()))
         counts = self.tokens["mask"].sum(axis=1, keepdims=True)
-        self.weights = self.tokens["mask"] / (16 * counts)
+        self.weights = (self.tokens["mask"] / (16 * counts)).astype(np.float32)
 
     def check(self, name, found, slope):
         expected = total(self.tokens["logprobs"], name, self.tokens, self.weights)
@@ -457,8 +464,8 @@ class InvarianceTest(parameterized.TestCase):
 
     @parameterized.named_parameters(*EACH)
     def test_padding(self, name):
-        padded = {k: jnp.pad(v, ((0, 3), (0, 9))) for k, v in self.tokens.items()}
-        weights = jnp.pad(self.weights, ((0, 3), (0, 9)))
+        padded = {k: np.pad(v, ((0, 3), (0, 9))) for k, v in self.tokens.items()}
+        weights = np.pad(self.weights, ((0, 3), (0, 9)))
         slope = gradient(name, padded, weights)
         self.check(
             name, total(padded["logprobs"], name, padded, weights), slope[:16, :40]
@@ -482,7 +489,7 @@ class InvarianceTest(parameterized.TestCase):
             found += total(part["logprobs"], name, part, weights)
             slopes.append(gradient(name, part, weights))
             metrics.append(objective(name)(**part).metrics)
-        self.check(name, found, jnp.concatenate(slopes))
+        self.check(name, found, np.concatenate(slopes))
         whole = objectives.means(objective(name)(**self.tokens).metrics)
         split = objectives.means(jax.tree.map(lambda *x: sum(x), *metrics))
         for key, value in whole.items():
