@@ -1,5 +1,6 @@
 """Helpers for tests of checkpoints: a small state, a folder, and steps in it."""
 
+import functools
 import pathlib
 
 import jax
@@ -17,13 +18,18 @@ OPTIMIZER = optax.partition(
 METADATA = {"config": {"optim": {"learning_rate": 2e-4}}, "fingerprint": "abc"}
 
 
+@functools.partial(jax.jit, static_argnums=1)  # else each operation is a program
 def make_state(step, width=32):
     """Returns parameters, optimizer state and counter, different at each step."""
     w = jnp.arange(width * 64, dtype=jnp.float32).reshape(width, 64) + step
     params = {"w": w, "frozen": {"b": jnp.full([3], step, jnp.bfloat16)}}
     # Different moments make the largest file; zeros would compress to almost nothing.
     _, opt_state = OPTIMIZER.update(params, OPTIMIZER.init(params), params)
-    return {"params": params, "opt_state": opt_state, "step": jnp.int32(step)}
+    return {
+        "params": params,
+        "opt_state": opt_state,
+        "step": jnp.asarray(step, jnp.int32),
+    }
 
 
 def abstract(tree):
