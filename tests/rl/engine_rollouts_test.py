@@ -22,6 +22,7 @@ LOGPROB_ATOL = 1e-5  # float32 sums in another order
 MODEL = tiny.model(
     vocab_size=templates_test.TOKENIZER.vocab_size,
     num_hidden_layers=2,
+    first_k_dense_replace=0,  # one stack
     num_nextn_predict_layers=0,
     max_position_embeddings=CAPACITY,
 )

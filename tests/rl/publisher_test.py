@@ -13,7 +13,10 @@ from tests import environment
 from tests.model import tiny
 
 MODEL = tiny.model(
-    num_hidden_layers=1, first_k_dense_replace=0, num_nextn_predict_layers=0
+    num_hidden_layers=1,
+    first_k_dense_replace=0,
+    num_nextn_predict_layers=0,
+    attention="dense",
 )
 
 

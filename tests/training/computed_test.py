@@ -48,12 +48,13 @@ class ComputedTest(parameterized.TestCase):
         config = aware(config_lib.TrainConfig(model=model), scheme)
         params = tiny.params(model)
         got = jax.jit(computed.weights, static_argnums=1)(params, config)
-        wanted = transformer.cast(converted(params, scheme, jnp.dtype(dtype)), model)
-        before = transformer.cast(params, model)
+        cast = jax.jit(transformer.cast, static_argnums=1)
+        wanted = cast(converted(params, scheme, jnp.dtype(dtype)), model)
+        trees = jax.device_get((got, wanted, cast(params, model)))
         num_rounded = 0
-        for a, b, c in zip(*map(jax.tree.leaves, (got, wanted, before)), strict=True):
+        for a, b, c in zip(*map(jax.tree.leaves, trees), strict=True):
             np.testing.assert_array_equal(a, b)
-            num_rounded += bool(np.any(np.asarray(b != c)))
+            num_rounded += bool(np.any(b != c))
         self.assertEqual(num_rounded, 2 * 8 + 3 + 6)  # of both layers, with experts
 
     def test_the_gradient_at_the_rounded_weights_moves_the_weights(self):
@@ -63,13 +64,14 @@ class ComputedTest(parameterized.TestCase):
         params = tiny.params(config.model)
         batch = tiny.batch(config.model, [(12,)] * 8, 12)
         batch["num_bytes"] = batch["loss_mask"]
-        rounded = computed.rounded(params, aware(config, "w4a8"))
+        round_all = jax.jit(computed.rounded, static_argnums=1)
+        rounded = round_all(params, aware(config, "w4a8"))
         after = []
         for own, start in ((aware(config, "w4a8"), params), (config, rounded)):
             optimizer = step_lib.make_optimizer(own)
             step = jax.jit(step_lib.make_train_step(own, optimizer))
-            new, _, metrics = step(start, optimizer.init(start), batch)
-            change = jax.tree.map(lambda a, b: np.asarray(a - b), new, start)
+            new, _, metrics = step(start, jax.jit(optimizer.init)(start), batch)
+            change = jax.tree.map(np.subtract, *jax.device_get((new, start)))
             after.append((change, metrics["train/loss"]))
         (ours, loss), (theirs, same_loss) = after
         np.testing.assert_allclose(loss, same_loss, rtol=FLOAT32)
