@@ -79,7 +79,7 @@ def params(config, seed=0):
             noise = mean + 0.1 * noise
         else:
             noise *= init
-        return jnp.asarray(noise, config.param_dtype)
+        return jnp.asarray(noise.astype(jnp.dtype(config.param_dtype)))
 
     return transformer.map_table(draw, transformer.table(config))
 
