@@ -66,7 +66,6 @@ TOGETHER = {
 }
 # They compile as for users: here XLA's fusions decide about the promise.
 OPTIMIZED = (
-    "inference/parity_test.py",
     "model/golden_test.py",
     "model/invariance_test.py",
     "pallas_kernels/decode_test.py",

@@ -1,6 +1,7 @@
 """Checks that the engine draws from the log-probs that training computes.
 
 Selected keys and experts are equal, whatever the engine's memory, chunks and company.
+The quick tests skip LLVM's optimizations, which leave XLA's fusions as they are.
 """
 
 import contextlib
@@ -23,23 +24,17 @@ from tests import environment
 from tests.inference import engine_test
 from tests.model import tiny
 
-MODEL = dataclasses.replace(
-    engine_test.TINY,
-    dtype="bfloat16",
-    batch_invariant=True,
-    index_topk=8,
-    num_nextn_predict_layers=1,
+# A layer with an indexer and experts compiles fastest.
+FLOAT32 = dataclasses.replace(
+    engine_test.TINY, num_hidden_layers=1, first_k_dense_replace=0, index_topk=8
 )
+BFLOAT16 = dataclasses.replace(FLOAT32, dtype="bfloat16", batch_invariant=True)
+DRAFTING = dataclasses.replace(BFLOAT16, num_nextn_predict_layers=1)
 LAST_DIGIT = 2e-6  # of a log-prob: two programs subtract the same float32 logits
 NUM_TOKENS = 20
 
 
-@functools.cache
-def params():
-    return tiny.params(MODEL)
-
-
-def whole_rows(config, rows):
+def whole_rows(params, config, rows):
     """Returns -log p of the next tokens, and the experts, of rows read at once."""
 
     def experts(params, config, tokens):
@@ -47,37 +42,41 @@ def whole_rows(config, rows):
         return cached.chosen_experts(config, out.aux, tokens.shape)
 
     compiled = invariance.jit(experts, static_argnames="config")
-    scored = scoring.score(params(), config, scoring.rows_of_tokens(rows, config))
-    return scored, np.asarray(compiled(params(), config, rows))
+    scored = scoring.score(params, config, scoring.rows_of_tokens(rows, config))
+    return scored, np.asarray(compiled(params, config, rows))
 
 
 class ParityTest(parameterized.TestCase):
     def test_scoring_finds_the_drawn_tokens(self):
-        self.check(num_slots=4, chunk=24)
+        self.check(num_slots=4, chunk=16)
 
     @pytest.mark.slow  # 10 s
     def test_of_a_single_slot(self):
+        self.enterContext(environment.optimized())
         self.check(num_slots=1, chunk=16)
 
     @pytest.mark.slow  # 15 s
     def test_of_few_slots_among_many(self):
+        self.enterContext(environment.optimized())
         self.check(num_slots=64, chunk=24)
 
     @pytest.mark.slow  # 15 s
     def test_with_drafts(self):
+        self.enterContext(environment.optimized())
         limits = Limits(num_drafts=3, adapts_drafts=False)
-        self.check(num_slots=4, chunk=24, limits=limits)
+        self.check(DRAFTING, num_slots=4, chunk=24, limits=limits)
 
-    def check(self, **options):
+    def check(self, config=BFLOAT16, **options):
         requests = engine_test.make_requests(5, 19, 2, 33, 7, 28, n=NUM_TOKENS)
         options |= {"capacity": 64, "num_steps": 5, "with_experts": True}
-        machine = engine.Engine(params(), MODEL, **options)
+        params = tiny.params(config)
+        machine = engine.Engine(params, config, **options)
         done = engine_test.run_all(machine, requests)
         rows = np.zeros((len(requests), 64), np.int32)
         for r in requests:
             ids = [*r.prompt, *done[r.id].tokens]
             rows[r.id, : len(ids)] = ids
-        scored, experts = whole_rows(MODEL, rows)
+        scored, experts = whole_rows(params, config, rows)
         for r in requests:
             first, last = len(r.prompt) - 1, len(r.prompt) + NUM_TOKENS - 1
             gap = np.abs(scored[r.id, first:last] + done[r.id].logprobs)
@@ -88,11 +87,7 @@ class ParityTest(parameterized.TestCase):
             )
 
 
-# Of the matrix: a layer with an indexer and experts compiles fastest.
 CAPACITY = 64  # keys, of which a set is two numbers of 32 bits
-SHORT = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "index_topk": 8}
-FLOAT32 = dataclasses.replace(engine_test.TINY, **SHORT)
-BFLOAT16 = dataclasses.replace(MODEL, **SHORT)
 LOGPROB_ATOL, MEAN_GAP = 1e-5, 2e-2  # in float32; in bfloat16
 NUM_PAGES = 9  # of 8 tokens: for one whole sequence and a part of another
 CASES = [
@@ -101,7 +96,6 @@ CASES = [
     for memory in ("slots", "pages")
     for chunk in (1, 16, CAPACITY)
 ]
-DRAFTING = dataclasses.replace(FLOAT32, num_nextn_predict_layers=1)
 QUICK = {"float32_pages_1", "bfloat16_pages_16"}
 
 
@@ -199,13 +193,16 @@ class MatrixTest(parameterized.TestCase):
     @parameterized.named_parameters(case for case in CASES if case[0] not in QUICK)
     @pytest.mark.slow
     def test_so_are_others(self, config, memory, chunk):
+        self.enterContext(environment.optimized())
         self.check(config, memory, chunk)
 
     @parameterized.named_parameters(
-        ("float32_pages", DRAFTING, "pages"), ("bfloat16_slots", BFLOAT16, "slots")
+        ("float32_pages", FLOAT32, "pages"), ("bfloat16_slots", BFLOAT16, "slots")
     )
     @pytest.mark.slow
     def test_so_are_rounds_of_drafts(self, config, memory):
+        self.enterContext(environment.optimized())
+        config = dataclasses.replace(config, num_nextn_predict_layers=1)
         self.check(config, memory, 16, num_drafts=3)
 
     def check(self, config, memory, chunk, num_drafts=0):
