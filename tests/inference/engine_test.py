@@ -29,6 +29,8 @@ TINY = tiny.model(
     num_nextn_predict_layers=0,
     max_position_embeddings=128,
 )
+# One layer, with an indexer and experts, compiles fastest.
+ONE_LAYER = dataclasses.replace(TINY, num_hidden_layers=1, first_k_dense_replace=0)
 VARIANTS = {
     "sparse": TINY,
     "dense": dataclasses.replace(TINY, attention="dense"),
@@ -78,7 +80,7 @@ def next_logits(params, config, prompts, completions):
     tokens = np.zeros((len(rows), 40), np.int32)  # padding is not compared
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
-    logits = full_logits(params, config, tokens)
+    logits = np.asarray(full_logits(params, config, tokens))
     starts = [len(prompt) - 1 for prompt in prompts]
     ends = [len(row) - 1 for row in rows]
     return [x[i:j] for x, i, j in zip(logits, starts, ends, strict=True)]
@@ -189,8 +191,8 @@ class BatchTest(absltest.TestCase):
         for completion, logits in zip(
             done, next_logits(params, TINY, prompts, done), strict=True
         ):
-            logprobs = jax.nn.log_softmax(logits / 0.7)
-            chosen = logprobs[jnp.arange(17), jnp.array(completion.tokens)]
+            logprobs = np.asarray(jax.nn.log_softmax(logits / 0.7))
+            chosen = logprobs[np.arange(17), completion.tokens]
             np.testing.assert_allclose(completion.logprobs, chosen, atol=LOGPROB_ATOL)
 
     def test_bfloat16_keeps_router_and_norms_in_float32(self):
@@ -203,8 +205,6 @@ class BatchTest(absltest.TestCase):
         self.assertEqual(params["norm"].dtype, jnp.float32)
         self.assertEqual(params["lm_head"].dtype, jnp.bfloat16)
         self.assertEqual(block["mlp"]["experts"]["up_proj"].dtype, jnp.bfloat16)
-        (done,) = engine.generate(params, config, make_prompts(9), max_new_tokens=9)
-        self.assertLen(done.tokens, 9)
 
 
 class StopTest(parameterized.TestCase):
@@ -276,7 +276,7 @@ class ContinuousBatchingTest(parameterized.TestCase):
     """Few slots, many requests and chunked prompts give the same samples as alone."""
 
     def test_logprobs_and_experts_are_those_of_training(self):
-        self.check_against_training(TINY)
+        self.check_against_training(ONE_LAYER)
 
     @parameterized.parameters(("sparse", 64, 4), ("sparse", 4, 1), ("dense", 24, 4))
     @pytest.mark.slow
@@ -294,13 +294,11 @@ class ContinuousBatchingTest(parameterized.TestCase):
         for r in requests:
             row = [*r.prompt, *done[r.id].tokens]
             tokens[r.id, : len(row)] = row
-        logits, experts = with_choices(params, config, tokens)
-        logprobs = jax.nn.log_softmax(logits)
+        logits, experts = jax.device_get(with_choices(params, config, tokens))
+        logprobs = np.asarray(jax.nn.log_softmax(logits))
         for r in requests:
             first, last = len(r.prompt) - 1, len(r.prompt) + 11
-            chosen = logprobs[
-                r.id, jnp.arange(first, last), jnp.array(done[r.id].tokens)
-            ]
+            chosen = logprobs[r.id, np.arange(first, last), done[r.id].tokens]
             np.testing.assert_allclose(
                 done[r.id].logprobs, chosen, atol=LOGPROB_ATOL, rtol=0
             )
@@ -311,12 +309,12 @@ class ContinuousBatchingTest(parameterized.TestCase):
 
     def test_samples_do_not_depend_on_slots_chunks_or_other_requests(self):
         # Alone, each prompt is one part of 24 tokens, padding included.
-        params, requests = tiny.params(TINY), make_requests(17, 24, 21, 18, 23, 20)
+        params, requests = tiny.params(ONE_LAYER), make_requests(17, 24, 21, 18, 23, 20)
         alone = {}
         for request in requests:
-            machine = engine.Engine(params, TINY, num_slots=1, capacity=64, seed=3)
+            machine = engine.Engine(params, ONE_LAYER, num_slots=1, capacity=64, seed=3)
             alone |= run_all(machine, [request])
-        machine = engine.Engine(params, TINY, **ENGINE, seed=3)
+        machine = engine.Engine(params, ONE_LAYER, **ENGINE, seed=3)
         together = run_all(machine, requests[::-1])
         for i, completion in alone.items():
             self.assertEqual(together[i].tokens, completion.tokens)
@@ -325,9 +323,9 @@ class ContinuousBatchingTest(parameterized.TestCase):
             )
 
     def test_a_next_turn_reads_only_its_new_tokens(self):
-        params = tiny.params(TINY)
+        params = tiny.params(ONE_LAYER)
         (first,) = make_requests(20)
-        machine = engine.Engine(params, TINY, **ENGINE)
+        machine = engine.Engine(params, ONE_LAYER, **ENGINE)
         (turn,) = run_all(machine, [first]).values()
         ids = [*first.prompt, *turn.tokens, 5, 6]
         request = engine.Request(id=1, prompt=ids, max_new_tokens=4)
@@ -336,7 +334,7 @@ class ContinuousBatchingTest(parameterized.TestCase):
         ) as spy:
             (again,) = run_all(machine, [request]).values()
             self.assertEqual(spy.call_count, 2)
-        fresh = engine.Engine(params, TINY, **ENGINE)
+        fresh = engine.Engine(params, ONE_LAYER, **ENGINE)
         (want,) = run_all(fresh, [request]).values()
         self.assertEqual(again.tokens, want.tokens)
         np.testing.assert_allclose(again.logprobs, want.logprobs, atol=LOGPROB_ATOL)
@@ -345,9 +343,9 @@ class ContinuousBatchingTest(parameterized.TestCase):
         self.assertEqual(slots, [len(ids) + 3, 0, 0, 0])  # the slot of the first turn
 
     def test_every_token_says_which_weights_drew_it(self):
-        params = tiny.params(TINY)
-        other = jax.tree.map(lambda x: 2 * x, params)
-        machine = engine.Engine(params, TINY, **ENGINE)
+        params = tiny.params(ONE_LAYER)
+        other = jax.tree.map(lambda x: 2 * np.asarray(x), params)
+        machine = engine.Engine(params, ONE_LAYER, **ENGINE)
         for request in make_requests(5, 9, 5):
             machine.submit(request)
         done = {}
@@ -364,14 +362,14 @@ class ContinuousBatchingTest(parameterized.TestCase):
         machine.publish(params, 1000)
         request = engine.Request(9, [*make_prompts(5)[0], 1], 8)
         (after,) = run_all(machine, [request]).values()
-        fresh = engine.Engine(params, TINY, **ENGINE)
+        fresh = engine.Engine(params, ONE_LAYER, **ENGINE)
         self.assertEqual(after.tokens, run_all(fresh, [request])[9].tokens)
 
     def test_each_request_is_sampled_and_stopped_in_its_own_way(self):
-        params = tiny.params(TINY)
+        params = tiny.params(ONE_LAYER)
         (prompt,) = make_prompts(9)
         greedy = engine.Request(0, prompt, 12, temperature=0.0)
-        machine = engine.Engine(params, TINY, **ENGINE)
+        machine = engine.Engine(params, ONE_LAYER, **ENGINE)
         free = run_all(machine, [greedy])[0].tokens
         requests = [
             engine.Request(1, prompt, 12, temperature=1.0, top_k=1),
@@ -389,9 +387,9 @@ class ContinuousBatchingTest(parameterized.TestCase):
         self.assertEqual(done[3].finish_reason, "stop")
 
     def test_aborted_requests_leave_the_others_alone(self):
-        params, requests = tiny.params(TINY), make_requests(5, 9, 7, 3, 4, 6)
-        want = run_all(engine.Engine(params, TINY, **ENGINE), requests)
-        machine = engine.Engine(params, TINY, **ENGINE)
+        params, requests = tiny.params(ONE_LAYER), make_requests(5, 9, 7, 3, 4, 6)
+        want = run_all(engine.Engine(params, ONE_LAYER, **ENGINE), requests)
+        machine = engine.Engine(params, ONE_LAYER, **ENGINE)
         for request in requests:
             machine.submit(request)
         machine.step(), machine.step()

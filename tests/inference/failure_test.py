@@ -13,7 +13,7 @@ from tests import environment
 from tests.inference import engine_test
 from tests.model import tiny
 
-TINY, ENGINE = engine_test.TINY, engine_test.ENGINE
+MODEL, ENGINE = engine_test.ONE_LAYER, engine_test.ENGINE
 
 
 class Fault:
@@ -34,11 +34,11 @@ class Fault:
 
 @functools.cache
 def params():
-    return tiny.params(TINY)
+    return tiny.params(MODEL)
 
 
 def make_engine(**changes):
-    return engine.Engine(params(), TINY, **(ENGINE | changes))
+    return engine.Engine(params(), MODEL, **(ENGINE | changes))
 
 
 def make_requests():
@@ -292,7 +292,7 @@ class RequestTest(parameterized.TestCase):
     def test_sizes_of_an_engine(self, **changes):
         (name,) = changes
         with self.assertRaisesRegex(config_lib.InputError, f"{name} must"):
-            engine.Engine({}, TINY, **(ENGINE | changes))
+            engine.Engine({}, MODEL, **(ENGINE | changes))
 
 
 if __name__ == "__main__":

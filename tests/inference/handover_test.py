@@ -16,10 +16,7 @@ from tests import environment
 from tests.inference import engine_test
 from tests.model import tiny
 
-# One layer, with an indexer and experts, compiles fastest.
-CONFIG = dataclasses.replace(
-    engine_test.TINY, num_hidden_layers=1, first_k_dense_replace=0
-)
+CONFIG = engine_test.ONE_LAYER
 SIZE = 8
 LIMITS = Limits(num_pages=24, page_size=SIZE, host_pages=16)
 (PROMPT,) = engine_test.make_prompts(45)

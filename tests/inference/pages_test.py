@@ -166,10 +166,7 @@ class PoolTest(parameterized.TestCase):
         self.assertEqual(pool.match([4, 5, 6]), [])
 
 
-# One layer, with an indexer and experts, compiles fastest.
-CONFIG = dataclasses.replace(
-    engine_test.TINY, num_hidden_layers=1, first_k_dense_replace=0
-)
+CONFIG = engine_test.ONE_LAYER
 PROMPTS = (5, 19, 19, 30, 2, 11, 19)
 
 

@@ -24,10 +24,7 @@ from tests import environment
 from tests.inference import engine_test
 from tests.model import tiny
 
-# A layer with an indexer and experts compiles fastest.
-FLOAT32 = dataclasses.replace(
-    engine_test.TINY, num_hidden_layers=1, first_k_dense_replace=0, index_topk=8
-)
+FLOAT32 = dataclasses.replace(engine_test.ONE_LAYER, index_topk=8)
 BFLOAT16 = dataclasses.replace(FLOAT32, dtype="bfloat16", batch_invariant=True)
 DRAFTING = dataclasses.replace(BFLOAT16, num_nextn_predict_layers=1)
 LAST_DIGIT = 2e-6  # of a log-prob: two programs subtract the same float32 logits

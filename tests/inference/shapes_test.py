@@ -20,7 +20,7 @@ def make_requests():
 
 class DecodeTest(parameterized.TestCase):
     def test_few_slots_are_decoded_without_the_others(self):
-        params, sizes = tiny.params(engine_test.TINY), []
+        params, sizes = tiny.params(engine_test.ONE_LAYER), []
 
         def spy(params, config, state, chosen, **options):
             sizes.append(8 if chosen is None else len(chosen.slots))
@@ -37,7 +37,7 @@ class DecodeTest(parameterized.TestCase):
         prefill = programs.prefill
         for num_slots in (8, 4):
             machine = engine.Engine(
-                params, engine_test.TINY, **(options | {"num_slots": num_slots})
+                params, engine_test.ONE_LAYER, **(options | {"num_slots": num_slots})
             )
             with (
                 mock.patch.object(programs, "decode", spy),

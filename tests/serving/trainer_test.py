@@ -166,7 +166,7 @@ class UpdateTest(server_test.ClientTest):
 class ExpertsTest(parameterized.TestCase):
     def test_experts_of_a_generation(self):
         """They are those that a forward pass over the whole text chooses."""
-        config = engine_test.TINY
+        config = engine_test.ONE_LAYER
         params = tiny.params(config)
         made = engine.Engine(
             params,

@@ -50,7 +50,9 @@ class RoundingTest(parameterized.TestCase):
     )
     def test_equal_bits(self, scheme, mesh):
         dims = transformer.param_dims(MODEL)
-        wanted = schemes.quantized(self.params, dims, schemes.SCHEMES[scheme])
+        wanted = jax.jit(
+            lambda params: schemes.quantized(params, dims, schemes.SCHEMES[scheme])
+        )(self.params)
         made = mesh and mesh_lib.make_mesh(config_lib.MeshConfig(**MESHES[mesh]))
         got = self.load(scheme, made)
         self.assertTrue(any(map(leaf.is_quantized, flat(got))))
