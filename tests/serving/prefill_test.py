@@ -65,7 +65,7 @@ def driven(limits=LIMITS):
 
 @contextlib.contextmanager
 def serving(driver, fetcher=None, **limits):
-    """Serves an engine; yields the address."""
+    """Serves an engine; yields the address and the server."""
     model = served.Served(
         name=NAME,
         service=driver,
@@ -76,8 +76,15 @@ def serving(driver, fetcher=None, **limits):
         fetcher=fetcher,
     )
     allowed = guard.Limits(**{"api_key": KEY, **limits})
-    with scripted.running(model, allowed) as (url, _):
-        yield url
+    with scripted.running(model, allowed) as found:
+        yield found
+
+
+def client():
+    """Returns a client with the key; making one takes 15 ms, for certificates."""
+    unkept = httpx.Limits(max_keepalive_connections=0)  # servers come and go
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.Client(headers=headers, limits=unkept, timeout=60)
 
 
 class Between:
@@ -130,7 +137,7 @@ class Between:
 
     @contextlib.contextmanager
     def serving(self):
-        """Listens in a thread; yields the address."""
+        """Listens in a thread; yields the address and the server."""
         with contextlib.closing(listening.bind("127.0.0.1", 0)) as listener:
             listener.listen()
             server = listening.make_server(self.app, drain_seconds=1)
@@ -139,7 +146,7 @@ class Between:
             )
             thread.start()
             try:
-                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
             finally:
                 server.should_exit = True
                 thread.join()
@@ -156,16 +163,30 @@ class ApartTest(parameterized.TestCase):
         super().setUpClass()
         cls.drivers = [cls.enterClassContext(driven()) for _ in range(3)]
         cls.reader, cls.answering, cls.alone = cls.drivers
+        cls.http = cls.enterClassContext(client())
 
     def setUp(self):
         super().setUp()
         version = self.next_version()
         for driver in self.drivers:
             driver.publish(params(), version).result()
-        self.reader_url = self.enterContext(serving(self.reader))
+        self.servers = []
+        self.reader_url = self.enter(serving(self.reader))
         self.between = Between(self.reader_url)
-        self.alone_url = self.enterContext(serving(self.alone))
-        self.begin(self.enterContext(self.between.serving()))
+        self.alone_url = self.enter(serving(self.alone))
+        self.begin(self.enter(self.between.serving()))
+
+    def enter(self, started):
+        """Enters the context of a server; returns the address."""
+        url, server = self.enterContext(started)
+        self.servers.append(server)
+        return url
+
+    def tearDown(self):
+        """Lets all servers end at the same time, as each waits in its end."""
+        super().tearDown()
+        for server in self.servers:
+            server.should_exit = True
 
     def next_version(self):
         return max(driver.stats().version for driver in self.drivers) + 1
@@ -176,7 +197,7 @@ class ApartTest(parameterized.TestCase):
         self.fetcher = fetching.Fetcher(
             self.answering, NAME, fetching.Settings(**settings)
         )
-        self.url = self.enterContext(serving(self.answering, self.fetcher))
+        self.url = self.enter(serving(self.answering, self.fetcher))
 
     def prompt(self, size=45):
         """Returns a prompt that no other test has."""
@@ -184,8 +205,7 @@ class ApartTest(parameterized.TestCase):
         return rng.integers(1, 250, size).tolist()
 
     def post(self, url, path, **body):
-        headers = {"Authorization": f"Bearer {KEY}"}
-        return httpx.post(url + path, json=body, headers=headers, timeout=60)
+        return self.http.post(url + path, json=body)
 
     def generate(self, url, prompt):
         """Returns the greedy ids and their log-probs."""
@@ -223,8 +243,7 @@ class ApartTest(parameterized.TestCase):
         self.assertIn("glm5_jax_page_bytes_held 0\n", sent)
 
     def figures(self, url):
-        headers = {"Authorization": f"Bearer {KEY}"}
-        return httpx.get(f"{url}/metrics", headers=headers).text
+        return self.http.get(f"{url}/metrics").text
 
     def test_pages_that_are_known_are_not_sent_again(self):
         prompt = self.prompt(70)
@@ -249,12 +268,7 @@ class ApartTest(parameterized.TestCase):
             stack.callback(is_free.set)
             body = {"token_ids": prompt, "sampling_params": {"max_tokens": NEW}}
             with self.assertRaises(httpx.ReadTimeout):
-                httpx.post(
-                    self.url + GENERATE,
-                    json=body,
-                    headers={"Authorization": f"Bearer {KEY}"},
-                    timeout=0.01,
-                )
+                self.http.post(self.url + GENERATE, json=body, timeout=0.01)
             asked = [pool.submit(self.generate, self.url, prompt) for _ in range(3)]
             scripted.wait_until(
                 lambda: [f.num_waiting for f in self.under_way()] == [3]
@@ -412,7 +426,7 @@ class BoundsTest(absltest.TestCase):
         asyncio.run(run())
 
     def test_wrong_requests(self):
-        with driven() as driver, serving(driver) as url:
+        with driven() as driver, serving(driver) as (url, _), client() as http:
             for fields, status, message in (
                 ({"token_ids": [1] * 96}, 400, "at most 96"),
                 ({"token_ids": [1, 9999]}, 400, "ids lie in"),
@@ -421,18 +435,17 @@ class BoundsTest(absltest.TestCase):
                 ({"token_ids": [1], "model": "other"}, 404, "does not exist"),
                 ({"token_ids": [1], "weight_version": 5}, 409, "version 0 here"),
             ):
-                headers = {"Authorization": f"Bearer {KEY}"}
                 path = url + fetching.PATH
-                found = httpx.post(path, json=fields, headers=headers)
+                found = http.post(path, json=fields)
                 self.assertEqual(found.status_code, status, found.text)
                 self.assertIn(message, found.json()["error"]["message"])
             with mock.patch.object(prefill, "MAX_HELD_BYTES", -1):
-                found = httpx.post(path, json={"token_ids": [1]}, headers=headers)
+                found = http.post(path, json={"token_ids": [1]})
                 self.assertEqual(found.status_code, 429)
 
     def test_servers_without_pages(self):
         limits = Limits(with_adjustments=True)
-        with driven(limits) as driver, serving(driver) as url:
+        with driven(limits) as driver, serving(driver) as (url, _):
             found = httpx.post(
                 url + fetching.PATH,
                 json={"token_ids": [1]},

@@ -1,8 +1,9 @@
-"""Loads a folder onto a mesh of all devices, and prints the memory that it took.
+"""Loads folders onto a mesh of all devices, and prints the memory that each took.
 
-python -m tests.weights.sharded_child FOLDER AXIS
+python -m tests.weights.sharded_child AXIS FOLDER...
 """
 
+import gc
 import json
 import pathlib
 import sys
@@ -27,25 +28,32 @@ def forget():
     pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
-def main(folder, axis):
+def main(axis, *folders):
     with together.joined(group.find(), 60, 60):
         mesh, _ = loading.mesh_of([(f"mesh.{axis}", str(len(jax.devices())))])
         jax.block_until_ready(jax.device_put(np.zeros(1), jax.local_devices()[0]))
-        forget()
-        before = peak_bytes()
-        _, params, _ = loading.load_model(folder, mesh=mesh)
-        used = peak_bytes() - before
-        own = [
-            (np.asarray(shard.data), shard.index, name)
-            for name, x in jax.tree_util.tree_leaves_with_path(params)
-            for shard in x.addressable_shards
-        ]
-        kept = sum(data.nbytes for data, _, _ in own)
-        _, alone, _ = loading.load_model(folder)
-        whole = dict(jax.tree_util.tree_leaves_with_path(alone))
-        for data, index, name in own:
-            np.testing.assert_array_equal(data, np.asarray(whole[name])[index])
-        sys.stdout.write(json.dumps({"used": used, "kept": kept}) + "\n")
+        found = [load(folder, mesh) for folder in folders]
+        sys.stdout.write(json.dumps(found) + "\n")
+
+
+def load(folder, mesh):
+    """Returns the bytes that a model took while it was read, and the kept ones."""
+    gc.collect()
+    forget()
+    before = peak_bytes()
+    _, params, _ = loading.load_model(folder, mesh=mesh)
+    used = peak_bytes() - before
+    own = [
+        (np.asarray(shard.data), shard.index, name)
+        for name, x in jax.tree_util.tree_leaves_with_path(params)
+        for shard in x.addressable_shards
+    ]
+    kept = sum(data.nbytes for data, _, _ in own)
+    _, alone, _ = loading.load_model(folder)
+    whole = dict(jax.tree_util.tree_leaves_with_path(alone))
+    for data, index, name in own:
+        np.testing.assert_array_equal(data, np.asarray(whole[name])[index])
+    return {"used": used, "kept": kept}
 
 
 if __name__ == "__main__":

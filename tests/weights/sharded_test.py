@@ -38,14 +38,16 @@ class MemoryTest(parameterized.TestCase):
         made = tempfile.TemporaryDirectory()
         cls.folder = written(CONFIG, pathlib.Path(cls.enterClassContext(made)))
 
-    def load(self, folder, axis, count=1):
-        command = [sys.executable, "-m", "tests.weights.sharded_child"]
+    def load(self, axis, *folders, count=1):
+        """Returns what each process found for each of the folders."""
+        command = [sys.executable, "-m", "tests.weights.sharded_child", axis]
         # Else glibc keeps freed buffers, and they would count.
         small = {"MALLOC_MMAP_THRESHOLD_": 2**20}
-        done = launch.together([*command, str(folder), axis], count=count, **small)
+        done = launch.together([*command, *map(str, folders)], count=count, **small)
         for code, output in done:
             self.assertEqual(code, 0, output)
-        return [json.loads(output.splitlines()[-1]) for _, output in done]
+        found = [json.loads(output.splitlines()[-1]) for _, output in done]
+        return [*zip(*found, strict=True)]
 
     def check(self, found, share, slack=SLACK, stack=STACK):
         for sizes in found:
@@ -53,15 +55,16 @@ class MemoryTest(parameterized.TestCase):
             self.assertLess(sizes["used"], sizes["kept"] + slack)
 
     def test_a_folder_of_tensors(self):
-        self.check(self.load(self.folder, "fsdp"), share=1)
+        (found,) = self.load("fsdp", self.folder)
+        self.check(found, share=1)
 
     def test_each_process_reads_its_part(self):
-        self.check(self.load(self.folder, "expert", count=2), share=0.5)
-
-    def test_each_process_reads_its_part_of_a_run_folder(self):
+        """Also of a run folder."""
         run = self.folder.parent / "run"
         conversion.convert(self.folder, run)
-        self.check(self.load(run, "expert", count=2), share=0.5, slack=WINDOWS)
+        tensors, arrays = self.load("expert", self.folder, run, count=2)
+        self.check(tensors, share=0.5)
+        self.check(arrays, share=0.5, slack=WINDOWS)
 
     @pytest.mark.slow
     def test_a_larger_run_folder_takes_no_more_beside_its_parts(self):
@@ -69,7 +72,7 @@ class MemoryTest(parameterized.TestCase):
         folder = pathlib.Path(self.create_tempdir().full_path)
         conversion.convert(written(larger, folder), folder / "run")
         for axis, count in (("fsdp", 1), ("fsdp", 2), ("expert", 2)):
-            found = self.load(folder / "run", axis, count=count)
+            (found,) = self.load(axis, folder / "run", count=count)
             self.check(found, share=1 / count, slack=WINDOWS, stack=4 * STACK)
 
 

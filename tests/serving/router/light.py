@@ -180,6 +180,16 @@ async def running(made, listener):
 
 
 @contextlib.asynccontextmanager
+async def together(contexts):
+    """Enters contexts; leaves them at the same time, as a server waits in its end."""
+    found = [await one.__aenter__() for one in contexts]
+    try:
+        yield found
+    finally:
+        await asyncio.gather(*(one.__aexit__(None, None, None) for one in contexts))
+
+
+@contextlib.asynccontextmanager
 async def routing_to(urls, options, **limits):
     """Runs a router; yields its address and the router, once all are in service."""
     router = app.Router(options, guard.Limits(**limits))

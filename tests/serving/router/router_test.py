@@ -31,9 +31,9 @@ class RouterTest(absltest.TestCase, unittest.IsolatedAsyncioTestCase):
         stack = contextlib.AsyncExitStack()
         self.addAsyncCleanup(stack.aclose)
         self.lights = [light.Light("abcdef"[i]) for i in range(number)]
-        self.by_url = {}
-        for one in self.lights:
-            self.by_url[await stack.enter_async_context(one.serving())] = one
+        contexts = light.together([one.serving() for one in self.lights])
+        urls = await stack.enter_async_context(contexts)
+        self.by_url = dict(zip(urls, self.lights, strict=True))
         routed = light.routing_to([*self.by_url], options, **limits)
         self.url, self.router = await stack.enter_async_context(routed)
         self.http = await stack.enter_async_context(aiohttp.ClientSession(self.url))
