@@ -16,7 +16,11 @@ from tests import environment
 from tests.model import tiny
 
 MODEL = tiny.model(
-    num_hidden_layers=2, num_nextn_predict_layers=0, vocab_size=260, index_topk=64
+    num_hidden_layers=1,  # with experts
+    first_k_dense_replace=0,
+    num_nextn_predict_layers=0,
+    vocab_size=260,
+    index_topk=64,
 )
 LOGPROBS = 1e-4  # one program decodes token by token, the other reads the row at once
 

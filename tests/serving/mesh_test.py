@@ -13,7 +13,11 @@ from tests import environment
 from tests.model import tiny
 
 CONFIG = tiny.model(
-    num_hidden_layers=2, kv_lora_rank=16, num_nextn_predict_layers=0, eos_token_id=()
+    num_hidden_layers=1,
+    first_k_dense_replace=0,
+    kv_lora_rank=16,
+    num_nextn_predict_layers=0,
+    eos_token_id=(),
 )
 PROMPTS = [[5, 9, 2, 33, 7, 1, 60, 12], [4, 4, 8]]
 
