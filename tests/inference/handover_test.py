@@ -18,7 +18,7 @@ from tests.model import tiny
 
 CONFIG = engine_test.ONE_LAYER
 SIZE = 8
-LIMITS = Limits(num_pages=24, page_size=SIZE, host_pages=16)
+LIMITS = Limits(num_pages=8, page_size=SIZE, host_pages=16)
 (PROMPT,) = engine_test.make_prompts(45)
 WHOLE = PROMPT[:40]  # its pages
 
@@ -100,8 +100,7 @@ class HandoverTest(parameterized.TestCase):
         self.assertEqual(target.num_restored, 3)
 
     def test_pages_of_host_memory_are_handed_over_too(self):
-        limits = dataclasses.replace(LIMITS, num_pages=8)
-        source, target = make(limits=limits), make()
+        source, target = make(), make()
         read(source)
         (other,) = engine_test.make_prompts(52)
         read(source, [token % 95 + 1 for token in other])  # takes seven of the pages
@@ -137,7 +136,7 @@ class HandoverTest(parameterized.TestCase):
         self.assertEqual(hand_over(source, target), 5)
         for options in (
             {"with_experts": False},
-            {"limits": dataclasses.replace(LIMITS, page_size=4)},
+            {"limits": dataclasses.replace(LIMITS, num_pages=16, page_size=4)},
         ):
             other = make(**options)
             other.publish(params(), 2)

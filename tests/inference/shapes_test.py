@@ -14,7 +14,7 @@ from tests.model import tiny
 
 def make_requests():
     """Makes requests, one of which draws for longer than all others."""
-    requests = engine_test.make_requests(5, 19, 2, 11, 33)
+    requests = engine_test.make_requests(5, 14, 2, 11, 16)
     return [*requests, engine.Request(7, [3, 9, 4], 30)]
 
 

@@ -95,7 +95,7 @@ class LosslessTest(parameterized.TestCase):
         )
         to_variants.require_convertible(source, target)
         params = tiny.params(source)
-        made = to_variants.converted(params, source, target)["mtp"]
+        made = converted(params, source, target)["mtp"]
         jax.tree.map(np.testing.assert_array_equal, made, params["mtp"])
 
 
