@@ -81,10 +81,10 @@ def serving(driver, fetcher=None, **limits):
 
 
 def client():
-    """Returns a client with the key; making one takes 15 ms, for certificates."""
+    """Returns a client with the key, and without certificates."""
     unkept = httpx.Limits(max_keepalive_connections=0)  # servers come and go
     headers = {"Authorization": f"Bearer {KEY}"}
-    return httpx.Client(headers=headers, limits=unkept, timeout=60)
+    return httpx.Client(headers=headers, limits=unkept, timeout=60, verify=False)
 
 
 class Between:
