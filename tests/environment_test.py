@@ -13,7 +13,6 @@ from tests import conftest, environment
 
 def code_size():
     """Returns the bytes of a small program, compiled under the present settings."""
-    jax.clear_caches()
     program = jax.jit(lambda x: jnp.tanh(jnp.sin(x) * 2 + 1).sum())
     compiled = program.lower(jnp.ones((8, 8))).compile()
     return len(compiled.runtime_executable().serialize())

@@ -25,6 +25,7 @@ class PackedRowsTest(runs.OneDeviceTest):
         super().setUpClass()
         config = rl_runs.make_config(
             {"rows_per_step": ROWS, "router_replay": True, "objective": "dis"},
+            {"num_hidden_layers": 1, "num_nextn_predict_layers": 0},
             stage="async_rl",
             num_steps=2,
         )

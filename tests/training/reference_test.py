@@ -28,7 +28,9 @@ class ReferenceTest(runs.OneDeviceTest):
     def setUpClass(cls):
         super().setUpClass()
         cls.start = cls.root / "start"
-        plain = rl_runs.make_config(num_steps=3, checkpoint_every=1)
+        plain = rl_runs.make_config(
+            model=rl_runs.PLAIN, num_steps=2, checkpoint_every=1
+        )
         run_folder.claim(cls.start, plain)
         checkpoints = manager.CheckpointManager(cls.start, 1)
         params = jax.device_put(rl_runs.initial_params(plain))
