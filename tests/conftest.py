@@ -90,6 +90,9 @@ GARBAGE_THRESHOLDS = 50_000, 20, 50
 FSYNC = os.fsync
 
 environment.configure()
+# Hashing programs and writing the long ones took a tenth of the tests' CPU time, XLA a
+# twentieth: a second run would win less.
+jax.config.update("jax_enable_compilation_cache", False)
 typecheck.install()
 
 

@@ -18,7 +18,7 @@ from jax._src.interpreters import mlir
 CACHE_DIR = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
 VARIABLES = {
     "JAX_PLATFORMS": "cpu",
-    # For the programs that tests start: `configure` says why not for this process.
+    # For the processes that tests start: conftest.py says why not for its own.
     "JAX_COMPILATION_CACHE_DIR": str(CACHE_DIR),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     # Compiling takes most of the time of most tests: a third less so. Set it to 0 for
@@ -52,9 +52,6 @@ def configure() -> None:
         "jax_persistent_cache_min_compile_time_secs",
         float(environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
     )
-    # Hashing programs and writing the long ones took a tenth of the tests' CPU time,
-    # XLA a twentieth: a second run would win less.
-    jax.config.update("jax_enable_compilation_cache", False)
     mlir.make_ir_context = _shared(mlir.make_ir_context)
     limit = int(environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"])
     jax.config.update("jax_traceback_in_locations_limit", limit)
