@@ -15,6 +15,7 @@ import time
 
 import jax
 import numpy as np
+from decode_lengths import MIXED, NEW_TOKENS, PROMPT
 
 from glm5_jax import presets
 from glm5_jax.inference import engine
@@ -22,8 +23,6 @@ from glm5_jax.model import transformer
 from glm5_jax.training.run import host_memory
 
 CONFIG = presets.BENCH
-PROMPT, NEW_TOKENS = 256, 128
-MIXED = [(16 + 16 * i % 240, 256 - 14 * i) for i in range(16)]  # prompt, new tokens
 
 
 def mixed(num_runs: int, in_turn: bool) -> dict[str, float]:

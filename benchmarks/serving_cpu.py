@@ -31,6 +31,7 @@ from collections.abc import Iterator
 
 import jax
 import serving_load
+from decode_lengths import MIXED
 
 from glm5_jax import presets
 from glm5_jax.data import tokenizer as tokenizer_lib
@@ -41,7 +42,6 @@ from glm5_jax.weights import huggingface_export
 CONFIG = presets.BENCH
 SERVER_CORE, CLIENT_CORE = 0, 1
 NUM_STREAMS, PROMPT, NEW_TOKENS = 64, 64, 128
-MIXED = [(16 + 16 * i % 240, 256 - 14 * i) for i in range(16)]  # prompt, new tokens
 PREFIX, REST, PAGES = 2048, 32, 256
 HELD, HOLD_SECONDS = 200, 60.0
 ALL = ("streams", "mixed", "slots", "prefix", "hold")

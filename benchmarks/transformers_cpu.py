@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 import transformers
+from decode_lengths import MIXED, NEW_TOKENS, PROMPT
 from transformers.models import glm_moe_dsa
 
 CONFIG = {
@@ -48,8 +49,6 @@ CONFIG = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-PROMPT, NEW_TOKENS = 256, 128
-MIXED = [(16 + 16 * i % 240, 256 - 14 * i) for i in range(16)]  # prompt, new tokens
 
 
 def measure(run: Callable[[], int], warmup: int, steps: int) -> dict[str, float]:
@@ -90,22 +89,26 @@ def train(args: argparse.Namespace, model: transformers.PreTrainedModel) -> dict
     return rates | {"first_loss": losses[0], "last_loss": losses[-1]}
 
 
+def generate(
+    model: transformers.PreTrainedModel, batch: int, prompt: int, new_tokens: int
+) -> int:
+    """Continues random prompts greedily; returns the number of new tokens."""
+    ids = torch.randint(0, CONFIG["vocab_size"], (batch, prompt))
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+    )
+    assert out.shape[1] == prompt + new_tokens
+    return batch * new_tokens
+
+
 def decode(args: argparse.Namespace, model: transformers.PreTrainedModel) -> dict:
     """Times generate() as a whole and without its prefill."""
-    ids = torch.randint(0, CONFIG["vocab_size"], (args.batch, PROMPT))
-
-    def generate(new_tokens: int) -> int:
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-        )
-        assert out.shape[1] == PROMPT + new_tokens
-        return args.batch * new_tokens
-
-    whole = measure(lambda: generate(NEW_TOKENS), 1, args.steps)
-    prefill = measure(lambda: generate(1), 1, args.steps)["tokens_per_second"]
+    run = lambda new_tokens: lambda: generate(model, args.batch, PROMPT, new_tokens)
+    whole = measure(run(NEW_TOKENS), 1, args.steps)
+    prefill = measure(run(1), 1, args.steps)["tokens_per_second"]
     seconds = args.batch * (NEW_TOKENS / whole["tokens_per_second"] - 1 / prefill)
     rate = args.batch * (NEW_TOKENS - 1) / seconds
     return whole | {"without_prefill_tokens_per_second": round(rate, 1)}
@@ -113,20 +116,8 @@ def decode(args: argparse.Namespace, model: transformers.PreTrainedModel) -> dic
 
 def mixed(args: argparse.Namespace, model: transformers.PreTrainedModel) -> dict:
     """Times 16 requests of mixed lengths, one after another."""
-
-    def generate() -> int:
-        for prompt, new_tokens in MIXED:
-            ids = torch.randint(0, CONFIG["vocab_size"], (1, prompt))
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
-                do_sample=False,
-            )
-            assert out.shape[1] == prompt + new_tokens
-        return sum(new_tokens for _, new_tokens in MIXED)
-
-    return measure(generate, 1, args.steps)
+    run = lambda: sum(generate(model, 1, *lengths) for lengths in MIXED)
+    return measure(run, 1, args.steps)
 
 
 def main() -> None:

@@ -74,7 +74,7 @@ TOGETHER = {
     "inference/failure_test.py": "inference/engine_test.py",
     "inference/shapes_test.py": "inference/engine_test.py",
 }
-# They compile as for users: here XLA's fusions decide about the promise.
+# They compile as for users, with LLVM's optimizations; XLA's fusions are equal without.
 OPTIMIZED = (
     "model/invariance_test.py",
     "pallas_kernels/decode_test.py",
@@ -89,10 +89,7 @@ PAGE_BYTES = 4096
 GARBAGE_THRESHOLDS = 50_000, 20, 50
 FSYNC = os.fsync
 
-environment.configure()
-# Hashing programs and writing the long ones took a tenth of the tests' CPU time, XLA a
-# twentieth: a second run would win less.
-jax.config.update("jax_enable_compilation_cache", False)
+environment.configure(has_cache=False)
 typecheck.install()
 
 

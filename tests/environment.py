@@ -18,7 +18,7 @@ from jax._src.interpreters import mlir
 CACHE_DIR = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
 VARIABLES = {
     "JAX_PLATFORMS": "cpu",
-    # For the processes that tests start: conftest.py says why not for its own.
+    # For the processes that tests start: `configure` says why not for those of tests.
     "JAX_COMPILATION_CACHE_DIR": str(CACHE_DIR),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     # Compiling takes most of the time of most tests: a third less so. Set it to 0 for
@@ -39,8 +39,15 @@ VARIABLES = {
 MODULES_OF_A_CONTEXT = 100
 
 
-def configure() -> None:
-    """Sets up jax; call it before the first array. What the user has set stays."""
+def configure(*, has_cache: bool = True) -> None:
+    """Sets up jax; call it before the first array. What the user has set stays.
+
+    Args:
+      has_cache: keep compiled programs for other processes. Not those of tests: hashing
+        programs and writing the long ones took a tenth of their CPU time, XLA takes a
+        twentieth, so a second run would win less. And what comes from the cache cannot
+        be serialised.
+    """
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)  # child processes inherit these
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background
@@ -52,6 +59,7 @@ def configure() -> None:
         "jax_persistent_cache_min_compile_time_secs",
         float(environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
     )
+    jax.config.update("jax_enable_compilation_cache", has_cache)
     mlir.make_ir_context = _shared(mlir.make_ir_context)
     limit = int(environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"])
     jax.config.update("jax_traceback_in_locations_limit", limit)
@@ -73,7 +81,7 @@ def optimized() -> Iterator[None]:
 
 def main() -> None:
     """Runs the tests of the file that is being executed."""
-    configure()
+    configure(has_cache=False)
     absltest.main()
 
 

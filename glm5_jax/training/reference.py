@@ -1,6 +1,6 @@
 """The policy that a run of reinforcement learning stays near: a term of its loss.
 
-Its weights are a second copy in the dtype of the computation, beside those that learn.
+Its weights are a second copy, as a step computes with them, beside those that learn.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ import jax
 from absl import logging
 
 from glm5_jax import config as config_lib
-from glm5_jax.model import invariance, transformer
-from glm5_jax.training import policy, program
+from glm5_jax.model import invariance
+from glm5_jax.training import computed, policy, program
 from glm5_jax.weights import loading
 
 Batch = Mapping[str, Any]
@@ -24,19 +24,24 @@ def unchanged(batch: Batch) -> Batch:
     return batch
 
 
-def require(config: config_lib.TrainConfig) -> None:
-    """Checks the folder of the reference, if there is one, without reading weights.
+def require(config: config_lib.TrainConfig) -> bool:
+    """Checks a reference other than init_from without reading weights.
+
+    Returns:
+      Whether there is one.
 
     Raises:
       InputError: nothing usable is there, or its model computes differently.
     """
-    if config.reference is not None:
-        started = dataclasses.replace(config, init_from=config.reference)
-        try:
-            loading.require_same_mathematics(started)
-            loading.require_params(config.reference, config.model)
-        except config_lib.InputError as error:
-            raise config_lib.InputError(f"rl.reference: {error}") from error
+    if config.reference is None or config.reference == config.init_from:
+        return False
+    started = dataclasses.replace(config, init_from=config.reference)
+    try:
+        loading.require_same_mathematics(started)
+        loading.require_params(config.reference, config.model)
+    except config_lib.InputError as error:
+        raise config_lib.InputError(f"rl.reference: {error}") from error
+    return True
 
 
 def make(
@@ -54,10 +59,12 @@ def make(
     require(config)
     logging.info("Reads the reference %s ...", config.reference)
     stored = loading.load_params(config.reference, config.model, prepared.params)
-    params = jax.jit(functools.partial(transformer.cast, config=config.model))(stored)
+    params = jax.jit(computed.weights, static_argnums=1)(stored, config)
 
     @functools.partial(
-        jax.jit, compiler_options=invariance.compiler_options(config.model)
+        jax.jit,
+        out_shardings=program.batch_place(prepared.mesh),  # as the step takes it
+        compiler_options=invariance.compiler_options(config.model),
     )
     def logprobs(params: dict, batch: Batch) -> jax.Array:
         num_parts = config.updates_per_step * config.optim.accumulation_steps

@@ -41,7 +41,7 @@ class StagesTest(parameterized.TestCase):
     def test_paths_name_fields_of_the_config(self):
         known = {path for path, _, _ in fields.of(config_lib.TrainConfig)}
         for stage in stages.STAGES:
-            paths = {*stage.rows, *filter(None, [stage.updates])}
+            paths = {*stage.rows, *filter(None, [stage.updates, stage.packed_rows])}
             self.assertContainsSubset(paths, known, stage.name)
 
     def test_the_command_line_knows_all_of_them(self):

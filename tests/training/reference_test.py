@@ -101,6 +101,14 @@ class ReferenceTest(runs.OneDeviceTest):
             found["rl/exact_entropy"], entropy.sum() / count, places=4
         )
 
+    def test_a_mesh_gives_the_step_what_it_takes(self):
+        mesh = runs.first_devices(fsdp=2)
+        program = program_lib.make_program(self.config, mesh)
+        with jax.set_mesh(mesh):
+            batch = jax.device_put(self.batch(), program_lib.batch_place(mesh))
+            found = reference.make(self.config, program)(batch)[policy.REFERENCE]
+        self.assertEqual(found.sharding, program.batch[policy.REFERENCE].sharding)
+
     def batch(self):
         """Rows of sampled tokens whose advantages are zero."""
         rng, shapes = np.random.default_rng(0), program_lib.batch_shapes(self.config)

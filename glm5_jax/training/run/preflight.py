@@ -52,8 +52,7 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
     except config_lib.InputError as error:
         errors.append(str(error))
     try:
-        reference.require(config)
-        if config.reference is not None:
+        if reference.require(config):
             found.append(f"rl.reference: {config.reference} has every parameter")
     except config_lib.InputError as error:
         errors.append(str(error))
