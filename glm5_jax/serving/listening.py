@@ -13,6 +13,9 @@ from glm5_jax import config
 from glm5_jax.serving import connection, guard
 
 MAX_HEAD_SECONDS = 30.0
+# A connection without a request stays as long: clients that keep theirs for a shorter
+# time, as most do, never ask on one that is being closed.
+_IDLE_SECONDS = 30
 _MAX_PORT = 2**16 - 1
 
 
@@ -52,6 +55,7 @@ def make_server(
         log_level="warning",
         access_log=False,
         server_header=False,
+        timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=drain_seconds,
     )
     return Server(settings)

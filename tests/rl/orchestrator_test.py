@@ -247,6 +247,17 @@ class OrchestratorTest(parameterized.TestCase):
                 play(*seven, True, False)
         self.assertEqual(orchestrator_lib._RETRY_SECONDS, 0.5)
 
+    def test_groups_that_fail_at_once_are_one_failure(self):
+        """As when an engine is lost while many groups are played."""
+        flags = iter([True] * 12 * GROUP_SIZE)
+        engine = Engine(lambda: 0.01, lambda: next(flags, False))
+        groups = groups_lib.Groups(12, 1)
+        made = make(engine, Lucky(), groups, num_concurrent=12 * GROUP_SIZE)
+        with mock.patch.object(orchestrator_lib, "_RETRY_SECONDS", 0.01):
+            steps, _ = asyncio.run(learn(made, engine, 2))
+        self.assertLen({i for step in steps for i in step}, 24)
+        self.assertEqual(groups.ledger()["restarted"], 12)
+
     def test_equal_rewards_are_replaced_and_counted(self):
         rng, engine = random.Random(1), Engine()
         groups = groups_lib.Groups(2, 1)
@@ -274,7 +285,7 @@ class OrchestratorTest(parameterized.TestCase):
 
                 async def complete(request):
                     clock.return_value += 3.0
-                    return request
+                    return requests.Completion([], [], "stop")
 
                 watched._engine.complete = complete
                 clock.return_value += 1.0
@@ -285,6 +296,34 @@ class OrchestratorTest(parameterized.TestCase):
                 return first, made.engines_idle_share(), made.engines_idle_share()
 
         self.assertEqual(asyncio.run(play()), (0.5, 1.0, 0.0))
+
+    def test_fewer_episodes_run_than_may_if_their_texts_are_lost(self):
+        async def play():
+            engine = Engine(seconds=lambda: 0.001)
+            made = make(engine, Lucky(), groups_lib.Groups(4, 3), num_concurrent=16)
+            made.window.limit = 4  # as after some losses
+            await learn(made, engine, num_steps=4)
+            return made, engine.max_running
+
+        made, most = asyncio.run(play())
+        self.assertBetween(most, GROUP_SIZE, 4)
+        self.assertEqual(made.figures()["actors/most_episodes"], 4)
+        self.assertEqual(made.window._firsts, set())
+
+    def test_a_turn_whose_text_was_lost_is_noted(self):
+        async def play():
+            made = make(Engine(), Lucky(), groups_lib.Groups(1, 0))
+            for prompt in ([1], [1] * 500):
+                request = requests.Request(len(prompt), prompt, 1)
+                await made._engine.complete(request)
+            before = made.figures()["actors/reread_share"]
+            request = requests.Request(501, [*[1] * 500, *OK, 2], 1)
+            await made._engine.complete(request)
+            return before, made.figures()["actors/reread_share"]
+
+        before, after = asyncio.run(play())
+        self.assertEqual(before, 0)
+        self.assertAlmostEqual(after, 1 - 64 / (500 + len(OK) - 1), places=4)
 
     def test_the_ledger_closes_after_every_step(self):
         rng, engine = random.Random(2), Engine(seconds=lambda: rng.expovariate(500))

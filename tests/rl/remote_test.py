@@ -96,6 +96,13 @@ class RemoteTest(parameterized.TestCase):
         found, _ = complete((200, answer), with_experts=True)
         np.testing.assert_array_equal(found.experts, experts)
 
+    def test_it_knows_what_the_cache_had(self):
+        """A server that does not tell is no reason to play fewer episodes."""
+        told = {"prompt_tokens_details": {"cached_tokens": 2}}
+        for usage, want in ((told, 2), ({"prompt_tokens_details": None}, 3), (None, 3)):
+            found, _ = complete((200, ANSWER | {"usage": usage}))
+            self.assertEqual(found.num_cached, want)
+
     def test_a_busy_server_is_asked_again(self):
         busy = (429, {"error": "full"}), (503, {"error": "no replica"})
         found, bodies = complete(*busy, (200, ANSWER))
@@ -169,6 +176,21 @@ class RemoteTest(parameterized.TestCase):
         for answer, words in ((slow, "Timeout"), (vanishes, "Server disconnected")):
             with self.assertRaisesRegex(completer.EngineError, f"is lost: {words}"):
                 complete(answer, seconds=0.3)
+
+    def test_a_server_that_closes_a_connection_is_asked_again(self):
+        """It may do so just as a request comes on a connection that was kept."""
+        left = [None, None]
+
+        async def vanishes(request):
+            if not left:
+                return web.json_response(ANSWER)
+            left.pop()
+            request.transport.close()
+            await asyncio.sleep(60)
+
+        found, bodies = complete(vanishes)
+        self.assertEqual(found.tokens, [5, 9])
+        self.assertLen(bodies, 3)
 
     def test_a_cancelled_request_closes_its_connection(self):
         closed = []

@@ -18,6 +18,7 @@ from glm5_jax.inference import requests
 from glm5_jax.rl import advantages, completer
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import window as window_lib
 
 Group = list[episodes_lib.Episode]  # of one task
 MAX_FAILURES = 8  # engine errors in a row, after which the run ends
@@ -50,14 +51,16 @@ class Orchestrator:
         """Prepares; `run` plays.
 
         Args:
-          context: of all episodes. At most settings.num_concurrent are under way, but
-            a group begins as a whole.
+          context: of all episodes. At most settings.num_concurrent are under way, and
+            fewer where the cache has no room for them (window.py), but a group begins
+            as a whole.
           jobs: returns the episodes of a group by its index, which is called once for
             every beginning of the group.
           groups: which may begin, and which belong to a step.
           drop_equal: whether groups of equal rewards are dropped, and replaced.
         """
-        self._engine = _Watched(context.engine)
+        self.window = window_lib.Window(context.settings.num_concurrent)
+        self._engine = _Watched(context.engine, self.window)
         self._context = dataclasses.replace(context, engine=self._engine)
         self._jobs, self._drop_equal = jobs, drop_equal
         self.groups = groups
@@ -122,9 +125,17 @@ class Orchestrator:
         """Returns the share of time since the last call in which nobody asked them."""
         return self._engine.idle_share()
 
+    def figures(self) -> dict[str, float]:
+        """Returns metrics of the time since the last call."""
+        return {
+            "actors/engines_idle_share": round(self.engines_idle_share(), 4),
+            "actors/most_episodes": self.window.limit,
+            "actors/reread_share": round(self.window.reread_share(), 4),
+        }
+
     def _next(self) -> tuple[int, Sequence[episodes_lib.Job]] | None:
         """Begins a group if one may begin; returns its index and its episodes."""
-        if self.num_running >= self._context.settings.num_concurrent:
+        if self.num_running >= self.window.limit:
             return None
         index = self.groups.begin()
         if index is None:
@@ -136,11 +147,12 @@ class Orchestrator:
     async def _play(self, index: int, jobs: Sequence[episodes_lib.Job]) -> None:
         """Plays the episodes of a group and judges them."""
         tasks = [asyncio.create_task(self._episode(job)) for job in jobs]
+        num_before = self._num_failures
         try:
             group = [*await asyncio.gather(*tasks)]
         except completer.EngineError as error:
             await _cancelled(tasks)
-            await self._failed(error)
+            await self._failed(error, num_before)
             self.groups.restart(index)
         except BaseException:
             await _cancelled(tasks)
@@ -151,10 +163,12 @@ class Orchestrator:
         self._tell()
 
     async def _episode(self, job: episodes_lib.Job) -> episodes_lib.Episode:
+        self.window.began(job.request_id)
         try:
             return await episodes_lib.run(self._context, job)
         finally:
             self.num_running -= 1
+            self.window.ended(job.request_id, self._context.settings.max_turns)
             self._tell()
 
     def _judge(self, index: int, group: Group) -> None:
@@ -172,13 +186,20 @@ class Orchestrator:
             is_invalid = counts["dropped_invalid_groups"]
             self.groups.drop(index, "invalid" if is_invalid else "equal")
 
-    async def _failed(self, error: completer.EngineError) -> None:
+    async def _failed(self, error: completer.EngineError, num_before: int) -> None:
         """Waits before a group begins again.
+
+        Groups that were under way together fail together: the first of them counts.
+
+        Args:
+          error: that of the group.
+          num_before: failures in a row as the group began.
 
         Raises:
           EngineError: that of the last attempt.
         """
-        self._num_failures += 1
+        if num_before >= self._num_failures:
+            self._num_failures += 1
         if self._num_failures >= MAX_FAILURES:
             raise error
         logging.warning("A group begins again: %s", error)
@@ -201,8 +222,8 @@ class Orchestrator:
 class _Watched:
     """A completer that notes its requests."""
 
-    def __init__(self, engine: completer.Completer) -> None:
-        self._engine = engine
+    def __init__(self, engine: completer.Completer, window: window_lib.Window) -> None:
+        self._engine, self._window = engine, window
         self.ended: requests.Request | None = None  # the last one that has
         self._waiting: dict[int, float] = {}  # since when, by id of the request
         self._measured = self._changed = time.monotonic()  # last measured, last changed
@@ -224,11 +245,13 @@ class _Watched:
         self._count_idle()
         self._waiting[request.id] = time.monotonic()
         try:
-            return await self._engine.complete(request)
+            completion = await self._engine.complete(request)
         finally:
             self._count_idle()
             del self._waiting[request.id]
             self.ended = request
+        self._window.drew(request, completion)
+        return completion
 
     def idle_share(self) -> float:
         """Returns the share of time without a request since the last call."""

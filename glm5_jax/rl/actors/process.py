@@ -34,6 +34,7 @@ from glm5_jax.rl.actors import remote
 
 _REPAIR_SECONDS = 1.0
 _LAG_SECONDS = 1.0  # of the event loop, above which a warning is logged
+_IDLE_SECONDS = 2.0  # of a connection to the servers, which keep it for 30 s
 _MAX_BODY = 2**26
 
 
@@ -78,7 +79,9 @@ class Process:
 
     async def _running(self, app: web.Application) -> AsyncIterator[None]:
         """Keeps what runs beside the requests."""
-        async with aiohttp.ClientSession() as session:
+        # Each episode has a connection, which ends before a server would close it.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
+        async with aiohttp.ClientSession(connector=connector) as session:
             rl = self._config.rl
             self._fleet = fleet_lib.Fleet(session, self._servers)
             engine = remote.Remote(
@@ -143,7 +146,7 @@ class Process:
             "unused": unused,
             "counts": played.counts,
             "ledger": self._orchestrator.groups.ledger(),
-            "idle": self._orchestrator.engines_idle_share(),
+            "figures": self._orchestrator.figures(),
             "lag": self.max_lag,
             "repaired": self._fleet.num_repaired,
         }

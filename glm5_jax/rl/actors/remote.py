@@ -21,6 +21,8 @@ _BUSY = frozenset((429, 503))  # comes again
 _REFUSED = frozenset((400, 404, 413, 422))  # comes never
 _MAX_WAIT = 5.0  # seconds between attempts at a busy server, at most
 _SHOWN = 300  # characters of an answer that is no completion
+# A server may close a connection that was kept just as a request comes on it.
+_MAX_DISCONNECTED = 3  # times in a row, after which it is lost
 
 
 class Remote:
@@ -60,15 +62,22 @@ class Remote:
           EngineError: they do not answer, or answer nonsense.
         """
         deadline, attempt = time.monotonic() + self._seconds, 0
+        num_disconnected = 0
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise completer.EngineError(
                     f"{self._url} has not completed a request for {self._seconds:g} s."
                 )
-            status, answer, wait = await self._ask(self._body(request), left)
+            try:
+                status, answer, wait = await self._ask(self._body(request), left)
+            except aiohttp.ServerDisconnectedError as error:
+                num_disconnected += 1
+                if num_disconnected == _MAX_DISCONNECTED:
+                    raise self._lost(error) from error
+                continue
             if status == 200:
-                return self._completion(answer)
+                return self._completion(answer, len(request.prompt))
             if status in _REFUSED:
                 raise config.InputError(f"{self._url} refuses a request: {answer}")
             if status not in _BUSY:
@@ -77,7 +86,12 @@ class Remote:
             await asyncio.sleep(min(max(wait, 0.05 * 2**attempt), _MAX_WAIT, left))
 
     async def _ask(self, body: Any, seconds: float) -> tuple[int, Any, float]:
-        """Returns status, answer, and the seconds to wait if it is busy."""
+        """Returns status, answer, and the seconds to wait if it is busy.
+
+        Raises:
+          ServerDisconnectedError: the server has closed the connection.
+          EngineError: there is no answer for another reason.
+        """
         limit = aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._session.post(
@@ -90,9 +104,14 @@ class Remote:
                 else:
                     answer = (await response.text())[:_SHOWN]
                 return response.status, answer, seconds
+        except aiohttp.ServerDisconnectedError:
+            raise
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            shown = str(error) or type(error).__name__
-            raise completer.EngineError(f"{self._url} is lost: {shown}") from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> completer.EngineError:
+        shown = str(error) or type(error).__name__
+        return completer.EngineError(f"{self._url} is lost: {shown}")
 
     def _body(self, request: requests.Request) -> Mapping[str, Any]:
         """Returns what asks for exactly this: no default of the server is left."""
@@ -115,14 +134,17 @@ class Remote:
             "return_routed_experts": self._with_experts,
         }
 
-    def _completion(self, answer: Any) -> requests.Completion:
-        """Returns the only choice of an answer.
+    def _completion(self, answer: Any, num_tokens: int) -> requests.Completion:
+        """Returns the only choice of an answer to a prompt of so many tokens.
 
         Raises:
           EngineError: it has another form.
         """
         try:
             (choice,) = answer["choices"]
+            details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+            # A server that does not tell is taken to have had everything.
+            num_cached = int(details.get("cached_tokens", num_tokens))
             content = choice["logprobs"]["content"]
             reason = choice["finish_reason"]
             if reason not in ("stop", "length"):
@@ -133,6 +155,7 @@ class Remote:
                 finish_reason=cast(Literal["stop", "length"], reason),
                 versions=choice["weight_versions"],
                 cache_versions=choice["cache_versions"],
+                num_cached=num_cached,
                 experts=_experts(choice) if self._with_experts else None,
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-# Idle connections are closed before a server does so (uvicorn: after 5 s), or a request
-# could meet a closed one.
+# Idle connections are closed before a server does so (ours after 30 s, uvicorn's of
+# others after 5 s), or a request could meet a closed one.
 _IDLE_SECONDS = 2.0
 _CONNECT_SECONDS = 5.0
 # They belong to one connection, or are the router's business.

@@ -103,7 +103,7 @@ class EngineProcesses:
         found = self._ask("/take", body, seconds=None)
         metrics = {f"rollout/{name}": n for name, n in found["counts"].items()}
         metrics |= {f"groups/{name}": n for name, n in found["ledger"].items()}
-        metrics["actors/engines_idle_share"] = round(found["idle"], 4)
+        metrics |= found["figures"]
         metrics["actors/loop_lag_seconds"] = round(found["lag"], 3)
         metrics["actors/servers_repaired"] = found["repaired"]
         return actors.Taken(

@@ -71,8 +71,7 @@ class OwnEngine:
             f"rollout/{name}": n for name, n in played.counts.items()
         }
         metrics |= {f"groups/{name}": n for name, n in ledger.items()}
-        idle = self._local.call(orchestrator_lib.Orchestrator.engines_idle_share)
-        metrics["actors/engines_idle_share"] = round(idle, 4)
+        metrics |= self._local.call(orchestrator_lib.Orchestrator.figures)
         groups = [group for _, group in taken]
         return actors.Taken(groups, played.episodes, played.unused, metrics)
 
