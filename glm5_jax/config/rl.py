@@ -86,6 +86,12 @@ class RLConfig:
     # Servers of this machine that sample in stage async_rl, each a process of its own;
     # 0: an engine in the trainer's process.
     num_engines: int = 0
+    # URL of a router whose servers somebody else keeps, on other machines too, to
+    # sample in stage async_rl: docs/async_rl.md tells how to start them.
+    servers: str | None = None
+    # Folder that gets the weights of each step, for rl.servers: theirs is the same one,
+    # as --weights_root.
+    weights_store: str | None = None
     router_replay: bool = False  # make the trainer route tokens as the engine did
     # Train multi-token prediction along, on the sampled tokens: the policy changes, and
     # the module's drafts would get worse. No gradient of it reaches the policy.
@@ -163,11 +169,30 @@ class RLConfig:
                 f"{self.updates_per_rollout}.",
             ),
             (
+                bool(self.servers) == bool(self.weights_store),
+                f"servers and weights_store must be set together, got {self.servers!r} "
+                f"and {self.weights_store!r}: servers read new weights from there.",
+            ),
+            (
+                not self.servers or self.servers.startswith(("http://", "https://")),
+                f"servers must be a URL, e.g. http://host:8000, got {self.servers!r}.",
+            ),
+            (
+                not self.servers or self.num_engines == 0,
+                f"num_engines must be 0 where servers={self.servers!r} sample, got "
+                f"{self.num_engines}.",
+            ),
+            (
                 not self.rows_per_step or self.objective != "gspo",
                 "rows_per_step must be 0 with objective='gspo', whose ratio is that of "
                 "a whole row.",
             ),
         )
+
+    @property
+    def has_servers(self) -> bool:
+        """True where servers sample, not an engine in the trainer's process."""
+        return bool(self.num_engines or self.servers)
 
     @property
     def num_rows(self) -> int:

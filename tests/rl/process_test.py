@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging as std_logging
+import os
 import pathlib
 import time
 from unittest import mock
@@ -49,8 +50,14 @@ class Server:
     requests: list = dataclasses.field(default_factory=list)
     updates: list = dataclasses.field(default_factory=list)
 
+    key: str | None = None
+
     async def models(self, request):
+        self.key = request.headers.get("Authorization")
         return web.json_response({"data": [{"max_model_len": 64}]})
+
+    async def metrics(self, request):
+        return web.Response(text=f"glm5_jax_weights_version {self.version}\n")
 
     async def generate(self, request):
         self.requests.append(await request.json())
@@ -77,16 +84,17 @@ class Server:
         return [
             ("GET", remote.MODELS, self.models),
             ("POST", remote.GENERATE, self.generate),
+            ("GET", fleet.METRICS, self.metrics),
             ("GET", fleet.REPLICAS, self.replicas),
             *(("POST", path, self.update) for path in paths),
         ]
 
 
 @contextlib.asynccontextmanager
-async def orchestrating(server):
+async def orchestrating(server, config=CONFIG):
     """Yields what posts a body to the orchestrator: (status, answer)."""
     async with remote_test.served(*server.routes()) as (url, session):
-        runner = web.AppRunner(process.Process(CONFIG, url).app())
+        runner = web.AppRunner(process.Process(config, url).app())
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -175,6 +183,39 @@ class ProcessTest(absltest.TestCase):
                 (fleet.FINISH, {"weight_version": 3}),
             ],
         )
+
+    def test_servers_that_another_run_has_used(self):
+        server = Server(version=7)
+
+        async def run():
+            async with orchestrating(server) as ask:
+                await ask("/publish", folder="i0-v0", version=0)
+                await ask("/start", groups={})
+                return await ask("/take", version=0, stall_seconds=9.0)
+
+        with mock.patch.dict(os.environ, {"GLM5_JAX_API_KEY": "secret"}):
+            status, answer = asyncio.run(run())
+        self.assertEqual(status, 200)
+        self.assertEqual((server.version, server.key), (8, "Bearer secret"))
+        for episode in episodes(answer["episodes"]):
+            (sample,) = episode.samples
+            self.assertEqual({*sample.versions} - {-1}, {0})
+
+    def test_rows_are_no_longer_than_the_trainer_s(self):
+        """The servers of others may hold longer sequences."""
+        server, room = Server(), 24
+        short = dataclasses.replace(CONFIG.data, sequence_length=room)
+        config = dataclasses.replace(CONFIG, data=short)
+
+        async def run():
+            async with orchestrating(server, config) as ask:
+                return await ask("/evaluate")
+
+        asyncio.run(run())
+        for body in server.requests:
+            most = len(body["token_ids"]) + body["sampling_params"]["max_tokens"]
+            self.assertLessEqual(most, room)
+        self.assertNotEmpty(server.requests)
 
     def test_an_evaluation_plays_the_held_out_tasks(self):
         server = Server()

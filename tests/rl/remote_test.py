@@ -96,6 +96,20 @@ class RemoteTest(parameterized.TestCase):
         found, _ = complete((200, answer), with_experts=True)
         np.testing.assert_array_equal(found.experts, experts)
 
+    def test_versions_are_those_of_the_run(self):
+        async def run():
+            answers = ("POST", remote.GENERATE, handle)
+            async with served(answers) as (url, session):
+                engine = remote.Remote(session, url, 64, seconds=5.0)
+                engine.versions_ahead = 2
+                return await engine.complete(REQUEST)
+
+        async def handle(request):
+            return web.json_response(ANSWER)
+
+        found = asyncio.run(run())
+        self.assertEqual((found.versions, found.cache_versions), ([1, 2], [1, 1]))
+
     def test_it_knows_what_the_cache_had(self):
         """A server that does not tell is no reason to play fewer episodes."""
         told = {"prompt_tokens_details": {"cached_tokens": 2}}
@@ -242,6 +256,8 @@ class Router:
 
     states: list[str]
     takes: bool = True
+    refusal: int = 500
+    metrics: str = ""
     told: list = dataclasses.field(default_factory=list)
 
     def routes(self):
@@ -260,13 +276,17 @@ class Router:
             self.told.append((request.path, json.loads(await request.text())))
             index = request.match_info.get("index")
             if not self.takes:
-                return web.json_response({"error": "no"}, status=500)
+                return web.json_response({"error": "no"}, status=self.refusal)
             if index is not None and request.path.endswith(fleet_lib.FINISH):
                 self.states[int(index)] = "ready"
             return web.json_response({})
 
+        async def metrics(request):
+            return web.Response(text=self.metrics)
+
         paths = (fleet_lib.START, fleet_lib.UPDATE, fleet_lib.FINISH)
         return [
+            ("GET", fleet_lib.METRICS, metrics),
             ("GET", fleet_lib.REPLICAS, replicas),
             ("POST", fleet_lib.REPLICAS, tell),
             *(("POST", path, tell) for path in paths),
@@ -302,6 +322,45 @@ class FleetTest(parameterized.TestCase):
         self.assertEqual(router.told[:6], words + apart)
         self.assertTrue(trusted["has_weights"])
         self.assertEndsWith(trusted["url"], "/replica/1")
+
+    @parameterized.parameters(
+        ((7, 5), 3, 8, 9),  # another run has used the servers
+        ((3,), 3, 4, 5),  # they may still draw with it
+        ((2,), 3, 3, 4),
+        ((0,), 0, 0, 1),  # servers that nobody has used
+        ((), 3, 3, 4),
+    )
+    def test_versions_of_servers_increase(self, had, version, first, second):
+        """As their /metrics tell, alone or behind a router."""
+        name = "glm5_jax_weights_version"
+        labels = ["", '{replica="http://a:1"}'] if len(had) == 1 else ['{replica="u"}']
+        for label in labels:
+            lines = [f"# TYPE {name} gauge", *(f"{name}{label} {n}" for n in had)]
+            router = Router(["ready"], metrics="\n".join([*lines, "other 99"]))
+
+            async def run(router=router):
+                async with served(*router.routes()) as (url, session):
+                    fleet = fleet_lib.Fleet(session, url)
+                    await fleet.publish("a", version)
+                    router.metrics = f"{name} 99"  # asked for once
+                    await fleet.publish("b", version + 1)
+                    return fleet.ahead
+
+            self.assertEqual(asyncio.run(run()), first - version)
+            told = [body for path, body in router.told if path == fleet_lib.FINISH]
+            want = [{"weight_version": first}, {"weight_version": second}]
+            self.assertEqual(told, want)
+
+    def test_servers_of_another_model_end_the_run_at_once(self):
+        router = Router(["ready"], takes=False, refusal=400)
+
+        async def run():
+            async with served(*router.routes()) as (url, session):
+                await fleet_lib.Fleet(session, url).publish("folder", 5)
+
+        words = r"refuse version 5 \(400\): .*no"
+        with self.assertRaisesRegex(completer.EngineError, words):
+            asyncio.run(run())
 
     def test_a_version_waits_for_a_server_that_starts_again(self):
         router = Router(["down"])

@@ -4,9 +4,11 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests import environment, runs
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 300  # for a run, most of them to compile
 NUM_STEPS = 60  # so that a run lasts longer than a server takes to die
+VARIABLES = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
 def command(workdir, **changes):
@@ -67,13 +70,15 @@ def children_of(pid, word):
 
 
 class ProcessesTest(runs.FolderTest):
-    def run_to_the_end(self, workdir, meanwhile=lambda child: None, **changes):
+    def run_to_the_end(
+        self, workdir, meanwhile=lambda child: None, variables=(), **changes
+    ):
         log = self.root / f"{workdir.name}.log"
         with log.open("wb") as file:
             child = subprocess.Popen(
                 command(workdir, **changes),
                 cwd=ROOT,
-                env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **VARIABLES, **dict(variables)},
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
@@ -101,6 +106,55 @@ class ProcessesTest(runs.FolderTest):
         self.assertGreater(sum(r["rl/trained_tokens"] for r in records), 0)
         summary = json.loads((workdir / "summary.json").read_text())
         self.assertIn("eval/success", summary)
+
+    @pytest.mark.slow
+    def test_servers_of_others_sample_for_one_run_after_another(self):
+        start, store = self.root / "start", self.root / "weights"
+        quick = {"rl.num_engines": 0, "num_steps": 1}
+        self.run_to_the_end(start, **quick)
+        store.mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        key = {"GLM5_JAX_API_KEY": "secret"}
+        serve = [
+            *(sys.executable, "-m", "glm5_jax.serve", f"--checkpoint={start}"),
+            *("--num_replicas=1", f"--port={port}", f"--weights_root={store}"),
+            *("--num_slots=8", "--capacity=256"),
+        ]
+        with (self.root / "servers.log").open("wb") as log:
+            servers = subprocess.Popen(
+                serve, env={**os.environ, **VARIABLES, **key}, stdout=log, stderr=log
+            )
+        self.addCleanup(servers.wait)
+        self.addCleanup(servers.terminate)
+        self.wait_for(f"http://127.0.0.1:{port}/health")
+        changes = {
+            "init_from": start,
+            "rl.num_engines": 0,
+            "rl.servers": f"http://127.0.0.1:{port}",
+            "rl.weights_store": store,
+        }
+        for name in ("first", "second"):
+            records = self.run_to_the_end(
+                self.root / name, variables=key, num_steps=3, **changes
+            )
+            self.assertEqual([r["step"] for r in records], [1, 2, 3])
+            for record in records:
+                self.assertBetween(record["rollout/staleness_max"], 0, 2)
+                self.assertLess(record["rl/logprob_gap"], 1e-5)
+        self.assertIsNone(servers.poll())
+        self.assertLessEqual(len([*store.iterdir()]), 6)  # old versions are deleted
+
+    def wait_for(self, url):
+        """Waits until a server answers."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            try:
+                with urllib.request.urlopen(url, timeout=5):
+                    return
+            except OSError:
+                self.assertLess(time.monotonic(), deadline)
+                time.sleep(0.5)
 
     @pytest.mark.slow
     def test_a_killed_server_starts_again_with_the_present_weights(self):

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import shutil
+import socket
 from unittest import mock
 
 import jax
@@ -178,17 +179,42 @@ class GateTest(parameterized.TestCase):
         self.assertEqual(np.flatnonzero(mask[0]).tolist(), [0, 1, 2, 3])
 
     @parameterized.named_parameters(
-        ("synchronous", "rl", {"num_engines": 1}, "num_engines must be 0 in stage"),
+        (
+            "synchronous",
+            "rl",
+            {"num_engines": 1},
+            "num_engines must not be set in stage",
+        ),
         (
             "quantized",
             "async_rl",
             {"num_engines": 1, "rollout_weights": "int8"},
-            "rollout_weights must be 'same' where rl.num_engines=1",
+            "rollout_weights must be 'same' where servers sample",
         ),
     )
     def test_settings_that_nothing_would_read_are_refused(self, stage, rl, words):
         with self.assertRaisesRegex(config_lib.InputError, words):
             rl_runs.make_config(rl, stage=stage)
+
+    @parameterized.parameters(
+        ({"servers": "http://a:1"}, "servers and weights_store must be set together"),
+        ({"weights_store": "/tmp"}, "servers and weights_store must be set together"),
+        ({"servers": "a:1", "weights_store": "/tmp"}, "servers must be a URL"),
+        (
+            {"servers": "http://a:1", "weights_store": "/tmp", "num_engines": 2},
+            "num_engines must be 0",
+        ),
+    )
+    def test_servers_of_others_need_their_settings(self, rl, words):
+        with self.assertRaisesRegex(config_lib.InputError, words):
+            make_config(1, rl)
+
+    def test_servers_of_others_are_asked_before_a_device_is(self):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        config = make_config(1, {"servers": url, "weights_store": "/tmp"})
+        with self.assertRaisesRegex(config_lib.InputError, f"{url}' is no router"):
+            run_lib.make_feed(config)
 
     def test_a_missing_extra_is_named_before_anything_starts(self):
         config = make_config(1, {"num_engines": 1})

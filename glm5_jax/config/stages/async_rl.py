@@ -11,14 +11,14 @@ from glm5_jax.config.stages import record, rl
 
 def _rules(config: record.Config) -> list[record.Rule]:
     """Returns the rules of episodes, and of the weights that servers take."""
-    number, weights = config.rl.num_engines, config.rl.rollout_weights
+    weights = config.rl.rollout_weights
     return [
         *rl.episode_rules(config),
         (
-            number == 0 or weights == "same",
-            f"rl.rollout_weights must be 'same' where rl.num_engines={number} servers "
-            f"sample, got {weights!r}: they take weights that are not quantized. Set "
-            f"rl.num_engines=0, or rl.rollout_weights='same'.",
+            not config.rl.has_servers or weights == "same",
+            f"rl.rollout_weights must be 'same' where servers sample, got {weights!r}: "
+            f"they take weights that are not quantized. Set rl.num_engines=0 without "
+            f"rl.servers, or rl.rollout_weights='same'.",
         ),
     ]
 

@@ -40,12 +40,13 @@ def episode_rules(config: record.Config) -> list[record.Rule]:
 
 def _rules(config: record.Config) -> list[record.Rule]:
     """Returns the rules of episodes, and that the engine is the trainer's."""
-    number = config.rl.num_engines
+    number, servers = config.rl.num_engines, config.rl.servers
+    name, got = ("servers", servers) if servers else ("num_engines", number)
     return [
         *episode_rules(config),
         (
-            number == 0,
-            f"rl.num_engines must be 0 in stage {config.stage!r}, got {number}: its "
+            not config.rl.has_servers,
+            f"rl.{name} must not be set in stage {config.stage!r}, got {got!r}: its "
             f"episodes are played by the trainer's own engine. Set stage='async_rl'.",
         ),
     ]

@@ -3,9 +3,13 @@
 The servers are behind a router (glm5_jax/serving/router), which asks none that has
 other weights than the rest. A version is a folder of a weight store below the root
 that the servers were started with. Nothing here imports jax.
+
+A run counts versions from 0, or from its checkpoint. Servers that another run has used
+have a later version, and theirs must increase: they count from there on.
 """
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -15,12 +19,14 @@ from absl import logging
 from glm5_jax.rl import completer
 
 START, UPDATE = "/start_weight_update", "/update_weights"
-FINISH, REPLICAS = "/finish_weight_update", "/replicas"
+FINISH, REPLICAS, METRICS = "/finish_weight_update", "/replicas", "/metrics"
 _READY = "ready"
 _SECONDS = 600.0  # for a server to start, and to read its weights
 _POLL_SECONDS = 0.2
 _CHECKED_SECONDS = 3.0  # within which the router sees that a server is right
 _SHOWN = 300  # characters of an answer
+_REFUSED = frozenset((400, 401, 403, 404, 413, 422))  # comes never
+_VERSION = re.compile(r"^glm5_jax_weights_version(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
 class Fleet:
@@ -38,6 +44,7 @@ class Fleet:
         self._publishing = asyncio.Lock()
         self._wait_until: dict[str, float] = {}  # by server that got weights apart
         self.num_repaired = 0  # servers that got their weights apart
+        self.ahead = 0  # the servers' number of a version, minus the run's
 
     async def publish(
         self, folder: str, version: int, seconds: float = _SECONDS
@@ -53,13 +60,21 @@ class Fleet:
           seconds: to wait.
 
         Raises:
-          EngineError: no server took it in time.
+          EngineError: no server took it in time, or they refuse it.
         """
         deadline = time.monotonic() + seconds
         async with self._publishing:
+            if self._current is None:
+                last = await self._last_version()
+                self.ahead = last + 1 - version if 0 < last >= version else 0
             # At once: a server that starts now must not get the version before.
             self._current = folder, version
-            await self._push(self._url)
+            status, answer = await self._push(self._url)
+            if status in _REFUSED:
+                raise completer.EngineError(
+                    f"the servers behind {self._url} refuse version {version} "
+                    f"({status}): {answer}"
+                )
             while not any(r["state"] == _READY for r in await self.replicas()):
                 if time.monotonic() > deadline:
                     raise completer.EngineError(
@@ -103,30 +118,44 @@ class Fleet:
             if replica["state"] != "unfit" or now < self._wait_until.get(url, now):
                 continue
             self._wait_until[url] = now + _CHECKED_SECONDS
-            if await self._push(url):
+            if (await self._push(url))[0] == 200:
                 # If no other is in service, the router cannot know that it is right.
                 trusted = {"url": url, "has_weights": True}
                 await self._ask("POST", self._url + REPLICAS, trusted)
                 self.num_repaired += 1
                 logging.info("%s got version %d apart.", url, self._current[1])
 
-    async def _push(self, url: str) -> bool:
-        """Sends the current version to a server, or through the router to all."""
+    async def _push(self, url: str) -> tuple[int, Any]:
+        """Sends the current version to a server, or through the router to all.
+
+        Returns:
+          The first status that is not 200, with its answer; else 200.
+        """
         assert self._current is not None
         folder, version = self._current
+        failed: tuple[int, Any] | None = None
         for path, body in (
             (START, {}),
             (UPDATE, {"update_info": {"path": folder}}),
-            (FINISH, {"weight_version": version}),
+            (FINISH, {"weight_version": version + self.ahead}),
         ):
             status, answer = await self._ask("POST", url + path, body)
             if status != 200:
                 logging.warning("%s%s answers %d: %s", url, path, status, answer)
+                failed = failed or (status, answer)
                 if status == 0 or url != self._url:
-                    return False
-        return True
+                    break
+        return failed or (200, None)
 
-    async def _ask(self, method: str, url: str, body: Any = None) -> tuple[int, Any]:
+    async def _last_version(self) -> int:
+        """Returns the latest version that a server has; 0 if none tells."""
+        status, text = await self._ask("GET", self._url + METRICS, is_json=False)
+        found = _VERSION.findall(text) if status == 200 else ()
+        return max((int(float(number)) for number in found), default=0)
+
+    async def _ask(
+        self, method: str, url: str, body: Any = None, *, is_json: bool = True
+    ) -> tuple[int, Any]:
         """Returns status and answer; 0 if there is none."""
         limit = aiohttp.ClientTimeout(total=_SECONDS)
         try:
@@ -134,7 +163,8 @@ class Fleet:
                 method, url, json=body, timeout=limit
             ) as response:
                 if response.status == 200:
-                    return 200, await response.json()
+                    answer = response.json() if is_json else response.text()
+                    return 200, await answer
                 return response.status, (await response.text())[:_SHOWN]
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             return 0, str(error) or type(error).__name__

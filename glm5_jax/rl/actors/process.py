@@ -13,6 +13,7 @@ A failure of a run is 500 with its message. Nothing here imports jax.
 import asyncio
 import contextlib
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ from glm5_jax.rl.actors import remote
 _REPAIR_SECONDS = 1.0
 _LAG_SECONDS = 1.0  # of the event loop, above which a warning is logged
 _IDLE_SECONDS = 2.0  # of a connection to the servers, which keep it for 30 s
+_KEY_VARIABLE = "GLM5_JAX_API_KEY"  # of the servers, as for glm5_jax.serve
 _MAX_BODY = 2**26
 
 
@@ -57,6 +59,7 @@ class Process:
         self._template = templates.make_template(config.data, tokenizer)
         self._held_out = held_out.jobs(self._taskset, config.rl)
         self._fleet: fleet_lib.Fleet
+        self._engine: remote.Remote
         self._context: episodes_lib.Context
         self._orchestrator: orchestrator_lib.Orchestrator | None = None
         self._tasks: set[asyncio.Task] = set()
@@ -81,18 +84,23 @@ class Process:
         """Keeps what runs beside the requests."""
         # Each episode has a connection, which ends before a server would close it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
-        async with aiohttp.ClientSession(connector=connector) as session:
+        key = os.environ.get(_KEY_VARIABLE)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with aiohttp.ClientSession(
+            connector=connector, headers=headers
+        ) as session:
             rl = self._config.rl
             self._fleet = fleet_lib.Fleet(session, self._servers)
-            engine = remote.Remote(
+            capacity = await remote.capacity_of(session, self._servers)
+            self._engine = remote.Remote(
                 session,
                 self._servers,
-                await remote.capacity_of(session, self._servers),
+                min(capacity, self._config.data.sequence_length),
                 seconds=jobs.stall_seconds(rl),
                 with_experts=self._config.replays_routing,
             )
             context = episodes_lib.Context(
-                engine, self._taskset, self._template, jobs.settings(rl)
+                self._engine, self._taskset, self._template, jobs.settings(rl)
             )
             async with entrance.of(context) as self._context:
                 self._spawn(self._fleet.repair(_REPAIR_SECONDS))
@@ -129,6 +137,7 @@ class Process:
 
     async def _publish(self, body: dict[str, Any]) -> dict[str, Any]:
         await self._fleet.publish(body["folder"], body["version"])
+        self._engine.versions_ahead = self._fleet.ahead
         return {}
 
     async def _take(self, body: dict[str, Any]) -> dict[str, Any]:

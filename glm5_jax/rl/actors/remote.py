@@ -48,6 +48,7 @@ class Remote:
         """
         self._session, self._url, self._capacity = session, url.rstrip("/"), capacity
         self._seconds, self._with_experts = seconds, with_experts
+        self.versions_ahead = 0  # the servers' number of a version, minus the run's
 
     @property
     def capacity(self) -> int:
@@ -153,8 +154,10 @@ class Remote:
                 tokens=choice["token_ids"],
                 logprobs=[row["logprob"] for row in content],
                 finish_reason=cast(Literal["stop", "length"], reason),
-                versions=choice["weight_versions"],
-                cache_versions=choice["cache_versions"],
+                versions=[v - self.versions_ahead for v in choice["weight_versions"]],
+                cache_versions=[
+                    v - self.versions_ahead for v in choice["cache_versions"]
+                ],
                 num_cached=num_cached,
                 experts=_experts(choice) if self._with_experts else None,
             )

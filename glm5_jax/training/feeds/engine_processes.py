@@ -1,11 +1,12 @@
-"""Actors in processes of this machine: servers, and an orchestrator without jax.
+"""Actors in processes of their own: servers, and an orchestrator without jax.
 
     trainer ── weights ──▶ store ──▶ servers ◀── prompts, tokens ── orchestrator
        ▲                                                                 │
        └──────────────────────── groups of episodes ────────────────────┘
 
 A server that ends starts again, gets the present weights, and its episodes begin again;
-the trainer goes on meanwhile. All of them end with the trainer.
+the trainer goes on meanwhile. All of them end with the trainer, but for servers that
+somebody else keeps (rl.servers), perhaps on other machines.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,12 +34,14 @@ from glm5_jax.model import transformer
 from glm5_jax.processes import simulate
 from glm5_jax.rl import entrance, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl.actors import fleet
 from glm5_jax.rl.weight_store import writer as writer_lib
 from glm5_jax.training.feeds import actors
 from glm5_jax.weights import huggingface_export, loading
 
 _SHARED_MEMORY = pathlib.Path("/dev/shm")
 _START_SECONDS = 900.0  # for the servers to load and compile
+_ANSWER_SECONDS = 10.0  # of servers that somebody else keeps
 _END_SECONDS = 15.0
 _POLL_SECONDS = 0.1
 _LAST_LINES = 20  # that are shown of a process that ended
@@ -54,9 +58,11 @@ class EngineProcesses:
         """Starts nothing yet; the first weights do.
 
         Raises:
-          InputError: the extra serve is missing.
+          InputError: the extra serve is missing, or nobody answers at rl.servers.
         """
-        entrance.require_extra("rl.num_engines")
+        entrance.require_extra("rl.servers" if config.rl.servers else "rl.num_engines")
+        if config.rl.servers:
+            _require_servers(config.rl.servers)
         self._config = config
         self._children: dict[str, subprocess.Popen] = {}
         self._folder: pathlib.Path | None = None
@@ -139,22 +145,28 @@ class EngineProcesses:
         config = self._config
         root = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="glm5_jax_rl_", dir=root))
-        self._store = writer_lib.Writer(self._folder / "store")
         settings = self._folder / "config.json"
         settings.write_text(json.dumps(command_line.to_json_dict(config)))
-        servers, self._port = _free_port(), _free_port()
         logging.info(
             "Starting %d servers and an orchestrator; their logs are in %s.",
             config.rl.num_engines,
             self._folder,
         )
-        self._start("servers", self._serve(params, servers))
-        url = f"http://127.0.0.1:{servers}"
-        self._wait("servers", servers, "/health")
+        store = config.rl.weights_store or self._folder / "store"
+        self._store = writer_lib.Writer(store)
+        url = config.rl.servers or self._start_servers(params)
+        self._port = _free_port()
         orchestrate = ("glm5_jax.orchestrate", f"--settings={settings}")
         where = (f"--servers={url}", f"--port={self._port}")
         self._start("orchestrator", [*orchestrate, *where])
         self._wait("orchestrator", self._port, "/status")
+
+    def _start_servers(self, params: dict) -> str:
+        """Starts servers behind a router; returns its URL once it answers."""
+        port = _free_port()
+        self._start("servers", self._serve(params, port))
+        self._wait("servers", port, "/health")
+        return f"http://127.0.0.1:{port}"
 
     def _serve(self, params: dict, port: int) -> list[str]:
         """Returns the command of the servers, with a model of the right shapes."""
@@ -234,6 +246,26 @@ class EngineProcesses:
         except OSError as error:
             return str(error)
         return "\n".join(text.splitlines()[-_LAST_LINES:])
+
+
+def _require_servers(url: str) -> None:
+    """Checks that a router answers at a URL.
+
+    Raises:
+      InputError: none does.
+    """
+    asked = urllib.request.Request(url.rstrip("/") + fleet.REPLICAS)
+    if key := os.environ.get("GLM5_JAX_API_KEY"):
+        asked.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(asked, timeout=_ANSWER_SECONDS) as answer:
+            json.load(answer)["replicas"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise config_lib.InputError(
+            f"rl.servers={url!r} is no router that answers ({error}): start one with "
+            f"python -m glm5_jax.serve --num_replicas=N, or launch/ray_serve.py; its "
+            f"key goes into $GLM5_JAX_API_KEY."
+        ) from error
 
 
 def _episodes(records: Sequence[Mapping[str, Any]]) -> list[episodes_lib.Episode]:

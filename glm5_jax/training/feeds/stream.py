@@ -37,7 +37,7 @@ class Stream:
         self._config = config
         self._actors: actors_lib.Actors = (
             engine_processes.EngineProcesses(config)
-            if config.rl.num_engines
+            if config.rl.has_servers
             else own_engine.OwnEngine(config, taskset, template)
         )
         self._is_playing = False
