@@ -168,24 +168,31 @@ class RLConfig:
                 f"prompts_per_step * group_size, here {self.num_rows}; got "
                 f"{self.updates_per_rollout}.",
             ),
-            (
-                bool(self.servers) == bool(self.weights_store),
-                f"servers and weights_store must be set together, got {self.servers!r} "
-                f"and {self.weights_store!r}: servers read new weights from there.",
-            ),
-            (
-                not self.servers or self.servers.startswith(("http://", "https://")),
-                f"servers must be a URL, e.g. http://host:8000, got {self.servers!r}.",
-            ),
-            (
-                not self.servers or self.num_engines == 0,
-                f"num_engines must be 0 where servers={self.servers!r} sample, got "
-                f"{self.num_engines}.",
-            ),
+            *self._of_servers(),
             (
                 not self.rows_per_step or self.objective != "gspo",
                 "rows_per_step must be 0 with objective='gspo', whose ratio is that of "
                 "a whole row.",
+            ),
+        )
+
+    def _of_servers(self) -> tuple[tuple[bool, str], ...]:
+        """Returns the checks of the settings that say who samples."""
+        servers, store = self.servers, self.weights_store
+        return (
+            (
+                bool(servers) == bool(store),
+                f"servers and weights_store must be set together, got {servers!r} "
+                f"and {store!r}: servers read new weights from there.",
+            ),
+            (
+                not servers or servers.startswith(("http://", "https://")),
+                f"servers must be a URL, e.g. http://host:8000, got {servers!r}.",
+            ),
+            (
+                not servers or self.num_engines == 0,
+                f"num_engines must be 0 where servers={servers!r} sample, got "
+                f"{self.num_engines}.",
             ),
         )
 
