@@ -63,15 +63,22 @@ class Browser:
         """
         return await self._life.call(lambda: self._life.run(site, work, seconds))
 
-    async def open(self, site: site_lib.Site, seconds: float = 20.0) -> "Session":
-        """Opens index.html with JavaScript, in a page that stays until it is closed.
+    async def open(
+        self, site: site_lib.Site, seconds: float = 20.0, path: str = ""
+    ) -> "Session":
+        """Opens a file with JavaScript, in a page that stays until it is closed.
+
+        Args:
+            site: the files.
+            seconds: for loading.
+            path: of the file; "" is index.html.
 
         Raises:
             SlowPageError: loading took longer.
             BrowserError: the browser ended.
         """
         life = self._life
-        found = await life.call(lambda: life.open(site, seconds))
+        found = await life.call(lambda: life.open(site, seconds, path))
         return Session(life, *found)
 
     def close(self) -> None:
@@ -191,18 +198,22 @@ class _Life:
         await _move(page, shown, site)
         return page, shown
 
-    async def open(self, site: site_lib.Site, seconds: float) -> tuple[Any, list[str]]:
+    async def open(
+        self, site: site_lib.Site, seconds: float, path: str
+    ) -> tuple[Any, list[str]]:
         from playwright import async_api
 
         for is_last in (False, True):
             try:
-                return await self._open(site, seconds)
+                return await self._open(site, seconds, path)
             except async_api.Error as error:
                 if is_last:
                     raise BrowserError(str(error)) from error
         raise AssertionError("one of two turns returns or raises")
 
-    async def _open(self, site: site_lib.Site, seconds: float) -> tuple[Any, list[str]]:
+    async def _open(
+        self, site: site_lib.Site, seconds: float, path: str
+    ) -> tuple[Any, list[str]]:
         browser = await self._started()
         size = {"width": site.width, "height": site.height}
         context = await browser.new_context(viewport=size, accept_downloads=False)
@@ -213,7 +224,7 @@ class _Life:
             page = await context.new_page()
             errors: list[str] = []
             page.on("pageerror", lambda error: errors.append(str(error)))
-            await self.bounded(page.goto(site_lib.ORIGIN), seconds)
+            await self.bounded(page.goto(site_lib.ORIGIN + path), seconds)
         except BaseException:
             await self.discard(context)
             raise

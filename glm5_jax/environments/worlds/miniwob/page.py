@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from glm5_jax import config
-from glm5_jax.environments import tool_calls
+from glm5_jax.environments import browser, tool_calls
 
-_MILLISECONDS = 3000  # of an action
+_ACTION_SECONDS, _SECONDS = 3.0, 20.0  # of an action, and of anything
+_WINDOW = 400  # pixels, wide and high
 # Names what can be read or used, in the order of the document; a text once.
 _LOOK = """() => {
   const found = [];
@@ -51,23 +52,36 @@ class Element:
     checked: bool
 
 
+async def opened(renderer: browser.Browser, family: str, seed: int) -> "Page":
+    """Returns a family's page, which has made the task of a seed.
+
+    Raises:
+        browser.SlowPageError: it took too long.
+        browser.BrowserError: the browser ended.
+    """
+    session = await renderer.open(site(), _SECONDS, f"miniwob/{family}.html")
+    await session.run(lambda page: page.evaluate(_START, f"{seed}"), _SECONDS)
+    return Page(session)
+
+
 class Page:
     """A page of a family, started from a seed."""
 
-    def __init__(self, driven: Any) -> None:
-        """Takes playwright's page; `start` opens the family's."""
-        self._driven = driven
+    def __init__(self, session: browser.Session) -> None:
+        """Takes an open page; `opened` makes it."""
+        self._session = session
 
-    async def start(self, family: str, seed: int) -> None:
-        """Opens a family's page and lets it make its task."""
-        path = html() / "miniwob" / f"{family}.html"
-        await self._driven.goto(path.as_uri())
-        await self._driven.evaluate(_START, f"{seed}")
+    async def close(self) -> None:
+        """Closes the page."""
+        await self._session.close()
 
     async def look(self) -> tuple[str, Sequence[Element]]:
         """Returns what the page asks, and its elements."""
-        query = await self._driven.inner_text("#query")
-        found = await self._driven.evaluate(_LOOK)
+
+        async def work(page: Any) -> tuple[str, list[dict[str, Any]]]:
+            return await page.inner_text("#query"), await page.evaluate(_LOOK)
+
+        query, found = await self._session.run(work, _SECONDS)
         return " ".join(query.split()), [Element(**one) for one in found]
 
     async def click(self, number: int) -> None:
@@ -88,22 +102,36 @@ class Page:
 
     async def reward(self) -> float | None:
         """Returns the page's reward, -1 to 1; None: the task is not over."""
-        is_over, reward = await self._driven.evaluate(_DONE)
+        is_over, reward = await self._session.run(
+            lambda page: page.evaluate(_DONE), _SECONDS
+        )
         return float(reward) if is_over else None
 
     async def _act(self, number: int, what: str, *words: str) -> None:
         from playwright import async_api
 
-        handle = await self._driven.evaluate_handle(
-            "number => (window.glm5Elements || [])[number]", number
-        )
-        element = handle.as_element()
-        if element is None:
-            raise tool_calls.CallError(f"there is no element {number}; look first.")
-        try:
-            await getattr(element, what)(*words, timeout=_MILLISECONDS)
-        except async_api.Error as error:
-            raise tool_calls.CallError(str(error).splitlines()[0]) from error
+        async def work(page: Any) -> None:
+            handle = await page.evaluate_handle(
+                "number => (window.glm5Elements || [])[number]", number
+            )
+            element = handle.as_element()
+            if element is None:
+                raise tool_calls.CallError(f"there is no element {number}; look first.")
+            try:
+                await getattr(element, what)(*words, timeout=_ACTION_SECONDS * 1000)
+            except async_api.Error as error:
+                raise tool_calls.CallError(str(error).splitlines()[0]) from error
+
+        await self._session.run(work, _SECONDS)
+
+
+@functools.cache
+def site() -> browser.Site:
+    """Returns the files of all pages."""
+    root = html()
+    paths = [path for path in root.rglob("*") if path.is_file()]
+    files = {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+    return browser.Site(files, width=_WINDOW, height=_WINDOW)
 
 
 @functools.cache

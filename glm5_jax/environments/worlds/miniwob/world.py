@@ -1,17 +1,15 @@
 """The world of web pages: tools look, click and type, the page's own reward."""
 
 import asyncio
-import contextlib
-import functools
 import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from glm5_jax import config, messages
-from glm5_jax.environments import proofs, protocol, tool_calls
+from glm5_jax.environments import browser, proofs, protocol, tool_calls
 from glm5_jax.environments.tasks import problems
-from glm5_jax.environments.worlds.miniwob import browser, oracles
+from glm5_jax.environments.worlds.miniwob import oracles
 from glm5_jax.environments.worlds.miniwob import page as page_lib
 
 MAX_TURNS = 12
@@ -50,9 +48,12 @@ class MiniWoB:
                 f"{name!r}: there is no page {wanted!r}; scripts solve "
                 f"{', '.join(oracles.ALL)}, and there are {len(known)} pages in all."
             )
-        if reason := browser.missing():
-            raise config.InputError(f"{name!r} needs a browser, but {reason}")
+        self.browser = browser.Browser()
         self.families = [wanted] if wanted else [*oracles.ALL]
+
+    def close(self) -> None:
+        """Ends the browser; the next page starts it again."""
+        self.browser.close()
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
         """Returns a task; a hash of the page's seed decides which split it is in."""
@@ -68,7 +69,7 @@ class MiniWoB:
 
     def environment(self) -> "Episode":
         """Returns an environment for one episode."""
-        return Episode()
+        return Episode(self.browser)
 
     def demonstration(self, task: protocol.Task) -> Sequence[messages.Message] | None:
         """Returns None: what a page shows is known only while it is open."""
@@ -77,12 +78,12 @@ class MiniWoB:
     def attempts(self, task: protocol.Task) -> proofs.Attempts | None:
         """Returns the script's calls, and calls that miss one or use another element.
 
-        A browser opens the page once, to see what it asks.
+        The browser opens the page once, to see what it asks.
         """
         family, number = task.answer
         if family not in oracles.ALL:
             return None
-        query, elements = _in_thread(functools.partial(_seen, family, number))
+        query, elements = _in_thread(lambda: _seen(self.browser, family, number))
         right = oracles.ALL[family](query, elements)
         used = {element for _, element, _ in right}
         other = [n for n in range(len(elements)) if n not in used]
@@ -98,20 +99,17 @@ class MiniWoB:
 
 
 class Episode:
-    """An episode with a browser of its own."""
+    """An episode with a page of its own."""
 
-    def __init__(self, max_turns: int = MAX_TURNS) -> None:
+    def __init__(self, renderer: browser.Browser, max_turns: int = MAX_TURNS) -> None:
         """Makes an environment that cuts an episode off after so many turns."""
-        self._max_turns = max_turns
+        self._browser, self._max_turns = renderer, max_turns
         self._num_turns = 0
-        self._stack = contextlib.AsyncExitStack()
         self._page: page_lib.Page | None = None
 
     async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
         """Opens the page."""
-        driven = await self._stack.enter_async_context(browser.opened(page_lib.html()))
-        self._page = page_lib.Page(driven)
-        await self._page.start(*task.answer)
+        self._page = await page_lib.opened(self._browser, *task.answer)
         return task.messages
 
     async def step(self, message: messages.Message) -> protocol.StepResult:
@@ -129,8 +127,9 @@ class Episode:
         return protocol.StepResult((), total, is_over, not is_over)
 
     async def close(self) -> None:
-        """Ends the browser."""
-        await self._stack.aclose()
+        """Closes the page."""
+        if self._page is not None:
+            await self._page.close()
 
     async def _run(self, name: str, arguments: Mapping[str, Any]) -> str:
         page = self._page
@@ -156,11 +155,14 @@ def shown(query: str, elements: Sequence[page_lib.Element]) -> str:
     return "\n".join(lines)
 
 
-async def _seen(family: str, number: int) -> tuple[str, Sequence[page_lib.Element]]:
-    async with browser.opened(page_lib.html()) as driven:
-        page = page_lib.Page(driven)
-        await page.start(family, number)
+async def _seen(
+    renderer: browser.Browser, family: str, number: int
+) -> tuple[str, Sequence[page_lib.Element]]:
+    page = await page_lib.opened(renderer, family, number)
+    try:
         return await page.look()
+    finally:
+        await page.close()
 
 
 def _in_thread(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
