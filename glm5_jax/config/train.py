@@ -204,7 +204,7 @@ class TrainConfig:
     @property
     def plays_episodes(self) -> bool:
         """True where an engine of the run plays episodes, to learn or to evaluate."""
-        return self.stage_record.plays_episodes or self.eval_success
+        return self.eval_success or self.stage_record.has_engine(self)
 
     def is_over(self, step: int, evaluation: Mapping[str, Any]) -> bool:
         """Tells whether a run with this last evaluation ends after these steps."""

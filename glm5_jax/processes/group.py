@@ -81,10 +81,11 @@ def require_supported(config: config_lib.TrainConfig, group: Group | None) -> No
     """
     if group is None:
         return
-    if config.stage_record.plays_episodes:
+    if config.stage_record.has_engine(config):
         raise config_lib.InputError(
             f"stage {config.stage!r} runs in one process: its rollouts do. Start it on "
-            f"one host, with as many devices as that has."
+            f"one host, with as many devices as that has; or take stage 'async_rl' "
+            f"with rl.servers, which play for a trainer of any size."
         )
     if config.eval_success:
         raise config_lib.InputError(

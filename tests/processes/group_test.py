@@ -148,6 +148,19 @@ class SupportedTest(parameterized.TestCase):
         with self.assertRaisesRegex(config_lib.InputError, "'rl' runs in one"):
             group.require_supported(config, AUTOMATIC)
 
+    def test_a_trainer_whose_episodes_servers_play_may_have_any_size(self):
+        rl = config_lib.RLConfig(
+            max_new_tokens=9, servers="http://a:1", weights_store="/tmp", slots=3
+        )
+        config = config_lib.TrainConfig(
+            stage="async_rl",
+            model=presets.GLM5_1M,
+            rl=rl,
+            sample_tokens=0,
+            mesh=config_lib.MeshConfig(fsdp=2),  # an own engine would need rl.slots=4
+        )
+        group.require_supported(config, AUTOMATIC)
+
 
 if __name__ == "__main__":
     environment.main()

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 
+import numpy as np
 import pytest
 
 from glm5_jax.training.reporting import metrics
@@ -71,12 +72,12 @@ def children_of(pid, word):
 
 class ProcessesTest(runs.FolderTest):
     def run_to_the_end(
-        self, workdir, meanwhile=lambda child: None, variables=(), **changes
+        self, workdir, meanwhile=lambda child: None, flags=(), variables=(), **changes
     ):
         log = self.root / f"{workdir.name}.log"
         with log.open("wb") as file:
             child = subprocess.Popen(
-                command(workdir, **changes),
+                [*command(workdir, **changes), *flags],
                 cwd=ROOT,
                 env={**os.environ, **VARIABLES, **dict(variables)},
                 stdout=file,
@@ -108,7 +109,7 @@ class ProcessesTest(runs.FolderTest):
         self.assertIn("eval/success", summary)
 
     @pytest.mark.slow
-    def test_servers_of_others_sample_for_one_run_after_another(self):
+    def test_servers_of_others_sample_for_a_run_of_one_process_and_one_of_two(self):
         start, store = self.root / "start", self.root / "weights"
         quick = {"rl.num_engines": 0, "num_steps": 1}
         self.run_to_the_end(start, **quick)
@@ -134,15 +135,30 @@ class ProcessesTest(runs.FolderTest):
             "rl.servers": f"http://127.0.0.1:{port}",
             "rl.weights_store": store,
         }
-        for name in ("first", "second"):
+        changes |= {"mesh.data": 2, "rl.max_staleness": 0, "sample_tokens": 0}
+        played, learnt = {}, {}
+        for name, flags in (("one", []), ("two", ["--simulate_processes=2"])):
             records = self.run_to_the_end(
-                self.root / name, variables=key, num_steps=3, **changes
+                self.root / name,
+                flags=flags,
+                variables={**key, "JAX_NUM_CPU_DEVICES": "2"},
+                num_steps=3,
+                **changes,
             )
             self.assertEqual([r["step"] for r in records], [1, 2, 3])
             for record in records:
-                self.assertBetween(record["rollout/staleness_max"], 0, 2)
+                self.assertEqual(record["rollout/staleness_max"], 0)
                 self.assertLess(record["rl/logprob_gap"], 1e-5)
+            played[name] = [
+                (r["rollout/reward"], r.get("eval/success")) for r in records
+            ]
+            learnt[name] = [r["train/grad_norm"] for r in records]
+            files = (self.root / name / "episodes").iterdir()
+            self.assertLen([*files], 3)
         self.assertIsNone(servers.poll())
+        self.assertEqual(played["one"], played["two"])
+        np.testing.assert_allclose(learnt["one"], learnt["two"], rtol=1e-5)
+        self.assertEmpty([*store.glob("shared_episodes*")])
         self.assertLessEqual(len([*store.iterdir()]), 6)  # old versions are deleted
 
     def wait_for(self, url):

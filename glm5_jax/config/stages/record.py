@@ -145,6 +145,10 @@ class Stage:
         path = self.packed_rows
         return (path,) if path and operator.attrgetter(path)(config) else self.rows
 
+    def has_engine(self, config: Config) -> bool:
+        """Tells whether a run's own engine plays episodes, not servers of others."""
+        return self.plays_episodes and not config.rl.servers
+
     @property
     def has_batch_size(self) -> bool:
         """True where data.batch_size is the rows of a step, in one update."""

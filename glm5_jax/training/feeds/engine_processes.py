@@ -12,6 +12,7 @@ somebody else keeps (rl.servers), perhaps on other machines.
 import dataclasses
 import functools
 import http.client
+import itertools
 import json
 import os
 import pathlib
@@ -31,10 +32,11 @@ from absl import logging
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
-from glm5_jax.processes import simulate
+from glm5_jax.processes import simulate, together
 from glm5_jax.rl import entrance, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import fleet
+from glm5_jax.rl.weight_store import manifest
 from glm5_jax.rl.weight_store import writer as writer_lib
 from glm5_jax.training.feeds import actors
 from glm5_jax.weights import huggingface_export, loading
@@ -61,7 +63,7 @@ class EngineProcesses:
           InputError: the extra serve is missing, or nobody answers at rl.servers.
         """
         entrance.require_extra("rl.servers" if config.rl.servers else "rl.num_engines")
-        if config.rl.servers:
+        if config.rl.servers and together.is_first():
             _require_servers(config.rl.servers)
         self._config = config
         self._children: dict[str, subprocess.Popen] = {}
@@ -74,6 +76,8 @@ class EngineProcesses:
     def publish(self, params: dict, version: int) -> None:
         """Adds a version to the store, and waits until the servers have it.
 
+        All processes of a trainer write; process 0 tells the servers.
+
         Raises:
           ActorError: no server took it.
         """
@@ -82,11 +86,11 @@ class EngineProcesses:
         if self._store is None:
             self._launch(params)
         assert self._store is not None
-        began = time.perf_counter()
+        began, self._version = time.perf_counter(), version
         made = self._store.publish(self._cast(params), version)
-        assert made is not None, "one process writes"
+        if made is None:  # of another process
+            return
         self._ask("/publish", {"folder": made.name.folder, "version": version})
-        self._version = version
         logging.log_first_n(
             logging.INFO,
             "The servers have the first weights after %.2f s.",
@@ -143,6 +147,10 @@ class EngineProcesses:
     def _launch(self, params: dict) -> None:
         """Starts all processes and waits until they answer."""
         config = self._config
+        if config.rl.weights_store:
+            self._store = _shared_store(pathlib.Path(config.rl.weights_store))
+        if not together.is_first():
+            return
         root = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="glm5_jax_rl_", dir=root))
         settings = self._folder / "config.json"
@@ -152,8 +160,8 @@ class EngineProcesses:
             config.rl.num_engines,
             self._folder,
         )
-        store = config.rl.weights_store or self._folder / "store"
-        self._store = writer_lib.Writer(store)
+        if self._store is None:
+            self._store = writer_lib.Writer(self._folder / "store")
         url = config.rl.servers or self._start_servers(params)
         self._port = _free_port()
         orchestrate = ("glm5_jax.orchestrate", f"--settings={settings}")
@@ -246,6 +254,22 @@ class EngineProcesses:
         except OSError as error:
             return str(error)
         return "\n".join(text.splitlines()[-_LAST_LINES:])
+
+
+def _shared_store(root: pathlib.Path) -> writer_lib.Writer:
+    """Returns this process's hand on a store that all processes of a trainer fill."""
+
+    def next_incarnation() -> str:
+        names = manifest.names(root)
+        return str(names[-1].incarnation + 1 if names else 0)
+
+    numbers = itertools.count()
+    return writer_lib.Writer(
+        root,
+        incarnation=int(together.from_first("weights_store", next_incarnation)),
+        process=jax.process_index(),
+        gather=lambda text: together.to_first(f"weights_store/{next(numbers)}", text),
+    )
 
 
 def _require_servers(url: str) -> None:

@@ -19,6 +19,7 @@ from glm5_jax import environments
 from glm5_jax.config import stages
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
+from glm5_jax.processes import together
 from glm5_jax.rl import episode_files, rollouts
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.training import policy
@@ -67,7 +68,7 @@ class Rollouts:
         self.fingerprint = " ".join(f"{key}={value}" for key, value in settings.items())
 
     def restrict_to(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Does nothing: a run has one process here, which makes all rows."""
+        """Does nothing: every process makes all rows, whose number may vary."""
 
     def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
         """Returns rows of the groups of a step, and what to log about them."""
@@ -97,7 +98,7 @@ class Rollouts:
     def keep(self, workdir: pathlib.Path, step: int) -> None:
         """Writes the episodes of the last batch into the run's folder."""
         limit = self._config.rl.episodes_gib * 2**30
-        if not limit:
+        if not limit or not together.is_first():
             return
         if self._files is None:
             self._files = episode_files.Writer(workdir, limit)

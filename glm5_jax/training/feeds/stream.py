@@ -6,8 +6,11 @@ step that learns from it, which its admission ensures (rl/actors/groups.py). Wit
 max_staleness=0 and an engine of this process, rollouts are those of rounds.py.
 """
 
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
 
 from glm5_jax import config as config_lib
 from glm5_jax.data.chat import templates
@@ -15,7 +18,7 @@ from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import held_out
 from glm5_jax.training.feeds import actors as actors_lib
-from glm5_jax.training.feeds import engine_processes, own_engine
+from glm5_jax.training.feeds import engine_processes, own_engine, shared_actors
 from glm5_jax.training.feeds import groups as groups_lib
 from glm5_jax.training.feeds import player as player_lib
 
@@ -40,6 +43,9 @@ class Stream:
             if config.rl.has_servers
             else own_engine.OwnEngine(config, taskset, template)
         )
+        if config.rl.weights_store and jax.distributed.is_initialized():
+            folder = pathlib.Path(config.rl.weights_store)
+            self._actors = shared_actors.SharedActors(self._actors, folder)
         self._is_playing = False
         self._saved: Mapping[str, Any] = {}
         self.shown: Sequence[episodes_lib.Episode] = ()

@@ -84,12 +84,15 @@ class Run:
         """Puts the rows of this process on its devices.
 
         Args:
-          batch: rows of this process.
+          batch: rows of this process; of rollouts, which vary in number, all rows.
           num_rows: of the whole batch; None: the largest, that evaluations have.
         """
         where = program_lib.batch_place(self.program.mesh)
-        if jax.process_count() == 1:  # rollouts vary in number
+        if jax.process_count() == 1:
             return jax.device_put(batch, where)
+        if self.config.stage_record.plays_episodes:
+            every = range(len(batch["tokens"]))
+            return rows_lib.to_global_arrays(batch, where, every, len(every))
         size = num_rows or self.config.num_rows
         return rows_lib.to_global_arrays(batch, where, self.rows[size], size)
 
