@@ -17,11 +17,12 @@ DIS_AGENTIC = (0.8, 3.0)
 _POSITIVE = (
     *("clip_low", "clip_high", "dis_low", "dis_high", "tis_cap"),
     *("max_logprob_gap", "step_timeout_seconds"),
+    *("critic_learning_rate", "gae_alpha"),
 )
 _COUNTS = (
     *("prompts_per_step", "group_size", "max_new_tokens", "max_turns"),
     *("slots", "prefill_chunk", "updates_per_rollout"),
-    *("num_eval_tasks", "max_rounds"),
+    *("num_eval_tasks", "max_rounds", "critic_updates"),
 )
 MAX_DRAFTS = 7  # of a round of speculative decoding; GLM-5.2 drafts as many
 
@@ -62,6 +63,18 @@ class RLConfig:
     tis_cap: float = 2.0  # largest weight of truncated importance sampling
     # Standard deviation of a group's rewards that divides its advantages.
     advantage_std: AdvantageStd = "sample"
+    # Take advantages from a critic, a second model that learns the value of each token,
+    # instead of from groups, so that group_size may be 1 (SAO, arXiv 2607.07508).
+    critic: bool = False
+    critic_learning_rate: float = 5e-6  # constant learning rate of the critic
+    # Updates of the critic in a step, each with all of its rollouts.
+    critic_updates: int = 2
+    # First steps of a run, in which the critic learns alone and the policy stays.
+    critic_warmup_steps: int = 10
+    # The critic's advantages have lambda = 1 - 1 / (gae_alpha * the sampled tokens).
+    gae_alpha: float = 1.5
+    # Discount of a reward for each token sampled before it; undisclosed, so none.
+    gae_gamma: float = 1.0
     # Weight in the loss of the KL to the reference, in nats a token. GLM-5 has none.
     kl_weight: float = 0.0
     # Run, step or Hugging Face folder of the policy to stay near; None: init_from.
@@ -119,7 +132,6 @@ class RLConfig:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        size, std = self.group_size, self.advantage_std
         checks.require(
             *checks.choices(self),
             *checks.positive(
@@ -131,16 +143,13 @@ class RLConfig:
                 0 <= self.num_drafts <= MAX_DRAFTS,
                 f"num_drafts must lie in 0..{MAX_DRAFTS}, got {self.num_drafts}.",
             ),
-            (
-                size > 1 or std == "none",
-                f"group_size must be at least 2 where advantages are normalised by "
-                f"their group, got {size}; or set advantage_std='none'.",
-            ),
+            *self._critic_rules(),
             *(
                 (getattr(self, k) >= 0, f"{k} must be >= 0, got {getattr(self, k)}.")
                 for k in (
                     *("max_staleness", "num_engines", "num_pages", "episodes_gib"),
                     *("kl_weight", "entropy_weight", "rows_per_step"),
+                    "critic_warmup_steps",
                 )
             ),
             (
@@ -205,3 +214,22 @@ class RLConfig:
     def num_rows(self) -> int:
         """Returns the rows of a batch: those asked for, or one for each rollout."""
         return self.rows_per_step or self.prompts_per_step * self.group_size
+
+    def _critic_rules(self) -> list[tuple[bool, str]]:
+        """Returns the rules of advantages by a critic, and by groups without one."""
+        return [
+            (
+                self.group_size > 1 or self.critic,
+                f"group_size must be at least 2 where answers are compared with those "
+                f"of their group, got {self.group_size}; or set critic=true.",
+            ),
+            (
+                not (self.critic and self.dynamic_sampling),
+                "dynamic_sampling must be false with critic=true, which learns from "
+                "groups of equal rewards too.",
+            ),
+            (
+                0 < self.gae_gamma <= 1,
+                f"gae_gamma must lie in (0, 1], got {self.gae_gamma}.",
+            ),
+        ]

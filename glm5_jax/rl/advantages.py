@@ -59,7 +59,8 @@ class Weighted:
     """A sample with the advantage and weight of its trained tokens."""
 
     sample: Sample
-    advantage: float
+    reward: float  # of its episode
+    advantage: float  # 0 where a critic gives the advantages
     weight: float
 
 
@@ -174,18 +175,26 @@ def token_weights(
 def weigh(
     groups: Sequence[Sequence[Episode]],
     *,
-    std: config.AdvantageStd,
+    std: config.AdvantageStd | None,
     aggregation: config.LossMean,
 ) -> list[Weighted]:
-    """Returns every sample of the groups, in order, with advantage and weight."""
+    """Returns every sample of the groups, in order, with advantage and weight.
+
+    Args:
+        groups: the episodes of each task.
+        std: see `group_advantages`; None: a critic gives the advantages (gae.py).
+        aggregation: see `token_weights`.
+    """
     counts = [[_num_trained(episode) for episode in group] for group in groups]
     weights = token_weights(counts, aggregation)
     weighted = []
     for group, group_weights in zip(groups, weights, strict=True):
-        values = group_advantages([_total(episode) for episode in group], std)
-        for episode, value, weight in zip(group, values, group_weights, strict=True):
+        rewards = [_total(episode) for episode in group]
+        values = np.zeros(len(group)) if std is None else group_advantages(rewards, std)
+        of_group = zip(group, rewards, values, group_weights, strict=True)
+        for episode, reward, value, weight in of_group:
             for sample in episode.samples:
-                weighted.append(Weighted(sample, float(value), weight))
+                weighted.append(Weighted(sample, reward, float(value), weight))
     return weighted
 
 

@@ -36,6 +36,7 @@ def value_and_grad(
     inputs: inputs_lib.Inputs,
     num_parts: int,
     add: Callable | None = None,
+    dims: Any = None,
 ) -> tuple[Any, dict]:
     """Returns (loss, other values) of the whole batch, and the gradient.
 
@@ -48,12 +49,13 @@ def value_and_grad(
       num_parts: a divisor of the rows of every device.
       add: adds the (loss, other values) of two parts, in float32, from zeros; None:
         sums them.
+      dims: logical dims of the parameters; None: those of the model.
     """
     add = add or functools.partial(jax.tree.map, jnp.add)
+    dims = dims or transformer.param_dims(config.model)
     if num_parts == 1:
-        whole = inputs_lib.on_shards(local, config.model)
+        whole = inputs_lib.on_shards(local, config.model, dims=dims)
         return jax.value_and_grad(whole, has_aux=True)(params, inputs)
-    dims = transformer.param_dims(config.model)
 
     def device_share(params: dict, part: inputs_lib.Inputs) -> tuple[Array, Any]:
         # Every device differentiates its own copy of the same loss, and the transposed
@@ -83,4 +85,5 @@ def value_and_grad(
         return values, jax.tree.map(collectives.total_of_copies, grads, dims)
 
     specs = jax.sharding.PartitionSpec(), sharding.specs(dims)
-    return inputs_lib.on_shards(all_parts, config.model, specs)(params, inputs)
+    whole = inputs_lib.on_shards(all_parts, config.model, specs, dims)
+    return whole(params, inputs)

@@ -73,6 +73,7 @@ def on_shards(
     function: Callable[[dict, Inputs], Any],
     config: config_lib.ModelConfig,
     out_specs: Any = None,
+    dims: Any = None,
 ) -> Callable[[dict, Inputs], Any]:
     """Returns a function that runs `function` on each device's shards.
 
@@ -80,8 +81,9 @@ def on_shards(
       function: of parameters and inputs.
       config: of the model.
       out_specs: of what it returns; None: it is equal on every device.
+      dims: logical dims of the parameters; None: those of the model.
     """
-    params = sharding.specs(transformer.param_dims(config))
+    params = sharding.specs(dims or transformer.param_dims(config))
     rows: Any = sharding.spec(("B", "T"))
     ahead: Any = sharding.spec(("k", "B", "T"))
     return collectives.on_shards(

@@ -153,10 +153,11 @@ class _Loop:
         with self._clock.waiting():
             batch, seen = run.feed.next(run.params, run.position)
         placed = run.with_reference(run.to_devices(batch, size))
+        run.critic_state, placed, judged = run.critic.step(run.critic_state, placed)
         run.params, run.opt_state, metrics = run.train_step(
             run.params, run.opt_state, placed
         )
-        return {**metrics, **seen}
+        return {**metrics, **judged, **seen}
 
     def _settle(self, due: set[str]) -> bool:
         """Judges the pending step and does what is due; False: rolled back."""

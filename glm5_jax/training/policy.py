@@ -2,8 +2,9 @@
 
 The objectives are in glm5_jax/rl/objectives.py. A batch has the arrays of a batch of
 text, and for every target: rollout_logprobs, advantages, weights; reference_logprobs
-where the loss has a KL to a reference; and if the trainer replays the engine's routing,
-experts [B, T, expert_layers, K].
+where the loss has a KL to a reference; rewards and lambdas where a critic (critic.py)
+fills the advantages; and if the trainer replays the engine's routing, experts
+[B, T, expert_layers, K].
 """
 
 import functools
@@ -25,6 +26,8 @@ from glm5_jax.training import inputs as inputs_lib
 from glm5_jax.training import loss as loss_lib
 
 REFERENCE = "reference_logprobs"
+REWARDS = "rewards"  # for a critic: of the last sampled token of each sample
+LAMBDAS = "lambdas"  # for a critic: of generalized advantage estimation, by token
 GAP = "rl/logprob_gap"  # mean |log pi_train - log pi_infer| of the sampled tokens
 
 
@@ -44,8 +47,7 @@ def token_logprobs(
     """
     if num_parts > 1:
         one = functools.partial(token_logprobs, params, config)
-        logprobs = lax.map(one, _cut(batch, num_parts))
-        return logprobs.swapaxes(0, 1).reshape(batch["targets"].shape)
+        return in_parts(one, batch, num_parts)
 
     def local(params: dict, inputs: inputs_lib.Inputs) -> Array:
         return _local_logprobs(config, params, inputs)[0]
@@ -54,6 +56,22 @@ def token_logprobs(
     rows = sharding.spec(("B", "T"))
     logprobs = inputs_lib.on_shards(local, config.model, rows)(params, inputs)
     return collectives.in_order(logprobs, 1)
+
+
+def in_parts(
+    function: Callable[[inputs_lib.Batch], Array],
+    batch: inputs_lib.Batch,
+    num_parts: int,
+) -> Float[Array, "B T"]:
+    """Returns a number for each token of whole rows, of one part after the other.
+
+    Args:
+      function: of a part of the rows.
+      batch: whole rows.
+      num_parts: a divisor of the rows.
+    """
+    found = lax.map(function, _cut(batch, num_parts))
+    return found.swapaxes(0, 1).reshape(batch["tokens"].shape)
 
 
 def _local_logprobs(
@@ -87,9 +105,11 @@ def make_policy_step(
 
     One call makes all updates of a batch of rollouts. All are skipped if the log-probs
     of trainer and engine are too far apart (rl.max_logprob_gap); one is skipped if its
-    rows have no sampled token.
+    rows have no sampled token, or while a critic learns alone.
     """
-    num_updates = config.rl.updates_per_rollout
+    num_updates, num_kept = config.rl.updates_per_rollout, 0
+    if config.stage_record.has_critic(config):
+        num_kept = config.rl.critic_warmup_steps * num_updates
 
     def update(
         carry: tuple, batch: inputs_lib.Batch, gap: Float[Array, ""] | None = None
@@ -101,6 +121,8 @@ def make_policy_step(
             metrics[GAP] = gap
         is_allowed = metrics["rl/trained_tokens"] > 0
         is_allowed &= metrics[GAP] <= config.rl.max_logprob_gap
+        if num_kept:
+            is_allowed &= state.num_calls >= num_kept
         with jax.named_scope("optimizer"):
             params, state, more = optimizer_lib.update_if_finite(
                 optimizer, grads, state, params, is_allowed

@@ -89,7 +89,7 @@ def make_program(config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh) -> P
     """Returns the program of a stage; outputs are sharded as the inputs are."""
     optimizer = step_lib.make_optimizer(config)
     param_places = sharding.shardings(transformer.param_dims(config.model), mesh)
-    params = _place(transformer.abstract_params(config.model), param_places)
+    params = placed(transformer.abstract_params(config.model), param_places)
     opt_state = jax.eval_shape(optimizer.init, params)
     opt_places = sharding.shardings(optimizer.state_dims(opt_state, params), mesh)
     opt_places = optimizer.kept(opt_state, opt_places)
@@ -111,8 +111,8 @@ def make_program(config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh) -> P
         init=jax.jit(init, out_shardings=(param_places, opt_places)),
         step=step,
         params=params,
-        opt_state=_place(opt_state, opt_places),
-        batch=_place(shapes, dict.fromkeys(shapes, batch_place(mesh))),
+        opt_state=placed(opt_state, opt_places),
+        batch=placed(shapes, dict.fromkeys(shapes, batch_place(mesh))),
     )
 
 
@@ -133,6 +133,9 @@ def batch_shapes(config: config_lib.TrainConfig) -> dict[str, jax.ShapeDtypeStru
     batch |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in stage.floats}
     if config.reference:
         batch[policy.REFERENCE] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if stage.has_critic(config):
+        for name in (policy.REWARDS, policy.LAMBDAS):
+            batch[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
     if config.replays_routing:
         groups = depth.layer_groups(config.model)
         num_expert_layers = sum(group.num_expert_layers for group in groups)
@@ -142,7 +145,8 @@ def batch_shapes(config: config_lib.TrainConfig) -> dict[str, jax.ShapeDtypeStru
     return batch
 
 
-def _place(shapes: Any, shardings: Any) -> Any:
+def placed(shapes: Any, shardings: Any) -> Any:
+    """Returns a tree of shapes with these shardings."""
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         shapes,

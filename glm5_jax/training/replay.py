@@ -19,6 +19,7 @@ from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, step_folder
 from glm5_jax.rl import episode_files
+from glm5_jax.training import critic as critic_lib
 from glm5_jax.training import program as program_lib
 from glm5_jax.training import reference
 from glm5_jax.training.feeds import policy_batch
@@ -32,7 +33,7 @@ class Replayed:
     first: int  # step whose checkpoint it began with; 0: the start of the run
     last: int  # step that it ended with
     is_same: bool | None  # as the checkpoint of the last step; None: there is none
-    different: int  # parameters that differ from it
+    different: int  # parameters and a critic's numbers that differ from it
     sha256: str  # of all parameters
 
 
@@ -69,13 +70,16 @@ def replay(workdir: pathlib.Path, last: int | None = None) -> Replayed:
     first, last = _span(episode_files.numbers(workdir), saved, last)
     mesh = run_lib.make_mesh(config)
     program = program_lib.make_program(config, mesh)
-    shapes = {"params": program.params, "opt_state": program.opt_state}
+    critic = critic_lib.make(config, program)
+    shapes = {"params": program.params, "opt_state": program.opt_state, **critic.state}
     with jax.set_mesh(mesh):
         if first:
             state = manager.read_state(checkpoints / str(first), shapes)
             params, opt_state = state["params"], state["opt_state"]
+            judge = {name: state[name] for name in critic.state}
         else:
             params, opt_state = run_lib.initial(config, program)
+            judge = critic.init(params)
         with_reference = reference.make(config, program)
         learn = program.compile(config.num_rows)
         for step in range(first + 1, last + 1):
@@ -83,13 +87,14 @@ def replay(workdir: pathlib.Path, last: int | None = None) -> Replayed:
             groups = [[*group] for group in kept.groups]
             batch = policy_batch.make(config, groups, kept.position)
             placed = jax.device_put(batch, program_lib.batch_place(mesh))
-            placed = with_reference(placed)
+            judge, placed, _ = critic.step(judge, with_reference(placed))
             params, opt_state, metrics = learn(params, opt_state, placed)
             logging.info("Step %d: loss %.6g.", step, float(metrics["train/loss"]))
         different = None
         if last in saved:
-            there = manager.read_state(checkpoints / str(last), shapes)["params"]
-            different = _num_different(params, there)
+            there = manager.read_state(checkpoints / str(last), shapes)
+            del there["opt_state"]
+            different = _num_different({"params": params, **judge}, there)
     is_same = None if different is None else not different
     return Replayed(first, last, is_same, different or 0, _digest(params))
 

@@ -377,7 +377,7 @@ class BadInputTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("unknown_environment", {"environment": "revers"}, "'revers'.*reverse"),
         ("size", {"environment": "reverse:0-99"}, "reverse"),
-        ("group_of_one", {"group_size": 1}, "group_size.*1.*advantage_std='none'"),
+        ("group_of_one", {"group_size": 1}, "group_size.*1; or set critic=true"),
         ("greedy", {"temperature": 0.0}, "temperature must be > 0, got 0.0"),
         (
             *("long_answers", {"max_new_tokens": rl_runs.LENGTH}),

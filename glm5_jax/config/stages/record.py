@@ -38,6 +38,11 @@ class Config(Protocol):
         ...
 
     @property
+    def num_steps(self) -> int:
+        """The steps of the whole run."""
+        ...
+
+    @property
     def model(self) -> ModelConfig:
         """The section of the model."""
         ...
@@ -148,6 +153,10 @@ class Stage:
     def has_engine(self, config: Config) -> bool:
         """Tells whether a run's own engine plays episodes, not servers of others."""
         return self.plays_episodes and not config.rl.servers
+
+    def has_critic(self, config: Config) -> bool:
+        """Tells whether a critic gives the advantages of a run."""
+        return config.rl.critic and self.update == "policy"
 
     @property
     def has_batch_size(self) -> bool:

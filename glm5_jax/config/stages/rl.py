@@ -15,8 +15,8 @@ def _is_trained(path: record.Path) -> bool:
 
 
 def episode_rules(config: record.Config) -> list[record.Rule]:
-    """Returns rules: an episode fits a row; MTP and the reference are there."""
-    kl_weight = config.rl.kl_weight
+    """Returns rules: an episode fits a row; all that a term needs is there."""
+    kl_weight, warmup = config.rl.kl_weight, config.rl.critic_warmup_steps
     length, new = config.data.sequence_length, config.rl.max_new_tokens
     modules = config.model.num_nextn_predict_layers
     return [
@@ -29,6 +29,11 @@ def episode_rules(config: record.Config) -> list[record.Rule]:
             kl_weight == 0 or bool(config.rl.reference or config.init_from),
             f"rl.kl_weight={kl_weight:g} needs the policy to stay near: set init_from "
             f"or rl.reference to its folder.",
+        ),
+        (
+            not config.rl.critic or warmup < config.num_steps,
+            f"rl.critic_warmup_steps must be smaller than num_steps, got {warmup} of "
+            f"{config.num_steps}: the policy would not learn.",
         ),
         (
             new < length,

@@ -11,8 +11,8 @@ import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax.data.rows import packing
-from glm5_jax.rl import advantages, gateway
-from glm5_jax.training import program
+from glm5_jax.rl import advantages, gae, gateway
+from glm5_jax.training import policy, program
 from glm5_jax.training.feeds import feed
 from glm5_jax.training.feeds import groups as groups_lib
 
@@ -26,8 +26,9 @@ def make(
     have a gradient.
     """
     rl = config.rl
-    used = groups if num_teaching(groups) >= least_teaching(rl) else []
-    weighted = advantages.weigh(used, std=rl.advantage_std, aggregation=rl.loss_mean)
+    used = groups if num_teaching(rl, groups) >= least_teaching(rl) else []
+    std = None if rl.critic else rl.advantage_std
+    weighted = advantages.weigh(used, std=std, aggregation=rl.loss_mean)
     size, rows = config.num_rows, [[place] for place in range(len(weighted))]
     if rl.rows_per_step:
         lengths = [len(item.sample.mask) - 1 for item in weighted]
@@ -44,17 +45,19 @@ def make(
             here = row, slice(start, start + len(item.sample.mask) - 1)
             batch["segment_ids"][here] = number
             _fill(batch, here, item, position)
+            if rl.critic:
+                _fill_for_critic(batch, here, item, rl.gae_alpha)
             start = here[1].stop
     return batch
 
 
-def num_teaching(groups: Sequence[groups_lib.Group]) -> int:
-    """Returns the number of groups whose rewards differ."""
-    return sum(map(advantages.teaches, groups))
+def num_teaching(rl: config_lib.RLConfig, groups: Sequence[groups_lib.Group]) -> int:
+    """Returns the number of groups whose rewards differ; with a critic, of all."""
+    return len(groups) if rl.critic else sum(map(advantages.teaches, groups))
 
 
 def least_teaching(rl: config_lib.RLConfig) -> int:
-    """Returns the number of groups with differing rewards that an update needs."""
+    """Returns how many groups of `num_teaching` an update needs."""
     return max(math.ceil(rl.min_used_groups * rl.prompts_per_step), 1)
 
 
@@ -94,3 +97,19 @@ def _fill(
         batch["staleness"][here] = np.where(mask, position - versions, 0)
     if "experts" in batch:
         batch["experts"][here] = sample.experts
+
+
+def _fill_for_critic(
+    batch: feed.Batch,
+    here: tuple[int, slice],
+    item: advantages.Weighted,
+    alpha: float,
+) -> None:
+    """Writes the reward of a sample, at its last sampled token, and its lambda."""
+    mask = batch["loss_mask"][here] > 0
+    if not mask.any():
+        return
+    row, place = here
+    last = place.start + np.flatnonzero(mask)[-1]
+    batch[policy.REWARDS][row, last] = item.reward
+    batch[policy.LAMBDAS][here] = mask * gae.adaptive_lambda(int(mask.sum()), alpha)

@@ -77,7 +77,7 @@ class Rollouts:
         start = self._require_start(params) if position == 0 else {}
         played = self._source.play(params, position)
         self._drawn = position, played
-        num_teaching = policy_batch.num_teaching(played.groups)
+        num_teaching = policy_batch.num_teaching(self._config.rl, played.groups)
         self._count_idle(num_teaching)
         seen, seconds = rollouts.metrics(played.episodes), time.perf_counter() - began
         batch = policy_batch.make(self._config, played.groups, position)
@@ -191,9 +191,21 @@ class Rollouts:
 
     def _count_idle(self, num_teaching: int) -> None:
         """Counts steps without an update, and warns of many in a row."""
-        least = policy_batch.least_teaching(self._config.rl)
+        rl = self._config.rl
+        least = policy_batch.least_teaching(rl)
         self._idle_steps = 0 if num_teaching >= least else self._idle_steps + 1
-        if self._idle_steps % _WARN_EVERY == 1:
+        if self._idle_steps % _WARN_EVERY != 1:
+            return
+        if rl.critic:
+            logging.warning(
+                "%d steps in a row are skipped: in the last one %d groups are left, "
+                "and an update needs %d (rl.min_used_groups). rollout/excluded_* tell "
+                "what the environment did to the others.",
+                self._idle_steps,
+                num_teaching,
+                least,
+            )
+        else:
             logging.warning(
                 "%d steps in a row are skipped: in the last one the rewards of %d "
                 "groups differ, and an update needs %d (rl.min_used_groups). Take "

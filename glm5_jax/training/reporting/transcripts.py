@@ -68,16 +68,14 @@ def _step(
     """Returns the episodes of a step, each once; adds their token ids to `used`."""
     shown: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(step.groups):
-        rewards = [e.reward.total for e in group if e.reward is not None]
-        values = advantages.group_advantages(rewards, rl.advantage_std)
-        for episode, value in zip(group, values, strict=True):
+        for episode, value in zip(group, _advantages(rl, group), strict=True):
             if (known := shown.get(id(episode))) is not None:
                 known["times"] += 1
                 continue
             shown[id(episode)] = {
                 **_episode(episode, step.position, used),
                 "group": number,
-                "advantage": round(float(value), _PLACES),
+                "advantage": value,
                 "times": 1,
             }
     for episode in step.unused:
@@ -92,6 +90,17 @@ def _step(
         "version": step.position,
         "episodes": [*shown.values()],
     }
+
+
+def _advantages(
+    rl: config_lib.RLConfig, group: Sequence[episodes_lib.Episode]
+) -> list[float | None]:
+    """Returns the advantage of each episode; None: a critic gave one to each token."""
+    if rl.critic:
+        return [None] * len(group)
+    rewards = [e.reward.total for e in group if e.reward is not None]
+    values = advantages.group_advantages(rewards, rl.advantage_std)
+    return [round(float(value), _PLACES) for value in values]
 
 
 def _episode(

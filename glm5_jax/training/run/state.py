@@ -21,6 +21,7 @@ from glm5_jax.checkpoint import retention, rollback
 from glm5_jax.config import checks, stages
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.processes import together
+from glm5_jax.training import critic as critic_lib
 from glm5_jax.training import program as program_lib
 from glm5_jax.training import reference
 from glm5_jax.training.feeds import corpus
@@ -57,6 +58,8 @@ class Run:
     rolled_back_to: int | None = None  # by the last rollback
     params: dict = dataclasses.field(default_factory=dict)
     opt_state: Any = None
+    critic: critic_lib.Critic = critic_lib.ABSENT
+    critic_state: dict = dataclasses.field(default_factory=dict)
     step: int = 0  # steps done, see feeds/feed.py
     num_left_out: int = 0  # batches that rollbacks skipped
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)  # last
@@ -115,6 +118,7 @@ class Run:
         """
         metrics = metrics or {}
         state = {"params": self.params, "opt_state": self.opt_state}
+        state |= self.critic_state
         # Random numbers and batches are functions of the seed, step and position.
         metadata = {
             "step": self.step,
@@ -178,8 +182,9 @@ class Run:
         """
         began = time.perf_counter()
         self.params, self.opt_state = {}, None  # memory has no room for two states
-        program = self.program
+        self.critic_state, program = {}, self.program
         abstract = {"params": program.params, "opt_state": program.opt_state}
+        abstract |= self.critic.state
         self.step, state, metadata = self.checkpoints.restore(abstract, before=before)
         # Checkpoints of earlier versions hold less. config.json is equal to this
         # config unless somebody has edited it.
@@ -187,6 +192,7 @@ class Run:
             run_folder.require_same_run(metadata["config"], self.config, self.workdir)
         require_same_data(metadata["data"], self.feed.fingerprint, self.workdir)
         self.params, self.opt_state = state["params"], state["opt_state"]
+        self.critic_state = {name: state[name] for name in self.critic.state}
         self.num_left_out = metadata.get("position", self.step) - self.step
         self.tokenizer = metadata.get("tokenizer", "")
         self.evaluation = metadata.get("metrics", {})
@@ -242,6 +248,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
             feed=feed,
             checkpoints=checkpoints,
             program=program,
+            critic=critic_lib.make(config, program),
             health=health_lib.Health(
                 config.health, config.num_steps, config.stage_record.is_loss_telling
             ),
@@ -267,6 +274,7 @@ def _fill(run: Run) -> None:
         companions.into_training(workdir, config.init_from, run.feed.tokenizer)
     run.tokenizer = _same_tokenizer(workdir, run.feed.tokenizer)
     run.params, run.opt_state = initial(config, program)
+    run.critic_state = run.critic.init(run.params)
 
 
 def _same_tokenizer(
