@@ -72,6 +72,7 @@ class SharedActorsTest(absltest.TestCase):
 
     def test_process_0_asks_and_others_read(self):
         first, told, met = self.made(), {}, []
+        (self.folder / "shared_episodes_9.json").touch()  # of a trainer that was killed
 
         def tell(name, make):
             told[name] = make()

@@ -37,7 +37,6 @@ class SharedActors:
         """
         self._actors, self._folder = actors, folder
         self._numbers = itertools.count()  # of what was shared
-        self._last: pathlib.Path | None = None  # of process 0
 
     def publish(self, params: dict, version: int) -> None:
         """Gives the engines weights, of which each process writes its part."""
@@ -72,7 +71,8 @@ class SharedActors:
     def close(self) -> None:
         """Ends the actors of this process, and deletes what was shared last."""
         self._actors.close()
-        self._forget()
+        if together.is_first():
+            self._forget()
 
     def _shared(self, make: Callable[[], Any]) -> Any:
         """Returns what process 0 makes, which fits JSON."""
@@ -82,7 +82,6 @@ class SharedActors:
         def written() -> str:
             self._forget()
             data = json.dumps(make(), default=repr).encode()
-            self._last = path
             files.write_atomically(path, lambda new: new.write_bytes(data))
             return hashlib.sha256(data).hexdigest()
 
@@ -98,9 +97,9 @@ class SharedActors:
         return json.loads(data)
 
     def _forget(self) -> None:
-        if self._last is not None:
-            self._last.unlink(missing_ok=True)
-            self._last = None
+        """Deletes what was shared last, also by a trainer that was killed."""
+        for path in self._folder.glob(_FILE.format("*")):
+            path.unlink(missing_ok=True)
 
 
 def _record(taken: actors_lib.Taken) -> dict[str, Any]:
