@@ -24,6 +24,7 @@ from glm5_jax.environments.worlds.miniwob import world as miniwob_world
 from glm5_jax.environments.worlds.search import world as search_world
 from glm5_jax.environments.worlds.slides import world as slides_world
 from glm5_jax.environments.worlds.swe import world as swe_world
+from glm5_jax.environments.worlds.swe.chain import world as chain_world
 
 _WORLDS = {
     "algebra": algebra.Algebra,
@@ -37,6 +38,7 @@ _WORLDS = {
     "search": search_world.Search,
     "slides": slides_world.Slides,
     "swe": swe_world.Swe,
+    "swe_chain": chain_world.SweChain,
     "terminal": terminal.Terminal,
 }
 _CALLS = ("reset", "step", "close")  # of an environment
@@ -49,11 +51,12 @@ def make(name: str) -> protocol.Taskset:
     Args:
         name: one of `names()`, with or without a size ("reverse", "reverse:3-6",
             "calculator_untold:2"), "reasoning_gym:NAME", a world ("terminal",
-            "terminal:FAMILY", "swe:FOLDER", "search:COLLECTION", "business:DAYS",
-            "code", "humaneval", "slides:PAGES", "frontend:FAMILY"), or the user's own
-            taskset as "module:Class"; or several, "2*reverse:3-6+gcd" (mixture.py); or
-            one with less history, "context:5:search:foldoc" (context.py), or with a
-            Python tool, "python:gcd" (python_tool.py).
+            "terminal:FAMILY", "swe:FOLDER", "swe_chain:FOLDER",
+            "search:COLLECTION", "business:DAYS", "code", "humaneval", "slides:PAGES",
+            "frontend:FAMILY"), or the user's own taskset as "module:Class"; or several,
+            "2*reverse:3-6+gcd" (mixture.py); or one with less history,
+            "context:5:search:foldoc" (context.py), or with a Python tool,
+            "python:gcd" (python_tool.py).
 
     Raises:
         config.InputError: the taskset or size does not exist, an extra is not

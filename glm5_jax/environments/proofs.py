@@ -6,6 +6,7 @@ the task, and others that must not. `prove` plays them through the ordinary envi
     the right turns earn 1, every time that they are repeated
     doing nothing earns 0
     wrong turns earn 0
+    turns that do a part of a task earn the share that the taskset names, if any
     nothing of solution and scorer can be read while an episode runs, if the taskset
     can look for it: `async leaks(environment, task)` names what it found
 """
@@ -32,6 +33,7 @@ class Attempts:
 
     right: Turns
     wrong: tuple[Turns, ...] = ()
+    partial: tuple[tuple[Turns, float], ...] = ()  # with the reward of each
 
 
 @runtime_checkable
@@ -88,6 +90,8 @@ async def prove(
                 break
         for number, turns in enumerate(attempts.wrong, 1):
             await expect(turns, 0.0, f"wrong attempt {number}")
+        for number, (turns, wanted) in enumerate(attempts.partial, 1):
+            await expect(turns, wanted, f"partial attempt {number}")
     await expect(None, 0.0, "doing nothing")
     try:
         leaks = await _leaks(taskset, task)
@@ -99,12 +103,15 @@ async def prove(
     return Proof(task.id, task.tag, tuple(failures), count, seconds)
 
 
+def kind(failure: str) -> str:
+    """Returns what failed, without the run and what came of it."""
+    return failure.split(" earns ")[0].split(", run")[0]
+
+
 def summarize(proofs: Sequence[Proof]) -> dict[str, Any]:
     """Returns counts of tasks, failures by kind, and seconds a task."""
     kinds = collections.Counter(
-        failure.split(" earns ")[0].split(", run")[0]
-        for proof in proofs
-        for failure in proof.failures
+        kind(failure) for proof in proofs for failure in proof.failures
     )
     seconds = sorted(proof.seconds for proof in proofs)
     return {

@@ -101,7 +101,7 @@ async def answer(
             text = await run(name, arguments)
         except CallError as error:
             text = f"error: {error}"
-        results.append(_result(call, text))
+        results.append(result(call, text))
     return tuple(results), False
 
 
@@ -113,7 +113,7 @@ def _is_text(value: str) -> bool:
         return False
 
 
-def _result(call: Any, content: str) -> messages.Message:
+def result(call: Any, content: str) -> messages.Message:
     """Returns the message that answers a call."""
     message: dict[str, Any] = {"role": "tool", "content": content}
     key = call.get("id") if isinstance(call, Mapping) else None

@@ -20,7 +20,7 @@ _SHOWN = 5  # tasks that fail
 class Settings:
     """Which tasks are proven, and how."""
 
-    num_tasks: int = 20
+    num_tasks: int = 20  # at most: of a list of tasks, as many as it has
     split: str = ""  # "": the taskset's first
     seed: int = 0
     num_repeats: int = 10  # episodes of the solution
@@ -93,9 +93,10 @@ async def _prove_all(
 ) -> list[proofs.Proof]:
     gate = asyncio.Semaphore(settings.num_at_once)
     split = settings.split or protocol.splits(taskset)[0]
-    bar = tqdm.tqdm(
-        total=settings.num_tasks, unit="task", disable=not sys.stderr.isatty()
-    )
+    count = settings.num_tasks
+    if size := getattr(taskset, "size", None):
+        count = max(1, min(count, size(split)))
+    bar = tqdm.tqdm(total=count, unit="task", disable=not sys.stderr.isatty())
 
     async def prove(index: int) -> proofs.Proof:
         async with gate:
@@ -105,4 +106,4 @@ async def _prove_all(
         return proof
 
     with bar:
-        return await asyncio.gather(*map(prove, range(settings.num_tasks)))
+        return await asyncio.gather(*map(prove, range(count)))

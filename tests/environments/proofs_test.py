@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import json
 import pathlib
@@ -80,6 +81,30 @@ class Moody(Taskset):
         return ladder.SingleTurn(score)
 
 
+class Halved(Taskset):
+    """Pays half for a part, which it names; `earned` is what it pays."""
+
+    earned = 0.5
+
+    def size(self, split):
+        return 3
+
+    def environment(self):
+        paid = {RIGHT: 1.0, "ye": self.earned}
+        return ladder.SingleTurn(lambda right, said: paid.get(said, 0.0))
+
+    def attempts(self, task):
+        part = ({"role": "assistant", "content": "ye"},)
+        whole = super().attempts(task)
+        return dataclasses.replace(whole, partial=((part, 0.5),))
+
+
+class Mean(Halved):
+    """Pays less for the part than it says."""
+
+    earned = 0.25
+
+
 class Leaky(Taskset):
     """Its tests can be read."""
 
@@ -118,6 +143,8 @@ class ProveTest(parameterized.TestCase):
             ),
         ),
         ("moody", Moody, ("the solution, run 3 earns 0.0 instead of 1",)),
+        ("halved", Halved, ()),
+        ("mean", Mean, ("partial attempt 1 earns 0.25 instead of 0.5",)),
         ("leaky", Leaky, ("an agent can read /tests of one/0",)),
         ("blind", Blind, ("nobody could look for leaks: OSError: gone",)),
         ("silent", Silent, ("the taskset knows no right turns",)),
@@ -169,6 +196,11 @@ class ProveTest(parameterized.TestCase):
         settings = validate.Settings(num_tasks=6, num_repeats=2)
         figures = validate.validate(name, settings, None)
         self.assertEqual((figures["proven"], figures["failures"]), (6, {}))
+
+    def test_a_list_of_tasks_is_proven_once(self):
+        settings = validate.Settings(num_tasks=9, num_repeats=1)
+        name = "tests.environments.proofs_test:Halved"
+        self.assertEqual(validate.validate(name, settings, None)["tasks"], 3)
 
 
 class CommandTest(parameterized.TestCase):

@@ -2,5 +2,6 @@
 
 records.py is a task as it is stored; read it first. sources.py fetches a package,
 recipes.py finds how its tests run, trials.py runs them in a sandbox, mutate.py breaks
-the source, mine.py and releases.py make tasks, and world.py plays them.
+the source, mine.py and releases.py make tasks, and world.py plays them. chain/ has
+tasks of several releases, one after the other.
 """

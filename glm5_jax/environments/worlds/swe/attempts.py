@@ -5,11 +5,11 @@ Each is an assistant's turns that a proof plays through the ordinary environment
 
 import hashlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from glm5_jax import messages
 from glm5_jax.environments import tool_calls
-from glm5_jax.environments.worlds.swe import copies, diffs, records, tools
+from glm5_jax.environments.worlds.swe import diffs, records, tools
 
 # Files that steer a Python test run if they are believed.
 _CONFTEST = """import pytest
@@ -120,15 +120,17 @@ def _place(text: str, language: str) -> int:
     return text.find("\n", text.find("package")) + 1
 
 
-def look(folder: records.Folder, record: records.Record) -> str:
-    """Returns a command that prints the files in which an agent finds the solution.
+def look(secret: Collection[tuple[str, bytes]]) -> str:
+    """Returns a command that prints the files in which an agent finds secrets.
 
-    They are files of a changed file's name with its content when solved, and files of
-    the names of the tests with theirs, anywhere in the agent's sandbox.
+    They are files of a secret's name with a secret content, anywhere in the agent's
+    sandbox.
+
+    Args:
+        secret: paths and contents, of solutions and tests.
     """
-    secret = copies.secrets(folder, record)
-    names = sorted({path.rpartition("/")[2] for path in secret})
-    digests = sorted({hashlib.sha256(text).hexdigest() for text in secret.values()})
+    names = sorted({path.rpartition("/")[2] for path, _ in secret})
+    digests = sorted({hashlib.sha256(text).hexdigest() for _, text in secret})
     named = " -o ".join(f"-name {shlex.quote(name)}" for name in names[:_MAX_LOOKED])
     return (
         f"find / -path /proc -prune -o -type f \\( {named} \\) -size +0 -print0 "

@@ -10,6 +10,7 @@ from absl import logging
 
 from glm5_jax import config
 from glm5_jax.environments.worlds.swe import mine, records, releases, sources
+from glm5_jax.environments.worlds.swe.chain import mine as chain_mine
 
 
 def run(names: str, out: str, num_tasks: int, seed: int) -> Iterator[str]:
@@ -43,26 +44,29 @@ def _split(names: str) -> Sequence[str]:
     return names.split(",")
 
 
-def _pair(name: str) -> tuple[str, str]:
-    """Returns the older and the newer release of "NAME==OLD->NEW"; "" if it is one."""
-    older, _, version = name.partition("->")
-    return older, f"{older.rpartition('==')[0]}=={version}" if version else ""
+def _releases(name: str) -> list[str]:
+    """Returns the packages of "NAME==OLD->NEW->...", or of folders; one has no "->"."""
+    first, *later = name.split("->")
+    title = first.rpartition("==")[0]
+    return [first, *(f"{title}=={other}" if title else other for other in later)]
 
 
 async def _mine(name: str, folder: records.Folder, num_tasks: int, seed: int) -> None:
     log = mine.Log(folder)
     try:
-        name, newer = _pair(name)
-        package = sources.fetch(name)
+        packages = [sources.fetch(release) for release in _releases(name)]
     except config.InputError as error:
         logging.warning("%s", error)
         if (name, "") not in log.outcomes:
             log.add(name, "", "not to be fetched")
         return
-    if newer:
-        await releases.mine_pair(package, sources.fetch(newer), folder, num_tasks)
+    if len(packages) == 1:
+        await mine.mine(packages[0], folder, num_tasks, seed)
+    elif len(packages) == 2:
+        older, newer = packages
+        await releases.mine_pair(older, newer, folder, num_tasks)
     else:
-        await mine.mine(package, folder, num_tasks, seed)
+        await chain_mine.mine_chain(packages, folder)
 
 
 def _counts(log: mine.Log) -> dict[str, Any]:

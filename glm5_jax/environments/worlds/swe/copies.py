@@ -9,7 +9,7 @@ import hashlib
 import os
 import pathlib
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from glm5_jax.environments.worlds.swe import records
 
@@ -55,7 +55,12 @@ def on_host(
         for name in files
         for path in _copies(root, name, files[name])
     }
-    return tuple(sorted(p for p in found if not any(q in found for q in p.parents)))
+    return outermost(found)
+
+
+def outermost(paths: Collection[pathlib.Path]) -> tuple[pathlib.Path, ...]:
+    """Returns the paths that are below none of the others, sorted."""
+    return tuple(sorted(p for p in paths if not any(q in paths for q in p.parents)))
 
 
 def _copies(root: pathlib.Path, name: str, content: bytes) -> Iterator[str]:

@@ -65,7 +65,7 @@ def write(
         parts += ["A program that uses it ends without a result.", ""]
     parts.append(
         f"Find the cause in the {language} source and mend it. What works now must "
-        f"continue to work."
+        f"keep working."
     )
     return "\n".join(parts)
 

@@ -7,12 +7,11 @@ run there. The reward is 1 if all of FAIL_TO_PASS and PASS_TO_PASS pass, else 0.
 
 import functools
 import hashlib
-import random
 from collections.abc import Sequence
 from typing import Any
 
-from glm5_jax import config, messages
-from glm5_jax.environments import proofs, protocol, sandbox, tool_calls
+from glm5_jax import messages
+from glm5_jax.environments import listed, proofs, protocol, sandbox, tool_calls
 from glm5_jax.environments.worlds.swe import (
     attempts,
     copies,
@@ -25,7 +24,7 @@ from glm5_jax.environments.worlds.swe import (
 
 PREFIX = "swe:"
 MAX_TURNS = 60
-_HELD_OUT = 8  # one task in so many
+HELD_OUT = 8  # one task in so many
 _MAX_READ = 2**25  # bytes of files that an agent changed
 _INSTRUCTION = (
     "The package is in {home}; its tests are not. Change its source with the tools, "
@@ -44,15 +43,13 @@ class Swe:
         """
         self.name = name
         self.folder = records.Folder(name.removeprefix(PREFIX))
-        found = {record.instance_id: record for record in self.folder.records()}
-        held_out = [key for key in found if _is_held_out(key)]
-        train = [key for key in found if not _is_held_out(key)]
-        self._ids = {"train": sorted(train), "held_out": sorted(held_out)}
-        self.by_id = found
+        self.by_id = {one.instance_id: one for one in self.folder.records()}
+        ids = {key: key for key in self.by_id}
+        self._listed = listed.Listed(name, ids, HELD_OUT, "mine more")
 
     def size(self, split: str) -> int:
         """Returns the number of tasks of a split."""
-        return len(self._ids[split])
+        return self._listed.size(split)
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
         """Returns a task; those of one seed repeat after all of a split were given.
@@ -60,13 +57,7 @@ class Swe:
         Raises:
             config.InputError: the split has no task.
         """
-        ids = self._ids[split]
-        if not ids:
-            raise config.InputError(f"{self.name} has no task in {split}; mine more.")
-        turn, place = divmod(index, len(ids))
-        order = list(ids)
-        random.Random(f"{seed}/{split}/{turn}").shuffle(order)
-        return self.task_of(self.by_id[order[place]])
+        return self.task_of(self.by_id[self._listed.pick(split, seed, index)])
 
     def task_of(self, record: records.Record) -> protocol.Task:
         """Returns the task of a record."""
@@ -91,7 +82,8 @@ class Swe:
         """Returns what of the solution and the tests an agent could read."""
         record = self.by_id[task.answer]
         told = statements.leaks(record.problem_statement, record)
-        look = tool_calls.turn("shell", command=attempts.look(self.folder, record))
+        secret = copies.secrets(self.folder, record).items()
+        look = tool_calls.turn("shell", command=attempts.look(secret))
         found = (await environment.step(look)).messages[0]["content"]
         return [*told, *found.removeprefix(sandbox.NO_OUTPUT).splitlines()]
 
@@ -117,16 +109,7 @@ class Environment:
     async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
         """Opens the sandbox and returns the task's messages."""
         self._record, self._num_turns = self._world.by_id[task.answer], 0
-        files = self._world.folder.agent_tree(self._record)
-        secret = copies.secrets(self._world.folder, self._record)
-        binds = trials.binds(self._record.recipe)
-        image = sandbox.Image(
-            files={f"{trials.ROOT}/{path}": text for path, text in files.items()},
-            binds=binds,
-            hidden=copies.on_host(secret, (copies.USR, *binds)),
-        )
-        self._box = await sandbox.start(image, trials.limits(self._record.recipe))
-        await self._box.run(f"cd {tools.HOME}")
+        self._box = await open_box(self._world.folder, (self._record,))
         return task.messages
 
     async def step(self, message: messages.Message) -> protocol.StepResult:
@@ -149,7 +132,7 @@ class Environment:
         record = self._record
         assert record is not None  # reset was called
         known = self._world.folder.agent_tree(record)
-        files = await _read_tree(self._box, known)
+        files = await read_tree(self._box, known)
         reward, problem = await score(self._world.folder, record, files)
         info = {"problem": problem} if problem else {}
         return protocol.StepResult((), reward, not is_cut, is_cut, info)
@@ -169,8 +152,7 @@ async def score(
     given = folder.agent_tree(record)
     taken = {p: c for p, c in files.items() if not recipes.is_guarded(p, recipe)}
     kept = {p: c for p, c in given.items() if recipes.is_guarded(p, recipe)}
-    tested = {**taken, **kept, **folder.hidden_tree(record)}
-    trial = await trials.run(tested, recipe)
+    trial = await trials.run({**taken, **kept, **folder.hidden_tree(record)}, recipe)
     passed = trial.passed()
     shares = {
         "fail_to_pass": _share(record.FAIL_TO_PASS, passed),
@@ -180,7 +162,36 @@ async def score(
     return protocol.Reward(total, {"solved": total, **shares}), trial.problem
 
 
-async def _read_tree(box: Any, known: records.Files) -> records.Files:
+async def open_box(
+    folder: records.Folder, tasks: Sequence[records.Record]
+) -> sandbox.Box:
+    """Starts the sandbox of an agent, in the folder of its package.
+
+    Args:
+        folder: of the tasks.
+        tasks: the agent starts with the files of the first one; copies of what solves
+            or tests any of them are hidden.
+    """
+    recipe = tasks[0].recipe
+    files = folder.agent_tree(tasks[0])
+    binds = trials.binds(recipe)
+    roots = (copies.USR, *binds)
+    found = {
+        path
+        for task in tasks
+        for path in copies.on_host(copies.secrets(folder, task), roots)
+    }
+    image = sandbox.Image(
+        files={f"{trials.ROOT}/{path}": text for path, text in files.items()},
+        binds=binds,
+        hidden=copies.outermost(found),
+    )
+    box = await sandbox.start(image, trials.limits(recipe))
+    await box.run(f"cd {tools.HOME}")
+    return box
+
+
+async def read_tree(box: Any, known: records.Files) -> records.Files:
     """Returns the regular files below the package's folder.
 
     Args:
@@ -206,8 +217,3 @@ async def _read_tree(box: Any, known: records.Files) -> records.Files:
 
 def _share(tests: Sequence[str], passed: set[str]) -> float:
     return sum(test in passed for test in tests) / len(tests) if tests else 1.0
-
-
-def _is_held_out(instance_id: str) -> bool:
-    digest = hashlib.sha256(instance_id.encode()).digest()
-    return digest[0] % _HELD_OUT == 0

@@ -12,7 +12,6 @@ from absl.testing import absltest
 from glm5_jax import config
 from glm5_jax.environments import proofs
 from glm5_jax.environments.worlds.swe import (
-    command,
     mine,
     records,
     releases,
@@ -116,10 +115,6 @@ class ReleasesTest(absltest.TestCase):
             outcomes = mine.Log(folder).counts(of_packages=False)
             self.assertEqual(outcomes, {"no test fails": 1})
             self.assertFalse(pathlib.Path(name, records.TASKS).exists())
-
-    def test_pairs_are_named_with_an_arrow(self):
-        self.assertEqual(command._pair("a==1.0->1.1"), ("a==1.0", "a==1.1"))
-        self.assertEqual(command._pair("debian:a"), ("debian:a", ""))
 
 
 if __name__ == "__main__":

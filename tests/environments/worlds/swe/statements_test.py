@@ -1,8 +1,10 @@
 """Statements show what fails, and name neither the solution's lines nor tests."""
 
+from unittest import mock
+
 from absl.testing import absltest
 
-from glm5_jax.environments.worlds.swe import statements
+from glm5_jax.environments.worlds.swe import records, statements
 
 LOG = """not ok 8 - a list
 #   Failed test 'a list'
@@ -24,6 +26,14 @@ class StatementsTest(absltest.TestCase):
         self.assertIn("seen in (a test): return 3", other)
         known = statements.write("x", "perl", LOG, LOG, patch, tests)
         self.assertIn("without a result", known)
+
+    def test_its_own_sentences_are_no_statement_of_code(self):
+        """A solution that adds `continue` is told of by nothing in each statement."""
+        patch = "--- a/x\n+++ b/x\n+    continue\n+    breakpoint()\n"
+        record = mock.Mock(spec=records.Record, patch=patch, FAIL_TO_PASS=())
+        for log in (LOG, ""):
+            written = statements.write("x", "python", log, "", patch, ())
+            self.assertEmpty(statements.leaks(written, record))
 
 
 if __name__ == "__main__":
