@@ -9,6 +9,7 @@ import inspect
 from glm5_jax import config
 from glm5_jax.config import checks, user_classes
 from glm5_jax.environments import context, mixture, protocol, python_tool
+from glm5_jax.environments.harbor import world as harbor_world
 from glm5_jax.environments.tasks import (
     algebra,
     function_calls,
@@ -32,6 +33,7 @@ _WORLDS = {
     "business": business_world.Business,
     "code": code_world.Code,
     "frontend": frontend_world.Frontend,
+    "harbor": harbor_world.Harbor,
     "humaneval": code_world.HumanEval,
     "math": algebra.Algebra,
     "miniwob": miniwob_world.MiniWoB,
@@ -51,7 +53,7 @@ def make(name: str) -> protocol.Taskset:
     Args:
         name: one of `names()`, with or without a size ("reverse", "reverse:3-6",
             "calculator_untold:2"), "reasoning_gym:NAME", a world ("terminal",
-            "terminal:FAMILY", "swe:FOLDER", "swe_chain:FOLDER",
+            "terminal:FAMILY", "swe:FOLDER", "swe_chain:FOLDER", "harbor:PATH",
             "search:COLLECTION", "business:DAYS", "code", "humaneval", "slides:PAGES",
             "frontend:FAMILY"), or the user's own taskset as "module:Class"; or several,
             "2*reverse:3-6+gcd" (mixture.py); or one with less history,

@@ -44,6 +44,17 @@ def schema(
     return {"type": "function", "function": function}
 
 
+SHELL = (
+    schema(
+        "shell",
+        "Runs a command in a shell that keeps its folder and variables. There is no "
+        "network.",
+        command="The command.",
+    ),
+    schema(SUBMIT, "Ends the task."),
+)
+
+
 def read(
     call: Any, schemas: Sequence[Mapping[str, Any]]
 ) -> tuple[str, Mapping[str, Any]]:

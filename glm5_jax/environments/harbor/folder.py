@@ -5,11 +5,13 @@
     environment/      Dockerfile, setup.sh and the files of the task
     solution/solve.sh
     tests/test.sh     runs the checks and writes the reward
+    wrong/N.sh        comes near a solution and must earn 0; Harbor does not read it
 
 The Dockerfile is for users of Docker; our environment copies files/ and runs setup.sh
 itself.
 """
 
+import json
 import pathlib
 import shlex
 from collections.abc import Mapping, Sequence
@@ -18,17 +20,18 @@ SCHEMA_VERSION = "1.4"
 _RELEASE = "1.0.0"  # of the tasks; raise it when a family makes others
 SETUP, FILES = "setup.sh", "files"  # below environment/
 _KEPT = ".keep"  # Docker copies no folder that git or an archive leaves out
+WRONG = "wrong"
 REWARD = "/logs/verifier/reward.txt"
 _TOML = """schema_version = "{version}"
 
 [task]
 name = "glm5_jax/{name}"
 version = "{release}"
-description = "{tag}"
-keywords = ["{tag}"]
+description = {tag}
+keywords = [{tag}]
 
 [agent]
-timeout_sec = 900.0
+timeout_sec = {agent_seconds}
 
 [verifier]
 timeout_sec = 120.0
@@ -47,12 +50,18 @@ RUN bash /setup.sh && rm /setup.sh
 """
 _TEST = """#!/bin/bash
 # Runs each check in a shell of its own; the reward is 1 if all of them pass.
-passed=1
+passed=1 number=0
 check() {{
+    number=$((number + 1))
+    is_right=1
     found=$(cd /work && env -i PATH=/usr/bin:/bin HOME=/tmp GIT_CONFIG_NOSYSTEM=1 \\
         GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0=/work \\
-        timeout 30 bash --noprofile --norc -c "$1") || passed=0
-    [ "$(strip "$found")" = "$(strip "$2")" ] || passed=0
+        timeout 30 bash --noprofile --norc -c "$1") || is_right=0
+    [ "$(strip "$found")" = "$(strip "$2")" ] || is_right=0
+    [ $is_right = 1 ] && return
+    passed=0
+    printf 'check %s fails: it must print %q, and prints %q\n' \
+        "$number" "$(strip "$2")" "$(strip "$found")"
 }}
 strip() {{
     local text=$1
@@ -75,6 +84,8 @@ def write(
     setup: str,
     solution: str,
     checks: Sequence[tuple[str, str]],
+    wrong: Sequence[str] = (),
+    agent_seconds: float = 900.0,
 ) -> None:
     """Writes a task.
 
@@ -87,9 +98,17 @@ def write(
         setup: commands that run in /work before the agent; "" for none.
         solution: commands that solve the task.
         checks: commands, and what each must print.
+        wrong: commands that come near a solution and must earn nothing.
+        agent_seconds: that a solution may take.
     """
     lines = [f"check {shlex.quote(c)} {shlex.quote(text)}" for c, text in checks]
-    toml = _TOML.format(version=SCHEMA_VERSION, name=name, release=_RELEASE, tag=tag)
+    toml = _TOML.format(
+        version=SCHEMA_VERSION,
+        name=name,
+        release=_RELEASE,
+        tag=json.dumps(tag),
+        agent_seconds=agent_seconds,
+    )
     test = _TEST.format(checks="\n".join(lines), reward=REWARD)
     contents = {
         "task.toml": toml,
@@ -101,6 +120,10 @@ def write(
         "tests/test.sh": test,
     }
     contents |= {f"environment/{FILES}/{path}": text for path, text in files.items()}
+    contents |= {
+        f"{WRONG}/{number}.sh": f"#!/bin/bash\ncd /work\n{text}\n"
+        for number, text in enumerate(wrong, 1)
+    }
     for path, text in contents.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)

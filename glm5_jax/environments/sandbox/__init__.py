@@ -18,7 +18,7 @@ from absl import logging
 
 from glm5_jax import config
 from glm5_jax.environments.sandbox import box, bubblewrap, plain
-from glm5_jax.environments.sandbox.box import NO_OUTPUT, Box, Result
+from glm5_jax.environments.sandbox.box import NO_OUTPUT, Box, BrokenError, Result
 from glm5_jax.environments.sandbox.image import Image
 from glm5_jax.environments.sandbox.limits import Limits
 
@@ -26,6 +26,7 @@ __all__ = [
     "KINDS",
     "NO_OUTPUT",
     "Box",
+    "BrokenError",
     "Image",
     "Limits",
     "Result",

@@ -80,9 +80,10 @@ def holder(
         shell: command of the inner shell.
         limits: of the box.
     """
-    binds = [word for path in image.binds for word in ("--ro-bind", path, path)]
     more = {path: room / "more" / str(i) for i, path in enumerate(image.folders)}
-    binds += [word for path, at in more.items() for word in ("--bind", at, path)]
+    binds = [word for path, at in more.items() for word in ("--bind", at, path)]
+    # One may lie below a folder, such as /tmp.
+    binds += [word for path in image.binds for word in ("--ro-bind", path, path)]
     for path in image.hidden:
         empty = ["--tmpfs", path, "--remount-ro", path]
         binds += empty if path.is_dir() else ["--ro-bind", room / "empty", path]

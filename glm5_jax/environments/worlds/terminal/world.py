@@ -20,15 +20,7 @@ _LIMITS = sandbox.Limits(seconds=_SECONDS, disk_bytes=64 * 2**20)
 _HELD_OUT = 5  # one seed in so many
 # Checks do not read an agent's settings of git, Python or the shell.
 _CLEAN = "cd /work; export HOME=/tmp GIT_CONFIG_NOSYSTEM=1 PYTHONNOUSERSITE=1; "
-TOOLS = (
-    tool_calls.schema(
-        "shell",
-        "Runs a command in a shell that keeps its folder and variables. There is no "
-        "network.",
-        command="The command.",
-    ),
-    tool_calls.schema("submit", "Ends the task."),
-)
+TOOLS = tool_calls.SHELL
 
 
 class Terminal:
@@ -89,18 +81,8 @@ class Terminal:
 
     def export(self, task: protocol.Task, folder: pathlib.Path) -> None:
         """Writes a task in Harbor's format."""
-        made = draft(*task.answer)
         family, number = task.answer
-        harbor.write(
-            folder,
-            f"{family}_{number}",
-            family,
-            instruction=f"You are in /work. {made.instruction}",
-            files=made.files,
-            setup=made.setup,
-            solution=made.solution,
-            checks=[(expect.command, expect.stdout) for expect in made.expects],
-        )
+        write(folder, f"{family}_{number}", family, draft(family, number))
 
     async def leaks(self, environment: "Episode", task: protocol.Task) -> list[str]:
         """Looks for the commands of the checks in the files that an agent can read."""
@@ -175,6 +157,36 @@ class Episode:
         parts: Mapping[str, Any] = {"checks": sum(passed) / len(passed)}
         reward = protocol.Reward(float(all(passed)), parts)
         return protocol.StepResult((), reward, not is_cut, is_cut)
+
+
+def write(
+    folder: pathlib.Path,
+    name: str,
+    tag: str,
+    made: draft_lib.Draft,
+    agent_seconds: float = 900.0,
+) -> None:
+    """Writes a draft as a task folder of Harbor's format.
+
+    Args:
+        folder: to make.
+        name: of the task, of letters, digits, - and _.
+        tag: kind of the task.
+        made: the draft.
+        agent_seconds: that a solution may take.
+    """
+    harbor.write(
+        folder,
+        name,
+        tag,
+        instruction=f"You are in /work. {made.instruction}",
+        files=made.files,
+        setup=made.setup,
+        solution=made.solution,
+        checks=[(expect.command, expect.stdout) for expect in made.expects],
+        wrong=made.wrong,
+        agent_seconds=agent_seconds,
+    )
 
 
 @functools.lru_cache(4096)
