@@ -16,10 +16,9 @@ import json
 import pathlib
 import time
 
-from glm5_jax.environments import browser
+from glm5_jax.environments import browser, endpoint
 from glm5_jax.environments.worlds.frontend import (
     draft,
-    endpoint,
     families,
     judge,
     oracle,

@@ -4,16 +4,17 @@ python -m glm5_jax.environments validate NAME [--num_tasks=N] [--out=FILE.jsonl]
 python -m glm5_jax.environments play NAME [--index=N]
 python -m glm5_jax.environments mine PACKAGES --out=FOLDER [--num_tasks=N]
 python -m glm5_jax.environments export NAME --out=FOLDER [--num_tasks=N]
+python -m glm5_jax.environments draft TOPICS --base_url=URL --model=NAME --out=FOLDER
 
 NAME is what rl.environment takes: reverse:3-6, swe:FOLDER, module:Class, ...
 
 `validate` plays each task's solution ten times, wrong attempts and doing nothing, and
 prints one JSON object; the exit code is 1 if a task fails. `play` reads a turn a line:
 "/NAME ARGUMENT" calls a tool, anything else is a text. `mine` makes tasks of software
-engineering: PACKAGES are NAME==VERSION of PyPI, NAME==OLD->NEW for two releases,
-debian:NAME, npm:NAME@VERSION or folders, joined by ",", or a file with one a line; it
-resumes, and prints what became of every candidate. `export` writes tasks in Harbor's
-format.
+engineering from NAME==VERSION of PyPI, NAME==OLD->NEW for two releases, with more of
+them for a chain, debian:NAME, npm:NAME@VERSION or folders, and prints what became of
+every candidate. `export` writes Harbor's format. `draft` lets a model write terminal
+tasks and keeps those that are proven. Lists are joined by ",", or a file's lines.
 """
 
 import json
@@ -22,19 +23,19 @@ import pathlib
 from absl import flags, logging
 
 from glm5_jax import command_line, config
+from glm5_jax.environments import author_flags
 
 _NUM_TASKS = flags.DEFINE_integer("num_tasks", 20, "Tasks to prove.")
-_SPLIT = flags.DEFINE_string(
-    "split", "", "train or held_out; empty: the first that the taskset has."
-)
+_SPLIT = flags.DEFINE_string("split", "", "train or held_out; default: the first.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the tasks.")
 _INDEX = flags.DEFINE_integer("index", 0, "Number of the task to play.")
 _NUM_REPEATS = flags.DEFINE_integer("num_repeats", 10, "Episodes of each solution.")
 _NUM_AT_ONCE = flags.DEFINE_integer("num_at_once", 4, "Tasks proven at a time.")
 _OUT = flags.DEFINE_string(
-    "out", None, "File for the proofs, a JSON line a task; folder to mine or export to."
+    "out", None, "File for the proofs, a JSON line a task; folder of tasks to make."
 )
-ACTIONS = ("validate", "play", "mine", "export")
+flags.adopt_module_key_flags(author_flags)
+ACTIONS = ("validate", "play", "mine", "export", "draft")
 
 
 def main(arguments: command_line.Arguments) -> int:
@@ -48,8 +49,8 @@ def main(arguments: command_line.Arguments) -> int:
     from glm5_jax.environments import play, validate
 
     logging.set_verbosity(logging.INFO)
-    if action == "mine":
-        return _mine(name)
+    if action in ("mine", "draft"):
+        return _make(action, name)
     if action == "play":
         play.play(name, _SPLIT.value, _SEED.value, _INDEX.value)
         return 0
@@ -69,13 +70,19 @@ def main(arguments: command_line.Arguments) -> int:
     return int(figures["proven"] < figures["tasks"])
 
 
-def _mine(packages: str) -> int:
+def _make(action: str, name: str) -> int:
     from glm5_jax.environments.worlds.swe import command
 
     if not _OUT.value:
         raise config.InputError("Give the folder of the tasks: --out=FOLDER.")
-    for line in command.run(packages, _OUT.value, _NUM_TASKS.value, _SEED.value):
-        print(line, flush=True)
+    out, count = _OUT.value, _NUM_TASKS.value
+    if action == "mine":
+        for line in command.run(name, out, count, _SEED.value):
+            print(line, flush=True)
+    else:
+        repeats, at_once = _NUM_REPEATS.value, _NUM_AT_ONCE.value
+        told = author_flags.draft(name, out, count, repeats, at_once)
+        print(json.dumps(told, indent=2))
     return 0
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "Result",
     "confine",
     "describe",
+    "require",
     "start",
 ]
 
@@ -54,13 +55,21 @@ async def start(
         config.InputError: the kind does not exist or does not work here.
     """
     kind = kind or _strongest()
-    reason = _missing(kind)
-    if reason:
+    require(kind)
+    limits, image = limits or Limits(), image or Image()
+    return await box.start(KINDS[kind], image, limits)
+
+
+def require(kind: str) -> None:
+    """Checks that a kind of KINDS works here.
+
+    Raises:
+        config.InputError: it does not exist or does not work.
+    """
+    if reason := _missing(kind):
         raise config.InputError(
             f"The sandbox {kind!r} does not work on this machine: {reason}"
         )
-    limits, image = limits or Limits(), image or Image()
-    return await box.start(KINDS[kind], image, limits)
 
 
 def confine(words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:

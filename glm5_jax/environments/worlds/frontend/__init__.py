@@ -2,6 +2,6 @@
 
 draft.py says what a task is made of, families/ make them from seeds. oracle.py decides
 items exactly, judge.py lets a model decide them with a browser: scripted.py is one that
-errs at a set rate, endpoint.py any behind an endpoint. rates.py has the figures,
-traces.py stores and verifies what was judged, world.py plays episodes.
+errs at a set rate. rates.py has the figures, traces.py stores and verifies what was
+judged, world.py plays episodes.
 """

@@ -9,17 +9,14 @@ import base64
 import dataclasses
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5_jax import messages
-from glm5_jax.environments import browser, tool_calls
+from glm5_jax.environments import browser, endpoint, tool_calls
 from glm5_jax.environments.worlds.frontend import draft, oracle
 
-Ask = Callable[
-    [Sequence[messages.Message], Sequence[Mapping[str, Any]]],
-    Awaitable[messages.Message],
-]
+Ask = endpoint.Ask
 MAX_TURNS = 30  # of an item
 _SECONDS = 30.0  # of a call
 _MOST_TEXT = 4000  # characters of a page that `read` tells

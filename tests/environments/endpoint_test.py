@@ -1,4 +1,4 @@
-"""A judge behind an endpoint: what is sent, and what is made of the answer."""
+"""A model behind an endpoint: what is sent, and what is made of the answer."""
 
 import asyncio
 import http.server
@@ -8,8 +8,8 @@ import threading
 from absl.testing import absltest
 
 from glm5_jax import config
-from glm5_jax.environments import tool_calls
-from glm5_jax.environments.worlds.frontend import endpoint, judge
+from glm5_jax.environments import endpoint, tool_calls
+from glm5_jax.environments.worlds.frontend import judge
 
 CALL = {"id": "1", "type": "function", "function": {"name": "open", "arguments": "{}"}}
 

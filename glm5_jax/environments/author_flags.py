@@ -1,0 +1,76 @@
+"""The flags of the command `draft`, which lets a model write tasks."""
+
+import os
+import pathlib
+from typing import Any
+
+from absl import flags
+
+from glm5_jax import config
+from glm5_jax.environments import endpoint
+from glm5_jax.environments.worlds.terminal.author import run
+
+KEY_VARIABLE = "GLM5_JAX_API_KEY"  # as of servers
+_WAITS = (1.0, 5.0, 20.0)  # seconds before a busy endpoint is asked again
+_BASE_URL = flags.DEFINE_string(
+    "base_url", "", "Endpoint of the author, such as http://127.0.0.1:8000/v1."
+)
+_MODEL = flags.DEFINE_string("model", "", "Name of the author at the endpoint.")
+_KEY = flags.DEFINE_string(
+    "api_key", "", f"Key that the endpoint wants; by default ${KEY_VARIABLE}."
+)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Of the author's sampling.")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 4096, "Of an answer of the author.")
+_REFINEMENTS = flags.DEFINE_integer(
+    "num_refinements", 3, "How often a draft that is not proven may be mended."
+)
+
+
+def draft(
+    topics: str, out: str, num_tasks: int, num_repeats: int, num_at_once: int
+) -> dict[str, Any]:
+    """Makes tasks by the model of the flags, and returns the yield.
+
+    Args:
+        topics: joined by ",", or a file with one a line.
+        out: folder of the tasks.
+        num_tasks: that are tried.
+        num_repeats: episodes of each solution.
+        num_at_once: tasks at a time.
+
+    Raises:
+        config.InputError: a flag or an argument is wrong, or the endpoint does not
+            answer.
+    """
+    settings = run.Settings(
+        num_tasks=num_tasks,
+        num_refinements=_REFINEMENTS.value,
+        num_repeats=num_repeats,
+        num_at_once=num_at_once,
+    )
+    return run.run(_author(), topics, pathlib.Path(out), settings)
+
+
+def _author() -> endpoint.Ask:
+    """Returns the model that the flags name.
+
+    Raises:
+        config.InputError: a flag is missing or out of its range.
+    """
+    if not _BASE_URL.value or not _MODEL.value:
+        raise config.InputError(
+            "`draft` needs a model: --base_url=http://HOST:PORT/v1 and --model=NAME."
+        )
+    if _TEMPERATURE.value < 0 or _MAX_TOKENS.value < 1:
+        raise config.InputError(
+            f"--temperature must not be negative and --max_tokens must be positive, "
+            f"got {_TEMPERATURE.value} and {_MAX_TOKENS.value}."
+        )
+    return endpoint.ask(
+        _BASE_URL.value,
+        _MODEL.value,
+        _KEY.value or os.environ.get(KEY_VARIABLE, ""),
+        _MAX_TOKENS.value,
+        _TEMPERATURE.value,
+        _WAITS,
+    )
