@@ -26,6 +26,7 @@ from glm5_jax.training import program as program_lib
 Dims = tuple[str, ...]
 HEAD = ("array", "kind", "dims", "shape", "dtype", "spec", "MiB of a device", "copies")
 MADE_BY_THE_STEP = ("gradients", "activations")  # kinds that no argument has
+BESIDE = "reference"  # weights that stay between the steps (training/reference.py)
 MIB = 2**20
 
 # Dims of what serving keeps, as the letters of shapes.py.
@@ -52,7 +53,8 @@ class Listing:
     def sums(self) -> list[tuple[str, str]]:
         """GiB of a device by kind, then of the arguments and of all."""
         kinds = inputs.by_kind(list(self.arrays))
-        given = sum(n for k, n in kinds.items() if not k.startswith(MADE_BY_THE_STEP))
+        others = (*MADE_BY_THE_STEP, BESIDE)
+        given = sum(n for k, n in kinds.items() if not k.startswith(others))
         kinds |= {"all arguments": given, "all of these": sum(kinds.values())}
         return [
             (kind, f"{size / slice_devices.GIB:.4g}") for kind, size in kinds.items()
@@ -135,7 +137,7 @@ def of_program(
     table = dict(_parameters(config.model))
     arrays = [_with_dims(array, table) for array in arguments]
     if program == "train":
-        arrays += _gradients(config, arrays)
+        arrays += [*_gradients(config, arrays), *_reference(config, arrays)]
         arrays += _placed(_activations(config, mesh), mesh)
     return arrays
 
@@ -177,6 +179,29 @@ def _gradients(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[
                 array,
                 name=f"gradients.{name}",
                 kind=array.kind.replace("parameters", "gradients"),
+                dtype=str(dtypes[name]),
+                device_bytes=size * dtypes[name].itemsize,
+            )
+
+
+def _reference(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[Array]:
+    """The weights of rl.reference as a step computes with them, placed alike."""
+    if config.reference is None:
+        return
+    computed = jax.eval_shape(
+        lambda params: transformer.cast(params, config.model),
+        transformer.abstract_params(config.model),
+    )
+    flat = jax.tree_util.tree_flatten_with_path(computed)[0]
+    dtypes = {".".join(key.key for key in path): x.dtype for path, x in flat}
+    for array in arrays:
+        first, _, name = array.name.partition(".")
+        if first == "params":
+            size = array.device_bytes // jnp.dtype(array.dtype).itemsize
+            yield dataclasses.replace(
+                array,
+                name=f"{BESIDE}.{name}",
+                kind=array.kind.replace("parameters", BESIDE),
                 dtype=str(dtypes[name]),
                 device_bytes=size * dtypes[name].itemsize,
             )

@@ -13,7 +13,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import slice_devices
 from glm5_jax.scale.compiled import arrays
-from glm5_jax.scale.estimate import memory, setting
+from glm5_jax.scale.estimate import memory, search, setting
 
 NUM_NAMED = 4  # arrays of a kind
 WORTH = 0.02  # of the whole: what saves less is not named
@@ -35,7 +35,7 @@ def text(
     sizes = [f"{name} {line[k]}" for name in names if line.get(k := f"hbm_{name}_gib")]
     parts = [
         f"{line['config']} does not fit {line['topology']}: a device has "
-        f"{line['hbm_limit_gib']} GiB, it needs {', '.join(sizes)}",
+        f"{line['hbm_limit_gib']} GiB, it needs {', '.join(sizes)}{beside(line)}",
         f"Largest arguments: {'; '.join(_arguments(tables['largest_arguments']))}",
     ]
     is_training, is_known = line["program"] == "train", False
@@ -56,9 +56,15 @@ def text(
     return ". ".join([*parts, f"Change{by_model}: {'; '.join(knobs)}."])
 
 
+def beside(line: dict[str, Any]) -> str:
+    """Returns what a run keeps on the devices beside the program."""
+    size = line.get("hbm_reference_gib")
+    return f", and beside it {size} for the weights of rl.reference" if size else ""
+
+
 def is_modelled(config: config_lib.TrainConfig) -> bool:
     """Returns whether the planner's model of memory knows a training step."""
-    is_known = config.stage_record.trains_everything
+    is_known = search.is_known(config.stage_record) and config.updates_per_step == 1
     return is_known and config.model.remat_policy in ("full", "offload")
 
 
@@ -141,6 +147,9 @@ def _changes(
     if not optim.offload_moments and optim.moment_dtype != bfloat16:
         name = "optim.moment_dtype=bfloat16"
         yield from _changed(config, name, "optim", moment_dtype=bfloat16)
+    if config.reference is not None:
+        name = "rl.kl_weight=0: no second copy of the weights"
+        yield from _changed(config, name, "rl", kl_weight=0.0)
     if model.param_dtype != bfloat16:
         name = "model.param_dtype=bfloat16"
         yield from _changed(config, name, "model", param_dtype=bfloat16)

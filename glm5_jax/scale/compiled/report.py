@@ -12,6 +12,8 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import inputs, markdown, programs, roofline, slice_devices
 from glm5_jax.scale.compiled import compile as compile_lib
 from glm5_jax.scale.compiled import refusal as refusal_lib
+from glm5_jax.scale.estimate import memory
+from glm5_jax.scale.estimate import setting as setting_lib
 from glm5_jax.training.reporting import accounting
 from glm5_jax.training.run import host_memory
 
@@ -95,10 +97,36 @@ def make(
     return Report(line, tables, refusal)
 
 
+def reference_bytes(
+    config: config_lib.TrainConfig,
+    sizes: Mapping[str, int],
+    device: slice_devices.Device,
+) -> float:
+    """Returns the bytes of a device that the weights of rl.reference take, if any.
+
+    They stay beside the step (training/reference.py).
+
+    Args:
+      config: of a run.
+      sizes: of the axes of its mesh.
+      device: of the mesh.
+    """
+    return memory.reference(setting_lib.Setting(config, sizes, device))
+
+
+def _beside(config: config_lib.TrainConfig, job: programs.Job) -> float:
+    """Returns the bytes of a device that a run keeps beside a program."""
+    if job.name != "train":
+        return 0.0
+    device = slice_devices.of_mesh(job.mesh)
+    return reference_bytes(config, dict(job.mesh.shape), device)
+
+
 def _setting(
     config: config_lib.TrainConfig, config_name: str, topology: str, job: programs.Job
 ) -> dict[str, Any]:
     """Returns the config, program and topology as the report names them."""
+    beside = _beside(config, job)
     return {
         "config": config_name,
         "program": job.name,
@@ -114,7 +142,7 @@ def _setting(
         "sequence_length": config.data.sequence_length,
         "tokens": job.num_tokens,
         "hbm_limit_gib": slice_devices.of_mesh(job.mesh).hbm_limit_gib,
-    }
+    } | ({"hbm_reference_gib": _gib(beside)} if beside else {})
 
 
 def _compiled(
@@ -138,7 +166,7 @@ def _compiled(
         "hbm_code_gib": _gib(sizes.code),
         "hbm_total_gib": _gib(sizes.total),
         "host_gib": _gib(sizes.host),
-        "fits": sizes.total <= device.hbm_limit_gib * GIB,
+        "fits": sizes.total + _beside(config, job) <= device.hbm_limit_gib * GIB,
         "collective_gib": _gib(sum(by_axes.values())),
         "collective_gib_by_axes": _in_gib(by_axes),
         "hbm_traffic_gib": _gib(made.hbm_bytes),

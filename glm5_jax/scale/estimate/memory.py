@@ -3,7 +3,8 @@
 Arguments are exact. Temporaries are those of the worst of four moments: a layer's
 backward pass, that of MTP's layer, the head, the update. Each term is a function of
 shapes. How many copies of a buffer live at once is the compiler's choice; the constants
-are fitted to what libtpu 0.0.51 reports (tests/scale/estimate/compiled.json).
+are fitted to what libtpu 0.0.51 reports (tests/scale/estimate/compiled.json). Where a
+run of RL stays near a policy, its weights stay beside the step.
 """
 
 import dataclasses
@@ -42,6 +43,7 @@ class Memory:
 
     arguments: dict[str, float]  # by kind
     moments: dict[str, dict[str, float]]  # temporaries of each moment, by kind
+    reference: float = 0.0  # a second copy of the weights (training/reference.py)
 
     @property
     def worst(self) -> str:
@@ -55,8 +57,8 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Arguments and temporaries together."""
-        return sum(self.arguments.values()) + self.temporaries
+        """Arguments, temporaries and the reference together."""
+        return sum(self.arguments.values()) + self.temporaries + self.reference
 
 
 def of(s: Setting) -> Memory:
@@ -83,7 +85,7 @@ def of(s: Setting) -> Memory:
     if s.mtp_steps:
         states = MTP_STATES * s.mtp_steps * s.state
         moments["mtp"] = later | layer | {"states of MTP": states}
-    return Memory(arguments(s), moments)
+    return Memory(arguments(s), moments, reference(s))
 
 
 def arguments(s: Setting) -> dict[str, float]:
@@ -111,6 +113,17 @@ def gradients(s: Setting) -> float:
     if s.mtp_steps:
         total += sum(s.stored(w) * w.item for w in s.layer(s.mtp_kind))
     return total + sum(s.stored(w) * w.item for w in s.others.values())
+
+
+def reference(s: Setting) -> float:
+    """Counts the weights of rl.reference in the type they are computed in.
+
+    They are placed like the parameters, MTP's among them, and stay between the steps.
+    """
+    if s.config.reference is None:
+        return 0.0
+    mtp = s.layer(s.mtp_kind) if s.model.has_mtp and not s.mtp_steps else ()
+    return gradients(s) + sum(s.stored(w) * w.item for w in mtp)
 
 
 def accumulated(s: Setting) -> float:

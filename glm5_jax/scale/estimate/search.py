@@ -21,16 +21,23 @@ def candidates(
     """Configs that differ from one in their mesh; `variants` turns the knobs of each.
 
     Raises:
-      InputError: there is no such topology, the stage does not train the whole model,
-        layers keep more than their inputs, MTP has several modules, or nothing divides.
+      InputError: there is no such topology, the stage trains the indexers alone, a
+        step makes several updates, layers keep more than their inputs, MTP has several
+        modules, or nothing divides.
     """
     num_devices = mesh_lib.num_devices(topology, num_slices)
-    if not config.stage_record.trains_everything:
-        known = [stage.name for stage in stages.STAGES if stage.trains_everything]
+    if not is_known(config.stage_record):
+        known = [stage.name for stage in stages.STAGES if is_known(stage)]
         raise config_lib.InputError(
             f"stage must be one of {', '.join(known)}, got {config.stage!r}: the plan "
-            "knows steps that train the whole model; compile others with "
-            "python -m glm5_jax.aot."
+            "knows steps that train the model, not its indexers alone; compile others "
+            "with python -m glm5_jax.aot."
+        )
+    if config.updates_per_step > 1:
+        raise config_lib.InputError(
+            f"{config.stage_record.updates} must be 1, got {config.updates_per_step}: "
+            "the plan knows steps of one update; compile others with python -m "
+            "glm5_jax.aot."
         )
     if config.model.remat_policy != "full":
         raise config_lib.InputError(
@@ -45,7 +52,7 @@ def candidates(
             "that all steps share; compile others with python -m glm5_jax.aot."
         )
     found, broken = [], {}
-    for sizes in meshes(num_devices, num_slices, config.data.batch_size):
+    for sizes in meshes(num_devices, num_slices, config.num_rows):
         if is_too_narrow(config.model, sizes["tensor"]):
             continue
         try:
@@ -57,6 +64,15 @@ def candidates(
     if not found:
         raise config_lib.InputError(_refusal(config, num_devices, num_slices, broken))
     return found
+
+
+def is_known(stage: stages.Stage) -> bool:
+    """Tells whether the plan knows a stage's steps.
+
+    A policy's differ from those of the whole model in the frozen indexers, a thousandth
+    of the weights, which are counted as if they learned.
+    """
+    return stage.trains_everything or stage.update == "policy"
 
 
 def meshes(
@@ -83,27 +99,54 @@ def variants(config: config_lib.TrainConfig) -> Iterator[config_lib.TrainConfig]
     chunks neither the fewest nor the most need be: they read the experts' weights more
     often, and buffers of rows less.
     """
+    return (_turned(config, *knobs) for knobs in _knobs(config))
+
+
+def least(config: config_lib.TrainConfig) -> config_lib.TrainConfig:
+    """Returns the last of `variants`, of most parts and chunks and rounded moments."""
+    *_, last = _knobs(config)
+    return _turned(config, *last)
+
+
+def _knobs(
+    config: config_lib.TrainConfig,
+) -> Iterator[tuple[config_lib.OptimConfig, int, int]]:
+    """Yields the moments, the parts and the chunks of each variant."""
     mesh, data, optim = config.mesh, config.data, config.optim
     rounded = dataclasses.replace(optim, moment_dtype="bfloat16")
     for kept, parts, chunks in itertools.product(
         dict.fromkeys((optim, rounded)), PARTS, CHUNKS
     ):
         rows = mesh.data * mesh.fsdp * mesh.expert * parts
-        if data.batch_size % rows or data.sequence_length % (mesh.context * chunks):
+        if config.num_rows % rows or data.sequence_length % (mesh.context * chunks):
             continue
-        yield dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, expert_chunks=chunks),
-            optim=dataclasses.replace(kept, accumulation_steps=parts),
-        )
+        yield kept, parts, chunks
+
+
+def _turned(
+    config: config_lib.TrainConfig,
+    optim: config_lib.OptimConfig,
+    parts: int,
+    chunks: int,
+) -> config_lib.TrainConfig:
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, expert_chunks=chunks),
+        optim=dataclasses.replace(optim, accumulation_steps=parts),
+    )
 
 
 def _with_mesh(
     config: config_lib.TrainConfig, sizes: dict[str, int], num_slices: int
 ) -> config_lib.TrainConfig:
-    """The config on another mesh, one expert chunk; it checks itself."""
+    """The config on another mesh, one expert chunk; it checks itself.
+
+    The slots of an engine must be divisible by the devices: here they are as many.
+    """
+    slots = math.prod(sizes.values())
     return dataclasses.replace(
         config,
+        rl=dataclasses.replace(config.rl, slots=slots),
         mesh=config_lib.MeshConfig(slices=num_slices, **sizes),
         model=dataclasses.replace(config.model, expert_chunks=1),
         optim=dataclasses.replace(config.optim, accumulation_steps=1),
@@ -128,15 +171,19 @@ def _refusal(
     broken: dict[str, int],
 ) -> str:
     """Says why no mesh divides the config, and names batch sizes that would do."""
-    rows, length = config.data.batch_size, config.data.sequence_length
+    rows, length = config.num_rows, config.data.sequence_length
+    fields = config.stage_record.rows_of(config)
     head = (
         f"no mesh of {num_devices} devices in {num_slices} slices divides "
-        f"data.batch_size={rows} rows of data.sequence_length={length} tokens: rows go "
+        f"{' * '.join(fields)}={rows} rows of data.sequence_length={length} tokens: "
+        f"rows go "
         f"over data * fsdp * expert, tokens over context, heads and widths over tensor"
     )
     if broken:
         rules = sorted(broken, key=lambda rule: -broken[rule])[:NUM_NEAR]
         head += f" ({'; '.join(rules)})"
+    if not config.stage_record.has_batch_size:
+        return f"{head}. Set {fields[0]} to a multiple of a large part of the devices."
     if near := _near_batch_sizes(config, num_devices, num_slices):
         return f"{head}. Set data.batch_size to {' or '.join(map(str, near))}."
     return f"{head}. Take other chips, or another data.sequence_length."

@@ -72,9 +72,7 @@ class Setting:
     @property
     def rows(self) -> int:
         """Rows of a part that a device works on."""
-        return self.config.data.batch_size // (
-            self.over(*collectives.ROWS) * self.parts
-        )
+        return self.config.num_rows // (self.over(*collectives.ROWS) * self.parts)
 
     @property
     def keys(self) -> int:
@@ -111,7 +109,8 @@ class Setting:
     def has_lists(self) -> bool:
         """True if attention gathers listed keys instead of masking the others."""
         is_sparse = self.model.attention == "sparse" and self.selects
-        return is_sparse and self.keys >= selection.lists_from(self.device.chip)
+        is_long = self.keys >= selection.lists_from(self.device.chip)
+        return is_sparse and (is_long or bool(self.model.batch_invariant))
 
     @property
     def selects(self) -> bool:

@@ -42,8 +42,22 @@ def flops(s: Setting) -> dict[str, float]:
         "indexer": indexer(s),
     }
     found = {name: s.parts * value for name, value in of_a_part.items()}
+    if s.config.reference is not None:
+        found["reference"] = s.parts * forward(s)
     found["optimizer"] = newton_schulz(s)
     return {name: value for name, value in found.items() if value}
+
+
+def forward(s: Setting) -> float:
+    """Counts the products of a forward pass alone, as where a text is only read."""
+    of_layers = 3 * sum(n for kind, n in s.layer_kinds.items() if kind.has_experts)
+    return (
+        dense_products(s) / (_forward(s) + BACKWARD)
+        + expert_products(s) * of_layers / max(num_expert_products(s), 1)
+        + vocabulary(s) / (1 + BACKWARD)
+        + attention(s) / (_forward(s) + OTHERS_BACKWARD)
+        + indexer(s) / _forward(s)
+    )
 
 
 def dense_products(s: Setting) -> float:
@@ -149,7 +163,7 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
     adds to its gradient; Newton-Schulz.
     """
     layers = _layers(s)
-    passes = _forward(s) + BACKWARD
+    passes = _forward(s) + BACKWARD + (s.config.reference is not None)
     a_part = (1 + s.mtp_steps) * logits_bytes(s)
     for kind, count in layers.items():
         weights = s.layer(kind)

@@ -26,6 +26,7 @@ from glm5_jax.training.reporting import accounting
 # Share of the seconds that the slowest resource could hide and, we assume, does not.
 # `Plan.waiting` is what no schedule of this program can hide.
 EXPOSED = 0.1
+NUM_TRIED = 8  # meshes of which `best` turns the knobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +165,43 @@ def make(
     )
 
 
+def best(
+    config: config_lib.TrainConfig,
+    config_name: str,
+    topology: str,
+    num_slices: int = 1,
+) -> tuple[Plan, str]:
+    """Returns one good plan in a tenth of the time of `make`.
+
+    It turns the knobs of NUM_TRIED meshes alone: the fastest among those that fit with
+    the knobs that take least memory.
+
+    Args:
+      config: of `make`.
+      config_name: of `make`.
+      topology: of `make`.
+      num_slices: of `make`.
+
+    Returns:
+      The plan, and why it does not fit; "" where it does.
+
+    Raises:
+      InputError: as of `make`.
+    """
+    found = [
+        (candidate, estimate(search.least(candidate), topology))
+        for candidate in search.candidates(config, topology, num_slices)
+    ]
+    fitting = [(c, least) for c, least in found if least.fits]
+    found.sort(key=lambda pair: pair[1].needed_gib)
+    fitting.sort(key=lambda pair: pair[1].score)
+    tried = [_best(c, topology) for c, _ in (fitting or found)[:NUM_TRIED]]
+    if fits := [plan for plan in tried if plan.fits]:
+        return min(fits, key=lambda plan: plan.score), ""
+    least = min(tried, key=lambda plan: plan.needed_gib)
+    return least, _refusal(config_name, least, topology)
+
+
 def estimate(config: config_lib.TrainConfig, topology: str) -> Plan:
     """A config's memory; time is computed when it is asked for."""
     num_devices = mesh_lib.num_devices(topology, config.mesh.slices)
@@ -188,6 +226,7 @@ def row(plan: Plan) -> dict[str, Any]:
         "arguments_gib": gib(plan.memory.arguments),
         "worst_moment": plan.memory.worst,
         "temporaries_gib": gib(plan.memory.moments[plan.memory.worst]),
+        "reference_gib": round(plan.memory.reference / slice_devices.GIB, 3),
         "total_gib": round(plan.memory.total / slice_devices.GIB, 2),
         "fits": plan.fits,
         "wire_gib": gib(sent),
@@ -244,15 +283,16 @@ def _verified(plan: Plan, config_name: str, topology: str) -> Plan:
 def _refusal(config_name: str, least: Plan, topology: str) -> str:
     """Returns why nothing fits, and how many chips would do."""
     limit, needed = least.setting.device.hbm_limit_gib, least.needed_gib
-    kept = least.arguments_gib
+    kept = least.arguments_gib + least.memory.reference / slice_devices.GIB
     times = 2 ** math.ceil(math.log2(needed / limit))
     mesh = " x ".join(f"{a} {n}" for a, n in least.setting.sizes.items() if n > 1)
     worst = max(_parts(least), key=lambda part: part[1])
+    rows = least.config.stage_record.rows_of(least.config)[0]
     return (
         f"{config_name} fits no mesh of {topology}: a device has {limit} GiB, the "
         f"least is {needed:.1f} (mesh {mesh}: {kept:.1f} of arguments, most of the "
         f"rest {worst[0]}, {worst[1]:.1f}). Take about {times} times as many chips, "
-        f"or fewer tokens a device (data.batch_size, data.sequence_length)."
+        f"or fewer tokens a device ({rows}, data.sequence_length)."
     )
 
 

@@ -3,6 +3,7 @@
 All of it is computed from the table of parameters, without arrays.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -61,7 +62,10 @@ def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
 
 
 def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
-    """Returns the bytes of parameters, gradients and optimizer state of all devices."""
+    """Returns the bytes of parameters, gradients and optimizer state of all devices.
+
+    And of the weights of rl.reference, where a term of the loss compares with them.
+    """
     params = transformer.abstract_params(config.model)
     state = jax.eval_shape(step_lib.make_optimizer(config).init, params)
 
@@ -73,6 +77,9 @@ def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
         "gradients": size(accumulation.abstract_gradients(config)),
         "optimizer state": size(state),
     }
+    if config.reference is not None:
+        cast = functools.partial(transformer.cast, config=config.model)
+        parts["reference"] = size(jax.eval_shape(cast, params))
     return {**parts, "total": sum(parts.values())}
 
 

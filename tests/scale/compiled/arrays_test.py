@@ -14,6 +14,8 @@ from glm5_jax import mesh as mesh_lib
 from glm5_jax import presets
 from glm5_jax.scale import inputs, programs, slice_devices
 from glm5_jax.scale.compiled import arrays
+from glm5_jax.scale.estimate import memory
+from glm5_jax.scale.estimate import setting as setting_lib
 from glm5_jax.training.reporting import accounting
 from tests import environment
 
@@ -85,6 +87,31 @@ class ArraysTest(parameterized.TestCase):
         self.assertEqual(found["gradients.norm"].dtype, "float32")
         kept = found["activations.layers_1.x"].shape
         self.assertEqual(kept[1], CONFIG.data.batch_size // num_parts)
+
+    def test_a_reference_is_listed_beside_the_step(self):
+        rl = config_lib.RLConfig(
+            prompts_per_step=4,
+            group_size=2,
+            max_new_tokens=8,
+            kl_weight=0.1,
+            reference="runs/x",
+        )
+        config = dataclasses.replace(CONFIG, stage="rl", rl=rl)
+        found = listed(stage="rl", rl=rl)
+        kept = accounting.state_bytes(config)["reference"]
+        self.assertEqual(whole(found, "reference."), kept)
+        setting = setting_lib.Setting(
+            config,
+            dict(slice_devices.abstract_mesh(MESH, "v5p:2x2x2").shape),
+            slice_devices.named("v5p:2x2x2"),
+        )
+        of_a_device = sum(a.device_bytes for a in found if "reference." in a.name)
+        norms = 16 * 256  # the last norm and MTP's, which the planner leaves out
+        self.assertAlmostEqual(of_a_device, memory.reference(setting), delta=norms)
+        plain = dataclasses.replace(rl, kl_weight=0.0)
+        self.assertNotIn(
+            "reference", accounting.state_bytes(dataclasses.replace(config, rl=plain))
+        )
 
     def test_scans_keep_a_state_a_layer(self):
         model = CONFIG.model

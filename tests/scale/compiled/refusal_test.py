@@ -81,6 +81,25 @@ class RefusalTest(parameterized.TestCase):
         savings = [float(saved) for _, _, saved in found]
         self.assertEqual(savings, sorted(savings, reverse=True))
 
+    def test_a_reference_is_named_with_what_it_takes(self):
+        given = {"rl.kl_weight": "0.1", "rl.reference": "runs/x"}
+        config = config_of(None, "glm5_rl_reasoning.py", **given)
+        needs = planner.estimate(config, "v5p:8x8x8").memory
+        changes = refusal.settings(
+            config,
+            "v5p:8x8x8",
+            {"data": 1, "fsdp": 8, "expert": 8, "tensor": 1, "context": 8},
+        )
+        size = f"{needs.reference / 2**30:.3g} GiB"
+        self.assertIn(
+            f"rl.kl_weight=0: no second copy of the weights (saves {size})", changes
+        )
+        line = {"hbm_reference_gib": 2.75}
+        self.assertEqual(
+            refusal.beside(line), ", and beside it 2.75 for the weights of rl.reference"
+        )
+        self.assertEqual(refusal.beside({}), "")
+
     def test_the_compilers_list_comes_first(self):
         buffers = [{"num_bytes": 3 * 2**30, "shape": "bf16[9,9]"}]
         text = refused(config_of(**EIGHT_ROWS), largest_allocations=buffers)

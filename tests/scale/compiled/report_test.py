@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import presets
-from glm5_jax.scale import inputs
+from glm5_jax.scale import inputs, slice_devices
 from glm5_jax.scale.compiled import compile as compile_lib
 from glm5_jax.scale.compiled import flops, report
 from glm5_jax.training import accumulation
@@ -33,6 +33,13 @@ CONFIG = config_lib.TrainConfig(
     data=config_lib.DataConfig(sequence_length=128, batch_size=8),
     loss=config_lib.LossConfig(indexer_weight=0.0),
     optim=config_lib.OptimConfig(name="adamw"),
+)
+POLICY = config_lib.RLConfig(
+    prompts_per_step=4,
+    group_size=2,
+    max_new_tokens=8,
+    kl_weight=0.1,
+    reference="runs/x",
 )
 OVERFLOWS = {
     # libtpu 0.0.51 and, with a list of what is largest, older ones.
@@ -96,6 +103,18 @@ class CompiledTest(parameterized.TestCase):
         self.assertEqual(everything["collective_gib"], line["collective_gib"])
         for wanted in ("parameters: experts", "optimizer moments", "MFU"):
             self.assertIn(wanted, page)
+
+    def test_a_reference_counts_beside_the_program(self):
+        """Two bytes for each parameter of matrices, four for the others."""
+        config = dataclasses.replace(CONFIG, stage="rl", rl=POLICY)
+        plain = dataclasses.replace(POLICY, kl_weight=0.0)
+        without = dataclasses.replace(config, rl=plain)
+        mesh = slice_devices.abstract_mesh(config.mesh, "v5p:2x2x1")
+        device = slice_devices.named("v5p:2x2x1")
+        of = lambda config: report.reference_bytes(config, dict(mesh.shape), device)
+        want = accounting.state_bytes(config)["reference"]  # the same on each device
+        self.assertAlmostEqual(of(config) / want, 1, delta=0.01)
+        self.assertEqual(of(without), 0.0)
 
 
 @pytest.mark.aot

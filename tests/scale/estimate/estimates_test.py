@@ -116,6 +116,53 @@ class CompiledTest(parameterized.TestCase):
         self.assert_near(found, entry["hbm_traffic_gib"], HBM)
 
 
+class PolicyTest(parameterized.TestCase):
+    """The step of RL, which no constant was fitted to (docs/design/0010)."""
+
+    def test_a_step_is_near_the_compilers(self):
+        s = setting_of("configs/glm5_rl_reasoning.py")
+        found = memory.of(s)
+        kept = sum(found.arguments.values())
+        for got, want, tolerance in (
+            (kept / slice_devices.GIB, 16.53, ARGUMENTS),
+            (found.temporaries / slice_devices.GIB, 27.58, TEMPORARIES),
+            (sum(wire(s, "kind").values()), 12_210, WIRE),
+            (work.hbm_bytes(s, kept) / slice_devices.GIB, 254_600, HBM),
+        ):
+            self.assertLessEqual(abs(got / want - 1), tolerance, f"{got} {want}")
+        self.assertEqual(found.reference, 0.0)
+
+    def test_a_reference_is_a_second_copy_and_a_forward_pass(self):
+        """Two bytes a parameter; k_b_proj and v_b_proj lie eight times on this mesh.
+
+        So do a few small ones, and norms and routers have four bytes.
+        """
+        given = {"rl.kl_weight": "0.1", "rl.reference": "runs/x"}
+        plain = setting_of("configs/glm5_rl_reasoning.py")
+        s = setting_of("configs/glm5_rl_reasoning.py", **given)
+        before, after = memory.of(plain), memory.of(s)
+        copies = 7 * 79 * 512 * 64 * (192 + 256)
+        want = 2 * (753.86e9 + copies) / 512  # of all devices (released safetensors)
+        self.assertAlmostEqual(after.reference / want, 1, delta=3e-3)
+        logprobs = 1024 * 40_960 * 4 / 512  # of the reference, in the batch
+        more = after.total - before.total
+        self.assertAlmostEqual(more, after.reference + logprobs, delta=1)
+        flops, before = work.flops(s), work.flops(plain)
+        more = flops.pop("reference")
+        self.assertEqual(flops, before)
+        # Of four passes over dense matrices one, of experts three products of eleven.
+        dense, experts = before["dense products"] / 4, before["experts"] * 3 / 11
+        self.assertBetween(more, dense + experts, sum(before.values()) / 3)
+        one, two = (sum(wire(x, "kind").values()) for x in (plain, s))
+        self.assertBetween(two / one, 1.25, 1.45)
+
+    def test_lists_are_read_at_any_length_where_batches_do_not_matter(self):
+        short = {"data.sequence_length": "8192", "rl.max_new_tokens": "4096"}
+        self.assertTrue(setting_of("configs/glm5_rl_reasoning.py", **short).has_lists)
+        plain = {**short, "model.batch_invariant": "False"}
+        self.assertFalse(setting_of("configs/glm5_rl_reasoning.py", **plain).has_lists)
+
+
 class TermsTest(parameterized.TestCase):
     """Closed forms of single terms."""
 

@@ -86,7 +86,29 @@ class SearchTest(parameterized.TestCase):
                 ),
             ),
             "v5p:2x2x2",
-            "stage must be one of pretrain, dsa_sparse, sft",
+            "stage must be one of pretrain, dsa_sparse, sft, rl, async_rl",
+        ),
+        (
+            "updates",
+            dataclasses.replace(
+                SMALL,
+                stage="rl",
+                rl=config_lib.RLConfig(updates_per_rollout=2, max_new_tokens=8),
+            ),
+            "v5p:2x2x2",
+            r"rl\.updates_per_rollout must be 1, got 2",
+        ),
+        (
+            "episodes",
+            dataclasses.replace(
+                with_data(SMALL, sequence_length=100),
+                stage="rl",
+                rl=config_lib.RLConfig(
+                    prompts_per_step=1, group_size=3, max_new_tokens=8
+                ),
+            ),
+            "v5p:4x4x4",
+            r"rl\.group_size=3 rows.*Set rl\.prompts_per_step to a multiple",
         ),
     )
     def test_a_refused_setting_names_possible_ones(self, config, topology, message):
@@ -136,6 +158,15 @@ class RankingTest(parameterized.TestCase):
         meshes = {tuple(plan.setting.sizes.values()) for plan in ranking.plans}
         self.assertLen(meshes, len(ranking.plans))
         self.assertLen(ranking.plans, ranking.num_fitting)
+
+    def test_the_quick_plan_is_near_the_best(self):
+        ranking = planner.make(SMALL, "name", "v5p:2x2x1", num_shown=1)
+        quick, refusal = planner.best(SMALL, "name", "v5p:2x2x1")
+        self.assertEmpty(refusal)
+        self.assertLessEqual(quick.score, 1.05 * ranking.plans[0].score)
+        least = search.least(quick.config)
+        *_, last = search.variants(quick.config)
+        self.assertEqual(least, last)
 
     def test_a_model_that_fits_nowhere_is_refused_with_the_least_need(self):
         config = with_data(LARGE, batch_size=8)
