@@ -117,6 +117,27 @@ class SimulatorTest(parameterized.TestCase):
             found.tokens_per_second, found.num_tokens / found.seconds, places=9
         )
 
+    def test_skipped_steps_are_not_counted(self):
+        """A long run less its beginning, which is a shorter run."""
+        settings = dataclasses.replace(SETTINGS, max_staleness=2, num_steps=12)
+        speeds = dataclasses.replace(SPEEDS, num_engines=2, publish_seconds=0.5)
+        whole, first = (
+            simulator.predict(
+                unequal, speeds, dataclasses.replace(settings, num_steps=number)
+            )
+            for number in (12, 5)
+        )
+        found = simulator.predict(
+            unequal, speeds, dataclasses.replace(settings, num_steps=7, num_skipped=5)
+        )
+        self.assertAlmostEqual(found.seconds, whole.seconds - first.seconds)
+        self.assertEqual(found.num_tokens, whole.num_tokens - first.num_tokens)
+        for name in ("train_idle", "engine_idle", "occupancy"):
+            of = [getattr(run, name) * run.seconds for run in (whole, first, found)]
+            self.assertAlmostEqual(of[2], of[0] - of[1])
+        # A step takes its groups at the end of the one before, if they are ready.
+        self.assertBetween(sum(found.staleness.values()), 12, 16)
+
     def test_more_staleness_is_never_slower_here(self):
         seconds = [
             simulator.predict(

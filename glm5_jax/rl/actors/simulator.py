@@ -43,11 +43,12 @@ class Settings:
     max_staleness: int
     num_concurrent: int  # episodes under way; groups begin whole, while there are fewer
     num_steps: int
+    num_skipped: int = 0  # first steps, in which a run fills up: no figure counts them
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a run would be like."""
+    """What a run would be like, without the steps that are skipped."""
 
     seconds: float
     num_tokens: int  # sampled
@@ -81,10 +82,11 @@ class _Engine:
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
-        self._work = self._now = 0.0
+        self._work = self._now = self._advanced = 0.0
         self._active: list[tuple[float, int, int]] = []  # ends at this work; order; id
         self._waiting: collections.deque[tuple[int, int, int]] = collections.deque()
         self.idle = self.area = 0.0  # seconds; seconds times active sequences
+        self.end = math.inf  # time at which the next sequence ends
 
     @property
     def num_assigned(self) -> int:
@@ -94,13 +96,11 @@ class _Engine:
         self._waiting.append((tokens, order, id))
         self._fill()
 
-    def next_end(self) -> float:
-        """Returns the time at which the next sequence ends."""
-        if not self._active:
-            return math.inf
-        return self._now + max(self._active[0][0] - self._work, 0.0) * self._pace()
-
     def advance(self, now: float) -> None:
+        """Draws until now, for what was active since the last call."""
+        if now == self._advanced:  # it may stand still from then on
+            return
+        self._advanced = now
         seconds, self._now = now - self._now, now
         if not self._active:
             self.idle += seconds
@@ -111,6 +111,7 @@ class _Engine:
     def stand_still(self, seconds: float) -> None:
         """Moves the clock on without drawing."""
         self._now += seconds
+        self._set_end()
 
     def pop(self) -> int:
         """Removes the sequence that has ended, and returns its id."""
@@ -123,6 +124,14 @@ class _Engine:
         while self._waiting and len(self._active) < self._speeds.slots:
             tokens, order, id = self._waiting.popleft()
             heapq.heappush(self._active, (self._work + tokens, order, id))
+        self._set_end()
+
+    def _set_end(self) -> None:
+        if not self._active:
+            self.end = math.inf
+            return
+        left = max(self._active[0][0] - self._work, 0.0)
+        self.end = self._now + left * self._pace()
 
     def _pace(self) -> float:
         return self._speeds.step_seconds(len(self._active))
@@ -165,20 +174,23 @@ class _Run:
         self._staleness: collections.Counter[int] = collections.Counter()
 
     def run(self) -> Prediction:
+        settings, before = self._settings, self._totals()
         self._begin()
-        while self._groups.version < self._settings.num_steps:
-            ends = [engine.next_end() for engine in self._engines]
+        while self._groups.version < settings.num_skipped + settings.num_steps:
+            ends = [engine.end for engine in self._engines]
             first = min(range(len(ends)), key=ends.__getitem__)
             at = self._events[0][0] if self._events else math.inf
             self._now = min(ends[first], at)
             assert math.isfinite(self._now), "something is always under way"
-            for engine in self._engines:
-                engine.advance(self._now)
+            version = self._groups.version
             if at <= ends[first]:
                 heapq.heappop(self._events)[2]()
             else:
+                self._engines[first].advance(self._now)
                 self._end_turn(self._engines[first].pop())
-        return self._prediction()
+            if version < self._groups.version == settings.num_skipped:
+                before = self._totals()
+        return self._prediction(before)
 
     def _begin(self) -> None:
         """Begins groups and episodes, and a step of training, as far as they may."""
@@ -206,6 +218,7 @@ class _Run:
             self._end_episode(id)
             return
         engine = self._engines[episode.engine]
+        engine.advance(self._now)
         engine.add(next(self._order), id, episode.current.tokens)
 
     def _end_turn(self, id: int) -> None:
@@ -239,19 +252,46 @@ class _Run:
         self._is_training = False
         self._groups.commit(self._groups.publish())
         for engine in self._engines:
+            engine.advance(self._now)
             engine.stand_still(self._speeds.publish_seconds)
         self._begin()
 
     def _at(self, seconds: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self._now + seconds, next(self._order), call))
 
-    def _prediction(self) -> Prediction:
-        total = self._now * len(self._engines)
-        return Prediction(
+    def _totals(self) -> "_Totals":
+        for engine in self._engines:
+            engine.advance(self._now)
+        return _Totals(
             seconds=self._now,
             num_tokens=self._num_tokens,
-            train_idle=1 - self._trained / self._now,
-            engine_idle=sum(e.idle for e in self._engines) / total,
-            occupancy=sum(e.area for e in self._engines) / total / self._speeds.slots,
-            staleness=dict(sorted(self._staleness.items())),
+            trained=self._trained,
+            idle=sum(engine.idle for engine in self._engines),
+            area=sum(engine.area for engine in self._engines),
+            staleness=self._staleness.copy(),
         )
+
+    def _prediction(self, before: "_Totals") -> Prediction:
+        now = self._totals()
+        seconds = now.seconds - before.seconds
+        total = seconds * len(self._engines)
+        return Prediction(
+            seconds=seconds,
+            num_tokens=now.num_tokens - before.num_tokens,
+            train_idle=1 - (now.trained - before.trained) / seconds,
+            engine_idle=(now.idle - before.idle) / total,
+            occupancy=(now.area - before.area) / total / self._speeds.slots,
+            staleness=dict(sorted((now.staleness - before.staleness).items())),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Totals:
+    """Sums from the beginning of a simulation to a time."""
+
+    seconds: float
+    num_tokens: int
+    trained: float  # seconds
+    idle: float  # seconds of all engines
+    area: float  # seconds times active sequences
+    staleness: collections.Counter[int]
