@@ -8,6 +8,7 @@ from tests import environment, forked
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = "--config=configs/glm5_pretrain.py"
+AGENTIC = "--config=configs/glm5_rl_agentic.py"
 
 
 def run(*arguments):
@@ -38,6 +39,39 @@ class PlanTest(parameterized.TestCase):
     )
     def test_wrong_input_ends_with_2_and_one_message(self, arguments, message):
         result = run(CONFIG, *arguments)
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn(message, result.stderr)
+        self.assertNotIn("Traceback", result.stderr)
+        self.assertEmpty(result.stdout)
+
+    @parameterized.named_parameters(
+        (
+            "not_of_a_stage_that_plays",
+            CONFIG,
+            ("--tasks=coding", "--engine=v5p:4x4x4"),
+            "--tasks, --engine: a run of stage 'pretrain' plays no episodes",
+        ),
+        ("tasks", AGENTIC, ("--tasks=cooking",), "kinds of reasoning, coding, search"),
+        ("size", AGENTIC, ("--turns=many",), "--turns must be MEDIAN"),
+        ("rows", AGENTIC, ("--batch_size=64",), "--config.rl.rows_per_step"),
+        ("verify", AGENTIC, ("--verify=1",), "whose splits are simulated"),
+        (
+            "two_engines",
+            AGENTIC,
+            ("--engine=v5p:4x4x4", "--engine_report=x.json"),
+            "leave one out",
+        ),
+        ("no_report", AGENTIC, ("--engine_report=x.json",), "--program=decode"),
+        ("engine", AGENTIC, ("--engine=v6e:4x4",), "must be a slice of v5p"),
+        (
+            "no_split",
+            AGENTIC,
+            ("--engine=v5p:4x4x8",),
+            "128 devices: there is no split into engines of 128",
+        ),
+    )
+    def test_a_plan_of_rl_refuses_wrong_input(self, config, arguments, message):
+        result = run(config, "--topology=v5p:4x4x8", *arguments)
         self.assertEqual(result.returncode, 2, result.stderr)
         self.assertIn(message, result.stderr)
         self.assertNotIn("Traceback", result.stderr)

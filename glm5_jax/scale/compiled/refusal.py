@@ -65,6 +65,7 @@ def beside(line: dict[str, Any]) -> str:
 def is_modelled(config: config_lib.TrainConfig) -> bool:
     """Returns whether the planner's model of memory knows a training step."""
     is_known = search.is_known(config.stage_record) and config.updates_per_step == 1
+    is_known = is_known and not config.stage_record.has_critic(config)
     return is_known and config.model.remat_policy in ("full", "offload")
 
 

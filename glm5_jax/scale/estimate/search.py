@@ -22,8 +22,8 @@ def candidates(
 
     Raises:
       InputError: there is no such topology, the stage trains the indexers alone, a
-        step makes several updates, layers keep more than their inputs, MTP has several
-        modules, or nothing divides.
+        critic learns, a step makes several updates, layers keep more than their inputs,
+        MTP has several modules, or nothing divides.
     """
     num_devices = mesh_lib.num_devices(topology, num_slices)
     if not is_known(config.stage_record):
@@ -32,6 +32,11 @@ def candidates(
             f"stage must be one of {', '.join(known)}, got {config.stage!r}: the plan "
             "knows steps that train the model, not its indexers alone; compile others "
             "with python -m glm5_jax.aot."
+        )
+    if config.stage_record.has_critic(config):
+        raise config_lib.InputError(
+            "rl.critic must be False: the plan does not know the memory of a second "
+            "model that is trained; set --config.rl.critic=False, and leave room."
         )
     if config.updates_per_step > 1:
         raise config_lib.InputError(

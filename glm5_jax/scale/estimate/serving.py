@@ -197,12 +197,16 @@ def step(
     )
 
 
+def cached_bytes(config: config_lib.ModelConfig, length: int) -> float:
+    """Returns the bytes of a layer's cache that a step reads for a sequence."""
+    return _keys(config, length, FORMATS[0]) + _latents(config, FORMATS[0])
+
+
 def _rest(config: config_lib.ModelConfig, compiled: Compiled) -> float:
     """Returns the bytes for each token of what is neither weights nor cache."""
     layers, form = config.num_hidden_layers, FORMATS[0]
     known = _weights(config, compiled, form)[1] + compiled.head
-    of_sequence = _keys(config, compiled.length, form) + _latents(config, form)
-    known += compiled.sequences * of_sequence * layers
+    known += compiled.sequences * cached_bytes(config, compiled.length) * layers
     return max(0.0, compiled.hbm_bytes - known) / compiled.sequences
 
 

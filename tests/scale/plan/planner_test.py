@@ -89,6 +89,16 @@ class SearchTest(parameterized.TestCase):
             "stage must be one of pretrain, dsa_sparse, sft, rl, async_rl",
         ),
         (
+            "critic",
+            dataclasses.replace(
+                SMALL,
+                stage="rl",
+                rl=config_lib.RLConfig(critic=True, group_size=1, max_new_tokens=8),
+            ),
+            "v5p:2x2x2",
+            r"rl\.critic must be False",
+        ),
+        (
             "updates",
             dataclasses.replace(
                 SMALL,

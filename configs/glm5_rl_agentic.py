@@ -1,0 +1,60 @@
+"""Agentic RL of GLM-5 with the paper's numbers (arXiv 2602.15763, 3.3 and 4.1).
+
+python -m glm5_jax.train --config=configs/glm5_rl_agentic.py \
+    --config.init_from=/shared/rl --config.rl.environment=swe:/shared/tasks \
+    --config.rl.servers=http://HOST:8000 --config.rl.weights_store=/shared/weights
+
+Hardware: 1024 v5p chips, which glm5_jax.plan divides (docs/planning.md). Planned, never
+run. Disclosed: separate chips sample and train; advantages without a standard
+deviation; the objective dis; tools' answers have no loss; moments are forgotten after a
+push; 16,384 tokens a turn (of SWE-bench). Undisclosed: bands, staleness, batch, turns,
+lengths. Bands and 131,072 tokens are those of GLM-5.2's report, staleness 4 SkyRL's,
+AdamW slime's. Ours: 200 turns, one update a push, 32 groups of 8, which are 1,280
+episodes at once; the paper has more than 1,000.
+"""
+
+import dataclasses
+
+import ml_collections
+
+from glm5_jax import command_line, presets
+from glm5_jax import config as config_lib
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the config."""
+    config = config_lib.TrainConfig(
+        stage="async_rl",
+        num_steps=1000,
+        eval_every=50,
+        checkpoint_every=20,
+        model=dataclasses.replace(presets.GLM5, remat_policy="full", expert_chunks=4),
+        data=config_lib.DataConfig(tokenizer="tokenizer.json", sequence_length=131072),
+        optim=config_lib.OptimConfig(
+            name="adamw",
+            learning_rate=1e-6,
+            end_learning_rate=1e-6,
+            schedule="constant",
+            adam_b2=0.98,
+            clip_norm=1.0,  # ours
+        ),
+        rl=config_lib.RLConfig(
+            environment="swe",
+            prompts_per_step=32,
+            group_size=8,
+            rows_per_step=64,
+            max_new_tokens=16384,  # a turn's, as in the paper's SWE-bench
+            max_turns=200,
+            slots=512,
+            prefill_chunk=2048,
+            objective="dis",
+            dis_low=config_lib.DIS_AGENTIC[0],
+            dis_high=config_lib.DIS_AGENTIC[1],
+            advantage_std="none",
+            loss_mean="token",
+            forgets_moments=True,
+            max_staleness=4,
+        ),
+        mesh=config_lib.MeshConfig(fsdp=8, expert=8, context=4),
+    )
+    return command_line.to_config_dict(config)

@@ -1,0 +1,1 @@
+"""Plans reinforcement learning: how many chips should sample, and how many train."""
