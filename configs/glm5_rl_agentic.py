@@ -28,6 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
         num_steps=1000,
         eval_every=50,
         checkpoint_every=20,
+        sample_tokens=0,
         model=dataclasses.replace(presets.GLM5, remat_policy="full", expert_chunks=4),
         data=config_lib.DataConfig(tokenizer="tokenizer.json", sequence_length=131072),
         optim=config_lib.OptimConfig(
