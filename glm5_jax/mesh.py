@@ -1,8 +1,11 @@
-"""Arranges devices in a mesh with named axes: this machine's, or an absent TPU's.
+"""Arranges devices in a mesh with named axes: this machine's, or absent ones.
 
 The name of a TPU topology has the shape of its torus, e.g. "v5p:8x8x8". libtpu compiles
 for it without any chip: `pip install 'glm5_jax[aot]'`. Only the data axis spans several
 slices, which a data-centre network connects; within a slice the network is a torus.
+
+The name of a GPU topology has its nodes of 8, e.g. "h200:64x8", or "h200:8" for one.
+Every axis may span nodes; the last ones stay within one where their sizes permit.
 """
 
 import math
@@ -18,7 +21,6 @@ from jax.sharding import AxisType, Mesh
 
 from glm5_jax import config as config_lib
 from glm5_jax.config import checks
-from pallas_kernels import chips
 
 AXES = ("data", "fsdp", "expert", "tensor", "context")
 # Slices that are sold (cloud.google.com/tpu/docs), smallest first, for suggestions:
@@ -35,6 +37,8 @@ TOPOLOGIES = {
     "tpu7x": (*_CUBES, "16x24x32"),
 }
 DEVICES_OF_A_CHIP = {"tpu7x": 2}  # every other chip is one device
+NODE = 8  # GPUs that NVLink joins on a board
+GPUS = ("h100", "h200", "b200")  # that are sold as such nodes
 _BLOCK = 4  # chips along each side of the cubes that make up larger slices
 
 
@@ -81,7 +85,7 @@ def make_mesh(
 
 
 def topology(name: str, num_slices: int = 1) -> list[Any]:
-    """Returns the devices of absent slices.
+    """Returns the devices of absent slices, for which programs can be compiled.
 
     Args:
       name: topology of a slice, e.g. "v5p:8x8x8".
@@ -90,7 +94,7 @@ def topology(name: str, num_slices: int = 1) -> list[Any]:
     Raises:
       InputError: there is no such topology, or no compiler for it.
     """
-    kind = _require_named(name)
+    kind = require_compiler(name)
     for variable, value in _LIBTPU.items():
         os.environ.setdefault(variable, value)
     if num_slices < 1:
@@ -118,8 +122,40 @@ def num_devices(name: str, num_slices: int = 1) -> int:
       InputError: there is no such chip, or no slice of such a shape.
     """
     kind = _require_named(name)
+    if num_slices > 1 and num_nodes(name) > 1:
+        raise config_lib.InputError(
+            f"{num_slices} slices of {name!r} cannot be: give {kind}:{NODE} with a "
+            f"slice a node, of which only data goes across, or the nodes in the "
+            f"topology, e.g. {kind}:{num_slices * num_nodes(name)}x{NODE}, which every "
+            "axis may span."
+        )
     num_chips = math.prod(map(int, name.partition(":")[2].split("x")))
     return num_chips * DEVICES_OF_A_CHIP.get(kind, 1) * num_slices
+
+
+def require_compiler(name: str) -> str:
+    """Returns the chip of a topology for which programs can be compiled.
+
+    Raises:
+      InputError: there is no such topology, or its devices are GPUs.
+    """
+    kind = _require_named(name)
+    if kind in GPUS:
+        raise config_lib.InputError(
+            f"topology must name a slice of TPUs, got {name!r}: steps are compiled "
+            f"ahead of time for {', '.join(TOPOLOGIES)} alone, as reports read what "
+            "libtpu schedules. Rank meshes with python -m glm5_jax.plan "
+            f"--topology={name}, list the arrays of a program with python -m "
+            "glm5_jax.aot --arrays, and ask for the memory of a run on the machine "
+            "itself: python -m glm5_jax.train --dry_run."
+        )
+    return kind
+
+
+def num_nodes(name: str) -> int:
+    """Returns the nodes of a topology of GPUs, or 1 for a slice of TPUs."""
+    kind, _, shape = name.partition(":")
+    return int(shape.partition("x")[0]) if kind in GPUS and "x" in shape else 1
 
 
 def axis_sizes(config: config_lib.MeshConfig, num_devices: int) -> dict[str, int]:
@@ -203,18 +239,18 @@ def _require_slices(num_slices: int, devices: Sequence[Any]) -> None:
 def _require_named(name: str) -> str:
     """Returns the chip of a topology's name, or raises InputError."""
     kind, _, shape = name.partition(":")
-    chip = chips.CHIPS.get(kind.lower())
-    if chip is not None and chip.platform == "gpu":
-        raise config_lib.InputError(
-            f"topology must name a slice of TPUs, got {name!r}: programs are compiled "
-            f"ahead of time, and meshes planned, for {', '.join(TOPOLOGIES)} alone. On "
-            "GPUs, ask for the memory of a run on the machine itself: python -m "
-            "glm5_jax.train --dry_run."
-        )
+    if kind in GPUS:
+        if not re.fullmatch(rf"([1-9]\d*x)?{NODE}", shape):
+            raise config_lib.InputError(
+                f"topology {name!r} must give nodes of {NODE} GPUs: {kind}:{NODE} is "
+                f"one, {kind}:64x{NODE} are 64."
+            )
+        return kind
     if kind not in TOPOLOGIES:
+        known = ", ".join((*TOPOLOGIES, *GPUS))
         raise config_lib.InputError(
-            f"topology must be CHIP:SHAPE with a chip of {', '.join(TOPOLOGIES)}, got "
-            f"{name!r}; e.g. v5p:8x8x8."
+            f"topology must be CHIP:SHAPE with a chip of {known}, got {name!r}; e.g. "
+            f"v5p:8x8x8, or {GPUS[0]}:8x{NODE} for 8 nodes of {NODE} GPUs."
         )
     num_dims = TOPOLOGIES[kind][0].count("x") + 1
     if not re.fullmatch(r"\d+(x\d+)*", shape) or shape.count("x") + 1 != num_dims:

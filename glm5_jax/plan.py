@@ -23,7 +23,7 @@ from glm5_jax.scale import command
 from glm5_jax.scale.rl import flags as rl_flags
 
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "Chips of a slice and their arrangement, e.g. v5p:8x8x8."
+    "topology", None, "Chips as they lie: v5p:8x8x8; nodes of GPUs: h200:64x8."
 )
 _SLICES = flags.DEFINE_integer("slices", 1, "Slices of that topology.", lower_bound=1)
 _LENGTH = flags.DEFINE_string(

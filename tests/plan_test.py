@@ -28,7 +28,12 @@ class PlanTest(parameterized.TestCase):
             ),
             "leave out --config.mesh.fsdp, --config.model.expert_chunks (slices",
         ),
-        ("gpus", ("--topology=h200:8",), "for v5e, v5p, v6e, tpu7x alone. On GPUs"),
+        ("no_node", ("--topology=h200:4",), "h200:8 is one, h200:64x8 are 64"),
+        (
+            "compiled_gpus",
+            ("--topology=h200:8", "--verify=1"),
+            "v5e, v5p, v6e, tpu7x alone, as reports read",
+        ),
         ("unknown_chip", ("--topology=v9:2x2",), "chip of v5e, v5p, v6e, tpu7x"),
         (
             "rows",

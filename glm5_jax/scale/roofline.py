@@ -1,7 +1,8 @@
 """The least time that a step can take: arithmetic, memory, links, data-centre network.
 
 All work at once, each at its peak: seconds = max(FLOPs / peak, bytes / HBM, ICI, DCN).
-A real step takes longer, so its MFU is lower than the roofline's.
+A real step takes longer, so its MFU is lower than the roofline's. For nodes of GPUs the
+links are NVLink, and the network is that between nodes.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from glm5_jax.scale.hlo import communication
 class Roofline:
     """Seconds of a step by resource."""
 
-    seconds: dict[str, float]  # "FLOPs", "HBM", "ICI", "DCN"
+    seconds: dict[str, float]  # by the names of `slice_devices.Device.resources`
     by_axes: dict[tuple[str, ...], float]  # of the links, mesh axes one by one
 
     @property
@@ -40,7 +41,8 @@ def roofline(
     """Computes the roofline of one device.
 
     Collectives over different axes of the torus run side by side, those over the same
-    one after another. A collective over several axes uses the links of all.
+    one after another. A collective over several axes uses the links of all. GPUs have
+    one way into their node and one out of it, which all collectives share.
     """
     device = slice_devices.of_mesh(mesh)
     links: dict[int, float] = {}
@@ -50,18 +52,24 @@ def roofline(
         if c.axes == (communication.DCN,):
             seconds = c.wire_bytes / device.dcn
             dcn += seconds
+        elif device.is_gpu:
+            within, between = _through_switches(mesh, c, device, num_slices)
+            links[0] = links.get(0, 0.0) + within
+            dcn += between
+            seconds = max(within, between)
         else:
             seconds, torus = _on_torus(mesh, c, device.link, num_slices)
             for axis in torus:
                 links[axis] = links.get(axis, 0.0) + seconds
         by_axes[c.axes] = by_axes.get(c.axes, 0.0) + seconds
+    seconds_of = (
+        flops / device.flops,
+        hbm_bytes / device.hbm,
+        max(links.values(), default=0.0),
+        dcn,
+    )
     return Roofline(
-        seconds={
-            "FLOPs": flops / device.flops,
-            "HBM": hbm_bytes / device.hbm,
-            "ICI": max(links.values(), default=0.0),
-            "DCN": dcn,
-        },
+        seconds=dict(zip(device.resources, seconds_of, strict=True)),
         by_axes=dict(sorted(by_axes.items(), key=lambda item: -item[1])),
     )
 
@@ -77,3 +85,31 @@ def _on_torus(
     elif c.kind.endswith("all-to-all"):  # what travels passes a quarter of the ring
         hops = max(route.length / 4, 1.0)
     return c.wire_bytes * hops / (link * ways), route.torus
+
+
+def _through_switches(
+    mesh: Mesh,
+    c: communication.Collective,
+    device: slice_devices.Device,
+    num_slices: int,
+) -> tuple[float, float]:
+    """Seconds of a collective on NVLink, and on the network between nodes.
+
+    Of n devices, p in each of m nodes, with b bytes: a gather brings the b (m - 1) / m
+    bytes of other nodes into each node once, over the adapters of its p devices, and
+    NVLink hands the b (p - 1) / p bytes of a node's other devices on to each; sums go
+    the same way back. An exchange sends b / n bytes to each device directly.
+    """
+    span = slice_devices.span(mesh, c.axes, num_slices)
+    n, m, p = span.num_devices, span.num_nodes, span.of_a_node
+    if n == 1:
+        return 0.0, 0.0
+    if c.kind == "collective-permute":  # some device's partner is in another node
+        within, between = (0.0, 1.0) if m > 1 else (1.0, 0.0)
+    elif c.kind.endswith("all-to-all"):
+        within, between = (p - 1) / (n - 1), (n - p) / (n - 1)
+    else:  # a ring of all devices sends (n - 1) / n bytes
+        whole = n / (n - 1)
+        within, between = whole * (p - 1) / p, whole * (m - 1) / m / p
+    wire = c.wire_bytes
+    return wire * within / device.links, wire * between / device.dcn

@@ -1,4 +1,8 @@
-"""A device of a mesh: its memory, its links, and the torus axes that a mesh axis uses.
+"""A device of a mesh: its memory, its links, and what a mesh axis uses of them.
+
+TPUs of a slice are joined by a torus, of which a mesh axis uses some axes. GPUs of a
+node are joined by NVLink through switches, so that each sends to any other at its full
+rate; each GPU has a network adapter of its own to other nodes.
 
 Rates come from pallas_kernels/chips.py: what large programs reach where somebody timed
 it, else what the vendor publishes. All are of one device as jax counts them: a tpu7x
@@ -16,15 +20,30 @@ from glm5_jax import mesh as mesh_lib
 from pallas_kernels import chips
 
 GIB = 2**30
+# What nvidia-smi shows of an SXM module, and the share of it that jax may allocate
+# (XLA_PYTHON_CLIENT_MEM_FRACTION in launch/slurm.sh): NCCL and cuBLAS need the rest.
+DRIVER_GIB = {"h100": 79.65, "h200": 140.4, "b200": 179.06}
+GPU_SHARE = 0.92
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device of a TPU slice."""
+    """A device of a TPU slice, or of a node of GPUs."""
 
     chip: chips.Chip
     hbm_limit_gib: float  # the most that the compiler lets a program take
-    wraps_at: int  # an axis of the slice is a ring if it is a multiple of this
+    wraps_at: int = 0  # an axis of the slice is a ring if it is a multiple of this
+
+    @property
+    def is_gpu(self) -> bool:
+        """Returns whether switches join the devices of a node, not a torus."""
+        return self.chip.platform == "gpu"
+
+    @property
+    def resources(self) -> tuple[str, str, str, str]:
+        """Names what a step takes time of, as `roofline.Roofline` does."""
+        networks = ("NVLink", "network") if self.is_gpu else ("ICI", "DCN")
+        return ("FLOPs", "HBM", *networks)
 
     @property
     def flops(self) -> float:
@@ -42,8 +61,16 @@ class Device:
         return self.chip.reachable_link_gbps * 1e9
 
     @property
+    def links(self) -> float:
+        """Bytes a second on all links of a device, one way."""
+        return self.link * self.chip.num_links
+
+    @property
     def dcn(self) -> float:
-        """Bytes a second of its share of the host's network, one way."""
+        """Bytes a second of its share of the host's network, one way.
+
+        Of a GPU, what its own adapter has: InfiniBand or Ethernet between nodes.
+        """
         return self.chip.network_gbps * 1e9
 
 
@@ -54,6 +81,10 @@ DEVICES = {
         Device(chips.CHIPS["v5p"], 95.74, 4),
         Device(chips.CHIPS["v6e"], 31.25, 16),
         Device(chips.CHIPS["tpu7x"], 94.75, 4),
+        *(
+            Device(chips.CHIPS[name], round(DRIVER_GIB[name] * GPU_SHARE, 2))
+            for name in mesh_lib.GPUS
+        ),
     )
 }
 
@@ -87,12 +118,14 @@ def abstract_mesh(config: config_lib.MeshConfig, topology: str) -> AbstractMesh:
       InputError: there is no such chip, or the axes do not make up its devices.
     """
     sizes = mesh_lib.axis_sizes(config, mesh_lib.num_devices(topology, config.slices))
-    kind = named(topology).chip.device_kind
+    chip = named(topology).chip
     return AbstractMesh(
         tuple(sizes.values()),
         tuple(sizes),
         axis_types=(AxisType.Auto,) * len(sizes),
-        abstract_device=AbstractDevice(kind, num_cores=None, platform="tpu"),
+        abstract_device=AbstractDevice(
+            chip.device_kind, num_cores=None, platform=chip.platform
+        ),
     )
 
 
@@ -125,3 +158,25 @@ def route(mesh: Mesh, axes: tuple[str, ...], num_slices: int = 1) -> Route:
         ways += 2 if is_ring else 1
         length = max(length, len(set(group[:, i])))
     return Route(torus, ways or 1.0, length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A group of GPUs that some mesh axes join, and the nodes in which they are."""
+
+    num_devices: int
+    num_nodes: int
+
+    @property
+    def of_a_node(self) -> float:
+        """Devices of the group in a node."""
+        return self.num_devices / self.num_nodes
+
+
+@functools.lru_cache(maxsize=4096)
+def span(mesh: Mesh, axes: tuple[str, ...], num_slices: int = 1) -> Span:
+    """Returns the group of GPUs that differ along some axes of a mesh."""
+    grid = mesh.devices[: mesh.devices.shape[0] // num_slices]
+    index = tuple(slice(None) if axis in axes else 0 for axis in mesh.shape)
+    nodes = [device.process_index for device in np.ravel(grid[index])]
+    return Span(len(nodes), len(set(nodes)))

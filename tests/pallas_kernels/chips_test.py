@@ -105,7 +105,8 @@ class TableTest(parameterized.TestCase):
 
     @parameterized.parameters(*slice_devices.DEVICES.values())
     def test_the_compiler_leaves_most_of_the_memory(self, device):
-        self.assertBetween(device.hbm_limit_gib / device.chip.hbm_gib, 0.97, 1.01)
+        least = 0.9 if device.is_gpu else 0.97  # jax allocates 0.92 of a GPU's
+        self.assertBetween(device.hbm_limit_gib / device.chip.hbm_gib, least, 1.01)
 
 
 if __name__ == "__main__":

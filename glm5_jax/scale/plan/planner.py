@@ -140,8 +140,11 @@ def make(
       num_verified: plans to compile, some minutes each; needs libtpu.
 
     Raises:
-      InputError: there is no such topology, or no mesh divides the config.
+      InputError: there is no such topology, no mesh divides the config, or plans for
+        GPUs are to be compiled.
     """
+    if num_verified:
+        mesh_lib.require_compiler(topology)
     num_shown = max(num_shown, num_verified)
     found = search.candidates(config, topology, num_slices)
     plans = [_best(candidate, topology) for candidate in found]

@@ -8,29 +8,18 @@ from glm5_jax.scale.estimate import memory
 from glm5_jax.scale.plan import planner
 
 HEAD = (
-    *(
-        "rank",
-        "mesh",
-        "parts",
-        "chunks",
-        "moments",
-        "arguments",
-        "standing",
-        "working",
-        "GiB",
-    ),
-    *(
-        "sent GiB",
-        "FLOPs s",
-        "HBM s",
-        "ICI s",
-        "DCN s",
-        "waits s",
-        "binds",
-        "MFU",
-        "compiled GiB",
-    ),
-)
+    "rank",
+    "mesh",
+    "parts",
+    "chunks",
+    "moments",
+    "arguments",
+    "standing",
+    "working",
+    "GiB",
+    "sent GiB",
+)  # then the seconds of each resource
+END = ("waits s", "binds", "MFU", "compiled GiB")
 STANDING = (
     "casts",
     "gradients",
@@ -42,7 +31,8 @@ STANDING = (
 def text(ranking: planner.Ranking) -> str:
     """Writes it for a terminal."""
     rows = list(_rows(ranking))
-    return "\n\n".join([_title(ranking), markdown.aligned([HEAD, *rows]), *_notes()])
+    lines = [_head(ranking), *rows]
+    return "\n\n".join([_title(ranking), markdown.aligned(lines), *_notes(ranking)])
 
 
 def page(ranking: planner.Ranking, command: str) -> str:
@@ -50,10 +40,19 @@ def page(ranking: planner.Ranking, command: str) -> str:
     parts = [
         f"# {_title(ranking)}",
         f"```\n{command}\n```",
-        markdown.table(HEAD, _rows(ranking)),
-        *_notes(),
+        markdown.table(_head(ranking), _rows(ranking)),
+        *_notes(ranking),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _head(ranking: planner.Ranking) -> tuple[str, ...]:
+    seconds = (f"{name} s" for name in _device(ranking).resources)
+    return (*HEAD, *seconds, *END)
+
+
+def _device(ranking: planner.Ranking) -> slice_devices.Device:
+    return ranking.plans[0].setting.device
 
 
 def _title(ranking: planner.Ranking) -> str:
@@ -86,7 +85,7 @@ def _rows(ranking: planner.Ranking) -> Iterator[tuple[str, ...]]:
             f"{sum(made.values()) - standing:.1f}",
             f"{figures['total_gib']:.1f}",
             f"{sum(figures['wire_gib'].values()):.0f}",
-            *(f"{seconds[name]:.2f}" for name in ("FLOPs", "HBM", "ICI", "DCN")),
+            *(f"{seconds[name]:.2f}" for name in plan.setting.device.resources),
             f"{figures['waiting_seconds']:.2f}",
             figures["binds"],
             f"{100 * figures['mfu_bound']:.0f}%",
@@ -105,7 +104,13 @@ def _compiled(plan: planner.Plan) -> str:
     return f"{total}, sends {line['collective_gib']}"
 
 
-def _notes() -> tuple[str, ...]:
+def _notes(ranking: planner.Ranking) -> tuple[str, ...]:
+    is_gpu = _device(ranking).is_gpu
+    of_gpus = (
+        "Temporaries are those that libtpu makes of the same step: no program for GPUs "
+        "was compared. NVLink: links of a node. network: the adapters of the GPUs, "
+        "over which everything goes that leaves a node.",
+    )
     return (
         "GiB, bytes sent and seconds of one device and step, from shapes; nothing was "
         "run. Arguments: parameters, moments and batch, and the weights of "
@@ -118,10 +123,11 @@ def _notes() -> tuple[str, ...]:
         "the slowest, what waits and "
         f"{100 * planner.EXPOSED:.0f}% of the others. A plan fits if it does with "
         f"{100 * memory.TOLERANCE:.0f}% more temporaries "
-        f"(limits: {_limits()}).",
+        f"(limits: {_limits(is_gpu)}).",
+        *(of_gpus if is_gpu else ()),
     )
 
 
-def _limits() -> str:
-    devices = slice_devices.DEVICES.values()
+def _limits(is_gpu: bool) -> str:
+    devices = (d for d in slice_devices.DEVICES.values() if d.is_gpu == is_gpu)
     return ", ".join(f"{d.chip.name} {d.hbm_limit_gib} GiB" for d in devices)
