@@ -34,17 +34,19 @@ import subprocess
 import sys
 
 CHECKOUT = ".."
+# Of the kernels for GPUs from compute capability 8.0 on: A100 and L4, not T4.
+TRITON = " triton>=3.6,<3.7 jax-triton>=0.3.1,!=0.4.0,!=0.4.1"
 PLUGINS = {
-    "jax_cuda12_plugin": "jax[cuda12]",
-    "jax_cuda13_plugin": "jax[cuda13]",
+    "jax_cuda12_plugin": "jax[cuda12]" + TRITON,
+    "jax_cuda13_plugin": "jax[cuda13]" + TRITON,
     "libtpu": "jax[tpu]",
 }
 if importlib.util.find_spec("glm5_jax") is None:
     extras = [
         name for module, name in PLUGINS.items() if importlib.util.find_spec(module)
     ]
-    install = [sys.executable, "-m", "pip", "install", "--quiet", CHECKOUT, *extras]
-    subprocess.run(install, check=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, CHECKOUT, *" ".join(extras).split()], check=True)
     importlib.invalidate_caches()
 
 # %%

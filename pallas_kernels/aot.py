@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import chips
+from pallas_kernels import capabilities, chips
 
 # An H200 SXM's driver answers XLA's queries so.
 _H200 = """
@@ -47,6 +47,7 @@ TOPOLOGIES = {
     "tpu7x": "tpu7x:2x2x1",
     "h200": "1x1x1",
 }
+TENSOR_COLUMNS = 512  # of a multiprocessor
 PTX_VERSION = 87  # read by the assemblers of Triton 3.6 to 3.9
 
 
@@ -59,6 +60,27 @@ class GpuKernel:
     spill_bytes: int  # stored and loaded again, per thread
     shared_bytes: int  # per program
     is_serialized: bool  # products wait for each other: far too slow
+    warps: int  # per program
+    capability: int  # compute capability that it is compiled for
+    tensor_columns: int = 0  # of Blackwell's memory for products
+
+    @property
+    def resident(self) -> int:
+        """Programs that a multiprocessor holds at once; 0 if one does not fit."""
+        row = capabilities.row(self.capability)
+        assert row is not None
+        if self.shared_bytes > row.shared_kib * 1024:
+            return 0
+        if self.tensor_columns > TENSOR_COLUMNS:  # Triton's code then does nothing
+            return 0
+        # Registers are given to a warp in units of 256; the driver takes 1 KiB.
+        of_a_warp = -(-self.registers * 32 // 256) * 256
+        return min(
+            65536 // (of_a_warp * self.warps),
+            row.threads // (32 * self.warps),
+            row.multiprocessor_kib * 1024 // (self.shared_bytes + 1024),
+            TENSOR_COLUMNS // max(self.tensor_columns, 1),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +196,31 @@ def _tpu_kernels(compiled: Any, files: set[pathlib.Path]) -> tuple[TpuKernel, ..
     return tuple(kernels)
 
 
+def kernels(function: Callable, args: Any, device_kind: str) -> tuple[GpuKernel, ...]:
+    """Compiles the Triton kernels that a function launches, by Triton alone.
+
+    Args:
+      function: the function to trace, of ops with implementation="gpu_interpret",
+        which needs no jax-triton.
+      args: arrays or ShapeDtypeStructs.
+      device_kind: jax's name of the GPU that it is traced for.
+    """
+    from pallas_kernels import triton_call
+
+    device = jax.sharding.AbstractDevice(device_kind, num_cores=None, platform="gpu")
+    axes = (AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("x",), axis_types=axes, abstract_device=device
+    )
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        triton_call.recorded(replaces=True) as launches,
+    ):
+        jax.eval_shape(lambda *xs: function(*xs), *args)  # new: traced again
+    distinct = {repr(launch): launch for launch in launches}  # scans trace twice
+    return tuple(map(gpu_kernel, distinct.values()))
+
+
 def _recorded(chip: chips.Chip) -> contextlib.AbstractContextManager:
     """Collects Triton launches on a GPU; nothing on other platforms."""
     if chip.platform != "gpu":
@@ -191,7 +238,7 @@ _TRITON_TYPES = {
 
 
 def gpu_kernel(launch: Any) -> GpuKernel:
-    """Compiles a `triton_call.Launch` for Hopper; returns what ptxas reports."""
+    """Compiles a `triton_call.Launch` for its GPU; returns what ptxas reports."""
     import triton
     from triton.backends import compiler as backends
 
@@ -205,29 +252,35 @@ def gpu_kernel(launch: Any) -> GpuKernel:
         constexprs=launch.constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names))},
     )
-    assembler = triton.knobs.nvidia.ptxas.path
+    is_blackwell = launch.capability >= 100
+    tools, suffix = triton.knobs.nvidia, "a" if launch.capability >= 90 else ""
+    assembler = (tools.ptxas_blackwell if is_blackwell else tools.ptxas).path
+    processor = f"--gpu-name=sm_{launch.capability}{suffix}"
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder  # jax-triton sets none
         compiled = triton.compile(
             source,
-            target=backends.GPUTarget("cuda", 90, 32),
-            options={
-                "num_warps": launch.num_warps,
-                "num_stages": launch.num_stages,
-                "ptx_version": PTX_VERSION,
-            },
+            target=backends.GPUTarget("cuda", launch.capability, 32),
+            options={"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+            | ({} if is_blackwell else {"ptx_version": PTX_VERSION}),
         )
         ptx = pathlib.Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
         said = subprocess.run(
-            [assembler, "-v", "--gpu-name=sm_90a", ptx, "-o", ptx.with_suffix(".o")],
+            [assembler, "-v", processor, ptx, "-o", ptx.with_suffix(".o")],
             capture_output=True,
             text=True,
             check=True,
         ).stderr
     number = lambda pattern: int(re.search(pattern, said).group(1))  # type: ignore
     spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
-    registers = number(r"Used (\d+) registers")
-    shared = compiled.metadata.shared
-    name, is_serialized = kernel.__name__, "serialized" in said  # warning C7515
-    return GpuKernel(name, registers, spills, shared, is_serialized)
+    return GpuKernel(
+        name=kernel.__name__,
+        registers=number(r"Used (\d+) registers"),
+        spill_bytes=spills,
+        shared_bytes=compiled.metadata.shared,
+        is_serialized="serialized" in said,  # warning C7515
+        warps=launch.num_warps,
+        capability=launch.capability,
+        tensor_columns=getattr(compiled.metadata, "tmem_size", 0) or 0,
+    )

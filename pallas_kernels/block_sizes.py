@@ -1,4 +1,6 @@
-"""Block sizes by chip: one table, which an op reads while it is traced.
+"""Block sizes by chip, which an op reads while it is traced.
+
+TPUs have a row a chip, here; GPUs a row a compute capability, in capabilities.py.
 
 Among entries that compile without spills, these need the fewest bundles
 (docs/kernels.md); none was chosen by timing. Try another entry with
@@ -12,7 +14,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from pallas_kernels import chips, dispatch
+from pallas_kernels import capabilities, chips, dispatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,46 +30,29 @@ class Tpu:
     decode_groups: int = 128  # tiles of 8 cached rows fetched at a time
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """The tile of a Triton kernel in bfloat16."""
-
-    sizes: tuple[int, ...]
-    warps: int
-    stages: int  # of software pipelining
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """Tiles of the Triton kernels on a Hopper GPU."""
-
-    sparse_mla: Tile = Tile((64,), 8, 2)  # keys gathered per step
-    sparse_mla_dq: Tile = Tile((32,), 8, 2)
-    sparse_mla_dkv: Tile = Tile((64,), 4, 1)  # 8 warps would compute the scores twice
-    masked_mla: Tile = Tile((128, 64), 8, 2)  # queries, keys
-    masked_mla_dq: Tile = Tile((128, 32), 8, 3)
-    masked_mla_dk: Tile = Tile((32, 128), 8, 3)
-    masked_mla_dv: Tile = Tile((64, 128), 8, 2)
-    indexer_scores: Tile = Tile((256,), 4, 2)  # queries times heads per step
-    grouped_matmul: Tile = Tile((128, 256, 64), 8, 4)  # rows, columns, depth
-    grouped_matmul_quantized: Tile = Tile((128, 128, 128), 8, 3)  # blocks of scales
-    grouped_matmul_dw: Tile = Tile((128, 256, 64), 8, 3)  # depth, columns, rows
-    decode_sparse_mla: Tile = Tile((64,), 8, 2)  # keys gathered per step
-
-
 # By the chip's name in `chips.CHIPS`. A v6e has 128 MB of VMEM, the others 64.
 TPUS = {
     "v5p": Tpu(cores=chips.CHIPS["v5p"].cores),
     "v6e": Tpu(vmem_bytes=112 << 20, indexer_keys=2048),
     "tpu7x": Tpu(indexer_keys=2048),
 }
-GPUS = {"h200": Gpu()}
-NAMES = (*TPUS, *GPUS)
 
 
-def of(chip: str) -> Tpu | Gpu:
+def names() -> tuple[str, ...]:
+    """Returns the chips of `chips.CHIPS` that have a row."""
+    gpus = [c for c in chips.CHIPS.values() if c.platform == "gpu"]
+    return (*TPUS, *(c.name for c in gpus if _gpu_row(c) is not None))
+
+
+def of(chip: str) -> Tpu | capabilities.Gpu:
     """Returns the sizes of a chip by its name in `chips.CHIPS`."""
-    return (TPUS | GPUS)[chip]
+    row = TPUS.get(chip) or _gpu_row(chips.CHIPS[chip])
+    assert row is not None, f"there are no block sizes for {chip}"
+    return row
+
+
+def _gpu_row(chip: chips.Chip) -> capabilities.Gpu | None:
+    return capabilities.row(capabilities.named(chip.device_kind))
 
 
 def tpu() -> Tpu:
@@ -76,13 +61,15 @@ def tpu() -> Tpu:
     return TPUS.get("" if chip is None else chip.name, TPUS["v5p"])
 
 
-def gpu() -> Gpu:
-    """Returns the sizes of GPUs; every Hopper uses those of the H200."""
-    chip = dispatch.chip()
-    return GPUS.get("" if chip is None else chip.name, GPUS["h200"])
+def gpu() -> capabilities.Gpu:
+    """Returns the tiles of the GPU that a program is traced for, else Hopper's."""
+    return (
+        capabilities.row(dispatch.capability())
+        or capabilities.GPUS[capabilities.HOPPER]
+    )
 
 
-def changed(sizes: Tpu | Gpu, entry: str) -> Tpu | Gpu:
+def changed(sizes: Tpu | capabilities.Gpu, entry: str) -> Tpu | capabilities.Gpu:
     """Changes one entry, such as "NAME=64,8,2": a tile's sizes, then warps and stages.
 
     Raises:
@@ -103,21 +90,21 @@ def changed(sizes: Tpu | Gpu, entry: str) -> Tpu | Gpu:
         )
     numbers = tuple(map(int, given))
     new: Any = numbers if isinstance(old, tuple) else numbers[0]
-    if isinstance(old, Tile):
-        new = Tile(numbers[:-2], *numbers[-2:])
+    if isinstance(old, capabilities.Tile):
+        new = capabilities.Tile(numbers[:-2], *numbers[-2:])
     return dataclasses.replace(sizes, **{name: new})
 
 
-def _numbers(entry: Tile | tuple[int, ...] | int) -> tuple[int, ...]:
-    if isinstance(entry, Tile):
+def _numbers(entry: capabilities.Tile | tuple[int, ...] | int) -> tuple[int, ...]:
+    if isinstance(entry, capabilities.Tile):
         return (*entry.sizes, entry.warps, entry.stages)
     return entry if isinstance(entry, tuple) else (entry,)
 
 
 @contextlib.contextmanager
-def tried(sizes: Tpu | Gpu) -> Iterator[None]:
+def tried(sizes: Tpu | capabilities.Gpu) -> Iterator[None]:
     """Makes programs traced inside use these sizes, whatever the chip."""
-    table: dict = TPUS if isinstance(sizes, Tpu) else GPUS
+    table: dict = TPUS if isinstance(sizes, Tpu) else capabilities.GPUS
     before = dict(table)
     table.update(dict.fromkeys(table, sizes))
     try:

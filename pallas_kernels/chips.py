@@ -4,8 +4,10 @@ The kernels' benchmark, the planner and a run's MFU all read this table. An entr
 device as jax counts devices: a tpu7x chip has two.
 
 Sources, read in November 2026: cloud.google.com/tpu/docs, pages v5e, v5p, v6e and tpu7x
-(the last compares three generations); NVIDIA's data sheets of the H100 SXM, H200 SXM
-and HGX B200, where rates are those without sparsity.
+(the last compares three generations); NVIDIA's data sheets of the A100 SXM, L4, H100
+SXM, H200 SXM and HGX B200, where rates are those without sparsity. The network of a GPU
+is the adapter that NVIDIA's DGX of that generation gives each: 200 Gbit/s with A100,
+400 with the later ones.
 """
 
 import dataclasses
@@ -22,7 +24,8 @@ class Chip:
     bf16_tflops: float  # bfloat16 products summed in float32
     hbm_tbps: float
     hbm_gib: float  # NVIDIA writes GB
-    interconnect_gbps: float  # GB/s of all ICI or NVLink links, both ways together
+    # GB/s of all ICI or NVLink links, else of PCIe, both ways together.
+    interconnect_gbps: float
     num_links: int
     network_gbps: float  # GB/s to other slices or nodes, one way
 
@@ -99,6 +102,30 @@ CHIPS = {
             network_gbps=6.25,
         ),
         Chip(
+            name="a100",
+            platform="gpu",
+            device_kinds=("NVIDIA A100-SXM4-80GB",),
+            cores=108,
+            bf16_tflops=312.0,
+            hbm_tbps=2.039,
+            hbm_gib=80.0,
+            interconnect_gbps=600.0,
+            num_links=12,
+            network_gbps=25.0,
+        ),
+        Chip(  # has PCIe alone; its host has a network, of 25 Gbit/s in small ones
+            name="l4",
+            platform="gpu",
+            device_kinds=("NVIDIA L4",),
+            cores=58,
+            bf16_tflops=121.0,
+            hbm_tbps=0.3,
+            hbm_gib=24.0,
+            interconnect_gbps=64.0,
+            num_links=1,
+            network_gbps=3.125,
+        ),
+        Chip(
             name="h100",
             platform="gpu",
             device_kinds=("NVIDIA H100 80GB HBM3",),
@@ -157,11 +184,6 @@ LINK_SHARE = 0.9  # "How to Scale Your Model" (2025), chapter "TPUs"
 
 def _reached(name: str) -> Reached:
     return REACHED.get(name, NOBODY_TIMED)
-
-
-def is_hopper(device_kind: str) -> bool:
-    """Returns whether a GPU runs programs compiled for compute capability 9.0."""
-    return any(name in device_kind for name in ("H100", "H200", "H800", "H20"))
 
 
 def find(device_kind: str) -> Chip | None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import ad_checkpoint
 
-from pallas_kernels import chips, varying
+from pallas_kernels import capabilities, chips, varying
 
 SAVED = "pallas_kernels"  # name for rematerialisation policies: keep these arrays
 KERNELS = ("tpu", "gpu")  # modules of kernels; all others are plain XLA
@@ -31,6 +31,23 @@ def platform() -> str:
 def chip() -> chips.Chip | None:
     """Returns the chip that a program is traced for, or None if it is unknown."""
     return chips.find(_device_kind())
+
+
+def capability() -> int | None:
+    """Returns the compute capability of the GPU that a program is traced for.
+
+    It is 90 for 9.0, and None on other platforms or if the GPU is neither known by its
+    name nor at hand.
+    """
+    if platform() != "gpu":
+        return None
+    kind = _device_kind()
+    known = capabilities.named(kind)
+    if known is None and jax.default_backend() == "gpu":
+        asked = [d for d in jax.devices() if d.device_kind == kind]
+        number = getattr(asked[0], "compute_capability", "") if asked else ""
+        known = int(number.replace(".", "")) if number else None  # "9.0"
+    return known
 
 
 def _device_kind() -> str:
@@ -53,6 +70,7 @@ class Op:
     # "dense" or "listed" if the folder has a kernel file for each, such as tpu_dense.py
     # and tpu_listed.py. Files of plain XLA hold both forms.
     form: str | None = None
+    plain_on_gpu: str | None = None  # plain XLA that suits GPUs better than the first
 
     def path(self, name: str) -> str:
         """Returns the full name of the module of one implementation."""
@@ -128,6 +146,8 @@ def _choose(op: Op, implementation: str | None, args: tuple) -> Callable:
 def _best(op: Op, args: tuple) -> Callable:
     """Returns the platform's kernel if one runs here, else plain XLA."""
     name, default = platform(), op.implementations[0]
+    if name == "gpu" and op.plain_on_gpu is not None:
+        default = op.plain_on_gpu
     if _is_empty(args):
         return op.load("reference")
     if name in op.implementations:
@@ -151,9 +171,10 @@ def _missing(name: str, is_interpreted: bool = False) -> str | None:
     """Returns what this machine lacks to run the kernels of a platform, or None."""
     if name != "gpu":
         return None
-    kind = _device_kind()
-    if platform() == "gpu" and not chips.is_hopper(kind):
-        return f"they are compiled for Hopper GPUs, this is {kind}"
+    if platform() == "gpu":
+        reason = capabilities.refusal(capability())
+        if reason is not None:
+            return f"this is {_device_kind()}: {reason}"
     for package in ("triton",) if is_interpreted else ("triton", "jax_triton"):
         error = _import_error(package)
         if error is not None:

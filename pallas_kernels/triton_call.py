@@ -12,13 +12,15 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import triton
 import triton.language as tl
 
+from pallas_kernels import capabilities, dispatch
+
 FORGOTTEN = 77  # fills outputs before an interpreted kernel writes
-HOPPER = 90  # compute capability; asking the driver would need a GPU while compiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,20 +33,33 @@ class Launch:
     num_warps: int
     num_stages: int
     constants: dict[str, Any]
+    capability: int  # compute capability of the GPU, 90 for 9.0
 
 
-_recorders: list[list[Launch]] = []
+class _Recorder(list[Launch]):
+    """Collects launches; `replaces` them by zeros or not."""
+
+    replaces = False
+
+
+_recorders: list[_Recorder] = []
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Collects the launches of programs traced inside."""
-    launches: list[Launch] = []
+def recorded(*, replaces: bool = False) -> Iterator[list[Launch]]:
+    """Collects the launches of programs traced inside.
+
+    Args:
+      replaces: whether a launch gives zeros instead, so that neither jax-triton nor an
+        interpreter is needed.
+    """
+    launches = _Recorder()
+    launches.replaces = replaces
     _recorders.append(launches)
     try:
         yield launches
     finally:
-        _recorders.remove(launches)
+        _recorders.pop()
 
 
 def call(
@@ -72,9 +87,13 @@ def call(
       **constants: the kernel's tl.constexpr arguments.
     """
     dtypes = tuple(str(x.dtype) for x in (*inputs, *out_shape))
-    launch = Launch(kernel, dtypes, grid, num_warps, num_stages, constants)
+    # Asking the driver would need a GPU while compiling.
+    target = dispatch.capability() or capabilities.HOPPER
+    launch = Launch(kernel, dtypes, grid, num_warps, num_stages, constants, target)
     for recorder in _recorders:
         recorder.append(launch)
+    if any(recorder.replaces for recorder in _recorders):
+        return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
     if interpret:
         return _interpreted(launch, inputs, list(out_shape), zeroed_outputs)
     import jax_triton
@@ -87,7 +106,7 @@ def call(
         num_warps=num_warps,
         num_stages=num_stages,
         zeroed_outputs=zeroed_outputs,
-        compute_capability=HOPPER,
+        compute_capability=target,
         **constants,
     )
 

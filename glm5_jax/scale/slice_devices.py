@@ -42,8 +42,8 @@ class Device:
     @property
     def resources(self) -> tuple[str, str, str, str]:
         """Names what a step takes time of, as `roofline.Roofline` does."""
-        networks = ("NVLink", "network") if self.is_gpu else ("ICI", "DCN")
-        return ("FLOPs", "HBM", *networks)
+        links, network = ("NVLink", "network") if self.is_gpu else ("ICI", "DCN")
+        return "FLOPs", "HBM", links, network
 
     @property
     def flops(self) -> float:

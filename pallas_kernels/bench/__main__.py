@@ -25,7 +25,7 @@ import numpy as np
 from pallas_kernels import aot, block_sizes, cases, chips, dispatch, selection
 from pallas_kernels.bench import measure, operations, table
 
-_BLOCKS = "other block sizes, one by one: sparse_mla=32,8,2; a tile's, warps and stages"
+_BLOCKS = "other block sizes, one by one: sparse_mla=64,32,8,2; then warps, stages"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help=", ".join(operations.OPERATIONS))
-    add("--chip", choices=aot.TOPOLOGIES, help="default: the device at hand")
+    add("--chip", choices=block_sizes.names(), help="default: the device at hand")
     add("--length", default="4096", help="tokens: 4096,32768,131072,202752")
     add("--mode", default="fwd", help="of fwd, bwd (with forward), det (reproducible)")
     add("--index", default="random", help="index lists: random, local, captured")
@@ -153,7 +153,7 @@ def _chip(
     """Returns the chip to compile for, or this machine's, which timing needs."""
     if args.aot:
         if args.chip is None:
-            parser.error(f"--aot needs --chip, one of {', '.join(aot.TOPOLOGIES)}")
+            parser.error(f"--aot needs --chip, one of {', '.join(block_sizes.names())}")
         folder = pathlib.Path(tempfile.mkdtemp(prefix="pallas_kernels_"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)  # gigabytes
         aot.dump_bundles(folder)
@@ -170,8 +170,8 @@ def _check_blocks(
 ) -> None:
     """Exits with 2 on an entry that the chip's row of block sizes does not have."""
     for entry in filter(None, args.blocks):
-        if chip is None or chip.name not in block_sizes.NAMES:
-            parser.error(f"--blocks needs a chip of {', '.join(block_sizes.NAMES)}")
+        if chip is None or chip.name not in block_sizes.names():
+            parser.error(f"--blocks needs a chip of {', '.join(block_sizes.names())}")
         try:
             block_sizes.changed(block_sizes.of(chip.name), entry)
         except ValueError as error:

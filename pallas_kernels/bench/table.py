@@ -51,7 +51,7 @@ def _notes(row: dict[str, Any]) -> list[str]:
     wrong = ["WRONG VALUES"] * row.get("is_wrong", False)
     gpu = [
         f"{k['name']} {k['registers']} registers, {k['spill_bytes']} B spilled, "
-        f"{k['shared_bytes'] / 1024:.0f} KiB shared"
+        f"{k['shared_bytes'] / 1024:.0f} KiB shared, {k['resident']} at once"
         f"{', products serialized' if k['is_serialized'] else ''}"
         for k in row.get("gpu_kernels", ())
     ]

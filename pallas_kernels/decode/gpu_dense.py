@@ -1,4 +1,4 @@
-"""Top-k cached keys on Hopper: the kernels of `indexer_topk`, reading pages.
+"""Top-k cached keys on GPUs: the kernels of `indexer_topk`, reading pages.
 
 All multiprocessors share the scoring of a row of keys, whatever its length. A single
 program then selects from the row. It reads S / G maxima and K G scores (128 KB at

@@ -1,4 +1,4 @@
-"""Triton kernels for Hopper that split the lists of a few queries among programs.
+"""Triton kernels that split the lists of a few queries among programs.
 
 Each program attends to every SPLITS-th block of a query's list. A second kernel weights
 the parts by their log-sum-exps.
@@ -13,11 +13,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_sizes, chips, triton_call
+from pallas_kernels import block_sizes, triton_call
 
-HEADS = 64  # per program: the fewest rows of a wgmma
 HEADS_FLOAT32, KEYS_FLOAT32 = 16, 32  # without tensor cores; more would spill
-PROGRAMS = chips.CHIPS["h200"].cores  # one program per multiprocessor
 VALUES = 128  # of a head, written by a combining program
 LOG2_E = math.log2(math.e)
 
@@ -62,11 +60,10 @@ def decode_sparse_mla(
 
 def num_splits(q: Array, topk: int) -> int:
     """Returns the programs per list, a power of two, to use all multiprocessors."""
-    rows = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], HEADS)
-    most = min(
-        PROGRAMS // rows,
-        triton.cdiv(topk, block_sizes.gpu().decode_sparse_mla.sizes[0]),
-    )
+    sizes = block_sizes.gpu()
+    heads, keys = sizes.decode_sparse_mla.sizes
+    rows = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], heads)
+    most = min(sizes.cores // rows, triton.cdiv(topk, keys))
     return 2 ** (max(most, 1).bit_length() - 1)
 
 
@@ -75,7 +72,7 @@ def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):
     batch, num_queries, num_heads, width = q.shape
     rows = batch * num_queries
     is_float32, tile = q.dtype == jnp.float32, block_sizes.gpu().decode_sparse_mla
-    most_heads = HEADS_FLOAT32 if is_float32 else HEADS
+    most_heads = HEADS_FLOAT32 if is_float32 else tile.sizes[0]
     heads = min(max(triton.next_power_of_2(num_heads), 16), most_heads)
     is_whole = splits == 1
     out, lse = triton_call.call(
@@ -105,7 +102,7 @@ def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):
         SPLITS=splits,
         SLOTS=triton.next_power_of_2(indices.shape[2]),
         HEADS=heads,
-        KEYS=KEYS_FLOAT32 if is_float32 else tile.sizes[0],
+        KEYS=KEYS_FLOAT32 if is_float32 else tile.sizes[1],
     )
     if not is_whole:
         values = min(VALUES, value_dim)

@@ -5,8 +5,8 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, Int8
 from pallas_kernels import contract, dispatch
 from pallas_kernels.grouped_matmul import reference
 
-IMPLEMENTATIONS = ("blocked", "ragged_dot", "gpu", "reference")
-QUANTIZED_IMPLEMENTATIONS = ("blocked", "gpu", "reference")
+IMPLEMENTATIONS = ("blocked", "batched", "ragged_dot", "gpu", "reference")
+QUANTIZED_IMPLEMENTATIONS = ("blocked", "batched", "gpu", "reference")
 
 
 def grouped_matmul(
@@ -26,8 +26,9 @@ def grouped_matmul(
       group_sizes: rows of each group. Rows after the last group give zeros; groups
         are cut at the end of the M rows.
       implementation: "blocked" (CPU: loops over tiles of rows, no wasted product),
-        "ragged_dot" (TPU: `jax.lax.ragged_dot`), "gpu" (Hopper: Triton), "reference",
-        or None for the best one of this platform.
+        "ragged_dot" (TPU: `jax.lax.ragged_dot`), "gpu" (Triton), "batched" (GPUs
+        without Triton: all tiles at once), "reference", or None for the best one of
+        this platform.
 
     Raises:
       ValueError: if shapes or types do not fit each other.
@@ -39,7 +40,9 @@ def grouped_matmul(
     # On TPU, XLA's own product wastes no work.
     is_tpu = implementation is None and dispatch.platform() == "tpu"
     name = "ragged_dot" if is_tpu else implementation
-    op = dispatch.Op("grouped_matmul", "grouped_matmul", IMPLEMENTATIONS)
+    op = dispatch.Op(
+        "grouped_matmul", "grouped_matmul", IMPLEMENTATIONS, plain_on_gpu="batched"
+    )
     return dispatch.run(op, name, (x, w, group_sizes))
 
 
@@ -65,8 +68,8 @@ def grouped_matmul_quantized(
       scales: row_blocks = ceil(D / 128), column_blocks = ceil(F / 128).
       group_sizes: rows of each group. Rows after the last group give zeros; groups
         are cut where the M rows end.
-      implementation: "blocked" (CPU and TPU: a loop), "gpu" (Hopper: Triton),
-        "reference", or None for the best one of this platform.
+      implementation: "blocked" (CPU and TPU: a loop), "gpu" (Triton), "batched"
+        (GPUs without Triton), "reference", or None for the best one of this platform.
 
     Raises:
       ValueError: if shapes or types do not fit each other.
@@ -86,5 +89,5 @@ def grouped_matmul_quantized(
             f"{w.shape}, got {scales.shape}: one a block of 128 x 128."
         )
     function, known = "grouped_matmul_quantized", QUANTIZED_IMPLEMENTATIONS
-    op = dispatch.Op("grouped_matmul", function, known)
+    op = dispatch.Op("grouped_matmul", function, known, plain_on_gpu="batched")
     return dispatch.run(op, implementation, (x, w, scales, group_sizes))

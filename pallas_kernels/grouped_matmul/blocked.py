@@ -8,64 +8,15 @@ are smaller.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, varying
-from pallas_kernels.grouped_matmul import reference
+from pallas_kernels import varying
+from pallas_kernels.grouped_matmul import gradients, reference
 
 ROWS = 128  # a tile of x, a matrix and the result stay in the L2 cache
 MIN_ROWS = 8
-
-
-@jax.custom_vjp
-def grouped_matmul(
-    x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
-) -> Float[Array, "M F"]:
-    """See `pallas_kernels.grouped_matmul`."""
-    return _rows_times_matrix(x, w, None, group_sizes, "mk,kn->mn")
-
-
-@jax.custom_vjp
-def grouped_matmul_quantized(
-    x: Float[Array, "M D"],
-    w: Array,
-    scales: Float[Array, "E row_blocks column_blocks"],
-    group_sizes: Int[Array, " E"],
-) -> Float[Array, "M F"]:
-    """See `pallas_kernels.grouped_matmul_quantized`; rounds weights to x's type."""
-    return _rows_times_matrix(x, w, scales, group_sizes, "mk,kn->mn")
-
-
-def _forward(x, w, group_sizes):  # noqa: ANN001, ANN202
-    y = dispatch.saved(grouped_matmul(x, w, group_sizes))
-    return y, (x, w, group_sizes)
-
-
-def _backward(residuals, dy):  # noqa: ANN001, ANN202
-    x, w, group_sizes = residuals
-    dx = _rows_times_matrix(dy, w, None, group_sizes, "mn,kn->mk")
-    return dx, _rows_times_rows(x, dy, group_sizes).astype(w.dtype), None
-
-
-grouped_matmul.defvjp(_forward, _backward)
-
-
-def _quantized_forward(x, w, scales, group_sizes):  # noqa: ANN001, ANN202
-    y = dispatch.saved(grouped_matmul_quantized(x, w, scales, group_sizes))
-    return y, (w, scales, group_sizes)
-
-
-def _quantized_backward(residuals, dy):  # noqa: ANN001, ANN202
-    """The weights are constants."""
-    w, scales, group_sizes = residuals
-    dx = _rows_times_matrix(dy, w, scales, group_sizes, "mn,kn->mk")
-    return dx, None, None, None
-
-
-grouped_matmul_quantized.defvjp(_quantized_forward, _quantized_backward)
 
 
 def _tile_rows(num_rows: int, num_groups: int) -> int:
@@ -91,12 +42,13 @@ def _tile(
 
 
 def _rows_times_matrix(
-    x: Array, w: Array, scales: Array | None, group_sizes: Array, formula: str
+    x: Array, w: Array, scales: Array | None, group_sizes: Array, transposed: bool
 ) -> Array:
     """Multiplies tile by tile; the next group overwrites rows after a group's end."""
     size = _tile_rows(len(x), len(w))
     padded = jnp.pad(x, ((0, size), (0, 0)))
-    width = w.shape[2] if formula.endswith("mn") else w.shape[1]
+    width = w.shape[1] if transposed else w.shape[2]
+    formula = "mn,kn->mk" if transposed else "mk,kn->mn"
     product = functools.partial(jnp.einsum, formula, preferred_element_type=x.dtype)
 
     def group(e: Array, out: Array) -> Array:
@@ -146,3 +98,8 @@ def _rows_times_rows(x: Array, dy: Array, group_sizes: Array) -> Array:
         return lax.fori_loop(0, num_tiles, tile, zeros)
 
     return lax.map(group, jnp.arange(len(group_sizes)))
+
+
+grouped_matmul, grouped_matmul_quantized = gradients.differentiable(
+    _rows_times_matrix, _rows_times_rows
+)

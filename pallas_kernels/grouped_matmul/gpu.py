@@ -1,10 +1,10 @@
-"""Grouped products on Hopper, in Triton: y = x w[e], dx = dy w[e]^T, dw[e] = x^T dy.
+"""Grouped products on GPUs, in Triton: y = x w[e], dx = dy w[e]^T, dw[e] = x^T dy.
 
 The grid does not depend on the routing. ceil(M / ROWS) + E tiles of rows are enough for
 any group sizes. A table in memory holds each tile's group and end; unused tiles return
 at once. Eight tiles of rows run side by side over all columns, so that a matrix
-is read from HBM once for all tiles of its group, and a row once for all columns. The
-compiled code was inspected (wgmma m64n256k16, copies of 16 bytes, no spills at GLM-5's
+is read from HBM once for all tiles of its group, and a row once for all columns.
+Hopper's code was inspected (wgmma m64n256k16, copies of 16 bytes, no spills at GLM-5's
 sizes), not timed.
 """
 
@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_sizes, dispatch, triton_call
-from pallas_kernels.grouped_matmul import reference
+from pallas_kernels import block_sizes, capabilities, dispatch, triton_call
+from pallas_kernels.grouped_matmul import reference, tile_table
 
+FLOAT8_FROM = 89  # compute capability whose instructions convert float8_e4m3fn
 SIDE_BY_SIDE = 8  # tiles of rows that share matrices in the L2 cache
-FLOAT32_TILE = block_sizes.Tile((64, 64, 32), 8, 3)
+FLOAT32_TILE = capabilities.Tile((64, 64, 32), 8, 3)
 
 
 def grouped_matmul(
@@ -67,9 +68,12 @@ def unsupported_grouped_matmul_quantized(
     x: Array, w: Array, scales: Array, group_sizes: Array
 ) -> str | None:
     """Returns why these arguments cannot be taken, or None."""
-    del w, scales, group_sizes
+    del scales, group_sizes
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"x must be bfloat16 or float32, got {x.dtype}."
+    capability = dispatch.capability() or capabilities.HOPPER
+    if w.dtype == jnp.float8_e4m3fn and capability < FLOAT8_FROM:
+        return "codes of float8_e4m3fn need compute capability 8.9; int8 ones do not."
     return None
 
 
@@ -114,25 +118,12 @@ def _quantized_backward(interpret, residuals, dy):
 _quantized.defvjp(_quantized_forward, _quantized_backward)
 
 
-def _tile_table(group_sizes: Array, num_rows: int, size: int) -> Int[Array, "3 tiles"]:
-    """Returns group, first row and end of each tile of rows; group E marks no group."""
-    sizes = group_sizes.astype(jnp.int32)
-    sizes = jnp.concatenate([sizes, num_rows - jnp.sum(sizes, keepdims=True)])
-    ends, tiles = jnp.cumsum(sizes), (sizes + size - 1) // size
-    tile_ends = jnp.cumsum(tiles)
-    i = jnp.arange(triton.cdiv(num_rows, size) + group_sizes.shape[0], dtype=jnp.int32)
-    group = jnp.sum(tile_ends[None] <= i[:, None], axis=1, dtype=jnp.int32)
-    group = jnp.minimum(group, group_sizes.shape[0])
-    start = (ends - sizes)[group] + (i - (tile_ends - tiles)[group]) * size
-    return jnp.stack([group, start, ends[group]])
-
-
 def _width(size: int, most: int) -> int:
     """Columns of a tile."""
     return max(16, min(most, triton.next_power_of_2(size)))
 
 
-def _tile(is_half: bool, is_quantized: bool) -> block_sizes.Tile:
+def _tile(is_half: bool, is_quantized: bool) -> capabilities.Tile:
     """Returns rows, columns and depth of a tile; a tile of codes has one scale."""
     if not is_half:
         return FLOAT32_TILE
@@ -156,7 +147,7 @@ def _rows_times_matrix(
     most, cols, step = tile.sizes
     is_full = is_half and num_rows >= 64 * num_groups
     rows, cols = most if is_full else 64, _width(width, cols)
-    table = _tile_table(group_sizes, num_rows, rows)
+    table = tile_table.make(group_sizes, num_rows, rows)
     num_tiles = table.shape[1]
     down, across = (0, 0) if scales is None else scales.shape[1:]
     sizes: dict[str, Any] = {

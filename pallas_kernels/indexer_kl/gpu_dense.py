@@ -1,4 +1,4 @@
-"""Triton kernels for Hopper: the loss over all visible keys, or those that bits select.
+"""Triton kernels: the loss over all visible keys, or those that bits select.
 
 Kernels process a chunk of queries at a time. The head-averaged probabilities of the
 attention are four fifths of the work. They are computed once and written to HBM
@@ -16,13 +16,13 @@ import triton
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels import dispatch, selection, triton_call
+from pallas_kernels import block_sizes, capabilities, dispatch, selection, triton_call
 from pallas_kernels.indexer_kl import gpu_dense_tiles as tiles
 from pallas_kernels.indexer_kl import gradient as gradient_lib
 
-ROWS = 128  # queries times indexer heads per tile
-QUERIES = 128  # per tile of probabilities
-KEYS = 64  # per tile
+MAX_HEADS = 128  # of the indexer
+QUERIES = 128  # a chunk is a multiple of them, as they are of every tile's
+KEYS = 64  # rows of HBM are a multiple of them
 # Queries per pass: with 32 heads 384 tiles, which an H200 runs at once.
 CHUNK = 1536
 
@@ -36,8 +36,11 @@ def unsupported_indexer_kl_loss(
     sizes = (q.shape[3], dim)
     if any(x < 16 or x & (x - 1) for x in sizes):
         return f"last axes must be powers of two of 16 or more, got {sizes}."
-    if heads > ROWS or heads & (heads - 1):
-        return f"the indexer's heads must be a power of two up to {ROWS}, got {heads}."
+    if heads > MAX_HEADS or heads & (heads - 1):
+        return (
+            "the indexer's heads must be a power of two up to "
+            f"{MAX_HEADS}, got {heads}."
+        )
     dtypes = {x.dtype.name for x in (q, k, q_index, k_index)}
     if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16", "float32"}:
         return (
@@ -136,7 +139,9 @@ def _compared(
 ) -> tuple[Array, tuple]:
     """Computes the loss of a chunk's queries, and the gradient's inputs."""
     (q, k, lse), (lo, hi, bits, weight) = main, rows
-    sizes = _sizes(index)
+    tile = block_sizes.gpu().kl_target
+    rows_of_tile, keys = tile.sizes
+    sizes = _options(index, block_sizes.gpu().kl_loss)
     _, num_queries, num_heads, head_dim = q.shape
     given = jnp.zeros((1, 1, 1), jnp.uint32) if bits is None else bits
     target = triton_call.call(
@@ -149,9 +154,9 @@ def _compared(
         given,
         start,
         out_shape=[jax.ShapeDtypeStruct((chunk, sizes["STRIDE"]), jnp.float32)],
-        grid=(chunk // QUERIES, sizes["STRIDE"] // KEYS),
-        num_warps=8,
-        num_stages=2,
+        grid=(chunk // rows_of_tile, sizes["STRIDE"] // keys),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
         SCALE=scale,
         T=num_queries,
@@ -160,8 +165,8 @@ def _compared(
         H=head_dim,
         WORDS=0 if bits is None else bits.shape[2],
         STRIDE=sizes["STRIDE"],
-        QUERIES=QUERIES,
-        KEYS=KEYS,
+        QUERIES=rows_of_tile,
+        KEYS=keys,
     )[0]
     loss, norm, total = triton_call.call(
         tiles.loss_kernel,
@@ -173,8 +178,6 @@ def _compared(
         target,
         out_shape=[jax.ShapeDtypeStruct((chunk,), jnp.float32)] * 3,
         grid=(chunk // sizes["QUERIES"],),
-        num_warps=8,
-        num_stages=2,
         interpret=interpret,
         **sizes,
     )
@@ -186,12 +189,10 @@ def _gradient(
 ) -> tuple[Array, Array, Array]:
     """Computes a chunk's gradients for its q and w, and for all k."""
     (q_index, k_index, _), (lo, hi, _, weight) = index, rows
-    sizes, chunk = _sizes(index), sums[0].shape[0]
+    tiled, chunk = block_sizes.gpu(), sums[0].shape[0]
     heads, dim = q_index.shape[2:]
-    launch = functools.partial(
-        triton_call.call, num_warps=8, interpret=interpret, **sizes
-    )
-    dq, dw, d_scores = launch(
+    sizes = _options(index, tiled.kl_gradient)
+    dq, dw, d_scores = triton_call.call(
         tiles.gradient_kernel,
         *index,
         lo,
@@ -205,9 +206,11 @@ def _gradient(
             jax.ShapeDtypeStruct(sums[0].shape, jnp.float32),
         ],
         grid=(chunk // sizes["QUERIES"],),
-        num_stages=1,  # pipelined, ptxas serialises its products (C7515)
+        interpret=interpret,
+        **sizes,
     )
-    (dk,) = launch(
+    sizes = _options(index, tiled.kl_dk)
+    (dk,) = triton_call.call(
         tiles.dk_kernel,
         *index,
         lo,
@@ -216,8 +219,9 @@ def _gradient(
         d_scores,
         *_groups(lo, hi, start, chunk, sizes),
         out_shape=[jax.ShapeDtypeStruct(k_index.shape[1:], jnp.float32)],
-        grid=(sizes["STRIDE"] // KEYS,),
-        num_stages=2,
+        grid=(sizes["STRIDE"] // sizes["KEYS"],),
+        interpret=interpret,
+        **sizes,
     )
     return dq, dw, dk
 
@@ -234,22 +238,32 @@ def _groups(
     is_row &= lo < hi
     low = jnp.where(is_row, lo, sizes["STRIDE"]).reshape(-1, sizes["QUERIES"])
     high = jnp.where(is_row, hi, 0).reshape(-1, sizes["QUERIES"])
-    key = jnp.arange(0, sizes["STRIDE"], KEYS)[:, None]
-    sees = (jnp.min(low, 1)[None] < key + KEYS) & (jnp.max(high, 1)[None] > key)
+    keys = sizes["KEYS"]
+    key = jnp.arange(0, sizes["STRIDE"], keys)[:, None]
+    sees = (jnp.min(low, 1)[None] < key + keys) & (jnp.max(high, 1)[None] > key)
     group = jnp.arange(low.shape[0], dtype=jnp.int32)[None]
     end = jnp.max(jnp.where(sees, group + 1, 0), axis=1)
     return jnp.min(jnp.where(sees, group, end[:, None]), axis=1), end
 
 
-def _sizes(index: tuple) -> dict[str, typing.Any]:
+def _options(index: tuple, tile: capabilities.Tile) -> dict[str, typing.Any]:
+    """Returns a kernel's options.
+
+    It reads the probabilities of whole tiles, which `target_kernel` wrote: so a tile
+    has no more queries and no more keys than one of that kernel.
+    """
     q_index, k_index, _ = index
     _, num_queries, heads, dim = q_index.shape
+    rows, keys = tile.sizes
+    most, _ = block_sizes.gpu().kl_target.sizes
     return {
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
         "T": num_queries,
         "S": k_index.shape[1],
         "I": heads,
         "J": dim,
         "STRIDE": triton.cdiv(k_index.shape[1], KEYS) * KEYS,
-        "QUERIES": ROWS // heads,
-        "KEYS": KEYS,
+        "QUERIES": min(max(rows // heads, 1), most),
+        "KEYS": keys,
     }

@@ -1,4 +1,4 @@
-"""Triton kernels for Hopper: the indexer's loss and its gradient, a program per query.
+"""Triton kernels: the indexer's loss and its gradient, a program per query.
 
 The first kernel writes the head-averaged probabilities of the attention to HBM ([T, K]:
 the only array of that size). The second computes the loss and the sums that the
@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 from jaxtyping import Array
 
-from pallas_kernels import dispatch, triton_call
+from pallas_kernels import block_sizes, capabilities, dispatch, triton_call
 from pallas_kernels.indexer_kl import gradient as gradient_lib
 
 MAX_HEADS = 64  # of the main attention; a program holds them all
-KEYS = 64  # gathered per step: the rows of a wgmma
-KEYS_FLOAT32 = 16  # for tests
+KEYS_FLOAT32 = 16  # gathered per step, for tests
 FLOAT32_WIDTH = 192  # of kv: wider rows do not fit in shared memory
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -100,7 +99,7 @@ def _compared(
     (q, kv, lse), (q_index, k_index, w), (indices, weight) = main, index, rows
     num_heads, width = q.shape[2:]
     latent, rope = _split(width)
-    count = _count(indices, weight)
+    count, tiles = _count(indices, weight), block_sizes.gpu()
     exact = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32)
     target = triton_call.call(
         _target_kernel,
@@ -111,8 +110,8 @@ def _compared(
         count,
         out_shape=[exact(indices)],
         grid=(indices.shape[0] * indices.shape[1],),
-        num_warps=8,
-        num_stages=2,
+        num_warps=tiles.kl_listed_target.warps,
+        num_stages=tiles.kl_listed_target.stages,
         interpret=interpret,
         SCALE=scale,
         T=q.shape[1],
@@ -122,7 +121,7 @@ def _compared(
         C=latent,
         R=rope,
         HEADS=_block(num_heads),
-        KEYS=_keys(q),
+        KEYS=_keys(q, tiles.kl_listed_target),
     )[0]
     loss, norm, total = triton_call.call(
         _loss_kernel,
@@ -135,10 +134,8 @@ def _compared(
         target,
         out_shape=[exact(weight)] * 3,
         grid=(indices.shape[0] * indices.shape[1],),
-        num_warps=4,
-        num_stages=2,
         interpret=interpret,
-        **_index_sizes(index, indices),
+        **_options(index, indices, tiles.kl_listed_loss),
     )
     return loss, (target, norm, total)
 
@@ -162,11 +159,9 @@ def _gradient(index: tuple, sums: tuple, rows: tuple, interpret: bool) -> tuple:
             jax.ShapeDtypeStruct(k_index.shape, jnp.float32),
         ],
         grid=(indices.shape[0] * indices.shape[1],),
-        num_warps=4,
-        num_stages=2,
         zeroed_outputs=(2,),
         interpret=interpret,
-        **_index_sizes(index, indices),
+        **_options(index, indices, block_sizes.gpu().kl_listed_gradient),
     )
     return dq, dk.astype(k_index.dtype), dw
 
@@ -177,17 +172,22 @@ def _count(indices: Array, weight: Array) -> Array:
     return jnp.where(weight == 0, 0, count)
 
 
-def _index_sizes(index: tuple, indices: Array) -> dict[str, typing.Any]:
+def _options(
+    index: tuple, indices: Array, tile: capabilities.Tile
+) -> dict[str, typing.Any]:
+    """Returns the options of the kernels that compute the indexer's scores."""
     q_index, k_index, _ = index
     _, num_queries, heads, dim = q_index.shape
     return {
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
         "T": num_queries,
         "S": k_index.shape[1],
         "K": indices.shape[2],
         "I": heads,
         "J": dim,
         "HEADS": _block(heads),
-        "KEYS": _keys(q_index),
+        "KEYS": _keys(q_index, tile),
     }
 
 
@@ -202,8 +202,8 @@ def _block(num_heads: int) -> int:
     return max(triton.next_power_of_2(num_heads), 16)
 
 
-def _keys(x: Array) -> int:
-    return KEYS_FLOAT32 if x.dtype == jnp.float32 else KEYS
+def _keys(x: Array, tile: capabilities.Tile) -> int:
+    return KEYS_FLOAT32 if x.dtype == jnp.float32 else tile.sizes[0]
 
 
 @triton.jit

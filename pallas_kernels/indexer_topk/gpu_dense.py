@@ -1,4 +1,4 @@
-"""Selection on Hopper, a chunk of queries at a time: no [T, S] array of scores.
+"""Selection on GPUs, a chunk of queries at a time: no [T, S] array of scores.
 
 A chunk's scores fill most of the L2 cache at any length: 2048 queries with 4096 keys,
 or 48 queries with 202752.
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from pallas_kernels import selection
 from pallas_kernels.indexer_topk import gpu_select
 
-CHUNK_BYTES = 40 * 10**6  # of the 50 MB cache
+CHUNK_BYTES = 40 * 10**6  # of the 50 MB cache of Hopper
 
 
 def unsupported_indexer_topk(

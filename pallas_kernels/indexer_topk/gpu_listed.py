@@ -1,4 +1,4 @@
-"""Triton kernels for Hopper: scores of a query's listed keys, and their gradient.
+"""Triton kernels: scores of a query's listed keys, and their gradient.
 
 A program takes a query and gathers its keys, a block at a time. Atomics sum the keys'
 gradient in float32.
@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import triton_call
+from pallas_kernels import block_sizes, capabilities, triton_call
 
-KEYS = 128  # gathered per step
-KEYS_BACKWARD = 64
+KEYS_FLOAT32 = 32  # gathered per step, for tests
 
 
 def unsupported_indexer_scores_at(
@@ -58,7 +57,7 @@ def _scores(q, k, w, indices, interpret):
         w,
         indices,
         out_shape=[jax.ShapeDtypeStruct(indices.shape, jnp.float32)],
-        **_options(q, k, indices, KEYS, interpret),
+        **_options(q, k, indices, block_sizes.gpu().scores_at, interpret),
     )[0]
 
 
@@ -81,7 +80,7 @@ def _backward(interpret, residuals, d_scores):
             jax.ShapeDtypeStruct(k.shape, jnp.float32),
         ],
         zeroed_outputs=(2,),
-        **_options(q, k, indices, KEYS_BACKWARD, interpret),
+        **_options(q, k, indices, block_sizes.gpu().scores_at_gradient, interpret),
     )
     return dq, dk.astype(k.dtype), dw, None
 
@@ -89,13 +88,15 @@ def _backward(interpret, residuals, d_scores):
 _scores.defvjp(_forward, _backward)
 
 
-def _options(q: Array, k: Array, indices: Array, keys: int, interpret: bool) -> dict:
-    """Returns the options of both kernels."""
+def _options(
+    q: Array, k: Array, indices: Array, tile: capabilities.Tile, interpret: bool
+) -> dict:
+    """Returns the options of a kernel."""
     batch, num_queries, heads, dim = q.shape
     return {
         "grid": (batch * num_queries,),
-        "num_warps": 4,
-        "num_stages": 2,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
         "interpret": interpret,
         "T": num_queries,
         "S": k.shape[1],
@@ -103,7 +104,7 @@ def _options(q: Array, k: Array, indices: Array, keys: int, interpret: bool) -> 
         "I": heads,
         "J": dim,
         "HEADS": max(heads, 16),
-        "KEYS": keys if q.dtype != jnp.float32 else 32,
+        "KEYS": KEYS_FLOAT32 if q.dtype == jnp.float32 else tile.sizes[0],
     }
 
 

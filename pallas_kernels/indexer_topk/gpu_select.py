@@ -1,4 +1,4 @@
-"""Triton kernels for Hopper: scores of some queries, then the exact top-k of each.
+"""Triton kernels: scores of some queries, then the exact top-k of each.
 
 The scoring kernel writes the scores [rows, S] and the maximum of every group of G
 neighbouring keys. The selecting kernel first takes the K groups with the greatest
@@ -24,7 +24,7 @@ KEYS = 64  # per scoring step
 MAX_HEADS = 256
 COLUMNS_FLOAT32 = 32  # without tensor cores; more would spill
 QUERIES = 8  # per scoring program
-PROGRAMS = 4 * 132  # two waves of two per multiprocessor
+PROGRAMS = 4  # two waves of two, per multiprocessor
 BLOCK = 2048  # keys written at a time when selecting
 UNSEEN = tl.constexpr(-0x7F800001)  # the integer of -inf
 # Replaces a score of -inf, so that visible keys rank before invisible ones.
@@ -119,7 +119,8 @@ def scored(q, k, w, lo, hi, start, table, plan):
     group = group_size(num_keys, plan.topk)
     stride = triton.cdiv(num_keys, KEYS) * KEYS
     rows = plan.sequences * blocks * block
-    splits = max(PROGRAMS // (plan.sequences * blocks), 1)  # no third, partial wave
+    programs = PROGRAMS * block_sizes.gpu().cores
+    splits = max(programs // (plan.sequences * blocks), 1)  # no third, partial wave
     return triton_call.call(
         _scores_kernel,
         q,

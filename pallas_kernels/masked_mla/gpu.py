@@ -1,4 +1,4 @@
-"""Flash attention on Hopper, in Triton, over selected keys.
+"""Flash attention on GPUs, in Triton, over selected keys.
 
 cuDNN's attention takes a causal or sliding mask, or a bias [T, S], but neither bits nor
 a range of keys per query, and a bias is too large to allocate. Mosaic's attention would
@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_sizes, dispatch, triton_call
+from pallas_kernels import block_sizes, capabilities, dispatch, triton_call
 from pallas_kernels.masked_mla import gpu_backward, gpu_words
 
 LOG2E = gpu_backward.LOG2E
 HIDDEN = tl.constexpr(-1e30)  # score of a key that does not count
-FLOAT32_TILE = block_sizes.Tile((32, 32), 4, 2)
+FLOAT32_TILE = capabilities.Tile((32, 32), 4, 2)
 
 
 def masked_mla(

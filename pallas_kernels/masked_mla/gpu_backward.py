@@ -1,4 +1,4 @@
-"""Gradients of attention on Hopper, without atomics: a kernel each for dq, dk and dv.
+"""Gradients of attention on GPUs, without atomics: a kernel each for dq, dk and dv.
 
 The log-sum-exp restores probabilities. One program sums dk or dv of a block of keys
 over the queries that can see it, in order, so that two runs agree bit for bit. One

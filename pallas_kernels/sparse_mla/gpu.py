@@ -1,8 +1,8 @@
-"""Triton kernels for Hopper: a program gathers the rows of one query and attends.
+"""Triton kernels: a program gathers the rows of one query and attends.
 
 All heads of a query read the same rows of kv. So up to HEADS heads use a gathered row,
-which makes the products large enough for wgmma. The latent part (C wide) and the
-rotated part (R wide) of a row are two tiles, because a tile's sides are powers of two.
+which makes the products large enough for Hopper's wgmma. The latent part (C wide) and
+the rotated part (R wide) of a row are two tiles, as a tile's sides are powers of two.
 """
 
 import functools
@@ -67,8 +67,8 @@ def sparse_mla(
 def _attend(q, kv, indices, scale, value_dim, deterministic, interpret):
     del deterministic
     batch, num_queries, num_heads, width = q.shape
-    heads = gpu_backward.block_heads(num_heads)
     tile = block_sizes.gpu().sparse_mla
+    heads = gpu_backward.block_heads(num_heads, tile)
     out, lse_BTN = triton_call.call(
         _forward_kernel,
         q,
@@ -91,7 +91,7 @@ def _attend(q, kv, indices, scale, value_dim, deterministic, interpret):
         C=value_dim,
         R=width - value_dim,
         HEADS=heads,
-        KEYS=KEYS_FLOAT32 if q.dtype == jnp.float32 else tile.sizes[0],
+        KEYS=KEYS_FLOAT32 if q.dtype == jnp.float32 else tile.sizes[1],
     )
     return out, lse_BTN.swapaxes(1, 2)
 

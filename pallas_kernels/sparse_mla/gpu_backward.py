@@ -1,4 +1,4 @@
-"""The gradient of `sparse_mla` on Hopper: one kernel for dq and one for dkv.
+"""The gradient of `sparse_mla` on GPUs: one kernel for dq and one for dkv.
 
 A single kernel would spill (accumulators of dq fill half of the registers) and spilled
 bytes go through L2, so both kernels compute the scores. Every query adds to the rows of
@@ -15,12 +15,10 @@ import triton.language as tl
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_sizes, triton_call
+from pallas_kernels import block_sizes, capabilities, triton_call
 
-HEADS = 64  # per program: the fewest rows of a wgmma
 KEYS_FLOAT32 = 16
 CHUNK = 128  # columns of dkv at a time
-PROGRAMS = 132  # an H200's multiprocessors; each has an array
 ARRAY_BYTES = 2.5e9  # of all arrays, which hold a range of keys at a time
 
 
@@ -56,37 +54,44 @@ def gradients(
         "N": q.shape[2],
         "C": out.shape[3],
         "R": kv.shape[2] - out.shape[3],
-        "HEADS": block_heads(q.shape[2]),
         "D": min(CHUNK, out.shape[3]),
     }
     count = jnp.sum(indices >= 0, axis=-1, dtype=jnp.int32)
     dq = _dq(inputs, count, sizes, interpret)
     if deterministic:
         return dq, _dkv_in_order(inputs, sizes, interpret)
-    units = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], sizes["HEADS"])
+    units = q.shape[0] * q.shape[1] * _blocks(q.shape[2])
     first = jnp.zeros(2, jnp.int32)
     bounds = (jnp.zeros_like(count), count)
     dkv = _dkv(inputs, first, bounds, kv.shape, units, sizes, interpret)
     return dq, dkv.astype(kv.dtype)
 
 
-def block_heads(num_heads: int) -> int:
-    """Returns the heads per program."""
-    return min(max(triton.next_power_of_2(num_heads), 16), HEADS)
+def block_heads(num_heads: int, tile: capabilities.Tile) -> int:
+    """Returns the heads per program: those of a tile, or fewer."""
+    return min(max(triton.next_power_of_2(num_heads), 16), tile.sizes[0])
+
+
+def _blocks(num_heads: int) -> int:
+    """Returns the blocks of heads of `_dkv_kernel`."""
+    tile = block_sizes.gpu().sparse_mla_dkv
+    return triton.cdiv(num_heads, block_heads(num_heads, tile))
 
 
 def _dq(inputs: tuple, count: Array, sizes: dict, interpret: bool) -> Array:
     q, tile = inputs[0], block_sizes.gpu().sparse_mla_dq
+    heads = block_heads(sizes["N"], tile)
     return triton_call.call(
         _dq_kernel,
         *inputs,
         count,
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
-        grid=(q.shape[0] * q.shape[1] * triton.cdiv(sizes["N"], sizes["HEADS"]),),
+        grid=(q.shape[0] * q.shape[1] * triton.cdiv(sizes["N"], heads),),
         num_warps=tile.warps,
         num_stages=tile.stages,
         interpret=interpret,
-        KEYS=KEYS_FLOAT32 if q.dtype == jnp.float32 else tile.sizes[0],
+        HEADS=heads,
+        KEYS=KEYS_FLOAT32 if q.dtype == jnp.float32 else tile.sizes[1],
         **sizes,
     )[0]
 
@@ -124,7 +129,8 @@ def _dkv(
         num_stages=tile.stages,
         zeroed_outputs=(0,),
         interpret=interpret,
-        KEYS=KEYS_FLOAT32 if inputs[0].dtype == jnp.float32 else tile.sizes[0],
+        HEADS=block_heads(sizes["N"], tile),
+        KEYS=KEYS_FLOAT32 if inputs[0].dtype == jnp.float32 else tile.sizes[1],
         UNITS=units,
         PROGRAMS=shape[0] if is_own else units,
         RANGE=shape[1] if is_own else 0,
@@ -133,15 +139,16 @@ def _dkv(
 
 
 def _dkv_in_order(inputs: tuple, sizes: dict, interpret: bool) -> Array:
-    """A range of keys of a sequence at a time: [PROGRAMS, range, row] in float32.
+    """A range of keys of a sequence at a time: [programs, range, row] in float32.
 
-    Program p adds the terms of queries p, p + PROGRAMS, ... in order; then the
-    programs' arrays are summed. The schedule of programs does not change the result.
+    There is a program for each multiprocessor. Program p adds the terms of queries p,
+    p + programs, ... in order; then the programs' arrays are summed. The schedule of
+    programs does not change the result.
     """
     _, kv, indices, *_ = inputs
     batch, num_keys, width = kv.shape
-    units = sizes["T"] * triton.cdiv(sizes["N"], sizes["HEADS"])
-    programs = min(PROGRAMS, units)
+    units = sizes["T"] * _blocks(sizes["N"])
+    programs = min(block_sizes.gpu().cores, units)
     num_ranges = triton.cdiv(num_keys * programs * width * 4, int(ARRAY_BYTES))
     size = triton.cdiv(num_keys, num_ranges)
 

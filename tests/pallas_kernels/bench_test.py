@@ -99,8 +99,8 @@ class BenchTest(parameterized.TestCase):
             "got 'sparse'; did you mean sparse_mla",
         ),
         (
-            ("--aot", "--chip=h200", "--blocks", "sparse_mla=32,8"),
-            "sparse_mla takes 3 numbers, as in 64,8,2, got '32,8'",
+            ("--aot", "--chip=h200", "--blocks", "sparse_mla=32,8,2"),
+            "sparse_mla takes 4 numbers, as in 64,64,8,2, got '32,8,2'",
         ),
     )
     def test_wrong_input_exits_with_2(self, argv, message):

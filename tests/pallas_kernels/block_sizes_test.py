@@ -5,14 +5,14 @@ import dataclasses
 import jax
 from absl.testing import parameterized
 
-from pallas_kernels import block_sizes, chips, selection
+from pallas_kernels import block_sizes, capabilities, chips, selection
 from pallas_kernels.indexer_topk import tpu_dense
 from tests import environment
 from tests.pallas_kernels.dispatch_test import meant_for
 
 
 class BlockSizesTest(parameterized.TestCase):
-    @parameterized.parameters(*map(chips.CHIPS.get, block_sizes.NAMES))
+    @parameterized.parameters(*map(chips.CHIPS.get, block_sizes.names()))
     def test_a_program_takes_the_row_of_its_chip(self, chip):
         read = block_sizes.tpu if chip.platform == "tpu" else block_sizes.gpu
         seen = []
@@ -25,7 +25,7 @@ class BlockSizesTest(parameterized.TestCase):
         safe, rows = block_sizes.tpu(), block_sizes.TPUS.values()
         self.assertEqual(safe.vmem_bytes, min(row.vmem_bytes for row in rows))
         self.assertEqual(safe.cores, max(row.cores for row in rows))
-        self.assertIs(block_sizes.gpu(), block_sizes.GPUS["h200"])
+        self.assertIs(block_sizes.gpu(), capabilities.GPUS[90])
 
     @parameterized.parameters(*block_sizes.TPUS)
     def test_blocks_divide_their_dims(self, chip):
@@ -36,13 +36,22 @@ class BlockSizesTest(parameterized.TestCase):
             self.assertEqual(selection.RUN % keys, 0)
         self.assertEqual(row.indexer_keys % tpu_dense.PRODUCT_KEYS, 0)
 
-    @parameterized.parameters((chip,) for chip in block_sizes.GPUS)
-    def test_tiles_of_queries_divide_their_padding(self, chip):
+    @parameterized.parameters(*capabilities.GPUS)
+    def test_tiles_of_queries_divide_their_padding(self, capability):
         """Bits and statistics are padded to 128 queries."""
-        row = block_sizes.GPUS[chip]
+        row = capabilities.GPUS[capability]
         for kernel in ("", "_dq", "_dk", "_dv"):
             tile = getattr(row, f"masked_mla{kernel}")
             self.assertEqual(128 % tile.sizes[0], 0)
+            self.assertEqual(tile.sizes[1] % 32, 0)  # keys of a word
+        for kernel in ("target", "loss", "gradient", "dk"):
+            queries_or_rows, keys = getattr(row, f"kl_{kernel}").sizes
+            self.assertEqual(128 % queries_or_rows, 0)
+            # What a kernel reads of the probabilities was written.
+            self.assertLessEqual(keys, row.kl_target.sizes[1])
+        # A tile of codes has one scale.
+        for size in row.grouped_matmul_quantized.sizes[1:]:
+            self.assertEqual(128 % size, 0)
 
     @parameterized.parameters(("v5p", 2, 64), ("v6e", 1, 128), ("tpu7x", 1, 64))
     def test_kernels_leave_an_eighth_of_the_vmem(self, name, cores, megabytes):
@@ -52,10 +61,11 @@ class BlockSizesTest(parameterized.TestCase):
         for size in (row.indexer_keys, row.sparse_rows, row.decode_groups):
             self.assertEqual(size & (size - 1), 0)  # a power of two
 
-    @parameterized.parameters((chip,) for chip in block_sizes.GPUS)
-    def test_triton_takes_powers_of_two(self, name):
-        row = block_sizes.GPUS[name]
+    @parameterized.parameters(*capabilities.GPUS)
+    def test_triton_takes_powers_of_two(self, capability):
+        row = capabilities.GPUS[capability]
         tiles = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
+        tiles = {k: x for k, x in tiles.items() if isinstance(x, capabilities.Tile)}
         for kernel, tile in tiles.items():
             for size in (*tile.sizes, tile.warps):
                 self.assertEqual(size & (size - 1), 0, kernel)
@@ -63,11 +73,11 @@ class BlockSizesTest(parameterized.TestCase):
             self.assertGreater(tile.stages, 0)
         rows, columns, depth = row.grouped_matmul.sizes
         operands = 2 * depth * (rows + columns) * row.grouped_matmul.stages
-        self.assertLessEqual(operands, 227 << 10)  # bytes of shared memory
+        self.assertLessEqual(operands, row.shared_kib << 10)
 
     def test_one_entry_is_tried_for_a_while(self):
-        row = block_sizes.changed(block_sizes.of("h200"), "sparse_mla=32,4,3")
-        tile = block_sizes.Tile((32,), warps=4, stages=3)
+        row = block_sizes.changed(block_sizes.of("h200"), "sparse_mla=64,32,4,3")
+        tile = capabilities.Tile((64, 32), warps=4, stages=3)
         self.assertEqual(row, dataclasses.replace(row, sparse_mla=tile))
         before = block_sizes.gpu()
         with block_sizes.tried(row):

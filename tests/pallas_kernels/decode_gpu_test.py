@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import block_sizes, cases, decode_indexer_topk, decode_sparse_mla
+from pallas_kernels import (
+    block_sizes,
+    capabilities,
+    cases,
+    decode_indexer_topk,
+    decode_sparse_mla,
+)
 from tests import environment
 
 BFLOAT16_NORM = 4e-3  # 8 bits of mantissa
@@ -89,8 +95,8 @@ class DecodeGpuTest(parameterized.TestCase):
         q, kv, indices = cases.make(CASE, "q_latent", "kv", "indices")
         q, indices = q[:1, :2], indices[:1, :2].at[0, 1, 3:].set(-1)
         args = (q, kv[:1], indices, None, CASE.scale, CASE.latent)
-        tile = block_sizes.Tile((16,), 8, 2)
-        with block_sizes.tried(block_sizes.Gpu(decode_sparse_mla=tile)):
+        tile = capabilities.Tile((64, 16), 8, 2)
+        with block_sizes.tried(capabilities.Gpu(decode_sparse_mla=tile)):
             got = gpu_listed.attend(*args, splits, True)
         want = decode_sparse_mla(
             *args[:4], scale=args[4], value_dim=args[5], implementation="reference"

@@ -105,13 +105,65 @@ class DispatchTest(parameterized.TestCase):
                 jax.eval_shape(functools.partial(attend, implementation="gpu"), *listed)
         self.assertLen(caught.warnings, 1)
 
-    def test_other_gpus_than_hopper_run_plain_xla(self):
+    @parameterized.parameters(
+        ("Tesla T4", r"capability is 7\.5, without bfloat16 products"),
+        ("NVIDIA Z9", "capability is unknown, and the kernels are for 8.0, .*, 12.0"),
+    )
+    def test_a_gpu_without_kernels_runs_plain_xla_and_says_why_once(self, kind, why):
         specs = cases.shapes(CASE)
-        args = [specs[name] for name in ("q_latent", "kv", "indices")]
-        run = functools.partial(sparse_mla, scale=0.1, value_dim=CASE.latent)
-        other = dataclasses.replace(chips.CHIPS["h200"], device_kinds=("NVIDIA L4",))
-        with meant_for(other), self.assertWarnsRegex(UserWarning, "this is NVIDIA L4"):
-            jax.eval_shape(run, *args)
+        listed = [specs[name] for name in ("q_latent", "kv", "indices")]
+        index = [specs[name] for name in ("q_index", "k_index", "w", "lo", "hi")]
+        attend = functools.partial(sparse_mla, scale=0.1, value_dim=CASE.latent)
+        other = dataclasses.replace(chips.CHIPS["h200"], device_kinds=(kind,))
+        with (
+            meant_for(other),
+            self.assertWarnsRegex(UserWarning, f"this is {kind}: .*{why}") as caught,
+        ):
+            jax.eval_shape(attend, *listed)
+            jax.eval_shape(functools.partial(indexer_topk, topk=4), *index)
+            with self.assertRaisesRegex(NotImplementedError, why):
+                jax.eval_shape(functools.partial(attend, implementation="gpu"), *listed)
+        self.assertLen(caught.warnings, 1)
+
+    @parameterized.parameters(
+        ("NVIDIA A100-SXM4-40GB", 80),
+        ("NVIDIA A100 80GB PCIe", 80),
+        ("NVIDIA A10G", 86),
+        ("NVIDIA RTX A6000", 86),
+        ("NVIDIA GeForce RTX 3090", 86),
+        ("NVIDIA L4", 89),
+        ("NVIDIA L40S", 89),
+        ("NVIDIA GeForce RTX 4090", 89),
+        ("NVIDIA RTX 6000 Ada Generation", 89),
+        ("NVIDIA RTX 2000 Ada Generation", 89),
+        ("NVIDIA RTX 5000 Ada Generation", 89),
+        ("Quadro RTX 4000", 75),
+        ("NVIDIA GeForce RTX 2080 Ti", 75),
+        ("NVIDIA H100 80GB HBM3", 90),
+        ("NVIDIA H100 PCIe", 90),
+        ("NVIDIA GH200 480GB", 90),
+        ("NVIDIA B200", 100),
+        ("NVIDIA B300 SXM6 AC", 103),
+        ("NVIDIA GeForce RTX 5090", 120),
+        ("Tesla T4", 75),
+        ("Tesla V100-SXM2-16GB", 70),
+        ("NVIDIA Z9", None),
+    )
+    def test_names_of_gpus_say_their_compute_capability(self, kind, want):
+        other = dataclasses.replace(chips.CHIPS["h200"], device_kinds=(kind,))
+        self.assertIsNone(dispatch.capability())  # of a CPU
+        with meant_for(other):
+            self.assertEqual(dispatch.capability(), want)
+
+    def test_an_unknown_gpu_is_asked(self):
+        device = mock.Mock(device_kind="NVIDIA Z9", compute_capability="8.9")
+        other = dataclasses.replace(chips.CHIPS["h200"], device_kinds=("NVIDIA Z9",))
+        with (
+            meant_for(other),
+            mock.patch.object(jax, "default_backend", return_value="gpu"),
+            mock.patch.object(jax, "devices", return_value=[device]),
+        ):
+            self.assertEqual(dispatch.capability(), 89)
 
     @parameterized.parameters(({}, False), ({"deterministic": True}, True))
     def test_sums_have_one_order_on_demand(self, options, is_deterministic):

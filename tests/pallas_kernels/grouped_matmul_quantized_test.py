@@ -58,7 +58,8 @@ def value_and_gradient(x, w, scales, dy, implementation):
 
 class GroupedMatmulQuantizedTest(parameterized.TestCase):
     @parameterized.product(
-        code=("float8_e4m3fn", "int8"), implementation=("reference", "blocked")
+        code=("float8_e4m3fn", "int8"),
+        implementation=("reference", "blocked", "batched"),
     )
     def test_equals_loop(self, code, implementation):
         inputs = make_inputs(code)
@@ -68,7 +69,7 @@ class GroupedMatmulQuantizedTest(parameterized.TestCase):
                 g, want, rtol=FLOAT32_RTOL, atol=FLOAT32_RTOL * np.abs(want).max()
             )
 
-    @parameterized.product(implementation=("reference", "blocked"))
+    @parameterized.product(implementation=("reference", "blocked", "batched"))
     def test_bfloat16_is_close(self, implementation):
         inputs = make_inputs("float8_e4m3fn", jnp.bfloat16)
         got = value_and_gradient(*inputs, implementation)

@@ -1,6 +1,7 @@
 """Grouped products against their definition, and the definition against a loop."""
 
 import contextlib
+import dataclasses
 import functools
 import re
 from unittest import mock
@@ -11,6 +12,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels import chips, dispatch, grouped_matmul
+from pallas_kernels.grouped_matmul import batched
 from tests import environment
 from tests.pallas_kernels.dispatch_test import meant_for
 
@@ -57,7 +59,9 @@ class GroupedMatmulTest(parameterized.TestCase):
         got = grouped_matmul(x, w, jnp.asarray(sizes), implementation="reference")
         np.testing.assert_allclose(got, loop(x, w, sizes), rtol=1e-4, atol=1e-5)
 
-    @parameterized.product(case=CASES, implementation=("blocked", "ragged_dot"))
+    @parameterized.product(
+        case=CASES, implementation=("blocked", "batched", "ragged_dot")
+    )
     def test_equals_definition_with_gradients(self, case, implementation):
         _, num_rows, sizes = case
         x, w = make_inputs(num_rows)
@@ -71,7 +75,7 @@ class GroupedMatmulTest(parameterized.TestCase):
         for g, wanted in zip(got, want, strict=True):
             np.testing.assert_allclose(g, wanted, rtol=RTOL, atol=RTOL * 10)
 
-    @parameterized.product(implementation=("blocked", "ragged_dot"))
+    @parameterized.product(implementation=("blocked", "batched", "ragged_dot"))
     def test_bfloat16_rounds_once(self, implementation):
         """Products are summed in float32: an error of one rounding of the result."""
         _, num_rows, sizes = CASES[-1]
@@ -126,6 +130,29 @@ class GroupedMatmulTest(parameterized.TestCase):
         tiles = re.findall(r"slice_sizes=\((\d+), \d+\)", program)
         self.assertEqual(set(tiles), {str(size)})
         self.assertGreaterEqual(len(tiles), 4)  # y, dx, and both factors of dw
+
+    def test_chunks_of_tiles_make_up_the_whole(self):
+        """A matrix at a time, of 120 numbers; the last chunk is not filled."""
+        _, num_rows, sizes = CASES[-1]
+        x, w = make_inputs(num_rows)
+        dy = jnp.ones((num_rows, N))
+        run = functools.partial(value_and_gradients.__wrapped__, x, w)
+        with mock.patch.object(batched, "COPIED_BYTES", 3 * 4 * K * N):
+            got = run(jnp.asarray(sizes), dy, "batched")
+        want = run(jnp.asarray(sizes), dy, "reference")
+        for g, wanted in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, wanted, rtol=RTOL, atol=RTOL * 100)
+
+    def test_gpus_without_kernels_run_no_loop_over_a_groups_rows(self):
+        """Its length would depend on the routing, and the host would run it."""
+        x, w = make_inputs(700)
+        other = dataclasses.replace(chips.CHIPS["h200"], device_kinds=("Tesla T4",))
+        run = functools.partial(value_and_gradients.__wrapped__, implementation=None)
+        with meant_for(other), self.assertWarnsRegex(UserWarning, "Tesla T4"):
+            dispatch._warn_once.cache_clear()
+            traced = jax.make_jaxpr(run)(x, w, jnp.full(E, 140), jnp.ones((700, N)))
+        self.assertNotIn("while", str(traced))
+        self.assertIn("scan", str(traced))
 
     def test_unknown_implementation(self):
         x, w = make_inputs(8)

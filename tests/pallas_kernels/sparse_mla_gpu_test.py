@@ -1,5 +1,6 @@
 """The Triton kernels of sparse_mla in the interpreter: TRITON_INTERPRET=1."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import cases, sparse_mla
+from pallas_kernels import block_sizes, cases, sparse_mla
 from tests import environment
 from tests.pallas_kernels import sparse_mla_test
 
@@ -91,11 +92,13 @@ def few_programs(case, ranges):
     from pallas_kernels.sparse_mla import gpu_backward
 
     width = case.latent + case.rope
-    return mock.patch.multiple(
-        gpu_backward,
-        PROGRAMS=4,
-        ARRAY_BYTES=-(-case.keys // ranges) * 4 * width * 4,
+    array_bytes = -(-case.keys // ranges) * 4 * width * 4
+    stack = contextlib.ExitStack()
+    stack.enter_context(
+        block_sizes.tried(dataclasses.replace(block_sizes.gpu(), cores=4))
     )
+    stack.enter_context(mock.patch.object(gpu_backward, "ARRAY_BYTES", array_bytes))
+    return stack
 
 
 def shuffled(n):
