@@ -1,7 +1,7 @@
 """Tiles by compute capability: each has a row or a reason, and each row compiles.
 
-Triton compiles without a device and without jax-triton. One kernel is compiled for each
-capability by default, all of them with `pytest -m aot`, in an environment of
+Triton compiles without a device and without jax-triton. One kernel is compiled for
+three capabilities by default, all of them with `pytest -m aot`, in an environment of
 requirements/triton-py311.txt and without TRITON_INTERPRET.
 """
 
@@ -123,7 +123,7 @@ def check(test, capability, op, mode):
 
 
 class FastestTest(parameterized.TestCase):
-    @parameterized.parameters(*KINDS)
+    @parameterized.parameters(80, 89, 100)
     def test_attention_compiles(self, capability):
         check(self, capability, "sparse_mla", "fwd")
 
