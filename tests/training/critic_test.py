@@ -27,7 +27,7 @@ from tests import environment, runs
 from tests.training import rl_runs
 
 ROWS, LENGTH, WARMUP, GAMMA = 8, rl_runs.LENGTH, 2, 0.99
-ORDER_ATOL = 1e-5  # of sums of order 1 in float32, in another order
+ORDER_ATOL = 1e-5  # of sums in float32 in another order; of large ones, a part
 RL = {
     "critic": True,
     "critic_learning_rate": 1e-2,
@@ -203,7 +203,7 @@ class StepTest(runs.OneDeviceTest):
 
 def assert_close(got, wanted):
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=ORDER_ATOL),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=ORDER_ATOL, atol=ORDER_ATOL),
         jax.device_get(got),
         jax.device_get(wanted),
     )
@@ -316,31 +316,6 @@ class RunTest(runs.OneDeviceTest):
         params = runs.params_of(self.run_folder, CONFIG.model)
         wanted = self.state_of(self.run_folder)["params"]
         jax.tree.map(np.testing.assert_array_equal, params, wanted)
-
-
-class Even(rl_runs.Lottery):
-    """Pays the share of an answer's characters that have even numbers."""
-
-    async def step(self, message):
-        text = message["content"]
-        share = sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1)
-        return protocol.StepResult((), protocol.Reward(share), True, False)
-
-
-class LearnsTest(runs.OneDeviceTest):
-    @pytest.mark.slow
-    def test_single_rollouts_teach(self):
-        rl = {"prompts_per_step": 16, "slots": 16, "critic_warmup_steps": 5}
-        config = rl_runs.make_config(RL | rl, rl_runs.PLAIN, num_steps=60)
-        config = dataclasses.replace(config, checkpoint_every=0, sample_tokens=0)
-        make = mock.patch.object(environments, "make", return_value=Even())
-        with make:
-            loop.train(config, self.root / "run")
-        lines = metrics.read(self.root / "run" / "metrics.jsonl")
-        rewards = [line["rollout/reward"] for line in lines]
-        first, last = np.mean(rewards[:5]), np.mean(rewards[-10:])
-        print(f"reward {first:.3f} -> {last:.3f}")  # noqa: T201
-        self.assertGreater(last, first + 0.2)
 
 
 class BatchTest(absltest.TestCase):
