@@ -9,8 +9,7 @@ run. Disclosed: separate chips sample and train; advantages without a standard
 deviation; the objective dis; tools' answers have no loss; moments are forgotten after a
 push; 16,384 tokens a turn (of SWE-bench). Undisclosed: bands, staleness, batch, turns,
 lengths. Bands and 131,072 tokens are those of GLM-5.2's report, staleness 4 SkyRL's,
-AdamW slime's. Ours: 200 turns, one update a push, 32 groups of 8, which are 1,280
-episodes at once; the paper has more than 1,000.
+AdamW slime's. Ours: 200 turns, one update a push, 32 groups of 8: 1,280 at once.
 """
 
 import dataclasses

@@ -37,6 +37,8 @@ class Request:
     # The random numbers of its tokens depend on it (on the id if it is None), and on
     # their positions.
     seed: int | None = None
+    # Id of the conversation's first request, by which a router keeps it on one server.
+    session: int | None = None
     # The rest needs an engine whose limits say `with_adjustments`.
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     presence_penalty: float = 0.0  # for tokens that were drawn before

@@ -88,6 +88,7 @@ class AgentSession:
                 max_new_tokens=min(self._max_new_tokens, room),
                 stop_ids=self._template.stop_ids,
                 temperature=self._temperature,
+                session=self._request_id,
             )
             try:
                 completion = await self._engine.complete(request)

@@ -295,6 +295,7 @@ class _Run:
             stop_ids=self._context.template.stop_ids,
             temperature=self._settings.temperature,
             keep=_KEEP if turn + 1 < self._settings.max_turns else 0,
+            session=self._job.request_id,
         )
         completion = await self._context.engine.complete(request)
         message = self._session.record(completion)

@@ -172,7 +172,7 @@ def value_and_grad(
         config,
         params,
         inputs,
-        config.optim.accumulation_steps,
+        config.updates_per_step * config.optim.accumulation_steps,
         dims=param_dims(config.model),
     )
     return loss, grads

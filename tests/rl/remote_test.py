@@ -17,6 +17,7 @@ from glm5_jax.inference import requests
 from glm5_jax.rl import completer
 from glm5_jax.rl.actors import fleet as fleet_lib
 from glm5_jax.rl.actors import remote
+from glm5_jax.serving.router import session as router_session
 from tests import environment
 
 REQUEST = requests.Request(7, [1, 2, 3], 4, frozenset([9]), temperature=0.5)
@@ -109,6 +110,23 @@ class RemoteTest(parameterized.TestCase):
 
         found = asyncio.run(run())
         self.assertEqual((found.versions, found.cache_versions), ([1, 2], [1, 1]))
+
+    def test_a_router_is_told_which_conversation_it_is(self):
+        told = []
+
+        async def handle(request):
+            told.append(request.headers.get(remote.SESSION))
+            return web.json_response(ANSWER)
+
+        async def run():
+            async with served(("POST", remote.GENERATE, handle)) as (url, session):
+                engine = remote.Remote(session, url, 64, seconds=5.0)
+                await engine.complete(REQUEST)
+                await engine.complete(dataclasses.replace(REQUEST, session=5))
+
+        asyncio.run(run())
+        self.assertEqual(told, [None, "5"])
+        self.assertEqual(remote.SESSION.lower(), router_session.HEADER)
 
     def test_it_knows_what_the_cache_had(self):
         """A server that does not tell is no reason to play fewer episodes."""

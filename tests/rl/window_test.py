@@ -96,6 +96,25 @@ class WindowTest(parameterized.TestCase):
         play(window, Renewed(room=100_000), 500, version=lambda turn: turn)
         self.assertEqual(window.limit, 12)
 
+    def test_new_weights_within_a_turn_are_no_lack_of_room(self):
+        """What old weights have read is not shared with requests of new ones."""
+        window = window_lib.Window(1)
+        window.began(0)
+        for id, read_by in ((0, [0, 0]), (1, [1, 1])):
+            completion = requests.Completion(
+                [7, 8], [0.0] * 2, "stop", [id, 1], cache_versions=read_by
+            )
+            window.drew(requests.Request(id, [1] * (500 + id), 2), completion)
+        self.assertEqual((window.limit, window.reread_share()), (1, 0))
+
+    def test_a_turn_that_ends_after_its_episode_leaves_nothing(self):
+        window = window_lib.Window(4)
+        window.began(0)
+        window.ended(0, MAX_TURNS)
+        completion = requests.Completion([7], [0.0], "stop", [0])
+        window.drew(requests.Request(2, [1] * 500, 1), completion)
+        self.assertEmpty(window._texts)
+
     def test_a_history_that_was_rewritten_is_not_known(self):
         window = window_lib.Window(2)
         window.began(0)

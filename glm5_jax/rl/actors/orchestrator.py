@@ -66,6 +66,10 @@ class Orchestrator:
         self.groups = groups
         self.num_running = 0  # episodes
         self._num_failures = 0  # errors of the engines in a row
+        self._epoch = (
+            0  # errors in all, of which groups that fail together count as one
+        )
+        self._num_retrying = 0  # groups that wait before they begin again
         self._turn = asyncio.Event()  # set, and replaced, at every change
         self._error: BaseException | None = None  # that ended `run`
         self._played = Played([], [], collections.Counter())  # since the last `take`
@@ -135,7 +139,7 @@ class Orchestrator:
 
     def _next(self) -> tuple[int, Sequence[episodes_lib.Job]] | None:
         """Begins a group if one may begin; returns its index and its episodes."""
-        if self.num_running >= self.window.limit:
+        if self._num_retrying or self.num_running >= self.window.limit:
             return None
         index = self.groups.begin()
         if index is None:
@@ -147,12 +151,12 @@ class Orchestrator:
     async def _play(self, index: int, jobs: Sequence[episodes_lib.Job]) -> None:
         """Plays the episodes of a group and judges them."""
         tasks = [asyncio.create_task(self._episode(job)) for job in jobs]
-        num_before = self._num_failures
+        epoch = self._epoch
         try:
             group = [*await asyncio.gather(*tasks)]
         except completer.EngineError as error:
             await _cancelled(tasks)
-            await self._failed(error, num_before)
+            await self._failed(error, epoch)
             self.groups.restart(index)
         except BaseException:
             await _cancelled(tasks)
@@ -186,24 +190,29 @@ class Orchestrator:
             is_invalid = counts["dropped_invalid_groups"]
             self.groups.drop(index, "invalid" if is_invalid else "equal")
 
-    async def _failed(self, error: completer.EngineError, num_before: int) -> None:
-        """Waits before a group begins again.
+    async def _failed(self, error: completer.EngineError, epoch: int) -> None:
+        """Waits before a group begins again; no other one begins meanwhile.
 
         Groups that were under way together fail together: the first of them counts.
 
         Args:
           error: that of the group.
-          num_before: failures in a row as the group began.
+          epoch: `_epoch` as the group began.
 
         Raises:
           EngineError: that of the last attempt.
         """
-        if num_before >= self._num_failures:
+        if epoch == self._epoch:
+            self._epoch += 1
             self._num_failures += 1
         if self._num_failures >= MAX_FAILURES:
             raise error
         logging.warning("A group begins again: %s", error)
-        await asyncio.sleep(_RETRY_SECONDS * self._num_failures)
+        self._num_retrying += 1
+        try:
+            await asyncio.sleep(_RETRY_SECONDS * max(self._num_failures, 1))
+        finally:
+            self._num_retrying -= 1
 
     def _tell(self) -> None:
         """Wakes everyone who waits for a change."""

@@ -17,6 +17,7 @@ from glm5_jax.inference import requests
 from glm5_jax.rl import completer
 
 GENERATE, MODELS = "/inference/v1/generate", "/v1/models"
+SESSION = "X-Session-ID"  # of the router: requests of one stay on one server
 _BUSY = frozenset((429, 503))  # comes again
 _REFUSED = frozenset((400, 404, 413, 422))  # comes never
 _MAX_WAIT = 5.0  # seconds between attempts at a busy server, at most
@@ -71,7 +72,7 @@ class Remote:
                     f"{self._url} has not completed a request for {self._seconds:g} s."
                 )
             try:
-                status, answer, wait = await self._ask(self._body(request), left)
+                status, answer, wait = await self._ask(request, left)
             except aiohttp.ServerDisconnectedError as error:
                 num_disconnected += 1
                 if num_disconnected == _MAX_DISCONNECTED:
@@ -86,7 +87,9 @@ class Remote:
             attempt += 1
             await asyncio.sleep(min(max(wait, 0.05 * 2**attempt), _MAX_WAIT, left))
 
-    async def _ask(self, body: Any, seconds: float) -> tuple[int, Any, float]:
+    async def _ask(
+        self, request: requests.Request, seconds: float
+    ) -> tuple[int, Any, float]:
         """Returns status, answer, and the seconds to wait if it is busy.
 
         Raises:
@@ -96,7 +99,12 @@ class Remote:
         limit = aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._session.post(
-                self._url + GENERATE, json=body, timeout=limit
+                self._url + GENERATE,
+                json=self._body(request),
+                headers={}
+                if request.session is None
+                else {SESSION: f"{request.session}"},
+                timeout=limit,
             ) as response:
                 wait = response.headers.get("Retry-After", "0")
                 seconds = float(wait) if wait.isdigit() else 0.0

@@ -21,7 +21,7 @@ class _Text:
     """What an engine has read and drawn for an episode."""
 
     encoded: bytes
-    version: int  # of the weights that drew the last token
+    version: int  # of the oldest weights that have read it
 
 
 class Window:
@@ -43,11 +43,15 @@ class Window:
         """Notes a turn."""
         if not completion.tokens:
             return
-        is_first = request.id in self._firsts
-        before = None if is_first else self._texts.pop(request.id - 1, None)
+        before = self._texts.pop(request.id - 1, None)
+        if request.id in self._firsts:
+            before = None  # the last turn of another episode
+        elif before is None:  # a turn of an episode that has ended
+            return
         prompt = prefixes.encoded(request.prompt)
         drawn = prefixes.encoded(completion.tokens[:-1])  # the last was never read
-        text = _Text(prompt + drawn, completion.versions[-1])
+        read_by = completion.cache_versions or completion.versions
+        text = _Text(prompt + drawn, read_by[-1])
         self._texts[request.id] = text
         # New weights read every text again.
         if before is not None and before.version == completion.versions[0]:

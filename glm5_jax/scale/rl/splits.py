@@ -50,9 +50,16 @@ def of(topology: str, num_slices: int, engine: str) -> list[Split]:
       InputError: there is no such topology, an engine is of other chips, or the slices
         have no room for an engine beside a trainer.
     """
+    kind = topology.partition(":")[0]
+    if kind in mesh_lib.GPUS:
+        raise config_lib.InputError(
+            f"--topology must be a slice of TPUs, got {topology!r}: reinforcement "
+            f"learning is not planned for GPUs. On GPUs, rank the meshes of its update "
+            f"with a config of another stage."
+        )
     total = mesh_lib.num_devices(topology, num_slices)
     size = mesh_lib.num_devices(engine)
-    require_chip(topology.partition(":")[0], engine)
+    require_chip(kind, engine)
     found = []
     for name, slices in _trainers(topology, num_slices):
         training = mesh_lib.num_devices(name, slices)
