@@ -34,6 +34,9 @@ ANSWER = {
 }
 
 
+UPDATES = (fleet_lib.START, fleet_lib.UPDATE, fleet_lib.FINISH)
+
+
 @contextlib.asynccontextmanager
 async def served(*routes):
     """Yields the URL of a server with these routes, and a session of a client."""
@@ -295,6 +298,9 @@ class Router:
             index = request.match_info.get("index")
             if not self.takes:
                 return web.json_response({"error": "no"}, status=self.refusal)
+            if self.metrics and request.path.endswith(fleet_lib.FINISH):
+                version = self.told[-1][1]["weight_version"]
+                self.metrics = f"glm5_jax_weights_version {version}"
             if index is not None and request.path.endswith(fleet_lib.FINISH):
                 self.states[int(index)] = "ready"
             return web.json_response({})
@@ -479,6 +485,27 @@ class FleetTest(parameterized.TestCase):
 
         with self.assertRaisesRegex(completer.EngineError, words):
             asyncio.run(run())
+
+    def test_servers_in_service_that_did_not_take_a_version_get_it_again(self):
+        """As where reading it has failed in all of them: none is behind another."""
+        name = "glm5_jax_weights_version"
+        router = Router(["ready"], takes=False, metrics=f"{name} 4")
+
+        async def recover():
+            while len(router.told) < 3:
+                await asyncio.sleep(0.01)
+            router.takes = True
+
+        async def run():
+            async with served(*router.routes()) as (url, session):
+                recovering = asyncio.create_task(recover())
+                await fleet_lib.Fleet(session, url).publish("folder", 5, seconds=9.0)
+                await recovering
+
+        with mock.patch.object(fleet_lib, "_AGAIN_SECONDS", 0.05):
+            asyncio.run(run())
+        self.assertGreaterEqual(len(router.told), 6)
+        self.assertEqual({path for path, _ in router.told[3:6]}, {*UPDATES})
 
     def test_a_version_that_no_server_takes_is_an_error(self):
         router = Router(["unfit", "down"], takes=False)

@@ -23,6 +23,7 @@ FINISH, REPLICAS, METRICS = "/finish_weight_update", "/replicas", "/metrics"
 _READY = "ready"
 _SECONDS = 600.0  # for a server to start, and to read its weights
 _POLL_SECONDS = 0.2
+_AGAIN_SECONDS = 2.0  # until servers that did not take a version are sent it again
 _CHECKED_SECONDS = 3.0  # within which the router sees that a server is right
 _SHOWN = 300  # characters of an answer
 _REFUSED = frozenset((400, 401, 403, 404, 413, 422))  # comes never
@@ -65,7 +66,7 @@ class Fleet:
         deadline = time.monotonic() + seconds
         async with self._publishing:
             if self._current is None:
-                last = await self._last_version()
+                last = await self._last_version() or 0
                 self.ahead = last + 1 - version if 0 < last >= version else 0
             # At once: a server that starts now must not get the version before.
             self._current = folder, version
@@ -75,14 +76,30 @@ class Fleet:
                     f"the servers behind {self._url} refuse version {version} "
                     f"({status}): {answer}"
                 )
-            while not any(r["state"] == _READY for r in await self.replicas()):
+            while (is_ready := await self._is_ready()) is None or not is_ready:
                 if time.monotonic() > deadline:
                     raise completer.EngineError(
                         f"no server behind {self._url} has taken version {version} "
                         f"in {seconds:g} s."
                     )
-                await asyncio.sleep(_POLL_SECONDS)
-                await self._repair()
+                if is_ready is None:  # none took it, as where reading it failed
+                    await asyncio.sleep(_AGAIN_SECONDS)
+                    await self._push(self._url)
+                else:
+                    await asyncio.sleep(_POLL_SECONDS)
+                    await self._repair()
+
+    async def _is_ready(self) -> bool | None:
+        """Returns whether a server is in service with the current version.
+
+        None: some are in service, and all have an older one.
+        """
+        assert self._current is not None
+        if not any(r["state"] == _READY for r in await self.replicas()):
+            return False
+        last = await self._last_version()
+        is_behind = last is not None and last < self._current[1] + self.ahead
+        return None if is_behind else True
 
     async def repair(self, seconds: float) -> None:
         """Gives servers that missed a version the current one, until cancelled.
@@ -147,11 +164,11 @@ class Fleet:
                     break
         return failed or (200, None)
 
-    async def _last_version(self) -> int:
-        """Returns the latest version that a server has; 0 if none tells."""
+    async def _last_version(self) -> int | None:
+        """Returns the latest version that a server in service has; None: none tells."""
         status, text = await self._ask("GET", self._url + METRICS, is_json=False)
         found = _VERSION.findall(text) if status == 200 else ()
-        return max((int(float(number)) for number in found), default=0)
+        return max((int(float(number)) for number in found), default=None)
 
     async def _ask(
         self, method: str, url: str, body: Any = None, *, is_json: bool = True

@@ -12,6 +12,7 @@ A failure of a run is 500 with its message. Nothing here imports jax.
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import time
@@ -60,6 +61,8 @@ class Process:
         self._held_out = held_out.jobs(self._taskset, config.rl)
         self._fleet: fleet_lib.Fleet
         self._engine: remote.Remote
+        self._ask_capacity: Callable[[], Awaitable[int]]
+        self._is_published = False
         self._context: episodes_lib.Context
         self._orchestrator: orchestrator_lib.Orchestrator | None = None
         self._tasks: set[asyncio.Task] = set()
@@ -91,11 +94,13 @@ class Process:
         ) as session:
             rl = self._config.rl
             self._fleet = fleet_lib.Fleet(session, self._servers)
-            capacity = await remote.capacity_of(session, self._servers)
+            self._ask_capacity = functools.partial(
+                remote.capacity_of, session, self._servers
+            )
             self._engine = remote.Remote(
                 session,
                 self._servers,
-                min(capacity, self._config.data.sequence_length),
+                self._config.data.sequence_length,
                 seconds=jobs.stall_seconds(rl),
                 with_experts=self._config.replays_routing,
             )
@@ -138,6 +143,11 @@ class Process:
     async def _publish(self, body: dict[str, Any]) -> dict[str, Any]:
         await self._fleet.publish(body["folder"], body["version"])
         self._engine.versions_ahead = self._fleet.ahead
+        if not self._is_published:  # servers without its weights may not have answered
+            self._engine.capacity = min(
+                await self._ask_capacity(), self._config.data.sequence_length
+            )
+            self._is_published = True
         return {}
 
     async def _take(self, body: dict[str, Any]) -> dict[str, Any]:

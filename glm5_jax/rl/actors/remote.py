@@ -47,14 +47,9 @@ class Remote:
           seconds: for an answer, in which a busy server is asked again.
           with_experts: whether to ask for the experts of each token.
         """
-        self._session, self._url, self._capacity = session, url.rstrip("/"), capacity
+        self._session, self._url, self.capacity = session, url.rstrip("/"), capacity
         self._seconds, self._with_experts = seconds, with_experts
         self.versions_ahead = 0  # the servers' number of a version, minus the run's
-
-    @property
-    def capacity(self) -> int:
-        """Returns the most tokens of a prompt and its completion."""
-        return self._capacity
 
     async def complete(self, request: requests.Request) -> requests.Completion:
         """Returns the completion of a request; ends the request if cancelled.

@@ -86,7 +86,10 @@ class SharedActors:
             return hashlib.sha256(data).hexdigest()
 
         digest = together.from_first(f"shared_episodes/{number}", written)
-        data = path.read_bytes()
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            data = b""
         if hashlib.sha256(data).hexdigest() != digest:
             raise OSError(
                 f"{path} is not what process 0 wrote: rl.weights_store must be one "
