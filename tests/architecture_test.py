@@ -55,7 +55,7 @@ LAYERS = (
         "presets",
         "shapes",
     },
-    {"config", "backends", "files", "intervals"},
+    {"config", "api_key", "backends", "files", "intervals"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 KERNEL_IMPORTS = {"jax", "jaxtyping", "ml_dtypes", "numpy", "pallas_kernels"}

@@ -7,7 +7,7 @@ with its answer, and the transcript. So rewards can be computed again without sa
 import base64
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,24 @@ def from_json(record: Mapping[str, Any]) -> episodes_lib.Episode:
         )
     except _DAMAGE as error:
         raise FormatError(f"a trajectory is damaged: {error!r}") from error
+
+
+def all_to_json(
+    episodes: Iterable[episodes_lib.Episode],
+) -> list[dict[str, Any]]:
+    """Returns the records of episodes."""
+    return [to_json(episode) for episode in episodes]
+
+
+def all_from_json(
+    records: Iterable[Mapping[str, Any]],
+) -> list[episodes_lib.Episode]:
+    """Returns the episodes of records.
+
+    Raises:
+      FormatError: one is damaged, or of another format.
+    """
+    return [from_json(record) for record in records]
 
 
 def _sample_to_json(sample: gateway.Sample) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """What all servers need: their extra, and flags of who reaches them. Imports no jax."""
 
 import importlib.util
-import os
 
 from absl import flags
 
+from glm5_jax import api_key as keys
 from glm5_jax import config
 
 HOST = flags.DEFINE_string(
@@ -14,15 +14,14 @@ PORT = flags.DEFINE_integer("port", 8000, "Port to listen at; 0 takes a free one
 DRAIN_SECONDS = flags.DEFINE_integer(
     "drain_seconds", 60, "Time for answers under way after SIGTERM.", lower_bound=0
 )
-KEY_VARIABLE = "GLM5_JAX_API_KEY"
 _API_KEY = flags.DEFINE_string(
-    "api_key", None, f"Key that clients must send; default: ${KEY_VARIABLE}, or none."
+    "api_key", None, f"Key that clients must send; default: ${keys.VARIABLE}, or none."
 )
 
 
 def api_key() -> str | None:
     """Returns the key that clients must send; None if they need none."""
-    return _API_KEY.value or os.environ.get(KEY_VARIABLE)
+    return _API_KEY.value or keys.given()
 
 
 def require_extra() -> None:

@@ -150,10 +150,9 @@ class _Loop:
         if size != run.compiled_size:
             with self._clock.paused("compile"), self._watchdog.paused():
                 run.compile()
-        # Servers may take hours for a step; their orchestrator tells if they stall.
-        is_told = run.config.rl.has_servers and run.feed.is_on_policy
-        watched = self._watchdog.paused() if is_told else contextlib.nullcontext()
-        with watched, self._clock.waiting():
+        tells = run.feed.tells_of_stalls
+        unwatched = self._watchdog.paused() if tells else contextlib.nullcontext()
+        with unwatched, self._clock.waiting():
             batch, seen = run.feed.next(run.params, run.position)
         placed = run.with_reference(run.to_devices(batch, size))
         run.critic_state, placed, judged = run.critic.step(run.critic_state, placed)

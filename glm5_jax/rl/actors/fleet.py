@@ -76,30 +76,30 @@ class Fleet:
                     f"the servers behind {self._url} refuse version {version} "
                     f"({status}): {answer}"
                 )
-            while (is_ready := await self._is_ready()) is None or not is_ready:
+            while not await self._has_current():
                 if time.monotonic() > deadline:
                     raise completer.EngineError(
                         f"no server behind {self._url} has taken version {version} "
                         f"in {seconds:g} s."
                     )
-                if is_ready is None:  # none took it, as where reading it failed
+                if await self._is_in_service():  # and none of them took it
                     await asyncio.sleep(_AGAIN_SECONDS)
                     await self._push(self._url)
                 else:
                     await asyncio.sleep(_POLL_SECONDS)
                     await self._repair()
 
-    async def _is_ready(self) -> bool | None:
-        """Returns whether a server is in service with the current version.
+    async def _is_in_service(self) -> bool:
+        """Returns whether a server is in service, with whatever version."""
+        return any(r["state"] == _READY for r in await self.replicas())
 
-        None: some are in service, and all have an older one.
-        """
+    async def _has_current(self) -> bool:
+        """Returns whether a server is in service with the current version."""
         assert self._current is not None
-        if not any(r["state"] == _READY for r in await self.replicas()):
+        if not await self._is_in_service():
             return False
         last = await self._last_version()
-        is_behind = last is not None and last < self._current[1] + self.ahead
-        return None if is_behind else True
+        return last is None or last >= self._current[1] + self.ahead
 
     async def repair(self, seconds: float) -> None:
         """Gives servers that missed a version the current one, until cancelled.

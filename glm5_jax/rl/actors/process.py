@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -23,8 +22,8 @@ import aiohttp
 from absl import logging
 from aiohttp import web
 
+from glm5_jax import api_key, environments
 from glm5_jax import config as config_lib
-from glm5_jax import environments
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.rl import entrance, held_out, jobs, trajectories
@@ -37,7 +36,6 @@ from glm5_jax.rl.actors import remote
 _REPAIR_SECONDS = 1.0
 _LAG_SECONDS = 1.0  # of the event loop, above which a warning is logged
 _IDLE_SECONDS = 2.0  # of a connection to the servers, which keep it for 30 s
-_KEY_VARIABLE = "GLM5_JAX_API_KEY"  # of the servers, as for glm5_jax.serve
 _MAX_BODY = 2**26
 
 
@@ -87,8 +85,7 @@ class Process:
         """Keeps what runs beside the requests."""
         # Each episode has a connection, which ends before a server would close it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
-        key = os.environ.get(_KEY_VARIABLE)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = api_key.header(api_key.given())
         async with aiohttp.ClientSession(
             connector=connector, headers=headers
         ) as session:
@@ -172,7 +169,7 @@ class Process:
 
     async def _evaluate(self, body: dict[str, Any]) -> dict[str, Any]:
         played = await episodes_lib.run_all(self._context, self._held_out)
-        return {"episodes": [trajectories.to_json(e) for e in played]}
+        return {"episodes": trajectories.all_to_json(played)}
 
     async def _memory(self, body: dict[str, Any]) -> dict[str, Any]:
         if self._orchestrator is None:
@@ -209,7 +206,7 @@ class Process:
 def _records(
     groups: Sequence[Sequence[episodes_lib.Episode]],
 ) -> list[list[dict[str, Any]]]:
-    return [[trajectories.to_json(episode) for episode in group] for group in groups]
+    return [*map(trajectories.all_to_json, groups)]
 
 
 def _answering(

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from absl import logging
 
-from glm5_jax import config
+from glm5_jax import api_key, config
 from glm5_jax.processes import simulate
 from glm5_jax.serving import for_prefill, listening, reach
 from glm5_jax.serving.router import app, command, pool
@@ -170,7 +170,7 @@ def serve(number: int, max_concurrency: int) -> None:
     )
     arguments = [sys.executable, *sys.orig_argv[1:]]
     arguments += ["--num_replicas=0", "--num_prefill_replicas=0", "--host=127.0.0.1"]
-    environ = {**os.environ, **({reach.KEY_VARIABLE: key} if key else {})}
+    environ = {**os.environ, **({api_key.VARIABLE: key} if key else {})}
     folder = pathlib.Path(tempfile.mkdtemp(prefix="glm5_jax_replicas_"))
     logging.info("The logs of the replicas are in %s", folder)
     servers = Servers(

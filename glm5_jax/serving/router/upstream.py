@@ -8,6 +8,8 @@ from typing import Any
 
 import aiohttp
 
+from glm5_jax import api_key as keys
+
 # Idle connections are closed before a server does so (ours after 30 s, uvicorn's of
 # others after 5 s), or a request could meet a closed one.
 _IDLE_SECONDS = 2.0
@@ -52,7 +54,7 @@ class Upstream:
 
     def __init__(self, api_key: str | None) -> None:
         """Opens nothing; a running event loop is needed."""
-        self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._key = keys.header(api_key)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),

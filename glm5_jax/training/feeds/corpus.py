@@ -28,6 +28,7 @@ class Corpus:
     """A pipeline of packed rows, as a `feed.Feed`."""
 
     is_on_policy = False
+    tells_of_stalls = False
 
     def __init__(self, config: config_lib.TrainConfig) -> None:
         """Opens the corpus that config.data names.

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from glm5_jax import command_line
+from glm5_jax import api_key, command_line
 from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
 from glm5_jax.processes import simulate, together
@@ -116,15 +116,17 @@ class EngineProcesses:
         metrics["actors/loop_lag_seconds"] = round(found["lag"], 3)
         metrics["actors/servers_repaired"] = found["repaired"]
         return actors.Taken(
-            [_episodes(group) for group in found["groups"]],
-            _episodes(found["episodes"]),
-            _episodes(found["unused"]),
+            [*map(trajectories.all_from_json, found["groups"])],
+            trajectories.all_from_json(found["episodes"]),
+            trajectories.all_from_json(found["unused"]),
             metrics,
         )
 
     def evaluate(self) -> Sequence[episodes_lib.Episode]:
         """Plays the held-out tasks beside the other episodes."""
-        return _episodes(self._ask("/evaluate", {}, seconds=None)["episodes"])
+        return trajectories.all_from_json(
+            self._ask("/evaluate", {}, seconds=None)["episodes"]
+        )
 
     def memory(self, version: int) -> Mapping[str, Any]:
         """Returns which groups are done, and which must begin again."""
@@ -155,7 +157,7 @@ class EngineProcesses:
         settings = self._folder / "config.json"
         settings.write_text(json.dumps(command_line.to_json_dict(config)))
         logging.info(
-            "Starting %d servers and an orchestrator; their logs are in %s.",
+            "Starting an orchestrator and %d servers here; their logs are in %s.",
             config.rl.num_engines,
             self._folder,
         )
@@ -279,9 +281,8 @@ def _require_servers(url: str) -> None:
     """
     from glm5_jax.rl.actors import fleet  # needs the extra serve
 
-    asked = urllib.request.Request(url.rstrip("/") + fleet.REPLICAS)
-    if key := os.environ.get("GLM5_JAX_API_KEY"):
-        asked.add_header("Authorization", f"Bearer {key}")
+    headers = api_key.header(api_key.given())
+    asked = urllib.request.Request(url.rstrip("/") + fleet.REPLICAS, headers=headers)
     try:
         with urllib.request.urlopen(asked, timeout=_ANSWER_SECONDS) as answer:
             json.load(answer)["replicas"]
@@ -289,12 +290,8 @@ def _require_servers(url: str) -> None:
         raise config_lib.InputError(
             f"rl.servers={url!r} is no router that answers ({error}): start one with "
             f"python -m glm5_jax.serve --num_replicas=N, or launch/ray_serve.py; its "
-            f"key goes into $GLM5_JAX_API_KEY."
+            f"key goes into ${api_key.VARIABLE}."
         ) from error
-
-
-def _episodes(records: Sequence[Mapping[str, Any]]) -> list[episodes_lib.Episode]:
-    return [trajectories.from_json(record) for record in records]
 
 
 def _request(

@@ -29,6 +29,7 @@ class Feed(Protocol):
     tokenizer: tokenizer_lib.Tokenizer
     fingerprint: str  # equal ones give equal batches
     is_on_policy: bool  # a batch needs the weights of the step before
+    tells_of_stalls: bool  # it raises if a batch does not come, which may take hours
 
     def restrict_to(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Makes only the rows of this process from now on, by the size of a batch."""

@@ -51,6 +51,7 @@ class Rollouts:
           InputError: the environment or the tokenizer is unusable.
         """
         self._config = config
+        self.tells_of_stalls = config.rl.has_servers
         taskset = environments.make(config.rl.environment)
         self.tokenizer = _tokenizer(config)
         template = templates.make_template(config.data, self.tokenizer)

@@ -61,8 +61,8 @@ class SharedActors:
         Raises:
           OSError: the folder cannot be written, or is not the same for all.
         """
-        found = self._shared(lambda: _records(self._actors.evaluate()))
-        return [trajectories.from_json(record) for record in found]
+        made = self._shared(lambda: trajectories.all_to_json(self._actors.evaluate()))
+        return trajectories.all_from_json(made)
 
     def memory(self, version: int) -> Mapping[str, Any]:
         """Returns what a checkpoint of a version must keep."""
@@ -107,24 +107,17 @@ class SharedActors:
 
 def _record(taken: actors_lib.Taken) -> dict[str, Any]:
     return {
-        "groups": [_records(group) for group in taken.groups],
-        "episodes": _records(taken.episodes),
-        "unused": _records(taken.unused),
+        "groups": [*map(trajectories.all_to_json, taken.groups)],
+        "episodes": trajectories.all_to_json(taken.episodes),
+        "unused": trajectories.all_to_json(taken.unused),
         "metrics": dict(taken.metrics),
     }
 
 
 def _taken(record: Mapping[str, Any]) -> actors_lib.Taken:
-    def read(found: Sequence[Mapping[str, Any]]) -> list[episodes_lib.Episode]:
-        return [trajectories.from_json(one) for one in found]
-
     return actors_lib.Taken(
-        groups=[read(group) for group in record["groups"]],
-        episodes=read(record["episodes"]),
-        unused=read(record["unused"]),
+        groups=[*map(trajectories.all_from_json, record["groups"])],
+        episodes=trajectories.all_from_json(record["episodes"]),
+        unused=trajectories.all_from_json(record["unused"]),
         metrics=record["metrics"],
     )
-
-
-def _records(episodes: Sequence[episodes_lib.Episode]) -> list[dict[str, Any]]:
-    return [trajectories.to_json(episode) for episode in episodes]
