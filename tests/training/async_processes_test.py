@@ -13,6 +13,7 @@ import urllib.request
 import numpy as np
 import pytest
 
+from benchmarks import chaos
 from glm5_jax.training.reporting import metrics
 from tests import environment, runs
 
@@ -53,21 +54,6 @@ def command(workdir, **changes):
         *(sys.executable, "-m", "glm5_jax.train", f"--config={config}"),
         *(f"--workdir={workdir}", *flags),
     ]
-
-
-def children_of(pid, word):
-    """Returns the processes below another one whose command has a word."""
-    found = []
-    for entry in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (entry / "cmdline").read_bytes().decode().split("\0")
-        except (OSError, ValueError):
-            continue
-        if parent == pid:
-            found += [int(entry.name)] if word in words else []
-            found += children_of(int(entry.name), word)
-    return found
 
 
 class ProcessesTest(runs.FolderTest):
@@ -183,7 +169,7 @@ class ProcessesTest(runs.FolderTest):
                 self.assertLess(time.monotonic(), deadline)
                 self.assertIsNone(child.poll())
                 time.sleep(0.2)
-            (server,) = children_of(child.pid, "--num_replicas=0")
+            (server,) = chaos.children_of(child.pid, "--num_replicas=0")
             os.kill(server, signal.SIGKILL)
 
         records = self.run_to_the_end(workdir, kill, num_steps=NUM_STEPS)

@@ -46,7 +46,7 @@ _ENV = {"HOME": "/root", "PYTHONNOUSERSITE": "1"}
 TOOLS = tool_calls.SHELL
 
 
-class Harbor:
+class Harbor(listed.Listed[reading.Task]):
     """The task folders at a path that a box can play."""
 
     def __init__(self, name: str) -> None:
@@ -57,8 +57,7 @@ class Harbor:
         Raises:
             config.InputError: none can be played.
         """
-        self.name = name
-        self.by_id: dict[str, reading.Task] = {}
+        by_id: dict[str, reading.Task] = {}
         refusals = []
         for path in reading.find(pathlib.Path(name.removeprefix(PREFIX))):
             try:
@@ -67,24 +66,10 @@ class Harbor:
                 refusals.append(str(error))
                 logging.warning("%s", error)
             else:
-                self.by_id[task.name] = task
-        if not self.by_id:
+                by_id[task.name] = task
+        if not by_id:
             raise config.InputError(" ".join(refusals[:_SHOWN]))
-        self._listed = listed.Listed(
-            name, {key: key for key in self.by_id}, _HELD_OUT, "take the other split"
-        )
-
-    def size(self, split: str) -> int:
-        """Returns the number of tasks of a split."""
-        return self._listed.size(split)
-
-    def task(self, split: str, seed: int, index: int) -> protocol.Task:
-        """Returns a task.
-
-        Raises:
-            config.InputError: the split has no task.
-        """
-        return self.task_of(self.by_id[self._listed.pick(split, seed, index)])
+        super().__init__(name, by_id, _HELD_OUT, "take the other split")
 
     def task_of(self, read: reading.Task) -> protocol.Task:
         """Returns the task of a folder."""

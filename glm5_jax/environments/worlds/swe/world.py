@@ -32,7 +32,7 @@ _INSTRUCTION = (
 )
 
 
-class Swe:
+class Swe(listed.Listed[records.Record]):
     """The tasks of a folder that was mined."""
 
     def __init__(self, name: str) -> None:
@@ -41,23 +41,9 @@ class Swe:
         Raises:
             config.InputError: the folder has no tasks.
         """
-        self.name = name
         self.folder = records.Folder(name.removeprefix(PREFIX))
-        self.by_id = {one.instance_id: one for one in self.folder.records()}
-        ids = {key: key for key in self.by_id}
-        self._listed = listed.Listed(name, ids, HELD_OUT, "mine more")
-
-    def size(self, split: str) -> int:
-        """Returns the number of tasks of a split."""
-        return self._listed.size(split)
-
-    def task(self, split: str, seed: int, index: int) -> protocol.Task:
-        """Returns a task; those of one seed repeat after all of a split were given.
-
-        Raises:
-            config.InputError: the split has no task.
-        """
-        return self.task_of(self.by_id[self._listed.pick(split, seed, index)])
+        by_id = {one.instance_id: one for one in self.folder.records()}
+        super().__init__(name, by_id, HELD_OUT, "mine more")
 
     def task_of(self, record: records.Record) -> protocol.Task:
         """Returns the task of a record."""

@@ -34,7 +34,7 @@ _NEXT = "Issue {number} of {count}, on the package as you left it:\n\n"
 _TOO_LATE = "error: nothing is done in a turn after submit."
 
 
-class SweChain:
+class SweChain(listed.Listed[stored.Chain]):
     """The chains of a folder that was mined."""
 
     def __init__(self, name: str) -> None:
@@ -43,23 +43,11 @@ class SweChain:
         Raises:
             config.InputError: the folder has no chains.
         """
-        self.name = name
         self.folder = records.Folder(name.removeprefix(PREFIX))
-        self.by_id = stored.read(self.folder)
-        repos = {key: chain.repo for key, chain in self.by_id.items()}
-        self._listed = listed.Listed(name, repos, world.HELD_OUT, "mine more packages")
-
-    def size(self, split: str) -> int:
-        """Returns the number of tasks of a split."""
-        return self._listed.size(split)
-
-    def task(self, split: str, seed: int, index: int) -> protocol.Task:
-        """Returns a task; chains of one package are in one split.
-
-        Raises:
-            config.InputError: the split has no task.
-        """
-        return self.task_of(self.by_id[self._listed.pick(split, seed, index)])
+        by_id = stored.read(self.folder)
+        # Chains of one package are in one split.
+        repos = {key: chain.repo for key, chain in by_id.items()}
+        super().__init__(name, by_id, world.HELD_OUT, "mine more packages", repos)
 
     def task_of(self, chain: stored.Chain) -> protocol.Task:
         """Returns the task of a chain."""
