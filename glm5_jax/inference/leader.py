@@ -7,17 +7,23 @@ every call to the others before it makes it. They make it with engines of their 
 which hold the other parts of weights and cache, and drop the result.
 
     engine = Leader(params, config, num_slots=8, capacity=256)  # on process 0
-    follow(Engine(params, config, num_slots=8, capacity=256))  # on the others
+    follow(Member(params, config, num_slots=8, capacity=256))  # on the others
 
 A dispatch that fails here may have run elsewhere, and nobody could tell what the others
 hold. So a failure ends all processes, where an engine of one process tries again.
+
+New weights are read in every process by a thread, while the engine runs; no program
+runs over devices meanwhile. All take them at the same place in the row of calls.
 """
 
 import pickle
 import signal
+import threading
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any, NoReturn
 
+import jax
 from absl import logging
 
 from glm5_jax import config as config_lib
@@ -26,15 +32,60 @@ from glm5_jax.inference.requests import Completion, Request
 from glm5_jax.processes import calls, together
 
 _NAME = "engine"
+_READ = "engine/read/{}"  # what a process says of the weights of this number
+
+Read = Callable[..., dict]  # (engine, *args) -> parameters, placed
 
 
-class Leader(engine_lib.Engine):
+class Member(engine_lib.Engine):
+    """The engine of one of several processes."""
+
+    _reading: tuple[int, futures.Future[dict]] | None = None
+
+    def begin_to_read(self, number: int, read: Read, *args: Any) -> None:
+        """Calls read(self, *args) in a thread, and tells process 0 what came of it.
+
+        Args:
+          number: of these weights; those of a number before are forgotten.
+          read: runs no program over the devices of several processes.
+          *args: of `read`.
+        """
+        done: futures.Future[dict] = futures.Future()
+        self._reading = number, done
+
+        def run() -> None:
+            error = ""
+            try:
+                done.set_result(read(self, *args))
+            except Exception as raised:
+                done.set_exception(raised)
+                error = str(raised) or repr(raised)
+                logging.warning("New weights were not read: %s", error)
+            calls.answer(_READ.format(number), error.encode())
+
+        threading.Thread(target=run, daemon=True, name="new weights").start()
+
+    def take(self, number: int, version: int) -> None:
+        """Publishes the weights of this number, which every process has read.
+
+        Raises:
+          InputError: see `Engine.publish`; or other weights are being read.
+        """
+        found, done = self._reading or (None, None)
+        if found != number or done is None:
+            raise config_lib.InputError("Other weights are being read meanwhile.")
+        engine_lib.Engine.publish(self, done.result(), version)
+        self._reading = None
+
+
+class Leader(Member):
     """The engine of process 0, whose calls the others repeat until `dismiss`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Makes an engine, as all processes do at the same time."""
         super().__init__(*args, **kwargs)
         self._speaker = calls.Speaker(_NAME)
+        self._num_read = 0
 
     def everywhere(self, function: Callable, *args: Any) -> Any:
         """Returns function(engine, *args), which all processes call.
@@ -91,13 +142,24 @@ class Leader(engine_lib.Engine):
             self._speaker.forget()
         return finished
 
+    def read_everywhere(self, read: Read, *args: Any) -> "Coming":
+        """Lets every process read new weights; see `Member.begin_to_read`.
+
+        Args:
+          read: of a module, so that its name is enough to find it.
+          *args: what pickle can send.
+        """
+        self._num_read += 1
+        self.everywhere(Member.begin_to_read, self._num_read, read, *args)
+        return Coming(self._num_read)
+
     def publish(self, params: dict, version: int) -> NoReturn:
-        """Refuses new weights, which the others have not read.
+        """Refuses weights that the others have not read; see `read_everywhere`.
 
         Raises:
           InputError: always.
         """
-        raise config_lib.InputError("New weights need a server of one process.")
+        raise config_lib.InputError("New weights must be read by every process.")
 
     def view(self) -> NoReturn:
         """Refuses to hand pages over, of which this process has a part alone.
@@ -112,7 +174,34 @@ class Leader(engine_lib.Engine):
         self._speaker.say(pickle.dumps(None))
 
 
-def follow(engine: engine_lib.Engine) -> None:
+class Coming:
+    """Weights that every process of an engine reads."""
+
+    def __init__(self, number: int) -> None:
+        """Names the weights by their number."""
+        self._number = number
+
+    def wait(self) -> None:
+        """Returns once every process has read its parts; in any thread.
+
+        Raises:
+          InputError: one could not.
+        """
+        answers = calls.answers(_READ.format(self._number), jax.process_count())
+        if errors := [answer.decode() for answer in answers if answer]:
+            raise config_lib.InputError(errors[0])
+
+    def publish(self, engine: engine_lib.Engine, version: int) -> None:
+        """Lets all processes take the weights; in the engine's thread.
+
+        Raises:
+          InputError: see `Member.take`.
+        """
+        assert isinstance(engine, Leader), "it gave these weights"
+        engine.everywhere(Member.take, self._number, version)
+
+
+def follow(engine: Member) -> None:
     """Makes the calls that process 0 makes to its engine, until it dismisses this one.
 
     SIGTERM and ctrl-C, which a cluster sends to all processes, are left to process 0,

@@ -1,9 +1,10 @@
-"""Tells the other processes of a run, message by message, what process 0 does.
+"""Tells the other processes what process 0 does, and process 0 what came of it.
 
 Messages go over the key-value store of jax.distributed, so that a process that waits
 for the next one keeps no device busy.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,25 +42,40 @@ class Speaker:
         self._num_forgotten = self._num_said
 
 
+def answer(name: str, message: bytes) -> None:
+    """Sends process 0 what this process has to say under a name; in any thread."""
+    client: Any = distributed.global_state.client
+    client.key_value_set_bytes(_key(name, jax.process_index()), message)
+
+
+def answers(name: str, num_processes: int) -> list[bytes]:
+    """Returns every process's answer once all have come, and frees their memory."""
+    client: Any = distributed.global_state.client
+    found = [_waited(_key(name, number)) for number in range(num_processes)]
+    for number in range(num_processes):
+        client.key_value_delete(_key(name, number))
+    return found
+
+
 def heard(name: str) -> Iterator[bytes]:
     """Yields the messages in their order, for ever, as process 0 sends them.
 
     Args:
       name: of the messages.
     """
+    for number in itertools.count():
+        yield _waited(_key(name, number))
+
+
+def _waited(key: str) -> bytes:
+    """Returns the message of a key, whenever it comes."""
     client: Any = distributed.global_state.client
-    number = 0
     while True:
         try:
-            message = client.blocking_key_value_get_bytes(
-                _key(name, number), _PATIENCE_MS
-            )
+            return client.blocking_key_value_get_bytes(key, _PATIENCE_MS)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            continue
-        yield message
-        number += 1
 
 
 def _key(name: str, number: int) -> str:

@@ -94,7 +94,9 @@ def serve(
       InputError: see `loaded`; or the address cannot be used.
     """
     if not together.is_first():
-        leader.follow(_engine(checkpoint, overrides, options)[0])
+        made, _ = _engine(checkpoint, overrides, options)
+        assert isinstance(made, leader.Member), "this is one of several processes"
+        leader.follow(made)
         return
     limits = guard.Limits(
         api_key=options.api_key,
@@ -157,7 +159,7 @@ def _engine(
     if jax.process_count() > 1:
         _require_shared(options)
         together.require_same("settings", repr((checkpoint, overrides, options)))
-        make = leader.Leader if together.is_first() else make
+        make = leader.Leader if together.is_first() else leader.Member
     model_config, params, tokenizer = quantized_loading.load_model(
         checkpoint, overrides, mesh, options.quantize
     )
@@ -187,13 +189,13 @@ def _require_shared(options: Options) -> None:
     Raises:
       InputError: lists the flags for servers of one process.
     """
-    alone = ("host_pages", "prefill_servers", "weights_root")
+    alone = ("host_pages", "prefill_servers")
     found = [f"--{name}" for name in alone if getattr(options, name)]
     if found:
         raise config.InputError(
             f"{', '.join(found)} cannot be given to a server of several processes: one "
-            f"process has a part of the cache and of the weights alone. Leave it out, "
-            f"or start a server in one process."
+            f"process has a part of the cache alone. Leave it out, or start a server "
+            f"of one process."
         )
 
 

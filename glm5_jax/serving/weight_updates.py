@@ -10,19 +10,12 @@ no token of the old weights afterwards sends /pause before and /resume after.
 """
 
 import asyncio
-import functools
 import pathlib
 from typing import Any
 
-import jax
 from absl import logging
 
-from glm5_jax.inference import placement
-from glm5_jax.model import transformer
-from glm5_jax.quantization import leaf as quantized
-from glm5_jax.rl.weight_store import manifest, reader
-from glm5_jax.serving import bodies, errors, served
-from glm5_jax.weights import loading
+from glm5_jax.serving import bodies, errors, new_weights, served
 
 START, UPDATE = "/start_weight_update", "/update_weights"
 FINISH = "/finish_weight_update"
@@ -54,7 +47,7 @@ class Updates:
         """Begins no update yet."""
         self._model = model
         self._has_started = self._is_reading = False
-        self._params: dict | None = None  # read, but not published
+        self._coming: new_weights.Coming | None = None  # read, but not published
 
     def start(self) -> dict[str, Any]:
         """Begins an update; one that was not finished is forgotten.
@@ -65,7 +58,7 @@ class Updates:
         self._folder()
         if self._is_reading:
             raise errors.ApiError(409, "Weights are being read; wait for the answer.")
-        self._has_started, self._params = True, None
+        self._has_started, self._coming = True, None
         return {"status": "started"}
 
     async def update(self, body: UpdateBody) -> dict[str, Any]:
@@ -82,7 +75,10 @@ class Updates:
             )
         self._is_reading = True
         try:
-            self._params = await asyncio.to_thread(self._read, path)
+            begun = self._model.service.call(lambda at: new_weights.begin(at, path))
+            coming = await asyncio.wrap_future(begun)
+            await asyncio.to_thread(coming.wait)
+            self._coming = coming
         finally:
             self._is_reading = False
         return {"status": "read"}
@@ -95,45 +91,17 @@ class Updates:
             InputError: the version does not increase; it may be sent again.
         """
         self._folder()
-        if self._params is None or self._is_reading:
+        coming = self._coming
+        if coming is None or self._is_reading:
             raise errors.ApiError(
                 409, f"No weights have been read; send {START} and {UPDATE} first."
             )
         version = self._version(body.weight_version)
-        await asyncio.wrap_future(self._model.service.publish(self._params, version))
-        self._has_started, self._params = False, None
+        taken = self._model.service.call(lambda at: coming.publish(at, version))
+        await asyncio.wrap_future(taken)
+        self._has_started, self._coming = False, None
         logging.info("The weights are now of version %d.", version)
         return {"status": "finished", "weight_version": version}
-
-    def _read(self, path: pathlib.Path) -> dict:
-        """Reads the parameters of the served model's shapes."""
-        service = self._model.service
-        config, placed = service.config, lambda engine: engine.placed_params
-        params, mesh = service.call(placed).result()
-        is_coded = quantized.is_quantized
-        if any(map(is_coded, jax.tree.leaves(params, is_leaf=is_coded))):
-            raise errors.bad_request(
-                "This server's weights are quantized, so they cannot be replaced; "
-                "start it without --quantize, from weights that are not."
-            )
-        abstract = transformer.abstract_params(config)
-        name = _version_at(path)
-        if name is not None:  # its arrays have the types of the computation
-            cast = functools.partial(transformer.cast, config=config)
-            abstract = jax.eval_shape(cast, abstract)
-        if mesh is None:
-            place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            places = jax.tree.map(lambda leaf: place, abstract)
-        else:
-            places = placement.params(abstract, config, mesh)
-        abstract = jax.tree.map(lambda x, s: x.update(sharding=s), abstract, places)
-        if name is None:
-            return loading.load_params(path, config, abstract)
-        try:
-            snapshot = reader.Reader(path.parent).read(name)
-            return reader.place(snapshot, abstract)
-        except (FileNotFoundError, manifest.StoreError) as error:
-            raise errors.bad_request(f"{path.name} cannot be used: {error}") from error
 
     def _version(self, given: int | str | None) -> int:
         """Returns the version as a number.
@@ -183,9 +151,3 @@ class Updates:
                 403, "update_info.path must lie below the server's --weights_root."
             )
         return path
-
-
-def _version_at(path: pathlib.Path) -> manifest.Name | None:
-    """Returns the version of a weight store at a path; None if it is none."""
-    names = manifest.names(path.parent) if path.is_dir() else ()
-    return next((name for name in names if name.folder == path.name), None)

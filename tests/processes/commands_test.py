@@ -6,11 +6,14 @@ import sys
 import time
 
 import httpx
+import jax
 import numpy as np
 import pytest
 from absl.testing import parameterized
 
 from glm5_jax.processes import interrupts
+from glm5_jax.rl.weight_store import writer
+from glm5_jax.weights import quantized_loading
 from tests import environment, forked
 from tests.processes import launch, worker
 
@@ -18,6 +21,7 @@ GOLDEN = str(pathlib.Path(__file__).parent.parent / "golden" / "glm5")
 FLAGS = [f"--config.{name}={value}" for name, value in worker.FLOATS]
 FLAGS += [f"--checkpoint={GOLDEN}", "--config.mesh.fsdp=2"]
 CHAT_MODEL = str(pathlib.Path(__file__).parent.parent / "golden" / "chat_model")
+NEW, DAMAGED = "i0000-v000000001", "i0000-v000000002"
 HEARTBEAT = 10
 SECONDS_TO_LEAVE = 60  # of which HEARTBEAT in silence, on a machine under load
 
@@ -146,17 +150,33 @@ class CommandLineTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_a_server_of_two_processes_answers_as_one_of_one_process(self):
         """Tokens, scores and refusals are the same; clients may leave; SIGTERM ends."""
-        found = [self.answers(count) for count in (1, 2)]
+        store = self.store()
+        found = [self.answers(count, store) for count in (1, 2)]
         self.assertEqual(*found)
-        *answered, refused, after = found[0]
+        *answered, refused, again, broken, after, new = found[0]
         self.assertEqual([code for code, _ in answered], [200] * 3)
-        self.assertEqual(refused[0], 400)
-        self.assertEqual(after, answered[1])
+        self.assertEqual([refused[0], broken], [400, 400])
+        self.assertEqual([again, after], [answered[1]] * 2)
+        self.assertEqual(new[0], 200)
+        self.assertNotEqual(new[1]["choices"], after[1]["choices"])
 
-    def answers(self, count):
+    def store(self):
+        """Returns a store with a version of other weights, and a damaged one."""
+        store = pathlib.Path(self.create_tempdir().full_path) / "store"
+        _, params, _ = quantized_loading.load_model(CHAT_MODEL, worker.FLOATS)
+        params, making = jax.device_get(params), writer.Writer(store)
+        for version in (1, 2):
+            params = jax.tree.map(lambda x: 1.5 * x, params)
+            making.publish(params, version)
+        path = store / DAMAGED / "process_0.bin"
+        path.write_bytes(path.read_bytes()[:-100])
+        return store
+
+    def answers(self, count, store):
         """Returns what a server of so many processes says."""
         port = launch.free_port()
         flags = f"--port={port}", "--capacity=64", f"--simulate_processes={count}"
+        flags += (f"--weights_root={store}",)
         flags += f"--checkpoint={CHAT_MODEL}", "--model_name=tiny"
         child = launch.start(self.command("serve", *flags))
         for end in (child.stdout.close, child.wait, child.kill):  # the last one first
@@ -186,6 +206,14 @@ class CommandLineTest(parameterized.TestCase):
                 ask("/v1/completions", **body | {"prompt": [10**6]}),
                 ask("/v1/completions", **body),
             ]
+            ask("/start_weight_update")
+            code, said = ask("/update_weights", update_info={"path": DAMAGED})
+            self.assertIn("cannot be used", str(said))
+            found += [code, ask("/v1/completions", **body)]
+            ask("/update_weights", update_info={"path": NEW})
+            said = ask("/finish_weight_update", weight_version=7)
+            self.assertEqual(said, (200, {"status": "finished", "weight_version": 7}))
+            found.append(ask("/v1/completions", **body))
             if count > 1:
                 code, said = ask("/v1/completions", **body, **form)
                 self.assertEqual(code, 400, said)

@@ -27,6 +27,8 @@ from glm5_jax.checkpoint import stored
 from glm5_jax.inference import commands, engine, leader, placement, prompt_scores
 from glm5_jax.model import transformer
 from glm5_jax.processes import group, together
+from glm5_jax.rl.weight_store import writer
+from glm5_jax.serving import new_weights
 from glm5_jax.training.run import rows
 from glm5_jax.weights import (
     huggingface,
@@ -225,7 +227,8 @@ def lead(folder):
     mesh, overrides = loading.mesh_of(overrides)
     config, params, _ = quantized_loading.load_model(path, overrides, mesh)
     is_alone = jax.process_count() == 1
-    make = leader.Leader if together.is_first() and not is_alone else engine.Engine
+    make = leader.Leader if together.is_first() else leader.Member
+    make = engine.Engine if is_alone else make
     # Those of continue_and_score, for the same programs.
     sizes = {"num_slots": 2, "capacity": 48, "limits": engine.Limits.of_prompts(1, 0)}
     with placement.using(mesh):
@@ -249,6 +252,20 @@ def lead(folder):
     with contextlib.suppress(config_lib.InputError):  # which ends nobody
         made.everywhere(prompt_scores.of, [[10**6, 1]])
     drawn = [[x.tokens, x.logprobs] for x in completions]
+    if is_alone:  # which runs first
+        others = jax.tree.map(lambda x: 1.5 * x, jax.device_get(made.placed_params[0]))
+        writer.Writer(folder / "store").publish(others, 3)
+    coming = new_weights.begin(made, folder / "store" / "i0000-v000000003")
+    coming.wait()
+    coming.publish(made, 3)
+    later = made.submit(engine.Request(3, rows[0], 18, temperature=0.0))
+    while made.num_pending:
+        made.step()
+    assert later.versions == [3] * 18, later.versions
+    drawn.append([later.tokens, later.logprobs])
+    with contextlib.suppress(config_lib.InputError):  # no version of a store
+        new_weights.begin(made, folder / "chat_model").wait()
+        assert is_alone
     found = json.dumps([drawn, [score.logprobs for score in scores]])
     (folder / f"{jax.process_count()}_led.json").write_text(found)
     if isinstance(made, leader.Leader):

@@ -1,0 +1,133 @@
+"""Reads the weights that a server is to take, beside its running engine."""
+
+import functools
+import pathlib
+from concurrent import futures
+from typing import Any
+
+import jax
+import numpy as np
+
+from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import leaves as leaves_lib
+from glm5_jax.inference import engine as engine_lib
+from glm5_jax.inference import leader, placement
+from glm5_jax.model import transformer
+from glm5_jax.quantization import leaf as quantized
+from glm5_jax.rl.weight_store import manifest, reader
+from glm5_jax.weights import loading
+
+
+class Own:
+    """Weights that an engine of one process is to take."""
+
+    def __init__(self, engine: engine_lib.Engine, path: pathlib.Path) -> None:
+        """Begins to read in a thread."""
+        threads = futures.ThreadPoolExecutor(1, "new weights")
+        self._params = threads.submit(read, engine, path)
+        threads.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Returns once they are read; in any thread.
+
+        Raises:
+          InputError: they cannot be used.
+        """
+        self._params.result()
+
+    def publish(self, engine: engine_lib.Engine, version: int) -> None:
+        """Lets the engine take them; in its thread.
+
+        Raises:
+          InputError: see `Engine.publish`.
+        """
+        engine.publish(self._params.result(), version)
+
+
+Coming = Own | leader.Coming
+
+
+def begin(engine: engine_lib.Engine, path: pathlib.Path) -> Coming:
+    """Begins to read weights, in every process of the engine; in its thread."""
+    if isinstance(engine, leader.Leader):
+        return engine.read_everywhere(read, path)
+    return Own(engine, path)
+
+
+def read(engine: engine_lib.Engine, path: pathlib.Path) -> dict:
+    """Returns parameters of the engine's shapes, placed as its own are.
+
+    Args:
+      engine: one that is running; nothing of it changes.
+      path: of a run, a step, a Hugging Face folder, or a version of a weight store. Of
+        an engine of several processes it is a version, of which each reads its windows.
+
+    Raises:
+      InputError: the engine's weights are quantized, or the path cannot be used.
+    """
+    config, (params, mesh) = engine.config, engine.placed_params
+    is_coded = quantized.is_quantized
+    if any(map(is_coded, jax.tree.leaves(params, is_leaf=is_coded))):
+        raise config_lib.InputError(
+            "This server's weights are quantized, so they cannot be replaced; "
+            "start it without --quantize, from weights that are not."
+        )
+    abstract = transformer.abstract_params(config)
+    name = _version_at(path)
+    if name is not None:  # its arrays have the types of the computation
+        cast = functools.partial(transformer.cast, config=config)
+        abstract = jax.eval_shape(cast, abstract)
+    elif isinstance(engine, leader.Member):  # programs would check the arrays
+        raise config_lib.InputError(
+            f"{path.name} is no version of a weight store, of which alone a server of "
+            f"several processes takes new weights."
+        )
+    if mesh is None:
+        place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        places = jax.tree.map(lambda leaf: place, abstract)
+    else:
+        places = placement.params(abstract, config, mesh)
+    abstract = jax.tree.map(lambda x, s: x.update(sharding=s), abstract, places)
+    if name is None:
+        return loading.load_params(path, config, abstract)
+    try:
+        snapshot = reader.Reader(path.parent, Needs(abstract)).read(name)
+        return reader.place(snapshot, abstract)
+    except (FileNotFoundError, manifest.StoreError) as error:
+        raise config_lib.InputError(f"{path.name} cannot be used: {error}") from error
+
+
+class Needs:
+    """Says whether a window of a leaf lies on this process's devices, in part."""
+
+    def __init__(self, abstract_params: dict) -> None:
+        """Notes the blocks of this process."""
+        flat = leaves_lib.flatten(abstract_params)[0]
+        self._blocks = {"/".join(path): _blocks(leaf) for path, leaf in flat.items()}
+
+    def __call__(self, leaf: str, window: manifest.Window) -> bool:
+        """Returns True for a leaf that the model lacks too: `reader.place` says so."""
+        end = np.add(window.start, window.shape)
+        return leaf not in self._blocks or any(
+            np.all((low < end) & (np.asarray(window.start) < high))
+            for low, high in self._blocks[leaf]
+        )
+
+
+def _blocks(leaf: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns the starts and ends of the blocks that this process's devices hold."""
+    found = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    bounds = (
+        [cut.indices(n)[:2] for cut, n in zip(index, leaf.shape, strict=True)]
+        for index in found
+    )
+    return [
+        (np.array([low for low, _ in cuts]), np.array([high for _, high in cuts]))
+        for cuts in bounds
+    ]
+
+
+def _version_at(path: pathlib.Path) -> manifest.Name | None:
+    """Returns the version of a weight store at a path; None if it is none."""
+    names = manifest.names(path.parent) if path.is_dir() else ()
+    return next((name for name in names if name.folder == path.name), None)
