@@ -87,8 +87,9 @@ MAX_COLUMNS = 88
 # pages of rollouts 1. Asynchronous RL takes 2. The cache's number type takes 1.
 # The episodes that a run keeps take 1, forgetting the moments of a step takes 1.
 # The terms that keep a policy near another one or random take 3, packed episodes 1.
-# Servers of others take 2, with the folder of their weights. A critic takes 6.
-MAX_CONFIG_FIELDS = 202
+# Servers of others take 2, with the folder of their weights. A critic takes 6,
+# teachers 1.
+MAX_CONFIG_FIELDS = 203
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 

@@ -71,3 +71,28 @@ class MeshConfig:
             remedy = f"{axes} to {checks.listed(near)}"
             rules.append(checks.divisible(f"model.{name}", size, axes, parts, remedy))
         return rules
+
+    def token_rules(
+        self, length: int, expert_chunks: int, num_devices: int
+    ) -> list[tuple[bool, str]]:
+        """Returns rules: context, then expert_chunks, divide the tokens of a row.
+
+        Args:
+          length: of a row.
+          expert_chunks: of the model.
+          num_devices: known to be there, for the remedy.
+        """
+        rules, name = [], "data.sequence_length"
+        if expert_chunks > 1:
+            most = max(length // self.context, 1)
+            near = checks.nearest_divisors(most, expert_chunks)
+            remedy = f"model.expert_chunks to {checks.listed(near)}"
+            axes, parts = "context * expert_chunks", self.context * expert_chunks
+            rules.append(checks.divisible(name, length, axes, parts, remedy))
+        if self.context > 1:  # a device gets an early and a late part of each row
+            halves = 1 if length % 2 else math.gcd(length // 2, num_devices)
+            near = checks.nearest_divisors(halves, self.context)
+            remedy = f"context to {checks.listed(near)}"
+            parts = 2 * self.context
+            rules.append(checks.divisible(name, length, "2 * context", parts, remedy))
+        return rules

@@ -75,6 +75,9 @@ class RLConfig:
     gae_alpha: float = 1.5
     # Discount of a reward for each token sampled before it; undisclosed, so none.
     gae_gamma: float = 1.0
+    # Run, step or Hugging Face folders of the policies that stage distill learns from:
+    # one, or one for each part of a mixture of tasks, in the order of environment.
+    teachers: tuple[str, ...] = ()
     # Weight in the loss of the KL to the reference, in nats a token. GLM-5 has none.
     kl_weight: float = 0.0
     # Run, step or Hugging Face folder of the policy to stay near; None: init_from.
@@ -143,7 +146,7 @@ class RLConfig:
                 0 <= self.num_drafts <= MAX_DRAFTS,
                 f"num_drafts must lie in 0..{MAX_DRAFTS}, got {self.num_drafts}.",
             ),
-            *self._critic_rules(),
+            *self._advantage_rules(),
             *(
                 (getattr(self, k) >= 0, f"{k} must be >= 0, got {getattr(self, k)}.")
                 for k in (
@@ -211,22 +214,31 @@ class RLConfig:
         return bool(self.num_engines or self.servers)
 
     @property
+    def compares_groups(self) -> bool:
+        """True where a reward teaches by its difference to others of its group."""
+        return not (self.critic or self.teachers)
+
+    @property
     def num_rows(self) -> int:
         """Returns the rows of a batch: those asked for, or one for each rollout."""
         return self.rows_per_step or self.prompts_per_step * self.group_size
 
-    def _critic_rules(self) -> list[tuple[bool, str]]:
-        """Returns the rules of advantages by a critic, and by groups without one."""
+    def _advantage_rules(self) -> list[tuple[bool, str]]:
+        """Returns the rules of advantages that groups give, a critic or teachers."""
         return [
             (
-                self.group_size > 1 or self.critic,
+                self.group_size > 1 or not self.compares_groups,
                 f"group_size must be at least 2 where answers are compared with those "
                 f"of their group, got {self.group_size}; or set critic=true.",
             ),
             (
-                not (self.critic and self.dynamic_sampling),
-                "dynamic_sampling must be false with critic=true, which learns from "
-                "groups of equal rewards too.",
+                self.compares_groups or not self.dynamic_sampling,
+                "dynamic_sampling must be false with critic=true or teachers, which "
+                "teach by groups of equal rewards too.",
+            ),
+            (
+                not (self.critic and self.teachers),
+                "critic must be false with teachers, who give the advantages.",
             ),
             (
                 0 < self.gae_gamma <= 1,

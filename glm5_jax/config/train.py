@@ -197,6 +197,16 @@ class TrainConfig:
         return (self.rl.reference or self.init_from) if is_used else None
 
     @property
+    def teachers(self) -> tuple[str, ...]:
+        """Folders of the policies that give the advantages of a stage that has some."""
+        return self.rl.teachers if self.stage_record.has_teachers else ()
+
+    @property
+    def num_other_policies(self) -> int:
+        """Copies of the weights that a run reads beside those that learn."""
+        return (self.reference is not None) + len(self.teachers)
+
+    @property
     def replays_routing(self) -> bool:
         """True where the trainer routes tokens to the experts that the engine chose."""
         return self.rl.router_replay and self.stage_record.can_replay_routing
@@ -352,7 +362,9 @@ class TrainConfig:
         mesh = self.mesh
         shares = mesh.fsdp * mesh.expert * max(mesh.data, 1)
         known = shares * mesh.context * mesh.tensor  # with data=-1 there are more
-        rules = [*self.batch_rules(shares), *self._token_rules(known)]
+        length, chunks = self.data.sequence_length, self.model.expert_chunks
+        tokens = mesh.token_rules(length, chunks, known)
+        rules = [*self.batch_rules(shares), *tokens]
         if self.plays_episodes:
             axes, parts = "data * fsdp * expert * context", shares * mesh.context
             remedy = "give devices to mesh.tensor"
@@ -376,23 +388,6 @@ class TrainConfig:
             for what, is_so in alone.items()
         ]
         return [*rules, *mesh.model_rules(self.model)]
-
-    def _token_rules(self, num_devices: int) -> list[tuple[bool, str]]:
-        """Returns rules: context, then expert_chunks, divide the tokens of a row."""
-        length, context = self.data.sequence_length, self.mesh.context
-        chunks, rules, name = self.model.expert_chunks, [], "data.sequence_length"
-        if chunks > 1:
-            near = checks.nearest_divisors(max(length // context, 1), chunks)
-            remedy = f"model.expert_chunks to {checks.listed(near)}"
-            axes, parts = "context * expert_chunks", context * chunks
-            rules.append(checks.divisible(name, length, axes, parts, remedy))
-        if context > 1:  # a device gets an early and a late part of each row
-            halves = 1 if length % 2 else math.gcd(length // 2, num_devices)
-            near = checks.nearest_divisors(halves, context)
-            remedy = f"context to {checks.listed(near)}"
-            parts = 2 * context
-            rules.append(checks.divisible(name, length, "2 * context", parts, remedy))
-        return rules
 
 
 def _named(found: list[stages.Stage]) -> str:

@@ -81,8 +81,13 @@ class Mixture:
 
     def _part_of(self, task: protocol.Task) -> tuple[protocol.Taskset, protocol.Task]:
         """Returns the part of a task, and the task as the part made it."""
-        number, _, own = task.id.partition("/")
-        return self._parts[int(number)], dataclasses.replace(task, id=own)
+        _, _, own = task.id.partition("/")
+        return self._parts[part_of(task)], dataclasses.replace(task, id=own)
+
+
+def part_of(task: protocol.Task) -> int:
+    """Returns the number of the part of a mixture from which a task is."""
+    return int(task.id.partition("/")[0])
 
 
 class _Environment:

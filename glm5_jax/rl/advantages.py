@@ -59,8 +59,9 @@ class Weighted:
     """A sample with the advantage and weight of its trained tokens."""
 
     sample: Sample
+    episode: Episode  # of the sample
     reward: float  # of its episode
-    advantage: float  # 0 where a critic gives the advantages
+    advantage: float  # 0 where a critic or teachers give the advantages
     weight: float
 
 
@@ -182,7 +183,8 @@ def weigh(
 
     Args:
         groups: the episodes of each task.
-        std: see `group_advantages`; None: a critic gives the advantages (gae.py).
+        std: see `group_advantages`; None: a critic (gae.py) or teachers give the
+            advantages.
         aggregation: see `token_weights`.
     """
     counts = [[_num_trained(episode) for episode in group] for group in groups]
@@ -194,7 +196,7 @@ def weigh(
         of_group = zip(group, rewards, values, group_weights, strict=True)
         for episode, reward, value, weight in of_group:
             for sample in episode.samples:
-                weighted.append(Weighted(sample, reward, float(value), weight))
+                weighted.append(Weighted(sample, episode, reward, float(value), weight))
     return weighted
 
 

@@ -155,6 +155,7 @@ class _Loop:
         with unwatched, self._clock.waiting():
             batch, seen = run.feed.next(run.params, run.position)
         placed = run.with_reference(run.to_devices(batch, size))
+        placed = run.with_teachers(placed)
         run.critic_state, placed, judged = run.critic.step(run.critic_state, placed)
         run.params, run.opt_state, metrics = run.train_step(
             run.params, run.opt_state, placed

@@ -2,9 +2,10 @@
 
 The objectives are in glm5_jax/rl/objectives.py. A batch has the arrays of a batch of
 text, and for every target: rollout_logprobs, advantages, weights; reference_logprobs
-where the loss has a KL to a reference; rewards and lambdas where a critic (critic.py)
-fills the advantages; and if the trainer replays the engine's routing, experts
-[B, T, expert_layers, K].
+where the loss has a KL to a reference; teacher_logprobs where teachers give the
+advantages, and the number of each token's teacher if there are several; rewards and
+lambdas where a critic (critic.py) fills the advantages; and if the trainer replays the
+engine's routing, experts [B, T, expert_layers, K].
 """
 
 import functools
@@ -26,6 +27,8 @@ from glm5_jax.training import inputs as inputs_lib
 from glm5_jax.training import loss as loss_lib
 
 REFERENCE = "reference_logprobs"
+TEACHER = "teacher_logprobs"
+TAUGHT_BY = "teacher"  # number of the teacher of each token, where there are several
 REWARDS = "rewards"  # for a critic: of the last sampled token of each sample
 LAMBDAS = "lambdas"  # for a critic: of generalized advantage estimation, by token
 GAP = "rl/logprob_gap"  # mean |log pi_train - log pi_infer| of the sampled tokens
@@ -217,12 +220,14 @@ def _local_loss(
     """Returns the loss and the measurements, summed over the shards of all devices."""
     batch, objective = inputs.batch, objectives.of(config.rl)
     logprobs, out = _local_logprobs(config, params, inputs)
-    mask = batch["loss_mask"] > 0
+    mask, advantages = batch["loss_mask"] > 0, batch["advantages"]
+    if config.teachers:
+        advantages = objectives.distillation_advantages(batch[TEACHER], logprobs, mask)
     tokens = objective(
         logprobs,
         batch.get("old_logprobs"),
         batch["rollout_logprobs"],
-        batch["advantages"],
+        advantages,
         mask,
     )
     # Not the objective's own ratio: in dis it also holds the change by the updates.
@@ -235,6 +240,8 @@ def _local_loss(
     num_tokens = jnp.stack([jnp.sum(m, dtype=jnp.float32) for m in masks])
     surprise = jnp.sum(jnp.where(mask, -lax.stop_gradient(logprobs), 0))
     added, terms = _terms(config, params, inputs, logprobs, out.hidden)
+    if config.teachers:
+        terms["rl/teacher_kl"] = -jnp.sum(advantages)
     loss = jnp.sum(batch["weights"] * (tokens.loss + added))
     loss, sums, gaps, num_tokens, surprise, terms = collectives.total(
         (loss, tokens.metrics, gaps, num_tokens, surprise, terms), collectives.TOKENS

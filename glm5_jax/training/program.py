@@ -133,6 +133,10 @@ def batch_shapes(config: config_lib.TrainConfig) -> dict[str, jax.ShapeDtypeStru
     batch |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in stage.floats}
     if config.reference:
         batch[policy.REFERENCE] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if config.teachers:
+        batch[policy.TEACHER] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if len(config.teachers) > 1:
+        batch[policy.TAUGHT_BY] = jax.ShapeDtypeStruct(shape, jnp.int32)
     if stage.has_critic(config):
         for name in (policy.REWARDS, policy.LAMBDAS):
             batch[name] = jax.ShapeDtypeStruct(shape, jnp.float32)

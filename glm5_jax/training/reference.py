@@ -17,6 +17,8 @@ from glm5_jax.training import computed, policy, program
 from glm5_jax.weights import loading
 
 Batch = Mapping[str, Any]
+# Arrays of a batch that come from other policies than the one that reads it.
+_OF_OTHERS = {"experts", policy.REFERENCE, policy.TEACHER, policy.TAUGHT_BY}
 
 
 def unchanged(batch: Batch) -> Batch:
@@ -35,12 +37,7 @@ def require(config: config_lib.TrainConfig) -> bool:
     """
     if config.reference is None or config.reference == config.init_from:
         return False
-    started = dataclasses.replace(config, init_from=config.reference)
-    try:
-        loading.require_same_mathematics(started)
-        loading.require_params(config.reference, config.model)
-    except config_lib.InputError as error:
-        raise config_lib.InputError(f"rl.reference: {error}") from error
+    require_policy(config, config.reference, "rl.reference")
     return True
 
 
@@ -57,9 +54,38 @@ def make(
     if config.reference is None:
         return unchanged
     require(config)
-    logging.info("Reads the reference %s ...", config.reference)
-    stored = loading.load_params(config.reference, config.model, prepared.params)
-    params = jax.jit(computed.weights, static_argnums=1)(stored, config)
+    logprobs = scorer(config, prepared)
+    params = read(config, config.reference, prepared)
+    return lambda batch: {**batch, policy.REFERENCE: logprobs(params, batch)}
+
+
+def require_policy(config: config_lib.TrainConfig, folder: str, field: str) -> None:
+    """Checks that a folder has weights of the run's model, without reading any.
+
+    Raises:
+      InputError: names the field of the config and says what is wrong.
+    """
+    started = dataclasses.replace(config, init_from=folder)
+    try:
+        loading.require_same_mathematics(started)
+        loading.require_params(folder, config.model)
+    except config_lib.InputError as error:
+        raise config_lib.InputError(f"{field}: {error}") from error
+
+
+def read(
+    config: config_lib.TrainConfig, folder: str, prepared: program.Program
+) -> dict:
+    """Returns the weights of a folder as a step computes with them, placed alike."""
+    logging.info("Reads the policy %s ...", folder)
+    stored = loading.load_params(folder, config.model, prepared.params)
+    return jax.jit(computed.weights, static_argnums=1)(stored, config)
+
+
+def scorer(
+    config: config_lib.TrainConfig, prepared: program.Program
+) -> Callable[[dict, Batch], jax.Array]:
+    """Returns (weights, batch) -> log-probs of its targets, placed as it is."""
 
     @functools.partial(
         jax.jit,
@@ -70,8 +96,8 @@ def make(
         num_parts = config.updates_per_step * config.optim.accumulation_steps
         return policy.token_logprobs(params, config, batch, num_parts)
 
-    def filled(batch: Batch) -> Batch:
-        own = {name: x for name, x in batch.items() if name != "experts"}
-        return {**batch, policy.REFERENCE: logprobs(params, own)}
+    def own(params: dict, batch: Batch) -> jax.Array:
+        texts = {name: x for name, x in batch.items() if name not in _OF_OTHERS}
+        return logprobs(params, texts)
 
-    return filled
+    return own

@@ -21,7 +21,7 @@ from glm5_jax.checkpoint import manager, step_folder
 from glm5_jax.rl import episode_files
 from glm5_jax.training import critic as critic_lib
 from glm5_jax.training import program as program_lib
-from glm5_jax.training import reference
+from glm5_jax.training import reference, teachers
 from glm5_jax.training.feeds import policy_batch
 from glm5_jax.training.run import state as run_lib
 
@@ -81,13 +81,15 @@ def replay(workdir: pathlib.Path, last: int | None = None) -> Replayed:
             params, opt_state = run_lib.initial(config, program)
             judge = critic.init(params)
         with_reference = reference.make(config, program)
+        with_teachers = teachers.make(config, program)
         learn = program.compile(config.num_rows)
         for step in range(first + 1, last + 1):
             kept = episode_files.read(workdir, step)
             groups = [[*group] for group in kept.groups]
             batch = policy_batch.make(config, groups, kept.position)
             placed = jax.device_put(batch, program_lib.batch_place(mesh))
-            judge, placed, _ = critic.step(judge, with_reference(placed))
+            placed = with_teachers(with_reference(placed))
+            judge, placed, _ = critic.step(judge, placed)
             params, opt_state, metrics = learn(params, opt_state, placed)
             logging.info("Step %d: loss %.6g.", step, float(metrics["train/loss"]))
         different = None

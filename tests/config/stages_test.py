@@ -47,6 +47,7 @@ class StagesTest(parameterized.TestCase):
     def test_the_command_line_knows_all_of_them(self):
         hint = typing.get_type_hints(config_lib.TrainConfig)["stage"]
         names = ("pretrain", "dsa_warmup", "dsa_sparse", "sft", "rl", "async_rl")
+        names += ("distill",)
         self.assertEqual(typing.get_args(hint), names)
         with self.assertRaisesRegex(config_lib.InputError, "Did you mean dsa_sparse"):
             fields.build(config_lib.TrainConfig, {"stage": fields.Text("dsa_spars")})

@@ -5,6 +5,7 @@ To add a stage, write a file with its record and add it to STAGES.
 
 from glm5_jax.config.stages import (
     async_rl,
+    distill,
     dsa_sparse,
     dsa_warmup,
     pretrain,
@@ -20,6 +21,7 @@ STAGES = (
     sft.STAGE,
     rl.STAGE,
     async_rl.STAGE,
+    distill.STAGE,
 )
 BY_NAME = {stage.name: stage for stage in STAGES}
 

@@ -14,6 +14,7 @@ def _rules(config: record.Config) -> list[record.Rule]:
     weights = config.rl.rollout_weights
     return [
         *rl.episode_rules(config),
+        *rl.reward_rules(config),
         (
             not config.rl.has_servers or weights == "same",
             f"rl.rollout_weights must be 'same' where servers sample, got {weights!r}: "

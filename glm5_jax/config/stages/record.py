@@ -119,6 +119,8 @@ class Stage:
     floats: tuple[str, ...] = ("loss_mask",)
     # With rl.router_replay the batch also holds the experts that the engine chose.
     can_replay_routing: bool = False
+    # Policies of earlier stages (rl.teachers) give the advantages.
+    has_teachers: bool = False
     # The run's own engine plays episodes, which one process can do.
     plays_episodes: bool = False
 

@@ -43,18 +43,32 @@ def episode_rules(config: record.Config) -> list[record.Rule]:
     ]
 
 
-def _rules(config: record.Config) -> list[record.Rule]:
-    """Returns the rules of episodes, and that the engine is the trainer's."""
+def reward_rules(config: record.Config) -> list[record.Rule]:
+    """Returns the rule that rewards teach, not other policies."""
+    return [
+        (
+            not config.rl.teachers,
+            f"rl.teachers must be empty in stage {config.stage!r}, in which rewards "
+            f"teach. Set stage='distill'.",
+        ),
+    ]
+
+
+def own_engine_rules(config: record.Config) -> list[record.Rule]:
+    """Returns the rule that the trainer's own engine plays."""
     number, servers = config.rl.num_engines, config.rl.servers
     name, got = ("servers", servers) if servers else ("num_engines", number)
     return [
-        *episode_rules(config),
         (
             not config.rl.has_servers,
             f"rl.{name} must not be set in stage {config.stage!r}, got {got!r}: its "
             f"episodes are played by the trainer's own engine. Set stage='async_rl'.",
         ),
     ]
+
+
+def _rules(config: record.Config) -> list[record.Rule]:
+    return [*episode_rules(config), *reward_rules(config), *own_engine_rules(config)]
 
 
 def _batch_invariant(model: ModelConfig) -> ModelConfig:

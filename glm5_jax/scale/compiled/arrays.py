@@ -185,8 +185,9 @@ def _gradients(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[
 
 
 def _reference(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[Array]:
-    """The weights of rl.reference as a step computes with them, placed alike."""
-    if config.reference is None:
+    """The weights of rl.reference or teachers as a step computes with them."""
+    number = config.num_other_policies
+    if not number:
         return
     computed = jax.eval_shape(
         lambda params: transformer.cast(params, config.model),
@@ -203,7 +204,7 @@ def _reference(config: config_lib.TrainConfig, arrays: list[Array]) -> Iterator[
                 name=f"{BESIDE}.{name}",
                 kind=array.kind.replace("parameters", BESIDE),
                 dtype=str(dtypes[name]),
-                device_bytes=size * dtypes[name].itemsize,
+                device_bytes=number * size * dtypes[name].itemsize,
             )
 
 

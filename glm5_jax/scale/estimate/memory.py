@@ -116,14 +116,15 @@ def gradients(s: Setting) -> float:
 
 
 def reference(s: Setting) -> float:
-    """Counts the weights of rl.reference in the type they are computed in.
+    """Counts the weights of rl.reference and rl.teachers as they are computed with.
 
     They are placed like the parameters, MTP's among them, and stay between the steps.
     """
-    if s.config.reference is None:
+    number = s.config.num_other_policies
+    if not number:
         return 0.0
     mtp = s.layer(s.mtp_kind) if s.model.has_mtp and not s.mtp_steps else ()
-    return gradients(s) + sum(s.stored(w) * w.item for w in mtp)
+    return number * (gradients(s) + sum(s.stored(w) * w.item for w in mtp))
 
 
 def accumulated(s: Setting) -> float:

@@ -29,8 +29,8 @@ def of(setting: Setting) -> communication.Traffic:
     """Returns all collectives of a step that send anything."""
     terms = (layers, mtp, tokens, keys, words, shares)
     of_a_part = [c for term in terms for c in term(setting)]
-    if setting.config.reference is not None:  # it reads the rows as well
-        of_a_part += [c for c in of_a_part if c.phase == "forward"]
+    others = setting.config.num_other_policies  # each reads the rows as well
+    of_a_part += others * [c for c in of_a_part if c.phase == "forward"]
     of_all = *replicas(setting), *optimizer(setting)
     found = (*(_times(c, setting.parts) for c in of_a_part), *of_all)
     return communication.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())

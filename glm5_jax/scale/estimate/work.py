@@ -42,8 +42,7 @@ def flops(s: Setting) -> dict[str, float]:
         "indexer": indexer(s),
     }
     found = {name: s.parts * value for name, value in of_a_part.items()}
-    if s.config.reference is not None:
-        found["reference"] = s.parts * forward(s)
+    found["reference"] = s.config.num_other_policies * s.parts * forward(s)
     found["optimizer"] = newton_schulz(s)
     return {name: value for name, value in found.items() if value}
 
@@ -163,7 +162,7 @@ def hbm_bytes(s: Setting, arguments: float | int) -> float:
     adds to its gradient; Newton-Schulz.
     """
     layers = _layers(s)
-    passes = _forward(s) + BACKWARD + (s.config.reference is not None)
+    passes = _forward(s) + BACKWARD + s.config.num_other_policies
     a_part = (1 + s.mtp_steps) * logits_bytes(s)
     for kind, count in layers.items():
         weights = s.layer(kind)

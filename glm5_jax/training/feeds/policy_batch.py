@@ -11,7 +11,9 @@ import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax.data.rows import packing
+from glm5_jax.environments import mixture
 from glm5_jax.rl import advantages, gae, gateway
+from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.training import policy, program
 from glm5_jax.training.feeds import feed
 from glm5_jax.training.feeds import groups as groups_lib
@@ -27,7 +29,7 @@ def make(
     """
     rl = config.rl
     used = groups if num_teaching(rl, groups) >= least_teaching(rl) else []
-    std = None if rl.critic else rl.advantage_std
+    std = rl.advantage_std if rl.compares_groups else None
     weighted = advantages.weigh(used, std=std, aggregation=rl.loss_mean)
     size, rows = config.num_rows, [[place] for place in range(len(weighted))]
     if rl.rows_per_step:
@@ -45,6 +47,8 @@ def make(
             here = row, slice(start, start + len(item.sample.mask) - 1)
             batch["segment_ids"][here] = number
             _fill(batch, here, item, position)
+            if policy.TAUGHT_BY in batch:
+                batch[policy.TAUGHT_BY][here] = _part_of(item)
             if rl.critic:
                 _fill_for_critic(batch, here, item, rl.gae_alpha)
             start = here[1].stop
@@ -52,8 +56,9 @@ def make(
 
 
 def num_teaching(rl: config_lib.RLConfig, groups: Sequence[groups_lib.Group]) -> int:
-    """Returns the number of groups whose rewards differ; with a critic, of all."""
-    return len(groups) if rl.critic else sum(map(advantages.teaches, groups))
+    """Returns the number of groups whose rewards differ; of all, if none need to."""
+    teaching = sum(map(advantages.teaches, groups))
+    return teaching if rl.compares_groups else len(groups)
 
 
 def least_teaching(rl: config_lib.RLConfig) -> int:
@@ -97,6 +102,13 @@ def _fill(
         batch["staleness"][here] = np.where(mask, position - versions, 0)
     if "experts" in batch:
         batch["experts"][here] = sample.experts
+
+
+def _part_of(item: advantages.Weighted) -> int:
+    """Returns the number of the part of a mixture from which a sample's task is."""
+    episode = item.episode
+    assert isinstance(episode, episodes_lib.Episode)
+    return mixture.part_of(episode.task)
 
 
 def _fill_for_critic(

@@ -166,7 +166,7 @@ class Rollouts:
         """
         rl, init_from = self._config.rl, self._config.init_from
         low, high = rl.min_start_success, rl.max_start_success
-        if (low, high) == (0, 1):
+        if (low, high) == (0, 1) or rl.teachers:
             return {}
         found = self._source.evaluate(params, 0)
         share = found["eval/success"]

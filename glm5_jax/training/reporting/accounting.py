@@ -64,7 +64,7 @@ def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
 def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
     """Returns the bytes of parameters, gradients and optimizer state of all devices.
 
-    And of the weights of rl.reference, where a term of the loss compares with them.
+    And of the weights of rl.reference and rl.teachers, where the loss needs them.
     """
     params = transformer.abstract_params(config.model)
     state = jax.eval_shape(step_lib.make_optimizer(config).init, params)
@@ -77,9 +77,10 @@ def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
         "gradients": size(accumulation.abstract_gradients(config)),
         "optimizer state": size(state),
     }
-    if config.reference is not None:
+    if config.num_other_policies:
         cast = functools.partial(transformer.cast, config=config.model)
-        parts["reference"] = size(jax.eval_shape(cast, params))
+        one = size(jax.eval_shape(cast, params))
+        parts["reference"] = config.num_other_policies * one
     return {**parts, "total": sum(parts.values())}
 
 

@@ -95,8 +95,8 @@ def _step(
 def _advantages(
     rl: config_lib.RLConfig, group: Sequence[episodes_lib.Episode]
 ) -> list[float | None]:
-    """Returns the advantage of each episode; None: a critic gave one to each token."""
-    if rl.critic:
+    """Returns the advantage of each episode; None: each token has its own."""
+    if not rl.compares_groups:
         return [None] * len(group)
     rewards = [e.reward.total for e in group if e.reward is not None]
     values = advantages.group_advantages(rewards, rl.advantage_std)

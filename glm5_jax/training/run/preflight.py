@@ -4,7 +4,7 @@ import pathlib
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager
-from glm5_jax.training import reference
+from glm5_jax.training import reference, teachers
 from glm5_jax.training.feeds import corpus
 from glm5_jax.training.feeds import feed as feed_lib
 from glm5_jax.training.reporting import suites, trackers
@@ -54,6 +54,8 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
     try:
         if reference.require(config):
             found.append(f"rl.reference: {config.reference} has every parameter")
+        teachers.require(config)
+        found += [f"rl.teachers: {x} has every parameter" for x in config.teachers]
     except config_lib.InputError as error:
         errors.append(str(error))
     try:

@@ -23,7 +23,7 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.processes import together
 from glm5_jax.training import critic as critic_lib
 from glm5_jax.training import program as program_lib
-from glm5_jax.training import reference
+from glm5_jax.training import reference, teachers
 from glm5_jax.training.feeds import corpus
 from glm5_jax.training.feeds import feed as feed_lib
 from glm5_jax.training.feeds import rollouts as rl
@@ -65,6 +65,7 @@ class Run:
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)  # last
     train_step: Callable = lambda *args: None
     with_reference: Callable = reference.unchanged  # fills its part of a batch
+    with_teachers: Callable = reference.unchanged  # fills theirs
     compiled_size: int = 0  # rows of a batch that train_step is compiled for
     compile_seconds: float = 0.0
     restore_seconds: float = 0.0
@@ -256,6 +257,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
         )
         _fill(run)
         run.with_reference = reference.make(config, program)
+        run.with_teachers = teachers.make(config, program)
         run.compile()
         undo.pop_all()
     host_memory.trim()
