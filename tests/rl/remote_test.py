@@ -282,27 +282,25 @@ class Router:
     told: list = dataclasses.field(default_factory=list)
 
     def routes(self):
+        urls = [f"http://replica:{i}" for i in range(len(self.states))]
+
         async def replicas(request):
-            host = f"http://{request.host}"
-            return web.json_response(
-                {
-                    "replicas": [
-                        {"url": f"{host}/replica/{i}", "state": state}
-                        for i, state in enumerate(self.states)
-                    ]
-                }
-            )
+            told = zip(urls, self.states, strict=True)
+            found = [{"url": url, "state": state} for url, state in told]
+            return web.json_response({"replicas": found})
 
         async def tell(request):
-            self.told.append((request.path, json.loads(await request.text())))
-            index = request.match_info.get("index")
+            body = json.loads(await request.text())
+            only = request.query.get("replica")
+            self.told.append((request.path, body, *([only] if only else [])))
+            index = urls.index(only) if only else None
             if not self.takes:
                 return web.json_response({"error": "no"}, status=self.refusal)
             if self.metrics and request.path.endswith(fleet_lib.FINISH):
                 version = self.told[-1][1]["weight_version"]
                 self.metrics = f"glm5_jax_weights_version {version}"
             if index is not None and request.path.endswith(fleet_lib.FINISH):
-                self.states[int(index)] = "ready"
+                self.states[index] = "ready"
             return web.json_response({})
 
         async def metrics(request):
@@ -314,7 +312,6 @@ class Router:
             ("GET", fleet_lib.REPLICAS, replicas),
             ("POST", fleet_lib.REPLICAS, tell),
             *(("POST", path, tell) for path in paths),
-            *(("POST", "/replica/{index}" + path, tell) for path in paths),
         ]
 
 
@@ -341,11 +338,11 @@ class FleetTest(parameterized.TestCase):
             (fleet_lib.UPDATE, {"update_info": {"path": "i0000-v000003"}}),
             (fleet_lib.FINISH, {"weight_version": 3}),
         ]
-        apart = [(f"/replica/1{path}", body) for path, body in words]
+        # Through the router, which alone may reach it and know its key.
+        apart = [(*told, "http://replica:1") for told in words]
         trusted = router.told[6][1]
         self.assertEqual(router.told[:6], words + apart)
-        self.assertTrue(trusted["has_weights"])
-        self.assertEndsWith(trusted["url"], "/replica/1")
+        self.assertEqual(trusted, {"url": "http://replica:1", "has_weights": True})
 
     @parameterized.parameters(
         ((7, 5), 3, 8, 9),  # another run has used the servers
@@ -416,15 +413,16 @@ class FleetTest(parameterized.TestCase):
         (500, "", ["start", "update", "finish"]),
         # Without an answer there is nobody to go on with.
         (None, "", ["start"]),
-        (500, "/replica/0", ["start"]),
-        (None, "/replica/0", ["start"]),
+        (500, "http://a:1", ["start"]),
+        (None, "http://a:1", ["start"]),
     )
     def test_a_step_that_fails(self, status, server, asked):
         """Of an update of all servers through the router, or of one apart."""
         found, told = [], []
 
         async def step(request):
-            found.append(request.path.removeprefix(server).split("_")[0][1:])
+            self.assertEqual(request.query.get("replica", ""), server)
+            found.append(request.path.split("_")[0][1:])
             if len(found) > 1:
                 return web.json_response({})
             if status is None:
@@ -433,15 +431,14 @@ class FleetTest(parameterized.TestCase):
 
         async def replicas(request):
             state = "unfit" if server else "ready"
-            url = f"http://{request.host}{server}"
-            return web.json_response({"replicas": [{"url": url, "state": state}]})
+            return web.json_response({"replicas": [{"url": server, "state": state}]})
 
         async def tell(request):
             told.append(await request.json())
             return web.json_response({})
 
         paths = (fleet_lib.START, fleet_lib.UPDATE, fleet_lib.FINISH)
-        routes = [("POST", server + path, step) for path in paths]
+        routes = [("POST", path, step) for path in paths]
         routes += [("GET", fleet_lib.REPLICAS, replicas)]
         routes += [("POST", fleet_lib.REPLICAS, tell)]
 

@@ -70,7 +70,7 @@ class Fleet:
                 self.ahead = last + 1 - version if 0 < last >= version else 0
             # At once: a server that starts now must not get the version before.
             self._current = folder, version
-            status, answer = await self._push(self._url)
+            status, answer = await self._push()
             if status in _REFUSED:
                 raise completer.EngineError(
                     f"the servers behind {self._url} refuse version {version} "
@@ -84,7 +84,7 @@ class Fleet:
                     )
                 if await self._is_in_service():  # and none of them took it
                     await asyncio.sleep(_AGAIN_SECONDS)
-                    await self._push(self._url)
+                    await self._push()
                 else:
                     await asyncio.sleep(_POLL_SECONDS)
                     await self._repair()
@@ -142,8 +142,13 @@ class Fleet:
                 self.num_repaired += 1
                 logging.info("%s got version %d apart.", url, self._current[1])
 
-    async def _push(self, url: str) -> tuple[int, Any]:
-        """Sends the current version to a server, or through the router to all.
+    async def _push(self, replica: str | None = None) -> tuple[int, Any]:
+        """Sends the current version through the router, to all servers or to one.
+
+        The router alone may reach a server, and know its key.
+
+        Args:
+          replica: the address that the router tells of the one server.
 
         Returns:
           The first status that is not 200, with its answer; else 200.
@@ -156,11 +161,12 @@ class Fleet:
             (UPDATE, {"update_info": {"path": folder}}),
             (FINISH, {"weight_version": version + self.ahead}),
         ):
-            status, answer = await self._ask("POST", url + path, body)
+            status, answer = await self._ask("POST", self._url + path, body, replica)
             if status != 200:
-                logging.warning("%s%s answers %d: %s", url, path, status, answer)
+                where = replica or self._url
+                logging.warning("%s%s answers %d: %s", where, path, status, answer)
                 failed = failed or (status, answer)
-                if status == 0 or url != self._url:
+                if status == 0 or replica is not None:
                     break
         return failed or (200, None)
 
@@ -171,13 +177,20 @@ class Fleet:
         return max((int(float(number)) for number in found), default=None)
 
     async def _ask(
-        self, method: str, url: str, body: Any = None, *, is_json: bool = True
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        replica: str | None = None,
+        *,
+        is_json: bool = True,
     ) -> tuple[int, Any]:
         """Returns status and answer; 0 if there is none."""
         limit = aiohttp.ClientTimeout(total=_SECONDS)
+        only = {} if replica is None else {"replica": replica}
         try:
             async with self._session.request(
-                method, url, json=body, timeout=limit
+                method, url, json=body, params=only, timeout=limit
             ) as response:
                 if response.status == 200:
                     answer = response.json() if is_json else response.text()

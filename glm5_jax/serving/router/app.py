@@ -141,14 +141,17 @@ class Router:
 
     async def _ask_everyone(self, request: requests.Request) -> responses.Response:
         path, query = request.url.path, request.url.query
-        answers = await everyone.ask(
-            self.pool,
-            self._link,
-            request.method,
-            f"{path}?{query}" if query else path,
-            await request.body(),
-            self._options.everyone_seconds,
-        )
+        body, seconds = await request.body(), self._options.everyone_seconds
+        target = f"{path}?{query}" if query else path
+        one = request.query_params.get("replica")
+        if one is not None and path in everyone.UPDATES:
+            answers = await everyone.ask_one(
+                self.pool, self._link, one, path, body, seconds
+            )
+        else:
+            answers = await everyone.ask(
+                self.pool, self._link, request.method, target, body, seconds
+            )
         if path == everyone.IS_PAUSED:
             answer = everyone.pauses(answers)
         else:

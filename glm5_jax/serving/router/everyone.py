@@ -1,4 +1,7 @@
-"""Asks all replicas at once: pause, updates of the weights, resume."""
+"""Asks all replicas at once: pause, updates of the weights, resume.
+
+An update of the weights may also go to one replica apart, which missed it.
+"""
 
 import asyncio
 import json
@@ -55,6 +58,37 @@ async def ask(
             for replica, answer in zip(asked, answers, strict=True):
                 await _note(pool, replica, path, answer.is_ok)
         return {r.url: answer for r, answer in zip(asked, answers, strict=True)}
+
+
+async def ask_one(
+    pool: pool_lib.Pool,
+    link: upstream.Upstream,
+    url: str,
+    path: str,
+    body: bytes,
+    seconds: float,
+) -> dict[str, upstream.Answer]:
+    """Returns the answer of one replica to a part of an update, by its address.
+
+    It comes into service once it has the version of the others.
+
+    Args:
+      pool: replicas.
+      link: to them.
+      url: of the replica, as GET /replicas tells it.
+      path: one of UPDATES.
+      body: for the replica.
+      seconds: for an answer.
+
+    Raises:
+      ApiError: there is no such replica.
+      InputError: the address is none.
+    """
+    replica = pool.replicas.get(pool_lib.checked(url))
+    if replica is None:
+        raise errors.ApiError(404, "There is no such replica; see GET /replicas.")
+    answer = await _ask_one(link, replica, "POST", path, body, seconds)
+    return {replica.url: answer}
 
 
 def merged(answers: Mapping[str, upstream.Answer], path: str) -> upstream.Answer:

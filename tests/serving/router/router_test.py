@@ -423,6 +423,31 @@ class EveryoneTest(RouterTest):
         one.version = 1
         await until(lambda: replica.state == "ready")
 
+    async def test_an_update_for_one_is_for_no_other(self):
+        """It has the router's key, and comes into service with the weights."""
+        await self.started(2)
+        one, other = self.lights
+        one.mode = "failing"
+        await self.post("/finish_weight_update")
+        replica = self.router.pool.replicas[one.url]
+        await until(lambda: "version 0" in replica.reason)
+        one.mode, path = "ok", f"/finish_weight_update?replica={one.url}/"
+        one.version = 6
+        status, _, text = await self.post(path)
+        self.assertEqual(status, 200)
+        self.assertEqual(json.loads(text)["weight_version"], 7)
+        self.assertEqual(one.asked, ["/finish_weight_update"])
+        self.assertEqual(other.asked, ["/finish_weight_update"])
+        await until(lambda: "version 7" in replica.reason)
+        one.version = 1
+        await until(lambda: replica.state == "ready")
+        one.mode = "failing"
+        self.assertEqual((await self.post(path))[0], 502)
+        self.assertEqual(replica.state, "ready")  # until it is asked with the others
+        for wrong, status in (("http://127.0.0.1:1", 404), ("a", 400)):
+            wrong = f"/update_weights?replica={wrong}"
+            self.assertEqual((await self.post(wrong))[0], status)
+
     async def test_one_that_missed_the_resume_resumes_before_it_is_in_service(self):
         await self.started(2)
         await self.post("/pause")
