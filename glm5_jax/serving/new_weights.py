@@ -1,7 +1,11 @@
-"""Reads the weights that a server is to take, beside its running engine."""
+"""Reads the weights that a server is to take, beside its running engine.
+
+A version of a weight store may come into sight late, as on NFS: it is waited for.
+"""
 
 import functools
 import pathlib
+import time
 from concurrent import futures
 from typing import Any
 
@@ -17,6 +21,10 @@ from glm5_jax.quantization import leaf as quantized
 from glm5_jax.rl.weight_store import manifest, reader
 from glm5_jax.weights import loading
 
+# For a version that another host wrote to come into sight: NFS remembers for a minute
+# which names a folder lacks (acdirmax).
+_VISIBLE_SECONDS = 90.0
+_POLL_SECONDS = 0.5
 
 class Own:
     """Weights that an engine of one process is to take."""
@@ -73,7 +81,7 @@ def read(engine: engine_lib.Engine, path: pathlib.Path) -> dict:
             "start it without --quantize, from weights that are not."
         )
     abstract = transformer.abstract_params(config)
-    name = _version_at(path)
+    name = manifest.name_of(path.name)
     if name is not None:  # its arrays have the types of the computation
         cast = functools.partial(transformer.cast, config=config)
         abstract = jax.eval_shape(cast, abstract)
@@ -91,9 +99,9 @@ def read(engine: engine_lib.Engine, path: pathlib.Path) -> dict:
     if name is None:
         return loading.load_params(path, config, abstract)
     try:
-        snapshot = reader.Reader(path.parent, Needs(abstract)).read(name)
-        return reader.place(snapshot, abstract)
-    except (FileNotFoundError, manifest.StoreError) as error:
+        store = reader.Reader(path.parent, Needs(abstract))
+        return reader.place(_seen(store, name, path.parent), abstract)
+    except manifest.StoreError as error:
         raise config_lib.InputError(f"{path.name} cannot be used: {error}") from error
 
 
@@ -127,7 +135,25 @@ def _blocks(leaf: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-def _version_at(path: pathlib.Path) -> manifest.Name | None:
-    """Returns the version of a weight store at a path; None if it is none."""
-    names = manifest.names(path.parent) if path.is_dir() else ()
-    return next((name for name in names if name.folder == path.name), None)
+def _seen(
+    store: reader.Reader, name: manifest.Name, root: pathlib.Path
+) -> reader.Snapshot:
+    """Reads a version of the store in a folder, once it is in sight.
+
+    Raises:
+      InputError: it is not, for _VISIBLE_SECONDS.
+      StoreError: it is damaged.
+    """
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while True:
+        try:
+            return store.read(name)
+        except FileNotFoundError as error:
+            if time.monotonic() > deadline:
+                raise config_lib.InputError(
+                    f"{name.folder} has not been in sight for {_VISIBLE_SECONDS:g} s "
+                    f"({error}): --weights_root must be the folder that the trainer "
+                    f"writes to, which all hosts share."
+                ) from error
+        time.sleep(_POLL_SECONDS)
+        manifest.names(root)  # listing a folder renews what NFS remembers of it

@@ -4,7 +4,8 @@
     POST /update_weights {"update_info": {"path": "step_100"}}
     POST /finish_weight_update {"weight_version": 7}
 
-The files are read beside the running engine. It takes them, whole and between two
+A version of a weight store may come into sight late, as on NFS: it is waited for. The
+files are read beside the running engine. It takes them, whole and between two
 dispatches, only at the end; whatever fails before changes nothing. A trainer that wants
 no token of the old weights afterwards sends /pause before and /resume after.
 """

@@ -17,7 +17,7 @@ from absl.testing import parameterized
 from glm5_jax.inference import engine, service
 from glm5_jax.inference.limits import Limits
 from glm5_jax.rl.weight_store import writer
-from glm5_jax.serving import served, token_ids
+from glm5_jax.serving import new_weights, served, token_ids
 from glm5_jax.weights import huggingface_export
 from tests import environment
 from tests.inference import engine_test
@@ -159,10 +159,26 @@ class UpdateTest(server_test.ClientTest):
         self.assertEqual(choice["weight_versions"], [9, 9])
         self.assertEqual(bytes(choice["token_ids"]), b"zy")
 
+        self.require_a_late_version_is_waited_for()
         (manifest,) = (self.root / "allowed" / "store").glob("*/manifest.json")
         manifest.write_text("{")
         self.post("/start_weight_update")
         self.assertEqual(self.update(self.version)[0], 400)
+
+    def require_a_late_version_is_waited_for(self):
+        """As where NFS shows another host's folder a minute after it is there."""
+        folder = self.root / "allowed" / self.version
+        hidden = folder.rename(folder.with_name("hidden"))
+        self.post("/start_weight_update")
+        with mock.patch.object(new_weights, "_VISIBLE_SECONDS", 0.0):
+            answer = self.update(self.version)
+        self.assertEqual(answer[0], 400)
+        self.assertIn("has not been in sight for 0 s", self.message(answer))
+        show = mock.Mock(side_effect=lambda seconds: hidden.rename(folder))
+        clock = mock.Mock(monotonic=mock.Mock(return_value=0.0), sleep=show)
+        with mock.patch.object(new_weights, "time", clock):
+            self.assertEqual(self.update(self.version), (200, {"status": "read"}))
+        self.assertEqual(self.post("/finish_weight_update")[0], 200)
 
 
 class ExpertsTest(parameterized.TestCase):

@@ -68,10 +68,16 @@ class Manifest:
 def names(root: pathlib.Path) -> list[Name]:
     """Returns the complete versions in a folder, the latest last."""
     try:
-        found = [_FOLDER.fullmatch(path.name) for path in root.iterdir()]
+        found = [name_of(path.name) for path in root.iterdir()]
     except FileNotFoundError:
         return []
-    return sorted(Name(int(match[1]), int(match[2])) for match in found if match)
+    return sorted(name for name in found if name is not None)
+
+
+def name_of(folder: str) -> Name | None:
+    """Returns the version that a folder of this name holds; None if it is none's."""
+    match = _FOLDER.fullmatch(folder)
+    return Name(int(match[1]), int(match[2])) if match else None
 
 
 def read(root: pathlib.Path, name: Name) -> Manifest:
