@@ -16,11 +16,9 @@ import itertools
 import json
 import os
 import pathlib
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -32,7 +30,7 @@ from absl import logging
 from glm5_jax import api_key, command_line
 from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
-from glm5_jax.processes import simulate, together
+from glm5_jax.processes import own_folder, simulate, together
 from glm5_jax.rl import entrance, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.weight_store import manifest
@@ -66,7 +64,8 @@ class EngineProcesses:
             _require_servers(config.rl.servers)
         self._config = config
         self._children: dict[str, subprocess.Popen] = {}
-        self._folder: pathlib.Path | None = None
+        self._own: own_folder.OwnFolder | None = None
+        self._folder: pathlib.Path | None = None  # its path
         self._store: writer_lib.Writer | None = None
         self._port = 0  # of the orchestrator
         self._version = -1  # that the servers have
@@ -142,8 +141,8 @@ class EngineProcesses:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._own is not None:
+            self._own.close()
 
     def _launch(self, params: dict) -> None:
         """Starts all processes and waits until they answer."""
@@ -153,7 +152,8 @@ class EngineProcesses:
         if not together.is_first():
             return
         root = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="glm5_jax_rl_", dir=root))
+        self._own = own_folder.OwnFolder("glm5_jax_rl_", root)
+        self._folder = self._own.path
         settings = self._folder / "config.json"
         settings.write_text(json.dumps(command_line.to_json_dict(config)))
         logging.info(
