@@ -6,8 +6,9 @@ with its answer, and the transcript. So rewards can be computed again without sa
 
 import base64
 import dataclasses
+import itertools
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,30 @@ def all_from_json(
       FormatError: one is damaged, or of another format.
     """
     return [from_json(record) for record in records]
+
+
+def pack(lists: Sequence[Sequence[episodes_lib.Episode]]) -> dict[str, Any]:
+    """Returns lists as JSON, in which an episode that stands in several is once."""
+    places: dict[int, int] = {}  # by identity
+    records = []
+    for episode in itertools.chain.from_iterable(lists):
+        if id(episode) not in places:
+            places[id(episode)] = len(records)
+            records.append(to_json(episode))
+    return {
+        "records": records,
+        "lists": [[places[id(episode)] for episode in some] for some in lists],
+    }
+
+
+def unpack(packed: Mapping[str, Any]) -> list[list[episodes_lib.Episode]]:
+    """Returns the lists of `pack`.
+
+    Raises:
+      FormatError: a record is damaged, or of another format.
+    """
+    episodes = all_from_json(packed["records"])
+    return [[episodes[place] for place in some] for some in packed["lists"]]
 
 
 def _sample_to_json(sample: gateway.Sample) -> dict[str, Any]:

@@ -116,8 +116,16 @@ async def orchestrating(server, config=CONFIG):
             assert not ours, "an orchestrator leaves no task behind"
 
 
-def episodes(records):
-    return [trajectories.from_json(record) for record in records]
+def episodes(answer):
+    """Those that ended since the last step, of an answer to /take."""
+    *_, ended, _ = trajectories.unpack(answer["played"])
+    return ended
+
+
+def ids(answer):
+    """The tasks of a step."""
+    *groups, _, _ = trajectories.unpack(answer["played"])
+    return [group[0].task.id for group in groups]
 
 
 class ProcessTest(absltest.TestCase):
@@ -157,9 +165,10 @@ class ProcessTest(absltest.TestCase):
 
         status, answer = taken
         self.assertEqual(status, 200)
-        groups = [episodes(group) for group in answer["groups"]]
+        *groups, played, _ = trajectories.unpack(answer["played"])
         self.assertEqual([len(group) for group in groups], [3, 3])
-        played = episodes(answer["episodes"])
+        # Each is sent once, though it is of a group and has ended since the last step.
+        self.assertLen(answer["played"]["records"], len(played))
         self.assertGreaterEqual(len(played), 6)
         for episode in played:
             (sample,) = episode.samples
@@ -170,9 +179,7 @@ class ProcessTest(absltest.TestCase):
         self.assertEqual(answer["ledger"]["in_flight"], 2, answer["ledger"])
         self.assertEqual(saved[0], 200)
         self.assertEqual(other[0], 200)
-        first, second = (answer["groups"], other[1]["groups"])
-        ids = [[group[0]["task"]["id"] for group in step] for step in (first, second)]
-        self.assertEmpty({*ids[0]} & {*ids[1]})
+        self.assertEmpty({*ids(answer)} & {*ids(other[1])})
         self.assertEqual(after[1]["version"], 1)
         self.assertEqual(after[1]["ledger"]["done"], 2)
         self.assertEqual(
@@ -197,7 +204,7 @@ class ProcessTest(absltest.TestCase):
             status, answer = asyncio.run(run())
         self.assertEqual(status, 200)
         self.assertEqual((server.version, server.key), (8, "Bearer secret"))
-        for episode in episodes(answer["episodes"]):
+        for episode in episodes(answer):
             (sample,) = episode.samples
             self.assertEqual({*sample.versions} - {-1}, {0})
 

@@ -59,6 +59,17 @@ class TrajectoriesTest(parameterized.TestCase):
         before.samples.clear()
         self.assertEqual(after, before)
 
+    def test_an_episode_of_several_lists_is_written_once(self):
+        one, other = episode(group=1), episode(group=2)
+        lists = [[one, other], [], [other, other, one]]
+        packed = json.loads(json.dumps(trajectories.pack(lists)))
+        self.assertLen(packed["records"], 2)
+        found = trajectories.unpack(packed)
+        groups = [[e.group for e in some] for some in found]
+        self.assertEqual(groups, [[1, 2], [], [2, 2, 1]])
+        self.assertIs(found[0][1], found[2][0])
+        self.assertEqual(trajectories.unpack(trajectories.pack([])), [])
+
     @parameterized.named_parameters(
         ("other_format", {"format": 2}, "must have format 1, got 2"),
         ("no_label", {"label": "fine"}, "damaged"),

@@ -39,10 +39,11 @@ def episode(number):
     )
 
 
+ONE, TWO, THREE, FOUR = map(episode, range(1, 5))
 TAKEN = actors.Taken(
-    [[episode(1), episode(2)], [episode(3), episode(3)]],
-    [episode(1), episode(4)],
-    [episode(4)],
+    [[ONE, TWO], [THREE, THREE]],
+    [ONE, FOUR],
+    [FOUR],
     {"groups/done": 3, "actors/engines_idle_share": 0.25},
 )
 
@@ -82,6 +83,8 @@ class SharedActorsTest(absltest.TestCase):
         with mock.patch.object(together, "meet", met.append):
             with mock.patch.object(together, "from_first", tell):
                 self.require_taken(first.take(4))
+            (file,) = self.folder.iterdir()
+            self.assertEqual(file.read_text().count('"transcript"'), 4)  # each once
             other = shared_actors.SharedActors(mock.Mock(), self.folder)
             with mock.patch.object(together, "from_first", lambda name, _: told[name]):
                 self.require_taken(other.take(4))

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -155,11 +155,9 @@ class Process:
         groups = [group for _, group in taken]
         # In a thread: a thousand episodes take longer than the loop may be late.
         wanted = [*groups, played.episodes, played.unused]
-        *records, episodes, unused = await asyncio.to_thread(_records, wanted)
+        packed = await asyncio.to_thread(trajectories.pack, wanted)
         return {
-            "groups": records,
-            "episodes": episodes,
-            "unused": unused,
+            "played": packed,
             "counts": played.counts,
             "ledger": self._orchestrator.groups.ledger(),
             "figures": self._orchestrator.figures(),
@@ -201,12 +199,6 @@ class Process:
                     "long computations belong into asyncio.to_thread.",
                     lag,
                 )
-
-
-def _records(
-    groups: Sequence[Sequence[episodes_lib.Episode]],
-) -> list[list[dict[str, Any]]]:
-    return [*map(trajectories.all_to_json, groups)]
 
 
 def _answering(

@@ -114,12 +114,8 @@ class EngineProcesses:
         metrics |= found["figures"]
         metrics["actors/loop_lag_seconds"] = round(found["lag"], 3)
         metrics["actors/servers_repaired"] = found["repaired"]
-        return actors.Taken(
-            [*map(trajectories.all_from_json, found["groups"])],
-            trajectories.all_from_json(found["episodes"]),
-            trajectories.all_from_json(found["unused"]),
-            metrics,
-        )
+        *groups, episodes, unused = trajectories.unpack(found["played"])
+        return actors.Taken(groups, episodes, unused, metrics)
 
     def evaluate(self) -> Sequence[episodes_lib.Episode]:
         """Plays the held-out tasks beside the other episodes."""

@@ -106,18 +106,10 @@ class SharedActors:
 
 
 def _record(taken: actors_lib.Taken) -> dict[str, Any]:
-    return {
-        "groups": [*map(trajectories.all_to_json, taken.groups)],
-        "episodes": trajectories.all_to_json(taken.episodes),
-        "unused": trajectories.all_to_json(taken.unused),
-        "metrics": dict(taken.metrics),
-    }
+    played = trajectories.pack([*taken.groups, taken.episodes, taken.unused])
+    return {"played": played, "metrics": dict(taken.metrics)}
 
 
 def _taken(record: Mapping[str, Any]) -> actors_lib.Taken:
-    return actors_lib.Taken(
-        groups=[*map(trajectories.all_from_json, record["groups"])],
-        episodes=trajectories.all_from_json(record["episodes"]),
-        unused=trajectories.all_from_json(record["unused"]),
-        metrics=record["metrics"],
-    )
+    *groups, episodes, unused = trajectories.unpack(record["played"])
+    return actors_lib.Taken(groups, episodes, unused, record["metrics"])
