@@ -44,6 +44,7 @@ class ClaimTest(parameterized.TestCase):
             *("eval_success", "stop_metric", "stop_at"),
             *("rl.max_logprob_gap", "rl.num_eval_tasks"),
             *("rl.min_start_success", "rl.max_start_success", "rl.episodes_gib"),
+            *("rl.servers", "rl.weights_store", "rl.num_engines"),
             *("health.spike_nats", "health.on_spike", "health.max_skipped_in_a_row"),
             *("health.on_not_finite", "health.max_rollbacks"),
             *("health.watchdog_seconds", "trackers", "profile_steps"),

@@ -34,6 +34,8 @@ MAY_CHANGE = (
     "data.num_prefetch",  # of earlier versions
     *("rl.max_logprob_gap", "rl.num_eval_tasks"),
     *("rl.min_start_success", "rl.max_start_success", "rl.episodes_gib"),
+    # Who samples: a job that queues again gets other nodes.
+    *("rl.servers", "rl.weights_store", "rl.num_engines"),
     *(f"health.{field.name}" for field in dataclasses.fields(config_lib.HealthConfig)),
 )
 # Paths of the data may change as well once there is a checkpoint: its fingerprint of
