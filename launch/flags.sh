@@ -44,9 +44,9 @@ case ${CHIP:-none} in
   v6e | tpu7x) chosen="$tpu $sparse_core" ;;
   *) chosen= ;;
 esac
-# shellcheck disable=SC2086  # words, without the line breaks
+# shellcheck disable=SC2086,SC2116  # words, without the line breaks
 [ -z "$chosen" ] || LIBTPU_INIT_ARGS=$(echo $chosen ${LIBTPU_INIT_ARGS:-})
-# shellcheck disable=SC2086
+# shellcheck disable=SC2086,SC2116
 case ${CHIP:-none} in h100 | h200) XLA_FLAGS=$(echo $gpu ${XLA_FLAGS:-}) ;; esac
 [ -z "${LIBTPU_INIT_ARGS:-}" ] || export LIBTPU_INIT_ARGS
 [ -z "${XLA_FLAGS:-}" ] || export XLA_FLAGS

@@ -9,7 +9,7 @@ WORKDIR /glm5_jax
 COPY setup.py MANIFEST.in README.md LICENSE ./
 COPY pallas_kernels ./pallas_kernels
 COPY glm5_jax/__init__.py ./glm5_jax/
-RUN pip install --no-cache-dir -e ".[tpu]"
+RUN pip install --no-cache-dir -e ".[tpu,serve]"
 COPY . .
 
 ENV JAX_PLATFORMS=tpu PYTHONUNBUFFERED=1

