@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Iterator
 import aiohttp
 from starlette import applications, requests, responses, routing
 
-from glm5_jax.serving import listening
+from glm5_jax.http_server import listening
 
 _CHUNK = {"object": "chat.completion.chunk", "id": "chatcmpl-0", "model": "m"}
 

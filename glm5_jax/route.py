@@ -14,7 +14,7 @@ import os
 from absl import flags, logging
 
 from glm5_jax import command_line
-from glm5_jax.serving import reach
+from glm5_jax.http_server import extra, reach
 
 _REPLICAS = flags.DEFINE_list(
     "replicas", [], "Addresses of servers, http://HOST:PORT; more may join later."
@@ -49,7 +49,7 @@ flags.adopt_module_key_flags(reach)  # --help shows them
 
 def main(arguments: command_line.Arguments) -> None:
     """Routes until SIGTERM or ctrl-C."""
-    reach.require_extra()
+    extra.require("A router")
     from glm5_jax.serving.router import app, balance, command
 
     logging.set_verbosity(logging.INFO)  # on stderr

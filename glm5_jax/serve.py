@@ -15,8 +15,9 @@ from typing import cast
 from absl import flags, logging
 
 from glm5_jax import command_line, compile_cache, quantize_flag
+from glm5_jax.http_server import extra, reach
 from glm5_jax.processes import flags as process_flags
-from glm5_jax.serving import engine_flags, for_prefill, for_trainers, reach
+from glm5_jax.serving import engine_flags, for_prefill, for_trainers
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
@@ -42,7 +43,7 @@ for module in (compile_cache, quantize_flag, process_flags):
 
 def main(arguments: command_line.Arguments) -> int | None:
     """Serves until SIGTERM or ctrl-C."""
-    reach.require_extra()
+    extra.require("A server")
     logging.set_verbosity(logging.INFO)  # on stderr
     if _NUM_REPLICAS.value or for_prefill.NUM_PREFILL_REPLICAS.value:
         from glm5_jax.serving.router import local

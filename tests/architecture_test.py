@@ -45,7 +45,7 @@ LAYERS = (
     {"model", "optim", "data", "losses", "checkpoint"},
     {"quantization"},
     {"collectives", "environments"},
-    {"sharding", "processes", "messages", "anthropic_form"},
+    {"sharding", "processes", "messages", "anthropic_form", "http_server"},
     {
         "command_line",
         "compile_cache",
@@ -61,8 +61,8 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 KERNEL_IMPORTS = {"jax", "jaxtyping", "ml_dtypes", "numpy", "pallas_kernels"}
 TRITON_IMPORTS = {"jax_triton", "torch", "triton"}  # of files for GPUs alone
 TRITON_FILES = {"aot", "gpu", "triton"}  # by the first word of their names
-# An environment knows messages, and neither tokens nor models.
-ENVIRONMENT_IMPORTS = {"messages", "config", "environments"}
+# An environment knows messages, and neither tokens nor models; some answer by HTTP.
+ENVIRONMENT_IMPORTS = {"messages", "config", "environments", "api_key", "http_server"}
 DATA_LAYERS = ({"preparation"}, {"rows"}, {"chat"}, {"sources", "tokenizer"})
 DATA_RANK = {name: rank for rank, layer in enumerate(DATA_LAYERS) for name in layer}
 CONFIG_IMPORTS = {"glm5_jax.config", "glm5_jax.presets", "glm5_jax.command_line"}

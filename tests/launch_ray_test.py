@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from absl.testing import absltest
 
-from glm5_jax.serving import listening
+from glm5_jax.http_server import listening
 from tests import environment
 from tests.processes import launch
 

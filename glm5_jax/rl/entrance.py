@@ -2,30 +2,10 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 from collections.abc import AsyncIterator
 
-from glm5_jax import config
+from glm5_jax.http_server import extra
 from glm5_jax.rl import episodes
-
-_PACKAGES = ("aiohttp", "fastapi", "uvicorn")  # of the extra serve
-
-
-def require_extra(what: str) -> None:
-    """Checks that the packages of the extra serve are installed.
-
-    Args:
-      what: needs them, for the message.
-
-    Raises:
-      InputError: one is missing.
-    """
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise config.InputError(
-            f"{what} needs packages that are not installed ({', '.join(missing)}): "
-            f'pip install "glm5_jax[serve]".'
-        )
 
 
 @contextlib.asynccontextmanager
@@ -38,7 +18,7 @@ async def of(context: episodes.Context) -> AsyncIterator[episodes.Context]:
     if not getattr(context.taskset, "has_agents", False):
         yield context
         return
-    require_extra("A taskset of agents")
+    extra.require("A taskset of agents")
     from glm5_jax.rl import doors
 
     async with doors.serving() as opened:

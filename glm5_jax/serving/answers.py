@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from glm5_jax.http_server import errors
 from glm5_jax.inference import requests
 from glm5_jax.inference import service as service_lib
-from glm5_jax.serving import errors, served, turn
+from glm5_jax.serving import served, turn
 
 _Letter = tuple[int, service_lib.Event] | None  # None: the time is up
 

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from glm5_jax import anthropic_form
-from glm5_jax.serving import bodies, chat, errors, served, sse, turn
+from glm5_jax.http_server import errors
+from glm5_jax.serving import bodies, chat, served, sse, turn
 
 COUNT = f"{anthropic_form.PATH}/count_tokens"
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}

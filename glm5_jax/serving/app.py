@@ -13,14 +13,13 @@ from starlette import exceptions as starlette_exceptions
 
 import glm5_jax
 from glm5_jax import anthropic_form, config
+from glm5_jax.http_server import errors, guard
 from glm5_jax.inference import service as service_lib
 from glm5_jax.serving import (
     anthropic_messages,
     chat,
     completions,
-    errors,
     fetching,
-    guard,
     metrics,
     openai_responses,
     prefill,

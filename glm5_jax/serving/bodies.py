@@ -6,8 +6,9 @@ from typing import Any
 
 import pydantic
 
+from glm5_jax.http_server import errors
 from glm5_jax.inference import constraints, requests
-from glm5_jax.serving import errors, served
+from glm5_jax.serving import served
 
 _MAX_CHOICES = 64
 _MAX_STOP_STRINGS = 16

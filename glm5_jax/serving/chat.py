@@ -12,16 +12,8 @@ from typing import Any
 
 from glm5_jax import messages as messages_lib
 from glm5_jax.data.chat import templates
-from glm5_jax.serving import (
-    answers,
-    bodies,
-    errors,
-    logprobs,
-    served,
-    sse,
-    structured,
-    turn,
-)
+from glm5_jax.http_server import errors
+from glm5_jax.serving import answers, bodies, logprobs, served, sse, structured, turn
 
 PATH = "/v1/chat/completions"
 _EFFORTS = {"low": "high", "medium": "high", "high": "high", "xhigh": "max"}

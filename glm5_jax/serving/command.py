@@ -12,11 +12,12 @@ from absl import logging
 from glm5_jax import command_line, config
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
+from glm5_jax.http_server import guard, listening
 from glm5_jax.inference import commands, engine, leader, placement
 from glm5_jax.inference import limits as limits_lib
 from glm5_jax.inference import service as service_lib
 from glm5_jax.processes import together
-from glm5_jax.serving import app, fetching, for_prefill, guard, listening, served
+from glm5_jax.serving import app, fetching, for_prefill, served
 from glm5_jax.serving.router import pool
 from glm5_jax.weights import generation_config, hub, loading, quantized_loading
 

@@ -6,11 +6,11 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+from glm5_jax.http_server import errors
 from glm5_jax.inference import prompt_scores, requests
 from glm5_jax.serving import (
     answers,
     bodies,
-    errors,
     logprobs,
     prompt_logprobs,
     served,

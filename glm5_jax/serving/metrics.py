@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from glm5_jax.http_server import guard
 from glm5_jax.inference import drafter
 from glm5_jax.inference import service as service_lib
-from glm5_jax.serving import fetching, guard, prefill, served
+from glm5_jax.serving import fetching, prefill, served
 
 _GAUGES = {
     "requests_running": ("running", "Requests that the engine works on."),

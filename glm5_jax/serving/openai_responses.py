@@ -9,7 +9,8 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
-from glm5_jax.serving import bodies, chat, errors, served, sse, turn
+from glm5_jax.http_server import errors
+from glm5_jax.serving import bodies, chat, served, sse, turn
 
 PATH = "/v1/responses"
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

@@ -13,10 +13,11 @@ from concurrent import futures
 
 from fastapi import responses
 
+from glm5_jax.http_server import errors
 from glm5_jax.inference import engine as engine_lib
 from glm5_jax.inference import events, handover, requests
 from glm5_jax.inference import service as service_lib
-from glm5_jax.serving import bodies, errors, page_bytes, served
+from glm5_jax.serving import bodies, page_bytes, served
 
 MAX_HELD_BYTES = 4 * 2**30  # of answers that are not taken yet
 TAKE_SECONDS = 60.0  # for an answer to be taken

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.http_server import errors
 from glm5_jax.inference import prompt_scores
 from glm5_jax.inference import service as service_lib
-from glm5_jax.serving import errors, served
+from glm5_jax.serving import served
 
 
 async def scored(

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from glm5_jax.serving import bodies, errors, prompt_logprobs, served
+from glm5_jax.http_server import errors
+from glm5_jax.serving import bodies, prompt_logprobs, served
 
 PATH = "/score"
 _MAX_ROWS = 256

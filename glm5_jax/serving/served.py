@@ -10,9 +10,10 @@ from typing import Any
 
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
+from glm5_jax.http_server import errors
 from glm5_jax.inference import grammars as grammars_lib
 from glm5_jax.inference import service as service_lib
-from glm5_jax.serving import errors, fetching
+from glm5_jax.serving import fetching
 from glm5_jax.serving import letters as letters_lib
 
 

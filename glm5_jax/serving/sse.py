@@ -7,7 +7,7 @@ from typing import Any
 from absl import logging
 from fastapi import responses
 
-from glm5_jax.serving import errors
+from glm5_jax.http_server import errors
 
 DONE = "data: [DONE]\n\n"  # ends OpenAI's streams
 _encoded = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps makes one each time

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from glm5_jax import messages as messages_lib
+from glm5_jax.http_server import errors
 from glm5_jax.inference import constraints, grammars, tool_grammar
-from glm5_jax.serving import errors, served
+from glm5_jax.serving import served
 
 _KINDS: dict[str, grammars.Kind] = {
     "json": "json_schema",

@@ -7,11 +7,11 @@ import base64
 import uuid
 from typing import Any
 
+from glm5_jax.http_server import errors
 from glm5_jax.serving import (
     answers,
     bodies,
     chat,
-    errors,
     logprobs,
     prompt_logprobs,
     served,

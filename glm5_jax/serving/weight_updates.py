@@ -16,7 +16,8 @@ from typing import Any
 
 from absl import logging
 
-from glm5_jax.serving import bodies, errors, new_weights, served
+from glm5_jax.http_server import errors
+from glm5_jax.serving import bodies, new_weights, served
 
 START, UPDATE = "/start_weight_update", "/update_weights"
 FINISH = "/finish_weight_update"

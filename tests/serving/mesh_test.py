@@ -7,7 +7,8 @@ import threading
 import httpx
 from absl.testing import parameterized
 
-from glm5_jax.serving import app, command, guard, listening
+from glm5_jax.http_server import guard, listening
+from glm5_jax.serving import app, command
 from glm5_jax.weights import huggingface_export
 from tests import environment
 from tests.model import tiny

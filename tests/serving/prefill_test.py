@@ -22,17 +22,10 @@ from starlette import applications, responses, routing
 
 from glm5_jax import config as config_lib
 from glm5_jax.data.chat import templates
+from glm5_jax.http_server import guard, listening
 from glm5_jax.inference import engine, handover, service
 from glm5_jax.inference.limits import Limits
-from glm5_jax.serving import (
-    command,
-    fetching,
-    guard,
-    listening,
-    page_bytes,
-    prefill,
-    served,
-)
+from glm5_jax.serving import command, fetching, page_bytes, prefill, served
 from tests import environment
 from tests.inference import engine_test, handover_test
 from tests.model import tiny

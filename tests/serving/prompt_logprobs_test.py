@@ -12,8 +12,9 @@ import numpy as np
 import openai
 from absl.testing import absltest, parameterized
 
+from glm5_jax.http_server import errors
 from glm5_jax.inference import engine, prompt_scores, scoring, service
-from glm5_jax.serving import errors, prompt_logprobs, served
+from glm5_jax.serving import prompt_logprobs, served
 from tests.inference import engine_test
 from tests.serving import scripted, server_test
 from tests.serving.scripted import TOKENIZER

@@ -13,8 +13,9 @@ from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from glm5_jax.data.chat import templates
+from glm5_jax.http_server import guard
 from glm5_jax.inference import events, requests, service
-from glm5_jax.serving import guard, served
+from glm5_jax.serving import served
 from tests import environment
 from tests.serving import scripted
 from tests.serving.scripted import TOKENIZER

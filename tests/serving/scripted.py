@@ -14,10 +14,11 @@ from absl.testing import parameterized
 
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
+from glm5_jax.http_server import guard, listening
 from glm5_jax.inference import commands, engine, service
 from glm5_jax.inference import limits as limits_lib
 from glm5_jax.model import transformer
-from glm5_jax.serving import app, guard, listening, served
+from glm5_jax.serving import app, served
 from glm5_jax.weights import generation_config, loading
 from tests import small_configs
 

@@ -21,8 +21,9 @@ from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.data.chat import templates
+from glm5_jax.http_server import listening
 from glm5_jax.inference import engine
-from glm5_jax.serving import command, listening
+from glm5_jax.serving import command
 from glm5_jax.weights import quantized_loading
 from tests import environment
 from tests.serving import scripted

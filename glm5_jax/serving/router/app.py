@@ -8,7 +8,7 @@ from typing import Any
 from starlette import applications, requests, responses, routing
 
 from glm5_jax import config
-from glm5_jax.serving import errors, guard
+from glm5_jax.http_server import errors, guard
 from glm5_jax.serving.router import (
     balance,
     everyone,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import uvicorn
 from absl import logging
 
-from glm5_jax.serving import guard, listening
+from glm5_jax.http_server import guard, listening
 from glm5_jax.serving.router import app
 
 # What runs beside the server: it gets the router, and what ends the server.

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from glm5_jax.serving import errors
+from glm5_jax.http_server import errors
 from glm5_jax.serving.router import pool as pool_lib
 from glm5_jax.serving.router import upstream
 

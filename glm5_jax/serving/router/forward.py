@@ -11,7 +11,8 @@ import aiohttp
 from absl import logging
 from starlette import types
 
-from glm5_jax.serving import errors, sse
+from glm5_jax.http_server import errors
+from glm5_jax.serving import sse
 from glm5_jax.serving.router import events, session, upstream
 from glm5_jax.serving.router import pool as pool_lib
 

@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from absl import logging
 
 from glm5_jax import api_key, config
+from glm5_jax.http_server import listening, reach
 from glm5_jax.processes import simulate
-from glm5_jax.serving import for_prefill, listening, reach
+from glm5_jax.serving import for_prefill
 from glm5_jax.serving.router import app, command, pool
 
 _WRONG_INPUT = 2  # exit code of a server that starting again does not help

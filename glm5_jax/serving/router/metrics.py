@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from glm5_jax.serving import guard
+from glm5_jax.http_server import guard
 from glm5_jax.serving.router import forward
 from glm5_jax.serving.router import pool as pool_lib
 

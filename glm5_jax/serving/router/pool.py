@@ -9,7 +9,7 @@ import re
 from collections.abc import AsyncIterator, Collection, Iterator
 
 from glm5_jax import config
-from glm5_jax.serving import errors
+from glm5_jax.http_server import errors
 from glm5_jax.serving.router import balance
 
 _ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")

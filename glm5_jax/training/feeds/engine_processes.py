@@ -29,10 +29,11 @@ from absl import logging
 
 from glm5_jax import api_key, command_line
 from glm5_jax import config as config_lib
+from glm5_jax.http_server import extra
 from glm5_jax.model import transformer
 from glm5_jax.processes import own_folder, simulate, together
-from glm5_jax.rl import entrance, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import jobs, trajectories
 from glm5_jax.rl.weight_store import manifest
 from glm5_jax.rl.weight_store import writer as writer_lib
 from glm5_jax.training.feeds import actors
@@ -59,7 +60,7 @@ class EngineProcesses:
         Raises:
           InputError: the extra serve is missing, or nobody answers at rl.servers.
         """
-        entrance.require_extra("rl.servers" if config.rl.servers else "rl.num_engines")
+        extra.require("rl.servers" if config.rl.servers else "rl.num_engines")
         if config.rl.servers and together.is_first():
             _require_servers(config.rl.servers)
         self._config = config

@@ -8,7 +8,8 @@ import anthropic
 import httpx
 import openai
 
-from glm5_jax.serving import app, guard, listening
+from glm5_jax.http_server import guard, listening
+from glm5_jax.serving import app
 from glm5_jax.serving.router import app as router_app
 from glm5_jax.serving.router import command
 from tests import environment

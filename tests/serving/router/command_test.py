@@ -10,7 +10,7 @@ import aiohttp
 from absl.testing import absltest
 
 from glm5_jax import config
-from glm5_jax.serving import listening
+from glm5_jax.http_server import listening
 from glm5_jax.serving.router import command
 from tests import environment
 from tests.processes import launch

@@ -11,7 +11,7 @@ import sys
 
 from starlette import applications, responses, routing
 
-from glm5_jax.serving import guard, listening
+from glm5_jax.http_server import guard, listening
 from glm5_jax.serving.router import app
 
 KEY = "inner"  # of the replicas

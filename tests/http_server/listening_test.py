@@ -6,7 +6,7 @@ import socket
 
 from absl.testing import parameterized
 
-from glm5_jax.serving import listening
+from glm5_jax.http_server import listening
 from tests import environment
 
 

@@ -4,13 +4,14 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 
 import uvicorn
-from starlette import types
+from starlette import types as asgi
 
 from glm5_jax import config
-from glm5_jax.serving import connection, guard
+from glm5_jax.http_server import connection, guard
 
 MAX_HEAD_SECONDS = 30.0
 # A connection without a request stays as long: clients that keep theirs for a shorter
@@ -21,6 +22,21 @@ _MAX_PORT = 2**16 - 1
 
 class Server(uvicorn.Server):
     """A server that finishes the answers under way on SIGTERM or ctrl-C, then ends."""
+
+    def __init__(
+        self, settings: uvicorn.Config, on_signal: Callable[[], None] | None
+    ) -> None:
+        """Takes uvicorn's settings, and what the first signal calls instead."""
+        super().__init__(settings)
+        self._on_signal = on_signal
+
+    def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
+        """Handles a signal."""
+        on_signal, self._on_signal = self._on_signal, None
+        if on_signal is None:
+            super().handle_exit(sig, frame)
+        else:
+            on_signal()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -38,7 +54,10 @@ class Server(uvicorn.Server):
 
 
 def make_server(
-    app: types.ASGIApp, drain_seconds: int, max_head_seconds: float = MAX_HEAD_SECONDS
+    app: asgi.ASGIApp,
+    drain_seconds: int,
+    max_head_seconds: float = MAX_HEAD_SECONDS,
+    on_signal: Callable[[], None] | None = None,
 ) -> Server:
     """Returns the HTTP server of an application; its `run` takes the sockets.
 
@@ -46,6 +65,8 @@ def make_server(
       app: the application.
       drain_seconds: for answers under way, at the end.
       max_head_seconds: for the head of a request to arrive.
+      on_signal: called on the first SIGTERM or ctrl-C instead of ending; it must not
+        block. A second signal ends.
     """
     settings = uvicorn.Config(
         app,
@@ -58,7 +79,7 @@ def make_server(
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=drain_seconds,
     )
-    return Server(settings)
+    return Server(settings, on_signal)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette import types
 
-from glm5_jax.serving import errors
+from glm5_jax.http_server import errors
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # names of this machine alone
 _OPEN_PATHS = ("/health",)
