@@ -10,6 +10,7 @@ from glm5_jax import config
 from glm5_jax.config import checks, user_classes
 from glm5_jax.environments import context, mixture, protocol, python_tool
 from glm5_jax.environments.harbor import world as harbor_world
+from glm5_jax.environments.service import remote
 from glm5_jax.environments.tasks import (
     algebra,
     function_calls,
@@ -42,6 +43,7 @@ _WORLDS = {
     "swe": swe_world.Swe,
     "swe_chain": chain_world.SweChain,
     "terminal": terminal.Terminal,
+    **dict.fromkeys(remote.SCHEMES, remote.Remote),
 }
 _CALLS = ("reset", "step", "close")  # of an environment
 _CALLS_OF_AGENT = ("play", "close")
@@ -55,10 +57,10 @@ def make(name: str) -> protocol.Taskset:
             "calculator_untold:2"), "reasoning_gym:NAME", a world ("terminal",
             "terminal:FAMILY", "swe:FOLDER", "swe_chain:FOLDER", "harbor:PATH",
             "search:COLLECTION", "business:DAYS", "code", "humaneval", "slides:PAGES",
-            "frontend:FAMILY"), or the user's own taskset as "module:Class"; or several,
-            "2*reverse:3-6+gcd" (mixture.py); or one with less history,
-            "context:5:search:foldoc" (context.py), or with a Python tool,
-            "python:gcd" (python_tool.py).
+            "frontend:FAMILY"), a service ("http://HOST:PORT"), or the user's own
+            taskset as "module:Class"; or several, "2*reverse:3-6+gcd" (mixture.py); or
+            one with less history, "context:5:search:foldoc" (context.py), or with a
+            Python tool, "python:gcd" (python_tool.py).
 
     Raises:
         config.InputError: the taskset or size does not exist, an extra is not

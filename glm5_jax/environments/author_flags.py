@@ -1,6 +1,5 @@
 """The flags of the command `draft`, which lets a model write tasks."""
 
-import os
 import pathlib
 from typing import Any
 
@@ -9,16 +8,13 @@ from absl import flags
 from glm5_jax import config
 from glm5_jax.environments import endpoint
 from glm5_jax.environments.worlds.terminal.author import run
+from glm5_jax.http_server import reach
 
-KEY_VARIABLE = "GLM5_JAX_API_KEY"  # as of servers
 _WAITS = (1.0, 5.0, 20.0)  # seconds before a busy endpoint is asked again
 _BASE_URL = flags.DEFINE_string(
     "base_url", "", "Endpoint of the author, such as http://127.0.0.1:8000/v1."
 )
 _MODEL = flags.DEFINE_string("model", "", "Name of the author at the endpoint.")
-_KEY = flags.DEFINE_string(
-    "api_key", "", f"Key that the endpoint wants; by default ${KEY_VARIABLE}."
-)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Of the author's sampling.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 4096, "Of an answer of the author.")
 _REFINEMENTS = flags.DEFINE_integer(
@@ -69,7 +65,7 @@ def _author() -> endpoint.Ask:
     return endpoint.ask(
         _BASE_URL.value,
         _MODEL.value,
-        _KEY.value or os.environ.get(KEY_VARIABLE, ""),
+        reach.api_key() or "",
         _MAX_TOKENS.value,
         _TEMPERATURE.value,
         _WAITS,

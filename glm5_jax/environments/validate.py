@@ -12,6 +12,7 @@ import tqdm
 from glm5_jax import config, environments
 from glm5_jax.config import checks
 from glm5_jax.environments import proofs, protocol
+from glm5_jax.environments.service import remote, through
 
 _SHOWN = 5  # tasks that fail
 
@@ -25,6 +26,7 @@ class Settings:
     seed: int = 0
     num_repeats: int = 10  # episodes of the solution
     num_at_once: int = 4  # tasks
+    through: str = ""  # address of a service that plays the episodes; "": here
 
     def __post_init__(self) -> None:
         """Checks the numbers.
@@ -53,11 +55,7 @@ def validate(name: str, settings: Settings, out: pathlib.Path | None) -> dict[st
     Raises:
         config.InputError: there is no such taskset, or programs play its episodes.
     """
-    taskset = environments.make(name)
-    if getattr(taskset, "has_agents", False):
-        raise config.InputError(
-            f"{name!r} is played by programs of its own, which cannot be replayed."
-        )
+    taskset = _provable(name, settings.through)
     found = asyncio.run(_prove_all(taskset, settings))
     if out is not None:
         lines = [json.dumps(dataclasses.asdict(proof)) for proof in found]
@@ -65,6 +63,25 @@ def validate(name: str, settings: Settings, out: pathlib.Path | None) -> dict[st
     for proof in [proof for proof in found if proof.failures][:_SHOWN]:
         sys.stderr.write(f"{proof.task}: {'; '.join(proof.failures)}\n")
     return {"taskset": name, **proofs.summarize(found)}
+
+
+def _provable(name: str, address: str) -> protocol.Taskset:
+    """Returns the taskset whose tasks are proven.
+
+    Raises:
+        config.InputError: see `validate`; or a service is asked for its solutions.
+    """
+    taskset = environments.make(name)
+    if getattr(taskset, "has_agents", False):
+        raise config.InputError(
+            f"{name!r} is played by programs of its own, which cannot be replayed."
+        )
+    if isinstance(taskset, remote.Remote):
+        raise config.InputError(
+            f"{name!r} tells no solutions; prove it by the taskset that it serves: "
+            f"python -m glm5_jax.environments validate NAME --through={name}."
+        )
+    return through.Through(taskset, remote.Remote(address)) if address else taskset
 
 
 def export(
