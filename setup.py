@@ -113,6 +113,7 @@ setuptools.setup(
     ),
     package_data={
         "glm5_jax": [
+            "environments/worlds/frontend/projects/package-lock.json",
             "environments/worlds/slides/measure.js",
             "serving/page.html",
             "training/reporting/transcripts.html",

@@ -85,7 +85,6 @@ async def _judged(
 ) -> traces.Trace:
     """Decides a submission, by the oracle and by the judge."""
     made = traces.draft(*brief)
-    files = {"index.html": html.encode()}
     seed = f"{brief[0]}/{brief[1]}/{name}"
 
     def model(item: draft.Item) -> judge.Ask:
@@ -94,14 +93,16 @@ async def _judged(
         return scripted.ask(item, arguments.error_rate, seed)
 
     async with gate:
-        builds, truth = await oracle.decide(renderer, files, made.items)
+        files = await traces.site(made, html)
+        decided = oracle.decide(renderer, files, made.items, made.framework)
+        builds, truth = await decided
         hands = judge.Hands(renderer, files)
         judgements = [
             await judge.judge(hands, made, item, model(item), arguments.sees)
             for item in made.items
         ]
         await hands.close()
-    texts = {"index.html": html}
+    texts = {path: text.decode() for path, text in files.items()}
     return traces.Trace(*brief, name, texts, builds, truth, tuple(judgements))
 
 

@@ -41,14 +41,16 @@ class Draft:
     Attributes:
         brief: what the page must do; it names the ids that the steps use.
         items: the checklist.
-        page: HTML that passes all of them.
+        page: text that passes all of them, HTML of a page.
         flaws: changes of it.
+        framework: of a project, whose component `page` is then; "": it is a page.
     """
 
     brief: str
     items: tuple[Item, ...]
     page: str
     flaws: tuple[Flaw, ...]
+    framework: str = ""
 
     def submissions(self) -> Mapping[str, str]:
         """Returns the page and its flawed versions, by a name for each."""

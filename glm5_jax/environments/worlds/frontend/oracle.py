@@ -1,13 +1,17 @@
 """Decides checklist items exactly: plays their steps in a browser."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from glm5_jax.environments import browser
 from glm5_jax.environments.worlds.frontend import draft
+from glm5_jax.environments.worlds.frontend.projects import frameworks
 
 _SECONDS = 30.0  # of an item, and of opening a page
 _WAIT = 4000  # milliseconds for an element to be there
+_PATIENCE = 1.0  # seconds in which a framework shows what follows from a step
+_POLL_SECONDS = 0.05
 Files = Mapping[str, bytes]
 
 
@@ -83,7 +87,10 @@ def is_expectation(step: draft.Step) -> bool:
 
 
 async def decide(
-    renderer: browser.Browser, files: Files, items: Sequence[draft.Item]
+    renderer: browser.Browser,
+    files: Files,
+    items: Sequence[draft.Item],
+    framework: str = "",
 ) -> tuple[bool, dict[str, bool]]:
     """Returns whether a submission builds, and of each item whether it passes.
 
@@ -92,17 +99,21 @@ async def decide(
 
     Args:
         renderer: the browser.
-        files: the submission.
+        files: the submission; what `npm run build` made of a project.
         items: the checklist.
+        framework: that has to mount the page; "": none.
     """
+    used = frameworks.ALL.get(framework)
     nothing = {item.name: False for item in items}
     if "index.html" not in files:
         return False, nothing
     room = _Room(renderer, files)
     try:
-        if not await room.try_out(_is_shown) or room.has_errors:
+        if not await room.try_out(_open(used)) or room.has_errors:
             return False, nothing
-        return True, {item.name: await room.try_out(_play(item)) for item in items}
+        return True, {
+            item.name: await room.try_out(_play(item, used)) for item in items
+        }
     finally:
         await room.close()
 
@@ -142,23 +153,64 @@ class _Room:
             await session.close()
 
 
-async def _is_shown(page: Any) -> bool:
-    return await page.evaluate("document.body.getClientRects().length > 0")
+def _open(used: frameworks.Framework | None) -> Callable[[Any], Awaitable[bool]]:
+    """Makes the work that decides whether a page shows something."""
+
+    async def is_shown(page: Any) -> bool:
+        await _wait_for(page, used)
+        return await page.evaluate("document.body.getClientRects().length > 0")
+
+    return is_shown
 
 
-def _play(item: draft.Item) -> Callable[[Any], Awaitable[bool]]:
+def _play(
+    item: draft.Item, used: frameworks.Framework | None
+) -> Callable[[Any], Awaitable[bool]]:
     """Makes the work that decides an item."""
 
     async def play(page: Any) -> bool:
         await reopen(page)
+        await _wait_for(page, used)
         for step in item.steps:
             if not is_expectation(step):
                 await act(page, step)
-            elif not holds(step, await look(page, step[1])):
+            elif not await _comes(page, step, _PATIENCE if used else 0.0):
                 return False
         return True
 
     return play
+
+
+async def _wait_for(page: Any, used: frameworks.Framework | None) -> None:
+    """Waits until a framework has mounted the page.
+
+    Raises:
+        StepError: it does not.
+    """
+    from playwright import async_api
+
+    if used is None:
+        return
+    mounted = f"(e => e !== null && ({used.is_mounted})(e) && e.childElementCount > 0)"
+    try:
+        await page.wait_for_function(
+            f"{mounted}(document.querySelector({used.root!r}))", timeout=_WAIT
+        )
+    except async_api.Error as error:
+        if page.is_closed():
+            raise
+        raise StepError(f"{used.title} mounts nothing at {used.root}") from error
+
+
+async def _comes(page: Any, step: draft.Step, seconds: float) -> bool:
+    """Returns whether an expectation holds, now or within some time."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while not holds(step, await look(page, step[1])):
+        if loop.time() >= deadline:
+            return False
+        await asyncio.sleep(_POLL_SECONDS)
+    return True
 
 
 async def reopen(page: Any) -> None:

@@ -15,6 +15,7 @@ from glm5_jax import messages
 from glm5_jax.environments import browser, tool_calls
 from glm5_jax.environments.worlds.frontend import draft as draft_lib
 from glm5_jax.environments.worlds.frontend import families, judge, oracle, rates
+from glm5_jax.environments.worlds.frontend.projects import build, frameworks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Trace:
         family: of the task.
         number: of the task.
         submission: its name.
-        files: texts by path.
+        files: texts by path, those that a browser opens.
         builds: whether it opens.
         truth: of each item, by the oracle.
         judgements: of the items.
@@ -48,7 +49,25 @@ class Trace:
 
 def draft(family: str, number: int) -> draft_lib.Draft:
     """Returns a family's task of a number."""
-    return families.ALL[family](random.Random(f"{family}/{number}"))
+    make = {**families.ALL, **families.PROJECTS}[family]
+    return make(random.Random(f"{family}/{number}"))
+
+
+async def site(made: draft_lib.Draft, text: str) -> dict[str, bytes]:
+    """Returns the files that a browser opens of a submission; none if it is not built.
+
+    Args:
+        made: the task.
+        text: one of its submissions.
+
+    Raises:
+        config.InputError: projects cannot be built here.
+    """
+    if not made.framework:
+        return {"index.html": text.encode()}
+    framework = frameworks.ALL[made.framework]
+    files = {**framework.files(), framework.component: text}
+    return {**(await build.build(files)).files}
 
 
 def write(folder: pathlib.Path, found: Sequence[Trace]) -> None:
@@ -94,8 +113,9 @@ async def verify(renderer: browser.Browser, trace: Trace) -> list[str]:
         trace: to play.
     """
     files = {path: text.encode() for path, text in trace.files.items()}
-    items = draft(trace.family, trace.number).items
-    builds, truth = await oracle.decide(renderer, files, items)
+    made = draft(trace.family, trace.number)
+    decided = oracle.decide(renderer, files, made.items, made.framework)
+    builds, truth = await decided
     found = [] if builds == trace.builds else ["the build"]
     found += [f"truth of {name}" for name in truth if truth[name] != trace.truth[name]]
     hands = judge.Hands(renderer, files)
