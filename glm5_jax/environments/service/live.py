@@ -159,8 +159,11 @@ class Episodes:
         key = secrets.token_urlsafe(16)
         made = self._all[key] = Episode(key, task, environment)
         self.num_begun += 1
-        first = await self._call(made, lambda: environment.reset(task))
-        made.history += _plain([*first])
+
+        async def first() -> list[messages.Message]:
+            return _plain([*await environment.reset(task)])
+
+        made.history += await self._call(made, first)
         self._rest(made)
         return made
 

@@ -1,6 +1,7 @@
 """The service of environments at real sockets: episodes, limits, clients that leave."""
 
 import concurrent.futures
+import dataclasses
 import json
 import socket
 import time
@@ -211,6 +212,20 @@ class LimitsTest(Case):
         self.assertEqual((status, told["error"]["code"]), (429, "full"))
         server.ask("DELETE", path)
         server.ask("DELETE", server.begin())
+
+    def test_one_that_cannot_be_told_does_not_begin(self):
+        class Unspeakable(played.Talk):
+            def task(self, split, seed, index):
+                task = super().task(split, seed, index)
+                return dataclasses.replace(task, messages=({"role": self},))
+
+        server = self.serve(Unspeakable(), max_episodes=1)
+        place = {"split": "train", "index": 0}
+        for _ in range(2):  # there is room again
+            status, told = server.ask("POST", "/v1/episodes", place)
+            found = status, told["error"]["code"]
+            self.assertEqual(found, (500, "environment_error"))
+        self.assertEqual(len(server.episodes), 0)
 
     def test_one_step_at_a_time(self):
         server = self.serve()
