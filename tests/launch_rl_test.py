@@ -150,7 +150,8 @@ class ScriptTest(FolderTest):
         port = launch.free_port()
         slurm = Slurm(
             self.root,
-            *("--config=configs/x.py", "--workdir=a b"),
+            "--config=configs/x.py",
+            "--workdir=a b",
             PYTHON=self.write("python", PYTHON),
             CALLS=self.calls,
             CHECKPOINT="/shared/sft",
