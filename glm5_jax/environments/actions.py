@@ -12,7 +12,7 @@ from glm5_jax.environments import author_flags, play, serve_flags, validate
 from glm5_jax.environments.worlds.swe import command as swe_command
 
 _NUM_TASKS = flags.DEFINE_integer("num_tasks", 20, "Tasks to prove.")
-_SPLIT = flags.DEFINE_string("split", "", "train or held_out; default: the first.")
+_SPLIT = flags.DEFINE_string("split", "", "train, held_out, all; default: the first.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the tasks.")
 _INDEX = flags.DEFINE_integer("index", 0, "Number of the task to play.")
 _NUM_REPEATS = flags.DEFINE_integer("num_repeats", 10, "Episodes of each solution.")
@@ -41,7 +41,7 @@ def _validate(name: str) -> int:
 
 
 def _play(name: str) -> int:
-    play.play(name, _SPLIT.value, _SEED.value, _INDEX.value)
+    play.play(name, _one_split(), _SEED.value, _INDEX.value)
     return 0
 
 
@@ -58,7 +58,7 @@ def _mine(name: str) -> int:
 
 def _export(name: str) -> int:
     out = pathlib.Path(_OUT.value) if _OUT.value else None
-    validate.export(name, _SPLIT.value, _SEED.value, _NUM_TASKS.value, out)
+    validate.export(name, _one_split(), _SEED.value, _NUM_TASKS.value, out)
     return 0
 
 
@@ -67,6 +67,19 @@ def _draft(topics: str) -> int:
     told = author_flags.draft(topics, _folder(), _NUM_TASKS.value, repeats, at_once)
     _say(json.dumps(told, indent=2))
     return 0
+
+
+def _one_split() -> str:
+    """Returns the split; "" for the first.
+
+    Raises:
+        config.InputError: all are asked for.
+    """
+    if _SPLIT.value == validate.ALL:
+        raise config.InputError(
+            f"--split={validate.ALL} is for validate; give train or held_out."
+        )
+    return _SPLIT.value
 
 
 def _say(text: str) -> None:

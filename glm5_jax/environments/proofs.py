@@ -9,6 +9,8 @@ the task, and others that must not. `prove` plays them through the ordinary envi
     turns that do a part of a task earn the share that the taskset names, if any
     nothing of solution and scorer can be read while an episode runs, if the taskset
     can look for it: `async leaks(environment, task)` names what it found
+
+Proofs are counted by their source, if the taskset has `source_of(task)`.
 """
 
 import asyncio
@@ -54,6 +56,8 @@ class Proof:
     failures: tuple[str, ...]  # none: the task is proven
     num_episodes: int
     seconds: float  # of all episodes
+    source: str = ""  # where the task comes from, if its taskset knows
+    megabytes: float = 0.0  # resident at most, of all processes that were started
 
     @property
     def is_proven(self) -> bool:
@@ -100,7 +104,9 @@ async def prove(
     else:
         failures += [f"an agent can read {what}" for what in leaks]
     seconds = time.monotonic() - began
-    return Proof(task.id, task.tag, tuple(failures), count, seconds)
+    source_of = getattr(taskset, "source_of", None)
+    source = source_of(task) if source_of else ""
+    return Proof(task.id, task.tag, tuple(failures), count, seconds, source)
 
 
 def kind(failure: str) -> str:
@@ -113,16 +119,22 @@ def summarize(proofs: Sequence[Proof]) -> dict[str, Any]:
     kinds = collections.Counter(
         kind(failure) for proof in proofs for failure in proof.failures
     )
-    seconds = sorted(proof.seconds for proof in proofs)
+    seconds = [proof.seconds for proof in proofs]
     return {
         "tasks": len(proofs),
         "proven": sum(proof.is_proven for proof in proofs),
         "proven_by_tag": _by_tag(proofs),
         "episodes": sum(proof.num_episodes for proof in proofs),
         "failures": dict(kinds.most_common()),
-        "seconds_a_task_median": round(seconds[len(seconds) // 2], 3) if seconds else 0,
+        "seconds_a_task_median": round(_median(seconds), 3),
         "seconds_a_task_most": round(max(seconds, default=0), 3),
+        "megabytes_most": max((proof.megabytes for proof in proofs), default=0.0),
+        **({"by_source": by_source} if (by_source := _by_source(proofs)) else {}),
     }
+
+
+def _median(numbers: Sequence[float]) -> float:
+    return sorted(numbers)[len(numbers) // 2] if numbers else 0.0
 
 
 def _by_tag(proofs: Sequence[Proof]) -> Mapping[str, str]:
@@ -131,6 +143,23 @@ def _by_tag(proofs: Sequence[Proof]) -> Mapping[str, str]:
     for proof in proofs:
         found.setdefault(proof.tag or "untagged", []).append(proof.is_proven)
     return {tag: f"{sum(x)} of {len(x)}" for tag, x in sorted(found.items())}
+
+
+def _by_source(proofs: Sequence[Proof]) -> Mapping[str, Mapping[str, Any]]:
+    """Returns the figures of the tasks of every source that is known."""
+    found: dict[str, list[Proof]] = {}
+    for proof in proofs:
+        if proof.source:
+            found.setdefault(proof.source, []).append(proof)
+    return {
+        source: {
+            "tasks": len(group),
+            "proven": sum(proof.is_proven for proof in group),
+            "seconds_a_task_median": round(_median([p.seconds for p in group]), 3),
+            "megabytes_most": max(proof.megabytes for proof in group),
+        }
+        for source, group in sorted(found.items())
+    }
 
 
 def attempts_of(taskset: protocol.Taskset, task: protocol.Task) -> Attempts | None:

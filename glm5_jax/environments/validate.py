@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-import json
+import os
 import pathlib
 import sys
 from typing import Any
@@ -11,10 +11,13 @@ import tqdm
 
 from glm5_jax import config, environments
 from glm5_jax.config import checks
-from glm5_jax.environments import proofs, protocol
+from glm5_jax.environments import ledger, proofs, protocol
+from glm5_jax.environments.sandbox import processes
 from glm5_jax.environments.service import remote, through
 
+ALL = "all"  # splits
 _SHOWN = 5  # tasks that fail
+_WATCH_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class Settings:
     """Which tasks are proven, and how."""
 
     num_tasks: int = 20  # at most: of a list of tasks, as many as it has
-    split: str = ""  # "": the taskset's first
+    split: str = ""  # "": the taskset's first; ALL: one after the other
     seed: int = 0
     num_repeats: int = 10  # episodes of the solution
     num_at_once: int = 4  # tasks
@@ -38,8 +41,8 @@ class Settings:
         checks.require(
             *checks.positive(self, *sizes, most=checks.MAX_SIZE),
             (
-                self.split in ("", *protocol.SPLITS),
-                f"--split must be train or held_out, got {self.split!r}.",
+                self.split in ("", ALL, *protocol.SPLITS),
+                f"--split must be train, held_out or {ALL}, got {self.split!r}.",
             ),
         )
 
@@ -50,16 +53,15 @@ def validate(name: str, settings: Settings, out: pathlib.Path | None) -> dict[st
     Args:
         name: of the taskset, as rl.environment.
         settings: which tasks.
-        out: file for the proofs, one JSON line a task; None writes none.
+        out: file for the proofs, one JSON line a task. Tasks that it has a line of are
+            not played again. None writes none.
 
     Raises:
         config.InputError: there is no such taskset, or programs play its episodes.
     """
     taskset = _provable(name, settings.through)
-    found = asyncio.run(_prove_all(taskset, settings))
-    if out is not None:
-        lines = [json.dumps(dataclasses.asdict(proof)) for proof in found]
-        out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    kept = ledger.Ledger(out, settings.num_repeats)
+    found = asyncio.run(_prove_all(taskset, settings, kept))
     for proof in [proof for proof in found if proof.failures][:_SHOWN]:
         sys.stderr.write(f"{proof.task}: {'; '.join(proof.failures)}\n")
     return {"taskset": name, **proofs.summarize(found)}
@@ -106,21 +108,66 @@ def export(
 
 
 async def _prove_all(
-    taskset: protocol.Taskset, settings: Settings
+    taskset: protocol.Taskset, settings: Settings, kept: ledger.Ledger
 ) -> list[proofs.Proof]:
     gate = asyncio.Semaphore(settings.num_at_once)
-    split = settings.split or protocol.splits(taskset)[0]
-    count = settings.num_tasks
-    if size := getattr(taskset, "size", None):
-        count = max(1, min(count, size(split)))
-    bar = tqdm.tqdm(total=count, unit="task", disable=not sys.stderr.isatty())
+    places = _places(taskset, settings)
+    bar = tqdm.tqdm(total=len(places), unit="task", disable=not sys.stderr.isatty())
 
-    async def prove(index: int) -> proofs.Proof:
-        async with gate:
-            task = taskset.task(split, settings.seed, index)
-            proof = await proofs.prove(taskset, task, settings.num_repeats)
+    memory = _Memory()
+
+    async def prove(place: int) -> proofs.Proof:
+        split, index = places[place]
+        task = taskset.task(split, settings.seed, index)
+        if (proof := kept.find(task)) is None:
+            async with gate:
+                memory.begin(place)
+                proof = await proofs.prove(taskset, task, settings.num_repeats)
+                proof = dataclasses.replace(proof, megabytes=memory.end(place))
+            kept.add(task, proof)
         bar.update()
         return proof
 
-    with bar:
-        return await asyncio.gather(*map(prove, range(count)))
+    watching = asyncio.create_task(memory.watch())
+    try:
+        with bar:
+            return await asyncio.gather(*map(prove, range(len(places))))
+    finally:
+        watching.cancel()
+
+
+def _places(taskset: protocol.Taskset, settings: Settings) -> list[tuple[str, int]]:
+    """Returns the splits and indices of the tasks to prove."""
+    first, *others = protocol.splits(taskset)
+    splits = [first, *others] if settings.split == ALL else [settings.split or first]
+    size = getattr(taskset, "size", None)
+    places: list[tuple[str, int]] = []
+    for split in splits:
+        count = settings.num_tasks - len(places)
+        places += [
+            (split, i) for i in range(min(count, size(split)) if size else count)
+        ]
+    return places or [(splits[0], 0)]  # which says that there is none
+
+
+class _Memory:
+    """The memory of all processes that were started, looked at now and then."""
+
+    def __init__(self) -> None:
+        self._most: dict[int, int] = {}  # in bytes, by the number of a task's place
+
+    async def watch(self) -> None:
+        """Looks until it is cancelled."""
+        while True:
+            now = processes.resident_bytes(os.getpid()) if self._most else 0
+            for place in self._most:
+                self._most[place] = max(self._most[place], now)
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    def begin(self, place: int) -> None:
+        """Begins to look for a task."""
+        self._most[place] = 0
+
+    def end(self, place: int) -> float:
+        """Returns the megabytes at most since a task began."""
+        return round(self._most.pop(place) / 1e6, 1)

@@ -105,6 +105,47 @@ class Mean(Halved):
     earned = 0.25
 
 
+class Counted(Taskset):
+    """Counts the tasks that are played; the answer of its second task is wrong."""
+
+    played = 0
+
+    def size(self, split):
+        return 3 if split == "train" else 2
+
+    def task(self, split, seed, index):
+        task = super().task(split, seed, index)
+        return dataclasses.replace(
+            task, id=f"{split}/{index}", answer="ja" if index == 1 else RIGHT
+        )
+
+    def attempts(self, task):
+        type(self).played += 1
+        return super().attempts(task)
+
+    def source_of(self, task):
+        return f"{task.id.partition('/')[0]} tasks"
+
+
+class Heavy(Taskset):
+    """Its environment starts a process that takes memory."""
+
+    def environment(self):
+        inner = super().environment()
+        reset = inner.reset
+
+        async def heavy(task):
+            code = "x = bytearray(64_000_000); import time; time.sleep(0.25)"
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", "-c", code
+            )
+            await child.wait()
+            return await reset(task)
+
+        inner.reset = heavy
+        return inner
+
+
 class Leaky(Taskset):
     """Its tests can be read."""
 
@@ -179,7 +220,25 @@ class ProveTest(parameterized.TestCase):
                 "failures": {"doing nothing": 1, "the solution": 1},
                 "seconds_a_task_median": 2.0,
                 "seconds_a_task_most": 3.0,
+                "megabytes_most": 0.0,
             },
+        )
+
+    def test_figures_of_sources(self):
+        bad = ("doing nothing earns 1.0 instead of 0",)
+        done = [
+            proofs.Proof("a", "", (), 5, 1.0, "npm:x", 7.5),
+            proofs.Proof("b", "", bad, 5, 3.0, "npm:x", 9.5),
+            proofs.Proof("c", "", (), 5, 8.0, "npm:x", 2.0),
+            proofs.Proof("d", "", (), 5, 2.0, "debian:y", 1.0),
+        ]
+        figures = proofs.summarize(done)
+        self.assertEqual(figures["megabytes_most"], 9.5)
+        names = ("tasks", "proven", "seconds_a_task_median", "megabytes_most")
+        rows = {"debian:y": (1, 1, 2.0, 1.0), "npm:x": (3, 2, 3.0, 9.5)}
+        self.assertEqual(
+            figures["by_source"],
+            {key: dict(zip(names, row, strict=True)) for key, row in rows.items()},
         )
 
     @parameterized.parameters(
@@ -203,6 +262,57 @@ class ProveTest(parameterized.TestCase):
         self.assertEqual(validate.validate(name, settings, None)["tasks"], 3)
 
 
+class ResumeTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.out = pathlib.Path(self.create_tempdir().full_path) / "proofs.jsonl"
+
+    def validate(self, **changes):
+        """Returns the counts of all tasks, and of those that this run played."""
+        given = {"num_tasks": 9, "split": validate.ALL, "num_repeats": 2, **changes}
+        Counted.played = 0
+        name = f"{__name__}:Counted"
+        figures = validate.validate(name, validate.Settings(**given), self.out)
+        return (figures["tasks"], figures["proven"]), Counted.played
+
+    def test_a_finished_run_is_not_played_again(self):
+        counts, played = self.validate()
+        self.assertEqual(counts, (5, 3))  # of both splits; two answers are wrong
+        self.assertEqual(played, 5)
+        lines = self.out.read_text()
+        self.assertEqual(self.validate(), (counts, 0))
+        self.assertEqual(self.out.read_text(), lines)
+        self.assertEqual(self.validate(num_tasks=2, split="train"), ((2, 1), 0))
+
+    def test_an_interrupted_run_plays_what_is_left(self):
+        counts, _ = self.validate(num_at_once=1)
+        first, second, *_ = self.out.read_text().splitlines(keepends=True)
+        self.out.write_text(first + second[:20])  # it ended within a line
+        self.assertEqual(self.validate(num_at_once=1), (counts, 4))
+        kept = [json.loads(line) for line in self.out.read_text().splitlines()]
+        ids = [line["task"] for line in kept]
+        self.assertLen(ids, 5)
+        self.assertEqual(json.loads(first), kept[0])
+        self.assertEqual(sorted(ids)[:2], ["held_out/0", "held_out/1"])
+
+    def test_other_settings_are_played(self):
+        self.validate(split="train")
+        self.assertEqual(self.validate(split="train", num_repeats=3), ((3, 2), 3))
+        figures = validate.validate(
+            f"{__name__}:Counted",
+            validate.Settings(num_tasks=9, split=validate.ALL, num_repeats=3),
+            self.out,
+        )
+        self.assertEqual(figures["by_source"]["held_out tasks"]["tasks"], 2)
+
+    def test_memory_of_processes_is_seen(self):
+        """A child of 64 MB, which the environment starts for a quarter of a second."""
+        figures = validate.validate(
+            f"{__name__}:Heavy", validate.Settings(num_tasks=1, num_repeats=1), None
+        )
+        self.assertBetween(figures["megabytes_most"], 64, 200)
+
+
 class CommandTest(parameterized.TestCase):
     def test_validate(self):
         out = pathlib.Path(self.create_tempdir().full_path) / "proofs.jsonl"
@@ -213,7 +323,7 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual(json.loads(done.stdout)["proven"], 3)
         lines = [json.loads(line) for line in out.read_text().splitlines()]
         self.assertEqual(
-            [x["task"] for x in lines], [f"gcd/train/0/{i}" for i in range(3)]
+            {x["task"] for x in lines}, {f"gcd/train/0/{i}" for i in range(3)}
         )
         name = "tests.environments.proofs_test:Generous"
         done = forked.run("environments", "validate", name, "--num_tasks=1")
@@ -226,6 +336,7 @@ class CommandTest(parameterized.TestCase):
         (("validate", "gcd", "more"), "'more' belongs to no flag"),
         (("validate", "gcd", "--num_tasks=0"), "num_tasks"),
         (("validate", "gcd", "--split=dev"), "--split must be"),
+        (("play", "gcd", "--split=all"), "play takes one split"),
         (("play", "nothing"), "nothing"),
     )
     def test_wrong_input(self, arguments, message):

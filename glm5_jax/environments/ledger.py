@@ -1,0 +1,50 @@
+"""Proofs in a file, from which an interrupted run resumes."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+
+from glm5_jax.environments import proofs, protocol
+
+
+class Ledger:
+    """The proofs of a file, a JSON line each; a new one is appended as it is done."""
+
+    def __init__(self, path: pathlib.Path | None, num_repeats: int) -> None:
+        """Reads what an earlier run has proven.
+
+        Args:
+            path: of the file, which need not exist; None keeps nothing.
+            num_repeats: episodes of each solution. Proofs with another number, and of
+                tasks that are told otherwise now, do not count.
+        """
+        self._path, self._num_repeats = path, num_repeats
+        is_there = path is not None and path.is_file()
+        lines = path.read_text("utf-8").splitlines() if path and is_there else []
+        entries = [json.loads(line) for line in lines if line.endswith("}")]
+        if path and is_there:  # without a line that was cut off
+            text = "".join(f"{json.dumps(entry)}\n" for entry in entries)
+            partial = path.with_name(f".{path.name}.partial")
+            partial.write_text(text, encoding="utf-8")
+            partial.rename(path)
+        self._known = {entry.pop("key", ""): entry for entry in entries}
+
+    def find(self, task: protocol.Task) -> proofs.Proof | None:
+        """Returns the proof of a task, failed ones too; None: it is to be played."""
+        entry = self._known.get(self._key(task))
+        if entry is None:
+            return None
+        return proofs.Proof(**{**entry, "failures": tuple(entry["failures"])})
+
+    def add(self, task: protocol.Task, proof: proofs.Proof) -> None:
+        """Appends a proof."""
+        if self._path is None:
+            return
+        entry = {**dataclasses.asdict(proof), "key": self._key(task)}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def _key(self, task: protocol.Task) -> str:
+        told = json.dumps([task.id, task.messages, self._num_repeats], sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
