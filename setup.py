@@ -115,6 +115,8 @@ setuptools.setup(
         "glm5_jax": [
             "environments/worlds/frontend/projects/package-lock.json",
             "environments/worlds/slides/measure.js",
+            "environments/worlds/swe/runner/ListedRun.java",
+            "environments/worlds/swe/runner/autoload.php",
             "serving/page.html",
             "training/reporting/transcripts.html",
         ],

@@ -9,7 +9,6 @@ from absl import flags
 
 from glm5_jax import config
 from glm5_jax.environments import author_flags, play, serve_flags, validate
-from glm5_jax.environments.worlds.swe import command as swe_command
 
 _NUM_TASKS = flags.DEFINE_integer("num_tasks", 20, "Tasks to prove.")
 _SPLIT = flags.DEFINE_string("split", "", "train, held_out, all; default: the first.")
@@ -51,7 +50,7 @@ def _serve(name: str) -> int:
 
 
 def _mine(name: str) -> int:
-    for line in swe_command.run(name, _folder(), _NUM_TASKS.value, _SEED.value):
+    for line in author_flags.mine(name, _folder(), _NUM_TASKS.value, _SEED.value):
         _say(line)
     return 0
 

@@ -1,6 +1,7 @@
-"""The flags of the command `draft`, which lets a model write tasks."""
+"""The flags of the commands that make tasks: `mine`, and `draft` by a model."""
 
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
@@ -20,6 +21,29 @@ _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 4096, "Of an answer of the auth
 _REFINEMENTS = flags.DEFINE_integer(
     "num_refinements", 3, "How often a draft that is not proven may be mended."
 )
+_MAX_TEST_SECONDS = flags.DEFINE_float(
+    "max_test_seconds",
+    4.0,
+    "CPU seconds of a package's tests; `mine` leaves out packages with slower ones.",
+)
+
+
+def mine(packages: str, out: str, num_tasks: int, seed: int) -> Iterator[str]:
+    """Makes tasks of software engineering, and yields lines of JSON with the yield.
+
+    Args:
+        packages: joined by ",", or a file with one a line.
+        out: folder of the tasks.
+        num_tasks: of each package, at most.
+        seed: of the order in which places are tried.
+
+    Raises:
+        config.InputError: a flag or an argument is wrong.
+    """
+    from glm5_jax.environments.worlds.swe import command
+
+    most = _MAX_TEST_SECONDS.value
+    yield from command.run(packages, out, num_tasks, seed, most)
 
 
 def draft(

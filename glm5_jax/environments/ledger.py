@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+from typing import Any
 
 from glm5_jax.environments import proofs, protocol
 
@@ -35,7 +36,8 @@ class Ledger:
         entry = self._known.get(self._key(task))
         if entry is None:
             return None
-        return proofs.Proof(**{**entry, "failures": tuple(entry["failures"])})
+        fields: dict[str, Any] = {**entry, "failures": tuple(entry["failures"])}
+        return proofs.Proof(**fields)
 
     def add(self, task: protocol.Task, proof: proofs.Proof) -> None:
         """Appends a proof."""

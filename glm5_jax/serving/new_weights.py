@@ -26,6 +26,7 @@ from glm5_jax.weights import loading
 _VISIBLE_SECONDS = 90.0
 _POLL_SECONDS = 0.5
 
+
 class Own:
     """Weights that an engine of one process is to take."""
 

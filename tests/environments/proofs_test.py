@@ -336,7 +336,7 @@ class CommandTest(parameterized.TestCase):
         (("validate", "gcd", "more"), "'more' belongs to no flag"),
         (("validate", "gcd", "--num_tasks=0"), "num_tasks"),
         (("validate", "gcd", "--split=dev"), "--split must be"),
-        (("play", "gcd", "--split=all"), "play takes one split"),
+        (("play", "gcd", "--split=all"), "--split=all is for validate"),
         (("play", "nothing"), "nothing"),
     )
     def test_wrong_input(self, arguments, message):

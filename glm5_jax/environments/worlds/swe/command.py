@@ -13,7 +13,13 @@ from glm5_jax.environments.worlds.swe import mine, records, releases, sources
 from glm5_jax.environments.worlds.swe.chain import mine as chain_mine
 
 
-def run(names: str, out: str, num_tasks: int, seed: int) -> Iterator[str]:
+def run(
+    names: str,
+    out: str,
+    num_tasks: int,
+    seed: int,
+    max_seconds: float = mine.MAX_TEST_SECONDS,
+) -> Iterator[str]:
     """Mines packages, and yields a line of JSON for each, and one for the folder.
 
     Args:
@@ -22,18 +28,25 @@ def run(names: str, out: str, num_tasks: int, seed: int) -> Iterator[str]:
         out: folder of the tasks; packages that it has are skipped.
         num_tasks: of each package, at most.
         seed: of the order in which places are tried.
+        max_seconds: of CPU that the tests of a package may take.
 
     Raises:
         config.InputError: an argument is wrong. A package that cannot be fetched is
             counted as such.
     """
+    if max_seconds <= 0:
+        raise config.InputError(
+            f"--max_test_seconds must be positive, got {max_seconds:g}."
+        )
     if num_tasks < 1:
         raise config.InputError(f"--num_tasks must be positive, got {num_tasks}.")
     folder = records.Folder(out)
     for name in _split(names):
-        asyncio.run(_mine(name, folder, num_tasks, seed))
+        asyncio.run(_mine(name, folder, num_tasks, seed, max_seconds))
         yield json.dumps({"package": name, **_counts(mine.Log(folder))})
-    yield json.dumps({"folder": out, **_counts(mine.Log(folder))}, indent=2)
+    log = mine.Log(folder)
+    total = {"folder": out, **_counts(log), "by_package": _by_package(log)}
+    yield json.dumps(total, indent=2)
 
 
 def _split(names: str) -> Sequence[str]:
@@ -51,7 +64,9 @@ def _releases(name: str) -> list[str]:
     return [first, *(f"{title}=={other}" if title else other for other in later)]
 
 
-async def _mine(name: str, folder: records.Folder, num_tasks: int, seed: int) -> None:
+async def _mine(
+    name: str, folder: records.Folder, num_tasks: int, seed: int, max_seconds: float
+) -> None:
     log = mine.Log(folder)
     try:
         packages = [sources.fetch(release) for release in _releases(name)]
@@ -61,12 +76,25 @@ async def _mine(name: str, folder: records.Folder, num_tasks: int, seed: int) ->
             log.add(name, "", "not to be fetched")
         return
     if len(packages) == 1:
-        await mine.mine(packages[0], folder, num_tasks, seed)
+        await mine.mine(packages[0], folder, num_tasks, seed, max_seconds)
     elif len(packages) == 2:
         older, newer = packages
         await releases.mine_pair(older, newer, folder, num_tasks)
     else:
         await chain_mine.mine_chain(packages, folder)
+
+
+def _by_package(log: mine.Log) -> dict[str, dict[str, Any]]:
+    """Returns the tries and tasks of every package, and what became of itself."""
+    found: dict[str, dict[str, Any]] = {}
+    for (package, candidate), outcome in sorted(log.outcomes.items()):
+        row = found.setdefault(package, {"tried": 0, "tasks": 0})
+        if candidate:
+            row["tried"] += 1
+            row["tasks"] += outcome == mine.MADE
+        else:
+            row["package"] = outcome
+    return found
 
 
 def _counts(log: mine.Log) -> dict[str, Any]:

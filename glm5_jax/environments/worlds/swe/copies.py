@@ -9,6 +9,7 @@ import hashlib
 import os
 import pathlib
 import sysconfig
+import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from glm5_jax.environments.worlds.swe import records
@@ -49,11 +50,19 @@ def on_host(
             name, or a file with the same name and content.
         roots: folders of the host that a box sees.
     """
+    digests = ((k, hashlib.sha256(v).hexdigest()) for k, v in files.items())
+    return _on_host(frozenset(digests), tuple(roots))
+
+
+@functools.lru_cache(maxsize=64)  # every episode of a task asks
+def _on_host(
+    digests: frozenset[tuple[str, str]], roots: tuple[pathlib.Path, ...]
+) -> tuple[pathlib.Path, ...]:
     found = {
         pathlib.Path(path)
         for root in roots
-        for name in files
-        for path in _copies(root, name, files[name])
+        for name, digest in digests
+        for path in _copies(root, name, digest)
     }
     return outermost(found)
 
@@ -63,7 +72,7 @@ def outermost(paths: Collection[pathlib.Path]) -> tuple[pathlib.Path, ...]:
     return tuple(sorted(p for p in paths if not any(q in paths for q in p.parents)))
 
 
-def _copies(root: pathlib.Path, name: str, content: bytes) -> Iterator[str]:
+def _copies(root: pathlib.Path, name: str, digest: str) -> Iterator[str]:
     parts = name.split("/")
     for other in _paths(root).get(parts[-1], ()):
         theirs = other.split("/")
@@ -72,8 +81,10 @@ def _copies(root: pathlib.Path, name: str, content: bytes) -> Iterator[str]:
             same += 1
         if same > 1 and parts[-same] not in _COMMON:
             yield "/".join(theirs[: len(theirs) - same + 1])
-        elif _digest(other) == hashlib.sha256(content).hexdigest():
+        elif _digest(other) == digest:
             yield other
+    if name.endswith(".java"):
+        yield from _jars(root).get("/".join(parts[-2:])[: -len(".java")], ())
 
 
 @functools.cache
@@ -87,6 +98,22 @@ def _paths(root: pathlib.Path) -> Mapping[str, list[str]]:
     return found
 
 
+@functools.cache
+def _jars(root: pathlib.Path) -> Mapping[str, list[str]]:
+    """Returns the archives of compiled Java by their classes, as "FOLDER/NAME"."""
+    found: dict[str, list[str]] = {}
+    jars = [path for paths in _paths(root).values() for path in paths]
+    for jar in jars:
+        if jar.endswith(".jar") and not os.path.islink(jar) and zipfile.is_zipfile(jar):
+            with zipfile.ZipFile(jar) as opened:
+                for name in opened.namelist():
+                    if name.endswith(".class"):
+                        key = "/".join(name.split("/")[-2:]).removesuffix(".class")
+                        found.setdefault(key, []).append(jar)
+    return found
+
+
+@functools.cache
 def _digest(path: str) -> str:
     try:
         return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()

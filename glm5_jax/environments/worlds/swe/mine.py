@@ -10,10 +10,12 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from glm5_jax import config
 from glm5_jax.environments.worlds.swe import (
     diffs,
+    drivers,
     mutate,
     recipes,
     records,
@@ -27,7 +29,8 @@ MADE = "made"  # the outcome of a candidate that became a task
 MAX_TRIES = 3  # for each task wanted
 _MIN_TESTS = 3  # that pass, of a package
 _MAX_BROKEN = 1 / 3  # of the tests that passed
-_MAX_TEST_SECONDS = 6.0  # of a package's tests; a slower package makes slow tasks
+MAX_TEST_SECONDS = 4.0  # of CPU; a package with slower tests makes slow tasks
+_SECONDS = 60.0  # by the clock, of a run of a package as it was published
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,31 +89,48 @@ class Log:
         )
 
 
-async def find_recipe(package: sources.Package) -> Found | str:
-    """Returns the first recipe under which a package's tests pass, or why none does."""
-    reason = "no tests that a rule finds"
+async def find_recipe(
+    package: sources.Package, max_seconds: float = MAX_TEST_SECONDS
+) -> Found | str:
+    """Returns the first recipe under which a package's tests pass, or why none does.
+
+    Args:
+        package: to test.
+        max_seconds: of CPU; slower tests count as none.
+
+    Raises:
+        config.InputError: the machine lacks the programs of every recipe.
+    """
+    reason, lacking = "no tests that a rule finds", ""
     for recipe in recipes.candidates(package.files):
-        found = await _try(package, recipe)
+        if lacks := drivers.missing(recipe):
+            lacking = f"{package.name}: tests in {recipe.language} need more: {lacks}."
+            continue
+        found = await _try(package, recipe, max_seconds)
         if isinstance(found, Found):
             return found
-        reason = found
+        reason, lacking = found, ""
+    if lacking:
+        raise config.InputError(lacking)
     return reason
 
 
-async def _try(package: sources.Package, recipe: records.Recipe) -> Found | str:
-    trial = await trials.run(package.files, recipe, 4 * _MAX_TEST_SECONDS)
+async def _try(
+    package: sources.Package, recipe: records.Recipe, max_seconds: float
+) -> Found | str:
+    trial = await trials.run(package.files, recipe, _SECONDS)
     bad = [f for f in recipe.files if not _passes_in(f, trial)]
     if bad and len(bad) < len(recipe.files):  # e.g. one needs another package
         files = tuple(f for f in recipe.files if f not in bad)
         recipe = dataclasses.replace(recipe, files=files)
-        trial = await trials.run(package.files, recipe, 4 * _MAX_TEST_SECONDS)
+        trial = await trials.run(package.files, recipe, _SECONDS)
     if trial.problem:
         return trial.problem
     if len(trial.passed()) < _MIN_TESTS:
         return "hardly any test passes"
-    if trial.seconds > _MAX_TEST_SECONDS:
+    if trial.cpu_seconds > max_seconds:
         return "the tests are slow"
-    again = await trials.run(package.files, recipe, 4 * _MAX_TEST_SECONDS)
+    again = await trials.run(package.files, recipe, _SECONDS)
     passing = frozenset(trial.passed() & again.passed())
     if len(passing) < _MIN_TESTS:
         return "two runs disagree"
@@ -129,14 +149,18 @@ def _passes_in(file: str, trial: trials.Trial) -> bool:
 
 
 async def mine(
-    package: sources.Package, folder: records.Folder, num_tasks: int, seed: int
+    package: sources.Package,
+    folder: records.Folder,
+    num_tasks: int,
+    seed: int,
+    max_seconds: float = MAX_TEST_SECONDS,
 ) -> None:
     """Adds tasks from a package to a folder, as many as asked for if it has them."""
     log = Log(folder)
     name = package.tree
     if (name, "") in log.outcomes:
         return  # done before
-    found = await find_recipe(package)
+    found = await find_recipe(package, max_seconds)
     if isinstance(found, str):
         log.add(name, "", found)
         return
@@ -202,16 +226,15 @@ async def make_task(
         return "no test fails"
     if not base_version and len(failing) > _MAX_BROKEN * len(found.passing):
         return "most tests fail"
-    known = {*recipes.sources(files, recipe), *recipes.sources(broken, recipe)}
-    before, after = (
-        {path: tree[path] for path in known & set(tree) & set(changed)}
-        for tree in (broken, files)
-    )
-    patch = diffs.make(before, after)
-    if set(changed) - known:  # what the patch leaves out may matter
+    patch, is_whole = _patch(found, broken, changed)
+    if not is_whole:  # what it leaves out may matter
         solved = await trials.run(diffs.apply(patch, broken), recipe)
         if found.passing - solved.passed():
             return "the sources alone do not solve it"
+    hidden = recipes.hidden(files, recipe)
+    told = (trial.log, found.trial.log, patch, failing)
+    tests = {path: files[path] for path in hidden}
+    statement = statements.write(package.name, recipe.language, *told, tests)
     return records.Record(
         instance_id=task_id,
         repo=package.name,
@@ -222,15 +245,26 @@ async def make_task(
         tests=package.tree,
         source=package.source,
         recipe=recipe,
-        hidden=recipes.hidden(files, recipe),
+        hidden=hidden,
         changed=changed,
         patch=patch,
         FAIL_TO_PASS=tuple(failing),
         PASS_TO_PASS=tuple(sorted(found.passing & trial.passed())),
-        problem_statement=statements.write(
-            package.name, recipe.language, trial.log, found.trial.log, patch, failing
-        ),
+        problem_statement=statement,
     )
+
+
+def _patch(
+    found: Found, broken: records.Files, changed: Collection[str]
+) -> tuple[str, bool]:
+    """Returns the solution, of sources alone, and whether it undoes every change."""
+    recipe, files = found.recipe, found.package.files
+    known = {*recipes.sources(files, recipe), *recipes.sources(broken, recipe)}
+    before, after = (
+        {path: tree[path] for path in known & set(tree) & set(changed)}
+        for tree in (broken, files)
+    )
+    return diffs.make(before, after), not set(changed) - known
 
 
 def digest(text: str) -> str:

@@ -34,6 +34,12 @@ _QUOTED = r"\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
 _SKIPPED = {
     "c": rf"//[^\n]*|/\*.*?\*/|{_QUOTED}|^[ \t]*#[^\n]*",
     "javascript": rf"//[^\n]*|/\*.*?\*/|{_QUOTED}|`[^`]*`",
+    "java": rf"//[^\n]*|/\*.*?\*/|{_QUOTED}",
+    "go": rf"//[^\n]*|/\*.*?\*/|{_QUOTED}|`[^`]*`",
+    "php": r"//[^\n]*|#[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|"
+    r"<<<\s*['\"]?(?P<word>\w+).*?^\s*(?P=word)\b|\?>.*?(?:<\?php|\Z)",
+    "ruby": rf"^=begin.*?^=end|^__END__.*\Z|#[^\n]*|{_QUOTED}|"
+    r"%[wWiIqQr]?[\[({|!/][^\n]*|(?:=~|[(,=]|\bwhen|\bif|\bunless) */[^/\n]*/",
     "perl": rf"^=\w.*?^=cut[^\n]*|^__(?:END|DATA)__.*\Z|#[^\n]*|{_QUOTED}|"
     r"\b(?:q[qrw]?|[my]|tr|s)\s*[/{(|!\[][^\n]*",
 }
@@ -50,19 +56,31 @@ _SWAPS = {
     " - ": " + ",
     " && ": " || ",
     " || ": " && ",
-    " eq ": " ne ",
-    " ne ": " eq ",
     "++": "--",
     "+= ": "-= ",
     "return ": "return !",
     "if (": "if (!",
-    "unless ": "if ",
     "true": "false",
     "false": "true",
     " + 1": " + 2",
     " - 1": " - 2",
     "[0]": "[1]",
     "[1]": "[0]",
+}
+# Where only a truth value can be negated.
+_NO_SWAPS = {"go": ("return ", "if ("), "java": ("return ",)}
+_MORE_SWAPS = {
+    "perl": {" eq ": " ne ", " ne ": " eq ", "unless ": "if "},
+    "ruby": {
+        "unless ": "if ",
+        " if ": " unless ",
+        ".empty?": ".nil?",
+        ".first": ".last",
+        ".last": ".first",
+        " and ": " or ",
+        " or ": " and ",
+    },
+    "go": {"if !": "if "},
 }
 
 
@@ -85,7 +103,7 @@ def breaks(text: str, language: str) -> list[Break]:
 
     Args:
         text: of the file.
-        language: "python", "c", "c++", "javascript" or "perl".
+        language: of kinds.ENDINGS.
     """
     if language == "python":
         try:
@@ -99,14 +117,17 @@ def breaks(text: str, language: str) -> list[Break]:
 
 
 def _token_breaks(text: str, language: str) -> Iterator[Break]:
-    tokens = "|".join(re.escape(t) for t in sorted(_SWAPS, key=len, reverse=True))
+    swaps = {**_SWAPS, **_MORE_SWAPS.get(language, {})}
+    for token in _NO_SWAPS.get(language, ()):
+        del swaps[token]
+    tokens = "|".join(re.escape(t) for t in sorted(swaps, key=len, reverse=True))
     pattern = re.compile(
         f"(?P<skipped>{_SKIPPED[language]})|(?P<token>{tokens})",
         re.DOTALL | re.MULTILINE,
     )
     for match in pattern.finditer(text):
         if token := match["token"]:
-            yield Break(*match.span(), _SWAPS[token], f"token {token.strip()}")
+            yield Break(*match.span(), swaps[token], f"token {token.strip()}")
 
 
 class _PythonBreaks:

@@ -33,6 +33,13 @@ _TAP = re.compile(r"( *)(not )?ok\b(?: (\d+))?(?: -)? ?([^#\n]*)(?:# *(\w+))?")
 _TAP_SUBTEST = re.compile(r"( *)# Subtest: (.*)")
 _UNITY = re.compile(r"(\S+\.c):\d+:(\w+):(PASS|FAIL|IGNORE)")
 _UNITY_OUTCOMES = {"PASS": PASSED, "FAIL": FAILED, "IGNORE": SKIPPED}
+# Of minitest, "Name#test_x = 0.00 s = .", and of test-unit, which has a line for each
+# class, and "  test_x:   .: (0.000045)" below it.
+_MINITEST = re.compile(r"(\S.*#test_.*) = [\d.]+ s = ([.FES])")
+_TEST_UNIT = re.compile(r" *(?:(test[^\t]*):\t+([.FEPON])|([A-Z][\w:]*): *$)")
+_RUBY_OUTCOMES = {".": PASSED, "S": SKIPPED, "P": SKIPPED, "O": SKIPPED, "N": SKIPPED}
+_TESTDOX = re.compile(r" ([✔✘↩∅☢⚠]) (.*?)(?: \[[\d.]+ ms\])?")
+_TESTDOX_OUTCOMES = {"✔": PASSED, "↩": SKIPPED, "∅": SKIPPED}
 _GO = re.compile(r" *--- (PASS|FAIL|SKIP): (\S+)")
 _CARGO = re.compile(r"test (\S+)(?: - should panic)? \.\.\. (ok|FAILED|ignored)")
 
@@ -92,6 +99,38 @@ def parse_unity(log: str) -> Outcomes:
     )
 
 
+def parse_ruby(log: str) -> Outcomes:
+    """Returns the outcomes of minitest and test-unit, both with -v."""
+
+    def found() -> Iterator[tuple[str, str]]:
+        group = ""
+        for line in log.splitlines():
+            if match := _MINITEST.fullmatch(line):
+                yield match[1], _RUBY_OUTCOMES.get(match[2], FAILED)
+            elif match := _TEST_UNIT.match(line):
+                group = match[3] or group
+                if match[1]:
+                    outcome = _RUBY_OUTCOMES.get(match[2], FAILED)
+                    yield f"{group}#{match[1]}", outcome
+
+    return _joined(found())
+
+
+def parse_testdox(log: str) -> Outcomes:
+    """Returns the outcomes of `phpunit --testdox`."""
+
+    def found() -> Iterator[tuple[str, str]]:
+        group = ""
+        for line in log.splitlines():
+            if match := _TESTDOX.fullmatch(line):
+                outcome = _TESTDOX_OUTCOMES.get(match[1], FAILED)
+                yield f"{group}: {match[2]}", outcome
+            elif line and line[0] != " ":
+                group = line
+
+    return _joined(found())
+
+
 def parse_go(log: str) -> Outcomes:
     """Returns the outcomes in the output of `go test -v`."""
     kinds = {"PASS": PASSED, "FAIL": FAILED, "SKIP": SKIPPED}
@@ -116,6 +155,8 @@ PARSERS: Mapping[str, Callable[[str], Outcomes]] = {
     "unittest": parse_unittest,
     "tap": parse_tap,
     "unity": parse_unity,
+    "ruby": parse_ruby,
+    "testdox": parse_testdox,
     "go": parse_go,
     "cargo": parse_cargo,
     "exit": parse_exit,

@@ -9,47 +9,22 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-from glm5_jax.environments.worlds.swe import records
+from glm5_jax.environments.worlds.swe import kinds, records, toolchains
 
-_TEST_FOLDERS = {"test", "tests", "t", "xt", "unit_tests", "unittests", "__tests__"}
-_SIDE_FOLDERS = {
-    *("example", "examples", "doc", "docs", "bench", "benchmark", "benchmarks"),
-    *("fuzz", "fuzzing", "tools", "scripts", "contrib", "debian", "build", "dist"),
-    *("vendor", "node_modules", "inc", "demo", "demos", "utils", "programs", "cli"),
-}
 _NO_SOURCES = ("setup.py", "conftest.py", "Makefile.PL", "Build.PL", "versioneer.py")
-_ENDINGS = {
-    "python": (".py",),
-    "perl": (".pm", ".pl"),
-    "javascript": (".js", ".cjs", ".mjs"),
-    "c": (".c", ".h"),
-    "c++": (".cpp", ".cc", ".cxx", ".hpp", ".h"),
-}
-# Files that steer a run: they are put back as the package has them, new ones removed.
-_GUARDS = {
-    "python": (
-        *("*conftest.py", "*sitecustomize.py", "*usercustomize.py", "*.pth", "*.pyc"),
-        *("*.so", "*pytest.ini", "setup.cfg", "tox.ini", "pyproject.toml"),
-        *("unittest*", "pytest*", "_pytest*", "*canary_of_the_runner*"),
-    ),
-    "perl": ("*.so", "*Test/*", "*.al"),
-    "javascript": ("*package.json", "*.node", "*node_modules/*", "*.npmrc"),
-    "c": ("*.o", "*.a", "*.so"),
-    "c++": ("*.o", "*.a", "*.so"),
-}
 _MAIN = re.compile(rb"^\s*(?:int|void)?\s*main\s*\(", re.MULTILINE)
 
 
 def candidates(files: records.Files) -> list[records.Recipe]:
     """Returns recipes for a package's files, the likeliest first, or none."""
-    finders = (_python, _perl, _javascript, _c)
+    finders = (_python, _perl, _javascript, *toolchains.FINDERS, _c)
     return [recipe for find in finders for recipe in find(files)]
 
 
 def hidden(files: records.Files, recipe: records.Recipe) -> tuple[str, ...]:
     """Returns the files of the tests, which an agent does not get."""
     return tuple(
-        path for path in sorted(files) if is_test(path) or path in recipe.files
+        path for path in sorted(files) if kinds.is_test(path) or path in recipe.files
     )
 
 
@@ -59,27 +34,24 @@ def sources(files: records.Files, recipe: records.Recipe) -> list[str]:
     return [
         path
         for path in sorted(files)
-        if path.endswith(_ENDINGS[recipe.language])
+        if path.endswith(kinds.ENDINGS[recipe.language])
         and path not in outside
+        and not is_guarded(path, recipe)
         and path.rpartition("/")[2] not in _NO_SOURCES
-        and not _SIDE_FOLDERS & set(path.split("/")[:-1])
+        and _is_inside(path, recipe)
     ]
+
+
+def _is_inside(path: str, recipe: records.Recipe) -> bool:
+    if recipe.language == "java":  # its folders are names, such as "cli"
+        return path.startswith(f"{recipe.roots[0]}/")
+    return not kinds.is_beside(path)
 
 
 def is_guarded(path: str, recipe: records.Recipe) -> bool:
     """Returns whether a file steers the run: an agent's version is not taken."""
-    return any(fnmatch.fnmatch(path, guard) for guard in recipe.guards) or is_test(path)
-
-
-def is_test(path: str) -> bool:
-    """Returns whether a file is a test, or of a folder of tests."""
-    *folders, name = path.split("/")
-    return (
-        bool(_TEST_FOLDERS & set(folders))
-        or fnmatch.fnmatch(name, "test_*.py")
-        or name.endswith(("_test.py", "_tests.py", ".t"))
-        or name in ("tests.py", "test.py", "test.js", "tests.js")
-    )
+    steers = any(fnmatch.fnmatch(path, guard) for guard in recipe.guards)
+    return steers or kinds.is_test(path)
 
 
 def _texts(files: records.Files, endings: tuple[str, ...]) -> dict[str, bytes]:
@@ -90,10 +62,10 @@ def _python(files: records.Files) -> Iterator[records.Recipe]:
     tests = {
         path: text
         for path, text in _texts(files, (".py",)).items()
-        if is_test(path)
+        if kinds.is_test(path)
         and "test" in path.rpartition("/")[2]
         and b"def test" in text
-        and not _SIDE_FOLDERS & set(path.split("/")[:-1])
+        and not kinds.is_beside(path)
     }
     if not tests:
         return
@@ -108,7 +80,7 @@ def _python(files: records.Files) -> Iterator[records.Recipe]:
             parser=runner,
             files=tuple(tests),
             roots=(*roots, "."),
-            guards=_GUARDS["python"],
+            guards=kinds.GUARDS["python"],
         )
 
 
@@ -124,7 +96,7 @@ def _perl(files: records.Files) -> Iterator[records.Recipe]:
         parser="tap",
         files=tuple(tests),
         roots=("lib", "."),
-        guards=_GUARDS["perl"],
+        guards=kinds.GUARDS["perl"],
         canary=f"use Test::More tests => 1;\n{loads}ok(0, 'must fail');\n",
     )
 
@@ -141,7 +113,7 @@ def _javascript(files: records.Files) -> Iterator[records.Recipe]:
     tests = {
         path: text
         for path, text in _texts(files, (".js", ".cjs", ".mjs")).items()
-        if is_test(path) and re.search(rb"assert|node:test|tape", text)
+        if kinds.is_test(path) and re.search(rb"assert|node:test|tape", text)
     }
     if not tests:
         return
@@ -154,7 +126,7 @@ def _javascript(files: records.Files) -> Iterator[records.Recipe]:
         runner=runner,
         parser="tap",
         files=tuple(tests),
-        guards=_GUARDS["javascript"],
+        guards=kinds.GUARDS["javascript"],
         canary="try { require('/work/repo'); } catch (e) {}\n"
         "require('assert')(false);\n",
     )
@@ -166,8 +138,8 @@ def _c(files: records.Files) -> Iterator[records.Recipe]:
         tests = [
             path
             for path in programs
-            if (is_test(path) or "test" in path.rpartition("/")[2])
-            and not {"unity", "googletest", *_SIDE_FOLDERS} & set(path.split("/"))
+            if (kinds.is_test(path) or "test" in path.rpartition("/")[2])
+            and not {"unity", "googletest", *kinds.SIDE_FOLDERS} & set(path.split("/"))
         ]
         if not tests:
             continue
@@ -175,8 +147,8 @@ def _c(files: records.Files) -> Iterator[records.Recipe]:
             path
             for path in _texts(files, (ending,))
             if path not in programs
-            and not is_test(path)
-            and not _SIDE_FOLDERS & set(path.split("/")[:-1])
+            and not kinds.is_test(path)
+            and not kinds.is_beside(path)
         ]
         frameworks = [p for p in files if p.endswith("/unity.c")][:1]
         headers = {
@@ -188,7 +160,7 @@ def _c(files: records.Files) -> Iterator[records.Recipe]:
             parser="unity" if frameworks else "tap",
             files=tuple(tests),
             roots=tuple(sorted({".", *headers})),
-            guards=_GUARDS[language],
+            guards=kinds.GUARDS[language],
             sources=(*library, *frameworks),
             canary="int main(void) { return 1; }\n",
         )

@@ -26,7 +26,7 @@ class Recipe:
     """The way a package is tested."""
 
     language: str
-    runner: str  # one of trials.RUNNERS
+    runner: str  # one of drivers.RUNNERS
     parser: str  # one of parsers.PARSERS
     files: tuple[str, ...]  # that the runner gets, in this order
     roots: tuple[str, ...] = (".",)  # folders that imports and headers are found in

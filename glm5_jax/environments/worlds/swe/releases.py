@@ -7,7 +7,14 @@ made; their size is theirs.
 
 from collections.abc import Mapping
 
-from glm5_jax.environments.worlds.swe import diffs, mine, recipes, records, sources
+from glm5_jax.environments.worlds.swe import (
+    diffs,
+    kinds,
+    mine,
+    recipes,
+    records,
+    sources,
+)
 
 
 async def mine_pair(
@@ -46,7 +53,7 @@ def _changed(old: records.Files, new: records.Files) -> Mapping[str, str | None]
     """Returns the older form of every text that differs, tests apart."""
     changed: dict[str, str | None] = {}
     for path in sorted({*old, *new}):
-        if old.get(path) == new.get(path) or recipes.is_test(path):
+        if old.get(path) == new.get(path) or kinds.is_test(path):
             continue
         try:
             changed[path] = old[path].decode() if path in old else None

@@ -5,7 +5,7 @@ of the solution and no test: a line of the log that holds a changed line is left
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from glm5_jax.environments.worlds.swe import records
 
@@ -21,8 +21,22 @@ _NOISE = re.compile(
     r"|^\s*#?\s*at \S+ line"
     r"|^# Looks like|^ok \d+|^1\.\.\d+|^\s+at .*\(|^node:|^Node\.js"
     r"|^\d+ (?:failed|passed|Tests)\b|^Ran \d+ tests|^FAILED \(|^FAIL$|^-+$"
+    # Ruby's minitest and test-unit
+    r"|^\S.*#test_.* = [\d.]+ s|^\S+#test_.*\[.*\]:$|^Run options|^# Running"
+    r"|^\s+\d+\) (?:Failure|Error|Skipped):|^Finished in|^\d+ (?:runs|tests), "
+    r"|^[\d.]+ (?:runs|tests)/s"
+    r"|^\s+test.*:\t+[.FEPON]|^(?:Failure|Error): test.*|^Loaded suite|^Started"
+    r"|^\s*\S+\.rb:\d+:in |^[\d.]+% passed|^\s+(?:=> )?\d+: |^: \([\d.]+\)$"
+    r"|^[A-Z][\w:]*: $|^\S+#test_.*:$"
+    # PHPUnit, JUnit, go test
+    r"|^ [✔✘↩∅☢⚠] |^PHPUnit |^Runtime:|^Time: |^(?:FAILURES|ERRORS)!|^Tests: "
+    r"|^/\S+\.php:\d+$|^not ok - |^ok - |^Caused by|^\t\.\.\. \d+ more"
+    r"|^ *(?:---|===) (?:PASS|FAIL|SKIP|RUN|PAUSE|CONT)|^(?:ok|FAIL)\s|^exit status"
+    r"|^\S.*\S \([\w\\]+\)$"
 )
+_FRAMED = re.compile(r"^ *[│┐├┴╵]+ ?|^\s+\w+_test\.go:\d+: ")
 _UNITY = re.compile(r"^\S+\.c:\d+:\w+:FAIL:? ?")
+_IN_TEST = re.compile(r"([\w-]+\.(?:rb|php|java)):(\d+)")
 _PLACE = re.compile(r"/work/\S*?([\w.-]+)(?=[\s:\"',)]|$)")
 
 
@@ -33,6 +47,7 @@ def write(
     known_log: str,
     patch: str,
     tests: Collection[str],
+    files: records.Files | None = None,
 ) -> str:
     """Returns the statement of an issue.
 
@@ -43,10 +58,13 @@ def write(
         known_log: of the tests on the solved one; what it shows too is left out.
         patch: the solution, of which nothing is told.
         tests: names of those that fail, which are not told either.
+        files: of the tests, of which the line that failed is shown. Python's logs show
+            it by themselves.
     """
     secret = _changed_lines(patch)
     shown = []
-    for lines in _failures(log, known_log):
+    code = {path.rpartition("/")[2]: text for path, text in (files or {}).items()}
+    for lines in _failures(log, known_log, code):
         told = [line for line in lines if not _tells(line, secret)][:_MAX_LINES]
         text = "\n".join(line[:_MAX_COLUMNS] for line in told).strip("\n")
         for name in sorted(tests, key=len, reverse=True):
@@ -82,7 +100,9 @@ def _tells(line: str, secret: set[str]) -> bool:
     return any(part in line for part in secret)
 
 
-def _failures(log: str, known_log: str) -> Iterator[list[str]]:
+def _failures(
+    log: str, known_log: str, code: Mapping[str, bytes]
+) -> Iterator[list[str]]:
     """Yields the lines of each failure that only the broken package shows."""
     known = set(known_log.splitlines())
     is_python = "Traceback (most recent call last)" in log or ".py:" in log
@@ -94,7 +114,7 @@ def _failures(log: str, known_log: str) -> Iterator[list[str]]:
         ]
         if any(map(_FRAME.match, lines)):
             yield list(_of_python(lines))
-        elif not is_python and (kept := list(_of_others(lines))):
+        elif not is_python and (kept := list(_of_others(lines, code))):
             yield kept
 
 
@@ -117,8 +137,15 @@ def _of_python(lines: list[str]) -> Iterator[str]:
             yield _PLACE.sub(r"\1", re.sub(r"^E {1,3}", "", line))
 
 
-def _of_others(lines: list[str]) -> Iterator[str]:
+def _of_others(lines: list[str], code: Mapping[str, bytes]) -> Iterator[str]:
+    told = set()
     for line in lines:
+        place = _IN_TEST.search(line)
+        if place and place[1] in code and place[0] not in told:
+            told.add(place[0])
+            text = code[place[1]].decode(errors="replace").splitlines()
+            yield ">>> " + "".join(text[int(place[2]) - 1 : int(place[2])]).strip()
+        line = _FRAMED.sub("", line)
         if not _NOISE.match(line):
             line = _UNITY.sub("", re.sub(r"^#\s{0,3}", "", line))
             yield _PLACE.sub(r"\1", line)

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from glm5_jax.environments import tool_calls
-from glm5_jax.environments.worlds.swe import trials
+from glm5_jax.environments.worlds.swe import drivers
 
-HOME = f"/work/{trials.ROOT}"
+HOME = f"/work/{drivers.ROOT}"
 _MAX_CHARACTERS = 16_000  # of an answer
 _MAX_LINES = 400  # of a view
 _SECONDS = 30.0  # of a command
+_SEARCH_SECONDS = 240.0  # of a search of the whole box
 
 
 SCHEMAS = (
@@ -56,6 +57,18 @@ async def run(box: Any, name: str, arguments: Mapping[str, Any]) -> str:
         lines = (arguments.get("start", 1), arguments.get("end"))
         return _cut(await _view(box, path, *lines))
     return await _edit(box, path, arguments["old"], arguments["new"])
+
+
+async def search(box: Any, command: str) -> list[str]:
+    """Returns the lines of a proof's command, which may take long.
+
+    Raises:
+        TimeoutError: it took too long.
+    """
+    done = await box.run(command, seconds=_SEARCH_SECONDS)
+    if done.is_timeout:
+        raise TimeoutError(f"the search took more than {_SEARCH_SECONDS:g} s")
+    return done.stdout.splitlines()
 
 
 async def _view(box: Any, path: str, start: int, end: int | None) -> str:

@@ -15,6 +15,7 @@ from glm5_jax.environments import listed, proofs, protocol, sandbox, tool_calls
 from glm5_jax.environments.worlds.swe import (
     attempts,
     copies,
+    drivers,
     recipes,
     records,
     statements,
@@ -56,6 +57,10 @@ class Swe(listed.Listed[records.Record]):
             tag=record.recipe.language,
         )
 
+    def source_of(self, task: protocol.Task) -> str:
+        """Returns the package of a task in its registry."""
+        return self.by_id[task.answer].source.partition(" sha256:")[0]
+
     def attempts(self, task: protocol.Task) -> proofs.Attempts:
         """Returns the solution, and cheats."""
         record = self.by_id[task.answer]
@@ -69,9 +74,8 @@ class Swe(listed.Listed[records.Record]):
         record = self.by_id[task.answer]
         told = statements.leaks(record.problem_statement, record)
         secret = copies.secrets(self.folder, record).items()
-        look = tool_calls.turn("shell", command=attempts.look(secret))
-        found = (await environment.step(look)).messages[0]["content"]
-        return [*told, *found.removeprefix(sandbox.NO_OUTPUT).splitlines()]
+        assert isinstance(environment, Environment)
+        return [*told, *await environment.search(attempts.look(secret))]
 
     def environment(self) -> "Environment":
         """Returns an environment for one episode."""
@@ -107,6 +111,10 @@ class Environment:
         if is_over or self._num_turns >= self._max_turns:
             return await self._score(is_cut=not is_over)
         return protocol.StepResult(results, None, False, False)
+
+    async def search(self, command: str) -> list[str]:
+        """Returns the lines of a command in the agent's sandbox; it is no turn."""
+        return await tools.search(self._box, command)
 
     async def close(self) -> None:
         """Removes the sandbox."""
@@ -160,7 +168,7 @@ async def open_box(
     """
     recipe = tasks[0].recipe
     files = folder.agent_tree(tasks[0])
-    binds = trials.binds(recipe)
+    binds = drivers.binds(recipe)
     roots = (copies.USR, *binds)
     found = {
         path
@@ -168,7 +176,7 @@ async def open_box(
         for path in copies.on_host(copies.secrets(folder, task), roots)
     }
     image = sandbox.Image(
-        files={f"{trials.ROOT}/{path}": text for path, text in files.items()},
+        files={f"{drivers.ROOT}/{path}": text for path, text in files.items()},
         binds=binds,
         hidden=copies.outermost(found),
     )

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import tempfile
 import unittest
+import zipfile
 from unittest import mock
 
 from absl.testing import absltest
@@ -53,6 +54,17 @@ class OnHostTest(absltest.TestCase):
         self.put("lib/core/pack/single.py", b"one")
         self.put("lib/core/site-packages/pack/single.py", b"two")
         self.assertEqual(self.hidden(), ["lib/core/site-packages/pack"])
+
+    def test_compiled_java_is_hidden(self):
+        (self.root / "java").mkdir()
+        for name, inside in (("own", "org/own/Sums"), ("other", "org/other/Sums")):
+            with zipfile.ZipFile(self.root / "java" / f"{name}.jar", "w") as jar:
+                jar.writestr(f"{inside}.class", b"compiled")
+        (self.root / "java" / "link.jar").symlink_to("own.jar")
+        (self.root / "java" / "broken.jar").write_bytes(b"no archive")
+        files = {"src/main/java/org/own/Sums.java": b"new"}
+        found = copies.on_host(files, (self.root,))
+        self.assertEqual(found, (self.root / "java/own.jar",))
 
     def test_what_cannot_be_read_is_no_copy(self):
         (self.root / "setup.py").symlink_to("nowhere")

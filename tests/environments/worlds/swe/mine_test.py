@@ -1,6 +1,7 @@
 """Mining: what becomes a task, what does not, and runs that are interrupted."""
 
 import asyncio
+import json
 import pathlib
 import tempfile
 import unittest
@@ -75,7 +76,11 @@ class MineTest(parameterized.TestCase):
             out = f"{name}/out"
             *_, last = command.run(str(source), out, num_tasks=1, seed=0)
             *_, again = command.run(str(source), out, num_tasks=1, seed=0)
-        self.assertIn('"tasks": 1', last)
+        told = json.loads(last)
+        self.assertEqual(told["tasks"], 1)
+        (row,) = told["by_package"].values()
+        self.assertEqual((row["tasks"], row["package"]), (1, "tests run (python)"))
+        self.assertEqual(row["tried"], sum(told["candidates"].values()))
         self.assertEqual(last, again)
 
 

@@ -59,6 +59,10 @@ class TokensTest(parameterized.TestCase):
         ("c", 'if (a < b) puts("a < b"); // a < b\n', "a <= b"),
         ("javascript", "x = a === b; /* a === b */ y = 'a === b';\n", "a !== b"),
         ("perl", "return 1 if $a eq $b; # $a eq $b\n", "$a ne $b"),
+        ("java", 'if (a < b) x = ""; // "a < b" /* a < b */\n', "a <= b"),
+        ("go", "if a < b { x = 1 }; y = `a < b` // a < b\n", "a <= b"),
+        ("php", "if ($a < $b) $x = 1; $y = '$a < $b'; # $a < $b\n", "$a <= $b"),
+        ("ruby", "x = 1 if a < b; y = %w[a < b] # a < b\n", "a <= b"),
     )
     def test_only_code_changes(self, text, new):
         language = self._testMethodName.rpartition("_")[2]
@@ -66,6 +70,26 @@ class TokensTest(parameterized.TestCase):
         found = results(text, language)
         self.assertTrue(any(new in each for each in found))
         self.assertTrue(all(each.endswith(kept) for each in found))
+
+    @parameterized.parameters(
+        ("php", "<?php $a = <<<X\n b < c\n  X . ($d && $e);\n?>\nb < c\n", "$d || $e"),
+        ("ruby", "x = a && b\n=begin\nc && d\n=end\n__END__\nc && d\n", "a || b"),
+        ("ruby", 'x = a && b if y =~ /c && d/\nz = "#{c && d}"\n', "a || b"),
+    )
+    def test_texts_of_several_lines_stay(self, language, text, new):
+        found = [each for each in results(text, language) if new in each]
+        self.assertLen(found, 1)
+        counts = {each.count("b < c") + each.count("c && d") for each in
+                  results(text, language)}  # fmt: skip
+        self.assertEqual(counts, {2})
+
+    @parameterized.parameters(
+        ("go", "if !a { return b }\n", {"if a { return b }\n"}),
+        ("java", "return a;\n", set()),
+        ("ruby", "x if a\n", {"x unless a\n"}),
+    )
+    def test_operators_of_a_language(self, language, text, wanted):
+        self.assertEqual(results(text, language), wanted)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,37 @@ LOGS = (
         {"adds": GOOD, "takes": BAD, "later": SKIPPED},
     ),
     (
+        "ruby",  # minitest
+        "Run options: -v --seed 1\n\nsums#test_0001_adds up = 0.00 s = .\n"
+        "SumsTest#test_bad = 0.01 s = F\nSumsTest#test_error = 1.00 s = E\n"
+        "SumsTest#test_later = 0.00 s = S\n\n  1) Failure:\nSumsTest#test_bad [a:4]:\n"
+        "Expected: 1\n  Actual: 2\n\n4 runs, 2 assertions, 1 failures\n",
+        {
+            "sums#test_0001_adds up": GOOD,
+            "SumsTest#test_bad": BAD,
+            "SumsTest#test_error": BAD,
+            "SumsTest#test_later": SKIPPED,
+        },
+    ),
+    (
+        "testdox",
+        "PHPUnit 9.6.7 by Sebastian Bergmann and contributors.\n\n"
+        "Sums (A\\B\\Sums)\n ✔ Good\n ✘ Bad\n   │\n   │ Failed asserting that 2 is 1.\n"
+        "   │\n\n ↩ Later\n ∅ Incomplete\n ☢ Risky\n ✔ Row with data set #0\n"
+        ' ✘ Row with data set "two"\n   │\n\nplain\n ✔ Good [1.25 ms]\n\n'
+        "Time: 00:00.015, Memory: 6.00 MB\n\nERRORS!\nTests: 8, Assertions: 4.\n",
+        {
+            "Sums (A\\B\\Sums): Good": GOOD,
+            "Sums (A\\B\\Sums): Bad": BAD,
+            "Sums (A\\B\\Sums): Later": SKIPPED,
+            "Sums (A\\B\\Sums): Incomplete": SKIPPED,
+            "Sums (A\\B\\Sums): Risky": BAD,
+            "Sums (A\\B\\Sums): Row with data set #0": GOOD,
+            'Sums (A\\B\\Sums): Row with data set "two"': BAD,
+            "plain: Good": GOOD,
+        },
+    ),
+    (
         "go",
         "=== RUN   TestA\n--- PASS: TestA (0.00s)\n    --- FAIL: TestA/b (0.01s)\n"
         "--- SKIP: TestC (0.00s)\n",
@@ -85,6 +116,22 @@ class ParsersTest(parameterized.TestCase):
     def test_a_test_fails_if_one_of_its_runs_does(self):
         for log in ("not ok 1 x\nok 1 x\n", "ok 1 x\nnot ok 1 x\n"):
             self.assertEqual(parsers.parse_tap(log), {"1 x": BAD})
+
+    def test_test_unit(self):
+        log = (
+            "Loaded suite a\nStarted\nSumsTest: \n  test: with a name:\t\t.: (0.0002)\n"
+            "  test_bad:\t\t\tF\n=====\nFailure: test_bad(SumsTest)\n<1> expected but\n"
+            "<2>\n=====\n: (0.012588)\n  test_error:\t\tE\n  test_later:\t\tO\n"
+            "SumsTest::InnerTest: \n  test_bad:\t\t.: (0.0001)\n\n6 tests, 4\n"
+        )
+        outcomes = {
+            "SumsTest#test: with a name": GOOD,
+            "SumsTest#test_bad": BAD,
+            "SumsTest#test_error": BAD,
+            "SumsTest#test_later": SKIPPED,
+            "SumsTest::InnerTest#test_bad": GOOD,
+        }
+        self.assertEqual(parsers.parse_ruby(log), outcomes)
 
     def test_unittest_as_it_writes(self):
         with tempfile.TemporaryDirectory() as folder:

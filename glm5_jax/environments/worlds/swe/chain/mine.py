@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from glm5_jax.environments.worlds.swe import (
     diffs,
+    kinds,
     mine,
     recipes,
     records,
@@ -78,7 +79,7 @@ def _hidden(
     releases: Sequence[sources.Package], found: Sequence[mine.Found | str]
 ) -> set[str]:
     """Returns the tests of all releases."""
-    hidden = {path for r in releases for path in r.files if recipes.is_test(path)}
+    hidden = {path for r in releases for path in r.files if kinds.is_test(path)}
     for one in found:
         if isinstance(one, mine.Found):
             hidden.update(one.recipe.files)

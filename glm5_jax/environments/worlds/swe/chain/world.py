@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from glm5_jax import messages
-from glm5_jax.environments import listed, proofs, protocol, sandbox, tool_calls
+from glm5_jax.environments import listed, proofs, protocol, tool_calls
 from glm5_jax.environments.worlds.swe import (
     attempts,
     copies,
@@ -81,6 +81,7 @@ class SweChain(listed.Listed[stored.Chain]):
         self, environment: protocol.Environment, task: protocol.Task
     ) -> Sequence[str]:
         """Returns what an agent could read of the links to come, at each of them."""
+        assert isinstance(environment, Environment)
         links = self.by_id[task.answer].links
         found: list[str] = []
         for number, link in enumerate(links):
@@ -94,9 +95,7 @@ class SweChain(listed.Listed[stored.Chain]):
                 for path, text in copies.secrets(self.folder, later).items()
                 if text not in known
             }
-            look = tool_calls.turn("shell", command=attempts.look(secret))
-            (said,) = (await environment.step(look)).messages
-            found += said["content"].removeprefix(sandbox.NO_OUTPUT).splitlines()
+            found += await environment.search(attempts.look(secret))
             for turn in attempts.right(self.folder, link):
                 await environment.step(turn)
         return found
@@ -152,6 +151,10 @@ class Environment:
         return protocol.StepResult(
             (*results, *self._next(message, len(results))), None, False, False
         )
+
+    async def search(self, command: str) -> list[str]:
+        """Returns the lines of a command in the agent's sandbox; it is no turn."""
+        return await tools.search(self._box, command)
 
     async def close(self) -> None:
         """Removes the sandbox."""
