@@ -72,7 +72,7 @@ def draw(recipes: dict[str, list[Run]]) -> matplotlib.figure.Figure:
             _joined(runs, "rollout/reward"),
             _joined(runs, "eval/success"),
         )
-        rewards = *rewards[:2], _smooth(rewards[2])
+        rewards = *rewards[:2], smooth(rewards[2])
         for column in (0, 1):
             _draw_band(axes[0, column], rewards[column], rewards[2], style, None)
             marker = style["marker"]
@@ -81,7 +81,7 @@ def draw(recipes: dict[str, list[Run]]) -> matplotlib.figure.Figure:
     for row_axes, title in zip(axes, titles, strict=True):
         row_axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
         for one in row_axes:
-            _clean(one)
+            clean(one)
     for one in axes[1]:
         one.axhline(SOLVED, color=GREY, linewidth=0.8, linestyle=":")
     axes[1, 0].set_xlabel("step", color=GREY)
@@ -134,6 +134,22 @@ def first_solved(run: Run) -> float | None:
     return above[0] if len(above) else None
 
 
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Returns a centred mean of each row, over fewer values at the ends."""
+    window = np.ones(min(SMOOTHING, values.shape[-1]))
+    count = np.convolve(np.ones(values.shape[-1]), window, mode="same")
+    return np.stack([np.convolve(v, window, mode="same") / count for v in values])
+
+
+def clean(axes: matplotlib.axes.Axes) -> None:
+    """Draws a pale grid, and neither a frame nor ticks."""
+    axes.grid(color=PALE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(colors=GREY, length=0)
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
 def _recipe(text: str) -> tuple[str, list[str]]:
     name, equals, runs = text.partition("=")
     if not (name and equals and runs):
@@ -168,13 +184,6 @@ def _joined(runs: Sequence[Run], name: str) -> tuple[np.ndarray, ...]:
     return steps, held("seconds").mean(axis=0), held(name)
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """A centred mean of each row, over fewer values at the ends."""
-    window = np.ones(min(SMOOTHING, values.shape[-1]))
-    count = np.convolve(np.ones(values.shape[-1]), window, mode="same")
-    return np.stack([np.convolve(v, window, mode="same") / count for v in values])
-
-
 def _draw_band(
     axes: matplotlib.axes.Axes,
     places: np.ndarray,
@@ -187,14 +196,6 @@ def _draw_band(
     axes.plot(places, values.mean(axis=0), **style | more)
     limits = values.min(axis=0), values.max(axis=0)
     axes.fill_between(places, *limits, color=style["color"], alpha=0.15, linewidth=0)
-
-
-def _clean(axes: matplotlib.axes.Axes) -> None:
-    axes.grid(color=PALE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(colors=GREY, length=0)
-    axes.yaxis.set_major_formatter("{x:g}")
 
 
 if __name__ == "__main__":
