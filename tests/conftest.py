@@ -82,8 +82,8 @@ OPTIMIZED = (
 )
 # They wait for the disk as users do.
 SYNCED = ("checkpoint/kill_test.py",)
-FULL_GIB = 4.0  # of a process, of which most are then compiled programs
-PAGE_BYTES = 4096
+# Of the machine's memory, for a process, of which most are then compiled programs.
+FULL_SHARE = 0.25
 # The garbage collector's; Python's own are 700, 10 and 10. Tracing makes so many
 # objects that collecting them took a tenth of the tests' CPU time.
 GARBAGE_THRESHOLDS = 50_000, 20, 50
@@ -127,7 +127,7 @@ def room():
     yield
     path = pathlib.Path("/proc/self/statm")
     pages = int(path.read_text().split()[1]) if path.exists() else 0
-    if pages * PAGE_BYTES > FULL_GIB * 2**30:
+    if pages > FULL_SHARE * os.sysconf("SC_PHYS_PAGES"):
         gc.unfreeze()
         jax.clear_caches()
         gc.collect()
