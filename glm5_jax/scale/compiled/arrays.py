@@ -21,12 +21,15 @@ from glm5_jax import sharding
 from glm5_jax.model import attention, transformer
 from glm5_jax.scale import inputs, markdown, programs, slice_devices
 from glm5_jax.training import accumulation
+from glm5_jax.training import critic as critic_lib
 from glm5_jax.training import program as program_lib
 
 Dims = tuple[str, ...]
 HEAD = ("array", "kind", "dims", "shape", "dtype", "spec", "MiB of a device", "copies")
 MADE_BY_THE_STEP = ("gradients", "activations")  # kinds that no argument has
-BESIDE = "reference"  # weights that stay between the steps (training/reference.py)
+# What stays between the steps: weights of rl.reference, a critic with its moments.
+BESIDE = "reference"
+CRITIC = critic_lib.NAME
 MIB = 2**20
 
 # Dims of what serving keeps, as the letters of shapes.py.
@@ -53,7 +56,7 @@ class Listing:
     def sums(self) -> list[tuple[str, str]]:
         """GiB of a device by kind, then of the arguments and of all."""
         kinds = inputs.by_kind(list(self.arrays))
-        others = (*MADE_BY_THE_STEP, BESIDE)
+        others = (*MADE_BY_THE_STEP, BESIDE, CRITIC)
         given = sum(n for k, n in kinds.items() if not k.startswith(others))
         kinds |= {"all arguments": given, "all of these": sum(kinds.values())}
         return [
@@ -138,6 +141,9 @@ def of_program(
     arrays = [_with_dims(array, table) for array in arguments]
     if program == "train":
         arrays += [*_gradients(config, arrays), *_reference(config, arrays)]
+        critic = critic_lib.make(config, program_lib.make_program(config, mesh)).state
+        kept = inputs.arguments(tuple(critic.values()), tuple(critic))
+        arrays += [_with_dims(array, table) for array in kept]
         arrays += _placed(_activations(config, mesh), mesh)
     return arrays
 
@@ -213,7 +219,8 @@ def _activations(
 ) -> Iterator[tuple[str, Dims, jax.ShapeDtypeStruct]]:
     """Yields what each step of a scan over layers was given, of a part of the batch."""
     model, length = config.model, config.data.sequence_length
-    batch = config.num_rows // config.optim.accumulation_steps
+    num_parts = config.optim.accumulation_steps * config.updates_per_step
+    batch = config.num_rows // num_parts
     state = (batch, length, model.hidden_size)
     has_kl = config.has_indexer_loss
     with jax.sharding.use_abstract_mesh(mesh):  # a selection's form depends on chips

@@ -58,14 +58,17 @@ def text(
 
 def beside(line: dict[str, Any]) -> str:
     """Returns what a run keeps on the devices beside the program."""
-    size = line.get("hbm_reference_gib")
-    return f", and beside it {size} for the weights of rl.reference" if size else ""
+    kept = {
+        "the weights of rl.reference": line.get("hbm_reference_gib"),
+        "the critic": line.get("hbm_critic_gib"),
+    }
+    named = [f"{size} for {what}" for what, size in kept.items() if size]
+    return f", and beside it {' and '.join(named)}" if named else ""
 
 
 def is_modelled(config: config_lib.TrainConfig) -> bool:
     """Returns whether the planner's model of memory knows a training step."""
-    is_known = search.is_known(config.stage_record) and config.updates_per_step == 1
-    is_known = is_known and not config.stage_record.has_critic(config)
+    is_known = search.is_known(config.stage_record)
     return is_known and config.model.remat_policy in ("full", "offload")
 
 
@@ -151,6 +154,9 @@ def _changes(
     if config.reference is not None:
         name = "rl.kl_weight=0: no second copy of the weights"
         yield from _changed(config, name, "rl", kl_weight=0.0)
+    if config.stage_record.has_critic(config):
+        name = "rl.critic=False: no second model"
+        yield from _changed(config, name, "rl", critic=False)
     if model.param_dtype != bfloat16:
         name = "model.param_dtype=bfloat16"
         yield from _changed(config, name, "model", param_dtype=bfloat16)

@@ -97,36 +97,39 @@ def make(
     return Report(line, tables, refusal)
 
 
-def reference_bytes(
+def beside(
     config: config_lib.TrainConfig,
     sizes: Mapping[str, int],
     device: slice_devices.Device,
-) -> float:
-    """Returns the bytes of a device that the weights of rl.reference take, if any.
+) -> dict[str, float]:
+    """Returns the bytes of a device that a run keeps beside its training step.
 
-    They stay beside the step (training/reference.py).
+    They are those of the weights of rl.reference (training/reference.py) and of a
+    critic with its moments (training/critic.py), as far as there are such.
 
     Args:
       config: of a run.
       sizes: of the axes of its mesh.
       device: of the mesh.
     """
-    return memory.reference(setting_lib.Setting(config, sizes, device))
+    setting = setting_lib.Setting(config, sizes, device)
+    found = {"reference": memory.reference(setting), "critic": memory.critic(setting)}
+    return {name: size for name, size in found.items() if size}
 
 
-def _beside(config: config_lib.TrainConfig, job: programs.Job) -> float:
+def _beside(config: config_lib.TrainConfig, job: programs.Job) -> dict[str, float]:
     """Returns the bytes of a device that a run keeps beside a program."""
     if job.name != "train":
-        return 0.0
+        return {}
     device = slice_devices.of_mesh(job.mesh)
-    return reference_bytes(config, dict(job.mesh.shape), device)
+    return beside(config, dict(job.mesh.shape), device)
 
 
 def _setting(
     config: config_lib.TrainConfig, config_name: str, topology: str, job: programs.Job
 ) -> dict[str, Any]:
     """Returns the config, program and topology as the report names them."""
-    beside = _beside(config, job)
+    kept = _beside(config, job)
     return {
         "config": config_name,
         "program": job.name,
@@ -142,7 +145,7 @@ def _setting(
         "sequence_length": config.data.sequence_length,
         "tokens": job.num_tokens,
         "hbm_limit_gib": slice_devices.of_mesh(job.mesh).hbm_limit_gib,
-    } | ({"hbm_reference_gib": _gib(beside)} if beside else {})
+    } | {f"hbm_{name}_gib": _gib(size) for name, size in kept.items()}
 
 
 def _compiled(
@@ -166,7 +169,8 @@ def _compiled(
         "hbm_code_gib": _gib(sizes.code),
         "hbm_total_gib": _gib(sizes.total),
         "host_gib": _gib(sizes.host),
-        "fits": sizes.total + _beside(config, job) <= device.hbm_limit_gib * GIB,
+        "fits": sizes.total + sum(_beside(config, job).values())
+        <= device.hbm_limit_gib * GIB,
         "collective_gib": _gib(sum(by_axes.values())),
         "collective_gib_by_axes": _in_gib(by_axes),
         "hbm_traffic_gib": _gib(made.hbm_bytes),

@@ -4,7 +4,8 @@ Arguments are exact. Temporaries are those of the worst of four moments: a layer
 backward pass, that of MTP's layer, the head, the update. Each term is a function of
 shapes. How many copies of a buffer live at once is the compiler's choice; the constants
 are fitted to what libtpu 0.0.51 reports (tests/scale/estimate/compiled.json). Where a
-run of RL stays near a policy, its weights stay beside the step.
+run of RL stays near a policy, its weights stay beside the step, and so does a critic.
+A critic's own step needs no more: it has the same layers, and no output matrix.
 """
 
 import dataclasses
@@ -17,6 +18,8 @@ from glm5_jax import depth as depth_lib
 from glm5_jax.config import attention as attention_config
 from glm5_jax.scale import inputs, programs, slice_devices
 from glm5_jax.scale.estimate import setting as setting_lib
+from glm5_jax.training import critic as critic_lib
+from glm5_jax.training import program as program_lib
 
 Setting = setting_lib.Setting
 TOLERANCE = 0.1  # of the temporaries, as tested
@@ -44,6 +47,12 @@ class Memory:
     arguments: dict[str, float]  # by kind
     moments: dict[str, dict[str, float]]  # temporaries of each moment, by kind
     reference: float = 0.0  # a second copy of the weights (training/reference.py)
+    critic: float = 0.0  # its parameters and moments (training/critic.py)
+
+    @property
+    def beside(self) -> float:
+        """Weights of a reference and a critic, which stay between the steps."""
+        return self.reference + self.critic
 
     @property
     def worst(self) -> str:
@@ -57,8 +66,8 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Arguments, temporaries and the reference together."""
-        return sum(self.arguments.values()) + self.temporaries + self.reference
+        """Arguments, temporaries, and what stays beside the step together."""
+        return sum(self.arguments.values()) + self.temporaries + self.beside
 
 
 def of(s: Setting) -> Memory:
@@ -85,21 +94,22 @@ def of(s: Setting) -> Memory:
     if s.mtp_steps:
         states = MTP_STATES * s.mtp_steps * s.state
         moments["mtp"] = later | layer | {"states of MTP": states}
-    return Memory(arguments(s), moments, reference(s))
+    return Memory(arguments(s), moments, reference(s), critic(s))
 
 
 def arguments(s: Setting) -> dict[str, float]:
     """Parameters, moments and batch by kind: exact but for the padding of tiles."""
-    plain = dataclasses.replace(  # the same for all candidates of a moment_dtype
-        s.config,
-        mesh=config_lib.MeshConfig(data=1),
-        model=dataclasses.replace(s.model, expert_chunks=1),
-        optim=dataclasses.replace(s.config.optim, accumulation_steps=1),
-    )
     sums: dict[str, float] = {}
-    for kind, size, axes in _arguments(plain):
+    for kind, size, axes in _arguments(_plain(s)):
         sums[kind] = sums.get(kind, 0.0) + size / s.over(*axes)
     return sums
+
+
+def critic(s: Setting) -> float:
+    """Counts a critic's parameters and moments, as `arguments` counts the policy's."""
+    if not s.critic_updates:
+        return 0.0
+    return sum(size / s.over(*axes) for size, axes in _critic(_plain(s)))
 
 
 def gradients(s: Setting) -> float:
@@ -207,6 +217,28 @@ def optimizer(s: Setting) -> float:
 
 def _bytes(s: Setting, kind: depth_lib.Kind) -> int:
     return sum(s.fetched(w) * w.item for w in s.layer(kind))
+
+
+def _plain(s: Setting) -> config_lib.TrainConfig:
+    """Returns what all candidates of a moment_dtype share of their config."""
+    return dataclasses.replace(
+        s.config,
+        mesh=config_lib.MeshConfig(data=1),
+        model=dataclasses.replace(s.model, expert_chunks=1),
+        optim=dataclasses.replace(s.config.optim, accumulation_steps=1),
+    )
+
+
+@functools.cache
+def _critic(config: config_lib.TrainConfig) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Bytes and mesh axes of every array of a critic's state."""
+    mesh = slice_devices.abstract_mesh(config.mesh, "v5e:1x1")
+    state = critic_lib.make(config, program_lib.make_program(config, mesh)).state
+    return tuple(
+        (x.size * x.dtype.itemsize, tuple(jax.tree.leaves(tuple(x.sharding.spec))))
+        for x in jax.tree.leaves(state)
+        if x.sharding.memory_kind != "pinned_host"
+    )
 
 
 @functools.cache

@@ -21,9 +21,8 @@ def candidates(
     """Configs that differ from one in their mesh; `variants` turns the knobs of each.
 
     Raises:
-      InputError: there is no such topology, the stage trains the indexers alone, a
-        critic learns, a step makes several updates, layers keep more than their inputs,
-        MTP has several modules, or nothing divides.
+      InputError: there is no such topology, the stage trains the indexers alone,
+        layers keep more than their inputs, MTP has several modules, or nothing divides.
     """
     num_devices = mesh_lib.num_devices(topology, num_slices)
     if not is_known(config.stage_record):
@@ -32,17 +31,6 @@ def candidates(
             f"stage must be one of {', '.join(known)}, got {config.stage!r}: the plan "
             "knows steps that train the model, not its indexers alone; compile others "
             "with python -m glm5_jax.aot."
-        )
-    if config.stage_record.has_critic(config):
-        raise config_lib.InputError(
-            "rl.critic must be False: the plan does not know the memory of a second "
-            "model that is trained; set --config.rl.critic=False, and leave room."
-        )
-    if config.updates_per_step > 1:
-        raise config_lib.InputError(
-            f"{config.stage_record.updates} must be 1, got {config.updates_per_step}: "
-            "the plan knows steps of one update; compile others with python -m "
-            "glm5_jax.aot."
         )
     if config.model.remat_policy != "full":
         raise config_lib.InputError(
@@ -57,7 +45,8 @@ def candidates(
             "that all steps share; compile others with python -m glm5_jax.aot."
         )
     found, broken = [], {}
-    for sizes in meshes(num_devices, num_slices, config.num_rows):
+    rows = config.num_rows // config.updates_per_step
+    for sizes in meshes(num_devices, num_slices, rows):
         if is_too_narrow(config.model, sizes["tensor"]):
             continue
         try:
@@ -122,7 +111,7 @@ def _knobs(
     for kept, parts, chunks in itertools.product(
         dict.fromkeys((optim, rounded)), PARTS, CHUNKS
     ):
-        rows = mesh.data * mesh.fsdp * mesh.expert * parts
+        rows = mesh.data * mesh.fsdp * mesh.expert * parts * config.updates_per_step
         if config.num_rows % rows or data.sequence_length % (mesh.context * chunks):
             continue
         yield kept, parts, chunks

@@ -66,13 +66,38 @@ class Setting:
 
     @property
     def parts(self) -> int:
-        """Parts of the batch, computed one after the other."""
+        """Parts of an update's rows, computed one after the other."""
         return self.config.optim.accumulation_steps
+
+    @property
+    def updates(self) -> int:
+        """Updates of a step, each with an equal part of its rows."""
+        return self.config.updates_per_step
+
+    @property
+    def all_parts(self) -> int:
+        """Parts of all updates of a step."""
+        return self.parts * self.updates
+
+    @property
+    def critic_updates(self) -> int:
+        """Updates of a critic, each with all rows of a step; 0 without one."""
+        has_critic = self.config.stage_record.has_critic(self.config)
+        return self.config.rl.critic_updates if has_critic else 0
+
+    @property
+    def reads(self) -> int:
+        """Forward passes of the policy alone over all rows of a step.
+
+        They give the log-probs of a reference and of teachers, and those before several
+        updates.
+        """
+        return self.config.num_other_policies + (self.updates > 1)
 
     @property
     def rows(self) -> int:
         """Rows of a part that a device works on."""
-        return self.config.num_rows // (self.over(*collectives.ROWS) * self.parts)
+        return self.config.num_rows // (self.over(*collectives.ROWS) * self.all_parts)
 
     @property
     def keys(self) -> int:
@@ -126,6 +151,12 @@ class Setting:
     def mtp_steps(self) -> int:
         """Times that the module for later tokens runs."""
         return self.config.num_mtp_steps
+
+    @property
+    def trunk(self) -> "Setting":
+        """The setting of a critic, which has the layers without MTP."""
+        rl = dataclasses.replace(self.config.rl, trains_mtp=False)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, rl=rl))
 
     @functools.cached_property
     def _plain(self) -> config_lib.ModelConfig:

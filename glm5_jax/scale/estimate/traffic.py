@@ -29,16 +29,33 @@ def of(setting: Setting) -> communication.Traffic:
     """Returns all collectives of a step that send anything."""
     terms = (layers, mtp, tokens, keys, words, shares)
     of_a_part = [c for term in terms for c in term(setting)]
-    others = setting.config.num_other_policies  # each reads the rows as well
-    of_a_part += others * [c for c in of_a_part if c.phase == "forward"]
-    of_all = *replicas(setting), *optimizer(setting)
-    found = (*(_times(c, setting.parts) for c in of_a_part), *of_all)
+    reads = setting.reads * [c for c in of_a_part if c.phase == "forward"]
+    of_an_update = [*replicas(setting), *optimizer(setting)]
+    found = [_times(c, setting.all_parts) for c in [*of_a_part, *reads]]
+    found += [_times(c, setting.updates) for c in of_an_update]
+    found += critic(setting)
     return communication.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
+
+
+def critic(s: Setting) -> Iterator[Collective]:
+    """Sends of a critic: its values of all rows, and each of its updates with all.
+
+    Counted as if it had the output matrix, which it lacks, and trained its attention.
+    """
+    if not s.critic_updates:
+        return
+    of_a_part = [c for t in (layers, tokens, keys, words, shares) for c in t(s.trunk)]
+    for c in of_a_part:
+        times = s.critic_updates + (c.phase == "forward")
+        yield _times(c, times * s.all_parts)
+    for c in (*replicas(s.trunk), *optimizer(s.trunk)):
+        yield _times(c, s.critic_updates)
 
 
 def of_tokens(setting: Setting) -> communication.Traffic:
     """Returns the collectives that bring tokens to their experts and back."""
-    found = (_times(c, setting.parts) for c in tokens(setting))
+    found = [_times(c, setting.all_parts) for c in tokens(setting)]
+    found += [c for c in critic(setting) if c.scope == "moe"]
     return communication.Traffic(tuple(c for c in found if c.wire_bytes > 0), ())
 
 
@@ -237,11 +254,11 @@ def _one(
     return _made(kind, axes, phase, size, count, scope, s.over(*axes))
 
 
-def _times(c: Collective, parts: int) -> Collective:
-    if parts == 1:
+def _times(c: Collective, number: int) -> Collective:
+    if number == 1:
         return c
     return dataclasses.replace(
-        c, count=c.count * parts, wire_bytes=c.wire_bytes * parts
+        c, count=c.count * number, wire_bytes=c.wire_bytes * number
     )
 
 

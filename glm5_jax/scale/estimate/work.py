@@ -41,10 +41,28 @@ def flops(s: Setting) -> dict[str, float]:
         "attention": attention(s),
         "indexer": indexer(s),
     }
-    found = {name: s.parts * value for name, value in of_a_part.items()}
-    found["reference"] = s.config.num_other_policies * s.parts * forward(s)
-    found["optimizer"] = newton_schulz(s)
+    found = {name: s.all_parts * value for name, value in of_a_part.items()}
+    found["reference"] = s.config.num_other_policies * s.all_parts * forward(s)
+    if s.updates > 1:
+        found["log-probs before"] = s.all_parts * forward(s)
+    found["critic"] = s.all_parts * critic(s)
+    found["optimizer"] = s.updates * newton_schulz(s)
+    found["optimizer"] += s.critic_updates * newton_schulz(s.trunk)
     return {name: value for name, value in found.items() if value}
+
+
+def critic(s: Setting) -> float:
+    """Counts a critic's products: values of a part, then updates with all of it.
+
+    It has the layers and no output matrix; attention, which it does not train, is
+    counted as if it did.
+    """
+    if not s.critic_updates:
+        return 0.0
+    own = s.trunk
+    layers = dense_products(own) + expert_products(own) + attention(own) + indexer(own)
+    values = forward(own) - vocabulary(own) / (1 + BACKWARD)
+    return values + s.critic_updates * layers
 
 
 def forward(s: Setting) -> float:
@@ -153,28 +171,48 @@ def newton_schulz(s: Setting) -> float:
     return matrix_groups.total(traffic.groups(s)).flops
 
 
-def hbm_bytes(s: Setting, arguments: float | int) -> float:
+def hbm_bytes(s: Setting, arguments: float | int, critic: float | int = 0) -> float:
     """Bytes read and written: a rough sum of what is large.
 
     Arguments in and out, casts and gradients; each layer's fetched weights written,
     and read by every chunk; rows of the experts, filled or not but for the products;
     rows of lists; hidden states; chunks of logits, each of which reads the head and
     adds to its gradient; Newton-Schulz.
+
+    Args:
+      s: the setting.
+      arguments: bytes of parameters, moments and batch.
+      critic: bytes of a critic's parameters and moments.
     """
-    layers = _layers(s)
-    passes = _forward(s) + BACKWARD + s.config.num_other_policies
-    a_part = (1 + s.mtp_steps) * logits_bytes(s)
-    for kind, count in layers.items():
+    update = s.updates * (4.0 * arguments + newton_schulz_bytes(s))
+    a_part = (1 + s.mtp_steps) * logits_bytes(s) + _layer_bytes(s, 1, s.reads)
+    if number := s.critic_updates:
+        update += number * (4.0 * critic + newton_schulz_bytes(s.trunk))
+        a_part += _layer_bytes(s.trunk, number, 1)
+    return update + s.all_parts * a_part
+
+
+def _layer_bytes(s: Setting, learns: int, reads: int) -> float:
+    """Returns the bytes of the layers, that learn from a part, or only read it.
+
+    Args:
+      s: the setting.
+      learns: times that a part is learnt from.
+      reads: forward passes alone.
+    """
+    passes = learns * (_forward(s) + BACKWARD) + reads
+    a_part = 0.0
+    for kind, count in _layers(s).items():
         weights = s.layer(kind)
         once = sum(s.fetched(w) * w.item for w in weights)
         own = sum(s.fetched(w) * w.item for w in setting_lib.experts(weights))
-        a_part += count * (passes * (once + own * s.chunks) + STATE_READS * s.state)
-        a_part += count * listed_bytes(s) * (kind.index != "none")
+        a_part += count * passes * (once + own * s.chunks)
+        a_part += count * learns * STATE_READS * s.state
+        a_part += count * learns * listed_bytes(s) * (kind.index != "none")
         if kind.has_experts:
-            reads = ROWS_READS * s.chunks if s.chunks > 1 else WHOLE_ROWS_READS
-            a_part += count * passes * reads * rows_bytes(s)
-    update = 4.0 * arguments + MUON_READS * s.item * newton_schulz_elements(s)
-    return update + s.parts * (a_part - unfilled_bytes(s))
+            times = ROWS_READS * s.chunks if s.chunks > 1 else WHOLE_ROWS_READS
+            a_part += count * passes * times * rows_bytes(s)
+    return a_part - learns * unfilled_bytes(s)
 
 
 def unfilled_bytes(s: Setting) -> float:
@@ -197,12 +235,12 @@ def listed_bytes(s: Setting) -> float:
     return float(s.tokens * model.index_topk * width * s.item)
 
 
-def newton_schulz_elements(s: Setting) -> float:
-    """Counts the elements of the matrices that a device orthogonalises."""
+def newton_schulz_bytes(s: Setting) -> float:
+    """Counts the reads and writes of the matrices that a device orthogonalises."""
     if s.config.optim.name != "muon":
         return 0.0
-    groups = traffic.groups(s)
-    return float(sum(g.num_rounds * math.prod(g.shape) for g in groups))
+    elements = sum(g.num_rounds * math.prod(g.shape) for g in traffic.groups(s))
+    return float(MUON_READS * s.item * elements)
 
 
 def logits_bytes(s: Setting) -> float:

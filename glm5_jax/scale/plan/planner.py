@@ -71,7 +71,11 @@ class Plan:
         return _timed(
             self,
             sum(work.flops(self.setting).values()),
-            work.hbm_bytes(self.setting, self.arguments_gib * slice_devices.GIB),
+            work.hbm_bytes(
+                self.setting,
+                self.arguments_gib * slice_devices.GIB,
+                self.memory.critic,
+            ),
             self.traffic,
         )
 
@@ -216,7 +220,7 @@ def estimate(config: config_lib.TrainConfig, topology: str) -> Plan:
 def row(plan: Plan) -> dict[str, Any]:
     """Returns all figures of a plan, for one device and step."""
     roof, setting = plan.roofline, plan.setting
-    tokens = setting.parts * setting.tokens / setting.over("tensor")
+    tokens = setting.all_parts * setting.tokens / setting.over("tensor")
     model = accounting.flops_per_token(setting.model, setting.keys) * tokens
     sent = {axes: wire for (axes,), (_, wire) in plan.traffic.total("axes").items()}
     gib = lambda sizes: {k: round(v / slice_devices.GIB, 3) for k, v in sizes.items()}
@@ -230,6 +234,7 @@ def row(plan: Plan) -> dict[str, Any]:
         "worst_moment": plan.memory.worst,
         "temporaries_gib": gib(plan.memory.moments[plan.memory.worst]),
         "reference_gib": round(plan.memory.reference / slice_devices.GIB, 3),
+        "critic_gib": round(plan.memory.critic / slice_devices.GIB, 3),
         "total_gib": round(plan.memory.total / slice_devices.GIB, 2),
         "fits": plan.fits,
         "wire_gib": gib(sent),
@@ -286,7 +291,7 @@ def _verified(plan: Plan, config_name: str, topology: str) -> Plan:
 def _refusal(config_name: str, least: Plan, topology: str) -> str:
     """Returns why nothing fits, and how many chips would do."""
     limit, needed = least.setting.device.hbm_limit_gib, least.needed_gib
-    kept = least.arguments_gib + least.memory.reference / slice_devices.GIB
+    kept = least.arguments_gib + least.memory.beside / slice_devices.GIB
     times = 2 ** math.ceil(math.log2(needed / limit))
     mesh = " x ".join(f"{a} {n}" for a, n in least.setting.sizes.items() if n > 1)
     worst = max(_parts(least), key=lambda part: part[1])

@@ -70,7 +70,8 @@ def _title(ranking: planner.Ranking) -> str:
 def _rows(ranking: planner.Ranking) -> Iterator[tuple[str, ...]]:
     for rank, plan in enumerate(ranking.plans, start=1):
         figures = planner.row(plan)
-        kept = sum(figures["arguments_gib"].values()) + figures["reference_gib"]
+        kept = sum(figures["arguments_gib"].values())
+        kept += figures["reference_gib"] + figures["critic_gib"]
         made = figures["temporaries_gib"]
         standing = sum(made.get(name, 0.0) for name in STANDING)
         seconds = figures["seconds"]
@@ -114,7 +115,7 @@ def _notes(ranking: planner.Ranking) -> tuple[str, ...]:
     return (
         "GiB, bytes sent and seconds of one device and step, from shapes; nothing was "
         "run. Arguments: parameters, moments and batch, and the weights of "
-        "rl.reference where the loss compares with them. Standing: "
+        "rl.reference where the loss compares with them, and a critic's. Standing: "
         + ", ".join(STANDING)
         + ". Working: what one layer needs. Parts: optim.accumulation_steps; chunks: "
         "model.expert_chunks. Seconds are rooflines, experts' load even: "

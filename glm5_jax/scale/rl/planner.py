@@ -312,7 +312,7 @@ def _trainer(
 
 def _kept(trainer: step_planner.Plan) -> float:
     """Returns the bytes of a device that a trainer keeps between its steps."""
-    return sum(trainer.memory.arguments.values()) + trainer.memory.reference
+    return sum(trainer.memory.arguments.values()) + trainer.memory.beside
 
 
 def _plan(

@@ -1,7 +1,8 @@
 """Every way to divide the chips of some slices into engines and a trainer.
 
 The trainer gets whole slices, or a slice of its own that is smaller; engines are whole,
-and each is a slice of its own. Chips that are too few for another engine are unused.
+and each is a slice of its own. Chips that are too few for another engine are unused. Of
+GPUs both have whole nodes.
 """
 
 import dataclasses
@@ -51,12 +52,6 @@ def of(topology: str, num_slices: int, engine: str) -> list[Split]:
         have no room for an engine beside a trainer.
     """
     kind = topology.partition(":")[0]
-    if kind in mesh_lib.GPUS:
-        raise config_lib.InputError(
-            f"--topology must be a slice of TPUs, got {topology!r}: reinforcement "
-            f"learning is not planned for GPUs. On GPUs, rank the meshes of its update "
-            f"with a config of another stage."
-        )
     total = mesh_lib.num_devices(topology, num_slices)
     size = mesh_lib.num_devices(engine)
     require_chip(kind, engine)
@@ -96,7 +91,13 @@ def alternating(topology: str, num_slices: int, engine: str) -> Split:
 
 
 def smallest(kind: str, num_devices: float | int) -> str:
-    """Returns the smallest slice that is sold with as many devices, or the largest."""
+    """Returns the smallest slice that is sold with as many devices, or the largest.
+
+    Of GPUs, nodes whose number is a power of two.
+    """
+    if kind in mesh_lib.GPUS:  # as many nodes as experts can be divided among
+        nodes = math.ceil(num_devices / mesh_lib.NODE)
+        return _nodes(kind, 2 ** max(nodes - 1, 0).bit_length())
     names = [f"{kind}:{shape}" for shape in mesh_lib.TOPOLOGIES[kind]]
     enough = [n for n in names if mesh_lib.num_devices(n) >= num_devices]
     return enough[0] if enough else names[-1]
@@ -105,6 +106,12 @@ def smallest(kind: str, num_devices: float | int) -> str:
 def _trainers(topology: str, num_slices: int) -> Iterator[tuple[str, int]]:
     """Yields the slices that a trainer may have: a part of one, or whole ones."""
     kind, _, shape = topology.partition(":")
+    if kind in mesh_lib.GPUS:
+        for number in _round_numbers(mesh_lib.num_nodes(topology)):
+            yield _nodes(kind, number), 1
+        for number in _round_numbers(num_slices):
+            yield topology, number
+        return
     sides = sorted(int(n) for n in shape.split("x"))
     shapes = {tuple(map(int, n.split("x"))) for n in mesh_lib.TOPOLOGIES[kind]}
     if sides[-1] > _BLOCK:  # also of fewer layers than the slice
@@ -119,3 +126,16 @@ def _trainers(topology: str, num_slices: int) -> Iterator[tuple[str, int]]:
         yield f"{kind}:{'x'.join(map(str, parts))}", 1
     for number in range(1, num_slices):
         yield topology, number
+
+
+def _nodes(kind: str, number: int) -> str:
+    """Returns the topology of some nodes of GPUs."""
+    return (
+        f"{kind}:{mesh_lib.NODE}" if number == 1 else f"{kind}:{number}x{mesh_lib.NODE}"
+    )
+
+
+def _round_numbers(limit: int) -> list[int]:
+    """Lists powers of two and their triples below a number: rows divide by them."""
+    twos = [2**i for i in range(limit.bit_length())]
+    return sorted(n for n in (*twos, *(3 * n for n in twos)) if n < limit)

@@ -12,7 +12,7 @@ import jax
 from glm5_jax import config as config_lib
 from glm5_jax import depth
 from glm5_jax.model import attention, cached, layers, transformer
-from glm5_jax.training import accumulation
+from glm5_jax.training import accumulation, critic
 from glm5_jax.training import step as step_lib
 from pallas_kernels import chips
 
@@ -64,7 +64,8 @@ def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
 def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
     """Returns the bytes of parameters, gradients and optimizer state of all devices.
 
-    And of the weights of rl.reference and rl.teachers, where the loss needs them.
+    And of the weights of rl.reference and rl.teachers, where the loss needs them, and
+    of a critic with its optimizer state.
     """
     params = transformer.abstract_params(config.model)
     state = jax.eval_shape(step_lib.make_optimizer(config).init, params)
@@ -81,6 +82,10 @@ def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:
         cast = functools.partial(transformer.cast, config=config.model)
         one = size(jax.eval_shape(cast, params))
         parts["reference"] = config.num_other_policies * one
+    if config.stage_record.has_critic(config):
+        own = jax.eval_shape(critic.first_params, params)
+        moments = jax.eval_shape(critic.make_optimizer(config).init, own)
+        parts["critic"] = size(own) + size(moments)
     return {**parts, "total": sum(parts.values())}
 
 

@@ -113,6 +113,47 @@ class ArraysTest(parameterized.TestCase):
             "reference", accounting.state_bytes(dataclasses.replace(config, rl=plain))
         )
 
+    def test_a_critic_is_listed_beside_the_step_with_its_moments(self):
+        """By hand: the layers again, a vector, and moments of what learns."""
+        rl = config_lib.RLConfig(
+            prompts_per_step=8, group_size=1, max_new_tokens=8, critic=True
+        )
+        config = dataclasses.replace(CONFIG, stage="rl", rl=rl)
+        found = [a for a in listed(stage="rl", rl=rl) if a.name.startswith("critic.")]
+        params = {
+            a.name.removeprefix("params."): math.prod(a.shape)
+            for a in listed()
+            if a.name.startswith("params.")
+        }
+        own = {
+            name: size
+            for name, size in params.items()
+            if not name.startswith(("lm_head", "mtp."))
+        }
+        head = CONFIG.model.hidden_size
+        total = sum(own.values()) + head
+        names = [a for a in found if a.name.startswith("critic.params.")]
+        self.assertEqual(sum(math.prod(a.shape) for a in names), total)
+        self.assertEqual(
+            whole(found, "critic."), accounting.state_bytes(config)["critic"]
+        )
+        frozen = sum(
+            size
+            for name, size in own.items()
+            if {"self_attn", "indexer"} & {*name.split(".")}
+        )
+        moments = [a for a in found if a.name.startswith("critic.opt_state.")]
+        kept = sum(math.prod(a.shape) for a in moments)
+        self.assertGreater(frozen, 0)
+        self.assertBetween(kept, total - frozen, 2 * (total - frozen) + 100)
+        setting = setting_lib.Setting(
+            config,
+            dict(slice_devices.abstract_mesh(MESH, "v5p:2x2x2").shape),
+            slice_devices.named("v5p:2x2x2"),
+        )
+        of_a_device = sum(a.device_bytes for a in found)
+        self.assertEqual(of_a_device, memory.critic(setting))
+
     def test_scans_keep_a_state_a_layer(self):
         model = CONFIG.model
         state = 128 * model.hidden_size * jnp.dtype(model.dtype).itemsize  # of 8 x 128

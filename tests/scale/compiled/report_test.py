@@ -111,10 +111,14 @@ class CompiledTest(parameterized.TestCase):
         without = dataclasses.replace(config, rl=plain)
         mesh = slice_devices.abstract_mesh(config.mesh, "v5p:2x2x1")
         device = slice_devices.named("v5p:2x2x1")
-        of = lambda config: report.reference_bytes(config, dict(mesh.shape), device)
+        of = lambda config: report.beside(config, dict(mesh.shape), device)
         want = accounting.state_bytes(config)["reference"]  # the same on each device
-        self.assertAlmostEqual(of(config) / want, 1, delta=0.01)
-        self.assertEqual(of(without), 0.0)
+        self.assertAlmostEqual(of(config)["reference"] / want, 1, delta=0.01)
+        self.assertEqual(of(without), {})
+        rl = dataclasses.replace(plain, critic=True)
+        critic = dataclasses.replace(config, rl=rl)
+        want = accounting.state_bytes(critic)["critic"]
+        self.assertEqual(of(critic), {"critic": want})
 
 
 @pytest.mark.aot

@@ -13,6 +13,7 @@ from glm5_jax import command_line
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import programs, slice_devices
 from glm5_jax.scale.estimate import memory, setting, traffic, work
+from glm5_jax.training.reporting import accounting
 from tests import environment
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -155,6 +156,52 @@ class PolicyTest(parameterized.TestCase):
         self.assertBetween(more, dense + experts, sum(before.values()) / 3)
         one, two = (sum(wire(x, "kind").values()) for x in (plain, s))
         self.assertBetween(two / one, 1.25, 1.45)
+
+    def test_a_critic_is_a_second_model_that_learns(self):
+        """Its values are a forward pass, and each update one and its gradients."""
+        plain = setting_of("configs/glm5_rl_reasoning.py")
+        s = setting_of("configs/glm5_rl_reasoning.py", **{"rl.critic": "True"})
+        flops, before = work.flops(s), work.flops(plain)
+        more = flops.pop("critic")
+        self.assertEqual(flops, before)
+        step = sum(before.values()) - before["vocabulary"]
+        # Of four passes over dense matrices one, of experts three products of eleven.
+        values = before["dense products"] / 4 + before["experts"] * 3 / 11
+        self.assertBetween(more - 2 * step, values, sum(before.values()) / 3)
+        found, kept = memory.of(s), memory.of(plain)
+        # Of all weights but MTP's and the output matrix: two bytes each, and two
+        # moments of four bytes for those outside of attention.
+        want = accounting.state_bytes(s.config)["critic"] / 512
+        self.assertBetween(found.critic / want, 1, 1.1)  # some lie several times
+        rewards = 2 * 1024 * 40_960 * 4 / 512  # and lambdas, in the batch
+        self.assertAlmostEqual(
+            found.total - kept.total, found.critic + rewards, delta=1
+        )
+        one, two = (sum(wire(x, "kind").values()) for x in (plain, s))
+        self.assertBetween(two / one, 3.2, 3.5)  # 2 updates and a third of one
+        bytes_of = lambda x, m: work.hbm_bytes(x, sum(m.arguments.values()), m.critic)
+        self.assertBetween(bytes_of(s, found) / bytes_of(plain, kept), 2.5, 3.5)
+
+    def test_several_updates_share_the_rows(self):
+        """A forward pass more, for the log-probs before; weights travel more often."""
+        rows = {"rl.prompts_per_step": "64"}
+        plain = setting_of("configs/glm5_rl_reasoning.py", **rows)
+        s = setting_of(
+            "configs/glm5_rl_reasoning.py", **rows, **{"rl.updates_per_rollout": "2"}
+        )
+        self.assertEqual(2 * s.tokens, plain.tokens)
+        flops, before = work.flops(s), work.flops(plain)
+        more = flops.pop("log-probs before")
+        optimizer = flops.pop("optimizer", 0.0), before.pop("optimizer", 0.0)
+        self.assertEqual(optimizer[0], 2 * optimizer[1])
+        for name, value in before.items():
+            self.assertAlmostEqual(flops[name] / value, 1, delta=1e-9)
+        whole = plain.parts * work.forward(plain)
+        self.assertAlmostEqual(more / whole, 1, delta=1e-9)
+        self.assertLess(memory.of(s).temporaries, memory.of(plain).temporaries)
+        weights = lambda x: wire(x, "scope")[("expert weights",)]
+        # Fetched for two updates, each forward and backward, and read before them.
+        self.assertBetween(weights(s) / weights(plain), 2.2, 2.8)
 
     def test_lists_are_read_at_any_length_where_batches_do_not_matter(self):
         short = {"data.sequence_length": "8192", "rl.max_new_tokens": "4096"}

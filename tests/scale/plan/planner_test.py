@@ -89,26 +89,6 @@ class SearchTest(parameterized.TestCase):
             "stage must be one of pretrain, dsa_sparse, sft, rl, async_rl",
         ),
         (
-            "critic",
-            dataclasses.replace(
-                SMALL,
-                stage="rl",
-                rl=config_lib.RLConfig(critic=True, group_size=1, max_new_tokens=8),
-            ),
-            "v5p:2x2x2",
-            r"rl\.critic must be False",
-        ),
-        (
-            "updates",
-            dataclasses.replace(
-                SMALL,
-                stage="rl",
-                rl=config_lib.RLConfig(updates_per_rollout=2, max_new_tokens=8),
-            ),
-            "v5p:2x2x2",
-            r"rl\.updates_per_rollout must be 1, got 2",
-        ),
-        (
             "episodes",
             dataclasses.replace(
                 with_data(SMALL, sequence_length=100),
@@ -124,6 +104,19 @@ class SearchTest(parameterized.TestCase):
     def test_a_refused_setting_names_possible_ones(self, config, topology, message):
         with self.assertRaisesRegex(config_lib.InputError, message):
             search.candidates(config, topology, 1)
+
+    def test_updates_of_a_step_share_its_rows(self):
+        rl = config_lib.RLConfig(
+            prompts_per_step=8, group_size=2, updates_per_rollout=2, max_new_tokens=8
+        )
+        config = dataclasses.replace(SMALL, stage="rl", rl=rl)
+        for found in search.candidates(config, "v5p:2x2x2", 1):
+            mesh = found.mesh
+            shares = mesh.data * mesh.fsdp * mesh.expert
+            self.assertEqual(8 % shares, 0)
+            for variant in search.variants(found):
+                parts = variant.optim.accumulation_steps
+                self.assertEqual(16 % (2 * parts * shares), 0)
 
 
 class TorusTest(parameterized.TestCase):

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.rl.actors import simulator
+from glm5_jax.scale.plan import planner as step_planner
 from glm5_jax.scale.rl import planner, request, table, tasks
 from tests import environment
 
@@ -212,6 +213,23 @@ class RankingTest(parameterized.TestCase):
             self.assertEqual(set(plan.outcome.staleness), {0})
             together = plan.outcome.train_idle + plan.outcome.engine_idle
             self.assertGreaterEqual(together, 1 - 1e-6)  # one waits for the other
+
+    def test_nodes_of_gpus(self):
+        """A push goes over an adapter of 50 GB/s for each GPU."""
+        wanted = dataclasses.replace(asked(self.made), engine="h200:8")
+        ranking = planner.make(self.made, "tiny", "h200:3x8", wanted)
+        found = {plan.split.training: plan for plan in ranking.plans}
+        self.assertEqual({*found}, {8, 16})
+        for plan in ranking.plans:
+            split = plan.split
+            self.assertEqual(split.sampling + split.training + split.unused, 24)
+            size = plan.push.num_bytes / 50e9
+            want = max(split.num_engines * size / split.training, size / 8)
+            self.assertAlmostEqual(plan.push_seconds / want, 1, delta=1e-9)
+        rl = dataclasses.replace(self.made.rl, critic=True)
+        critic = dataclasses.replace(self.made, rl=rl)
+        slower, _ = step_planner.best(critic, "tiny", "h200:8")
+        self.assertGreater(slower.seconds, found[8].trainer.seconds)
 
     def test_a_trainer_that_fits_nowhere_is_refused(self):
         large = dataclasses.replace(

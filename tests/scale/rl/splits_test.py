@@ -61,13 +61,26 @@ class SplitsTest(parameterized.TestCase):
         ("v5p:4x4x4", "v5p:4x4x4", "64 devices: there is no split into engines of 64"),
         ("v5p:4x4x4", "v6e:4x4", "must be a slice of v5p"),
         ("v5p:4x4x4", "v5p:3x3x3", "there is no slice 'v5p:3x3x3'"),
-        ("h200:8", "h200:8", "On GPUs"),
+        ("h200:8", "h200:8", "8 devices: there is no split into engines of 8"),
+        ("h200:8x8", "h100:8", "must be a slice of h200"),
     )
     def test_impossible_splits_are_refused(self, topology, engine, message):
         with self.assertRaisesRegex(config_lib.InputError, message):
             splits.of(topology, 1, engine)
 
+    def test_nodes_of_gpus_by_hand(self):
+        for topology, slices in (("h200:8x8", 1), ("h200:8", 8)):
+            found = splits.of(topology, slices, "h200:2x8")
+            self.assertEqual([s.training for s in found], [8, 16, 24, 32, 48])
+            self.assertEqual([s.num_engines for s in found], [3, 3, 2, 2, 1])
+            self.assertEqual([s.unused for s in found], [8, 0, 8, 0, 0])
+            for split in found:
+                named = mesh_lib.num_devices(split.topology, split.num_slices)
+                self.assertEqual(split.training, named)
+
     def test_the_smallest_slice(self):
+        self.assertEqual(splits.smallest("h200", 8), "h200:8")
+        self.assertEqual(splits.smallest("h200", 17), "h200:4x8")
         self.assertEqual(splits.smallest("v5p", 58.9), "v5p:4x4x4")
         self.assertEqual(splits.smallest("v6e", 1e9), "v6e:16x16")
 
