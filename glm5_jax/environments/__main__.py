@@ -1,7 +1,7 @@
 """Proves the tasks of a world, plays one by hand, or serves them over HTTP.
 
 python -m glm5_jax.environments validate NAME [--num_tasks=N] [--out=FILE.jsonl]
-python -m glm5_jax.environments play NAME [--index=N]
+python -m glm5_jax.environments play NAME [--index=N] [--solution]
 python -m glm5_jax.environments serve NAME [--port=N] [--api_key=KEY]
 python -m glm5_jax.environments mine PACKAGES --out=FOLDER [--num_tasks=N]
 python -m glm5_jax.environments export NAME --out=FOLDER [--num_tasks=N]

@@ -14,6 +14,7 @@ _NUM_TASKS = flags.DEFINE_integer("num_tasks", 20, "Tasks to prove.")
 _SPLIT = flags.DEFINE_string("split", "", "train, held_out, all; default: the first.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the tasks.")
 _INDEX = flags.DEFINE_integer("index", 0, "Number of the task to play.")
+_SOLUTION = flags.DEFINE_bool("solution", False, "Plays the solution, and shows it.")
 _NUM_REPEATS = flags.DEFINE_integer("num_repeats", 10, "Episodes of each solution.")
 _NUM_AT_ONCE = flags.DEFINE_integer("num_at_once", 4, "Tasks proven at a time.")
 _THROUGH = flags.DEFINE_string(
@@ -40,7 +41,8 @@ def _validate(name: str) -> int:
 
 
 def _play(name: str) -> int:
-    play.play(name, _one_split(), _SEED.value, _INDEX.value)
+    place = _one_split(), _SEED.value, _INDEX.value
+    play.play(name, *place, shows_solution=_SOLUTION.value)
     return 0
 
 

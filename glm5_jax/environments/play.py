@@ -1,4 +1,4 @@
-"""Plays a task by hand: the command `play`.
+"""Plays a task by hand, or shows how its solution is played: the command `play`.
 
 A line is a turn. Where the task has tools, "/NAME ARGUMENT" calls one: the rest of the
 line is the value of its only or first argument, or a JSON object of all of them. Any
@@ -9,33 +9,48 @@ import asyncio
 import json
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 from glm5_jax import config, environments, messages
-from glm5_jax.environments import protocol
+from glm5_jax.environments import proofs, protocol
 
 
-def play(name: str, split: str, seed: int, index: int) -> float | None:
-    """Plays a task with lines from standard input; returns its reward, if it ended.
+def play(
+    name: str, split: str, seed: int, index: int, *, shows_solution: bool = False
+) -> float | None:
+    """Plays a task; returns its reward, if it ended.
+
+    Args:
+        name: of the taskset.
+        split: of the task; "" takes the first.
+        seed: of the task.
+        index: of the task.
+        shows_solution: plays the solution instead of lines from standard input.
 
     Raises:
-        config.InputError: there is no such taskset, or a line calls no tool.
+        config.InputError: there is no such taskset, a line calls no tool, or no
+            solution is known.
     """
     taskset = environments.make(name)
     task = taskset.task(split or protocol.splits(taskset)[0], seed, index)
-    return asyncio.run(_episode(taskset, task))
+    turns = _solution(taskset, task) if shows_solution else _typed(task)
+    return asyncio.run(_episode(taskset, task, turns))
 
 
-async def _episode(taskset: protocol.Taskset, task: protocol.Task) -> float | None:
+async def _episode(
+    taskset: protocol.Taskset,
+    task: protocol.Task,
+    turns: AsyncIterator[messages.Message],
+) -> float | None:
     environment = taskset.environment()
     if not isinstance(environment, protocol.Environment):
         raise config.InputError(f"{taskset.name!r} is played by programs of its own.")
     _say(f"{task.id}\n{_signatures(task.tools)}")
     try:
         _show(await environment.reset(task))
-        while line := await asyncio.to_thread(_next_line):
-            result = await environment.step(turn_of(line.rstrip("\n"), task.tools))
+        async for turn in turns:
+            result = await environment.step(turn)
             _show(result.messages)
             if result.terminated or result.truncated:
                 total = result.reward.total if result.reward else None
@@ -46,6 +61,34 @@ async def _episode(taskset: protocol.Taskset, task: protocol.Task) -> float | No
         await environment.close()
     _say("[end of input] the episode has no reward")
     return None
+
+
+async def _typed(task: protocol.Task) -> AsyncIterator[messages.Message]:
+    """Yields the turns of lines from standard input."""
+    while line := await asyncio.to_thread(_next_line):
+        yield turn_of(line.rstrip("\n"), task.tools)
+
+
+async def _solution(
+    taskset: protocol.Taskset, task: protocol.Task
+) -> AsyncIterator[messages.Message]:
+    """Yields the turns of the solution, and shows each as it would be typed.
+
+    Raises:
+        config.InputError: the taskset knows none.
+    """
+    attempts = proofs.attempts_of(taskset, task)
+    if attempts is None:
+        raise config.InputError(f"{taskset.name!r} knows no solution of {task.id}.")
+    for turn in attempts.right:
+        said = [turn.get("content")] if turn.get("content") else []
+        for call in messages.calls_in(turn):
+            name, arguments = messages.call_of(call)
+            given = f" {json.dumps(arguments, ensure_ascii=False)}" if arguments else ""
+            said.append(f"/{name}{given}")
+        for line in "\n".join(map(str, said)).splitlines():
+            _say(f"> {line}")
+        yield turn
 
 
 def turn_of(line: str, tools: Iterable[Mapping[str, Any]]) -> messages.Message:
@@ -87,7 +130,8 @@ def _signatures(tools: Iterable[Mapping[str, Any]]) -> str:
     for tool in tools:
         function = tool["function"]
         names = ", ".join(function["parameters"].get("properties", {}))
-        lines.append(f"/{function['name']} ({names}): {function['description']}")
+        told = function.get("description", "")
+        lines.append(f"/{function['name']} ({names}): {told}".rstrip(" :"))
     return "\n".join(lines)
 
 

@@ -46,6 +46,13 @@ class Twice(Talk):
         return dataclasses.replace(made, messages=said)
 
 
+class Unsolved(Talk):
+    """Nobody knows what solves its tasks."""
+
+    def demonstration(self, task):
+        return None
+
+
 class _Talk:
     def __init__(self, taskset):
         self.taskset = taskset
