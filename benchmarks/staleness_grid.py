@@ -330,11 +330,7 @@ def main() -> None:
     )
     add("--steps", type=int, default=48, help="of a run; default: %(default)s")
     add("--learning_rate", type=float, default=1e-3, help="default: %(default)s")
-    add(
-        "--zero_once",
-        action="store_true",
-        help="run one objective at staleness 0, where all have the same gradient",
-    )
+    add("--zero_once", action="store_true", help="one objective at 0: they agree")
     add("--report_only", action="store_true", help="run nothing")
     args = parser.parse_args()
     if wrong := set(args.objectives) - OBJECTIVES.keys():
@@ -351,6 +347,8 @@ def main() -> None:
     if not args.report_only:
         args.workdir.mkdir(parents=True, exist_ok=True)
         records += _run(args, settings, path, records)
+    wanted = [dataclasses.astuple(cell) for cell in cells(args)]
+    records = [record for record in records if _key(record) in wanted]
     print(staleness_report.table(records))
     if args.out and records:
         staleness_report.draw(records).savefig(args.out, dpi=130)
@@ -363,7 +361,7 @@ def _run(
     records: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Runs the cells that have no record; returns theirs."""
-    done = {(r["seed"], r["staleness"], r["objective"]) for r in records}
+    done = [_key(record) for record in records]
     todo = [c for c in cells(args) if dataclasses.astuple(c) not in done]
     logging.set_verbosity(logging.WARNING)
     compile_cache.enable()
@@ -382,6 +380,10 @@ def _run(
             flush=True,
         )
     return made
+
+
+def _key(record: Mapping[str, Any]) -> tuple[int, int, str]:
+    return record["seed"], record["staleness"], record["objective"]
 
 
 def _ints(text: str) -> list[int]:

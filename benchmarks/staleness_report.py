@@ -97,7 +97,7 @@ def _draw_curves(
         )
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("updates of the policy", color=rl_curves.GREY)
-    _title(axes, f"Staleness {staleness}")
+    _title(axes, f"Success, staleness {staleness}")
     rl_curves.clean(axes)
 
 

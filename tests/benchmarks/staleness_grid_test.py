@@ -125,7 +125,7 @@ class ReportTest(absltest.TestCase):
     def test_the_picture_has_a_place_for_each_staleness(self):
         figure = staleness_report.draw(self.records)
         titles = [axes.get_title(loc="left") for axes in figure.axes]
-        self.assertEqual(titles[:2], ["Staleness 0", "Staleness 2"])
+        self.assertEqual(titles[:2], ["Success, staleness 0", "Success, staleness 2"])
         line, end = figure.axes[0].lines
         self.assertEqual([*line.get_xdata()], [*range(6)])
         # Means of five versions, of fewer at the ends; seed 1 earns 1 more at the last.
