@@ -125,5 +125,20 @@ def _reward_by_tag(
     }
 
 
+def shares(groups: Sequence[Sequence[episodes_lib.Episode]]) -> dict[str, float]:
+    """Returns the share of groups of every tag; one tag alone says nothing.
+
+    Args:
+        groups: that a step learns from, each of one task.
+    """
+    tags = collections.Counter(group[0].task.tag for group in groups)
+    if len(tags) < 2:
+        return {}
+    return {
+        f"rollout/share/{tag or 'untagged'}": count / len(groups)
+        for tag, count in sorted(tags.items())
+    }
+
+
 def _ratio(value: float | int, count: int) -> float:
     return value / count if count else 0.0

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 from absl.testing import parameterized
 
-from glm5_jax import config, messages
+from glm5_jax import config, environments, messages
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import conversations, templates, view
 from glm5_jax.data.rows import sft
@@ -309,6 +309,25 @@ class ConversationsTest(parameterized.TestCase):
             # A tool may be called even if the prompt does not describe it.
             tools = conversation.tools or (problems.CALC_TOOL,)
             messages.check(conversation.messages, tools)
+
+    def test_demonstrations_of_a_mixture_keep_its_shares(self):
+        parts = {"reverse:2-4": 2, "gcd:1": 1, "calculator_untold:2": 1}
+        name = "+".join(f"{weight}*{part}" for part, weight in parts.items())
+        found = conversations.read_conversations(f"tasks:{name}")
+        self.assertLen(found, 4096)
+        shown = [conversation.messages for conversation in found]
+        kinds = {"reverse:2-4": "reverse ", "gcd:1": "gcd "}
+        for part, word in kinds.items():
+            asked = [m for m in shown if m[0]["content"].startswith(word)]
+            self.assertLen(asked, parts[part] * 1024)  # though gcd:1 has few
+            taskset = environments.make(part)
+            self.assertEqual(
+                asked[0],
+                taskset.demonstration(taskset.task("train", 0, 0)),
+            )
+        calls = [m for m in shown if "*" in m[0]["content"]]
+        self.assertLen(calls, 1024)
+        self.assertLen(calls[0], 4)  # question, call, result, answer
 
     def test_a_conversation_may_have_one_token_more_than_a_row(self):
         """Its last token is only a target."""

@@ -564,6 +564,18 @@ class ManyTest(parameterized.TestCase):
         self.assertEqual(by_tag, wanted)
         self.assertLen(rollouts.metrics(found[:1]), len(metrics) - 2)
 
+    def test_shares_of_the_tags_of_a_step(self):
+        (one,) = collect(faults.FaultyTaskset(Fault.NONE), 1)
+        groups = [
+            [dataclasses.replace(one, task=dataclasses.replace(one.task, tag=tag))] * 2
+            for tag in ("a", "b", "a", "")
+        ]
+        wanted = {"a": 0.5, "b": 0.25, "untagged": 0.25}
+        wanted = {f"rollout/share/{tag}": share for tag, share in wanted.items()}
+        self.assertEqual(rollouts.shares(groups), wanted)
+        self.assertEqual(rollouts.shares(groups[::2]), {})  # of one tag
+        self.assertEqual(rollouts.shares([]), {})
+
     def test_metrics(self):
         taskset = faults.FaultyTaskset(Fault.ENDLESS, every=2)
         metrics = rollouts.metrics(collect(taskset, 4))

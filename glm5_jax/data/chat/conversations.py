@@ -6,14 +6,16 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from absl import logging
 
-from glm5_jax import config, messages
+from glm5_jax import config, environments, messages
 from glm5_jax.config import user_classes
 from glm5_jax.data.chat import records, templates
 from glm5_jax.data.sources import formats
+from glm5_jax.environments import mixture
 from glm5_jax.environments.tasks import problems
 
 _MAX_DEMONSTRATIONS = 4096  # of one task
@@ -51,8 +53,8 @@ def read_conversations(source: str) -> list[Conversation]:
         source: a .jsonl file (also .gz, .zst), or a folder, with a conversation a line:
             {"messages": [...], "tools": [...]}, tools being optional, or ShareGPT's
             {"conversations": [{"from", "value"}]}; or "tasks:NAME", the demonstrations
-            of a task's training split: one of environments/tasks/problems.py, or your
-            own as module:Class.
+            of a task's training split: one of environments/tasks/problems.py, your own
+            as module:Class, or several in turn, "2*reverse:3-6+gcd".
 
     Raises:
         config.InputError: there are none, the task does not exist, or a line is bad.
@@ -159,11 +161,18 @@ def pick(source: str, index: int) -> Conversation:
 def _demonstrations(name: str) -> list[Conversation]:
     """Returns demonstrations of the first training problems of a task, each once.
 
+    Those of a mixture keep their shares: small tasks repeat.
+
     Raises:
         config.InputError: the task does not exist, or lacks a demonstration.
     """
+    taskset: Any = None
     if user_classes.is_own(name):
-        taskset, found = user_classes.make(name, ("task", "demonstration")), []
+        taskset = user_classes.make(name, ("task", "demonstration"))
+    elif mixture.SEPARATOR in name:
+        taskset = environments.make(name)
+    if taskset is not None:
+        found = []
         for index in range(_MAX_DEMONSTRATIONS):
             task = taskset.task("train", _DEMONSTRATIONS_SEED, index)
             shown = taskset.demonstration(task)
@@ -173,7 +182,7 @@ def _demonstrations(name: str) -> list[Conversation]:
                     f"'sft' needs one of each."
                 )
             found.append(Conversation(tuple(shown), tuple(task.tools)))
-        return _distinct(found)
+        return found if mixture.SEPARATOR in name else _distinct(found)
     drawn = (
         problems.problem(name, "train", _DEMONSTRATIONS_SEED, index)
         for index in range(_MAX_DEMONSTRATIONS)

@@ -85,6 +85,7 @@ class Rollouts:
         metrics = {
             **start,
             **seen,
+            **rollouts.shares(played.groups),
             **played.metrics,
             "rollout/staleness_max": policy_batch.staleness(played.groups, position),
             "rollout/filled_share": float(np.mean(batch["segment_ids"] > 0)),
