@@ -8,8 +8,10 @@ from glm5_jax.environments import browser
 from glm5_jax.environments.worlds.frontend import draft
 from glm5_jax.environments.worlds.frontend.projects import frameworks
 
-_SECONDS = 30.0  # of an item, and of opening a page
-_WAIT = 4000  # milliseconds for an element to be there
+# Of an item, and of opening a page. A page that takes longer fails, so it is far more
+# than a sound page takes on a machine that does much else.
+_SECONDS = 120.0
+_WAIT = 10_000  # milliseconds for an element to be there
 _PATIENCE = 1.0  # seconds in which a framework shows what follows from a step
 _POLL_SECONDS = 0.05
 Files = Mapping[str, bytes]
