@@ -119,7 +119,7 @@ class Grid:
         params, opt_state = state.initial(config, program)
         if cell.seed not in self._starts:
             self._starts[cell.seed] = self._success(params)
-        seen, old, batch = [], params, {}
+        seen, judged = [], None
         actor, versions = self._player(config), Versions(cell.staleness)
         for position in range(config.num_steps):
             versions.add(params, position)
@@ -129,10 +129,14 @@ class Grid:
             batch = policy_batch.make(config, played, position)
             age = min(position, cell.staleness)
             require_age(batch, age)
+            has_tokens = batch["loss_mask"].any()  # not if no group had a gradient
             batch = jax.device_put(batch, program_lib.batch_place(self.mesh))
+            judged = (old, batch) if has_tokens else judged
             params, opt_state, metrics = step(params, opt_state, batch)
             seen.append(measured(jax.device_get(metrics), age, reward))
-        parity = self._parity(old, batch)
+        if judged is None:
+            raise RuntimeError(f"{cell}: no step had tokens to learn from")
+        parity = self._parity(*judged)
         if not parity <= PARITY:
             raise RuntimeError(f"{cell}: engine and trainer differ by {parity}")
         return {

@@ -12,15 +12,18 @@ from glm5_jax.environments import proofs, protocol
 class Ledger:
     """The proofs of a file, a JSON line each; a new one is appended as it is done."""
 
-    def __init__(self, path: pathlib.Path | None, num_repeats: int) -> None:
+    def __init__(
+        self, path: pathlib.Path | None, num_repeats: int, through: str = ""
+    ) -> None:
         """Reads what an earlier run has proven.
 
         Args:
             path: of the file, which need not exist; None keeps nothing.
-            num_repeats: episodes of each solution. Proofs with another number, and of
-                tasks that are told otherwise now, do not count.
+            num_repeats: episodes of each solution.
+            through: the service that plays them. Proofs with another one or another
+                number, and of tasks that are told otherwise now, do not count.
         """
-        self._path, self._num_repeats = path, num_repeats
+        self._path, self._how = path, (num_repeats, through)
         is_there = path is not None and path.is_file()
         lines = path.read_text("utf-8").splitlines() if path and is_there else []
         entries = [json.loads(line) for line in lines if line.endswith("}")]
@@ -48,5 +51,5 @@ class Ledger:
             file.write(json.dumps(entry) + "\n")
 
     def _key(self, task: protocol.Task) -> str:
-        told = json.dumps([task.id, task.messages, self._num_repeats], sort_keys=True)
+        told = json.dumps([task.id, task.messages, *self._how], sort_keys=True)
         return hashlib.sha256(told.encode()).hexdigest()[:16]

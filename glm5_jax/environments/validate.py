@@ -60,7 +60,7 @@ def validate(name: str, settings: Settings, out: pathlib.Path | None) -> dict[st
         config.InputError: there is no such taskset, or programs play its episodes.
     """
     taskset = _provable(name, settings.through)
-    kept = ledger.Ledger(out, settings.num_repeats)
+    kept = ledger.Ledger(out, settings.num_repeats, settings.through)
     found = asyncio.run(_prove_all(taskset, settings, kept))
     for proof in [proof for proof in found if proof.failures][:_SHOWN]:
         sys.stderr.write(f"{proof.task}: {'; '.join(proof.failures)}\n")
@@ -142,8 +142,8 @@ def _places(taskset: protocol.Taskset, settings: Settings) -> list[tuple[str, in
     splits = [first, *others] if settings.split == ALL else [settings.split or first]
     size = getattr(taskset, "size", None)
     places: list[tuple[str, int]] = []
+    count = settings.num_tasks  # of each
     for split in splits:
-        count = settings.num_tasks - len(places)
         places += [
             (split, i) for i in range(min(count, size(split)) if size else count)
         ]

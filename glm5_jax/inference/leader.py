@@ -16,6 +16,7 @@ New weights are read in every process by a thread, while the engine runs; no pro
 runs over devices meanwhile. All take them at the same place in the row of calls.
 """
 
+import json
 import pickle
 import signal
 import threading
@@ -54,14 +55,15 @@ class Member(engine_lib.Engine):
         self._reading = number, done
 
         def run() -> None:
-            error = ""
+            said = {}
             try:
                 done.set_result(read(self, *args))
             except Exception as raised:
                 done.set_exception(raised)
-                error = str(raised) or repr(raised)
-                logging.warning("New weights were not read: %s", error)
-            calls.answer(_READ.format(number), error.encode())
+                is_input = isinstance(raised, config_lib.InputError)
+                said = {"error": str(raised) or repr(raised), "is_input": is_input}
+                logging.warning("New weights were not read: %s", said["error"])
+            calls.answer(_READ.format(number), json.dumps(said).encode())
 
         threading.Thread(target=run, daemon=True, name="new weights").start()
 
@@ -185,11 +187,16 @@ class Coming:
         """Returns once every process has read its parts; in any thread.
 
         Raises:
-          InputError: one could not.
+          InputError: they cannot be used.
+          RuntimeError: one could not read them, and might another time.
         """
         answers = calls.answers(_READ.format(self._number), jax.process_count())
-        if errors := [answer.decode() for answer in answers if answer]:
-            raise config_lib.InputError(errors[0])
+        failed = [said for answer in answers if (said := json.loads(answer))]
+        for said in failed:
+            if not said["is_input"]:
+                raise RuntimeError(said["error"])
+        for said in failed:
+            raise config_lib.InputError(said["error"])
 
     def publish(self, engine: engine_lib.Engine, version: int) -> None:
         """Lets all processes take the weights; in the engine's thread.

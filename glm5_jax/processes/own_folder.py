@@ -5,12 +5,20 @@ Imports no jax.
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
 
-# Reads until nobody is left who could write, which is when the parent has ended.
-_DELETE = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], True)"
+# Reads until nobody is left who could write, which is when the parent has ended. What
+# ends a whole service by SIGTERM is not for it.
+_DELETE = """
+import shutil, signal, sys
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+sys.stdin.read()
+shutil.rmtree(sys.argv[1], True)
+"""
 
 
 class OwnFolder:
@@ -38,5 +46,6 @@ class OwnFolder:
         )
 
     def close(self) -> None:
-        """Deletes the folder."""
+        """Deletes the folder, also if nothing is left of the other process."""
         self._deleter.communicate()
+        shutil.rmtree(self.path, ignore_errors=True)

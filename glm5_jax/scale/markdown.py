@@ -84,7 +84,7 @@ def _memory(line: dict[str, Any], tables: dict[str, Any]) -> str:
         "hbm_temp_gib": "temporaries",
         "hbm_code_gib": "program",
         "hbm_total_gib": "sum",
-        "hbm_reference_gib": "weights of rl.reference, beside the program",
+        "hbm_reference_gib": "weights of other policies (rl.reference, rl.teachers)",
         "hbm_critic_gib": "critic and its moments, beside the program",
         "hbm_limit_gib": "limit",
         "host_gib": "beside it in the host's memory",

@@ -283,6 +283,7 @@ class ResumeTest(parameterized.TestCase):
         self.assertEqual(self.validate(), (counts, 0))
         self.assertEqual(self.out.read_text(), lines)
         self.assertEqual(self.validate(num_tasks=2, split="train"), ((2, 1), 0))
+        self.assertEqual(self.validate(num_tasks=2)[0][0], 4)  # of each split
 
     def test_an_interrupted_run_plays_what_is_left(self):
         counts, _ = self.validate(num_at_once=1)

@@ -1,8 +1,8 @@
 """The tasks of a service, by its address: "http://HOST:PORT".
 
-A service that cannot be reached spoils episodes, one by one, and ends no run: its
-tasks become tasks whose episodes fail, until it answers again. What a user can mend, a
-wrong key or another address, is an error at once.
+A service that ends spoils the episodes that it was playing. New ones wait for it to
+answer again, for minutes: then the run ends, and can be resumed. What a user can mend,
+a wrong key or another address, is an error at once.
 """
 
 import asyncio
@@ -15,6 +15,8 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from absl import logging
+
 from glm5_jax import api_key, config, messages
 from glm5_jax.environments import protocol
 from glm5_jax.environments.service import wire
@@ -26,8 +28,9 @@ _CONNECT_SECONDS = 5.0
 _LIST_SECONDS = 30.0
 _CALL_SECONDS = 900.0  # the caller's limit is shorter, and so is the service's
 _AGAIN_SECONDS = 0.5  # before a second try
-_AWAY_SECONDS = 1.0  # for which a service that was away is not asked for tasks
-_FULL_SECONDS = 60.0  # for which an episode waits for its place
+_PATIENCE_SECONDS = 180.0  # with a service that tells no tasks
+_MOST_BETWEEN = 10.0  # seconds between two requests for them
+_FULL_SECONDS = 60.0  # for which an episode waits to begin
 _MOST_BYTES = 2**26  # of an answer
 _LATER = 408, 429  # statuses of a request that may come again
 _PAGE = 32  # tasks that are fetched together
@@ -71,8 +74,6 @@ class Remote:
         self._pages: collections.OrderedDict[tuple[str, int, int], list[Any]] = (
             collections.OrderedDict()
         )
-        self._away_until = 0.0
-        self._why = ""
         try:
             told = self._ask(wire.TASKSET)
             if told["protocol"] != wire.VERSION:
@@ -97,19 +98,20 @@ class Remote:
         return self._sizes.get(split, _UNTOLD)
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
-        """Returns a task; one whose episodes fail while the service is away.
+        """Returns a task; waits while the service is away, so call it in a thread.
 
         Raises:
-            config.InputError: the service has no such task, or wants another key.
+            config.InputError: the service has no such task, wants another key, or has
+                been away for too long.
         """
         place = {"split": split, "seed": seed, "index": index}
         try:
             told = self._page(split, seed, index // _PAGE)[index % _PAGE]
             return wire.read_task(told, place)
-        except (ServiceError, ValueError, LookupError) as error:
-            said = {"role": "user", "content": "The service of this task is away."}
-            key = f"{split}/{seed}/{index}"
-            return protocol.Task(key, (said,), {**place, "lost": str(error)})
+        except (ValueError, LookupError) as error:
+            raise config.InputError(
+                f"{self.name} does not tell task {index} of {split!r}: {error!r}"
+            ) from error
 
     def environment(self) -> "Episode":
         """Returns an environment for one episode."""
@@ -121,30 +123,43 @@ class Remote:
         return None
 
     def _page(self, split: str, seed: int, number: int) -> list[Any]:
-        """Returns tasks that were fetched together.
+        """Returns tasks that are fetched together.
 
         Raises:
-            ServiceError: the service does not answer, or failed.
-            config.InputError: it refuses.
+            config.InputError: the service refuses, or has been away for too long.
         """
         key = split, seed, number
         if key not in self._pages:
-            if time.monotonic() < self._away_until:
-                raise ServiceError(self._why)
             fields = {"split": split, "seed": seed, "first": number * _PAGE}
             query = urllib.parse.urlencode({**fields, "count": _PAGE})
-            try:
-                self._pages[key] = self._ask(f"{wire.TASKS}?{query}")["tasks"]
-            except ServiceError as error:
-                if 400 <= error.status < 500 and error.status not in _LATER:
-                    raise config.InputError(f"{self.name}: {error}") from error
-                self._away_until = time.monotonic() + _AWAY_SECONDS
-                self._why = str(error)
-                raise
+            self._pages[key] = self._ask_patiently(f"{wire.TASKS}?{query}")["tasks"]
             while len(self._pages) > _PAGES:
                 self._pages.popitem(last=False)
         self._pages.move_to_end(key)
         return self._pages[key]
+
+    def _ask_patiently(self, path: str) -> Any:
+        """Returns what the service answers to a GET, once it does.
+
+        Raises:
+            config.InputError: it refuses, or has been away for too long.
+        """
+        deadline, wait = time.monotonic() + _PATIENCE_SECONDS, _AGAIN_SECONDS
+        while True:
+            try:
+                return self._ask(path)
+            except ServiceError as error:
+                if 400 <= error.status < 500 and error.status not in _LATER:
+                    raise config.InputError(f"{self.name}: {error}") from error
+                if time.monotonic() > deadline:
+                    raise config.InputError(
+                        f"{self.name} has told no tasks for {_PATIENCE_SECONDS:g} s "
+                        f"({error}). Start it again; a run then resumes by the same "
+                        f"command."
+                    ) from error
+                logging.warning("%s; asks again in %.1f s.", error, wait)
+            time.sleep(wait)
+            wait = min(2 * wait, _MOST_BETWEEN)
 
     def _ask(self, path: str) -> Any:
         """Returns what a service answers to a GET; asks again if it cannot connect.
@@ -177,7 +192,7 @@ class Episode:
         self._session: Any = None
 
     async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
-        """Begins the episode; waits for a place if the service is full.
+        """Begins the episode; waits for a service that is full or away.
 
         Raises:
             ServiceError: the service does not begin it.
@@ -185,8 +200,6 @@ class Episode:
         import aiohttp
 
         place = dict(task.answer)
-        if lost := place.pop("lost", ""):
-            raise ServiceError(lost)
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(
                 total=_CALL_SECONDS, sock_connect=_CONNECT_SECONDS
@@ -201,7 +214,8 @@ class Episode:
                 told = await self._ask("POST", wire.EPISODES, body)
                 break
             except ServiceError as error:
-                if error.code != wire.FULL or loop.time() > deadline:
+                is_away = error.status == 0 or error.code == wire.DRAINING
+                if not (is_away or error.code == wire.FULL) or loop.time() > deadline:
                     raise
                 await asyncio.sleep(_AGAIN_SECONDS)
         try:

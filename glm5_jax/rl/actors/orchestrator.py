@@ -8,8 +8,9 @@ imports jax: engines are behind a `completer.Completer`.
 import asyncio
 import collections
 import dataclasses
+import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from absl import logging
@@ -21,6 +22,7 @@ from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import window as window_lib
 
 Group = list[episodes_lib.Episode]  # of one task
+Jobs = Sequence[episodes_lib.Job]  # of one group
 MAX_FAILURES = 8  # engine errors in a row, after which the run ends
 _RETRY_SECONDS = 0.5  # from an engine's error to the next attempt, times their number
 
@@ -43,7 +45,7 @@ class Orchestrator:
     def __init__(
         self,
         context: episodes_lib.Context,
-        jobs: Callable[[int], Sequence[episodes_lib.Job]],
+        jobs: Callable[[int], Jobs | Awaitable[Jobs]],
         groups: groups_lib.Groups[Group],
         *,
         drop_equal: bool,
@@ -54,8 +56,8 @@ class Orchestrator:
           context: of all episodes. At most settings.num_concurrent are under way, and
             fewer where the cache has no room for them (window.py), but a group begins
             as a whole.
-          jobs: returns the episodes of a group by its index, which is called once for
-            every beginning of the group.
+          jobs: returns the episodes of a group by its index, or promises them; it is
+            called once for every beginning of the group.
           groups: which may begin, and which belong to a step.
           drop_equal: whether groups of equal rewards are dropped, and replaced.
         """
@@ -84,7 +86,7 @@ class Orchestrator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    while (jobs := self._next()) is not None:
+                    while (jobs := await self._next()) is not None:
                         tasks.create_task(self._play(*jobs))
                     await self._turn.wait()
         except BaseExceptionGroup as errors:
@@ -137,18 +139,19 @@ class Orchestrator:
             "actors/reread_share": round(self.window.reread_share(), 4),
         }
 
-    def _next(self) -> tuple[int, Sequence[episodes_lib.Job]] | None:
+    async def _next(self) -> tuple[int, Jobs] | None:
         """Begins a group if one may begin; returns its index and its episodes."""
         if self._num_retrying or self.num_running >= self.window.limit:
             return None
         index = self.groups.begin()
         if index is None:
             return None
-        jobs = self._jobs(index)
+        made = self._jobs(index)
+        jobs = await made if inspect.isawaitable(made) else made
         self.num_running += len(jobs)
         return index, jobs
 
-    async def _play(self, index: int, jobs: Sequence[episodes_lib.Job]) -> None:
+    async def _play(self, index: int, jobs: Jobs) -> None:
         """Plays the episodes of a group and judges them."""
         tasks = [asyncio.create_task(self._episode(job)) for job in jobs]
         epoch = self._epoch

@@ -59,7 +59,7 @@ def text(
 def beside(line: dict[str, Any]) -> str:
     """Returns what a run keeps on the devices beside the program."""
     kept = {
-        "the weights of rl.reference": line.get("hbm_reference_gib"),
+        "the weights of other policies": line.get("hbm_reference_gib"),
         "the critic": line.get("hbm_critic_gib"),
     }
     named = [f"{size} for {what}" for what, size in kept.items() if size]

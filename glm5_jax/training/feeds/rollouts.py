@@ -198,7 +198,7 @@ class Rollouts:
         self._idle_steps = 0 if num_teaching >= least else self._idle_steps + 1
         if self._idle_steps % _WARN_EVERY != 1:
             return
-        if rl.critic:
+        if not rl.compares_groups:
             logging.warning(
                 "%d steps in a row are skipped: in the last one %d groups are left, "
                 "and an update needs %d (rl.min_used_groups). rollout/excluded_* tell "

@@ -1,6 +1,7 @@
 """A service as a taskset: everything that takes a taskset takes its address."""
 
 import asyncio
+import concurrent.futures
 import http.server
 import json
 import os
@@ -218,15 +219,24 @@ class EndTest(absltest.TestCase):
             [label.ENV_ERROR, label.OK, label.ENV_ERROR, label.OK],
         )
         self.assertRegex(found[0].reason, "does not answer|disconnected")
-        # Tasks that were not fetched yet are no error either.
-        lost = there.task("train", 5, 0)
-        (spoilt,) = collect(there, answer, [10_000])
+        # An episode that cannot begin, and tasks that were not fetched yet, wait.
+        with mock.patch.object(remote, "_FULL_SECONDS", 0.1):
+            (spoilt,) = collect(there, answer, [0])
         self.assertEqual(spoilt.label, label.ENV_ERROR)
-        self.assertIn("does not answer", lost.answer["lost"])
-        again = played.Server(environments.make("calculator:2"), server.port)
-        self.addCleanup(again.stop)
-        time.sleep(remote._AWAY_SECONDS)
-        self.assertNotIn("lost", there.task("train", 5, 0).answer)
+        with (
+            mock.patch.object(remote, "_PATIENCE_SECONDS", 0.1),
+            self.assertRaisesRegex(config.InputError, "told no tasks for 0.1 s"),
+        ):
+            there.task("train", 5, 0)
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            coming = threads.submit(there.task, "train", 5, 0)
+            beginning = threads.submit(collect, there, answer, [0])
+            time.sleep(0.5)
+            self.assertFalse(coming.done() or beginning.done())
+            again = played.Server(environments.make("calculator:2"), server.port)
+            self.addCleanup(again.stop)
+            self.assertIn("messages", vars(coming.result()))
+            self.assertEqual(beginning.result()[0].label, label.OK)
         found = collect(there, answer, [0, 10_000])
         self.assertEqual([one.label for one in found], [label.OK, label.OK])
 
@@ -246,7 +256,10 @@ class EndTest(absltest.TestCase):
             while played.ask(server.port, "GET", "/health")[0] == 200:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(2)  # beyond the end of a server without episodes
-            with self.assertRaisesRegex(remote.ServiceError, "about to end"):
+            with (
+                mock.patch.object(remote, "_FULL_SECONDS", 0.0),
+                self.assertRaisesRegex(remote.ServiceError, "about to end"),
+            ):
                 await late.reset(task)
             for turn in attempts.right:
                 last = await under_way.step(turn)

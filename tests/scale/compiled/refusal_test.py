@@ -96,11 +96,14 @@ class RefusalTest(parameterized.TestCase):
         )
         line = {"hbm_reference_gib": 2.75}
         self.assertEqual(
-            refusal.beside(line), ", and beside it 2.75 for the weights of rl.reference"
+            refusal.beside(line),
+            ", and beside it 2.75 for the weights of other policies",
         )
         self.assertEqual(refusal.beside({}), "")
         line |= {"hbm_critic_gib": 1.5}
-        self.assertEndsWith(refusal.beside(line), "rl.reference and 1.5 for the critic")
+        self.assertEndsWith(
+            refusal.beside(line), "other policies and 1.5 for the critic"
+        )
 
     def test_the_compilers_list_comes_first(self):
         buffers = [{"num_bytes": 3 * 2**30, "shape": "bf16[9,9]"}]

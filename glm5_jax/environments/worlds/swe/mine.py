@@ -101,7 +101,7 @@ async def find_recipe(
     Raises:
         config.InputError: the machine lacks the programs of every recipe.
     """
-    reason, lacking = "no tests that a rule finds", ""
+    reason, lacking, was_tried = "no tests that a rule finds", "", False
     for recipe in recipes.candidates(package.files):
         if lacks := drivers.missing(recipe):
             lacking = f"{package.name}: tests in {recipe.language} need more: {lacks}."
@@ -109,8 +109,8 @@ async def find_recipe(
         found = await _try(package, recipe, max_seconds)
         if isinstance(found, Found):
             return found
-        reason, lacking = found, ""
-    if lacking:
+        reason, was_tried = found, True
+    if lacking and not was_tried:
         raise config.InputError(lacking)
     return reason
 

@@ -5,12 +5,35 @@ import json
 import pathlib
 import tempfile
 import unittest
+from unittest import mock
 
 from absl.testing import parameterized
 
+from glm5_jax import config
 from glm5_jax.environments.worlds.swe import command, mine, records, trials
 from tests import environment
 from tests.environments.worlds.swe import packages
+
+
+class RecipeTest(parameterized.TestCase):
+    def test_a_missing_toolchain_ends_only_what_could_not_be_tried(self):
+        """A package with failing tests in C, and some in Ruby, which is not here."""
+        tried, lacking = "its tests fail", "ruby is not in /usr/bin; install ruby"
+        recipes = {"c": "", "ruby": lacking}
+        found = [mock.Mock(language=language) for language in recipes]
+        attempt = mock.AsyncMock(return_value=tried)
+        with (
+            mock.patch.object(mine.recipes, "candidates", return_value=found) as given,
+            mock.patch.object(
+                mine.drivers, "missing", side_effect=lambda r: recipes[r.language]
+            ),
+            mock.patch.object(mine, "_try", attempt),
+        ):
+            package = mock.Mock(files={})
+            self.assertEqual(asyncio.run(mine.find_recipe(package, 1.0)), tried)
+            given.return_value = found[1:]
+            with self.assertRaisesRegex(config.InputError, "ruby need more"):
+                asyncio.run(mine.find_recipe(package, 1.0))
 
 
 @unittest.skipIf(packages.MISSING, packages.MISSING)

@@ -1,0 +1,38 @@
+"""What process 0 makes of what the others say of new weights."""
+
+import json
+from unittest import mock
+
+from absl.testing import parameterized
+
+from glm5_jax import config
+from glm5_jax.inference import leader
+from glm5_jax.processes import calls
+from tests import environment
+
+REFUSED = {"error": "of another model", "is_input": True}
+FAILED = {"error": "a disk", "is_input": False}
+
+
+class ComingTest(parameterized.TestCase):
+    def wait(self, *said):
+        answers = [json.dumps(x).encode() for x in said]
+        with mock.patch.object(calls, "answers", return_value=answers):
+            leader.Coming(1).wait()
+
+    def test_all_have_read(self):
+        self.wait({}, {})
+
+    @parameterized.parameters(
+        (config.InputError, "of another model", {}, REFUSED),
+        (RuntimeError, "a disk", FAILED, {}),
+        # It may go another time, which a refusal does not.
+        (RuntimeError, "a disk", REFUSED, FAILED),
+    )
+    def test_one_has_not(self, kind, message, *said):
+        with self.assertRaisesRegex(kind, message):
+            self.wait(*said)
+
+
+if __name__ == "__main__":
+    environment.main()
