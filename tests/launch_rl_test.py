@@ -297,11 +297,33 @@ def jobset():
     return whole, parts
 
 
+class AgainTest(absltest.TestCase):
+    def test_a_good_end_is_a_failure_for_a_job_and_sigterm_goes_on(self):
+        for code, wanted in ((0, 1), (2, 2), (7, 7)):
+            done = subprocess.run(
+                ["launch/again.sh", "bash", "-c", f"exit {code}"], cwd=launch.ROOT
+            )
+            self.assertEqual(done.returncode, wanted)
+        program = "trap 'sleep 0.2; echo drained; exit 0' TERM; echo; sleep 60 & wait"
+        with subprocess.Popen(
+            ["launch/again.sh", "bash", "-c", program],
+            cwd=launch.ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as child:
+            child.stdout.readline()
+            child.send_signal(signal.SIGTERM)
+            self.assertEqual(child.stdout.readline(), "drained\n")
+            self.assertEqual(child.wait(10), 1)
+            child.stdout.close()
+
+
 def said(container):
     """The words that a container's shell calls python with."""
     (text,) = container["args"]
     program = (
-        'exec() { shift; printf "%s\\n" "$@"; }; python() { printf "%s\\n" "$@"; };'
+        "exec() { [[ $1 == launch/* ]] && shift; shift; "
+        'printf "%s\\n" "$@"; }; python() { printf "%s\\n" "$@"; };'
     )
     done = subprocess.run(
         ["bash", "-c", f"{program} {text}"],
@@ -367,7 +389,8 @@ class JobSetTest(absltest.TestCase):
             self.assertEqual(
                 key["valueFrom"], {"secretKeyRef": {"name": "glm5-key", "key": "key"}}
             )
-            self.assertIn("exec python -m glm5_jax.", container["args"][0])
+            again = "" if part == "trainer" else "launch/again.sh "
+            self.assertIn(f"exec {again}python -m glm5_jax.", container["args"][0])
             if "nodeSelector" in pod:
                 chips = 1
                 topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
@@ -473,6 +496,7 @@ class RunTest(runs.FolderTest):
                 "--config.mesh.expert=4": "--config.mesh.expert=1",
                 "--num_slots=64 --capacity=32768": "--num_slots=8 --capacity=256",
                 "exec python": f"exec {sys.executable}",
+                "again.sh python": f"again.sh {sys.executable}",
             }
             for i in range(4):  # the last two are names of the first ones
                 host = f"127.0.0.1:{ports[1 + i % 2]}"

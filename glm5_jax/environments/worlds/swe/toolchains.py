@@ -57,7 +57,7 @@ _GO_CANARY = """package canary
 import (
 \t"testing"
 
-\t_ "{module}"
+{packages}
 )
 
 func TestCanaryOfTheRunner(t *testing.T) {
@@ -177,7 +177,7 @@ def _go(files: records.Files) -> Iterator[records.Recipe]:
     if not tests:
         return
     module = found[1].decode().strip('"') if found else "example.org/package"
-    loaded = sorted(
+    loaded = {
         path.rpartition("/")[0]
         for path, text in files.items()
         if path.endswith(".go")
@@ -185,9 +185,11 @@ def _go(files: records.Files) -> Iterator[records.Recipe]:
         and not kinds.is_beside(path)
         and "internal" not in path
         and not re.search(rb"^package main\b", text, re.MULTILINE)
-    )
+    }
     if not loaded:
         return
+    paths = [f"{module}/{folder}".rstrip("/") for folder in sorted(loaded)]
+    named = "\n".join(f'\t_ "{path}"' for path in paths[:_MAX_LOADED])
     yield records.Recipe(
         language="go",
         runner="go",
@@ -195,7 +197,7 @@ def _go(files: records.Files) -> Iterator[records.Recipe]:
         files=tuple(tests),
         roots=(module,),
         guards=kinds.GUARDS["go"],
-        canary=_GO_CANARY.replace("{module}", f"{module}/{loaded[0]}".rstrip("/")),
+        canary=_GO_CANARY.replace("{packages}", named),
     )
 
 
