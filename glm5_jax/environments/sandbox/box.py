@@ -13,6 +13,7 @@ No Python code runs between fork and exec, so that a process with jax may start 
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import resource
@@ -37,6 +38,7 @@ done"""
 _SHELL = ["bash", "--noprofile", "--norc", "-c", _LOOP]
 _SECONDS_TO_START = 60.0  # on a machine that starts a thousand
 _SECONDS_TO_DIE = 10.0
+_WATCH_SECONDS = 0.2  # between two looks at the memory
 _READ_BYTES = 2**16
 _ESCAPED = [f"\\x{byte:02x}" for byte in range(256)]
 for _byte in b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ./-_=,:":
@@ -169,7 +171,7 @@ class Box:
         code, is_timeout = None, False
         try:
             async with asyncio.timeout(seconds):
-                code = await self._end()
+                code = await self._watched_end()
         except TimeoutError:
             is_timeout = True
             await self._kill_shell()
@@ -243,6 +245,21 @@ class Box:
         if said != b"ready\n":
             raise BrokenError(f"the box did not start: {self._err.take()[0].strip()}")
 
+    async def _watched_end(self) -> int | None:
+        """Waits as `_end` does; ends all processes that take too much memory."""
+        if math.isinf(self._limits.resident_bytes):
+            return await self._end()
+        assert self._process is not None
+        end = asyncio.ensure_future(self._end())
+        try:
+            while not (await asyncio.wait({end}, timeout=_WATCH_SECONDS))[0]:
+                taken = processes.resident_bytes(self._process.pid)
+                if taken > self._limits.resident_bytes:
+                    self._kill_children()
+            return end.result()
+        finally:
+            end.cancel()
+
     async def _end(self) -> int | None:
         """Waits for the end of a command; returns its code, None if the shell ended."""
         said = await self._heard()
@@ -258,12 +275,16 @@ class Box:
         assert self._process is not None
         if not self._is_alive:
             return
-        for pid in processes.children(self._process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                self._kind.kill(pid)
+        self._kill_children()
         async with asyncio.timeout(_SECONDS_TO_DIE):
             while await self._end() is not None:
                 pass
+
+    def _kill_children(self) -> None:
+        assert self._process is not None
+        for pid in processes.children(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                self._kind.kill(pid)
 
     def _send(self, line: str) -> None:
         assert self._says is not None

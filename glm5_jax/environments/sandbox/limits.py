@@ -1,6 +1,7 @@
 """The bounds of a box."""
 
 import dataclasses
+import math
 
 from glm5_jax.config import checks
 
@@ -11,6 +12,9 @@ class Limits:
 
     seconds: float = 30.0  # of a command; then all of the box's processes end
     memory_bytes: int = 4 * 2**30  # address space of each process
+    # Memory of all processes together while a command runs, looked at now and then:
+    # beyond it they end. Infinite where memory_bytes bounds it.
+    resident_bytes: float = math.inf
     num_processes: int = 128  # at a time, the box's own four among them; bubblewrap's
     # Of all files in /work; of one file without bubblewrap.
     disk_bytes: int = 256 * 2**20

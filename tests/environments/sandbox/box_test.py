@@ -260,6 +260,24 @@ class EscapeTest(parameterized.TestCase):
         self.assertLessEqual(max(numbers, default=0), SMALL.num_processes + 2)
         self.assertIn("alive", after.stdout)
 
+    def test_processes_that_take_too_much_memory_together_end(self):
+        """None of them alone does."""
+        limits = sandbox.Limits(resident_bytes=2.5e8)
+        one = "/usr/bin/python3 -c 'x = b\"x\" * 10**8; import time; time.sleep(20)'"
+
+        async def play():
+            box = await sandbox.start(limits=limits)
+            try:
+                commands = f"{one} & {one} & {one} & wait", "echo alive"
+                return [await box.run(command) for command in commands]
+            finally:
+                await box.close()
+
+        many, after = asyncio.run(play())
+        self.assertEqual((many.exit_code, many.is_timeout), (None, False))
+        self.assertLess(many.seconds, 15)
+        self.assertIn("alive", after.stdout)
+
     @pytest.mark.slow
     def test_a_killed_owner_leaves_no_process(self):
         code = (

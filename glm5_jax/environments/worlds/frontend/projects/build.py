@@ -15,6 +15,7 @@ FOLDERS = ("node_modules", "dist")  # not a submission's
 _LIMITS = sandbox.Limits(
     seconds=SECONDS,
     memory_bytes=2**40,  # of addresses, which node reserves and does not use
+    resident_bytes=3.0 * 2**30,
     num_processes=128,
     disk_bytes=2**26,
     output_bytes=2**23,
@@ -68,6 +69,8 @@ async def _built(box: sandbox.Box, packages: str) -> Built:
     await box.run(_LINK.format(kit=packages))
     done = await box.run("npm run build --silent 2>&1")
     log = done.text()[-_MOST_LOG:]
+    if done.exit_code is None and not done.is_timeout:
+        log += f"\nThe build took more than {_LIMITS.resident_bytes / 2**30:g} GiB."
     if done.exit_code != 0:
         return Built({}, log)
     listed = await box.run("cd dist && find . -type f -printf '%s %P\\0'; cd /work")
