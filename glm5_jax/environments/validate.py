@@ -151,15 +151,17 @@ def _places(taskset: protocol.Taskset, settings: Settings) -> list[tuple[str, in
 
 
 class _Memory:
-    """The memory of all processes that were started, looked at now and then."""
+    """The memory of all processes that are started from now on, looked at at times."""
 
     def __init__(self) -> None:
         self._most: dict[int, int] = {}  # in bytes, by the number of a task's place
+        self._before = processes.resident_bytes(os.getpid())
 
     async def watch(self) -> None:
         """Looks until it is cancelled."""
         while True:
             now = processes.resident_bytes(os.getpid()) if self._most else 0
+            now = max(now - self._before, 0)
             for place in self._most:
                 self._most[place] = max(self._most[place], now)
             await asyncio.sleep(_WATCH_SECONDS)

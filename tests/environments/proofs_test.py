@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import pathlib
+import subprocess
 import sys
 from unittest import mock
 
@@ -307,7 +308,18 @@ class ResumeTest(parameterized.TestCase):
         self.assertEqual(figures["by_source"]["held_out tasks"]["tasks"], 2)
 
     def test_memory_of_processes_is_seen(self):
-        """A child of 64 MB, which the environment starts for a quarter of a second."""
+        """A child of 64 MB, which the environment starts for a quarter of a second.
+
+        One of as much that was there before does not count.
+        """
+        code = "x = bytearray(200_000_000); print(flush=True); input()"
+        other = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        other.stdout.readline()
+        self.addCleanup(other.communicate)
         figures = validate.validate(
             f"{__name__}:Heavy", validate.Settings(num_tasks=1, num_repeats=1), None
         )
