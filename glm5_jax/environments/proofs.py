@@ -104,9 +104,14 @@ async def prove(
     else:
         failures += [f"an agent can read {what}" for what in leaks]
     seconds = time.monotonic() - began
-    source_of = getattr(taskset, "source_of", None)
-    source = source_of(task) if source_of else ""
+    source = source_of(taskset, task)
     return Proof(task.id, task.tag, tuple(failures), count, seconds, source)
+
+
+def source_of(taskset: protocol.Taskset, task: protocol.Task) -> str:
+    """Returns where a task comes from, "" if its taskset does not say."""
+    told = getattr(taskset, "source_of", None)
+    return told(task) if told else ""
 
 
 def kind(failure: str) -> str:

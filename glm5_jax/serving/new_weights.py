@@ -127,7 +127,7 @@ def _blocks(leaf: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns the starts and ends of the blocks that this process's devices hold."""
     found = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     bounds = (
-        [cut.indices(n)[:2] for cut, n in zip(index, leaf.shape, strict=True)]
+        [cut.indices(n)[:2] for cut, n in zip(index or (), leaf.shape, strict=True)]
         for index in found
     )
     return [

@@ -3,6 +3,7 @@
 import json
 from unittest import mock
 
+import jax
 from absl.testing import parameterized
 
 from glm5_jax import config
@@ -17,8 +18,9 @@ FAILED = {"error": "a disk", "is_input": False}
 class ComingTest(parameterized.TestCase):
     def wait(self, *said):
         answers = [json.dumps(x).encode() for x in said]
-        with mock.patch.object(calls, "answers", return_value=answers):
+        with mock.patch.object(calls, "answers", return_value=answers) as asked:
             leader.Coming(1).wait()
+        asked.assert_called_once_with("engine/read/1", jax.process_count())
 
     def test_all_have_read(self):
         self.wait({}, {})

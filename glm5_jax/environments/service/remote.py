@@ -71,7 +71,7 @@ class Remote:
         self.name = name
         extra.require(f"rl.environment={name!r}")
         self._url = _checked(name)
-        self._pages: collections.OrderedDict[tuple[str, int, int], list[Any]] = (
+        self._pages: collections.OrderedDict[tuple[str, int, int], Any] = (
             collections.OrderedDict()
         )
         try:
@@ -105,10 +105,10 @@ class Remote:
                 been away for too long.
         """
         place = {"split": split, "seed": seed, "index": index}
+        page = self._page(split, seed, index // _PAGE)
         try:
-            told = self._page(split, seed, index // _PAGE)[index % _PAGE]
-            return wire.read_task(told, place)
-        except (ValueError, LookupError) as error:
+            return wire.read_task(page["tasks"][index % _PAGE], place)
+        except (ValueError, LookupError, TypeError) as error:
             raise config.InputError(
                 f"{self.name} does not tell task {index} of {split!r}: {error!r}"
             ) from error
@@ -122,8 +122,8 @@ class Remote:
         del task
         return None
 
-    def _page(self, split: str, seed: int, number: int) -> list[Any]:
-        """Returns tasks that are fetched together.
+    def _page(self, split: str, seed: int, number: int) -> Any:
+        """Returns what the service tells of tasks that are fetched together.
 
         Raises:
             config.InputError: the service refuses, or has been away for too long.
@@ -132,7 +132,7 @@ class Remote:
         if key not in self._pages:
             fields = {"split": split, "seed": seed, "first": number * _PAGE}
             query = urllib.parse.urlencode({**fields, "count": _PAGE})
-            self._pages[key] = self._ask_patiently(f"{wire.TASKS}?{query}")["tasks"]
+            self._pages[key] = self._ask_patiently(f"{wire.TASKS}?{query}")
             while len(self._pages) > _PAGES:
                 self._pages.popitem(last=False)
         self._pages.move_to_end(key)

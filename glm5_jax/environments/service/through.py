@@ -62,6 +62,10 @@ class Through:
         """Returns the attempts that the taskset here knows."""
         return proofs.attempts_of(self._own, task)
 
+    def source_of(self, task: protocol.Task) -> str:
+        """Returns what the taskset here says of its source."""
+        return proofs.source_of(self._own, task)
+
 
 class _Episode:
     """An episode of a task that is here and there."""

@@ -8,9 +8,8 @@ imports jax: engines are behind a `completer.Completer`.
 import asyncio
 import collections
 import dataclasses
-import inspect
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from absl import logging
@@ -45,7 +44,7 @@ class Orchestrator:
     def __init__(
         self,
         context: episodes_lib.Context,
-        jobs: Callable[[int], Jobs | Awaitable[Jobs]],
+        jobs: Callable[[int], Jobs],
         groups: groups_lib.Groups[Group],
         *,
         drop_equal: bool,
@@ -56,8 +55,8 @@ class Orchestrator:
           context: of all episodes. At most settings.num_concurrent are under way, and
             fewer where the cache has no room for them (window.py), but a group begins
             as a whole.
-          jobs: returns the episodes of a group by its index, or promises them; it is
-            called once for every beginning of the group.
+          jobs: returns the episodes of a group by its index, which is called once for
+            every beginning of the group, in a thread: a taskset may wait for a service.
           groups: which may begin, and which belong to a step.
           drop_equal: whether groups of equal rewards are dropped, and replaced.
         """
@@ -146,8 +145,7 @@ class Orchestrator:
         index = self.groups.begin()
         if index is None:
             return None
-        made = self._jobs(index)
-        jobs = await made if inspect.isawaitable(made) else made
+        jobs = await asyncio.to_thread(self._jobs, index)
         self.num_running += len(jobs)
         return index, jobs
 

@@ -130,10 +130,7 @@ class Process:
         )
         self._orchestrator = orchestrator_lib.Orchestrator(
             self._context,
-            # In a thread: a taskset of a service waits for it.
-            lambda index: asyncio.to_thread(
-                jobs.of_group, self._config, self._taskset, index, index
-            ),
+            lambda index: jobs.of_group(self._config, self._taskset, index, index),
             groups,
             drop_equal=rl.dynamic_sampling,
         )

@@ -57,8 +57,9 @@ def make(
 
 def num_teaching(rl: config_lib.RLConfig, groups: Sequence[groups_lib.Group]) -> int:
     """Returns the number of groups whose rewards differ; of all, if none need to."""
-    teaching = sum(map(advantages.teaches, groups))
-    return teaching if rl.compares_groups else len(groups)
+    if not rl.compares_groups:
+        return len(groups)
+    return sum(map(advantages.teaches, groups))
 
 
 def least_teaching(rl: config_lib.RLConfig) -> int:

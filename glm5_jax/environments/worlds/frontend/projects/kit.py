@@ -6,7 +6,6 @@ script of theirs runs.
 """
 
 import atexit
-import contextlib
 import functools
 import hashlib
 import json
@@ -93,12 +92,10 @@ def _install(cache: pathlib.Path) -> None:
         for path in (partial, *partial.rglob("*")):
             if not path.is_symlink():
                 path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
-        if not cache.is_dir():  # another process may have been faster
-            with contextlib.suppress(OSError):
-                partial.rename(cache)
-        if not cache.is_dir():
-            raise OSError(f"{cache} cannot be made")
+        partial.rename(cache)
     except (OSError, subprocess.SubprocessError) as error:
+        if cache.is_dir():  # another process was faster
+            return
         told = (getattr(error, "stderr", b"") or b"").decode(errors="replace")
         reason = (told.strip().splitlines() or [str(error)])[0]
         raise config.InputError(f"npm failed ({reason}): {_REMEDY}.") from error
