@@ -38,13 +38,29 @@ class Engine:
         self.num_running += 1
         self.max_running = max(self.max_running, self.num_running)
         try:
-            await asyncio.sleep(self.seconds())
+            await self.think()
         finally:
             self.num_running -= 1
         if self.fails():
             raise completer.EngineError("the engine is gone")
         size = len(OK)
         return requests.Completion([*OK], [-0.5] * size, "stop", [self.version] * size)
+
+    async def think(self):
+        await asyncio.sleep(self.seconds())
+
+
+class Gathering(Engine):
+    """Answers nobody before `most` requests have run at once."""
+
+    def __init__(self, most):
+        super().__init__()
+        self._most, self._full = most, asyncio.Event()
+
+    async def think(self):
+        if self.num_running >= self._most:
+            self._full.set()
+        await asyncio.wait_for(self._full.wait(), STALL)
 
 
 class Lucky(faults.FaultyTaskset):
@@ -136,9 +152,8 @@ class OrchestratorTest(parameterized.TestCase):
     @parameterized.parameters(4, 5)
     def test_concurrency_is_bounded_by_whole_groups(self, most):
         """A group of two may begin beside one episode less than the most."""
-        engine = Engine(seconds=lambda: 0.001)
-        groups = groups_lib.Groups(4, 3)
-        made = make(engine, Lucky(), groups, num_concurrent=most)
+        engine = Gathering(most)
+        made = make(engine, Lucky(), groups_lib.Groups(4, 3), num_concurrent=most)
         asyncio.run(learn(made, engine, 4))
         self.assertBetween(engine.max_running, most, most + 1)
 
