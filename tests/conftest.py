@@ -84,6 +84,9 @@ OPTIMIZED = (
 SYNCED = ("checkpoint/kill_test.py",)
 # Of the machine's memory, for a process, of which most are then compiled programs.
 FULL_SHARE = 0.25
+# Of the mappings of memory that Linux gives a process. A program takes about twenty,
+# and the compiler crashes where it gets none.
+FULL_SHARE_OF_MAPPINGS = 0.5
 # The garbage collector's; Python's own are 700, 10 and 10. Tracing makes so many
 # objects that collecting them took a tenth of the tests' CPU time.
 GARBAGE_THRESHOLDS = 50_000, 20, 50
@@ -125,13 +128,25 @@ def room():
     The garbage collector skips those that stay: tests that collect would take seconds.
     """
     yield
-    path = pathlib.Path("/proc/self/statm")
-    pages = int(path.read_text().split()[1]) if path.exists() else 0
-    if pages > FULL_SHARE * os.sysconf("SC_PHYS_PAGES"):
+    if is_full():
         gc.unfreeze()
         jax.clear_caches()
         gc.collect()
     gc.freeze()
+
+
+def is_full():
+    """Returns whether the process has its share of memory or of mappings, on Linux."""
+    process = pathlib.Path("/proc/self")
+    if not process.exists():
+        return False
+    pages = int((process / "statm").read_text().split()[1])
+    mappings = (process / "maps").read_bytes().count(b"\n")
+    most = int(pathlib.Path("/proc/sys/vm/max_map_count").read_text())
+    return (
+        pages > FULL_SHARE * os.sysconf("SC_PHYS_PAGES")
+        or mappings > FULL_SHARE_OF_MAPPINGS * most
+    )
 
 
 def pytest_collection_modifyitems(items):

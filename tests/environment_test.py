@@ -3,6 +3,8 @@
 import functools
 import inspect
 import os
+import pathlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +47,16 @@ class EnvironmentTest(parameterized.TestCase):
     def test_these_files_wait_for_the_disk(self, name):
         with conftest.circumstances(name):
             self.assertTrue(inspect.isbuiltin(os.fsync))
+
+    @parameterized.parameters("FULL_SHARE", "FULL_SHARE_OF_MAPPINGS")
+    def test_programs_go_where_one_share_is_used_up(self, name):
+        if not pathlib.Path("/proc/self").exists():
+            self.skipTest("memory is counted on Linux")
+        everything = {"FULL_SHARE": 1, "FULL_SHARE_OF_MAPPINGS": 1}
+        with mock.patch.multiple(conftest, **everything):
+            self.assertFalse(conftest.is_full())
+        with mock.patch.multiple(conftest, **everything | {name: 0}):
+            self.assertTrue(conftest.is_full())
 
 
 if __name__ == "__main__":
