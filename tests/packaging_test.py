@@ -59,7 +59,6 @@ class BuiltTest(absltest.TestCase):
 
 
 class MetadataTest(absltest.TestCase):
-    @needs_setuptools
     def test_training_and_sampling_need_no_extra(self):
         """As in the environment of the README's first command."""
         program = (
@@ -74,6 +73,7 @@ class MetadataTest(absltest.TestCase):
         )
         self.assertEqual(done.returncode, 0, done.stderr)
 
+    @needs_setuptools
     def test_an_old_python_is_refused_in_one_sentence(self):
         with (
             mock.patch.object(sys, "version_info", (3, 10, 12)),

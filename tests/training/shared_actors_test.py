@@ -85,7 +85,9 @@ class SharedActorsTest(absltest.TestCase):
                 self.require_taken(first.take(4))
             (file,) = self.folder.iterdir()
             self.assertEqual(file.read_text().count('"transcript"'), 4)  # each once
-            other = shared_actors.SharedActors(mock.Mock(), self.folder)
+            other = shared_actors.SharedActors(
+                mock.Mock(spec=actors.Actors), self.folder
+            )
             with mock.patch.object(together, "from_first", lambda name, _: told[name]):
                 self.require_taken(other.take(4))
             # The next answer takes the place of the last one.
