@@ -1,15 +1,17 @@
 """Measures how long a save blocks a step and slows the next one.
 
-    python benchmarks/checkpoint_cpu.py
+    python benchmarks/checkpoint_cpu.py [--copies]
 
 Trains the quickstart and saves after every third step. Prints one JSON line: medians of
 step_seconds (of steps that no save is under way in), blocked_seconds (until save
 returns), slowed_seconds (of the step while files are written and hashed, beyond
 step_seconds), background_seconds (until the manifest is on the disk); the same of the
 first save, which imports and compiles; and what a core hashes of 1 GiB in memory.
+With --copies it makes copies that hosts keep (docs/checkpoints.md), not checkpoints.
 """
 
 import argparse
+import dataclasses
 import functools
 import hashlib
 import json
@@ -40,16 +42,21 @@ def main() -> None:
     """Parses flags and prints one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--saves", type=int, default=8)
+    parser.add_argument("--copies", action="store_true")
     args = parser.parse_args()
     logging.set_verbosity(logging.ERROR)
     config = command_line.Arguments(config="configs/quickstart.py").train_config()
     with tempfile.TemporaryDirectory() as folder:
+        if args.copies:
+            host = f"{folder}/host"
+            config = dataclasses.replace(
+                config, host_copy_every=1, host_copy_folder=host
+            )
         mesh = run_lib.make_mesh(config)
         run = run_lib.start(config, pathlib.Path(folder), mesh)
         with jax.set_mesh(mesh):
             times = _train(run, args.saves)
-        step = step_folder.find(folder)
-        bytes_saved = sum(manifest.files(step).values())
+        bytes_saved = _bytes_saved(run)
         run.checkpoints.close()
     step_seconds = times.pop("step_seconds")
     result = {
@@ -72,15 +79,24 @@ def _train(run: run_lib.Run, num_saves: int) -> dict[str, float]:
     for _ in range(num_saves + 1):
         times["step_seconds"].append(_seconds(functools.partial(_step, run)))
         _step(run)
-        times["blocked_seconds"].append(_seconds(run.save))
+        save = functools.partial(run.save, {}, is_copy=bool(run.copies))
+        times["blocked_seconds"].append(_seconds(save))
         began = time.perf_counter()
         times["slowed"].append(_seconds(functools.partial(_step, run)))
-        run.checkpoints.wait()
+        (run.copies or run.checkpoints).wait()
         times["background_seconds"].append(time.perf_counter() - began)
     medians = {name: statistics.median(all_[1:]) for name, all_ in times.items()}
     medians["slowed_seconds"] = medians.pop("slowed") - medians["step_seconds"]
     medians["first_blocked_seconds"] = times["blocked_seconds"][0]
     return medians
+
+
+def _bytes_saved(run: run_lib.Run) -> int:
+    """Returns the bytes of the last checkpoint or copy."""
+    if run.copies:
+        folder = pathlib.Path(run.config.host_copy_folder)
+        return max(path.stat().st_size for path in folder.rglob("*.shards"))
+    return sum(manifest.files(step_folder.find(run.workdir)).values())
 
 
 def _step(run: run_lib.Run) -> None:

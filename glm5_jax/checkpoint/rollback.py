@@ -16,7 +16,13 @@ from etils import epath
 
 from glm5_jax import config as config_lib
 from glm5_jax import files
-from glm5_jax.checkpoint import inspection, manager, manifest, step_folder
+from glm5_jax.checkpoint import (
+    host_copies,
+    inspection,
+    manager,
+    manifest,
+    step_folder,
+)
 from glm5_jax.processes import folder_lock
 
 _NAME = "rollback.json"
@@ -37,7 +43,11 @@ class Rollback:
 
 
 def write(run: epath.PathLike, rollback: Rollback) -> None:
-    """Writes rollback.json atomically, with a checksum."""
+    """Writes rollback.json atomically, with a checksum.
+
+    The hosts' copies of the steps that are undone are worth nothing from here on.
+    """
+    host_copies.forget(pathlib.Path(step_folder.absolute(run)))
     content = dataclasses.asdict(rollback)
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n"
     files.write_text(pathlib.Path(step_folder.absolute(run) / _NAME), text)

@@ -68,6 +68,10 @@ class TrainConfig:
     # Also keep the N best by evaluation: of the lowest eval/bits_per_byte, in stage rl
     # of the highest eval/success.
     checkpoints_keep_best: int = 0
+    # Steps between copies of its shards that each host keeps by itself; 0: none.
+    host_copy_every: int = 0
+    # Their folder, in a host's memory or on its disk; $NAME is an environment variable.
+    host_copy_folder: str = "/dev/shm/glm5_jax"
     # First and last step of a profile, which goes into the run's folder, as (10, 12);
     # (): no profile.
     profile_steps: tuple[int, ...] = ()
@@ -122,6 +126,7 @@ class TrainConfig:
                 for k in (
                     *("eval_every", "sample_every", "sample_tokens"),
                     *("checkpoints_keep_every", "checkpoints_keep_best"),
+                    "host_copy_every",
                 )
             ),
             (self.checkpoint_every >= 0, "checkpoint_every must not be negative."),

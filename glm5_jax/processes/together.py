@@ -116,17 +116,28 @@ def from_first(name: str, make: Callable[[], str]) -> str:
       name: a name that is used once in a run.
       make: makes the text, on process 0 only.
     """
+    return from_one(name, 0, make)
+
+
+def from_one(name: str, number: int, make: Callable[[], str]) -> str:
+    """Returns the text that one process makes, on all processes; the others wait.
+
+    Args:
+      name: a name that is used once in a run.
+      number: of the process.
+      make: makes the text, on that process only.
+    """
     if not jax.distributed.is_initialized():
         return make()
     client: Any = distributed.global_state.client
     key = f"glm5_jax/{name}"
-    if _number() == 0:
+    if _number() == number:
         client.key_value_set(key, make())
     while True:
         try:
             return client.blocking_key_value_get(key, _PATIENCE_MS)
         except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):  # process 0 still works on it
+            if "DEADLINE_EXCEEDED" not in str(error):  # that process still works on it
                 raise
 
 
@@ -173,11 +184,18 @@ def numbers_of_first(numbers: list[int]) -> list[int]:
     return multihost_utils.broadcast_one_to_all(padded).tolist()
 
 
+def gathered(mine: np.ndarray) -> np.ndarray:
+    """Stacks arrays of one shape, one of each process; all must call it."""
+    if not jax.distributed.is_initialized():
+        return mine[None]
+    return multihost_utils.process_allgather(mine)
+
+
 def all_true(mine: bool) -> bool:
     """Returns whether a condition is true on all processes; all must call it."""
     if not jax.distributed.is_initialized():
         return mine
-    return bool(np.all(multihost_utils.process_allgather(np.int32(mine))))
+    return bool(np.all(gathered(np.array(mine, np.int32))))
 
 
 def require_same(what: str, text: str) -> None:

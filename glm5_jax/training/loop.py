@@ -134,13 +134,13 @@ class _Loop:
                 self._settle(due)
             if ends:
                 with self._watchdog.paused():
-                    run.checkpoints.close()
+                    run.close()
                 logging.warning("Asked to end: step %d is saved, exiting.", run.step)
                 sys.exit(signals.EXIT_TERMINATED)
         # A finished run that is started again returns the same evaluation.
         last = self._last or dict(run.evaluation) or evaluate(run)
         with self._clock.paused("save"), self._watchdog.paused():
-            run.checkpoints.close()
+            run.close()
         return last | self._clock.medians() | self._clock.goodput()
 
     def _dispatch(self) -> dict[str, Any]:
@@ -181,9 +181,9 @@ class _Loop:
                 self._last = run.evaluation = evaluate(run)
                 metrics |= self._last
             due |= self._end_if_reached()
-        if "save" in due:
+        if due & {"save", "copy"}:
             with clock.paused("save"), self._watchdog.paused():
-                run.save(metrics)
+                run.save(metrics, is_copy="save" not in due)
         is_due = _is_due(run.step, run.config.log_every)
         if is_due or "evaluate" in due:
             counts = run.health.counts()
@@ -270,6 +270,8 @@ def _due(step: int, config: config_lib.TrainConfig) -> set[str]:
         due.add("sample")
     if is_last or _is_due(step, config.checkpoint_every):
         due.add("save")
+    if _is_due(step, config.host_copy_every):
+        due.add("copy")
     return due
 
 

@@ -1,6 +1,7 @@
 """Two real processes agree on values and end together."""
 
 import pathlib
+import shutil
 import signal
 import sys
 import time
@@ -45,6 +46,25 @@ class TogetherTest(parameterized.TestCase):
         folder = step_folder.find(self.folder / "saved")
         self.assertEqual(manifest.verify(folder), sum(manifest.files(folder).values()))
         self.assertNotEmpty([f for f in manifest.read(folder) if "process_1" in f])
+
+    def test_a_host_that_lost_its_copy_gets_it_from_a_replica(self):
+        """Then a slice is lost for good, and the other goes on alone."""
+        command = [sys.executable, "-m", "tests.processes.worker"]
+        for code, output in run("copy_state", self.folder):
+            self.assertEqual(code, 0, output)
+        both = {i: self.folder / f"host{i}" for i in (0, 1)}
+        shutil.copytree(both[1], self.folder / "kept")
+        shutil.rmtree(both[0])
+        lineage = (self.folder / "lineage").read_text()
+        for code, output in run("restore_copies", self.folder):
+            self.assertEqual(code, 0, output)
+        self.assertEmpty([*both[1].rglob("*.shards")])
+        (self.folder / "lineage").write_text(lineage)
+        shutil.rmtree(both[0])
+        (self.folder / "kept").rename(both[0])
+        given = [*command, "restore_copies", str(self.folder)]
+        ((code, output),) = launch.together(given, count=1)
+        self.assertEqual(code, 0, output)
 
     @pytest.mark.slow
     def test_a_step_that_one_process_cannot_read_is_skipped_by_all(self):

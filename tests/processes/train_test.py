@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import sys
 import time
@@ -123,12 +124,16 @@ class TrainTest(runs.FolderTest):
             metadata = manager.read_metadata(workdir)
             self.assertEqual((metadata["step"], metadata["position"]), (5, 6))
 
-    def two(self, name, *flags):
-        """Starts two processes of a long run, and waits for its first steps."""
+    def two(self, name, *flags, checkpoint_every=0):
+        """Starts two processes of a long run, and waits for its first steps.
+
+        $HOST is a folder of each one's own.
+        """
         workdir = self.root / name
         command = [sys.executable, "-m", "glm5_jax.train", *flags, *MESHES["mixed"]]
         command += [f"--config={self.config}", f"--workdir={workdir}"]
-        command += ["--config.num_steps=4000", "--config.checkpoint_every=0"]
+        command += ["--config.num_steps=4000"]
+        command += [f"--config.checkpoint_every={checkpoint_every}"]
         address = f"127.0.0.1:{launch.free_port()}"
         children = [
             launch.start(
@@ -136,6 +141,7 @@ class TrainTest(runs.FolderTest):
                 JAX_COORDINATOR_ADDRESS=address,
                 JAX_NUM_PROCESSES=2,
                 JAX_PROCESS_ID=number,
+                HOST=self.root / f"host{number}",
             )
             for number in range(2)
         ]
@@ -184,6 +190,30 @@ class TrainTest(runs.FolderTest):
         self.assertLess(time.monotonic() - began, SECONDS_TO_NOTICE)
         self.assertNotIn(code, (0, signals.EXIT_TERMINATED), output)
         self.assertEmpty([*(workdir / "checkpoints").iterdir()])
+
+    def test_a_lost_slice_costs_the_steps_since_the_last_copy(self):
+        """A slice is lost with its host; the other goes on alone, from its copy."""
+        flags = ["--config.host_copy_every=1", "--config.host_copy_folder=$HOST"]
+        workdir, children = self.two("lost", *flags, checkpoint_every=3)
+        while not step_folder.numbers(step_folder.absolute(workdir) / "checkpoints"):
+            time.sleep(0.1)
+        time.sleep(2)  # some steps
+        os.kill(children[1].pid, signal.SIGKILL)
+        children[0].kill()
+        shutil.rmtree(self.root / "host1")
+        saved = step_folder.absolute(workdir) / "checkpoints"
+        for number in step_folder.numbers(saved)[1:]:
+            shutil.rmtree(saved / str(number))
+        copied = max(int(p.parent.name) for p in self.root.glob("host0/*/*/*.shards"))
+        self.assertGreater(copied, 3)
+        command = [sys.executable, "-m", "glm5_jax.train", f"--config={self.config}"]
+        command += [f"--workdir={workdir}", f"--config.num_steps={copied + 3}", *flags]
+        command += [f"--config.mesh.{axis}=2" for axis in ("fsdp", "expert")]
+        child = launch.start(command, HOST=self.root / "host0")
+        code, output = launch.finish(child)
+        self.assertEqual(code, 0, output)
+        self.assertIn(f"had a copy of step {copied} ", output)
+        self.assertEqual([*losses(workdir)], [*range(1, copied + 4)])
 
     def test_other_configs_are_refused_by_all_within_seconds(self):
         command = [sys.executable, "-m", "glm5_jax.train", f"--config={self.config}"]

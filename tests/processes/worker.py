@@ -12,6 +12,7 @@ import pathlib
 import signal
 import sys
 import threading
+from unittest import mock
 
 import jax
 import numpy as np
@@ -21,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax import sharding
+from glm5_jax.checkpoint import host_copies, shard_file, stored
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager as manager_lib
-from glm5_jax.checkpoint import stored
 from glm5_jax.inference import commands, engine, leader, placement, prompt_scores
 from glm5_jax.model import transformer
 from glm5_jax.processes import group, together
@@ -145,6 +146,51 @@ def go_on(folder):
     assert_equal(state, step)
     manager.save(step + 1, placed(step + 1), METADATA)
     manager.close()
+
+
+def copy_state(folder):
+    """Each host keeps its copy of two steps; process 1 cannot write the second."""
+    copies = host_copies.HostCopies(folder, own_folder(folder))
+    copies.save(1, two_slices(1), METADATA)
+    copies.save(2, two_slices(2), METADATA)
+    assert copies.restore(two_slices(0), newer_than=2) is None
+    if together.is_first():
+        copies.save(3, two_slices(3), METADATA)
+    else:
+        with mock.patch.object(shard_file, "write", side_effect=OSError("full")):
+            copies.save(3, two_slices(3), METADATA)
+    assert copies.restore(two_slices(0), newer_than=2) is None
+    copies.close()
+
+
+def restore_copies(folder):
+    """Restores step 2, which one host has, or as many as there are."""
+    copies = host_copies.HostCopies(folder, own_folder(folder))
+    step, state, metadata = copies.restore(two_slices(0), newer_than=1)
+    assert (step, metadata) == (2, METADATA)
+    for name, want in values(2)["params"].items():
+        for shard in state["params"][name].addressable_shards:
+            np.testing.assert_array_equal(shard.data, want[shard.index])
+    copies.drop()
+    copies.close()
+
+
+def own_folder(folder):
+    """Returns the folder of a host, where one process runs."""
+    os.environ["HOST_FOLDER"] = f"{folder}/host{os.environ['JAX_PROCESS_ID']}"
+    return "$HOST_FOLDER"
+
+
+def two_slices(step):
+    """Returns a state of which each slice of four devices has a replica."""
+    mesh = jax.make_mesh((jax.device_count() // 4, 4), ("data", "fsdp"))
+    return jax.tree.map(
+        lambda x, spec: jax.make_array_from_callback(
+            x.shape, NamedSharding(mesh, spec), lambda index: x[index]
+        ),
+        values(step),
+        {"params": {"w": P("fsdp"), "b": P()}},
+    )
 
 
 def import_shards(folder):

@@ -93,6 +93,26 @@ class RunTest(runs.OneDeviceTest):
             values.append([(r["step"], r["train/loss"]) for r in records])
         self.assertEqual(*values)
 
+    def test_resumes_from_a_copy_that_is_newer_than_the_checkpoints(self):
+        folder, host = self.copy("copied"), self.root / "host"
+        shutil.rmtree(folder / "checkpoints" / "6")
+        (folder / "summary.json").unlink()
+        config = dataclasses.replace(
+            self.config, host_copy_every=1, host_copy_folder=str(host)
+        )
+        full = mock.patch.object(
+            manager.CheckpointManager, "save", side_effect=OSError("the disk is full")
+        )
+        with full, self.assertRaisesRegex(OSError, "full"):
+            loop.train(config, folder)
+        self.assertEqual(step_folder.find(folder).name, "3")
+        with self.assertLogs(level="INFO") as logs:
+            loop.train(config, folder)
+        self.assertIn("Resumes from step 5", "".join(logs.output))
+        ended = [runs.params_of(run, MODEL) for run in (folder, self.workdir)]
+        jax.tree.map(np.testing.assert_array_equal, *ended)
+        self.assertEmpty([*host.rglob("*.shards")])
+
     def test_a_sample_that_cannot_be_had_is_refused_at_the_start(self):
         for changes, message in (
             ({"sample_prompt": ""}, "sample_prompt must not be empty"),

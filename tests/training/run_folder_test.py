@@ -39,6 +39,7 @@ class ClaimTest(parameterized.TestCase):
             *("num_steps", "log_every", "eval_every", "eval_batches"),
             *("checkpoint_every", "sample_every", "sample_prompt", "sample_tokens"),
             *("checkpoints_to_keep", "checkpoints_keep_every", "checkpoints_keep_best"),
+            *("host_copy_every", "host_copy_folder"),
             *("mesh.slices", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.tensor"),
             *("mesh.context", "data.cache_dir"),
             *("eval_success", "stop_metric", "stop_at"),

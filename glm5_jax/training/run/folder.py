@@ -29,6 +29,7 @@ MAY_CHANGE = (
     *("eval_success", "stop_metric", "stop_at"),
     *("sample_every", "sample_prompt", "sample_tokens"),
     *("checkpoints_to_keep", "checkpoints_keep_every", "checkpoints_keep_best"),
+    *("host_copy_every", "host_copy_folder"),
     *(f"mesh.{field.name}" for field in dataclasses.fields(config_lib.MeshConfig)),
     *("trackers", "profile_steps", "data.cache_dir"),
     "data.num_prefetch",  # of earlier versions

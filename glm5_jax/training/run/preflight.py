@@ -9,6 +9,7 @@ from glm5_jax.training.feeds import corpus
 from glm5_jax.training.feeds import feed as feed_lib
 from glm5_jax.training.reporting import suites, trackers
 from glm5_jax.training.run import folder as run_folder
+from glm5_jax.training.run import same_data
 from glm5_jax.training.run import state as run_lib
 from glm5_jax.weights import loading
 
@@ -92,5 +93,5 @@ def _workdir_state(
         return f"{workdir} is free"
     metadata = manager.read_metadata(workdir)
     if feed is not None:
-        run_lib.require_same_data(metadata["data"], feed.fingerprint, workdir)
+        same_data.require_same(metadata["data"], feed.fingerprint, workdir)
     return f"{workdir} resumes from step {metadata['step']}"

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from glm5_jax import command_line, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
+from glm5_jax.checkpoint import host_copies, retention, rollback
 from glm5_jax.checkpoint import manager as manager_lib
-from glm5_jax.checkpoint import retention, rollback
 from glm5_jax.config import checks, stages
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.processes import together
@@ -30,7 +30,7 @@ from glm5_jax.training.feeds import rollouts as rl
 from glm5_jax.training.reporting import metrics as metrics_lib
 from glm5_jax.training.run import folder as run_folder
 from glm5_jax.training.run import health as health_lib
-from glm5_jax.training.run import host_memory
+from glm5_jax.training.run import host_memory, same_data
 from glm5_jax.training.run import rows as rows_lib
 from glm5_jax.weights import companions, loading
 
@@ -58,6 +58,7 @@ class Run:
     rolled_back_to: int | None = None  # by the last rollback
     params: dict = dataclasses.field(default_factory=dict)
     opt_state: Any = None
+    copies: host_copies.HostCopies | None = None  # None: hosts keep none
     critic: critic_lib.Critic = critic_lib.ABSENT
     critic_state: dict = dataclasses.field(default_factory=dict)
     step: int = 0  # steps done, see feeds/feed.py
@@ -111,13 +112,13 @@ class Run:
         self.compile_seconds += seconds
         logging.info("... compiled in %.1f s.", seconds)
 
-    def save(self, metrics: Mapping[str, Any] | None = None) -> None:
+    def save(self, metrics: Mapping[str, Any], is_copy: bool = False) -> None:
         """Starts to write a checkpoint of this step.
 
         Args:
           metrics: of this step; an evaluation in them ranks the checkpoint.
+          is_copy: each host keeps a copy by itself instead.
         """
-        metrics = metrics or {}
         state = {"params": self.params, "opt_state": self.opt_state}
         state |= self.critic_state
         # Random numbers and batches are functions of the seed, step and position.
@@ -131,7 +132,15 @@ class Run:
             "feed": self.feed.memory(self.position),
             "metrics": {k: v for k, v in metrics.items() if k.startswith("eval/")},
         }
-        self.checkpoints.save(self.step, state, metrics_lib.finite(metadata))
+        keeper = self.copies if is_copy and self.copies else self.checkpoints
+        keeper.save(self.step, state, metrics_lib.finite(metadata))
+
+    def close(self) -> None:
+        """Waits for the last checkpoint, which replaces the hosts' copies."""
+        self.checkpoints.close()
+        if self.copies:
+            self.copies.drop()
+            self.copies.close()
 
     def roll_back(self) -> int:
         """Restores the newest checkpoint and skips every batch drawn since.
@@ -157,6 +166,8 @@ class Run:
         self.health.roll_back(self.restore(before=newest if is_late else None))
         self.num_left_out += position - self.position
         self.rolled_back_to = self.step
+        if self.copies:
+            self.copies.drop()
         if together.is_first():
             memory = self.health.memory()
             note = rollback.Rollback(self.step, self.num_left_out, memory)
@@ -165,33 +176,41 @@ class Run:
         return step - self.step
 
     def resume(self) -> None:
-        """Restores the newest checkpoint and, if the run rolled back to it, the note.
+        """Restores the newest state and, if the run rolled back to it, the note.
 
         The note in rollback.json counts until a later checkpoint's metadata has it.
         """
-        memory, note = self.restore(), rollback.read(self.workdir)
+        memory, note = self.restore(self.copies), rollback.read(self.workdir)
         if note and note.step == self.step and note.num_left_out > self.num_left_out:
             self.num_left_out, memory = note.num_left_out, note.health or memory
             self.rolled_back_to = self.step
         self.health.resume(memory)
 
-    def restore(self, before: int | None = None) -> Mapping[str, Any]:
+    def restore(
+        self,
+        copies: host_copies.HostCopies | None = None,
+        before: int | None = None,
+    ) -> Mapping[str, Any]:
         """Restores the newest checkpoint; returns the memory of `health` in it.
 
         Args:
-          before: a step that it must be older than.
+          copies: of the hosts, which count where they are newer.
+          before: a step that the checkpoint must be older than.
         """
         began = time.perf_counter()
         self.params, self.opt_state = {}, None  # memory has no room for two states
         self.critic_state, program = {}, self.program
         abstract = {"params": program.params, "opt_state": program.opt_state}
         abstract |= self.critic.state
-        self.step, state, metadata = self.checkpoints.restore(abstract, before=before)
+        newest = self.checkpoints.latest_step() or 0
+        found = copies.restore(abstract, newest) if copies else None
+        found = found or self.checkpoints.restore(abstract, before=before)
+        self.step, state, metadata = found
         # Checkpoints of earlier versions hold less. config.json is equal to this
         # config unless somebody has edited it.
         if "config" in metadata:
             run_folder.require_same_run(metadata["config"], self.config, self.workdir)
-        require_same_data(metadata["data"], self.feed.fingerprint, self.workdir)
+        same_data.require_same(metadata["data"], self.feed.fingerprint, self.workdir)
         self.params, self.opt_state = state["params"], state["opt_state"]
         self.critic_state = {name: state[name] for name in self.critic.state}
         self.num_left_out = metadata.get("position", self.step) - self.step
@@ -231,7 +250,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
       InputError: data, tokenizer or checkpoint do not fit the config.
     """
     feed = make_feed(config)
-    _require_same_feed(feed.fingerprint)
+    same_data.require_same_everywhere(feed.fingerprint)
     keep = retention.of_run(command_line.to_json_dict(config))
     checkpoints = manager_lib.CheckpointManager(workdir, keep)
     with contextlib.ExitStack() as undo:
@@ -249,6 +268,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
             feed=feed,
             checkpoints=checkpoints,
             program=program,
+            copies=_open_copies(config, workdir),
             critic=critic_lib.make(config, program),
             health=health_lib.Health(
                 config.health, config.num_steps, config.stage_record.is_loss_telling
@@ -262,6 +282,14 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
         undo.pop_all()
     host_memory.trim()
     return run
+
+
+def _open_copies(
+    config: config_lib.TrainConfig, workdir: pathlib.Path
+) -> host_copies.HostCopies | None:
+    if not config.host_copy_every:
+        return None
+    return host_copies.HostCopies(workdir, config.host_copy_folder)
 
 
 def _fill(run: Run) -> None:
@@ -333,49 +361,3 @@ def _require_whole_rows(config: config_lib.TrainConfig, mesh: Mesh) -> None:
     names = sharding.RULES["B"]
     num_shares = math.prod(mesh.shape[name] for name in names)
     checks.require(*config.batch_rules(num_shares))
-
-
-def _require_same_feed(ours: str) -> None:
-    """Checks that all processes read the same data."""
-    theirs = together.from_first("data", lambda: ours)
-    if theirs != ours:
-        raise config_lib.InputError(
-            f"this process reads other data than process 0: {_changes(theirs, ours)}. "
-            f"Give all hosts the same files and the same Python."
-        )
-
-
-def _changes(theirs: str, ours: str) -> str:
-    """Returns the pairs key=value in which two fingerprints differ."""
-    there, here = _pairs(theirs), _pairs(ours)
-    differing = [
-        f"{key}={there.get(key, 'absent')} there, {key}={here.get(key, 'absent')} here"
-        for key in there | here
-        if there.get(key) != here.get(key)
-    ]
-    return ", ".join(differing) or f"{theirs} there, {ours} here"
-
-
-def _pairs(fingerprint: str) -> dict[str, str]:
-    parts = (part.partition("=") for part in fingerprint.split())
-    return {key: value for key, _, value in parts}
-
-
-def require_same_data(theirs: str, ours: str, workdir: pathlib.Path) -> None:
-    """Checks that the stream of batches can resume at its position.
-
-    Args:
-      theirs: fingerprint of the data that the run in `workdir` has read.
-      ours: fingerprint of the data that the config names.
-      workdir: folder of the run, for the message.
-
-    Raises:
-      InputError: the fingerprints differ.
-    """
-    if theirs == ours:
-        return
-    raise config_lib.InputError(
-        f"the data of the run in {workdir} has changed: {_changes(theirs, ours)}. "
-        f"Resume on a machine with that corpus (the same Python, the same files), or "
-        f"give another --workdir."
-    )
