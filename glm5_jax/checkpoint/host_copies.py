@@ -50,10 +50,15 @@ class HostCopies:
           folder: of this host's copies; $NAME is a variable of the environment.
 
         Raises:
-          InputError: the folder is not writable.
+          InputError: the folder is not writable, or a variable in it is not set.
         """
         self._workdir = workdir
         self._root = pathlib.Path(os.path.expandvars(folder)).expanduser()
+        if "$" in str(self._root):
+            raise config_lib.InputError(
+                f"host_copy_folder={folder!r} names a variable that is not set in the "
+                f"environment of process {jax.process_index()}."
+            )
         digest = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()
         self._name = f"{workdir.name}-{digest[:12]}"
         self._uses = 0  # of the store of values, whose keys are used once

@@ -174,6 +174,8 @@ class HostCopiesTest(parameterized.TestCase):
             config_lib.InputError, "host_copy_folder='/proc/x'"
         ):
             host_copies.HostCopies(self.run_folder, "/proc/x")
+        with self.assertRaisesRegex(config_lib.InputError, "that is not set"):
+            host_copies.HostCopies(self.run_folder, "/tmp/$NO_SUCH_VARIABLE/x")
 
 
 class ReplicasTest(parameterized.TestCase):
