@@ -49,8 +49,9 @@ if [[ ${IMAGE:-} ]]; then
   container=("--container-image=$IMAGE" "--container-mounts=${MOUNTS:-/shared:/shared}"
     --container-workdir=/glm5_jax)
 fi
+# Since 22.05 srun no longer takes --cpus-per-task from the job.
 srun --kill-on-bad-exit=1 --open-mode=append --label "${container[@]}" \
-  --output="$logs/process_%t.log" \
+  --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --output="$logs/process_%t.log" \
   "${PYTHON:-python}" -m glm5_jax.train "$@"
 code=$?
 if ((code == 143)); then
