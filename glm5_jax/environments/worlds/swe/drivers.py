@@ -19,6 +19,9 @@ from glm5_jax.environments.worlds.swe import guarded_run, records, runners
 ROOT = "repo"  # folder of the package below /work
 CANARY = "canary_of_the_runner"
 GUARDED = ("pytest", "unittest")  # guarded_run.py runs them
+# Nothing steers Python, and sets have one order: tests of what is in a set are named by
+# it. With -I Python would take neither.
+_PLAIN = "env -u PYTHONPATH -u PYTHONHOME PYTHONHASHSEED=0"
 _HOME = "/work/runner"
 _TOKEN = f"{_HOME}/token"
 _TESTS = "tests"  # the file that all tests of a runner of _TOGETHER are
@@ -109,7 +112,7 @@ def command(recipe: records.Recipe) -> str:
     if recipe.runner in GUARDED:
         tools = runners.folder("pytest") if recipe.runner == "pytest" else "-"
         return (
-            f"cd /work/{ROOT} && {python()} -I {_HOME}/guarded_run.py "
+            f"cd /work/{ROOT} && {_PLAIN} {python()} -s {_HOME}/guarded_run.py "
             f"{recipe.runner} {_TOKEN} {tools} {':'.join(recipe.roots)} {files} 2>&1"
         )
     if recipe.runner in _TOGETHER:

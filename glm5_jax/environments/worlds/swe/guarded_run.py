@@ -1,6 +1,6 @@
 """Runs a Python package's tests in the sandbox, and catches runners that are patched.
 
-`python -I guarded_run.py pytest|unittest TOKEN_FILE TOOLS ROOTS FILE...`. It stands
+`python -s guarded_run.py pytest|unittest TOKEN_FILE TOOLS ROOTS FILE...`. It stands
 alone: the sandbox has the standard library, and pytest in the folder TOOLS. Each line
 of its log begins with the token of the token file, which is removed before the package
 is imported. The last line, `TOKEN DONE`, is missing if the process ends early. `TOKEN
@@ -155,4 +155,5 @@ def _run_unittest(files: list[str], report: Callable[[str], None]) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # nobody's package
     main(*sys.argv[1:])

@@ -57,6 +57,20 @@ class MineTest(parameterized.TestCase):
             folder.solved_tree(record)["counts.py"], packages.SOURCE.encode()
         )
 
+    def test_tests_that_a_set_names_have_the_same_names_in_every_run(self):
+        """As parametrize({...}) of pytest does: hashes of texts are not random."""
+        tests = (
+            "import unittest\n"
+            "class SetTest(unittest.TestCase): pass\n"
+            "for i, name in enumerate(set('abcdefghijklmnopqrstuvwxyz')):\n"
+            "    setattr(SetTest, f'test_{i}_{name}', lambda self: None)\n"
+        )
+        files = {**packages.FILES, "tests/test_counts.py": tests.encode()}
+        recipe = packages.folder().records()[0].recipe
+        one, two = (asyncio.run(trials.run(files, recipe)) for _ in range(2))
+        self.assertLen(one.passed(), 26)
+        self.assertEqual(one.passed(), two.passed())
+
     def test_every_candidate_has_an_outcome(self):
         counts = mine.Log(packages.folder()).counts(of_packages=False)
         self.assertEqual(counts[mine.MADE], len(packages.folder().records()))
