@@ -51,7 +51,8 @@ if [[ ${IMAGE:-} ]]; then
 fi
 # Since 22.05 srun no longer takes --cpus-per-task from the job.
 srun --kill-on-bad-exit=1 --open-mode=append --label "${container[@]}" \
-  --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --output="$logs/process_%t.log" \
+  ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+  --output="$logs/process_%t.log" \
   "${PYTHON:-python}" -m glm5_jax.train "$@"
 code=$?
 if ((code == 143)); then

@@ -42,6 +42,7 @@ class ConfigsTest(parameterized.TestCase):
         ({"checkpoints_keep_best": 1, "eval_every": 30}, "multiple of eval_every"),
         ({"checkpoints_keep_best": 1, "eval_every": 0}, "got 100 and 0"),
         ({"checkpoints_keep_best": -1}, "must not be negative"),
+        ({"host_copy_every": 5, "checkpoint_every": 0}, "needs checkpoint_every"),
     )
     def test_kept_checkpoints_must_be_saved_and_evaluated(self, fields, message):
         with self.assertRaisesRegex(config_lib.InputError, message):

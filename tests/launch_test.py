@@ -94,7 +94,7 @@ class SourceTest(parameterized.TestCase):
         """Since Slurm 22.05 it has one otherwise, whatever the job asks for."""
         text = (launch.ROOT / "launch" / "slurm.sh").read_text()
         (call,) = re.findall(r"^srun .*?[^\\]$", text, re.MULTILINE | re.DOTALL)
-        self.assertIn('--cpus-per-task="${SLURM_CPUS_PER_TASK', call)
+        self.assertIn('--cpus-per-task="$SLURM_CPUS_PER_TASK"', call)
 
     @parameterized.parameters("slurm.sh", "slurm_rl.sh")
     def test_slurm_opens_its_log_in_a_folder_that_is_there(self, name):

@@ -5,11 +5,12 @@ copy takes what a host's own memory or disk takes to write its shards, so it may
 every few steps: a run that is started again loses those steps only. A host that has
 lost its copy, or is new, gets its shards from a replica along the mesh's data axis. So
 a run of several slices survives the loss of all but one of them, also with fewer
-slices than before; where shards are lost, it resumes from its newest checkpoint.
+slices than before; where a shard is lost, it resumes from its newest checkpoint.
 
-Copies are made in FOLDER/NAME-LINEAGE/STEP/NUMBER.shards, by process. LINEAGE is a
-random name in the run's own folder that a rollback deletes, so that nobody resumes from
-what was rolled back.
+A copy is FOLDER/glm5_jax-NAME-LINEAGE/STEP-START/NUMBER.shards, by process. LINEAGE is
+a random name in the run's own folder that a rollback deletes, so that nobody resumes
+from what was rolled back. START is a random number of each start of the run: two starts
+may reach a step with other bits, which must not be mixed.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
+from jax.sharding import Mesh
 
 from glm5_jax import config as config_lib
 from glm5_jax import files
@@ -35,8 +37,10 @@ from glm5_jax.processes import together
 
 PyTree = Any
 _LINEAGE = "lineage"  # file in the run's folder
-_MOST = 4  # steps that a host tells the others of: it has one or two
+_MOST = 4  # copies that a process tells the others of; more are older
 _NONE = -1
+_UNREADABLE = (OSError, ValueError, KeyError, config_lib.DamagedError)
+Copy = tuple[int, int]  # step, start
 
 
 class HostCopies:
@@ -60,11 +64,12 @@ class HostCopies:
                 f"environment of process {jax.process_index()}."
             )
         digest = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()
-        self._name = f"{workdir.name}-{digest[:12]}"
-        self._uses = 0  # of the store of values, whose keys are used once
+        self._prefix = f"glm5_jax-{workdir.name}-{digest[:12]}-"
+        self._num_agreed = 0  # the names of what processes tell each other differ
         self._lineage = self._agreed(lambda: read_lineage(workdir))
+        self._start = int(self._agreed(lambda: str(secrets.randbits(31))))
         try:
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._root.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self._root).close()
         except OSError as error:
             raise config_lib.InputError(
@@ -72,17 +77,15 @@ class HostCopies:
                 f"in memory or on a disk of each host."
             ) from error
         for path in self._root.iterdir():
-            if path.name.startswith(f"{self._name}-") and path != self._folder:
+            if path.name.startswith(self._prefix) and path != self._folder:
                 shutil.rmtree(path, ignore_errors=True)
-        for path in self._folder.glob(f"*/.{jax.process_index()}-*"):
-            path.unlink(missing_ok=True)  # of a process that was killed
         self._thread = futures.ThreadPoolExecutor(1, "host_copy")
         self._pending: futures.Future[None] | None = None
         self._pending_step = _NONE
 
     @property
     def _folder(self) -> pathlib.Path:
-        return self._root / f"{self._name}-{self._lineage or 'none'}"
+        return self._root / f"{self._prefix}{self._lineage or 'none'}"
 
     def save(self, step: int, state: PyTree, metadata: dict[str, Any]) -> None:
         """Copies this process's shards, and writes them in the background.
@@ -93,10 +96,9 @@ class HostCopies:
         self.wait()
         if not self._lineage:
             self._lineage = self._agreed(lambda: _make_lineage(self._workdir))
-        path = self._folder / str(step) / f"{jax.process_index()}.shards"
+        path = self._path(step, self._start) / f"{jax.process_index()}.shards"
         parts, text = shard_file.own_parts(state), json.dumps(metadata)
-        write = shard_file.write
-        self._pending = self._thread.submit(write, path, step, text, parts)
+        self._pending = self._thread.submit(_write, path, step, text, parts)
         self._pending_step = step
 
     def restore(
@@ -104,7 +106,7 @@ class HostCopies:
     ) -> tuple[int, PyTree, dict[str, Any]] | None:
         """Restores the newest copy that all shards are left of, or returns None.
 
-        All processes must call it.
+        Other copies on this host are deleted. All processes must call it.
 
         Args:
           abstract_state: shapes, types and shardings of the result.
@@ -116,18 +118,22 @@ class HostCopies:
         self.wait()
         held = self._held()
         mine = sorted(held, reverse=True)[:_MOST]
-        padded = np.array([*mine, *[_NONE] * (_MOST - len(mine))], np.int32)
-        steps = {*together.gathered(padded).ravel().tolist()}
-        for step in sorted((n for n in steps if n > newer_than), reverse=True):
-            found = self._restore(step, held.get(step, []), abstract_state)
+        padded = np.full((_MOST, 2), _NONE, np.int32)
+        padded[: len(mine)] = np.array(mine, np.int32).reshape(-1, 2)
+        told = together.gathered(padded).reshape(-1, 2).tolist()
+        copies = {(step, start) for step, start in told if step > newer_than}
+        for copy in sorted(copies, reverse=True):
+            found = self._restore(copy, held.get(copy, []), abstract_state)
             if found is not None:
-                return step, *found
+                self._remove_others(copy)
+                return copy[0], *found
+        self._remove_others(None)
         return None
 
     def wait(self) -> None:
-        """Waits until all have written the last copy; then older ones go.
+        """Waits until all have written the last copy; then the others go.
 
-        If one could not write it, it is of no use and goes instead.
+        If one process could not write it, its other shards go instead.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -139,16 +145,18 @@ class HostCopies:
             is_written = False
             logging.error("STEP %d HAS NO COPY ON THIS HOST: %s", step, error)
         is_of_all = together.all_true(is_written)
-        for path in self._folder.glob(f"*/{jax.process_index()}.shards"):
-            number = int(path.parent.name)
-            if number < step if is_of_all else number == step:
-                _remove(path)
+        for copy, path in self._paths():
+            if is_of_all and (copy[1] != self._start or copy[0] < step):
+                shutil.rmtree(path, ignore_errors=True)
+            elif not is_of_all and copy == (step, self._start):
+                (path / f"{jax.process_index()}.shards").unlink(missing_ok=True)
 
     def drop(self) -> None:
-        """Deletes this process's copies: a checkpoint or a rollback replaces them."""
+        """Deletes the copies: what replaces them is safe, or they are worth nothing."""
         self.wait()
-        for path in self._folder.glob(f"*/{jax.process_index()}.shards"):
-            _remove(path)
+        self._remove_others(None)
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
         if together.is_first():
             forget(self._workdir)
         self._lineage = ""
@@ -157,28 +165,47 @@ class HostCopies:
         """Waits for the copy that is being written; deletes nothing."""
         self._thread.shutdown()
 
-    def _held(self) -> dict[int, list[shard_file.ShardFile]]:
-        """Returns the sound files on this host, of all processes that wrote here."""
-        held: dict[int, list[shard_file.ShardFile]] = {}
-        for path in sorted(self._folder.glob("*/[0-9]*.shards")):
-            with _logged(path):
-                file = shard_file.ShardFile(path)
-                held.setdefault(file.step, []).append(file)
+    def _path(self, step: int, start: int) -> pathlib.Path:
+        return self._folder / f"{step}-{start}"
+
+    def _paths(self) -> list[tuple[Copy, pathlib.Path]]:
+        """Returns the copies in this host's folder, of all processes."""
+        found = []
+        for path in self._folder.glob("[0-9]*-[0-9]*"):
+            step, _, start = path.name.partition("-")
+            found.append(((int(step), int(start)), path))
+        return found
+
+    def _remove_others(self, kept: Copy | None) -> None:
+        """Removes copies from this host once all processes have read theirs."""
+        together.all_true(True)
+        for copy, path in self._paths():
+            if copy != kept:
+                shutil.rmtree(path, ignore_errors=True)
+        together.all_true(True)  # only then may one write again
+
+    def _held(self) -> dict[Copy, list[shard_file.ShardFile]]:
+        """Returns the files on this host with sound headers, of all processes."""
+        held: dict[Copy, list[shard_file.ShardFile]] = {}
+        for copy, folder in self._paths():
+            for path in sorted(folder.glob("[0-9]*.shards")):
+                with _logged(path):
+                    held.setdefault(copy, []).append(shard_file.ShardFile(path))
         return held
 
     def _restore(
-        self, step: int, held: Sequence[shard_file.ShardFile], abstract_state: PyTree
+        self, copy: Copy, files: Sequence[shard_file.ShardFile], abstract_state: PyTree
     ) -> tuple[PyTree, dict[str, Any]] | None:
+        step, mesh = copy[0], jax.tree.leaves(abstract_state)[0].sharding.mesh
         state = None
-        with _logged(self._folder / str(step)):
-            state = _read(held, abstract_state)
-        has = together.gathered(np.array(state is not None)).tolist()
-        mesh = jax.tree.leaves(abstract_state)[0].sharding.mesh
-        chosen = replicas.sources(mesh, has)
+        if self._sources(step, mesh, _is_whole(files, abstract_state))[1] is None:
+            return None  # before a byte is read
+        with _logged(self._path(*copy)):
+            state = _read(files, abstract_state)
+        has, chosen = self._sources(step, mesh, state is not None)
         if chosen is None:
-            logging.warning("Shards of the hosts' copies of step %d are lost.", step)
             return None
-        text = held[0].metadata if state is not None else ""
+        text = files[0].metadata if state is not None else ""
         metadata = self._agreed(lambda: text, has.index(True))
         if not all(has):
             state = _zeros(abstract_state) if state is None else state
@@ -194,16 +221,33 @@ class HostCopies:
         )
         return state, json.loads(metadata)
 
+    def _sources(
+        self, step: int, mesh: Mesh, mine: bool
+    ) -> tuple[list[bool], np.ndarray | None]:
+        """Returns who has its shards, and the devices that others take theirs from."""
+        has = together.gathered(np.array(mine)).tolist()
+        chosen = replicas.sources(mesh, has)
+        if chosen is None:
+            logging.warning("Shards of the hosts' copies of step %d are lost.", step)
+        return has, chosen
+
     def _agreed(self, make: Callable[[], str], number: int = 0) -> str:
         """Returns a text that one process makes."""
-        self._uses += 1
-        return together.from_one(f"host_copies/{self._uses}", number, make)
+        self._num_agreed += 1
+        return together.from_one(f"host_copies/{self._num_agreed}", number, make)
+
+
+def _write(
+    path: pathlib.Path, step: int, metadata: str, parts: shard_file.Parts
+) -> None:
+    path.parents[1].mkdir(mode=0o700, exist_ok=True)  # nobody else reads it
+    shard_file.write(path, step, metadata, parts)
 
 
 def read_lineage(workdir: pathlib.Path) -> str:
     """Returns the random name of the copies that count for a run, or ""."""
     path = workdir / _LINEAGE
-    return path.read_text() if path.exists() else ""
+    return path.read_text(errors="replace").strip() if path.exists() else ""
 
 
 def forget(workdir: pathlib.Path) -> None:
@@ -217,27 +261,43 @@ def _make_lineage(workdir: pathlib.Path) -> str:
     return name
 
 
-def _read(
-    held: Sequence[shard_file.ShardFile], abstract_state: PyTree
-) -> PyTree | None:
-    """Returns a state from this host's files; None if a shard is in none of them."""
-
-    def array(name: str, leaf: Any) -> jax.Array:
-        def shard(index: Any) -> np.ndarray:
-            where = shard_file.bounds(index, leaf.shape)
-            file = next(file for file in held if (name, where) in file)
-            return file.read(name, where)
-
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
-
-    leaves = shard_file.named(abstract_state)
-    for name, leaf in leaves.items():
+def _is_whole(files: Sequence[shard_file.ShardFile], abstract_state: PyTree) -> bool:
+    """Returns whether the files hold every shard of this process."""
+    for name, leaf in shard_file.named(abstract_state).items():
         places: Any = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         for index in places.values():
             part = name, shard_file.bounds(index, leaf.shape)
-            if not any(part in file for file in held):
-                return None
-    read = [array(name, leaf) for name, leaf in leaves.items()]
+            if not any(part in file for file in files):
+                return False
+    return True
+
+
+def _read(
+    files: Sequence[shard_file.ShardFile], abstract_state: PyTree
+) -> PyTree | None:
+    """Returns a state from this host's files; None if they lack a shard.
+
+    Raises:
+      DamagedError: every file with some shard is damaged in it.
+    """
+    if not _is_whole(files, abstract_state):
+        return None
+
+    def array(name: str, leaf: Any) -> jax.Array:
+        def shard(index: Any) -> np.ndarray:
+            where, failure = shard_file.bounds(index, leaf.shape), None
+            for file in files:
+                try:
+                    if (name, where) in file:
+                        return file.read(name, where)
+                except config_lib.DamagedError as error:
+                    logging.error("%s", error)
+                    failure = error
+            raise failure or KeyError(name)
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
+
+    read = [array(*named) for named in shard_file.named(abstract_state).items()]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), read)
 
 
@@ -251,16 +311,10 @@ def _zeros(abstract_state: PyTree) -> PyTree:
     return jax.tree.map(zeros, abstract_state)
 
 
-def _remove(path: pathlib.Path) -> None:
-    path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # another process's file is still in it
-        path.parent.rmdir()
-
-
 @contextlib.contextmanager
 def _logged(path: pathlib.Path) -> Iterator[None]:
     """Tells of damage in the log; others may have the same shards."""
     try:
         yield
-    except (OSError, ValueError, KeyError, config_lib.DamagedError) as error:
+    except _UNREADABLE as error:
         logging.error("%s CANNOT BE READ: %s", path, error)

@@ -196,10 +196,16 @@ class CheckpointManager:
 
     def has_before(self, step: int) -> bool:
         """Returns whether an older step is sealed; all processes must call."""
+        return any(n < step for n in self._sealed())
+
+    def newest_sealed(self) -> int:
+        """Returns the newest step with a manifest, or -1; all processes must call."""
+        return max(self._sealed(), default=-1)
+
+    def _sealed(self) -> list[int]:
         steps = step_folder.numbers(self._folder)
-        older = [n for n in steps if n < step]
-        safe = [n for n in older if manifest.is_sealed(self._folder / str(n))]
-        return bool(together.numbers_of_first(safe))
+        sealed = [n for n in steps if manifest.is_sealed(self._folder / str(n))]
+        return together.numbers_of_first(sealed)
 
     def latest_step(self) -> int | None:
         """Returns the newest step that process 0 sees; all processes must call."""

@@ -41,7 +41,8 @@ def spread(state: PyTree, chosen: np.ndarray) -> PyTree:
     """Returns the state with the chosen devices' shards in all replicas.
 
     Args:
-      state: arrays on one mesh, no dim of which is sharded over its data axis.
+      state: arrays on one mesh, no dim of which is sharded over its data axis; they
+        are donated, as memory may not have room for two states.
       chosen: of `sources`.
     """
     mesh: Mesh = jax.tree.leaves(state)[0].sharding.mesh
@@ -61,7 +62,7 @@ def spread(state: PyTree, chosen: np.ndarray) -> PyTree:
             check_vma=False,  # replicas choose alike, each from its own row
         )
         x = jax.device_put(x, place.with_memory_kind("device"))  # some are offloaded
-        return jax.device_put(jax.jit(taken)(x, marks), place)
+        return jax.device_put(jax.jit(taken, donate_argnums=0)(x, marks), place)
 
     return jax.tree.map(of, state)
 

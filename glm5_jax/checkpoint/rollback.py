@@ -90,7 +90,7 @@ def by_hand(
       run: its folder.
       step: an older step with a manifest.
       num_left_out: number of batches to skip after those of the step; None skips all
-        up to the newest step.
+        up to the newest step. Batches that only hosts' copies had seen are not known.
 
     Returns:
       The rollback as written, and the steps that were set aside.
@@ -115,7 +115,8 @@ def _by_hand(
             f"{sealed}."
         )
     later = [n for n in steps if n > step]
-    if not later and not num_left_out:
+    has_copies = bool(host_copies.read_lineage(pathlib.Path(checkpoints.parent)))
+    if not later and not num_left_out and not has_copies:
         raise config_lib.InputError(
             f"step {step} is already the newest in {checkpoints}; give an older step, "
             f"or --leave_out=N to skip batches."
@@ -123,7 +124,8 @@ def _by_hand(
     manifest.verify(checkpoints / str(step))
     here = _position(checkpoints / str(step), step)
     if num_left_out is None:
-        num_left_out = _position(checkpoints / str(later[-1]), later[-1]) - here
+        newest = max(steps)  # the step itself, where only copies on hosts are newer
+        num_left_out = _position(checkpoints / str(newest), newest) - here
     rollback = Rollback(step, here - step + num_left_out, None)
     write(checkpoints.parent, rollback)
     for number in later:  # newest last, so that a killed command can be rerun

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,24 +39,24 @@ def bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 def own_parts(state: PyTree) -> dict[str, dict[Bounds, np.ndarray]]:
     """Copies the shards on this process's devices to the host, each one once."""
-    leaves = named(state)
-    for leaf in leaves.values():
-        leaf.copy_to_host_async()
-    return {
-        name: {
-            bounds(shard.index, leaf.shape): np.array(shard.data)
-            for shard in _different(leaf)
-        }
-        for name, leaf in leaves.items()
-    }
+    shards = {name: _unique_shards(leaf) for name, leaf in named(state).items()}
+    for windows in shards.values():
+        for shard in windows.values():
+            shard.copy_to_host_async()
+    return jax.tree.map(_on_host, shards)
 
 
-def _different(leaf: jax.Array) -> Iterator[jax.Shard]:
-    seen = set()
+def _unique_shards(leaf: jax.Array) -> dict[Bounds, jax.Array]:
+    found = {}
     for shard in leaf.addressable_shards:
-        if (where := bounds(shard.index, leaf.shape)) not in seen:
-            seen.add(where)
-            yield shard
+        found.setdefault(bounds(shard.index, leaf.shape), shard.data)
+    return found
+
+
+def _on_host(shard: jax.Array) -> np.ndarray:
+    """Returns a copy that stays when the shard is donated."""
+    is_here = any(device.platform == "cpu" for device in shard.devices())
+    return np.array(shard) if is_here else np.asarray(shard)
 
 
 def write(path: pathlib.Path, step: int, metadata: str, parts: Parts) -> None:

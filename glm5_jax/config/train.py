@@ -71,7 +71,7 @@ class TrainConfig:
     # Steps between copies of its shards that each host keeps by itself; 0: none.
     host_copy_every: int = 0
     # Their folder, in a host's memory or on its disk; $NAME is an environment variable.
-    host_copy_folder: str = "/dev/shm/glm5_jax"
+    host_copy_folder: str = "/dev/shm"
     # First and last step of a profile, which goes into the run's folder, as (10, 12);
     # (): no profile.
     profile_steps: tuple[int, ...] = ()
@@ -117,19 +117,17 @@ class TrainConfig:
             ),
             (
                 length <= self.model.max_position_embeddings,
-                f"data.sequence_length must not exceed "
-                f"model.max_position_embeddings "
+                f"data.sequence_length must not exceed model.max_position_embeddings "
                 f"({self.model.max_position_embeddings}), got {length}.",
             ),
             *(
                 (getattr(self, k) >= 0, f"{k} must not be negative; 0 turns it off.")
                 for k in (
                     *("eval_every", "sample_every", "sample_tokens"),
-                    *("checkpoints_keep_every", "checkpoints_keep_best"),
-                    "host_copy_every",
+                    *("checkpoint_every", "checkpoints_keep_every"),
+                    *("checkpoints_keep_best", "host_copy_every"),
                 )
             ),
-            (self.checkpoint_every >= 0, "checkpoint_every must not be negative."),
             *self._init_rules(),
             *self._watching_rules(),
             *self._checkpoint_rules(),
@@ -265,6 +263,10 @@ class TrainConfig:
         evaluates = self.eval_every
         return [
             (
+                self.host_copy_every <= 0 or saves > 0,
+                "host_copy_every needs checkpoint_every: copies count after a save.",
+            ),
+            (
                 keeps <= 0 or (saves > 0 and keeps % saves == 0),
                 f"checkpoints_keep_every must be a multiple of checkpoint_every, or 0, "
                 f"got {keeps} and {saves}: only those steps are saved.",
@@ -290,8 +292,7 @@ class TrainConfig:
             (
                 self.optim.warmup_steps < self.num_updates,
                 f"optim.warmup_steps must be smaller than num_steps, got "
-                f"{self.optim.warmup_steps} of {self.num_updates} updates; shorten "
-                f"the warm-up or train longer.",
+                f"{self.optim.warmup_steps} of {self.num_updates} updates; lower it.",
             ),
             (
                 self.optim.warmup_tokens < num_tokens,
@@ -315,8 +316,7 @@ class TrainConfig:
             ),
             (
                 not self.stop_metric or self.eval_every > 0,
-                f"stop_metric {self.stop_metric!r} needs evaluations; set eval_every "
-                f"to the steps between them.",
+                f"stop_metric {self.stop_metric!r} needs evaluations: set eval_every.",
             ),
             (
                 is_measured or not is_success,

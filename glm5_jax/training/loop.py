@@ -2,8 +2,8 @@
 
 The metrics of step n - 1 are read after step n is dispatched, so that the device never
 waits for the host. They are read earlier in two cases: the batch of step n is sampled
-with the weights of step n - 1; or an evaluation, a sample or a checkpoint is due, which
-need a step that has been judged.
+with the weights of step n - 1; or an evaluation, a sample, a checkpoint or a copy is
+due, which need a step that has been judged.
 """
 
 import contextlib
@@ -240,7 +240,7 @@ class _Loop:
         try:
             yield
         except Exception:
-            self._run.checkpoints.close()
+            self._run.close(keeps_copies=True)
             raise
 
 

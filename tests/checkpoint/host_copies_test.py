@@ -75,6 +75,9 @@ class HostCopiesTest(parameterized.TestCase):
     def files(self):
         return sorted(self.host.rglob("*.shards"))
 
+    def steps(self):
+        return [int(path.parent.name.partition("-")[0]) for path in self.files()]
+
     def test_the_newest_comes_back_bit_for_bit(self):
         self.saved(10, 20)
         self.assertEqual(self.restored(), 20)
@@ -92,7 +95,68 @@ class HostCopiesTest(parameterized.TestCase):
 
     def test_older_ones_go_once_all_have_the_next(self):
         self.saved(10, 20, 30)
-        self.assertEqual([path.parent.name for path in self.files()], ["20", "30"])
+        self.assertEqual(self.steps(), [20, 30])
+        self.assertEqual(self.restored(newer_than=10), 30)
+        self.assertEqual(self.steps(), [30])
+
+    def test_a_start_again_needs_no_more_room(self):
+        """Nor does one whose process has another number leave anything behind."""
+        self.saved(10, 20)
+        for path in self.files():
+            path.rename(path.with_name("7.shards"))
+        copies = self.open()
+        self.assertEqual(copies.restore(state_of(0, self.mesh), newer_than=0)[0], 20)
+        copies.save(30, state_of(30, self.mesh), METADATA)
+        copies.wait()
+        self.assertEqual(self.steps(), [30])
+        copies.drop()
+        self.assertEmpty([*self.host.iterdir()])
+
+    def test_two_starts_that_reach_a_step_are_not_mixed(self):
+        """The first one's half of step 30 and the second one's are two copies."""
+        whole = self.cut_files(30, self.mesh)
+        self.open()  # another start, on which a process finished its half, too
+        self.assertLen({path.parent for path in whole}, 1)
+        other = whole[1].parent.with_name("30-5")
+        other.mkdir()
+        whole[1].rename(other / whole[1].name)
+        self.assertIsNone(self.restored())
+
+    def cut_files(self, step, mesh):
+        """Saves a copy as two processes would, each with half of the leaves."""
+        self.saved(step)
+        (file,) = self.files()
+        held = shard_file.ShardFile(file)
+        parts = shard_file.own_parts(state_of(step, mesh))
+        for number, names in enumerate(([*parts][:2], [*parts][2:])):
+            half = {name: parts[name] for name in names}
+            path = file.with_name(f"{number}.shards")
+            shard_file.write(path, step, held.metadata, half)
+        return self.files()
+
+    def test_files_of_several_processes_are_one_copy(self):
+        self.cut_files(30, self.mesh)
+        self.assertEqual(self.restored(), 30)
+
+    def test_a_damaged_part_is_read_from_another_process_of_the_host(self):
+        self.saved(10)
+        content = bytearray(self.files()[0].read_bytes())
+        self.files()[0].with_name("1.shards").write_bytes(content)
+        content[-1] ^= 1
+        self.files()[0].write_bytes(content)
+        with self.assertLogs(level="ERROR"):
+            self.assertEqual(self.restored(), 10)
+
+    def test_another_cut_of_the_state_is_not_read(self):
+        self.saved(10)
+        self.mesh = jax.make_mesh((4, 1, 2), ("data", "fsdp", "tensor"))
+        self.assertIsNone(self.restored())
+
+    def test_fewer_replicas_read_the_same(self):
+        self.saved(10)
+        devices = self.mesh.devices[:1]
+        self.mesh = Mesh(devices, ("data", "fsdp", "tensor"))
+        self.assertEqual(self.restored(), 10)
 
     @parameterized.named_parameters(
         ("header", 60), ("length", 0), ("part", -1), ("cut", None)
@@ -120,7 +184,7 @@ class HostCopiesTest(parameterized.TestCase):
     def test_a_process_that_is_killed_leaves_no_copy(self):
         self.saved(10)
         whole = self.files()[0]
-        unfinished = whole.parent.parent / "20" / ".0-abc.shards"
+        unfinished = whole.parent.with_name("20-77") / ".0-abc.shards"
         unfinished.parent.mkdir()
         unfinished.write_bytes(whole.read_bytes()[:300])
         self.assertEqual(self.restored(), 10)
@@ -129,11 +193,12 @@ class HostCopiesTest(parameterized.TestCase):
     def test_a_full_disk_costs_the_copy_and_not_the_run(self):
         copies = self.open()
         copies.save(10, state_of(10, self.mesh), METADATA)
+        copies.wait()
         full = mock.patch.object(shard_file, "write", side_effect=OSError("full"))
         with full, self.assertLogs(level="ERROR") as logs:
             copies.save(20, state_of(20, self.mesh), METADATA)
             copies.save(30, state_of(30, self.mesh), METADATA)
-            self.assertIsNone(copies.restore(state_of(0, self.mesh), newer_than=10))
+            copies.wait()
         self.assertIn("STEP 20 HAS NO COPY ON THIS HOST: full", logs.output[0])
         self.assertEqual(self.restored(), 10)
 
@@ -158,7 +223,7 @@ class HostCopiesTest(parameterized.TestCase):
         self.saved(10)
         copies = self.open()
         copies.drop()
-        self.assertEmpty(self.files())
+        self.assertEmpty([*self.host.iterdir()])
         copies.save(12, state_of(12, self.mesh), METADATA)
         copies.close()
         self.assertEqual(self.restored(), 12)
@@ -201,7 +266,7 @@ class ReplicasTest(parameterized.TestCase):
                 leaf.shape, leaf.sharding, parts
             )
 
-        state = replicas.spread(jax.tree.map(broken, want), chosen)
+        state = replicas.spread(jax.tree.map(broken, state_of(1, self.mesh)), chosen)
         for leaf, whole in zip(*map(jax.tree.leaves, (state, want)), strict=True):
             self.assertEqual(leaf.sharding, whole.sharding)
             for shard in leaf.addressable_shards:

@@ -2,8 +2,8 @@
 
 config.json (resolved), metrics.jsonl, summary.json (written last), checkpoints/STEP/,
 samples/STEP.txt, episodes/STEP.json.gz, tokenizer.json, loss.png; rollback.json after a
-rollback, stacks_N.txt where process N hung. Process 0 writes all but the checkpoints
-and the stacks.
+rollback, stacks_N.txt where process N hung, lineage where hosts keep copies. Process 0
+writes all but the checkpoints and the stacks.
 """
 
 import contextlib

@@ -135,11 +135,16 @@ class Run:
         keeper = self.copies if is_copy and self.copies else self.checkpoints
         keeper.save(self.step, state, metrics_lib.finite(metadata))
 
-    def close(self) -> None:
-        """Waits for the last checkpoint, which replaces the hosts' copies."""
+    def close(self, keeps_copies: bool = False) -> None:
+        """Waits for saves; the last checkpoint replaces the hosts' copies.
+
+        Args:
+          keeps_copies: the run ends by an error, without such a checkpoint.
+        """
         self.checkpoints.close()
-        if self.copies:
+        if self.copies and not keeps_copies:
             self.copies.drop()
+        if self.copies:
             self.copies.close()
 
     def roll_back(self) -> int:
@@ -184,6 +189,8 @@ class Run:
         if note and note.step == self.step and note.num_left_out > self.num_left_out:
             self.num_left_out, memory = note.num_left_out, note.health or memory
             self.rolled_back_to = self.step
+        elif note and note.step == self.checkpoints.newest_sealed() < self.step:
+            self.rolled_back_to = note.step  # and a host's copy was made since
         self.health.resume(memory)
 
     def restore(
@@ -202,7 +209,7 @@ class Run:
         self.critic_state, program = {}, self.program
         abstract = {"params": program.params, "opt_state": program.opt_state}
         abstract |= self.critic.state
-        newest = self.checkpoints.latest_step() or 0
+        newest = self.checkpoints.newest_sealed()
         found = copies.restore(abstract, newest) if copies else None
         found = found or self.checkpoints.restore(abstract, before=before)
         self.step, state, metadata = found
@@ -300,6 +307,8 @@ def _fill(run: Run) -> None:
         run.tokenizer = _same_tokenizer(workdir, run.feed.tokenizer, run.tokenizer)
         logging.info("Resumes from step %d in %s.", run.step, workdir)
         return
+    if run.copies:  # of an earlier start that had no checkpoint
+        run.copies.drop()
     if together.is_first():
         companions.into_training(workdir, config.init_from, run.feed.tokenizer)
     run.tokenizer = _same_tokenizer(workdir, run.feed.tokenizer)
