@@ -89,6 +89,20 @@ class TasksTest(parameterized.TestCase):
         again = environments.make("terminal").task("train", 1, 5)
         self.assertEqual(again, train[3 * count + 5])
 
+    def test_what_is_held_out_is_never_asked_in_training(self):
+        """Though different seeds ask the same, as times of a crontab are few."""
+        terminal = environments.make("terminal:cron_line")
+        train, held_out = (
+            [terminal.task(split, 0, i) for i in range(600)]
+            for split in ("train", "held_out")
+        )
+        asked = {task.messages[0]["content"] for task in train}
+        self.assertLess(len(asked), 600)
+        self.assertLen({task.id for task in train}, 600)
+        self.assertLen({task.problem for task in train}, len(asked))
+        others = {task.messages[0]["content"] for task in held_out}
+        self.assertEmpty(asked & others)
+
     def test_unknown_or_unusable_families_are_refused(self):
         with self.assertRaisesRegex(config.InputError, "no family 'vim'.*git_merge"):
             environments.make("terminal:vim")
@@ -108,6 +122,9 @@ class EpisodeTest(parameterized.TestCase):
         self.enterContext(patch)
         self.addCleanup(world.draft.cache_clear)
         self.terminal = environments.make("terminal:simple")
+        # Every seed gives the same task, so one split has none.
+        with self.assertRaisesRegex(config.InputError, "no task in held_out"):
+            self.terminal.task("held_out", 0, 0)
         self.task = self.terminal.task("train", 0, 0)
 
     def play(self, *turns):

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import pathlib
 import random
 import shutil
@@ -17,7 +18,8 @@ from glm5_jax.environments.worlds.terminal import families
 MAX_TURNS = 30
 _SECONDS = 30.0  # of a command
 _LIMITS = sandbox.Limits(seconds=_SECONDS, disk_bytes=64 * 2**20)
-_HELD_OUT = 5  # one seed in so many
+_HELD_OUT = 5  # one task in so many
+_MAX_DRAWS = 1000  # to find a task of the split
 # Checks do not read an agent's settings of git, Python or the shell.
 _CLEAN = "cd /work; export HOME=/tmp GIT_CONFIG_NOSYSTEM=1 PYTHONNOUSERSITE=1; "
 TOOLS = tool_calls.SHELL
@@ -47,20 +49,29 @@ class Terminal:
             raise config.InputError(f"{name!r} needs {needs}, which is not installed.")
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
-        """Returns a task; a hash of its seed decides which split it is in."""
+        """Returns a task; a hash of what it asks decides which split it is in.
+
+        Raises:
+            config.InputError: no task of the family is in the split.
+        """
         turn, place = divmod(index, len(self.families))
         family = self.families[place]
         rng = random.Random(f"{split}/{seed}/{family}/{turn}")
-        number = rng.randrange(2**31)
-        while _is_held_out(number) != (split == "held_out"):
+        for _ in range(_MAX_DRAWS):
             number = rng.randrange(2**31)
-        made = draft(family, number)
+            made = draft(family, number)
+            asked = _asked(made)
+            if _is_held_out(asked) == (split == "held_out"):
+                break
+        else:
+            raise config.InputError(f"terminal:{family} has no task in {split}.")
         said = {"role": "user", "content": f"You are in /work. {made.instruction}"}
         return protocol.Task(
             id=f"{family}/{number}",
             messages=(said,),
             answer=(family, number),
             tools=TOOLS,
+            problem=asked,
             tag=family,
         )
 
@@ -204,6 +215,11 @@ def _turns(commands: str) -> tuple[messages.Message, ...]:
     return (tool_calls.turn("shell", command=commands), tool_calls.turn("submit"))
 
 
-def _is_held_out(number: int) -> bool:
-    digest = hashlib.sha256(str(number).encode()).digest()
-    return digest[0] % _HELD_OUT == 0
+def _asked(made: draft_lib.Draft) -> str:
+    """Returns the SHA-256 of what an agent is given: seeds may give the same task."""
+    given = json.dumps([made.instruction, made.files, made.setup], sort_keys=True)
+    return hashlib.sha256(given.encode()).hexdigest()
+
+
+def _is_held_out(asked: str) -> bool:
+    return int(asked, 16) % _HELD_OUT == 0
