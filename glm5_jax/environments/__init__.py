@@ -8,7 +8,7 @@ import inspect
 
 from glm5_jax import config
 from glm5_jax.config import checks, user_classes
-from glm5_jax.environments import context, mixture, protocol, python_tool
+from glm5_jax.environments import context, mixture, protocol, python_tool, untold
 from glm5_jax.environments.harbor import world as harbor_world
 from glm5_jax.environments.service import remote
 from glm5_jax.environments.tasks import (
@@ -45,6 +45,12 @@ _WORLDS = {
     "terminal": terminal.Terminal,
     **dict.fromkeys(remote.SCHEMES, remote.Remote),
 }
+_WRAPPERS = {
+    context.PREFIX: context.Context,
+    python_tool.PREFIX: python_tool.PythonTool,
+    untold.PREFIX: untold.Untold,
+}
+_PREFIXES = (*_WRAPPERS, reasoning_gym.PREFIX)
 _CALLS = ("reset", "step", "close")  # of an environment
 _CALLS_OF_AGENT = ("play", "close")
 
@@ -59,8 +65,9 @@ def make(name: str) -> protocol.Taskset:
             "search:COLLECTION", "business:DAYS", "code", "humaneval", "slides:PAGES",
             "frontend:FAMILY"), a service ("http://HOST:PORT"), or the user's own
             taskset as "module:Class"; or several, "2*reverse:3-6+gcd" (mixture.py); or
-            one with less history, "context:5:search:foldoc" (context.py), or with a
-            Python tool, "python:gcd" (python_tool.py).
+            one with less history, "context:5:search:foldoc" (context.py), with a Python
+            tool, "python:gcd" (python_tool.py), or whose prompt does not describe its
+            tools, "untold:terminal:cron_line" (untold.py).
 
     Raises:
         config.InputError: the taskset or size does not exist, an extra is not
@@ -68,15 +75,21 @@ def make(name: str) -> protocol.Taskset:
     """
     if mixture.SEPARATOR in name:
         return mixture.Mixture(name, make)
-    if name.startswith(context.PREFIX):
-        return context.Context(name, make)
-    if name.startswith(python_tool.PREFIX):
-        return python_tool.PythonTool(name, make)
-    if world := _WORLDS.get(name.partition(":")[0]):
+    kind, colon, _ = name.partition(":")
+    if wrapper := _WRAPPERS.get(kind + colon):
+        return wrapper(name, make)
+    if world := _WORLDS.get(kind):
         return world(name)
     if name.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.ReasoningGym(name)
-    return _own(name) if user_classes.is_own(name) else ladder.Ladder(name)
+    return _own(name) if is_own(name) else ladder.Ladder(name)
+
+
+def is_own(name: str) -> bool:
+    """Returns whether a name is of the user's own class, as "module:Class"."""
+    first = name.partition(":")[0]
+    ours = {*_WORLDS, *(prefix[:-1] for prefix in _PREFIXES)}
+    return user_classes.is_own(name) and first not in ours
 
 
 def names() -> tuple[str, ...]:

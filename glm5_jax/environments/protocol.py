@@ -136,7 +136,11 @@ class Taskset(Protocol):
         ...
 
     def demonstration(self, task: Task) -> Sequence[messages_lib.Message] | None:
-        """Returns a conversation that solves the task, for SFT; None if unknown."""
+        """Returns a conversation that solves the task, for SFT; None if unknown.
+
+        What the environment says between two turns may be left out: demonstrations.py
+        plays the turns to learn it.
+        """
         ...
 
 

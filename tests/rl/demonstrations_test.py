@@ -2,13 +2,15 @@
 
 import dataclasses
 import itertools
+import unittest
 
 from absl.testing import parameterized
 
 from glm5_jax import environments
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
-from glm5_jax.environments import protocol
+from glm5_jax.environments import demonstrations, protocol
+from glm5_jax.environments.sandbox import bubblewrap
 from glm5_jax.rl import episodes as episodes_lib
 from tests import environment
 from tests.rl import scripted
@@ -16,6 +18,7 @@ from tests.rl import scripted
 TOKENIZER = tokenizer_lib.named("byte_chat")
 SETTINGS = episodes_lib.Settings(max_new_tokens=200, max_turns=4, num_concurrent=3)
 NUM_TASKS = 6
+MISSING = bubblewrap.missing()
 
 
 def turns(rendered):
@@ -35,6 +38,15 @@ class DemonstrationsTest(parameterized.TestCase):
         thinking=(True, False),
     )
     def test_a_demonstration_is_an_episode(self, name, version, thinking):
+        num_turns = 1 + (name in ("calculator", "calculator_untold"))
+        self.check(name, version, thinking, num_turns)
+
+    @unittest.skipIf(MISSING, f"no bubblewrap: {MISSING}")
+    @parameterized.parameters("terminal:cron_line", "untold:terminal:checksum")
+    def test_a_played_demonstration_is_an_episode(self, name):
+        self.check(name, "glm5", thinking=False, num_turns=2)
+
+    def check(self, name, version, thinking, num_turns):
         taskset = environments.make(name)
         template = templates.Template(TOKENIZER, version, thinking)
         tasks = [taskset.task("train", 0, i) for i in range(NUM_TASKS)]
@@ -54,8 +66,7 @@ class DemonstrationsTest(parameterized.TestCase):
         engine = scripted.ScriptedEngine(answer, capacity=4096)
         found = scripted.collect(engine, taskset, template, jobs, SETTINGS)
         for episode, expected in zip(found, rendered, strict=True):
-            has_tool = name in ("calculator", "calculator_untold")
-            self.assertEqual(episode.num_turns, 1 + has_tool)
+            self.assertEqual(episode.num_turns, num_turns)
             self.assertIs(episode.label, protocol.Label.OK, episode.reason)
             self.assertEqual(episode.reward.total, 1.0)
             self.assertEqual(episode.num_forks, 0)
@@ -69,7 +80,9 @@ class DemonstrationsTest(parameterized.TestCase):
         extra = {"reasoning_content": "so"} if thinking else {}
         return [
             {**message, **extra} if message["role"] == "assistant" else message
-            for message in taskset.demonstration(task)
+            for message in demonstrations.whole(
+                taskset, [(task, taskset.demonstration(task))]
+            )[0]
         ]
 
     def test_saying_something_else_earns_nothing(self):

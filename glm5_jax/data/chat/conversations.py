@@ -15,10 +15,10 @@ from glm5_jax import config, environments, messages
 from glm5_jax.config import user_classes
 from glm5_jax.data.chat import records, templates
 from glm5_jax.data.sources import formats
-from glm5_jax.environments import mixture
-from glm5_jax.environments.tasks import problems
+from glm5_jax.environments import demonstrations, mixture
 
 _MAX_DEMONSTRATIONS = 4096  # of one task
+_MAX_PLAYED = 1024  # of them, where a world must say what its tools answer
 _DEMONSTRATIONS_SEED = 0
 
 
@@ -53,8 +53,9 @@ def read_conversations(source: str) -> list[Conversation]:
         source: a .jsonl file (also .gz, .zst), or a folder, with a conversation a line:
             {"messages": [...], "tools": [...]}, tools being optional, or ShareGPT's
             {"conversations": [{"from", "value"}]}; or "tasks:NAME", the demonstrations
-            of a task's training split: one of environments/tasks/problems.py, your own
-            as module:Class, or several in turn, "2*reverse:3-6+gcd".
+            of a taskset's training split: any that environments.make knows, your own
+            as module:Class, or several in turn, "2*reverse:3-6+gcd". What the tools of
+            a world answer is played (environments/demonstrations.py).
 
     Raises:
         config.InputError: there are none, the task does not exist, or a line is bad.
@@ -166,32 +167,37 @@ def _demonstrations(name: str) -> list[Conversation]:
     Raises:
         config.InputError: the task does not exist, or lacks a demonstration.
     """
-    taskset: Any = None
-    if user_classes.is_own(name):
-        taskset = user_classes.make(name, ("task", "demonstration"))
-    elif mixture.SEPARATOR in name:
-        taskset = environments.make(name)
-    if taskset is not None:
-        found = []
-        for index in range(_MAX_DEMONSTRATIONS):
-            task = taskset.task("train", _DEMONSTRATIONS_SEED, index)
-            shown = taskset.demonstration(task)
-            if shown is None:
-                raise config.InputError(
-                    f"{name!r} has no demonstration of its task {task.id!r}; stage "
-                    f"'sft' needs one of each."
-                )
-            found.append(Conversation(tuple(shown), tuple(task.tools)))
-        return found if mixture.SEPARATOR in name else _distinct(found)
-    drawn = (
-        problems.problem(name, "train", _DEMONSTRATIONS_SEED, index)
-        for index in range(_MAX_DEMONSTRATIONS)
+    is_own = environments.is_own(name)
+    taskset: Any = (
+        user_classes.make(name, ("task", "demonstration"))
+        if is_own
+        else environments.make(name)
     )
-    return _distinct([Conversation(p.demonstration, p.tools) for p in drawn])
-
-
-def _distinct(found: Sequence[Conversation]) -> list[Conversation]:
-    return list({conversation.name: conversation for conversation in found}.values())
+    found: list[tuple[Any, Conversation]] = []
+    num_to_play = 0
+    for index in range(_MAX_DEMONSTRATIONS):
+        task = taskset.task("train", _DEMONSTRATIONS_SEED, index)
+        shown = taskset.demonstration(task)
+        if shown is None:
+            raise config.InputError(
+                f"{name!r} has no demonstration of its task {task.id!r}; stage "
+                f"'sft' needs one of each."
+            )
+        found.append((task, Conversation(tuple(shown), tuple(task.tools))))
+        num_to_play += not demonstrations.is_whole(shown)
+        if num_to_play == _MAX_PLAYED:
+            break
+    if mixture.SEPARATOR not in name:
+        found = [*{c.name: (task, c) for task, c in found}.values()]
+    if not num_to_play:
+        return [conversation for _, conversation in found]
+    logging.info("Playing demonstrations of %s ...", name)
+    taskset = environments.make(name) if is_own else taskset  # one that can be played
+    whole = demonstrations.whole(taskset, [(t, c.messages) for t, c in found])
+    return [
+        dataclasses.replace(conversation, messages=tuple(shown))
+        for (_, conversation), shown in zip(found, whole, strict=True)
+    ]
 
 
 def _no_conversations(source: str) -> config.InputError:
