@@ -48,6 +48,7 @@ def main() -> None:
             rl,
             f"--config.seed={seed}",
             f"--config.init_from={sft}",
+            f"--config.data.tokenizer={sft}/tokenizer.json",
             *args.overrides,
         )
     pairs = {seed: folders(workdir, args, seed) for seed in seeds}
