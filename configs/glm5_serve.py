@@ -39,7 +39,7 @@ def get_config(variant: str = "32k") -> ml_collections.ConfigDict:
         presets.GLM5,
         param_dtype="bfloat16",
         expert_chunks=8,  # of a prefill: its buffers are as much smaller
-        expert_transport="rounds",  # with buffers for twice an even load
+        expert_transport="rounds",  # with buffers for 1.5 times an even load
     )
     config = config_lib.TrainConfig(
         model=model,

@@ -15,7 +15,7 @@ from glm5_jax.config.rope import RopeScaling
 
 AttentionMode = Literal["dense", "sparse", "dense_with_indexer_loss"]
 ExpertTransport = Literal["gather", "rounds", "exchange"]
-RematPolicy = Literal["none", "full", "dots", "offload"]
+RematPolicy = Literal["none", "full", "kernels", "experts", "dots", "offload"]
 Dtype = Literal["float32", "bfloat16"]
 CacheDtype = Literal["auto", "int8", "fp8"]
 
@@ -103,13 +103,15 @@ class ModelConfig:
     dtype: Dtype = "bfloat16"  # number type of activations and matrix products
     param_dtype: Dtype = "float32"  # number type of parameters and gradients
     # What the backward pass recomputes to save memory. "none": nothing; "full": all but
-    # the layers' inputs; "dots": all but matrix products; "offload": as full, with the
-    # inputs in the host's memory.
+    # the layers' inputs; "kernels": as full, but neither attention, nor the indexer's
+    # choice and loss; "experts": as kernels, without the experts' first products;
+    # "dots": all but matrix products; "offload": as full, with the inputs in the host's
+    # memory.
     remat_policy: RematPolicy = "none"
     # How tokens reach experts on other devices. "gather": every device gets all tokens;
-    # "rounds": the same, with buffers for twice an even load, which are filled again
-    # where the load is uneven; "exchange": each gets the tokens of its experts. The
-    # results are the same.
+    # "rounds": the same, with buffers for 1.5 times an even load, which are filled
+    # again where the load is uneven; "exchange": each gets the tokens of its experts,
+    # through buffers of that size. The results are the same.
     expert_transport: ExpertTransport = "gather"
     # Parts of a device's tokens that the experts process in turn.
     expert_chunks: int = 1

@@ -16,7 +16,7 @@ from glm5_jax import depth
 from glm5_jax.model import attention as attention_lib
 from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
-from glm5_jax.model import layers, moe
+from glm5_jax.model import layers, moe, remat
 from glm5_jax.model.attention import protocol
 
 
@@ -99,7 +99,8 @@ class Block:
         h = layers.rms_norm(x, params["input_layernorm"], self.config.rms_norm_eps)
         out = self.attention.forward(params, h, context, shared, kl_weight, attended)
         # Norm, then experts or a dense feed-forward layer; the sum with its input.
-        x, routing = self._feed_forward(params, x + out.x, context, experts)
+        x = remat.named(x + out.x, remat.ATTENDED)
+        x, routing = self._feed_forward(params, x, context, experts)
         aux = BlockAux(out.indexer_kl, routing)
         return BlockOutput(x, out.shared, out.attended, aux)
 

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels
+from glm5_jax.model import remat
 from glm5_jax.quantization import leaf, products
 
 
@@ -49,8 +50,10 @@ def swiglu(
       sizes: rows of each expert.
       gates: factors of the rows; None for 1.
     """
-    gate = product(rows, params["gate_proj"], sizes)
-    up = product(rows, params["up_proj"], sizes)
+    gate, up = (
+        remat.named(product(rows, params[name], sizes), remat.EXPERTS)
+        for name in ("gate_proj", "up_proj")
+    )
     hidden = jax.nn.silu(gate) * up
     if gates is not None:
         hidden = hidden * gates[:, None]

@@ -4,7 +4,8 @@ On a mesh with an expert axis each device has some of the experts. Tokens reach 
 one of three ways, with the same numbers. "gather": each device receives all tokens of
 its group, and the devices sum their results. "rounds": the same, with smaller buffers
 that may be filled more than once. "exchange": a token's rows go only to the devices of
-its experts, and back. None drops a token, whatever the load.
+its experts, and back (expert_exchange.py), with the same small buffers. None drops a
+token, whatever the load.
 """
 
 import functools
@@ -18,7 +19,13 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax import collectives
 from glm5_jax import config as config_lib
-from glm5_jax.model import expert_products, expert_rounds, layers
+from glm5_jax.model import (
+    expert_exchange,
+    expert_products,
+    expert_rounds,
+    expert_rows,
+    layers,
+)
 from pallas_kernels import dispatch
 
 FEW_TOKENS = 32  # up to here, reading an expert's weights costs more than using them
@@ -53,9 +60,7 @@ def run(
         return in_turn(params, rows, chosen, gates).reshape(x.shape)
     way = grouped
     if collectives.size(_AXES) > 1:
-        way = {"gather": by_gather, "rounds": by_rounds, "exchange": by_exchange}[
-            config.expert_transport
-        ]
+        way = _WAYS[config.expert_transport]
     if x.shape[1] > _FEW_NEW:  # prompts of any length may not divide
         way = _in_chunks(way, math.gcd(config.expert_chunks, len(rows)))
     y = way(params, rows, chosen, gates)
@@ -108,39 +113,11 @@ def by_gather(
 
 
 by_rounds = functools.partial(by_gather, is_bounded=True)
-
-
-def by_exchange(
-    params: layers.Params,
-    x: Float[Array, "t D"],
-    chosen: Int[Array, "t K"],
-    gates: Float[Array, "t K"],
-) -> Float[Array, "t D"]:
-    """Sends rows to the devices of their experts, and the results back."""
-    num_devices, num_here = collectives.size(_AXES), params["gate_proj"].shape[0]
-    num_experts, per_token = num_devices * num_here, chosen.shape[-1]
-    order, position = _sorted(chosen.reshape(-1), num_experts + 1)
-    position = position.reshape(chosen.shape)
-    rows = _spread(x, order // per_token, position)
-    # counts[i, e]: rows of device i for expert e; sizes[i, j]: rows from device i to j.
-    # Rows without an expert come last, stay on this device, and give zeros.
-    counts = jnp.bincount(chosen.reshape(-1), length=num_experts + 1)[:num_experts]
-    counts = collectives.gather(counts[None], _AXES, 0)
-    sizes = jnp.sum(counts.reshape(num_devices, num_devices, num_here), axis=2)
-    room = num_devices * len(x) * min(per_token, num_here)
-    received = _exchange(rows, sizes, room)
-    mine = collectives.index(_AXES) * num_here
-    counts = lax.dynamic_slice_in_dim(counts, mine, num_here, axis=1)
-    # Received rows are sorted by sender, then by expert.
-    ends = jnp.cumsum(counts.reshape(-1))
-    piece = jnp.searchsorted(ends, jnp.arange(room), side="right")
-    expert = jnp.where(piece < ends.size, piece % num_here, num_here)
-    back, there = _sorted(expert, num_here + 1)
-    grouped_rows = _spread(received, back, there[:, None])
-    out = expert_products.swiglu(params, grouped_rows, jnp.sum(counts, axis=0))
-    out = _exchange(_gather_sum(out, back, there[:, None]), sizes.T, len(rows))
-    out = out * gates.reshape(-1)[order][:, None]
-    return _gather_sum(out, order // per_token, position)
+_WAYS: dict[str, Callable[..., Array]] = {
+    "gather": by_gather,
+    "rounds": by_rounds,
+    "exchange": expert_exchange.run,
+}
 
 
 def grouped(
@@ -165,16 +142,16 @@ def grouped(
     num_experts, per_token = params["gate_proj"].shape[0], chosen.shape[-1]
     is_here = (chosen >= 0) & (chosen < num_experts)
     chosen = jnp.where(is_here, chosen, num_experts).reshape(-1)
-    order, position = _sorted(chosen, num_experts + 1)
+    order, position = expert_rows.in_order(chosen, num_experts + 1)
     position = position.reshape(-1, per_token)
     sizes = jnp.bincount(chosen, length=num_experts + 1)[:num_experts]
     source, factors = order // per_token, gates.reshape(-1)[order]
     if num_devices > 1:
         size = expert_rounds.room(order.size, num_devices)
         return expert_rounds.run(size, params, x, factors, source, sizes)
-    rows = _spread(x, source, position)
+    rows = expert_rows.spread(x, source, position)
     out = expert_products.swiglu(params, rows, sizes, factors)
-    return _gather_sum(out, source, position)
+    return expert_rows.gather_sum(out, source, position)
 
 
 def in_turn(
@@ -198,77 +175,3 @@ def in_turn(
         return lax.cond(jnp.any(chosen == e), add, lambda total: total, total)
 
     return lax.fori_loop(0, len(gates_Et), expert, jnp.zeros_like(x))
-
-
-def _sorted(
-    keys: Int[Array, " M"], num_keys: int
-) -> tuple[Int[Array, " M"], Int[Array, " M"]]:
-    """Returns the stable order by key, and the new place of each row."""
-    order = _argsort(keys, num_keys)
-    return order, jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
-
-
-def _argsort(chosen: Int[Array, " M"], num_experts: int) -> Int[Array, " M"]:
-    """Returns the stable order by expert, sorting packed keys if they fit 31 bits."""
-    size = chosen.size
-    if size * num_experts >= 2**31:
-        return jnp.argsort(chosen)
-    return jnp.sort(chosen * size + jnp.arange(size)) % size
-
-
-# Spreading tokens over their rows and summing rows back are each other's transpose.
-# Written so, both directions of both are gathers; autodiff would scatter.
-@jax.custom_vjp
-def _spread(
-    x: Float[Array, "t D"], source: Int[Array, " M"], position: Int[Array, "t K"]
-) -> Float[Array, "M D"]:
-    """Returns rows x[source[m]]; position[t] lists the rows of token t."""
-    return x.at[source].get(mode="promise_in_bounds")
-
-
-@jax.custom_vjp
-def _gather_sum(
-    rows: Float[Array, "M D"], source: Int[Array, " M"], position: Int[Array, "t K"]
-) -> Float[Array, "t D"]:
-    """Sums rows[position[t]] for each token t."""
-    return jnp.sum(rows.at[position].get(mode="promise_in_bounds"), axis=1)
-
-
-_spread.defvjp(
-    lambda x, *indices: (_spread(x, *indices), indices),
-    lambda indices, g: (_gather_sum(g, *indices), None, None),
-)
-_gather_sum.defvjp(
-    lambda rows, *indices: (_gather_sum(rows, *indices), indices),
-    lambda indices, g: (_spread(g, *indices), None, None),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _exchange(
-    rows: Float[Array, "M D"], sizes: Int[Array, "devices devices"], room: int
-) -> Float[Array, "room D"]:
-    """Sends sizes[i, j] rows from device i to j.
-
-    Rows leave in the order of their receivers and arrive in the order of their senders.
-    """
-    me = collectives.index(_AXES)
-    sent, got = sizes[me], sizes[:, me]
-    starts, arrivals = jnp.cumsum(sent) - sent, jnp.cumsum(got) - got
-    empty = jnp.zeros((room, rows.shape[1]), rows.dtype)
-    if dispatch.platform() != "cpu":
-        landing = (jnp.cumsum(sizes, axis=0) - sizes)[me]
-        offsets = starts, sent, landing, got
-        return lax.ragged_all_to_all(rows, empty, *offsets, axis_name=_AXES[0])
-    # XLA on CPU has no ragged exchange, so every device receives all rows.
-    place = jnp.arange(len(rows))[None]
-    pieces = rows[starts[:, None] + place]  # behind the end, JAX reads the last row
-    pieces = lax.all_to_all(pieces, _AXES[0], 0, 0)
-    place = jnp.where(place < got[:, None], arrivals[:, None] + place, room)
-    return empty.at[place].set(pieces, mode="drop")
-
-
-_exchange.defvjp(
-    lambda rows, sizes, room: (_exchange(rows, sizes, room), (sizes, len(rows))),
-    lambda room, saved, g: (_exchange(g, saved[0].T, saved[1]), None),
-)

@@ -9,10 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-import pallas_kernels
 from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from glm5_jax.model import expert_products, stationary
@@ -22,20 +20,6 @@ from pallas_kernels import dispatch
 # What `linear` multiplies by.
 Weight = Array | stationary.Stationary | leaf.Quantized
 Params = dict[str, Any]  # of a layer: arrays, and such weights
-_INPUT = "layer_input"
-_POLICIES = {
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(pallas_kernels.SAVED),
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,22 +93,6 @@ def fetched(params: Any, table: Any, dtype: str, num_rows: int | None = None) ->
 
     params = cast(params, table, dtype)
     return jax.tree.map(join, table, params, is_leaf=lambda x: isinstance(x, Param))
-
-
-def rematerialized(function: Callable, policy: config_lib.RematPolicy) -> Callable:
-    """Wraps the body of a scan, so that its backward pass recomputes what is not kept.
-
-    "none" keeps everything, "full" only the inputs, "offload" keeps these in host
-    memory, and "dots" keeps the results of matrix products and kernels.
-    """
-    if policy == "none":
-        return function
-    return jax.checkpoint(function, policy=_POLICIES[policy], prevent_cse=False)
-
-
-def named_input(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Names the input of a scan's body for the policy "offload"."""
-    return checkpoint_name(x, _INPUT)
 
 
 def linear(

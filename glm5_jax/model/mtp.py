@@ -23,7 +23,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import depth
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import context as context_lib
-from glm5_jax.model import embedding, layers
+from glm5_jax.model import embedding, layers, remat
 
 
 def table(config: config_lib.ModelConfig) -> dict:
@@ -81,7 +81,7 @@ def steps(
     block = block_lib.make(config, depth.mtp_kind(config))
     params = {**own, "block": block.fetched(params["block"])}
     step = functools.partial(_step, params, block, embed_tokens, context, kl_weight)
-    step = layers.rematerialized(step, config.remat_policy)
+    step = remat.rematerialized(step, config.remat_policy)
 
     def later(h: Array, tokens: Array, attended: Any = None) -> tuple[Array, tuple]:
         h, aux, _ = step(h, tokens, attended)

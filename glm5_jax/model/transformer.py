@@ -28,7 +28,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model import attention as attention_lib
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import context as context_lib
-from glm5_jax.model import embedding, initial, layers, mtp
+from glm5_jax.model import embedding, initial, layers, mtp, remat
 
 
 class LayerTrace(NamedTuple):
@@ -196,7 +196,7 @@ def _stack(
         name = f"layers_{g}"
         blocks = tuple(block_lib.make(config, kind) for kind in group.unit)
         unit = functools.partial(_unit, blocks, context, with_traces)
-        unit = layers.rematerialized(unit, config.remat_policy)
+        unit = remat.rematerialized(unit, config.remat_policy)
         # Of this group, each [steps of the scan, layers of a step, ...] or None.
         weights, replayed = _by_step(config, g, kl_by_layer, experts)
         with jax.named_scope(name):
@@ -288,7 +288,7 @@ def _unit(
     and experts that the routers of its layers shall choose again (None in training).
     """
     x, shared = carry
-    x = layers.named_input(x)  # for the remat policy "offload"
+    x = remat.named(x, remat.INPUT)
     params, weights, experts = xs
     replayed = iter(() if experts is None else experts)  # an entry a layer with experts
     aux, traces = {}, {}

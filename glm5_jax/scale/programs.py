@@ -59,7 +59,7 @@ class Job:
     arguments: tuple[Any, ...]
     names: tuple[str, ...]  # of the arguments
     num_tokens: int  # that a run reads or writes, over all devices
-    spare: int = 1  # times an even load that experts' buffers have room for
+    spare: float | int = 1  # times an even load that experts' buffers have room for
 
 
 def make(
@@ -218,7 +218,7 @@ def _engine_params(
     return jax.tree.map(_placed, params, placement.params(params, model, mesh))
 
 
-def _spare(model: config_lib.ModelConfig, mesh: Mesh | AbstractMesh) -> int:
+def _spare(model: config_lib.ModelConfig, mesh: Mesh | AbstractMesh) -> float | int:
     return expert_rounds.spare(model.expert_transport, mesh.shape["expert"])
 
 

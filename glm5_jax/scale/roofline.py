@@ -82,8 +82,8 @@ def _on_torus(
     ways, hops = route.ways, 1.0
     if c.kind == "collective-permute":
         ways = 1.0
-    elif c.kind.endswith("all-to-all"):  # what travels passes a quarter of the ring
-        hops = max(route.length / 4, 1.0)
+    elif c.kind.endswith("all-to-all"):  # each piece passes all links on its way
+        hops = route.hops
     return c.wire_bytes * hops / (link * ways), route.torus
 
 

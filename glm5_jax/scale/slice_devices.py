@@ -135,7 +135,7 @@ class Route:
 
     torus: tuple[int, ...]
     ways: float  # links that a device sends on at once
-    length: int  # devices along the longest of these axes
+    hops: float  # links to another device of the group, in the mean
 
 
 @functools.lru_cache(maxsize=4096)  # of a large mesh it takes milliseconds
@@ -151,13 +151,14 @@ def route(mesh: Mesh, axes: tuple[str, ...], num_slices: int = 1) -> Route:
     group = np.array([d.coords for d in np.ravel(grid[index])])
     whole = np.array([d.coords for d in grid.flat])
     torus = tuple(int(i) for i in np.flatnonzero(np.ptp(group, axis=0)))
-    ways, length = 0.0, 1
+    ways = distance = 0.0
     for i in torus:
-        extent = int(np.ptp(whole[:, i])) + 1
-        is_ring = len(set(group[:, i])) == extent and extent % device.wraps_at == 0
+        extent, n = int(np.ptp(whole[:, i])) + 1, len(set(group[:, i]))
+        is_ring = n == extent and extent % device.wraps_at == 0
         ways += 2 if is_ring else 1
-        length = max(length, len(set(group[:, i])))
-    return Route(torus, ways or 1.0, length)
+        distance += n / 4 if is_ring else (n * n - 1) / (3 * n)  # to any, itself too
+    others = len(group) / max(len(group) - 1, 1)
+    return Route(torus, ways or 1.0, distance * others or 1.0)
 
 
 @dataclasses.dataclass(frozen=True)

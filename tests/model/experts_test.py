@@ -15,7 +15,14 @@ from jax.sharding import PartitionSpec
 from glm5_jax import collectives, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax.model import expert_rounds, experts, layers, moe
+from glm5_jax.model import (
+    expert_exchange,
+    expert_rounds,
+    expert_rows,
+    experts,
+    layers,
+    moe,
+)
 from tests import environment, tpus
 from tests.model import tiny
 
@@ -165,19 +172,21 @@ class TransportTest(Chunked):
         ("gather", 4, None),
         ("rounds", 1, None),
         ("rounds", 2, 24),
-        ("rounds", 4, 24),
+        ("rounds", 4, 32),
+        ("exchange", 4, 32),
     )
-    def test_only_rounds_have_a_bounded_buffer(self, transport, num_devices, size):
-        """A device has 12 rows of its own tokens: twice as many fit the buffer."""
+    def test_all_but_gather_have_a_bounded_buffer(self, transport, num_devices, size):
+        """12 rows a device, and four times their root: 25.9, in tiles of 8."""
         config = dataclasses.replace(CONFIG, expert_transport=transport)
         inputs = make_inputs("random")
         mesh = mesh_lib.make_mesh(
             config_lib.MeshConfig(data=8 // num_devices, expert=num_devices)
         )
-        wrapped = mock.patch.object(expert_rounds, "run", wraps=expert_rounds.run)
-        with jax.set_mesh(mesh), wrapped as run:
+        wrapped = mock.patch.object(expert_rounds, "summed", wraps=expert_rounds.summed)
+        with jax.set_mesh(mesh), wrapped as summed:
             jax.eval_shape(lambda *x: gradients.__wrapped__(config)(*x), *inputs)
-        self.assertEqual({call.args[0] for call in run.call_args_list}, {size} - {None})
+        found = {call.args[0].args[0] for call in summed.call_args_list}
+        self.assertEqual(found, {size} - {None})
 
 
 def ragged(rows, empty, starts, sent, landing, got, *, axis_name):
@@ -195,34 +204,51 @@ def ragged(rows, empty, starts, sent, landing, got, *, axis_name):
 
 
 class ExchangeTest(parameterized.TestCase):
-    def test_ragged_exchanges_send_the_same_rows(self):
-        """The way of TPUs and GPUs, with its offsets, beside that of CPUs."""
-        sizes = jnp.asarray([[1, 0, 3, 2], [0, 0, 5, 0], [2, 1, 1, 1], [0, 4, 0, 2]])
-        rows = jnp.arange(4 * 7 * 3.0).reshape(4 * 7, 3)
+    @parameterized.named_parameters(
+        ("all_fit", 9, 0), ("first_round", 3, 0), ("second_round", 3, 1)
+    )
+    def test_a_round_takes_the_next_rows_of_each_receiver(self, room, number):
+        """By both ways: that of TPUs and GPUs, with its offsets, and that of CPUs.
+
+        counts[i, e]: rows of device i for expert e, of which a device has two.
+        """
+        counts = np.random.default_rng(3).integers(0, 3, (4, 8))
+        sizes = counts.reshape(4, 4, 2).sum(2)
+        rows = np.arange(4 * 17 * 3.0).reshape(4, 17, 3)
+        pieces = [np.split(rows[i], np.cumsum(sizes[i])) for i in range(4)]
         own = PartitionSpec("expert")
 
-        def local(rows, sizes):
-            there = experts._exchange(rows, sizes, 9)
-            return there, experts._exchange(there, sizes.T, 7)
+        def local(rows, counts):
+            moves = expert_exchange._moves(counts, number * room, room)
+            there = expert_exchange._exchange(rows, moves, room)
+            back = expert_exchange._exchange(there, moves.reversed(), len(rows))
+            return there, back
 
         mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, expert=4))
+        args = jnp.float32(rows.reshape(-1, 3)), jnp.asarray(counts)
         with jax.set_mesh(mesh):
             specs = (own, PartitionSpec()), (own, own)
-            want = jax.jit(collectives.on_shards(local, *specs))(rows, sizes)
+            found = [jax.jit(collectives.on_shards(local, *specs))(*args)]
             with (
-                mock.patch.object(experts.dispatch, "platform", return_value="tpu"),
+                mock.patch.object(
+                    expert_exchange.dispatch, "platform", return_value="tpu"
+                ),
                 mock.patch.object(lax, "ragged_all_to_all", ragged),
             ):
                 run = collectives.on_shards(lambda *x: local(*x), *specs)
-                got = jax.jit(run)(rows, sizes)
-        jax.tree.map(np.testing.assert_array_equal, got, want)
-        there, back = (np.asarray(x).reshape(4, -1, 3) for x in got)
-        for device in range(4):
-            num_sent = int(sizes[device].sum())
-            mine = rows[7 * device :][:num_sent]
-            np.testing.assert_array_equal(back[device, :num_sent], mine)
-            num_got = int(sizes[:, device].sum())
-            self.assertTrue((there[device, num_got:] == 0).all())
+                found.append(jax.jit(run)(*args))
+        taken = np.zeros_like(rows)
+        for there, back in found:
+            there = np.asarray(there).reshape(4, room, 3)
+            for j in range(4):
+                lined_up = np.concatenate([pieces[i][j] for i in range(4)])
+                want = lined_up[number * room :][:room]
+                np.testing.assert_array_equal(there[j, : len(want)], want)
+                self.assertTrue((there[j, len(want) :] == 0).all())
+            taken = np.asarray(back).reshape(rows.shape)
+            is_back = (taken == rows).all(-1) & (rows != 0).any(-1)
+            self.assertEqual(is_back.sum(), (there != 0).any(-1).sum())
+            self.assertTrue((taken[~is_back] == 0).all())
 
 
 class WholeTest(parameterized.TestCase):
@@ -245,7 +271,7 @@ class OrderTest(parameterized.TestCase):
     @parameterized.parameters((2**24, 127, True), (2**24, 128, False))
     def test_keys_are_packed_where_they_fit_31_bits(self, size, num_experts, is_packed):
         chosen = jax.ShapeDtypeStruct((size,), jnp.int32)
-        program = jax.make_jaxpr(lambda x: experts._argsort(x, num_experts))(chosen)
+        program = jax.make_jaxpr(lambda x: expert_rows._argsort(x, num_experts))(chosen)
         self.assertEqual(" mul " in str(program), is_packed)
 
 

@@ -339,6 +339,13 @@ class PrecisionTest(parameterized.TestCase):
     def test_recomputation_gives_the_same_gradients_dots(self):
         self.check_recomputation("dots")
 
+    def test_recomputation_gives_the_same_gradients_experts(self):
+        self.check_recomputation("experts")
+
+    @pytest.mark.slow
+    def test_recomputation_gives_the_same_gradients_kernels(self):
+        self.check_recomputation("kernels")
+
     @pytest.mark.slow
     def test_recomputation_gives_the_same_gradients_full(self):
         self.check_recomputation("full")

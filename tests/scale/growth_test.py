@@ -13,6 +13,7 @@ from glm5_jax import depth as depth_lib
 from glm5_jax.model import block, layers
 from glm5_jax.scale import programs, slice_devices
 from glm5_jax.scale.compiled import arrays, report
+from glm5_jax.scale.estimate import memory
 from glm5_jax.scale.plan import planner
 from glm5_jax.training.reporting import accounting
 from tests import environment, tpus
@@ -25,12 +26,19 @@ DEVICES = 512
 LESS_CUT = 0.02
 # Fused differently, a program of another depth may hold a buffer more or less.
 COMPILED = 0.1
+KEPT = {  # more than the layers' inputs
+    "model.remat_policy": "experts",
+    "model.expert_transport": "rounds",
+    "model.expert_chunks": "1",
+}
 DEPTHS = (4, 6)  # of the small model: one dense layer
 
 
 @functools.cache
 def pretrain(depth):
-    arguments = command_line.Arguments(config=f"{CONFIGS}/glm5_pretrain.py:v5p_512")
+    arguments = command_line.Arguments(
+        config=f"{CONFIGS}/glm5_pretrain.py:v5p_512", overrides=tuple(KEPT.items())
+    )
     return programs.changed(arguments.train_config(), None, depth)
 
 
@@ -84,6 +92,11 @@ class ShapesTest(parameterized.TestCase):
         # Of a few layers other moments take most: MTP's, the update.
         made, before = (sum(m.moments["layer"].values()) for m in (more, less))
         want = 2 * found["gradients"] + found["activations"]  # and casts as large
+        # Kept results: attention's output and sums, a bit for each key, the gradients
+        # of the indexer's loss, the states after attention, gate and up of the rows.
+        want += 4096 * (64 * (256 * 2 + 4) + 4096 / 8 + 6144 * 2)
+        want += memory.INDEX_BYTES * 4096 * (32 * 129 + 128)
+        want += 2 * 1.5 * 4096 * 8 * 2048 * 2
         self.assertEqual(made - before, want)
 
 

@@ -30,20 +30,23 @@ def seconds(mesh, *found, num_slices=1):
 
 class RouteTest(parameterized.TestCase):
     @parameterized.named_parameters(
-        ("one_ring", 4, ("expert",), 1, 2, 4),
-        ("two_rings", 4, ("fsdp",), 2, 4, 4),
-        ("whole_torus", 4, ("fsdp", "expert"), 3, 6, 4),
-        ("lines", 2, ("fsdp", "expert"), 3, 3, 2),
+        ("one_ring", 4, ("expert",), 1, 2, (1 + 1 + 2) / 3),
+        # To 15 others: 4 at distance 1, 6 at 2, 4 at 3, 1 at 4.
+        ("two_rings", 4, ("fsdp",), 2, 4, (4 + 12 + 12 + 4) / 15),
+        # As many have distance d as 6 - d.
+        ("whole_torus", 4, ("fsdp", "expert"), 3, 6, 3 * 64 / 63),
+        ("lines", 2, ("fsdp", "expert"), 3, 3, (3 * 1 + 3 * 2 + 3) / 7),
     )
-    def test_links_of_axes(self, size, axes, num_torus, ways, length):
+    def test_links_of_axes(self, size, axes, num_torus, ways, hops):
         grid = mesh(size, fsdp=size**2, expert=size)
         route = slice_devices.route(grid, axes)
         self.assertLen(route.torus, num_torus)
-        self.assertEqual((route.ways, route.length), (ways, length))
+        self.assertEqual(route.ways, ways)
+        self.assertAlmostEqual(route.hops, hops)
 
     def test_part_of_an_axis_is_a_line(self):
-        grid = mesh(4, fsdp=32, expert=2)
-        self.assertEqual(slice_devices.route(grid, ("expert",)).ways, 1)
+        route = slice_devices.route(mesh(4, fsdp=32, expert=2), ("expert",))
+        self.assertEqual((route.ways, route.hops), (1, 1))
 
 
 class RooflineTest(parameterized.TestCase):
@@ -68,7 +71,8 @@ class RooflineTest(parameterized.TestCase):
         permute = collective(("expert",), 9 * GB, "collective-permute")
         self.assertAlmostEqual(seconds(grid, permute)["ICI"], 9 * GB / LINK)
         exchange = collective(("expert",), 9 * GB, "all-to-all")
-        want = 9 * GB * (8 / 4) / (2 * LINK)
+        hops = (2 * (1 + 2 + 3) + 4) / 7  # to the seven others
+        want = 9 * GB * hops / (2 * LINK)
         self.assertAlmostEqual(seconds(grid, exchange)["ICI"], want)
 
     def test_between_slices(self):

@@ -40,6 +40,12 @@ SMALL = small_configs.of_stage(
 EXCHANGE = dataclasses.replace(
     CONFIG, model=dataclasses.replace(CONFIG.model, expert_transport="exchange")
 )
+KEPT = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(
+        CONFIG.model, expert_transport="rounds", remat_policy="experts"
+    ),
+)
 WARMUP = small_configs.of_stage(CONFIG, "dsa_warmup")
 SHARED = dataclasses.replace(
     CONFIG,
@@ -131,6 +137,7 @@ class MeshTest(parameterized.TestCase):
         ("dense_warm_up_over_context", WARMUP, {"context": 4, "fsdp": 2}),
         ("shared_index_over_context", SHARED, {"context": 4, "expert": 2}),
         ("exchange", EXCHANGE, {"expert": 4, "fsdp": 2}),
+        ("rounds_of_which_the_first_is_kept", KEPT, {"expert": 4, "fsdp": 2}),
         ("rejected_drafts", REJECTED, {"tensor": 4, "fsdp": 2}),
     )
     @pytest.mark.slow

@@ -283,6 +283,10 @@ def _notes(config: config_lib.TrainConfig, program: str) -> Iterator[str]:
             "full": "the scans keep what is listed, and compute the rest again",
             "offload": "the scans keep the layers' inputs in the host's memory, and "
             "compute the rest again",
+            "kernels": "the scans keep results of kernels and the states after "
+            "attention too, which are not listed",
+            "experts": "the scans keep results of kernels, the states after attention "
+            "and the experts' first products too, which are not listed",
             "dots": "the scans keep results of products too, which are not listed",
             "none": "the scans keep all of a layer, of which only inputs are listed",
         }

@@ -6,6 +6,8 @@ The compiler's own count takes a loop's body once and a kernel for nothing. Here
   jit splits by itself as split evenly.
 - A kernel counts by its cost estimate, or else by its body times its grid.
 - A conditional counts as the more expensive branch.
+- A loop over rows for which the experts' buffers had no room (model/expert_rounds.py)
+  does not count: an even load never enters it.
 - A grouped product counts all rows of its buffer; `at_even_load` counts those that are
   in use when every expert has equally many.
 - An operation whose results nobody reads does not count, as the compiler removes it.
@@ -14,12 +16,14 @@ The compiler's own count takes a loop's body once and a kernel for nothing. Here
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 GROUPED = "grouped products"
+_OVERFLOW = re.compile(r"\boverflow\b")  # the scope of such loops
 
 
 @dataclasses.dataclass
@@ -34,7 +38,7 @@ class Flops:
         """The sum of all kinds."""
         return sum(self.by_kind.values(), 0.0)
 
-    def at_even_load(self, spare: int) -> "Flops":
+    def at_even_load(self, spare: float | int) -> "Flops":
         """Returns the count where all experts have equally many rows.
 
         Buffers have room for `spare` times as many. We assume that a grouped
@@ -80,7 +84,7 @@ def _walk(jaxpr: Any, times: float, num_devices: int, total: Flops) -> None:
         elif name == "shard_map":
             manual = _manual(params)
             _walk(_inner(params["jaxpr"]), times, num_devices // manual, total)
-        else:
+        elif not _is_overflow(equation):
             runs = params["length"] if name == "scan" else 1
             inner = list(_jaxprs(params))
             before = total.total
@@ -88,6 +92,12 @@ def _walk(jaxpr: Any, times: float, num_devices: int, total: Flops) -> None:
                 _walk(sub, times * runs, num_devices, total)
             if name == "while" and total.total > before:
                 total.num_unknown_loops += 1
+
+
+def _is_overflow(equation: Any) -> bool:
+    """Returns whether it is a loop that only uneven loads enter."""
+    scopes = str(equation.source_info.name_stack)
+    return equation.primitive.name == "while" and bool(_OVERFLOW.search(scopes))
 
 
 def _live(jaxpr: Any) -> list[Any]:

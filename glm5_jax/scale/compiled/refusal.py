@@ -69,7 +69,7 @@ def beside(line: dict[str, Any]) -> str:
 def is_modelled(config: config_lib.TrainConfig) -> bool:
     """Returns whether the planner's model of memory knows a training step."""
     is_known = search.is_known(config.stage_record)
-    return is_known and config.model.remat_policy in ("full", "offload")
+    return is_known and config.model.remat_policy in (*search.POLICIES, "offload")
 
 
 def settings(

@@ -38,6 +38,7 @@ STATES = 6.0  # of the hidden states in a layer
 MTP_STATES = 4.0  # ... of each step of MTP
 WORDS = 4.0  # of head and embedding, with their gradients
 LOGITS = 2.0  # of a chunk's logits
+INDEX_BYTES = 4  # of a gradient of the indexer's loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,7 @@ def of(s: Setting) -> Memory:
         "casts": computed if s.model.param_dtype != s.model.dtype else 0.0,
         "gradients": computed,
         "carries": carries(s),
+        "kept results": sum(n * kept(s, kind) for kind, n in s.layer_kinds.items()),
         "sums of parts": accumulated(s),
     }
     copies = FETCHED + STAGED.get(s.device.chip.name, 0.0)
@@ -88,11 +90,12 @@ def of(s: Setting) -> Memory:
     }
     before = {k: v for k, v in standing.items() if k != "gradients"}
     later = before | {"vocabulary": vocabulary(s)}
-    kept = "sums of parts" if s.parts > 1 else "gradients"
-    update = {kept: standing[kept], "update": optimizer(s)}
+    added = "sums of parts" if s.parts > 1 else "gradients"
+    update = {added: standing[added], "update": optimizer(s)}
     moments = {"layer": standing | layer, "update": update, "head": later}
     if s.mtp_steps:
         states = MTP_STATES * s.mtp_steps * s.state
+        states += s.mtp_steps * kept(s, s.mtp_kind)
         moments["mtp"] = later | layer | {"states of MTP": states}
     return Memory(arguments(s), moments, reference(s), critic(s))
 
@@ -147,6 +150,30 @@ def carries(s: Setting) -> float:
     if s.model.remat_policy == "offload":  # in the host's memory
         return 0.0
     return float(s.state * sum(s.layer_kinds.values()))
+
+
+def kept(s: Setting, kind: depth_lib.Kind) -> float:
+    """Counts the results of a layer that its backward pass does not compute again.
+
+    Of kernels: outputs and sums of attention, the selected keys, and the gradients of
+    the indexer's loss; the states after attention; the experts' first products.
+    """
+    if s.keeps("rest") or not s.keeps("kernels"):
+        return 0.0
+    model, size = s.model, float(s.state)
+    if kind.index != "none":
+        heads = model.num_attention_heads // s.over("tensor")
+        width = model.kv_lora_rank if s.has_lists else model.v_head_dim
+        size += s.tokens * heads * (width * s.item + 4)
+    if kind.owns_indexer and s.selects:
+        size += s.tokens * (4 * model.index_topk if s.has_lists else s.keys / 8)
+    if s.has_indexer_loss and kind.index != "none":
+        queries = s.tokens * model.index_n_heads * (model.index_head_dim + 1)
+        size += INDEX_BYTES * (queries + s.rows * s.keys * model.index_head_dim)
+    if s.keeps("experts") and kind.has_experts:
+        width = model.moe_intermediate_size // s.over("tensor")
+        size += 2 * s.chunks * s.expert_rows * width * s.item
+    return size
 
 
 def fetched(s: Setting) -> float:

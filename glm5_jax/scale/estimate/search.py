@@ -9,6 +9,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.config import stages
 
+POLICIES = ("full", "kernels", "experts")  # of rematerialisation that are known
 CHUNKS = (1, 2, 4, 8)  # model.expert_chunks
 PARTS = (1, 2, 4, 8)  # optim.accumulation_steps
 LANES = 128  # of a matrix unit: products of narrower shares leave it idle
@@ -32,11 +33,11 @@ def candidates(
             "knows steps that train the model, not its indexers alone; compile others "
             "with python -m glm5_jax.aot."
         )
-    if config.model.remat_policy != "full":
+    if config.model.remat_policy not in POLICIES:
         raise config_lib.InputError(
-            "model.remat_policy must be full, got "
-            f"{config.model.remat_policy!r}: the plan's memory is that of a step that "
-            "keeps the layers' inputs alone; set --config.model.remat_policy=full."
+            f"model.remat_policy must be {', '.join(POLICIES[:-1])} or {POLICIES[-1]}, "
+            f"got {config.model.remat_policy!r}: the plan does not know what else a "
+            "step keeps; set --config.model.remat_policy=full."
         )
     if config.model.num_nextn_predict_layers > 1:
         raise config_lib.InputError(

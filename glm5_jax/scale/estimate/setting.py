@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from glm5_jax import collectives, sharding
 from glm5_jax import config as config_lib
 from glm5_jax import depth as depth_lib
-from glm5_jax.model import block, layers, transformer
+from glm5_jax.model import block, expert_rounds, layers, transformer
 from glm5_jax.scale import slice_devices
 from pallas_kernels import selection
 
@@ -125,10 +125,27 @@ class Setting:
         return self.model.expert_chunks
 
     @property
+    def spare(self) -> float | int:
+        """Times an even load that the experts' buffers have room for."""
+        return expert_rounds.spare(self.model.expert_transport, self.over("expert"))
+
+    @property
     def expert_rows(self) -> int:
-        """Rows of an expert buffer: room for every token of the group, in a chunk."""
-        group = self.tokens * self.over("expert") // self.chunks
-        return group * min(self.model.num_experts_per_tok, self.model.n_routed_experts)
+        """Rows of an expert buffer, in a chunk."""
+        chosen = min(self.model.num_experts_per_tok, self.model.n_routed_experts)
+        return int(self.tokens * chosen * self.spare) // self.chunks
+
+    def keeps(self, what: str) -> bool:
+        """Returns whether the backward pass has some results of a layer at hand.
+
+        Args:
+          what: "kernels", with the states after attention; "experts", their first
+            products; "rest".
+        """
+        policy = self.model.remat_policy
+        if what == "rest" or policy in ("none", "dots"):
+            return policy in ("none", "dots")
+        return policy == "experts" or policy == what
 
     @property
     def has_lists(self) -> bool:

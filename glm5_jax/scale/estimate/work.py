@@ -5,7 +5,7 @@ row for each token and chosen expert, not the worst case that the buffers hold.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from glm5_jax import depth as depth_lib
 from glm5_jax.model import attention as attention_lib
@@ -68,25 +68,41 @@ def critic(s: Setting) -> float:
 def forward(s: Setting) -> float:
     """Counts the products of a forward pass alone, as where a text is only read."""
     of_layers = 3 * sum(n for kind, n in s.layer_kinds.items() if kind.has_experts)
+    kernels = _passes(s, "kernels")
     return (
-        dense_products(s) / (_forward(s) + BACKWARD)
+        _dense_products(s, lambda weight: 1)
         + expert_products(s) * of_layers / max(num_expert_products(s), 1)
         + vocabulary(s) / (1 + BACKWARD)
-        + attention(s) / (_forward(s) + OTHERS_BACKWARD)
-        + indexer(s) / _forward(s)
+        + attention(s) / (kernels + OTHERS_BACKWARD)
+        + indexer(s) / kernels
     )
 
 
 def dense_products(s: Setting) -> float:
-    """Projections, dense and shared widths, router: of every token."""
+    """Projections, dense and shared widths, router: of every token.
+
+    What keeps the states after attention, and the gradients of the indexer's loss, does
+    not compute the output of the one and the queries of the other again.
+    """
+
+    def passes(weight: setting_lib.Weight) -> int:
+        is_kept = weight.name.endswith(("o_proj", "wq_b", "weights_proj"))
+        return _passes(s, "kernels" if is_kept else "rest") + BACKWARD
+
+    return _dense_products(s, passes)
+
+
+def _dense_products(s: Setting, passes: Callable[[setting_lib.Weight], int]) -> float:
+    """Counts those of every token in so many passes of each matrix."""
     total = 0.0
     for kind, count in _layers(s).items():
         for weight in setting_lib.dense(s.layer(kind)):
-            total += 2 * count * _tokens_of(s, weight) * s.fetched(weight)
+            of_a_pass = 2 * count * _tokens_of(s, weight) * s.fetched(weight)
+            total += of_a_pass * passes(weight)
     if s.mtp_steps:
-        eh_proj = s.others["eh_proj"]
-        total += 2 * s.mtp_steps * s.tokens * s.fetched(eh_proj)
-    return total * (_forward(s) + BACKWARD)
+        weight = s.others["eh_proj"]
+        total += 2 * s.mtp_steps * s.tokens * s.fetched(weight) * passes(weight)
+    return total
 
 
 def expert_products(s: Setting) -> float:
@@ -103,8 +119,8 @@ def num_expert_products(s: Setting) -> int:
     does, as a norm follows, and its chunks are then computed once more.
     """
     count = sum(n for kind, n in s.layer_kinds.items() if kind.has_experts)
-    again = _forward(s) - 1
-    layer = 3 + 3 * BACKWARD + 2 * again
+    layer = 3 + 3 * BACKWARD + 2 * (_passes(s, "experts") - 1)
+    again = _passes(s, "rest") - 1
     module = layer + again * (3 if s.chunks > 1 else 1)
     return count * layer + s.mtp_steps * module
 
@@ -133,12 +149,13 @@ def attention(s: Setting) -> float:
         score = value + model.qk_rope_head_dim
         backward = 3 * score + 2 * value
     heads = model.num_attention_heads // s.over("tensor")
-    width = _forward(s) * (score + value) + backward
+    passes = _passes(s, "kernels")
+    width = passes * (score + value) + backward
     total = 2.0 * s.tokens * keys * heads * width * _num_indexed(s)
     for kind, count in _layers(s).items():
         if kind.index == "none":
             forward = attention_lib.make(model, kind).flops(s.keys) / s.over("tensor")
-            total += count * s.tokens * forward * (_forward(s) + OTHERS_BACKWARD)
+            total += count * s.tokens * forward * (passes + OTHERS_BACKWARD)
     return total
 
 
@@ -161,7 +178,7 @@ def indexer(s: Setting) -> float:
             a_head = model.kv_lora_rank + model.qk_rope_head_dim
         products = model.num_attention_heads * a_head + (1 + BACKWARD) * width
         total += 2.0 * s.tokens * keys * products * _num_indexed(s)
-    return total * _forward(s)
+    return total * _passes(s, "kernels")
 
 
 def newton_schulz(s: Setting) -> float:
@@ -200,7 +217,7 @@ def _layer_bytes(s: Setting, learns: int, reads: int) -> float:
       learns: times that a part is learnt from.
       reads: forward passes alone.
     """
-    passes = learns * (_forward(s) + BACKWARD) + reads
+    passes = learns * (_passes(s, "rest") + BACKWARD) + reads
     a_part = 0.0
     for kind, count in _layers(s).items():
         weights = s.layer(kind)
@@ -217,7 +234,7 @@ def _layer_bytes(s: Setting, learns: int, reads: int) -> float:
 
 def unfilled_bytes(s: Setting) -> float:
     """Bytes of the rows after the last group, which grouped products skip."""
-    rows = s.tokens * s.model.num_experts_per_tok * (s.over("expert") - 1)
+    rows = s.tokens * s.model.num_experts_per_tok * (s.spare - 1)
     width = s.model.moe_intermediate_size // s.over("tensor")
     a_product = rows * (s.model.hidden_size + width) * s.item
     return float(a_product * num_expert_products(s))
@@ -229,9 +246,10 @@ def listed_bytes(s: Setting) -> float:
         return 0.0
     model = s.model
     latent = model.kv_lora_rank + model.qk_rope_head_dim
-    width = latent * (_forward(s) + LIST_READS)
+    passes = _passes(s, "kernels")
+    width = latent * (passes + LIST_READS)
     if s.has_indexer_loss:
-        width += (latent + model.index_head_dim) * _forward(s)
+        width += (latent + model.index_head_dim) * passes
     return float(s.tokens * model.index_topk * width * s.item)
 
 
@@ -269,9 +287,9 @@ def _visible(s: Setting) -> float:
     return min((s.keys + KEY_BLOCK) / 2, float(s.keys))
 
 
-def _forward(s: Setting) -> int:
-    """Forward passes of a layer's products: two where they are recomputed."""
-    return 2 if s.model.remat_policy == "full" else 1
+def _passes(s: Setting, what: str) -> int:
+    """Forward passes of what `Setting.keeps` names: two where it is recomputed."""
+    return 1 if s.keeps(what) else 2
 
 
 def _num_indexed(s: Setting) -> int:

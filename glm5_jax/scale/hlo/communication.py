@@ -106,7 +106,7 @@ class _Walk:
                     self.uncounted.add(i.op_name or i.name)
                 body_name = i.called("body")[0]
                 runs = 1 if runs is None else runs
-                where = where or self._name_of_loop(i)
+                where = where or self.module.name_of_loop(i)
                 out += self.computation(body_name, times * runs, where)
             elif i.opcode == "conditional":  # the branch that sends most
                 branches = [self.computation(c, times, where) for c in i.called()]
@@ -115,11 +115,6 @@ class _Walk:
                 for called in i.called():
                     out += self.computation(called, times, where)
         return [c for c in out if c.wire_bytes > 0]
-
-    def _name_of_loop(self, loop: hlo.Instruction) -> str:
-        """Finds it in the loop's condition, where a loop has lost its own."""
-        condition = self.module.computations.get(loop.called("condition")[0], {})
-        return next((i.op_name for i in condition.values() if i.op_name), "")
 
     def collective(
         self, i: hlo.Instruction, kind: str, times: int, where: str, is_scatter: bool

@@ -12,7 +12,7 @@ _VIEWS = {
 }
 
 
-def traffic(module: hlo.Module, spare: int = 1) -> float:
+def traffic(module: hlo.Module, spare: float | int = 1) -> float:
     """Bytes that a device reads from and writes to HBM in a run.
 
     The operands and results of every scheduled instruction count once, times the runs
@@ -33,7 +33,7 @@ def traffic(module: hlo.Module, spare: int = 1) -> float:
 
 
 def _traffic(
-    module: hlo.Module, name: str, spare: int, known: dict[str, float]
+    module: hlo.Module, name: str, spare: float | int, known: dict[str, float]
 ) -> float:
     if name in known:
         return known[name]
@@ -59,7 +59,9 @@ def _is_grouped(i: hlo.Instruction) -> bool:
     return i.opcode == "custom-call" and "ragged_dot" in i.op_name
 
 
-def _grouped(body: dict[str, hlo.Instruction], i: hlo.Instruction, spare: int) -> float:
+def _grouped(
+    body: dict[str, hlo.Instruction], i: hlo.Instruction, spare: float | int
+) -> float:
     """Bytes of a grouped product: rows (M, K) as they are filled, matrices whole.
 
     Of a stack of layers the matrices of one count (model/expert_products.py).

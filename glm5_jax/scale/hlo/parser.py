@@ -18,6 +18,9 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation"
     r"|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+# The scope of loops over rows for which experts' buffers had no room, which an even
+# load never enters (model/expert_rounds.py).
+_OVERFLOW = re.compile(r"\boverflow\b")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
@@ -64,7 +67,12 @@ class Module:
     entry: str
 
     def trip_count(self, loop: Instruction, caller: str) -> int | None:
-        """Returns how often a while loop's body runs; None if it is no constant."""
+        """Returns how often a while loop's body runs; None if it is no constant.
+
+        A loop over what overflows the experts' buffers runs at no even load: 0 times.
+        """
+        if _OVERFLOW.search(self.name_of_loop(loop)):
+            return 0
         known = re.search(r'known_trip_count"?:\s*\{"?n"?:"?(\d+)', loop.rest)
         if known:
             return int(known.group(1))
@@ -74,6 +82,12 @@ class Module:
             return None
         limit, index = bound
         return max(limit - self._initial(loop, caller, index), 0)
+
+    def name_of_loop(self, loop: Instruction) -> str:
+        """Finds the loop's name; in its condition, where it has lost its own."""
+        condition = self.computations.get(loop.called("condition")[0], {})
+        names = (i.op_name for i in condition.values() if i.op_name)
+        return loop.op_name or next(names, "")
 
     def _bound(self, condition: str) -> tuple[int, int] | None:
         """Limit and tuple index of the counter in `counter < limit`."""

@@ -8,6 +8,7 @@ from jax import ad_checkpoint, lax
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 
+from glm5_jax.model import expert_rounds
 from glm5_jax.scale.compiled import flops
 from tests import environment
 
@@ -56,6 +57,27 @@ class DenseTest(parameterized.TestCase):
             return lax.scan(lambda x, _: (outer(x, _)[0], None), x, None, length=5)[0]
 
         self.assertEqual(count(f, X, W).total, 15 * 2 * PRODUCT)
+
+    def test_loops_over_what_overflows_do_not_count(self):
+        """Nor in gradients; other loops of unknown length count once."""
+
+        def loop(x, w):
+            step = lambda carry: (carry[0] + 1, jnp.sin(matmul(carry[1], w) @ w.T))
+            return lax.while_loop(lambda c: c[0] < c[1][0, 0], step, (0.0, x))[1]
+
+        def scoped(x, w):
+            with jax.named_scope("overflow"):
+                return loop(x, w)
+
+        plain, free = (count(f, X, W) for f in (loop, scoped))
+        self.assertEqual((plain.total, plain.num_unknown_loops), (2 * PRODUCT, 1))
+        self.assertEqual((free.total, free.num_unknown_loops), (0, 0))
+        summed = lambda x, w: expert_rounds.summed(
+            lambda n, _, arrays: matmul(*arrays), jnp.int32(1), (), (x, w)
+        )
+        self.assertEqual(count(summed, X, W).total, PRODUCT)
+        square = lambda x, w: jnp.sum(summed(x, w) ** 2)
+        self.assertEqual(count(jax.grad(square, (0, 1)), X, W).total, 3 * PRODUCT)
 
     def test_of_a_conditional_the_dearer_branch(self):
         def f(x, w):

@@ -19,6 +19,8 @@ EIGHT_ROWS = {"mesh.fsdp": "8", "mesh.expert": "8", "model.expert_chunks": "1"}
 
 
 def config_of(depth=5, name="glm5_pretrain.py", **overrides):
+    whole = {"model.remat_policy": "full", "model.expert_transport": "gather"}
+    overrides = whole | overrides if "serve" not in name else overrides
     arguments = command_line.Arguments(
         config=str(CONFIGS / name), overrides=tuple(overrides.items())
     )

@@ -79,6 +79,11 @@ class TripCountTest(parameterized.TestCase):
         ("peeled", {"start": 1}, 7),
         ("down", {"direction": "GT"}, None),
         (
+            "of_overflow",
+            {"config": ', metadata={op_name="jit(f)/jvp(overflow)/while"}'},
+            0,
+        ),
+        (
             "known",
             {"config": ', backend_config={"known_trip_count":{"n":"5"}}'},
             5,

@@ -74,7 +74,7 @@ class SearchTest(parameterized.TestCase):
             "policy",
             dataclasses.replace(SMALL, model=presets.GLM5_1M),
             "v5p:2x2x2",
-            r"remat_policy must be full, got 'dots'",
+            r"remat_policy must be full, kernels or experts, got 'dots'",
         ),
         (
             "stage",
