@@ -25,6 +25,16 @@ NAMES = {
     r"RTX 50\d\d|RTX PRO \d+": 120,
 }
 
+# A GPU of each row of `GPUS`, by jax's name, to compile for.
+KINDS = {
+    80: "NVIDIA A100-SXM4-80GB",
+    86: "NVIDIA A10G",
+    89: "NVIDIA L4",
+    90: "NVIDIA H200",
+    100: "NVIDIA B200",
+    120: "NVIDIA GeForce RTX 5090",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -46,8 +56,7 @@ class Gpu:
     cores: int = 132  # multiprocessors among which work is split
     sparse_mla: Tile = Tile((64, 64), 8, 2)  # heads, keys gathered per step
     sparse_mla_dq: Tile = Tile((64, 32), 8, 2)
-    # 8 warps would compute the scores twice.
-    sparse_mla_dkv: Tile = Tile((64, 64), 4, 1)
+    sparse_mla_dkv: Tile = Tile((64, 64), 8, 1)
     masked_mla: Tile = Tile((128, 64), 8, 2)  # queries, keys
     masked_mla_dq: Tile = Tile((128, 32), 8, 3)
     masked_mla_dk: Tile = Tile((32, 128), 8, 3)
@@ -74,8 +83,8 @@ _AMPERE = Gpu(  # A100: products of 16 rows from registers, copies of 16 bytes
     multiprocessor_kib=164,
     cores=108,
     sparse_mla=Tile((64, 32), 8, 2),
-    sparse_mla_dq=Tile((32, 32), 8, 1),
-    sparse_mla_dkv=Tile((64, 16), 4, 1),
+    sparse_mla_dq=Tile((32, 16), 4, 2),
+    sparse_mla_dkv=Tile((64, 16), 8, 2),
     masked_mla=Tile((64, 64), 8, 2),
     masked_mla_dq=Tile((64, 32), 8, 2),
     masked_mla_dk=Tile((32, 64), 8, 2),
@@ -94,8 +103,8 @@ _SMALL = Gpu(  # the same products, and less shared memory
     threads=1536,
     cores=58,
     sparse_mla=Tile((32, 32), 8, 2),
-    sparse_mla_dq=Tile((16, 32), 8, 1),
-    sparse_mla_dkv=Tile((32, 16), 4, 1),
+    sparse_mla_dq=Tile((32, 16), 4, 2),
+    sparse_mla_dkv=Tile((32, 16), 4, 2),
     masked_mla=Tile((64, 32), 8, 2),
     masked_mla_dq=Tile((32, 32), 4, 2),
     masked_mla_dk=Tile((32, 32), 4, 2),
@@ -112,8 +121,8 @@ _SMALL = Gpu(  # the same products, and less shared memory
 _BLACKWELL = Gpu(  # B200: as Hopper, but for what fits its tensor memory
     cores=148,
     sparse_mla=Tile((64, 32), 8, 2),
-    sparse_mla_dq=Tile((32, 32), 8, 1),
-    sparse_mla_dkv=Tile((32, 16), 4, 1),
+    sparse_mla_dq=Tile((32, 32), 8, 2),
+    sparse_mla_dkv=Tile((32, 64), 8, 2),
     masked_mla_dq=Tile((128, 32), 8, 2),
     masked_mla_dk=Tile((32, 128), 8, 2),
     indexer_scores=Tile((256,), 8, 2),
@@ -153,14 +162,15 @@ def refusal(capability: int | None) -> str | None:
     """Returns why no kernel runs on GPUs of a compute capability, or None."""
     if row(capability) is not None:
         return None
-    known = ", ".join(map(_text, sorted(GPUS)))
+    known = ", ".join(map(text, sorted(GPUS)))
     if capability is None:
         return f"its compute capability is unknown, and the kernels are for {known}"
-    given = f"its compute capability is {_text(capability)}"
+    given = f"its compute capability is {text(capability)}"
     if capability < min(GPUS):
         given += ", without bfloat16 products and asynchronous copies"
     return f"{given}, and the kernels are for {known}"
 
 
-def _text(capability: int) -> str:
+def text(capability: int) -> str:
+    """Returns a compute capability as NVIDIA writes it: 9.0 for 90."""
     return f"{capability // 10}.{capability % 10}"

@@ -180,11 +180,12 @@ def _dq_kernel(
 ):  # fmt: skip
     blocks: tl.constexpr = (N + HEADS - 1) // HEADS
     row = tl.program_id(0).to(tl.int64) // blocks
-    head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
+    first_head = tl.program_id(0) % blocks * HEADS
+    head = first_head + tl.arange(0, HEADS)
     is_head = (head < N)[:, None]
     d, r = tl.arange(0, D)[None], C + tl.arange(0, R)[None]
-    q, q_r, d_out, lse, shift = _load_query(
-        q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, head, N, C, R, D
+    both, q_r, lse, shift = _load_query(
+        q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, first_head, N, C, R, D, HEADS
     )
     kv_ptr += row // T * (S * (C + R))
     indices_ptr += row * K
@@ -199,17 +200,21 @@ def _dq_kernel(
         key = triton_call.listed(indices_ptr + k, k < count)[:, None] * (C + R)
         kv = _load_chunks(kv_ptr + key, None, C, D)
         kv_r = tl.load(kv_ptr + key + r)
-        _, d_scores = _d_scores(q, q_r, d_out, lse, shift, kv, kv_r, k < count, SCALE)
+        _, d_scores = _d_scores(both, q_r, lse, shift, kv, kv_r, k < count, SCALE)
+        d_scores = d_scores.to(kv_r.dtype)
         new = ()
         for i in tl.static_range(C // D):
             added = tl.dot(d_scores, kv[i], dq[i], input_precision="ieee")
             new = new + (added,)  # noqa: RUF005
         dq = new
-        dq_r = tl.dot(d_scores, kv_r, dq_r, input_precision="ieee")
+        # Scaled here, this sum is no product's accumulator, and Triton waits for the
+        # products of the step; else ptxas runs those of the next one by one.
+        dq_r += tl.dot(d_scores, kv_r, input_precision="ieee") * SCALE
 
     dq_ptr += row * (N * (C + R)) + head[:, None] * (C + R)
     for i in tl.static_range(C // D):
-        tl.store(dq_ptr + i * D + d, dq[i].to(dq_ptr.dtype.element_ty), is_head)
+        part = (dq[i] * SCALE).to(dq_ptr.dtype.element_ty)
+        tl.store(dq_ptr + i * D + d, part, is_head)
     tl.store(dq_ptr + r, dq_r.to(dq_ptr.dtype.element_ty), is_head)
 
 
@@ -232,9 +237,9 @@ def _dkv_kernel(
         end = tl.load(end_ptr + unit // blocks)
         if start < end:
             row = (first_row + unit // blocks).to(tl.int64)
-            head = unit % blocks * HEADS + tl.arange(0, HEADS)
-            q, q_r, d_out, lse, shift = _load_query(
-                q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, head, N, C, R, D
+            first_head = unit % blocks * HEADS
+            both, q_r, lse, shift = _load_query(
+                q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, first_head, N, C, R, D, HEADS
             )
             kv_row_ptr = kv_ptr + row // T * (S * (C + R))
             if RANGE > 0:  # this program's own array
@@ -252,13 +257,16 @@ def _dkv_kernel(
                 kv = _load_chunks(kv_row_ptr + key, None, C, D)
                 kv_r = tl.load(kv_row_ptr + key + r)
                 probs, d_scores = _d_scores(
-                    q, q_r, d_out, lse, shift, kv, kv_r, k < end, SCALE
+                    both, q_r, lse, shift, kv, kv_r, k < end, SCALE
                 )
+                d_scores *= SCALE
+                weights = tl.permute(tl.join(d_scores, probs), (2, 0, 1))
+                weights = tl.reshape(weights, (2 * HEADS, KEYS)).to(kv_r.dtype)
                 for i in tl.static_range(C // D):
-                    part = tl.dot(d_scores.T, q[i], input_precision="ieee")
-                    part = tl.dot(probs.T, d_out[i], part, input_precision="ieee")
+                    part = tl.dot(weights.T, both[i], input_precision="ieee")
                     place = sum_ptr + key + i * D + d
                     tl.atomic_add(place, part, is_key, sem="relaxed")
+                d_scores = d_scores.to(kv_r.dtype)
                 part = tl.dot(d_scores.T, q_r, input_precision="ieee")
                 tl.atomic_add(sum_ptr + key + r, part, is_key, sem="relaxed")
         if RANGE > 0:
@@ -268,18 +276,23 @@ def _dkv_kernel(
 @triton.jit
 @typing.no_type_check
 def _load_query(
-    q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, head,
+    q_ptr, lse_ptr, shift_ptr, d_out_ptr, row, first_head,
     N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    is_head = (head < N)[:, None]
-    q_ptr += row * (N * (C + R)) + head[:, None] * (C + R)
-    d_out_ptr += row * (N * C) + head[:, None] * C
-    q = _load_chunks(q_ptr, is_head, C, D)
-    q_r = tl.load(q_ptr + C + tl.arange(0, R)[None], is_head, 0.0)
-    d_out = _load_chunks(d_out_ptr, is_head, C, D)
+    # Rows 0 .. HEADS of each chunk of `both` are q, the others d_out: one product of so
+    # many rows keeps all warps busy, where they would compute two smaller ones twice.
+    i = tl.arange(0, 2 * HEADS)
+    place = row * N + first_head + i % HEADS
+    start = tl.where(i < HEADS, q_ptr + place * (C + R), d_out_ptr + place * C)
+    is_row = (first_head + i % HEADS < N)[:, None]
+    both = _load_chunks(start[:, None], is_row, C, D)
+    head = first_head + tl.arange(0, HEADS)
+    q_ptr += (row * N + head)[:, None] * (C + R) + C
+    q_r = tl.load(q_ptr + tl.arange(0, R)[None], (head < N)[:, None], 0.0)
     lse = tl.load(lse_ptr + row * N + head, head < N, 0.0)
     shift = tl.load(shift_ptr + row * N + head, head < N, 0.0)
-    return q, q_r, d_out, lse, shift
+    return both, q_r, lse, shift
 
 
 @triton.jit
@@ -296,18 +309,17 @@ def _load_chunks(ptr, is_row, C: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 @typing.no_type_check
-def _d_scores(
-    q, q_r, d_out, lse, shift, kv, kv_r, is_key,
-    SCALE: tl.constexpr,
-):  # fmt: skip
-    # Probabilities and gradient of the scores [HEADS, KEYS], of kv's type.
-    scores = tl.dot(q_r, kv_r.T, input_precision="ieee")
-    d_probs = tl.zeros_like(scores)
-    for i in tl.static_range(len(q)):
-        scores = tl.dot(q[i], kv[i].T, scores, input_precision="ieee")
-        d_probs = tl.dot(d_out[i], kv[i].T, d_probs, input_precision="ieee")
+def _d_scores(both, q_r, lse, shift, kv, kv_r, is_key, SCALE: tl.constexpr):
+    # Probabilities [HEADS, KEYS], and the gradient of the scaled scores.
+    HEADS: tl.constexpr = q_r.shape[0]
+    KEYS: tl.constexpr = kv_r.shape[0]
+    products = tl.zeros([2 * HEADS, KEYS], tl.float32)
+    for i in tl.static_range(len(kv)):
+        products = tl.dot(both[i], kv[i].T, products, input_precision="ieee")
+    products = tl.reshape(products, (2, HEADS, KEYS))
+    scores, d_probs = tl.split(tl.permute(products, (1, 2, 0)))
+    scores += tl.dot(q_r, kv_r.T, input_precision="ieee")
     log2_e: tl.constexpr = 1.4426950408889634
     probs = tl.exp2(scores * (SCALE * log2_e) - lse[:, None] * log2_e)
     probs = tl.where(is_key[None], probs, 0.0)
-    d_scores = SCALE * probs * (d_probs - shift[:, None])
-    return probs.to(kv_r.dtype), d_scores.to(kv_r.dtype)
+    return probs, probs * (d_probs - shift[:, None])

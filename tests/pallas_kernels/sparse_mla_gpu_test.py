@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import os
@@ -79,12 +80,59 @@ class SparseMlaGpuTest(parameterized.TestCase):
         first, second, _ = results[False]
         self.assertTrue(np.any(first["dkv"] != second["dkv"]))
 
+    @parameterized.product(
+        num_heads=(1, 17, 128), dtype=("float32", "bfloat16"), in_order=(False, True)
+    )
+    def test_edges_equal_loops_in_float64(self, num_heads, dtype, in_order):
+        """Lists that do not fill a tile or are empty; one head, and blocks of them."""
+        rng = np.random.default_rng(0)
+        draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+        q, kv = draw(1, 3, num_heads, 48), draw(1, 50, 48)
+        indices = np.full((1, 3, 40), -1, np.int32)
+        indices[0, 0, :37] = np.sort(rng.choice(50, 37, replace=False))
+        indices[0, 2, :1] = 49
+        indices = jnp.asarray(indices)
+        d_out, d_lse = draw(1, 3, num_heads, 32), rng.normal(size=(1, num_heads, 3))
+        options = {"scale": 0.3, "value_dim": 32, "deterministic": in_order}
+        run = functools.partial(sparse_mla, implementation="gpu_interpret", **options)
+        (out, lse), pull = jax.vjp(lambda q, kv: run(q, kv, indices), q, kv)
+        got = (out, lse, *pull((d_out, jnp.asarray(d_lse, jnp.float32))))
+        exact = (np.asarray(x, np.float64) for x in (q, kv, d_out, d_lse))
+        want = loops(*exact, np.asarray(indices), 0.3, 32)
+        limit = 1e-5 if dtype == "float32" else 1e-2
+        for g, w in zip(got, want, strict=True):
+            error = np.linalg.norm(np.asarray(g, np.float64) - w)
+            self.assertLess(error, limit * np.linalg.norm(w))
+
     def test_names_the_arguments_that_it_cannot_take(self):
         q, kv, indices = cases.make(FEW, "q_latent", "kv", "indices")
         with self.assertRaisesRegex(NotImplementedError, "powers of two"):
             attend(q, kv, indices, value_dim=100)
         with self.assertRaisesRegex(NotImplementedError, "must both be"):
             attend(q, kv.astype(jnp.bfloat16), indices, value_dim=FEW.latent)
+
+
+def loops(q, kv, d_out, d_lse, indices, scale, value_dim):
+    """Returns out, lse, dq and dkv, a query and a head at a time."""
+    out, lse = np.zeros_like(d_out), np.zeros_like(d_lse)
+    dq, dkv = np.zeros_like(q), np.zeros_like(kv)
+    for b, t, n in np.ndindex(q.shape[:3]):
+        listed = [i for i in indices[b, t] if i >= 0]
+        if not listed:
+            continue
+        rows = kv[b, listed]
+        scores = scale * rows @ q[b, t, n]
+        lse[b, n, t] = np.log(np.exp(scores).sum())
+        probs = np.exp(scores - lse[b, n, t])
+        values = rows[:, :value_dim]
+        out[b, t, n] = probs @ values
+        d_probs = values @ d_out[b, t, n]
+        d_scores = probs * (d_probs - probs @ d_probs + d_lse[b, n, t])
+        dq[b, t, n] = scale * d_scores @ rows
+        for i, p, d in zip(listed, probs, d_scores, strict=True):
+            dkv[b, i] += scale * d * q[b, t, n]
+            dkv[b, i, :value_dim] += p * d_out[b, t, n]
+    return out, lse, dq, dkv
 
 
 def few_programs(case, ranges):
