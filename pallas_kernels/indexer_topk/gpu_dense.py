@@ -1,14 +1,15 @@
 """Selection on GPUs, a chunk of queries at a time: no [T, S] array of scores.
 
-A chunk's scores fill most of the L2 cache at any length: 2048 queries with 4096 keys,
-or 48 queries with 202752.
+A chunk's scores fill most of the L2 cache, as 2048 queries with 4096 keys do. Of long
+rows a chunk has more than the cache holds, so that every multiprocessor selects for a
+query: the selection reads few of the scores again.
 """
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import selection
+from pallas_kernels import block_sizes, selection
 from pallas_kernels.indexer_topk import gpu_select
 
 CHUNK_BYTES = 40 * 10**6  # of the 50 MB cache of Hopper
@@ -86,12 +87,16 @@ def _by_chunks(q, k, w, lo, hi, topk, as_bits, interpret):
 
 
 def _chunk_rows(num_queries: int, num_keys: int, block: int) -> int:
-    """Returns the queries per chunk: whole blocks, which divide T evenly if possible.
+    """Returns the queries per chunk: whole blocks, for whole waves of selections.
 
-    An uneven last chunk costs a copy of the lists, to cut off its end.
+    A multiprocessor selects for a query at a time. A chunk that does not divide T
+    costs a copy of the lists, to cut off their end: less than a fifth of the waves.
     """
-    most = max(CHUNK_BYTES // (4 * num_keys) // block, 1)
-    blocks = -(-num_queries // block)
-    fewest = -(-most // 2)
-    even = [n for n in range(fewest, most + 1) if num_queries % (n * block) == 0]
-    return min(even[-1] if even else most, blocks) * block
+    cores = block_sizes.gpu().cores
+    most = max(CHUNK_BYTES // (4 * num_keys) // block, cores // block, 1)
+    sizes = [n * block for n in range(most, most // 2, -1)]
+    waves = lambda size: -(-size // cores) / size  # for a query
+    best = min(sizes, key=waves)
+    even = min((n for n in sizes if num_queries % n == 0), key=waves, default=best)
+    best = even if waves(even) < 1.2 * waves(best) else best
+    return min(best, -(-num_queries // block) * block)

@@ -11,6 +11,8 @@ import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels import (
+    block_sizes,
+    capabilities,
     cases,
     indexer_bits,
     indexer_mask,
@@ -108,7 +110,6 @@ class IndexerTopkGpuTest(parameterized.TestCase):
         from pallas_kernels.indexer_topk import gpu_dense
 
         self.assertEqual(gpu_dense._chunk_rows(4096, 4096, 8), 2048)
-        self.assertEqual(gpu_dense._chunk_rows(202752, 202752, 8), 48)
         self.assertEqual(gpu_dense._chunk_rows(5, 5, 8), 8)
         case = cases.SMALL["continued"]
         args = cases.make(case, "q_index", "k_index", "w", "lo", "hi")
@@ -117,6 +118,21 @@ class IndexerTopkGpuTest(parameterized.TestCase):
             got = indexer_topk(q, k, w, lo, hi, topk=50, implementation="gpu_interpret")
         want = indexer_topk(q, k, w, lo, hi, topk=50, implementation="reference")
         np.testing.assert_array_equal(got, want)
+
+    @parameterized.parameters(*capabilities.GPUS)
+    def test_chunks_fill_waves_of_multiprocessors(self, capability):
+        """Of selections, and of scoring programs where a row is long."""
+        from pallas_kernels.indexer_topk import gpu_dense
+
+        row = capabilities.GPUS[capability]
+        for keys in (4096, 8192, 16384, 32768, 65536, 131072, 202752):
+            with block_sizes.tried(row):
+                rows = gpu_dense._chunk_rows(keys, keys, 8)
+            waves = -(-rows // row.cores)
+            self.assertGreater(rows, 0.8 * waves * row.cores)
+            scoring = rows // 8 * max(4 * row.cores // (rows // 8), 1)
+            if keys >= 32768:
+                self.assertBetween(scoring, 0.9 * 4 * row.cores, 4 * row.cores)
 
     @parameterized.named_parameters(("bfloat16", "continued"), ("float32", "float32"))
     def test_scores_at_and_their_gradients(self, which):
