@@ -1,14 +1,15 @@
 """Top-k cached keys on GPUs: the kernels of `indexer_topk`, reading pages.
 
-All multiprocessors share the scoring of a row of keys, whatever its length. A single
-program then selects from the row. It reads S / G maxima and K G scores (128 KB at
-S = 131072) instead of the whole row, so a further split would cost more in launches
-than it saves.
+All multiprocessors share the scoring of a row of keys, whatever its length. Where rows
+are long and few, several programs then select from each (`gpu_parts`), else one.
 """
+
+import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode import gpu_parts
 from pallas_kernels.indexer_topk import gpu_select
 
 
@@ -40,7 +41,15 @@ def decode_indexer_topk(
 ) -> Int[Array, "B T K"]:
     """See `pallas_kernels.decode_indexer_topk`."""
     batch, num_queries = q.shape[:2]
+    num_keys = k.shape[1] * (1 if page_table is None else page_table.shape[1])
     plan = gpu_select.Plan(batch, num_queries, topk, interpret=interpret)
     start = jnp.zeros(2, jnp.int32)
-    lists = gpu_select.select(q, k, w, lo, hi, start, page_table, plan)
+    args = (q, k, w, lo, hi, start, page_table)
+    if gpu_parts.is_worthwhile(batch * num_queries, num_keys, topk):
+        group = gpu_parts.group_size(num_keys, topk)
+        plan = dataclasses.replace(plan, group=group)
+        scores, maxima = gpu_select.scored(*args, plan)
+        lists = gpu_parts.chosen(scores, maxima, lo, hi, num_keys, topk, interpret)
+    else:
+        lists = gpu_select.select(*args, plan)
     return lists.reshape(batch, num_queries, topk)

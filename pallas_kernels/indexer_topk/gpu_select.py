@@ -41,6 +41,7 @@ class Plan:
     topk: int
     as_bits: bool = False
     interpret: bool = False
+    group: int | None = None  # keys of a group; by default `group_size`
 
 
 def unsupported(q: Array, k: Array, w: Array, num_keys: int, topk: int) -> str | None:
@@ -116,7 +117,7 @@ def scored(q, k, w, lo, hi, start, table, plan):
     num_keys = page * pages
     block, tile = block_queries(q, plan.rows), block_sizes.gpu().indexer_scores
     blocks = triton.cdiv(plan.rows, block)
-    group = group_size(num_keys, plan.topk)
+    group = plan.group or group_size(num_keys, plan.topk)
     stride = triton.cdiv(num_keys, KEYS) * KEYS
     rows = plan.sequences * blocks * block
     programs = PROGRAMS * block_sizes.gpu().cores
@@ -158,7 +159,7 @@ def scored(q, k, w, lo, hi, start, table, plan):
 
 def chosen(scores, maxima, lo, hi, start, num_keys, plan):
     """Returns lists or bits of the top-k; see `select`."""
-    group = group_size(num_keys, plan.topk)
+    group = plan.group or group_size(num_keys, plan.topk)
     groups = triton.next_power_of_2(triton.cdiv(num_keys, group))
     slots = triton.next_power_of_2(plan.topk)
     work = _work(num_keys, plan.topk, group)
@@ -271,23 +272,23 @@ def _select_kernel(
     if GROUP > 1:
         first = lo // GROUP
         end = tl.where(lo < hi, (hi + GROUP - 1) // GROUP, first)
-        maxima = _visible(maxima_ptr, tl.arange(0, GROUPS), first, end)
-        low, room = _threshold(maxima, K)
+        maxima = visible(maxima_ptr, tl.arange(0, GROUPS), first, end)
+        low, room = threshold(maxima, K)
         taken, ties = 0, 0
         for base in range(0, GROUPS, BLOCK):
             g = base + tl.arange(0, BLOCK)
-            x = _visible(maxima_ptr, g, first, end)
-            best, slot, taken, ties = _take(x, low, room, taken, ties)
+            x = visible(maxima_ptr, g, first, end)
+            best, slot, taken, ties = take(x, low, room, taken, ties)
             tl.store(groups_ptr + slot, g, best)
         tl.debug_barrier()  # other threads read these writes
         members = taken * GROUP
 
     _, whole = _member(scores_ptr, groups_ptr, 0, members, lo, hi, GROUP, WIDTH)
-    low, room = _threshold(whole, K)
+    low, room = threshold(whole, K)
     taken, ties = 0, 0
     for base in range(0, WIDTH, BLOCK):
         s, x = _member(scores_ptr, groups_ptr, base, members, lo, hi, GROUP, BLOCK)
-        best, slot, taken, ties = _take(x, low, room, taken, ties)
+        best, slot, taken, ties = take(x, low, room, taken, ties)
         if AS_BITS:
             word = s // 4096 * 128 + s % 128
             bit = (1 << (s % 4096 // 128)).to(tl.uint32, bitcast=True)
@@ -312,13 +313,13 @@ def _member(
     s = member
     if GROUP > 1:
         s = tl.load(groups_ptr + member // GROUP, is_member, 0) * GROUP + member % GROUP
-    return s, _visible(scores_ptr, s, lo, tl.where(is_member, hi, lo))
+    return s, visible(scores_ptr, s, lo, tl.where(is_member, hi, lo))
 
 
 @triton.jit
 @typing.no_type_check
-def _visible(ptr, s, lo, hi):
-    # Returns integers that compare like the floats; UNSEEN if s is not in lo .. hi.
+def visible(ptr, s, lo, hi):
+    """Loads floats as integers that compare alike; UNSEEN if s is not in lo .. hi."""
     is_seen = (s >= lo) & (s < hi)
     x = _finite(tl.load(ptr + s, is_seen, 0.0))
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
@@ -334,9 +335,11 @@ def _finite(x):
 
 @triton.jit
 @typing.no_type_check
-def _threshold(x, K: tl.constexpr):
-    # The K largest visible scores (or all, if fewer) are those above `low`, and the
-    # first `room` of those equal to it.
+def threshold(x, K: tl.constexpr):
+    """Returns `low` and `room` of the K largest visible scores, or all if fewer.
+
+    They are those above `low`, and the first `room` of those equal to it.
+    """
     # Invariant: count(x >= low) = count >= K > count(x >= high), if K are visible.
     # Most often the loop ends early, with count = K.
     low = UNSEEN + 1
@@ -354,8 +357,8 @@ def _threshold(x, K: tl.constexpr):
 
 @triton.jit
 @typing.no_type_check
-def _take(x, low, room, taken, ties):
-    # Returns marks of a block's chosen keys, their ranks, and the counts so far.
+def take(x, low, room, taken, ties):
+    """Returns marks of a block's chosen keys, their ranks, and the counts so far."""
     at = x == low
     rank = ties + tl.cumsum(at.to(tl.int32), 0)
     best = (x > low) | (at & (rank <= room))

@@ -1,9 +1,11 @@
 """Triton's kernels of decoding in its interpreter: TRITON_INTERPRET=1 pytest FILE."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import unittest
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from pallas_kernels import (
     decode_sparse_mla,
 )
 from tests import environment
+from tests.pallas_kernels import indexer_topk_gpu_test
 
 BFLOAT16_NORM = 4e-3  # 8 bits of mantissa
 FLOAT32_NORM = 1e-5  # two orders of summation
@@ -37,6 +40,20 @@ def paged(rows, page, seed=0):
     pages = np.full((count + 5, page, width), np.nan, np.float32)
     pages[table] = np.asarray(rows, np.float32).reshape(batch, -1, page, width)
     return jnp.asarray(pages, rows.dtype), jnp.asarray(table, jnp.int32)
+
+
+@contextlib.contextmanager
+def small_parts():
+    """Makes three parts of a row of 300 keys."""
+    from pallas_kernels.decode import gpu_parts
+    from pallas_kernels.indexer_topk import gpu_select
+
+    with (
+        mock.patch.object(gpu_select, "BLOCK", 64),
+        mock.patch.object(gpu_parts, "PARTS", 4),
+        mock.patch.object(gpu_parts, "NEAR", 1),
+    ):
+        yield
 
 
 def assert_close(got, want, dtype):
@@ -70,6 +87,64 @@ class DecodeGpuTest(parameterized.TestCase):
             q, k, *args[2:], table, topk=CASE.topk, implementation="gpu_interpret"
         )
         np.testing.assert_array_equal(got, want)
+
+    @parameterized.parameters(
+        ("random", 40), ("tied", 40), ("zeros", 2), ("few_values", 2), ("one_place", 40)
+    )
+    def test_parts_select_from_given_scores_as_a_stable_sort(self, kind, topk):
+        """Few keys are kept of random scores, all of tied ones: both widths."""
+        from pallas_kernels.decode import gpu_parts
+
+        rows, keys = indexer_topk_gpu_test.T, indexer_topk_gpu_test.S
+        scores = indexer_topk_gpu_test.make_scores(kind).astype(np.float32)
+        lo, hi = indexer_topk_gpu_test.make_bounds()
+        group = gpu_parts.group_size(keys, topk)
+        padded = np.full((rows, 320), np.nan, np.float32)  # what nobody may look at
+        padded[:, :keys] = scores
+        s = np.arange(320)
+        seen = (s >= lo[0][:, None]) & (s < hi[0][:, None])
+        maxima = np.where(seen, padded, -np.inf).reshape(rows, -1, group).max(-1)
+        with small_parts():
+            self.assertTrue(gpu_parts.is_worthwhile(rows, keys, topk))
+            got = gpu_parts.chosen(
+                *(jnp.asarray(x) for x in (padded, maxima, lo, hi)), keys, topk, True
+            )
+        for t in range(rows):
+            want = indexer_topk_gpu_test.best(scores[t], lo[0, t], hi[0, t], topk)
+            np.testing.assert_array_equal(got[t], want, err_msg=f"query {t}")
+
+    def test_lists_by_parts_of_pages_equal_the_definition(self):
+        from pallas_kernels.decode import gpu_parts
+
+        q, k, w = cases.make(CASE, "q_index", "k_index", "w")
+        hi = jnp.asarray([[310, 311, 312], [40, 41, 0]], jnp.int32)
+        args = (q, k, w, jnp.asarray([[20, 20, 20], [0, 0, 0]], jnp.int32), hi)
+        want = decode_indexer_topk(*args, topk=40, implementation="reference")
+        k, table = paged(k, 80)
+        with (
+            small_parts(),
+            mock.patch.object(gpu_parts, "chosen", wraps=gpu_parts.chosen) as chosen,
+        ):
+            got = decode_indexer_topk(
+                q, k, *args[2:], table, topk=40, implementation="gpu_interpret"
+            )
+        chosen.assert_called_once()
+        np.testing.assert_array_equal(got, want)
+
+    def test_parts_are_for_few_long_rows(self):
+        from pallas_kernels.decode import gpu_parts
+
+        for rows, keys, topk, want in (
+            (1, 131072, 2048, True),
+            (33, 131072, 2048, True),
+            (34, 131072, 2048, False),  # a program for each row keeps enough busy
+            (1, 32768, 2048, True),
+            (1, 4096, 2048, False),  # no groups
+            (1, 1 << 20, 2048, False),  # a part does not fit the registers
+            (1, 131072, 4096, False),  # nor do so many kept keys
+        ):
+            got = gpu_parts.is_worthwhile(rows, keys, topk)
+            self.assertEqual(got, want, (rows, keys, topk))
 
     @parameterized.parameters(
         ("bfloat16", None), ("bfloat16", 16), ("float32", 64), ("float32", 1)
