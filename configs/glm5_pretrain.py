@@ -7,7 +7,7 @@ paper's own first stage has dense attention and is configs/pretrain.py:glm5. Har
 the variants name the number of chips. Compiled, never run. The columns are the memory
 of a device, what it sends in a step, and the seconds of the resource that limits it:
 
-  v5p_512    v5p:8x8x8      31.8 of 96 GiB   751 GiB   5.9 s (HBM)
+  v5p_512    v5p:8x8x8      79.9 of 96 GiB   746 GiB   3.3 s (FLOPs)
   v5p_256    v5p:8x8x4      47.9 of 96       746       6.0 (HBM)
   tpu7x_256  tpu7x:4x8x8    34.3 of 95       744       4.4 (HBM), two devices a chip
   v6e_1024   v6e:32x32      24.7 of 31       748       11.1 (HBM)
@@ -21,24 +21,27 @@ import ml_collections
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 
-VARIANTS = {
-    "v5p_512": (64, 8),
-    "v5p_256": (32, 8),
-    "tpu7x_256": (64, 8),
-    "v6e_1024": (128, 8),
-    "h200_512": (64, 8),  # experts within a node of 8
+# Keeps what kernels and experts computed, in buffers of bounded size.
+_KEEPS = {"remat_policy": "experts", "expert_transport": "rounds"}
+_RECOMPUTES = {"remat_policy": "full", "expert_chunks": 4}
+VARIANTS = {  # mesh.fsdp, mesh.expert, what the model does with its memory
+    "v5p_512": (64, 8, _KEEPS),
+    "v5p_256": (32, 8, _RECOMPUTES),
+    "tpu7x_256": (64, 8, _RECOMPUTES),
+    "v6e_1024": (128, 8, _RECOMPUTES),
+    "h200_512": (64, 8, _RECOMPUTES),  # experts within a node of 8
 }
 
 
 def get_config(variant: str = "v5p_512") -> ml_collections.ConfigDict:
-    """Returns the config of a number of chips: (fsdp, expert)."""
-    fsdp, expert = VARIANTS[variant]
+    """Returns the config of a number of chips."""
+    fsdp, expert, memory = VARIANTS[variant]
     config = config_lib.TrainConfig(
         num_steps=1000,
         log_every=10,
         eval_every=100,
         checkpoint_every=100,
-        model=dataclasses.replace(presets.GLM5, remat_policy="full", expert_chunks=4),
+        model=dataclasses.replace(presets.GLM5, **memory),
         data=config_lib.DataConfig(
             tokenizer="tokenizer.json",
             sequence_length=4096,
