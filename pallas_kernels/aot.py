@@ -7,6 +7,7 @@ is needed.
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -21,7 +22,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import capabilities, chips
+from pallas_kernels import aot_products, capabilities, chips
 
 # An H200 SXM's driver answers XLA's queries so.
 _H200 = """
@@ -53,7 +54,7 @@ PTX_VERSION = 87  # read by the assemblers of Triton 3.6 to 3.9
 
 @dataclasses.dataclass(frozen=True)
 class GpuKernel:
-    """A Triton kernel as ptxas reports it."""
+    """A Triton kernel as ptxas and its machine code report it."""
 
     name: str
     registers: int  # per thread
@@ -63,6 +64,12 @@ class GpuKernel:
     warps: int  # per program
     capability: int  # compute capability that it is compiled for
     tensor_columns: int = 0  # of Blackwell's memory for products
+    module: str = ""  # that defines it
+    sizes: dict[str, Any] = dataclasses.field(default_factory=dict)  # constants
+    programs: int = 1  # of a launch
+    products: aot_products.Products = dataclasses.field(
+        default_factory=aot_products.Products
+    )
 
     @property
     def resident(self) -> int:
@@ -81,6 +88,13 @@ class GpuKernel:
             row.multiprocessor_kib * 1024 // (self.shared_bytes + 1024),
             TENSOR_COLUMNS // max(self.tensor_columns, 1),
         )
+
+    @property
+    def waves(self) -> float:
+        """Times that a launch fills all multiprocessors; 0 if no program fits."""
+        row = capabilities.row(self.capability)
+        assert row is not None
+        return self.programs / (row.cores * self.resident) if self.resident else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +172,7 @@ def compile(function: Callable, args: Any, chip: chips.Chip) -> Report:
         compile_seconds=seconds,
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        gpu_kernels=tuple(gpu_kernel(launch) for launch in launches),
+        gpu_kernels=_distinct(launches),
         tpu_kernels=_tpu_kernels(compiled, set(_bundle_files()) - seen),
     )
 
@@ -217,8 +231,14 @@ def kernels(function: Callable, args: Any, device_kind: str) -> tuple[GpuKernel,
         triton_call.recorded(replaces=True) as launches,
     ):
         jax.eval_shape(lambda *xs: function(*xs), *args)  # new: traced again
-    distinct = {repr(launch): launch for launch in launches}  # scans trace twice
-    return tuple(map(gpu_kernel, distinct.values()))
+    return _distinct(launches)
+
+
+def _distinct(launches: list) -> tuple[GpuKernel, ...]:
+    """Compiles each launch once, for scans are traced twice."""
+    return tuple(
+        map(gpu_kernel, {repr(launch): launch for launch in launches}.values())
+    )
 
 
 def _recorded(chip: chips.Chip) -> contextlib.AbstractContextManager:
@@ -266,12 +286,10 @@ def gpu_kernel(launch: Any) -> GpuKernel:
         )
         ptx = pathlib.Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
-        said = subprocess.run(
-            [assembler, "-v", processor, ptx, "-o", ptx.with_suffix(".o")],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
+        machine_code = ptx.with_suffix(".o")
+        said = _output([assembler, "-v", processor, ptx, "-o", machine_code])
+        sass = _output([tools.nvdisasm.path, "--print-code", machine_code])
+    products = aot_products.count(sass, compiled.asm["ttir"], launch.num_warps)
     number = lambda pattern: int(re.search(pattern, said).group(1))  # type: ignore
     spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
     return GpuKernel(
@@ -283,4 +301,14 @@ def gpu_kernel(launch: Any) -> GpuKernel:
         warps=launch.num_warps,
         capability=launch.capability,
         tensor_columns=getattr(compiled.metadata, "tmem_size", 0) or 0,
+        module=kernel.fn.__module__.removeprefix("pallas_kernels."),
+        sizes=dict(launch.constants),
+        programs=math.prod(launch.grid),
+        products=products,
     )
+
+
+def _output(command: list) -> str:
+    """Runs a tool of Triton's package; returns what it prints, errors included."""
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    return ran.stdout + ran.stderr

@@ -5,6 +5,8 @@ On a machine with the device:
       --mode fwd,bwd,det --json times.json --plot times.png
 Anywhere, with the extra `aot` installed:
   python -m pallas_kernels.bench --aot --chip v5p --length 32768
+Of GPUs of a compute capability, with Triton alone:
+  python -m pallas_kernels.bench sparse_mla --aot --capability 8.6 --mode bwd
 """
 
 import argparse
@@ -22,9 +24,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels import aot, block_sizes, cases, chips, dispatch, selection
+from pallas_kernels import (
+    aot,
+    block_sizes,
+    capabilities,
+    cases,
+    chips,
+    dispatch,
+    selection,
+)
 from pallas_kernels.bench import measure, operations, table
 
+_CAPABILITIES = {capabilities.text(n): n for n in capabilities.GPUS}
 _BLOCKS = "other block sizes, one by one: sparse_mla=64,32,8,2; then warps, stages"
 
 
@@ -38,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     chip = _chip(parser, args)
     _check_blocks(parser, args, chip)
     columns = table.COMPILED if args.aot else table.TIMED
-    where = chip.name if chip else jax.devices()[0].device_kind
+    where = chip.name if chip else args.capability or jax.devices()[0].device_kind
     print(
         f"{'compiled for' if args.aot else 'timed on'} {where}, jax {jax.__version__}"
     )
@@ -65,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help=", ".join(operations.OPERATIONS))
     add("--chip", choices=block_sizes.names(), help="default: the device at hand")
+    add("--capability", choices=_CAPABILITIES, help="of GPUs, instead of --chip")
     add("--length", default="4096", help="tokens: 4096,32768,131072,202752")
     add("--mode", default="fwd", help="of fwd, bwd (with forward), det (reproducible)")
     add("--index", default="random", help="index lists: random, local, captured")
@@ -151,9 +163,14 @@ def _chip(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> chips.Chip | None:
     """Returns the chip to compile for, or this machine's, which timing needs."""
+    if args.capability and (args.chip or not args.aot):
+        parser.error("--capability replaces --chip, and only --aot takes it")
+    if args.capability:
+        return None
     if args.aot:
         if args.chip is None:
-            parser.error(f"--aot needs --chip, one of {', '.join(block_sizes.names())}")
+            known = ", ".join(block_sizes.names())
+            parser.error(f"--aot needs --chip, one of {known}, or --capability")
         folder = pathlib.Path(tempfile.mkdtemp(prefix="pallas_kernels_"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)  # gigabytes
         aot.dump_bundles(folder)
@@ -170,10 +187,14 @@ def _check_blocks(
 ) -> None:
     """Exits with 2 on an entry that the chip's row of block sizes does not have."""
     for entry in filter(None, args.blocks):
-        if chip is None or chip.name not in block_sizes.names():
+        if args.capability:
+            sizes = capabilities.GPUS[_CAPABILITIES[args.capability]]
+        elif chip is None or chip.name not in block_sizes.names():
             parser.error(f"--blocks needs a chip of {', '.join(block_sizes.names())}")
+        else:
+            sizes = block_sizes.of(chip.name)
         try:
-            block_sizes.changed(block_sizes.of(chip.name), entry)
+            block_sizes.changed(sizes, entry)
         except ValueError as error:
             parser.error(f"--blocks: {error}")
 
@@ -186,7 +207,10 @@ def _run(
         name |= {"blocks": job.blocks} if job.blocks else {}
         print(f"[{i}/{len(jobs)}] {' '.join(map(str, name.values()))}", file=sys.stderr)
         try:
-            if args.aot:
+            if args.capability:
+                number = _CAPABILITIES[args.capability]
+                row = measure.compiled_by_triton(job, number)
+            elif args.aot:
                 assert chip is not None
                 row = measure.compiled(job, chip)
             else:

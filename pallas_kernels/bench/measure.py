@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import aot, block_sizes, cases, chips, dispatch
-from pallas_kernels.bench import operations
+from pallas_kernels import aot, block_sizes, capabilities, cases, chips, dispatch
+from pallas_kernels.bench import operations, steps
 from pallas_kernels.cases import Case
 
 SAMPLES = 15
@@ -90,14 +90,19 @@ def runnable(op: str, mode: str) -> bool:
 
 def floor(job: Job, chip: chips.Chip) -> dict[str, Any]:
     """Returns an op's FLOPs and bytes, and the least time that a chip needs."""
+    needed = work(job)
+    matrix = needed["flops"] / chip.reachable_tflops / 1e9
+    memory = needed["bytes"] / chip.reachable_tbps / 1e9
+    bound = "matrix" if matrix > memory else "memory"
+    return needed | {"bound": bound, "floor_ms": max(matrix, memory)}
+
+
+def work(job: Job) -> dict[str, float]:
+    """Returns the FLOPs and bytes that an op needs by its definition."""
     forward, read, backward, moved = operations.OPERATIONS[job.op].work(job.case)
     if job.mode != "fwd":
         forward, read = forward + backward, read + moved
-    matrix = forward / chip.reachable_tflops / 1e9
-    memory = read / chip.reachable_tbps / 1e9
-    bound = "matrix" if matrix > memory else "memory"
-    floor_ms = max(matrix, memory)
-    return {"flops": forward, "bytes": read, "bound": bound, "floor_ms": floor_ms}
+    return {"flops": forward, "bytes": read}
 
 
 def timed(job: Job, chip: chips.Chip | None, baseline: bool) -> dict[str, Any]:
@@ -199,25 +204,61 @@ def compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:
         return _compiled(job.on(chip), chip)
 
 
+def compiled_by_triton(job: Job, capability: int) -> dict[str, Any]:
+    """Compiles a job's Triton kernels alone, for GPUs of a compute capability."""
+    sizes = capabilities.GPUS[capability]
+    sizes = block_sizes.changed(sizes, job.blocks) if job.blocks else sizes
+    with block_sizes.tried(sizes):
+        kind = capabilities.KINDS[capability]
+        kernels = aot.kernels(job.function("gpu_interpret", job.case), _args(job), kind)
+    return work(job) | _report(job, kernels)
+
+
+def _args(job: Job) -> tuple[jax.ShapeDtypeStruct, ...]:
+    table = cases.shapes(job.case)
+    return tuple(table[name] for name in operations.OPERATIONS[job.op].inputs)
+
+
 def _compiled(job: Job, chip: chips.Chip) -> dict[str, Any]:
-    case, table = job.case, cases.shapes(job.case)
-    args = tuple(table[name] for name in operations.OPERATIONS[job.op].inputs)
     if chip.name not in aot.TOPOLOGIES:  # XLA's compiler for GPUs is set up for one
-        function = job.function("gpu_interpret", case)
-        kernels = aot.kernels(function, args, chip.device_kind)
-        return floor(job, chip) | {"gpu_kernels": [*map(_figures, kernels)]}
-    report = aot.compile(job.function(job.implementation, case), args, chip)
-    return floor(job, chip) | {
-        "compile_seconds": report.compile_seconds,
-        "argument_mib": report.argument_bytes / 2**20,
-        "temp_mib": report.temp_bytes / 2**20,
-        "gpu_kernels": [*map(_figures, report.gpu_kernels)],
-        "tpu_kernels": [dataclasses.asdict(k) for k in report.tpu_kernels],
-    }
+        function = job.function("gpu_interpret", job.case)
+        kernels = aot.kernels(function, _args(job), chip.device_kind)
+        return floor(job, chip) | _report(job, kernels)
+    function = job.function(job.implementation, job.case)
+    report = aot.compile(function, _args(job), chip)
+    return (
+        floor(job, chip)
+        | _report(job, report.gpu_kernels)
+        | {
+            "compile_seconds": report.compile_seconds,
+            "argument_mib": report.argument_bytes / 2**20,
+            "temp_mib": report.temp_bytes / 2**20,
+            "tpu_kernels": [dataclasses.asdict(k) for k in report.tpu_kernels],
+        }
+    )
 
 
-def _figures(kernel: aot.GpuKernel) -> dict[str, Any]:
-    return dataclasses.asdict(kernel) | {"resident": kernel.resident}
+def _report(job: Job, kernels: tuple[aot.GpuKernel, ...]) -> dict[str, Any]:
+    """Returns the figures of an op's Triton kernels.
+
+    "issued" are the FLOPs of all instructions of the op over those that its definition
+    needs: padding, products computed again and invisible keys of a tile are the rest.
+    """
+    figures = [
+        dataclasses.asdict(kernel)
+        | {
+            "resident": kernel.resident,
+            "waves": kernel.waves,
+            "times": kernel.products.times,
+        }
+        for kernel in kernels
+    ]
+    counts = [steps.count(k.module, k.name, k.sizes, job.case) for k in kernels]
+    if not kernels or None in counts:
+        return {"gpu_kernels": figures}
+    each = zip(kernels, counts, strict=True)
+    issued = sum(k.products.issued_flops * (n or 0.0) for k, n in each)
+    return {"gpu_kernels": figures, "issued": issued / work(job)["flops"]}
 
 
 def _tried(job: Job, chip: chips.Chip | None) -> contextlib.AbstractContextManager:

@@ -22,6 +22,7 @@ COMPILED = (
     ("argument_mib", "arguments MiB", "{:.1f}"),
     ("bound", "bound", "{}"),
     ("floor_ms", "floor ms", "{:.3f}"),
+    ("issued", "issued / needed", "{:.2f}"),
 )
 _NAMES = ("op", "length", "mode")
 
@@ -49,11 +50,22 @@ def _notes(row: dict[str, Any]) -> list[str]:
     else:
         failure = []
     wrong = ["WRONG VALUES"] * row.get("is_wrong", False)
-    gpu = [
-        f"{k['name']} {k['registers']} registers, {k['spill_bytes']} B spilled, "
-        f"{k['shared_bytes'] / 1024:.0f} KiB shared, {k['resident']} at once"
-        f"{', products serialized' if k['is_serialized'] else ''}"
-        for k in row.get("gpu_kernels", ())
-    ]
+    gpu = map(_kernel, row.get("gpu_kernels", ()))
     tpu = [f"{k['name']} {k['bundles']} bundles" for k in row.get("tpu_kernels", ())]
-    return tried + failure + wrong + gpu + tpu
+    return [*tried, *failure, *wrong, *gpu, *tpu]
+
+
+def _kernel(figures: dict[str, Any]) -> str:
+    """Formats a Triton kernel."""
+    times = figures["times"]
+    instructions = " + ".join(figures["products"]["instructions"])
+    parts = [
+        f"{figures['name']} {figures['registers']} registers",
+        f"{figures['spill_bytes']} B spilled",
+        f"{figures['shared_bytes'] / 1024:.0f} KiB shared",
+        f"{figures['resident']} at once",
+        f"{figures['waves']:.2f} waves",
+        *([] if times is None else [f"products {times:.2f} times ({instructions})"]),
+        *(["products serialized"] if figures["is_serialized"] else []),
+    ]
+    return ", ".join(parts)

@@ -9,7 +9,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels.bench import __main__ as bench
-from pallas_kernels.bench import measure, operations
+from pallas_kernels.bench import measure, operations, table
 from tests import environment
 
 
@@ -92,6 +92,13 @@ class BenchTest(parameterized.TestCase):
         (("--index=captured",), "needs --lists"),
         (("--index=all",), "--index must be random, local or captured"),
         (("--aot",), "--aot needs --chip"),
+        (("--capability=9.0",), "only --aot takes it"),
+        (("--aot", "--capability=9.0", "--chip=h200"), "--capability replaces --chip"),
+        (("--aot", "--capability=7.5"), "'8.0', '8.6', '8.9', '9.0', '10.0', '12.0'"),
+        (
+            ("--aot", "--capability=8.6", "--blocks", "sparse_mla=32,8,2"),
+            "sparse_mla takes 4 numbers, as in 32,32,8,2, got '32,8,2'",
+        ),
         (("--chip=h200",), "the device is cpu; add --aot"),
         (("--blocks", "sparse_mla=32,8,2"), "--blocks needs a chip of v5p"),
         (
@@ -107,6 +114,29 @@ class BenchTest(parameterized.TestCase):
         code, _, err = run(*argv)
         self.assertEqual(code, 2)
         self.assertIn(message, err)
+
+    def test_a_kernels_figures_are_printed(self):
+        kernel = {
+            "name": "_dq_kernel",
+            "registers": 221,
+            "spill_bytes": 0,
+            "shared_bytes": 212 << 10,
+            "resident": 1,
+            "waves": 32768 / 132,
+            "times": 1.25,
+            "products": {"instructions": ("34 HGMMA 64x32x16", "8 HGMMA 64x64x16")},
+            "is_serialized": False,
+        }
+        plain = kernel | {"name": "_select_kernel", "times": None}
+        row = {"op": "sparse_mla", "length": 32768, "mode": "bwd", "issued": 1.5}
+        line = table.line(row | {"gpu_kernels": [kernel, plain]}, table.COMPILED)
+        self.assertIn("| 1.50 |", line)
+        self.assertIn(
+            "_dq_kernel 221 registers, 0 B spilled, 212 KiB shared, 1 at once, 248.24 "
+            "waves, products 1.25 times (34 HGMMA 64x32x16 + 8 HGMMA 64x64x16); ",
+            line,
+        )
+        self.assertIn("1 at once, 248.24 waves |", line)
 
     def test_floors_are_those_of_the_design(self):
         """Per query of GLM-5: 2.85e8 FLOP forward, 7.21e8 backward, 2.36 MB of rows."""
