@@ -27,6 +27,8 @@ NO_FAILURE = set(range(200, 500))
 
 class OpenApiTest(scripted.ServerTest):
     @pytest.mark.slow
+    # schemathesis's strategies draw with `random`, which newer hypothesis tells.
+    @pytest.mark.filterwarnings("ignore:Do not use the `random` module")
     def test_no_route_fails(self):
         """A minute."""
         import schemathesis
