@@ -119,12 +119,18 @@ def table(rows: Sequence[dict[str, object]]) -> str:
 
 
 def read(folder: str) -> Run:
-    """Returns the records of a run, with the seconds of all steps up to each."""
+    """Returns the records of a run, with the seconds of all steps up to each.
+
+    What it solved before its first step comes first, if that was measured.
+    """
     records = metrics.read(pathlib.Path(folder) / "metrics.jsonl")
     if not any(r.get("eval/success") is not None for r in records):
         raise SystemExit(f"{folder} has no eval/success: not a run of stage 'rl'")
     spent = itertools.accumulate(r["perf/step_seconds"] for r in records)
-    return [r | {"seconds": now} for r, now in zip(records, spent, strict=True)]
+    run = [r | {"seconds": now} for r, now in zip(records, spent, strict=True)]
+    start = run[0].get("rollout/start_success")
+    before = {"step": 0, "seconds": 0.0, "eval/success": start}
+    return run if start is None else [before, *run]
 
 
 def first_solved(run: Run) -> float | None:

@@ -5,7 +5,9 @@ python -m glm5_jax.train --config=configs/small_rl_cron.py --config.init_from=ru
     --config.data.tokenizer=runs/sft/tokenizer.json --workdir=runs/rl
 
 Every episode has a sandbox of its own; the reward is 1 if hidden checks find the line.
-Hardware: a laptop (2 cores) with bubblewrap.
+Hardware: a laptop (2 cores) with bubblewrap, five minutes of CPU.
+Expected: held-out success rises from 48% to 65% in 10 steps and stays, and from 40% to
+55% with another seed; from 21% it did not in 20 (docs/worlds/terminal.md).
 """
 
 import dataclasses
