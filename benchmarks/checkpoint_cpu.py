@@ -79,7 +79,7 @@ def _train(run: run_lib.Run, num_saves: int) -> dict[str, float]:
     for _ in range(num_saves + 1):
         times["step_seconds"].append(_seconds(functools.partial(_step, run)))
         _step(run)
-        save = functools.partial(run.save, {}, is_copy=bool(run.copies))
+        save = run.copy if run.copies else run.save
         times["blocked_seconds"].append(_seconds(save))
         began = time.perf_counter()
         times["slowed"].append(_seconds(functools.partial(_step, run)))

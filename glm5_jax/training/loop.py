@@ -183,7 +183,10 @@ class _Loop:
             due |= self._end_if_reached()
         if due & {"save", "copy"}:
             with clock.paused("save"), self._watchdog.paused():
-                run.save(metrics, is_copy="save" not in due)
+                if "save" in due:
+                    run.save(metrics)
+                else:
+                    run.copy()
         is_due = _is_due(run.step, run.config.log_every)
         if is_due or "evaluate" in due:
             counts = run.health.counts()

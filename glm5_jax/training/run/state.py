@@ -112,13 +112,21 @@ class Run:
         self.compile_seconds += seconds
         logging.info("... compiled in %.1f s.", seconds)
 
-    def save(self, metrics: Mapping[str, Any], is_copy: bool = False) -> None:
+    def save(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Starts to write a checkpoint of this step.
 
         Args:
           metrics: of this step; an evaluation in them ranks the checkpoint.
-          is_copy: each host keeps a copy by itself instead.
         """
+        self.checkpoints.save(self.step, *self._saved(metrics or {}))
+
+    def copy(self) -> None:
+        """Starts to write what each host keeps of this step by itself, if it does."""
+        if self.copies:
+            self.copies.save(self.step, *self._saved({}))
+
+    def _saved(self, metrics: Mapping[str, Any]) -> tuple[dict, Any]:
+        """Returns the state, and all else that a later start needs."""
         state = {"params": self.params, "opt_state": self.opt_state}
         state |= self.critic_state
         # Random numbers and batches are functions of the seed, step and position.
@@ -132,8 +140,7 @@ class Run:
             "feed": self.feed.memory(self.position),
             "metrics": {k: v for k, v in metrics.items() if k.startswith("eval/")},
         }
-        keeper = self.copies if is_copy and self.copies else self.checkpoints
-        keeper.save(self.step, state, metrics_lib.finite(metadata))
+        return state, metrics_lib.finite(metadata)
 
     def close(self, keeps_copies: bool = False) -> None:
         """Waits for saves; the last checkpoint replaces the hosts' copies.
