@@ -190,18 +190,22 @@ class HostCopies:
         for copy, folder in self._paths():
             for path in sorted(folder.glob("[0-9]*.shards")):
                 with _logged(path):
-                    held.setdefault(copy, []).append(shard_file.ShardFile(path))
+                    file = shard_file.ShardFile(path)
+                    if file.step != copy[0]:
+                        raise config_lib.DamagedError(f"it holds step {file.step}.")
+                    held.setdefault(copy, []).append(file)
         return held
 
     def _restore(
         self, copy: Copy, files: Sequence[shard_file.ShardFile], abstract_state: PyTree
     ) -> tuple[PyTree, dict[str, Any]] | None:
         step, mesh = copy[0], jax.tree.leaves(abstract_state)[0].sharding.mesh
-        state = None
-        if self._sources(step, mesh, _is_whole(files, abstract_state))[1] is None:
+        state, is_whole = None, _is_whole(files, abstract_state)
+        if self._sources(step, mesh, is_whole)[1] is None:
             return None  # before a byte is read
-        with _logged(self._path(*copy)):
-            state = _read(files, abstract_state)
+        if is_whole:
+            with _logged(self._path(*copy)):
+                state = _read(files, abstract_state)
         has, chosen = self._sources(step, mesh, state is not None)
         if chosen is None:
             return None
@@ -272,16 +276,12 @@ def _is_whole(files: Sequence[shard_file.ShardFile], abstract_state: PyTree) -> 
     return True
 
 
-def _read(
-    files: Sequence[shard_file.ShardFile], abstract_state: PyTree
-) -> PyTree | None:
-    """Returns a state from this host's files; None if they lack a shard.
+def _read(files: Sequence[shard_file.ShardFile], abstract_state: PyTree) -> PyTree:
+    """Returns a state from this host's files, which hold every shard.
 
     Raises:
       DamagedError: every file with some shard is damaged in it.
     """
-    if not _is_whole(files, abstract_state):
-        return None
 
     def array(name: str, leaf: Any) -> jax.Array:
         def shard(index: Any) -> np.ndarray:

@@ -134,6 +134,14 @@ class HostCopiesTest(parameterized.TestCase):
             shard_file.write(path, step, held.metadata, half)
         return self.files()
 
+    def test_a_renamed_copy_is_not_read(self):
+        self.saved(10)
+        folder = self.files()[0].parent
+        folder.rename(folder.with_name(folder.name.replace("10-", "20-")))
+        with self.assertLogs(level="ERROR") as logs:
+            self.assertIsNone(self.restored())
+        self.assertIn("it holds step 10", "".join(logs.output))
+
     def test_files_of_several_processes_are_one_copy(self):
         self.cut_files(30, self.mesh)
         self.assertEqual(self.restored(), 30)
