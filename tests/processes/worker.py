@@ -153,6 +153,7 @@ def copy_state(folder):
     copies = host_copies.HostCopies(folder, own_folder(folder))
     copies.save(1, two_slices(1), METADATA)
     copies.save(2, two_slices(2), METADATA)
+    copies.wait()
     full = mock.patch.object(shard_file, "write", side_effect=OSError("full"))
     with contextlib.nullcontext() if together.is_first() else full:
         copies.save(3, two_slices(3), METADATA)
