@@ -5,13 +5,13 @@
 #
 #   exec launch/again.sh python -m glm5_jax.serve ...
 set -u
+# Before the command: a signal in between would end this script and leave it running.
+trap '[ "${!-}" ] || exit 1; kill -TERM "$!"' TERM INT
 "$@" &
-child=$!
-trap 'kill -TERM "$child"' TERM INT
-wait "$child"
+wait "$!"
 code=$?
-while kill -0 "$child" 2> /dev/null; do # the signal had ended the wait
-    wait "$child"
+while kill -0 "$!" 2> /dev/null; do # the signal had ended the wait
+    wait "$!"
     code=$?
 done
 exit $((code == 0 ? 1 : code))

@@ -298,24 +298,27 @@ def jobset():
 
 
 class AgainTest(absltest.TestCase):
-    def test_a_good_end_is_a_failure_for_a_job_and_sigterm_goes_on(self):
+    def test_a_good_end_is_a_failure_for_a_job(self):
         for code, wanted in ((0, 1), (2, 2), (7, 7)):
             done = subprocess.run(
                 ["launch/again.sh", "bash", "-c", f"exit {code}"], cwd=launch.ROOT
             )
             self.assertEqual(done.returncode, wanted)
-        program = "trap 'sleep 0.2; echo drained; exit 0' TERM; echo; sleep 60 & wait"
-        with subprocess.Popen(
-            ["launch/again.sh", "bash", "-c", program],
+
+    def test_a_signal_that_meets_the_script_at_its_start_goes_on(self):
+        slow = self.create_tempfile(content="trap 'sleep 0.05' DEBUG").full_path
+        program = (
+            "trap 'sleep 0.2; echo drained; exit 0' TERM; "
+            "kill -TERM $PPID; sleep 9 >&- 2>&- & wait"
+        )
+        done = subprocess.run(
+            ["launch/again.sh", "sh", "-c", program],
             cwd=launch.ROOT,
-            stdout=subprocess.PIPE,
+            env={**os.environ, "BASH_ENV": slow},
+            capture_output=True,
             text=True,
-        ) as child:
-            child.stdout.readline()
-            child.send_signal(signal.SIGTERM)
-            self.assertEqual(child.stdout.readline(), "drained\n")
-            self.assertEqual(child.wait(10), 1)
-            child.stdout.close()
+        )
+        self.assertEqual((done.stdout, done.returncode), ("drained\n", 1), done.stderr)
 
 
 def said(container):
