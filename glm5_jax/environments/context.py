@@ -48,6 +48,7 @@ class Context:
         self.name = name
         self._kept, self._most = int(found[1]), int(found[2] or 0)
         self._inner = make(found[3])
+        self.splits = protocol.splits(self._inner)
         if getattr(self._inner, "has_agents", False):
             raise config.InputError(
                 f"rl.environment={name!r}: {found[3]} is played by programs of its "

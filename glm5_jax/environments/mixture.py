@@ -30,8 +30,8 @@ class Mixture:
             make: returns the taskset of a part.
 
         Raises:
-            config.InputError: a part does not exist, is named twice, has weight 0 or
-                brings agents of its own.
+            config.InputError: a part does not exist, is named twice, has weight 0,
+                brings agents of its own, or has no split with the others.
         """
         self.name = name
         found = [_PART.fullmatch(part) for part in name.split(SEPARATOR)]
@@ -53,6 +53,16 @@ class Mixture:
             raise config.InputError(
                 f"rl.environment={name!r}: {agents[0]} is played by programs of its "
                 f"own, which cannot be mixed; train on it alone."
+            )
+        self.splits = [
+            split
+            for split in protocol.SPLITS
+            if all(split in protocol.splits(part) for part in self._parts)
+        ]
+        if not self.splits:
+            raise config.InputError(
+                f"rl.environment={name!r}: no split has tasks of all parts; leave out "
+                f"those for training or those for evaluation alone."
             )
         self._cycle = _even([weight for weight, _ in parts])
         self._weights = [weight for weight, _ in parts]

@@ -6,8 +6,11 @@ import collections
 from absl.testing import parameterized
 
 from glm5_jax import config, environments
+from glm5_jax.environments import context
+from glm5_jax.environments import mixture as mixture_lib
 from tests import environment
 from tests.environments import episodes
+from tests.rl import rollouts_test
 
 NAMES = ("reverse:3-6", "calculator_untold:2", "gcd")
 NAME = "3*reverse:3-6+2*calculator_untold:2+gcd"
@@ -53,6 +56,24 @@ class MixtureTest(parameterized.TestCase):
             self.assertEqual(episodes.play(mixture, task, *turns)[-1].reward.total, 1)
             wrong = episodes.play(mixture, task, "no")[-1].reward
             self.assertEqual(wrong.total, 0)
+
+    def test_it_has_the_splits_that_all_parts_have(self):
+        def make(name):
+            if name.startswith("context:"):
+                return context.Context(name, make)
+            made = rollouts_test.Scripted(None)
+            if name != "both":
+                made.splits = (name,)
+            return made
+
+        for name, wanted in (
+            ("both+context:5:both", ["train", "held_out"]),
+            ("both+held_out", ["held_out"]),
+            ("context:5:train+both", ["train"]),
+        ):
+            self.assertEqual(mixture_lib.Mixture(name, make).splits, wanted, name)
+        with self.assertRaisesRegex(config.InputError, "no split has tasks of all"):
+            mixture_lib.Mixture("train+context:5:held_out", make)
 
     def test_an_environment_without_a_task_closes(self):
         asyncio.run(environments.make(NAME).environment().close())
