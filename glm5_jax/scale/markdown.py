@@ -183,6 +183,9 @@ def _time(line: dict[str, Any], tables: dict[str, Any]) -> str:
             ("axes", "seconds"),
             ((k, _seconds(s)) for k, s in tables["link_seconds_by_axes"].items()),
         ),
+        "By the schedule, in which only work between a collective's start and its end "
+        f"hides it, links add {_seconds(line['exposed_seconds'])} s to the products or "
+        "to HBM.",
         "FLOPs of matrix products, recomputation included, at an even load of the "
         f"experts (their buffers have room for {line['expert_room']} times the "
         "rows; of HBM the products move as much less, all else that spreads and sums "
@@ -196,7 +199,8 @@ def _time(line: dict[str, Any], tables: dict[str, Any]) -> str:
         parts.append(
             f"The model's own: {line['model_flops'] / 1e12:,.4g} TFLOP (6 N_active "
             f"tokens alone: {line['six_n_tokens'] / 1e12:,.4g}). So MFU is at most "
-            f"{100 * line['mfu_bound']:.1f}%."
+            f"{100 * line['mfu_bound']:.1f}%, and by the schedule "
+            f"{100 * line['mfu_scheduled']:.1f}%."
         )
     if n := tables["uncounted_loops_of_flops"]:
         parts.append(f"{n} loops of unknown length with products were counted once.")

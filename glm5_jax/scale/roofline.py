@@ -6,11 +6,12 @@ links are NVLink, and the network is that between nodes.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
 from glm5_jax.scale import slice_devices
-from glm5_jax.scale.hlo import communication
+from glm5_jax.scale.hlo import communication, schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Roofline:
 
     seconds: dict[str, float]  # by the names of `slice_devices.Device.resources`
     by_axes: dict[tuple[str, ...], float]  # of the links, mesh axes one by one
+    exposed: float = 0.0  # of the links, while nothing is computed or moved
 
     @property
     def binding(self) -> str:
@@ -30,6 +32,12 @@ class Roofline:
         """Seconds of the resource that takes longest."""
         return max(self.seconds.values())
 
+    @property
+    def scheduled(self) -> float:
+        """Seconds of the products or of HBM, and those that links add to them."""
+        products, hbm, *_ = self.seconds.values()
+        return max(products, hbm) + self.exposed
+
 
 def roofline(
     mesh: Mesh,
@@ -37,17 +45,27 @@ def roofline(
     hbm_bytes: float,
     traffic: communication.Traffic,
     num_slices: int = 1,
+    beside: Mapping[str, schedule.Work] | None = None,
 ) -> Roofline:
     """Computes the roofline of one device.
 
     Collectives over different axes of the torus run side by side, those over the same
     one after another. A collective over several axes uses the links of all. GPUs have
     one way into their node and one out of it, which all collectives share.
+
+    Args:
+      mesh: of all devices.
+      flops: of a device's products.
+      hbm_bytes: that a device reads and writes.
+      traffic: its collectives.
+      num_slices: among which the first axis is split.
+      beside: the schedule's work between the start and the end of collectives, by name.
+        Those that are not named there expose all of their seconds on links.
     """
     device = slice_devices.of_mesh(mesh)
     links: dict[int, float] = {}
     by_axes: dict[tuple[str, ...], float] = {}
-    dcn = 0.0
+    dcn = exposed = 0.0
     for c in traffic.collectives:
         if c.axes == (communication.DCN,):
             seconds = c.wire_bytes / device.dcn
@@ -62,6 +80,10 @@ def roofline(
             for axis in torus:
                 links[axis] = links.get(axis, 0.0) + seconds
         by_axes[c.axes] = by_axes.get(c.axes, 0.0) + seconds
+        if c.axes != (communication.DCN,):
+            work = (beside or {}).get(c.name, schedule.Work())
+            hidden = max(work.flops / device.flops, work.hbm_bytes / device.hbm)
+            exposed += max(seconds - hidden * c.count, 0.0)
     seconds_of = (
         flops / device.flops,
         hbm_bytes / device.hbm,
@@ -71,6 +93,7 @@ def roofline(
     return Roofline(
         seconds=dict(zip(device.resources, seconds_of, strict=True)),
         by_axes=dict(sorted(by_axes.items(), key=lambda item: -item[1])),
+        exposed=exposed,
     )
 
 

@@ -1,11 +1,13 @@
 """Seconds on a torus that can be counted by hand."""
 
+import dataclasses
+
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import roofline, slice_devices
-from glm5_jax.scale.hlo import communication
+from glm5_jax.scale.hlo import communication, schedule
 from pallas_kernels import chips
 from tests import environment, tpus
 
@@ -91,6 +93,23 @@ class RooflineTest(parameterized.TestCase):
         self.assertEqual((roof.binding, roof.total), ("FLOPs", 1.0))
         self.assertAlmostEqual(roof.seconds["HBM"], 0.5)
         self.assertEqual(list(roof.by_axes), [("expert",)])
+
+    def test_links_are_exposed_but_for_the_work_beside_them(self):
+        grid = mesh(fsdp=16, expert=4)
+        a_run = 9 * GB / (2 * LINK)  # 50 ms
+        split = dataclasses.replace(collective(("expert",), 3 * 9 * GB), count=3)
+        found = [
+            dataclasses.replace(split, name=name) for name in ("half", "all", "alone")
+        ]
+        peak = V5P.reachable_tflops * 1e12
+        beside = {
+            "half": schedule.Work(peak * a_run / 2, 1.0),
+            "all": schedule.Work(1.0, V5P.reachable_tbps * 1e12 * a_run * 2),
+        }
+        traffic = communication.Traffic(tuple(found), ())
+        roof = roofline.roofline(grid, peak, 0.0, traffic, beside=beside)
+        self.assertAlmostEqual(roof.exposed, 3 * a_run * 1.5)
+        self.assertAlmostEqual(roof.scheduled, 1.0 + roof.exposed)
 
 
 if __name__ == "__main__":

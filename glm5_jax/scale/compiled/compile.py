@@ -9,7 +9,7 @@ import jax
 
 from glm5_jax.scale import inputs, programs, slice_devices
 from glm5_jax.scale.compiled import flops
-from glm5_jax.scale.hlo import communication, hbm, liveness
+from glm5_jax.scale.hlo import communication, hbm, liveness, schedule
 from glm5_jax.scale.hlo import parser as hlo
 
 
@@ -38,6 +38,7 @@ class Compiled:
     peak: liveness.Peak  # an estimate of what `temporaries` hold
     temporaries: list[liveness.Temporary]
     traffic: communication.Traffic
+    beside: dict[str, schedule.Work]  # the schedule's work beside collectives, by name
     hbm_bytes: float  # read and written in a run, at an even load of the experts
     flops: flops.Flops
     trace_seconds: float
@@ -97,6 +98,7 @@ def compile(job: programs.Job, num_slices: int = 1) -> Compiled | Overflow:
         peak=liveness.peak(module),
         temporaries=liveness.temporaries(module),
         traffic=communication.find(module, dict(job.mesh.shape), num_slices),
+        beside=schedule.beside(module, job.spare),
         hbm_bytes=hbm.traffic(module, job.spare),
         flops=work,
         trace_seconds=traced_at - began,

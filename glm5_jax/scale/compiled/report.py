@@ -158,7 +158,7 @@ def _compiled(
         config.mesh.slices,
     )
     roof = roofline.roofline(
-        job.mesh, made.flops.total, made.hbm_bytes, made.traffic, slices
+        job.mesh, made.flops.total, made.hbm_bytes, made.traffic, slices, made.beside
     )
     totals = made.traffic.total
     by_axes = {axes: wire for (axes,), (_, wire) in totals("axes").items()}
@@ -176,6 +176,7 @@ def _compiled(
         "hbm_traffic_gib": _gib(made.hbm_bytes),
         "optimal_seconds": float(f"{roof.total:.4g}"),
         "bound": roof.binding,
+        "exposed_seconds": float(f"{roof.exposed:.4g}"),
     }
     if job.name == "train":
         model = accounting.flops_per_token(config.model, config.data.sequence_length)
@@ -186,6 +187,7 @@ def _compiled(
             "model_flops": model * a_device,
             "six_n_tokens": 6 * active * a_device,
             "mfu_bound": round(mfu, 4),
+            "mfu_scheduled": round(mfu * roof.total / roof.scheduled, 4),
         }
     tables = {
         "roofline_seconds": roof.seconds,
@@ -210,7 +212,7 @@ def _compiled(
 # Fields that stay unknown if libtpu could not print the program.
 _OF_THE_TEXT = (
     *("collective_gib", "collective_gib_by_axes", "hbm_traffic_gib"),
-    *("optimal_seconds", "bound", "mfu_bound"),
+    *("optimal_seconds", "bound", "mfu_bound", "exposed_seconds", "mfu_scheduled"),
 )
 
 

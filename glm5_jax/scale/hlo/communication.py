@@ -3,7 +3,8 @@
 Bytes are those that a device puts on its links, as a ring would move them: for n
 devices and an array of b bytes, (n - 1) / n b for an all-gather (b gathered),
 reduce-scatter (b before) and all-to-all, twice that for an all-reduce, b for a
-permutation. Loops count as often as they run.
+permutation; of a ragged exchange all that fits both the sender's and the receiver's
+array. Loops count as often as they run.
 """
 
 import dataclasses
@@ -44,6 +45,7 @@ class Collective:
     num_devices: int  # of a group
     count: int  # runs in a step
     wire_bytes: float  # that a device sends, in all runs
+    name: str = ""  # of the instruction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ class _Walk:
             if i.opcode.endswith(("-done", "-update")):
                 continue
             if kind in KINDS:
-                out.append(self.collective(i, kind, times, where, is_scatter))
+                out.append(self.collective(body, i, kind, times, where, is_scatter))
             elif i.opcode == "send" and "megascale" in i.rest:
                 out.append(self.across_slices(i, times, where))
             elif i.opcode == "while":
@@ -117,7 +119,13 @@ class _Walk:
         return [c for c in out if c.wire_bytes > 0]
 
     def collective(
-        self, i: hlo.Instruction, kind: str, times: int, where: str, is_scatter: bool
+        self,
+        body: Mapping[str, hlo.Instruction],
+        i: hlo.Instruction,
+        kind: str,
+        times: int,
+        where: str,
+        is_scatter: bool,
     ) -> Collective:
         """Bytes and axes of one instruction."""
         size = hlo.num_bytes(i.type)
@@ -132,6 +140,8 @@ class _Walk:
                 size *= num_devices / (num_devices + 1)
             if kind == "reduce-scatter":
                 size *= num_devices
+            if kind == "ragged-all-to-all":
+                size = min(hlo.num_bytes(body[name].type) for name in i.operands[:2])
             wire = KINDS[kind] * size * (num_devices - 1) / num_devices
             axes = self._axes(ids, num_in_all)
         if is_scatter and kind == "all-reduce":  # its result is sliced at once
@@ -145,6 +155,7 @@ class _Walk:
             num_devices=num_devices,
             count=times,
             wire_bytes=wire * times,
+            name=i.name,
         )
 
     def across_slices(self, i: hlo.Instruction, times: int, where: str) -> Collective:

@@ -37,24 +37,45 @@ def _traffic(
 ) -> float:
     if name in known:
         return known[name]
-    total, body = 0.0, module.computations.get(name, {})
-    for i in body.values():
-        if i.opcode == "while":
-            runs = module.trip_count(i, name)
-            inner = _traffic(module, i.called("body")[0], spare, known)
-            total += inner * (1 if runs is None else runs)
-        elif i.opcode in ("conditional", "call"):
-            inside = (_traffic(module, c, spare, known) for c in i.called())
-            total += max(inside, default=0)
-        elif _is_grouped(i):
-            total += _grouped(body, i, spare)
-        elif i.opcode not in _VIEWS and not i.opcode.endswith(("-done", "-update")):
-            total += sum(_moved(module, body, i))
+    total = 0.0
+    for i in module.computations.get(name, {}).values():
+        total += of_instruction(module, name, i, spare, known)
     known[name] = total
     return total
 
 
-def _is_grouped(i: hlo.Instruction) -> bool:
+def of_instruction(
+    module: hlo.Module,
+    name: str,
+    i: hlo.Instruction,
+    spare: float | int,
+    known: dict[str, float],
+) -> float:
+    """Returns the bytes that an instruction moves, with the loops that it runs.
+
+    Args:
+      module: as compiled.
+      name: of the computation in which the instruction stands.
+      i: the instruction.
+      spare: times an even load that the experts' buffers have room for.
+      known: bytes of computations that were counted; grows.
+    """
+    body = module.computations[name]
+    if i.opcode == "while":
+        runs = module.trip_count(i, name)
+        inner = _traffic(module, i.called("body")[0], spare, known)
+        return inner * (1 if runs is None else runs)
+    if i.opcode in ("conditional", "call"):
+        inside = (_traffic(module, c, spare, known) for c in i.called())
+        return max(inside, default=0.0)
+    if is_grouped(i):
+        return _grouped(body, i, spare)
+    if i.opcode in _VIEWS or i.opcode.endswith(("-done", "-update")):
+        return 0.0
+    return float(sum(_moved(module, body, i)))
+
+
+def is_grouped(i: hlo.Instruction) -> bool:
     """Returns whether it is libtpu's kernel for a product of rows in groups."""
     return i.opcode == "custom-call" and "ragged_dot" in i.op_name
 
