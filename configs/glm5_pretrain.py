@@ -23,9 +23,12 @@ from glm5_jax import config as config_lib
 
 # Keeps what kernels and experts computed, in buffers of bounded size.
 _KEEPS = {"remat_policy": "experts", "expert_transport": "rounds"}
+# Two parts of a layer's tokens, so that one travels while the other is multiplied.
+_EXCHANGES = _KEEPS | {"expert_transport": "exchange", "expert_chunks": 2}
 _RECOMPUTES = {"remat_policy": "full", "expert_chunks": 4}
 VARIANTS = {  # mesh.fsdp, mesh.expert, what the model does with its memory
     "v5p_512": (64, 8, _KEEPS),
+    "v5p_512_exchange": (8, 64, _EXCHANGES),
     "v5p_256": (32, 8, _RECOMPUTES),
     "tpu7x_256": (64, 8, _RECOMPUTES),
     "v6e_1024": (128, 8, _RECOMPUTES),

@@ -113,7 +113,9 @@ class ModelConfig:
     # again where the load is uneven; "exchange": each gets the tokens of its experts,
     # through buffers of that size. The results are the same.
     expert_transport: ExpertTransport = "gather"
-    # Parts of a device's tokens that the experts process in turn.
+    # Parts of a device's tokens that the experts process: in turn and with smaller
+    # buffers; with remat_policy "experts" side by side, so that one part's exchange
+    # overlaps another's products.
     expert_chunks: int = 1
     # Number type of cached latents: "auto" is `dtype`; "int8" and "fp8" take half the
     # memory, and "fp8" rounds the indexer's keys, too.

@@ -62,7 +62,8 @@ def run(
     if collectives.size(_AXES) > 1:
         way = _WAYS[config.expert_transport]
     if x.shape[1] > _FEW_NEW:  # prompts of any length may not divide
-        way = _in_chunks(way, math.gcd(config.expert_chunks, len(rows)))
+        cut = _side_by_side if config.remat_policy == "experts" else _in_chunks
+        way = cut(way, math.gcd(config.expert_chunks, len(rows)))
     y = way(params, rows, chosen, gates)
     return collectives.total(y, collectives.SHARES).reshape(x.shape)
 
@@ -87,6 +88,20 @@ def _in_chunks(way: Callable[..., Array], num_chunks: int) -> Callable[..., Arra
         return lax.map(part, parts).reshape(tokens[0].shape)
 
     return run
+
+
+def _side_by_side(way: Callable[..., Array], num_chunks: int) -> Callable[..., Array]:
+    """Runs the experts on each part of the tokens, in any order and none twice.
+
+    Rows of one part may travel while those of another are multiplied. The buffers of
+    all parts together are as large as those of one whole.
+    """
+
+    def run(params: layers.Params, *tokens: Array) -> Array:
+        parts = zip(*(jnp.split(y, num_chunks) for y in tokens), strict=True)
+        return jnp.concatenate([way(params, *part) for part in parts])
+
+    return way if num_chunks == 1 else run
 
 
 def by_gather(

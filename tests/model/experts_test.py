@@ -152,8 +152,12 @@ class TransportTest(Chunked):
         load=("random", "all_to_one_device"),
     )
     def test_equals_one_device(self, transport, load):
+        policy = "experts" if transport == "exchange" else "none"  # side by side
         config = dataclasses.replace(
-            CONFIG, expert_transport=transport, expert_chunks=2
+            CONFIG,
+            expert_transport=transport,
+            expert_chunks=2,
+            remat_policy=policy,
         )
         inputs = make_inputs(load)
         mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, expert=4))

@@ -122,7 +122,8 @@ class Setting:
     @property
     def chunks(self) -> int:
         """Parts of the tokens that meet the experts one after the other."""
-        return self.model.expert_chunks
+        are_side_by_side = self.model.remat_policy == "experts"
+        return 1 if are_side_by_side else self.model.expert_chunks
 
     @property
     def spare(self) -> float | int:

@@ -88,22 +88,16 @@ def tokens(s: Setting) -> Iterator[Collective]:
     With gathers, the forward pass sends there and back, the backward pass there, back
     and there again. MTP sends back once more, as its output is needed again, and there
     once more where chunks are recomputed one by one. With an exchange, each of a
-    token's experts gets a row; the way there is as long as the receiver's buffer.
+    token's experts gets a row.
     """
     group, count = s.state * s.over("expert"), _expert_layer_runs(s)
     chunk = group // s.chunks
     runs = count * s.chunks
     if s.model.expert_transport == "exchange":
         rows = chunk // s.over("expert") * s.model.num_experts_per_tok
-        there, back = int(rows * s.spare), rows
         again = s.mtp_steps * s.chunks * (not s.keeps("rest"))
-        for size, phase, times in (
-            (there, "forward", runs),
-            (back, "forward", runs),
-            (there, "backward", 2 * runs),
-            (back, "backward", runs + again),
-        ):
-            yield _one(s, "ragged-all-to-all", "expert", phase, size, times, "moe")
+        for phase, times in (("forward", 2 * runs), ("backward", 3 * runs + again)):
+            yield _one(s, "ragged-all-to-all", "expert", phase, rows, times, "moe")
         return
     more = s.mtp_steps * s.chunks * (s.model.remat_policy != "none")
     for kind, phase, times in (

@@ -44,7 +44,7 @@ class PoliciesTest(absltest.TestCase):
     def test_what_is_not_kept_is_computed_again(self):
         """Of the experts three products, and six for gradients; two again or none."""
         full, kernels = map(count, ("full", "kernels"))
-        experts = count("experts", expert_transport="exchange")
+        experts = count("experts", expert_transport="exchange", expert_chunks=2)
         for found, times in ((full, 11), (kernels, 11), (experts, 9)):
             self.assertAlmostEqual(found[flops.GROUPED] / PRODUCT, times)
         for name in ("masked_mla", "indexer_bits", "indexer_kl_loss"):

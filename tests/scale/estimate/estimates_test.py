@@ -284,10 +284,14 @@ class TermsTest(parameterized.TestCase):
                 self.assertAlmostEqual(got, parameters, delta=0.02 * parameters)
 
     def test_chunks_cut_buffers_and_not_bytes(self):
-        two, four = (setting_of(**{"model.expert_chunks": n}) for n in ("2", "4"))
-        self.assertEqual(two.expert_rows, 2 * four.expert_rows)
-        self.assertEqual(wire(two, "axes"), wire(four, "axes"))
-        self.assertGreater(memory.expert_buffers(two), memory.expert_buffers(four))
+        for policy, times in (("kernels", 2), ("experts", 1)):  # 1: all parts at once
+            given = {"model.remat_policy": policy, "model.expert_chunks": "2"}
+            two = setting_of(**given)
+            four = setting_of(**given | {"model.expert_chunks": "4"})
+            self.assertEqual(two.expert_rows, times * four.expert_rows)
+            self.assertEqual(wire(two, "axes"), wire(four, "axes"))
+            ours, smaller = (memory.expert_buffers(s) for s in (two, four))
+            self.assertEqual(ours > smaller, policy == "kernels")
 
     def test_tensor_shares_products(self):
         given = {"mesh.fsdp": "32", "mesh.tensor": "2", "data.batch_size": "256"}
