@@ -8,6 +8,7 @@ the variants name the number of chips. Compiled, never run. The columns are the 
 of a device, what it sends in a step, and the seconds of the resource that limits it:
 
   v5p_512    v5p:8x8x8      79.9 of 96 GiB   746 GiB   3.3 s (FLOPs)
+  v5p_512_exchange           84.5 of 96       362       3.3 (FLOPs)
   v5p_256    v5p:8x8x4      47.9 of 96       746       6.0 (HBM)
   tpu7x_256  tpu7x:4x8x8    34.3 of 95       744       4.4 (HBM), two devices a chip
   v6e_1024   v6e:32x32      24.7 of 31       748       11.1 (HBM)

@@ -114,7 +114,11 @@ def _moved(
         updates = {i.name: _hbm(body[i.operands[1]].type)}
     if i.opcode == "dynamic-slice":
         slices = {i.operands[0]: _hbm(i.type)}
-    yield sum(updates.values()) if updates else _hbm(i.type)
+    if i.opcode.endswith("-start"):  # its type has the operands, too
+        sources = (_hbm(body[name].type) for name in i.operands if name in body)
+        yield max(_hbm(i.type) - sum(sources), 0)
+    else:
+        yield sum(updates.values()) if updates else _hbm(i.type)
     parameters = _parameters(inner)
     for k, operand in enumerate(i.operands):
         size = _hbm(body[operand].type) if operand in body else 0

@@ -124,6 +124,23 @@ output_to_operand_aliasing={{}: (0, {})}, calls=%copies
         every, own = (hbm.traffic(hlo.parse(x)) for x in (GROUPED, text))
         self.assertEqual(every - own, 2 * 2 * 4 * 16 * 32 / 2)
 
+    def test_of_what_is_started_the_operands_count_once(self):
+        text = r"""HloModule f
+
+ENTRY %main (a: f32[8,128], b: f32[4,128]) -> f32[4,128] {
+  %a = f32[8,128]{1,0} parameter(0)
+  %b = f32[4,128]{1,0} parameter(1)
+  %copy = (f32[8,128]{1,0:S(1)}, f32[8,128]{1,0}, u32[]{:S(2)}) copy-start(%a)
+  %there = ((f32[8,128]{1,0}, f32[4,128]{1,0}), f32[4,128]{1,0}, u32[]{:S(2)}) \
+ragged-all-to-all-start(%a, %b), replica_groups={{0,1}}
+  %inside = f32[8,128]{1,0:S(1)} copy-done(%copy)
+  ROOT %got = f32[4,128]{1,0} ragged-all-to-all-done(%there)
+}
+""".replace("\\\n", "")
+        rows = 4 * 128
+        want = 8 * rows + (8 + 4 + 4) * rows
+        self.assertEqual(hbm.traffic(hlo.parse(text)), want)
+
     def test_a_write_in_place_and_a_kernel_that_states_its_bytes(self):
         rows = 4 * 8 * 128  # read once, written once
         want = 2 * rows + 4 * 8 + 777
