@@ -24,6 +24,7 @@ PROCESSES.set_forkserver_preload(
         "glm5_jax.scale.plan.planner",
         "glm5_jax.training.loop",
         "glm5_jax.weights.conversion",
+        "tests.processes.worker",
     ]
 )
 

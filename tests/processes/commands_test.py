@@ -37,9 +37,8 @@ class CommandsTest(parameterized.TestCase):
         (self.folder / "chat_model").symlink_to(CHAT_MODEL)
 
     def run_as(self, scenario, count, num_devices=2):
-        command = [sys.executable, "-m", "tests.processes.worker", scenario]
-        each = {"count": count, "JAX_NUM_CPU_DEVICES": num_devices // count}
-        return launch.together([*command, str(self.folder)], **each)
+        sizes = {"count": count, "num_devices": num_devices // count}
+        return launch.fork(worker.run, scenario, self.folder, **sizes)
 
     def test_two_processes_equal_one_on_the_same_mesh(self):
         for count in (1, 2):

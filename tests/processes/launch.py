@@ -5,8 +5,11 @@ import pathlib
 import socket
 import subprocess
 import sys
+import tempfile
 
-from tests import environment
+import jax
+
+from tests import environment, forked
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CONFIG = """
@@ -98,18 +101,65 @@ def together(command, count=2, **variables):
       **variables: of the environment.
     """
     commands = command if isinstance(command[0], list) else [command] * count
-    address = f"127.0.0.1:{free_port()}"
     children = [
-        start(
-            each,
-            JAX_COORDINATOR_ADDRESS=address,
-            JAX_NUM_PROCESSES=count,
-            JAX_PROCESS_ID=number,
-            **variables,
-        )
-        for number, each in enumerate(commands)
+        start(each, **variables, **one)
+        for each, one in zip(commands, _members(count), strict=True)
     ]
     return [finish(child) for child in children]
+
+
+def fork(function, *args, count=2, num_devices=4):
+    """Calls a function in `count` processes that find each other by the environment.
+
+    They are forked with their imports done, which take two seconds of each process.
+
+    Args:
+      function: its module is best one of those that `forked` preloads.
+      *args: of the function.
+      count: of processes.
+      num_devices: of each process.
+
+    Returns:
+      The exit code and the output of each process.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for member in _members(count):
+            log = pathlib.Path(folder) / str(len(children))
+            child = forked.PROCESSES.Process(
+                target=_call, args=(function, args, member, num_devices, log)
+            )
+            child.start()
+            children.append((child, log))
+        for child, _ in children:
+            child.join(forked.SECONDS)
+            child.kill()
+            child.join()
+        return [(child.exitcode, log.read_text()) for child, log in children]
+
+
+def _call(function, args, member, num_devices, log):
+    """Runs in a fork: jax has read the environment, but has no device yet."""
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    os.environ |= environ(num_devices) | member
+    environment.configure()
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    function(*args)
+
+
+def _members(count):
+    """Returns the variables of each of `count` processes that find each other."""
+    address = f"127.0.0.1:{free_port()}"
+    return [
+        {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_PROCESS_ID": str(number),
+        }
+        for number in range(count)
+    ]
 
 
 def free_port():

@@ -3,7 +3,6 @@
 import pathlib
 import shutil
 import signal
-import sys
 import time
 
 import numpy as np
@@ -21,9 +20,8 @@ from tests.processes import launch, worker
 SECONDS_TO_LEAVE = 60  # imports and time without a heartbeat, on a machine under load
 
 
-def run(scenario, folder):
-    command = [sys.executable, "-m", "tests.processes.worker", scenario, str(folder)]
-    return launch.together(command)
+def run(scenario, folder, **sizes):
+    return launch.fork(worker.run, scenario, folder, **sizes)
 
 
 class TogetherTest(parameterized.TestCase):
@@ -49,7 +47,6 @@ class TogetherTest(parameterized.TestCase):
 
     def test_a_host_that_lost_its_copy_gets_it_from_a_replica(self):
         """Then a slice is lost for good, and the other goes on alone."""
-        command = [sys.executable, "-m", "tests.processes.worker"]
         for code, output in run("copy_state", self.folder):
             self.assertEqual(code, 0, output)
         both = {i: self.folder / f"host{i}" for i in (0, 1)}
@@ -62,8 +59,7 @@ class TogetherTest(parameterized.TestCase):
         (self.folder / "lineage").write_text(lineage)
         shutil.rmtree(both[0])
         (self.folder / "kept").rename(both[0])
-        given = [*command, "restore_copies", str(self.folder)]
-        ((code, output),) = launch.together(given, count=1)
+        ((code, output),) = run("restore_copies", self.folder, count=1)
         self.assertEqual(code, 0, output)
 
     @pytest.mark.slow
@@ -85,10 +81,9 @@ class TogetherTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_one_then_two_then_four_then_one(self):
-        command = [sys.executable, "-m", "tests.processes.worker", "go_on"]
         for count in (2, 4):
-            each = {"count": count, "JAX_NUM_CPU_DEVICES": 8 // count}
-            for code, output in launch.together([*command, str(self.folder)], **each):
+            sizes = {"count": count, "num_devices": 8 // count}
+            for code, output in run("go_on", self.folder, **sizes):
                 self.assertEqual(code, 0, output)
         manager = manager_lib.CheckpointManager(self.folder / "given", keep=9)
         step, state, _ = manager.restore(worker.abstract_state())

@@ -1,7 +1,4 @@
-"""Scenarios for the processes of together_test.py, one function each.
-
-python -m tests.processes.worker SCENARIO FOLDER
-"""
+"""Scenarios for the processes of together_test.py and commands_test.py."""
 
 import contextlib
 import dataclasses
@@ -364,10 +361,10 @@ def fail_in_first(_):
         raise RuntimeError("a bug in process 0")
 
 
-if __name__ == "__main__":
-    scenario, path = sys.argv[1:]
+def run(scenario, folder):
+    """Runs a scenario, the name of a function of this module."""
     # Where no connection breaks at once, the others miss a dead one after this time.
     heartbeat = 4 if scenario == "die" else 10
     with together.joined(group.find(), timeout=60, heartbeat=heartbeat):
-        globals()[scenario](pathlib.Path(path))
+        globals()[scenario](pathlib.Path(folder))
         sys.stdout.write("done\n")
