@@ -17,7 +17,7 @@ from absl import flags, logging
 from glm5_jax import command_line, compile_cache, quantize_flag
 from glm5_jax.http_server import extra, reach
 from glm5_jax.processes import flags as process_flags
-from glm5_jax.serving import engine_flags, for_prefill, for_trainers
+from glm5_jax.serving import engine_flags, for_prefill, for_trainers, shared
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
@@ -53,8 +53,8 @@ def main(arguments: command_line.Arguments) -> int | None:
     from glm5_jax.weights import loading
 
     overrides = loading.overrides_of(arguments, alone=False)
-    mesh = loading.mesh_config_of(overrides)
-    return process_flags.run(lambda: _run(overrides), mesh)
+    shared.require_flags()
+    return process_flags.run(lambda: _run(overrides), loading.mesh_config_of(overrides))
 
 
 def _run(overrides: Sequence[command_line.Override]) -> None:

@@ -39,6 +39,11 @@ def find() -> group.Group | None:
     return group.find(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
 
 
+def are_several() -> bool:
+    """Returns whether the command runs as one of several processes, or starts them."""
+    return bool(SIMULATE.value or find())
+
+
 def run(
     main: Callable[[], None], mesh: config_lib.MeshConfig | None, alone: bool = False
 ) -> int | None:

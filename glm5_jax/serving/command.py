@@ -158,7 +158,6 @@ def _engine(
     mesh, overrides = loading.mesh_of(overrides)
     make: type[engine.Engine] = engine.Engine
     if jax.process_count() > 1:
-        _require_shared(options)
         together.require_same("settings", repr((checkpoint, overrides, options)))
         make = leader.Leader if together.is_first() else leader.Member
     model_config, params, tokenizer = quantized_loading.load_model(
@@ -182,22 +181,6 @@ def _engine(
             ),
         )
     return made, tokenizer
-
-
-def _require_shared(options: Options) -> None:
-    """Checks that several processes can do what the flags ask for.
-
-    Raises:
-      InputError: lists the flags for servers of one process.
-    """
-    alone = ("host_pages", "prefill_servers")
-    found = [f"--{name}" for name in alone if getattr(options, name)]
-    if found:
-        raise config.InputError(
-            f"{', '.join(found)} cannot be given to a server of several processes: one "
-            f"process has a part of the cache alone. Leave it out, or start a server "
-            f"of one process."
-        )
 
 
 def _name(checkpoint: str, source: loading.Source) -> str:

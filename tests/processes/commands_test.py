@@ -30,7 +30,8 @@ class CommandsTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.folder = pathlib.Path(self.create_tempdir().full_path)
-        rows = np.random.default_rng(0).integers(3, 80, (3, 12))
+        # As many and as long as a program of scores takes: all scores have one program.
+        rows = np.random.default_rng(0).integers(3, 80, (4, 16))
         np.save(self.folder / "ids.npy", rows)
         np.save(self.folder / "two_ids.npy", rows[:2])
         (self.folder / "release").symlink_to(GOLDEN)
@@ -243,10 +244,10 @@ class CommandLineTest(parameterized.TestCase):
         self.assertIn("run as several", got.stderr)
 
     def test_host_pages_need_one_process(self):
-        command = self.command("serve", "--host_pages=8", "--simulate_processes=2")
-        code, output = launch.finish(launch.start(command))
-        self.assertEqual(code, 2, output)
-        self.assertIn("--host_pages cannot be given to a server of", output)
+        flags = *FLAGS, "--host_pages=8", "--simulate_processes=2"
+        got = forked.run("serve", *flags)
+        self.assertEqual(got.returncode, 2, got.stderr)
+        self.assertIn("--host_pages cannot be given to a server of", got.stderr)
 
     def test_a_mesh_is_needed(self):
         flags = f"--checkpoint={GOLDEN}", "--tokens=ids.npy", "--simulate_processes=2"

@@ -271,7 +271,7 @@ def lead(folder):
     make = leader.Leader if together.is_first() else leader.Member
     make = engine.Engine if is_alone else make
     # Those of continue_and_score, for the same programs.
-    sizes = {"num_slots": 2, "capacity": 48, "limits": engine.Limits.of_prompts(1, 0)}
+    sizes = {"num_slots": 2, "capacity": 52, "limits": engine.Limits.of_prompts(1, 0)}
     with placement.using(mesh):
         made = make(params, config, **sizes)
     if not together.is_first():
