@@ -48,9 +48,7 @@ LONGEST = (
     "serving/prefill_test.py",
     "recipes/runner_test.py",
     "rl/rollouts_test.py",
-    "training/replay_test.py",
     "training/packed_rows_test.py",
-    "training/reference_test.py",
     "training/sft_test.py",
     "training/companions_test.py",
     "inference/mesh_test.py",
@@ -67,6 +65,9 @@ LONGEST = (
 )
 # One worker runs both files of a pair, which share compiled programs or a fork server.
 TOGETHER = {
+    "training/critic_test.py": "training/async_rl_test.py",
+    "training/reference_test.py": "training/async_rl_test.py",
+    "training/replay_test.py": "training/async_rl_test.py",
     "training/health_test.py": "training/loop_test.py",
     "training/prepared_run_test.py": "training/loop_test.py",
     "training/step_test.py": "training/mesh_test.py",

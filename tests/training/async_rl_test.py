@@ -28,14 +28,7 @@ from tests import environment, runs
 from tests.training import rl_runs
 
 SLOW = 0.02  # seconds that an environment thinks
-
-
-def make_config(max_staleness, rl=None, **changes):
-    rl = {"max_staleness": max_staleness, "objective": "dis"} | (rl or {})
-    return rl_runs.make_config(rl, rl_runs.PLAIN, stage="async_rl", **changes)
-
-
-STALE = make_config(2, num_steps=6)
+STALE = rl_runs.STALE
 
 
 class AsyncTest(runs.OneDeviceTest):
@@ -58,7 +51,7 @@ class AsyncTest(runs.OneDeviceTest):
         return steps
 
     def test_without_staleness_it_is_the_synchronous_stage_bit_for_bit(self):
-        config = make_config(0, eval_every=2)
+        config = rl_runs.make_async(0, eval_every=2)
         synchronous = dataclasses.replace(config, stage="rl")
         folders = self.root / "async", self.root / "sync"
         steps = self.train(config, folders[0])
@@ -111,7 +104,7 @@ class AsyncTest(runs.OneDeviceTest):
         self.assertLessEqual(max(r["rollout/staleness_max"] for r in records), 2)
 
     def test_an_environment_that_hangs_is_a_timeout_not_a_hang(self):
-        config = make_config(1, {"step_timeout_seconds": 0.1}, num_steps=1)
+        config = rl_runs.make_async(1, {"step_timeout_seconds": 0.1}, num_steps=1)
         with (
             self.assertRaisesRegex(
                 orchestrator_lib.StalledError, "no episode has advanced"
@@ -167,7 +160,7 @@ def _silent(self, serve=player.Player.serve):
 
 class GateTest(parameterized.TestCase):
     def test_only_tokens_of_the_trained_weights_are_judged(self):
-        config = make_config(3)
+        config = rl_runs.make_async(3)
         staleness = np.array([[0, 1, 3, 7, 0]])
         mask = np.array([[1.0, 1, 1, 1, 0]])
         batch = jax.tree.map(jnp.asarray, {"loss_mask": mask, "staleness": staleness})
@@ -207,17 +200,17 @@ class GateTest(parameterized.TestCase):
     )
     def test_servers_of_others_need_their_settings(self, rl, words):
         with self.assertRaisesRegex(config_lib.InputError, words):
-            make_config(1, rl)
+            rl_runs.make_async(1, rl)
 
     def test_servers_of_others_are_asked_before_a_device_is(self):
         with socket.create_server(("127.0.0.1", 0)) as free:
             url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        config = make_config(1, {"servers": url, "weights_store": "/tmp"})
+        config = rl_runs.make_async(1, {"servers": url, "weights_store": "/tmp"})
         with self.assertRaisesRegex(config_lib.InputError, f"{url}' is no router"):
             run_lib.make_feed(config)
 
     def test_a_missing_extra_is_named_before_anything_starts(self):
-        config = make_config(1, {"num_engines": 1})
+        config = rl_runs.make_async(1, {"num_engines": 1})
         with (
             mock.patch.object(importlib.util, "find_spec", return_value=None),
             self.assertRaisesRegex(config_lib.InputError, r'"glm5_jax\[serve\]"'),
@@ -226,7 +219,7 @@ class GateTest(parameterized.TestCase):
 
     def test_staleness_is_not_negative(self):
         with self.assertRaisesRegex(config_lib.InputError, "max_staleness must be"):
-            make_config(-1)
+            rl_runs.make_async(-1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A critic: its values and updates, and a run that learns from single rollouts."""
 
 import dataclasses
+import functools
 import shutil
 from unittest import mock
 
@@ -64,6 +65,13 @@ def make_batch(seed=0, config=CONFIG):
     return batch
 
 
+@functools.cache
+def made():
+    """The program of a run and its critic, whose programs all tests share."""
+    program = program_lib.make_program(CONFIG, runs.first_devices())
+    return program, critic_lib.make(CONFIG, program)
+
+
 def first_state(critic, config=CONFIG):
     return critic.init(jax.device_put(rl_runs.initial_params(config)))
 
@@ -80,10 +88,18 @@ class StepTest(runs.OneDeviceTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.mesh = runs.first_devices()
-        program = program_lib.make_program(CONFIG, cls.mesh)
-        with jax.set_mesh(cls.mesh):
-            cls.critic = critic_lib.make(CONFIG, program)
+        cls.program, cls.critic = made()
+        cls.enterClassContext(jax.set_mesh(cls.program.mesh))
+
+    def step(self, state, batch):
+        """Calls the critic's step with a batch placed as a run's."""
+        place = program_lib.batch_place(self.program.mesh)
+        return self.critic.step(state, jax.device_put(batch, place))
+
+    def placed(self, params):
+        """Places the critic's parameters as a run does."""
+        shapes = self.critic.state[critic_lib.NAME]["params"]
+        return jax.device_put(params, program_lib.places(shapes))
 
     def test_it_begins_with_the_policys_weights_and_the_value_zero(self):
         state, batch = first_state(self.critic), make_batch()
@@ -94,7 +110,7 @@ class StepTest(runs.OneDeviceTest):
         jax.tree.map(
             np.testing.assert_array_equal, params, {k: policys[k] for k in params}
         )
-        _, filled, found = self.critic.step(state, batch)
+        _, filled, found = self.step(state, batch)
         returns = np.zeros((ROWS, LENGTH))
         for row in range(ROWS):
             (places,) = np.nonzero(batch["loss_mask"][row])
@@ -131,8 +147,8 @@ class StepTest(runs.OneDeviceTest):
                 delta = reward + GAMMA * value_after - values[row, t]
                 wanted[row, t] = after = delta + GAMMA * lam * after
                 value_after = values[row, t]
-        state[critic_lib.NAME]["params"] = jax.device_put(params)
-        _, filled, found = self.critic.step(state, batch)
+        state[critic_lib.NAME]["params"] = self.placed(params)
+        _, filled, found = self.step(state, batch)
         np.testing.assert_allclose(
             filled["advantages"], wanted, rtol=0, atol=10 * ORDER_ATOL
         )
@@ -144,7 +160,7 @@ class StepTest(runs.OneDeviceTest):
         state = first_state(self.critic)
         before = rl_runs.by_path(jax.device_get(state[critic_lib.NAME]["params"]))
         for seed in range(40):
-            state, _, found = self.critic.step(state, make_batch(seed))
+            state, _, found = self.step(state, make_batch(seed))
         self.assertGreater(found["critic/explained_variance"], 0.9)
         after = rl_runs.by_path(jax.device_get(state[critic_lib.NAME]["params"]))
         for path, old in before.items():
@@ -158,7 +174,7 @@ class StepTest(runs.OneDeviceTest):
         batch = {k: np.zeros_like(v) for k, v in make_batch().items()}
         state = first_state(self.critic)
         old = jax.device_get(state[critic_lib.NAME]["params"])
-        state, filled, found = self.critic.step(state, batch)
+        state, filled, found = self.step(state, batch)
         jax.tree.map(
             np.testing.assert_array_equal, state[critic_lib.NAME]["params"], old
         )
@@ -178,8 +194,8 @@ class StepTest(runs.OneDeviceTest):
         """It adds up the gradients of all parts, and cuts the critic as the policy."""
         batch, state = make_batch(), first_state(self.critic)
         params = with_a_head(state)
-        state[critic_lib.NAME]["params"] = jax.device_put(params)
-        _, wanted, told = self.critic.step(state, batch)
+        state[critic_lib.NAME]["params"] = self.placed(params)
+        _, wanted, told = self.step(state, batch)
         mesh = runs.first_devices(fsdp=2, context=2, tensor=2)
         program = program_lib.make_program(CONFIG, mesh)
         where = program_lib.batch_place(mesh)
@@ -216,8 +232,7 @@ class RunTest(runs.OneDeviceTest):
     def setUpClass(cls):
         super().setUpClass()
         cls.enterClassContext(runs.compile_once(CONFIG))
-        program = program_lib.make_program(CONFIG, runs.first_devices())
-        critic = critic_lib.make(CONFIG, program)  # runs share its programs
+        program, critic = made()
         cls.enterClassContext(
             mock.patch.object(critic_lib, "make", return_value=critic)
         )

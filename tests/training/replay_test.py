@@ -22,9 +22,8 @@ class ReplayTest(runs.OneDeviceTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        rl = {"max_staleness": 2, "objective": "dis"}
-        cls.config = rl_runs.make_config(rl, rl_runs.PLAIN, stage="async_rl")
-        cls.enterClassContext(runs.compile_once(cls.config))
+        cls.config = dataclasses.replace(rl_runs.STALE, num_steps=4)
+        cls.enterClassContext(runs.compile_once(rl_runs.STALE))  # of more steps
         cls.taskset = rl_runs.Lottery(seconds=SLOW)
         make = mock.patch.object(environments, "make", return_value=cls.taskset)
         cls.enterClassContext(make)

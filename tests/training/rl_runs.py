@@ -63,6 +63,16 @@ def make_config(rl=None, model=None, stage="rl", **changes):
     return dataclasses.replace(config, **changes)
 
 
+def make_async(max_staleness, rl=None, **changes):
+    """A run of stage async_rl, with the objective for stale tokens."""
+    rl = {"max_staleness": max_staleness, "objective": "dis"} | (rl or {})
+    return make_config(rl, PLAIN, stage="async_rl", **changes)
+
+
+# Several files run it, or take its compiled step.
+STALE = make_async(2, num_steps=6)
+
+
 def read_state(workdir, config):
     """Parameters and optimizer state of a run's newest checkpoint."""
     params = transformer.abstract_params(config.model)
