@@ -32,6 +32,7 @@ def command(workdir, **changes):
         "checkpoint_every": 2,
         "optim.warmup_steps": 0,
         "model.num_hidden_layers": 1,
+        "model.first_k_dense_replace": 1,
         "model.num_nextn_predict_layers": 0,
         "model.attention": "dense",
         "rl.environment": "tests.rl.lottery:Lottery",

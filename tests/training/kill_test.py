@@ -18,13 +18,14 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from glm5_jax import command_line
+from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manifest
 from glm5_jax.training import loop
 from glm5_jax.training import program as program_lib
 from glm5_jax.training.reporting import metrics, plot
 from tests import environment, forked, runs, small_configs
 
-KILLS = int(os.environ.get("GLM5_JAX_KILLS", "6"))
+KILLS = int(os.environ.get("GLM5_JAX_KILLS", "4"))
 STEPS_A_LIFE = 3  # at most, and some of them lost
 SECONDS = 600  # for a life, on a machine under load
 
@@ -79,6 +80,9 @@ class LivesTest(runs.FolderTest):
         config = dataclasses.replace(
             small_configs.text_run(cls.root / "corpus", cls.root / "cache"),
             num_steps=cls.num_steps,
+            optim=config_lib.OptimConfig(
+                name="adamw", learning_rate=1e-2, end_learning_rate=1e-3
+            ),
             model=small_configs.DENSE_MODEL,
             checkpoint_every=2,
             checkpoints_to_keep=2,
