@@ -47,6 +47,7 @@ CONFIG = rl_runs.make_config(
 )
 # Of rl_runs.MODEL: two layers that choose experts and keys, and MTP.
 WHOLE = rl_runs.make_config(RL)
+MOST_KEYS = 36  # of a query; fewer than a row has places, or nothing would be selected
 OBSERVATION = "<tool_response>", "</tool_response>"
 
 
@@ -139,12 +140,16 @@ def formula():
     return jax.jit(jax.value_and_grad(icepop_by_formula, has_aux=True))
 
 
-@jax.jit
-def mtp_logits(params, tokens, hidden, context):
+@functools.partial(jax.jit, static_argnums=1)
+def mtp_logits(params, model, batch):
     """Returns the logits of the first step of multi-token prediction."""
-    ahead, embedding = mtp.ahead(tokens, 1), params["embed_tokens"]
-    states, _ = mtp.steps(params["mtp"], WHOLE.model, embedding, hidden, ahead, context)
-    return transformer.logits(params, WHOLE.model, states[0])
+    read = (batch[name] for name in ("tokens", "segment_ids", "positions"))
+    out = transformer.forward(params, model, *read)
+    ahead, embedding = mtp.ahead(batch["tokens"], 1), params["embed_tokens"]
+    states, _ = mtp.steps(
+        params["mtp"], model, embedding, out.hidden, ahead, out.context
+    )
+    return transformer.logits(params, model, states[0])
 
 
 class LossTest(parameterized.TestCase):
@@ -174,22 +179,30 @@ class LossTest(parameterized.TestCase):
 
     def test_mtp_learns_beside_the_policy(self):
         """Its loss is that of a loop; no other gradient changes."""
-        rl = dataclasses.replace(WHOLE.rl, trains_mtp=True)
-        config, batch = dataclasses.replace(WHOLE, rl=rl), make_batch(WHOLE)
-        loss, metrics, grads = loss_and_grads(batch, config)
-        before, _, wanted = loss_and_grads(batch, WHOLE)
+        batch = make_batch()
+        self.assertEqual(batch["segment_ids"].sum(1).max(), MOST_KEYS)
+        # Every key is selected, so that the policy's gradient is that of CONFIG.
+        model = dataclasses.replace(
+            CONFIG.model,
+            num_nextn_predict_layers=1,
+            attention="sparse",
+            index_topk=MOST_KEYS,
+        )
+        rl = dataclasses.replace(CONFIG.rl, trains_mtp=True)
+        config = dataclasses.replace(CONFIG, rl=rl, model=model)
+        own = params() | {"mtp": params(model)["mtp"]}
+        (loss, metrics), grads = jax.device_get(
+            loss_function(config)(own, config, batch)
+        )
+        before, _, wanted = loss_and_grads(batch)
         found = metrics["train/mtp_loss"]
         self.assertAlmostEqual(loss - before, config.loss.mtp_weight * found, places=5)
-        own = grads.pop("mtp")
-        assert_close(grads, {k: v for k, v in wanted.items() if k != "mtp"})
-        self.assertGreater(np.abs(own["eh_proj"]).max(), 0)
-        for x in jax.tree.leaves(own["block"]["indexer"]):
+        mtp_grads = grads.pop("mtp")
+        assert_close(grads, wanted)
+        self.assertGreater(np.abs(mtp_grads["eh_proj"]).max(), 0)
+        for x in jax.tree.leaves(mtp_grads["block"]["indexer"]):
             self.assertEqual(np.abs(x).max(), 0)
-        out = forward(batch)
-        logits = mtp_logits(
-            params(WHOLE.model), batch["tokens"], out.hidden, out.context
-        )
-        logits = np.asarray(logits, np.float64)
+        logits = np.asarray(mtp_logits(own, model, batch), np.float64)
         losses = []
         for row, place in np.ndindex(ROWS, T - 1):
             segments, mask = batch["segment_ids"][row], batch["loss_mask"][row]
@@ -453,7 +466,7 @@ class RouterReplayTest(parameterized.TestCase):
     def test_quantized_rollouts_have_a_gap_that_is_logged_and_masked(self):
         without = {k: v for k, v in rollouts_of("w4a16").items() if k != "experts"}
         mask = without["loss_mask"] > 0
-        _, metrics, _ = loss_and_grads(without, WHOLE)
+        metrics = metrics_function()(params(WHOLE.model), WHOLE, without)
         log_rho = (logprobs_of(without, WHOLE) - without["rollout_logprobs"])[mask]
         self.assertGreater(metrics[policy.GAP], 1e-3)
         self.assertAlmostEqual(metrics[policy.GAP], np.abs(log_rho).mean(), places=5)

@@ -11,6 +11,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.checkpoint import manager
 from glm5_jax.environments import mixture
+from glm5_jax.rl import episode_files
 from glm5_jax.training import loop, policy, replay, teachers
 from glm5_jax.training import program as program_lib
 from glm5_jax.training.reporting import metrics
@@ -26,8 +27,9 @@ RL = {
     "group_size": 1,
     "environment": "reverse_dense:2-3+reverse_dense:4-5",
     "max_new_tokens": 8,
+    "slots": 16,
 }
-NUM_STEPS = 28
+NUM_STEPS, FIRST_SAVED = 28, 24
 # Distances to the teachers are then large against the noise of few answers.
 FAR = {"initializer_range": 0.3}
 
@@ -45,7 +47,7 @@ class TeachersTest(runs.OneDeviceTest):
         plain = rl_runs.make_config(
             model=rl_runs.PLAIN | FAR,
             num_steps=NUM_STEPS,
-            checkpoint_every=NUM_STEPS - 4,
+            checkpoint_every=FIRST_SAVED,
         )
         optim = dataclasses.replace(
             plain.optim, learning_rate=0.03, end_learning_rate=0.03
@@ -111,6 +113,8 @@ class TeachersTest(runs.OneDeviceTest):
         make = mock.patch.object(environments, "make", return_value=parts)
         with make, runs.compile_once(self.config):
             loop.train(self.config, self.root / "run")
+            for step in range(1, FIRST_SAVED + 1):  # so that it begins there
+                episode_files.path_of(self.root / "run", step).unlink()
             self.assertTrue(replay.replay(self.root / "run").is_same)
         lines = metrics.read(self.root / "run" / "metrics.jsonl")
         kls = [line["rl/teacher_kl"] for line in lines]
