@@ -10,9 +10,13 @@ import pathlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
+import numpy as np
 from absl.testing import absltest
+from jax import lax
+from jax._src import core
 from jax._src.interpreters import mlir
 
 CACHE_DIR = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
@@ -61,6 +65,8 @@ def configure(*, has_cache: bool = True) -> None:
     )
     jax.config.update("jax_enable_compilation_cache", has_cache)
     mlir.make_ir_context = _shared(mlir.make_ir_context)
+    _put_numpy(core.stage_p, lambda x: x)  # jnp.asarray(x)
+    _put_numpy(lax.convert_element_type_p, _converted)  # jnp.asarray(x, dtype)
     limit = int(environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"])
     jax.config.update("jax_traceback_in_locations_limit", limit)
     jax.config.update("jax_disable_most_optimizations", _is_quick())
@@ -102,6 +108,37 @@ def _shared(make: Callable[[], mlir.ir.Context]) -> Callable[[], mlir.ir.Context
         return kept.context
 
     return shared
+
+
+def _put_numpy(primitive: core.Primitive, compute: Callable) -> None:
+    """Lets numpy compute a primitive of a numpy array outside any program.
+
+    jax compiles a program for each shape, which takes 10 ms. It still does in a mesh,
+    whose devices all get the array.
+    """
+    compiled = primitive.impl
+    if hasattr(compiled, "__wrapped__"):
+        return
+
+    @functools.wraps(compiled)
+    def run(x: Any, **options: Any) -> jax.Array:
+        is_array = isinstance(x, np.ndarray) and x.ndim  # a scalar may be of weak type
+        if not is_array or not jax.sharding.get_abstract_mesh().empty:
+            return compiled(x, **options)
+        found = compute(x, **options)
+        if found is None:
+            return compiled(x, **options)
+        return jax.device_put(np.array(found))  # a device may share numpy's memory
+
+    primitive.def_impl(run)
+
+
+def _converted(x: np.ndarray, new_dtype: np.dtype, **_: Any) -> np.ndarray | None:
+    """Returns a converted array; None where numpy and XLA round differently."""
+    if new_dtype.kind in "iu" and x.dtype.kind not in "iub":
+        return None
+    with np.errstate(all="ignore"):
+        return x.astype(new_dtype)
 
 
 def _is_quick() -> bool:
