@@ -21,6 +21,9 @@ _CHECKS: dict[Hashable, Callable] = {}  # by signature
 def install() -> None:
     """Replaces what the import hook puts above functions and classes."""
     jaxtyping.jaxtyped = jaxtyped
+    # Python 3.11 collects them at each check of a value against a protocol.
+    if not hasattr(typing._get_protocol_attrs, "cache_info"):
+        typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
 
 
 def jaxtyped(*, typechecker: Callable) -> Callable:
@@ -87,6 +90,8 @@ def _checked_later(function: Callable) -> Callable:
 def _has(hint: Any, predicate: Callable[[Any], bool]) -> bool:
     """Returns whether a hint, one of a list or a part of one is as asked."""
     parts = hint if isinstance(hint, list) else typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:  # its strings name no types
+        parts = ()
     return predicate(hint) or any(_has(part, predicate) for part in parts)
 
 

@@ -1,6 +1,7 @@
 """The check of types finds what is wrong, and is prepared once for equal functions."""
 
 import dataclasses
+from typing import Literal
 from unittest import mock
 
 import beartype
@@ -24,6 +25,12 @@ def add(x: Float[np.ndarray, "B T"], y: Float[np.ndarray, "B T"]) -> float:
 def half_of(x: int) -> int:
     """Names none; half of an odd number is of another type."""
     return x // 2 if x % 2 == 0 else x / 2
+
+
+@checked
+def opposite(x: Literal["up", "down"]) -> str:
+    """Names strings, which are no types."""
+    return "down" if x == "up" else "up"
 
 
 @checked
@@ -73,6 +80,7 @@ class TypecheckTest(parameterized.TestCase):
         ("arrays", add, (np.ones((2, 4)), np.ones((2, 3)))),
         ("number", half_of, ("2",)),
         ("result", half_of, (3,)),
+        ("literal", opposite, ("left",)),
         ("class", Size, (0.5,)),
         ("class_of_arrays", Pair, (np.ones(4), np.ones(3))),
     )
@@ -86,6 +94,13 @@ class TypecheckTest(parameterized.TestCase):
         self.assertEqual(half_of(4), 2)
         self.assertEqual(Size(3).rows, 3)
         self.assertLen(Pair(np.ones(4), np.ones(4)).one, 4)
+
+    def test_only_what_names_arrays_takes_the_time_of_jaxtyping(self):
+        with mock.patch.object(typecheck, "_JAXTYPED") as jaxtyped:
+            typecheck.jaxtyped(typechecker=typecheck.check)(opposite.__wrapped__)
+            jaxtyped.assert_not_called()
+            typecheck.jaxtyped(typechecker=typecheck.check)(add.__wrapped__)
+            jaxtyped.assert_called_once()
 
     def test_a_test_can_switch_it_off(self):
         jaxtyping.config.update("jaxtyping_disable", True)
