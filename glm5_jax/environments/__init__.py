@@ -4,46 +4,32 @@ protocol.py defines tasks, environments and rewards; read it first. tasks/ has t
 that come with the package. Environments exchange messages and never see tokens.
 """
 
+import importlib
 import inspect
 
 from glm5_jax import config
 from glm5_jax.config import checks, user_classes
 from glm5_jax.environments import context, mixture, protocol, python_tool, untold
-from glm5_jax.environments.harbor import world as harbor_world
 from glm5_jax.environments.service import remote
-from glm5_jax.environments.tasks import (
-    algebra,
-    function_calls,
-    ladder,
-    problems,
-    reasoning_gym,
-)
-from glm5_jax.environments.worlds import terminal
-from glm5_jax.environments.worlds.business import world as business_world
-from glm5_jax.environments.worlds.code import world as code_world
-from glm5_jax.environments.worlds.frontend import world as frontend_world
-from glm5_jax.environments.worlds.miniwob import world as miniwob_world
-from glm5_jax.environments.worlds.search import world as search_world
-from glm5_jax.environments.worlds.slides import world as slides_world
-from glm5_jax.environments.worlds.swe import world as swe_world
-from glm5_jax.environments.worlds.swe.chain import world as chain_world
+from glm5_jax.environments.tasks import ladder, problems, reasoning_gym
 
+# Module and class; `make` imports it, as all of them take half a second.
 _WORLDS = {
-    "algebra": algebra.Algebra,
-    "bfcl": function_calls.FunctionCalls,
-    "business": business_world.Business,
-    "code": code_world.Code,
-    "frontend": frontend_world.Frontend,
-    "harbor": harbor_world.Harbor,
-    "humaneval": code_world.HumanEval,
-    "math": algebra.Algebra,
-    "miniwob": miniwob_world.MiniWoB,
-    "search": search_world.Search,
-    "slides": slides_world.Slides,
-    "swe": swe_world.Swe,
-    "swe_chain": chain_world.SweChain,
-    "terminal": terminal.Terminal,
-    **dict.fromkeys(remote.SCHEMES, remote.Remote),
+    "algebra": ("tasks.algebra", "Algebra"),
+    "bfcl": ("tasks.function_calls", "FunctionCalls"),
+    "business": ("worlds.business.world", "Business"),
+    "code": ("worlds.code.world", "Code"),
+    "frontend": ("worlds.frontend.world", "Frontend"),
+    "harbor": ("harbor.world", "Harbor"),
+    "humaneval": ("worlds.code.world", "HumanEval"),
+    "math": ("tasks.algebra", "Algebra"),
+    "miniwob": ("worlds.miniwob.world", "MiniWoB"),
+    "search": ("worlds.search.world", "Search"),
+    "slides": ("worlds.slides.world", "Slides"),
+    "swe": ("worlds.swe.world", "Swe"),
+    "swe_chain": ("worlds.swe.chain.world", "SweChain"),
+    "terminal": ("worlds.terminal", "Terminal"),
+    **dict.fromkeys(remote.SCHEMES, ("service.remote", "Remote")),
 }
 _WRAPPERS = {
     context.PREFIX: context.Context,
@@ -79,7 +65,10 @@ def make(name: str) -> protocol.Taskset:
     if wrapper := _WRAPPERS.get(kind + colon):
         return wrapper(name, make)
     if world := _WORLDS.get(kind):
-        return world(name)
+        module, class_name = world
+        return getattr(importlib.import_module(f"{__name__}.{module}"), class_name)(
+            name
+        )
     if name.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.ReasoningGym(name)
     return _own(name) if is_own(name) else ladder.Ladder(name)
